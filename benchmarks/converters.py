@@ -3,11 +3,11 @@
 
     python benchmarks/converters.py [--rounds 5] [--folder DIR] [--json FILE]
 
-Makes the checkpoint (random bf16 weights, tied, 1.19 GB), converts it there and back in turn with `cp` of the same
-bytes, checks that every tensor came back bit for bit, and prints medians. Each run is a process of its own.
+Creates the checkpoint (random bf16 weights, tied, 1.19 GB), converts it there and back alternately with `cp` of the
+same bytes, checks that every tensor is equal bit for bit, and prints medians. Each run is a separate process.
 
-What is measured: the conversion from its first look at the files to the renamed folder, without the start of Python and
-its imports; `cp` as a process. Neither waits for the disk.
+Measured is the conversion from opening the files to renaming the folder, without the start of Python and its imports;
+`cp` as a process. Neither waits for the disk.
 Memory is sampled every two milliseconds from /proc/<pid>/status, above what the process had before: RssAnon is memory
 that only the process itself can give back, RssFile are pages of mapped files, which the kernel drops when it needs it,
 VmRSS is all of it.
@@ -27,6 +27,8 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+
+from ratios import add_json_option, write_ratios
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -89,7 +91,7 @@ def make_checkpoint(folder: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     draw = torch.Generator().manual_seed(0)
-    # random bytes are as good as random numbers here, and ten times as fast to make
+    # random bytes suffice, and are ten times as fast to generate as random numbers
     tensors = {
         name: torch.randint(-(2**15), 2**15, shape, dtype=torch.int16, generator=draw).view(torch.bfloat16)
         for name, shape in shapes().items()
@@ -133,7 +135,7 @@ def load_tool(name: str):
 
 
 def one_run(direction: str, folder: Path) -> None:
-    """Converts once in this process: waits for a line when all is imported, and for another when all is done."""
+    """Converts once in this process: waits for a line after the imports, and for another after the conversion."""
     import torch
 
     from slimrl.platform.collective_errors import ConversionGroup
@@ -143,7 +145,7 @@ def one_run(direction: str, folder: Path) -> None:
         tool = load_tool("convert_hf_to_torch_dist")
         flags = [*MODEL_ARGS.split(), "--hf-checkpoint", str(folder / "hf"), "--save", str(folder / "torch_dist")]
         args, _ = tool.read_flags(flags)
-        import slimrl.megatron.checkpoint.template  # noqa: F401  what the conversion would import
+        import slimrl.megatron.checkpoint.template  # noqa: F401  imported by the conversion
 
         def work() -> object:
             return tool.convert(args, ConversionGroup(), force=False)
@@ -167,7 +169,7 @@ def one_run(direction: str, folder: Path) -> None:
 
 
 def measured(direction: str, folder: Path, *, memory: bool) -> dict[str, float]:
-    """One conversion in a fresh process: its seconds, or with `memory` its peaks, as sampling takes time of its own."""
+    """One conversion in a new process: its seconds, or with `memory` its peaks, because sampling costs time."""
     command = [sys.executable, "-W", "ignore", __file__, "--direction", direction, "--folder", str(folder)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, text=True, **pipes) as process:
@@ -190,7 +192,7 @@ def copied(source: Path, target: Path) -> float:
     subprocess.run(["cp", "-r", source, target], check=True)
     seconds = time.perf_counter() - begin
     shutil.rmtree(target)
-    os.sync()  # or the next measurement would wait for these bytes
+    os.sync()  # so that the next measurement does not wait for these bytes
     return seconds
 
 
@@ -209,12 +211,12 @@ def same_tensors(first: Path, second: Path) -> bool:
 Runs = dict[str, list[dict[str, float]]]
 
 
-def report(nbytes: int, timed: Runs, sampled: Runs, copies: list[float]) -> dict[str, object]:
-    """Prints medians of time and maxima of memory, and returns them."""
+def report(nbytes: int, timed: Runs, sampled: Runs, copies: list[float]) -> dict[str, float]:
+    """Prints medians of time and maxima of memory; returns the ratios."""
     copying = statistics.median(copies)
     print(f"model {nbytes / 1e9:.3f} GB; cp {copying:.2f} s (median of {len(copies)})")
     print(f"{'direction':<20}{'s':>7}{'GB/s':>7}{'of cp':>8}{'anonymous':>12}{'mapped':>9}{'total RSS':>12}")
-    result: dict[str, object] = {"model_bytes": nbytes, "cp_s": copying}
+    ratios = {}
     for direction in timed:
         seconds = statistics.median(run["seconds"] for run in timed[direction])
         share = {name: max(run[name] for run in sampled[direction]) / nbytes for name in MEMORY}
@@ -222,8 +224,9 @@ def report(nbytes: int, timed: Runs, sampled: Runs, copies: list[float]) -> dict
             f"{direction:<20}{seconds:>7.2f}{nbytes / 1e9 / seconds:>7.2f}{copying / seconds:>8.2f}"
             f"{share['RssAnon']:>11.1%}{share['RssFile']:>9.1%}{share['VmRSS']:>12.1%}"
         )
-        result[direction] = {"seconds": seconds, "of_cp": copying / seconds, **share}
-    return result
+        ratios[f"{direction}: speed / cp"] = copying / seconds
+        ratios[f"{direction}: memory / model"] = share["RssAnon"]
+    return ratios
 
 
 def main() -> int:
@@ -231,7 +234,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="timed conversions in each direction")
     parser.add_argument("--folder", type=Path, help="where to work (default: a temporary folder, removed at the end)")
-    parser.add_argument("--json", type=Path, help="also write the result to this file")
+    add_json_option(parser)
     parser.add_argument("--direction", choices=("there", "back"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.direction is not None:
@@ -254,9 +257,8 @@ def main() -> int:
                 sys.exit("a tensor came back changed")
             shutil.rmtree(folder / "torch_dist")
             shutil.rmtree(folder / "again")
-        result = report(nbytes, timed, sampled, copies)
-    if args.json is not None:
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
+        ratios = report(nbytes, timed, sampled, copies)
+    write_ratios(args.json, ratios)
     return 0
 
 

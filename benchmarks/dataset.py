@@ -1,12 +1,11 @@
-"""How long it takes, and how much memory, until a large data set gives its first prompts; beside loading it.
+"""Time and memory until a large data set returns its first prompts, compared with loading the whole file.
 
     python benchmarks/dataset.py [--rows 1000000] [--rounds 3] [--tokenizer FOLDER]
 
-Makes a .jsonl file of about 500 bytes a row, then measures in a process of its own each: slimrl's data source up to
-its first 32 shuffled prompts; json.loads of every line into a list, which is how such files are mostly read; and
-Hugging Face's `datasets.load_dataset`, once with an empty cache and once with its own copy of the file there already.
-Prints the median wall time and the highest increase of memory over that of the imports, each with its ratio to
-slimrl's. The file is in the page cache for all of them.
+Writes a .jsonl file of about 500 bytes per row, then measures each in a separate process: slimrl's data source up to
+its first 32 shuffled prompts; json.loads of every line into a list, the usual way to read such files; and Hugging
+Face's `datasets.load_dataset`, once with an empty and once with a filled cache. Prints the median wall time and the
+peak memory above that of the imports, each with its ratio to slimrl's. The file is in the page cache for all of them.
 """
 
 from __future__ import annotations
@@ -24,6 +23,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from ratios import add_json_option, write_ratios
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS = "slimrl"
@@ -82,7 +83,7 @@ def make_tokenizer(folder: str) -> Any:
 
 
 def prepared(way: str, path: str, tokenizer_folder: str, cache: str) -> Callable[[], Any]:
-    """The work of one way, with everything imported that it needs."""
+    """The work of one method, after importing everything that it needs."""
     if way == OURS:
         return own_source(path, tokenizer_folder)
     if way == "checked":
@@ -113,7 +114,7 @@ def resident() -> int:
 
 
 def measure(way: str, path: str, tokenizer_folder: str, cache: str) -> None:
-    """Prints the seconds and the highest increase of memory (bytes) of one way as JSON."""
+    """Prints the seconds and the peak memory increase (bytes) of one method as JSON."""
     work = prepared(way, path, tokenizer_folder, cache)
     before, highest, done = resident(), 0, threading.Event()
 
@@ -160,6 +161,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokenizer", default="", help="folder of a tokenizer (default: one of single bytes)")
     parser.add_argument("--measure", nargs=4, help=argparse.SUPPRESS)
+    add_json_option(parser)
     args = parser.parse_args()
     if args.measure:
         measure(*args.measure)
@@ -174,10 +176,14 @@ def main() -> None:
         for way, results in found.items()
     }
     print(f"{'':46} {'seconds':>8} {'ratio':>7} {'MB':>8} {'ratio':>7}")
+    kept = {}
     for way, text in WAYS.items():
         seconds, size = numbers[way]["seconds"], numbers[way]["bytes"]
         ratios = seconds / numbers[OURS]["seconds"], size / max(numbers[OURS]["bytes"], 1)
+        if way != OURS:
+            kept |= {f"time of {text} / slimrl": ratios[0], f"memory of {text} / slimrl": ratios[1]}
         print(f"{text:46} {seconds:8.2f} {ratios[0]:6.1f}x {size / 1e6:8.0f} {ratios[1]:6.1f}x")
+    write_ratios(args.json, kept)
 
 
 if __name__ == "__main__":

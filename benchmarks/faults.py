@@ -1,12 +1,12 @@
-"""What faults cost, and that they change nothing: the same run twice, once with servers and the router being lost.
+"""Fault tolerance: cost and correctness of the same run with and without losing servers and the router.
 
     python benchmarks/faults.py [--steps 30] [--seed 1] [--entry train.py] [--colocate]
 
 Makes the tiny model and trains it with real SGLang and Megatron on two servers, undisturbed and then with
-`--use-fault-tolerance` while servers and the router are killed (SIGKILL) and stopped (SIGSTOP) at random moments drawn
-from the seed. Prints every hit, every line in which the run says what it lost and replaced, the counts, and the
-comparison: samples per step, indices, tokens and rewards. Peer: the undisturbed run. Target: no sample lost or doubled,
-and the same tokens and rewards wherever the same weights drew them. Ends with exit code 1 where that fails.
+`--use-fault-tolerance` while servers and the router are killed (SIGKILL) and stopped (SIGSTOP) at random moments given
+by the seed. Prints every fault, the run's log lines about losses and replacements, the counts, and the comparison:
+samples per step, indices, tokens and rewards. Baseline: the undisturbed run. Target: no sample lost or duplicated, and
+the same tokens and rewards if they were sampled from the same weights. Exit code 1 if that fails.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TIMEOUT_S = 500.0
 
 def prepared(folder: Path) -> Tiny:
     """The tiny model and its checkpoint in `folder`."""
-    tiny = Tiny(folder / "made", folder / "home")
+    tiny = Tiny(folder / "made", folder / "home", folder / "torch_dist")
     tiny.home.mkdir()
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     make = [ROOT / "tools/make_tiny_model.py", "--output-dir", tiny.folder, "--seed", "0"]
@@ -55,7 +55,7 @@ def prepared(folder: Path) -> Tiny:
 def run(
     tiny: Tiny, folder: Path, name: str, entry: str, steps: int, hits: list[faults.Hit], seed: int, *, colocate: bool
 ) -> tuple[harness.Finished, list[list[Sample]], list[str]]:
-    """One run; its end, the samples of each step, and what was done to it."""
+    """One run: its outcome, the samples of each step, and the injected faults."""
     gpus = {"colocate": True, "actor_num_gpus_per_node": 2}
     if not colocate:
         gpus = {"actor_num_gpus_per_node": 1, "rollout_num_gpus": 2}
@@ -88,7 +88,7 @@ def run(
 
 
 def print_table(runs: list[tuple[harness.Finished, list[list[Sample]]]]) -> None:
-    """What both runs did, undisturbed and hit."""
+    """The figures of both runs, without and with faults."""
     rows: dict[str, list[str]] = {}
 
     def add(label: str, values: list[str]) -> None:
@@ -112,7 +112,7 @@ def print_table(runs: list[tuple[harness.Finished, list[list[Sample]]]]) -> None
 
 
 def equal(expected: list[list[Sample]], found: list[list[Sample]]) -> bool:
-    """Whether both runs trained on the same; prints it. Tokens are compared where the same weights drew them."""
+    """Whether both runs trained on the same data; prints it. Compares tokens sampled from the same weights."""
     pairs = list(zip([s for step in expected for s in step], [s for step in found for s in step], strict=True))
     alike = [(one, other) for one, other in pairs if one.weight_versions == other.weight_versions]
     same = {
@@ -125,7 +125,7 @@ def equal(expected: list[list[Sample]], found: list[list[Sample]]) -> bool:
 
 
 def main() -> None:
-    """Runs both and prints what differs."""
+    """Runs both and prints the differences."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--seed", type=int, default=1)

@@ -1,10 +1,10 @@
-"""What judging a math answer costs, and how often it is judged right, beside the computer algebra library alone.
+"""Cost and accuracy of grading math answers, compared with the math-verify library alone.
 
     OMP_NUM_THREADS=1 python benchmarks/grader.py [--pairs tests/rollout/math_pairs.jsonl ...] [--seconds 5]
 
 "Easy" are the pairs of the labelled set that need no algebra, "plain" are numbers and fractions, as most answers are.
-The peer is math-verify's `parse` and `verify` on the same pairs, in the same process, without a time limit on either
-side. It remembers what it has parsed: pairs that come again cost it less than they would in a run.
+The baseline is math-verify's `parse` and `verify` on the same pairs, in the same process, without a time limit on
+either side. It caches parsed expressions, so repeated pairs cost it less than they would in a run.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
+from ratios import add_json_option, write_ratios
 
 from slimrl.data.sample import Sample
-from slimrl.rollout.rm_hub import registry
 from slimrl.rollout.rm_hub.grader_pool import GraderPool
 from slimrl.rollout.rm_hub.math_equivalence import answers_equal, sympy_equal
+from slimrl.rollout.rm_hub.rule_reward import grade
 
 Pair = tuple[str, str, bool]
 _TESTS = Path(__file__).resolve().parents[1] / "tests" / "rollout"
@@ -39,7 +40,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=Path, nargs="+", default=PAIRS)
     parser.add_argument("--seconds", type=float, default=5.0, help="for each measurement")
+    add_json_option(parser)
     options = parser.parse_args()
+    ratios = {}
     files = {path.name: _read(path) for path in options.pairs}
     pairs = [pair for own in files.values() for pair in own]
     sympy_equal.warm_up()
@@ -54,6 +57,7 @@ def main() -> None:
         )
     for name, part in (("plain answers", plain), ("easy pairs", easy), ("all pairs", pairs)):
         rate, peer = (_rate(judge, part, options.seconds) for judge in (_judge, _judge_by_library))
+        ratios[f"grades per second of {name} / math-verify"] = rate / peer
         print(
             f"{name + ', grades/s/core':34s} {rate:10,.0f}   math-verify alone {peer:8,.0f}   ratio {rate / peer:6.1f}"
         )
@@ -61,6 +65,7 @@ def main() -> None:
     print(f"{'plain answers through the pool':34s} {wall:10,.0f} /s   of one core in the caller's process {share:.0%}")
     wall, share = asyncio.run(_pool_rate(plain[1::6], options.seconds))
     print(f"{'whole numbers, decided at sight':34s} {wall:10,.0f} /s   of one core in the caller's process {share:.0%}")
+    write_ratios(options.json, ratios)
 
 
 def _read(path: Path) -> list[Pair]:
@@ -81,7 +86,7 @@ def _judge_by_library(answer: str, label: str) -> bool:
 
 
 def _plain_pairs(count: int) -> list[Pair]:
-    """What most answers look like: numbers and fractions, no two pairs alike."""
+    """Typical answers: numbers and fractions, all pairs different."""
     pairs: list[Pair] = []
     for one in range(2, count // 6 + 2):
         pairs += [
@@ -131,7 +136,7 @@ async def _pool_rate(pairs: Sequence[Pair], seconds: float) -> tuple[float, floa
     ]
 
     async def batch(count: int) -> None:
-        await asyncio.gather(*(registry.grade("math", samples[one % len(samples)], pool) for one in range(count)))
+        await asyncio.gather(*(grade("math", samples[one % len(samples)], pool) for one in range(count)))
 
     await batch(64)
     me = psutil.Process()

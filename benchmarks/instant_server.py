@@ -1,10 +1,10 @@
-"""A server that speaks SGLang's HTTP and answers every generation at once with bytes that were made beforehand.
+"""A server with SGLang's HTTP API that answers every generation immediately with prepared bytes.
 
     python benchmarks/instant_server.py --port 21000 --response-tokens 512
 
-Prints "ready" when it listens. Serves what the router asks of a server when it is added and probed, and `/generate`
-with log-probabilities, as SGLang 0.5.20 writes them. `raw_load` is its counterpart: a client that only counts answers.
-Both cost some 25 microseconds per request. Started by rollout_driver.py; ends when its standard input does.
+Prints "ready" when it listens. Serves the endpoints that the router uses to add and probe a server, and `/generate`
+with log-probabilities in the format of SGLang 0.5.20. `raw_load` is its counterpart: a client that only counts
+responses. Both cost about 25 microseconds per request. Started by rollout_driver.py; exits when its stdin closes.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def reply(body: bytes) -> bytes:
 
 
 def body_end(received: bytes) -> int:
-    """Where the first message in `received` ends, by its headers; 0 while they are incomplete."""
+    """The end of the first message in `received`, by its headers; 0 while they are incomplete."""
     end = received.find(b"\r\n\r\n")
     if end < 0:
         return 0
@@ -78,7 +78,7 @@ def body_end(received: bytes) -> int:
 
 
 class Connection(asyncio.Protocol):
-    """One kept connection: requests are answered in turn, whatever they say."""
+    """One keep-alive connection; answers every request in order, regardless of its content."""
 
     def __init__(self, generation_reply: bytes, info_reply: bytes) -> None:
         self._generation_reply = generation_reply
@@ -99,7 +99,7 @@ class Connection(asyncio.Protocol):
 
 
 class RawConnection(asyncio.Protocol):
-    """Sends `request` again as soon as its answer is complete; takes what is left to send from `left`."""
+    """Sends `request` again as soon as its response is complete, until `left` is used up."""
 
     def __init__(self, request: bytes, left: list[None], finished: asyncio.Semaphore) -> None:
         self._request = request

@@ -1,16 +1,16 @@
-"""A run that is killed again and again, each time resumed, against the same run left alone: equal, bit for bit?
+"""Compares a run that is repeatedly killed and resumed with the same undisturbed run, bit for bit.
 
     python benchmarks/kills.py [--kills 10] [--seed 1] [--layout split] [--async-save]
                               [--minutes 11] [--folder DIR]
 
-Makes the tiny model and trains it with real SGLang and Megatron, once undisturbed, and once with `--kills` SIGKILLs at
-moments drawn from the seed, a launch for each: aimed at saves (4 of 10), at weight updates (3 of 10) and at anything
-else; half of them to the driver alone, whose processes then have to end by themselves, half to all processes at once.
-Prints for each where it fell, as the timeline of train rank 0 and the unfinished folder prove, and at which rollout
-that launch began. Peer: the undisturbed run. Target: the last checkpoint, the samples of every rollout, and loss,
-gradient norm and reward of every step are equal, bit for bit. Ends with exit code 1 where they are not, where a process
-stayed, or where fewer than a quarter of the kills fell into a save or fewer than an eighth into a weight update.
-`--minutes` bounds how long kills continue; `--folder` keeps the model and the undisturbed run for the next time.
+Creates the tiny model and trains it with real SGLang and Megatron, once undisturbed, and once with `--kills` SIGKILLs
+at random moments, one per launch: aimed at saves (4 of 10), at weight updates (3 of 10) and at anything else; half of
+them kill only the driver, whose processes must then exit by themselves, half kill all processes. Prints for each kill
+the phase that it hit, according to the timeline of train rank 0 and the unfinished folder, and the first rollout of
+that launch. Baseline: the undisturbed run. Target: the last checkpoint, the samples of every rollout, and loss,
+gradient norm and reward of every step are equal, bit for bit. Exit code 1 if they are not, if a process is left over,
+or if fewer than a quarter of the kills hit a save or fewer than an eighth a weight update. `--minutes` limits the time
+for kills; `--folder` keeps the model and the undisturbed run for the next time.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ COMPARED = ("loss", "grad_norm", "reward")
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One run: where it lies, and its command line."""
+    """One run: its folder and its command line."""
 
     tiny: Tiny
     folder: Path
@@ -63,7 +63,7 @@ class Job:
 
     @property
     def timeline(self) -> Path:
-        """What train rank 0 wrote down."""
+        """The timeline of train rank 0."""
         return self.folder / "runs/run/timeline/train-rank-0.jsonl"
 
     def start(self) -> harness.Started:
@@ -86,7 +86,7 @@ class Job:
         return harness.start("train.py", flags, self.folder, "run", self.tiny.home)
 
     def finish(self) -> harness.Finished:
-        """A launch that is left alone. Raises SystemExit where it fails."""
+        """A launch without a kill. Raises SystemExit if it fails."""
         started = self.start()
         try:
             done = started.finish(TIMEOUT_S)
@@ -99,45 +99,43 @@ class Job:
 
 
 def begins_at(output: str) -> str:
-    """The rollout with which a launch continued, as its log says."""
+    """The first rollout of a launch, from its log."""
     _, found, rest = output.partition("rollouts ")
     return rest.split()[0] if found else "-"
 
 
 def killed(
     job: Job, aims: list[kills.Aim], lengths: dict[str, float], until: float
-) -> tuple[harness.Finished, list[kills.Fall]]:
+) -> tuple[harness.Finished, list[kills.Kill]]:
     """The run with a kill in each launch but the last, none after `until` (time.monotonic); prints a line for each."""
-    print(
-        f"{'kill':>4}  {'aimed at':16}{'killed':8}{'it fell into':22}{'half written':20}{'left torn':20}launch began at"
-    )
-    falls: list[kills.Fall] = []
+    print(f"{'kill':>4}  {'aimed at':16}{'killed':8}{'it hit':22}{'half written':20}{'left torn':20}launch began at")
+    hits: list[kills.Kill] = []
     for number, aim in enumerate(aims, start=1):
         if time.monotonic() > until:
             print(f"{number:4}  no time is left (--minutes)")
             break
         started = job.start()
         try:
-            fall = kills.strike(started, aim, job.saved, lengths, TIMEOUT_S)
+            hit = kills.strike(started, aim, job.saved, lengths, TIMEOUT_S)
         except BaseException:
             started.kill_everything()
             raise
-        if fall is None:
+        if hit is None:
             print(f"{number:4}  the run was over before")
             break
-        falls.append(fall)
+        hits.append(hit)
         who = "all" if aim.tree else "driver"
-        within = str(fall.within or "generation or start")
-        left = f"  LEFT {fall.left}" if fall.left else ""
-        line = f"{number:4}  {aim.kind:16}{who:8}{within:22}{' '.join(fall.seen):20}{' '.join(fall.torn):20}"
+        within = str(hit.within or "generation or start")
+        left = f"  LEFT {hit.left}" if hit.left else ""
+        line = f"{number:4}  {aim.kind:16}{who:8}{within:22}{' '.join(hit.seen):20}{' '.join(hit.torn):20}"
         print(f"{line}rollout {begins_at(started.log.read_text())}{left}", flush=True)
     done = job.finish()
     print(f" end  undisturbed, from rollout {begins_at(done.output)}")
-    return done, falls
+    return done, hits
 
 
 def differences(one: Job, other: Job, steps: tuple[harness.Finished, harness.Finished]) -> list[str]:
-    """What is not the same of two runs: checkpoints, samples and steps."""
+    """The differences of two runs: checkpoints, samples and steps."""
     last = f"iter_{one.steps - 1:07d}"
     found = checkpoints.differences(*(checkpoints.read(job.saved / last) for job in (one, other)), last)
     for step in range(one.steps):
@@ -158,19 +156,19 @@ def _folder(given: str | None) -> Iterator[Path]:
 
 
 def main() -> None:
-    """Runs both and prints what happened."""
+    """Runs both and prints the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--layout", choices=LAYOUTS, default="split")
     parser.add_argument("--async-save", action="store_true")
-    parser.add_argument("--minutes", type=float, default=11.0, help="after which nothing more is killed")
+    parser.add_argument("--minutes", type=float, default=11.0, help="time limit for kills")
     parser.add_argument("--folder", help="kept, with the model and the undisturbed run (default: removed at the end)")
     options = parser.parse_args()
     begun = time.monotonic()
     steps = 2 * options.kills + 2
     with _folder(options.folder) as folder:
-        tiny = Tiny(folder / "made", folder / "home")
+        tiny = Tiny(folder / "made", folder / "home", folder / "torch_dist")
         if not tiny.torch_dist.is_dir():
             folder.mkdir(exist_ok=True)
             prepared(folder)
@@ -181,13 +179,13 @@ def main() -> None:
         lengths = kills.usual_lengths(calm.timeline)
         usual = ", ".join(f"{kind} {seconds:.2f} s" for kind, seconds in lengths.items())
         print(f"undisturbed: {steps} steps in {expected.seconds:.0f} s; {usual}")
-        done, falls = killed(hit, kills.plan(options.seed, options.kills), lengths, begun + 60 * options.minutes)
+        done, hits = killed(hit, kills.plan(options.seed, options.kills), lengths, begun + 60 * options.minutes)
         found = differences(calm, hit, (expected, done))
-    saves, updates = sum(fall.in_a_save for fall in falls), sum(fall.in_an_update for fall in falls)
-    print(f"\n{len(falls)} kills, {saves} in a save, {updates} in a weight update; {time.monotonic() - begun:.0f} s")
+    saves, updates = sum(one.in_a_save for one in hits), sum(one.in_an_update for one in hits)
+    print(f"\n{len(hits)} kills, {saves} in a save, {updates} in a weight update; {time.monotonic() - begun:.0f} s")
     print("equal to the undisturbed run, bit for bit" if not found else "DIFFERENT:\n" + "\n".join(found[:20]))
-    enough = falls and saves >= math.ceil(len(falls) / 4) and updates >= len(falls) // 8
-    sys.exit(0 if enough and not found and not any(fall.left for fall in falls) else 1)
+    enough = hits and saves >= math.ceil(len(hits) / 4) and updates >= len(hits) // 8
+    sys.exit(0 if enough and not found and not any(one.left for one in hits) else 1)
 
 
 if __name__ == "__main__":

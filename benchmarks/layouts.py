@@ -1,4 +1,4 @@
-"""How far every parallel layout ends from plain float64 autograd: a table of layout x model type.
+"""Numerical error of every parallel layout against plain float64 autograd: a table of layout x model type.
 
     OMP_NUM_THREADS=1 python benchmarks/layouts.py [--bf16] [--only "TP2 SP"] [--ranks 4]
 
@@ -6,9 +6,9 @@ Trains one recorded rollout in two optimizer steps (clipped policy loss, KL, ent
 layout of tests/megatron/layouts.py, in float32, on as many processes as the layout has ranks, and compares losses,
 gradient norms and updated weights with those of transformers' model, trained in float64 by torch alone. Target: every
 relative difference below 1e-5. With --bf16 the weights are bfloat16 with float32 main weights, one step is taken, and
-the whole gradient is compared too; the peer, in the first rows, is transformers' own model computing in bfloat16.
+the whole gradient is compared too; the baseline, in the first rows, is transformers' own model in bfloat16.
 Target: loss and gradient norm within 2^-5 (eight units of rounding), weights within 0.01, the gradient within 2^-5 or,
-with experts, 2^-3. Ends with code 1 where a target is missed.
+with experts, 2^-3. Exit code 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def shown(found: layouts.Differences, with_gradient: bool) -> str:
 
 
 def measure(models: layouts.Models, layout: layouts.Layout, kind: str, bf16: bool) -> tuple[layouts.Differences, bool]:
-    """What one layout is away from the truth, and whether that is on target."""
+    """The errors of one layout, and whether they meet the target."""
     settings = layouts.BF16 if bf16 else layouts.SETTINGS
     args = models.args(layout, kind, settings)
     with RankPool(layout.ranks) as pool:
@@ -51,7 +51,7 @@ def measure(models: layouts.Models, layout: layouts.Layout, kind: str, bf16: boo
 
 
 def rows(models: layouts.Models, chosen: dict[str, layouts.Layout], bf16: bool) -> bool:
-    """Prints the table; True where every target is met."""
+    """Prints the table; returns whether every target is met."""
     good, worst = True, 0.0
     heading = "loss · gradient norm · " + ("main weights · gradient" if bf16 else "weights")
     print(f"each cell: {heading}, as relative differences\n")
@@ -76,7 +76,7 @@ def rows(models: layouts.Models, chosen: dict[str, layouts.Layout], bf16: bool) 
 
 
 def main() -> int:
-    """Measures the chosen layouts; 1 where a target is missed."""
+    """Measures the selected layouts; returns 1 if a target is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--only", default="", help="layouts whose name holds this")

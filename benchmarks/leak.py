@@ -1,11 +1,11 @@
-"""Whether anything grows in a long run: memory of every process per step, over a real run of small steps.
+"""Memory leaks in a long run: memory of every process per step, over a real run of small steps.
 
     python benchmarks/leak.py [--steps 200] [--warm-up 40]
 
 Makes the tiny model, runs train.py with real SGLang and Megatron on one GPU (two prompts, two samples each, a few
 tokens) and reads the memory of every process after every step from summary.json. Prints, for each process, memory
 after the warm-up and at the end, and the growth per step: the median of all slopes between pairs of steps (Theil and
-Sen), which a single jump does not move. Limit: 0.05 MiB per step, of which ten thousand steps make half a gigabyte.
+Sen), which a single jump does not affect. Limit: 0.05 MiB per step, half a gigabyte in ten thousand steps.
 """
 
 from __future__ import annotations

@@ -2,15 +2,16 @@
 
     python benchmarks/log_probs.py [--tokens 512 1536 2048] [--hidden 1024] [--vocab 37984] [--rounds 5]
 
-Two tables. From logits: slimrl's `vocab_parallel_log_probs` beside plain torch (log_softmax, gather, entropy, with
-autograd) and megatron-core's `vocab_parallel_cross_entropy`, which has no entropy. From hidden states, the output
-layer's three matrix products included: slimrl's `output_log_probs`, which keeps no logits and does a fourth, beside the
-same layer with its logits kept and plain torch. The default vocabulary is Qwen3's over four tensor-parallel GPUs.
+Two tables. From logits: slimrl's `vocab_parallel_log_probs` compared with plain torch (log_softmax, gather, entropy,
+with autograd) and megatron-core's `vocab_parallel_cross_entropy`, which has no entropy. From hidden states, including
+the output layer's three matrix products: slimrl's `output_log_probs`, which keeps no logits and does a fourth product,
+compared with the same layer with logits kept and with plain torch. The default vocabulary is Qwen3's over four
+tensor-parallel GPUs.
 
-Targets: from logits less than 0.1 of their bytes beside them and their gradient; from hidden states not slower than
-1.35 times the layer that keeps its logits. The ways run in turn, round by round; times are medians of processor time,
-of which a busy machine takes nothing. Memory is the most that tensors made on the way held at once, seen after every
-operation, without what the gradients of the inputs take.
+Targets: from logits less than 0.1 of their bytes in addition to them and their gradient; from hidden states at most
+1.35 times the time of the layer that keeps its logits. The methods run in interleaved rounds; times are medians of CPU
+time, which other load does not affect. Memory is the peak of live tensors created by the method, measured after every
+operation, without the gradients of the inputs.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+from ratios import add_json_option, write_ratios
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -35,7 +37,7 @@ Way = Callable[[list[Tensor], Tensor], Tensor]
 
 
 class LiveBytes(TorchDispatchMode):
-    """`peak`: the most bytes that tensors made inside the block held together, without one of `ignored` bytes."""
+    """`peak`: the most bytes of live tensors created inside the block, without one of `ignored` bytes."""
 
     def __init__(self, ignored: int) -> None:
         super().__init__()
@@ -72,7 +74,7 @@ def own_scores(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def megatron_scores(logits: Tensor, targets: Tensor) -> Tensor:
-    """Log-probabilities alone, by megatron-core; it overwrites the logits, so that they are copied first."""
+    """Log-probabilities only, by megatron-core; it overwrites the logits, so they are copied first."""
     return -vocab_parallel_cross_entropy(logits.clone()[:, None], targets[:, None]).sum()
 
 
@@ -96,7 +98,7 @@ FROM_HIDDEN: dict[str, Way] = {
 
 
 def measure(ways: dict[str, Way], inputs: list[Tensor], targets: Tensor, rounds: int) -> dict[str, tuple[float, int]]:
-    """Seconds (median) and peak bytes, less those of the gradients, of each way forward and backward."""
+    """Seconds (median) and peak bytes without gradients of each method, forward and backward."""
     taken: dict[str, list[float]] = {name: [] for name in ways}
     peaks = {}
     for name, way in ways.items():
@@ -126,6 +128,18 @@ def table(
     print(note)
 
 
+def ratios_of(tables: dict[str, dict[int, dict[str, tuple[float, int]]]], vocab: int) -> dict[str, float]:
+    """Time against each peer and memory against the logits, of slimrl's way in every table."""
+    ratios = {}
+    for title, found in tables.items():
+        for tokens, ways in found.items():
+            seconds, size = ways["slimrl"]
+            for peer in ways.keys() - {"slimrl"}:
+                ratios[f"{title}, {tokens} tokens: time / {peer}"] = seconds / ways[peer][0]
+            ratios[f"{title}, {tokens} tokens: memory / logits"] = size / (4 * tokens * vocab)
+    return dict(sorted(ratios.items()))
+
+
 def main() -> None:
     """Measures and prints both tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -133,6 +147,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--vocab", type=int, default=151936 // 4)
     parser.add_argument("--rounds", type=int, default=5)
+    add_json_option(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -159,6 +174,9 @@ def main() -> None:
         options.vocab,
         peers,
         "memory: beside hidden states and weight, and the gradient of the weight",
+    )
+    write_ratios(
+        options.json, ratios_of({"from logits": from_logits, "from hidden states": from_hidden}, options.vocab)
     )
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()

@@ -1,11 +1,11 @@
-"""How many small faults in the parts that decide what is trained on would go unnoticed by the fast tests.
+"""Mutation testing: how many small faults in the code that decides what is trained on are missed by the fast tests.
 
-    OMP_NUM_THREADS=1 python benchmarks/mutations.py [--count 320] [--seed 11] [--only data/bins]
+    OMP_NUM_THREADS=1 python benchmarks/mutations.py [--count 320] [--seed 11] [--only data/bin_packing]
 
 Works on a copy of the repository in a temporary folder. A mutation changes one place of one module (a comparison, a
-sign, a constant, a condition, a statement, a returned value); places are drawn by the seed, evenly over all modules.
-Each runs in a fork of one process that has the heavy packages loaded. A run that fails or takes too long has noticed
-the fault; what survives is printed as a difference, to be judged by a reader.
+sign, a constant, a condition, a statement, a returned value); places are sampled with the seed, evenly over all
+modules. Each mutation runs in a fork of one process that has the heavy packages loaded. A test run that fails or times
+out detects the fault; surviving mutations are printed as diffs for review.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ LIMIT_S = 120.0  # for the tests of one mutation
 REPOSITORY = Path(__file__).resolve().parents[1]
 # modules with a test file of the same name
 _NAMESAKES = "algorithms/kl algorithms/reduction"
-# other modules, and the test files that are to notice a fault in them, quickest first
+# other modules, and the test files that should detect a fault in them, fastest first
 _OTHERS = (
     ("algorithms/off_policy algorithms/policy_loss", "algorithms/off_policy algorithms/policy_loss"),
     ("algorithms/returns", "algorithms/returns algorithms/advantages"),
     ("algorithms/log_probs", "algorithms/log_probs algorithms/output_log_probs"),
-    ("data/train_batch", "data/batch data/packing rollout/group_reward"),
+    ("data/train_batch", "data/train_batch data/packing rollout/group_reward"),
     ("data/sample", "data/version_spans compatibility/slime_modules"),
-    ("data/bin_packing", "data/bins data/packing"),
-    ("data/prompt_format data/dataset_spec data/parquet data/readers"
+    ("data/bin_packing", "data/bin_packing data/packing"),
+    ("data/parquet", "data/parquet data/readers"),
+    ("data/prompt_format data/dataset_spec data/readers"
      " rollout/dataset/prompt_dataset rollout/dataset/dataset_mixture",
      "data/readers rollout/prompts rollout/data_source"),
     ("rollout/asynchronous/staleness", "rollout/staleness rollout/continuous"),
@@ -64,7 +65,7 @@ Place = tuple[str, int, int]  # module, number of the node in the walk, number o
 
 
 def main() -> None:
-    """Runs the drawn mutations, prints what survives and the share."""
+    """Runs the sampled mutations; prints the survivors and their fraction."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=320)
     parser.add_argument("--seed", type=int, default=11)
@@ -119,7 +120,7 @@ def _survives(root: Path, place: Place) -> bool:
 
 
 def _passes(root: Path, tests: Sequence[str]) -> bool:
-    """Whether the tests pass in a fork that works in `root`; one that outlasts `LIMIT_S` is killed and has not."""
+    """Whether the tests pass in a fork that works in `root`; a fork that exceeds `LIMIT_S` is killed and fails."""
     child = os.fork()
     if child == 0:
         os.setsid()
@@ -155,7 +156,7 @@ def _places(module: str) -> Iterator[Place]:
 
 
 def _nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """Everything that runs, but messages of errors, log lines, annotations, decorators and `strict=` of a zip."""
+    """All executed nodes except error messages, log lines, annotations, decorators and `strict=` of a zip."""
     if isinstance(node, ast.keyword) and node.arg == "strict":
         return
     yield node

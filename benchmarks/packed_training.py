@@ -1,12 +1,12 @@
-"""What packing is worth: tokens per second of training on a long-tailed batch, packed and padded to rectangles.
+"""The benefit of packing: training tokens per second on a long-tailed batch, packed and padded to rectangles.
 
     OMP_NUM_THREADS=1 python benchmarks/packed_training.py [--samples 64] [--median 300] [--sigma 1.0] [--longest 2048]
 
-The same small megatron-core model, on the CPU or on the GPU where there is one, runs forward and backward over the
-same samples, in turn, round by round: packed up to `--longest` tokens, as this package does; in rectangles as wide as
-their longest sample, of that many tokens at most, padding included, of samples sorted by length (the best that padding
-can do) and as they came; and all as wide as the longest sample of the batch. Prints real tokens per second, the share
-of the computed tokens that is padding, and the ratio to packed. All must give the same loss.
+The same small megatron-core model, on the GPU if there is one, runs forward and backward over the same samples in
+interleaved rounds: packed up to `--longest` tokens, as this package does; in rectangles as wide as their longest
+sample, of at most that many tokens including padding, with samples sorted by length (the best case of padding) and in
+the original order; and all as wide as the longest sample of the batch. Prints real tokens per second, the fraction of
+padding in the computed tokens, and the ratio to packed. All must give the same loss.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from megatron.core.models.gpt import GPTModel
+from ratios import add_json_option, write_ratios
 from torch import Tensor
 
 from slimrl.arguments import Arguments
@@ -93,7 +94,7 @@ def train(stage: GPTModel, micro_batches: Sequence[tuple[Tensor, Tensor, PackedS
 
 
 def measure(options: argparse.Namespace, init_method: str) -> None:
-    """Prints one line for each way; raises RuntimeError where two ways give different losses."""
+    """Prints one line for each method; raises RuntimeError if two methods give different losses."""
     state = parallel.initialize(Arguments(**MODEL), rank=0, world_size=1, local_rank=0, init_method=init_method)
     stage = model_builder.build_model(Arguments(**MODEL), state)
     drawn = np.random.default_rng(options.seed).lognormal(np.log(options.median), options.sigma, options.samples)
@@ -118,13 +119,17 @@ def measure(options: argparse.Namespace, init_method: str) -> None:
         raise RuntimeError(f"the losses differ: {losses}")
     own = statistics.median(seconds["packed"][1:])
     print(f"{len(lengths)} samples of {min(lengths)} to {max(lengths)} tokens, {sum(lengths)} in all, {state.device}")
+    ratios = {}
     for name, micro_batches in ways.items():
         taken = statistics.median(seconds[name][1:])
+        if name != "packed":
+            ratios[f"speed of {name} / packed"] = own / taken
         computed = sum(tokens.numel() for tokens, _, _ in micro_batches)
         print(
             f"{name:26}{len(micro_batches):4} micro-batches {sum(lengths) / taken:9.0f} tokens/s"
             f"{(1 - sum(lengths) / computed) * 100:7.1f} % padding {own / taken:7.2f} x"
         )
+    write_ratios(options.json, ratios)
 
 
 def main() -> None:
@@ -136,6 +141,7 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
+    add_json_option(parser)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         measure(options, f"file://{folder}/store")

@@ -1,17 +1,17 @@
-"""What the rollout driver costs per sample: whole rollouts through the real sglang-router, engines that take no time.
+"""Cost of the rollout driver per sample: whole rollouts through the real sglang-router, with instant engines.
 
     OMP_NUM_THREADS=1 python benchmarks/rollout_driver.py [--rounds 5] [--prompts 512] [--samples 8]
 
-Every sample goes the whole way: prompt drawn and tokenized, HTTP request through the router, 512 tokens with
-log-probabilities back (from benchmarks/instant_server.py), graded by a grader process (no answer is right at sight),
-counted in the metrics, and laid into a pickled RolloutBatch per data-parallel rank, as the rollout manager does it.
+Every sample takes the full path: the prompt is sampled and tokenized, an HTTP request goes through the router, 512
+tokens with log-probabilities come back (from benchmarks/instant_server.py), a grader process grades them (no answer
+matches literally), and they are counted in the metrics and put into a pickled RolloutBatch per data-parallel rank, as
+in the rollout manager.
 
-Target: at least 2000 samples per second on 4 cores. Beside it, in rounds that take turns on the same servers and
-router: the router itself under a generator that reads nothing, an aiohttp client that only decodes the answers, and an
-httpx client with its own JSON, the way of the known systems. Those spend 9 to 13 ms of driver CPU per sample in all
-(75 to 112 samples per second). Prints medians over the rounds: samples per second, and microseconds of CPU per sample
-of each process. Latencies are those of requests, once in these rollouts (which keep every GPU of the client busy) and
-once at a steady 500 requests per second.
+Target: at least 2000 samples per second on 4 cores. For comparison, in interleaved rounds on the same servers and
+router: the router under a generator that reads nothing, an aiohttp client that only decodes the responses, and an httpx
+client with its own JSON, as slime has. Prints medians over the rounds: samples per second, and microseconds of CPU per
+sample of each process and of the thread with the driver's event loop. Latencies are those of requests, once in these
+rollouts (which saturate the client) and once at a steady 500 requests per second.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ import uvloop
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from ratios import add_json_option, write_ratios
+
 from benchmarks.instant_server import raw_load
 from slimrl.arguments import Arguments
 from slimrl.data.sample import Sample
@@ -48,9 +50,9 @@ from slimrl.engines.sglang.client import RouterClient
 from slimrl.engines.sglang.router import RouterProcess
 from slimrl.processes.ports import claim_ports
 from slimrl.rollout import async_utils
-from slimrl.rollout.convert_samples import compute_rewards, training_batch
+from slimrl.rollout.convert_samples import RewardProcessing, compute_rewards, training_batch
 from slimrl.rollout.dataset.data_source import RolloutDataSource
-from slimrl.rollout.metrics import rollout_metrics
+from slimrl.rollout.metrics import sample_metrics
 from slimrl.rollout.rollout_generator import RolloutGenerator
 from slimrl.rollout.sampling import SamplingConfig
 from slimrl.tiny.tokenizer import build_tokenizer
@@ -61,7 +63,6 @@ START_TIMEOUT_S = 120.0
 DATA_PARALLEL_SIZE = 2
 STEADY_PER_S = 500.0
 TARGET_PER_S = 2000.0
-KNOWN_MS = "9 to 13 ms"
 PROCESSES = ("driver", "graders", "router", "servers")
 
 
@@ -82,14 +83,14 @@ class EngineGroup:
             "router": [guardian, *guardian.children(recursive=True)],
             "servers": [psutil.Process(pid) for pid in self.server_pids],
         }
-        # Of other processes the kernel tells hundredths of a second; a short round of the driver may take less.
+        # The kernel reports CPU time of other processes in 10 ms steps; a short round of the driver may take less.
         others = {name: sum(sum(one.cpu_times()[:2]) for one in group) for name, group in groups.items()}
         return {"driver": time.process_time(), **others}
 
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """One round of one way: wall time and CPU time per sample, the latter by process and of the event loop's thread.
+    """One round of one method: wall time and CPU time per sample, the latter by process and of the event loop's thread.
 
     `others` is how many cores the rest of the machine kept busy meanwhile.
     """
@@ -128,27 +129,29 @@ class TimedClient:
 
 
 class Driver:
-    """What the rollout manager does for one rollout, without Ray."""
+    """The rollout manager's work for one rollout, without Ray."""
 
     def __init__(self, args: Arguments, client: TimedClient) -> None:
         tokenizer = build_tokenizer(max_length=32768)
         self._args = args
         self._source = RolloutDataSource(args, tokenizer)
-        self._generator = RolloutGenerator(args, tokenizer, client)
+        self._generator = RolloutGenerator.from_args(args, tokenizer, client)
         self._rollout_id = 0
         async_utils.expect_many_samples()
         self.bytes_per_rollout = 0
+        self.generated_bytes = 0  # resident memory when all samples of the last rollout were there
 
     async def rollout(self) -> None:
         """From prompts to pickled batches."""
         async_utils.collect_between_rollouts(samples_are_held=False)
         args = self._args
         output = await self._generator.generate_rollout(self._rollout_id, self._source)
+        self.generated_bytes = psutil.Process().memory_info().rss
         samples = [sample for group in output.groups for sample in group]
-        rewards = compute_rewards(args, samples)
-        metrics = rollout_metrics(samples, rewards.raw.tolist())
+        rewards = compute_rewards(RewardProcessing.from_args(args), samples)
+        metrics = sample_metrics(samples, rewards.raw.tolist())
         shares = schedule_batch(
-            training_batch(args, samples, rewards),
+            training_batch(args, samples, rewards, hook_args=args),
             data_parallel_size=DATA_PARALLEL_SIZE,
             global_batch_size=args.global_batch_size,
             micro_batch_size=args.micro_batch_size,
@@ -166,7 +169,7 @@ class Driver:
 
 
 async def decode_only(url: str, body: bytes, count: int, concurrency: int) -> None:
-    """The least that an aiohttp client can do: requests, and their answers as Python objects."""
+    """A minimal aiohttp client: requests, and their responses as Python objects."""
     bodies = iter([body] * count)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), headers=JSON) as session:
 
@@ -179,7 +182,7 @@ async def decode_only(url: str, body: bytes, count: int, concurrency: int) -> No
 
 
 async def httpx_only(url: str, request: dict[str, Any], count: int, concurrency: int) -> None:
-    """The same as the known systems do it: httpx, its JSON, and the tokens picked out of the answer."""
+    """As slime has it: httpx, its JSON, and the tokens extracted from the response."""
     gpus = asyncio.Semaphore(concurrency)
     limits = httpx.Limits(max_connections=concurrency)
     async with httpx.AsyncClient(limits=limits, timeout=httpx.Timeout(None)) as client:
@@ -195,7 +198,7 @@ async def httpx_only(url: str, request: dict[str, Any], count: int, concurrency:
 
 
 async def steady(client: TimedClient, params: dict[str, Any], count: int) -> None:
-    """Sends requests at even distances, however long they take."""
+    """Sends requests at a constant rate, regardless of their latency."""
     tasks, started = [], time.perf_counter()
     for number in range(count):
         await asyncio.sleep(max(0.0, started + number / STEADY_PER_S - time.perf_counter()))
@@ -230,7 +233,7 @@ def running_fleet(folder: Path, servers: int, response_tokens: int) -> Iterator[
 
 
 def arguments(folder: Path, options: argparse.Namespace) -> Arguments:
-    """A GRPO run with short prompts, every second of which has 21/2 as its answer."""
+    """A GRPO run with short prompts; the answer of every second one is 21/2."""
     data = folder / "train.jsonl"
     rows = [{"input": f"{number} + {number} = " * 4, "label": f"1{number % 2}.5"} for number in range(options.prompts)]
     data.write_text("\n".join(json.dumps(row) for row in rows))
@@ -322,9 +325,10 @@ def show(
     )
     print(
         f"{'':<26}{'samples/s':>10}{'(least':>9}{'most)':>8}   CPU us/sample: {'  '.join(PROCESSES)}"
-        "  cores busy with other programs"
+        "  driver's loop  cores busy with other programs"
     )
     driver_cpu = {}
+    loop_cpu = {name: 1e6 * statistics.median(figure.loop_cpu for figure in of) for name, of in rounds.items()}
     for name, figures in rounds.items():
         seconds = [figure.seconds for figure in figures]
         cpu = {one: 1e6 * statistics.median(figure.cpu[one] for figure in figures) for one in PROCESSES}
@@ -332,19 +336,22 @@ def show(
         columns = "".join(f"{cpu[one]:>{len(one) + 2}.0f}" for one in PROCESSES)
         print(
             f"{name:<26}{1 / statistics.median(seconds):>10.0f}{1 / max(seconds):>9.0f}{1 / min(seconds):>8.0f}"
-            f"{'':<16}{columns}{statistics.median(figure.others for figure in figures):>12.1f}"
+            f"{'':<16}{columns}{loop_cpu[name]:>15.0f}{statistics.median(figure.others for figure in figures):>12.1f}"
         )
     rate = 1 / statistics.median(figure.seconds for figure in rounds["slimrl, prompt to batch"])
     own = driver_cpu["slimrl, prompt to batch"]
-    loop_us = 1e6 * statistics.median(figure.loop_cpu for figure in rounds["slimrl, prompt to batch"])
+    loop_us = loop_cpu["slimrl, prompt to batch"]
     print(f"slimrl / target of {TARGET_PER_S:.0f} samples/s: {rate / TARGET_PER_S:.2f}")
     print(f"CPU of the event loop's thread: {loop_us:.0f} us/sample, so at most {1e6 / loop_us:.0f} samples/s")
+    ratios = {}
     for peer in ("aiohttp, answers decoded", "httpx, answers decoded"):
+        ratios[f"driver CPU / {peer}"] = own / driver_cpu[peer]
         print(f"driver CPU, slimrl / {peer}: {own / driver_cpu[peer]:.2f}")
-    print(f"driver CPU of the known systems: {KNOWN_MS} per sample, {9e3 / own:.0f} to {13e3 / own:.0f} times as much")
+        print(f"event loop, slimrl / {peer}: {loop_us / loop_cpu[peer]:.2f}")
     for name, percentiles in latencies.items():
         p50, p99 = (statistics.median(column) for column in zip(*percentiles, strict=True))
         print(f"request latency {name}: p50 {p50:.1f} ms, p99 {p99:.1f} ms")
+    write_ratios(options.json, ratios)
 
 
 def main() -> None:
@@ -356,6 +363,7 @@ def main() -> None:
     parser.add_argument("--response-tokens", type=int, default=512)
     parser.add_argument("--servers", type=int, default=2)
     parser.add_argument("--concurrency", type=int, default=512, help="requests in flight per server")
+    add_json_option(parser)
     options = parser.parse_args()
     with (
         tempfile.TemporaryDirectory() as folder,

@@ -1,4 +1,4 @@
-"""How even the micro-batches of a long-tailed batch are, and how long it takes to plan them; beside what others do.
+"""Balance of the micro-batches of a long-tailed batch, and the time to plan them, compared with other schedulers.
 
     OMP_NUM_THREADS=1 python benchmarks/scheduler.py [--samples 4096] [--ranks 64] [--cap 16384] [--seeds 4]
 
@@ -7,15 +7,15 @@ costs length + length^2 / 32768. Printed for each scheduler, over all these batc
 
 above cap     micro-batches above the cap of tokens, largest number
 micro-batches their number / the lower bound, rounded up to the same number for every rank
-lockstep      time lost by ranks that wait for each other after every micro-batch: sum of the dearest / sum of the mean
-imbalance     time lost by ranks that wait only at the end: dearest rank / mean rank
-ms            processor time of one core, median of three rounds in turn
-step time     how long ranks in lockstep need, relative to this package's schedule
+lockstep      time lost by ranks that wait for each other after every micro-batch: sum of maxima / sum of means
+imbalance     time lost by ranks that wait only at the end: costliest rank / mean rank
+ms            CPU time of one core, median of three interleaved rounds
+step time     time of ranks in lockstep, relative to this package's schedule
 
-The others are written out below as plainly as they are known: first fit in the order of arrival, the Karmarkar-Karp
-differencing method, with as many samples on every rank, before first fit or before itself, and sorted samples dealt
-out in turn. Target: none above the cap, at the lower bound, lockstep <= 2 %, imbalance <= 1 %, <= 60 ms; `least`
-is what no schedule of these batches can do without.
+The others are implemented below: first fit in the order of arrival; the Karmarkar-Karp differencing method with equal
+numbers of samples per rank, followed by first fit or by itself; and sorted samples assigned round-robin. Target: none
+above the cap, at the lower bound, lockstep <= 2 %, imbalance <= 1 %, <= 60 ms; `least` is a lower bound on the loss of
+any schedule of these batches.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from ratios import add_json_option, write_ratios
 
 from slimrl.data import bin_packing
 from slimrl.data.train_batch import DEFAULT_BREAK_EVEN_TOKENS
@@ -56,9 +57,9 @@ def first_fit(samples: Sequence[int], lengths: Sequence[int], cap: int) -> bin_p
 
 
 def differencing(start: list[list[tuple[float, list[int]]]]) -> bin_packing.Bins:
-    """Karmarkar-Karp: join the two most uneven partial solutions, the dearest part of one and the other's cheapest.
+    """Karmarkar-Karp: join the two most uneven partial solutions, the costliest part of one with the other's cheapest.
 
-    A partial solution is a list of (cost, samples), dearest first.
+    A partial solution is a list of (cost, samples), costliest first.
     """
     order = itertools.count()
     heap = [(-(parts[0][0] - parts[-1][0]), next(order), parts) for parts in start]
@@ -72,20 +73,20 @@ def differencing(start: list[list[tuple[float, list[int]]]]) -> bin_packing.Bins
 
 
 def equal_counts(costs: Sequence[float], parts: int) -> bin_packing.Bins:
-    """Karmarkar-Karp into `parts` of as many samples each."""
+    """Karmarkar-Karp into `parts` with equal numbers of samples."""
     order = sorted(range(len(costs)), key=lambda i: -costs[i])
     starts = range(0, len(order), parts)
     return differencing([[(costs[i], [i]) for i in order[start : start + parts]] for start in starts])
 
 
 def in_order(lengths: Sequence[int], costs: Sequence[float], cap: int, ranks: int) -> Schedule:
-    """Each rank gets a run of samples as they came, then first fit."""
+    """Each rank gets a contiguous run of samples, then first fit."""
     share = len(lengths) // ranks
     return [first_fit(range(rank * share, (rank + 1) * share), lengths, cap) for rank in range(ranks)]
 
 
 def dealt_in_turn(lengths: Sequence[int], costs: Sequence[float], cap: int, ranks: int) -> Schedule:
-    """Samples sorted by length and dealt out in turn, then first fit."""
+    """Samples sorted by length and assigned round-robin, then first fit."""
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     return [first_fit(order[rank::ranks], lengths, cap) for rank in range(ranks)]
 
@@ -114,7 +115,7 @@ SCHEDULERS: dict[str, Scheduler] = {
 
 @dataclasses.dataclass(frozen=True)
 class Quality:
-    """What the module's docstring says, of one schedule."""
+    """The figures of one schedule, as in the module's docstring."""
 
     above_cap: int
     micro_batches: float
@@ -124,7 +125,7 @@ class Quality:
 
 
 def judge(schedule: Schedule, lengths: Sequence[int], costs: Sequence[float], cap: int, milliseconds: float) -> Quality:
-    """Measured on its own, with nothing of the scheduler's; a rank that has fewer micro-batches waits."""
+    """Computed independently of the scheduler; a rank with fewer micro-batches waits."""
     ranks = len(schedule)
     if sorted(i for rank in schedule for group in rank for i in group) != list(range(len(lengths))):
         raise ValueError("a schedule must hold every sample once")
@@ -141,9 +142,9 @@ def judge(schedule: Schedule, lengths: Sequence[int], costs: Sequence[float], ca
 
 
 def least_lockstep(lengths: Sequence[int], costs: Sequence[float], cap: int, ranks: int) -> float:
-    """Lockstep loss that the row of the dearest sample has at least, were all other rows perfectly even.
+    """Lower bound on the lockstep loss: that of the row of the costliest sample if all other rows were even.
 
-    The bins of that row cost no more than the dearest ones that begin with the longest samples, one each.
+    The bins of that row cost no more than the costliest ones that begin with the longest samples, one each.
     """
     dearest, best = max(costs), 0.0
     for length in sorted(lengths, reverse=True)[:ranks]:
@@ -159,6 +160,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=64)
     parser.add_argument("--cap", type=int, default=16384)
     parser.add_argument("--seeds", type=int, default=4)
+    add_json_option(parser)
     options = parser.parse_args()
     found: dict[str, list[Quality]] = {name: [] for name in SCHEDULERS}
     least: list[float] = []
@@ -171,7 +173,7 @@ def main() -> None:
         times: dict[str, list[float]] = {name: [] for name in SCHEDULERS}
         for _ in range(ROUNDS):
             for name, scheduler in SCHEDULERS.items():
-                gc.collect()  # no scheduler pays for what another left behind
+                gc.collect()  # so that no scheduler pays for another's garbage
                 started = time.process_time()
                 schedules[name] = scheduler(lengths, costs, options.cap, options.ranks)
                 times[name].append((time.process_time() - started) * 1000)
@@ -184,18 +186,26 @@ def main() -> None:
     for name, qualities in found.items():
         print_line(name, qualities, found["slimrl"])
     print(f"{'least possible':57}{_percents(least)}")
+    others = {name: qualities for name, qualities in found.items() if name != "slimrl"}
+    ratios = {f"step time of {name} / slimrl": step_time(other, found["slimrl"]) for name, other in others.items()}
+    write_ratios(options.json, ratios)
+
+
+def step_time(qualities: list[Quality], own: list[Quality]) -> float:
+    """Time of ranks in lockstep relative to that of `own`, the median over all batches."""
+    pairs = zip(qualities, own, strict=True)
+    return statistics.median((1 + other.lockstep) / (1 + ours.lockstep) for other, ours in pairs)
 
 
 def print_line(name: str, qualities: list[Quality], own: list[Quality]) -> None:
     """The figures of one scheduler over all batches."""
-    ratios = [(1 + other.lockstep) / (1 + ours.lockstep) for other, ours in zip(qualities, own, strict=True)]
     times = [quality.milliseconds for quality in qualities]
     print(
         f"{name:33}{max(quality.above_cap for quality in qualities):9}"
         f"{max(quality.micro_batches for quality in qualities):15.3f}"
         f"{_percents([quality.lockstep for quality in qualities])}{_percents([q.imbalance for q in qualities])}"
         f"{statistics.median(times):7.0f} ({max(times):.0f})".ljust(102)
-        + f"{statistics.median(ratios):6.2f} x"
+        + f"{step_time(qualities, own):6.2f} x"
     )
 
 

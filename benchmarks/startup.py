@@ -1,9 +1,12 @@
-"""How long it takes until a user is answered: --help, a misspelt flag, --dry-run; beside an empty python.
+"""Start-up time of --help, a misspelt flag and --dry-run, compared with an empty python.
 
     python benchmarks/startup.py [--rounds 15]
+    python benchmarks/startup.py --run runs/quickstart
 
-Runs the programs in turn, round by round, and prints the median wall time of each, its spread, and its ratio to
-`python -c pass` on the same machine in the same rounds. Nothing is started by any of them.
+
+Runs the programs in interleaved rounds and prints the median wall time of each, its spread, and its ratio to
+`python -c pass` on the same machine in the same rounds. None of them starts a run. With `--run` it measures nothing: it
+prints the start of a finished run from its timeline, by process, until the first rollout.
 """
 
 from __future__ import annotations
@@ -17,6 +20,9 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+from ratios import add_json_option, write_ratios
+from step_table import print_start, spans_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PEER = "python -c pass"
@@ -45,7 +51,7 @@ RUN = """--input-key prompt --label-key label --apply-chat-template --rm-type de
 
 
 def recipe(folder: Path) -> list[str]:
-    """The flags of a Qwen3-4B run over files in `folder`, which are made."""
+    """The flags of a Qwen3-4B run over files in `folder`, which this creates."""
     hf, reference = folder / "hf", folder / "ref"
     hf.mkdir()
     (hf / "config.json").write_text(json.dumps(CONFIG))
@@ -60,7 +66,7 @@ def recipe(folder: Path) -> list[str]:
 
 
 def seconds(line: list[str], folder: Path, expected: int) -> float:
-    """Wall time of one program. Raises RuntimeError with its output where it ends with another code."""
+    """Wall time of one program. Raises RuntimeError with its output for an unexpected exit code."""
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     started = time.perf_counter()
     done = subprocess.run(line, capture_output=True, text=True, cwd=folder, env=environment)
@@ -74,7 +80,13 @@ def main() -> None:
     """Measures and prints one line per program."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--run", type=Path, metavar="FOLDER", help="print the start of this run instead")
+    add_json_option(parser)
+    options = parser.parse_args()
+    rounds = options.rounds
+    if options.run is not None:
+        print_start(spans_of(options.run))
+        return
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         flags, train = recipe(folder), [sys.executable, str(ROOT / "train.py")]
@@ -90,11 +102,14 @@ def main() -> None:
                 times[program].append(seconds(line, folder, expected))
     print(f"median wall time of {rounds} interleaved rounds, after one to warm up")
     peer = statistics.median(times[PEER][1:])
+    ratios = {}
     for program, taken in times.items():
         kept = sorted(taken[1:])
         median = statistics.median(kept)
         spread = f"({kept[0] * 1000:.0f} to {kept[-1] * 1000:.0f})"
+        ratios[f"time of {program} / {PEER}"] = median / peer
         print(f"{program:30} {median * 1000:7.0f} ms  {spread:16} {median / peer:5.1f} x")
+    write_ratios(options.json, ratios)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
-"""What a training step costs beside the model: driver, Ray and the way to the rank and back, with a smallest model.
+"""Overhead of a training step besides the model: driver, Ray and the round trip to the rank, with a minimal model.
 
     python benchmarks/step_overhead.py [--rounds 40] [--no-timeline]
 
-One rank trains on the same recorded batch (8 samples of 12 tokens, a model of one layer of width 32), in turn called
-- directly: `MegatronTrainer.train` in this process, without Ray: the peer, packing and optimizer included,
+One rank trains on the same recorded batch (8 samples of 12 tokens, a model of one layer of width 32), called
+alternately
+- directly: `MegatronTrainer.train` in this process, without Ray: the baseline, packing and optimizer included,
 - through a train worker: pickled, through Ray's object store and the rank's socket, watched as in a run.
-Prints the median of interleaved rounds of each, and the difference, which is what the framework adds to every step.
-Target: at most 10 ms, a hundredth of the shortest step that anybody trains a real model with.
+Prints the median of interleaved rounds of each, and the difference, which is the framework's overhead per step.
+Target: at most 10 ms, one percent of the shortest step of a real model.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
+from ratios import add_json_option, write_ratios
 
 from slimrl.arguments import Arguments
 from slimrl.data.train_batch import RolloutBatch, schedule_batch
@@ -112,7 +114,7 @@ def milliseconds(work: Callable[[], object]) -> float:
 
 
 def measure(folder: Path, rounds: int, timeline: bool) -> dict[str, list[float]]:
-    """Milliseconds of every round, by the way of calling."""
+    """Milliseconds of every round, by call method."""
     import ray
 
     from slimrl.cluster.launch import Launch
@@ -148,7 +150,8 @@ def main() -> None:
     """Measures and prints one line per way."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--no-timeline", action="store_true", help="what the rank does is not recorded")
+    parser.add_argument("--no-timeline", action="store_true", help="do not record the rank's timeline")
+    add_json_option(parser)
     options = parser.parse_args()
     rounds = options.rounds
     prepare_ray_environment()
@@ -161,6 +164,7 @@ def main() -> None:
         print(f"{name:26} {median:7.1f} ms  ({kept[0]:.1f} to {kept[-1]:.1f})  {median / medians['directly']:5.2f} x")
     added = medians["through Ray"] - medians["directly"]
     print(f"{'added by the framework':26} {added:7.1f} ms  {added / TARGET_MS:.2f} of the target of {TARGET_MS:g} ms")
+    write_ratios(options.json, {"step through Ray / direct call": medians["through Ray"] / medians["directly"]})
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""What recording the timeline costs a training step and a sample, in time and on disk, and how fast a trace is merged.
+"""Cost of recording the timeline per training step and per sample, in time and on disk, and the speed of merging.
 
     python benchmarks/timeline.py [--rounds 20]
 
-Records into a temporary folder what one process does in one step, into a file and with a recorder that is off,
-in turn, and prints the difference of the medians:
+Records the events of one process in one step into a file in a temporary folder, alternately with recording off, and
+prints the difference of the medians:
 - a train rank: a call, its passes over 16 micro-batches each, an optimizer step, a weight update with its parts,
 - the driver: a step with six phases and the memory of 64 processes,
 - the rollout manager: a rollout of 2048 samples, each with its request and its reward, per sample.
-Limits: 0.5 ms for a step of any process; 20 us for a sample, 1 % of the 2 ms that a thread has for one at 500 a second.
-Then one trace is put together of 100 such steps of a driver, a rollout manager and 8 ranks.
+Limits: 0.5 ms per step of any process; 20 us per sample, 1 % of the 2 ms that a thread has at 500 samples per second.
+Then it merges one trace of 100 such steps of a driver, a rollout manager and 8 ranks.
 """
 
 from __future__ import annotations

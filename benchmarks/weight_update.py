@@ -1,14 +1,13 @@
-"""How fast new weights reach a server: the shared-memory bucket beside memcpy, and whole weight updates into a real
-server.
+"""Speed of weight updates: the shared-memory bucket compared with memcpy, and whole weight updates into a real server.
 
     python benchmarks/weight_update.py [--rounds 5] [--parts buckets,tiny,0.6b] [--bucket-mib 128]
 
 `buckets`: bytes per second of the 0.6B shape's weights, on one core each, in interleaved rounds: memcpy from one tensor
-into another; packed out of a Megatron model into the shared bucket; read out of a bucket by another process, which maps
-it again as a server does; and the whole way, in which one bucket is packed while the other is read. Target: packing at
-half of memcpy or more. `tiny`, `0.6b`: seconds of a weight update into one real SGLang server (bf16, random weights),
-for each transport, the peak memory above that before the weight update, of this process and of the server, and the cost
-of the proof of equality. Needs 6 GiB of memory and of temporary disk for the 0.6B shape.
+into another; packed from a Megatron model into the shared bucket; read from a bucket by another process, which maps it
+again as a server does; and end to end, where one bucket is packed while the other is read. Target: packing at half of
+memcpy or more. `tiny`, `0.6b`: seconds of a weight update into one real SGLang server (bf16, random weights), for each
+transport, the peak memory above that before the weight update, of this process and of the server, and the cost of the
+full check. Needs 6 GiB of memory and of temporary disk for the 0.6B shape.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
+from ratios import add_json_option, write_ratios
 from torch import Tensor, nn
 
 from slimrl.arguments import Arguments
@@ -96,7 +96,7 @@ def hf_config(args: Arguments) -> dict:
 
 
 def read_buckets(connection: Connection, shapes: list[tuple[str, tuple[int, ...]]]) -> None:
-    """The receiving process: copies each bucket into tensors of its own and answers with the seconds of it."""
+    """The receiving process: copies each bucket into its own tensors and replies with the seconds taken."""
     torch.set_num_threads(1)
     own = {name: torch.zeros(dims, dtype=torch.bfloat16) for name, dims in shapes}
     connection.send(None)
@@ -166,7 +166,7 @@ class Buckets:
         self._buffer.close()
 
 
-def measure_buckets(rounds: int, bucket_bytes: int) -> None:
+def measure_buckets(rounds: int, bucket_bytes: int, json_path: Path | None) -> None:
     args = arguments("0.6b")
     built, _ = build(args)
     buckets = Buckets(built, ModelSpec.from_args(args), bucket_bytes)
@@ -183,10 +183,14 @@ def measure_buckets(rounds: int, bucket_bytes: int) -> None:
     buckets.close()
     print(f"\n0.6B shape, {buckets.num_bytes / 1e9:.2f} GB in buckets of {bucket_bytes // MIB} MiB, one core each")
     peer = statistics.median(times["memcpy"][1:])
+    ratios = {}
     for way, taken in times.items():
         median = statistics.median(taken[1:])
+        if way != "memcpy":
+            ratios[f"{way}: speed / memcpy"] = peer / median
         print(f"{way:26} {buckets.num_bytes / median / 1e9:6.1f} GB/s  {peer / median:5.2f} of memcpy")
-    print(f"the very first packing, into memory that nobody has touched: {times['pack the bucket'][0]:.2f} s")
+    print(f"the first packing, into untouched memory: {times['pack the bucket'][0]:.2f} s")
+    write_ratios(json_path, ratios)
 
 
 def build(args: Arguments) -> tuple[nn.Module, parallel.ParallelState]:
@@ -207,7 +211,7 @@ def write_folder(folder: Path, args: Arguments, export: Callable[[], Iterator[tu
 
 
 class Memory:
-    """Peak resident bytes of processes above what they held before; shared pages count for each that has them."""
+    """Peak resident bytes of processes above the initial ones; shared pages count for each process."""
 
     def __init__(self, pids: list[int]) -> None:
         self._before = {pid: self._read(pid, "VmRSS") for pid in pids}
@@ -261,11 +265,11 @@ def measure_weight_updates(name: str, rounds: int, bucket_bytes: int) -> None:
             server.stop()
 
 
-def measure(part: str, rounds: int, bucket_bytes: int) -> None:
-    """One part, in a process of its own: what it leaves in memory must not count for the next."""
+def measure(part: str, rounds: int, bucket_bytes: int, json_path: Path | None) -> None:
+    """One part, in a separate process, so that its memory does not affect the next part."""
     torch.set_num_threads(1)
     if part == "buckets":
-        measure_buckets(rounds, bucket_bytes)
+        measure_buckets(rounds, bucket_bytes, json_path)
     else:
         measure_weight_updates(part, rounds, bucket_bytes)
     parallel.shutdown()
@@ -277,10 +281,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--parts", default="buckets,tiny,0.6b")
     parser.add_argument("--bucket-mib", type=int, default=128)
+    add_json_option(parser)  # of the part `buckets`
     chosen = parser.parse_args()
     for part in chosen.parts.split(","):
         process = multiprocessing.get_context("spawn").Process(
-            target=measure, args=(part, chosen.rounds, chosen.bucket_mib * MIB)
+            target=measure, args=(part, chosen.rounds, chosen.bucket_mib * MIB, chosen.json)
         )
         process.start()
         process.join()

@@ -1,9 +1,9 @@
-"""Advantages of one's own: an answer's last words get its reward, earlier ones less and less of it.
+"""Custom advantages: the reward of an answer, discounted towards its first token.
 
     --custom-advantage-function-path examples.advantages.discounted
 
-`custom: {discount: 0.99}` in --custom-config-path says how much less per token. What --kl-coef asks for is taken off.
-A rank sees its own samples only, and those of one prompt may be on several: what compares answers belongs into
+`custom: {discount: 0.99}` in --custom-config-path sets the discount per token. The KL penalty of --kl-coef is
+subtracted. A rank has only its own samples, and those of one prompt may be on several ranks: to compare answers, use
 --custom-reward-post-process-path, see examples/reward.py.
 """
 

@@ -1,8 +1,8 @@
-"""A data source of one's own: additions made as they are drawn, with longer numbers as training continues.
+"""A custom data source: generates additions on demand, with longer numbers as training continues.
 
 --data-source-path examples.data_source.Additions --input-key unused --num-rollout 100 --rm-type math
 
-No --prompt-data is read. A run that is resumed draws the additions it would have drawn.
+No --prompt-data is read. A resumed run continues with the same additions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _PROMPTS_PER_DIGIT = 1000
 
 
 class Additions:
-    """Endless additions; each 1000 prompts the numbers get a digit more, up to eight."""
+    """Endless additions; every 1000 prompts the numbers get one more digit, up to eight."""
 
     def __init__(self, args: Arguments) -> None:
         self._args = args
@@ -25,23 +25,23 @@ class Additions:
         self._waiting: list[list[Sample]] = []
 
     def __len__(self) -> int:
-        return _PROMPTS_PER_DIGIT  # what --num-epoch calls one pass
+        return _PROMPTS_PER_DIGIT  # one epoch of --num-epoch
 
     def get_samples(self, num_groups: int) -> list[list[Sample]]:
-        """Groups that were given back first, then new ones; slimrl numbers and tokenises the samples."""
+        """Returned groups first, then new ones; slimrl numbers and tokenizes the samples."""
         groups, self._waiting = self._waiting[:num_groups], self._waiting[num_groups:]
         return groups + [self._new_group() for _ in range(num_groups - len(groups))]
 
     def add_samples(self, groups: list[list[Sample]]) -> None:
-        """Keeps groups that a full rollout had no place for."""
+        """Keeps the surplus groups of a full rollout."""
         self._waiting += groups
 
     def state_dict(self) -> dict[str, Any]:
-        """The place in the endless sequence, and what waits."""
+        """The position in the endless sequence, and the waiting groups."""
         return {"made": self._made, "waiting": [[sample.to_dict() for sample in group] for group in self._waiting]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse."""
+        """The inverse of `state_dict`."""
         self._made = state["made"]
         self._waiting = [[Sample.from_dict(sample) for sample in group] for group in state["waiting"]]
 

@@ -1,9 +1,9 @@
-"""Reports of one's own: a line of CSV per rollout, and one per evaluation set.
+"""Custom logs: one CSV line per rollout, and one per evaluation set.
 
 --custom-rollout-log-function-path examples.logs.rollout
 --custom-eval-rollout-log-function-path examples.logs.evaluation
 
-`custom: {csv: rewards.csv}` in --custom-config-path says where to.
+`custom: {csv: rewards.csv}` in --custom-config-path sets the file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def rollout(
     extra_metrics: dict[str, float] | None,
     rollout_time: float,
 ) -> bool:
-    """False: slimrl reports its own numbers as well."""
+    """Writes the mean reward. Returns False: slimrl reports its own metrics too."""
     _write(args, [rollout_id, "train", _mean([sample.reward_value(args.reward_key) for sample in samples])])
     return False
 
@@ -30,7 +30,7 @@ def rollout(
 def evaluation(
     rollout_id: int, args: Arguments, data: dict[str, dict[str, Any]], extra_metrics: dict[str, float] | None
 ) -> bool:
-    """`data` has rewards, truncated and samples by name of the set."""
+    """Writes the mean reward of each set; `data` has rewards, truncated and samples by name of the set."""
     for name, part in data.items():
         _write(args, [rollout_id, name, _mean(part["rewards"])])
     return False

@@ -1,9 +1,9 @@
-"""A loss of one's own: the clipped policy loss of the tokens at which the model hesitates most.
+"""A custom loss: the clipped policy loss of the tokens with the highest entropy.
 
     --loss-type custom_loss --custom-loss-function-path examples.losses.high_entropy
 
-In each answer the tokens of highest entropy are trained on, a fifth of them (Wang et al. 2025, "Beyond the 80/20
-rule"); `custom: {entropy_share: 0.5}` in --custom-config-path takes half of them, 1 all.
+In each answer only the 20% of tokens with the highest entropy are trained on (Wang et al. 2025, "Beyond the 80/20
+rule"); `custom: {entropy_share: 0.5}` in --custom-config-path selects 50%, 1 all.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SHARE = 0.2
 def high_entropy(
     args: Arguments, batch: LossBatch, logits: Tensor, sum_of_sample_mean: Any
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Sums over samples of means over their chosen tokens: the loss, and what is logged of them."""
+    """Loss and logged values: sums over samples of the means over their chosen tokens."""
     log_probs, entropy = batch.scores(logits)
     ratio = (log_probs - torch.cat(batch["log_probs"])).exp()
     advantages = torch.cat(batch["advantages"])
@@ -32,7 +32,7 @@ def high_entropy(
 
     share = args.custom.get("entropy_share", SHARE)
     parts = zip(entropy.detach().split(batch["response_lengths"]), batch["loss_masks"], strict=True)
-    weights = torch.cat([chosen_weights(own, mask, share) for own, mask in parts])
+    weights = torch.cat([chosen_weights(values, mask, share) for values, mask in parts])
     loss = sum_of_sample_mean(values * weights)
     return loss, {"chosen_entropy": sum_of_sample_mean(entropy * weights), "entropy": sum_of_sample_mean(entropy)}
 
@@ -40,7 +40,7 @@ def high_entropy(
 def chosen_weights(entropy: Tensor, mask: Tensor, share: float) -> Tensor:
     """[tokens] of one sample: `trained / chosen` at the trained tokens of highest entropy, 0 elsewhere.
 
-    So the mean over trained tokens of what is weighted is the mean over chosen ones.
+    The mean of weighted values over trained tokens is then the mean over the chosen ones.
     """
     trained = int(mask.sum())
     chosen = math.ceil(share * trained)

@@ -1,4 +1,4 @@
-"""A model and layers of one's own, whose weights have the names of the family's table.
+"""A custom model and custom layers, whose weights have the names of the family's table.
 
 --custom-model-provider-path examples.model.frozen_embedding
 --spec examples.model watched_layers
@@ -23,7 +23,7 @@ LIMIT = 1e4
 def frozen_embedding(
     pre_process: bool, post_process: bool, vp_stage: int | None = None, *, args: Arguments, config: TransformerConfig
 ) -> GPTModel:
-    """slimrl's own model, whose embedding is not trained; a head that is tied to it is the same weight."""
+    """slimrl's model with a frozen embedding; a tied output layer is the same weight."""
     model = policy_model(args, config, pre_process, post_process, vp_stage)
     if pre_process:
         model.embedding.word_embeddings.weight.requires_grad = False
@@ -33,13 +33,13 @@ def frozen_embedding(
 
 
 class Watched(TransformerLayer):
-    """Stops where what a layer adds up grows without bound, and says which layer that is.
+    """Raises an error that names the layer when its hidden states exceed `LIMIT`.
 
     The layer's own class comes after this one among the bases.
     """
 
     def forward(self, *inputs: Any, **settings: Any) -> Any:
-        """As the layer's. Raises FloatingPointError for hidden states above `LIMIT`."""
+        """The layer's forward pass. Raises FloatingPointError for hidden states above `LIMIT`."""
         hidden, *rest = super().forward(*inputs, **settings)
         largest = float(hidden.detach().abs().max())
         if not largest <= LIMIT:
@@ -48,12 +48,12 @@ class Watched(TransformerLayer):
 
 
 def watched_layers(args: Arguments, config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """slimrl's own layers, each of them watched."""
+    """slimrl's layers, each with this check."""
     block = own_layers(args, config, vp_stage)
     layers = [dataclasses.replace(layer, module=_watched(layer.module)) for layer in block.layer_specs]
     return dataclasses.replace(block, layer_specs=layers)
 
 
 def _watched(layer: type[TransformerLayer]) -> type[TransformerLayer]:
-    """A subclass of `layer`: some families' layers, such as GLM-4's, have more in them than megatron-core's."""
+    """A subclass of `layer`, because some families, such as GLM-4, have their own layer class."""
     return Watched if layer is TransformerLayer else type(f"Watched{layer.__name__}", (Watched, layer), {})

@@ -1,4 +1,4 @@
-"""Parts of the policy loss of one's own: an off-policy correction that rejects tokens, and a mean by a constant.
+"""Custom parts of the policy loss: an off-policy correction that rejects tokens, and a constant normalization.
 
 --use-tis --tis-clip 2 --tis-clip-low 0.5 --custom-tis-function-path examples.policy_loss.reject
 --custom-pg-loss-reducer-function-path examples.policy_loss.by_constant
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slimrl.arguments import Arguments
 
-TOKENS_PER_SAMPLE = 1024  # longest answer that a run allows
+TOKENS_PER_SAMPLE = 1024  # maximum response length of the run
 
 
 def reject(
@@ -26,21 +26,21 @@ def reject(
     loss_masks: list[Tensor],
     **lengths: Any,
 ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
-    """Tokens whose probability in training over that in the engine is outside of the two bounds are not trained on.
+    """Masks tokens whose ratio of training to engine probability is outside the two bounds.
 
-    The others keep that ratio as a weight, and means are taken over them alone.
+    The other tokens have this ratio as their weight, and means are taken over them only.
     """
     ratio = (torch.cat(train_log_probs) - torch.cat(rollout_log_probs)).exp()
     inside = (ratio >= args.tis_clip_low) & (ratio <= args.tis_clip)
     kept = torch.cat(loss_masks) * inside
     masks = list(kept.split([mask.numel() for mask in loss_masks]))
-    # logged as means over the tokens that are left
+    # logged as means over the remaining tokens
     return pg_loss * ratio.masked_fill(~inside, 0.0), masks, {"kept_ratio": ratio}
 
 
 def by_constant(
     total_lengths: list[int], response_lengths: list[int], loss_masks: list[Tensor], calculate_per_token_loss: bool
 ) -> Callable[[Tensor], Tensor]:
-    """Every token weighs the same, whatever the length of its answer: the sum over a constant (Dr. GRPO)."""
+    """Gives every token the same weight, independent of its answer's length: sum / constant (Dr. GRPO)."""
     mask = torch.cat(loss_masks)
     return lambda values: (values * mask).sum() / TOKENS_PER_SAMPLE

@@ -1,4 +1,4 @@
-"""Rewards of one's own: of one answer, of all answers to a prompt, and what training makes of them.
+"""Custom rewards: of one answer, of all answers to a prompt, and the rewards to train on.
 
 --custom-rm-path examples.reward.judge --rm-type math --reward-key score
 --custom-rm-path examples.reward.shortest_wins --group-rm --rm-type math
@@ -15,7 +15,7 @@ FREE_SHARE = 0.5  # of --rollout-max-response-len
 
 
 async def judge(args: Arguments, sample: Sample) -> dict[str, float]:
-    """`score` is 1 for a right answer, down to 0.5 for one as long as allowed, and 0 for a wrong one."""
+    """`score` is 1 for a right answer, down to 0.5 at the maximum length, and 0 for a wrong answer."""
     correct = await async_rm(args, sample)
     used = sample.response_length / args.rollout_max_response_len
     penalty = 0.5 * max(used - FREE_SHARE, 0.0) / (1.0 - FREE_SHARE)
@@ -33,7 +33,7 @@ async def shortest_wins(args: Arguments, samples: list[Sample]) -> list[float]:
 
 
 def leave_one_out(args: Arguments, samples: list[Sample]) -> tuple[list[float], list[float]]:
-    """As judged, and less the mean of the *other* answers to the prompt (RLOO; Ahmadian et al. 2024)."""
+    """Raw rewards, and rewards minus the mean of the *other* answers to the prompt (RLOO; Ahmadian et al. 2024)."""
     raw = [sample.reward_value(args.reward_key) for sample in samples]
     totals: dict[int | None, list[float]] = {}
     for sample, reward in zip(samples, raw, strict=True):

@@ -1,10 +1,10 @@
-"""Functions that see samples in flight from the engine to training.
+"""Functions that process samples between the engine and training.
 
 --rollout-sample-hook-path examples.samples.note_final_answer
 --rollout-all-samples-process-path examples.samples.write_unsolved
 --custom-convert-samples-to-train-data-path examples.samples.without_truncated
 
-`custom: {unsolved: unsolved.jsonl}` in --custom-config-path says where the second writes to.
+`custom: {unsolved: unsolved.jsonl}` in --custom-config-path sets the output file of the second.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from slimrl.hooks import DataSource
 
 
 def note_final_answer(args: Arguments, sample: Sample, *, evaluation: bool) -> None:
-    """Keeps the last line apart, for the reward function and for who looks at a dump."""
+    """Stores the last line in the metadata, for the reward function and for dumps."""
     if not evaluation:
         sample.metadata["final_answer"] = (sample.response.strip().splitlines() or [""])[-1].strip()
 
 
 def write_unsolved(args: Arguments, all_groups: list[list[Sample]], data_source: DataSource) -> None:
-    """Appends the prompts of which no answer was right to a file, one per line."""
+    """Appends prompts without a right answer to a file, one per line."""
     with open(args.custom["unsolved"], "a", encoding="utf-8") as file:
         for group in all_groups:
             if all(sample.reward_value(args.reward_key) <= 0 for sample in group):
@@ -32,14 +32,14 @@ def write_unsolved(args: Arguments, all_groups: list[list[Sample]], data_source:
 
 
 def without_truncated(args: Arguments, samples: list[Sample]) -> dict[str, list[Any]]:
-    """Trains on rewards less their group's mean, and not at all on answers that were cut off."""
+    """Trains on rewards minus their group's mean, and not on truncated answers."""
     cut = [sample.status is SampleStatus.TRUNCATED for sample in samples]
     rewards = [sample.reward_value(args.reward_key) for sample in samples]
     groups = [sample.group_index for sample in samples]
-    of_group: dict[int | None, list[float]] = {}
+    by_group: dict[int | None, list[float]] = {}
     for group, reward in zip(groups, rewards, strict=True):
-        of_group.setdefault(group, []).append(reward)
-    means = {group: sum(values) / len(values) for group, values in of_group.items()}
+        by_group.setdefault(group, []).append(reward)
+    means = {group: sum(values) / len(values) for group, values in by_group.items()}
     return {
         "tokens": [sample.tokens for sample in samples],
         "response_lengths": [sample.response_length for sample in samples],

@@ -1,11 +1,11 @@
-"""Search-style retrieval: the model asks a local index between its own words.
+"""Search-R1-style retrieval: the model queries a local index while it generates.
 
     python3 -m examples.search corpus.jsonl index.sqlite
     --custom-generate-function-path examples.search.generate --custom-config-path search.yaml
 
-where search.yaml says `custom: {search_index: index.sqlite}`. The model writes `<search>words</search>` and reads the
-best passages between `<information>` and `</information>`; it is trained on its own words only. The index is an FTS5
-table of SQLite, ranked by BM25.
+where search.yaml contains `custom: {search_index: index.sqlite}`. The model writes `<search>words</search>`, and the
+best passages are appended between `<information>` and `</information>`; only the model's tokens are trained on. The
+index is an SQLite FTS5 table, ranked by BM25.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from slimrl.arguments import Arguments
 from slimrl.data.sample import Sample
 from slimrl.engines.protocol import EngineClient
-from slimrl.rollout.generation.multi_turn import converse
+from slimrl.rollout.generation.multi_turn import multi_turn_generate
 
 MAX_SEARCHES = 4
 PASSAGES = 3
@@ -43,7 +43,7 @@ async def generate(
         return await asyncio.to_thread(answer, args.custom["search_index"], text)
 
     sample.session_id = sample.session_id or f"search-{sample.index}"
-    return await converse(
+    return await multi_turn_generate(
         sample,
         sampling_params,
         engine=engine,
@@ -55,14 +55,14 @@ async def generate(
 
 
 def answer(index: str | Path, text: str) -> str:
-    """What to write behind `text`, which ends with the end of a call; nothing is found where it did not begin."""
-    _, begun, question = text.removesuffix(CALL[1]).rpartition(CALL[0])
-    found = search(index, question) if begun else []
+    """The text to append to `text`, which ends with `</search>`; without `<search>` nothing is found."""
+    _, started, question = text.removesuffix(CALL[1]).rpartition(CALL[0])
+    found = search(index, question) if started else []
     return f"{ANSWER[0]}{' '.join(found) or 'nothing found'}{ANSWER[1]}"
 
 
 def search(index: str | Path, question: str, count: int = PASSAGES) -> list[str]:
-    """The passages that match best, the best first; any of the words of `question` may match."""
+    """The best matching passages, best first; any word of `question` may match."""
     words = re.findall(r"\w+", question)
     if not words:
         return []
@@ -78,9 +78,9 @@ def search(index: str | Path, question: str, count: int = PASSAGES) -> list[str]
 
 
 def build(corpus: str | Path, index: str | Path) -> int:
-    """Indexes the column `text` of a jsonl file; the number of passages. Raises FileExistsError."""
+    """Indexes the column `text` of a jsonl file; returns the number of passages. Raises FileExistsError."""
     if Path(index).exists():
-        raise FileExistsError(f"{index} exists already: give another place for the index")
+        raise FileExistsError(f"{index} already exists: give another path for the index")
     connection = sqlite3.connect(index)
     with connection, open(corpus, encoding="utf-8") as lines:
         connection.execute("CREATE VIRTUAL TABLE passages USING fts5(text)")

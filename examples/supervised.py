@@ -1,9 +1,9 @@
-"""Supervised training as a rollout function: each prompt's label is the answer to learn.
+"""Supervised fine-tuning as a rollout function: each prompt's label is the answer to learn.
 
 --rollout-function-path examples.supervised.generate_rollout --loss-type sft_loss --debug-train-only
 --label-key answer --n-samples-per-prompt 1
 
-No engine is asked. Conversations of several turns are what `slimrl.rollout.sft_rollout.generate_rollout` is for.
+No engine is used. For multi-turn conversations use `slimrl.rollout.sft_rollout.generate_rollout`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def generate_rollout(
 ) -> list[list[Sample]]:
     """The next `--rollout-batch-size` prompts, each answered by its label."""
     if evaluation:
-        raise ValueError("a label cannot be evaluated: leave --eval-interval out")
+        raise ValueError("this rollout function has no evaluation: leave --eval-interval out")
     groups = data_source.get_samples(args.rollout_batch_size)
     for sample in (sample for group in groups for sample in group):
         answer(sample, tokenizer)
@@ -28,10 +28,10 @@ def generate_rollout(
 
 
 def answer(sample: Sample, tokenizer: Any) -> None:
-    """Puts the label and the end of a turn behind the prompt, whose tokens are there already."""
+    """Appends the label and the end-of-turn token to the prompt's tokens."""
     ids = tokenizer(sample.label, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
     sample.tokens = sample.tokens + ids
     sample.response, sample.response_length = sample.label, len(ids)
     sample.loss_mask = [1] * len(ids)
-    sample.rollout_log_probs = [0.0] * len(ids)  # nobody sampled them, and this loss reads none
+    sample.rollout_log_probs = [0.0] * len(ids)  # not sampled, and the SFT loss does not use them
     sample.reward, sample.status = 0.0, SampleStatus.COMPLETED

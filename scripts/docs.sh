@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Builds the documentation in docs/ as a site; any warning, a broken link for example, ends it with exit code 1.
+# Builds the documentation in docs/ as a site; any warning, such as a broken link, fails it with exit code 1.
 #
 #    bash scripts/docs.sh [--serve [PORT]] [--output FOLDER]
 #
-# The site is static: open site/index.html. Needs no GPU, no Ray and no engine; installs only what the site is built with.
-#   --serve [PORT]   show it at http://127.0.0.1:PORT (default 8000) and build it again when a page changes
+# The site is static: open site/index.html. Needs no GPU, no Ray and no engine; installs only mkdocs.
+#   --serve [PORT]   serve it at http://127.0.0.1:PORT (default 8000) and rebuild it when a page changes
 #   --output FOLDER  write to FOLDER (default site)
-# REPOSITORY_URL (https://host/owner/name) is where links to files outside docs/ lead; without it they are plain text.
+# Links to files outside docs/ lead to REPOSITORY_URL (https://host/owner/name); without it they are plain text.
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 source scripts/lib/say.sh
@@ -26,7 +26,7 @@ while (($#)); do
    esac
 done
 
-# The environment of the tests has mkdocs. Without one, a small environment is enough: pages are text.
+# The environment of the tests has mkdocs. Without it, a small environment is enough.
 PYTHON_FOR_DOCS=$(python_at_hand)
 if ! "$PYTHON_FOR_DOCS" -c 'import material, mkdocs' 2>/dev/null; then
    VENV=$PWD/.venv-docs
@@ -36,7 +36,7 @@ if ! "$PYTHON_FOR_DOCS" -c 'import material, mkdocs' 2>/dev/null; then
    PYTHON_FOR_DOCS=$VENV/bin/python
 fi
 
-export NO_MKDOCS_2_WARNING=1 # an announcement, not about these pages
+export NO_MKDOCS_2_WARNING=1 # an announcement, not about the pages
 if [[ -n $PORT ]]; then
    exec "$PYTHON_FOR_DOCS" -m mkdocs serve --strict --dev-addr "127.0.0.1:$PORT"
 fi

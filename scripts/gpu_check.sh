@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Checks what of slimrl works on this machine's GPUs: one table, and gpu_check.json to attach to a report.
+# Checks which features of slimrl work on this machine's GPUs: prints a table, and writes gpu_check.json for a report.
 #
 #    bash scripts/gpu_check.sh [--minutes 20] [--output gpu_check.json] [--only NAME...] [--list] [--verbose]
 #
-# Runs in the Python environment that you use slimrl in, and installs nothing: PYTHON names the interpreter; without it
-# the first of python3 in the PATH and .venv/bin/python that has torch is taken. docs/gpu-check.md explains every row.
+# Uses your Python environment of slimrl and installs nothing. PYTHON is the interpreter, by default the first one with
+# torch of python3 in the PATH and .venv/bin/python. docs/gpu-check.md explains every row.
 set -euo pipefail
 PROJECT=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 source "$PROJECT/scripts/lib/say.sh"
@@ -26,6 +26,6 @@ for candidate in "${CANDIDATES[@]}"; do
 done
 if [[ -z $FOUND ]]; then
    fail 2 "needs Python 3.11 or newer, and ${CANDIDATES[0]} is $("${CANDIDATES[0]}" --version 2>/dev/null || echo missing);" \
-      "activate the environment that has slimrl's packages, or name it: PYTHON=/path/to/python3 bash $0"
+      "activate slimrl's environment, or set its interpreter: PYTHON=/path/to/python3 bash $0"
 fi
 PYTHONPATH="$PROJECT${PYTHONPATH:+:$PYTHONPATH}" exec "$FOUND" -m tools.gpu_check "$@"

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# GRPO end to end on this machine's CPU, with the real engines, in a few minutes.
+# GRPO end to end on this machine's CPU, with real engines, in a few minutes.
 #
 #    bash scripts/quickstart.sh [--seed N] [--split | --async] [--run-name NAME] [-- more flags of train.py]
 #
-# Makes a tiny Qwen3 and an addition task, converts it for Megatron, starts Ray, submits train.py as a Ray job, converts
-# the trained model back to Hugging Face and shows what was learnt. Everything is in runs/quickstart afterwards.
-# Flags are checked before anything is made; with --dry-run among those of train.py only the plan of the run is printed.
+# Starts Ray, meanwhile creates a tiny Qwen3 and an addition task and converts it for Megatron, submits train.py as a Ray
+# job, converts the trained model back to Hugging Face and shows the result. All files are in runs/quickstart.
+# Flags are checked before anything is created; with --dry-run among the flags of train.py it only prints the plan.
 #   --seed N         of the model, the data and the run (default 0)
-#   --split          training and generation on GPUs of their own, instead of taking turns on the same ones
-#   --async          as --split, and the next rollout is generated while this one is trained on
-#   --run-name NAME  write to runs/NAME (default quickstart); where that is there already, to runs/NAME_attempt_N
+#   --split          training and generation on separate GPUs, instead of alternating on the same ones
+#   --async          as --split, and the next rollout is generated during training
+#   --run-name NAME  write to runs/NAME (default quickstart); if that exists, to runs/NAME_attempt_N
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 source scripts/lib/say.sh
@@ -33,11 +33,11 @@ while (($#)); do
    esac
 done
 [[ $SEED =~ ^[0-9]+$ ]] || fail 2 "--seed $SEED is not a whole number"
-[[ $WANTED_NAME =~ ^[A-Za-z0-9][A-Za-z0-9._-]*$ ]] || fail 2 "--run-name $WANTED_NAME is no plain folder name"
+[[ $WANTED_NAME =~ ^[A-Za-z0-9][A-Za-z0-9._-]*$ ]] || fail 2 "--run-name $WANTED_NAME is not a plain folder name"
 
-# The tiny model is for the CPU, also where there is a GPU. One thread per process: there are more processes than cores.
+# The tiny model runs on the CPU, even if there is a GPU. One thread per process: there are more processes than cores.
 export CUDA_VISIBLE_DEVICES='' OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
-# On this machine alone, also where a job of several pods runs it.
+# On this machine only, even inside a job of several pods.
 unset WORLD_SIZE RANK RAY_ADDRESS
 
 RUN_NAME=$(free_name runs "$WANTED_NAME")
@@ -45,7 +45,7 @@ RUN=$PWD/runs/$RUN_NAME
 TINY=$RUN/tiny
 REFERENCE=$RUN/torch_dist
 if flags_have --dry-run "$@"; then
-   # A plan needs the model's files, but neither what it has learnt nor its weights in Megatron's format.
+   # A plan needs the model's files, but no trained weights and no Megatron checkpoint.
    TINY=$(mktemp -d)/tiny
    REFERENCE=$TINY/model
    trap 'rm -rf -- "${TINY%/tiny}"' EXIT
@@ -111,7 +111,7 @@ OPTIMIZER_ARGS=(
 
 SGLANG_ARGS=(
    --rollout-num-gpus-per-engine 1
-   # One seed per sample and no prefix shared by chance: the same flags and seed give the same rewards and losses again.
+   # One seed per sample and no shared prefix cache: the same flags and seed reproduce the same rewards and losses.
    --sglang-enable-deterministic-inference
    --sglang-disable-radix-cache
 )
@@ -125,12 +125,12 @@ MISC_ARGS=(
    --save-debug-rollout-limit 10
 )
 
-# Ray is told to have this many GPUs; without GPUs they are logical.
+# The number of Ray's GPUs; without physical GPUs they are logical.
 NUM_GPUS=2
 ENTRY=train.py
 PLACEMENT_ARGS=(--actor-num-nodes 1 --actor-num-gpus-per-node 2 --rollout-num-gpus 2)
 case $PLACEMENT in
-   # Without GPUs host and device memory are one: leaving it takes time and wins nothing.
+   # Without GPUs host and device memory are the same: offloading would only cost time.
    colocated) PLACEMENT_ARGS+=(--colocate --no-offload-train --no-offload-rollout) ;;
    split) NUM_GPUS=4 ;;
    async) NUM_GPUS=4 && ENTRY=train_async.py ;;
@@ -151,31 +151,32 @@ PYTHON_FOR_CHECK=$(python_at_hand)
 flags_check "$PYTHON_FOR_CHECK" "$ENTRY" "${TINY%/tiny}" "${PLACEMENT_ARGS[@]}" "${MODEL_ARGS[@]}" "${RUN_ARGS[@]}"
 prepare_environment
 if flags_have --dry-run "$@"; then
-   say "making a tiny model of the same sizes for the plan"
+   say "creating a tiny model of the same sizes for the plan"
    python tools/make_tiny_model.py --output-dir "$TINY" --seed "$SEED" --warm-start-steps 0 >/dev/null
    flags_plan "$ENTRY" "${PLACEMENT_ARGS[@]}" "${MODEL_ARGS[@]}" "${RUN_ARGS[@]}"
 fi
 
 mkdir -p runs
-mkdir -- "$RUN" 2>/dev/null || fail 1 "another script has just made $RUN; run the same command again"
+mkdir -- "$RUN" 2>/dev/null || fail 1 "another script has just created $RUN; run the same command again"
 if [[ $RUN_NAME != "$WANTED_NAME" ]]; then
-   say "runs/$WANTED_NAME is there already and is kept; this run writes to runs/$RUN_NAME"
+   say "runs/$WANTED_NAME exists and is kept; this run writes to runs/$RUN_NAME"
 fi
 
-say "making a tiny model and its task"
-python tools/make_tiny_model.py --output-dir "$TINY" --seed "$SEED"
+say "starting Ray with $NUM_GPUS GPUs in the background"
+ray_launch --num-gpus "$NUM_GPUS" --object-store-memory 200000000
+
+say "creating a tiny model and its task"
+ray_meanwhile python tools/make_tiny_model.py --output-dir "$TINY" --seed "$SEED"
 # shellcheck source=/dev/null
 source "$TINY/model_args.sh"
 
 say "converting Hugging Face -> torch_dist"
-python tools/convert_hf_to_torch_dist.py "${MODEL_ARGS[@]}" --hf-checkpoint "$TINY/model" --save "$REFERENCE"
-
-say "starting Ray with $NUM_GPUS GPUs"
-ray_begin --num-gpus "$NUM_GPUS" --object-store-memory 200000000
+ray_meanwhile python tools/convert_hf_to_torch_dist.py "${MODEL_ARGS[@]}" --hf-checkpoint "$TINY/model" --save "$REFERENCE"
+ray_await
 
 say "training: $ENTRY, $PLACEMENT"
 ray_job env CUDA_VISIBLE_DEVICES='' python3 "$ENTRY" "${PLACEMENT_ARGS[@]}" "${MODEL_ARGS[@]}" "${RUN_ARGS[@]}" ||
-   fail $? "the training job failed; its output stands above, each process's log in runs/$RUN_NAME/logs"
+   fail $? "the training job failed; see its output above, and the logs of all processes in runs/$RUN_NAME/logs"
 
 say "converting torch_dist -> Hugging Face"
 ITERATION=$(<"$RUN/checkpoints/latest_checkpointed_iteration.txt")

@@ -3,7 +3,7 @@
 #
 #    bash scripts/run-glm4.7-30B-A3B-8gpus.sh [--tiny] [more flags of train.py]
 #
-# docs/recipes.md says what to download; scripts/lib/recipe.sh what all recipes share, and what --tiny does.
+# docs/recipes.md lists the downloads; scripts/lib/recipe.sh explains the common settings and --tiny.
 # Proven: checked against published configs (glm4.7-30B-A3B.json).
 # shellcheck source-path=SCRIPTDIR disable=SC2034
 set -euo pipefail
@@ -55,7 +55,7 @@ PERF_ARGS=(
 
 GRPO_ARGS=(
    --advantage-estimator grpo
-   # With coefficient 0 the KL is only watched.
+   # With coefficient 0 the KL is only logged.
    --use-kl-loss --kl-loss-coef 0.00 --kl-loss-type low_var_kl
    --entropy-coef 0.00
    --eps-clip 0.2 --eps-clip-high 0.28
@@ -66,7 +66,7 @@ OPTIMIZER_ARGS=(
    --lr 1e-6 --lr-decay-style constant
    --weight-decay 0.1
    --adam-beta1 0.9 --adam-beta2 0.98
-   # Adam's moments are in host memory.
+   # Keeps Adam's moments in host memory.
    --optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --use-precision-aware-optimizer
 )
 
@@ -76,7 +76,7 @@ SGLANG_ARGS=(
    --sglang-enable-dp-attention --sglang-dp-size 8 --sglang-moe-dense-tp-size 1 --sglang-enable-dp-lm-head
    --sglang-cuda-graph-max-bs 64
    --sglang-max-running-requests 512
-   # Speculative decoding with the model's own next-token layer, which training leaves as it is.
+   # Speculative decoding with the model's own MTP layer, which is not trained.
    --sglang-speculative-algorithm EAGLE --sglang-speculative-num-steps 3
    --sglang-speculative-eagle-topk 1 --sglang-speculative-num-draft-tokens 4
 )

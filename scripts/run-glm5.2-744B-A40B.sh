@@ -3,10 +3,10 @@
 #
 #    bash scripts/run-glm5.2-744B-A40B.sh [--tiny] [more flags of train.py]
 #
-# Run it on each of the 32 nodes, with WORLD_SIZE=32, RANK, MASTER_ADDR and a token set (scripts/lib/ray.sh says how).
-# slimrl refuses this model for now; scripts/models/glm5.2-744B-A40B.sh says why.
-# docs/recipes.md says what to download; scripts/lib/recipe.sh what all recipes share, and what --tiny does.
-# Proven: not run (refused: no table of weights for sparse attention).
+# Run it on each of the 32 nodes with WORLD_SIZE=32, RANK, MASTER_ADDR and a token set (see scripts/lib/ray.sh).
+# slimrl does not support this model yet; see scripts/models/glm5.2-744B-A40B.sh.
+# docs/recipes.md lists the downloads; scripts/lib/recipe.sh explains the common settings and --tiny.
+# Proven: not run (unsupported: no weight mapping for sparse attention).
 # shellcheck source-path=SCRIPTDIR disable=SC2034
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/lib/recipe.sh"
@@ -52,7 +52,7 @@ PERF_ARGS=(
    --allgather-cp
    --data-pad-size-multiplier 4096
    --log-probs-chunk-size 1024
-   # DeepEP's kernels carry tokens between experts.
+   # Token dispatch between experts by DeepEP.
    --moe-enable-deepep --moe-token-dispatcher-type flex
 )
 
@@ -67,7 +67,7 @@ OPTIMIZER_ARGS=(
    --lr 1e-6 --lr-decay-style constant
    --weight-decay 0.1
    --adam-beta1 0.9 --adam-beta2 0.98
-   # Adam's moments are in host memory.
+   # Keeps Adam's moments in host memory.
    --optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --use-precision-aware-optimizer
 )
 
@@ -77,7 +77,7 @@ SGLANG_ARGS=(
    --sglang-ep-size 64
    --sglang-enable-dp-attention --sglang-dp-size 64 --sglang-moe-dense-tp-size 1 --sglang-enable-dp-lm-head
    --sglang-max-running-requests 512
-   # Speculative decoding with the model's own next-token layer, which training leaves as it is.
+   # Speculative decoding with the model's own MTP layer, which is not trained.
    --sglang-speculative-algorithm EAGLE --sglang-speculative-num-steps 3
    --sglang-speculative-eagle-topk 1 --sglang-speculative-num-draft-tokens 4
 )

@@ -3,8 +3,8 @@
 #
 #    bash scripts/run-kimi-k2-Instruct.sh [--tiny] [more flags of train.py]
 #
-# Run it on each of the 32 nodes, with WORLD_SIZE=32, RANK, MASTER_ADDR and a token set (scripts/lib/ray.sh says how).
-# docs/recipes.md says what to download; scripts/lib/recipe.sh what all recipes share, and what --tiny does.
+# Run it on each of the 32 nodes with WORLD_SIZE=32, RANK, MASTER_ADDR and a token set (see scripts/lib/ray.sh).
+# docs/recipes.md lists the downloads; scripts/lib/recipe.sh explains the common settings and --tiny.
 # Proven: checked against published configs (kimi-k2.json).
 # shellcheck source-path=SCRIPTDIR disable=SC2034
 set -euo pipefail
@@ -36,7 +36,7 @@ ROLLOUT_ARGS=(
    --n-samples-per-prompt 8
    --rollout-max-response-len 32768
    --rollout-temperature 0.8
-   # Groups whose answers are all right or all wrong teach nothing: they are dropped, and more prompts drawn.
+   # Dynamic sampling: groups with all answers right or all wrong give no signal; they are dropped and replaced.
    --over-sampling-batch-size 256
    --dynamic-sampling-filter-path slimrl.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std
    --num-steps-per-rollout 4
@@ -60,13 +60,13 @@ PERF_ARGS=(
    --decoder-last-pipeline-num-layers 5
    --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
    --use-dynamic-batch-size --max-tokens-per-gpu 16384
-   # DeepEP's kernels carry tokens between experts.
+   # Token dispatch between experts by DeepEP.
    --moe-enable-deepep --moe-token-dispatcher-type flex
 )
 
 GRPO_ARGS=(
    --advantage-estimator grpo
-   # With coefficient 0 the KL is only watched.
+   # With coefficient 0 the KL is only logged.
    --use-kl-loss --kl-loss-coef 0.00 --kl-loss-type low_var_kl
    --entropy-coef 0.00
    --eps-clip 0.2 --eps-clip-high 0.28
@@ -77,7 +77,7 @@ OPTIMIZER_ARGS=(
    --lr 1e-6 --lr-decay-style constant
    --weight-decay 0.1
    --adam-beta1 0.9 --adam-beta2 0.98
-   # Adam's moments are in host memory.
+   # Keeps Adam's moments in host memory.
    --optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --use-precision-aware-optimizer
 )
 
@@ -87,9 +87,9 @@ SGLANG_ARGS=(
    --sglang-ep-size 16
    --sglang-enable-dp-attention --sglang-dp-size 8 --sglang-moe-dense-tp-size 1 --sglang-enable-dp-lm-head
    --sglang-disable-radix-cache
-   # 128 requests at once for each of the 8 groups of attention.
+   # 128 concurrent requests for each of the 8 attention groups (DP attention).
    --sglang-server-concurrency 1024
-   # Its config and tokenizer are code of their own in the downloaded folder.
+   # Its config and tokenizer are custom code in the downloaded folder.
    --sglang-trust-remote-code
 )
 

@@ -3,9 +3,9 @@
 #
 #    bash scripts/run-kimi-k2-Thinking.sh [--tiny] [more flags of train.py]
 #
-# Run it on each of the 32 nodes, with WORLD_SIZE=32, RANK, MASTER_ADDR and a token set (scripts/lib/ray.sh says how).
-# The published weights are int4: the folder Kimi-K2-Thinking-bf16 holds them unpacked.
-# docs/recipes.md says what to download; scripts/lib/recipe.sh what all recipes share, and what --tiny does.
+# Run it on each of the 32 nodes with WORLD_SIZE=32, RANK, MASTER_ADDR and a token set (see scripts/lib/ray.sh).
+# The published weights are int4; the folder Kimi-K2-Thinking-bf16 has them as bf16.
+# docs/recipes.md lists the downloads; scripts/lib/recipe.sh explains the common settings and --tiny.
 # Proven: checked against published configs (kimi-k2-thinking.json).
 # shellcheck source-path=SCRIPTDIR disable=SC2034
 set -euo pipefail
@@ -37,7 +37,7 @@ ROLLOUT_ARGS=(
    --n-samples-per-prompt 8
    --rollout-max-response-len 16384
    --rollout-temperature 0.8
-   # Groups whose answers are all right or all wrong teach nothing: they are dropped, and more prompts drawn.
+   # Dynamic sampling: groups with all answers right or all wrong give no signal; they are dropped and replaced.
    --over-sampling-batch-size 256
    --dynamic-sampling-filter-path slimrl.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std
    --num-steps-per-rollout 4
@@ -65,11 +65,11 @@ PERF_ARGS=(
 
 GRPO_ARGS=(
    --advantage-estimator grpo
-   # With coefficient 0 the KL is only watched.
+   # With coefficient 0 the KL is only logged.
    --use-kl-loss --kl-loss-coef 0.00 --kl-loss-type low_var_kl
    --entropy-coef 0.00
    --eps-clip 0.2 --eps-clip-high 0.28
-   # Engines and training differ in precision: samples are weighed by how likely training finds them.
+   # Engines and training differ in precision: importance weights (TIS) correct for it.
    --use-tis
 )
 
@@ -78,7 +78,7 @@ OPTIMIZER_ARGS=(
    --lr 1e-6 --lr-decay-style constant
    --weight-decay 0.1
    --adam-beta1 0.9 --adam-beta2 0.98
-   # Adam's moments are in host memory.
+   # Keeps Adam's moments in host memory.
    --optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --use-precision-aware-optimizer
 )
 
@@ -88,9 +88,9 @@ SGLANG_ARGS=(
    --sglang-ep-size 16
    --sglang-enable-dp-attention --sglang-dp-size 8 --sglang-moe-dense-tp-size 1 --sglang-enable-dp-lm-head
    --sglang-disable-radix-cache
-   # 128 requests at once for each of the 8 groups of attention.
+   # 128 concurrent requests for each of the 8 attention groups (DP attention).
    --sglang-server-concurrency 1024
-   # Its config and tokenizer are code of their own in the downloaded folder.
+   # Its config and tokenizer are custom code in the downloaded folder.
    --sglang-trust-remote-code
 )
 

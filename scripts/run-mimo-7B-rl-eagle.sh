@@ -3,7 +3,7 @@
 #
 #    bash scripts/run-mimo-7B-rl-eagle.sh [--tiny] [more flags of train.py]
 #
-# docs/recipes.md says what to download; scripts/lib/recipe.sh what all recipes share, and what --tiny does.
+# docs/recipes.md lists the downloads; scripts/lib/recipe.sh explains the common settings and --tiny.
 # Proven: checked against published configs (mimo-7B-rl.json).
 # shellcheck source-path=SCRIPTDIR disable=SC2034
 set -euo pipefail
@@ -54,7 +54,7 @@ PERF_ARGS=(
 
 GRPO_ARGS=(
    --advantage-estimator grpo
-   # With coefficient 0 the KL is only watched.
+   # With coefficient 0 the KL is only logged.
    --use-kl-loss --kl-loss-coef 0.00 --kl-loss-type low_var_kl
    --entropy-coef 0.00
    --eps-clip 0.2 --eps-clip-high 0.28
@@ -70,9 +70,9 @@ OPTIMIZER_ARGS=(
 SGLANG_ARGS=(
    --rollout-num-gpus-per-engine 1
    --sglang-mem-fraction-static 0.7
-   # Its config and tokenizer are code of their own in the downloaded folder.
+   # Its config and tokenizer are custom code in the downloaded folder.
    --sglang-trust-remote-code
-   # Speculative decoding with the model's own next-token layer, which training leaves as it is.
+   # Speculative decoding with the model's own MTP layer, which is not trained.
    --sglang-speculative-algorithm EAGLE --sglang-speculative-num-steps 3
    --sglang-speculative-eagle-topk 1 --sglang-speculative-num-draft-tokens 4
 )

@@ -3,10 +3,10 @@
 #
 #    bash scripts/run-minimax-m2.sh [--tiny] [more flags of train.py]
 #
-# Run it on each of the 16 nodes, with WORLD_SIZE=16, RANK, MASTER_ADDR and a token set (scripts/lib/ray.sh says how).
-# slimrl refuses this model for now; scripts/models/minimax-m2.sh says why.
-# docs/recipes.md says what to download; scripts/lib/recipe.sh what all recipes share, and what --tiny does.
-# Proven: not run (refused: queries and keys are normalised over all heads together).
+# Run it on each of the 16 nodes with WORLD_SIZE=16, RANK, MASTER_ADDR and a token set (see scripts/lib/ray.sh).
+# slimrl does not support this model yet; see scripts/models/minimax-m2.sh.
+# docs/recipes.md lists the downloads; scripts/lib/recipe.sh explains the common settings and --tiny.
+# Proven: not run (unsupported: query and key norms span all heads).
 # shellcheck source-path=SCRIPTDIR disable=SC2034
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/lib/recipe.sh"
@@ -32,7 +32,7 @@ ROLLOUT_ARGS=(
    --n-samples-per-prompt 8
    --rollout-max-response-len 32768
    --rollout-temperature 1
-   # Groups whose answers are all right or all wrong teach nothing: they are dropped, and more prompts drawn.
+   # Dynamic sampling: groups with all answers right or all wrong give no signal; they are dropped and replaced.
    --over-sampling-batch-size 256
    --dynamic-sampling-filter-path slimrl.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std
    --num-steps-per-rollout 4
@@ -59,7 +59,7 @@ PERF_ARGS=(
 
 GRPO_ARGS=(
    --advantage-estimator grpo
-   # With coefficient 0 the KL is only watched.
+   # With coefficient 0 the KL is only logged.
    --use-kl-loss --kl-loss-coef 0.00 --kl-loss-type low_var_kl
    --entropy-coef 0.00
    --eps-clip 0.2 --eps-clip-high 0.28
@@ -70,7 +70,7 @@ OPTIMIZER_ARGS=(
    --lr 1e-6 --lr-decay-style constant
    --weight-decay 0.1
    --adam-beta1 0.9 --adam-beta2 0.98
-   # Adam's moments are in host memory.
+   # Keeps Adam's moments in host memory.
    --optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --use-precision-aware-optimizer
 )
 

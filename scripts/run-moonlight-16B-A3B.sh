@@ -3,7 +3,7 @@
 #
 #    bash scripts/run-moonlight-16B-A3B.sh [--tiny] [more flags of train.py]
 #
-# docs/recipes.md says what to download; scripts/lib/recipe.sh what all recipes share, and what --tiny does.
+# docs/recipes.md lists the downloads; scripts/lib/recipe.sh explains the common settings and --tiny.
 # Proven: checked against published configs (moonlight.json).
 # shellcheck source-path=SCRIPTDIR disable=SC2034
 set -euo pipefail
@@ -30,7 +30,7 @@ ROLLOUT_ARGS=(
    --n-samples-per-prompt 8
    --rollout-max-response-len 4096
    --rollout-temperature 0.8
-   # Groups whose answers are all right or all wrong teach nothing: they are dropped, and more prompts drawn.
+   # Dynamic sampling: groups with all answers right or all wrong give no signal; they are dropped and replaced.
    --over-sampling-batch-size 256
    --dynamic-sampling-filter-path slimrl.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std
    --num-steps-per-rollout 4
@@ -53,13 +53,13 @@ PERF_ARGS=(
    --expert-model-parallel-size 8 --expert-tensor-parallel-size 1
    --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
    --use-dynamic-batch-size --max-tokens-per-gpu 8192
-   # DeepEP's kernels carry tokens between experts.
+   # Token dispatch between experts by DeepEP.
    --moe-enable-deepep --moe-token-dispatcher-type flex
 )
 
 GRPO_ARGS=(
    --advantage-estimator grpo
-   # With coefficient 0 the KL is only watched.
+   # With coefficient 0 the KL is only logged.
    --use-kl-loss --kl-loss-coef 0.00 --kl-loss-type low_var_kl
    --entropy-coef 0.00
    --eps-clip 0.2 --eps-clip-high 0.28
@@ -70,7 +70,7 @@ OPTIMIZER_ARGS=(
    --lr 1e-6 --lr-decay-style constant
    --weight-decay 0.1
    --adam-beta1 0.9 --adam-beta2 0.98
-   # Adam's moments are in host memory.
+   # Keeps Adam's moments in host memory.
    --optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --use-precision-aware-optimizer
 )
 
@@ -78,7 +78,7 @@ SGLANG_ARGS=(
    --rollout-num-gpus-per-engine 8
    --sglang-mem-fraction-static 0.7
    --sglang-cuda-graph-bs 1 2 4 8 {16..256..8}
-   # Its config and tokenizer are code of their own in the downloaded folder.
+   # Its config and tokenizer are custom code in the downloaded folder.
    --sglang-trust-remote-code
 )
 

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# GRPO on Qwen2.5-0.5B-Instruct and GSM8K, twice the same to the last bit, on one machine with 8 GPUs.
+# GRPO on Qwen2.5-0.5B-Instruct and GSM8K, bitwise reproducible, on one machine with 8 GPUs.
 #
 #    bash scripts/run-qwen2.5-0.5B-reproducibility.sh [--tiny] [more flags of train.py]
 #
-# Sums are made in one order: by its flags, and by the variables that NCCL, Transformer Engine and cuBLAS read.
-# docs/recipes.md says what to download; scripts/lib/recipe.sh what all recipes share, and what --tiny does.
+# Its flags, and variables of NCCL, Transformer Engine and cuBLAS, fix the order of all sums.
+# docs/recipes.md lists the downloads; scripts/lib/recipe.sh explains the common settings and --tiny.
 # Proven: checked against published configs (qwen2.5-0.5B.json).
 # shellcheck source-path=SCRIPTDIR disable=SC2034
 set -euo pipefail
@@ -52,7 +52,7 @@ PERF_ARGS=(
 
 GRPO_ARGS=(
    --advantage-estimator grpo
-   # With coefficient 0 the KL is only watched.
+   # With coefficient 0 the KL is only logged.
    --use-kl-loss --kl-loss-coef 0.00 --kl-loss-type low_var_kl
    --entropy-coef 0.00
    --eps-clip 0.2 --eps-clip-high 0.28

@@ -3,8 +3,8 @@
 #
 #    bash scripts/run-qwen3-235B-A22B-sft.sh [--tiny] [more flags of train_async.py]
 #
-# Run it on each of the 4 nodes, with WORLD_SIZE=4, RANK, MASTER_ADDR and a token set (scripts/lib/ray.sh says how).
-# docs/recipes.md says what to download; scripts/lib/recipe.sh what all recipes share, and what --tiny does.
+# Run it on each of the 4 nodes with WORLD_SIZE=4, RANK, MASTER_ADDR and a token set (see scripts/lib/ray.sh).
+# docs/recipes.md lists the downloads; scripts/lib/recipe.sh explains the common settings and --tiny.
 # Proven: checked against published configs (qwen3-235B-A22B.json).
 # shellcheck source-path=SCRIPTDIR disable=SC2034
 set -euo pipefail
@@ -50,7 +50,7 @@ OPTIMIZER_ARGS=(
    --lr 1e-5 --lr-decay-style cosine --min-lr 1e-6 --lr-warmup-fraction 0.1
    --weight-decay 0.1
    --adam-beta1 0.9 --adam-beta2 0.95
-   # Adam's moments are in host memory.
+   # Keeps Adam's moments in host memory.
    --optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --use-precision-aware-optimizer
 )
 

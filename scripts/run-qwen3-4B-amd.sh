@@ -3,8 +3,8 @@
 #
 #    bash scripts/run-qwen3-4B-amd.sh [--tiny] [more flags of train.py]
 #
-# HIP_VISIBLE_DEVICES chooses the GPUs: Ray is told to leave it alone. Not yet tried on such a machine.
-# docs/recipes.md says what to download; scripts/lib/recipe.sh what all recipes share, and what --tiny does.
+# HIP_VISIBLE_DEVICES selects the GPUs; Ray is configured not to change it. Not yet tested on such a machine.
+# docs/recipes.md lists the downloads; scripts/lib/recipe.sh explains the common settings and --tiny.
 # Proven: checked against published configs (qwen3-4B.json).
 # shellcheck source-path=SCRIPTDIR disable=SC2034
 set -euo pipefail
@@ -53,13 +53,13 @@ PERF_ARGS=(
    --expert-model-parallel-size 1 --expert-tensor-parallel-size 1
    --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
    --use-dynamic-batch-size --max-tokens-per-gpu 9216
-   # Apex, which brings this kernel, is rarely there on ROCm.
+   # Apex, which provides this kernel, is rarely available on ROCm.
    --no-gradient-accumulation-fusion
 )
 
 GRPO_ARGS=(
    --advantage-estimator grpo
-   # With coefficient 0 the KL is only watched.
+   # With coefficient 0 the KL is only logged.
    --use-kl-loss --kl-loss-coef 0.00 --kl-loss-type low_var_kl
    --entropy-coef 0.00
    --eps-clip 0.2 --eps-clip-high 0.28

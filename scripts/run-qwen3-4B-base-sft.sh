@@ -3,7 +3,7 @@
 #
 #    bash scripts/run-qwen3-4B-base-sft.sh [--tiny] [more flags of train_async.py]
 #
-# docs/recipes.md says what to download; scripts/lib/recipe.sh what all recipes share, and what --tiny does.
+# docs/recipes.md lists the downloads; scripts/lib/recipe.sh explains the common settings and --tiny.
 # Proven: checked against published configs (qwen3-4B.json).
 # shellcheck source-path=SCRIPTDIR disable=SC2034
 set -euo pipefail

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # GRPO on Qwen3-4B, dapo-math-17k and AIME 2024, on one machine with 8 GPUs.
 #
-#    bash scripts/run-qwen3-4B.sh            # training and generation take turns on all 8 GPUs
+#    bash scripts/run-qwen3-4B.sh            # training and generation alternate on all 8 GPUs
 #    bash scripts/run-qwen3-4B.sh --split    # 2 GPUs train, 6 generate
-#    bash scripts/run-qwen3-4B.sh --async    # the same, generating the next rollout while this one is trained on
-#    bash scripts/run-qwen3-4B.sh --tiny     # a toy of its family on this machine's CPU (also --split/--async --tiny)
+#    bash scripts/run-qwen3-4B.sh --async    # the same, generating the next rollout during training
+#    bash scripts/run-qwen3-4B.sh --tiny     # a toy model on this machine's CPU (also --split/--async --tiny)
 #
-# Models and data are looked for, and checkpoints written, under BASE (default /root); docs/quickstart.md says how to
-# fetch them. Further arguments go to train.py and win over those below. Where RAY_ADDRESS is set, the job is submitted
-# to the cluster there; otherwise a Ray head is started for it and ended with it.
+# Reads models and data from, and writes checkpoints to, BASE (default /root); docs/quickstart.md explains how to
+# download them. Further arguments go to train.py and override those below. If RAY_ADDRESS is set, the job is submitted
+# to that cluster; otherwise the script starts a Ray head and ends it with the job.
 # Proven: checked against published configs (qwen3-4B.json).
 # shellcheck source-path=SCRIPTDIR disable=SC2034
 set -euo pipefail
@@ -16,7 +16,7 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/lib/recipe.sh"
 
 ENTRY=train.py
 PLACEMENT_ARGS=(--actor-num-nodes 1 --actor-num-gpus-per-node 8 --colocate)
-# Each side leaves the memory while the other works; what is not the engines' is for their graphs and for NCCL.
+# Either side is offloaded while the other runs; the memory outside this fraction is for CUDA graphs and NCCL.
 MEM_FRACTION=0.7
 case ${1:-} in
    --split | --async)
@@ -29,11 +29,11 @@ esac
 recipe_model qwen3-4B qwen3 "$@"
 
 CKPT_ARGS=(
-   # What SGLang loads first, and the tokenizer.
+   # The initial weights of SGLang, and the tokenizer.
    --hf-checkpoint "$BASE/Qwen3-4B"
    # The reference model, in Megatron's format.
    --ref-load "$BASE/Qwen3-4B_torch_dist"
-   # Resumed from; while it is empty, training starts from --ref-load.
+   # The checkpoint to resume; while it is empty, training starts from --ref-load.
    --load "$BASE/Qwen3-4B_slimrl/"
    --save "$BASE/Qwen3-4B_slimrl/"
    --save-interval 20
@@ -47,7 +47,7 @@ ROLLOUT_ARGS=(
    --rollout-shuffle
    --rm-type deepscaler
    --num-rollout 3000
-   # 32 prompts x 8 responses = 256 samples per rollout, trained on in one step.
+   # 32 prompts x 8 responses = 256 samples per rollout, trained in one step.
    --rollout-batch-size 32
    --n-samples-per-prompt 8
    --num-steps-per-rollout 1
@@ -71,13 +71,13 @@ PERF_ARGS=(
    --context-parallel-size 1
    --expert-model-parallel-size 1 --expert-tensor-parallel-size 1
    --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
-   # A longer sample makes a micro-batch of its own; none is ever cut.
+   # A longer sample gets its own micro-batch; samples are never truncated.
    --use-dynamic-batch-size --max-tokens-per-gpu 9216
 )
 
 GRPO_ARGS=(
    --advantage-estimator grpo
-   # With coefficient 0 the KL is only watched.
+   # With coefficient 0 the KL is only logged.
    --use-kl-loss --kl-loss-coef 0.00 --kl-loss-type low_var_kl
    --entropy-coef 0.00
    --eps-clip 0.2 --eps-clip-high 0.28

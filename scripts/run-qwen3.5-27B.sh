@@ -3,10 +3,10 @@
 #
 #    bash scripts/run-qwen3.5-27B.sh [--tiny] [more flags of train.py]
 #
-# Run it on each of the 4 nodes, with WORLD_SIZE=4, RANK, MASTER_ADDR and a token set (scripts/lib/ray.sh says how).
-# slimrl refuses this model for now; scripts/models/qwen3.5-27B.sh says why.
-# docs/recipes.md says what to download; scripts/lib/recipe.sh what all recipes share, and what --tiny does.
-# Proven: not run (refused: no table of weights for linear attention).
+# Run it on each of the 4 nodes with WORLD_SIZE=4, RANK, MASTER_ADDR and a token set (see scripts/lib/ray.sh).
+# slimrl does not support this model yet; see scripts/models/qwen3.5-27B.sh.
+# docs/recipes.md lists the downloads; scripts/lib/recipe.sh explains the common settings and --tiny.
+# Proven: not run (unsupported: no weight mapping for linear attention).
 # shellcheck source-path=SCRIPTDIR disable=SC2034
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/lib/recipe.sh"
@@ -67,14 +67,14 @@ OPTIMIZER_ARGS=(
    --lr 1e-6 --lr-decay-style constant
    --weight-decay 0.1
    --adam-beta1 0.9 --adam-beta2 0.98
-   # Adam's moments are in host memory.
+   # Keeps Adam's moments in host memory.
    --optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --use-precision-aware-optimizer
 )
 
 SGLANG_ARGS=(
    --rollout-num-gpus-per-engine 2
    --sglang-mem-fraction-static 0.7
-   # Speculative decoding with the model's own next-token layer, which training leaves as it is.
+   # Speculative decoding with the model's own MTP layer, which is not trained.
    --sglang-speculative-algorithm EAGLE --sglang-speculative-num-steps 3
    --sglang-speculative-eagle-topk 1 --sglang-speculative-num-draft-tokens 4
 )

@@ -3,9 +3,9 @@
 #
 #    bash scripts/run-qwen3.5-35B-A3B-sft.sh [--tiny] [more flags of train_async.py]
 #
-# slimrl refuses this model for now; scripts/models/qwen3.5-35B-A3B.sh says why.
-# docs/recipes.md says what to download; scripts/lib/recipe.sh what all recipes share, and what --tiny does.
-# Proven: not run (refused: no table of weights for linear attention).
+# slimrl does not support this model yet; see scripts/models/qwen3.5-35B-A3B.sh.
+# docs/recipes.md lists the downloads; scripts/lib/recipe.sh explains the common settings and --tiny.
+# Proven: not run (unsupported: no weight mapping for linear attention).
 # shellcheck source-path=SCRIPTDIR disable=SC2034
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/lib/recipe.sh"
@@ -50,7 +50,7 @@ OPTIMIZER_ARGS=(
    --lr 1e-5 --lr-decay-style cosine --min-lr 1e-6 --lr-warmup-fraction 0.1
    --weight-decay 0.1
    --adam-beta1 0.9 --adam-beta2 0.95
-   # Adam's moments are in host memory.
+   # Keeps Adam's moments in host memory.
    --optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --use-precision-aware-optimizer
 )
 

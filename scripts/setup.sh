@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes the Python environment that the other scripts run in (.venv), or re-uses it. They call this themselves.
+# Creates or reuses the Python environment of the other scripts (.venv). They create it themselves if needed.
 #
 #    bash scripts/setup.sh                                              # Python 3.11 or 3.12 from the PATH
 #    PYTHON=/opt/python3.12/bin/python3 VENV=/big/disk/venv bash scripts/setup.sh

@@ -1,7 +1,7 @@
-"""Import paths of earlier versions that scripts and functions of users may hold: one table, and what makes it work.
+"""Redirects import paths of earlier versions that custom scripts and functions may use.
 
-An old path gives the very module that has its place now, with one `DeprecationWarning` that names the new path. Paths
-in `ALIASES` are not deprecated: they are the spelling that users of slime write in their flags.
+An old path imports the new module, with one `DeprecationWarning` that names the new path. Paths in `ALIASES` are not
+deprecated: they are slime's paths, which users write in flags.
 """
 
 from __future__ import annotations
@@ -22,23 +22,27 @@ RENAMED = {
     "slimrl.algorithms.advantages": "slimrl.algorithms.returns",
     "slimrl.algorithms.output_log_probs": "slimrl.algorithms.log_probs",
     "slimrl.algorithms.softmax_sums": "slimrl.algorithms.log_probs",
+    "slimrl.arguments.dry_run.batch": "slimrl.arguments.memory.batch",
     "slimrl.arguments.plan": "slimrl.arguments.dry_run",
     "slimrl.data.batch": "slimrl.data.train_batch",
     "slimrl.data.loss_mask": "slimrl.rollout.sft_rollout",
+    "slimrl.engines.sglang.engine_memory": "slimrl.engines.engine_memory",
     "slimrl.megatron.forward": "slimrl.megatron.training.forward_step",
     "slimrl.megatron.loss": "slimrl.megatron.training.loss",
     "slimrl.megatron.own_loss": "slimrl.megatron.training.custom_loss",
     "slimrl.rollout.engine": "slimrl.engines.protocol",
     "slimrl.rollout.errors": "slimrl.engines.protocol",
+    "slimrl.rollout.filter_hub.buffer_filters": "slimrl.rollout.dataset.data_source",
     "slimrl.rollout.output": "slimrl.rollout.rollout_function",
     "slimrl.rollout.public_data": "slimrl.rollout.dataset_prep",
     "slimrl.rollout.public_data.prepare": "slimrl.rollout.dataset_prep.prepare",
     "slimrl.rollout.rm_hub.boxed": "slimrl.rollout.rm_hub.rule_graders",
-    "slimrl.rollout.rm_hub.builtin": "slimrl.rollout.rm_hub.registry",
+    "slimrl.rollout.rm_hub.builtin": "slimrl.rollout.rm_hub.rule_reward",
     "slimrl.rollout.rm_hub.equality": "slimrl.rollout.rm_hub.math_equivalence",
     "slimrl.rollout.rm_hub.instructions": "slimrl.rollout.rm_hub.ifeval",
     "slimrl.rollout.rm_hub.multiple_choice": "slimrl.rollout.rm_hub.rule_graders",
     "slimrl.rollout.rm_hub.overlap": "slimrl.rollout.rm_hub.rule_graders",
+    "slimrl.rollout.rm_hub.registry": "slimrl.rollout.rm_hub.rule_reward",
     "slimrl.rollout.rm_hub.rules": "slimrl.rollout.rm_hub.rule_graders",
     "slimrl.rollout.stop_strings": "slimrl.rollout.generation.multi_turn",
     "slimrl.rollout.stop_tokens": "slimrl.rollout.generation.multi_turn",
@@ -49,23 +53,43 @@ RENAMED = {
     "slimrl.sglang.errors": "slimrl.engines.protocol",
 }
 
+# module -> former names of its functions that custom code may import, and their new names
+RENAMED_NAMES = {
+    "slimrl.rollout.generation.multi_turn": {
+        "append_observation": "append_tool_output",
+        "converse": "multi_turn_generate",
+    },
+}
+
+
+def current_name(module: str, name: str) -> str:
+    """The new name of `module.name`, with a `DeprecationWarning`; for the `__getattr__` of such a module.
+
+    Raises AttributeError for a name that is not in the table.
+    """
+    new = RENAMED_NAMES[module].get(name)
+    if new is None:
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    warnings.warn(f"{module}.{name} is now {new}: import it by that name", DeprecationWarning, stacklevel=3)
+    return new
+
 
 def current_path(module: str) -> str:
-    """The path of the module that has the place of `module` now; `module` itself where it is in neither table."""
+    """The new path of `module`; `module` itself if it is in neither table."""
     return ALIASES.get(module) or RENAMED.get(module, module)
 
 
 class RenamedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds the modules of the two tables and puts their successors in their place."""
+    """Finds the modules of the two tables and imports their successors."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """None for every name that is in neither table."""
+        """None for names in neither table."""
         return importlib.machinery.ModuleSpec(name, self) if name in RENAMED or name in ALIASES else None
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Imports the successor; importlib hands out whatever `sys.modules` then holds under the old name."""
+        """Imports the successor and registers it under the old name in `sys.modules`, which importlib returns."""
         old = module.__name__
         new = current_path(old)
         if old in RENAMED:
@@ -74,6 +98,6 @@ class RenamedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def install() -> None:
-    """Puts the finder first on `sys.meta_path`, once per process; it answers for the tables' names alone."""
+    """Puts the finder first on `sys.meta_path`, once per process; it handles only the names in the tables."""
     if not any(isinstance(finder, RenamedModules) for finder in sys.meta_path):
         sys.meta_path.insert(0, RenamedModules())

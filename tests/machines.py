@@ -1,6 +1,6 @@
-"""Two machines on this one: each a network of its own, a host name that maps to 127.0.1.1, and a cable between them.
+"""Two machines on this one, each with its own network and a host name that maps to 127.0.1.1, connected by a link.
 
-Needs root and the right to make network namespaces; `why_not` says what is missing.
+Needs root and the right to create network namespaces; `why_not` reports what is missing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ADDRESSES = ("10.77.31.1", "10.77.31.2")
 
 @functools.cache
 def why_not() -> str:
-    """Why there can be no machines here; empty where there can."""
+    """The reason why no such machines can be created here; empty if they can."""
     if os.geteuid() != 0:
         return "only root may make network namespaces"
     if missing := [name for name in ("ip", "unshare", "nsenter") if shutil.which(name) is None]:
@@ -52,17 +52,17 @@ class Machines:
         return ["nsenter", *where, f"--wdns={os.getcwd()}", *words]
 
     def run(self, number: int, *words: str) -> None:
-        """Runs a short command there."""
+        """Runs a short command on a machine."""
         subprocess.run(self.command(number, *words), check=True, timeout=30)
 
     def cut(self, number: int, state: str = "down") -> None:
-        """Pulls the cable out of machine `number`, or puts it back ("up")."""
+        """Disconnects machine `number`, or reconnects it ("up")."""
         self.run(number, "ip", "link", "set", "cable", state)
 
 
 @contextlib.contextmanager
 def two_machines(folder: Path, *, own_shared_memory: bool = True) -> Iterator[Machines]:
-    """The machines; who still runs there at the end is for the test to end."""
+    """The machines; the test has to end the processes that still run on them."""
     with contextlib.ExitStack() as stack:
         keepers = []
         for _ in range(2):
@@ -70,6 +70,6 @@ def two_machines(folder: Path, *, own_shared_memory: bool = True) -> Iterator[Ma
             keeper = subprocess.Popen(command, stdout=subprocess.PIPE)
             stack.callback(keeper.wait)
             stack.callback(keeper.kill)
-            keeper.stdout.readline()  # the namespaces are there
+            keeper.stdout.readline()  # the namespaces exist
             keepers.append(keeper)
         yield Machines(keepers, folder, own_shared_memory)

@@ -1,4 +1,4 @@
-"""Tiny reward models with seeded weights, and what transformers says of a response."""
+"""Tiny reward models with seeded weights, and the scores that transformers gives to a response."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def write_reward_model(folder: Path, tokenizer: Any, family: str, *, shard_size: str = "5GB", seed: int = 0) -> Path:
-    """A 2-layer sequence classifier of `family` ("Llama", "Qwen2", "Qwen3") with one label, beside `tokenizer`."""
+    """A 2-layer sequence classifier of `family` ("Llama", "Qwen2", "Qwen3") with one label, and `tokenizer`."""
     import torch
     import transformers
 

@@ -1,7 +1,9 @@
-"""Every benchmark can still be started: it imports, and it says how it is called."""
+"""Every benchmark can be started: it imports and prints its help."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import runpy
 import sys
 from pathlib import Path
@@ -13,12 +15,54 @@ PROGRAMS = sorted(path.name for path in FOLDER.glob("*.py") if path.name != "__i
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_a_benchmark_imports_and_explains_itself(program, monkeypatch, capsys):
+def test_benchmark_imports_and_prints_help(program, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [str(FOLDER / program), "--help"])
-    # as `python benchmarks/<name>.py` starts it: its own folder comes first, and what it adds to the path is taken away
+    # like `python benchmarks/<name>.py`: its own folder is first on the path, and its path changes are undone
     monkeypatch.setattr(sys, "path", [str(FOLDER), *sys.path])
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(FOLDER / program), run_name="__main__")
     assert ended.value.code == 0
     shown = capsys.readouterr().out
     assert f"usage: {program}" in shown and f"python benchmarks/{program}" in shown
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """`benchmarks/run.py` as a module."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    spec = importlib.util.spec_from_file_location("benchmarks_run", FOLDER / "run.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("kept", "now", "outside"),
+    [(2.0, 2.0, False), (2.0, 2.9, False), (2.0, 3.1, True), (2.0, 1.4, False), (2.0, 1.3, True), (None, 1.0, True)],
+)
+def test_a_ratio_that_leaves_its_band_on_either_side_is_marked(run, kept, now, outside):
+    before = {"startup": {"a": kept}} if kept else {}
+    (change,) = run.compare(before, {"startup": {"a": now}}, {"startup": 1.5})
+    assert change.outside is outside
+
+
+def test_a_kept_ratio_that_is_no_longer_measured_is_marked(run):
+    changes = run.compare(
+        {"startup": {"a": 1.0, "b": 1.0}, "grader": {"c": 1.0}}, {"startup": {"a": 1.0}}, {"startup": 1.5}
+    )
+    assert [(change.name, change.outside) for change in changes] == [("startup: a", False), ("startup: b", True)]
+
+
+def test_ratios_are_written_and_read_and_must_be_positive_and_finite(run, tmp_path):
+    ratios = importlib.import_module("ratios")  # next to run.py
+    ratios.write_ratios(tmp_path / "ratios.json", {"a": 0.5})
+    assert ratios.read_ratios(tmp_path / "ratios.json") == {"a": 0.5}
+    for wrong in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="positive and finite"):
+            ratios.write_ratios(None, {"a": wrong})
+
+
+def test_every_benchmark_of_the_set_exists(run):
+    programs = {benchmark.program for benchmark in run.BENCHMARKS}
+    assert {f"{program}.py" for program in programs} <= set(PROGRAMS)

@@ -1,4 +1,4 @@
-"""The checks for GPUs: each says what it needs, and is left out with the reason where that is missing."""
+"""The GPU checks: each states its requirements, and is skipped with the reason when they are missing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.gpu.conftest import missing, needs
 
 
 def reason(*marks: pytest.MarkDecorator) -> str | None:
-    """Why a check with these marks is skipped beside two GPUs and with Ray alone."""
+    """Why a check with these marks is skipped with two GPUs and only Ray installed."""
     return missing([mark.mark for mark in marks], present=2, installed={"ray"}.__contains__)
 
 
@@ -29,14 +29,14 @@ def reason(*marks: pytest.MarkDecorator) -> str | None:
         ),
     ],
 )
-def test_the_reason_names_all_that_is_missing(marks, expected):
+def test_reason_names_everything_missing(marks, expected):
     assert reason(*marks) == expected
 
 
-def test_without_gpus_the_number_that_is_needed_is_named():
+def test_required_number_is_named_without_gpus():
     assert missing([needs().mark], present=0, installed=bool) == "this check needs 1 GPU (torch sees none)"
 
 
-def test_a_check_that_does_not_say_what_it_needs_is_refused():
+def test_check_without_requirements_is_rejected():
     with pytest.raises(pytest.UsageError, match="does not say what it needs"):
         reason()

@@ -1,4 +1,4 @@
-"""The GPU recipe of docs/install.md: its lock, its Dockerfile, and that the package index still gives what it names."""
+"""The GPU recipe of docs/install.md: its lock, its Dockerfile, and that the package index still has the packages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS = ROOT / "requirements"
 PYTHONS = ("311", "312")
 DOCKERFILE = ROOT / "docker" / "Dockerfile"
-PLATFORM = "x86_64-manylinux_2_34"  # the oldest that SGLang has wheels for
+PLATFORM = "x86_64-manylinux_2_34"  # the oldest with SGLang wheels
 COMPILED = "transformer-engine-torch"  # has no wheel: installed after the lock
 # Not at the version tested on CPUs: SGLang's gRPC packages (smg-grpc-servicer) need protobuf 6.
 OTHER_THAN_ON_CPUS = {"protobuf"}
@@ -34,7 +34,7 @@ def setup_arguments() -> dict:
 
 
 def wanted() -> list[str]:
-    """All that setup.py asks for, with its extras."""
+    """All requirements of setup.py, with its extras."""
     asked = setup_arguments()
     return [*asked["install_requires"], *(line for extra in asked["extras_require"].values() for line in extra)]
 
@@ -55,18 +55,18 @@ def lock(python) -> dict[str, str]:
     return locked(f"gpu-py{python}.lock")
 
 
-def test_the_lock_has_all_that_setup_asks_for(lock):
+def test_lock_has_everything_setup_requires(lock):
     for line in map(Requirement, wanted()):
         assert lock[canonicalize_name(line.name)] in line.specifier, str(line)
 
 
-def test_the_versions_are_those_that_the_tests_run_with_on_cpus(python, lock):
+def test_versions_match_the_cpu_test_environment(python, lock):
     on_cpus = locked(f"cpu-py{python}.lock")
     assert on_cpus.keys() <= lock.keys()
     assert {name for name, version in on_cpus.items() if lock[name] != version} == OTHER_THAN_ON_CPUS
 
 
-def test_the_lock_answers_what_sglang_declares_but_for_the_override(python, lock):
+def test_lock_satisfies_sglang_except_for_the_override(python, lock):
     machine = {"python_version": f"3.{python[1:]}", "python_full_version": f"3.{python[1:]}.0", "extra": ""}
     unmet = set()
     for line in map(Requirement, importlib.metadata.requires("sglang")):
@@ -77,7 +77,7 @@ def test_the_lock_answers_what_sglang_declares_but_for_the_override(python, lock
     assert f"\ncuda-tile=={lock['cuda-tile']}\n" in (REQUIREMENTS / "gpu-overrides.txt").read_text()
 
 
-def test_transformer_engine_is_one_that_megatron_allows_for_the_cuda_of_torch(lock):
+def test_transformer_engine_fits_megatron_and_the_torch_cuda(lock):
     (allowed,) = {
         line.specifier
         for line in map(Requirement, importlib.metadata.requires("megatron-core"))
@@ -85,7 +85,7 @@ def test_transformer_engine_is_one_that_megatron_allows_for_the_cuda_of_torch(lo
     }
     assert lock["transformer-engine"] in allowed
     assert lock["transformer-engine-cu13"] == lock["transformer-engine"]
-    # the same file of an environment as the library for CUDA 13
+    # the same file in an environment with the CUDA 13 library
     assert "transformer-engine-cu12" not in lock
     assert COMPILED not in lock
     assert lock["nvidia-cuda-runtime"].startswith("13.0.")
@@ -95,19 +95,19 @@ def test_transformer_engine_is_one_that_megatron_allows_for_the_cuda_of_torch(lo
 
 
 def program(name: str) -> str:
-    """The program `name`, beside the interpreter or in the PATH; the test is skipped where it is absent."""
+    """The program `name`, next to the interpreter or on the PATH; skips the test if it is missing."""
     found = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
     if found is None:
         pytest.skip(f"{name} is not installed: pip install -e '.[dev]'")
     return found
 
 
-def test_the_linter_finds_nothing_in_the_dockerfile():
+def test_dockerfile_linter_reports_nothing():
     linted = subprocess.run([program("hadolint"), str(DOCKERFILE)], capture_output=True, text=True, timeout=60)
     assert linted.returncode == 0, linted.stdout + linted.stderr
 
 
-def test_the_image_has_the_cuda_of_the_lock_and_the_python_of_the_lock():
+def test_image_has_the_cuda_and_python_of_the_lock():
     text = DOCKERFILE.read_text()
     (cuda,) = re.findall(r"^FROM nvidia/cuda:(\d+\.\d+)\.\d+-devel-ubuntu24\.04$", text, re.MULTILINE)
     (name,) = set(re.findall(r"requirements/(gpu-py3\d+\.lock)", text))
@@ -123,7 +123,7 @@ def pip_commands(text: str) -> list[str]:
     return [re.sub(r"py31[12]", "py312", found).strip() for found in re.findall(r"pip (install --no-deps .*)", joined)]
 
 
-def test_the_guide_and_the_image_install_the_same():
+def test_guide_and_image_install_the_same():
     (section,) = re.findall(r"^## A machine with GPUs\n(.*?)^## ", guide(), re.MULTILINE | re.DOTALL)
     assert pip_commands(section) == pip_commands(DOCKERFILE.read_text()) != []
     (engine,) = {line for line in wanted() if line.startswith("transformer-engine[")}
@@ -138,7 +138,7 @@ def guide() -> str:
 
 
 def index_options() -> list[str]:
-    """What points uv to the index that pip uses here; nothing where that is the usual one."""
+    """Options that point uv to the index that pip uses here; empty for the default index."""
     url = os.environ.get("UV_DEFAULT_INDEX") or os.environ.get("PIP_INDEX_URL")
     if not url:
         command = [sys.executable, "-m", "pip", "config", "get", "global.index-url"]
@@ -147,7 +147,7 @@ def index_options() -> list[str]:
 
 
 def resolve(python: str, *arguments: str, folder: Path) -> None:
-    """`uv pip compile` in `folder`/work for the platform of the recipe; skips where no index answers."""
+    """`uv pip compile` in `folder`/work for the platform of the recipe; skips if no index answers."""
     command = [program("uv"), "pip", "compile", "--quiet", "--no-config", "--cache-dir", str(folder / "cache")]
     command += [*index_options(), "--python-version", f"3.{python[1:]}", "--python-platform", PLATFORM]
     done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=240, cwd=folder / "work")
@@ -157,13 +157,13 @@ def resolve(python: str, *arguments: str, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_lock_is_what_the_index_resolves_and_every_package_of_it_has_a_wheel(python, tmp_path):
+def test_lock_matches_the_index_and_every_package_has_a_wheel(python, tmp_path):
     lock = REQUIREMENTS / f"gpu-py{python}.lock"
     work = tmp_path / "work"
     work.mkdir()
     (work / "wanted.in").write_text("\n".join(wanted()))
     resolved = work / "resolved.lock"
-    resolved.write_text(lock.read_text())  # uv keeps these versions where nothing speaks against them
+    resolved.write_text(lock.read_text())  # uv keeps these versions unless there is a conflict
     resolve(
         *(python, "wanted.in", "--output-file", resolved.name, "--no-annotate", "--no-header"),
         *("--override", str(REQUIREMENTS / "gpu-overrides.txt"), "--no-emit-package", COMPILED),

@@ -1,4 +1,4 @@
-"""A hook path leads to a function that keeps its contract, or to a sentence that says what is expected."""
+"""A hook path leads to a function that keeps its contract, or to an error that names the expected signature."""
 
 from __future__ import annotations
 
@@ -78,13 +78,13 @@ def own_module(tmp_path, monkeypatch):
         ("post_process", hooks.RewardPostProcess),
     ],
 )
-def test_functions_that_keep_their_contract_are_found(name, contract):
+def test_functions_that_keep_their_contract_are_loaded(name, contract):
     function = hooks.resolve(f"slimrl_hooks_under_test.{name}", contract)
     assert function is vars(sys.modules["slimrl_hooks_under_test"])[name]
 
 
 NOT_A_PATH = "is not a dotted import path: write package.module.function"
-NO_MODULE = "check the spelling, or start from the folder that holds it"
+NO_MODULE = "check the spelling, or start from the folder that contains it"
 NOT_CALLABLE = "cannot be called as needed"
 
 
@@ -117,45 +117,45 @@ NOT_CALLABLE = "cannot be called as needed"
         (
             "MODULE.number",
             hooks.CustomReward,
-            "MODULE.number is not a function but a value of type int: expected is async f(args, sample)",
+            "MODULE.number is not a function but a value of type int: expected async f(args, sample)",
         ),
         (
             "MODULE.judge_sync",
             hooks.CustomReward,
-            "MODULE.judge_sync is not async: expected is async f(args, sample)",
+            "MODULE.judge_sync is not async: expected async f(args, sample)",
         ),
         (
             "MODULE.judge_three",
             hooks.CustomReward,
             f"MODULE.judge_three(args, sample, extra) {NOT_CALLABLE} (missing a required argument: 'extra'): expected"
-            " is async f(args, sample)",
+            " async f(args, sample)",
         ),
         (
             "MODULE.generate_short",
             hooks.CustomGenerate,
-            f"MODULE.generate_short(args, sample) {NOT_CALLABLE} (too many positional arguments): expected is async"
+            f"MODULE.generate_short(args, sample) {NOT_CALLABLE} (too many positional arguments): expected async"
             " f(args, sample, sampling_params)",
         ),
         (
             "MODULE.rollout_blind",
             hooks.RolloutFunction,
             f"MODULE.rollout_blind(args, rollout_id, data_source) {NOT_CALLABLE} (got an unexpected keyword argument"
-            " 'evaluation'): expected is f(args, rollout_id, data_source, evaluation=...)",
+            " 'evaluation'): expected f(args, rollout_id, data_source, evaluation=...)",
         ),
         (
             "MODULE.keep_async",
             hooks.DynamicSamplingFilter,
-            "MODULE.keep_async is async: expected is f(args, samples)",
+            "MODULE.keep_async is async: expected f(args, samples)",
         ),
     ],
 )
-def test_functions_that_do_not_are_refused_with_what_is_expected(path, contract, sentence):
+def test_functions_that_break_their_contract_are_rejected_with_the_expectation(path, contract, sentence):
     with pytest.raises(hooks.HookError) as error:
         hooks.resolve(path.replace("MODULE", "slimrl_hooks_under_test"), contract)
     assert str(error.value).replace("slimrl_hooks_under_test", "MODULE") == sentence
 
 
-def test_a_module_that_fails_on_import_is_told_from_one_that_is_not_there(tmp_path):
+def test_module_that_fails_on_import_is_distinguished_from_a_missing_one(tmp_path):
     (tmp_path / "slimrl_needs_more.py").write_text("import slimrl_not_installed\n")
     (tmp_path / "slimrl_broken.py").write_text("1 / 0\n")
     with pytest.raises(hooks.HookError, match="itself cannot be imported .No module named 'slimrl_not_installed'."):
@@ -164,7 +164,7 @@ def test_a_module_that_fails_on_import_is_told_from_one_that_is_not_there(tmp_pa
         hooks.resolve("slimrl_broken.judge", hooks.CustomReward)
 
 
-def test_the_folder_the_user_stands_in_is_importable(tmp_path, monkeypatch):
+def test_current_folder_is_importable(tmp_path, monkeypatch):
     here = tmp_path / "here"
     here.mkdir()
     (here / "slimrl_local_rewards.py").write_text("async def judge(args, sample): return 1.0\n")
@@ -173,14 +173,14 @@ def test_the_folder_the_user_stands_in_is_importable(tmp_path, monkeypatch):
     assert callable(hooks.resolve("slimrl_local_rewards.judge", hooks.CustomReward))
 
 
-def test_slimes_paths_lead_to_slimrl():
+def test_slime_paths_map_to_slimrl():
     assert hooks.own_path("slime.rollout.rm_hub.async_rm") == "slimrl.rollout.rm_hub.async_rm"
     assert hooks.own_path("slimer.rollout.x") == "slimer.rollout.x"
     with pytest.raises(hooks.HookError, match="module slimrl.hooks has no nothing"):
         hooks.resolve("slime.hooks.nothing", hooks.CustomReward)
 
 
-def test_a_keyword_is_passed_only_to_functions_that_take_it():
+def test_keyword_is_passed_only_to_functions_that_accept_it():
     def plain(args, sample): ...
 
     def named(args, sample, evaluation=False): ...
@@ -191,7 +191,7 @@ def test_a_keyword_is_passed_only_to_functions_that_take_it():
     assert hooks.accepts_keyword(functools.partial(named, 1), "evaluation")
 
 
-def test_a_function_may_need_what_its_contract_offers():
+def test_function_may_require_what_its_contract_offers():
     def needs(args, sample, *, rollout_id): ...
 
     assert hooks.accepted(needs, hooks.SampleHook, rollout_id=3, evaluation=True) == {"rollout_id": 3}
@@ -205,13 +205,13 @@ ROWS = {row[1].strip(): row for row in (line.split("|") for line in PAGE.read_te
 
 
 def rows_of(contract):
-    """Those of the flags that the contract's docstring begins with."""
+    """The rows of the flags at the start of the contract's docstring."""
     return [ROWS[flag.strip()] for flag in contract.__doc__.split(":")[0].split(",")]
 
 
 @pytest.mark.parametrize("contract", CONTRACTS, ids=lambda contract: contract.__name__)
-def test_the_page_has_every_flag_with_its_call_and_examples_that_keep_it(contract):
-    call = hooks.expectation(contract).removeprefix("expected is ").removeprefix("async or ordinary ")
+def test_page_has_every_flag_with_its_call_and_valid_examples(contract):
+    call = hooks.expectation(contract).removeprefix("expected ").removeprefix("async or ordinary ")
     for row in rows_of(contract):
         assert f"`{call}`" in row[2]
         examples = re.findall(r"`([a-z_.]+)`", row[5])
@@ -220,7 +220,7 @@ def test_the_page_has_every_flag_with_its_call_and_examples_that_keep_it(contrac
             hooks.resolve(path, contract)
 
 
-def test_the_page_has_no_flag_without_a_contract_and_names_files_that_are_there():
+def test_page_has_only_flags_with_a_contract_and_existing_files():
     flags = {flag.strip() for contract in CONTRACTS for flag in contract.__doc__.split(":")[0].split(",")}
     rows = {flag: row for flag, row in ROWS.items() if flag.startswith("`--")}
     assert rows.keys() == flags | {"`--data-source-path`"}
@@ -228,7 +228,7 @@ def test_the_page_has_no_flag_without_a_contract_and_names_files_that_are_there(
         assert (PAGE.parents[1] / "slimrl" / row[4].strip().strip("`")).exists()
 
 
-def test_what_a_function_raises_is_told_with_its_own_lines(tmp_path):
+def test_exception_in_a_function_is_reported_with_its_own_lines(tmp_path):
     (tmp_path / "slimrl_raises.py").write_text(
         "def keep(args, samples):\n    return inner(samples)\n\ndef inner(x):\n    return x[0]\n"
     )

@@ -1,4 +1,4 @@
-"""What is installed is what is imported: setup.py, the locks and the source agree."""
+"""The installed packages match the imports: setup.py, the locks and the source agree."""
 
 import ast
 import importlib.metadata
@@ -25,6 +25,7 @@ DISTRIBUTIONS = {
     "sglang_router": "sglang-router",
     "math_verify": "math-verify",
     "grpc": "grpcio",
+    "xdist": "pytest-xdist",
 }
 
 # named in setup.py in brackets
@@ -51,7 +52,7 @@ def locked(path: Path) -> dict[str, str]:
     return names([line for line in path.read_text().splitlines() if line and not line.startswith("#")])
 
 
-def test_the_version_is_stated_once():
+def test_version_is_defined_once():
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert "version" not in metadata() and "version" not in declared["project"]
     # tests/test_project_files.py builds the package: its version is this one
@@ -59,7 +60,7 @@ def test_the_version_is_stated_once():
     assert (ROOT / "slimrl/__init__.py").read_text().count(f'"{slimrl.__version__}"') == 1
 
 
-def test_the_engines_are_pinned_to_the_versions_of_the_locks():
+def test_engines_are_pinned_to_the_versions_of_the_locks():
     required = names(metadata()["install_requires"])
     assert LOCKS
     for path in LOCKS:
@@ -69,14 +70,14 @@ def test_the_engines_are_pinned_to_the_versions_of_the_locks():
 
 
 @pytest.mark.parametrize("path", LOCKS, ids=lambda path: path.name)
-def test_a_lock_pins_everything_and_holds_no_cuda_package(path):
+def test_lock_pins_everything_and_has_no_cuda_package(path):
     for name, condition in locked(path).items():
         assert re.fullmatch(r"==[0-9][0-9A-Za-z.]*", condition), f"{name}{condition}"  # also no +cpu
         assert not CUDA.search(name)
 
 
 @pytest.mark.parametrize("path", LOCKS, ids=lambda path: path.name)
-def test_a_lock_holds_what_setup_asks_for(path):
+def test_lock_has_everything_setup_requires(path):
     asked = metadata()
     lock = locked(path)
     extras = itertools.chain(*(lines for name, lines in asked["extras_require"].items() if name != "gpu"))
@@ -84,8 +85,8 @@ def test_a_lock_holds_what_setup_asks_for(path):
 
 
 @pytest.mark.parametrize("path", LOCKS, ids=lambda path: path.name)
-def test_a_lock_is_complete_but_for_cuda_and_for_what_sglang_asks(path):
-    """Like `pip check`: what the packages declare is in the lock, at a version that suits them."""
+def test_lock_is_complete_except_for_cuda_and_sglang_requirements(path):
+    """Like `pip check`: the lock has the declared requirements of its packages, at compatible versions."""
     lock = locked(path)
     version = path.stem.removeprefix("cpu-py3")
     for name in lock.keys() - {"sglang", "torch"}:
@@ -100,7 +101,7 @@ def test_a_lock_is_complete_but_for_cuda_and_for_what_sglang_asks(path):
 
 
 def imported(paths: Iterable[Path]) -> set[str]:
-    """Names in the package index of all that these files import and that is neither Python's nor slimrl's own."""
+    """Package names of all imports of these files, except Python's and slimrl's own."""
     found = set()
     for path in paths:
         for node in ast.walk(ast.parse(path.read_text())):
@@ -110,23 +111,23 @@ def imported(paths: Iterable[Path]) -> set[str]:
                 found.add(node.module.split(".")[0])
     found -= sys.stdlib_module_names | {"slimrl", "tools", "tests", "examples", "train", "train_async"}
     found -= {tool.stem for tool in (ROOT / "tools").glob("*.py")}
-    found.discard("stale_resources")  # the subreaper starts in milliseconds and imports its neighbour so
-    # are beside SGLang and Megatron wherever there is CUDA, and their places are taken where there is none
+    found.discard("stale_resources")  # the subreaper starts in milliseconds and imports its neighbour this way
+    # installed with SGLang and Megatron wherever there is CUDA, and replaced elsewhere
     found -= {"sgl_kernel", "transformer_engine"}
     return {re.sub(r"[-_.]+", "-", DISTRIBUTIONS.get(name, name)).lower() for name in found}
 
 
-def test_setup_asks_for_every_package_that_the_source_imports():
+def test_setup_requires_every_package_the_source_imports():
     sources = [*(ROOT / "slimrl").rglob("*.py"), *(ROOT / "tools").rglob("*.py"), *ROOT.glob("train*.py")]
     sources += (ROOT / "scripts").rglob("*.py")
     asked = metadata()
-    # one check of tools/gpu_check runs the tests of tests/gpu, and is skipped where pytest is not installed
+    # one check of tools/gpu_check runs tests/gpu, and is skipped if pytest is not installed
     assert (
         imported(sources) - {"pytest"} <= names([*asked["install_requires"], *asked["extras_require"]["wandb"]]).keys()
     )
 
 
 @pytest.mark.parametrize("path", LOCKS, ids=lambda path: path.name)
-def test_a_lock_holds_what_the_tests_import(path):
-    found_otherwise = {"slime", "answer-format"}  # by slimrl.hooks.slime_imports, and beside the module that imports it
+def test_lock_has_the_imports_of_the_tests(path):
+    found_otherwise = {"slime", "answer-format"}  # by slimrl.hooks.loader, and next to its importing module
     assert imported((ROOT / "tests").rglob("*.py")) - found_otherwise <= locked(path).keys()

@@ -1,4 +1,4 @@
-"""Licence, metadata, workflows and the guide for contributors: what they name exists, and they agree."""
+"""License, metadata, workflows and the guide for contributors: the names in them exist, and they agree."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ NAMED = re.compile(
     r"|(?:[A-Z]+\.(?:md|cff)|LICENSE\b|pyproject\.toml|setup\.py))"
 )
 COPYRIGHT = "Copyright 2026 The slimrl authors"
-# of https://www.apache.org/licenses/LICENSE-2.0.txt without the empty line at its beginning
+# of https://www.apache.org/licenses/LICENSE-2.0.txt without its leading empty line
 STANDARD_TEXT = "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30"
 
 
 def names(page: Path) -> set[str]:
-    """The paths that a page names, without the full stop of a sentence."""
+    """The paths that a page names, without a sentence's full stop."""
     return {found.rstrip(".") for found in NAMED.findall(page.read_text())}
 
 
@@ -48,7 +48,7 @@ def by_name(path: Path) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> zipfile.ZipFile:
-    """The package, built from a copy of what it is built from, with the setuptools of this environment."""
+    """The package, built from a copy of its inputs, with the setuptools of this environment."""
     folder = tmp_path_factory.mktemp("package")
     shutil.copytree(ROOT / "slimrl", folder / "slimrl", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
@@ -65,14 +65,14 @@ def metadata(wheel: zipfile.ZipFile) -> email.message.Message:
     return email.message_from_string(wheel.read(name).decode())
 
 
-def test_the_licence_is_the_standard_text_with_the_names_of_its_holders():
+def test_license_is_the_standard_text_with_its_holders():
     text = (ROOT / "LICENSE").read_text()
     assert text.count(COPYRIGHT) == 1
     standard = text.replace(COPYRIGHT, "Copyright [yyyy] [name of copyright owner]")
     assert hashlib.sha256(standard.encode()).hexdigest() == STANDARD_TEXT
 
 
-def test_metadata_citation_and_licence_agree(wheel):
+def test_metadata_citation_and_license_agree(wheel):
     said = metadata(wheel)
     assert (said["Name"], said["Version"]) == ("slimrl", slimrl.__version__)
     assert said["License-Expression"] == PROJECT["license"] == "Apache-2.0"
@@ -82,10 +82,10 @@ def test_metadata_citation_and_licence_agree(wheel):
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["license"] == PROJECT["license"]
     assert [author["name"] for author in citation["authors"]] == [said["Author"]]
-    assert "version" not in citation  # slimrl/__init__.py alone states it
+    assert "version" not in citation  # only slimrl/__init__.py states it
 
 
-def test_the_package_has_the_requirements_of_setup_py(wheel):
+def test_package_has_the_requirements_of_setup_py(wheel):
     required = metadata(wheel).get_all("Requires-Dist")
     text = (ROOT / "setup.py").read_text()
     listed = re.findall(r'^\s+"([\w-]+)[^"]*[=>]=[^"]*",', text, re.MULTILINE)
@@ -101,7 +101,7 @@ def test_everything_but_caches_is_packaged(wheel):
     assert source <= set(wheel.namelist())
 
 
-def test_the_image_gets_what_the_package_is_built_from():
+def test_image_has_the_build_inputs_of_the_package():
     sent = (ROOT / "docker/Dockerfile.dockerignore").read_text().splitlines()
     assert {"!LICENSE", "!README.md", "!pyproject.toml", "!setup.py", "!slimrl"} <= set(sent)
 
@@ -111,18 +111,18 @@ def test_the_image_gets_what_the_package_is_built_from():
 
 @pytest.fixture
 def hooks() -> dict[str, dict]:
-    """Of .pre-commit-config.yaml: each hook by its id, with the revision of its repository."""
+    """The hooks of .pre-commit-config.yaml by id, each with the revision of its repository."""
     repositories = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
     return {hook["id"]: {"rev": repo.get("rev"), **hook} for repo in repositories for hook in repo["hooks"]}
 
 
 @pytest.mark.parametrize("lock", LOCKS, ids=by_name)
-def test_the_hooks_have_the_ruff_of_the_lock(lock, hooks):
+def test_hooks_have_the_ruff_of_the_lock(lock, hooks):
     (pinned,) = re.findall(r"^ruff==(.*)$", lock.read_text(), re.MULTILINE)
     assert hooks["ruff-check"]["rev"] == hooks["ruff-format"]["rev"] == f"v{pinned}"
 
 
-def test_the_syntax_hook_reads_every_script_and_finds_what_is_wrong_in_any(hooks, tmp_path):
+def test_syntax_hook_reads_every_script_and_finds_errors_in_each(hooks, tmp_path):
     hook = hooks["bash-syntax"]
     scripts = [*ROOT.glob("scripts/**/*.sh"), *ROOT.glob(".ci/*")]
     assert scripts and all(re.search(hook["files"], by_name(path)) for path in scripts)
@@ -135,7 +135,7 @@ def test_the_syntax_hook_reads_every_script_and_finds_what_is_wrong_in_any(hooks
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=by_name)
-def test_a_workflow_is_valid_and_calls_scripts_that_exist(path):
+def test_workflow_is_valid_and_calls_existing_scripts(path):
     workflow = yaml.safe_load(path.read_text())
     assert workflow["name"] and workflow[True]  # YAML reads the key `on` as true
     commands = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
@@ -145,7 +145,7 @@ def test_a_workflow_is_valid_and_calls_scripts_that_exist(path):
         assert (ROOT / script).is_file(), command
 
 
-def test_the_tests_run_for_every_python_that_has_a_lock():
+def test_tests_run_for_every_python_with_a_lock():
     workflow = yaml.safe_load((ROOT / ".github/workflows/tests.yml").read_text())
     job = workflow["jobs"]["tests"]
     assert {f"cpu-py{version.replace('.', '')}.lock" for version in job["strategy"]["matrix"]["python"]} == {
@@ -154,19 +154,19 @@ def test_the_tests_run_for_every_python_that_has_a_lock():
     by_event = {step.get("if"): step["run"] for step in job["steps"] if "scripts/test.sh" in step.get("run", "")}
     assert by_event == {
         "github.event_name == 'pull_request'": "bash scripts/test.sh -m 'not slow'",
-        "github.event_name != 'pull_request'": "bash scripts/test.sh",
+        "github.event_name != 'pull_request'": "bash scripts/test.sh --all",
     }
 
 
 @pytest.mark.parametrize("path", FORMS, ids=by_name)
-def test_an_issue_form_is_complete(path):
+def test_issue_form_is_complete(path):
     form = yaml.safe_load(path.read_text())
     assert form["name"] and form["description"]
     questions = [part for part in form["body"] if part["type"] != "markdown"]
     assert len({part["id"] for part in questions}) == len(questions) > 2
     for part in questions:
         assert part["attributes"]["label"]
-        # a bare yes or no would be a truth value to YAML, which GitHub rejects
+        # YAML would read a bare yes or no as a boolean, which GitHub rejects
         assert all(isinstance(option, str) for option in part["attributes"].get("options", []))
     for name in names(path):
         assert (ROOT / name).exists(), name
@@ -176,7 +176,7 @@ def test_an_issue_form_is_complete(path):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=by_name)
-def test_a_page_names_files_that_exist(page):
+def test_page_names_existing_files(page):
     for name in names(page):
         assert list(ROOT.glob(name)) if "*" in name else (ROOT / name).exists(), f"{page.name} names {name}"
     for module in re.findall(r"python3? -m (slimrl[\w.]*)", page.read_text()):
@@ -189,7 +189,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=by_name)
-def test_the_links_of_a_page_lead_to_a_file_and_to_its_section(page):
+def test_page_links_point_to_a_file_and_its_section(page):
     for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
         if "://" not in target:
             name, _, section = target.partition("#")
@@ -198,13 +198,13 @@ def test_the_links_of_a_page_lead_to_a_file_and_to_its_section(page):
 
 
 def rows() -> list[tuple[str, str]]:
-    """Of the tables in CONTRIBUTING.md: the cell with files, and what is to be changed there."""
+    """Rows of the tables in CONTRIBUTING.md: the cell with files, and the change described there."""
     lines = (ROOT / "CONTRIBUTING.md").read_text().splitlines()
     found = [re.fullmatch(r"\| (.*?) \| (.*) \|", line) for line in lines]
     return [(row[1], row[2]) for row in found if row is not None and NAMED.search(row[1])]
 
 
-def test_the_names_to_be_changed_are_in_the_files_beside_them():
+def test_names_in_the_change_table_are_in_their_files():
     assert len(rows()) >= 40
     for files, change in rows():
         paths = [ROOT / name for name in NAMED.findall(files)]

@@ -1,4 +1,4 @@
-"""Import paths of earlier versions give the modules of today, with one sentence that names the new path."""
+"""Import paths of earlier versions resolve to the current modules, with one warning that names the new path."""
 
 import importlib
 import subprocess
@@ -15,7 +15,7 @@ HEAVY = {"slimrl.megatron.forward", "slimrl.megatron.loss", "slimrl.megatron.own
 
 
 @pytest.mark.parametrize("old", sorted(set(RENAMED) - HEAVY))
-def test_an_old_path_is_the_module_of_today_and_says_so_once(old, monkeypatch):
+def test_old_path_is_the_current_module_and_warns_once(old, monkeypatch):
     monkeypatch.delitem(sys.modules, old, raising=False)
     with pytest.warns(DeprecationWarning, match=f"{old} is now {current_path(old)}: import it from there"):
         module = importlib.import_module(old)
@@ -27,7 +27,7 @@ def test_an_old_path_is_the_module_of_today_and_says_so_once(old, monkeypatch):
 
 
 @pytest.mark.parametrize("old", sorted(ALIASES))
-def test_a_path_that_users_of_slime_write_is_no_old_one(old, monkeypatch):
+def test_slime_path_is_not_an_old_path(old, monkeypatch):
     monkeypatch.delitem(sys.modules, old, raising=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -35,12 +35,12 @@ def test_a_path_that_users_of_slime_write_is_no_old_one(old, monkeypatch):
 
 
 @pytest.mark.parametrize("old", sorted(RENAMED.keys() | ALIASES.keys()))
-def test_no_module_is_left_at_an_old_path(old):
+def test_no_module_remains_at_an_old_path(old):
     assert util.find_spec(current_path(old)) is not None
     assert not (Path(__file__).parents[1] / (old.replace(".", "/") + ".py")).exists()
 
 
-def test_functions_at_old_paths_are_found_as_a_script_would_name_them():
+def test_functions_at_old_paths_are_loaded_like_from_a_script():
     program = (
         "from slimrl.rollout.turns import converse; from slimrl.rollout.engine import EngineClient;"
         "from slimrl.rollout.sglang_rollout import generate_rollout; import slimrl.rollout.turns;"
@@ -50,6 +50,6 @@ def test_functions_at_old_paths_are_found_as_a_script_would_name_them():
     assert done.stdout.split() == ["slimrl.rollout.generation.multi_turn", "slimrl.rollout.rollout_function"]
 
 
-def test_a_path_that_never_was_is_still_an_import_error():
+def test_unknown_path_is_still_an_import_error():
     with pytest.raises(ModuleNotFoundError, match="slimrl.rollout.nowhere"):
         importlib.import_module("slimrl.rollout.nowhere")

@@ -1,4 +1,4 @@
-"""mypy finds no errors with the settings of pyproject.toml, and ignores are few and say what they ignore."""
+"""mypy finds no errors with the settings of pyproject.toml, and ignores are few and name their error."""
 
 import importlib.util
 import re
@@ -21,7 +21,7 @@ def checked_files() -> list[Path]:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason="mypy is not installed: see the locks")
-def test_the_annotations_agree():
+def test_type_check_passes():
     """Some 60 s without the folder .mypy_cache, which git ignores, and 3 to 20 s with it."""
     done = subprocess.run([sys.executable, "-m", "mypy"], cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -34,7 +34,7 @@ def test_four_packages_are_checked_strictly():
     assert not STRICT & {module for table in lenient for module in table["module"]}
 
 
-def test_ignores_are_few_and_name_what_they_ignore():
+def test_ignores_are_few_and_name_their_error():
     found = [line for path in checked_files() for line in path.read_text().splitlines() if "type: ignore" in line]
     assert [line for line in found if not re.search(r"# type: ignore\[[a-z-]+\]", line)] == []
     assert len(found) <= MOST_IGNORES

@@ -5,8 +5,8 @@
     python tools/check_checkpoint.py --input-dir model_torch_dist --hf-checkpoint model
 
 The first compares every file with the checkpoint's checksums. The second also compares names, shapes, dtypes and
-values, and prints the tensors that differ most. Ends with 0 where all is well, 1 where the models differ, 2 where a
-folder cannot be read or is damaged. The model is never in memory as a whole.
+values, and prints the tensors that differ most. Exit code 0 if all is well, 1 if the models differ, 2 if a folder
+cannot be read or is damaged. The whole model is never in memory.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--input-dir",
         type=Path,
         required=True,
-        help="the checkpoint's iter_xxxxxxx or release folder, or the one above it, whose newest checkpoint is taken",
+        help="the checkpoint's iter_xxxxxxx or release folder, or its parent, whose newest checkpoint is used",
     )
     parser.add_argument("--hf-checkpoint", help="Hugging Face folder or model id (org/name) to compare with")
     parser.add_argument(
         "--tolerance", type=not_negative, default=0.0, help="largest difference that counts as equal (default: 0)"
     )
-    parser.add_argument("--worst", type=int, default=10, help="tensors to print, those that differ most (default: 10)")
+    parser.add_argument("--worst", type=int, default=10, help="how many of the most different tensors to print")
     return parser.parse_args(argv)
 
 
@@ -68,7 +68,7 @@ def line(pair: TensorPair) -> str:
 
 
 def report(found: Comparison, tolerance: float, worst: int) -> str:
-    """The table and the score; where the two sides differ, the torch_dist side stands first."""
+    """The table and the result; if the two sides differ, the torch_dist side is first."""
     lines = [f"{'difference':>11}  {'dtype':<20}  {'shape':<22}  tensor"]
     lines += [line(pair) for pair in found.worst()[:worst]]
     if found.not_converted:
@@ -88,9 +88,9 @@ def report(found: Comparison, tolerance: float, worst: int) -> str:
 
 
 def verify(folder: Path, *, alone: bool) -> str:
-    """Reads every file and compares it with its checksum; returns the score.
+    """Verifies the checksum of every file; returns the line to print.
 
-    Raises ValueError for a damaged file, and where there are no checksums and nothing else is to be done (`alone`).
+    Raises ValueError for a damaged file, and if there are no checksums and no other check was requested (`alone`).
     """
     checked = TorchDistCheckpoint(folder).checked
     if checked is not None:
@@ -107,7 +107,7 @@ def main(argv: list[str] | None = None) -> int:
     """Compares; returns the exit code."""
     args = parse(sys.argv[1:] if argv is None else argv)
     try:
-        # The model's folder first: a name that does not exist is told before gigabytes are read.
+        # The model's folder first: a missing one is reported before gigabytes are read.
         folder = None if args.hf_checkpoint is None else local_hf_folder("--hf-checkpoint", args.hf_checkpoint)
         checkpoint = resolve_checkpoint(args.input_dir)
         print(verify(checkpoint, alone=folder is None))

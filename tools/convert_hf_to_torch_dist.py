@@ -6,9 +6,9 @@
 
 The model flags must describe the model in config.json. --hf-checkpoint is a folder or a model id (org/name), which
 is downloaded. Weights keep their dtype unless --bf16 or --fp16 is given. -f or --force replaces an older output, but
-no folder that holds anything else.
-Runs on any machine, with or without a GPU; the model is never in memory as a whole. Several processes share the work
-where torchrun starts them:
+not a folder with other files.
+Runs on any machine, with or without a GPU; the whole model is never in memory. Several processes started by torchrun
+share the work:
 
     torchrun --nproc-per-node 4 tools/convert_hf_to_torch_dist.py ...
     torchrun --nnodes 2 --node-rank $RANK --master-addr $MASTER_ADDR --nproc-per-node 4 tools/...   # two hosts
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 NAME = Path(__file__).name
 FORCE = ("-f", "--force")
 HF_CHECKPOINT = "--hf-checkpoint"
-# the checkpoint does not depend on the layout that wrote it, so these are left out, with their values
+# the checkpoint does not depend on the parallel layout, so these flags are dropped, with their values
 LAYOUT_FLAGS = (
     "--tensor-model-parallel-size",
     "--sequence-parallel",
@@ -61,7 +61,7 @@ LAYOUT_FLAGS = (
 
 
 def without_layout(argv: list[str]) -> list[str]:
-    """The command line without its parallel layout; says so where there was one."""
+    """The command line without parallel layout flags; prints a note if there were any."""
     kept: list[str] = []
     given: list[str] = []
     dropping = False
@@ -77,7 +77,7 @@ def without_layout(argv: list[str]) -> list[str]:
 
 
 def with_local_model(argv: list[str]) -> list[str]:
-    """The command line with the folder of the model where it gives a model id."""
+    """The command line with a model id replaced by the folder of the model."""
     words = list(argv)
     for place, word in enumerate(words):
         flag, equals, value = word.partition("=")
@@ -91,13 +91,13 @@ def with_local_model(argv: list[str]) -> list[str]:
 
 
 def leave_out_megatron_checkouts() -> None:
-    """Takes folders that shadow the installed megatron-core (a Megatron-LM checkout on PYTHONPATH) off sys.path."""
+    """Removes folders that shadow the installed megatron-core (a Megatron-LM checkout on PYTHONPATH) from sys.path."""
     installed = Path(str(importlib.metadata.distribution("megatron-core").locate_file(""))).resolve()
     shadowing = [
         path for path in sys.path if Path(path).resolve() != installed and (Path(path) / "megatron" / "core").is_dir()
     ]
     for path in shadowing:
-        print(f"{NAME}: {path} on the import path is left out: slimrl uses the installed megatron-core.")
+        print(f"{NAME}: ignoring {path} on the import path: slimrl uses the installed megatron-core.")
     sys.path[:] = [path for path in sys.path if path not in shadowing]
 
 
@@ -115,7 +115,7 @@ def read_flags(argv: list[str]) -> tuple[Arguments, bool]:
 
 
 def keep_dtype(args: Arguments, family: ModelMapping) -> None:
-    """Without --bf16 and --fp16, stores the weights as the Hugging Face checkpoint does."""
+    """Without --bf16 and --fp16, stores the weights in the dtype of the Hugging Face checkpoint."""
     with HfCheckpoint(Path(args.hf_checkpoint)) as checkpoint:
         stored = checkpoint.dtype(family.embedding.hf[0].name)
     if not args.bf16 and not args.fp16:
@@ -125,12 +125,12 @@ def keep_dtype(args: Arguments, family: ModelMapping) -> None:
 
 
 def convert(args: Arguments, group: ConversionGroup, *, force: bool) -> Path:
-    """Writes the checkpoint and returns its folder, or raises what `hf_to_torch_dist` raises."""
+    """Writes the checkpoint and returns its folder; raises as `hf_to_torch_dist`."""
     hf_dir = Path(args.hf_checkpoint)
     family = family_for(read_hf_config(hf_dir))
     keep_dtype(args, family)
     leave_out_megatron_checkouts()
-    warnings.filterwarnings("ignore", category=UserWarning, module="megatron")  # on kernels that converting needs not
+    warnings.filterwarnings("ignore", category=UserWarning, module="megatron")  # about kernels that are not needed
     from slimrl.megatron.checkpoint.template import model_blueprint
 
     assert args.save is not None
@@ -170,5 +170,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)  # several threads of our own share the work; torch's within each would only get in the way
+    torch.set_num_threads(1)  # the converter's own threads share the work; torch's threads would compete with them
     sys.exit(main())

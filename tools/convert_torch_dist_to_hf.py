@@ -4,9 +4,9 @@
     python tools/convert_torch_dist_to_hf.py --input-dir runs/x/iter_0000100 --output-dir model-out \
         --origin-hf-dir model-in
 
-The origin is the Hugging Face model that training started from (a folder, or a model id, which is downloaded): its
-config, tokenizer and dtypes are taken over. Runs on any machine, without a GPU and without Megatron; the model is
-never in memory as a whole. Several processes share the files to write where torchrun starts them:
+The origin is the Hugging Face model that training started from (a folder, or a model id, which is downloaded): the
+output has its config, tokenizer and dtypes. Runs on any machine, without a GPU and without Megatron; the whole model is
+never in memory. Several processes started by torchrun share the files to write:
 
     torchrun --nproc-per-node 4 tools/convert_torch_dist_to_hf.py ...
 """
@@ -47,11 +47,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--input-dir",
         type=Path,
         required=True,
-        help="the checkpoint's iter_xxxxxxx or release folder, or the one above it, whose newest checkpoint is taken",
+        help="the checkpoint's iter_xxxxxxx or release folder, or its parent, whose newest checkpoint is used",
     )
     parser.add_argument("--output-dir", type=Path, required=True, help="folder to write; must not exist or be empty")
     parser.add_argument(
-        "--origin-hf-dir", required=True, help="the Hugging Face model it began as: a folder or a model id (org/name)"
+        "--origin-hf-dir", required=True, help="the original Hugging Face model: a folder or a model id (org/name)"
     )
     parser.add_argument(
         "--model-name", help="model family, for example qwen3_moe (default: model_type in the origin's config.json)"
@@ -61,25 +61,25 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--chunk-size",
         type=byte_count,
         default=MAX_SHARD_BYTES,
-        help="bytes of tensors in one safetensors file, at most (default: %(default)s, 5 GiB)",
+        help="maximum bytes of tensors in one safetensors file (default: %(default)s, 5 GiB)",
     )
     parser.add_argument(
         "-a",
         "--add-missing-from-origin-hf",
         action="store_true",
-        help="take tensors that the checkpoint lacks from the origin (default: refuse)",
+        help="copy tensors that the checkpoint lacks from the origin (default: an error)",
     )
     parser.add_argument(
         "-f",
         "--force",
         action="store_true",
-        help="replace an older output; a folder that holds anything else is refused",
+        help="replace an older output; a folder with other files is an error",
     )
     return parser.parse_args(argv)
 
 
 def convert(args: argparse.Namespace, group: ConversionGroup) -> None:
-    """Writes the folder, or raises what `torch_dist_to_hf` raises."""
+    """Writes the folder; raises as `torch_dist_to_hf`."""
     with ByteBar("converting", shown=group.is_rank_zero) as bar:
         torch_dist_to_hf(
             resolve_checkpoint(args.input_dir),
@@ -114,5 +114,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)  # several threads of our own share the work; torch's within each would only get in the way
+    torch.set_num_threads(1)  # the converter's own threads share the work; torch's threads would compete with them
     sys.exit(main())

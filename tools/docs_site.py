@@ -1,7 +1,7 @@
-"""What mkdocs does not do by itself for the documentation site: a hook that mkdocs.yml names.
+"""mkdocs hooks of the documentation site, named in mkdocs.yml.
 
-Pages of docs/ link to files beside docs/ (`../CONTRIBUTING.md`), which GitHub follows and a site cannot.
-`on_page_markdown` leads such links to the repository that `repo_url` names; without one only their text stays.
+Pages of docs/ link to files outside docs/ (`../CONTRIBUTING.md`), which works on GitHub but not on a site.
+`on_page_markdown` redirects such links to the repository of `repo_url`; without one it keeps only their text.
 `on_config` gives headings the anchors that GitHub gives them.
 """
 
@@ -34,9 +34,9 @@ def anchor(title: str, separator: str) -> str:
 
 
 def inside_only(markdown: str, root: Path, repository: str) -> str:
-    """`markdown`, whose links to files and folders of `root` beside docs/ lead to `repository`, or are none without it.
+    """`markdown` with links to files and folders of `root` outside docs/ pointing to `repository`, or removed.
 
-    Code blocks stay as they are. A file that does not exist keeps its link, which mkdocs then reports.
+    Code blocks are unchanged. A link to a missing file stays, and mkdocs reports it.
     """
 
     def outside(link: re.Match[str]) -> str:

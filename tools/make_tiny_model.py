@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""Make a tiny Qwen3 checkpoint and an arithmetic task for it.
+"""Create a tiny Qwen3 checkpoint and an arithmetic task for it.
 
     python tools/make_tiny_model.py --output-dir runs/tiny --seed 0
 
 writes ``model/`` (a Hugging Face checkpoint with tokenizer and chat template, float32), ``train.jsonl`` and
 ``eval.jsonl`` (OpenAI messages under ``prompt``, the answer under ``label``) and ``model_args.sh`` (MODEL_ARGS for
-Megatron). The model is warm-started so that it solves 40 % of the eval problems; reinforcement learning can do the
-rest. The same seed gives the same files.
+Megatron). The model is warm-started with supervised training to solve 40 % of the eval problems; reinforcement learning
+can improve it. The same seed gives the same files.
 
-With ``--family`` the model is a toy of another family, and ``size_args.sh`` takes the place of ``model_args.sh``: it
-appends the toy's sizes to the flags of a model of that family (``source scripts/models/moonlight.sh`` before it).
+With ``--family`` the model is a toy of another family, and ``size_args.sh`` replaces ``model_args.sh``: it appends the
+toy's sizes to the flags of a model of that family (``source scripts/models/moonlight.sh`` before it).
 """
 
 import argparse
@@ -38,7 +38,7 @@ from slimrl.tiny.models import (
 from slimrl.tiny.task import Addition, WarmStart, greedy_accuracy, split_additions, warm_start
 from slimrl.tiny.tokenizer import build_tokenizer
 
-OWN_FILES = ("train.jsonl", "eval.jsonl", "model_args.sh", "size_args.sh")  # beside the folder "model"
+OWN_FILES = ("train.jsonl", "eval.jsonl", "model_args.sh", "size_args.sh")  # besides the folder "model"
 SHAPE_FLAGS = (
     "num_layers",
     "hidden_size",
@@ -54,13 +54,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """The flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output-dir", type=Path, required=True, help="folder to write; must not exist")
-    parser.add_argument("--force", action="store_true", help="replace a tiny model made earlier")
+    parser.add_argument("--force", action="store_true", help="replace an older tiny model")
     parser.add_argument("--seed", type=int, default=0, help="of the weights, the split and the warm start (default 0)")
     parser.add_argument("--size", choices=sorted(SIZES), default="tiny", help="a named shape (default tiny)")
     for name in SHAPE_FLAGS:
         parser.add_argument("--" + name.replace("_", "-"), type=int, help=f"instead of {name} of --size")
     parser.add_argument("--family", choices=sorted(FAMILIES), help="a toy of this family, whose shape is fixed")
-    parser.add_argument("--untie", action="store_true", help="give the output layer weights of its own")
+    parser.add_argument("--untie", action="store_true", help="do not tie the output layer to the embedding")
     parser.add_argument("--train-size", type=int, default=1600, help="problems in train.jsonl (default 1600)")
     parser.add_argument("--eval-size", type=int, default=128, help="problems in eval.jsonl (default 128)")
     parser.add_argument(
@@ -73,13 +73,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def size_from(args: argparse.Namespace) -> TinySize:
-    """The size that the flags ask for."""
+    """The size from the flags."""
     given = {name: vars(args)[name] for name in SHAPE_FLAGS if vars(args)[name] is not None}
     return dataclasses.replace(SIZES[args.size], tied=not args.untie, **given)
 
 
 def in_the_way(folder: Path, *, force: bool) -> str | None:
-    """Why nothing can be written to `folder`, None where it can."""
+    """Why `folder` cannot be written, or None."""
     if not folder.exists():
         return None
     if not folder.is_dir():
@@ -88,7 +88,7 @@ def in_the_way(folder: Path, *, force: bool) -> str | None:
         return f"--output-dir {folder} exists; remove it, choose another or add --force"
     foreign = sorted(path.name for path in folder.iterdir() if path.name not in ("model", *OWN_FILES))
     if foreign:
-        return f"--output-dir {folder} also holds {foreign[0]}, which is no part of a tiny model; choose another folder"
+        return f"--output-dir {folder} also has {foreign[0]}, which is not part of a tiny model; choose another folder"
     return None
 
 
@@ -116,7 +116,7 @@ def main(argv: list[str]) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    # One thread: the model is too small to share out, and sums are then the same in every run.
+    # One thread: the model is too small for more, and sums are then the same in every run.
     torch.set_num_threads(1)
     started = time.monotonic()
     tokenizer = build_tokenizer(max_length=size.max_position_embeddings)

@@ -5,8 +5,8 @@
     python tools/prepare_data.py MATH-lighteval --input /mnt/data/MATH-lighteval --output-dir /root/math
     python tools/prepare_data.py preference --input Anthropic/hh-rlhf --output-dir /root/hh
 
-Problems become rows with `prompt` (messages), `label` (the answer) and perhaps `metadata`; preferences become rows with
-`prompt`, `chosen` and `rejected`. Prints what became of every row. Ends with 0, or with 2 and a sentence.
+Problems become rows with `prompt` (messages), `label` (the answer) and optional `metadata`; preferences become rows
+with `prompt`, `chosen` and `rejected`. Prints how many rows were converted or skipped. Exit code 0, or 2 with an error.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("name", choices=PUBLIC_SETS, help="which set, or preference for any set of preferences")
+    parser.add_argument("name", choices=PUBLIC_SETS, help="the data set, or preference for any preference data set")
     parser.add_argument(
         *("--input", "--input_dir"),
-        help="file, folder, or id on the Hugging Face hub (default: where the set is published)",
+        help="file, folder, or id on the Hugging Face hub (default: the published data set)",
     )
     parser.add_argument(*("--output-dir", "--local_dir"), type=Path, required=True, help="folder to write into")
     parser.add_argument(
@@ -45,18 +45,18 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--instruction",
-        help=f'words behind each problem, "" for none (default: "{INSTRUCTION}" behind bare problems)',
+        help=f'text appended to each problem, "" for none (default: "{INSTRUCTION}" if a problem has none)',
     )
     parser.add_argument("--input-key", default="prompt", help="column for the prompt (default: prompt)")
     parser.add_argument("--label-key", default="label", help="column for the answer (default: label)")
     parser.add_argument(
-        "--max-bad-rows", type=count, default=0, help="bad rows of a file that may be left out (default: 0)"
+        "--max-bad-rows", type=count, default=0, help="bad rows of a file that may be skipped (default: 0)"
     )
     args = parser.parse_args(argv)
     if args.input is None and PUBLIC_SETS[args.name].hub_id is None:
         parser.error(f"--input is needed for {args.name}: give a file, a folder, or an id on the hub")
     if args.instruction is not None and PUBLIC_SETS[args.name].holds_pairs:
-        parser.error(f"--instruction goes behind problems, and {args.name} has none: leave it out")
+        parser.error(f"--instruction is appended to problems, and {args.name} has none: leave it out")
     return args
 
 
@@ -67,7 +67,7 @@ def main(argv: list[str]) -> int:
     try:
         accounts = prepare(
             known,
-            args.input or known.hub_id or "",  # `parse` refuses the last
+            args.input or known.hub_id or "",  # `parse` rejects the last
             args.output_dir,
             folders=args.folders,
             instruction=args.instruction,

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Rollout dumps as one web page: search, sort by reward or length, read prompts and responses token by token.
+"""Render rollout dumps as one web page: search, sort by reward or length, read prompts and responses token by token.
 
     python tools/show_rollouts.py runs/x/rollout_7.jsonl [more dumps] --tokenizer model --output rollout_7.html
 
-The page needs no server and no network. Dumps are written with --save-debug-rollout-data. Ends with 0, or with 2 where
-something cannot be read or the page is there already.
+The page needs no server and no network. Dumps are written with --save-debug-rollout-data. Exit code 0, or 2 if a file
+cannot be read or the page already exists.
 """
 
 from __future__ import annotations
@@ -29,11 +29,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         type=Path,
         help="folder of the model (--hf-checkpoint): colours each token by its log-probability",
     )
-    parser.add_argument(
-        "--trust-remote-code", action="store_true", help="let the tokenizer's folder bring code of its own"
-    )
-    parser.add_argument("--reward-key", help="the entry to sort by where rewards are dicts (that of the run)")
-    parser.add_argument("--force", action="store_true", help="replace the page where it exists")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code from the tokenizer's folder")
+    parser.add_argument("--reward-key", help="the entry to sort by if rewards are dicts (that of the run)")
+    parser.add_argument("--force", action="store_true", help="replace an existing page")
     return parser.parse_args(argv)
 
 
@@ -42,7 +40,7 @@ def main(argv: list[str]) -> int:
     options = parse(argv)
     output = options.output or options.dumps[0].with_suffix(".html")
     if output.exists() and not options.force:
-        print(f"--output {output} exists already: choose another file, or add --force", file=sys.stderr)
+        print(f"--output {output} already exists: choose another file, or add --force", file=sys.stderr)
         return 2
     try:
         dumps = [read_dump(path) for path in options.dumps]

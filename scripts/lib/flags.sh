@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# What scripts look at before they make or start anything: the flags of a run, and a name that no earlier run has.
-# Needs say.sh; the caller stands in the project's folder.
+# Checks that scripts make before they create or start anything: the flags of a run, and an unused run name.
+# Needs say.sh; the working folder must be the project's.
 
 # flags_have FLAG WORD...: whether FLAG is among the words.
 flags_have() {
@@ -12,8 +12,8 @@ flags_have() {
    return 1
 }
 
-# flags_check PYTHON ENTRY FOLDER FLAG...: ends the script with code 2, and every problem said once, where ENTRY would
-# refuse the flags; what they name in FOLDER, where that is not empty, is made later, or is on another machine (/: any path).
+# flags_check PYTHON ENTRY FOLDER FLAG...: if ENTRY would reject the flags, prints every problem and exits with code 2.
+# Paths in FOLDER (if not empty) are not checked: they are created later, or are on another machine (/: any path).
 flags_check() {
    local python=$1 entry=$2 later=$3 code=0
    shift 3
@@ -21,19 +21,19 @@ flags_check() {
       "$python" "$entry" --help || code=$?
       exit "$code"
    fi
-   # Not as words of its own, which everybody on this machine could read: secrets may be among them.
+   # On standard input, not as arguments: flags may contain secrets, and every user of this machine can read arguments.
    "$python" -m slimrl.cluster.check_flags --entry "$entry" ${later:+--made-later "$later"} < <(printf '%s\0' "$@") ||
       exit
 }
 
-# flags_plan ENTRY FLAG...: prints the plan of `--dry-run` and ends the script with its code; no Ray is asked for it.
+# flags_plan ENTRY FLAG...: prints the plan of `--dry-run` and exits with its code; queries no Ray cluster.
 flags_plan() {
    local code=0
    env -u RAY_ADDRESS python3 "$@" || code=$?
    exit "$code"
 }
 
-# free_name FOLDER NAME: prints NAME, or the first NAME_attempt_N that is not in FOLDER: what an earlier run left stays.
+# free_name FOLDER NAME: prints NAME, or the first NAME_attempt_N that is not in FOLDER, to keep earlier runs.
 free_name() {
    local name=$2 number=1
    while [[ -e $1/$name ]]; do

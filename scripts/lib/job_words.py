@@ -1,8 +1,8 @@
-"""Keeps secrets of a job's command line out of `ps` and out of the log in which Ray writes it: run by ray.sh.
+"""Keeps secrets of a job's command line out of `ps` and out of Ray's log; run by ray.sh.
 
-``job_words.py FOLDER`` reads the words of a command from standard input, each ended by a zero byte, and prints those to
-submit in the same form: the same where none is secret. Else the real ones of the Python program among them are in a
-file in FOLDER, and ``job_words.py --run FILE PROGRAM ...``, which is printed in its place, runs it with them.
+``job_words.py FOLDER`` reads the words of a command from standard input, each terminated by a zero byte, and prints the
+words to submit in the same form. Without secrets they are the same. Otherwise it writes the words from the Python
+program on to a file in FOLDER, and prints ``job_words.py --run FILE PROGRAM ...``, which runs the program with them.
 """
 
 import importlib.util
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def words_to_submit(words: list[str], folder: str) -> list[str]:
-    """What Ray is given in place of `words`."""
+    """The words to submit to Ray instead of `words`."""
     shown = without_secrets(words)
     programs = [i for i, word in enumerate(words) if word.endswith(".py") and follows_python(words[:i])]
     if shown == words or not programs:
@@ -31,13 +31,13 @@ def words_to_submit(words: list[str], folder: str) -> list[str]:
 
 
 def follows_python(before: list[str]) -> bool:
-    """Whether these words end in an interpreter and flags of its own without values, as -u."""
+    """Whether these words end in a Python interpreter, optionally with its flags without values such as -u."""
     rest = [word for word in before if not re.fullmatch(r"-[bBdEiIOPqsSuvx]+", word)]
     return bool(rest) and re.fullmatch(r"python[\d.]*", Path(rest[-1]).name) is not None
 
 
 def without_secrets(words: list[str]) -> list[str]:
-    """As slimrl.arguments.redact: that file alone, because its package takes a second to import."""
+    """`slimrl.arguments.redact.without_secrets`, loaded from its file: importing the package takes a second."""
     spec = importlib.util.spec_from_file_location("secrets_of_flags", ROOT / "slimrl" / "arguments" / "redact.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -45,7 +45,7 @@ def without_secrets(words: list[str]) -> list[str]:
 
 
 def run(path: str) -> None:
-    """Becomes the program whose words are in the file, which is gone then."""
+    """Removes the file and runs the program whose words it contains in this process."""
     file = Path(path)
     words = json.loads(file.read_text())
     file.unlink()

@@ -1,10 +1,9 @@
-"""One node of a Ray cluster that leaves nothing behind: run by scripts/lib/ray.sh, ended with SIGTERM.
+"""One node of a Ray cluster, with complete cleanup: run by scripts/lib/ray.sh, ended with SIGTERM.
 
-As head it starts ``ray start --head`` in the folder given, waits until all ``--nodes`` have joined, writes
-``<folder>/address`` and waits. With ``--join`` it joins a head, tried again until it answers, and ends when that head
-is gone. When it is told to end, when its parent dies or when Ray ends by itself, it ends every process that Ray
-started, whatever session or group that process moved to, and removes the folder. It needs no ``ray stop``, which would
-end other people's clusters too.
+As head it runs ``ray start --head`` in the given folder, waits until all ``--nodes`` have joined, writes
+``<folder>/address`` and waits. With ``--join`` it joins a head, with retries until the head responds, and ends when the
+head is gone. On a signal, when its parent dies, or when Ray exits, it ends every process that Ray started, in whatever
+session or group, and removes the folder. It does not use ``ray stop``, which would also end other clusters.
 """
 
 import argparse
@@ -33,39 +32,39 @@ from slimrl.processes.ray_environment import ON_LOOPBACK
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 READY_TIMEOUT_S = 120
 START_ATTEMPTS = 3
-PORT_TAKEN = ("Failed to start GCS", "ddress already in use")  # what Ray says where it could not listen
+PORT_TAKEN = ("Failed to start GCS", "ddress already in use")  # Ray's messages if it could not bind a port
 POLITE_STOP_S = 10
-# Ray opens the folder that it is given to everybody: it gets one inside of ours. Short, as sockets are in it.
+# Ray makes its folder accessible to all users, so it gets a subfolder. A short name, because it contains sockets.
 RAY_FOLDER = "r"
-# A head that cannot be reached for so long is gone: it answers from a thread of its own also when it is busy.
+# A head that is unreachable for this long is gone: even a busy head responds, from a separate thread.
 HEAD_GONE_S = 10
-# Of the job that brings the nodes up, not of the processes that Ray starts.
+# Variables of the job that starts the nodes; removed for the processes that Ray starts.
 LAUNCHER_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
 
 
 class Stopped(Exception):
-    """Somebody asked this process to end."""
+    """This process received a signal to end."""
 
 
 class NotTogether(Exception):
-    """The nodes did not come together in time; what Ray wrote on this one says nothing about it."""
+    """Not all nodes joined in time; Ray's log on this node is not relevant."""
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Our own flags; whatever else is given goes to ``ray start`` unchanged."""
+    """Parses our own flags; returns the other arguments for ``ray start``."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--folder", type=Path, required=True, help="for sockets and logs; a short path under /tmp")
     parser.add_argument("--host", help="address of this node (default: one that the other nodes reach)")
     parser.add_argument("--nodes", type=int, default=1, help="nodes of the cluster, with the head (default 1)")
-    parser.add_argument("--port", type=int, default=0, help="where the head listens (default: a free port)")
-    parser.add_argument("--master", default="", help="name of the head's node, as the other nodes know it")
-    parser.add_argument("--join", metavar="HOST:PORT", help="be a further node of the cluster of the head there")
-    parser.add_argument("--timeout-s", type=float, default=600, help="for all nodes to come together (default 600)")
+    parser.add_argument("--port", type=int, default=0, help="port of the head (default: a free port)")
+    parser.add_argument("--master", default="", help="name of the head's node for the other nodes")
+    parser.add_argument("--join", metavar="HOST:PORT", help="join the cluster of this head as a further node")
+    parser.add_argument("--timeout-s", type=float, default=600, help="seconds for all nodes to join (default 600)")
     return parser.parse_known_args(argv)
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports nobody listens on now, on any address, all different."""
+    """Distinct ports that are free on all addresses now."""
     with contextlib.ExitStack() as stack:
         listeners = [stack.enter_context(socket.socket()) for _ in range(count)]
         for listener in listeners:
@@ -74,9 +73,9 @@ def free_ports(count: int) -> list[int]:
 
 
 def own_address(master: str) -> str:
-    """The address of this node that others reach: that of `master`, unless it is only a name of this node for itself.
+    """This node's address for other nodes: that of `master`, if it is a non-loopback address of this node.
 
-    In a job of pods `master` may be localhost, or the name of a service in front of this node.
+    In a Kubernetes job `master` may be localhost, or the name of a service in front of this node.
     """
     with contextlib.suppress(OSError), socket.socket() as probe:
         address = socket.gethostbyname(master)
@@ -84,26 +83,26 @@ def own_address(master: str) -> str:
             probe.bind((address, 0))
             return address
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
-        route.connect(("8.8.8.8", 53))  # sends nothing: it only asks which of our addresses looks outwards
+        route.connect(("8.8.8.8", 53))  # sends nothing: only selects the source address of the default route
         return route.getsockname()[0]
 
 
 def own_every_descendant() -> None:
-    """Orphans of our children become our children, and we end with the process that started us."""
+    """Makes this process the subreaper of all descendants, and ends it when its parent dies."""
     libc = ctypes.CDLL(None, use_errno=True)
     parent = os.getppid()
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
         raise Stopped
-    # Out of the terminal's process group: Ctrl-C belongs to the script, which then ends us in order.
+    # Leave the terminal's process group: the script handles Ctrl-C and ends this process in order.
     os.setsid()
 
 
 def ray_start(folder: Path, flags: list[str], owner: stale_resources.Owner, alone: bool = False) -> subprocess.Popen:
-    """``ray start --block`` on free ports, with what it writes in ``<folder>/ray.log``; it owns the folder too.
+    """Runs ``ray start --block`` on free ports, with its output in ``<folder>/ray.log``; Ray also owns the folder.
 
-    `alone`: no other node joins it.
+    `alone`: no other node joins.
     """
     agent, agent_grpc = free_ports(2)
     command = [
@@ -114,13 +113,13 @@ def ray_start(folder: Path, flags: list[str], owner: stale_resources.Owner, alon
         *flags,
     ]
     environment = {
-        **kernel_cache(os.environ),  # worth keeping, unlike what else is written into TMPDIR
+        **kernel_cache(os.environ),  # kept, unlike everything else in TMPDIR
         **(ON_LOOPBACK if alone and "--node-ip-address=127.0.0.1" in flags else {}),
         **{name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES},
         "TMPDIR": str(folder),
     }
     if environment.get("CUDA_VISIBLE_DEVICES") == "":
-        # Meant for the job, which is to run without GPUs; Ray would refuse to count logical ones.
+        # Meant for the job, which runs without GPUs; Ray would reject logical GPUs.
         del environment["CUDA_VISIBLE_DEVICES"]
     with open(folder / "ray.log", "w") as log:
         return subprocess.Popen(
@@ -134,17 +133,17 @@ def ray_start(folder: Path, flags: list[str], owner: stale_resources.Owner, alon
 
 
 def get(url: str) -> bytes:
-    """The answer of our own head; raises OSError where there is none."""
+    """The response of our own head. Raises OSError if there is none."""
     token = os.environ.get("RAY_AUTH_TOKEN")
     headers = {"Authorization": f"Bearer {token}"} if token else {}
-    # The address is ours: a proxy meant for the internet must not see it.
+    # A local address: requests must not go through a proxy for the internet.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(urllib.request.Request(url, headers=headers), timeout=5) as answer:
         return answer.read()
 
 
 def wait_until_ready(ray: subprocess.Popen, address: str) -> None:
-    """Return once the job server answers; raises RuntimeError when Ray ended or took too long."""
+    """Waits until the job server responds. Raises RuntimeError if Ray exits, or on timeout."""
     deadline = time.monotonic() + READY_TIMEOUT_S
     while time.monotonic() < deadline:
         if ray.poll() is not None:
@@ -158,34 +157,34 @@ def wait_until_ready(ray: subprocess.Popen, address: str) -> None:
 
 
 def alive_nodes(address: str) -> list[str]:
-    """Addresses of the nodes that are up now."""
+    """The addresses of the nodes that are alive now."""
     nodes = json.loads(get(f"{address}/api/v0/nodes?limit=10000"))["data"]["result"]["result"]
     return sorted(node["node_ip"] for node in nodes if node["state"] == "ALIVE")
 
 
 def wait_for_nodes(ray: subprocess.Popen, address: str, wanted: int, timeout_s: float) -> None:
-    """Return once `wanted` nodes are up; raises NotTogether that says which came where they are too few."""
+    """Waits until `wanted` nodes are up. Raises NotTogether with the nodes that joined if they are too few."""
     deadline, seen = time.monotonic() + timeout_s, []
     while True:
         if ray.poll() is not None:
-            raise RuntimeError(f"the Ray head ended by itself with exit code {ray.returncode}")
+            raise RuntimeError(f"the Ray head exited unexpectedly with exit code {ray.returncode}")
         with contextlib.suppress(urllib.error.URLError, OSError):
             nodes = alive_nodes(address)
             if len(nodes) != len(seen) and wanted > 1:
-                print(f"slimrl: {len(nodes)} of {wanted} nodes are here: {', '.join(nodes)}", flush=True)
+                print(f"slimrl: {len(nodes)} of {wanted} nodes have joined: {', '.join(nodes)}", flush=True)
             seen = nodes
         if len(seen) >= wanted:
             return
-        if time.monotonic() > deadline + (0 if seen else READY_TIMEOUT_S):  # it is late with its first answer
+        if time.monotonic() > deadline + (0 if seen else READY_TIMEOUT_S):  # the first response takes longer
             raise NotTogether(
-                f"{len(seen)} of {wanted} nodes (WORLD_SIZE) came within {timeout_s:g} s: {', '.join(seen)}; "
-                "see why the others did not, or set RAY_JOIN_TIMEOUT_S to wait longer"
+                f"{len(seen)} of {wanted} nodes (WORLD_SIZE) joined within {timeout_s:g} s: {', '.join(seen)}; "
+                "check the other nodes, or set RAY_JOIN_TIMEOUT_S to wait longer"
             )
         time.sleep(0.5)
 
 
 def reachable(address: str) -> bool:
-    """Whether somebody listens at HOST:PORT."""
+    """Whether HOST:PORT accepts connections."""
     host, port = address.rsplit(":", 1)
     with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=5):
         return True
@@ -193,9 +192,9 @@ def reachable(address: str) -> bool:
 
 
 def wait_for_end(ray: subprocess.Popen, gone: Callable[[], bool]) -> int | None:
-    """Wait until Ray ended (its exit code) or `gone` is true (None).
+    """Waits until Ray exits (returns its exit code) or `gone` is true (None).
 
-    Orphans that end before it are taken in: until then Ray holds them for alive.
+    Also reaps orphans that exit earlier: until then Ray considers them alive.
     """
     while not gone():
         with contextlib.suppress(ChildProcessError):
@@ -211,7 +210,7 @@ def wait_for_end(ray: subprocess.Popen, gone: Callable[[], bool]) -> int | None:
 
 
 def gone_for(address: str, seconds: float) -> Callable[[], bool]:
-    """A question that is true once nobody was reachable at `address` for `seconds`."""
+    """A function that is true once `address` has been unreachable for `seconds`."""
     last_seen = time.monotonic()
 
     def gone() -> bool:
@@ -224,7 +223,7 @@ def gone_for(address: str, seconds: float) -> Callable[[], bool]:
 
 
 def stop_everything(ray: subprocess.Popen) -> None:
-    """Ask Ray to end, then end whatever of it is left, until this process has no descendants."""
+    """Terminates Ray, then kills the remaining descendants until this process has none."""
     if ray.poll() is None:
         ray.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -246,7 +245,7 @@ class Node:
         self.ray: subprocess.Popen | None = None
 
     def be_head(self) -> None:
-        """Start, wait for the others, tell the script where jobs go to, and stay; raises RuntimeError at the end."""
+        """Starts the head, waits for the other nodes, writes the job address and waits; RuntimeError if Ray exits."""
         args = self.args
         host = args.host or ("127.0.0.1" if args.nodes == 1 else own_address(args.master))
         address = self._start_head(host)
@@ -254,12 +253,12 @@ class Node:
         (args.folder / "address.new").write_text(address + "\n")
         (args.folder / "address.new").rename(args.folder / "address")
         code = wait_for_end(self.ray, gone=lambda: False)
-        raise RuntimeError(f"the Ray head ended by itself with exit code {code}")
+        raise RuntimeError(f"the Ray head exited unexpectedly with exit code {code}")
 
     def _start_head(self, host: str) -> str:
-        """Returns the address for jobs once it answers; raises RuntimeError where it does not.
+        """Starts the head; returns the job address once it responds. Raises RuntimeError if it does not.
 
-        Ray binds its ports seconds after they were found free: where one was taken meanwhile, others are tried.
+        Ray binds its ports seconds after they were found free: if one was taken meanwhile, it retries with others.
         """
         for attempt in itertools.count(1):
             free, dashboard, client = free_ports(3)
@@ -279,18 +278,18 @@ class Node:
                 stop_everything(self.ray)
 
     def be_worker(self) -> None:
-        """Join, and stay as long as the head does; raises RuntimeError where this node ends before it."""
+        """Joins the head and waits for its end. Raises RuntimeError if this node ends before the head."""
         head = self.args.join
         self._join(head)
-        print(f"slimrl: joined the Ray head at {head}; this node works for it until it ends", flush=True)
+        print(f"slimrl: joined the Ray head at {head}; this node runs until the head ends", flush=True)
         code = wait_for_end(self.ray, gone_for(head, HEAD_GONE_S))
         if code is not None and reachable(head):
-            raise RuntimeError(f"Ray ended on this node with exit code {code} while its head continues")
-        print(f"slimrl: the Ray head at {head} has ended, and so does this node", flush=True)
+            raise RuntimeError(f"Ray exited on this node with exit code {code} while the head is running")
+        print(f"slimrl: the Ray head at {head} has ended; ending this node", flush=True)
 
     def _join(self, head: str) -> None:
-        """Tries until the head took this node in; raises RuntimeError where that took too long."""
-        args, reason = self.args, "nobody answers there"
+        """Retries until this node has joined the head. Raises RuntimeError on timeout."""
+        args, reason = self.args, "no response from the head"
         flags = [f"--address={head}", *([f"--node-ip-address={args.host}"] if args.host else []), *self.extra]
         deadline = time.monotonic() + args.timeout_s
         while time.monotonic() < deadline:
@@ -301,11 +300,11 @@ class Node:
                         return
                     time.sleep(0.2)
                 stop_everything(self.ray)
-                reason = "`ray start` did not come to its end"
+                reason = "`ray start` failed or did not finish"
             time.sleep(1)
         raise RuntimeError(
             f"this node could not join the Ray head at {head} (MASTER_ADDR, RAY_PORT) within {args.timeout_s:g} s: "
-            f"{reason}; see whether the node with RANK 0 runs, or set RAY_JOIN_TIMEOUT_S to wait longer"
+            f"{reason}; check that the node with RANK 0 is running, or set RAY_JOIN_TIMEOUT_S to wait longer"
         )
 
     def log(self) -> str:
@@ -321,7 +320,7 @@ def main(argv: list[str]) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, stop)
-    stale_resources.sweep(args.folder.parent)
+    stale_resources.remove_stale(args.folder.parent)
     owner = stale_resources.own(args.folder)
     node = Node(args, extra, owner)
     try:

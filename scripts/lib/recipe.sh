@@ -1,5 +1,5 @@
 # shellcheck shell=bash disable=SC2034 source-path=SCRIPTDIR
-# What the recipes (scripts/run-*.sh) share: the model, where things are, and the run itself, on GPUs or tiny on a CPU.
+# The common part of the recipes (scripts/run-*.sh): the model, the paths, and the run, on GPUs or as a toy on a CPU.
 #
 #    source scripts/lib/recipe.sh
 #    recipe_model qwen3-30B-A3B qwen3_moe "$@"      # MODEL_ARGS of the model; its family; the recipe's own arguments
@@ -7,11 +7,11 @@
 #    GRPO_ARGS=(...) OPTIMIZER_ARGS=(...) SGLANG_ARGS=(...)
 #    recipe_run train.py
 #
-# Models and data are looked for, and checkpoints written, under BASE (default /root). Arguments of a recipe go to
-# train.py behind its arrays and win over them; they are checked before anything is made or started. `--tiny` as the
-# first one runs the recipe on this machine's CPU: a toy of the model's family, made on the spot, learns additions for
-# two rollouts with the recipe's model flags (other sizes), algorithm and optimizer. With `--dry-run` the plan is
-# printed, and nothing started. Rollouts are recorded, the newest ten, in the folder of the run.
+# Recipes read models and data from, and write checkpoints to, BASE (default /root). Arguments of a recipe go to
+# train.py after its arrays and override them; they are checked before anything is created or started. With `--tiny` as
+# the first argument the recipe runs on this machine's CPU: it creates a toy of the model's family, which learns
+# addition for two rollouts with the recipe's model flags (other sizes), algorithm and optimizer. With `--dry-run` it
+# prints the plan and starts nothing. The newest ten rollouts are recorded in the folder of the run.
 
 LIB_DIR=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
 source "$LIB_DIR/say.sh"
@@ -38,7 +38,7 @@ GRPO_ARGS=()
 OPTIMIZER_ARGS=()
 SGLANG_ARGS=()
 
-# recipe_model MODEL FAMILY [ARGUMENT...]: sources the model's flags, and takes --help and --tiny from the arguments.
+# recipe_model MODEL FAMILY [ARGUMENT...]: sources the model's flags, and handles the arguments --help and --tiny.
 recipe_model() {
    RECIPE=$(basename -- "$0" .sh) FAMILY=$2 TINY=''
    # shellcheck source=/dev/null
@@ -56,18 +56,18 @@ recipe_model() {
 recipe_run() {
    local entry=$1 num_gpus=$GPUS_PER_NODE later='' prefix=()
    if [[ $TINY == yes && $FAMILY == none ]]; then
-      fail 2 "--tiny: $RECIPE is for a model that this version refuses, so there is no toy of it"
+      fail 2 "--tiny: $RECIPE is for a model that this version does not support, so it has no toy"
    fi
    recipe_environment
    if [[ $TINY == yes ]]; then
-      # On this machine alone, also where a job of several pods runs it.
+      # On this machine only, even inside a job of several pods.
       unset RAY_ADDRESS WORLD_SIZE RANK
       recipe_tiny
       later=$RUN_DIR
       num_gpus=4
       prefix=(env "CUDA_VISIBLE_DEVICES=")
    elif [[ -n ${RAY_ADDRESS:-} || ${RANK:-0} != 0 ]]; then
-      later=/ # what paths lead to is on the machine that the job runs on
+      later=/ # paths are on the machine that the job runs on
    fi
    local flags=(
       "${PLACEMENT_ARGS[@]}"
@@ -87,29 +87,29 @@ recipe_run() {
    if flags_have --dry-run "${EXTRA_ARGS[@]}"; then flags_plan "$entry" "${flags[@]}"; fi
    ray_begin --num-gpus "$num_gpus" ${TINY:+--object-store-memory 200000000}
    ray_job "${prefix[@]}" python3 "$entry" "${flags[@]}" ||
-      fail $? "the training job failed; its output stands above"
+      fail $? "the training job failed; see its output above"
 }
 
-# fail, unless the python3 of the PATH has what a run needs; says where its slimrl is not that of this checkout.
+# fail, unless the python3 of the PATH has Ray; prints a note if its slimrl is not that of this checkout.
 recipe_environment() {
    local found look='
 import importlib.util as look
 print("ray" if look.find_spec("ray") else "", getattr(look.find_spec("slimrl"), "origin", None) or "", sep="|")'
    found=$(cd / && python3 -c "$look" 2>/dev/null) || found='|'
    if [[ $found != ray\|* ]]; then
-      fail 1 "$(command -v python3 || echo python3) has no Ray: run bash scripts/setup.sh once to make the environment" \
-         "(with GPUs see docs/install.md), then source .venv/bin/activate in each terminal"
+      fail 1 "$(command -v python3 || echo python3) has no Ray: run bash scripts/setup.sh once to create the" \
+         "environment (with GPUs see docs/install.md), then source .venv/bin/activate in each terminal"
    fi
    found=${found#ray|}
    if [[ -n $found && $found != "$(pwd -P)/slimrl/__init__.py" ]]; then
-      say "the environment has the slimrl of another checkout, ${found%/slimrl/__init__.py}; this run takes that of" \
+      say "the environment has the slimrl of another checkout, ${found%/slimrl/__init__.py}; this run uses that of" \
          "$PWD (bash scripts/setup.sh installs it)"
       export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
    fi
 }
 
-# Puts a toy of the family in place of the model, and two short rollouts in place of the recipe's. RUN_DIR is the folder
-# that recipe_make_toy makes then.
+# Replaces the model by a toy of its family, and the recipe's rollouts by two short ones. Sets RUN_DIR, the folder that
+# recipe_make_toy creates later.
 recipe_tiny() {
    local name
    # One thread per process: there are more processes than cores.
@@ -119,7 +119,7 @@ recipe_tiny() {
    TOY=$RUN_DIR/toy
    REFERENCE=$RUN_DIR/torch_dist
    if flags_have --dry-run "${EXTRA_ARGS[@]}"; then
-      # A plan needs the model's files, but neither what it has learnt nor its weights in Megatron's format.
+      # A plan needs the model's files, but no trained weights and no Megatron checkpoint.
       RUN_DIR=$(mktemp -d)
       TOY=$RUN_DIR/toy
       REFERENCE=$TOY/model
@@ -152,16 +152,16 @@ recipe_tiny() {
    MISC_ARGS+=(--run-name "$name")
 }
 
-# Makes the files that recipe_tiny names: the toy and, but for a plan, its weights in Megatron's format.
+# Creates the files that recipe_tiny refers to: the toy and, except for a plan, its weights in Megatron's format.
 recipe_make_toy() {
    local options=(--family "$FAMILY" --output-dir "$TOY" "${UNTIED[@]}")
    if [[ $REFERENCE == "$TOY"/* ]]; then
-      say "making a toy of the family $FAMILY for the plan"
+      say "creating a toy of the family $FAMILY for the plan"
       python3 tools/make_tiny_model.py "${options[@]}" --warm-start-steps 0 >/dev/null
    else
       mkdir -p runs
-      mkdir -- "$RUN_DIR" 2>/dev/null || fail 1 "another script has just made $RUN_DIR; run the same command again"
-      say "making a toy of the family $FAMILY in ${RUN_DIR#"$PWD"/}"
+      mkdir -- "$RUN_DIR" 2>/dev/null || fail 1 "another script has just created $RUN_DIR; run the same command again"
+      say "creating a toy of the family $FAMILY in ${RUN_DIR#"$PWD"/}"
       python3 tools/make_tiny_model.py "${options[@]}" --warm-start-steps 300
       say "converting Hugging Face -> torch_dist"
       python3 tools/convert_hf_to_torch_dist.py "${MODEL_ARGS[@]}" --hf-checkpoint "$TOY/model" --save "$REFERENCE"
@@ -171,7 +171,7 @@ recipe_make_toy() {
    fi
 }
 
-# The toy's weights are float32, of which an optimizer in host memory has no copies to keep: it stays beside them.
+# Removes the optimizer offload flags: the toy's weights are float32, so there are no master copies to offload.
 recipe_tiny_optimizer() {
    local word kept=()
    for word in "${OPTIMIZER_ARGS[@]}"; do
@@ -202,12 +202,12 @@ recipe_tiny_rollouts() {
    )
    EVAL_ARGS=(--eval-interval 2 --eval-prompt-data addition "$1/eval.jsonl" --eval-temperature 0)
    SGLANG_ARGS=(--rollout-num-gpus-per-engine 1)
-   # Its config class is outside transformers and comes with the model, as code.
+   # Its config class is not in transformers; it is code in the model's folder.
    if [[ $FAMILY == mimo ]]; then SGLANG_ARGS+=(--sglang-trust-remote-code); fi
    MISC_ARGS+=(--check-weight-update-equal)
 }
 
-# From problems to conversations in which they are solved, for supervised training.
+# Converts problems to conversations with the solution, for supervised training.
 recipe_conversations() {
    python3 -c '
 import json, sys

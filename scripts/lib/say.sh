@@ -1,9 +1,9 @@
 # shellcheck shell=bash
-# How the scripts speak: one line per phase, with the seconds since the script began; errors on stderr.
+# Output of the scripts: one line per phase, with the seconds since the script started; errors on stderr.
 
 say() { printf '[%4d s] %s\n' "$SECONDS" "$*"; }
 
-# fail EXIT_CODE MESSAGE...: one sentence that says what to do, and out.
+# fail EXIT_CODE MESSAGE...: prints an error message with its fix, and exits.
 fail() {
    local code=$1
    shift

@@ -1,6 +1,6 @@
 # shellcheck shell=bash disable=SC2034
 # DeepSeek-V3 and DeepSeek-R1 in Megatron's flags; to be sourced. MODEL_ARGS_ROTARY_BASE replaces the rotary base.
-# MODEL_ARGS_NUM_LAYERS keeps only the first layers, of which three are dense.
+# MODEL_ARGS_NUM_LAYERS keeps only the first N layers, of which three are dense.
 # Proven: checked against published configs (deepseek-v3.json).
 MODEL_ARGS=(
    --swiglu

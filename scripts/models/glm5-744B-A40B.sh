@@ -1,7 +1,7 @@
 # shellcheck shell=bash disable=SC2034
 # GLM-5 (744B-A40B) in Megatron's flags; to be sourced. MODEL_ARGS_ROTARY_BASE replaces the rotary base.
-# slimrl refuses this model for now: it has no table of weights for sparse attention (DSA).
-# Proven: not run (refused: no table of weights for sparse attention).
+# slimrl does not support this model yet: it has no weight mapping for sparse attention (DSA).
+# Proven: not run (unsupported: no weight mapping for sparse attention).
 MODEL_ARGS=(
    --swiglu
    --num-layers 78

@@ -1,8 +1,8 @@
 # shellcheck shell=bash disable=SC2034
 # GLM-5.2 (744B-A40B) in Megatron's flags; to be sourced. MODEL_ARGS_ROTARY_BASE replaces the rotary base.
-# slimrl refuses this model for now: it has no table of weights for sparse attention (DSA).
-# Megatron has no flag for what is new in it: after the third layer only every fourth one has an indexer of its own.
-# Proven: not run (refused: no table of weights for sparse attention).
+# slimrl does not support this model yet: it has no weight mapping for sparse attention (DSA).
+# Nor has Megatron a flag for its new feature: after the third layer only every fourth layer has its own indexer.
+# Proven: not run (unsupported: no weight mapping for sparse attention).
 MODEL_ARGS=(
    --swiglu
    --num-layers 78

@@ -1,6 +1,6 @@
 # shellcheck shell=bash disable=SC2034
 # Kimi-K2-Instruct in Megatron's flags; to be sourced. MODEL_ARGS_ROTARY_BASE replaces the rotary base.
-# Unlike DeepSeek-V3's, its YaRN has beta_fast 1: with Megatron's own 32 the log-probabilities are not the server's.
+# Unlike DeepSeek-V3, its YaRN has beta_fast 1: with Megatron's 32 log-probabilities differ from the server's.
 # Proven: checked against published configs (kimi-k2.json).
 MODEL_ARGS=(
    --swiglu

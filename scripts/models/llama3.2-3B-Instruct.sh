@@ -1,6 +1,6 @@
 # shellcheck shell=bash disable=SC2034
 # Llama-3.2-3B (-Instruct) in Megatron's flags; to be sourced. A fine-tuned model may have another rotary base (see its
-# config.json): append the flag, the last one wins, MODEL_ARGS+=(--rotary-base 5000000), or set MODEL_ARGS_ROTARY_BASE.
+# config.json): set MODEL_ARGS_ROTARY_BASE, or append the flag: MODEL_ARGS+=(--rotary-base 5000000), the last one wins.
 # Proven: checked against published configs (llama3.2-3B-Instruct.json).
 MODEL_ARGS=(
    --swiglu

@@ -1,7 +1,7 @@
 # shellcheck shell=bash disable=SC2034
 # MiniMax-M2 (230B-A10B) in Megatron's flags; to be sourced. MODEL_ARGS_ROTARY_BASE replaces the rotary base.
-# slimrl refuses this model for now: it normalises queries and keys over all heads together, Megatron each head alone.
-# Proven: not run (refused: queries and keys are normalised over all heads together).
+# slimrl does not support this model yet: its query and key norms span all heads, Megatron's only one head.
+# Proven: not run (unsupported: query and key norms span all heads).
 MODEL_ARGS=(
    --swiglu
    --num-layers 62

@@ -1,4 +1,4 @@
 # shellcheck shell=bash source-path=SCRIPTDIR
-# The language model of Qwen3.5-35B-A3B under its name in recipes with images; to be sourced.
-# Proven: not run (refused: no table of weights for linear attention).
+# The language model of Qwen3.5-35B-A3B, as named in recipes with images; to be sourced.
+# Proven: not run (unsupported: no weight mapping for linear attention).
 source "$(dirname -- "${BASH_SOURCE[0]}")/qwen3.5-35B-A3B.sh"

@@ -1,8 +1,8 @@
 # shellcheck shell=bash disable=SC2034
 # Qwen3.5-9B (text) in Megatron's flags; to be sourced. A fine-tuned model may have another rotary base (see its
-# config.json): append the flag, the last one wins, MODEL_ARGS+=(--rotary-base 5000000), or set MODEL_ARGS_ROTARY_BASE.
-# slimrl refuses this model for now: it has no table of weights for layers of linear attention.
-# Proven: not run (refused: no table of weights for linear attention).
+# config.json): set MODEL_ARGS_ROTARY_BASE, or append the flag: MODEL_ARGS+=(--rotary-base 5000000), the last one wins.
+# slimrl does not support this model yet: it has no weight mapping for linear attention.
+# Proven: not run (unsupported: no weight mapping for linear attention).
 MODEL_ARGS=(
    --swiglu
    --num-layers 32

@@ -22,9 +22,9 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: KLKind) -> Tenso
     - `k1`: `d`. Unbiased, high variance, may be negative.
     - `k2`: `d**2 / 2`. Biased, low variance, never negative.
     - `k3`: `exp(-d) - 1 + d`. Unbiased, low variance, never negative.
-    - `low_var_kl`: `k3` clamped to [-10, 10], so that one far-off token cannot rule the loss.
+    - `low_var_kl`: `k3` clamped to [-10, 10], so that one outlier token cannot dominate the loss.
 
-    Raises ValueError on another `kind`.
+    Raises ValueError for any other `kind`.
     """
     difference = log_probs - ref_log_probs
     if kind == "k1":

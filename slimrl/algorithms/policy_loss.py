@@ -1,4 +1,4 @@
-"""Policy-gradient losses, per token: PPO with an asymmetric clip and an optional dual clip, and CISPO."""
+"""Per-token policy-gradient losses: PPO with an asymmetric clip and an optional dual clip, and CISPO."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-# exp(20) is far outside every clip range; past it exp overflows and inf * 0 makes the gradient NaN.
+# exp(20) is far outside every clip range; larger arguments overflow, and inf * 0 makes the gradient NaN.
 _MAX_LOG_RATIO = 20.0
 
 
@@ -16,7 +16,7 @@ class PolicyLoss:
     """Per-token results, each of the shape of the log-probabilities."""
 
     loss: Tensor  # to be minimised; differentiable in log_probs
-    clipped: Tensor  # float, 1 where a clip decided the loss (no gradient flows)
+    clipped: Tensor  # float, 1 where the clip is active (no gradient flows)
     ratio: Tensor  # policy / old policy, detached
 
 
@@ -38,10 +38,10 @@ def clipped_policy_loss(
 
     Schulman et al. 2017 (PPO), equation 7; the separate upper bound is DAPO's clip-higher (Yu et al. 2025).
     With `eps_clip_c` (> 1) the loss of tokens with A < 0 is at most `-eps_clip_c * A` (dual clip, Ye et
-    al. 2020, equation 5), so that a very large ratio cannot dominate. All tensors have one shape;
-    `old_log_probs` and `advantages` are taken as constants.
+    al. 2020, equation 5), so that a very large ratio cannot dominate. All tensors have the same shape;
+    `old_log_probs` and `advantages` get no gradient.
 
-    Raises ValueError where eps_clip_c is not above 1.
+    Raises ValueError if eps_clip_c is not above 1.
     """
     if eps_clip_c is not None and eps_clip_c <= 1.0:
         raise ValueError(f"--eps-clip-c is {eps_clip_c} and must be above 1: it bounds the ratio from above")
@@ -62,10 +62,10 @@ def clipped_policy_loss(
 def cispo_loss(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, eps_clip: float, eps_clip_high: float
 ) -> PolicyLoss:
-    """`-sg(clip(r, 1 - eps_clip, 1 + eps_clip_high)) A log_probs` with `r` as above and sg a constant of the gradient.
+    """`-sg(clip(r, 1 - eps_clip, 1 + eps_clip_high)) A log_probs` with `r` as in PPO and sg the stop-gradient.
 
-    MiniMax-M1 (2025), equations 4 and 5: the clip bounds a token's weight and never takes its gradient away, so
-    `clipped` here says where the weight was bounded.
+    MiniMax-M1 (2025), equations 4 and 5. The clip bounds a token's weight and never removes its gradient; `clipped` is
+    1 where the weight was bounded.
     """
     ratio = importance_ratio(log_probs, old_log_probs).detach()
     weight = ratio.clamp(1.0 - eps_clip, 1.0 + eps_clip_high)

@@ -1,7 +1,7 @@
-"""From per-token values to one number: sums over tokens, and sums over samples of the masked mean.
+"""Reductions of per-token values: masked sum over tokens, and sum over samples of the masked mean.
 
-Both return sums, never means: the caller divides by a count that is global over micro-batches and ranks,
-so that the result does not depend on how the batch was cut.
+Both return sums, never means. The caller divides by a count that is global over micro-batches and ranks, so that the
+result does not depend on how the batch was split.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from torch import Tensor
 
 
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
-    """Sum of `values` [tokens] weighted by `mask` [tokens]; a value under a zero mask may be anything, NaN too."""
+    """Sum of `values` [tokens] weighted by `mask` [tokens]; masked values are ignored, even NaN."""
     return (values.masked_fill(mask == 0, 0.0) * mask).sum()
 
 
 def sample_mean_weights(mask: Tensor, lengths: Tensor) -> Tensor:
     """Weights [tokens] such that `(weights * values).sum()` is the sum over samples of the masked mean.
 
-    `mask` [tokens] holds samples end to end, `lengths` [n] (integers) how many tokens each has.
-    A fully masked sample gets weight 0 everywhere. Raises ValueError where lengths in host memory do not add up;
-    those on a device are taken as they are, since reading them would make the host wait for all work before.
+    `mask` [tokens] holds samples end to end; `lengths` [n] (integers) is the number of tokens of each.
+    A fully masked sample gets weight 0 everywhere. Raises ValueError if lengths in host memory do not add up to the
+    size of the mask. Lengths on a device are not checked, because reading them would synchronize host and device.
     """
     if lengths.device.type == "cpu" and int(lengths.sum()) != mask.numel():
         raise ValueError(f"the lengths add up to {int(lengths.sum())} tokens and the mask has {mask.numel()}")
@@ -34,8 +34,8 @@ def sample_mean_weights(mask: Tensor, lengths: Tensor) -> Tensor:
 
 
 def masked_mean_per_sample_sum(values: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
-    """Sum over samples of the mean of their unmasked `values`; a fully masked sample counts 0.
+    """Sum over samples of the mean of their unmasked `values`; a fully masked sample contributes 0.
 
-    `values`, `mask` [tokens] hold samples end to end, `lengths` [n]. Returns a scalar, differentiable in `values`.
+    `values` and `mask` [tokens] hold samples end to end; `lengths` [n]. Returns a scalar, differentiable in `values`.
     """
     return masked_sum(values, sample_mean_weights(mask, lengths))

@@ -1,4 +1,4 @@
-"""Returns, the discounted sums of the rewards that follow a token, and advantages normalised within a prompt's group.
+"""Discounted returns, and rewards normalised within a prompt's group.
 
 Returns are equation 3.9 of Sutton and Barto 2018. Group-normalised rewards are GRPO's (Shao et al. 2024, DeepSeekMath,
 section 4.1), or Dr. GRPO's (Liu et al. 2025) without the division by the standard deviation.
@@ -13,10 +13,10 @@ from torch import Tensor
 def discounted_returns(rewards: Tensor, lengths: Tensor, gamma: float) -> Tensor:
     """`R_t = r_t + gamma * R_(t+1)` within each sample; Sutton & Barto 2018, equation 3.9.
 
-    `rewards` [tokens] holds samples end to end, `lengths` [n] (integers) how many tokens each has. Float32 [tokens],
-    added up in float64. Takes log2(longest sample) passes over a rectangle [n, longest].
+    `rewards` [tokens] holds samples end to end; `lengths` [n] (integers) is the number of tokens of each. Returns
+    float32 [tokens], accumulated in float64, in log2(longest sample) passes over a padded matrix [n, longest].
 
-    Raises ValueError where the lengths do not add up.
+    Raises ValueError if the lengths do not add up to the number of rewards.
     """
     if int(lengths.sum()) != rewards.numel():
         raise ValueError(f"the lengths add up to {int(lengths.sum())} tokens and there are {rewards.numel()} rewards")
@@ -27,7 +27,7 @@ def discounted_returns(rewards: Tensor, lengths: Tensor, gamma: float) -> Tensor
     inside = torch.arange(longest, device=rewards.device) < lengths.unsqueeze(1)
     values = rewards.new_zeros(inside.shape, dtype=torch.float64)
     values[inside] = rewards.to(torch.float64)
-    # after the pass with step k, each value is the sum over the 2k tokens that begin at it
+    # after the pass with step k, each value is the discounted sum over 2k tokens starting at its own
     step = 1
     while step < longest:
         values[:, :-step] += gamma**step * values[:, step:].clone()
@@ -35,11 +35,10 @@ def discounted_returns(rewards: Tensor, lengths: Tensor, gamma: float) -> Tensor
     return values[inside].to(torch.float32)
 
 
-def reward_at_the_end(rewards: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
+def reward_at_last_token(rewards: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
     """Each sample's reward [n] at its last unmasked token, 0 elsewhere; float32 [tokens].
 
-    `mask` [tokens] holds samples end to end, `lengths` [n]. A fully masked sample has no such token and its reward
-    goes nowhere.
+    `mask` [tokens] holds samples end to end; `lengths` [n]. The reward of a fully masked sample is dropped.
     """
     lengths = lengths.to(mask.device)
     rows = torch.arange(lengths.numel(), device=mask.device)
@@ -66,13 +65,13 @@ def group_normalized_rewards(
     """GRPO's `A_i = (r_i - mean(group)) / (std(group) + eps)`; `rewards`, `group_ids` [n] -> float32 [n].
 
     Shao et al. 2024 (DeepSeekMath), section 4.1, with the unbiased standard deviation (n - 1).
-    `scale_by_std=False` leaves the division out (Liu et al. 2025, Dr. GRPO); `center=False` the subtraction.
+    `scale_by_std=False` omits the division (Liu et al. 2025, Dr. GRPO); `center=False` omits the subtraction.
     `leave_one_out` subtracts the mean of the group's other samples, `A_i = n / (n - 1) * (r_i - mean(group))` for a
     group of n (RLOO: Ahmadian et al. 2024, equation 8).
-    Groups are formed by equal ids wherever the samples stand, and may differ in size.
+    Samples with equal ids form a group; they need not be adjacent, and groups may differ in size.
 
-    A group of one sample, or whose rewards are all equal, has no spread to divide by: centred it is
-    exactly 0, uncentred it keeps its rewards. Raises ValueError where the shapes differ.
+    A group of one sample, or whose rewards are all equal, is not divided by its zero standard deviation: with `center`
+    the result is exactly 0, without it the rewards. Raises ValueError if the shapes differ.
     """
     if rewards.shape != group_ids.shape or rewards.dim() != 1:
         raise ValueError(
@@ -85,7 +84,7 @@ def group_normalized_rewards(
     mean = zeros.index_add(0, group_of, values) / counts
     deviation = values - mean[group_of]
 
-    # The rounded mean of equal rewards need not equal them, so flat groups are told by their range.
+    # The rounded mean of equal rewards may differ from them, so the range identifies groups of equal rewards.
     lowest = zeros.scatter_reduce(0, group_of, values, "amin", include_self=False)
     highest = zeros.scatter_reduce(0, group_of, values, "amax", include_self=False)
     flat = (lowest == highest)[group_of]

@@ -1,4 +1,4 @@
-"""Checkpoint folders by names and file sizes alone: complete or damaged, written by whom, and where a run starts.
+"""Checkpoint folders, by names and file sizes only: complete or damaged, their writer, and where a run starts.
 
 Shared by the validation rules, the dry run and the trainer. Imports no torch and reads no tensors. `find` and
 `start_of` expect checked flags, so that what these name exists, and choose the same checkpoint as the trainer's own
@@ -20,7 +20,7 @@ RELEASE = "release"
 UNFINISHED = ".tmp"  # ends the name of a checkpoint that is being written, or being deleted
 REPLACED = ".old"  # ends the name of a whole one while another takes its place
 _PROGRAM = "slimrl"
-_ALWAYS = ("metadata.json", ".metadata")  # in every torch_dist checkpoint, whoever wrote it
+_ALWAYS = ("metadata.json", ".metadata")  # in every torch_dist checkpoint
 
 
 def folder_name(iteration: int | None) -> str:
@@ -34,10 +34,7 @@ def iteration_of(name: str) -> int | None:
 
 
 def placed(root: Path, name: str) -> Path | None:
-    """The folder of the checkpoint `name`; where a kill fell between the two renames of a replacement, the old one.
-
-    None where there is neither.
-    """
+    """The folder of the checkpoint `name`, or its `.old` folder if a kill interrupted its replacement; else None."""
     for path in (root / name, root / (name + REPLACED)):
         if path.is_dir():
             return path
@@ -51,7 +48,7 @@ def manifest(iteration: int, files: dict[str, int], **more: Any) -> str:
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """The parsed manifest; None where there is none, or one that is cut off."""
+    """The parsed manifest; None if it is missing or truncated."""
     try:
         content = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -60,13 +57,13 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
 
 
 def is_ours(folder: Path) -> bool:
-    """True for a checkpoint that training wrote under this very name."""
+    """True for a checkpoint that slimrl wrote under this name."""
     written = read_manifest(folder)
     return written is not None and written["iteration"] == iteration_of(folder.name)
 
 
-def damage(folder: Path) -> str | None:
-    """Why the checkpoint `folder` is not to be read, None where nothing speaks against it.
+def find_corruption(folder: Path) -> str | None:
+    """Why the checkpoint `folder` is corrupt; None if no problem is found.
 
     With a manifest every file must have its bytes; without one (a converted model, another program's) the files that
     no torch_dist checkpoint lacks must be there.
@@ -74,15 +71,15 @@ def damage(folder: Path) -> str | None:
     written = read_manifest(folder)
     if written is None:
         if (folder / MANIFEST_NAME).exists():
-            return f"its {MANIFEST_NAME} is cut off or not slimrl's"
+            return f"its {MANIFEST_NAME} is truncated or not slimrl's"
         lacking = next((name for name in _ALWAYS if not (folder / name).is_file()), None)
-        return None if lacking is None else f"it is no torch_dist checkpoint, or a torn one: it has no {lacking}"
+        return None if lacking is None else f"it is no torch_dist checkpoint, or an incomplete one: it has no {lacking}"
     for name, size in written["files"].items():
         path = folder / name
         if not path.is_file():
-            return f"it is torn: {name} is missing"
+            return f"it is incomplete: {name} is missing"
         if path.stat().st_size != size:
-            return f"it is torn: {name} has {path.stat().st_size} bytes of {size}"
+            return f"it is incomplete: {name} has {path.stat().st_size} bytes of {size}"
     return None
 
 
@@ -109,10 +106,10 @@ class Found:
 
 
 @dataclasses.dataclass(frozen=True)
-class Start:
+class ResumePlan:
     """Where the weights come from and with which rollout the run begins.
 
-    `resumed` is True where optimizer and random state continue too; `reference` is None where no reference is needed;
+    `resumed` is True if optimizer and random state continue too; `reference` is None where no reference is needed;
     `load` is --load as given.
     """
 
@@ -132,7 +129,7 @@ class Start:
         source = f"a fresh start from {self.flag} {self.weights.folder}, with rollout {self.first_rollout}"
         if self.flag == "--load" or self.load is None:
             return source
-        return f"--load {self.load} holds no checkpoint yet: {source}"
+        return f"--load {self.load} has no checkpoint yet: {source}"
 
 
 def find(folder: str | None, step: int | None) -> Found | None:
@@ -153,16 +150,16 @@ def find(folder: str | None, step: int | None) -> Found | None:
     return Found(placed(root, folder_name(step)) or root / folder_name(step), step)
 
 
-def start_of(args: Arguments) -> Start:
-    """From checked flags: --load where it holds a checkpoint, else --ref-load."""
+def start_of(args: Arguments) -> ResumePlan:
+    """The start of a run, from checked flags: --load if it has a checkpoint, else --ref-load."""
     reference = find(args.ref_load, args.ref_ckpt_step)
     loaded = find(args.load, args.ckpt_step)
     trained = None if loaded is None or args.finetune else loaded.iteration
     resumed, first = trained is not None, 0 if trained is None else trained + 1
-    return Start(
+    return ResumePlan(
         weights=loaded or reference,
         flag="--ref-load" if loaded is None else "--load",
-        reference=reference if args.use_reference and not args.only_evaluates else None,
+        reference=reference if args.use_reference and not args.eval_only else None,
         first_rollout=first if args.start_rollout_id is None else args.start_rollout_id,
         resumed=resumed,
         load=args.load,

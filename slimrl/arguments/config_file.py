@@ -21,7 +21,7 @@ from slimrl.arguments.parser import ParsedLine, PassthroughTables, nearest_flag,
 def read_yaml(path: Path) -> Any:
     """The file's content.
 
-    Raises OSError where it cannot be read and ValueError where it is not YAML (or JSON), or a mapping has a key twice.
+    Raises OSError if it cannot be read and ValueError if it is not YAML (or JSON), or a mapping has a key twice.
     """
     if not path.is_file():
         raise FileNotFoundError(
@@ -63,7 +63,7 @@ def _mappings(root: Any) -> Iterable[Any]:
 def _check_keys(keys: Iterable[str]) -> None:
     twice = [key for key, count in Counter(keys).items() if count > 1]
     if twice:
-        raise ValueError(f"{', '.join(twice)} stands there twice: keep one of them")
+        raise ValueError(f"{', '.join(twice)} is given twice: keep one of them")
 
 
 _OWN = "custom"
@@ -76,7 +76,7 @@ def read_config_file(path: str, specs: list[FlagSpec], passthrough: PassthroughT
     try:
         mapping = read_yaml(Path(path))
         if not isinstance(mapping, dict):
-            raise ValueError("the file must hold a mapping of flags to values")
+            raise ValueError("the file must contain a mapping of flags to values")
     except (OSError, ValueError) as error:
         _complain(parsed, path, str(error))
         return parsed
@@ -116,9 +116,9 @@ def _take_own(value: Any, path: str, parsed: ParsedLine) -> None:
 
 
 def _take(spec: FlagSpec, straight: bool, key: Any, value: Any, path: str, parsed: ParsedLine) -> None:
-    """One flag's value, of the type that the command line would have made of it."""
+    """One flag's value, converted as on the command line."""
     if spec.dest in parsed.values or spec.dest in parsed.broken:
-        _complain(parsed, path, f"{key} stands there twice, in two spellings: keep one of them")
+        _complain(parsed, path, f"{key} is given twice, in two spellings: keep one of them")
         return
     try:
         read = _value(spec, value)
@@ -178,8 +178,8 @@ def _pass_through(
 
 def _unknown(key: str, plain: str, known: Iterable[str]) -> str:
     nearest = nearest_flag(plain, list(known))
-    fix = f"did you mean {nearest}?" if nearest else "docs/flags.md has them all"
-    return f"{key} is no flag: put settings of your own hooks under {_OWN}; {fix}"
+    fix = f"did you mean {nearest}?" if nearest else "docs/flags.md lists all flags"
+    return f"{key} is not a flag: put settings of custom hooks under {_OWN}; {fix}"
 
 
 def _complain(parsed: ParsedLine, path: str, complaint: str) -> None:

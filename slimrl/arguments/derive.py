@@ -1,11 +1,9 @@
-"""Values that follow from other flags, the number format of the model's weights, and the installed kernel libraries.
+"""Values that follow from other flags, the dtype of the model's weights, and the installed kernel libraries.
 
-`derive` is arithmetic on flags: validation rules look at files and contradictions. It fills what the user left unset,
-overrides a few values that other flags decide, and never fails. Where a value that it needs is missing or wrong, the
-field stays as it is and a rule reports the cause. `take_precision_of_model` takes bf16 or fp16 from config.json where
-no flag sets it.
-Kernel libraries are looked up without importing them. Their consequences are decided in `slimrl.megatron`, by
-functions of these booleans, and by the rules.
+`derive` is arithmetic on flags; validation rules check files and contradictions. It fills unset values, overrides a few
+values that other flags determine, and never fails. If a value that it needs is missing or wrong, the field is unchanged
+and a rule reports the cause. `take_precision_of_model` takes bf16 or fp16 from config.json if no flag sets it.
+Kernel libraries are looked up without importing them. `slimrl.megatron` and the rules decide on these booleans.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from slimrl.models.model_spec import expand_layer_pattern
 
 
 def derive(args: Arguments) -> None:
-    """Fill in every derived field of `args`, in place; evaluation sets are resolved apart, in `eval_datasets`."""
+    """Fill in every derived field of `args`, in place; `eval_datasets` resolves evaluation sets."""
     _model(args)
     _experts(args)
     _layout(args)
@@ -32,7 +30,7 @@ def derive(args: Arguments) -> None:
     _lengths(args)
     args.rollout_function_path = own_path(args.rollout_function_path)
     if isinstance(args.prompt_data, list) and len(args.prompt_data) == 1:
-        args.prompt_data = args.prompt_data[0]  # a plain string, as functions written for slime know it
+        args.prompt_data = args.prompt_data[0]  # a plain string, as functions written for slime expect
     _names(args)
     _notes(args)
 
@@ -44,7 +42,7 @@ def _model(args: Arguments) -> None:
         if args.num_query_groups is None and not args.group_query_attention:
             args.num_query_groups = args.num_attention_heads
     if args.ffn_hidden_size is None and args.hidden_size is not None:
-        # Megatron-LM's rule: a gated block gets 2/3 of the width, in multiples of 64, for about as many weights
+        # Megatron-LM's rule: a gated block has 2/3 of the width, in multiples of 64, for about the same parameter count
         args.ffn_hidden_size = 4 * args.hidden_size * 2 // 3 // 64 * 64 if args.swiglu else 4 * args.hidden_size
     if args.max_position_embeddings is None:
         args.max_position_embeddings = args.seq_length
@@ -57,32 +55,32 @@ def _model(args: Arguments) -> None:
 def _layout(args: Arguments) -> None:
     if args.sequence_parallel and args.tensor_model_parallel_size == 1:
         args.sequence_parallel = False
-        args.notes.append("--sequence-parallel is off: it shares work among tensor parallel GPUs and there is 1.")
+        args.notes.append("--sequence-parallel is off: it needs --tensor-model-parallel-size above 1.")
     if args.expert_tensor_parallel_size is None:
         args.expert_tensor_parallel_size = args.tensor_model_parallel_size
     model_gpus = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
     if model_gpus > 0:
         args.data_parallel_size = max(args.actor_num_gpus // model_gpus, 1)
     _colocated_gpus(args)
-    if args.rollout_external_engine_addrs and args.rollout_num_gpus is None:  # theirs, for what is counted per GPU
+    if args.rollout_external_engine_addrs and args.rollout_num_gpus is None:  # for metrics per GPU
         args.rollout_num_gpus = len(args.rollout_external_engine_addrs) * args.rollout_num_gpus_per_engine
     _pipeline(args)
 
 
 def _colocated_gpus(args: Arguments) -> None:
-    """With --colocate the engines have the training GPUs; a number of GPUs left in a command line is not used."""
+    """With --colocate the engines use the training GPUs; --rollout-num-gpus is ignored."""
     given, shared = args.rollout_num_gpus, args.actor_num_gpus
     if not args.colocate or given == shared or (given is not None and args.debug_rollout_only):
         return
     if given is not None:
         args.notes.append(
-            f"--rollout-num-gpus {given} is not used: with --colocate the engines have the {shared} training GPUs."
+            f"--rollout-num-gpus {given} is ignored: with --colocate the engines use the {shared} training GPUs."
         )
     args.rollout_num_gpus = shared
 
 
 def _offload(args: Arguments) -> None:
-    """--colocate offloads both sides, each unless it is told not to or is not there."""
+    """--colocate offloads each side unless a flag disables that or the run does not start that side."""
     no_trainer = "--debug-rollout-only: no trainer is started"
     sides = {
         "offload_train": (args.debug_rollout_only, no_trainer),
@@ -91,15 +89,15 @@ def _offload(args: Arguments) -> None:
             no_trainer if args.debug_rollout_only else "--debug-train-only: no engine is started",
         ),
     }
-    takes_turns = args.colocate and not args.debug_rollout_only and not args.debug_train_only
-    if takes_turns and args.use_megatron_fsdp and not args.offload and args.offload_train is None:
+    alternates = args.colocate and not args.debug_rollout_only and not args.debug_train_only
+    if alternates and args.use_megatron_fsdp and not args.offload and args.offload_train is None:
         args.offload_train = False
         args.notes.append("--offload-train is off with --use-megatron-fsdp, whose buffers stay on the device.")
     for name, (absent, why) in sides.items():
         wanted = vars(args)[name]
         if absent and (wanted or args.offload):
             args.notes.append(f"--{name.replace('_', '-')} is off with {why}.")
-        default = args.offload or takes_turns
+        default = args.offload or alternates
         setattr(args, name, (default if wanted is None else wanted) and not absent)
 
 
@@ -126,12 +124,12 @@ def _experts(args: Arguments) -> None:
     if args.moe_token_dispatcher_type == "allgather":
         args.moe_token_dispatcher_type = "alltoall"
         args.notes.append(
-            "--moe-token-dispatcher-type allgather is replaced by alltoall: it cannot take sequences of any length."
+            "--moe-token-dispatcher-type allgather is replaced by alltoall: it does not support packed sequences."
         )
 
 
 def _batch(args: Arguments) -> None:
-    if args.rollout_batch_size is None and args.only_evaluates:
+    if args.rollout_batch_size is None and args.eval_only:
         args.rollout_batch_size = args.data_parallel_size * args.micro_batch_size  # nothing is trained on it
     if args.rollout_batch_size is not None:
         samples = args.prompts_trained_per_rollout * args.n_samples_per_prompt
@@ -154,7 +152,7 @@ def _batch(args: Arguments) -> None:
     if estimator is not None and estimator.whitens and args.compute_advantages_and_returns:
         args.normalize_advantages = True
     if args.loss_type == "custom_loss":
-        args.keep_logits = True  # they are what such a function is given
+        args.keep_logits = True  # the custom function gets them
 
 
 def _lengths(args: Arguments) -> None:
@@ -183,29 +181,31 @@ def _notes(args: Arguments) -> None:
     tp, per_node = args.tensor_model_parallel_size, args.actor_num_gpus_per_node
     if tp > per_node:
         args.notes.append(
-            f"--tensor-model-parallel-size {tp} shares each layer among nodes of {per_node} training GPUs: every layer"
-            " waits for the network between them."
+            f"--tensor-model-parallel-size {tp} shards each layer over nodes of {per_node} training GPUs: every layer"
+            " waits for the network between nodes."
         )
     if args.num_rollout is not None and args.num_epoch is not None:
-        args.notes.append(f"--num-epoch {args.num_epoch} is not used: --num-rollout {args.num_rollout} goes before it.")
+        args.notes.append(
+            f"--num-epoch {args.num_epoch} is ignored: --num-rollout {args.num_rollout} takes precedence."
+        )
     if args.eval_interval is None and (args.eval_prompt_data is not None or args.eval_config is not None):
-        args.notes.append("nothing will be evaluated: evaluation sets are given and --eval-interval is not.")
+        args.notes.append("no evaluation will run: evaluation sets are given without --eval-interval.")
     _sampling_notes(args)
 
 
 def _sampling_notes(args: Arguments) -> None:
     batch, wave = args.rollout_batch_size, args.over_sampling_batch_size
-    if batch is None or args.dynamic_sampling_filter_path is not None or args.has_own_rollout_function:
+    if batch is None or args.dynamic_sampling_filter_path is not None or args.has_custom_rollout_function:
         return
     if args.partial_rollout and wave == batch:
         args.notes.append(
-            "--partial-rollout has nothing to continue: no more than --rollout-batch-size prompts are sent out; give a"
-            " larger --over-sampling-batch-size or a --dynamic-sampling-filter-path."
+            "--partial-rollout has no effect: only --rollout-batch-size prompts are submitted; give a larger"
+            " --over-sampling-batch-size or a --dynamic-sampling-filter-path."
         )
     if wave > batch and not args.partial_rollout:
         args.notes.append(
-            f"--over-sampling-batch-size {wave} is not used: exactly --rollout-batch-size {batch} prompts are sent out"
-            " without --dynamic-sampling-filter-path or --partial-rollout."
+            f"--over-sampling-batch-size {wave} is ignored: without --dynamic-sampling-filter-path or --partial-rollout"
+            f" exactly --rollout-batch-size {batch} prompts are submitted."
         )
 
 
@@ -213,10 +213,10 @@ _FORMATS = {"bfloat16": "bf16", "float16": "fp16"}
 
 
 def take_precision_of_model(args: Arguments, given: frozenset[str]) -> None:
-    """Set `bf16` or `fp16` as the weights in --hf-checkpoint have it, unless a flag has decided; says so in `notes`.
+    """Set `bf16` or `fp16` from config.json of --hf-checkpoint, unless a flag sets it; adds a sentence to `notes`.
 
-    Where nobody says it, weights are fp32, but bf16 with --optimizer-cpu-offload, which has no others. A file that is
-    absent or broken is the rules' business, and leaves fp32.
+    Without a dtype there, weights are fp32, or bf16 with --optimizer-cpu-offload, which needs 16-bit weights. If the
+    file is missing or broken, weights are fp32 and a rule reports it.
     """
     if args.hf_checkpoint is None or {"bf16", "fp16"} & given:
         return
@@ -225,16 +225,16 @@ def take_precision_of_model(args: Arguments, given: frozenset[str]) -> None:
     if stated == "" and args.optimizer_cpu_offload:
         args.bf16 = True
         args.notes.append(
-            "training is in bf16: config.json of --hf-checkpoint states no format, and --optimizer-cpu-offload works on"
-            " 16-bit weights."
+            "training in bf16: config.json of --hf-checkpoint has no dtype, and --optimizer-cpu-offload needs 16-bit"
+            " weights."
         )
     elif name is not None:
         setattr(args, name, True)
-        args.notes.append(f"training is in {name}, as config.json of --hf-checkpoint says; for fp32 give --no-bf16.")
+        args.notes.append(f"training in {name}, the dtype in config.json of --hf-checkpoint; for fp32 give --no-bf16.")
 
 
 def _stated(path: Path) -> str | None:
-    """The name that config.json gives, "" where it gives none; None without such a file."""
+    """The dtype name in config.json, "" if it has none; None without a readable file."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -247,9 +247,9 @@ def _stated(path: Path) -> str | None:
 
 
 def transformer_engine_installed() -> bool:
-    """True where Transformer Engine can be imported with its binding for torch, a package of its own.
+    """True if Transformer Engine and its torch binding, a separate package, are both installed.
 
-    megatron-core counts one without the other as absent.
+    megatron-core treats one without the other as absent.
     """
     return all(
         importlib.util.find_spec(name) is not None for name in ("transformer_engine", "transformer_engine_torch")
@@ -257,10 +257,10 @@ def transformer_engine_installed() -> bool:
 
 
 def apex_optimizers_installed() -> bool:
-    """True where Apex's optimizers are installed."""
+    """True if Apex's optimizers are installed."""
     return importlib.util.find_spec("apex") is not None
 
 
 def apex_installed() -> bool:
-    """True where Apex's kernel is installed that adds weight gradients inside the matrix product."""
+    """True if Apex's kernel that accumulates weight gradients inside the matrix product is installed."""
     return importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None

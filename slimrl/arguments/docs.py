@@ -1,9 +1,9 @@
-"""The flags as text: docs/flags.md, docs/unsupported.md and `--help`.
+"""Renders the flags as docs/flags.md, docs/unsupported.md and `--help`.
 
     python -m slimrl.arguments.docs > docs/flags.md
     python -m slimrl.arguments.docs unsupported > docs/unsupported.md
 
-All are made from the declarations, so they cannot say anything else than the parser does.
+All are generated from the declarations that the parser uses.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from slimrl.arguments.namespace import GROUPS, all_flag_specs
 _INTRODUCTION = """\
 # Flags
 
-One flat list of flags for `train.py` and `train_async.py`. This page is made from their declarations:
+One flat list of flags for `train.py` and `train_async.py`. This page is generated from their declarations:
 `python -m slimrl.arguments.docs > docs/flags.md`.
 
-- A flag is written in full, `--flag value` or `--flag=value`; where it occurs twice, the last one counts.
-- A switch takes no value. A flag marked `...` takes one value and more.
-- An unknown flag, a value that does not fit and a broken rule between flags are all reported at once, before
-  anything starts; the exit code is then 2.
-- The default is in its column; where that says `-`, the meaning ends with what is used instead, in brackets.
+- Write flags in full, `--flag value` or `--flag=value`. If a flag is repeated, the last one counts.
+- A switch takes no value. A flag marked `...` takes one or more values.
+- Unknown flags, invalid values and invalid combinations are all reported together, before anything starts, with exit
+  code 2.
+- If the default is `-`, the meaning ends with the value or behaviour used instead, in brackets.
 - Any other `--sglang-<x>` goes to the SGLang servers as their `--<x>`, any other `--router-<x>` to the router.
-- Paths of functions are dotted import paths (`package.module.function`); their contracts are in `slimrl/hooks/`.
-- On a machine without GPUs, a GPU is a logical GPU of Ray: a share of the CPUs.
-- Flags that Megatron-LM or slime have and slimrl does not support are listed too: *unsupported* says what to use
-  instead. Their default is accepted, so that a script which spells it out runs. [unsupported.md](unsupported.md) has
+- Functions are given by dotted import path (`package.module.function`); their contracts are in `slimrl/hooks/`.
+- On a machine without GPUs, a GPU is a logical GPU of Ray: one process on the CPU.
+- The list includes flags of Megatron-LM and slime that slimrl does not support: *unsupported* names the alternative.
+  Their default value is accepted, so that scripts which set it explicitly run. [unsupported.md](unsupported.md) lists
   them by capability.
 """
 
 _UNSUPPORTED = """\
 # Unsupported features
 
-What flags of Megatron-LM, SGLang or slime stand for and slimrl does not have. This page is made from the declarations
-of the flags: `python -m slimrl.arguments.docs unsupported > docs/unsupported.md`.
+Flags of Megatron-LM, SGLang or slime that slimrl does not support. This page is generated from the declarations of the
+flags: `python -m slimrl.arguments.docs unsupported > docs/unsupported.md`.
 
-A command line with such a flag is rejected before anything starts, with the sentence of the last column. The default
-value of the flag is accepted, so that a script which spells it out runs. Two capabilities have no flag here at all:
-**adapters (LoRA)**, every weight is trained or frozen ([sharding.md](sharding.md#frozen-weights)), and **engines other
-than SGLang**. Some flags are supported alone and rejected together; the error then names both, and `--dry-run` finds it
-without starting anything ([dry-run.md](dry-run.md)).
+A command line with such a flag is rejected before anything starts; the last column is the error. The default value of
+the flag is accepted, so that scripts which set it explicitly run. Two missing capabilities have no flag: **adapters
+(LoRA)**, since every weight is trained or frozen ([sharding.md](sharding.md#frozen-weights)), and **engines other than
+SGLang**. Some flags are supported alone and rejected in combination; the error then names both, and `--dry-run` finds
+it without starting anything ([dry-run.md](dry-run.md)).
 """
 
 
@@ -56,8 +56,8 @@ without starting anything ([dry-run.md](dry-run.md)).
 class Capability:
     """A heading of docs/unsupported.md.
 
-    `flags` are patterns for the names of its flags, `summary` says what there is instead. README.md names the
-    capability if `in_readme`: whoever chooses a framework asks for it.
+    `flags` are patterns for the names of its flags, `summary` describes the alternative. README.md names the
+    capability if `in_readme`: it matters for the choice of a framework.
     """
 
     title: str
@@ -66,17 +66,17 @@ class Capability:
     in_readme: bool = True
 
     def has(self, spec: FlagSpec) -> bool:
-        """True where the flag is one of this capability."""
+        """True if the flag belongs to this capability."""
         name = spec.name.removeprefix("--").replace("-", "_")
         return any(fnmatch.fnmatch(name, pattern) for pattern in self.flags.split())
 
 
-# A flag belongs to the first row that has it.
+# A flag belongs to the first matching row.
 CAPABILITIES = (
     Capability(
         "A critic (PPO)",
         "advantage_estimator lambd value_clip num_critic_only_steps",
-        "There is no value function. All estimators get their baseline from other samples or have none"
+        "There is no value function. All estimators take their baseline from other samples or have none"
         " ([algorithms.md](algorithms.md)).",
     ),
     Capability(
@@ -87,7 +87,7 @@ CAPABILITIES = (
     Capability(
         "Distillation",
         "use_opd opd_*",
-        "There is no distillation loss. The closest is `--use-kl-loss` with the teacher as `--ref-load`"
+        "There is no distillation loss. The closest alternative is `--use-kl-loss` with the teacher as `--ref-load`"
         " ([algorithms.md](algorithms.md#kl)).",
     ),
     Capability(
@@ -97,37 +97,38 @@ CAPABILITIES = (
         " qk_l2_norm squared_relu openai_gelu quick_geglu glu_linear_offset activation_func_clamp_value"
         " apply_residual_connection_post_layernorm position_embedding_type rotary_seq_len_interpolation_factor",
         "Models have softmax attention over the whole sequence, rotary positions and gated feed-forward blocks. Linear"
-        " attention, sparse attention (DSA), Mamba, sliding windows and attention sinks are missing, and with them the"
+        " attention, sparse attention (DSA), Mamba, sliding windows and attention sinks are missing, and therefore all"
         " models that [families.md](families.md) does not list.",
     ),
     Capability(
         "Multi-token prediction in training",
         "mtp_* enable_mtp_training",
-        "Such layers are kept as they are in the checkpoint, for speculative decoding.",
+        "MTP layers are not trained; the conversion copies them from the original checkpoint, for speculative"
+        " decoding.",
     ),
     Capability(
         "Routing replay and further MoE options",
         "moe_* use_routing_replay use_rollout_routing_replay overlap_moe_* ep_overlap_* delay_wgrad_compute",
-        "Experts work with expert, tensor, context and data parallelism ([parallelism.md](parallelism.md)). The routing"
-        " of the engines is not replayed in training.",
+        "Experts work with expert, tensor, context and data parallelism ([parallelism.md](parallelism.md)). Training"
+        " does not replay the engines' routing.",
     ),
     Capability(
         "Optimizers other than Adam",
         "optimizer sgd_momentum muon_* qk_clip* use_stateless_adam reset_optimizer_states log_num_zeros_in_grad"
         " use_checkpoint_opt_param_scheduler log_max_attention_logit",
-        "Adam is the only optimizer; its state may be sharded or in host memory ([sharding.md](sharding.md)).",
+        "Adam is the only optimizer; its state can be sharded or in host memory ([sharding.md](sharding.md)).",
     ),
     Capability(
         "Updates of the reference model and old policies",
         "ref_update_interval keep_old_actor",
-        "The reference model stays what `--ref-load` names. The old policy is that of the trainer before the rollout,"
-        " or that of the engines with `--use-rollout-logprobs` ([algorithms.md](algorithms.md#policies)).",
+        "The reference model is always that of `--ref-load`. The old policy is the trainer's before the rollout's first"
+        " step, or the engines' with `--use-rollout-logprobs` ([algorithms.md](algorithms.md#policies)).",
         in_readme=False,
     ),
     Capability(
         "Precision recipes",
         "enable_autocast fp8_* fp4_* keep_fp8_* *kitchen* quant_recipe",
-        "bf16, fp16, float32 and the fp8 recipes of Transformer Engine (not run on a GPU so far) are there; custom"
+        "bf16, fp16, float32 and the fp8 recipes of Transformer Engine (not run on a GPU so far) are supported; custom"
         " quantizers are not.",
         in_readme=False,
     ),
@@ -142,8 +143,8 @@ CAPABILITIES = (
         "Layouts",
         "pipeline_model_parallel_layout hierarchical_* hybrid_* max_seqlen_per_dp_cp_rank num_microbatches_with_*"
         " num_distributed_optimizer_instances outer_dp_sharding_strategy",
-        "Tensor, sequence, pipeline (also virtual), context, expert and data parallelism combine"
-        " ([parallelism.md](parallelism.md)); these variants do not exist.",
+        "Tensor, sequence, pipeline (also virtual), context, expert and data parallelism can be combined"
+        " ([parallelism.md](parallelism.md)); these variants are missing.",
         in_readme=False,
     ),
     Capability(
@@ -158,9 +159,9 @@ CAPABILITIES = (
         in_readme=False,
     ),
     Capability(
-        "Engines that differ from each other",
+        "Heterogeneous engines",
         "prefill_num_servers sglang_config",
-        "All engines of a run have the same options; prefill and decode are not on separate servers.",
+        "All engines of a run have the same options; there is no prefill/decode disaggregation.",
     ),
     Capability(
         "Partial weight updates",
@@ -178,7 +179,7 @@ CAPABILITIES = (
         "*ddp_* *gradient_reduce* check_for_large_grads use_nccl_ub disable_symmetric_registration fsdp_*"
         " no_preserve_fp32_weights cross_entropy_* batch_invariant_mode defer_embedding_* wgrad_deferral_limit"
         " overlap_param_gather_with_optimizer_step pipeline_model_parallel_comm_backend",
-        "slimrl has its own way or leaves Megatron-core's default.",
+        "slimrl has its own implementation or uses Megatron-core's default.",
         in_readme=False,
     ),
     Capability(
@@ -186,14 +187,14 @@ CAPABILITIES = (
         "distributed_backend no_initialization use_cpu_initialization model_name enable_experimental no_save_rng"
         " ckpt_format use_distributed_post rollout_data_transport profile memory_recorder manual_gc*"
         " init_model_with_meta_device test_mode config_logger_dir no_barrier_with_*",
-        "Switches of Megatron-LM's own programs that have no counterpart here.",
+        "Switches of Megatron-LM's own programs without a counterpart in slimrl.",
         in_readme=False,
     ),
 )
 
 
 def capability_of(spec: FlagSpec) -> Capability:
-    """The row of a flag that this version does not have. Raises LookupError where none has it."""
+    """The row of an unsupported flag. Raises LookupError if no row matches."""
     for row in CAPABILITIES:
         if row.has(spec):
             return row
@@ -201,15 +202,15 @@ def capability_of(spec: FlagSpec) -> Capability:
 
 
 def unsupported() -> str:
-    """The page on what is not there: a table of capabilities, then the flags of each."""
+    """docs/unsupported.md: a table of capabilities, then the flags of each."""
     flags: dict[str, list[FlagSpec]] = {row.title: [] for row in CAPABILITIES}
     for spec in all_flag_specs():
         if spec.not_served is not None:
             flags[capability_of(spec).title].append(spec)
-    lines = [_UNSUPPORTED, "| capability | what there is instead |", "| --- | --- |"]
+    lines = [_UNSUPPORTED, "| capability | alternative |", "| --- | --- |"]
     lines += [f"| [{row.title}](#{_anchor(row.title)}) | {row.summary} |" for row in CAPABILITIES]
     for row in CAPABILITIES:
-        lines += ["", f"## {row.title}", "", "| flag | rejected values | sentence |", "| --- | --- | --- |"]
+        lines += ["", f"## {row.title}", "", "| flag | rejected values | error |", "| --- | --- | --- |"]
         lines += [_unsupported_row(spec) for spec in flags[row.title]]
     return "\n".join(lines) + "\n"
 
@@ -226,12 +227,12 @@ def _anchor(title: str) -> str:
 
 
 def markdown() -> str:
-    """The whole page of flags."""
+    """docs/flags.md."""
     return _INTRODUCTION + "".join(_section(group) for group in GROUPS)
 
 
 def help_text(entry: str) -> str:
-    """The same for a terminal."""
+    """The supported flags as text for a terminal."""
     lines = [
         f"python3 {entry} <flags>; flags with their defaults in brackets (docs/flags.md has the unsupported ones too):"
     ]
@@ -261,7 +262,7 @@ def _row(spec: FlagSpec) -> str:
 
 
 def _prose(text: str) -> str:
-    """`text` of a declaration as Markdown: what would be a tag or emphasis there stands for itself."""
+    """`text` of a declaration as Markdown, with `<` and `*` escaped."""
     return text.replace("<", "&lt;").replace("*", "\\*")
 
 

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from slimrl.arguments.config_file import read_yaml
-from slimrl.arguments.engines import least
 from slimrl.arguments.flag import Bounds, Problem, ended
 from slimrl.arguments.flags.rollout import DEFAULT_ROLLOUT_FUNCTION
-from slimrl.arguments.namespace import Arguments, EvalDataset
+from slimrl.arguments.namespace import Arguments, EvalDataset, PromptArguments
+from slimrl.arguments.served_models import least
 from slimrl.data.prompt_format import PromptFormat
 
 _FIELDS = {field.name: typing.get_type_hints(EvalDataset)[field.name] for field in dataclasses.fields(EvalDataset)}
@@ -36,11 +36,13 @@ _BOUNDS = {
 }
 # keys that slime knows, with what to do instead
 _NOT_SERVED = {
-    "multimodal_keys": "prompts are text in this version; leave it out",
+    "multimodal_keys": "prompts are text; leave it out",
     "min_eval_samples": "every row is asked n_samples_per_eval_prompt times; give that",
-    "reward_model": "a set is judged by rm_type or custom_rm_path; give one of them",
-    "message_processor": "messages go through the chat template as they are; prepare them in the file",
-    **dict.fromkeys(("app_service", "remote_environment", "eval_task_timeout"), "nothing reads it; leave it out"),
+    "reward_model": "a set is scored by rm_type or custom_rm_path; give one of them",
+    "message_processor": "messages go through the chat template unchanged; prepare them in the file",
+    **dict.fromkeys(
+        ("app_service", "remote_environment", "eval_task_timeout"), "slimrl does not read it; leave it out"
+    ),
 }
 
 
@@ -62,7 +64,9 @@ def _entries(root: Any, complaints: list[str]) -> list[dict[str, Any]]:
     if not isinstance(root, dict):
         raise ValueError("the file must hold a mapping with datasets (and defaults)")
     for key in sorted(set(root) - {"defaults", "datasets"}, key=str):
-        complaints.append(f"{key!r} means nothing beside datasets and defaults: remove it, or move it under defaults")
+        complaints.append(
+            f"{key!r} is not a known key (known: datasets, defaults): remove it, or move it under defaults"
+        )
     datasets, defaults = root.get("datasets"), root.get("defaults") or {}
     if isinstance(datasets, dict):
         datasets = [{"name": name, **entry} if isinstance(entry, dict) else entry for name, entry in datasets.items()]
@@ -83,11 +87,11 @@ def _entries(root: Any, complaints: list[str]) -> list[dict[str, Any]]:
 
 
 def _complaints(values: Mapping[str, Any], where: str) -> list[str]:
-    """What is wrong with a set's keys and values."""
+    """The problems of a set's keys and values."""
     complaints = []
     for key, value in values.items():
         if key in _NOT_SERVED:
-            complaints.append(f"{where} has {key}, which is not served: {_NOT_SERVED[key]}")
+            complaints.append(f"{where} has {key}, which is unsupported: {_NOT_SERVED[key]}")
         elif key not in _FIELDS:
             nearest = difflib.get_close_matches(str(key), _FIELDS, n=1)
             guess = f", did you mean {nearest[0]}?" if nearest else ""
@@ -123,7 +127,7 @@ def _type_name(hint: Any) -> str:
 
 
 def resolve_eval_datasets(args: Arguments) -> list[Problem]:
-    """Set `args.eval_datasets` from --eval-config or --eval-prompt-data; returns what is wrong with them."""
+    """Set `args.eval_datasets` from --eval-config or --eval-prompt-data; returns their problems."""
     problems: list[Problem] = []
     if args.eval_config is not None:
         entries = read_eval_config(args.eval_config, problems)
@@ -147,7 +151,7 @@ def resolve_eval_datasets(args: Arguments) -> list[Problem]:
     for entry in entries:
         values = {**fallback, **entry}
         if "rm_type" in entry and "custom_rm_path" not in entry:
-            values["custom_rm_path"] = None  # a set's own reward goes before the run's custom one
+            values["custom_rm_path"] = None  # a set's own reward overrides the run's custom one
         args.eval_datasets.append(EvalDataset(**values))
     return problems
 
@@ -161,7 +165,7 @@ def _first(*values: Any) -> Any:
 
 
 def _fallback(args: Arguments) -> dict[str, Any]:
-    """What the flags say for every set."""
+    """The flags' values for every set."""
     return {
         "n_samples_per_eval_prompt": args.n_samples_per_eval_prompt,
         "temperature": _first(args.eval_temperature, args.rollout_temperature),
@@ -204,8 +208,8 @@ def _entries_of_flag(words: list[str], problems: list[Problem]) -> list[dict[str
     return [{"name": name, "path": path} for name, path in zip(words[::2], words[1::2], strict=True)]
 
 
-def training_prompt_format(args: Arguments) -> PromptFormat:
-    """How the rows of `--prompt-data` are read."""
+def training_prompt_format(args: PromptArguments) -> PromptFormat:
+    """The row format of `--prompt-data`."""
     return PromptFormat(
         input_key=args.input_key,
         label_key=args.label_key,
@@ -215,14 +219,14 @@ def training_prompt_format(args: Arguments) -> PromptFormat:
         chat_template_kwargs=args.apply_chat_template_kwargs,
         max_prompt_len=least(args.rollout_max_prompt_len, _engine_limit(args)),
         refuse_too_long=args.refuse_long_prompts,
-        keep_messages=args.custom_generate_function_path is not None or args.has_own_rollout_function,
+        keep_messages=args.custom_generate_function_path is not None or args.has_custom_rollout_function,
         keep_conversation=args.rm_model is not None,
         reward_rule=_rule(args, args.rm_type, args.custom_rm_path, args.custom_generate_function_path),
     )
 
 
-def eval_prompt_format(args: Arguments, dataset: EvalDataset) -> PromptFormat:
-    """How the rows of an evaluation set are read."""
+def eval_prompt_format(args: PromptArguments, dataset: EvalDataset) -> PromptFormat:
+    """The row format of an evaluation set."""
     return PromptFormat(
         input_key=dataset.input_key,
         label_key=dataset.label_key,
@@ -238,14 +242,14 @@ def eval_prompt_format(args: Arguments, dataset: EvalDataset) -> PromptFormat:
     )
 
 
-def _engine_limit(args: Arguments) -> int | None:
-    """The longest prompt that leaves an engine room for a response; a function of one's own asks as it likes."""
-    if args.engine_context_len is None or args.has_own_rollout_function:
+def _engine_limit(args: PromptArguments) -> int | None:
+    """The longest prompt that leaves room for a response in the context; None with a custom rollout function."""
+    if args.engine_context_len is None or args.has_custom_rollout_function:
         return None
     return args.engine_context_len - 1
 
 
-def _rule(args: Arguments, rm_type: str | None, custom_rm: str | None, custom_generate: str | None) -> str | None:
-    """The built-in reward that compares with the row's label; None where a function of the user's may change either."""
+def _rule(args: PromptArguments, rm_type: str | None, custom_rm: str | None, custom_generate: str | None) -> str | None:
+    """The built-in reward that compares with the row's label; None if a custom function may change either."""
     own = custom_rm or custom_generate or args.rollout_sample_hook_path or args.debug_train_only
     return None if own or args.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION else rm_type

@@ -1,9 +1,9 @@
-"""`FlagSpec`, one flag as one typed dataclass field, and `Problem`, one sentence on what is wrong with a command line.
+"""`FlagSpec`, the declaration of one flag as a typed dataclass field, and `Problem`, one error of a command line.
 
-A flag's spelling, type, default, help and choices are written once, in its field under `flags/`. The parser, the
-documentation and the tests work from the `FlagSpec`s that are read here.
-`layer_pattern` reads which layers are of a kind: `2` (every second) or an expression like `[0]*3+[1]*45` (one 0 or 1
-per layer). The expression is parsed, never run: lists of integers, repeated by `*` and joined by `+`.
+A flag's spelling, type, default, help and choices are declared once, in its field under `flags/`. The parser, the
+documentation and the tests use the `FlagSpec`s read here.
+`layer_pattern` parses a selection of layers: `2` (every second) or an expression like `[0]*3+[1]*45` (one 0 or 1 per
+layer). The expression is parsed, not evaluated: lists of integers, repeated by `*` and joined by `+`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """`flag` is the flag to look at, `sentence` names its value, the rule and the fix."""
+    """`flag` is the flag at fault, `sentence` has its value, the rule and the fix."""
 
     flag: str
     sentence: str
@@ -47,7 +47,7 @@ _METADATA_KEY = "flag"
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """The range of a number, less one value within it; None is open."""
+    """The range of a number, without the value `other_than`; None means no bound."""
 
     at_least: float | None = None
     above: float | None = None
@@ -66,15 +66,15 @@ class Bounds:
         if self.below is not None and value >= self.below:
             raise ValueError(f"is too large: it must be below {self.below:.10g}")
         if self.other_than is not None and value == self.other_than:
-            raise ValueError("means nothing here: give another number, or leave it out")
+            raise ValueError("is not allowed: give another number, or leave it out")
 
 
 @dataclasses.dataclass(frozen=True)
 class FlagSpec:
-    """All that is known of one flag.
+    """The declaration of one flag.
 
     A switch (`value_type` bool) takes no value: a spelling in `on` sets True, one in `off` sets False.
-    Any other flag takes one value, or `least` and more where `many` is true.
+    Any other flag takes one value, or at least `least` values if `many` is true.
     """
 
     dest: str
@@ -94,7 +94,7 @@ class FlagSpec:
 
     @property
     def is_switch(self) -> bool:
-        """True where the flag takes no value."""
+        """True if the flag takes no value."""
         return self.value_type is bool
 
     @property
@@ -105,17 +105,17 @@ class FlagSpec:
     def convert(self, text: str) -> Any:
         """`text` as a value of this flag. Raises ValueError whose text completes the sentence "<flag> <text> ..."."""
         if text == "" and self.default != "":
-            raise ValueError("is empty, perhaps by an unset variable: give a value, or leave it out")
+            raise ValueError("is empty, perhaps because of an unset variable: give a value, or leave it out")
         value = (self.parse or _CONVERTERS[self.value_type])(text)
         self.check(value)
         return value
 
     def refuses(self, value: Any) -> bool:
-        """True where `value` is known and this version cannot act on it; `not_served` then says what to use instead."""
+        """True if `value` is valid but unsupported; `not_served` then names the alternative."""
         return self.not_served is not None and value != self.default and value not in self.served
 
     def check(self, value: Any) -> None:
-        """Raises ValueError, worded as in `convert`, where `value` is not among the choices or outside the bounds."""
+        """Raises ValueError, worded as in `convert`, if `value` is not among the choices or outside the bounds."""
         if self.choices is not None and value not in self.choices:
             raise ValueError(f"is not {_either(self.choices)}")
         self.bounds.check(value)
@@ -141,14 +141,14 @@ def flag(
 ) -> Any:
     """A dataclass field that is a command line flag named like the field (`rollout_seed` is `--rollout-seed`).
 
-    The annotation of the field is the type that it has once the flags are checked: a flag that is required, or that
-    `derive` fills in, is no `| None`.
+    The annotation of the field is its type after all checks: a flag that is required, or that `derive` fills in, has
+    no `| None`.
 
-    `spellings` are further names of the same flag, `off` are names that set a switch to False; with `negated` the
-    switch has no name that sets it to True (it is True unless switched off). `nargs="+"` takes one value and more,
-    `nargs="*"` any number. The next five bound a number. `parse` reads one word where the type alone does not say
-    how; it raises ValueError worded as in `FlagSpec.convert`. `not_served` marks a flag that users of other systems
-    know and of which only the default and the values in `served` work here: it says what to use instead.
+    `spellings` are further names of the flag, `off` are names that set a switch to False; with `negated` the switch
+    has no name that sets it to True (it is True unless switched off). `nargs="+"` takes one or more values,
+    `nargs="*"` any number. The next five bound a number. `parse` converts one word if the type alone does not define
+    the conversion; it raises ValueError worded as in `FlagSpec.convert`. `not_served` marks a flag of other frameworks
+    of which only the default and the values in `served` are supported: it names the alternative.
     """
     metadata = {
         _METADATA_KEY: {
@@ -171,7 +171,7 @@ def flag(
 
 
 def flag_specs(group: type) -> list[FlagSpec]:
-    """The flags a group dataclass declares, in the order they are written."""
+    """The flags of a group dataclass, in the order of their declaration."""
     hints = typing.get_type_hints(group)
     return [
         _spec_of_field(field, hints[field.name], group.__name__.removesuffix("Arguments"))
@@ -257,7 +257,7 @@ _CONVERTERS: dict[type, Callable[[str], Any]] = {int: _whole_number, float: _num
 _NUMBER = re.compile(r"\d+")
 _EXPRESSION = re.compile(r"\(?(\[[\d,]*\](\*\d+)?(\+\[[\d,]*\](\*\d+)?)*)\)?(\*\d+)?")
 _TERM = re.compile(r"\[([\d,]*)\](?:\*(\d+))?")
-_MAX_LAYERS = 100_000  # far above any model; stops a slip of the finger from filling the memory
+_MAX_LAYERS = 100_000  # far above any model; keeps a typo from filling the memory
 
 
 def layer_pattern(text: str) -> int | list[int]:

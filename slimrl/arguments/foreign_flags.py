@@ -1,7 +1,7 @@
-"""Words of other frameworks for what slimrl has flags for: verl, OpenRLHF, TRL, ms-swift, and short forms of the field.
+"""Setting names of other frameworks (verl, OpenRLHF, TRL, ms-swift), and short forms, with slimrl's flag for each.
 
-One table: the word, whose it is, our flag, and one clause that completes the sentence. Words are compared without
-leading dashes and plus signs, with dashes for underscores. Called by the parser, for words that are no flags of ours.
+One table: the name, its owner, slimrl's flag, and a clause that completes the error. Names are compared without leading
+dashes and plus signs, with dashes for underscores. The parser looks up words that are not slimrl flags.
 """
 
 from __future__ import annotations
@@ -13,31 +13,32 @@ VERL, OPENRLHF, TRL, SWIFT = "verl's", "OpenRLHF's", "TRL's", "ms-swift's"
 HF = "transformers'"
 FORMER = "a former name"
 SHORT = "a short form"
-_LORA = "every weight is trained here, there are no adapters; leave it out"
-_CRITIC = "no estimator here has a critic; leave it out"
-_VLLM = "the engines are SGLang's; leave it out"
+CRITIC = "a critic flag"
+_LORA = "all weights are trained, adapters are unsupported; leave it out"
+_CRITIC = "no estimator has a critic; leave it out"
+_VLLM = "the engines are SGLang servers; leave it out"
 _PACKED = "samples are always packed without padding; leave it out"
 
 
 @dataclasses.dataclass(frozen=True)
 class ForeignFlag:
-    """A word of `owner`; `flag` is ours for it, None where there is nothing to set, and `clause` says more."""
+    """A name of `owner`; `flag` is slimrl's flag, None if there is none; `clause` completes the error."""
 
     owner: str
     flag: str | None
     clause: str
 
     def sentence(self, name: str) -> str:
-        """What to write in place of `name`, which is the word as typed."""
-        who = f"{name} is {self.owner}{'' if self.owner in (SHORT, FORMER) else ' word'}"
+        """The error for `name`, the word as typed: the flag to use, or the reason why there is none."""
+        subject = f"{name} is {self.owner}{'' if self.owner in (SHORT, FORMER, CRITIC) else ' name'}"
         if self.flag is None:
-            return f"{who} and has no flag here: {self.clause}."
-        return f"{who}: here it is {self.flag}{', ' + self.clause if self.clause else ''}."
+            return f"{subject} and has no counterpart: {self.clause}."
+        return f"{subject}: use {self.flag}{', ' + self.clause if self.clause else ''}."
 
 
-# word: (owner, our flag, clause)
+# name: (owner, slimrl's flag, clause)
 _ROWS: dict[str, tuple[str, str | None, str]] = {
-    # names that flags of slimrl had before
+    # former names of slimrl flags
     "slot-memory-gib": (FORMER, "--gpu-memory-gib", ""),
     # short forms
     "tp": (SHORT, "--tensor-model-parallel-size", "and --rollout-num-gpus-per-engine for the engines"),
@@ -74,8 +75,12 @@ _ROWS: dict[str, tuple[str, str | None, str]] = {
     "data.reward-fn-key": (VERL, "--rm-type", "one for all rows; --custom-rm-path may choose by Sample.metadata"),
     "data.shuffle": (VERL, "--rollout-shuffle", ""),
     "data.seed": (VERL, "--rollout-seed", ""),
-    "data.filter-overlong-prompts": (VERL, "--rollout-max-prompt-len", "longer prompts are left out"),
-    "data.truncation": (VERL, "--refuse-long-prompts", "prompts are never cut, long ones are left out or refused"),
+    "data.filter-overlong-prompts": (VERL, "--rollout-max-prompt-len", "longer prompts are skipped"),
+    "data.truncation": (
+        VERL,
+        "--refuse-long-prompts",
+        "prompts are never truncated: long ones are skipped or rejected",
+    ),
     # verl: model and training
     "actor-rollout-ref.model.path": (VERL, "--hf-checkpoint", ""),
     "actor-rollout-ref.model.enable-gradient-checkpointing": (VERL, "--recompute-granularity", "selective or full"),
@@ -146,7 +151,7 @@ _ROWS: dict[str, tuple[str, str | None, str]] = {
     "trainer.experiment-name": (VERL, "--run-name", ""),
     "trainer.logger": (VERL, "--use-wandb", "or --use-tensorboard"),
     "trainer.default-local-dir": (VERL, "--save", "and --load, to resume"),
-    "trainer.resume-mode": (VERL, "--load", "which resumes where it holds a checkpoint"),
+    "trainer.resume-mode": (VERL, "--load", "which resumes if it contains a checkpoint"),
     # OpenRLHF
     "pretrain": (OPENRLHF, "--hf-checkpoint", ""),
     "reward-pretrain": (OPENRLHF, "--rm-model", ""),
@@ -164,7 +169,7 @@ _ROWS: dict[str, tuple[str, str | None, str]] = {
     "prompt-max-len": (OPENRLHF, "--rollout-max-prompt-len", ""),
     "generate-max-len": (OPENRLHF, "--rollout-max-response-len", ""),
     "max-new-tokens": (OPENRLHF, "--rollout-max-response-len", ""),
-    "zero-stage": (OPENRLHF, "--use-distributed-optimizer", "which is on; --use-megatron-fsdp shards more"),
+    "zero-stage": (OPENRLHF, "--use-distributed-optimizer", "on by default; --use-megatron-fsdp shards more"),
     "actor-learning-rate": (OPENRLHF, "--lr", ""),
     "init-kl-coef": (OPENRLHF, "--kl-coef", ""),
     "kl-estimator": (OPENRLHF, "--kl-loss-type", ""),
@@ -177,7 +182,7 @@ _ROWS: dict[str, tuple[str, str | None, str]] = {
     "attn-implementation": (OPENRLHF, "--attention-backend", ""),
     "colocate-all-models": (OPENRLHF, "--colocate", ""),
     "async-train": (OPENRLHF, "--max-weight-staleness", "with train_async.py"),
-    "vllm-num-engines": (OPENRLHF, "--rollout-num-gpus", "in GPUs, --rollout-num-gpus-per-engine of each engine"),
+    "vllm-num-engines": (OPENRLHF, "--rollout-num-gpus", "in GPUs, with --rollout-num-gpus-per-engine"),
     "vllm-tensor-parallel-size": (OPENRLHF, "--rollout-num-gpus-per-engine", ""),
     "vllm-gpu-memory-utilization": (OPENRLHF, "--sglang-mem-fraction-static", ""),
     "l2": (OPENRLHF, "--weight-decay", ""),
@@ -223,7 +228,7 @@ _ROWS: dict[str, tuple[str, str | None, str]] = {
     "val-dataset": (SWIFT, "--eval-prompt-data", "a name and a path"),
     "rlhf-type": (SWIFT, "--advantage-estimator", ""),
     "train-type": (SWIFT, None, _LORA),
-    "torch-dtype": (HF, "--bf16", "or --fp16; left out it is the model's own"),
+    "torch-dtype": (HF, "--bf16", "or --fp16; default: the model's dtype"),
     "reward-model": (SWIFT, "--rm-model", ""),
     "external-plugins": (SWIFT, "--custom-rm-path", "package.module.function"),
     "sequence-parallel-size": (SWIFT, "--context-parallel-size", ""),
@@ -232,30 +237,32 @@ _ROWS: dict[str, tuple[str, str | None, str]] = {
 
 OTHER_WORDS = {word: ForeignFlag(*row) for word, row in _ROWS.items()}
 
-# what every other word with such a beginning is about
-_BEGINNINGS = {
+# prefixes of all other names
+_PREFIXES = {
     "lora-": ForeignFlag(TRL, None, _LORA),
-    "vllm-": ForeignFlag(OPENRLHF, None, "the engines are SGLang's, whose flags begin with --sglang-; leave it out"),
-    "critic-": ForeignFlag("a critic's", None, _CRITIC),
+    "vllm-": ForeignFlag(
+        OPENRLHF, None, "the engines are SGLang servers, whose flags begin with --sglang-; leave it out"
+    ),
+    "critic-": ForeignFlag(CRITIC, None, _CRITIC),
     "critic.": ForeignFlag(VERL, None, _CRITIC),
     **dict.fromkeys(
         ("actor-rollout-ref.", "algorithm.", "trainer.", "reward-model."),
-        ForeignFlag(VERL, None, "flags are written --flag value, and docs/flags.md has them all"),
+        ForeignFlag(VERL, None, "flags are written --flag value, and docs/flags.md lists all of them"),
     ),
 }
 _SETTING = re.compile(r"\+{0,2}(?P<name>[a-z_]+(\.[a-z0-9_]+)+)=(?P<value>.*)", re.DOTALL)
 
 
 def other_word(name: str) -> ForeignFlag | None:
-    """The row of a word as typed, `--name` or `a.dotted.name`; None where it is not known."""
+    """The row of a word as typed, `--name` or `a.dotted.name`; None if it is unknown."""
     plain = _plain(name)
     if plain in OTHER_WORDS:
         return OTHER_WORDS[plain]
-    return next((word for beginning, word in _BEGINNINGS.items() if plain.startswith(beginning)), None)
+    return next((row for prefix, row in _PREFIXES.items() if plain.startswith(prefix)), None)
 
 
 def dotted_setting(word: str) -> tuple[str, str] | None:
-    """Name and value of a `a.dotted.name=value` that is another framework's; None for any other word."""
+    """Name and value of an `a.dotted.name=value` of another framework; None for any other word."""
     match = _SETTING.fullmatch(word)
     if match is None or other_word(match["name"]) is None:
         return None

@@ -1,7 +1,7 @@
 """Compares the model flags with a Hugging Face config.json: a wrong shape or theta would train without an error.
 
-One declarative table per model family, in its file of `slimrl.models.families`, says which key states which flag.
-Imports nothing heavy. `stated_flags` gives the flags that a config.json states.
+One declarative table per model family, in its file of `slimrl.models.families`, maps keys to flags. Imports nothing
+heavy. `stated_flags` returns the flags that a config.json implies.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from itertools import groupby
 from slimrl.arguments.flag import Problem
 from slimrl.arguments.namespace import Arguments
 from slimrl.models.config_rows import Config, LayerPattern, Row, Switch, Value
-from slimrl.models.config_tables import MODEL_TYPES, TABLES, stated_flags
+from slimrl.models.families import MODEL_TYPES, TABLES, stated_flags
 from slimrl.models.model_spec import expand_layer_pattern
 
 
 def disagreements(args: Arguments, config: Config) -> list[Problem]:
-    """One problem for each flag whose value is not the file's; none where they describe the same model."""
+    """One problem for each flag that disagrees with the file."""
     table = TABLES.get(config.get("model_type", ""))
     if table is None:
         sentence = (
-            f"--hf-checkpoint has model_type {config.get('model_type')!r} and this version trains"
+            f"--hf-checkpoint has model_type {config.get('model_type')!r}, and slimrl supports"
             f" {', '.join(MODEL_TYPES)}: give a model of these families."
         )
         return [Problem("--hf-checkpoint", sentence)]
     problems = [
-        Problem("--hf-checkpoint", f"--hf-checkpoint has {what} in config.json, which is not served yet: use another.")
+        Problem("--hf-checkpoint", f"--hf-checkpoint has {what} in config.json, which is unsupported: use another.")
         for unserved in table.unserved
         if (what := unserved.found(config)) is not None
     ]
@@ -49,7 +49,7 @@ def _value(row: Value, args: Arguments, config: Config) -> Problem | None:
             return None
         return Problem(flag, f"{flag} is {given} and config.json says {row.absent}: leave {flag} out.")
     if given is None:
-        if row.absent is None:  # a flag that every model needs: another rule's problem
+        if row.absent is None:  # another rule reports missing flags that every model needs
             return None
         return Problem(
             flag, f"{flag} is missing and config.json says {row.key(config)} {wanted}: give {flag} {wanted}."
@@ -63,7 +63,7 @@ def _switch(row: Switch, args: Arguments, config: Config) -> Problem | None:
     wanted = row.stated(config)
     if vars(args)[row.field] == wanted:
         return None
-    # --disable-... sets its field to False: the flag is given where the field is False
+    # --disable-... sets its field to False: the flag is given if the field is False
     given = row.is_on(config) is False
     fix = f"leave {row.flag} out" if given else f"add {row.flag}"
     state = "given" if given else "missing"
@@ -75,7 +75,7 @@ def _flag(row: Row) -> str:
 
 
 def _pattern(layers: int | list[int] | None, count: int | None) -> str | None:
-    """The layers as the flag is written, such as [0]*3+[1]*45, so that both spellings compare."""
+    """The layers in the flag's notation, such as [0]*3+[1]*45, so that both notations compare equal."""
     if layers is None or count is None:
         return None
     each = map(int, expand_layer_pattern(layers, count)) if isinstance(layers, int) else layers

@@ -1,7 +1,7 @@
-"""Where everything lies: GPUs on nodes, parallel groups of ranks, layers of pipeline stages.
+"""The layout of a run: GPUs on nodes, parallel groups of ranks, layers of pipeline stages.
 
-Pure arithmetic. The orders are those that the run itself uses: GPUs are counted node by node, training takes the
-first ones; ranks are grouped in megatron-core's default order tp-cp-ep-dp-pp.
+Pure arithmetic, in the same order as the run: GPUs are counted node by node, training takes the first ones; ranks are
+grouped in megatron-core's default order tp-cp-ep-dp-pp.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 
-from slimrl.arguments.engines import reward_gpus
 from slimrl.arguments.namespace import Arguments
+from slimrl.arguments.served_models import reward_gpus
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,26 +33,26 @@ class Placement:
 
     @property
     def total(self) -> int:
-        """GPUs that the run reserves."""
+        """The number of GPUs that the run reserves."""
         return max(self.train.stop, *(servers[-1].stop for servers in (self.engines, self.reward) if servers), 0)
 
     def shares(self, positions: range) -> dict[int, int]:
-        """How many of these GPUs are on each of their nodes."""
+        """The number of these GPUs by node."""
         return dict(Counter(self.places[position].node for position in positions))
 
     def nodes_of(self, positions: range) -> list[int]:
-        """The nodes that these GPUs are on."""
+        """The nodes of these GPUs."""
         return sorted({self.places[position].node for position in positions})
 
     def on_node(self, node: int) -> int:
-        """GPUs of the run on one node."""
+        """The number of GPUs of the run on one node."""
         return sum(place.node == node for place in self.places)
 
 
 def placement(args: Arguments, nodes: Sequence[int] | None) -> Placement:
-    """GPUs of both roles. `nodes` has the GPUs of each node of a running cluster; None: as --num-gpus-per-node says.
+    """GPUs of both roles. `nodes` has the GPUs of each node of a running cluster; None: --num-gpus-per-node each.
 
-    GPUs beyond what `nodes` have are put on a node that does not exist: the caller refuses the plan then.
+    GPUs beyond those of `nodes` are placed on a nonexistent node: the caller then rejects the plan.
     """
     train = 0 if args.debug_rollout_only else args.actor_num_gpus
     rollout = 0 if args.debug_train_only else args.rollout_gpus
@@ -88,7 +88,7 @@ class Groups:
 
     @property
     def optimizer_shares(self) -> int:
-        """GPUs that hold the same dense weights, over which a distributed optimizer is divided."""
+        """GPUs with the same dense weights, over which the distributed optimizer shards its state."""
         return self.data * self.context
 
 

@@ -65,22 +65,82 @@ class EvalDataset:
 
 
 @dataclasses.dataclass
-class DerivedArguments:
-    """What no flag sets directly: computed after parsing by `derive`."""
+class DerivedLayout:
+    """Values derived from the parallel sizes, computed after parsing by `derive`."""
+
+    data_parallel_size: int = 1
+    virtual_pipeline_model_parallel_size: int | None = None
+
+
+@dataclasses.dataclass
+class DerivedEngine:
+    """Derived values of the engines, computed after parsing by `derive`."""
 
     sglang_options: dict[str, Any] = dataclasses.field(default_factory=dict)
     router_options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    eval_datasets: list[EvalDataset] = dataclasses.field(default_factory=list)
-    run_dir: str = ""
     engine_context_len: int | None = None  # tokens of prompt and response that an engine takes, where that is known
-    data_parallel_size: int = 1
-    virtual_pipeline_model_parallel_size: int | None = None
-    custom: dict[str, Any] = dataclasses.field(default_factory=dict)  # settings of the user's hooks, from a file
+
+
+@dataclasses.dataclass
+class DerivedRun:
+    """The run's paths, computed after parsing by `derive`."""
+
+    run_dir: str = ""
+
+
+@dataclasses.dataclass
+class DerivedArguments(DerivedLayout, DerivedEngine, DerivedRun):
+    """Values that no flag sets directly, computed after parsing by `derive`."""
+
+    eval_datasets: list[EvalDataset] = dataclasses.field(default_factory=list)
+    custom: dict[str, Any] = dataclasses.field(default_factory=dict)  # settings of custom hooks, from a file
     notes: list[str] = dataclasses.field(default_factory=list)  # sentences worth a log line at the start
 
 
 @dataclasses.dataclass
+class MegatronArguments(
+    ModelArguments,
+    PositionArguments,
+    AttentionArguments,
+    MoeArguments,
+    MultiTokenArguments,
+    PrecisionArguments,
+    ParallelArguments,
+    GradientArguments,
+    OffloadArguments,
+    KernelArguments,
+    OptimizerArguments,
+    OtherModelArguments,
+    DerivedLayout,
+):
+    """The flags of megatron-core's configurations: the model, its layout and its optimizer."""
+
+
+@dataclasses.dataclass
+class SamplingArguments(RolloutArguments, DerivedEngine):
+    """The flags of requests to the engines."""
+
+
+@dataclasses.dataclass
+class PromptArguments(
+    SamplingArguments, DataArguments, RolloutArguments, RewardArguments, DebugArguments, DerivedEngine
+):
+    """The flags of prompt data."""
+
+
+@dataclasses.dataclass
+class ReportArguments(LoggingArguments, WandbArguments, PrometheusArguments, DerivedEngine, DerivedRun):
+    """The flags of reporting."""
+
+
+_COMPOSITES = (MegatronArguments, SamplingArguments, PromptArguments, ReportArguments)
+
+
+@dataclasses.dataclass
 class Arguments(
+    MegatronArguments,
+    PromptArguments,
+    ReportArguments,
     ClusterArguments,
     ModelArguments,
     PositionArguments,
@@ -113,8 +173,9 @@ class Arguments(
 ):
     """Every flag and everything derived from them, one attribute each.
 
-    Settings of the user's own (`custom`), and the engines' and the router's flags that were given, are read as
-    attributes too where no flag has that name: so functions written for slime know them.
+    It inherits from every group of flags. A component annotates its parameter with the group that it needs, and mypy
+    rejects reads of another. Custom settings (`custom`) and given `--sglang-*` and `--router-*` options are also
+    attributes, unless a flag has that name, as functions written for slime expect.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -126,11 +187,11 @@ class Arguments(
         fix = "put it under custom: in the file of --custom-config-path"
         if name.startswith(("sglang_", "router_")):
             fix = f"give --{name.replace('_', '-')}"
-        raise AttributeError(f"args.{name} is no flag and was not given: {fix}", name=name, obj=self)
+        raise AttributeError(f"args.{name} is neither a flag nor a custom setting: {fix}", name=name, obj=self)
 
     @property
     def prompts_trained_per_rollout(self) -> int:
-        """Groups that a rollout brings to training, `--rollout-batch-size` but for a subsampled replay."""
+        """Prompts trained on per rollout: `--rollout-batch-size`, or fewer in a subsampled replay."""
         part = self.load_debug_rollout_data_subsample
         return self.rollout_batch_size if part is None else max(1, int(self.rollout_batch_size * part))
 
@@ -141,7 +202,9 @@ class Arguments(
 
 
 # in the order of docs/flags.md
-GROUPS: tuple[type, ...] = tuple(group for group in Arguments.__bases__ if group is not DerivedArguments)
+GROUPS: tuple[type, ...] = tuple(
+    group for group in Arguments.__bases__ if group is not DerivedArguments and group not in _COMPOSITES
+)
 
 
 def all_flag_specs() -> list[FlagSpec]:

@@ -1,4 +1,4 @@
-"""`parse_args`: from a command line to a checked `Arguments`, or to every problem at once and exit code 2."""
+"""`parse_args` turns a command line into checked `Arguments`, or reports all its problems and exits with code 2."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import NoReturn
 
 from slimrl.arguments.config_file import read_config_file
 from slimrl.arguments.derive import derive, take_precision_of_model
-from slimrl.arguments.engines import take_context_of_engines
 from slimrl.arguments.eval_datasets import resolve_eval_datasets
 from slimrl.arguments.flag import FlagSpec, Problem, report
 from slimrl.arguments.namespace import Arguments, all_flag_specs
 from slimrl.arguments.parser import ParsedLine, PassthroughTables, parse_line
-from slimrl.arguments.redact import told
+from slimrl.arguments.redact import redact_flag
+from slimrl.arguments.served_models import take_context_of_engines
 from slimrl.arguments.validation import Context, check
 
 logger = logging.getLogger(__name__)
@@ -26,9 +26,9 @@ def parse_args(
 ) -> Arguments:
     """Parse, derive and check a command line.
 
-    `entry` is the program that asks: "train.py" and "train_async.py" check everything, a tool only what describes the
-    model. `passthrough` maps a prefix ("sglang", "router") to a function listing the engine's flags; it is called only
-    where the command line has such a flag. With problems, prints all of them to stderr and exits with code 2.
+    `entry` is the calling program: "train.py" and "train_async.py" check all flags, a tool only the model flags.
+    `passthrough` maps a prefix ("sglang", "router") to a function that lists the engine's flags; it is called only if
+    the command line has such a flag. With problems, prints all of them to stderr and exits with code 2.
     """
     if {"-h", "--help"} & set(argv):
         from slimrl.arguments.docs import help_text
@@ -53,7 +53,7 @@ def read_args(
     notes = _add_config_file(parsed, specs, passthrough or {})
     args, found = _checked(parsed, entry)
     if parsed.guesses and found:
-        # Neither what a misread word leaves out nor what a wrong guess would bring is a second problem.
+        # report only problems that exist both with and without the guesses
         otherwise = _checked(parsed.as_guessed(), entry)[1]
         found = [problem for problem in found if problem in otherwise]
     args.notes = notes + args.notes
@@ -61,7 +61,7 @@ def read_args(
 
 
 def _checked(parsed: ParsedLine, entry: str) -> tuple[Arguments, list[Problem]]:
-    """The arguments of a line that was read, with all that follows from them, and what the rules say of them."""
+    """The arguments of a parsed line with derived values, and the problems that the rules find."""
     args = Arguments(**parsed.values)
     args.sglang_options = parsed.options.get("sglang", {})
     args.router_options = parsed.options.get("router", {})
@@ -75,14 +75,14 @@ def _checked(parsed: ParsedLine, entry: str) -> tuple[Arguments, list[Problem]]:
 
 
 def _add_config_file(parsed: ParsedLine, specs: list[FlagSpec], passthrough: PassthroughTables) -> list[str]:
-    """Lays the values of --custom-config-path over those of the command line; says where one replaces another."""
+    """Overrides the command line with --custom-config-path; returns a sentence for each replaced value."""
     path = parsed.values.get("custom_config_path")
     if path is None:
         return []
     from_file = read_config_file(path, specs, passthrough)
     replaced = [
-        f"{dest} is {told(dest, value)} by --custom-config-path {path} and not {told(dest, parsed.values[dest])},"
-        " which the command line says."
+        f"{dest} is {redact_flag(dest, value)} from --custom-config-path {path}, which overrides"
+        f" {redact_flag(dest, parsed.values[dest])} from the command line."
         for dest, value in from_file.values.items()
         if parsed.values.get(dest, value) != value
     ]

@@ -1,10 +1,10 @@
 """Parses a command line in one pass that reports every error; passthrough and removed flags.
 
-Only exact spellings are flags. The last occurrence wins, and `--flag value` and `--flag=value` are the same. Every word
-that could not be used is reported as a `Problem`; a guess at its meaning is never taken for a value. Nothing here looks
-at files or compares flags with each other.
-`PassthroughFlag` is a flag of the installed engine or router (`--sglang-<x>`, `--router-<x>`). `RETIRED_FLAGS` names
-flags of existing scripts that have nothing to set here, each with the reason or what to use instead.
+Only exact spellings are flags. The last occurrence wins, and `--flag value` and `--flag=value` are the same. Every
+unusable word is reported as a `Problem`; a guess at its meaning is never used as a value. The parser does not read
+files or compare flags with each other.
+`PassthroughFlag` is a flag of the installed engine or router (`--sglang-<x>`, `--router-<x>`). `RETIRED_FLAGS` are
+flags of existing scripts without a counterpart, each with the reason or the alternative.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ SWITCH_ACTIONS = {"store_true": True, "store_false": False}
 
 @dataclasses.dataclass(frozen=True)
 class PassthroughFlag:
-    """What the engine's own parser knows of one flag.
+    """The declaration of one flag in the engine's own parser.
 
-    `nargs`, `type`, `choices` and `action` ("store", "store_true" or "store_false") mean what they mean to argparse.
-    `managed_by` names the slimrl flag or rule that sets this value; then a user who types the flag is told so.
+    `nargs`, `type`, `choices` and `action` ("store", "store_true" or "store_false") are those of argparse.
+    `managed_by` names the slimrl flag or rule that sets this value; the flag itself is then rejected.
     """
 
     dest: str
@@ -40,7 +40,7 @@ class PassthroughFlag:
         try:
             value = text if self.type is None else self.type(text)
         except (ValueError, TypeError) as error:
-            raise ValueError(f"is not a value the engine takes ({error})") from None
+            raise ValueError(f"is not a value that the engine accepts ({error})") from None
         if self.choices is not None and value not in self.choices:
             raise ValueError(f"is not one of {', '.join(map(str, self.choices))}")
         return value
@@ -52,7 +52,7 @@ PassthroughTables = Mapping[str, Callable[[], dict[str, PassthroughFlag]]]
 
 @dataclasses.dataclass(frozen=True)
 class Spelling:
-    """What one spelling on the command line means: whose flag it is and, for a switch, the value it sets."""
+    """The flag of one spelling on the command line and, for a switch, the value that it sets."""
 
     target: FlagSpec | PassthroughFlag
     prefix: str | None  # "sglang" or "router" for a flag that passes through
@@ -78,7 +78,7 @@ def passthrough_spellings(prefix: str, flags: dict[str, PassthroughFlag]) -> dic
 
 RETIRED_FLAGS: dict[str, str] = {
     "--http-proxy": "slime never read it; leave it out, downloads follow the variable http_proxy",
-    "--log-probs-max-tokens-per-gpu": "slime never read it; use --max-tokens-per-gpu, which holds for both passes",
+    "--log-probs-max-tokens-per-gpu": "slime never read it; use --max-tokens-per-gpu, which applies to both passes",
     "--min-batch-collection-ratio": "slime never read it; leave it out",
     "--rollout-buffer-url": "it belongs to an example's own service; use --rollout-function-path",
     "--fetch-trajectory-retry-times": "it belongs to an example's own service; use --rollout-function-path",
@@ -88,15 +88,15 @@ RETIRED_FLAGS: dict[str, str] = {
     "--megatron-deepgemm-forward-modules": "it needs patched engines; leave it out",
     "--megatron-deepgemm-moe-forward-layers": "it needs patched engines; leave it out",
     "--megatron-deepgemm-moe-forward-modules": "it needs patched engines; leave it out",
-    "--recompute-loss-function": "log-probabilities are recomputed in pieces; use --log-probs-chunk-size",
-    "--balance-by-flops": "micro-batches are balanced by cost already; use --balance-data",
+    "--recompute-loss-function": "log-probabilities are recomputed in chunks; use --log-probs-chunk-size",
+    "--balance-by-flops": "micro-batches are already balanced by cost; use --balance-data",
     "--use-critic": "slime has no such flag, a critic comes with --advantage-estimator ppo; leave it out",
     "--recompute-activations": "use --recompute-granularity selective",
     "--checkpoint-activations": "use --recompute-granularity full with --recompute-method and --recompute-num-layers",
     "--train-iters": "use --num-rollout or --num-epoch",
     "--train-samples": "use --num-rollout or --num-epoch",
     "--use-slime-router": "slimrl starts SGLang's own router; leave it out",
-    "--trust-remote-code": "use --sglang-trust-remote-code, which holds for the tokenizer too",
+    "--trust-remote-code": "use --sglang-trust-remote-code, which also applies to the tokenizer",
     "--tokenizer-type": "the tokenizer is that of --hf-checkpoint; leave it out",
     "--tokenizer-model": "the tokenizer is that of --hf-checkpoint; leave it out",
     "--use-mcore-models": "every model is megatron-core's; leave it out",
@@ -112,9 +112,9 @@ RETIRED_FLAGS: dict[str, str] = {
 
 @dataclasses.dataclass
 class ParsedLine:
-    """Values by field name, the engines' options by prefix, what was wrong, and the fields it was wrong with.
+    """Values by field name, the engines' options by prefix, the problems, and the fields with a problem.
 
-    `guesses` are words that are no flags, each with what it may have meant.
+    `guesses` are words that are not flags, each with the flag that it may have meant.
     """
 
     values: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -124,7 +124,7 @@ class ParsedLine:
     guesses: list[tuple[_Occurrence, Spelling]] = dataclasses.field(default_factory=list)
 
     def as_guessed(self) -> ParsedLine:
-        """The line as it would be if each guess were right; it says what is wrong with its flags, not with words."""
+        """The line if each guess were right, with the problems of flags but not those of unknown words."""
         options = {prefix: dict(given) for prefix, given in self.options.items()}
         line = ParsedLine(dict(self.values), options, [], set(self.broken))
         for occurrence, spelling in self.guesses:
@@ -141,7 +141,7 @@ class _Occurrence:
 
 
 def parse_line(argv: Sequence[str], specs: list[FlagSpec], passthrough: PassthroughTables) -> ParsedLine:
-    """Read `argv` against slimrl's flags and, only where it has such a flag, the engines' flags."""
+    """Parse `argv` with slimrl's flags and, only if it has such a flag, the engines' flags."""
     parsed = ParsedLine(options={prefix: {} for prefix in passthrough})
     occurrences = _split(argv, parsed.problems)
     spellings = own_spellings(specs)
@@ -169,7 +169,7 @@ def _passed_through(
 
 
 def _split(argv: Sequence[str], problems: list[Problem]) -> list[_Occurrence]:
-    """Cut the command line at the flags. Words before the first flag are problems."""
+    """Split the command line at the flags. Words before the first flag are problems."""
     occurrences: list[_Occurrence] = []
     for word in argv:
         if word.startswith("--") and len(word) > 2:
@@ -180,15 +180,15 @@ def _split(argv: Sequence[str], problems: list[Problem]) -> list[_Occurrence]:
         elif occurrences:
             occurrences[-1].words.append(word)
         else:
-            problems.append(Problem(word, f"{word!r} stands before the first flag: every value follows its --flag."))
+            problems.append(Problem(word, f"{word!r} is before the first flag: write every value after its --flag."))
     return occurrences
 
 
 def _refuse_unknown(occurrence: _Occurrence, spellings: dict[str, Spelling], parsed: ParsedLine) -> None:
-    """Name the flag that may have been meant, and note the guess."""
+    """Report an unknown flag with the nearest flag, and record the guess."""
     name = occurrence.name
     if name in RETIRED_FLAGS:
-        parsed.problems.append(Problem(name, f"{name} has no meaning here: {RETIRED_FLAGS[name]}."))
+        parsed.problems.append(Problem(name, f"{name} has no effect in slimrl: {RETIRED_FLAGS[name]}."))
         return
     meant: str | None = _same_but_for_dashes(name, spellings)
     word = other_word(name) if meant is None else None
@@ -205,7 +205,7 @@ def _refuse_unknown(occurrence: _Occurrence, spellings: dict[str, Spelling], par
 
 
 def nearest_flag(name: str, spellings: Iterable[str]) -> str | None:
-    """The flag that `name` misspells; None where each of them has another word in its place."""
+    """The flag that `name` probably misspells; None if no flag is close enough."""
     near = difflib.get_close_matches(name, spellings, n=5, cutoff=0.7)
     return next((other for other in near if _misspells(name, other)), None)
 
@@ -216,16 +216,16 @@ def _same_but_for_dashes(name: str, spellings: Iterable[str]) -> str | None:
 
 
 def _misspells(name: str, other: str) -> bool:
-    """Whether every word of `name` is a word of `other`, misspelt or cut short; words may be joined or torn apart."""
+    """Whether every word of `name` is a word of `other`, misspelt or abbreviated; words may be joined or split."""
     given, known = name.strip("-").replace("_", "-").split("-"), other.strip("-").split("-")
     if difflib.SequenceMatcher(None, "".join(given), "".join(known)).ratio() >= 0.92:
         return True
-    strange = [word for word in given if word not in known]
+    unknown = [word for word in given if word not in known]
     left = [word for word in known if word not in given]
     return all(
         any(known_word.startswith(word) and len(word) >= 3 for known_word in left)
         or difflib.get_close_matches(word, left, n=1, cutoff=0.7)
-        for word in strange
+        for word in unknown
     )
 
 
@@ -248,7 +248,7 @@ def _store_value(occurrence: _Occurrence, spelling: Spelling, into: dict[str, An
     if len(words) < least:
         given = {0: "none is", 1: "only 1 is"}.get(len(words), f"only {len(words)} are")
         wants = "a value" if least == 1 else f"{least} values"
-        parsed.problems.append(Problem(name, f"{name} wants {wants} and {given} given: write {name} <value>."))
+        parsed.problems.append(Problem(name, f"{name} needs {wants} and {given} given: write {name} <value>."))
         parsed.broken.add(target.dest)
         return
     if most is not None and len(words) > most:
@@ -266,7 +266,7 @@ def _store_value(occurrence: _Occurrence, spelling: Spelling, into: dict[str, An
 
 
 def _arity(target: FlagSpec | PassthroughFlag) -> tuple[int, int | None, bool]:
-    """Least and most number of words a flag takes (None: no limit), and whether its value is a list."""
+    """Minimum and maximum number of values of a flag (None: no limit), and whether its value is a list."""
     if isinstance(target, FlagSpec):
         return (target.least, None, True) if target.many else (1, 1, False)
     if isinstance(target.nargs, int):

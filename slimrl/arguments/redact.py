@@ -1,7 +1,7 @@
 """Keeps secrets of the command line out of the process list, logs, messages, `summary.json` and W&B's config.
 
-The one list of secret flags for everything that shows flags. Nothing returned here holds the value of a secret flag, or
-a user name or password within a URL. The entry point calls `set_process_title` once, before it starts any process.
+This is the only list of secret flags. No function here returns the value of a secret flag, or a user name or password
+within a URL. The entry point calls `set_process_title` once, before it starts any process.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 HIDDEN = "***"
-# environment variables hold keys of the user's services
+# environment variables may contain API keys
 _OWN = {"wandb_key", "train_env_vars"}
 _OF_ENGINES = re.compile(r"password|(^|_)api_keys?$")
 _IN_JSON = re.compile(r'("[^"]*(?:password|api_keys?)"\s*:\s*)"[^"]*"')
@@ -21,7 +21,7 @@ _USER_OF_URL = re.compile(r"(?<=://)[^/\s\"']*@")
 
 
 def is_secret(name: str) -> bool:
-    """Whether a flag (`--router-api-key`) or a field (`api_key`) holds a secret."""
+    """Whether a flag (`--router-api-key`) or a field (`api_key`) is secret."""
     dest = name.removeprefix("--").replace("-", "_")
     return dest in _OWN or _OF_ENGINES.search(dest) is not None
 
@@ -29,7 +29,7 @@ def is_secret(name: str) -> bool:
 def without_secrets(words: Sequence[str]) -> list[str]:
     """The words of a command line with `***` for every value of a secret flag, `--flag value ...` or `--flag=value`."""
     hidden: list[str] = []
-    within = first = False  # of the values of a secret flag; a first one may begin with dashes itself
+    within = first = False  # inside the values of a secret flag; the first value may begin with dashes
     for word in words:
         name, equals, _ = word.partition("=")
         if first or (within and not word.startswith("--")):
@@ -38,30 +38,30 @@ def without_secrets(words: Sequence[str]) -> list[str]:
             continue
         within = word.startswith("--") and is_secret(name)
         first = within and not equals
-        hidden.append(f"{name}={HIDDEN}" if within and equals else shown(word))
+        hidden.append(f"{name}={HIDDEN}" if within and equals else redact(word))
     return hidden
 
 
-def told(name: str, value: Any) -> Any:
-    """What a message says of a flag's value."""
-    return HIDDEN if is_secret(name) else shown(value)
+def redact_flag(name: str, value: Any) -> Any:
+    """A flag's value as messages may show it."""
+    return HIDDEN if is_secret(name) else redact(value)
 
 
-def shown(value: Any) -> Any:
-    """Plain data without the entries that are secret, and without user names in URLs and keys in JSON."""
+def redact(value: Any) -> Any:
+    """`value` without secret entries, user names in URLs and keys in JSON."""
     if isinstance(value, str):
         return _IN_JSON.sub(rf'\1"{HIDDEN}"', _USER_OF_URL.sub(f"{HIDDEN}@", value))
     if isinstance(value, Mapping):
-        return {name: shown(entry) for name, entry in value.items() if not is_secret(str(name))}
+        return {name: redact(entry) for name, entry in value.items() if not is_secret(str(name))}
     if isinstance(value, list | tuple):
-        return [shown(entry) for entry in value]
+        return [redact(entry) for entry in value]
     return value
 
 
 def set_process_title(words: Sequence[str]) -> None:
-    """Puts `words` in place of `sys.argv`, and of the command in the process list.
+    """Replaces `sys.argv`, and the command in the process list, by `words`.
 
-    The process list is left alone where they are the same: a title that is set once is cut to the room of the first.
+    Does nothing if they are equal: a process title, once set, is limited to the length of the first one.
     """
     if list(words) == sys.argv:
         return

@@ -1,1 +1,1 @@
-"""Ray: GPUs, train workers, the rollout manager, and the watch over all of them."""
+"""Ray: GPU placement, train workers, the rollout manager, and their supervision."""

@@ -1,9 +1,9 @@
-"""`python -m slimrl.cluster.check_flags --entry train.py --made-later runs/x <flags`: the flags of a run, in a second.
+"""`python -m slimrl.cluster.check_flags --entry train.py --made-later runs/x <flags`: checks the flags of a run, fast.
 
-They come on standard input, each word ended by a zero byte. Promises to say what the entry would say of them, but for
-files that are not here yet, and to start nothing. Exit code 0, or 2 with all problems on stderr. Needs the standard
-library alone; without SGLang its flags are taken as they are. Called by the scripts before they make a model, an
-environment or a Ray cluster.
+Reads the flags from standard input, each word terminated by a zero byte. Reports the same problems as the entry point,
+except for files that do not exist yet, and starts nothing. Exit code 0, or 2 with all problems on stderr. Needs only
+the standard library; without an installed SGLang, --sglang-* flags are not checked. The scripts call it before they
+create a model, an environment or a Ray cluster.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ import argparse
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any
 
 from slimrl.arguments import Problem, read_args
 from slimrl.arguments.flag import report
 from slimrl.arguments.namespace import all_flag_specs
+from slimrl.arguments.parser import PassthroughTables
 from slimrl.cluster.main import EXIT_REFUSED, passthrough_flags
+from slimrl.engines.backend import backend
 
 
 def main(argv: Sequence[str]) -> int:
@@ -32,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
         "--made-later",
         type=Path,
         metavar="FOLDER",
-        help="what flags name in this folder is not looked for: it is made later or elsewhere (/: any path)",
+        help="do not check that paths in this folder exist: they are created later or elsewhere (/: any path)",
     )
     options = parser.parse_args(argv)
     flags = [os.fsdecode(word) for word in sys.stdin.buffer.read().split(b"\0")[:-1]]
@@ -44,9 +46,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def early_problems(
-    flags: Sequence[str], entry: str, made_later: Path | None, passthrough: dict[str, Callable]
+    flags: Sequence[str], entry: str, made_later: Path | None, passthrough: PassthroughTables
 ) -> list[Problem]:
-    """What is wrong with `flags`, without what is said of paths in `made_later`."""
+    """The problems of `flags`, without those about paths in `made_later`."""
     fields = {name: spec.dest for spec in all_flag_specs() for name in spec.on + spec.off}
     if not passthrough:
         flags = _without_passed_on(flags, fields)
@@ -58,10 +60,10 @@ def early_problems(
     return [problem for problem in problems if not _is_about_a_path_in(folder, problem, values.get(problem.flag))]
 
 
-def passthrough() -> dict[str, Callable]:
-    """The engines' flags; none where the engines are not installed (yet)."""
-    known = all(importlib.util.find_spec(name) is not None for name in ("sglang", "sglang_router"))
-    return passthrough_flags() if known else {}
+def passthrough() -> PassthroughTables:
+    """The engines' flags; empty if the engines are not installed (yet)."""
+    installed = all(importlib.util.find_spec(name) is not None for name in backend().packages)
+    return passthrough_flags() if installed else {}
 
 
 def _without_passed_on(flags: Sequence[str], own: Container[str]) -> list[str]:
@@ -76,7 +78,7 @@ def _without_passed_on(flags: Sequence[str], own: Container[str]) -> list[str]:
 
 
 def _is_about_a_path_in(folder: Path, problem: Problem, value: Any) -> bool:
-    """By the value of the flag, and by the sentence, as of a flag that is modelled on the file of another one."""
+    """By the flag's value, or by the message, which may name the file of another flag."""
     words = [word for word in (value if isinstance(value, list) else [value]) if isinstance(word, str)]
     if any(os.sep in word and Path(word).absolute().is_relative_to(folder) for word in words):
         return True

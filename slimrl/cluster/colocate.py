@@ -1,8 +1,7 @@
-"""Whose the GPUs' memory is: training's or the engines', each in its turn.
+"""Orders the offload and onload of trainers and engines on shared GPUs.
 
-Owns the order in which memory changes hands around training and around a weight update, and times every change. With
-neither side offloaded it does nothing. Promises that the two sides together never hold more than one of them and the
-weights of the other. Used by `Run`.
+Sequences and times the memory transitions around training and around a weight update; does nothing if neither side is
+offloaded. Invariant: at most one side is fully resident, plus the weights of the other. Used by `Run`.
 """
 
 from __future__ import annotations
@@ -12,40 +11,32 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from slimrl.engines.sglang.engine_memory import CUDA_GRAPHS, KV_CACHE, WEIGHTS
+from slimrl.engines.engine_memory import ReleasableMemory
+from slimrl.engines.server_protocol import CUDA_GRAPHS, KV_CACHE, WEIGHTS
 
 
 class Training(Protocol):
-    """The training side, where it is offloaded."""
+    """The offloadable training side."""
 
     def sleep(self, *, keep_weights: bool) -> None: ...
 
     def wake(self) -> None: ...
 
 
-class Engines(Protocol):
-    """The engines' side, where it is offloaded."""
-
-    def release(self) -> None: ...
-
-    def resume(self, tags: Sequence[str]) -> None: ...
-
-
 class ColocatedMemory:
-    """The engines start released, training starts awake: it is its turn to load weights."""
+    """Initially the engines are released and training is onloaded, to load its weights."""
 
     def __init__(
         self,
         training: Training | None,
-        engines: Engines | None,
+        engines: ReleasableMemory | None,
         timed: Callable[[str], AbstractContextManager[None]],
         *,
         tokens_during_weight_update: bool = False,
     ) -> None:
-        """None stands for a side that is not offloaded, or not there; `timed(phase)` measures a block.
+        """None stands for a side that is absent or not offloaded; `timed(phase)` measures a block.
 
-        `tokens_during_weight_update`: a weight update ends with a token from some engine, which needs its KV cache for
-        that.
+        `tokens_during_weight_update`: a weight update ends by generating a token, so the engines need their KV cache.
         """
         self._training = training
         self._engines = engines
@@ -53,27 +44,27 @@ class ColocatedMemory:
         self._with_weight_update = (WEIGHTS, KV_CACHE, CUDA_GRAPHS) if tokens_during_weight_update else (WEIGHTS,)
         self._after_weight_update = () if tokens_during_weight_update else (KV_CACHE, CUDA_GRAPHS)
         self._engines_are_released = True
-        self._training_sleeps = False
+        self._training_offloaded = False
 
     @property
-    def training_sleeps(self) -> bool:
+    def training_offloaded(self) -> bool:
         """Whether the trained weights are off their GPUs."""
-        return self._training_sleeps
+        return self._training_offloaded
 
     def onload_trainer(self) -> None:
-        """From generating to training: the engines' memory first, then training wakes up in it."""
+        """Switches from generation to training: releases the engines' memory, then onloads the trainers."""
         if self._engines is not None and not self._engines_are_released:
             with self._timed("release_engines"):
                 self._engines.release()
             self._engines_are_released = True
-        if self._training is not None and self._training_sleeps:
+        if self._training is not None and self._training_offloaded:
             with self._timed("wake_training"):
                 self._training.wake()
-            self._training_sleeps = False
+            self._training_offloaded = False
 
     @contextlib.contextmanager
     def weight_update(self) -> Iterator[None]:
-        """From training to generating: within the block both sides have their weights, and little else."""
+        """Switches from training to generation; within the block both sides hold their weights and little else."""
         self._offload_trainer(keep_weights=True)
         self._resume(self._with_weight_update)
         yield
@@ -86,7 +77,7 @@ class ColocatedMemory:
         if self._training is not None:
             with self._timed("park_training"):
                 self._training.sleep(keep_weights=keep_weights)
-            self._training_sleeps = True
+            self._training_offloaded = True
 
     def _resume(self, tags: Sequence[str]) -> None:
         if self._engines is not None:

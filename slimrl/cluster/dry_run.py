@@ -1,4 +1,4 @@
-"""`--dry-run`: looks at what the plan is made for, and prints it. Starts no Ray, no model and no server."""
+"""`--dry-run`: inspects the machine or cluster and prints the plan. Starts no Ray, no model and no server."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 from slimrl.arguments import Arguments
 from slimrl.arguments.dry_run import EXIT_REFUSED, PlanContext, print_plan, this_machine
-from slimrl.engines.sglang.server_args import with_defaults
+from slimrl.engines.backend import backend
 
 ANSWER_TIMEOUT_S = 3.0
 
@@ -18,12 +18,12 @@ class ClusterAbsentError(ConnectionError):
 
 
 def dry_run(args: Arguments, entry: str) -> int:
-    """Prints the plan; returns the exit code, 2 where it is refused."""
+    """Prints the plan; returns the exit code, 2 if the plan is invalid."""
     machine = this_machine()
     model = f"--model-path={args.hf_checkpoint}"
-    # with a memory of its own choosing the plan is for another machine, which has GPUs
+    # with --gpu-memory-gib the plan is for another machine, which has GPUs
     on_cpu = not machine.gpus and args.gpu_memory_gib is None
-    words = [word for word in with_defaults([model]) if word != model] if on_cpu else []
+    words = [word for word in backend().cpu_options([model]) if word != model] if on_cpu else []
     try:
         nodes = gpus_of_nodes(os.environ.get("RAY_ADDRESS"))
     except ClusterAbsentError as error:
@@ -33,9 +33,9 @@ def dry_run(args: Arguments, entry: str) -> int:
 
 
 def gpus_of_nodes(address: str | None) -> list[int] | None:
-    """GPUs of each node of the cluster at `address` (RAY_ADDRESS), most first; None without one.
+    """Numbers of GPUs of the nodes of the cluster at `address` (RAY_ADDRESS), descending; None without an address.
 
-    Raises ClusterAbsentError where nothing answers there; Ray itself would try for minutes.
+    Raises ClusterAbsentError if nothing responds there; Ray itself would retry for minutes.
     """
     if not address:
         return None

@@ -1,10 +1,10 @@
-"""What the driver decides once for all processes (GPUs or CPU, environments, NCCL), and the training ranks' rendezvous.
+"""The driver's launch decisions for all processes (GPUs or CPU, environments, NCCL), and the ranks' rendezvous.
 
-Every actor is started by the same decision, wherever Ray places it: a rollout manager on a node without GPUs still
-starts servers on GPUs. The decisions themselves are `slimrl.platform.launch_env`.
-Ranks meet at a file on one machine, at a port of rank 0 on several. torch's store over TCP knows no key and listens on
-all addresses. So the file is in a folder that only its user may enter, and the port is bound to the one address that
-the other ranks need.
+All actors use the same decisions, wherever Ray places them: a rollout manager on a node without GPUs still starts
+servers on GPUs. `slimrl.platform.launch_env` makes the decisions.
+The rendezvous of the ranks is a file on one machine, and a port of rank 0 on several. torch's TCP store has no
+authentication and listens on all addresses. So the file is in a folder that only its user can enter, and the port is
+bound to the one address that the other ranks need.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from slimrl.arguments import Arguments
-from slimrl.cluster.network import Reach, node_address
+from slimrl.cluster.network import BindConfig, node_address
 from slimrl.platform.launch_env import Machine, RunFacts, actor_environment, nccl_cumem, of_driver, this_machine
 
 if TYPE_CHECKING:
@@ -28,14 +28,14 @@ _ACCELERATOR = "accelerator_type:"  # the start of Ray's resource for a kind of 
 
 
 class DriverWithoutGpuError(RuntimeError):
-    """Ray reports GPUs and the driver's node has none: the run would train on CPUs beside them."""
+    """Ray reports GPUs and the driver's node has none: the run would train on CPUs instead."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """`environment` is that of every actor; `driver` are variables of the driver that ranks get where flags have none.
+    """`environment` is every actor's; `driver` are variables of the driver that ranks inherit unless flags set them.
 
-    `nccl_cumem` is NCCL_CUMEM_ENABLE of every rank; None: unset. `reach` is known once the cluster is.
+    `nccl_cumem` is NCCL_CUMEM_ENABLE of every rank; None: unset. `bind` is set by `placed`, after joining the cluster.
     """
 
     machine: Machine
@@ -43,21 +43,21 @@ class Launch:
     environment: dict[str, str]
     driver: dict[str, str]
     nccl_cumem: str | None
-    reach: Reach = Reach()
+    bind: BindConfig = BindConfig()
 
     @property
     def servers_nccl_cumem(self) -> str | None:
-        """The same for servers: only those that are in a group with ranks must agree with them."""
+        """NCCL_CUMEM_ENABLE of the servers, which must equal the ranks' only within a common NCCL group."""
         return self.nccl_cumem if self.run.broadcasts_weights else None
 
-    def placed(self, reach: Reach) -> Launch:
-        """The same on the cluster that was joined, from where it is reached."""
-        environment = self.environment | reach.environment(node_address(), os.environ)
-        return dataclasses.replace(self, reach=reach, environment=environment)
+    def placed(self, bind: BindConfig) -> Launch:
+        """A copy with the addresses of the joined cluster."""
+        environment = self.environment | bind.environment(node_address(), os.environ)
+        return dataclasses.replace(self, bind=bind, environment=environment)
 
     @classmethod
     def of_run(cls, args: Arguments) -> Launch:
-        """Looks at this process's machine and environment."""
+        """The decisions for this process's machine and environment."""
         return cls.decide(this_machine(), run_facts(args), args.train_env_vars, os.environ)
 
     @classmethod
@@ -69,14 +69,14 @@ class Launch:
 
 @dataclasses.dataclass(frozen=True)
 class RankLocation:
-    """Where a training rank runs: its GPU's number (or UUID) on its node, and how many GPUs the node has."""
+    """The location of a training rank: its GPU's number (or UUID) on its node, and the node's number of GPUs."""
 
     gpu: int | str
     gpus_of_node: int
 
 
 def run_facts(args: Arguments) -> RunFacts:
-    """What of the flags bears on how processes are started."""
+    """The launch-relevant facts from the flags."""
     both_sides = not args.debug_train_only and not args.debug_rollout_only
     return RunFacts(
         broadcasts_weights=both_sides and not args.colocate and args.update_weight_transport == "nccl",
@@ -90,7 +90,7 @@ def run_facts(args: Arguments) -> RunFacts:
 
 
 def check_driver_sees_gpus(machine: Machine, resources: Mapping[str, float], environment: Mapping[str, str]) -> None:
-    """Raises DriverWithoutGpuError where Ray's `resources` name real GPUs and the driver's `machine` has none.
+    """Raises DriverWithoutGpuError if Ray's `resources` have physical GPUs and the driver's `machine` has none.
 
     Logical GPUs (`ray start --num-gpus N` without a GPU) have no accelerator type. An empty CUDA_VISIBLE_DEVICES in the
     driver's `environment` hides the GPUs on purpose.
@@ -100,7 +100,7 @@ def check_driver_sees_gpus(machine: Machine, resources: Mapping[str, float], env
     if machine.cuda or hidden or not kinds or not resources.get("GPU"):
         return
     raise DriverWithoutGpuError(
-        f"Ray reports {resources['GPU']:g} GPUs ({', '.join(kinds)}) and the node of this driver sees none, so the run"
+        f"Ray reports {resources['GPU']:g} GPUs ({', '.join(kinds)}) and the driver's node has none, so the run"
         " would train on CPUs: start the driver on a node with GPUs (ray job submit --entrypoint-label-selector"
         f' \'{{"ray.io/accelerator-type": "{kinds[0]}"}}\' ...), install a CUDA build of torch there, or set'
         " CUDA_VISIBLE_DEVICES to nothing to train on CPUs on purpose"
@@ -116,27 +116,27 @@ class Rendezvous:
     port: int = 0
 
 
-def open_meeting(
+def create_store(
     host: str | None, world_size: int, timeout: datetime.timedelta
 ) -> tuple[Rendezvous, FileStore | TCPStore]:
-    """For rank 0: `host` is the address that the others reach it at, None where all are on this machine."""
+    """Creates the store on rank 0; `host` is its address for other machines, None if all ranks are on this one."""
     if host is None:
-        # goes with the temporary folder of this process
-        meeting = Rendezvous(path=f"{tempfile.mkdtemp(prefix='meeting-')}/store")
-        return meeting, join_meeting(meeting, world_size, timeout)
-    # Bound here and kept, because a port that was only looked for may be somebody else's a moment later.
+        # removed with the temporary folder of this process
+        rendezvous = Rendezvous(path=f"{tempfile.mkdtemp(prefix='rendezvous-')}/store")
+        return rendezvous, join_store(rendezvous, world_size, timeout)
+    # Bound here and kept open: another process could take a port that was only probed.
     from slimrl.weights.update.transport_distributed import listening_store
 
     store = listening_store(host, timeout)
     return Rendezvous(host=host, port=store.port), store
 
 
-def join_meeting(meeting: Rendezvous, world_size: int, timeout: datetime.timedelta) -> FileStore | TCPStore:
-    """For the other ranks."""
+def join_store(rendezvous: Rendezvous, world_size: int, timeout: datetime.timedelta) -> FileStore | TCPStore:
+    """Joins the store of rank 0, on the other ranks."""
     from torch.distributed import FileStore, TCPStore
 
-    if meeting.path is None:
-        return TCPStore(meeting.host, meeting.port, is_master=False, timeout=timeout)
-    store = FileStore(meeting.path, world_size)
+    if rendezvous.path is None:
+        return TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=timeout)
+    store = FileStore(rendezvous.path, world_size)
     store.set_timeout(timeout)
     return store

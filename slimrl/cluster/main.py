@@ -1,4 +1,4 @@
-"""What both entry points share: parse, run the loop, end with one clear message and a true exit code."""
+"""The common part of both entry points: parse the flags, run the loop, exit with one message and an exit code."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from slimrl.processes.ray_environment import prepare_ray_environment
 
 if TYPE_CHECKING:
     from slimrl.arguments import Arguments
+    from slimrl.arguments.parser import PassthroughTables
     from slimrl.cluster.run import Run
 
 
@@ -27,48 +28,49 @@ _EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 
 
 class _Interrupts:
-    """Handles SIGINT, SIGTERM and SIGHUP, as Ctrl-C, `ray job stop` and a terminal that closes send them: the first one
-    ends the run, further ones do not disturb its end. SIGHUP is left alone where it is ignored, as under `nohup`.
+    """Handles SIGINT (Ctrl-C), SIGTERM (`ray job stop`) and SIGHUP (closed terminal).
+
+    The first signal ends the run; later ones do not interrupt the shutdown. SIGHUP stays ignored under `nohup`.
     """
 
     def __init__(self) -> None:
         self.first: int | None = None
-        self._terminals = [number for number in (1, 2) if os.isatty(number)]
+        self._terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
         for number in _EXIT_CODES:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._handle)
 
     @property
     def exit_code(self) -> int:
-        """By the first signal: of the exception Ray makes one of its own on the way."""
+        """Exit code of the first signal; Ray turns the exception into one of its own."""
         return _EXIT_CODES[signal.Signals(self.first or signal.SIGINT)]
 
     def _handle(self, number: int, _: object) -> None:
         if number == signal.SIGHUP:
             self._leave_terminal()
         if self.first is not None:
-            logger.warning("already ending what this run started; a moment")
+            logger.warning("shutdown in progress")
             return
         self.first = number
         raise KeyboardInterrupt
 
     def _leave_terminal(self) -> None:
-        """Writes to a terminal that is gone would fail, and with them the end of the run."""
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        for number in self._terminals:
-            os.dup2(nowhere, number)
-        os.close(nowhere)
+        """Redirects terminal output to /dev/null: writes to a closed terminal would fail and break the shutdown."""
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        for descriptor in self._terminals:
+            os.dup2(devnull, descriptor)
+        os.close(devnull)
 
 
-def passthrough_flags() -> dict[str, Callable]:
-    """The `--sglang-*` and `--router-*` flags of the installed packages, read only when one is used."""
-    from slimrl.engines.sglang.server_args import router_flags, server_flags
+def passthrough_flags() -> PassthroughTables:
+    """The `--sglang-*` and `--router-*` flags of the installed packages, read only if one is used."""
+    from slimrl.engines.backend import backend
 
-    return {"sglang": server_flags, "router": router_flags}
+    return backend().flags()
 
 
 def main(entry: str, loop: Callable[[Run], None], argv: Sequence[str] | None = None) -> int:
-    """Runs `loop` on a freshly opened run; returns the process's exit code."""
+    """Opens a run and runs `loop` on it; returns the process's exit code."""
     args = parse_args(list(sys.argv[1:] if argv is None else argv), entry=entry, passthrough=passthrough_flags())
     set_process_title(without_secrets(sys.argv))
 
@@ -78,9 +80,9 @@ def main(entry: str, loop: Callable[[Run], None], argv: Sequence[str] | None = N
 
         return dry_run(args, entry)
     code = _run(args, loop)
-    from slimrl.observability.final_message import last_words
+    from slimrl.observability.final_message import final_message
 
-    logger.info("%s", last_words(args.run_dir, os.getpid()))
+    logger.info("%s", final_message(args.run_dir, os.getpid()))
     return code
 
 
@@ -102,7 +104,7 @@ def _run(args: Arguments, loop: Callable[[Run], None]) -> int:
     from slimrl.processes.folders import FolderInUseError
     from slimrl.rollout.generation.sample_generator import SampleError
     from slimrl.rollout.rm_hub.scorer import TooManyGraderFailuresError
-    from slimrl.weights.update.engine_control import WeightSyncError
+    from slimrl.weights.update.engine_fanout import WeightSyncError
 
     open_to_others = make_private(Path(args.run_dir))
     setup_logging(args.log_level, args.run_dir)
@@ -131,9 +133,9 @@ def _run(args: Arguments, loop: Callable[[Run], None]) -> int:
         logger.error("%s", error)
         return EXIT_FAILED
     except KeyboardInterrupt:
-        logger.error("interrupted; everything that this run started was ended")
+        logger.error("interrupted: all processes of this run were stopped")
         return interrupts.exit_code
     except Exception:
-        logger.exception("the run failed")  # the last floor: into the run's log as well as onto the terminal
+        logger.exception("the run failed")  # catch-all: writes the traceback to the run's log and the terminal
         return EXIT_FAILED
     return 0

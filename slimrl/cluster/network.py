@@ -1,9 +1,9 @@
-"""The addresses that the processes of a run listen on, and the check for nodes that SGLang would take for one machine.
+"""The addresses that the processes of a run listen on, and the check for nodes that SGLang takes for one machine.
 
-A run on one node listens on loopback alone. A run on several nodes, or with an external server or router on another
-machine, listens on the node's own address. The driver decides this once, when it places the run on GPUs.
-SGLang finds out by a name in shared memory which of its processes are on one machine, and connects these over loopback.
-Containers of one host that share /dev/shm and not their network would wait for each other without a message.
+A run on one node listens on loopback only. A run on several nodes, or with an external server or router on another
+machine, listens on the node's address. The driver decides this once, when it places the run on GPUs.
+SGLang detects by a name in shared memory which of its processes are on one machine, and connects them over loopback.
+Containers of one host that share /dev/shm but not their network would hang without a message.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import socket
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import psutil
-import ray
 
 from slimrl.arguments import Arguments
 from slimrl.engines.protocol import EngineError
@@ -28,54 +27,58 @@ WILDCARDS = ("0.0.0.0", "::", "")
 
 
 @dataclasses.dataclass(frozen=True)
-class Reach:
-    """`nodes` that are in the Ray cluster; `partner` is a host of the user's that is another machine, None without."""
+class BindConfig:
+    """`nodes` is the number of Ray nodes; `partner` an external server or router host on another machine, or None."""
 
     nodes: int = 1
     partner: str | None = None
 
     @property
     def one_machine(self) -> bool:
-        """Whether nobody outside of this machine has to reach anything."""
+        """Whether all connections stay on this machine."""
         return self.nodes == 1 and self.partner is None
 
     def address(self, node_ip: str) -> str:
-        """Where processes listen on the node whose address in Ray is `node_ip`."""
+        """The listen address on the node whose address in Ray is `node_ip`."""
         if self.one_machine:
             return LOOPBACK
-        if self.partner is not None and is_loopback(node_ip):  # Ray itself needs to be reached by nobody else
+        if self.partner is not None and is_loopback(node_ip):  # Ray itself is local
             return source_address(self.partner)
         return node_ip
 
     def environment(self, node_ip: str, inherited: Mapping[str, str]) -> dict[str, str]:
-        """Variables of every actor that bind gloo and NCCL to where the run listens, but for those that are set.
+        """Variables of every actor that bind gloo and NCCL to the run's listen address, except those `inherited`.
 
-        Left to themselves both take another interface. Nothing where each node has an address of its own: it knows it.
+        By default both choose another interface. Empty on several nodes, where each node sets its own.
         """
         if self.nodes > 1:
             return {}
         return network_environment(network_of(self.address(node_ip)), inherited)
 
-    def here(self) -> str:
-        """The same on this process's node."""
+    def local_address(self) -> str:
+        """The listen address on this process's node."""
         return self.address(node_address())
 
 
 def node_address() -> str:
     """The address of this node in Ray."""
+    import ray  # here, because the ranks import this module and need no Ray
+
     return ray.util.get_node_ip_address()
 
 
-def reach_of(args: Arguments) -> Reach:
-    """By the flags and the cluster that is joined."""
-    return Reach(sum(node["Alive"] for node in ray.nodes()), partner_of(args))
+def bind_config(args: Arguments) -> BindConfig:
+    """From the flags and the joined cluster."""
+    import ray
+
+    return BindConfig(sum(node["Alive"] for node in ray.nodes()), partner_of(args))
 
 
 def partner_of(args: Arguments) -> str | None:
-    """The first host of the flags that runs a server or router of the user's and is another machine."""
+    """The first external server or router host of the flags that is another machine; None if there is none."""
     hosts = [address.rpartition(":")[0].strip("[]") for address in args.rollout_external_engine_addrs or ()]
     hosts += [args.sglang_router_ip] if args.sglang_router_ip is not None else []
-    return next((host for host in hosts if not is_here(host)), None)
+    return next((host for host in hosts if not is_this_machine(host)), None)
 
 
 def is_loopback(address: str) -> bool:
@@ -83,8 +86,8 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
-def is_here(host: str) -> bool:
-    """Whether `host` is this machine; a name that nobody knows is not."""
+def is_this_machine(host: str) -> bool:
+    """Whether `host` is this machine; false for an unknown name."""
     try:
         found = {str(entry[4][0]).partition("%")[0] for entry in socket.getaddrinfo(host, None)}
     except OSError:
@@ -94,7 +97,7 @@ def is_here(host: str) -> bool:
 
 
 def source_address(host: str) -> str:
-    """This machine's address as `host` sees it; nothing is sent. Raises EngineError where no way leads there."""
+    """This machine's source address towards `host`; sends nothing. Raises EngineError if there is no route."""
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -107,10 +110,10 @@ def source_address(host: str) -> str:
         ) from error
 
 
-def called_at(listens_on: str | None, address: str, nodes: Sequence[str] = ()) -> str:
-    """The host at which a server is called that listens where the user said, or at `address` where that is nowhere.
+def server_host(listens_on: str | None, address: str, nodes: Sequence[str] = ()) -> str:
+    """The host for calls to a server: `listens_on` as set by the user, or `address` if unset or a wildcard.
 
-    Raises EngineError where the user's host cannot be on each of several `nodes`.
+    Raises EngineError if `listens_on` is one address and the servers are on several `nodes`.
     """
     if listens_on is None or listens_on in WILDCARDS:
         return address
@@ -124,7 +127,7 @@ def called_at(listens_on: str | None, address: str, nodes: Sequence[str] = ()) -
 
 @dataclasses.dataclass(frozen=True)
 class NodeMark:
-    """A node at `address`: the name of its mark in shared memory, and its network namespace."""
+    """A node at `address`: the name of its mark in shared memory, and its network namespace (inode number)."""
 
     address: str
     name: str
@@ -132,33 +135,33 @@ class NodeMark:
 
 
 @contextlib.contextmanager
-def marked(address: str, shared_memory: str = stale_resources.SHARED_MEMORY) -> Iterator[NodeMark]:
-    """Puts a mark into this node's shared memory, for as long as others look for it."""
+def place_node_mark(address: str, shared_memory: str = stale_resources.SHARED_MEMORY) -> Iterator[NodeMark]:
+    """Places a mark in this node's shared memory for the length of the block."""
     with stale_resources.owned_folder("slimrl-node-", shared_memory) as folder:
         yield NodeMark(address, folder.name, _network())
 
 
 def _network() -> int:
-    """The network namespace by its number; 0 where there are none."""
+    """The inode number of the network namespace; 0 without /proc namespaces."""
     try:
         return os.stat("/proc/self/ns/net").st_ino
     except FileNotFoundError:
         return 0
 
 
-def seen_of(marks: Sequence[NodeMark], shared_memory: str = stale_resources.SHARED_MEMORY) -> set[str]:
+def visible_marks(marks: Sequence[NodeMark], shared_memory: str = stale_resources.SHARED_MEMORY) -> set[str]:
     """The names of the marks that are in this node's shared memory."""
     return {mark.name for mark in marks if os.path.isdir(os.path.join(shared_memory, mark.name))}
 
 
-def taken_for_one(marks: Sequence[NodeMark], seen: Sequence[Collection[str]]) -> str | None:
-    """Why these nodes cannot hold one server, as a sentence; None where they can. `seen[i]` is what node i sees."""
-    for place, own in enumerate(marks):
-        for other in marks[:place]:
-            if other.name in seen[place] and other.network != own.network:
+def shared_memory_conflict(marks: Sequence[NodeMark], seen: Sequence[Collection[str]]) -> str | None:
+    """The reason that these nodes cannot host one server, or None. `seen[i]` are the marks visible on node i."""
+    for index, own in enumerate(marks):
+        for other in marks[:index]:
+            if other.name in seen[index] and other.network != own.network:
                 return (
-                    f"the nodes {other.address} and {own.address} share /dev/shm and not their network, as containers"
-                    " of one host may do: SGLang takes them for one machine and would wait for ever; give each a"
-                    " /dev/shm of its own (no --ipc=host, no common volume), or both the host's network"
+                    f"the nodes {other.address} and {own.address} share /dev/shm but not their network, as containers"
+                    " of one host may: SGLang takes them for one machine and would hang; give each its own /dev/shm"
+                    " (no --ipc=host, no common volume), or both the host's network"
                 )
     return None

@@ -1,7 +1,7 @@
 """GPUs: a placement group with one bundle per GPU (or logical GPU), in a stable order over the nodes.
 
-The order is node by node, on each by GPU number. Engines take neighbouring GPUs: an engine is on one node, or on
-whole nodes, with the same number of GPUs on each. Called by the driver, which places everything by it.
+The order is by node, then by GPU number. Engines take consecutive GPUs: an engine is on one node, or on whole nodes
+with the same number of GPUs on each. The driver places all actors by this order.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slimrl.arguments import Arguments
-from slimrl.arguments.engines import reward_gpus
+from slimrl.arguments.served_models import reward_gpus
 from slimrl.cluster.ray_session import InsufficientGpusError
 
-# Fractions of one GPU: a train worker and an engine may share it (colocated), two of a kind may not.
+# Fractions of one GPU: a train worker and an engine can share it (colocated), two of the same kind cannot.
 TRAIN_SHARE = 0.6
 ENGINE_SHARE = 0.4
 PLACEMENT_TIMEOUT_S = 600.0
@@ -28,9 +28,9 @@ PLACEMENT_TIMEOUT_S = 600.0
 
 @dataclasses.dataclass(frozen=True)
 class PlacementPlan:
-    """How many GPUs are reserved, and which of them serve training, rollout and the reward model (in GPU order).
+    """The number of reserved GPUs, and those of training, rollout and the reward model (indices in GPU order).
 
-    Each engine takes `per_engine` of the rollout GPUs, one after another; those of the reward model likewise.
+    Each engine takes `per_engine` consecutive rollout GPUs; servers of the reward model `per_reward_engine` of theirs.
     """
 
     total: int
@@ -42,7 +42,7 @@ class PlacementPlan:
 
 
 def plan_gpus(args: Arguments) -> PlacementPlan:
-    """Colocated: both from GPU 0. Split: training first, rollout behind it. The reward model comes last."""
+    """Colocated: training and rollout start at GPU 0. Separate: training first, then rollout. Reward model last."""
     train = 0 if args.debug_rollout_only else args.actor_num_nodes * args.actor_num_gpus_per_node
     rollout = 0 if args.debug_train_only else args.rollout_gpus
     per_engine = args.rollout_num_gpus_per_engine
@@ -61,10 +61,10 @@ def plan_gpus(args: Arguments) -> PlacementPlan:
 
 @dataclasses.dataclass(frozen=True)
 class GpuBundle:
-    """One reserved GPU (or CPU share): its bundle, its node and its GPU's number on that node.
+    """One reserved (logical) GPU: its bundle, its node and its GPU's number on that node.
 
-    Where the node's CUDA_VISIBLE_DEVICES names GPUs by UUID, `gpu_id` is the UUID. `node` is Ray's own name of the
-    node: one machine may have several.
+    `gpu_id` is the UUID if the node's CUDA_VISIBLE_DEVICES lists UUIDs. `node` is Ray's node id: one machine can have
+    several nodes.
     """
 
     bundle: int
@@ -74,12 +74,12 @@ class GpuBundle:
 
 
 def in_order(gpus: Iterable[GpuBundle]) -> list[GpuBundle]:
-    """The GPUs node by node (by address), on each by GPU number."""
+    """The GPUs sorted by node (address), then by GPU number."""
 
-    def place(gpu: GpuBundle) -> tuple[int, str, bool, int | str]:
+    def key(gpu: GpuBundle) -> tuple[int, str, bool, int | str]:
         return int(ipaddress.ip_address(gpu.node_ip)), gpu.node, isinstance(gpu.gpu_id, str), gpu.gpu_id
 
-    return sorted(gpus, key=place)
+    return sorted(gpus, key=key)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,14 +90,14 @@ class EnginePart:
     gpus: tuple[int, ...]
 
 
-def engine_parts(places: range, per_engine: int, gpus: Sequence[GpuBundle]) -> list[list[EnginePart]]:
-    """For each engine on `places` its part on each of its nodes; `gpus` are all reserved ones, in order.
+def engine_parts(indices: range, per_engine: int, gpus: Sequence[GpuBundle]) -> list[list[EnginePart]]:
+    """For each engine on the GPUs `indices`, its part on each of its nodes; `gpus` are all reserved GPUs, in order.
 
-    Raises InsufficientGpusError where an engine is on several nodes and does not fill all of them alike.
+    Raises InsufficientGpusError if an engine spans several nodes without filling each with the same number of GPUs.
     """
     on_node = Counter(gpu.node for gpu in gpus)
     engines: list[list[EnginePart]] = []
-    for first in range(places.start, places.stop, per_engine):
+    for first in range(indices.start, indices.stop, per_engine):
         by_node: dict[str, list[int]] = {}
         for index in range(first, first + per_engine):
             by_node.setdefault(gpus[index].node, []).append(index)
@@ -114,34 +114,35 @@ def _straddling(index: int, parts: list[EnginePart], gpus: Sequence[GpuBundle], 
         f"{len(part.gpus)} of the {on_node[part.node]} on {gpus[part.gpus[0]].node_ip}" for part in parts
     )
     return (
-        f"engine {index} would get {shares}: an engine is on one node or fills whole nodes alike; free the nodes that"
-        " other jobs use, or choose training GPUs and --rollout-num-gpus-per-engine so that engines end where nodes do"
+        f"engine {index} would get {shares}: an engine must be on one node or fill whole nodes of equal size; free the"
+        " nodes that other jobs use, or choose training GPUs and --rollout-num-gpus-per-engine so that engines end at"
+        " node boundaries"
     )
 
 
 @ray.remote(num_cpus=0, num_gpus=TRAIN_SHARE)
 class _Probe:
-    def where(self) -> tuple[str, str, int | str]:
+    def location(self) -> tuple[str, str, int | str]:
         gpu = str(ray.get_gpu_ids()[0])
         number = int(gpu) if gpu.isdigit() else gpu
         return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), number
 
 
 def gpus_of_nodes() -> dict[str, int]:
-    """By node, how many GPUs Ray has there, reserved or not."""
+    """The number of Ray's GPUs by node id, reserved or not."""
     return {node["NodeID"]: int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]}
 
 
 class GpuBundles:
-    """The reserved GPUs, in order, so that neighbours share a node.
+    """The reserved GPUs, in order, so that consecutive GPUs share a node.
 
-    `engines` are the GPUs of each engine by node, `reward_engines` those of the reward model's servers.
+    `engines` are the parts of each engine, one per node; `reward_engines` those of the reward model's servers.
     """
 
     def __init__(self, plan: PlacementPlan) -> None:
         """Reserves `plan.total` GPUs.
 
-        Raises TimeoutError when Ray cannot place them, InsufficientGpusError when they cannot hold the engines.
+        Raises TimeoutError if Ray cannot place them, InsufficientGpusError if the engines do not fit them.
         """
         self.plan = plan
         self.group: PlacementGroup = placement_group([{"GPU": 1}] * plan.total, strategy="PACK")
@@ -162,10 +163,10 @@ class GpuBundles:
     def _probe(self) -> list[GpuBundle]:
         actor: Any = _Probe
         probes = [actor.options(scheduling_strategy=self._strategy(i)).remote() for i in range(self.plan.total)]
-        places = ray.get([probe.where.remote() for probe in probes])
+        locations = ray.get([probe.location.remote() for probe in probes])
         for probe in probes:
             ray.kill(probe)
-        return in_order(GpuBundle(bundle, *place) for bundle, place in enumerate(places))
+        return in_order(GpuBundle(bundle, *location) for bundle, location in enumerate(locations))
 
     def _strategy(self, bundle: int) -> PlacementGroupSchedulingStrategy:
         return PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=bundle)
@@ -176,5 +177,5 @@ class GpuBundles:
         return {"num_cpus": 0, "num_gpus": share, "scheduling_strategy": strategy}
 
     def release(self) -> None:
-        """Gives the GPUs back."""
+        """Returns the GPUs to Ray."""
         remove_placement_group(self.group)

@@ -1,8 +1,8 @@
-"""The driver's Ray session, and what every actor process sets up: its log file and its working folder.
+"""The driver's Ray session, and the setup of every actor process: log file and working folder.
 
 The session joins the cluster that runs this job, or starts a local one for a bare `python train.py`. An actor process
-writes everything to one log file, in order, also from C++ and from a crash. Actors work in the driver's folder, so that
-relative paths in flags and modules of custom functions mean the same there.
+writes all output to one log file, including output of C++ code and crash tracebacks. Actors run in the driver's working
+folder, so that relative paths in flags and modules of custom functions resolve as in the driver.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from slimrl.processes.best_effort_files import optional_output
 logger = logging.getLogger("slimrl")
 
 DAEMON_END_TIMEOUT_S = 3.0
-RAY_FOLDER = "r"  # the path of a socket in it may not be longer than 107 bytes
+RAY_FOLDER = "r"  # short: socket paths inside are limited to 107 bytes
 
 
 class InsufficientGpusError(RuntimeError):
-    """The Ray cluster has fewer GPUs than the flags ask for."""
+    """The Ray cluster has fewer GPUs than the flags require."""
 
 
 @contextlib.contextmanager
 def ray_session(gpus_needed: int, log_level: str = "warning", machine: Machine | None = None) -> Iterator[None]:
-    """Connects to the running cluster (as inside `ray job submit`), else starts a local one; leaves it at the end.
+    """Connects to the running cluster (as inside `ray job submit`), else starts a local one; disconnects at the end.
 
-    A local cluster on a machine without GPUs is given `gpus_needed` logical GPUs. `machine` is the driver's.
-    Raises InsufficientGpusError when the cluster can never place the job, DriverWithoutGpuError where it has GPUs that
-    the driver does not see.
+    A local cluster on a machine without GPUs gets `gpus_needed` logical GPUs. `machine` is the driver's.
+    Raises InsufficientGpusError if the cluster has too few GPUs, DriverWithoutGpuError if it has GPUs and the driver's
+    node has none.
     """
     machine = machine if machine is not None else this_machine()
-    if removed := stale_resources.sweep():
-        logger.info("removed what killed runs had left: %s", ", ".join(removed))
+    if removed := stale_resources.remove_stale():
+        logger.info("removed leftovers of killed runs: %s", ", ".join(removed))
     options = {"log_to_driver": False, "logging_level": log_level}
     with contextlib.ExitStack() as stack:
         stack.callback(ray.shutdown)
@@ -63,21 +63,24 @@ def ray_session(gpus_needed: int, log_level: str = "warning", machine: Machine |
 
 
 def _warn_of_open_cluster() -> None:
-    """A cluster of the user's may be kept from strangers by other means, which nobody sees from here."""
+    """Warns if the cluster has several nodes and no token authentication.
+
+    Only a warning: its network may be protected by means that cannot be checked from here.
+    """
     nodes = sorted({node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]})
     if len(nodes) > 1 and get_authentication_mode() != AuthenticationMode.TOKEN:
         logger.warning(
-            "the Ray cluster spans %d nodes (%s) and asks nobody for a token: whoever reaches one of their ports runs"
-            " commands as you; start it with RAY_AUTH_MODE=token and one RAY_AUTH_TOKEN on every node, or keep"
-            " strangers out of its network (docs/install.md, several nodes)",
+            "the Ray cluster spans %d nodes (%s) and has no authentication: anyone who reaches one of their ports can"
+            " run commands as you; start it with RAY_AUTH_MODE=token and one RAY_AUTH_TOKEN on every node, or restrict"
+            " access to its network (docs/install.md, several nodes)",
             len(nodes),
             ", ".join(nodes[:8]) + (", ..." if len(nodes) > 8 else ""),
         )
 
 
 def _start_local(stack: contextlib.ExitStack, gpus: int, options: dict[str, Any], machine: Machine) -> None:
-    # A folder of our own, short enough for the sockets inside it, so that nothing stays behind. Ray opens the folder
-    # that it is given to everybody: it gets one inside.
+    # Our own temporary folder, so that nothing stays behind; its path is short enough for sockets. Ray makes its
+    # folder accessible to all users, so it gets a subfolder.
     folder = stack.enter_context(stale_resources.owned_folder("slimrl-ray-")) / RAY_FOLDER
     stack.callback(ray.shutdown)  # before the folder goes
     logical = {} if machine.cuda else {"num_gpus": gpus}
@@ -90,43 +93,43 @@ def _start_local(stack: contextlib.ExitStack, gpus: int, options: dict[str, Any]
 
 @contextlib.contextmanager
 def _own_signal_handler() -> Iterator[None]:
-    """Ray replaces the handler of SIGTERM by one that leaves at once, with the signal's number as exit code.
+    """Keeps this process's signal handlers over `ray.init`, which installs a SIGTERM handler that exits at once.
 
-    What an exception out of a handler meets, as code of Ray's that ignores every error, decides whether it is heard of:
-    a signal that came in this block is handled after it once more.
+    Code of Ray that ignores all exceptions may swallow the exception of a handler: a signal that arrives in this block
+    is raised again after it.
     """
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    with _signals_noted() as came:
+    with _signals_recorded() as received:
         try:
             yield
-        except SystemExit as left:
-            if left.code != signal.SIGTERM:
+        except SystemExit as exit_:
+            if exit_.code != signal.SIGTERM:
                 raise
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
-        numbers = [number for number in came() if number in handlers]
+        numbers = [number for number in received() if number in handlers]
     for first in numbers[:1]:
         signal.raise_signal(first)
-        raise KeyboardInterrupt  # its handler says so only of the first signal, which may have been ignored
+        raise KeyboardInterrupt  # the handler raises only for the first signal, whose exception may have been swallowed
 
 
 @contextlib.contextmanager
-def _signals_noted() -> Iterator[Callable[[], bytes]]:
-    """Yields what tells the numbers of the signals that came so far, whoever handles them."""
+def _signals_recorded() -> Iterator[Callable[[], bytes]]:
+    """Yields a function that returns the numbers of the signals received so far, whatever handles them."""
     reader, writer = os.pipe()
     for end in (reader, writer):
         os.set_blocking(end, False)
     before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
 
-    def came() -> bytes:
+    def received() -> bytes:
         try:
             return os.read(reader, 4096)
         except BlockingIOError:
             return b""
 
     try:
-        yield came
+        yield received
     finally:
         signal.set_wakeup_fd(before)
         os.close(reader)
@@ -135,11 +138,11 @@ def _signals_noted() -> Iterator[Callable[[], bytes]]:
 
 @contextlib.contextmanager
 def _children_in_their_own_groups() -> Iterator[None]:
-    """Signals to the driver's process group, as of Ctrl-C and `timeout`, do not reach Ray's daemons.
+    """Keeps signals to the driver's process group (Ctrl-C, `timeout`) from Ray's daemons, which start in this block.
 
-    They are for the driver, which ends what it started in order, and needs the daemons for that. Ray offers no way to
-    start them so; it prepares them in the child (`preexec_fn`), and with that Python runs hooks of forks there. A hook
-    cannot be taken back: after this block it does nothing.
+    The driver needs the daemons for an orderly shutdown. Ray has no option for this, but it starts them with a
+    `preexec_fn`, which makes Python run its fork hooks in the child. A hook cannot be unregistered: after this block it
+    does nothing.
     """
     groups = contextlib.ExitStack()
     groups.callback(os.setpgrp)
@@ -151,7 +154,7 @@ def _children_in_their_own_groups() -> Iterator[None]:
 
 
 def _end_children_but(known: list[psutil.Process]) -> None:
-    """Ends what a `ray.init` that was interrupted has started: Ray forgets it."""
+    """Ends the processes of an interrupted `ray.init`, which Ray itself does not clean up."""
     children = [child for child in psutil.Process().children() if child not in known]
     below = [process for child in children for process in child.children(recursive=True)]
     for child in children:
@@ -164,7 +167,7 @@ def _end_children_but(known: list[psutil.Process]) -> None:
 
 @contextlib.contextmanager
 def _visible_to_ray(logical: bool) -> Iterator[None]:
-    """Ray refuses more logical GPUs than `CUDA_VISIBLE_DEVICES` names; an empty list there is meant for us alone."""
+    """Hides `CUDA_VISIBLE_DEVICES` from Ray if GPUs are `logical`: Ray rejects more GPUs than the variable lists."""
     hidden = os.environ.pop("CUDA_VISIBLE_DEVICES", None) if logical else None
     try:
         yield
@@ -195,13 +198,13 @@ def redirect_to(path: Path, level: str) -> None:
     os.dup2(file.fileno(), 1)
     os.dup2(file.fileno(), 2)
     faulthandler.enable(file=sys.__stderr__ or 2)
-    # whoever prints, a reward function of the user's, say, is not ended by a full disk
+    # code that prints, such as a custom reward function, must not fail on a full disk
     sys.stdout, sys.stderr = optional_output(1), optional_output(2)
     logging.basicConfig(stream=sys.stderr, level=level.upper(), format=LOG_FORMAT, force=True)
 
 
 def last_lines(path: Path, count: int = 20) -> str:
-    """The last `count` lines of a log, or a sentence saying why there are none."""
+    """The last `count` lines of a log, or the reason that there are none."""
     try:
         with open(path, errors="replace") as file:
             lines = "".join(deque(file, maxlen=count)).rstrip()
@@ -211,9 +214,9 @@ def last_lines(path: Path, count: int = 20) -> str:
 
 
 def enter(folder: Path) -> None:
-    """Changes into the driver's folder; Ray leaves actors where it was started itself.
+    """Changes into the driver's working folder; Ray starts actors in its own.
 
-    On a node that has no such folder nothing changes: absolute paths are the only ones that can work there.
+    Does nothing on a node without that folder, where only absolute paths can work.
     """
     if folder.is_dir():
         os.chdir(folder)

@@ -1,8 +1,8 @@
-"""The driver's side of the rollout manager: waits for it, its engines' memory, and the cleanup after a failed run.
+"""The driver's side of the rollout manager: calls, waits, engine memory, and the cleanup after a failed run.
 
-After a failure or an interrupt, `RolloutManagerCleanup` removes the run's servers from an external router, so that the
-next run can use it, and names external servers that may hold a partial weight update. A run that ends normally needs
-neither.
+Every call of the driver goes through `RolloutManagerProxy`. After a failure or an interrupt, `RolloutManagerCleanup`
+removes the run's servers from an external router, so that the next run can use it, and names external servers that may
+hold a partial weight update. A run that ends normally needs neither.
 """
 
 from __future__ import annotations
@@ -10,24 +10,148 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
 import ray
+from ray import ObjectRef
 
 from slimrl.arguments import Arguments
 from slimrl.cluster.supervisor import Supervisor
 from slimrl.cluster.training.train_group import TrainGroup
-from slimrl.cluster.watchdog import WaitTarget, answers, format_rollout_status
+from slimrl.cluster.watchdog import WaitTarget, format_rollout_status, poll_actors
 from slimrl.engines.auth import key_of
+from slimrl.engines.backend import backend
 from slimrl.engines.protocol import EngineError
-from slimrl.engines.sglang.router import ExternalRouter
+
+if TYPE_CHECKING:
+    from slimrl.cluster.engines.engine_recovery import EngineGroupStatus, RecoveryEvents
+    from slimrl.cluster.launch import Launch
+    from slimrl.cluster.placement import GpuBundles
+    from slimrl.cluster.rollout_manager import RolloutResult
+    from slimrl.cluster.watchdog import RolloutStatus
+    from slimrl.rollout.evaluate import EvaluationReport
+    from slimrl.weights.update.topology import EngineEndpoint
 
 logger = logging.getLogger("slimrl")
 
 
-class RolloutManagerCleanup:
-    """Ends the rollout manager with the run: `kill()`, before which `registered()` tells its servers.
+class RolloutManagerProxy:
+    """The rollout manager's actor. Each method calls the `RolloutManager` method of the same name, documented there,
+    and returns a reference to the result without waiting.
+    """
 
-    `registered` returns None where the manager does not answer any more.
+    def __init__(self, actor: ray.actor.ActorHandle) -> None:
+        self._actor = actor
+
+    def start(self, gpus: GpuBundles | None, launch: Launch) -> ObjectRef[list[EngineEndpoint]]:
+        """Starts the engines."""
+        return self._actor.start.remote(gpus, launch)
+
+    def watch(self) -> ObjectRef[str]:
+        """Pending while the engines live."""
+        return self._actor.watch.remote()
+
+    def watch_loop(self) -> ObjectRef[str]:
+        """Pending while its event loop runs."""
+        return self._actor.watch_loop.remote()
+
+    def engine_events(self, serial: int) -> ObjectRef[RecoveryEvents]:
+        """Pending until the engines have more than `serial` events."""
+        return self._actor.engine_events.remote(serial)
+
+    def engine_status(self) -> ObjectRef[EngineGroupStatus]:
+        """The status of the engines."""
+        return self._actor.engine_status.remote()
+
+    def begin_weight_update(self, only_waiting: bool) -> ObjectRef[list[EngineEndpoint]]:
+        """The engines to update."""
+        return self._actor.begin_weight_update.remote(only_waiting)
+
+    def end_weight_update(self, urls: list[str], version: str) -> ObjectRef[None]:
+        """Reports that these engines have weights `version`."""
+        return self._actor.end_weight_update.remote(urls, version)
+
+    def weight_update_failed(self, urls: list[str]) -> ObjectRef[list[str]]:
+        """The lost ones of these engines."""
+        return self._actor.weight_update_failed.remote(urls)
+
+    def release_memory(self) -> ObjectRef[None]:
+        """Releases the memory of every engine."""
+        return self._actor.release_memory.remote()
+
+    def resume_memory(self, tags: Sequence[str]) -> ObjectRef[None]:
+        """Reallocates it."""
+        return self._actor.resume_memory.remote(tags)
+
+    def address(self) -> ObjectRef[str]:
+        """The address of its machine."""
+        return self._actor.address.remote()
+
+    def prompts_per_epoch(self) -> ObjectRef[int]:
+        """Number of prompts."""
+        return self._actor.prompts_per_epoch.remote()
+
+    def load_data_state(self, state: dict[str, Any]) -> ObjectRef[None]:
+        """Restores the data source."""
+        return self._actor.load_data_state.remote(state)
+
+    def drain(self) -> ObjectRef[None]:
+        """Ready when no group is in flight."""
+        return self._actor.drain.remote()
+
+    def set_weight_version(self, version: int, end: int) -> ObjectRef[None]:
+        """Reports that the engines hold weights `version`."""
+        return self._actor.set_weight_version.remote(version, end)
+
+    def progress(self) -> ObjectRef[tuple[int, int]]:
+        """Finished and expected samples."""
+        return self._actor.progress.remote()
+
+    def memory(self) -> ObjectRef[dict[str, float]]:
+        """Resident memory in GiB, by name."""
+        return self._actor.memory.remote()
+
+    def registered(self) -> ObjectRef[list[str]]:
+        """The servers that the run registered with an external router."""
+        return self._actor.registered.remote()
+
+    def server_states(self) -> ObjectRef[list[str]]:
+        """One sentence per server that blocks others."""
+        return self._actor.server_states.remote()
+
+    def status(self) -> ObjectRef[RolloutStatus]:
+        """The current phase, samples and server load."""
+        return self._actor.status.remote()
+
+    def generate(self, rollout_id: int, saved: bool) -> ObjectRef[RolloutResult]:
+        """Generates one rollout."""
+        return self._actor.generate.remote(rollout_id, saved)
+
+    def evaluate(self, rollout_id: int) -> ObjectRef[dict[str, EvaluationReport]]:
+        """Evaluates every data set."""
+        return self._actor.evaluate.remote(rollout_id)
+
+    def close(self) -> ObjectRef[None]:
+        """Ends the engines."""
+        return self._actor.close.remote()
+
+    def kill(self) -> None:
+        """Kills the actor."""
+        ray.kill(self._actor)
+
+    def waiting_for(self, what: str) -> WaitTarget:
+        """A wait target whose watchdog reports contain the rollout manager's status."""
+        return WaitTarget(what, lambda _: format_rollout_status(poll_actors([self.status()])[0]))
+
+    def slow_servers(self) -> str:
+        """The servers that block the run, as text; "" for none. Takes a few seconds at most."""
+        return "; ".join(poll_actors([self.server_states()])[0] or [])
+
+
+class RolloutManagerCleanup:
+    """Ends the rollout manager with the run: `registered()` returns its servers, then `kill()` ends it.
+
+    `registered` returns None if the manager does not respond any more.
     """
 
     def __init__(self, args: Arguments, registered: Callable[[], list[str] | None], kill: Callable[[], None]) -> None:
@@ -36,12 +160,12 @@ class RolloutManagerCleanup:
         self._trainers: TrainGroup | None = None
 
     @classmethod
-    def of_actor(cls, args: Arguments, manager: ray.actor.ActorHandle) -> RolloutManagerCleanup:
-        """For the rollout manager itself."""
-        return cls(args, lambda: answers([manager.registered.remote()])[0], lambda: ray.kill(manager))
+    def of_manager(cls, args: Arguments, manager: RolloutManagerProxy) -> RolloutManagerCleanup:
+        """The cleanup of `manager`."""
+        return cls(args, lambda: poll_actors([manager.registered()])[0], manager.kill)
 
     def set_started(self, trainers: TrainGroup | None, urls: Sequence[str]) -> None:
-        """Who updates weights, and the servers that have started."""
+        """Sets the trainers, and the URLs of the started servers."""
         self._trainers, self._started = trainers, urls
 
     def __enter__(self) -> RolloutManagerCleanup:
@@ -53,51 +177,43 @@ class RolloutManagerCleanup:
         if kind is None:
             self._kill()
             return
-        self._name_the_paused()
+        self._report_paused()
         if self._args.sglang_router_ip is None:
             self._kill()
             return
         registered = self._registered()
-        self._kill()  # first: it keeps the router's list right
+        self._kill()  # first: it would restore the router's list
         urls = self._started if registered is None else registered
         try:
-            ExternalRouter(self._args.sglang_router_ip, self._args.sglang_router_port, urls, key_of(self._args)).stop()
-        except EngineError as failure:  # the run ends with what ended it
+            address = self._args.sglang_router_ip, self._args.sglang_router_port
+            backend().external_router(*address, urls, key_of(self._args)).stop()
+        except EngineError as failure:  # not raised: the run's own error must be reported
             logger.warning("the router of --sglang-router-ip may still have %s: %s", ", ".join(urls), failure)
 
-    def _name_the_paused(self) -> None:
+    def _report_paused(self) -> None:
         addresses = self._args.rollout_external_engine_addrs
         if addresses and self._trainers is not None and self._trainers.updating_weights is not None:
             logger.error(
-                "the run ended while it updated weights %s: the servers %s of --rollout-external-engine-addrs may be"
-                " paused and hold only some of them; the next run updates all of them again, for any other use start"
-                " the servers again",
+                "the run ended during weight update %s: the servers %s of --rollout-external-engine-addrs may be paused"
+                " and hold a partial update; the next run updates all weights; restart the servers for any other use",
                 self._trainers.updating_weights,
                 ", ".join(addresses),
             )
 
 
-def manager_wait(manager: ray.actor.ActorHandle, what: str) -> WaitTarget:
-    """A wait for the rollout manager."""
-    return WaitTarget(what, lambda _: format_rollout_status(answers([manager.where.remote()])[0]))
-
-
-def of_servers(manager: ray.actor.ActorHandle) -> str:
-    """The servers that keep somebody waiting, whoever is waited for; "" for none."""
-    return "; ".join(answers([manager.server_states.remote()])[0] or [])
-
-
 class EngineMemoryProxy:
-    """The memory of the servers, which the rollout manager looks after."""
+    """`ReleasableMemory` by calls to the rollout manager; every method waits for the result."""
 
-    def __init__(self, manager: ray.actor.ActorHandle, supervisor: Supervisor) -> None:
+    def __init__(self, manager: RolloutManagerProxy, supervisor: Supervisor) -> None:
         self._manager = manager
         self._supervisor = supervisor
 
     def release(self) -> None:
-        awaited = manager_wait(self._manager, "the release of the engines' memory")
-        self._supervisor.get([self._manager.release_memory.remote()], awaited)
+        """Releases all memory of every server."""
+        target = self._manager.waiting_for("the release of the engines' memory")
+        self._supervisor.get([self._manager.release_memory()], target)
 
     def resume(self, tags: Sequence[str]) -> None:
-        awaited = manager_wait(self._manager, f"the engines' memory for {' and '.join(tags)}")
-        self._supervisor.get([self._manager.resume_memory.remote(tags)], awaited)
+        """Reallocates the memory of `tags` on every server."""
+        target = self._manager.waiting_for(f"the engines' memory for {' and '.join(tags)}")
+        self._supervisor.get([self._manager.resume_memory(tags)], target)

@@ -1,10 +1,10 @@
-"""`ray.get` that watches every process of the run: the first death ends the wait with one message that names it.
+"""A `ray.get` that watches every process of the run: the first death ends the wait with one message that names it.
 
-`brief` makes one sentence of Ray's page about a process that it ended because the machine ran out of memory.
-`NodeWatch` names a node that is cut off from the network long before Ray does, which takes a minute and more. It asks
-every other node of the run, over and over, whether its Ray answers a connection. A refused connection is an answer too:
-the machine is up, and Ray reports at once what ended on it. The watch only reports; the run continues, because a
-network may come back.
+`summarize_oom` shortens Ray's page of text about a process that it killed for lack of memory to one sentence.
+`NodeWatch` reports a node that is cut off from the network long before Ray does, which takes more than a minute. It
+repeatedly connects to Ray on every other node of the run. A refused connection counts as a response: the machine is up,
+and Ray reports dead processes there at once. The watch only reports; the run continues, because the network may
+recover.
 """
 
 from __future__ import annotations
@@ -29,45 +29,45 @@ from slimrl.cluster.watchdog import Wait, WaitTarget, WatchdogConfig
 _SIGNS = ("running low on memory", "due to memory pressure (OOM)")
 _NODE = re.compile(r"Memory on the node \(IP: ([^,]+), ID: [^)]*\) was ([\d.]+) ?GB used / ([\d.]+) ?GB limit")
 _PROCESS = re.compile(r"pid=(\d+), actual memory used=([\d.]+) ?GB")
-_MEND = (
+_OOM_FIX = (
     "give the machine more memory, or start fewer or smaller processes on it (--dry-run shows what each GPU needs);"
     " Ray's limit is RAY_memory_usage_threshold"
 )
 
 
 class OutOfMemorySummary(RuntimeError):
-    """Ray ended a process for the machine's memory."""
+    """Ray killed a process because its machine ran out of memory."""
 
 
-def brief(error: Exception) -> Exception:
-    """`error`, or OutOfMemorySummary with a sentence where it is Ray's page about the machine's memory.
+def summarize_oom(error: Exception) -> Exception:
+    """OutOfMemorySummary with one sentence if `error` is Ray's out-of-memory report, else `error`.
 
-    The numbers are left out where Ray says them in other words.
+    Without the numbers if the report's format is unknown.
     """
     text = str(error)
     if not any(sign in text for sign in _SIGNS):
         return error
     node, process = _NODE.search(text), _PROCESS.search(text)
-    who = f"process {process[1]}, which had {float(process[2]):.1f} GB," if process else "it"
-    where = f": {float(node[2]):.1f} of the {float(node[3]):.1f} GB of machine {node[1]} were in use" if node else ""
-    return OutOfMemorySummary(f"Ray ended {who} for want of memory{where}; {_MEND}")
+    victim = f"process {process[1]}, which had {float(process[2]):.1f} GB," if process else "it"
+    usage = f": {float(node[2]):.1f} of the {float(node[3]):.1f} GB of machine {node[1]} were in use" if node else ""
+    return OutOfMemorySummary(f"Ray killed {victim} for lack of memory{usage}; {_OOM_FIX}")
 
 
 PROGRESS_INTERVAL_S = 0.5
 
 
 class ProcessDiedError(RuntimeError):
-    """A train worker, a server, the router or the rollout manager ended before its time."""
+    """A train worker, a server, the router or the rollout manager ended unexpectedly."""
 
 
 class EventHandler(Protocol):
-    """Something that may have to be done while the driver waits."""
+    """Handles events that arrive while the driver waits."""
 
-    def news(self) -> ObjectRef:
-        """Ready when there is something to do; the same until `act`."""
+    def events(self) -> ObjectRef:
+        """A reference that is ready when there are events; the same one until `handle_events`."""
 
-    def act(self) -> None:
-        """Does it; may wait for calls of its own."""
+    def handle_events(self) -> None:
+        """Handles them; may wait for its own calls."""
 
 
 class Supervisor:
@@ -76,131 +76,132 @@ class Supervisor:
     A watch becomes ready (with a message) or fails (with Ray's actor error) when its process dies.
     """
 
-    def __init__(self, patience: WatchdogConfig, silent_nodes: Callable[[], str] = str) -> None:
-        """`silent_nodes` tells which nodes do not answer on the network, in words."""
-        self._patience = patience
+    def __init__(self, config: WatchdogConfig, silent_nodes: Callable[[], str] = str) -> None:
+        """`silent_nodes()` returns the nodes that do not respond on the network, as text."""
+        self._config = config
         self._silent_nodes = silent_nodes
         self._watches: dict[ObjectRef, Callable[[Exception | None], str]] = {}
-        self._attendant: EventHandler | None = None
-        self._bystanders: Callable[[], str] = lambda: ""
+        self._event_handler: EventHandler | None = None
+        self._report_suffix: Callable[[], str] = lambda: ""
 
     def watch(self, ref: ObjectRef, describe: Callable[[Exception | None], str]) -> None:
-        """Watches `ref`; `describe(error)` makes the message from Ray's error where the ref holds no text."""
+        """Watches `ref`; `describe(error)` makes the message from Ray's error if the ref fails."""
         self._watches[ref] = describe
 
-    def set_event_handler(self, attendant: EventHandler) -> None:
-        """From now on every wait heeds its news."""
-        self._attendant = attendant
+    def set_event_handler(self, event_handler: EventHandler) -> None:
+        """Makes every later wait handle its events."""
+        self._event_handler = event_handler
 
-    def ask_too(self, bystanders: Callable[[], str]) -> None:
-        """Every report of a long wait ends with what this says of those that are not waited for themselves, or ""."""
-        self._bystanders = bystanders
+    def set_report_suffix(self, report_suffix: Callable[[], str]) -> None:
+        """Appends the text of `report_suffix()`, if any, to every report of a long wait."""
+        self._report_suffix = report_suffix
 
     def stop_watching(self) -> None:
-        """Drops every watch: from here on processes end because they are told to."""
+        """Drops every watch: from here on processes end on request."""
         self._watches.clear()
-        self._attendant = None
-        self._bystanders = lambda: ""
+        self._event_handler = None
+        self._report_suffix = lambda: ""
 
     def get(
-        self, refs: Sequence[ObjectRef], awaited: WaitTarget, progress: Callable[[], None] | None = None
+        self, refs: Sequence[ObjectRef], target: WaitTarget, progress: Callable[[], None] | None = None
     ) -> list[Any]:
-        """`ray.get`, ended early by the first failure among `refs` or the watched processes; `awaited` says what for.
+        """`ray.get` that raises at the first failure among `refs` or the watched processes.
 
-        Raises ProcessDiedError for a death, the task's own exception for a failed call, and WatchdogTimeoutError.
+        `target` describes the wait in watchdog reports. Raises ProcessDiedError for a death, the task's own exception
+        for a failed call, and WatchdogTimeoutError.
         """
         with contextlib.ExitStack() as stack:
-            stack.callback(_read_by_nobody, refs)
-            self._wait(refs, awaited, progress)
+            stack.callback(_discard_results, refs)
+            self._wait(refs, target, progress)
             stack.pop_all()
         return ray.get(list(refs))
 
-    def _wait(self, refs: Sequence[ObjectRef], awaited: WaitTarget, progress: Callable[[], None] | None) -> None:
+    def _wait(self, refs: Sequence[ObjectRef], target: WaitTarget, progress: Callable[[], None] | None) -> None:
         pending = list(dict.fromkeys(refs))
-        wait = Wait(self._patience, self._with_silent_nodes(awaited), self._bystanders)
+        wait = Wait(self._config, self._with_silent_nodes(target), self._report_suffix)
         while pending:
             times = [wait.remaining(), PROGRESS_INTERVAL_S if progress else None]
             timeout = min((time_s for time_s in times if time_s is not None), default=None)
-            attendant = self._attendant
-            news = [attendant.news()] if attendant is not None else []
-            ready, _ = ray.wait([*self._watches, *news, *pending], num_returns=1, timeout=timeout)
+            event_handler = self._event_handler
+            events = [event_handler.events()] if event_handler is not None else []
+            ready, _ = ray.wait([*self._watches, *events, *pending], num_returns=1, timeout=timeout)
             if progress:
                 progress()
-            if ready == news and attendant is not None:
-                self._act(attendant)
+            if ready == events and event_handler is not None:
+                self._handle_events(event_handler)
                 continue
             if not ready:
-                wait.look([place for place, ref in enumerate(refs) if ref in pending])
+                wait.check([index for index, ref in enumerate(refs) if ref in pending])
             for ref in ready:
                 if ref in self._watches:
                     raise ProcessDiedError(self._message(ref))
                 pending.remove(ref)
                 self._raise_failure(ref)
 
-    def _with_silent_nodes(self, awaited: WaitTarget) -> WaitTarget:
-        """A wait whose report begins with the nodes that keep everybody else waiting."""
+    def _with_silent_nodes(self, target: WaitTarget) -> WaitTarget:
+        """`target` with reports that begin with the unresponsive nodes."""
 
-        def describe(places: Sequence[int]) -> str:
-            return "; ".join(filter(None, [self._silent_nodes(), awaited.describe(places)]))
+        def describe(pending: Sequence[int]) -> str:
+            return "; ".join(filter(None, [self._silent_nodes(), target.describe(pending)]))
 
-        return WaitTarget(awaited.what, describe)
+        return WaitTarget(target.what, describe)
 
-    def _act(self, attendant: EventHandler) -> None:
-        """Nobody attends to the waits in which it acts itself."""
-        self._attendant = None
+    def _handle_events(self, event_handler: EventHandler) -> None:
+        """Runs the handler; its own waits handle no events."""
+        self._event_handler = None
         try:
-            with self._deaths_named():
-                attendant.act()
+            with self._naming_deaths():
+                event_handler.handle_events()
         finally:
-            self._attendant = attendant
+            self._event_handler = event_handler
 
     def _message(self, ref: ObjectRef) -> str:
         describe = self._watches[ref]
         try:
             return str(ray.get(ref))
         except (RayActorError, OutOfMemoryError) as error:
-            return describe(brief(error))
+            return describe(summarize_oom(error))
 
     def _raise_failure(self, ref: ObjectRef) -> None:
-        with self._deaths_named():
+        with self._naming_deaths():
             ray.get(ref)
 
     @contextlib.contextmanager
-    def _deaths_named(self) -> Iterator[None]:
+    def _naming_deaths(self) -> Iterator[None]:
         try:
             yield
         except (RayActorError, OutOfMemoryError) as error:
-            raise ProcessDiedError(self._who_died(error)) from error
+            raise ProcessDiedError(self._death_message(error)) from error
         except RayTaskError as error:
-            self._raise_death_behind(error)
+            self._raise_underlying_death(error)
             raise error.cause from None
 
-    def _who_died(self, error: RayActorError | OutOfMemoryError) -> str:
+    def _death_message(self, error: RayActorError | OutOfMemoryError) -> str:
         """The dead actor's own watch fails in the same moment: its description names the process."""
         ready, _ = ray.wait(list(self._watches), num_returns=1, timeout=5.0) if self._watches else ([], [])
-        return self._message(ready[0]) if ready else str(brief(error))
+        return self._message(ready[0]) if ready else str(summarize_oom(error))
 
-    def _raise_death_behind(self, error: RayTaskError) -> None:
-        """A peer's failed collective or request is often only the echo of a death: name the death itself."""
+    def _raise_underlying_death(self, error: RayTaskError) -> None:
+        """A peer's failed collective or request often follows from a death: raises for the death instead."""
         ready, _ = ray.wait(list(self._watches), num_returns=1, timeout=3.0) if self._watches else ([], [])
         if ready:
             raise ProcessDiedError(self._message(ready[0])) from error
 
 
-def _read_by_nobody(refs: Sequence[ObjectRef]) -> None:
-    """Takes the results of a call that failed whenever they come: Ray writes failures that nobody fetches to stderr."""
+def _discard_results(refs: Sequence[ObjectRef]) -> None:
+    """Fetches the results of abandoned calls when they arrive: Ray prints unfetched failures to stderr."""
     for ref in refs:
         ref.future()
 
 
 logger = logging.getLogger("slimrl")
 
-_HEAD = "node:__internal_head__"  # a resource that Ray gives the head alone
+_HEAD = "node:__internal_head__"  # Ray's resource that only the head node has
 
 
 @dataclasses.dataclass(frozen=True)
-class Pace:
-    """Seconds. A node is named at the latest `silent_after_s + period_s + timeout_s` after its last answer."""
+class ProbeIntervals:
+    """Seconds. A node is reported within `silent_after_s + period_s + timeout_s` of its last response."""
 
     period_s: float = 5.0
     timeout_s: float = 5.0
@@ -209,7 +210,7 @@ class Pace:
 
 @dataclasses.dataclass(frozen=True)
 class WatchedNode:
-    """Where its Ray listens, and what of the run is there: "training ranks 2, 3"."""
+    """The address of its Ray, and the part of the run on it, such as "training ranks 2, 3"."""
 
     address: str
     port: int
@@ -217,21 +218,21 @@ class WatchedNode:
 
 
 class NodeWatch:
-    """Watches nodes from a thread of its own; made by `watching`."""
+    """Watches nodes from its own thread; created by `watch_nodes`."""
 
-    def __init__(self, nodes: Sequence[WatchedNode], pace: Pace = Pace()) -> None:
+    def __init__(self, nodes: Sequence[WatchedNode], pace: ProbeIntervals = ProbeIntervals()) -> None:
         self._nodes = nodes
         self._pace = pace
-        self._silent: dict[WatchedNode, float] = {}  # those that are named, and when each answered last
+        self._silent: dict[WatchedNode, float] = {}  # reported nodes, and when each responded last
 
-    def silent(self) -> str:
-        """The nodes that are named now, in words; empty where all answer."""
+    def unreachable(self) -> str:
+        """The unresponsive nodes, as text; "" if all respond."""
         now = time.monotonic()
-        return "; ".join(_silence(node, now - last) for node, last in list(self._silent.items()))
+        return "; ".join(_unreachable_message(node, now - last) for node, last in list(self._silent.items()))
 
     @contextlib.contextmanager
     def running(self) -> Iterator[NodeWatch]:
-        """Watches until the end of the block; without nodes there is nothing to do."""
+        """Watches until the end of the block; does nothing without nodes."""
         if not self._nodes:
             yield self
             return
@@ -252,16 +253,16 @@ class NodeWatch:
     async def _watch(self, node: WatchedNode) -> None:
         last = time.monotonic()
         while True:
-            if await self._answers(node):
+            if await self._is_reachable(node):
                 last = time.monotonic()
                 if self._silent.pop(node, None) is not None:
                     logger.warning("node %s answers on the network again", node.address)
             elif time.monotonic() - last >= self._pace.silent_after_s and node not in self._silent:
                 self._silent[node] = last
-                logger.warning("%s", _silence(node, time.monotonic() - last))
+                logger.warning("%s", _unreachable_message(node, time.monotonic() - last))
             await asyncio.sleep(self._pace.period_s)
 
-    async def _answers(self, node: WatchedNode) -> bool:
+    async def _is_reachable(self, node: WatchedNode) -> bool:
         try:
             connecting = asyncio.open_connection(node.address, node.port)
             _, writer = await asyncio.wait_for(connecting, self._pace.timeout_s)
@@ -273,21 +274,21 @@ class NodeWatch:
         return True
 
 
-def _silence(node: WatchedNode, seconds: float) -> str:
+def _unreachable_message(node: WatchedNode, seconds: float) -> str:
     return (
         f"node {node.address} ({node.what}) has not answered on the network for {seconds:.0f} s: look for a lost link"
-        " or a machine that is down; Ray ends what is on it when it notices, after a minute or more"
+        " or a machine that is down; Ray declares its processes dead after a minute or more"
     )
 
 
-def watching(gpus: Sequence[GpuBundle], plan: PlacementPlan) -> contextlib.AbstractContextManager[NodeWatch]:
-    """The watch over all nodes of the run but the driver's own."""
+def watch_nodes(gpus: Sequence[GpuBundle], plan: PlacementPlan) -> contextlib.AbstractContextManager[NodeWatch]:
+    """Watches all nodes of the run except the driver's."""
     own = ray.get_runtime_context().get_node_id()
     return NodeWatch(nodes_of(gpus, plan, ray.nodes(), own)).running()
 
 
 def nodes_of(gpus: Sequence[GpuBundle], plan: PlacementPlan, known: Iterable[dict], own: str) -> list[WatchedNode]:
-    """What is to be watched: the head and the nodes that hold a GPU, but for `own`; `known` are Ray's own words."""
+    """The nodes to watch: Ray's head and the nodes with a GPU of the run, except `own`; `known` are `ray.nodes()`."""
     shares = (("training ranks", plan.train), ("rollout GPUs", plan.rollout), ("reward GPUs", plan.reward))
     found = []
     for node in known:
@@ -295,7 +296,7 @@ def nodes_of(gpus: Sequence[GpuBundle], plan: PlacementPlan, known: Iterable[dic
         is_head = _HEAD in node["Resources"]
         if not (here or is_head) or node["NodeID"] == own:
             continue
-        # counted from the first of their kind, as ranks are
+        # indices within their kind, as ranks are numbered
         parts = [(name, [index - share.start for index in share if index in here]) for name, share in shares]
         what = ["the head of Ray"] if is_head else []
         what += [f"{name} {', '.join(map(str, numbers))}" for name, numbers in parts if numbers]

@@ -1,8 +1,8 @@
-"""The watchdog of the driver's waits: reports what a long wait is for and where each process is, and may end the run.
+"""The watchdog of the driver's waits: reports what a long wait is for and the status of each process; may end the run.
 
-Asking never hangs: a process that does not answer within seconds is reported as that. The supervisor uses it in every
-wait; whoever waits says what to report. Actors answer with `RankStatus` and `RolloutStatus`, which
-`format_rank_status` and `format_rollout_status` turn into the text of the report.
+Status queries never hang: a process that does not respond within seconds is reported as unresponsive. The supervisor
+runs the watchdog in every wait; the caller supplies the report (`WaitTarget`). Actors return `RankStatus` or
+`RolloutStatus`, which `format_rank_status` and `format_rollout_status` format as text.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ray import ObjectRef
 from ray.exceptions import RayActorError
 
 from slimrl.arguments import Arguments
-from slimrl.engines.sglang.control import ServerLoad
+from slimrl.engines.server_protocol import ServerLoad
 from slimrl.rollout.generation.sample_tracker import ActiveSample
 
 logger = logging.getLogger("slimrl")
@@ -27,15 +27,15 @@ ANSWER_TIMEOUT_S = 5.0
 
 
 class WatchdogTimeoutError(RuntimeError):
-    """A wait reached --watchdog-limit-seconds; the message says what was awaited and where everybody stood."""
+    """A wait reached --watchdog-limit-seconds; the message has the wait's target and the status of all processes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class WaitTarget:
-    """What a wait is for: "train of rollout 7".
+    """What a wait is for, such as "training on rollout 7".
 
-    `describe(places)` says where those stand whose calls, at these places of the list that is waited for, have not
-    returned.
+    `describe(pending)` returns the status of the processes whose calls have not returned; `pending` are the indices of
+    these calls in the list that is waited for.
     """
 
     what: str
@@ -59,31 +59,31 @@ class Wait:
     """One wait: `look` as often as you like, at least when `remaining` seconds have passed."""
 
     def __init__(
-        self, patience: WatchdogConfig, awaited: WaitTarget, bystanders: Callable[[], str] = lambda: ""
+        self, config: WatchdogConfig, target: WaitTarget, report_suffix: Callable[[], str] = lambda: ""
     ) -> None:
-        """`bystanders` says what keeps those waiting that are waited for, as far as others know it, or ""."""
-        self._bystanders = bystanders
-        self._patience = patience
-        self._awaited = awaited
+        """`report_suffix()` returns what other processes know about the cause of the wait, or ""."""
+        self._report_suffix = report_suffix
+        self._config = config
+        self._target = target
         self._started = time.monotonic()
-        self._next_report_s = patience.report_after_s
+        self._next_report_s = config.report_after_s
 
     def remaining(self) -> float | None:
-        """Seconds until `look` has something to do; None for ever."""
-        times = [time_s for time_s in (self._next_report_s, self._patience.limit_s) if time_s]
+        """Seconds until `check` has something to do; None if never."""
+        times = [time_s for time_s in (self._next_report_s, self._config.limit_s) if time_s]
         return max(min(times) - self._waited(), 0.0) if times else None
 
-    def look(self, places: Sequence[int]) -> None:
-        """Reports where those at `places` stand when it is time, and again after twice as long.
+    def check(self, pending: Sequence[int]) -> None:
+        """Logs the status of the `pending` calls when a report is due; the interval doubles after each report.
 
         Raises WatchdogTimeoutError with the report when the limit is reached.
         """
-        waited, limit = self._waited(), self._patience.limit_s
+        waited, limit = self._waited(), self._config.limit_s
         too_long = limit is not None and waited >= limit
         if not too_long and (not self._next_report_s or waited < self._next_report_s):
             return
-        others = self._bystanders()
-        report = f"waiting {waited:.0f} s for {self._awaited.what}: {self._awaited.describe(places)}"
+        others = self._report_suffix()
+        report = f"waiting {waited:.0f} s for {self._target.what}: {self._target.describe(pending)}"
         report += f"; {others}" if others else ""
         if too_long:
             raise WatchdogTimeoutError(f"{report}; the run ends (--watchdog-limit-seconds {limit:g})")
@@ -94,16 +94,16 @@ class Wait:
         return time.monotonic() - self._started
 
 
-def answers(refs: Sequence[ObjectRef]) -> list[Any | None]:
-    """What each call returned; None where it does not return within a few seconds, or the actor is dead."""
+def poll_actors(refs: Sequence[ObjectRef]) -> list[Any | None]:
+    """The result of each call; None if it does not return within a few seconds or its actor is dead."""
     ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=ANSWER_TIMEOUT_S)
-    return [_answer(ref) if ref in ready else None for ref in refs]
+    return [_result(ref) if ref in ready else None for ref in refs]
 
 
-def _answer(ref: ObjectRef) -> Any | None:
+def _result(ref: ObjectRef) -> Any | None:
     try:
         return ray.get(ref)
-    except RayActorError:  # the watch over it says so, with the cause
+    except RayActorError:  # its watch reports the cause
         return None
 
 
@@ -114,7 +114,7 @@ _SILENT_S = 4.0
 
 @dataclasses.dataclass(frozen=True)
 class RankStatus:
-    """One training rank; `seconds` since it last said something, `frames` innermost first (see `processes.stacks`)."""
+    """One training rank. `seconds` since its last message; `frames` innermost first (`process_info.frames_of`)."""
 
     rank: int
     pid: int | None
@@ -129,7 +129,7 @@ class RankStatus:
 
     @property
     def place(self) -> str:
-        """What it is at, without saying who it is."""
+        """Its position in the current call, without its identity."""
         if self.method is None:
             return "done"
         if self.micro_batches and self.micro_batch < self.micro_batches:
@@ -139,7 +139,7 @@ class RankStatus:
 
 @dataclasses.dataclass(frozen=True)
 class RolloutStatus:
-    """The rollout manager: what it does, how far it is, and who keeps it; `blocked_line` is a line of code or ""."""
+    """The rollout manager's phase, progress and unfinished samples; `blocked_line` is a line of code or ""."""
 
     doing: str
     finished: int
@@ -152,14 +152,14 @@ class RolloutStatus:
 
 
 def format_rank_status(ranks: Sequence[RankStatus | None], pending: Sequence[int]) -> str:
-    """The ranks by where they stand: those that answered last, the furthest behind first."""
-    silent = [rank for rank in pending if ranks[rank] is None]
-    asked = [where for rank in pending if (where := ranks[rank]) is not None]
-    asked.sort(key=lambda where: (where.state != "stopped", where.micro_batch, -where.seconds))
+    """The ranks grouped by position: unresponsive ranks first, then the furthest behind first."""
+    unresponsive = [rank for rank in pending if ranks[rank] is None]
+    known = [status for rank in pending if (status := ranks[rank]) is not None]
+    known.sort(key=lambda status: (status.state != "stopped", status.micro_batch, -status.seconds))
     groups: dict[tuple[str, str], list[RankStatus]] = {}
-    for where in asked:
-        groups.setdefault((where.place, where.state), []).append(where)
-    parts = [f"{_ranks(silent)} cannot be asked: no answer of the actor"] if silent else []
+    for status in known:
+        groups.setdefault((status.place, status.state), []).append(status)
+    parts = [f"{_ranks(unresponsive)} does not answer: no reply from its actor"] if unresponsive else []
     parts += [_group(place, state, members) for (place, state), members in groups.items()]
     done = [rank for rank in range(len(ranks)) if rank not in pending]
     return "; ".join(parts + ([f"{_ranks(done)} done"] if done else []))
@@ -167,20 +167,20 @@ def format_rank_status(ranks: Sequence[RankStatus | None], pending: Sequence[int
 
 def _group(place: str, state: str, members: Sequence[RankStatus]) -> str:
     first = members[0]
-    who = f"rank {first.rank} (pid {first.pid} on {first.node})" if len(members) == 1 else _ranks(_numbers(members))
+    label = f"rank {first.rank} (pid {first.pid} on {first.node})" if len(members) == 1 else _ranks(_numbers(members))
     stopped = "" if state in ("running", "sleeping") else f", process {state}"
-    at = f", at {first.frames[0]}{_own(first.frames)}" if first.frames else ""
-    return f"{who} {place} for {first.seconds:.0f} s{stopped}{at} (stacks in {first.log})"
+    at = f", at {first.frames[0]}{_slimrl_frame(first.frames)}" if first.frames else ""
+    return f"{label} {place} for {first.seconds:.0f} s{stopped}{at} (stacks in {first.log})"
 
 
-def _own(frames: Sequence[str]) -> str:
-    """The innermost frame of slimrl, which says what for."""
+def _slimrl_frame(frames: Sequence[str]) -> str:
+    """The innermost frame of slimrl, as ", called from ..."; "" if it is the innermost of all or absent."""
     own = next((frame for frame in frames if "/slimrl/" in frame), None)
     return f", called from {own}" if own is not None and own != frames[0] else ""
 
 
 def _numbers(members: Sequence[RankStatus]) -> list[int]:
-    return sorted(where.rank for where in members)
+    return sorted(status.rank for status in members)
 
 
 def _ranks(numbers: Sequence[int]) -> str:
@@ -194,26 +194,26 @@ def _counted(what: str, numbers: Sequence[int]) -> str:
     return f"{what}{'s' if len(numbers) > 1 else ''} {shown}{more}"
 
 
-def format_rollout_status(where: RolloutStatus | None) -> str:
-    """The rollout manager's report in words."""
-    if where is None:
-        return "the rollout manager cannot be asked: no answer of the actor"
-    parts = [where.doing] if where.doing else []
-    if where.blocked_line:
+def format_rollout_status(status: RolloutStatus | None) -> str:
+    """The rollout manager's status as text."""
+    if status is None:
+        return "the rollout manager does not answer: no reply from its actor"
+    parts = [status.doing] if status.doing else []
+    if status.blocked_line:
         parts.append(
-            f"its event loop is blocked at {where.blocked_line}: a function there must not wait without await"
-            f" (stacks in {where.log})"
+            f"its event loop is blocked at {status.blocked_line}: a function there must not wait without await"
+            f" (stacks in {status.log})"
         )
-    if where.expected:
-        parts.append(f"{where.expected - where.finished} of {where.expected} samples unfinished")
-    parts += _samples(where.samples, where.blocked_line)
-    if where.servers:
-        parts.append(f"{where.in_flight} requests in flight; " + ", ".join(map(_server, where.servers)))
+    if status.expected:
+        parts.append(f"{status.expected - status.finished} of {status.expected} samples unfinished")
+    parts += _samples(status.samples, status.blocked_line)
+    if status.servers:
+        parts.append(f"{status.in_flight} requests in flight; " + ", ".join(map(_server, status.servers)))
     return "; ".join(parts)
 
 
 def _samples(samples: Sequence[ActiveSample], blocked_line: str) -> list[str]:
-    """The samples by stage and line, the slowest first; of a blocked loop only the one that blocks it, if any does."""
+    """The samples by stage and line, slowest first; of a blocked loop only the sample that blocks it, if any does."""
     chosen = [sample for sample in samples if blocked_line and sample.line == blocked_line] or samples
     groups: dict[tuple[str, str], list[ActiveSample]] = {}
     for sample in chosen:
@@ -224,8 +224,8 @@ def _samples(samples: Sequence[ActiveSample], blocked_line: str) -> list[str]:
 
 
 def _in_stage(stage: str, line: str, members: Sequence[ActiveSample]) -> str:
-    who = _counted("sample", [sample.index for sample in members])
-    return f"{who} in {stage} for {members[0].seconds:.0f} s" + (f" at {line}" if line else "")
+    label = _counted("sample", [sample.index for sample in members])
+    return f"{label} in {stage} for {members[0].seconds:.0f} s" + (f" at {line}" if line else "")
 
 
 def _server(server: ServerLoad) -> str:
@@ -233,4 +233,4 @@ def _server(server: ServerLoad) -> str:
         return f"server {server.url} does not answer"
     load = f"server {server.url} runs {server.running} and queues {server.waiting}"
     silent = server.running + (server.waiting or 0) > 0 and server.seconds > _SILENT_S
-    return f"{load}, but its scheduler has said nothing for {server.seconds:.0f} s" if silent else load
+    return f"{load}, but its scheduler has been silent for {server.seconds:.0f} s" if silent else load

@@ -1,1 +1,1 @@
-"""What modules written for slime import, made of slimrl's own parts; the table is `slime`."""
+"""Counterparts of slime's modules for custom functions written for slime; the table is in `slime`."""

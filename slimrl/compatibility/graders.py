@@ -1,8 +1,8 @@
 """slime's graders and metric helpers as ordinary functions, with slimrl's grading rules and metrics (docs/metrics.md).
 
-Answers are graded by what they mean. Grading that takes more than a comparison runs in a separate process with a time
-limit, and the caller waits for it; where it gives no result the answer counts as wrong. `async_rm` does the same
-without blocking other samples.
+Answers are graded by equivalence. Grading that takes more than a comparison runs in a separate process with a time
+limit, and the caller blocks; if it fails, the answer counts as wrong. `async_rm` does the same without blocking other
+samples.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from slimrl.compatibility.rollout_helpers import run
 from slimrl.data.sample import Sample
 from slimrl.rollout.metrics import PASS_REWARD, mean, pass_at_k
-from slimrl.rollout.rm_hub import registry, rule_graders
+from slimrl.rollout.rm_hub import rule_graders, rule_reward
 from slimrl.rollout.rm_hub.grader_pool import GraderFailure, GraderPool
 
 _TAIL_CHARS = 300
@@ -26,25 +26,25 @@ def compute_score(
 ) -> dict[str, Any]:
     """`{"score": 1.0 or -1.0, "acc", "pred"}` of the last "Answer: ...", or of the last box, near the end."""
     if pause_tokens_index is not None:
-        raise ValueError("pause_tokens_index is not served: leave it out")
+        raise ValueError("pause_tokens_index is unsupported: leave it out")
     tail = solution_str[-_TAIL_CHARS:]
     return _graded("boxed_dapo" if strict_box_verify else "dapo", tail, ground_truth)
 
 
 def grade_answer_verl(solution_str: str, ground_truth: Any) -> bool:
-    """Whether the last box of a solution means the same as the truth; without a truth it does not."""
+    """Whether the last box of a solution is equivalent to the truth; False without a truth."""
     if ground_truth is None or ground_truth == "":
         return False
     return bool(_graded("math", solution_str, ground_truth))
 
 
 def answers_are_equal(given_answer: str, ground_truth: Any) -> bool:
-    """Whether two answers mean the same."""
+    """Whether two answers are equivalent."""
     return grade_answer_verl(f"\\boxed{{{given_answer}}}", ground_truth)
 
 
 def get_deepscaler_rule_based_reward(response: str, label: Any) -> int:
-    """1 where the last box after the thinking means the same as the label, else 0."""
+    """1 if the last box after the thinking is equivalent to the label, else 0."""
     return int(_graded("deepscaler", response, label))
 
 
@@ -58,26 +58,26 @@ def f1_score(prediction: str | None, ground_truth: str) -> tuple[float, float, f
 
 
 def compute_gpqa_reward(response: str, label: Any, metadata: dict[str, Any] | None = None) -> float:
-    """1.0 where the response settles on the right letter, else 0.0."""
+    """1.0 if the response chooses the right letter, else 0.0."""
     return float(_graded("gpqa", response, label, metadata))
 
 
 def _graded(rm_type: str, response: str, label: Any, metadata: dict[str, Any] | None = None) -> Any:
     sample = Sample(response=response, label=label, metadata=dict(metadata or {}))
     try:
-        return run(registry.grade(rm_type, sample, _graders()))
+        return run(rule_reward.grade(rm_type, sample, _graders()))
     except GraderFailure:
-        return registry.wrong(rm_type)
+        return rule_reward.wrong_answer_reward(rm_type)
 
 
 @functools.cache
 def _graders() -> GraderPool:
-    """One grader, which ends with this process."""
+    """A pool of one grader, which ends with this process."""
     return GraderPool(size=1)
 
 
 def dict_add_prefix(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """The same with `prefix` before each name."""
+    """A copy with `prefix` before each name."""
     return {f"{prefix}{name}": value for name, value in values.items()}
 
 
@@ -86,7 +86,7 @@ def compute_pass_rate(
 ) -> dict[str, float]:
     """`pass@k` for k = 1, 2, 4, ... up to `group_size`, the mean over groups end to end; {} for groups of one.
 
-    Raises ValueError where the rewards are no `num_groups` groups.
+    Raises ValueError if the number of rewards does not match `num_groups`.
     """
     count = len(flat_rewards) // group_size if num_groups is None else num_groups
     if len(flat_rewards) != count * group_size:

@@ -1,9 +1,9 @@
-"""slime's helpers around generation: `GenerateState`, `post` and `get`, `run`, and what a rollout function returns.
+"""slime's generation helpers: `GenerateState`, `post` and `get`, `run`, and the results of a rollout function.
 
-`GenerateState` holds the run's tokenizer and sampling parameters.
-A `post` to the run's own router, while a sample is generated, goes through the run's client, which limits, retries and
-aborts it. Any other is a plain call, retried where nothing answered.
-`run` is for ordinary functions that call coroutines: it uses one event loop, in a thread of its own.
+`GenerateState` has the run's tokenizer and sampling parameters.
+While a sample is generated, a `post` to the run's router goes through the run's client, which limits, retries and
+aborts it. Any other call is a plain request, retried if there is no response.
+`run` lets ordinary functions call coroutines: it uses one event loop in a separate thread.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MODEL_NAMES = ("default", "actor")
 
 
 class GenerateState:
-    """What a generate function needs to know of the run; may be made once per sample."""
+    """The run's state for generate functions; may be constructed per sample."""
 
     def __init__(self, args: Arguments) -> None:
         trusted = bool(args.sglang_options.get("trust_remote_code"))
@@ -44,28 +44,28 @@ class GenerateState:
 
     @property
     def aborted(self) -> bool:
-        """Whether the rollout is full: what is asked of the engines now comes back aborted."""
-        making = CustomGenerateCall.current()
-        return making is not None and making.stopped()
+        """Whether the rollout is full: new requests to the engines return aborted."""
+        call = CustomGenerateCall.current()
+        return call is not None and call.stopped()
 
     @contextlib.contextmanager
     def dp_rank_context(self) -> Iterator[int]:
-        """The data-parallel rank of a server to ask, always 0: the router chooses."""
+        """The data-parallel rank of a server, always 0: the router chooses."""
         yield 0
 
 
 async def generate(args: Arguments, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """The built-in generation, for a generate function that changes what goes in or comes out of it.
+    """The built-in generation, for generate functions that change its input or output.
 
-    Continues `sample.tokens`, which hold the prompt. Raises RuntimeError outside of a generate function.
+    Continues `sample.tokens`, which include the prompt. Raises RuntimeError outside a generate function.
     """
-    making = CustomGenerateCall.current()
-    if making is None:
+    call = CustomGenerateCall.current()
+    if call is None:
         raise RuntimeError(
-            "slime.rollout.sglang_rollout.generate was called where no sample is generated: call it from within a"
+            "slime.rollout.sglang_rollout.generate was called outside a generate function: call it only within a"
             " function of --custom-generate-function-path"
         )
-    await making.continue_sample(sample, sampling_params)
+    await call.continue_sample(sample, sampling_params)
     return sample
 
 
@@ -77,7 +77,7 @@ def get_model_url(args: Arguments, model_name: str, endpoint: str = "/generate")
 
 
 def load_tokenizer(name_or_path: str, chat_template_path: str | None = None, **options: Any) -> Any:
-    """The tokenizer of a Hugging Face folder, with another chat template where one is given; `options` go along."""
+    """The tokenizer of a Hugging Face folder, with another chat template if given; `options` for `from_pretrained`."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(name_or_path, **options)
@@ -88,7 +88,7 @@ def load_tokenizer(name_or_path: str, chat_template_path: str | None = None, **o
 
 
 def load_processor(name_or_path: str, **options: Any) -> None:
-    """None: images are not served."""
+    """None: images are unsupported."""
     return None
 
 
@@ -106,37 +106,37 @@ _TOO_MANY_REQUESTS = 429
 
 
 class RequestFailedError(ServiceError):
-    """The service refused the request, or did not answer it in all attempts."""
+    """The service rejected the request, or did not respond in any attempt."""
 
 
 class _NoResponseError(Exception):
-    """It may answer later."""
+    """No response; the request may be retried."""
 
 
 async def post(url: str, payload: Any, max_retries: int = 60, headers: Mapping[str, str] | None = None) -> Any:
-    """The decoded JSON that `url` answers to a POST of `payload` as JSON, or its text where it is none.
+    """Sends a POST with `payload` as JSON; returns the decoded JSON response, or its text if it is not JSON.
 
-    Sent up to `max_retries` times, a second apart, where the connection failed, or with HTTP 429 and 5xx. Raises
-    RequestFailedError after that, and at once for any other status than 2xx. To the run's router, from within a
-    generate function, `max_retries` and `headers` are the client's own (`slimrl.engines.sglang.client`), and so are the
-    errors.
+    Sent up to `max_retries` times, a second apart, after connection failures, HTTP 429 and 5xx. Raises
+    RequestFailedError after that, and immediately for other statuses than 2xx. For calls to the run's router from a
+    generate function, `max_retries`, `headers` and errors are those of the run's client
+    (`slimrl.engines.sglang.client`).
     """
-    making = CustomGenerateCall.current()
-    if making is not None and url.startswith(f"{making.router_url}/"):
-        return await making.ask(url, payload or {})
+    call = CustomGenerateCall.current()
+    if call is not None and url.startswith(f"{call.router_url}/"):
+        return await call.ask(url, payload or {})
     for attempt in range(1, max_retries + 1):
         try:
             return await _call("POST", url, orjson.dumps(payload or {}, default=_plain), headers)
         except _NoResponseError as error:
             if attempt == max_retries:
                 raise RequestFailedError(f"{error} (tried {attempt} times)") from error
-            logger.warning("%s: trying again in %g s", error, PAUSE_S)
+            logger.warning("%s: retrying in %g s", error, PAUSE_S)
         await asyncio.sleep(PAUSE_S)
     raise ValueError(f"post was called with max_retries {max_retries}: give at least 1")
 
 
 async def get(url: str) -> Any:
-    """The decoded JSON, or text, that `url` answers to a GET. Raises RequestFailedError where it fails."""
+    """Sends a GET; returns the decoded JSON response, or its text. Raises RequestFailedError."""
     try:
         return await _call("GET", url, None, None)
     except _NoResponseError as error:
@@ -147,20 +147,20 @@ async def _call(method: str, url: str, body: bytes | None, headers: Mapping[str,
     timeout = aiohttp.ClientTimeout(total=TIME_LIMIT_S, sock_connect=CONNECT_LIMIT_S)
     sent = {"Content-Type": "application/json", **own_headers(url), **(headers or {})}
     try:
-        # no proxy from the environment, and no redirect: the payload is for the address that was given
+        # no proxy from the environment, and no redirect: the payload is only for the given address
         async with (
             aiohttp.ClientSession(timeout=timeout, trust_env=False) as session,
             session.request(method, url, data=body, headers=sent, allow_redirects=False) as response,
         ):
             status, content = response.status, await response.read()
     except TimeoutError as error:
-        raise _NoResponseError(f"{url} did not answer within {TIME_LIMIT_S:g} s") from error
+        raise _NoResponseError(f"{url} did not respond within {TIME_LIMIT_S:g} s") from error
     except aiohttp.ClientError as error:
         raise _NoResponseError(f"{url} cannot be reached: {type(error).__name__}: {error}") from error
     if status == _TOO_MANY_REQUESTS or status >= 500:
         raise _NoResponseError(f"{url} failed with HTTP {status}: {content[:300].decode(errors='replace')}")
     if not 200 <= status < 300:
-        raise RequestFailedError(f"{url} answered HTTP {status}: {content[:300].decode(errors='replace')}")
+        raise RequestFailedError(f"{url} returned HTTP {status}: {content[:300].decode(errors='replace')}")
     try:
         return orjson.loads(content)
     except orjson.JSONDecodeError:
@@ -168,17 +168,17 @@ async def _call(method: str, url: str, body: bytes | None, headers: Mapping[str,
 
 
 def _plain(value: Any) -> Any:
-    """Arrays and NumPy's numbers as JSON has them."""
+    """Converts arrays and NumPy scalars for JSON."""
     if hasattr(value, "tolist"):
         return value.tolist()
-    raise TypeError(f"a value of type {type(value).__name__} is no JSON")
+    raise TypeError(f"a value of type {type(value).__name__} cannot be converted to JSON")
 
 
 T = TypeVar("T")
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """The coroutine's result, waited for; it runs in one event loop of the process, in a thread of its own."""
+    """Runs the coroutine in the process's background event loop and waits for its result."""
     return asyncio.run_coroutine_threadsafe(coroutine, _loop()).result()
 
 
@@ -190,7 +190,7 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 
 def load_function(path: str | None) -> Any:
-    """What is at a dotted path; None for None. Raises ImportError or AttributeError where nothing does."""
+    """The object at a dotted path; None for None. Raises ImportError or AttributeError."""
     if path is None:
         return None
     module, _, name = own_path(path).rpartition(".")
@@ -198,7 +198,7 @@ def load_function(path: str | None) -> Any:
 
 
 class SingletonMeta(type):
-    """Classes of this metaclass have one instance per process, made by the first call."""
+    """Metaclass of singletons: the first call creates the class's only instance."""
 
     def __call__(cls, *arguments: Any, **keywords: Any) -> Any:
         if "_only" not in cls.__dict__:
@@ -216,7 +216,7 @@ class RolloutFnTrainOutput:
 
 @dataclasses.dataclass
 class RolloutFnEvalOutput:
-    """By name of the set a dict with its `rewards` and `samples`. Raises ValueError where it is given metrics."""
+    """`data` has a dict of `rewards` and `samples` by name of the set. Raises ValueError if `metrics` are given."""
 
     data: dict[str, dict[str, Any]]
     metrics: dict[str, Any] | None = None
@@ -224,6 +224,6 @@ class RolloutFnEvalOutput:
     def __post_init__(self) -> None:
         if self.metrics:
             raise ValueError(
-                f"metrics {sorted(self.metrics)} of an evaluation belong to no set: report them in"
+                f"metrics {sorted(self.metrics)} of an evaluation belong to no evaluation set: report them in"
                 " --custom-eval-rollout-log-function-path"
             )

@@ -1,7 +1,7 @@
-"""Which of slime's modules and names a user's module may import here, and what each leads to.
+"""The slime modules and names that custom modules may import, and the slimrl object behind each.
 
-One row per name. `slimrl.hooks.slime_imports` makes modules of them where no slime is installed;
-docs/coming-from-slime.md shows the table, printed by `python -m slimrl.compatibility.slime`.
+One row per name. If no slime is installed, `slimrl.hooks.loader` creates modules from them.
+`python -m slimrl.compatibility.slime` prints the table for docs/coming-from-slime.md.
 """
 
 from __future__ import annotations
@@ -38,29 +38,29 @@ OFFERS = (
         "slime.utils.http_utils",
         "post",
         f"{_HERE}.rollout_helpers:post",
-        "to the run's router it goes through the run's own client: its limit, retries, key, and its end when the"
-        " rollout is full; HTTP 4xx and redirects fail at once; a call elsewhere may take 600 s",
+        "calls to the run's router use the run's client: its concurrency limit, retries, key, and cancellation when the"
+        " rollout is full; HTTP 4xx and redirects fail at once; calls elsewhere time out after 600 s",
     ),
-    Offer("slime.utils.http_utils", "get", f"{_HERE}.rollout_helpers:get", "fails as `post` does, tried once"),
+    Offer("slime.utils.http_utils", "get", f"{_HERE}.rollout_helpers:get", "fails as `post` does, without retries"),
     Offer(
         "slime.rollout.sglang_rollout",
         "GenerateState",
         f"{_HERE}.rollout_helpers:GenerateState",
         "`args`, `tokenizer`, `processor` (None), `semaphore`, `sampling_params`, `aborted`, `dp_rank_context`; no"
-        " `pendings` and `submit_generate_tasks`. The tokenizer runs code of the checkpoint with"
-        " `--sglang-trust-remote-code` alone, and requests are limited by the client, not by `semaphore`",
+        " `pendings` or `submit_generate_tasks`. The tokenizer runs code of the checkpoint only with"
+        " `--sglang-trust-remote-code`, and the client limits requests, not `semaphore`",
     ),
     Offer(
         "slime.rollout.sglang_rollout",
         "generate",
         f"{_HERE}.rollout_helpers:generate",
-        "within `--custom-generate-function-path` only; continues `sample.tokens`, which hold the prompt",
+        "only within `--custom-generate-function-path`; continues `sample.tokens`, which contain the prompt",
     ),
     Offer(
         "slime.rollout.sglang_rollout",
         "get_model_url",
         f"{_HERE}.rollout_helpers:get_model_url",
-        "there is one model: another name than `default` or `actor` is refused",
+        "there is one model: names other than `default` and `actor` are rejected",
     ),
     Offer(
         "slime.rollout.base_types",
@@ -71,59 +71,59 @@ OFFERS = (
         "slime.rollout.base_types",
         "RolloutFnEvalOutput",
         f"{_HERE}.rollout_helpers:RolloutFnEvalOutput",
-        "`metrics` are refused: return them per set",
+        "`metrics` are rejected: return them per set",
     ),
-    Offer("slime.rollout.rm_hub", "async_rm", "slimrl.rollout.rm_hub:async_rm", "graders in processes of their own"),
+    Offer("slime.rollout.rm_hub", "async_rm", "slimrl.rollout.rm_hub:async_rm", "graders run in separate processes"),
     Offer("slime.rollout.rm_hub", "batched_async_rm", "slimrl.rollout.rm_hub:batched_async_rm", "the same"),
     Offer(
         "slime.rollout.rm_hub.math_dapo_utils",
         "compute_score",
         f"{_HERE}.graders:compute_score",
-        "answers that mean the same are equal ([rewards.md](rewards.md)); `strict_box_verify` judges the last box of"
-        " the last 300 characters; a missing answer is `[INVALID]`",
+        "equivalent answers are equal ([rewards.md](rewards.md)); `strict_box_verify` scores the last box of the last"
+        " 300 characters; a missing answer is `[INVALID]`",
     ),
     Offer(
         "slime.rollout.rm_hub.math_utils",
         "grade_answer_verl",
         f"{_HERE}.graders:grade_answer_verl",
-        "by meaning, as `--rm-type math`",
+        "by equivalence, like `--rm-type math`",
     ),
     Offer(
         "slime.rollout.rm_hub.math_utils",
         "grade_answer_sympy",
         f"{_HERE}.graders:answers_are_equal",
-        "the same as `grade_answer_verl` without the box",
+        "like `grade_answer_verl`, without the box",
     ),
     Offer(
         "slime.rollout.rm_hub.math_utils",
         "grade_answer_mathd",
         f"{_HERE}.graders:answers_are_equal",
-        "the same as `grade_answer_verl` without the box",
+        "like `grade_answer_verl`, without the box",
     ),
     Offer(
         "slime.rollout.rm_hub.math_utils",
         "extract_answer",
         "slimrl.rollout.rm_hub.rule_graders:last_boxed",
-        "a box that is never closed is none",
+        "an unclosed box is ignored",
     ),
     Offer(
         "slime.rollout.rm_hub.deepscaler",
         "get_deepscaler_rule_based_reward",
         f"{_HERE}.graders:get_deepscaler_rule_based_reward",
-        "by meaning, as `--rm-type deepscaler`",
+        "by equivalence, like `--rm-type deepscaler`",
     ),
     Offer("slime.rollout.rm_hub.f1", "f1_score", f"{_HERE}.graders:f1_score"),
     Offer(
         "slime.rollout.rm_hub.gpqa",
         "compute_gpqa_reward",
         f"{_HERE}.graders:compute_gpqa_reward",
-        "as `--rm-type gpqa`",
+        "like `--rm-type gpqa`",
     ),
     Offer(
         "slime.rollout.filter_hub.base_types",
         "DynamicFilterOutput",
         "slimrl.rollout.filter_hub.base_types:DynamicFilterOutput",
-        "has `keep_when_insufficient` too",
+        "also has `keep_when_insufficient`",
     ),
     *(
         Offer(
@@ -133,17 +133,17 @@ OFFERS = (
         )
         for name in ("check_reward_nonzero_std", "check_any_completed")
     ),
-    Offer("slime.rollout.filter_hub.buffer_filters", "pop_first", "slimrl.rollout.filter_hub.buffer_filters:pop_first"),
+    Offer("slime.rollout.filter_hub.buffer_filters", "pop_first", "slimrl.rollout.dataset.data_source:pop_first"),
     *(
         Offer(
             "slime.rollout.data_source",
             name,
             f"slimrl.rollout.dataset.data_source:{name}",
-            "is made of `args` and `tokenizer`; keeps its place by `state_dict` ([hooks.md](hooks.md))",
+            "constructed from `args` and `tokenizer`; saves its position by `state_dict` ([hooks.md](hooks.md))",
         )
         for name in ("RolloutDataSource", "RolloutDataSourceWithBuffer")
     ),
-    Offer("slime.utils.async_utils", "run", f"{_HERE}.rollout_helpers:run", "may be called within an event loop too"),
+    Offer("slime.utils.async_utils", "run", f"{_HERE}.rollout_helpers:run", "also works inside an event loop"),
     Offer("slime.utils.misc", "load_function", f"{_HERE}.rollout_helpers:load_function"),
     Offer("slime.utils.misc", "SingletonMeta", f"{_HERE}.rollout_helpers:SingletonMeta"),
     Offer("slime.utils.processing_utils", "load_tokenizer", f"{_HERE}.rollout_helpers:load_tokenizer"),
@@ -151,14 +151,14 @@ OFFERS = (
         "slime.utils.processing_utils",
         "load_processor",
         f"{_HERE}.rollout_helpers:load_processor",
-        "always None: images are not served",
+        "always None: images are unsupported",
     ),
     Offer(
         "slime.utils.mask_utils",
         "MultiTurnLossMaskGenerator",
         f"{_HERE}.loss_helpers:MultiTurnLossMaskGenerator",
-        "tokenises the whole conversation once; `tokenizer_type` is a `--loss-mask-type`; trains on the mark that"
-        " ends a turn",
+        "tokenises the whole conversation once; `tokenizer_type` is a `--loss-mask-type`; trains on the end-of-turn"
+        " token",
     ),
     Offer(
         "slime.utils.mask_utils",
@@ -171,7 +171,7 @@ OFFERS = (
             "slime.backends.megatron_utils.cp_utils",
             name,
             f"{_HERE}.loss_helpers:{name}",
-            "gives back what it gets: functions of training see whole responses with context parallelism too",
+            "returns its input: training functions get whole responses, also with context parallelism",
         )
         for name in ("all_gather_with_cp", "slice_log_prob_with_cp")
     ),
@@ -179,7 +179,7 @@ OFFERS = (
         "slime.backends.megatron_utils.cp_utils",
         "get_sum_of_sample_mean",
         f"{_HERE}.loss_helpers:get_sum_of_sample_mean",
-        "of whole responses; a value under a zero mask may be NaN",
+        "over whole responses; masked values may be NaN",
     ),
     Offer(
         "slime.utils.ppo_utils",
@@ -197,14 +197,14 @@ OFFERS = (
         "slime.utils.ppo_utils",
         "compute_gspo_kl",
         f"{_HERE}.loss_helpers:compute_gspo_kl",
-        "of whole responses",
+        "over whole responses",
     ),
     Offer("slime.utils.ppo_utils", "get_grpo_returns", f"{_HERE}.loss_helpers:get_grpo_returns"),
     Offer(
         "slime.utils.ppo_utils",
         "get_reinforce_plus_plus_returns",
         f"{_HERE}.loss_helpers:get_reinforce_plus_plus_returns",
-        "a wholly masked sample has no reward instead of failing",
+        "a wholly masked sample gets no reward instead of an error",
     ),
     Offer(
         "slime.utils.ppo_utils",
@@ -228,61 +228,61 @@ OFFERS = (
         "slime.utils.metric_utils",
         "has_repetition",
         "slimrl.rollout.metrics:is_repetitive",
-        "looks at shorter texts too, from 200 characters",
+        "also checks shorter texts, from 200 characters",
     ),
 )
 
-# what modules of slime's examples import besides, with what to do instead: modules, or names of the modules above
+# other imports of slime's examples (modules, or names of the modules above), with the alternative
 INSTEAD = {
-    "slime.agent": "slimrl.rollout.generation.multi_turn.converse lets a model and a tool take turns (docs/hooks.md)",
+    "slime.agent": "slimrl.rollout.generation.multi_turn.multi_turn_generate alternates model and tool (docs/hooks.md)",
     "slime.backends.megatron_utils.loss": "batch.scores(logits) gives log-probabilities and entropy (docs/hooks.md)",
-    "slime.backends.sglang_utils": "functions of yours are given the keyword argument engine (docs/hooks.md)",
-    "slime.ray": "functions of yours are given what they need as arguments (docs/hooks.md)",
-    "slime.rollout.filter_hub.base_types.MetricGatherer": "a filter's reason is counted by itself (docs/metrics.md)",
+    "slime.backends.sglang_utils": "custom functions get the keyword argument engine (docs/hooks.md)",
+    "slime.ray": "custom functions get everything they need as arguments (docs/hooks.md)",
+    "slime.rollout.filter_hub.base_types.MetricGatherer": "slimrl counts the reasons of filters (docs/metrics.md)",
     "slime.rollout.sft_rollout": "--rollout-function-path slime.rollout.sft_rollout.generate_rollout, or its parts in"
     " slimrl.rollout.sft_rollout",
-    "slime.rollout.sglang_rollout.abort": "a full rollout stops what is in flight by itself",
+    "slime.rollout.sglang_rollout.abort": "slimrl aborts requests in flight when a rollout is full",
     "slime.rollout.sglang_rollout.eval_rollout": "take the keyword argument generator and call"
     " generator.evaluation(rollout_id)",
-    "slime.rollout.sglang_rollout.generate_and_rm": "take the keyword argument generator in a rollout function"
-    " (docs/hooks.md), or async_rm and generate in a generate function",
+    "slime.rollout.sglang_rollout.generate_and_rm": "accept the keyword argument generator in a rollout function"
+    " (docs/hooks.md), or use async_rm and generate in a generate function",
     "slime.rollout.sglang_rollout.generate_and_rm_group": "train_async.py --max-weight-staleness generates fully"
-    " asynchronously (docs/asynchrony.md); a rollout function is given generator",
+    " asynchronously (docs/asynchrony.md); a rollout function gets the keyword argument generator",
     "slime.rollout.sglang_rollout.generate_rollout": "take the keyword argument generator and call"
     " generator.rollout(rollout_id, data_source)",
-    "slime.router": "the router is SGLang's own; tokens come with each answer",
-    "slime.utils.arguments": "the flags are in docs/flags.md, settings of your own in args.custom",
-    "slime.utils.data": "slimrl.rollout.dataset.data_source draws prompts, slimrl.data.readers reads files",
-    "slime.utils.http_utils.init_http_client": "post needs no preparation: leave it out",
+    "slime.router": "the router is SGLang's; every response contains its tokens",
+    "slime.utils.arguments": "docs/flags.md lists the flags, args.custom has custom settings",
+    "slime.utils.data": "slimrl.rollout.dataset.data_source samples prompts, slimrl.data.readers reads files",
+    "slime.utils.http_utils.init_http_client": "post needs no initialization: leave it out",
     "slime.utils.logging_utils": "return metrics from --custom-rollout-log-function-path (docs/observability.md)",
     "slime.utils.ppo_utils.get_advantages_and_returns": "there is no critic",
     "slime.utils.ppo_utils.calculate_log_probs_and_entropy": "batch.scores(logits) gives both (docs/hooks.md)",
-    "slime.utils.trace_utils": "docs/timeline.md: requests and rewards are on the timeline without calls of yours",
+    "slime.utils.trace_utils": "slimrl records requests and rewards on the timeline by itself (docs/timeline.md)",
     "slime.utils.wandb_utils": "return metrics from --custom-rollout-log-function-path (docs/observability.md)",
 }
 
 _PATHS = {offer.path: offer for offer in OFFERS}
 _MODULES = {offer.module for offer in OFFERS}
-_PACKAGES = {module[:place] for module in _MODULES for place, letter in enumerate(module) if letter == "."}
+_PACKAGES = {module[:index] for module in _MODULES for index, letter in enumerate(module) if letter == "."}
 
 
 def is_module(name: str) -> bool:
-    """Whether a module, or a package above one, is offered."""
+    """Whether `name` is a supported module, or a package that contains one."""
     return name in _MODULES or name in _PACKAGES
 
 
 def is_package(name: str) -> bool:
-    """Whether offered modules are within it."""
+    """Whether `name` contains supported modules."""
     return name in _PACKAGES
 
 
 def names(module: str) -> list[str]:
-    """What may be imported from a module."""
+    """The names that can be imported from a module."""
     return [offer.name for offer in OFFERS if offer.module == module]
 
 
 def load(module: str, name: str) -> Any:
-    """What `from module import name` gives. Raises ImportError where it is not offered."""
+    """The object that `from module import name` binds. Raises ImportError if it is unsupported."""
     offer = _PATHS.get(f"{module}.{name}")
     if offer is None:
         raise ImportError(refusal(f"{module}.{name}"), name=module)
@@ -291,18 +291,18 @@ def load(module: str, name: str) -> Any:
 
 
 def refusal(path: str) -> str:
-    """Why an import fails: what to do instead, or else what is offered nearby."""
-    sentence = f"{path} is slime's and not offered here"
+    """The error of an unsupported import: the alternative, or the supported names in the nearest module."""
+    sentence = f"slimrl has no counterpart of {path}"
     for name, instead in INSTEAD.items():
         if path == name or path.startswith(f"{name}."):
-            return f"{sentence}: {instead}; docs/coming-from-slime.md lists what is offered"
+            return f"{sentence}: {instead}; docs/coming-from-slime.md lists the supported imports"
     module = path
     while not is_module(module):
         module = module.rpartition(".")[0]
     offered = names(module) or sorted(one for one in _MODULES if one.startswith(f"{module}."))
     nearest = difflib.get_close_matches(path, _PATHS, n=1, cutoff=0.8)
     guess = f": did you mean {nearest[0]}?" if nearest else "."
-    return f"{sentence}{guess} Offered in {module}: {', '.join(offered)} (docs/coming-from-slime.md)"
+    return f"{sentence}{guess} Supported in {module}: {', '.join(offered)} (docs/coming-from-slime.md)"
 
 
 def table() -> str:
@@ -314,7 +314,7 @@ def table() -> str:
 
 
 def table_of_refusals() -> str:
-    """What to do instead of what is not offered, as Markdown."""
+    """The unsupported imports and their alternatives, as Markdown."""
     rows = [f"| `{path}` | {text} |" for path, text in INSTEAD.items()]
     return "\n".join(["| import | instead |", "| --- | --- |", *rows])
 

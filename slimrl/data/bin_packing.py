@@ -1,10 +1,10 @@
-"""Bin packing of plain integers: which samples share a micro-batch, which micro-batches share a rank.
+"""Bin packing of plain integers: assigns samples to micro-batches and micro-batches to ranks.
 
-Pure and deterministic: equal input gives equal output, ties are broken by position. Knows nothing of
-tensors; `packing.py` is its caller.
+Pure and deterministic: equal input gives equal output, ties are broken by position. Uses no tensors. `train_batch.py`
+calls it.
 
-A *row* is the k-th bin of every rank: ranks that exchange data in every layer work on it in lockstep, and all of them
-wait for its dearest bin.
+A *row* is the k-th bin of every rank: ranks that exchange data in every layer process it in lockstep, and all of them
+wait for its costliest bin.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from itertools import accumulate
 
 Bins = list[list[int]]  # positions of the samples in each bin
 
-# Branch-and-bound is for small inputs, where a bin more or less matters; the limit keeps it to milliseconds.
+# Branch-and-bound is for small inputs, where a single bin matters; the limits keep it to milliseconds.
 _SEARCH_MAX_SAMPLES = 64
 _SEARCH_MAX_NODES = 20_000
-# Ways to fill bins one by one: which part of the spare room is kept out of reach, and how many pairs are looked at for
-# each gap. The number of pairs that packs tightest differs from input to input.
+# Attempts to fill bins one by one: the fraction of the spare capacity that is withheld, and the number of pairs tried
+# for each gap. Which number of pairs packs best depends on the input.
 _ATTEMPTS = ((0.9, 8), (0.5, 8), (0.0, 8), (0.0, 32), (0.0, 128))
-# A rank may cost this much more than the mean before its rows are made uneven to fix that.
+# Imbalance of the ranks' total costs that is accepted; above it, rows may become uneven to reduce it.
 _TOLERATED_IMBALANCE = 0.005
 
 
 def lower_bound(lengths: Sequence[int], cap: int) -> int:
-    """No packing under `cap` has fewer bins.
+    """A lower bound on the number of bins under `cap`.
 
-    A sample longer than the cap has a bin of its own; of samples longer than cap / (k + 1), at most k share one. For
-    any size, samples longer than the cap less that size leave no room for one of it or more, so that those fill other
-    bins: the bound L2 of Martello and Toth, "Knapsack Problems" (1990), chapter 8.
+    A sample longer than the cap gets its own bin; at most k samples longer than cap / (k + 1) share a bin. For any size
+    s, a sample longer than cap - s leaves no room for samples of size s or more, so that those need other bins: the
+    bound L2 of Martello and Toth, "Knapsack Problems" (1990), chapter 8.
     """
     short = sorted(length for length in lengths if length <= cap)
     volume = [0, *accumulate(short)]
@@ -46,14 +46,14 @@ def lower_bound(lengths: Sequence[int], cap: int) -> int:
 
 
 def pack(lengths: Sequence[int], costs: Sequence[float], cap: int, ranks: int, group: int = 1) -> list[Bins]:
-    """Bins of at most `cap` tokens for each rank: as few as can be found, the same number on every rank, none empty.
+    """Bins of at most `cap` tokens for each rank: as few as the search finds, none empty.
 
-    That number is a multiple of `group`.
+    The number of bins is the same on every rank and a multiple of `group`.
 
-    A sample longer than the cap has a bin of its own. `costs` are evened out over the ranks, and over the ranks in
-    each row, as far as the cap leaves room. Bins stand dearest first.
+    A sample longer than the cap gets its own bin. `costs` are balanced over the ranks, in total and in each row, as far
+    as the cap allows. Bins are sorted by descending cost.
 
-    Raises ValueError where there are fewer samples than bins.
+    Raises ValueError if there are fewer samples than bins.
     """
     unit = ranks * group
     n_bins = -(-max(lower_bound(lengths, cap), 1) // unit) * unit
@@ -64,7 +64,7 @@ def pack(lengths: Sequence[int], costs: Sequence[float], cap: int, ranks: int, g
         tight = best_fit(lengths, cap, n_bins)
         if len(tight) <= n_bins:
             return deal(split_to(tight, costs, n_bins), costs, ranks)
-        # No use to try what the tightest way does not fit, but where a search may.
+        # Skip bin counts below the best fit, unless the search may still find one.
         n_bins = n_bins + unit if len(lengths) <= _SEARCH_MAX_SAMPLES else -(-len(tight) // unit) * unit
     in_groups = "" if group == 1 else f" in groups of {group}"
     raise ValueError(
@@ -75,11 +75,11 @@ def pack(lengths: Sequence[int], costs: Sequence[float], cap: int, ranks: int, g
 
 
 def even_rows(lengths: Sequence[int], costs: Sequence[float], cap: int, ranks: int, rows: int) -> list[Bins] | None:
-    """Exactly `rows` bins for each rank, of nearly equal cost in each row; None where the samples do not fit so.
+    """Exactly `rows` bins for each rank, of nearly equal cost in each row; None if the samples do not fit.
 
-    The ranks that hold a sample dearer than a bin's fair share are ahead of the others in its row. Either the further
-    rows are even nevertheless, or the last is lighter on these ranks: that schedule is taken which is better in the
-    mean of two cases, ranks that wait for each other after every row and only at the end.
+    Ranks with a sample costlier than the fair share of a bin get more work in that row. Two schedules are compared: all
+    further rows even, or the last row lighter on these ranks. The result is the one with the lower mean idle time over
+    two cases: ranks that synchronize after every row, and only at the end.
     """
     top, fair = row_targets(costs, ranks, rows)
     top_targets = [target for target in top for _ in range(ranks)]
@@ -90,8 +90,8 @@ def even_rows(lengths: Sequence[int], costs: Sequence[float], cap: int, ranks: i
     first = deal(level, costs, ranks)
     if not top or not left or imbalance(first, costs) <= _TOLERATED_IMBALANCE:
         return first
-    # Once more with the same top rows, and some bins of the last one lighter: dealing gives these to the ranks that
-    # have most, so that their totals come near the mean.
+    # Second schedule: the same top rows, with some bins of the last row lighter. `deal` gives these to the ranks with
+    # the highest cost, which brings their totals close to the mean.
     top_costs, total = bin_costs(level[:n_top], costs), sum(costs)
     owners = assign(top_costs, ranks)
     spent = [sum(cost for cost, owner in zip(top_costs, owners, strict=True) if owner == rank) for rank in range(ranks)]
@@ -106,27 +106,28 @@ def even_rows(lengths: Sequence[int], costs: Sequence[float], cap: int, ranks: i
 
 
 def row_targets(costs: Sequence[float], ranks: int, rows: int) -> tuple[list[float], float]:
-    """What the bins of each top row should cost, and all others: a row is as dear as its dearest sample, or fair.
+    """Target costs of the bins in each top row, and in all other rows.
 
-    The rows take the samples from the dearest down, one to a bin.
+    A top row has a sample costlier than the fair share, whose cost is the row's target. Rows take the samples in order
+    of descending cost, one per bin.
     """
-    dearest_first = sorted(costs, reverse=True)
+    costliest_first = sorted(costs, reverse=True)
     rest = sum(costs)
     top: list[float] = []
     for row in range(rows):
         bins_left = (rows - row) * ranks
-        dearest = dearest_first[row * ranks]
-        if dearest * bins_left <= rest:
+        costliest = costliest_first[row * ranks]
+        if costliest * bins_left <= rest:
             return top, rest / bins_left
-        top.append(dearest)
-        rest -= dearest * ranks
+        top.append(costliest)
+        rest -= costliest * ranks
     return top, 0.0
 
 
 def fill_up(spent: Sequence[float], limit: float, rest: float) -> list[float]:
-    """Shares that add up to `rest`, the largest as small as possible, with no `spent[i] + share[i]` above `limit`.
+    """Shares that sum to `rest`, with the smallest maximum, and no `spent[i] + share[i]` above `limit`.
 
-    Where a `spent` is above it already, its share is 0. Needs limits that `rest` fits under.
+    The share is 0 if `spent[i]` exceeds the limit already. `rest` must fit under the limits.
     """
     rooms = [max(limit - amount, 0.0) for amount in spent]
     level = 0.0
@@ -139,16 +140,16 @@ def fill_up(spent: Sequence[float], limit: float, rest: float) -> list[float]:
 
 
 def spread(lengths: Sequence[int], costs: Sequence[float], cap: int, targets: Sequence[float]) -> Bins | None:
-    """A bin for each target: each sample, dearest first, to the bin that lacks most to its target and has room.
+    """One bin per target: puts each sample, costliest first, into the bin with room that is furthest below its target.
 
-    None where a sample fits no bin. Needs at least as many samples as bins; then none is empty.
+    None if a sample fits no bin. Needs at least as many samples as bins; then none is empty.
     """
     bins: Bins = [[] for _ in targets]
     room = [cap] * len(targets)
     empty = set(range(len(targets)))
     lacking = [(-target, position) for position, target in enumerate(targets)]
     heapq.heapify(lacking)
-    too_full: list[tuple[int, tuple[float, int]]] = []  # (-room, entry of `lacking`): waiting for a shorter sample
+    too_full: list[tuple[int, tuple[float, int]]] = []  # (-room, entry of `lacking`): until a shorter sample comes
     order = sorted(range(len(lengths)), key=lambda i: (-costs[i], i))
     for placed, sample in enumerate(order):
         length = lengths[sample]
@@ -172,14 +173,14 @@ def spread(lengths: Sequence[int], costs: Sequence[float], cap: int, targets: Se
 
 
 def best_fit(lengths: Sequence[int], cap: int, n_bins: int) -> Bins:
-    """At most `n_bins` bins, whatever they cost, or as few as were found.
+    """At most `n_bins` bins regardless of cost, or as few as were found.
 
-    First with most of the spare room kept out of reach, so that it is not all left in the last bins.
+    The first attempts withhold most of the spare capacity, so that it does not all end up in the last bins.
     """
     spare = n_bins * cap - sum(min(length, cap) for length in lengths)
     found = []
-    for kept, width in _ATTEMPTS:
-        found.append(greedy_fill(lengths, cap - int(kept * spare / n_bins), width))
+    for withheld, width in _ATTEMPTS:
+        found.append(greedy_fill(lengths, cap - int(withheld * spare / n_bins), width))
         if len(found[-1]) <= n_bins:
             return found[-1]
     searched = search(lengths, cap, n_bins) if len(lengths) <= _SEARCH_MAX_SAMPLES else None
@@ -187,13 +188,13 @@ def best_fit(lengths: Sequence[int], cap: int, n_bins: int) -> Bins:
 
 
 def greedy_fill(lengths: Sequence[int], cap: int, width: int) -> Bins:
-    """Fill one bin after the other: the longest sample left, then whichever one or two leave the smallest gap.
+    """Fills one bin after another: the longest remaining sample, then the one or two that leave the smallest gap.
 
-    Of two, those of about half the gap are tried first, `width` pairs: there are many of that size, and the short
-    samples, which fill any gap, are left for the last bins.
+    `width` pairs are tried, starting with samples of about half the gap: these are frequent, and short samples, which
+    fit any gap, remain for the last bins.
     """
     order = sorted(range(len(lengths)), key=lambda i: (lengths[i], -i))
-    left = [lengths[i] for i in order]  # ascending, and beside it their positions
+    left = [lengths[i] for i in order]  # ascending; `order` has their positions
     bins = []
     while left:
         bins.append([order.pop()])
@@ -206,11 +207,11 @@ def greedy_fill(lengths: Sequence[int], cap: int, width: int) -> Bins:
 
 
 def _best_fit(left: list[int], gap: int, width: int) -> tuple[int, ...]:
-    """Which one of the ascending `left`, or which two, the later one first, come nearest to `gap` from below."""
+    """Indices of the one or two entries of the ascending `left` that fill `gap` best; of two, the later one first."""
     single = bisect.bisect_right(left, gap) - 1
     chosen: tuple[int, ...]
     best, chosen = left[single], (single,)
-    if best == gap or 2 * left[-1] < gap:  # two cannot do it: the longest is one of more
+    if best == gap or 2 * left[-1] < gap:  # no two entries fill the gap: take the longest
         return chosen
     middle = bisect.bisect_left(left, gap - gap // 2)
     for longer in range(middle, min(middle + width, single + 1)):
@@ -225,7 +226,7 @@ def _best_fit(left: list[int], gap: int, width: int) -> tuple[int, ...]:
 
 
 def split_to(bins: Bins, costs: Sequence[float], n_bins: int) -> Bins:
-    """Split the dearest bins of two or more samples until there are `n_bins`; needs as many samples as that."""
+    """Splits the costliest bins of two or more samples until there are `n_bins`; needs at least `n_bins` samples."""
     heap = [(-sum(costs[i] for i in group), order, group) for order, group in enumerate(bins)]
     heapq.heapify(heap)
     singles: list[tuple[float, int, list[int]]] = []
@@ -245,7 +246,7 @@ def split_to(bins: Bins, costs: Sequence[float], n_bins: int) -> Bins:
 
 
 def search(lengths: Sequence[int], cap: int, n_bins: int) -> Bins | None:
-    """At most `n_bins` bins by branch and bound, longest sample first; None where none is found within the limit."""
+    """At most `n_bins` bins by branch and bound, longest sample first; None if none is found within the node limit."""
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     shortest = min(min(lengths), cap)
     rest = [0] * (len(order) + 1)
@@ -260,12 +261,12 @@ def search(lengths: Sequence[int], cap: int, n_bins: int) -> Bins | None:
         nodes += 1
         if depth == len(order):
             return True
-        # Room that not even the shortest sample fits is lost.
+        # Room too small for the shortest sample is unusable.
         usable = sum(free for free in room if free >= shortest)
         if nodes > _SEARCH_MAX_NODES or usable + (n_bins - len(bins)) * cap < rest[depth]:
             return False
         sample = order[depth]
-        length = min(lengths[sample], cap)  # a longer sample fills a bin of its own
+        length = min(lengths[sample], cap)  # a longer sample gets its own bin
         tried = set()
         for target in range(len(bins)):
             if room[target] < length or room[target] in tried:
@@ -291,32 +292,32 @@ def search(lengths: Sequence[int], cap: int, n_bins: int) -> Bins | None:
 
 
 def deal(bins: Bins, costs: Sequence[float], ranks: int) -> list[Bins]:
-    """Give every rank the same number of bins and nearly the same cost; `len(bins)` is a multiple of `ranks`."""
+    """Assigns every rank the same number of bins and nearly the same cost; `len(bins)` is a multiple of `ranks`."""
     return by_owner(bins, assign(bin_costs(bins, costs), ranks), costs, ranks)
 
 
 def assign(bin_costs: Sequence[float], ranks: int) -> list[int]:
     """The rank of each bin.
 
-    Dearest bins first, `ranks` at a time, the dearest of each round to the rank with the least so far: the
-    ranks' totals are even, and so are the costs of the bins that the ranks work on at the same time.
+    Assigns the costliest bins first, `ranks` per round, the costliest of each round to the rank with the lowest total:
+    this balances the ranks' totals, and the costs of the bins that the ranks process at the same time.
     """
     order = sorted(range(len(bin_costs)), key=lambda b: (-bin_costs[b], b))
     owners = [0] * len(bin_costs)
     totals = [0.0] * ranks
     for start in range(0, len(order), ranks):
-        poorest_first = sorted(range(ranks), key=lambda rank: (totals[rank], rank))
-        for rank, chosen in zip(poorest_first, order[start : start + ranks], strict=True):
+        lightest_first = sorted(range(ranks), key=lambda rank: (totals[rank], rank))
+        for rank, chosen in zip(lightest_first, order[start : start + ranks], strict=True):
             owners[chosen] = rank
             totals[rank] += bin_costs[chosen]
     return owners
 
 
 def by_owner(bins: Bins, owners: Sequence[int], costs: Sequence[float], ranks: int) -> list[Bins]:
-    """The bins of each rank, dearest first."""
-    worth = bin_costs(bins, costs)
+    """The bins of each rank, by descending cost."""
+    cost_of = bin_costs(bins, costs)
     dealt: list[Bins] = [[] for _ in range(ranks)]
-    for position in sorted(range(len(bins)), key=lambda b: (-worth[b], b)):
+    for position in sorted(range(len(bins)), key=lambda b: (-cost_of[b], b)):
         dealt[owners[position]].append(bins[position])
     return dealt
 
@@ -327,13 +328,13 @@ def bin_costs(bins: Bins, costs: Sequence[float]) -> list[float]:
 
 
 def lockstep_idle(dealt: list[Bins], costs: Sequence[float]) -> float:
-    """Time lost by ranks that wait for each other after every row, relative to the mean rank's work."""
+    """Idle time of ranks that synchronize after every row, relative to the mean rank's work."""
     rows = list(zip(*(bin_costs(bins, costs) for bins in dealt), strict=True))
     idle: float = sum(max(row) for row in rows) * len(dealt) / sum(sum(row) for row in rows) - 1
     return idle
 
 
 def imbalance(dealt: list[Bins], costs: Sequence[float]) -> float:
-    """Time lost by ranks that wait for each other after their last bin, relative to the mean rank's work."""
+    """Idle time of ranks that synchronize after their last bin, relative to the mean rank's work."""
     totals = [sum(bin_costs(bins, costs)) for bins in dealt]
     return max(totals) * len(dealt) / sum(totals) - 1

@@ -1,7 +1,6 @@
-"""How data is named on the command line: `path`, `path@[start:end]`, and several of them with probabilities.
+"""Command-line syntax of datasets: `path`, `path@[start:end]`, and several of them with probabilities.
 
-Owns the syntax alone and opens nothing. Called by the rules about data files and by the readers, so that what the
-command line accepts and what is read cannot differ.
+Parses only, opens no file. The flag validation and the readers share this module, so that both accept the same paths.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ _WEIGHTED = re.compile(r"(?P<path>.+)=(?P<number>[0-9][0-9.eE+-]*|\.[0-9]+)", re
 
 @dataclasses.dataclass(frozen=True)
 class DataPath:
-    """A data file, or a folder of them, and the rows wanted of it, as Python slices count them."""
+    """A data file, or a folder of them, and a Python slice of its rows."""
 
     path: Path
     rows: slice
 
     @classmethod
     def parse(cls, text: str) -> DataPath:
-        """`file.jsonl` or `file.jsonl@[start:end]`; either bound may be left out or negative."""
+        """Parses `file.jsonl` or `file.jsonl@[start:end]`; either bound may be omitted or negative."""
         match = _SLICE.fullmatch(text)
         if match is None:
             if "@[" in text:
@@ -39,17 +38,17 @@ class DataPath:
 
 @dataclasses.dataclass(frozen=True)
 class DataMix:
-    """The sets of `--prompt-data`; where `probabilities` is None they follow one another and make one set."""
+    """The sets of `--prompt-data`; with `probabilities` None they are concatenated to one set."""
 
     paths: tuple[str, ...]
     probabilities: tuple[float, ...] | None
 
     @classmethod
     def parse(cls, words: str | Sequence[str]) -> DataMix:
-        """Reads `path`, `path path ...` or `path=probability path=probability ...`.
+        """Parses `path`, `path path ...` or `path=probability path=probability ...`.
 
-        A single path is taken as it stands, whatever characters it has. Raises ValueError, worded to follow the
-        flag's name, where only some paths have a probability, one is not above 0, or they do not sum to 1.
+        A single path is used unchanged, even if it contains "=". Raises ValueError, worded to follow the flag's name,
+        if only some paths have a probability, one is not above 0, or they do not sum to 1.
         """
         words = (words,) if isinstance(words, str) else tuple(words)
         if len(words) == 1:
@@ -60,8 +59,8 @@ class DataMix:
         bare = [word for word, match in zip(words, matches, strict=True) if match is None]
         if bare:
             raise ValueError(
-                f"{' '.join(words)} gives a probability to some sets and none to {', '.join(bare)}: give each set"
-                " path=probability, or none"
+                f"{' '.join(words)} gives some sets a probability but not {', '.join(bare)}: write path=probability for"
+                " all sets or for none"
             )
         probabilities = tuple(_probability(match) for match in matches if match is not None)
         if not math.isclose(sum(probabilities), 1.0, abs_tol=1e-6):
@@ -82,18 +81,18 @@ def _probability(match: re.Match[str]) -> float:
 
 
 def files_of(path: Path) -> list[Path]:
-    """The data files at `path`: itself, or those that are in it as a folder, by name; not those of folders within.
+    """The data files at `path`: itself, or those directly in the folder, sorted by name.
 
-    Raises FileNotFoundError where there is nothing, ValueError where it is no data file or holds none.
+    Raises FileNotFoundError if it does not exist, ValueError if it is not a data file or has none.
     """
     kinds = " or ".join(DATA_KINDS)
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix in DATA_KINDS and file.is_file())
         if not files:
-            raise ValueError(f"data folder {path} holds no {kinds} file: give a folder that does, or a file")
+            raise ValueError(f"data folder {path} has no {kinds} file: give a folder with such files, or a file")
         return files
     if not path.exists():
         raise FileNotFoundError(f"data file {path} does not exist: give an existing {kinds} file, or a folder of them")
     if path.suffix not in DATA_KINDS:
-        raise ValueError(f"data file {path}: the kind {path.suffix!r} is not known, use {kinds}")
+        raise ValueError(f"data file {path}: unknown file type {path.suffix!r}, use {kinds}")
     return [path]

@@ -1,7 +1,6 @@
-"""Parquet by index: row groups are decoded when a row of theirs is asked for, and the latest are kept.
+"""Random access to Parquet rows: row groups are decoded on demand, and the most recently used ones are cached.
 
-Memory stays within a budget of decoded row groups, or one group where that alone is larger. Called by
-`slimrl.data.readers`.
+The cache stays within a memory budget, or holds one row group that is larger. Called by `slimrl.data.readers`.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from slimrl.data.watched_file import CHUNK, Digest, WatchedFile
 
 logger = logging.getLogger(__name__)
 
-_BUDGET = 64 << 20  # bytes of decoded row groups that are kept
+_BUDGET = 64 << 20  # bytes of cached row groups
 _BLOCK_ROWS = 1024
 
 
 class ParquetFile:
-    """The rows of one `.parquet` file, of which only `columns` are read (all where None)."""
+    """The rows of one `.parquet` file; only `columns` are read (None: all)."""
 
     def __init__(self, path: Path, columns: Sequence[str] | None) -> None:
         self._path = path
@@ -43,7 +42,7 @@ class ParquetFile:
         largest = max((footer.row_group(group).total_byte_size for group in range(footer.num_row_groups)), default=0)
         if largest > _BUDGET and footer.num_row_groups > 1:
             logger.warning(
-                "%s has row groups of up to %d MB, each decoded whole for one row: rewrite it with"
+                "%s has row groups of up to %d MB, and reading one row decodes its whole group: rewrite it with"
                 " pyarrow.parquet.write_table(..., row_group_size=1000), or as .jsonl",
                 path,
                 largest >> 20,
@@ -53,33 +52,33 @@ class ParquetFile:
         return self._ends[-1] if self._ends else 0
 
     def where(self, row: int) -> str:
-        """`file: row n`, rows counted from 1 as lines are."""
+        """`file: row n`, counted from 1."""
         return f"{self._path}: row {row + 1}"
 
     def read(self, rows: Sequence[int]) -> list[Row]:
         """These rows, in this order; a row group is decoded at most once per call.
 
-        Raises ChangedDataError where the file was written over before a row group was decoded.
+        Raises ChangedDataError if the file was overwritten before a row group was decoded.
         """
         by_group: dict[int, list[int]] = {}
-        for place, row in enumerate(rows):
-            by_group.setdefault(bisect.bisect_right(self._ends, row), []).append(place)
-        read: list[Row] = [{}] * len(rows)
-        for group, places in by_group.items():
+        for position, row in enumerate(rows):
+            by_group.setdefault(bisect.bisect_right(self._ends, row), []).append(position)
+        result: list[Row] = [{}] * len(rows)
+        for group, positions in by_group.items():
             first = self._ends[group - 1] if group else 0
-            taken = self._group(group).take([rows[place] - first for place in places])
-            for place, row in zip(places, taken.to_pylist(), strict=True):
-                read[place] = row
-        return read
+            taken = self._group(group).take([rows[position] - first for position in positions])
+            for position, row in zip(positions, taken.to_pylist(), strict=True):
+                result[position] = row
+        return result
 
     def blocks(self, start: int, end: int, digest: Digest) -> Iterator[list[Row]]:
-        """Rows start to end-1 in order, some thousands at a time; `digest` takes the file's bytes and the bounds."""
+        """Rows start to end-1 in order, in blocks; updates `digest` with the file's bytes and the bounds."""
         for number, offset in enumerate(range(0, self._watched.size, CHUNK)):
             chunk = self._watched.read(offset, min(offset + CHUNK, self._watched.size))
             self._watched.add_chunk(number, chunk)
             digest.update(chunk)
         digest.update(f"{start}:{end}".encode())
-        # a reader of its own: this one may run beside `read`, in another thread
+        # a separate reader: `read` may run at the same time in another thread
         file, first = pyarrow.parquet.ParquetFile(self._watched.own_path), 0
         for batch in file.iter_batches(batch_size=_BLOCK_ROWS, columns=self._wanted, use_threads=False):
             low, high = max(start - first, 0), min(end - first, batch.num_rows)
@@ -96,7 +95,7 @@ class ParquetFile:
         try:
             table = self._file.read_row_group(group, columns=self._wanted, use_threads=False)
         except (OSError, pyarrow.ArrowInvalid):
-            self._watched.compare(0, self._watched.size, rows)  # other bytes are rarely Parquet
+            self._watched.compare(0, self._watched.size, rows)  # a changed file usually fails to decode
             raise
         if not self._watched.is_untouched():
             self._watched.compare(0, self._watched.size, rows)

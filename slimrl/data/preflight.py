@@ -1,7 +1,7 @@
-"""A look at prompt data before anything starts: the first rows of each file and a sample of the rest, in bounded time.
+"""Checks prompt data before anything starts: the first rows of each file and a sample of the rest, in bounded time.
 
-Promises to need neither torch nor a tokenizer, to stop when the time is up, and to call a row bad only where the run
-would (`prompt_format.validate_row`). Called by the rules about data; the run itself reads every row.
+Needs neither torch nor a tokenizer, stops at a deadline, and uses the run's own check of rows
+(`prompt_format.validate_row`). Called by the flag validation; the run itself checks every row.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 FIRST_ROWS = 1000
 SAMPLED_ROWS = 1000
 _Item = TypeVar("_Item")
-_COUNTED_BYTES = 256 << 20  # how far lines are counted to give a row its number
+_COUNTED_BYTES = 256 << 20  # lines are counted up to this offset; later rows are reported by byte offset
 
 
 @dataclasses.dataclass
-class Look:
-    """What was seen of one file: rows, the bad ones as "<file>:<line>: <reason>", and the first row's columns.
+class FilePreview:
+    """Result for one file: number of rows read, the bad ones as "<file>:<line>: <reason>", the first row's columns.
 
-    `columns` is None where no row is an object. `ended_early` where the time was up, or the file could not be decoded
-    here: then it may have rows although none was seen.
+    `columns` is None if no row is an object. `ended_early` is set at the deadline, or if the file cannot be decoded
+    here: the file may have rows even if `rows` is 0.
     """
 
     rows: int = 0
@@ -39,44 +39,44 @@ class Look:
     ended_early: bool = False
 
 
-class _EndOfLookError(Exception):
-    """Nothing more of this file can be seen, which is no fault of it."""
+class _EndedEarlyError(Exception):
+    """The preview of the file ends before its last row; the file is not at fault."""
 
 
-def look_at(path: Path, rows: slice, form: PromptFormat, *, seconds: float) -> Look:
-    """Looks at `rows` of a .jsonl or .parquet file for about `seconds`. Raises ValueError, OSError: it is none.
+def preview_file(path: Path, rows: slice, form: PromptFormat, *, seconds: float) -> FilePreview:
+    """Checks `rows` of a .jsonl or .parquet file for about `seconds`. Raises ValueError or OSError if it is neither.
 
-    A slice that counts from the end is not followed: its file's first row stands for it. Nothing of a Parquet file is
-    seen by a Python without pyarrow.
+    For a slice that counts from the end, only the file's first row is checked. Without pyarrow, Parquet files are not
+    checked.
     """
     deadline = time.monotonic() + seconds
     if path.suffix == ".parquet":
         found = _parquet_rows(path, form, rows, deadline)
     else:
         found = _jsonl_rows(path, rows, deadline)
-    look = Look()
+    preview = FilePreview()
     try:
         for where, row in _in_time(found, deadline):
-            look.rows += 1
-            if look.columns is None and isinstance(row, dict):
-                look.columns = list(row)
+            preview.rows += 1
+            if preview.columns is None and isinstance(row, dict):
+                preview.columns = list(row)
             if (fault := validate_row(row, form)) is not None:
-                look.bad.append(f"{where}: {fault}")
-    except _EndOfLookError:
-        look.ended_early = True
-    return look
+                preview.bad.append(f"{where}: {fault}")
+    except _EndedEarlyError:
+        preview.ended_early = True
+    return preview
 
 
 def _in_time(items: Iterable[_Item], deadline: float) -> Iterator[_Item]:
-    """The first of the items, and further ones until the deadline."""
+    """The items until the deadline, at least one."""
     for item in items:
         yield item
         if time.monotonic() > deadline:
-            raise _EndOfLookError
+            raise _EndedEarlyError
 
 
 def _window(rows: slice) -> tuple[int, int, bool]:
-    """First row, number of rows to look at one by one, and whether the rest of the file may be sampled."""
+    """First row, number of consecutive rows to check, and whether the rest of the file may be sampled."""
     start, end = rows.start or 0, rows.stop
     if start < 0 or (end is not None and end < 0):
         return 0, 1, False
@@ -95,10 +95,10 @@ def _jsonl_rows(path: Path, rows: slice, deadline: float) -> Iterator[tuple[str,
 
 
 def _sampled_lines(path: Path, file: BinaryIO, first: int, end: int) -> Iterator[tuple[str, Row]]:
-    """Rows at even distances between two offsets, those that the file ends with among them."""
+    """Rows at even distances between two offsets."""
     seen, counted = first, (0, 1)
-    for place in range(SAMPLED_ROWS):
-        file.seek(first + (end - first) * place // SAMPLED_ROWS)
+    for index in range(SAMPLED_ROWS):
+        file.seek(first + (end - first) * index // SAMPLED_ROWS)
         file.readline()
         offset = file.tell()
         if offset < seen:
@@ -116,7 +116,7 @@ def _sampled_lines(path: Path, file: BinaryIO, first: int, end: int) -> Iterator
 
 
 def _count_lines(path: Path, offset: int, counted: tuple[int, int]) -> tuple[int, int]:
-    """The offset and the number of the line that starts there, counted on from `counted`, an earlier such pair."""
+    """`offset` and the number of the line that starts there, counted from `counted`, an earlier such pair."""
     at, number = counted
     with path.open("rb") as file:
         file.seek(at)
@@ -140,15 +140,15 @@ def _parsed(line: bytes) -> Row:
 
 
 def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _parquet_rows(path: Path, form: PromptFormat, rows: slice, deadline: float) -> Iterator[tuple[str, Row]]:
     try:
-        import pyarrow  # 0.2 s, for whoever has such a file
+        import pyarrow  # takes 0.2 s, only for Parquet files
         import pyarrow.parquet
     except ModuleNotFoundError:
-        raise _EndOfLookError from None  # scripts look at flags before there is an environment
+        raise _EndedEarlyError from None  # scripts check flags before the environment is installed
     try:
         file = pyarrow.parquet.ParquetFile(path)
     except pyarrow.ArrowInvalid as error:
@@ -163,7 +163,7 @@ def _parquet_rows(path: Path, form: PromptFormat, rows: slice, deadline: float) 
     start, count, sampled = _window(rows)
     groups = range(file.metadata.num_row_groups)
     firsts = list(itertools.accumulate((file.metadata.row_group(group).num_rows for group in groups), initial=0))
-    # what lies before the slice is not decoded
+    # row groups before the slice are not decoded
     batches = itertools.chain.from_iterable(
         _batches(file, group, firsts[group], columns) for group in groups if firsts[group + 1] > start
     )
@@ -179,7 +179,7 @@ def _parquet_rows(path: Path, form: PromptFormat, rows: slice, deadline: float) 
 def _batches(
     file: pyarrow.parquet.ParquetFile, group: int, first: int, columns: list[str]
 ) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    """The rows of a row group, some at a time, each time with the number of the first; `first` is the group's."""
+    """The rows of a row group in batches, each with the number of its first row; `first` is the group's first row."""
     for batch in file.iter_batches(batch_size=64, row_groups=[group], columns=columns, use_threads=False):
         yield first, batch.to_pylist()
         first += batch.num_rows

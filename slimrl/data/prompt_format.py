@@ -1,7 +1,7 @@
-"""What a row of prompt data has to hold: which columns mean what, what is wrong with a row, and how that is reported.
+"""The row format of prompt data: the meaning of the columns, validation of rows, and the error for bad rows.
 
-Owns the format alone: nothing here opens a file or has a tokenizer. Called by the rules about data, before anything
-starts, and where prompts are made of rows, so that the two cannot differ.
+Opens no file and needs no tokenizer. The flag validation and the prompt loader share this module, so that both accept
+the same rows.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from slimrl.data.reward_table import reward_of
+from slimrl.data.reward_registry import reward_of
 
 TOOLS_KEY = "tools"
 MESSAGES_KEY = "prompt_messages"
@@ -29,11 +29,11 @@ Row = dict[str, Any] | InvalidRow
 
 
 class InvalidRowsError(ValueError):
-    """More rows of a data set are bad than are allowed."""
+    """A dataset has more bad rows than allowed."""
 
 
 def bad_rows_error(source: str, bad: Sequence[str], allowed: int, fix: str) -> InvalidRowsError:
-    """The error over `bad`, one `<file>:<line>: <reason>` each, the first twenty in full."""
+    """The error for the rows `bad`, each "<file>:<line>: <reason>"; lists the first twenty."""
     more = [f"and {len(bad) - _MAX_LISTED} more"] if len(bad) > _MAX_LISTED else []
     count = "1 bad row" if len(bad) == 1 else f"{len(bad)} bad rows"
     limit = f" ({allowed} allowed)" if allowed else ""
@@ -42,7 +42,7 @@ def bad_rows_error(source: str, bad: Sequence[str], allowed: int, fix: str) -> I
 
 @dataclasses.dataclass(frozen=True)
 class PromptFormat:
-    """Which columns of a row mean what, and how its prompt becomes tokens."""
+    """The meaning of a row's columns, and how its prompt is tokenized."""
 
     input_key: str
     label_key: str | None
@@ -50,20 +50,20 @@ class PromptFormat:
     tool_key: str
     apply_chat_template: bool
     chat_template_kwargs: dict[str, Any]
-    max_prompt_len: int | None  # tokens; longer prompts are left out
-    keep_messages: bool  # a custom generate function may take messages as they are, without tokens
-    keep_conversation: bool = False  # the messages behind a rendered prompt stay in the metadata (`MESSAGES_KEY`)
+    max_prompt_len: int | None  # tokens; longer prompts are skipped
+    keep_messages: bool  # allow untokenized messages, for custom generate functions
+    keep_conversation: bool = False  # store the messages of a rendered prompt in the metadata (`MESSAGES_KEY`)
     refuse_too_long: bool = False  # longer prompts end the run
-    reward_rule: str | None = None  # the built-in reward that compares with the label; None: nobody knows who does
+    reward_rule: str | None = None  # the built-in reward that compares with the label; None: none, or unknown
 
     @property
     def columns(self) -> list[str]:
-        """Every column that is looked at."""
+        """Every column that is read."""
         return [key for key in (self.input_key, self.label_key, self.metadata_key, self.tool_key) if key is not None]
 
 
 def validate_row(row: Row, form: PromptFormat) -> str | None:
-    """What is wrong with a row, as far as can be told without a tokenizer; None where nothing is."""
+    """Why a row is bad, as far as can be checked without a tokenizer; None if it is valid."""
     if isinstance(row, InvalidRow):
         return row.reason
     try:
@@ -80,9 +80,9 @@ def validate_row(row: Row, form: PromptFormat) -> str | None:
         elif not isinstance(content, str) and not form.keep_messages:
             raise ValueError(f"{form.input_key!r} holds {type(content).__name__}: messages need --apply-chat-template")
         if form.label_key is not None and form.reward_rule is not None:
-            judge = metadata.get("rm_type") or form.reward_rule
-            if (wrong := label_fault(str(judge), row[form.label_key])) is not None:
-                raise ValueError(wrong)
+            rule = metadata.get("rm_type") or form.reward_rule
+            if (fault := label_fault(str(rule), row[form.label_key])) is not None:
+                raise ValueError(fault)
     except ValueError as error:
         return str(error)
     return None
@@ -95,13 +95,13 @@ def needs_label(rule: str) -> bool:
 
 
 def label_fault(rule: str, label: Any) -> str | None:
-    """Why the built-in reward `rule` cannot compare with `label`; None where it can, or compares with none."""
+    """Why the built-in reward `rule` cannot compare with `label`; None if it can, or does not use labels."""
     row = reward_of(rule)
     return None if row is None else row.label.fault(label)
 
 
 def messages_of(content: Any) -> list[dict[str, Any]]:
-    """The conversation that a row's input column is; text is one message of the user."""
+    """The messages of a row's input column; text becomes one user message."""
     return [{"role": "user", "content": content}] if isinstance(content, str) else content
 
 
@@ -110,7 +110,7 @@ def _are_messages(content: Any) -> bool:
 
 
 def tools_of(row: dict[str, Any], form: PromptFormat) -> list[Any] | None:
-    """The row's tool schemas. Raises ValueError where the column holds something else."""
+    """The row's tool schemas. Raises ValueError if the column is not a list."""
     tools = _decoded(row.get(form.tool_key), form.tool_key)
     if tools is not None and not isinstance(tools, list):
         raise ValueError(f"{form.tool_key!r} (--tool-key) must be a list of tool schemas, not {type(tools).__name__}")
@@ -118,7 +118,7 @@ def tools_of(row: dict[str, Any], form: PromptFormat) -> list[Any] | None:
 
 
 def _decoded(value: Any, key: str) -> Any:
-    """Parquet files often hold nested data as JSON text."""
+    """The value, decoded if it is JSON text: Parquet files often store nested data so."""
     if not isinstance(value, str):
         return value
     try:
@@ -128,7 +128,7 @@ def _decoded(value: Any, key: str) -> Any:
 
 
 def metadata_of(row: dict[str, Any], form: PromptFormat) -> dict[str, Any]:
-    """The row's metadata, its tool schemas under "tools", and with `keep_conversation` its messages."""
+    """The row's metadata, plus its tool schemas under "tools" and, with `keep_conversation`, its messages."""
     metadata = _decoded(row.get(form.metadata_key), form.metadata_key)
     if metadata is None:
         metadata = {}

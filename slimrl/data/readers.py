@@ -1,8 +1,8 @@
-"""A data set as rows by number: JSON lines and Parquet files, folders of them, slices; opened by index, never loaded.
+"""Random access to dataset rows by number: JSON lines and Parquet files, folders of them, slices.
 
-Promises that a row is read when it is asked for, that a bad one comes as a `InvalidRow` and never goes missing, and
-that every row has an address (`file:line`). Of a file of JSON lines the start of each line is found once, which takes
-eight bytes per row; Parquet is in a module of its own, because pyarrow is only loaded where there is such a file.
+Rows are read on demand. A bad row is returned as an `InvalidRow`, never skipped, and every row has a location
+(`file:line`). For JSON lines, the start of each line is found once and takes eight bytes per row. Parquet is in a
+separate module, so that pyarrow is loaded only if needed.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _BLANK = np.isin(np.arange(256), np.frombuffer(b" \t\r\n\x0b\x0c", dtype=np.uint
 
 
 class JsonlFile:
-    """The rows of one `.jsonl` file; blank lines are not rows. Holds the file open, so that it cannot be swapped."""
+    """The rows of one `.jsonl` file without blank lines. Keeps the file open, so that replacing it has no effect."""
 
-    columns: frozenset[str] | None = None  # each row has its own
+    columns: frozenset[str] | None = None  # columns may differ from row to row
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -44,7 +44,7 @@ class JsonlFile:
         starts, suspects = self._scan()
         blank = np.array([line for line in suspects.tolist() if not self._line(starts, line).strip()], dtype=np.int64)
         self._starts = np.delete(starts, blank) if len(blank) else starts
-        # number of rows before each blank line: what a row's number lacks to its line's
+        # number of rows before each blank line, to convert row numbers to line numbers
         self._rows_before_blank = blank - np.arange(len(blank))
 
     def __len__(self) -> int:
@@ -55,17 +55,17 @@ class JsonlFile:
         return f"{self._path}:{self._number_of_line(row)}"
 
     def read(self, rows: Sequence[int]) -> list[Row]:
-        """These rows, in this order, bad ones as InvalidRow. Raises ChangedDataError at a row that is not as it was."""
-        read = [_parse(self._line(self._starts, row), exact=True) for row in rows]
+        """These rows, in this order, bad ones as InvalidRow. Raises ChangedDataError if one of them was changed."""
+        result = [_parse(self._line(self._starts, row), exact=True) for row in rows]
         if not self._file.is_untouched():
             for row in rows:
                 self._file.compare(int(self._starts[row]), self._end(self._starts, row), self.where(row))
-        return read
+        return result
 
     def blocks(self, start: int, end: int, digest: Digest) -> Iterator[list[Row]]:
-        """Rows start to end-1 in order, some megabytes at a time; `digest` takes their bytes.
+        """Rows start to end-1 in order, some megabytes at a time; updates `digest` with their bytes.
 
-        Numbers of more than 64 bits come as floats here. Raises ChangedDataError where the file is not as it was.
+        Integers of more than 64 bits become floats. Raises ChangedDataError if the file was changed.
         """
         first = start
         while first < end:
@@ -86,11 +86,11 @@ class JsonlFile:
         return self._file.read(int(starts[line]), self._end(starts, line))
 
     def _end(self, starts: np.ndarray, line: int) -> int:
-        """Where the next row starts: blank lines between are whitespace to a JSON parser."""
+        """The offset of the next row: blank lines in between are whitespace to a JSON parser."""
         return int(starts[line + 1]) if line + 1 < len(starts) else self._file.size
 
     def _scan(self) -> tuple[np.ndarray, np.ndarray]:
-        """Where each line starts (bytes), and the numbers of the lines whose first character is white."""
+        """The offset of each line, and the numbers of the lines that start with whitespace."""
         chunk = bytearray(_CHUNK)
         view = np.frombuffer(chunk, dtype=np.uint8)
         starts, suspects = [], []
@@ -107,7 +107,7 @@ class JsonlFile:
             suspects.append(np.flatnonzero(_BLANK[view[begins]]) + lines)
             starts.append(begins + offset)
             lines += len(begins)
-            # a chunk without any line end continues with the line it is in
+            # a chunk that does not end with a newline leaves a line unfinished
             fresh = ended
             offset += count
         if not starts:
@@ -119,8 +119,8 @@ def _parse(line: bytes | memoryview, *, exact: bool = False) -> Row:
     try:
         row: Any = orjson.loads(line)
         if exact and _LONG_INTEGER.search(line):
-            # orjson turns integers of more than 64 bits into floats; it still has to accept the line, because the
-            # standard library alone would let NaN pass
+            # orjson turns integers of more than 64 bits into floats; it still validates the line, because the standard
+            # library alone would accept NaN
             row = json.loads(bytes(line))
     except ValueError as error:
         return InvalidRow(f"not valid JSON: {error}")
@@ -142,7 +142,7 @@ class _Window:
 
 
 class RowSet:
-    """The rows that some data paths name, numbered from 0 in the order of the paths, their files and the lines."""
+    """The rows of several data paths, numbered from 0 in the order of paths, files and lines."""
 
     def __init__(self, source: str, windows: Sequence[_Window]) -> None:
         self.source = source
@@ -154,30 +154,30 @@ class RowSet:
 
     @property
     def columns(self) -> frozenset[str] | None:
-        """The columns that every Parquet row has; None where there is none: a row of JSON lines has its own."""
+        """The columns that all Parquet files have; None without Parquet files."""
         known = [window.file.columns for window in self._windows if window.file.columns is not None]
         return frozenset.intersection(*known) if known else None
 
     def where(self, row: int) -> str:
-        """The address of a row, for messages: `file:line`."""
+        """The location of a row, for messages: `file:line`."""
         window, number = self._find(row)
         return self._windows[window].file.where(number)
 
     def read(self, rows: Sequence[int]) -> list[Row]:
-        """These rows, in this order. Raises ChangedDataError where one of them is not as it was."""
+        """These rows, in this order. Raises ChangedDataError if one of them was changed."""
         by_window: dict[int, list[tuple[int, int]]] = {}
-        for place, row in enumerate(rows):
+        for position, row in enumerate(rows):
             window, number = self._find(row)
-            by_window.setdefault(window, []).append((place, number))
-        read: list[Row] = [{}] * len(rows)
-        for window, wanted in by_window.items():
-            found = self._windows[window].file.read([number for _, number in wanted])
-            for (place, _), content in zip(wanted, found, strict=True):
-                read[place] = content
-        return read
+            by_window.setdefault(window, []).append((position, number))
+        result: list[Row] = [{}] * len(rows)
+        for window, requested in by_window.items():
+            found = self._windows[window].file.read([number for _, number in requested])
+            for (position, _), content in zip(requested, found, strict=True):
+                result[position] = content
+        return result
 
     def blocks(self, digest: Digest) -> Iterator[list[Row]]:
-        """All rows in order, a block at a time. `digest` takes what they are made of, wherever the files lie.
+        """All rows in order, a block at a time; updates `digest` with their content, independent of the files' paths.
 
         May run in another thread than `read`.
         """
@@ -193,19 +193,19 @@ class RowSet:
 
 
 def open_rows(data_paths: str | Sequence[str], columns: Sequence[str] | None = None) -> RowSet:
-    """Opens `.jsonl` and `.parquet` files and folders of them, whole or as `path@[start:end]`, one after another.
+    """Opens `.jsonl` and `.parquet` files and folders of them, whole or as `path@[start:end]`, in order.
 
-    `columns` are those that will be looked at (all where None); a row may come with more. Blank lines are not rows.
-    Raises FileNotFoundError, and ValueError for an unknown kind of file and for a path that names no row.
+    `columns` are those that will be read (None: all); rows may contain more. Blank lines are not rows.
+    Raises FileNotFoundError, and ValueError for an unknown kind of file and for a path without rows.
     """
     paths = [data_paths] if isinstance(data_paths, str) else data_paths
     return RowSet(" ".join(paths), [window for path in paths for window in _windows(path, columns)])
 
 
 def _windows(data_path: str, columns: Sequence[str] | None) -> list[_Window]:
-    wanted = DataPath.parse(data_path)
-    files = [_open(file, columns) for file in files_of(wanted.path)]
-    start, end, _ = wanted.rows.indices(sum(len(file) for file in files))
+    parsed = DataPath.parse(data_path)
+    files = [_open(file, columns) for file in files_of(parsed.path)]
+    start, end, _ = parsed.rows.indices(sum(len(file) for file in files))
     windows, before = [], 0
     for file in files:
         first, last = max(start - before, 0), min(end - before, len(file))
@@ -213,14 +213,14 @@ def _windows(data_path: str, columns: Sequence[str] | None) -> list[_Window]:
             windows.append(_Window(file, first, last))
         before += len(file)
     if not windows:
-        raise ValueError(f"data file {data_path} holds no rows: give a file (and slice) with at least one row")
+        raise ValueError(f"data file {data_path} has no rows: give a file (and slice) with at least one row")
     return windows
 
 
 def _open(path: Path, columns: Sequence[str] | None) -> JsonlFile | ParquetFile:
     if path.suffix == ".jsonl":
         return JsonlFile(path)
-    # imported here: it takes 50 MB, and most data is JSON lines
+    # imported here: pyarrow takes 50 MB, and most data is JSON lines
     from slimrl.data.parquet import ParquetFile
 
     return ParquetFile(path, columns)

@@ -1,11 +1,11 @@
 """The `Sample`: one prompt and its response, from the data source to training; version spans and slime's methods.
 
-Version spans say which weights sampled which tokens: `[version, number of tokens]` pairs over a response, oldest first.
-Neighbours differ and no span is empty. They are lists, so that JSON gives them back unchanged. The staleness bound
-reads them.
-`SlimeSample` has what functions written for slime call on a sample; `Sample` inherits it, so that one class serves both
-kinds of functions. It does the accounting of `slimrl.rollout.generation.multi_turn`: after every call masks,
-log-probabilities and version spans cover every response token.
+Version spans record which weights sampled which tokens: `[version, number of tokens]` pairs over a response, oldest
+first. Neighbours differ and no span is empty. They are lists, so that JSON preserves them. The staleness bound uses
+them.
+`SlimeSample` has the methods that functions written for slime call on a sample; `Sample` inherits them. After every
+call, masks, log-probabilities and version spans cover every response token, as with
+`slimrl.rollout.generation.multi_turn`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ import math
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from slimrl.data.packed import PackedFields
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 
 Span = list[Any]  # [version, tokens]: a list, because it is written as JSON
 
-NO_VERSION = ""  # tokens that no model drew (the words of a tool), or of which nobody said who did
+NO_VERSION = ""  # tokens that no model sampled (tool output), or whose version is unknown
 
 
 def add_span(spans: list[Span], version: str, count: int) -> None:
@@ -35,14 +37,14 @@ def add_span(spans: list[Span], version: str, count: int) -> None:
 
 
 def clip_spans(spans: list[Span], length: int) -> list[Span]:
-    """The spans over a response of `length` tokens, whose end was cut off, or to which somebody added tokens."""
-    made: list[Span] = []
+    """The spans for a response of `length` tokens: truncated, or extended with `NO_VERSION`."""
+    clipped: list[Span] = []
     left = length
     for version, count in spans:
-        add_span(made, version, min(count, left))
+        add_span(clipped, version, min(count, left))
         left -= min(count, left)
-    add_span(made, NO_VERSION, left)
-    return made
+    add_span(clipped, NO_VERSION, left)
+    return clipped
 
 
 def format_spans(spans: list[Span]) -> str:
@@ -50,21 +52,21 @@ def format_spans(spans: list[Span]) -> str:
     return ", ".join(f"{version or 'none'}: {count} token{'s' * (count != 1)}" for version, count in spans)
 
 
-# slime's fields that nothing reads here, and what to do instead of setting them
+# unsupported fields of slime's Sample -> what to do instead of setting them
 NOT_SERVED = {
     "generate_function_path": "give the evaluation set a custom_generate_function_path (--eval-config)",
-    "mopd_teacher_log_probs": "distillation from teachers is not served",
-    "multimodal_inputs": "images, videos and sounds are not served: leave it None",
-    "multimodal_train_inputs": "images, videos and sounds are not served: leave it None",
-    "rollout_routed_experts": "replay of the routing is not served: leave it None",
-    "teacher_log_probs": "distillation from teachers is not served",
-    "train_metadata": "put it into metadata, which --rollout-sample-filter-path and reward functions see",
+    "mopd_teacher_log_probs": "distillation from teachers is unsupported",
+    "multimodal_inputs": "images, videos and audio are unsupported: leave it None",
+    "multimodal_train_inputs": "images, videos and audio are unsupported: leave it None",
+    "rollout_routed_experts": "routing replay is unsupported: leave it None",
+    "teacher_log_probs": "distillation from teachers is unsupported",
+    "train_metadata": "put it into metadata, which --rollout-sample-filter-path and reward functions receive",
 }
 _STATUS_BY_FINISH = {"stop": "completed", "length": "truncated", "abort": "aborted"}
 
 
-class SlimeSample:
-    """The methods; `self` is always a `Sample`. The fields of `NOT_SERVED` read as None."""
+class SlimeSample(PackedFields):
+    """The methods of slime's Sample; `self` is always a `Sample`. The fields of `NOT_SERVED` read as None."""
 
     if TYPE_CHECKING:  # the fields of `Sample` that the methods use
         Status: ClassVar[type[SampleStatus]]
@@ -80,12 +82,13 @@ class SlimeSample:
         def reward_value(self, key: str | None = None) -> float:
             """See `Sample`."""
 
-    def __getattr__(self, name: str) -> None:
+    def __getattr__(self, name: str) -> Any:
+        if name in self.PACKABLE:
+            return super().__getattr__(name)
         if name in NOT_SERVED:
             return None
         raise AttributeError(
-            f"a Sample has no {name}: its fields are those of slimrl.data.sample, and what is your own belongs into"
-            " metadata",
+            f"a Sample has no {name}: its fields are those of slimrl.data.sample; store custom values in metadata",
             name=name,
             obj=self,
         )
@@ -96,7 +99,7 @@ class SlimeSample:
         return self.response_length if self.loss_mask is None else sum(self.loss_mask)
 
     def get_reward_value(self, args: Any) -> float:
-        """The reward that counts, by `args.reward_key` where it is a dict. Raises ValueError as `reward_value` does."""
+        """The reward to train on, by `args.reward_key` if it is a dict. Raises ValueError like `reward_value`."""
         return self.reward_value(args.reward_key)
 
     def append_response_tokens(
@@ -110,18 +113,18 @@ class SlimeSample:
         text: str | None = None,
         update_terminal_info: bool = True,
     ) -> None:
-        """Adds tokens of the model (`trainable`, with a log-probability each), or of a tool (without), to the response.
+        """Appends tokens of the model (`trainable`, with log-probabilities) or of a tool (without) to the response.
 
-        `text` is added to the response's text, and of `meta_info` what `update_from_meta_info` takes, the status
-        unless `update_terminal_info` is False. The list `loss_mask` is extended in place. Raises ValueError where
-        log-probabilities are missing, superfluous or of another number.
+        `text` is appended to the response's text. `meta_info` is passed to `update_from_meta_info`; the status does not
+        change if `update_terminal_info` is False. The list `loss_mask` is extended in place. Raises ValueError if
+        log-probabilities are missing, superfluous or of the wrong number.
         """
         new_tokens = [int(token) for token in tokens or ()]
         values = None if log_probs is None else [float(value) for value in log_probs]
         if new_tokens and trainable and values is None:
-            raise ValueError(f"{len(new_tokens)} tokens to train on came without log_probs: give one for each")
+            raise ValueError(f"{len(new_tokens)} trainable tokens came without log_probs: give one for each")
         if new_tokens and not trainable and values is not None:
-            raise ValueError("tokens that are not trained on came with log_probs: leave them out, nothing reads them")
+            raise ValueError("tokens with trainable=False came with log_probs: omit log_probs, they are unused")
         values = [0.0] * len(new_tokens) if values is None else values
         if len(values) != len(new_tokens):
             raise ValueError(f"{len(new_tokens)} tokens came with {len(values)} log_probs: give one for each")
@@ -144,9 +147,9 @@ class SlimeSample:
                 self.status = status
 
     def update_from_meta_info(self, args: Any, meta_info: Mapping[str, Any]) -> None:
-        """Takes the weight version and the status from an engine's `meta_info`.
+        """Sets the weight version and the status from an engine's `meta_info`.
 
-        Caches and drafts are counted where the requests are (rollout/prefix_cache_hit_rate and others), not per sample.
+        Cache hits and draft tokens are counted per request (rollout/prefix_cache_hit_rate and others), not per sample.
         """
         if "weight_version" in meta_info:
             self.weight_versions.append(str(meta_info["weight_version"]))
@@ -156,15 +159,15 @@ class SlimeSample:
 
 
 def unserved_field(sample: Sample) -> str | None:
-    """What is wrong with a field that nothing here reads and that somebody filled; None where there is none."""
-    for name in NOT_SERVED.keys() & vars(sample).keys():
+    """The message for an unsupported field that is set; None if there is none."""
+    for name in sample.has_own(NOT_SERVED.keys()):
         if getattr(sample, name) is not None:
-            return f"it has {name}, which nothing here reads: {NOT_SERVED[name]}"
+            return f"the sample sets {name}, which slimrl does not use: {NOT_SERVED[name]}"
     return None
 
 
 class SampleStatus(StrEnum):
-    """Where a sample stands: only PENDING and ABORTED samples may be (further) generated."""
+    """Generation status; only PENDING and ABORTED samples can be generated or continued."""
 
     PENDING = "pending"
     COMPLETED = "completed"
@@ -173,14 +176,18 @@ class SampleStatus(StrEnum):
     FAILED = "failed"
 
 
+def _nothing() -> None:
+    """The default of a field that may be packed, which must not be an attribute of the class."""
+
+
 @dataclasses.dataclass
 class Sample(SlimeSample):
     """One prompt with one response.
 
     Invariants once generated: `len(tokens) == prompt length + response_length` and
-    `len(loss_mask) == len(rollout_log_probs) == response_length` where those are set.
-    `version_spans` say which weights drew which tokens of the response (`slimrl.data.sample`; empty where nobody
-    knows); `weight_versions` has one entry per request, the version that it ended with.
+    `len(loss_mask) == len(rollout_log_probs) == response_length` if these are set.
+    `version_spans` record which weights sampled which tokens of the response (see the module; empty if unknown);
+    `weight_versions` has one entry per request, the version that it ended with.
     Log-probabilities are natural logarithms of the sampling policy at temperature-scaled logits.
     """
 
@@ -191,8 +198,8 @@ class Sample(SlimeSample):
     tokens: list[int] = dataclasses.field(default_factory=list)
     response: str = ""
     response_length: int = 0
-    loss_mask: list[int] | None = None
-    rollout_log_probs: list[float] | None = None
+    loss_mask: list[int] | None = dataclasses.field(default_factory=_nothing)
+    rollout_log_probs: list[float] | None = dataclasses.field(default_factory=_nothing)
     weight_versions: list[str] = dataclasses.field(default_factory=list)
     version_spans: list[Span] = dataclasses.field(default_factory=list)
     reward: float | dict[str, Any] | None = None
@@ -202,18 +209,20 @@ class Sample(SlimeSample):
     custom_rm_path: str | None = None
     metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
 
-    # the name under which hooks written for slime know it
+    PACKABLE: ClassVar[frozenset[str]] = frozenset({"tokens", "loss_mask", "rollout_log_probs"})
+
+    # slime's name
     Status: ClassVar[type[SampleStatus]] = SampleStatus
 
     @property
     def prompt_length(self) -> int:
         """Number of prompt tokens."""
-        return len(self.tokens) - self.response_length
+        return len(self.column("tokens")) - self.response_length
 
     def reward_value(self, key: str | None = None) -> float:
-        """The reward as a float; `key` picks an entry where the reward is a dict.
+        """The reward as a float; `key` selects an entry if the reward is a dict.
 
-        Raises ValueError where the sample has no reward, the key is missing or the reward is NaN or infinite.
+        Raises ValueError if the sample has no reward, the key is missing, or the reward is NaN or infinite.
         """
         reward = self.reward
         if isinstance(reward, dict):
@@ -227,7 +236,7 @@ class Sample(SlimeSample):
             raise ValueError(f"sample {self.index} has no reward: the reward function returned nothing for it")
         if not math.isfinite(value := float(reward)):
             entry = "" if key is None or not isinstance(self.reward, dict) else f" (--reward-key {key})"
-            raise ValueError(f"sample {self.index}: the reward{entry} is {value}: judge it with a finite number")
+            raise ValueError(f"sample {self.index}: the reward{entry} is {value}: return a finite number")
         return value
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""A data file that is open for the length of a run, and noticed when somebody writes over it.
+"""A data file that stays open for a whole run and detects when it is overwritten.
 
-Promises that no byte of another content is taken for the one that was opened: the file's state is asked for after each
-reading, which costs a microsecond, and where it is another one, what is read is compared with hashes of 1 MiB each that
-were made when the file was first read. Called by the readers of JSON lines and of Parquet.
+Changed bytes are never returned as the original ones: the file's stat is checked after each read, which takes a
+microsecond. If it changed, the bytes are compared with hashes of 1 MiB chunks from the first read. Used by the readers
+of JSON lines and Parquet.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ logger = logging.getLogger(__name__)
 
 
 class Digest(Protocol):
-    """What the readers of data files give the bytes to that they read: a hash of hashlib."""
+    """A hash object of hashlib, which the readers update with the bytes that they read."""
 
     def update(self, data: bytes | memoryview, /) -> None:
-        """Takes the next bytes."""
+        """Adds the next bytes."""
 
 
-CHUNK = 1 << 20  # bytes; stays in the processor's cache
+CHUNK = 1 << 20  # bytes; fits into the CPU cache
 
 
 class ChangedDataError(OSError):
-    """A data file was written over while a run was reading it."""
+    """A data file was overwritten while a run was using it."""
 
 
 class WatchedFile:
-    """One open file. `size` is that of the opening; a file that takes the place of this one's name is not read."""
+    """One open file with its `size` at opening; a file that replaces it under the same name is not read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -42,25 +42,25 @@ class WatchedFile:
         self._unchanged_at = self._opened
         self.size = self._opened.st_size
         self._chunks: list[int] = []
-        self._told_of_replacement = False
+        self._warned_of_replacement = False
 
     @property
     def own_path(self) -> str:
-        """Opens this very file once more, whatever has its name now."""
+        """A path that reopens this same file, even if another file has its name now."""
         return f"/proc/self/fd/{self._file.fileno()}"
 
     @property
     def hashed(self) -> bool:
-        """Whether the whole file went through `add_chunk`."""
+        """Whether all chunks have been added with `add_chunk`."""
         return len(self._chunks) * CHUNK >= self.size
 
     def add_chunk(self, number: int, chunk: bytes | memoryview) -> None:
-        """The content of the file's `number`-th MiB, as it was first read, in order."""
+        """Records the hash of the file's `number`-th MiB at the first read; call in order."""
         if number == len(self._chunks):
             self._chunks.append(xxhash.xxh3_64_intdigest(chunk))
 
     def read(self, begin: int, end: int) -> bytes:
-        """These bytes as they are now."""
+        """The current bytes of this range."""
         return os.pread(self._file.fileno(), end - begin, begin)
 
     def read_next(self, chunk: bytearray) -> int:
@@ -68,18 +68,18 @@ class WatchedFile:
         return self._file.readinto(chunk)
 
     def is_untouched(self) -> bool:
-        """Whether nobody has written to the file since it was opened, as far as its state says; False asks `compare`.
+        """Whether the file's stat shows no write since it was opened; if not, call `compare`.
 
-        Says once, in the log, that another file has its name.
+        Logs a warning once if another file has its name.
         """
-        self._look_for_another()
+        self._check_replacement()
         return _state(os.fstat(self._file.fileno())) == _state(self._unchanged_at)
 
     def compare(self, begin: int, end: int, where: str) -> None:
-        """Raises ChangedDataError where these bytes, those of the row at `where`, are no longer the file's.
+        """Raises ChangedDataError if these bytes, of the row at `where`, changed since the first read.
 
-        A file that was written again with the same bytes is the same. Rows that share a MiB with a changed one count as
-        changed; of a file whose bytes are not known yet, length and time decide.
+        A file rewritten with the same bytes counts as unchanged. Rows that share a MiB with a changed row count as
+        changed. Before all chunks are hashed, the file's size and time decide.
         """
         now = os.fstat(self._file.fileno())
         if self.hashed:
@@ -99,27 +99,27 @@ class WatchedFile:
         now = os.fstat(self._file.fileno())
         return ChangedDataError(
             f"data file {self.path} was changed while this run was using it, found at {where}: it had"
-            f" {self.size} bytes, last changed {_time(self._opened.st_mtime)}, and has {now.st_size} bytes, changed"
-            f" {_time(now.st_mtime)}. Put the file back as it was and resume from the newest checkpoint, or begin a new"
-            " run with the new file, under a name of its own"
+            f" {self.size} bytes, last changed {_time(self._opened.st_mtime)}, and now has {now.st_size} bytes, changed"
+            f" {_time(now.st_mtime)}. Restore the file and resume from the latest checkpoint, or start a new run with"
+            " the new file under another name"
         )
 
-    def _look_for_another(self) -> None:
+    def _check_replacement(self) -> None:
         try:
             same = os.path.samestat(os.stat(self.path), self._opened)
         except OSError:
             same = False
-        if not same and not self._told_of_replacement:
-            self._told_of_replacement = True
+        if not same and not self._warned_of_replacement:
+            self._warned_of_replacement = True
             logger.warning(
-                "data file %s was removed or replaced by another: this run continues with the one that it opened, and"
-                " can be resumed only where that is put back",
+                "data file %s was removed or replaced: this run continues with the file that it opened, but can be"
+                " resumed only after that file is restored",
                 self.path,
             )
 
 
 def _state(found: os.stat_result) -> tuple[int, int, int]:
-    """What writing changes; the last cannot be set back."""
+    """The stat fields that a write changes; ctime cannot be reset."""
     return found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 

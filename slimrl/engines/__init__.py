@@ -1,1 +1,1 @@
-"""What training and rollouts ask of an inference engine, and the engines that answer."""
+"""The inference engine interface for training and rollouts, and its implementations."""

@@ -1,7 +1,7 @@
-"""The key that every server and router of a run asks for, and how it reaches their processes.
+"""The API key of a run's servers and router, and its way into their processes.
 
-Promises that the key is in no command line and in no log: it travels in the environment of a child, which takes it
-out before it does anything else, and shows as `***` wherever a value is represented. Imports only the standard library.
+The key is never in a command line or a log: a child receives it in its environment and removes it there first, and its
+`repr` is `***`. Imports only the standard library.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import secrets
 from collections.abc import MutableMapping
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # what starts a server need not read all flags
+if TYPE_CHECKING:  # starting a server does not need the flags' modules
     from slimrl.arguments import Arguments
 
 HIDDEN = "***"  # as in slimrl.arguments.redact
@@ -22,7 +22,7 @@ KEY_BYTES = 32
 
 
 class Key(str):
-    """A key whose representation does not tell it, also within a list or a dataclass that is logged."""
+    """A key whose `repr` is redacted, also inside a logged list or dataclass."""
 
     __slots__ = ()
 
@@ -34,18 +34,18 @@ class Key(str):
 
 
 def new_key() -> Key:
-    """A key that nobody guesses."""
+    """A new random key."""
     return Key(secrets.token_urlsafe(KEY_BYTES))
 
 
 def with_key(args: Arguments) -> Arguments:
-    """`args` with the run's key among the options of the servers: the user's (--sglang-api-key), or one of its own."""
+    """`args` with the run's key in the server options: --sglang-api-key, or a new key."""
     given = args.sglang_options.get(OPTION)
     key = Key(given) if given else new_key()
-    own = args.rm_server_options
-    if args.rm_url is None:  # servers of the run's own: those of the user's may ask for another key, or for none
-        own = own | {OPTION: Key(own[OPTION]) if own.get(OPTION) else key}
-    return dataclasses.replace(args, sglang_options=args.sglang_options | {OPTION: key}, rm_server_options=own)
+    rm_options = args.rm_server_options
+    if args.rm_url is None:  # not for external reward servers, which may need another key or none
+        rm_options = rm_options | {OPTION: Key(rm_options[OPTION]) if rm_options.get(OPTION) else key}
+    return dataclasses.replace(args, sglang_options=args.sglang_options | {OPTION: key}, rm_server_options=rm_options)
 
 
 def key_of(args: Arguments) -> str | None:
@@ -54,16 +54,16 @@ def key_of(args: Arguments) -> str | None:
 
 
 def bearer(key: str | None) -> dict[str, str]:
-    """The header of a call that shows the key."""
+    """The HTTP header with the key."""
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-def for_child(key: str | None) -> dict[str, str]:
+def key_environment(key: str | None) -> dict[str, str]:
     """The key as a variable of a child's environment, which only its own user can read."""
     return {VARIABLE: str(key)} if key else {}
 
 
-def taken(environment: MutableMapping[str, str] = os.environ) -> Key | None:
-    """The key that the parent gave, taken out of the environment, so that no child inherits it."""
+def pop_key_from_environment(environment: MutableMapping[str, str] = os.environ) -> Key | None:
+    """Removes the parent's key from the environment, so that no child inherits it, and returns it."""
     key = environment.pop(VARIABLE, None)
     return Key(key) if key else None

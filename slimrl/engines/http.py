@@ -1,9 +1,9 @@
-"""One blocking HTTP call to a server or the router, and the check that its answer has the expected form.
+"""One blocking HTTP call to a server or the router, and the validation of its response.
 
-`call` opens a fresh connection each time (servers drop idle ones after 5 s), uses no proxy whatever the environment
-says, follows no redirect, ends within the time limit however slowly an answer arrives, and raises errors that name the
-URL. `shaped` checks an answer once, where it is read, against a msgspec struct of the fields that are needed; an answer
-may have more.
+`call` opens a new connection each time (servers drop idle ones after 5 s), ignores proxy variables, follows no
+redirect, ends within the timeout however slowly a response arrives, and raises errors that name the URL. `decode_as`
+validates a response against a msgspec struct of the required fields; a response may have more.
+`check_servers_reachable` checks external servers before anything is started.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import json
 import socket
 import time
 import urllib.parse
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import msgspec
@@ -27,14 +29,16 @@ from slimrl.engines.protocol import (
 )
 
 SHOWN_CHARS = 200
+EXTERNAL_ENGINES = "--rollout-external-engine-addrs"
+LISTEN_TIMEOUT_S = 5.0
 
 
 def call(method: str, url: str, body: dict[str, Any] | None = None, *, timeout_s: float, key: str | None = None) -> Any:
-    """The decoded JSON of the answer, or its text where it is none; `key` is shown to who asks for one.
+    """The decoded JSON of the response, or its text if it is not JSON; `key` is sent as a bearer token.
 
-    Raises EngineRequestError for HTTP 3xx and 4xx, EngineTimeoutError where the whole answer has not come within
-    `timeout_s`, EngineUnavailableError for HTTP 5xx and broken or refused connections, and EngineResponseError for JSON
-    that is cut off or malformed.
+    Raises EngineRequestError for HTTP 3xx and 4xx, EngineTimeoutError if the response is not complete within
+    `timeout_s`, EngineUnavailableError for HTTP 5xx and broken or refused connections, and EngineResponseError for
+    truncated or malformed JSON.
     """
     parts = urllib.parse.urlsplit(url)
     connection = _BoundedConnection(parts.hostname or "", parts.port or 80, time.monotonic() + timeout_s)
@@ -57,7 +61,7 @@ def call(method: str, url: str, body: dict[str, Any] | None = None, *, timeout_s
     return _decoded(url, text) if text.startswith(("{", "[")) or text == "null" else text
 
 
-def answers(url: str, timeout_s: float = 1.0, key: str | None = None) -> bool:
+def is_reachable(url: str, timeout_s: float = 1.0, key: str | None = None) -> bool:
     """Whether a GET succeeds; never raises for an absent or failing server."""
     try:
         call("GET", url, timeout_s=timeout_s, key=key)
@@ -71,15 +75,15 @@ def _decoded(url: str, text: str) -> Any:
         return json.loads(text)
     except ValueError as error:
         raise EngineResponseError(
-            f"{url} answered what is no JSON ({error}): {text[:SHOWN_CHARS]!r}{'...' * (len(text) > SHOWN_CHARS)}"
+            f"{url} answered invalid JSON ({error}): {text[:SHOWN_CHARS]!r}{'...' * (len(text) > SHOWN_CHARS)}"
         ) from error
 
 
 class _BoundedConnection(http.client.HTTPConnection):
-    """All of it has to be over at `deadline` (`time.monotonic`): a time limit of a socket bounds each read alone."""
+    """A connection whose operations together end at `deadline` (`time.monotonic`); a socket timeout bounds one read."""
 
     def __init__(self, host: str, port: int, deadline: float) -> None:
-        super().__init__(host, port, timeout=_left(deadline))
+        super().__init__(host, port, timeout=_remaining(deadline))
         self._deadline = deadline
 
     def connect(self) -> None:
@@ -97,18 +101,18 @@ class _BoundedSocket(socket.socket):
         self._deadline = deadline
 
     def recv_into(self, *arguments: Any) -> int:
-        """As of any socket, which the file that is made of one reads by."""
-        self.settimeout(_left(self._deadline))
+        """`socket.recv_into`, which the response's file object reads by."""
+        self.settimeout(_remaining(self._deadline))
         return super().recv_into(*arguments)
 
     def sendall(self, *arguments: Any) -> None:
-        """As of any socket, which bounds all of it by its time limit."""
-        self.settimeout(_left(self._deadline))
+        """`socket.sendall`, which its timeout bounds as a whole."""
+        self.settimeout(_remaining(self._deadline))
         super().sendall(*arguments)
 
 
-def _left(deadline: float) -> float:
-    """Seconds until then. Raises TimeoutError where there are none."""
+def _remaining(deadline: float) -> float:
+    """Seconds until `deadline`. Raises TimeoutError if it has passed."""
     if (left := deadline - time.monotonic()) <= 0:
         raise TimeoutError
     return left
@@ -117,11 +121,33 @@ def _left(deadline: float) -> float:
 Shape = TypeVar("Shape")
 
 
-def shaped(answer: Any, shape: type[Shape], url: str) -> Shape:
-    """`answer`, which came from `url`, as `shape`. Raises EngineResponseError that names the field and what came."""
+def decode_as(answer: Any, shape: type[Shape], url: str) -> Shape:
+    """`answer` of `url`, converted to `shape`. Raises EngineResponseError with the field and the answer."""
     try:
         return msgspec.convert(answer, shape)
     except msgspec.ValidationError as error:
         shown = repr(answer)
         shown = shown if len(shown) <= SHOWN_CHARS else f"{shown[:SHOWN_CHARS]}..."
         raise EngineResponseError(f"{url} did not answer as SGLang does: {error}; it answered {shown}") from error
+
+
+def check_servers_reachable(addresses: Sequence[str]) -> None:
+    """Connects once to each "host:port". Raises EngineUnavailableError with one sentence per failed address."""
+    with ThreadPoolExecutor(max(len(addresses), 1)) as pool:
+        errors = [error for error in pool.map(_connection_error, addresses) if error]
+    if errors:
+        raise EngineUnavailableError("\n".join(errors))
+
+
+def no_server(address: str, error: Exception) -> str:
+    """The error message for an address at which no server responds."""
+    return f"{EXTERNAL_ENGINES} {address}: no server answers there: {error}; start it first"
+
+
+def _connection_error(address: str) -> str | None:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), LISTEN_TIMEOUT_S).close()
+    except OSError as error:
+        return no_server(address, error)
+    return None

@@ -1,27 +1,31 @@
 """The interface to an inference engine (token ids in, token ids and log-probabilities out), and its errors.
 
-`ServiceError` is the base of all failures of engines, graders and reward services. They are never the fault of a custom
-function, also where a custom function meets them.
+`ServiceError` is the base of all failures of engines, graders and reward services. Such an error is never attributed to
+a custom function, even if it is raised inside one.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
+from slimrl.data.packed import PackedFields
 from slimrl.data.sample import Span
+from slimrl.engines.request_stats import RequestStats
+
+RETRY_TIMEOUT_S = 16.0  # of a request that no server accepts, without --use-fault-tolerance
 
 
 class ServiceError(RuntimeError):
-    """Something failed that slimrl itself runs or asks."""
+    """A service that slimrl runs or calls failed."""
 
 
 @dataclasses.dataclass
-class Generation:
-    """The answer to one request; `token_ids`, `log_probs` are aligned, one entry per new token.
+class Generation(PackedFields):
+    """The response to one request; `token_ids` and `log_probs` are aligned, one entry per new token.
 
-    `version_spans` say which weights drew which of them (`slimrl.data.sample`); empty where it was always
-    `weight_version`, which is the last.
+    `version_spans` give the weight version that sampled each token (`slimrl.data.sample`); empty if all tokens are from
+    `weight_version`, the last version.
     """
 
     token_ids: list[int]
@@ -30,71 +34,97 @@ class Generation:
     weight_version: str
     text: str = ""
     version_spans: list[Span] = dataclasses.field(default_factory=list)
-    sent_ns: int = 0  # when the request that was answered was sent, by time.monotonic_ns; 0 where that is not known
+    sent_ns: int = 0  # time.monotonic_ns when the successful attempt was sent; 0 if unknown
+
+    PACKABLE: ClassVar[frozenset[str]] = frozenset({"token_ids", "log_probs"})
+
+    @property
+    def new_tokens(self) -> int:
+        """Number of new tokens."""
+        return len(self.column("token_ids"))
 
 
 class EngineCallError(ServiceError):
-    """What an EngineClient raises when a request fails: also within a function of the user's that asks the engine."""
+    """A request of an EngineClient failed, also one that a custom function made."""
 
 
 class EngineClient(Protocol):
-    """Asynchronous client of a fleet of engines."""
+    """Asynchronous client of a group of engines."""
 
     async def generate(
         self, input_ids: list[int], sampling_params: dict[str, Any], session_id: str | None = None
     ) -> Generation:
-        """Continue `input_ids`. Raises on an HTTP error, on a lost server (after the retries) and on a time-out."""
+        """Continue `input_ids`. Raises on an HTTP error, on a lost server (after the retries) and on a timeout."""
         ...
 
     async def ask(self, path: str, payload: dict[str, Any], session_id: str | None = None) -> Any:
-        """The decoded answer to any POST to the fleet ("/generate", "/v1/chat/completions"), as the engine gave it.
+        """The engine's decoded response to any POST ("/generate", "/v1/chat/completions"), unchanged.
 
         Raises as `generate` does.
         """
         ...
 
     async def abort_all(self) -> None:
-        """Abort every request in flight; each returns with what it has and finish_reason "abort"."""
+        """Abort every request in flight; each returns its tokens so far and finish_reason "abort"."""
         ...
 
 
+class EngineGroupClient(EngineClient, Protocol):
+    """The client that the rollout manager opens (`async with`) and closes at the end."""
+
+    server_urls: list[str]  # for aborts, which the router does not forward; assign when the servers change
+    resent: int  # number of resent requests
+    requests: RequestStats
+
+    @property
+    def in_flight(self) -> int:
+        """Number of requests that were sent and not yet answered."""
+
+    async def __aenter__(self) -> EngineGroupClient:
+        """Opens its connections."""
+        ...
+
+    async def close(self) -> None:
+        """Drops every connection; requests in flight are cancelled and not resent."""
+
+
 class StoppableEngine:
-    """An EngineClient that can be told that a rollout is full; whoever asks it later gets nothing more, at once."""
+    """An EngineClient that can be stopped when a rollout is full; later requests return empty at once."""
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
         self.stopped = False
 
     def start(self) -> None:
-        """Lets requests through (again)."""
+        """Lets requests pass (again)."""
         self.stopped = False
 
     async def stop(self) -> None:
-        """Aborts what is in flight; from now on every request comes back aborted and empty."""
+        """Aborts the requests in flight; every later request returns aborted and empty."""
         self.stopped = True
         await self._client.abort_all()
 
     async def generate(
         self, input_ids: list[int], sampling_params: dict[str, Any], session_id: str | None = None
     ) -> Generation:
-        """As the client's; aborted and without tokens once it is stopped."""
+        """The client's `generate`; aborted and without tokens once stopped."""
         if self.stopped:
             return Generation([], [], "abort", "")
         return await self._client.generate(input_ids, sampling_params, session_id)
 
     async def ask(self, path: str, payload: dict[str, Any], session_id: str | None = None) -> Any:
-        """As the client's; once it is stopped, what a generation answers that was aborted before it began."""
+        """The client's `ask`; once stopped, the response of a generation that was aborted before it began."""
         if self.stopped and (answer := aborted_answer(path)) is not None:
             return answer
         return await self._client.ask(path, payload, session_id)
 
     async def abort_all(self) -> None:
-        """As the client's."""
+        """The client's `abort_all`."""
         await self._client.abort_all()
 
 
 def aborted_answer(path: str) -> dict[str, Any] | None:
-    """What the engine's `path` answers to a request that was aborted without a token; None where it generates none."""
+    """The engine's response on `path` to a request aborted without a token; None if `path` does not generate."""
     finish = {"type": "abort", "message": "the rollout is full"}
     if path == "/generate":
         meta = {"id": "", "finish_reason": finish, "prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0}
@@ -110,10 +140,10 @@ class EngineError(EngineCallError):
 
 
 class EngineRequestError(EngineError):
-    """The engine refused a request (HTTP 4xx): sending it again would be refused again."""
+    """The engine rejected a request (HTTP 4xx); a retry would be rejected, too."""
 
     def __init__(self, url: str, status: int, body: str) -> None:
-        super().__init__(f"{url} refused the request with HTTP {status}: {body}")
+        super().__init__(f"{url} rejected the request with HTTP {status}: {body}")
         self.url, self.status, self.body = url, status, body
 
     def __reduce__(self) -> tuple[type, tuple[str, int, str]]:
@@ -121,12 +151,12 @@ class EngineRequestError(EngineError):
 
 
 class EngineResponseError(EngineError):
-    """What answered is no engine, or a broken one: the answer has not the form or the values that it must have."""
+    """The response is malformed or has impossible values: the server is broken or not an engine."""
 
 
 class EngineUnavailableError(EngineError):
-    """No engine answered: the connection failed or broke, or the answer was HTTP 5xx, after all retries."""
+    """No engine responded after all retries: the connection failed or broke, or the response was HTTP 5xx."""
 
 
 class EngineTimeoutError(EngineUnavailableError):
-    """An engine did not answer in time."""
+    """An engine did not respond in time."""

@@ -1,7 +1,7 @@
-"""The doors for user code: the written contract of every `--...-path` flag, and how a path becomes a function.
+"""Extension points: the contract of every `--...-path` flag, and the loader of custom functions.
 
-`of_rollouts` has the contracts around generation, `of_training` those of training; `resolving` finds functions and
-checks them, `calling` names those that fail.
+`rollout_hooks` has the contracts of generation, `train_hooks` those of training. `loader` loads functions, checks them
+and names those that fail.
 """
 
 from slimrl.hooks.base import Hook, HookError, HookExitError, HookFailedError

@@ -1,6 +1,6 @@
-"""The base of every hook's contract, the errors of hooks, and numbers that custom functions return as plain floats.
+"""Base class of hook contracts, hook errors, and conversion of returned numbers to plain floats.
 
-Scalars of numpy and torch cannot be written as JSON.
+numpy and torch scalars cannot be written as JSON.
 """
 
 from __future__ import annotations
@@ -9,27 +9,27 @@ from typing import Any, ClassVar, Protocol
 
 
 class RunArguments(Protocol):
-    """The flags of the run as attributes, `args.num_rollout`; `slimrl.arguments.Arguments` is what hooks are given."""
+    """The flags of the run as attributes, `args.num_rollout`. Hooks receive a `slimrl.arguments.Arguments`."""
 
     def __getattr__(self, name: str) -> Any: ...
 
 
 class HookError(ValueError):
-    """A hook path that leads nowhere, or to something that does not keep its contract."""
+    """A hook path that cannot be resolved, or whose object does not fit the contract."""
 
 
 class HookFailedError(RuntimeError):
-    """A hook raised an exception, which is the cause; the message names the flag and the function."""
+    """A hook raised an exception, which is the `__cause__`; the message names the flag and the function."""
 
 
 class HookExitError(RuntimeError):
-    """A task that a hook made raised what would have ended the event loop, as sys.exit() does; that is the cause."""
+    """A task of a hook raised an exception that would end the event loop, as sys.exit() does; it is the `__cause__`."""
 
 
 class Hook(Protocol):
-    """What every contract says besides its call.
+    """Base of all contracts.
 
-    `offered` are keyword arguments that a function is given where it takes them; with `either`, it may be async or not.
+    `offered` are keyword arguments passed to functions that accept them. `either` allows async and ordinary functions.
     """
 
     offered: ClassVar[tuple[str, ...]] = ()
@@ -37,10 +37,15 @@ class Hook(Protocol):
 
 
 def plain_number(value: Any) -> float:
-    """A number, or a scalar of numpy or torch, as a float. Raises TypeError for anything else, texts too."""
+    """A number, or a numpy or torch scalar, as a float. Raises TypeError for anything else, including text."""
     if isinstance(value, str | bytes | None):
         raise TypeError(f"{value!r} is not a number")
     try:
         return float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # the last for a tensor of several
+    except (
+        TypeError,
+        ValueError,
+        OverflowError,
+        RuntimeError,
+    ) as error:  # RuntimeError: tensor with several elements
         raise TypeError(f"{value!r} is not a number") from error

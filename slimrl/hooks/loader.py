@@ -1,10 +1,10 @@
-"""Loads custom functions from their import paths, checks them against their contracts, and names what they raise.
+"""Loads custom functions from their import paths, checks them against their contracts, and wraps their errors.
 
-A path is resolved and its signature checked without calling the function: while the command line is checked, so that a
-wrong hook costs one sentence, and again where the hook is used.
-What a custom function raises becomes an error that names the function and its lines. Nothing that it raises passes for
-the end of a process or of an event loop: not `sys.exit()`, a KeyboardInterrupt, a GeneratorExit, a CancelledError that
-nothing asked for, nor any other BaseException. `contain_tasks` extends this to the asyncio tasks that a hook makes.
+A path is resolved and its signature checked without calling the function: once while the command line is checked, so
+that a wrong hook is reported before anything starts, and again when the hook is used.
+Exceptions of a custom function become an error that names the function and its lines. This includes every
+BaseException, so that a hook cannot end the process or the event loop: `sys.exit()`, KeyboardInterrupt, GeneratorExit,
+an unrequested CancelledError. `contain_tasks` extends this to the asyncio tasks that a hook creates.
 """
 
 from __future__ import annotations
@@ -15,22 +15,26 @@ import contextvars
 import difflib
 import functools
 import importlib
+import importlib.abc
+import importlib.machinery
 import inspect
 import itertools
 import os
 import sys
 import traceback
 import types
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from slimrl.hooks import slime_imports
 from slimrl.hooks.base import Hook, HookError, HookExitError, HookFailedError
 from slimrl.hooks.rollout_hooks import CustomDataSource
 
-# modules that scripts written for slime name, and what to do where there is no such module
+SLIME = "slime"
+_SLIME_TABLE = "slimrl.compatibility.slime"  # by name: it is in a higher layer, and is loaded on demand
+
+# modules named in scripts written for slime that do not exist here -> what to use instead
 _INSTEAD = {
     "fully_async_rollout": (
         "fully asynchronous generation is train_async.py --max-weight-staleness N here: leave --rollout-function-path"
@@ -43,10 +47,10 @@ _INSTEAD = {
 def resolve(path: str, contract: type[Hook]) -> Callable[..., Any]:
     """The function at the dotted import path `path`, checked against `contract` (a Protocol of this package).
 
-    Paths that start with `slime.` are looked up under `slimrl.`, where the same hooks live; the current folder is
-    importable. Raises HookError saying what is wrong and what is expected.
+    Paths that start with `slime.` are looked up under `slimrl.`, which has the same hooks. Modules in the current
+    folder can be imported. Raises HookError with the fault and the expected signature.
     """
-    path, function = _found(path)
+    path, function = _load(path)
     if not callable(function):
         kind = type(function).__name__
         raise HookError(f"{path} is not a function but a value of type {kind}: {expectation(contract)}")
@@ -55,9 +59,9 @@ def resolve(path: str, contract: type[Hook]) -> Callable[..., Any]:
 
 
 def resolve_data_source(path: str) -> type[CustomDataSource]:
-    """The class at the dotted import path `path`, checked against `CustomDataSource`. Raises HookError as `resolve`."""
-    path, found = _found(path)
-    expected = "expected is a class with __init__(args), get_samples(num_groups), add_samples(groups) and __len__()"
+    """The class at the dotted import path `path`, checked against `CustomDataSource`. Raises HookError."""
+    path, found = _load(path)
+    expected = "expected a class with __init__(args), get_samples(num_groups), add_samples(groups) and __len__()"
     if not isinstance(found, type):
         raise HookError(f"{path} is not a class but a value of type {type(found).__name__}: {expected}")
     for name in ("__init__", "get_samples", "add_samples", "__len__"):
@@ -73,27 +77,27 @@ def resolve_data_source(path: str) -> type[CustomDataSource]:
     pairs = (("state_dict", "load_state_dict"), ("save", "load"))
     if not any(all(callable(getattr(found, name, None)) for name in pair) for pair in pairs):
         raise HookError(
-            f"{path} cannot keep its place over a restart: give it state_dict() and load_state_dict(state), or"
+            f"{path} cannot save its position in a checkpoint: give it state_dict() and load_state_dict(state), or"
             " save(rollout_id) and load(rollout_id)"
         )
     return found
 
 
 def own_path(path: str) -> str:
-    """The path under which slimrl has what slime has at `path`."""
+    """slimrl's path for a path of slime; other paths unchanged."""
     return "slimrl." + path.removeprefix("slime.") if path.startswith("slime.") else path
 
 
 def expectation(contract: type[Hook]) -> str:
-    """The contract's call in words, for messages and docs: "expected is async f(args, sample)"."""
+    """The contract's signature, for messages and docs: "expected async f(args, sample)"."""
     is_async, call = _call(contract)
     names = [f"{name}=..." if parameter.kind is parameter.KEYWORD_ONLY else name for name, parameter in call.items()]
     kind = "async or ordinary " if contract.either else "async " if is_async else ""
-    return f"expected is {kind}f({', '.join(names)})"
+    return f"expected {kind}f({', '.join(names)})"
 
 
 def accepts_keyword(function: Callable[..., Any], keyword: str) -> bool:
-    """Whether `function` may be called with this keyword argument."""
+    """Whether `function` accepts this keyword argument."""
     parameters = inspect.signature(function).parameters
     if keyword in parameters:
         return parameters[keyword].kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -101,12 +105,12 @@ def accepts_keyword(function: Callable[..., Any], keyword: str) -> bool:
 
 
 def accepted(function: Callable[..., Any], contract: type[Hook], **values: Any) -> dict[str, Any]:
-    """Those of the keyword arguments that `contract` offers which `function` takes. `values` has all of them."""
+    """The entries of `values` that `function` accepts as keyword arguments; `values` has all that `contract` offers."""
     return {name: values[name] for name in contract.offered if accepts_keyword(function, name)}
 
 
-def _found(path: str) -> tuple[str, Any]:
-    """The path under slimrl, and what is there."""
+def _load(path: str) -> tuple[str, Any]:
+    """slimrl's path, and the object at it."""
     path = own_path(path)
     module_path, _, name = path.rpartition(".")
     if not module_path or not all(part.isidentifier() for part in path.split(".")):
@@ -122,22 +126,22 @@ def _call(contract: type[Hook]) -> tuple[bool, dict[str, inspect.Parameter]]:
 
 
 def _import_module(module_path: str) -> types.ModuleType:
-    # `python train.py` puts the script's folder on the path, not the folder the user is in
+    # `python train.py` puts the script's folder on sys.path, not the current folder
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)
-    slime_imports.offer()
+    offer_slime_modules()
     try:
         return importlib.import_module(module_path)
     except ModuleNotFoundError as error:
         if error.name is not None and (module_path == error.name or module_path.startswith(error.name + ".")):
-            usual = "check the spelling, or start from the folder that holds it"
+            usual = "check the spelling, or start from the folder that contains it"
             fix = next((_INSTEAD[part] for part in module_path.split(".") if part in _INSTEAD), usual)
             raise HookError(f"there is no module {error.name}: {fix}") from error
         raise HookError(f"module {module_path} itself cannot be imported ({error}): install what it needs") from error
-    except KeyboardInterrupt:  # of the terminal, while it is imported
+    except KeyboardInterrupt:  # Ctrl-C during the import
         raise
-    except BaseException as error:  # user code: importing it may raise anything, and sys.exit() must not end us
+    except BaseException as error:  # custom code may raise anything, and its sys.exit() must not end this process
         text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         raise HookError(f"module {module_path} itself cannot be imported ({text}): fix the module") from error
 
@@ -158,7 +162,7 @@ def _check_call(path: str, function: Callable[..., Any], contract: type[Hook]) -
     try:
         signature = inspect.signature(function)
     except ValueError as error:  # some functions written in C have none
-        raise HookError(f"{path} does not say what it can be called with: {expectation(contract)}") from error
+        raise HookError(f"{path} has no inspectable signature: {expectation(contract)}") from error
     keywords = dict.fromkeys({*call, *accepted(function, contract, **dict.fromkeys(contract.offered))} - {*positional})
     try:
         signature.bind(*positional, **keywords)
@@ -178,11 +182,10 @@ _ENDS_A_LOOP = (SystemExit, KeyboardInterrupt)  # asyncio lets them through a ta
 
 
 class naming:  # noqa: N801
-    """Whatever the hook at `path` raises in this block becomes a HookFailedError that names it, and its lines.
+    """Turns every exception in the block into a HookFailedError that names flag, `path` and the hook's lines.
 
-    The block must not wait for anything: a cancellation within it is taken for the hook's. What `passes` stays as it
-    is.
-    No generator with contextlib's decorator, which lets a StopIteration through whatever is made of it.
+    Exceptions for which `passes` returns True stay unchanged. The block must not await: a cancellation within it would
+    be attributed to the hook. Not a generator with contextlib's decorator, because that lets a StopIteration through.
     """
 
     def __init__(self, flag: str, path: str, *, passes: Callable[[BaseException], bool] = lambda error: False) -> None:
@@ -195,17 +198,17 @@ class naming:  # noqa: N801
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and not self._passes(error):  # it may be anything; nothing is swallowed
+        if error is not None and not self._passes(error):  # any BaseException; nothing is swallowed
             raise HookFailedError(f"{self._name} raised {described(error)}{user_frames(error)}") from error
 
 
 def named(flag: str, path: str, contract: type[Hook]) -> Callable[..., Any]:
-    """The function at `path`, as `resolve` finds it, which raises like a block in `naming`."""
+    """Loads the function at `path` with `resolve`; its errors are wrapped as by `naming`."""
     return naming_calls(flag, path, resolve(path, contract))
 
 
 def naming_calls(flag: str, path: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, which raises like a block in `naming`."""
+    """`function` with its errors wrapped as by `naming`."""
 
     @functools.wraps(function)
     def call(*arguments: Any, **keywords: Any) -> Any:
@@ -216,18 +219,18 @@ def naming_calls(flag: str, path: str, function: Callable[..., Any]) -> Callable
 
 
 def described(error: BaseException) -> str:
-    """ "KeyError: 'x'"; the type alone where the error says nothing, and of a group of errors the first, too."""
+    """ "KeyError: 'x'"; only the type if there is no message; of an exception group, the first exception too."""
     if isinstance(error, HookExitError) and error.__cause__ is not None:
         return described(error.__cause__)
-    text = str(error)
-    said = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    return f"{said}: {described(error.exceptions[0])}" if isinstance(error, BaseExceptionGroup) else said
+    message = str(error)
+    text = f"{type(error).__name__}: {message}" if message else type(error).__name__
+    return f"{text}: {described(error.exceptions[0])}" if isinstance(error, BaseExceptionGroup) else text
 
 
 def user_frames(error: BaseException) -> str:
-    """The traceback from the first line outside of slimrl on, each as "\n  file:line in function: code".
+    """The traceback from the first line outside slimrl, each as "\n  file:line in function: code".
 
-    Empty where the error comes from slimrl alone.
+    Empty if all lines are in slimrl.
     """
     package = str(Path(__file__).parents[1]) + os.sep
     frames = itertools.dropwhile(
@@ -238,7 +241,7 @@ def user_frames(error: BaseException) -> str:
 
 
 def _trace(error: BaseException | None) -> Iterator[traceback.FrameSummary]:
-    """With the lines of the task that failed, where the error is what came of that."""
+    """The frames of the error, followed by those of the failed task that caused it."""
     if error is not None:
         yield from traceback.extract_tb(error.__traceback__)
     if isinstance(error, BaseExceptionGroup):
@@ -249,7 +252,7 @@ def _trace(error: BaseException | None) -> Iterator[traceback.FrameSummary]:
 
 @contextlib.contextmanager
 def in_hook() -> Iterator[None]:
-    """The tasks that are made in this block, and in tasks made by these, are a hook's: see `contain_tasks`."""
+    """Marks the tasks created in this block, directly or by such tasks, as a hook's: see `contain_tasks`."""
     before = _in_hook.get()
     _in_hook.set(True)
     try:
@@ -259,7 +262,7 @@ def in_hook() -> Iterator[None]:
 
 
 def contain_tasks(loop: asyncio.AbstractEventLoop) -> None:
-    """From now on no task that a hook makes in `loop` can end the loop: whoever awaits it finds a HookExitError."""
+    """Prevents tasks that a hook creates from ending `loop`: awaiting such a task raises HookExitError instead."""
 
     def make(loop: asyncio.AbstractEventLoop, coroutine: Any, **keywords: Any) -> asyncio.Task[Any]:
         return asyncio.Task(_Contained(coroutine) if _in_hook.get() else coroutine, loop=loop, **keywords)
@@ -268,9 +271,9 @@ def contain_tasks(loop: asyncio.AbstractEventLoop) -> None:
 
 
 class _Contained(Coroutine[Any, Any, Any]):
-    """A coroutine that raises HookExitError in place of what would end the loop.
+    """A coroutine that raises HookExitError instead of an exception that would end the loop.
 
-    No coroutine function around it: one that is cancelled before it began would never await what it is around.
+    Not a wrapping coroutine function: if that is cancelled before it starts, it never awaits the inner coroutine.
     """
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any]) -> None:
@@ -282,19 +285,62 @@ class _Contained(Coroutine[Any, Any, Any]):
         return self._coroutine.__await__()
 
     def send(self, value: Any) -> Any:
-        """One step of the coroutine."""
+        """See `Coroutine.send`."""
         try:
             return self._coroutine.send(value)
         except _ENDS_A_LOOP as error:
             raise HookExitError(described(error)) from error
 
     def throw(self, *error: Any) -> Any:
-        """Likewise."""
+        """See `Coroutine.throw`."""
         try:
             return self._coroutine.throw(*error)
-        except _ENDS_A_LOOP as left:
-            raise HookExitError(described(left)) from left
+        except _ENDS_A_LOOP as raised:
+            raise HookExitError(described(raised)) from raised
 
     def close(self) -> None:
-        """Ends it."""
+        """See `Coroutine.close`."""
         self._coroutine.close()
+
+
+def offer_slime_modules() -> None:
+    """Makes `import slime...` in custom modules find slimrl's counterparts if slime is not installed.
+
+    Once per process. An installed slime takes precedence: the finder is last on `sys.meta_path`.
+    """
+    if not any(isinstance(finder, SlimeFinder) for finder in sys.meta_path):
+        sys.meta_path.append(SlimeFinder())
+
+
+class SlimeFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds and loads the modules of slime that `slimrl.compatibility.slime` lists."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """None for other packages, and for modules of an installed slime, which has a file.
+
+        Raises ImportError for a module of slime that the table lacks.
+        """
+        package, _, rest = name.partition(".")
+        if package != SLIME or (rest and getattr(sys.modules.get(SLIME), "__file__", None) is not None):
+            return None
+        table = importlib.import_module(_SLIME_TABLE)
+        if not table.is_module(name):
+            raise ImportError(table.refusal(name), name=name)
+        return importlib.machinery.ModuleSpec(name, self, is_package=table.is_package(name))
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """Sets up lookup of names on access, so that heavy modules are loaded only if used."""
+        table = importlib.import_module(_SLIME_TABLE)
+        module.__doc__ = f"Counterparts of {module.__name__} in slimrl: see docs/coming-from-slime.md."
+        vars(module)["__all__"] = table.names(module.__name__)
+
+        def look_up(name: str) -> Any:
+            if name.startswith("__") or table.is_module(f"{module.__name__}.{name}"):
+                raise AttributeError(f"module {module.__name__} has no attribute {name}")
+            value = table.load(module.__name__, name)
+            setattr(module, name, value)
+            return value
+
+        vars(module)["__getattr__"] = look_up

@@ -1,4 +1,4 @@
-"""The contracts of the hooks around generation: called by the rollout manager, where prompts become judged samples."""
+"""Contracts of the generation hooks, which the rollout manager calls."""
 
 from __future__ import annotations
 
@@ -11,44 +11,43 @@ if TYPE_CHECKING:
 
 
 class DataSource(Protocol):
-    """Where a rollout function takes its prompts from; slimrl's own is `slimrl.rollout.dataset.data_source`."""
+    """The prompts of a rollout function; the built-in one is in `slimrl.rollout.dataset.data_source`."""
 
     def get_samples(self, num_groups: int) -> list[list[Sample]]:
         """The next `num_groups` groups, each of `--n-samples-per-prompt` samples of one prompt."""
         ...
 
     def add_samples(self, groups: list[list[Sample]]) -> None:
-        """Gives groups back, to be handed out again."""
+        """Returns groups to the source, which samples them again later."""
         ...
 
 
 class CustomDataSource(DataSource, Protocol):
-    """`--data-source-path`: a class of data sources. `__init__` is given `tokenizer` too where it takes it.
+    """`--data-source-path`: a data source class. `__init__` also receives `tokenizer` if it accepts it.
 
-    Its place is kept with checkpoints, by one of two pairs: `state_dict()` and `load_state_dict(state)`, of plain
-    data, or `save(rollout_id)` and `load(rollout_id)`, which keep their own files under `--save`. The first is called
-    right after the prompts of a rollout were sampled that a checkpoint follows, once, and the second when a run
-    continues from that checkpoint. Where the class has `begin_rollout(rollout_id)`, it is called before a rollout
-    draws.
+    Checkpoints keep its position by one of two pairs: `state_dict()` and `load_state_dict(state)`, of plain data, or
+    `save(rollout_id)` and `load(rollout_id)`, which keep their own files under `--save`. The first is called once,
+    right after the prompts of a rollout with a checkpoint were sampled, the second when a run resumes from that
+    checkpoint. If the class has `begin_rollout(rollout_id)`, it is called before prompts of a rollout are sampled.
     """
 
     def __init__(self, args: RunArguments) -> None: ...
 
     def __len__(self) -> int:
-        """Number of prompts in one epoch, by which `--num-epoch` counts."""
+        """Number of prompts in one epoch, for `--num-epoch`."""
         ...
 
 
 class CustomReward(Hook, Protocol):
-    """`--custom-rm-path`: judges one response."""
+    """`--custom-rm-path`: scores one response."""
 
     async def __call__(self, args: RunArguments, sample: Sample) -> float | dict[str, Any]:
-        """The reward; where it is a dict, `--reward-key` names the entry to train on."""
+        """The reward; if it is a dict, `--reward-key` names the entry to train on."""
         ...
 
 
 class GroupReward(Hook, Protocol):
-    """`--custom-rm-path` with `--group-rm`: judges all responses to one prompt; in an evaluation one at a time."""
+    """`--custom-rm-path` with `--group-rm`: scores all responses to one prompt; in evaluations one at a time."""
 
     async def __call__(self, args: RunArguments, samples: list[Sample]) -> list[float] | list[dict[str, Any]]:
         """One reward per sample, in the samples' order."""
@@ -58,10 +57,10 @@ class GroupReward(Hook, Protocol):
 class CustomGenerate(Hook, Protocol):
     """`--custom-generate-function-path`: generates one sample.
 
-    `evaluation` tells whether the sample is for evaluation, `engine` is the client of the engines
-    (`slimrl.engines.protocol.EngineClient`) and `tokenizer` the run's tokenizer. When the engine answers with the
-    finish reason "abort", the rollout is full: return the sample with status ABORTED; where `--partial-rollout` is on,
-    the function is called with it again, to continue it.
+    `evaluation` is True for samples of an evaluation, `engine` is the client of the engines
+    (`slimrl.engines.protocol.EngineClient`) and `tokenizer` the run's tokenizer. The engine's finish reason "abort"
+    means that the rollout is full: return the sample with status ABORTED. With `--partial-rollout` the function is
+    called with it again, to continue it.
     """
 
     offered: ClassVar[tuple[str, ...]] = ("evaluation", "engine", "tokenizer")
@@ -74,20 +73,20 @@ class CustomGenerate(Hook, Protocol):
 
 
 class SampleHook(Hook, Protocol):
-    """`--rollout-sample-hook-path`: sees each finished sample once, before its reward."""
+    """`--rollout-sample-hook-path`: called once with each finished sample, before its reward."""
 
     offered: ClassVar[tuple[str, ...]] = ("rollout_id", "evaluation")
     either: ClassVar[bool] = True
 
     def __call__(self, args: RunArguments, sample: Sample) -> Any:
-        """The sample to continue with, or None for the one it was given."""
+        """The sample to use instead, or None to keep the given one."""
         ...
 
 
 class RolloutFunction(Hook, Protocol):
-    """`--rollout-function-path`, `--eval-function-path`: makes a whole rollout, or a whole evaluation.
+    """`--rollout-function-path`, `--eval-function-path`: runs a whole rollout, or a whole evaluation.
 
-    `generator` is the built-in rollout to build on (see `slimrl.rollout.sglang_rollout`).
+    `generator` gives access to the built-in rollout (see `slimrl.rollout.rollout_function`).
     """
 
     offered: ClassVar[tuple[str, ...]] = ("generator", "tokenizer")
@@ -106,17 +105,17 @@ class DynamicSamplingFilter(Hook, Protocol):
 
 
 class BufferFilter(Hook, Protocol):
-    """`--buffer-filter-path`: chooses which of the groups that wait go into the next wave."""
+    """`--buffer-filter-path`: chooses which waiting groups are submitted next."""
 
     def __call__(
         self, args: RunArguments, rollout_id: int | None, buffer: list[list[Sample]], num_samples: int
     ) -> list[list[Sample]]:
-        """At most `num_samples` groups, which it removes from `buffer`."""
+        """At most `num_samples` groups, which the function removes from `buffer`."""
         ...
 
 
 class SampleFilter(Hook, Protocol):
-    """`--rollout-sample-filter-path`: takes single samples out of training by setting their `remove_sample`."""
+    """`--rollout-sample-filter-path`: excludes single samples from training by setting their `remove_sample`."""
 
     def __call__(self, args: RunArguments, groups: list[list[Sample]]) -> None:
         """Called once per rollout with the groups that are trained on."""
@@ -124,7 +123,7 @@ class SampleFilter(Hook, Protocol):
 
 
 class AllSamplesProcess(Hook, Protocol):
-    """`--rollout-all-samples-process-path`: sees every group that a rollout judged, dropped ones too."""
+    """`--rollout-all-samples-process-path`: called with every scored group of a rollout, including dropped ones."""
 
     def __call__(self, args: RunArguments, all_groups: list[list[Sample]], data_source: DataSource) -> None:
         """Called once per rollout."""
@@ -142,9 +141,9 @@ class RolloutLog(Hook, Protocol):
         extra_metrics: dict[str, float] | None,
         rollout_time: float,
     ) -> Any:
-        """True where slimrl is not to report its own metrics of the rollout (the mean reward always is).
+        """True to suppress slimrl's own metrics of the rollout, except the mean reward.
 
-        `extra_metrics` are those that the rollout itself brought; numbers that the function adds are reported too.
+        `extra_metrics` are those that the rollout returned; numbers that the function adds are reported too.
         """
         ...
 
@@ -159,15 +158,15 @@ class EvalRolloutLog(Hook, Protocol):
         data: dict[str, dict[str, Any]],
         extra_metrics: dict[str, float] | None,
     ) -> Any:
-        """True where slimrl is not to report more than each set's mean reward.
+        """True to suppress slimrl's own metrics, except each set's mean reward.
 
-        `data` has `rewards`, `truncated` and `samples` by name of the set; `extra_metrics` is for what it adds.
+        `data` has `rewards`, `truncated` and `samples` by name of the set; the function may add to `extra_metrics`.
         """
         ...
 
 
 class RewardPostProcess(Hook, Protocol):
-    """`--custom-reward-post-process-path`: turns the rewards of a rollout into what is trained on."""
+    """`--custom-reward-post-process-path`: computes the training rewards of a rollout."""
 
     def __call__(self, args: RunArguments, samples: list[Sample]) -> tuple[list[float], list[float]]:
         """Raw rewards and training rewards, one of each per sample, in the samples' order."""

@@ -1,23 +1,23 @@
-"""The contracts of the hooks of training: called in each of its ranks.
+"""Contracts of the training hooks, which every training rank calls.
 
-A rank's share of a rollout is one dict, `rollout_data`, with one entry per sample in each of its lists. Tensors are on
-the rank's device; those of a response have [response length] entries, with context parallelism too, and every rank of
-one data-parallel share has the same:
+A rank's part of a rollout is one dict, `rollout_data`, of lists with one entry per sample. Tensors are on the rank's
+device. Response tensors have [response length] entries, also with context parallelism, and are equal on all ranks of a
+data-parallel rank's model-parallel group:
 
 | key | entry of a sample |
 | --- | --- |
 | `tokens` | int64 [total length]: prompt and response |
 | `total_lengths`, `response_lengths` | int |
 | `loss_masks` | float32 [response]: 1 where the token is trained on |
-| `rewards`, `raw_reward` | float: what is trained on, and as judged |
+| `rewards`, `raw_reward` | float: the reward trained on, and the reward as scored |
 | `truncated`, `sample_indices`, `rollout_ids` | bool; int; int, the same for all samples of a prompt |
 | `rollout_log_probs`, `log_probs` | float32 [response]: the engines', and training's before the first step |
-| `ref_log_probs` | float32 [response]: the reference's, with --use-kl-loss or --kl-coef |
-| `kl` | float32 [response]: the estimate that --kl-coef asks for, else 0 |
-| `advantages`, `returns` | float32 [response]; without a critic both are the same, unless a function says otherwise |
+| `ref_log_probs` | float32 [response]: the reference model's, with --use-kl-loss or --kl-coef |
+| `kl` | float32 [response]: the KL estimate of --kl-coef, else 0 |
+| `advantages`, `returns` | float32 [response]; equal without a critic, unless a custom function sets them |
 
-The last four lines, and `log_probs`, are absent with --disable-compute-advantages-and-returns. A list of one's own with
-an entry per sample goes along, down to the `batch` of a custom loss.
+The last three lines, and `log_probs`, are absent with --disable-compute-advantages-and-returns. A hook may add lists
+with an entry per sample; they are passed on, up to the `batch` of a custom loss.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 
 class LossBatch(Protocol):
-    """One micro-batch: the `rollout_data` of its samples as a dict, and what is between it and the logits.
+    """One micro-batch: the `rollout_data` of its samples as a dict, with helpers that read the logits.
 
-    It also has `unconcat_tokens` (list: each sample's tokens), `tokens` (int64 [1, tokens of this rank]: the pack, as
-    the model got it, where `logits` has a row for each), `full_loss_masks` (float32 of that shape: the mask of the
-    token that the row predicts) and `packed_seq_params` (where the sequences are in the pack).
+    It also has `unconcat_tokens` (list: each sample's tokens), `tokens` (int64 [1, tokens of this rank]: the packed
+    input of the model, one row of `logits` each), `full_loss_masks` (float32 of that shape: the mask of the token that
+    the row predicts) and `packed_seq_params` (the positions of the sequences in the pack).
     """
 
     def __getitem__(self, key: str) -> Any: ...
@@ -46,26 +46,26 @@ class LossBatch(Protocol):
     def scores(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy of the micro-batch's response tokens, samples end to end, float32 [tokens] each.
 
-        From `logits` / --rollout-temperature. Both are differentiable, and the same on all ranks that share the
-        micro-batch, whichever part of the vocabulary (tensor parallel) or of the pack (context parallel) these hold.
+        From `logits` / --rollout-temperature. Both are differentiable, and equal on all tensor- and context-parallel
+        ranks of the micro-batch.
         """
         ...
 
     def rows(self, logits: Tensor) -> Tensor:
-        """The rows of `logits` that predict response tokens which this rank holds, [own tokens, vocabulary share]."""
+        """The rows of `logits` that predict this rank's response tokens, [local tokens, local vocabulary]."""
         ...
 
     def whole(self, values: Tensor) -> Tensor:
-        """[tokens] from [own tokens]: the values of all context-parallel ranks, in the order of the response tokens."""
+        """[tokens] from [local tokens]: gathers all context-parallel ranks, in the order of the response tokens."""
         ...
 
 
 class CustomLoss(Hook, Protocol):
-    """`--custom-loss-function-path`: what --loss-type custom_loss minimises, for one micro-batch.
+    """`--custom-loss-function-path`: the loss of --loss-type custom_loss for one micro-batch.
 
-    `logits` [1, tokens of this rank, padded vocabulary / tensor parallel] are the model's, in its dtype and not divided
-    by the temperature; `batch.scores(logits)` makes log-probabilities of them in every layout. Called on the last
-    pipeline stage, on every tensor- and context-parallel rank, each of which must return the same loss.
+    `logits` [1, tokens of this rank, padded vocabulary / tensor parallel] have the model's dtype and are not divided by
+    the temperature; `batch.scores(logits)` computes log-probabilities from them in every parallel layout. Called on the
+    last pipeline stage, on every tensor- and context-parallel rank, each of which must return the same loss.
     """
 
     def __call__(
@@ -81,10 +81,10 @@ class CustomLoss(Hook, Protocol):
 
 
 class CustomAdvantage(Hook, Protocol):
-    """`--custom-advantage-function-path`: sets `rollout_data["advantages"]`, and `["returns"]` where they differ.
+    """`--custom-advantage-function-path`: sets `rollout_data["advantages"]`, and `["returns"]` if they differ.
 
-    Called on every rank, with its own samples: those of one prompt may be on several. --normalize-advantages is applied
-    to the result, --kl-coef is not: it is in `kl`.
+    Called on every rank with its own samples; samples of one prompt may be on several ranks. --normalize-advantages is
+    applied to the result, --kl-coef is not: use `kl`.
     """
 
     def __call__(self, args: RunArguments, rollout_data: dict[str, Any]) -> None:
@@ -93,7 +93,7 @@ class CustomAdvantage(Hook, Protocol):
 
 
 class CustomTIS(Hook, Protocol):
-    """`--custom-tis-function-path`: corrects the policy loss for who drew the samples, instead of --use-tis' own way.
+    """`--custom-tis-function-path`: corrects the policy loss for the sampling policy, in place of built-in --use-tis.
 
     Called once per micro-batch. `pg_loss` is [tokens], samples end to end; the others are lists with one entry per
     sample: tensors [response length], and ints. The values of masked tokens are 0.
@@ -115,7 +115,7 @@ class CustomTIS(Hook, Protocol):
 
 
 class PgLossReducer(Hook, Protocol):
-    """`--custom-pg-loss-reducer-function-path`: makes the policy loss of one micro-batch a number.
+    """`--custom-pg-loss-reducer-function-path`: reduces the policy loss of one micro-batch to a scalar.
 
     KL and entropy keep their own mean.
     """
@@ -132,10 +132,10 @@ class PgLossReducer(Hook, Protocol):
 
 
 class RolloutDataPostprocess(Hook, Protocol):
-    """`--rollout-data-postprocess-path`: sees, and may change, a rank's share before its optimizer steps.
+    """`--rollout-data-postprocess-path`: may change a rank's `rollout_data` before its optimizer steps.
 
-    What training reads of it afterwards: loss_masks, advantages, log_probs, rollout_log_probs and ref_log_probs; a
-    custom loss reads all of it. Tokens and lengths must stay.
+    Training reads loss_masks, advantages, log_probs, rollout_log_probs and ref_log_probs afterwards; a custom loss
+    receives everything. Tokens and lengths must not change.
     """
 
     def __call__(self, args: RunArguments, rollout_id: int, rollout_data: dict[str, Any]) -> None:
@@ -146,46 +146,46 @@ class RolloutDataPostprocess(Hook, Protocol):
 class ModelProvider(Hook, Protocol):
     """`--custom-model-provider-path`: builds this rank's part of the model, or one of its virtual pipeline stages.
 
-    A `GPTModel` whose weights have the names of the family's table (docs/families.md). `config` is the
-    TransformerConfig that the flags make; `slimrl.megatron.model.policy_model` builds what slimrl itself would.
+    It must return a `GPTModel` whose weights have the names of the family's table (docs/families.md). `config` is the
+    TransformerConfig of the flags; `slimrl.megatron.model.policy_model` builds slimrl's own model.
     """
 
     offered: ClassVar[tuple[str, ...]] = ("vp_stage", "args", "config")
 
     def __call__(self, pre_process: bool, post_process: bool) -> Any:
-        """The model; `pre_process`, `post_process` say whether it has the embedding and the output layer."""
+        """The model; `pre_process`, `post_process`: whether it has the embedding and the output layer."""
         ...
 
 
 class LayerSpec(Hook, Protocol):
-    """`--spec`: which modules the transformer's layers are made of; the flag has module and function as two words.
+    """`--spec`: the modules of the transformer layers; the flag takes module and function as two words.
 
-    Weights must have the names of the family's table. `slimrl.megatron.model.own_layers` gives slimrl's own.
+    Weights must have the names of the family's table. `slimrl.megatron.model.own_layers` returns slimrl's layers.
     """
 
     def __call__(self, args: RunArguments, config: Any, vp_stage: int | None) -> Any:
-        """A ModuleSpec of a layer, TransformerBlockSubmodules, or a model provider as above."""
+        """A ModuleSpec of a layer, TransformerBlockSubmodules, or a model provider (`ModelProvider`)."""
         ...
 
 
 class MegatronInit(Hook, Protocol):
-    """`--custom-megatron-init-path`: runs on every rank when process groups are open, before the model is built."""
+    """`--custom-megatron-init-path`: runs on every rank after the process groups are created, before the model."""
 
     def __call__(self, args: RunArguments) -> None: ...
 
 
 class BeforeLogProb(Hook, Protocol):
-    """`--custom-megatron-before-log-prob-hook-path`: runs on every rank before each pass that takes log-probabilities.
+    """`--custom-megatron-before-log-prob-hook-path`: runs on every rank before each log-probability pass.
 
-    `model` is the list of this rank's stages in their wrappers, `store_prefix` is "ref_" for the reference's weights
-    and "" for those in training.
+    `model` is the list of this rank's wrapped model chunks, `store_prefix` is "ref_" for the reference model's weights
+    and "" for the policy's.
     """
 
     def __call__(self, args: RunArguments, model: list[Any], store_prefix: str) -> None: ...
 
 
 class BeforeTrainStep(Hook, Protocol):
-    """`--custom-megatron-before-train-step-hook-path`: runs on every rank before the passes of each optimizer step.
+    """`--custom-megatron-before-train-step-hook-path`: runs on every rank before each optimizer step's passes.
 
     Gradients are zero then; `optimizer` and `scheduler` are megatron-core's.
     """
@@ -196,10 +196,10 @@ class BeforeTrainStep(Hook, Protocol):
 
 
 class UpdateWeightPostWrite(Hook, Protocol):
-    """`--custom-update-weight-post-write-path`: runs on every rank once the files of a weight update are written.
+    """`--custom-update-weight-post-write-path`: runs on every rank after the files of a weight update are written.
 
-    `version_dir` is a Hugging Face folder, which is removed once every engine has read it; `rollout_engines` are
-    `slimrl.weights.update.topology.EngineEndpoint`s, the address of each in `url`.
+    `version_dir` is a Hugging Face folder, which is removed after every engine has loaded it; `rollout_engines` are
+    `slimrl.weights.update.topology.EngineEndpoint`s with the engines' addresses in `url`.
     """
 
     def __call__(self, args: RunArguments, version_dir: Path, rollout_engines: list[Any]) -> None: ...

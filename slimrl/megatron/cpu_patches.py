@@ -1,8 +1,8 @@
 """The patches that make megatron-core run where CUDA is not available.
 
-Promises that only objects inside `megatron.core` change: each of its modules sees a stand-in under its own
-global name `torch`, whose CUDA calls answer for the CPU; torch itself and every other package stay untouched.
-Applying a patch twice is harmless. The table in `patches` says when each of them applies.
+Only objects inside `megatron.core` change: in each of its modules the global name `torch` is a stand-in whose CUDA
+calls work on the CPU; torch itself and all other packages are unchanged. Patches are idempotent. The table in `patches`
+defines when each applies.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _CUDA_METHOD_CALLERS = (
 
 
 class _Placeholder(types.ModuleType):
-    """A module that answers with its own attributes first and with the wrapped module's otherwise."""
+    """A module with its own attributes that falls back to those of the wrapped module."""
 
     def __init__(self, wrapped: types.ModuleType, **overrides: Any):
         super().__init__(wrapped.__name__)
@@ -65,7 +65,7 @@ class _Placeholder(types.ModuleType):
 
 
 class _NullStream:
-    """Stands for a CUDA stream or event: on the CPU all work is done when the call returns."""
+    """Replaces a CUDA stream or event: on the CPU all work is done when the call returns."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         pass
@@ -77,7 +77,7 @@ class _NullStream:
 
 
 def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
-    """The tensor factory with `device="cuda…"` read as the CPU and page-locking left out."""
+    """The tensor factory with `device="cuda…"` replaced by the CPU, and without pinning."""
 
     def build(*args: Any, **kwargs: Any) -> Any:
         if str(kwargs.get("device", "")).startswith("cuda"):
@@ -119,12 +119,12 @@ def _torch_stand_in() -> _Placeholder:
 
 
 def megatron_modules() -> list[types.ModuleType]:
-    """Those of megatron-core that are imported."""
+    """The imported modules of megatron-core."""
     return [module for name, module in list(sys.modules.items()) if name.startswith("megatron.core")]
 
 
 def _functions(module: types.ModuleType) -> Iterator[types.FunctionType]:
-    """Every function defined in `module`, methods included, decorators that keep `__wrapped__` looked through."""
+    """Every function defined in `module`, including methods and functions behind decorators with `__wrapped__`."""
     holders: list[Mapping[str, Any]] = [vars(module)]
     holders += [vars(c) for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__]
     for holder in holders:
@@ -137,7 +137,7 @@ def _functions(module: types.ModuleType) -> Iterator[types.FunctionType]:
 
 
 def _replace_in_code(code: types.CodeType, constants: dict[str, str], names: dict[str, str]) -> types.CodeType:
-    """`code` with string constants (also inside tuples and nested code) and attribute names exchanged."""
+    """`code` with string constants (also inside tuples and nested code) and attribute names replaced."""
 
     def exchange(constant: Any) -> Any:
         if isinstance(constant, types.CodeType):
@@ -153,7 +153,7 @@ def _replace_in_code(code: types.CodeType, constants: dict[str, str], names: dic
 
 
 def accept_cpu_tensor_types() -> None:
-    """Optimizers and clipping compare `param.type()` with "torch.cuda.FloatTensor": let them name the CPU type."""
+    """Optimizers and clipping compare `param.type()` with "torch.cuda.FloatTensor"; replaces it by the CPU type."""
     constants = {f"torch.cuda.{name}": f"torch.{name}" for name in _TENSOR_TYPES}
     for module in megatron_modules():
         if module.__name__.startswith("megatron.core.optimizer"):
@@ -162,8 +162,8 @@ def accept_cpu_tensor_types() -> None:
 
 
 def run_sharding_on_cpu() -> None:
-    """Megatron-FSDP spells devices out ("cuda", and "cuda:" before a number), and lets gathers run on while it
-    continues to what a stream would order after them: gloo has none, and memory was written to after it had been freed.
+    """Megatron-FSDP hard-codes devices ("cuda", and "cuda:" before a number), and relies on streams to order work after
+    asynchronous gathers: gloo has none, and memory was written after it had been freed.
     """
     for module in megatron_modules():
         if module.__name__.startswith("megatron.core.distributed.fsdp"):
@@ -177,7 +177,7 @@ def run_sharding_on_cpu() -> None:
 
 
 def run_optimizer_offload_on_cpu() -> None:
-    """What an offloading optimizer moves to the host it tells by `is_cuda`: where all is on the host, by its rule."""
+    """An offloading optimizer finds moved parameters by `is_cuda`; on a CPU, recompute which ones it moves."""
     module = importlib.import_module("megatron.core.optimizer.cpu_offloading.hybrid_optimizer")
     for function in _functions(module):
         function.__code__ = _replace_in_code(function.__code__, {"cuda": "cpu"}, {})
@@ -208,7 +208,7 @@ def run_optimizer_offload_on_cpu() -> None:
 
 
 def stay_on_cpu_in_cuda_calls() -> None:
-    """Read `tensor.cuda()` as a method that leaves the tensor where it is."""
+    """Replace `tensor.cuda()` by a method that keeps the tensor on the CPU."""
     for module_name, qualified_name, method in _CUDA_METHOD_CALLERS:
         target: Any = sys.modules[module_name]
         for part in qualified_name.split("."):
@@ -235,27 +235,27 @@ def unwrap_compiled_functions() -> None:
 
 
 def replace_torch() -> None:
-    """Every megatron-core module in use sees the stand-in for torch under its own global name."""
+    """Set the stand-in as the global `torch` of every imported megatron-core module."""
     for name in _LAZY_MODULES:
         importlib.import_module(name)
     stand_in = _torch_stand_in()
     for module in megatron_modules():
         if vars(module).get("torch") is torch:
             vars(module)["torch"] = stand_in
-    # A default argument is bound when the module is read, before its `torch` is exchanged.
+    # A default argument is bound when the module is imported, before its `torch` is replaced.
     sharded_tensor = sys.modules["megatron.core.dist_checkpointing.mapping"].ShardedTensor
     sharded_tensor.init_data.__defaults__ = (stand_in.empty,)
 
 
 def set_random_state_at_once() -> None:
-    """The original queues a call for when CUDA initialises, which never happens: the state would stay as it is."""
+    """The original defers to CUDA's initialisation, which never happens, so the state would not change."""
     random: Any = sys.modules["megatron.core.tensor_parallel.random"]
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     logging.getLogger(random.__name__).setLevel(logging.ERROR)
 
 
 def count_tokens_in_numpy() -> None:
-    """The token dispatcher reads counts as numpy arrays, but turns only those into arrays that come from a GPU."""
+    """The token dispatcher uses counts as numpy arrays, but converts only those from a GPU."""
     dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
 
     def to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

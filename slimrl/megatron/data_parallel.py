@@ -1,9 +1,10 @@
-"""Data parallelism: Megatron-FSDP (ZeRO-1 to ZeRO-3) or whole weights, and communication that overlaps computation.
+"""Data parallelism: Megatron-FSDP (ZeRO-1 to ZeRO-3) or replicated weights, and communication overlap.
 
-Outside of a training pass every rank's stages hold ordinary, whole parameters: code that updates engines, saves or
-exports weights need not know of shards. The optimizer's state is saved in the form of the distributed optimizer, so
-that Megatron-FSDP and the distributed optimizer resume each other's checkpoints. Gradients are reduced once per
-optimizer step. Without Megatron-FSDP and the flags for overlap, `connect` and `weights_gathered_late` do nothing.
+Outside of a training pass every rank's stages have ordinary, full parameters, so code that updates engines, saves or
+exports weights does not handle shards. The optimizer's state is saved in the format of the distributed optimizer, so
+Megatron-FSDP and the distributed optimizer can resume each other's checkpoints. Gradients are reduced once per
+optimizer step. Without Megatron-FSDP and the flags for overlap, `install_sync_funcs` and `overlapped_param_gather` do
+nothing.
 """
 
 from __future__ import annotations
@@ -20,15 +21,13 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
-from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from slimrl.arguments import Arguments
-from slimrl.megatron.config import ddp_config
 from slimrl.megatron.ref_model import ReferenceWeights
 
 Stage: TypeAlias = DistributedDataParallel | FullyShardedDataParallel
@@ -36,27 +35,27 @@ Stage: TypeAlias = DistributedDataParallel | FullyShardedDataParallel
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def wrap(args: Arguments, stages: Sequence[GPTModel], device: torch.device) -> list[Stage]:
-    """The stages as they are trained: by Megatron-FSDP with --use-megatron-fsdp, else with whole weights on each rank.
+def wrap(config: DistributedDataParallelConfig, stages: Sequence[GPTModel], device: torch.device) -> list[Stage]:
+    """Wrap the stages for training: in Megatron-FSDP with --use-megatron-fsdp, else with full weights on each rank.
 
-    The stages of Megatron-FSDP hold shards until `gather`: an optimizer is to be built from those.
+    The stages of Megatron-FSDP are sharded until `all_gather_params`; build the optimizer before that.
     """
-    if not args.use_megatron_fsdp:
-        return [DistributedDataParallel(stage.config, ddp_config(args), stage) for stage in stages]
+    if not config.use_megatron_fsdp:
+        return [DistributedDataParallel(stage.config, dataclasses.replace(config), stage) for stage in stages]
     wrapped = []
     for stage in stages:
-        wrapped.append(FullyShardedDataParallel(stage.config, ddp_config(args), stage, device=device))
-        # They would turn parameters into shards under the hands of whoever saves the stage.
+        wrapped.append(FullyShardedDataParallel(stage.config, dataclasses.replace(config), stage, device=device))
+        # They would reshard the parameters while another function saves the stage.
         for module in wrapped[-1].modules():
             module._state_dict_pre_hooks.clear()
     for shard in _shards(wrapped):
-        if shard.is_expert:  # as on the weight itself: experts have parameter groups of their own
+        if shard.is_expert:  # as on the weight itself: experts have separate parameter groups
             shard.trained.allreduce = False  # type: ignore[attr-defined]
     return wrapped
 
 
-def gather(stages: Iterable[Stage]) -> None:
-    """Have each rank hold its stages' parameters whole, until the next pass; collective. Others are whole anyway."""
+def all_gather_params(stages: Iterable[Stage]) -> None:
+    """Gather the full parameters of this rank's Megatron-FSDP stages, until the next pass; collective."""
     for stage in stages:
         if isinstance(stage, FullyShardedDataParallel):
             stage.start_param_sync(force_sync=True)
@@ -65,26 +64,26 @@ def gather(stages: Iterable[Stage]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Shard:
-    """One weight: the parameter that computes, the optimizer's, and this rank's part of the flattened weight."""
+    """One weight: the compute parameter, the optimizer's, and this rank's part of the flattened weight."""
 
     parameter: torch.nn.Parameter
-    trained: torch.nn.Parameter  # a DTensor, in float32 where the optimizer keeps copies
+    trained: torch.nn.Parameter  # a DTensor, in float32 if the optimizer keeps master weights
     part: slice
     group: dist.ProcessGroup
     is_expert: bool
 
     @torch.no_grad()
     def whole(self, shard: DTensor) -> Tensor:
-        """The full tensor, on the CPU, of a DTensor that is cut like the weight; collective over `group`."""
+        """The full tensor, on the CPU, of a DTensor that is sharded like the weight; collective over `group`."""
         full = shard.to_local().new_zeros(self.parameter.numel())
         full[self.part] = shard.to_local().flatten()
-        # Shards differ in size, which not every transport can gather; the sum with zeros is exact.
+        # Shards differ in size, which not every backend can gather; the sum with zeros is exact.
         dist.all_reduce(full, group=self.group)
         return full.view(self.parameter.shape).cpu()
 
     @torch.no_grad()
     def fill(self, shard: DTensor, full: Tensor) -> None:
-        """Copy this rank's part of `full` into a DTensor that is cut like the weight."""
+        """Copy this rank's part of `full` into a DTensor that is sharded like the weight."""
         local = shard.to_local()
         local.copy_(full.flatten()[self.part].view(local.shape))
 
@@ -104,7 +103,7 @@ def _shards(stages: Iterable[FullyShardedDataParallel]) -> Iterator[_Shard]:
 
 
 class ShardedReference:
-    """Reference weights for stages that were wrapped after they had been taken: of each weight this rank's part."""
+    """Reference weights for stages that were wrapped afterwards: this rank's part of each weight."""
 
     def __init__(self, reference: ReferenceWeights, stages: Sequence[FullyShardedDataParallel]):
         self._stages = stages
@@ -126,7 +125,7 @@ class ShardedReference:
 
     @contextlib.contextmanager
     def loaded_weights(self) -> Iterator[None]:
-        """As `ReferenceWeights.loaded_weights`; what has been gathered of either weights is forgotten on the way."""
+        """As `ReferenceWeights.loaded_weights`; invalidates gathered weights before and after."""
         self._forget()
         with self._weights.loaded_weights():
             yield
@@ -137,20 +136,22 @@ class ShardedReference:
             stage.module.synchronize_param_gather()
 
 
-def follow(reference: ReferenceWeights | None, stages: Sequence[Stage]) -> ReferenceWeights | ShardedReference | None:
+def shard_reference(
+    reference: ReferenceWeights | None, stages: Sequence[Stage]
+) -> ReferenceWeights | ShardedReference | None:
     """The reference weights for the wrapped `stages`."""
     sharded = [stage for stage in stages if isinstance(stage, FullyShardedDataParallel)]
     return ShardedReference(reference, sharded) if sharded and reference is not None else reference
 
 
-def save_like_the_distributed_optimizer(optimizer: DistributedOptimizer) -> None:
+def patch_fsdp_state_dict(optimizer: DistributedOptimizer) -> None:
     """Give `optimizer`, over the stages of Megatron-FSDP, a state dict that torch_dist checkpoints can hold."""
     optimizer.sharded_state_dict = types.MethodType(_sharded_state_dict, optimizer)
     optimizer.load_state_dict = types.MethodType(_load_state_dict, optimizer)
 
 
 def _groups(optimizer: DistributedOptimizer) -> dict[bool, list[dict[str, Any]]]:
-    """Parameter groups by whether they are of experts: the parts that the distributed optimizer would have."""
+    """Parameter groups of dense and of expert weights: the parts that the distributed optimizer would have."""
     kinds: dict[bool, list[dict[str, Any]]] = {}
     for group in optimizer.param_groups:
         kinds.setdefault(group["is_expert_parallel"], []).append(group)
@@ -163,7 +164,7 @@ def _sharded_state_dict(
     is_loading: bool = False,
     metadata: Mapping[str, Any] | None = None,
 ) -> ShardedStateDict:
-    """Whole tensors of every trained weight's master copy and moments, named as the weights are; collective."""
+    """Full tensors of every trained weight's master weight and moments, under the weights' names; collective."""
     found, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
     of_weight = {id(sharded.data): sharded for sharded in nested_values(found)}
     groups = _groups(self)
@@ -180,7 +181,7 @@ def _sharded_state_dict(
             )
             for name, tensor in (("param", shard.trained), *((name, state[name]) for name in _MOMENTS))
         }
-    # weights of which this rank has no part are not stepped; the saver sees to it that all ranks agree
+    # weights without a part on this rank are not stepped; the saver makes all ranks agree
     step = max(_steps(self), default=0.0)
     parts = [
         {
@@ -194,7 +195,7 @@ def _sharded_state_dict(
 
 
 def _steps(optimizer: DistributedOptimizer) -> Iterator[float]:
-    """The step counts there are: torch's AdamW has one per parameter, a fused Adam one per parameter group."""
+    """All step counts: torch's AdamW has one per parameter, a fused Adam one per parameter group."""
     for counter in (*optimizer.optimizer.state.values(), *optimizer.param_groups):
         if "step" in counter:
             yield float(counter["step"])
@@ -205,7 +206,7 @@ def _without_weights(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _load_state_dict(self: DistributedOptimizer, state_dict: ShardedStateDict) -> None:
-    """Put back what `_sharded_state_dict`, or that of the distributed optimizer, saved; what is gathered is stale."""
+    """Load a state of `_sharded_state_dict`, or of the distributed optimizer; gathered weights become stale."""
     parts = [state_dict] if "param_state" in state_dict else [state_dict[number] for number in sorted(state_dict)]
     step = parts[0]["optimizer"]["param_groups"][0]["step"]
     tensors = {kind: iter(parts[number]["param_state"].items()) for number, kind in enumerate(_groups(self))}
@@ -226,8 +227,8 @@ def _load_state_dict(self: DistributedOptimizer, state_dict: ShardedStateDict) -
         stage.param_and_grad_buffer.copy_main_weights_to_model_weights()
 
 
-def connect(stages: Sequence[Stage]) -> None:
-    """Tell the schedule, through the model's configuration, how to begin and to put off communication."""
+def install_sync_funcs(stages: Sequence[Stage]) -> None:
+    """Set the schedule's communication hooks in the model's configuration."""
     first = stages[0]
     if first.ddp_config.overlap_grad_reduce:
         # Without it every micro-batch would reduce the gradients again.
@@ -241,10 +242,10 @@ def connect(stages: Sequence[Stage]) -> None:
 
 
 @contextlib.contextmanager
-def weights_gathered_late(stages: Sequence[Stage]) -> Iterator[None]:
-    """Within the block a forward pass gathers the weights that the last optimizer step left spread over ranks.
+def overlapped_param_gather(stages: Sequence[Stage]) -> Iterator[None]:
+    """Within the block a forward pass gathers the weights that are sharded since the last optimizer step.
 
-    With --overlap-param-gather, and with --use-megatron-fsdp; afterwards they are whole.
+    For --overlap-param-gather and --use-megatron-fsdp; afterwards the weights are full.
     """
     late = [stage for stage in stages if isinstance(stage, DistributedDataParallel) and stage.use_forward_hook]
     for stage in late:
@@ -252,4 +253,4 @@ def weights_gathered_late(stages: Sequence[Stage]) -> Iterator[None]:
     yield
     for stage in late:
         stage.disable_forward_pre_hook(param_sync=True)
-    gather(stages)
+    all_gather_params(stages)

@@ -6,10 +6,10 @@ optimizer tensors one by one, which turns views of the weights into copies, and 
 optimizer.
 
 NCCL 2.29.7 and later can suspend a communicator, which frees its device buffers (hundreds of MiB per group) and keeps
-its connections. `slimrl.platform.launch_env` decides whether that is done; where it is not, the log says why.
+its connections. `slimrl.platform.launch_env` decides whether to do that; if not, a warning gives the reason.
 
-Host memory is page-locked where a GPU is used, in chunks of 64 MiB: the allocator rounds each request up to a power of
-two, which would take up to twice a tensor's size. The reference model uses the same host memory.
+Host memory is pinned if a GPU is used, in chunks of 64 MiB: the allocator rounds each request up to a power of two,
+which would take up to twice a tensor's size. The reference model uses the same host memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from torch import Tensor
 
-from slimrl.arguments import Arguments
 from slimrl.megatron.model.rotary import drop_frequencies
 from slimrl.platform.launch_env import keeps_communicators, this_machine
 
@@ -37,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class Backend(Protocol):
-    """What this needs of `torch.distributed`'s backends; both calls are collective over the backend's ranks."""
+    """The used interface of `torch.distributed`'s backends; both calls are collective over the backend's ranks."""
 
     def _is_initialized(self) -> bool: ...
 
@@ -54,24 +53,24 @@ class Communicators:
         self._suspended: list[Backend] = []
 
     def suspend(self) -> None:
-        """Gives their device memory back; no collective may run until `resume`. Collective over all ranks.
+        """Frees their device memory; no collective may run until `resume`. Collective over all ranks.
 
-        A communicator is made by the first collective of its group, on all of the group's ranks: a group without one
-        has nothing to give, and asking it would fail.
+        The first collective of a group creates its communicator on all of the group's ranks. A group without one has
+        nothing to free, and suspending it would fail.
         """
         self._suspended = [backend for backend in self._backends if backend._is_initialized()]
         for backend in self._suspended:
             backend.suspend()
 
     def resume(self) -> None:
-        """Takes the memory of those suspended again. Collective over all ranks."""
+        """Allocates the memory of the suspended communicators again. Collective over all ranks."""
         for backend in self._suspended:
             backend.resume()
         self._suspended = []
 
 
 def open_communicators(device: torch.device, *, suspends: bool, paired_stages: bool) -> Communicators:
-    """Every NCCL communicator of Megatron's groups that is to be suspended with the rank; none on the CPU.
+    """Every NCCL communicator of Megatron's groups that is suspended with the rank; none on the CPU.
 
     `suspends` is --offload-train-nccl; with `paired_stages` virtual pipeline stages exchange in pairs.
     """
@@ -79,13 +78,13 @@ def open_communicators(device: torch.device, *, suspends: bool, paired_stages: b
         return Communicators([])
     why = keeps_communicators(this_machine(), os.environ, suspends=suspends, paired_stages=paired_stages)
     if why is not None:
-        logger.warning("the memory of NCCL communicators stays on the device while training is offloaded: %s", why)
+        logger.warning("NCCL communicators keep their device memory while the trainer is offloaded: %s", why)
         return Communicators([])
     return Communicators(distinct_backends(_groups(), device))
 
 
 def distinct_backends(groups: Iterable[dist.ProcessGroup], device: torch.device) -> list[Backend]:
-    """The backend of each group for `device`, each once; groups of one rank have no connections and are left out."""
+    """The distinct backends of the groups for `device`, without groups of one rank, which have no connections."""
     found: dict[int, Backend] = {}
     for group in groups:
         if group.size() > 1:
@@ -95,7 +94,7 @@ def distinct_backends(groups: Iterable[dist.ProcessGroup], device: torch.device)
 
 
 def _groups() -> list[Any]:
-    """Megatron's own list, in the order in which the groups were made, which no rank can change."""
+    """Megatron's list of groups in creation order, which is the same on all ranks."""
     made = parallel_state._global_process_group_list or []
     return [dist.group.WORLD if group is None else group for group in made]
 
@@ -105,22 +104,22 @@ _ALIGNMENT = 64  # bytes: any element of any dtype, and a line of the processor'
 
 
 class HostMemory:
-    """Memory in chunks of `CHUNK_BYTES`, handed out from front to back; pieces of several tensors share a chunk."""
+    """Memory in chunks of `CHUNK_BYTES`, allocated from front to back; pieces of several tensors share a chunk."""
 
     def __init__(self, *, page_locked: bool, allocate: Callable[[int], Tensor] | None = None) -> None:
-        """`allocate` gives uint8 [bytes]; torch's own allocator without it."""
+        """`allocate` returns uint8 [bytes]; default: torch's allocator."""
         self._page_locked = page_locked
         self._allocate = allocate or self._new_chunk
         self._chunks: list[Tensor] = []
-        self._taken = 0  # bytes from the begin of the first chunk
+        self._taken = 0  # bytes from the start of the first chunk
 
     @property
     def nbytes(self) -> int:
-        """What is held, in use or not."""
+        """Allocated bytes, in use or not."""
         return sum(chunk.numel() for chunk in self._chunks)
 
     def take(self, size: int) -> list[Tensor]:
-        """Pieces, uint8 each, that have `size` bytes together; none is cut within an element."""
+        """Pieces, uint8 each, of `size` bytes in total; no element is split over two pieces."""
         pieces = []
         while size:
             number, start = divmod(self._taken, CHUNK_BYTES)
@@ -133,7 +132,7 @@ class HostMemory:
         return pieces
 
     def free(self) -> None:
-        """Every piece may be handed out again. Page-locked chunks take long to get and are kept, others are not."""
+        """Makes every piece available again. Keeps pinned chunks, which are slow to allocate, and frees others."""
         self._taken = 0
         if not self._page_locked:
             self._chunks = []
@@ -143,15 +142,15 @@ class HostMemory:
 
 
 class HostCopy:
-    """The values of a list of tensors in host memory; whoever calls gives the same list each time."""
+    """The values of a list of tensors in host memory; callers must pass the same list each time."""
 
     def __init__(self, tensors: Iterable[Tensor], memory: HostMemory) -> None:
-        """Room only; `save` puts values there."""
+        """Allocates memory only; `save` copies the values."""
         self._pieces = [memory.take(tensor.numel() * tensor.element_size()) for tensor in tensors]
 
     @torch.no_grad()
     def save(self, tensors: Sequence[Tensor]) -> None:
-        """Copies the tensors' values here; from a GPU that is done when the device is synchronised."""
+        """Copies the tensors' values here; from a GPU the copy completes with the next device synchronisation."""
         for tensor, pieces in zip(tensors, self._pieces, strict=True):
             for source, piece in zip(_cut(_flat(tensor), pieces), pieces, strict=True):
                 piece.copy_(source, non_blocking=True)
@@ -173,7 +172,7 @@ class HostCopy:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """The bytes of `tensor`, uint8 [bytes]: a view where its elements stand one after another."""
+    """The bytes of `tensor`, uint8 [bytes]: a view if it is contiguous."""
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
@@ -182,24 +181,24 @@ def _cut(flat: Tensor, pieces: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 Part = Literal["weights", "gradients", "optimizer"]
-PARTS: tuple[Part, ...] = ("weights", "gradients", "optimizer")  # memory that two parts share belongs to the first
+PARTS: tuple[Part, ...] = ("weights", "gradients", "optimizer")  # memory shared by two parts counts as the first
 
 
 class State(enum.Enum):
-    """How much of a rank is on its device."""
+    """Which memory of a rank is on its device."""
 
-    AWAKE = "awake"
-    WEIGHTS_ONLY = "awake with its weights alone"
-    ASLEEP = "asleep"
+    AWAKE = "onloaded"
+    WEIGHTS_ONLY = "onloaded with its weights only"
+    ASLEEP = "offloaded"
 
 
 class OffloadedError(RuntimeError):
-    """Something was asked of a rank that is not in the state for it."""
+    """An operation is not possible in the rank's offload state."""
 
 
 @dataclasses.dataclass
-class _Parked:
-    """Memory that was given up: its size, and its bytes in host memory (None: they need not come back)."""
+class _OffloadedStorage:
+    """Freed memory: its size, and its bytes in host memory (None: they are not restored)."""
 
     storage: torch.UntypedStorage
     size: int
@@ -207,62 +206,62 @@ class _Parked:
 
 
 class TrainingMemory:
-    """The memory of one rank. Starts awake; `sleep` and `wake` are collective over the ranks of its communicators."""
+    """The memory of one rank. Starts onloaded; `sleep` and `wake` are collective over its communicators' ranks."""
 
     def __init__(
         self,
-        holdings: Callable[[], Mapping[Part, Iterable[Tensor]]],
+        persistent_tensors: Callable[[], Mapping[Part, Iterable[Tensor]]],
         device: torch.device,
         communicators: Communicators,
         drop_scratch: Callable[[], None] = lambda: None,
     ) -> None:
-        """`holdings` names what is held now, by part; tensors that lie elsewhere than on `device` stay there.
+        """`persistent_tensors` returns the current tensors by part; tensors that are not on `device` are not moved.
 
-        `drop_scratch` lets go of memory that is kept only to be used again.
+        `drop_scratch` is called before anything is moved, and frees cached scratch memory.
         """
-        self._holdings = holdings
+        self._persistent_tensors = persistent_tensors
         self._device = device
         self._communicators = communicators
         self._drop_scratch = drop_scratch
-        self._parked: dict[Part, list[_Parked]] = {}
+        self._offloaded: dict[Part, list[_OffloadedStorage]] = {}
         self._host = HostMemory(page_locked=device.type == "cuda")
         self.state = State.AWAKE
 
     def sleep(self, *, keep_weights: bool = False) -> dict[Part, int]:
-        """Gives gradients and optimizer state up, and the weights and communicators too unless `keep_weights`.
+        """Offloads gradients and optimizer state, and, unless `keep_weights`, weights and communicators.
 
-        Returns the bytes that are off the device now. Raises OffloadedError where nothing is left to give up.
+        Returns the offloaded bytes. Raises OffloadedError if there is nothing left to offload.
         """
         if self.state is State.ASLEEP or (keep_weights and self.state is not State.AWAKE):
-            raise OffloadedError(f"the training rank cannot go to sleep: it is {self.state.value} already")
+            raise OffloadedError(f"the training rank cannot be offloaded: it is already {self.state.value}")
         leaving: tuple[Part, ...] = ("gradients", "optimizer") if keep_weights else PARTS
         self._synchronize()
         self._drop_scratch()
         found = self._storages()
         for part in leaving:
-            if part not in self._parked:
-                self._parked[part] = [self._park(storage, keep=part != "gradients") for storage in found[part]]
+            if part not in self._offloaded:
+                self._offloaded[part] = [self._offload(storage, keep=part != "gradients") for storage in found[part]]
         if not keep_weights:
             self._communicators.suspend()
         if self._device.type == "cuda":
-            torch.cuda.empty_cache()  # memory that torch keeps for itself is of no use to an engine
+            torch.cuda.empty_cache()  # an engine cannot use memory that torch caches
         self.state = State.WEIGHTS_ONLY if keep_weights else State.ASLEEP
-        return {part: sum(one.size for one in self._parked[part]) for part in leaving}
+        return {part: sum(one.size for one in self._offloaded[part]) for part in leaving}
 
     def wake(self) -> None:
-        """Takes everything back; gradients are zero. Raises OffloadedError where it is awake."""
+        """Onloads everything; gradients are zero. Raises OffloadedError if the rank is onloaded."""
         if self.state is State.AWAKE:
-            raise OffloadedError("the training rank cannot be woken: it is awake already")
+            raise OffloadedError("the training rank cannot be onloaded: it is already onloaded")
         if self.state is State.ASLEEP:
             self._communicators.resume()
-        for parked in (one for part in PARTS for one in self._parked.pop(part)):
-            self._take_back(parked)
+        for offloaded in (one for part in PARTS for one in self._offloaded.pop(part)):
+            self._onload(offloaded)
         self._synchronize()
         self._host.free()
         self.state = State.AWAKE
 
     def close(self) -> None:
-        """Lets communicators be closed: those that sleep cannot be."""
+        """Resumes suspended communicators, which otherwise cannot be closed."""
         if self.state is State.ASLEEP:
             self._communicators.resume()
 
@@ -273,36 +272,36 @@ class TrainingMemory:
             raise OffloadedError(f"{action} needs a training rank that is {needed}, and it is {self.state.value}")
 
     def _storages(self) -> dict[Part, list[torch.UntypedStorage]]:
-        """What is on the device now, each piece of memory once."""
+        """Bytes on the device; shared memory counts once."""
         seen: set[int] = set()
-        holdings = self._holdings()
+        tensors = self._persistent_tensors()
         found: dict[Part, list[torch.UntypedStorage]] = {}
         for part in PARTS:
             found[part] = []
-            for storage in (tensor.untyped_storage() for tensor in holdings[part]):
+            for storage in (tensor.untyped_storage() for tensor in tensors[part]):
                 if storage.device == self._device and storage.nbytes() and storage.data_ptr() not in seen:
                     seen.add(storage.data_ptr())
                     found[part].append(storage)
         return found
 
-    def _park(self, storage: torch.UntypedStorage, *, keep: bool) -> _Parked:
+    def _offload(self, storage: torch.UntypedStorage, *, keep: bool) -> _OffloadedStorage:
         chunks = None
         if keep:
             chunks = self._host.take(storage.nbytes())
             for chunk, piece in zip(chunks, self._bytes(storage, chunks), strict=True):
                 chunk.copy_(piece)
-        parked = _Parked(storage, storage.nbytes(), chunks)
+        offloaded = _OffloadedStorage(storage, storage.nbytes(), chunks)
         storage.resize_(0)
-        return parked
+        return offloaded
 
-    def _take_back(self, parked: _Parked) -> None:
-        parked.storage.resize_(parked.size)
-        if parked.chunks is None:
-            self._whole(parked.storage).zero_()
+    def _onload(self, offloaded: _OffloadedStorage) -> None:
+        offloaded.storage.resize_(offloaded.size)
+        if offloaded.chunks is None:
+            self._whole(offloaded.storage).zero_()
             return
-        for chunk, piece in zip(parked.chunks, self._bytes(parked.storage, parked.chunks), strict=True):
+        for chunk, piece in zip(offloaded.chunks, self._bytes(offloaded.storage, offloaded.chunks), strict=True):
             piece.copy_(chunk)
-        parked.chunks = None
+        offloaded.chunks = None
 
     def _bytes(self, storage: torch.UntypedStorage, chunks: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Views of the storage, uint8 each, as long as `chunks`."""
@@ -317,28 +316,40 @@ class TrainingMemory:
 
 
 def memory_of(
-    args: Arguments, stages: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer, device: torch.device
+    stages: Sequence[DistributedDataParallel],
+    optimizer: MegatronOptimizer,
+    device: torch.device,
+    *,
+    release: Callable[[], object],
+    offloads: bool,
+    suspends: bool,
+    paired_stages: bool,
 ) -> TrainingMemory:
-    """The memory of a rank that has just been built, with the communicators of Megatron's groups."""
-    paired = args.overlap_p2p_comm and args.virtual_pipeline_model_parallel_size is not None
-    # a rank that is never offloaded has nothing to say about its communicators
+    """The memory of a newly built rank, with the communicators of Megatron's groups.
+
+    `release` is called before memory is moved, and waits for other threads that read it. `offloads`: whether the rank
+    is ever offloaded; `suspends`: whether its communicators are too; `paired_stages`: whether virtual pipeline stages
+    overlap their exchanges.
+    """
+    # a rank that is never offloaded does not log a warning about its communicators
     suspended = (
-        open_communicators(device, suspends=args.offload_train_nccl, paired_stages=paired)
-        if args.offload_train
-        else Communicators([])
+        open_communicators(device, suspends=suspends, paired_stages=paired_stages) if offloads else Communicators([])
     )
-    # where sequence-parallel layers gather their inputs: as large as the longest micro-batch so far
+    # buffer in which sequence-parallel layers gather their inputs, as large as the longest micro-batch so far
     gathered = parallel_state.get_global_memory_buffer().buffer
 
     def drop_scratch() -> None:
+        release()
         gathered.clear()
         drop_frequencies()
 
-    return TrainingMemory(lambda: holdings(stages, optimizer), device, suspended, drop_scratch)
+    return TrainingMemory(lambda: persistent_tensors(stages, optimizer), device, suspended, drop_scratch)
 
 
-def holdings(stages: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> dict[Part, list[Tensor]]:
-    """Every tensor that is kept from one rollout to the next, by part."""
+def persistent_tensors(
+    stages: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer
+) -> dict[Part, list[Tensor]]:
+    """Every tensor that persists between rollouts, by part."""
     buffers = [buffer for stage in stages for buffer in (*stage.buffers, *stage.expert_parallel_buffers)]
     parameters = [parameter for stage in stages for parameter in stage.module.parameters()]
     weights = [buffer.param_data for buffer in buffers if buffer.param_data is not None]
@@ -346,7 +357,7 @@ def holdings(stages: Sequence[DistributedDataParallel], optimizer: MegatronOptim
     weights += [tensor for stage in stages for tensor in stage.module.buffers()]
     main = [parameter for adam in _adams(optimizer) for group in adam.param_groups for parameter in group["params"]]
     gradients = [buffer.grad_data for buffer in buffers if buffer.grad_data is not None]
-    # shares of a distributed optimizer are no leaves: their gradients are parts of the buffers
+    # shards of a distributed optimizer are not leaves: their gradients are parts of the buffers
     leaves = [parameter for parameter in (*parameters, *main) if parameter.is_leaf]
     gradients += [parameter.grad for parameter in leaves if parameter.grad is not None]
     states = [value for adam in _adams(optimizer) for state in adam.state.values() for value in state.values()]
@@ -355,7 +366,7 @@ def holdings(stages: Sequence[DistributedDataParallel], optimizer: MegatronOptim
 
 
 def _adams(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Optimizer]:
-    """The torch optimizers inside, those for a part of the weights included."""
+    """The torch optimizers inside, including those for a part of the weights."""
     for part in vars(optimizer).get("chained_optimizers", [optimizer]):
         if part.optimizer is None:  # a rank without weights of that kind
             continue

@@ -18,21 +18,26 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    OptimizerConfig,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from slimrl.arguments import Arguments
 from slimrl.megatron import data_parallel
-from slimrl.megatron.config import optimizer_config
+from slimrl.megatron.checkpoint.shards import store_without_gathering
 
 _STAND_IN = "no parameter on this rank"
 
 
-def stand_in(adam: torch.optim.Adam) -> None:
-    """Have the `adam` of a distributed optimizer show a step counter of 0 where it has no parameters, and take none."""
+def pad_empty_adam_state(adam: torch.optim.Adam) -> None:
+    """Make a distributed optimizer's `adam` without parameters report a step counter of 0, and ignore a loaded one."""
     if any(group["params"] for group in adam.param_groups):
         return
 
@@ -46,18 +51,17 @@ def stand_in(adam: torch.optim.Adam) -> None:
     adam.register_load_state_dict_pre_hook(forget)
 
 
-def agree_on_step(saved: dict[Any, Any], own_steps: set[float]) -> None:
-    """Put the true step count into all parts of an optimizer's state to be saved, in place; collective.
+def sync_step_count(saved: dict[Any, Any], own_steps: set[float]) -> None:
+    """Set the correct step count in all parts of an optimizer's state before saving, in place; collective.
 
-    Rank 0's count is the one that is stored, and it may hold none of the parameters. `own_steps` are the counts of this
-    rank's parameters. Nothing is done where no rank counts steps in this way. Raises ValueError, on every rank, where
-    parameters were stepped differently often.
+    Rank 0's count is stored, but rank 0 may have none of the parameters. `own_steps` are the counts of this rank's
+    parameters. Does nothing if no rank has such counts. Raises ValueError, on every rank, if the counts differ.
     """
     everyones: list[set[float]] = [set()] * dist.get_world_size()
     dist.all_gather_object(everyones, own_steps)
     steps = set().union(*everyones)
     if len(steps) > 1:
-        raise ValueError(f"parameters were stepped {sorted(steps)} times: to be saved all need the same count")
+        raise ValueError(f"parameters have step counts {sorted(steps)}: saving needs the same count for all")
     for part in saved_parts(saved) if steps else ():
         for group in part["param_groups"]:
             if "step" in group:  # the distributed optimizer's place for it
@@ -67,7 +71,7 @@ def agree_on_step(saved: dict[Any, Any], own_steps: set[float]) -> None:
 
 
 def saved_parts(saved: Any) -> Iterator[dict[str, Any]]:
-    """What each part's own Adam has to save; several parts are under their numbers."""
+    """The state of each part's Adam; several parts are stored under their numbers."""
     if not isinstance(saved, dict):
         return
     if "param_groups" in saved:
@@ -78,7 +82,7 @@ def saved_parts(saved: Any) -> Iterator[dict[str, Any]]:
             yield from saved_parts(value)
 
 
-# settings that it keeps in its parameter groups, classes among them: those of the running job hold
+# settings in its parameter groups, including classes: those of the running job apply
 _NOT_STATE = (
     "offload_fraction",
     "cpu_optimizer_cls",
@@ -91,25 +95,25 @@ _NOT_STATE = (
 
 
 def torch_adams(hybrid: HybridDeviceOptimizer) -> list[torch.optim.Adam]:
-    """Those inside that are torch's own: all on the host; on the device only without Transformer Engine and Apex."""
+    """The torch optimizers inside: all on the host; on the device only without Transformer Engine and Apex."""
     return [adam for adam in hybrid.sub_optimizers if isinstance(adam, torch.optim.Adam)]
 
 
 def show_state(hybrid: HybridDeviceOptimizer) -> None:
-    """Have `hybrid` show the state that was made in its parts, unless a part makes its own in its first step."""
+    """Make `hybrid` return the state created in its parts, unless a part creates its state in its first step."""
     if len(torch_adams(hybrid)) == len(hybrid.sub_optimizers):
         hybrid._sync_sub_optimizers_state_to_hdo()
 
 
 def save_plain_data(part: DistributedOptimizer) -> None:
-    """Leave settings out of the state of `part`, whose optimizer is hybrid."""
+    """Omit settings from the state of `part`, whose optimizer is hybrid."""
     whole = part.state_dict
 
     def state_dict(self: DistributedOptimizer) -> dict[str, Any]:
         state = whole()
         for group in state["optimizer"]["param_groups"]:
             for name in _NOT_STATE:
-                group.pop(name, None)  # after loading they are not there
+                group.pop(name, None)  # after loading they are absent
         return state
 
     part.state_dict = types.MethodType(state_dict, part)
@@ -117,28 +121,30 @@ def save_plain_data(part: DistributedOptimizer) -> None:
 
 @torch.no_grad()
 def after_hybrid_load(hybrid: HybridDeviceOptimizer) -> None:
-    """Give each weight its own step counter, and take back the step that a part may have made to have a state."""
+    """Give each weight its own step counter, and undo the step that a part may have taken to create its state."""
     for state in hybrid.state.values():
         state["step"] = state["step"].detach().clone()
     for weight, master in hybrid.param_to_fp32_param.items():
         weight.copy_(master)
 
 
-def build_optimizer(args: Arguments, stages: Sequence[data_parallel.Stage]) -> MegatronOptimizer:
+def build_optimizer(config: OptimizerConfig, stages: Sequence[data_parallel.Stage]) -> MegatronOptimizer:
     """The optimizer over the parameters of this rank's `stages`; biases and norms are exempt from weight decay."""
-    config = optimizer_config(args)
     optimizer = get_megatron_optimizer(
         config, list(stages), get_standard_config_overrides(config), use_gloo_process_groups=False
     )
-    if args.use_megatron_fsdp:
+    if any(isinstance(stage, FullyShardedDataParallel) for stage in stages):
         for part in getattr(optimizer, "chained_optimizers", [optimizer]):
             _prime(part.optimizer)
-            data_parallel.save_like_the_distributed_optimizer(part)
+            data_parallel.patch_fsdp_state_dict(part)
         return optimizer
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if isinstance(part, DistributedOptimizer):
+            store_without_gathering(part)
     for part in _torch_adam_parts(optimizer):
         _prime(part.optimizer)
         if isinstance(part, DistributedOptimizer):
-            stand_in(part.optimizer)
+            pad_empty_adam_state(part.optimizer)
             part._set_main_param_and_optimizer_states = types.MethodType(_copy_loaded_states, part)
     for part in _hybrid_parts(optimizer):
         for adam in torch_adams(part.optimizer):
@@ -163,10 +169,9 @@ def after_load(optimizer: MegatronOptimizer) -> None:
 
 
 def step_counts(optimizer: MegatronOptimizer) -> set[float]:
-    """The distinct step counters over all parameters: one number, unless something is wrong.
+    """The distinct step counters over all parameters; more than one is an error.
 
-    Parameters of which this rank has no part are not stepped here, and do not count; nor do those whose counter is in
-    their group.
+    Ignores parameters without a part on this rank, which are not stepped here, and those with a counter in their group.
     """
     return {
         float(state["step"])
@@ -191,7 +196,7 @@ def _hybrid_parts(optimizer: MegatronOptimizer) -> Iterator[Any]:
 
 
 def _prime(adam: torch.optim.Optimizer) -> None:
-    """Create the states that Adam makes in its first step: saving and loading expect them to exist."""
+    """Create the states that Adam creates in its first step: saving and loading expect them to exist."""
     for group in adam.param_groups:
         for parameter in group["params"]:
             if not adam.state[parameter]:
@@ -202,7 +207,7 @@ def _prime(adam: torch.optim.Optimizer) -> None:
 
 @torch.no_grad()
 def _copy_loaded_states(self: DistributedOptimizer, model_parameter: Tensor, tensors: dict[str, Tensor]) -> None:
-    """Copy what a checkpoint holds for one parameter; the original also looks for `step`, which is kept elsewhere."""
+    """Copy a checkpoint's state of one parameter; the original also expects `step`, which is stored elsewhere."""
     group, order = self.model_param_group_index_map[model_parameter]
     main_parameter = self.optimizer.param_groups[group]["params"][order]
     targets = {"param": main_parameter, **self.optimizer.state[main_parameter]}
@@ -211,19 +216,19 @@ def _copy_loaded_states(self: DistributedOptimizer, model_parameter: Tensor, ten
             targets[name].copy_(value)
 
 
-def fit(loaded: dict[Any, Any], optimizer: MegatronOptimizer) -> None:
-    """Give `loaded`, what a checkpoint holds for `optimizer`, the form that its Adam reads; in place.
+def convert_step_format(loaded: dict[Any, Any], optimizer: MegatronOptimizer) -> None:
+    """Convert `loaded`, a checkpoint's state of `optimizer`, to the format of its Adam; in place.
 
-    Raises ValueError where the parts of the optimizer were stepped differently often.
+    Raises ValueError if the parts of the optimizer have different step counts.
     """
     adams = [part.optimizer for part in getattr(optimizer, "chained_optimizers", [optimizer])]
-    adam = next((adam for adam in adams if adam is not None), None)  # None where this rank has nothing to train
+    adam = next((adam for adam in adams if adam is not None), None)  # None if this rank trains nothing
     if adam is None or isinstance(adam, HybridDeviceOptimizer):  # the latter takes either form
         return
     parts = list(saved_parts(loaded))
     steps = {float(step) for part in parts for step in _steps(part)}
     if len(steps) > 1:
-        raise ValueError(f"the parts of the saved optimizer were stepped {sorted(steps)} times: save them together")
+        raise ValueError(f"the parts of the saved optimizer have step counts {sorted(steps)}: save them together")
     if not steps:  # saved before the first step
         return
     (step,) = steps
@@ -235,7 +240,7 @@ def fit(loaded: dict[Any, Any], optimizer: MegatronOptimizer) -> None:
 
 
 def _steps(part: dict[str, Any]) -> list[Any]:
-    """Every count of steps in the state of a part."""
+    """Every step count in the state of a part."""
     counted = [group["step"] for group in part["param_groups"] if group.get("step") is not None]
     return counted + ([part["state"]["common_step"]] if "common_step" in part.get("state", {}) else [])
 
@@ -245,7 +250,7 @@ def _count_per_parameter(part: dict[str, Any], step: float) -> None:
         part["state"]["common_step"] = torch.tensor(step)
     for group in part["param_groups"]:
         group.pop("step", None)
-        if "state" not in part:  # the distributed optimizer hands the group's count to the parameters
+        if "state" not in part:  # the distributed optimizer copies the group's count to the parameters
             group["step"] = step
 
 

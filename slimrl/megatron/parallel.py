@@ -1,8 +1,7 @@
-"""The process groups of a training worker.
+"""The process groups of a training rank.
 
-Owns the opening and closing of torch.distributed and of megatron-core's groups for one process. Promises that
-after `initialize` the CPU stand-ins are in place, the device is bound and every generator is seeded. Called by
-the trainer and by the converters.
+Opens and closes torch.distributed and megatron-core's groups for one process. `initialize` also applies the CPU
+patches, binds the device and seeds every generator. Called by the trainer and by the converters.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor
 
-from slimrl.arguments import Arguments
+from slimrl.arguments.namespace import MegatronArguments
 from slimrl.megatron import patches
 from slimrl.platform import bind_local_device, is_cpu, seed_everything, use_deterministic_kernels
 from slimrl.platform.launch_env import default_group, this_machine
@@ -24,7 +23,7 @@ from slimrl.platform.launch_env import default_group, this_machine
 
 @dataclasses.dataclass(frozen=True)
 class ParallelState:
-    """Where this process stands: ranks and sizes along each axis, and the groups collectives run in."""
+    """This process' ranks and sizes along each parallel axis, and its process groups."""
 
     rank: int
     world_size: int
@@ -37,7 +36,7 @@ class ParallelState:
     dp_size: int
     cp_rank: int
     cp_size: int
-    virtual_stages: int | None  # pipeline stages that each rank holds; None where they are not virtual
+    virtual_stages: int | None  # virtual pipeline stages per rank; None without virtual stages
     tp_group: dist.ProcessGroup
     pp_group: dist.ProcessGroup
     dp_group: dist.ProcessGroup
@@ -47,78 +46,84 @@ class ParallelState:
     ep_size: int
     etp_rank: int
     etp_size: int
-    ep_group: dist.ProcessGroup  # ranks that share out the experts
-    etp_group: dist.ProcessGroup  # ranks that share out each expert
+    ep_group: dist.ProcessGroup  # expert parallel
+    etp_group: dist.ProcessGroup  # expert tensor parallel
 
     @property
     def is_last_stage(self) -> bool:
-        """True on ranks that produce logits."""
+        """True on ranks of the last pipeline stage, which compute logits."""
         return self.pp_rank == self.pp_size - 1
 
     def holds_embedding(self, virtual_stage: int | None) -> bool:
-        """True where this (virtual) stage of this rank begins with the embedding."""
+        """True if this (virtual) stage of this rank starts with the embedding."""
         return self.pp_rank == 0 and not virtual_stage
 
     def holds_head(self, virtual_stage: int | None) -> bool:
-        """True where this (virtual) stage of this rank ends with the logits."""
+        """True if this (virtual) stage of this rank ends with the logits."""
         last = virtual_stage is None or self.virtual_stages is None or virtual_stage == self.virtual_stages - 1
         return self.is_last_stage and last
 
     def from_last_stage(self, values: Tensor) -> Tensor:
-        """`values` as they are on the last pipeline stage, in place; collective over the stages."""
+        """Broadcast `values` from the last pipeline stage, in place; collective over the stages."""
         if self.pp_size > 1:
             dist.broadcast(values, group=self.pp_group, group_src=self.pp_size - 1)
         return values
 
 
 def initialize(
-    args: Arguments, *, rank: int, world_size: int, local_rank: int = 0, init_method: str | dist.Store = "env://"
+    flags: MegatronArguments,
+    *,
+    rank: int,
+    world_size: int,
+    local_rank: int = 0,
+    init_method: str | dist.Store = "env://",
+    timeout_minutes: int = 30,
 ) -> ParallelState:
-    """Open torch.distributed and megatron-core's groups; returns where this process stands.
+    """Open torch.distributed and megatron-core's groups; returns this process' `ParallelState`.
 
     With --deterministic-mode torch's operations are deterministic from here on. Collective over `world_size` processes.
-    `init_method` is torch's, for example "tcp://host:port", or the store
-    in which the processes meet. Raises ValueError where the parallel sizes do not divide the world.
+    `init_method` is torch's, for example "tcp://host:port", or the processes' common store; `timeout_minutes` is the
+    longest wait of one collective. Raises ValueError if the parallel sizes do not divide the world size.
     """
-    model_parallel = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+    model_parallel = flags.tensor_model_parallel_size * flags.pipeline_model_parallel_size * flags.context_parallel_size
     if world_size % model_parallel:
         raise ValueError(
             f"{world_size} training ranks cannot be split into model copies of {model_parallel} ranks"
-            f" (--tensor-model-parallel-size {args.tensor_model_parallel_size} x --pipeline-model-parallel-size"
-            f" {args.pipeline_model_parallel_size} x --context-parallel-size {args.context_parallel_size}):"
+            f" (--tensor-model-parallel-size {flags.tensor_model_parallel_size} x --pipeline-model-parallel-size"
+            f" {flags.pipeline_model_parallel_size} x --context-parallel-size {flags.context_parallel_size}):"
             " change the number of ranks or one of the three sizes"
         )
-    if is_cpu() and args.expert_model_parallel_size > 1 and args.expert_tensor_parallel_size > 1:
+    if is_cpu() and flags.expert_model_parallel_size > 1 and flags.expert_tensor_parallel_size > 1:
         raise ValueError(
-            f"--expert-model-parallel-size {args.expert_model_parallel_size} with --expert-tensor-parallel-size"
-            f" {args.expert_tensor_parallel_size} sends ranks unequal shares, which gloo, the transport of a machine"
-            " without GPUs, cannot do: give --expert-tensor-parallel-size 1"
+            f"--expert-model-parallel-size {flags.expert_model_parallel_size} with --expert-tensor-parallel-size"
+            f" {flags.expert_tensor_parallel_size} sends ranks parts of unequal size, which gloo, the backend on"
+            " machines without GPUs, does not support: give --expert-tensor-parallel-size 1"
         )
     device = bind_local_device(local_rank)
-    if args.deterministic_mode:
+    if flags.deterministic_mode:
         use_deterministic_kernels()
-    timeout = datetime.timedelta(minutes=args.distributed_timeout_minutes)
-    meeting = {"init_method": init_method} if isinstance(init_method, str) else {"store": init_method}
+    timeout = datetime.timedelta(minutes=timeout_minutes)
+    rendezvous = {"init_method": init_method} if isinstance(init_method, str) else {"store": init_method}
     dist.init_process_group(
-        **default_group(this_machine()), **meeting, rank=rank, world_size=world_size, timeout=timeout
+        **default_group(this_machine()), **rendezvous, rank=rank, world_size=world_size, timeout=timeout
     )
     patches.activate()
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=args.tensor_model_parallel_size,
-        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
-        context_parallel_size=args.context_parallel_size,
-        expert_model_parallel_size=args.expert_model_parallel_size,
-        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
-        distributed_timeout_minutes=args.distributed_timeout_minutes,
-        # Nothing here uses the second, gloo set of groups, and opening it costs start-up time.
+        tensor_model_parallel_size=flags.tensor_model_parallel_size,
+        pipeline_model_parallel_size=flags.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=flags.virtual_pipeline_model_parallel_size,
+        context_parallel_size=flags.context_parallel_size,
+        expert_model_parallel_size=flags.expert_model_parallel_size,
+        expert_tensor_parallel_size=flags.expert_tensor_parallel_size,
+        distributed_timeout_minutes=timeout_minutes,
+        # slimrl does not use the second, gloo set of groups, and opening it costs start-up time.
         create_gloo_process_groups=False,
     )
-    # Pipeline stages draw different numbers; data-parallel copies must not (their weights start equal).
-    stage_seed = args.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    # Pipeline stages need different random numbers; data-parallel replicas the same (their weights start equal).
+    stage_seed = flags.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
     seed_everything(stage_seed)
     tensor_parallel.model_parallel_cuda_manual_seed(stage_seed, force_reset_rng=True)
-    return _current_state(rank, world_size, device, args.virtual_pipeline_model_parallel_size)
+    return _current_state(rank, world_size, device, flags.virtual_pipeline_model_parallel_size)
 
 
 def _current_state(rank: int, world_size: int, device: torch.device, virtual_stages: int | None) -> ParallelState:
@@ -141,7 +146,7 @@ def _current_state(rank: int, world_size: int, device: torch.device, virtual_sta
 
 
 def shutdown() -> None:
-    """Close megatron-core's groups and torch.distributed; harmless where nothing is open."""
+    """Close megatron-core's groups and torch.distributed; does nothing if none is open."""
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     if dist.is_initialized():

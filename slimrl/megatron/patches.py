@@ -1,11 +1,10 @@
-"""All patches of megatron-core, one row each with the machines it applies to, and the warning about slow GPU kernels.
+"""Table of all patches of megatron-core, with the machines each applies to, and the warning about slow GPU kernels.
 
-Nothing else in slimrl changes an object of megatron-core's modules. Whether a patch applies depends on three facts:
-CUDA, Transformer Engine and Apex. Applying a patch twice is harmless. `parallel.initialize` calls `activate` once,
-after the modules in use are imported.
+No other code in slimrl modifies megatron-core's modules. Whether a patch applies depends on CUDA, Transformer Engine
+and Apex. Patches are idempotent. `parallel.initialize` calls `activate` once, after the modules in use are imported.
 
-The warning says, when training starts, which parts run in slower kernels because Transformer Engine's layers are not
-used. Its text is a pure function of the flags and the installed packages.
+The warning is logged when training starts and lists the parts that run in slower kernels because Transformer Engine's
+layers are not used. Its text is a pure function of the flags and the installed packages.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from typing import Any
 
 import torch
 
-from slimrl.arguments import Arguments
 from slimrl.arguments.derive import apex_installed, apex_optimizers_installed, transformer_engine_installed
+from slimrl.arguments.namespace import MegatronArguments
 from slimrl.megatron import cpu_patches
 from slimrl.megatron.checkpoint import io
 from slimrl.platform import is_cpu
@@ -31,10 +30,10 @@ from slimrl.platform import is_cpu
 
 @dataclasses.dataclass(frozen=True)
 class Patch:
-    """One change to megatron-core 0.16.1, or to torch where megatron-core calls it."""
+    """One change to megatron-core 0.16.1, or to a torch function that megatron-core calls."""
 
     name: str
-    repairs: str  # what goes wrong without it
+    repairs: str  # the failure without it
     applies: Callable[[bool, bool, bool], bool]  # (cuda, transformer_engine, apex) -> needed
     apply: Callable[[], None]
 
@@ -62,15 +61,15 @@ def define_router_gemm() -> None:
 
 
 def define_fp8_state() -> None:
-    """Without Transformer Engine there is no fp8 and nothing to remember about it."""
+    """Without Transformer Engine there is no fp8 and no fp8 state."""
     random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
     if "FP8GlobalStateManager" not in vars(random):
         random.FP8GlobalStateManager = types.SimpleNamespace(is_fp8_enabled=lambda: False)
         random.activation_recompute_forward = random.fp8_autocast = lambda **_: contextlib.nullcontext()
 
 
-def answer_version_questions() -> None:
-    """A Transformer Engine that cannot run is of no minimum version."""
+def patch_te_version_check() -> None:
+    """An unusable Transformer Engine satisfies no minimum version."""
     utils = importlib.import_module("megatron.core.utils")
     importlib.import_module("megatron.core.optimizer.optimizer_config")
     original = utils.is_te_min_version
@@ -84,13 +83,13 @@ def answer_version_questions() -> None:
 
 
 def know_absent_engine_in_latent_attention() -> None:
-    """The module tests whether it could import megatron-core's wrappers, which it always can."""
+    """The module tests whether megatron-core's wrappers can be imported, which always succeeds."""
     attention: Any = importlib.import_module("megatron.core.transformer.multi_latent_attention")
     attention.HAVE_TE = False
 
 
 def make_engine_linear_a_class() -> None:
-    """No module is then taken for one of Transformer Engine's."""
+    """Then no module counts as one of Transformer Engine's."""
     adapter: Any = importlib.import_module("megatron.core.distributed.fsdp.mcore_fsdp_adapter")
     if not isinstance(adapter.TELinear, type):
         adapter.TELinear = type("NoLinear", (), {})
@@ -99,7 +98,7 @@ def make_engine_linear_a_class() -> None:
 def build_own_linears_without_fusion() -> None:
     """megatron-core's parallel linear layers add their weight gradients outside the matrix product.
 
-    They read the setting once, when they are built; the configuration they keep is the one they were given.
+    They read the setting once, when they are built; the configuration that they keep is unchanged.
     """
     layers = importlib.import_module("megatron.core.tensor_parallel.layers")
     for linear in (layers.ColumnParallelLinear, layers.RowParallelLinear):
@@ -127,7 +126,7 @@ def _on_cpu(cuda: bool, transformer_engine: bool, apex: bool) -> bool:
 
 
 def _without_engine(cuda: bool, transformer_engine: bool, apex: bool) -> bool:
-    # without a GPU the package may be there and still not be imported: it asks for CUDA's libraries
+    # without a GPU the package may be installed but not importable, because it needs CUDA's libraries
     return not (cuda and transformer_engine)
 
 
@@ -138,7 +137,7 @@ def _with_engine_without_apex(cuda: bool, transformer_engine: bool, apex: bool) 
 PATCHES = (
     Patch(
         "torch stand-in",
-        "tensors, streams and generators are made on a CUDA device that is not there",
+        "tensors, streams and generators are created on an absent CUDA device",
         _on_cpu,
         cpu_patches.replace_torch,
     ),
@@ -150,37 +149,37 @@ PATCHES = (
     ),
     Patch(
         "CPU tensor types",
-        "optimizers and gradient clipping refuse tensors that are not CUDA tensors",
+        "optimizers and gradient clipping reject tensors that are not CUDA tensors",
         _on_cpu,
         cpu_patches.accept_cpu_tensor_types,
     ),
     Patch(
         "sharding on the CPU",
-        "Megatron-FSDP names CUDA devices, and gloo collectives run into memory that was freed",
+        "Megatron-FSDP hard-codes CUDA devices, and gloo collectives write to freed memory",
         _on_cpu,
         cpu_patches.run_sharding_on_cpu,
     ),
     Patch(
         "optimizer offload on the CPU",
-        "the hybrid optimizer tells by the device of a tensor which state it has moved to the host",
+        "the hybrid optimizer identifies state that it moved to the host by the tensor's device",
         _on_cpu,
         cpu_patches.run_optimizer_offload_on_cpu,
     ),
     Patch(
         "tensor.cuda()",
-        "methods move tensors to a CUDA device that is not there",
+        "methods move tensors to an absent CUDA device",
         _on_cpu,
         cpu_patches.stay_on_cpu_in_cuda_calls,
     ),
     Patch(
         "random state",
-        "setting the CUDA generator is queued for an initialisation that never comes",
+        "setting the CUDA generator is deferred to an initialisation that never happens",
         _on_cpu,
         cpu_patches.set_random_state_at_once,
     ),
     Patch(
         "token counts",
-        "the dispatcher of tokens reads a tensor on the CPU as a numpy array",
+        "the token dispatcher expects a numpy array and gets a tensor on the CPU",
         _on_cpu,
         cpu_patches.count_tokens_in_numpy,
     ),
@@ -200,24 +199,24 @@ PATCHES = (
         "engine version",
         "TypeError: the version of an absent Transformer Engine is None, and is compared with a number",
         _without_engine,
-        answer_version_questions,
+        patch_te_version_check,
     ),
     Patch(
         "latent attention",
-        "TypeError: isinstance() with a wrapper that is no class without Transformer Engine",
+        "TypeError: isinstance() with a wrapper that is not a class without Transformer Engine",
         _without_engine,
         know_absent_engine_in_latent_attention,
     ),
     Patch(
         "sharded linear layers",
-        "TypeError: isinstance() in Megatron-FSDP with a wrapper that is no class without Transformer Engine",
+        "TypeError: isinstance() in Megatron-FSDP with a wrapper that is not a class without Transformer Engine",
         _without_engine,
         make_engine_linear_a_class,
     ),
     Patch(
         "linear layers without Apex",
-        "RuntimeError: the output layer asks for Apex's kernel where Transformer Engine's layers add their weight"
-        " gradients by themselves",
+        "RuntimeError: the output layer needs Apex's kernel if Transformer Engine's layers accumulate their weight"
+        " gradients themselves",
         _with_engine_without_apex,
         build_own_linears_without_fusion,
     ),
@@ -229,7 +228,7 @@ PATCHES = (
     ),
     Patch(
         "checksums of checkpoints",
-        "bytes that changed on the disk are loaded as weights",
+        "corrupted bytes are loaded as weights",
         _everywhere,
         io.verify_what_is_read,
     ),
@@ -239,29 +238,29 @@ PATCHES = (
 logger = logging.getLogger(__name__)
 
 
-def slower_on_gpu(args: Arguments, *, cuda: bool, transformer_engine: bool, apex: bool) -> str | None:
-    """One sentence for the log: what runs in slower kernels and what fixes it; None where nothing does.
+def slower_on_gpu(flags: MegatronArguments, *, cuda: bool, transformer_engine: bool, apex: bool) -> str | None:
+    """One sentence for the log: the parts that run in slower kernels and the fix; None if there are none.
 
     `cuda` says whether training runs on a GPU, the other two which packages are installed.
     """
-    if not cuda or (transformer_engine and args.transformer_impl != "local"):
+    if not cuda or (transformer_engine and flags.transformer_impl != "local"):
         return None
     slower = ["attention, norms and rotary positions run in separate kernels"]
-    if args.num_experts is not None:
+    if flags.num_experts is not None:
         slower.append("the experts of a rank run one after another")
-    if args.optimizer == "adam" and not (transformer_engine or apex):
+    if flags.optimizer == "adam" and not (transformer_engine or apex):
         slower.append("AdamW is torch's own, in several kernels")
     if transformer_engine:
         reason, fix = "--transformer-impl local is given", "leave the flag out"
     else:
         reason = "Transformer Engine or its binding (transformer-engine-torch) is not installed"
         fix = "install it as docs/install.md says"
-    return f"training on a GPU is slower than it can be, because {reason}: {', '.join(slower)}; {fix}"
+    return f"GPU training runs in slower kernels, because {reason}: {', '.join(slower)}; {fix}"
 
 
-def warn(args: Arguments, device: torch.device) -> None:
+def warn(flags: MegatronArguments, device: torch.device) -> None:
     """Log that sentence for a trainer on `device`."""
     engine, apex = transformer_engine_installed(), apex_optimizers_installed()
-    sentence = slower_on_gpu(args, cuda=device.type == "cuda", transformer_engine=engine, apex=apex)
+    sentence = slower_on_gpu(flags, cuda=device.type == "cuda", transformer_engine=engine, apex=apex)
     if sentence is not None:
         logger.warning("%s", sentence)

@@ -1,4 +1,4 @@
-"""The reference model: a host copy of its weights, put into the training model for one forward pass."""
+"""The reference model: a host copy of its weights, loaded into the training model for one forward pass."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from slimrl.megatron.offload import HostCopy, HostMemory
 
 
 class ReferenceWeights:
-    """This rank's reference weights, in host memory (page-locked where there is a GPU)."""
+    """This rank's reference weights, in host memory (pinned if there is a GPU)."""
 
     def __init__(self, stages: Sequence[GPTModel]):
-        """Copies the weights that the `stages` of this rank hold now."""
+        """Copies the current weights of this rank's `stages`."""
         self._begin([tensor for stage in stages for tensor in _state(stage)])
         self._save(self._reference, self.tensors)
 
     @classmethod
     def from_pairs(cls, pairs: Iterable[tuple[Tensor, Tensor]]) -> ReferenceWeights:
-        """Reference values in host memory, each with the tensor in whose place it is to be computed with."""
+        """Reference values in host memory, each with the model's tensor that it replaces."""
         tensors, values = map(list, zip(*pairs, strict=True))
         made = cls.__new__(cls)
         made._begin(tensors)
@@ -30,11 +30,11 @@ class ReferenceWeights:
         return made
 
     def _begin(self, tensors: list[Tensor]) -> None:
-        self.tensors = tensors  # of the model; they have a reference value each
+        self.tensors = tensors  # of the model; each has a reference value
         self._on_gpu = any(tensor.is_cuda for tensor in tensors)
         self._memory = HostMemory(page_locked=self._on_gpu)
         self._reference = HostCopy(tensors, self._memory)
-        self._own: HostCopy | None = None  # room for the model's own weights, from the first swap on
+        self._own: HostCopy | None = None  # memory for the model's own weights, allocated by the first swap
 
     @property
     def host_bytes(self) -> int:
@@ -49,7 +49,7 @@ class ReferenceWeights:
 
     @contextlib.contextmanager
     def loaded_weights(self) -> Iterator[None]:
-        """Within the block the model computes with the reference weights; afterwards its own are back, bit for bit."""
+        """Within the block the model has the reference weights; afterwards its own are restored, bit for bit."""
         if self._own is None:
             self._own = HostCopy(self.tensors, self._memory)
         self._save(self._own, self.tensors)
@@ -66,6 +66,6 @@ class ReferenceWeights:
 
 
 def _state(stage: GPTModel) -> Iterator[Tensor]:
-    """Parameters and buffers: the bias that steers the choice of experts is a buffer."""
+    """Parameters and buffers: the router's expert bias is a buffer."""
     yield from stage.parameters()
     yield from stage.buffers()

@@ -1,1 +1,1 @@
-"""One description of a model for everybody: sizes, parameters, FLOPs, activations, tensor names."""
+"""Model descriptions: sizes, parameter counts, FLOPs, activation memory, tensor names."""

@@ -1,7 +1,7 @@
-"""The row types of the config.json tables, each a rule for reading one flag; and the rows of rotary positions.
+"""The row types of the config.json tables, one rule per flag; and the rows of rotary positions.
 
-A row gives the value of a flag that config.json states. Keys that the file leaves out have the defaults of the model
-class. `Unsupported` rows name what a config.json may ask for and slimrl cannot train.
+A row computes the value of a flag from config.json. Keys that are missing there have the defaults of the model class.
+`Unsupported` rows are settings of a config.json that slimrl cannot train.
 
 Rotary positions are read from `rope_parameters` in newer files, and from `rope_theta` and `rope_scaling` in older ones.
 """
@@ -19,10 +19,10 @@ Config = Mapping[str, Any]
 class Value:
     """A flag that takes a value.
 
-    `read` gives the value that config.json states: None where there is no such thing, which `absent` then names (or
-    where the file does not say, if `absent` is None, and nothing is compared). `keys` are the names under which the
-    file may have it, for messages. Leaving the flag out stands for `unset`; None: for no such thing, where `absent`
-    says that a model may have none, else for a flag that another rule asks for.
+    `read` returns the value in config.json, or None if the model has no such thing; `absent` describes that in
+    messages. If `absent` is None, None means that the file does not say and nothing is compared. `keys` are the
+    possible keys in the file, for messages. `unset` is the value of an omitted flag; None means no such thing if
+    `absent` is set, otherwise that another rule requires the flag.
     """
 
     field: str
@@ -32,7 +32,7 @@ class Value:
     unset: Any = None
 
     def key(self, config: Config) -> str:
-        """The name that the file has."""
+        """The key that the file uses."""
         return next((key for key in self.keys if key in config), self.keys[0])
 
     def stated(self, config: Config) -> Any:
@@ -42,7 +42,7 @@ class Value:
 
 @dataclasses.dataclass(frozen=True)
 class Switch:
-    """A flag that is given or not: `flag` is its spelling, `says` what a message quotes from config.json."""
+    """A flag without a value: `flag` is its spelling, `says` what a message quotes from config.json."""
 
     field: str
     flag: str
@@ -56,7 +56,7 @@ class Switch:
 
 @dataclasses.dataclass(frozen=True)
 class LayerPattern(Value):
-    """A flag that says of each layer 0 or 1, or a number N for every N-th."""
+    """A flag with 0 or 1 for each layer, or a number N for every N-th."""
 
 
 Row = Value | Switch
@@ -64,14 +64,14 @@ Row = Value | Switch
 
 @dataclasses.dataclass(frozen=True)
 class Unsupported:
-    """Something a config.json may ask for that cannot be trained: `found` names it, or gives None."""
+    """A setting of config.json that cannot be trained: `found` returns its description, or None."""
 
     found: Callable[[Config], str | None]
 
 
 @dataclasses.dataclass(frozen=True)
 class FamilyTable:
-    """All that one family's config.json says about flags.
+    """The mapping from one family's config.json to flags.
 
     `rows` by field of `Arguments`; `unserved` are settings that a config.json may have and slimrl cannot train.
     """
@@ -81,29 +81,29 @@ class FamilyTable:
 
 
 def value(field: str, *keys: str, default: Any = None, absent: str | None = None, unset: Any = None) -> Value:
-    """The flag is what the first of `keys` says, `default` where the file has none of them."""
+    """The flag has the value of the first of `keys` in the file, or `default`."""
     return Value(field, keys, lambda config: first(config, *keys, default=default), absent, unset)
 
 
 def computed(
     field: str, key: str, read: Callable[[Config], Any], absent: str | None = None, unset: Any = None
 ) -> Value:
-    """The flag follows from the file by `read`; `key` is what a message calls it."""
+    """`read` computes the flag from the file; `key` is its name in messages."""
     return Value(field, (key,), read, absent, unset)
 
 
 def not_there(field: str, absent: str) -> Value:
-    """The family has no such thing."""
+    """The family never has this setting."""
     return Value(field, (field,), lambda _: None, absent)
 
 
 def always(field: str, flag: str, on: bool) -> Switch:
-    """The family has it, or has it not, whatever else config.json says."""
+    """The family always has it, or never has it, regardless of config.json."""
     return Switch(field, flag, lambda _: on, lambda config: f"model_type {config['model_type']!r}")
 
 
 def switched(field: str, flag: str, key: str, *, default: bool, reverse: bool = False) -> Switch:
-    """`key` says it; with `reverse` the flag is given where `key` is false."""
+    """The flag is given if `key` is true; with `reverse`, if `key` is false."""
 
     def stated(config: Config) -> bool:
         return bool(first(config, key, default=default))
@@ -125,7 +125,7 @@ def wrong(key: str, served: Any) -> Unsupported:
 
 
 def first(config: Config, *keys: str, default: Any = None) -> Any:
-    """The value of the first key that the file has with a value."""
+    """The value of the first key that is in the file with a value."""
     return next((config[key] for key in keys if config.get(key) is not None), default)
 
 
@@ -133,7 +133,7 @@ _OLDER_KEYS = ("rope_theta", "partial_rotary_factor")
 
 
 def settings(config: Config) -> dict[str, Any]:
-    """All of them under one roof."""
+    """The rotary settings of newer and older files in one dictionary."""
     older = {key: config[key] for key in _OLDER_KEYS if config.get(key) is not None}
     nested = [config.get(key) for key in ("rope_scaling", "rope_parameters")]
     for entries in nested:
@@ -148,7 +148,7 @@ def kind(config: Config) -> str:
 
 
 def base() -> Value:
-    """Theta, a whole number where it is one."""
+    """Theta, as an int if it is a whole number."""
 
     def read(config: Config) -> int | float:
         theta = settings(config).get("rope_theta", 10000)
@@ -158,7 +158,7 @@ def base() -> Value:
 
 
 def percent(default: float) -> Value:
-    """The part of a head that is rotated."""
+    """The fraction of a head's channels that is rotated."""
     return computed(
         "rotary_percent",
         "partial_rotary_factor",
@@ -186,14 +186,14 @@ def llama3_factor() -> Value:
 
 
 def yarn(field: str, key: str, default: float | None = None) -> Value:
-    """One setting of YaRN, which plain positions do not have."""
+    """One setting of YaRN; absent for plain positions."""
     return computed(
         field, f"rope {key}", lambda config: settings(config).get(key, default) if kind(config) == "yarn" else None
     )
 
 
 def scaling_factor() -> Value:
-    """YaRN's factor; a factor of 1 is plain rotary positions."""
+    """YaRN's factor; a factor of 1 means plain rotary positions."""
     return computed(
         "rotary_scaling_factor",
         "rope factor",
@@ -202,7 +202,7 @@ def scaling_factor() -> Value:
 
 
 def yarn_type() -> Value:
-    """--rope-type, which decides nothing at a factor of 1."""
+    """--rope-type, which has no effect at a factor of 1."""
     return computed("rope_type", "rope type", lambda config: "yarn" if kind(config) == "yarn" else None, unset="yarn")
 
 
@@ -212,7 +212,7 @@ def only(*served: str) -> Unsupported:
 
 
 def yarn_with_own_factor() -> Unsupported:
-    """Settings of YaRN that Megatron has no flag for, or computes otherwise than transformers does."""
+    """Settings of YaRN that Megatron has no flag for, or computes differently from transformers."""
 
     def found(config: Config) -> str | None:
         rope = settings(config)

@@ -1,9 +1,9 @@
-"""What a Hugging Face folder holds: its tensors by the safetensors headers, its tokenizer files, its missing weights.
+"""Contents of a Hugging Face folder: its tensors by the safetensors headers, its tokenizer files, its missing weights.
 
 Reads text files and headers only, never tensors, and needs neither torch nor transformers. A header is JSON after eight
-bytes of length (little endian), so that gigabytes of weights are counted in milliseconds.
+bytes of length (little endian), so counting gigabytes of weights takes milliseconds.
 
-The flag checks of --hf-checkpoint and the dry run use it.
+Used by the validation of --hf-checkpoint and by the dry run.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from typing import Any
 
 INDEX = "model.safetensors.index.json"
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
-# scales of quantised weights and frequencies of older files are no parameters; prediction layers are not trained here
+# scales of quantised weights and frequencies of older files are not parameters; MTP layers are not trained
 _NOT_COUNTED = re.compile(r"_scale(_inv)?$|inv_freq$|\bmtp")
 # formats that pack several weights into one number: elements cannot be compared
 _PACKED = re.compile(r"qweight$|_packed$|qzeros$")
 
 
 class UnreadableFileError(ValueError):
-    """A safetensors file whose header is not one."""
+    """A safetensors file with an invalid header, or an invalid index."""
 
 
 @dataclasses.dataclass(frozen=True)
 class HfFiles:
-    """What the folder holds. `elements` counts weights of the layers that are trained, None where they are packed."""
+    """Contents of the folder. `elements` counts weights of the layers that are trained; None if they are packed."""
 
     files: int
     tensors: int
     bytes: int
     elements: int | None
-    missing: tuple[str, ...]  # files that the index names and that are not there
+    missing: tuple[str, ...]  # files of the index that do not exist
 
 
 def read_hf_files(folder: Path, *, layers: int, tied: bool) -> HfFiles | None:
-    """Count the safetensors files in `folder`; None where it has none (only config.json and the tokenizer).
+    """Count the safetensors files in `folder`; None if it has none (only config.json and the tokenizer).
 
     `layers` and `tied` describe the model: further layers (multi-token prediction) and the second copy of a tied
     embedding are not counted as elements. Raises UnreadableFileError naming a broken file.
@@ -70,7 +70,7 @@ def read_tensor_names(folder: Path) -> set[str]:
 
 
 def bytes_per_weight(folder: Path, files: HfFiles | None, parameters: int) -> float:
-    """What an engine keeps of one weight: as its files have it; without files 1 in fp8, else 2."""
+    """Bytes per weight in an engine: those of the files; without files 1 in fp8, else 2."""
     if files is not None and not files.missing:
         return files.bytes / parameters
     config = json.loads((folder / "config.json").read_text())
@@ -94,8 +94,8 @@ def check_inside(index: Path, weight_map: Mapping[str, Any]) -> None:
     for tensor, file in weight_map.items():
         if not isinstance(file, str) or file in ("", "..") or Path(file).name != file:
             raise UnreadableFileError(
-                f"{index} says that {tensor} is in {file!r}, which is no file of its folder: nothing outside it is"
-                " read; take the model again from where it was made, or name the file without a path"
+                f"{index} says that {tensor} is in {file!r}, which is not in its folder: files outside are not read;"
+                " copy the model again from its source, or name the file without a path"
             )
 
 
@@ -103,7 +103,7 @@ def _entries(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if not 0 < length <= path.stat().st_size - 8:
-            raise UnreadableFileError(f"{path} is cut short or no safetensors file: copy it again")
+            raise UnreadableFileError(f"{path} is truncated or not a safetensors file: copy it again")
         try:
             header = json.loads(file.read(length))
         except ValueError as error:
@@ -111,7 +111,7 @@ def _entries(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
     end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
     if 8 + length + end > path.stat().st_size:
-        raise UnreadableFileError(f"{path} is cut short, its header promises {end} bytes of tensors: copy it again")
+        raise UnreadableFileError(f"{path} is truncated, its header declares {end} bytes of tensors: copy it again")
     yield from entries.items()
 
 
@@ -122,7 +122,7 @@ def _is_counted(name: str, *, layers: int, tied: bool) -> bool:
     return layer is None or int(layer.group(1)) < layers
 
 
-# one of them has the vocabulary; a tokenizer that is Python code may call its file as it likes
+# one of these files has the vocabulary; a tokenizer that is Python code may use any file name
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 _OTHER_VOCABULARIES = ("tokenization_*.py", "*.tiktoken", "tiktoken.model", "*.bpe.model")
 _JSON_FILES = (
@@ -140,9 +140,9 @@ _ALL_LAYERS = 10**6
 
 @dataclasses.dataclass(frozen=True)
 class TokenizerFiles:
-    """`fault` completes "--hf-checkpoint <folder> ...", None where the tokenizer is there and can be read.
+    """`fault` completes "--hf-checkpoint <folder> ..."; None if the tokenizer exists and can be read.
 
-    `tokens` is the largest token id and one more, `source` the file that has it; None where no file says it.
+    `tokens` is the largest token id plus 1, `source` the file that has it; None if no file has it.
     """
 
     fault: str | None
@@ -151,7 +151,7 @@ class TokenizerFiles:
 
 
 def read_tokenizer_files(folder: Path) -> TokenizerFiles:
-    """Looks at the tokenizer's files; a vocabulary of 150,000 tokens takes about a tenth of a second."""
+    """Checks the tokenizer's files; a vocabulary of 150,000 tokens takes about a tenth of a second."""
     present = [name for name in _VOCABULARIES if (folder / name).is_file()]
     if not present and not any(any(folder.glob(pattern)) for pattern in _OTHER_VOCABULARIES):
         return TokenizerFiles(f"has no tokenizer (none of {', '.join(_VOCABULARIES)}): copy its files there too")
@@ -170,7 +170,7 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
 
 
 def weights_fault(folder: Path) -> str | None:
-    """What completes "--hf-checkpoint <folder> ..." where its weights are not all there; None where they are."""
+    """Completes "--hf-checkpoint <folder> ..." if weights are missing; None if they are complete."""
     try:
         files = read_hf_files(folder, layers=_ALL_LAYERS, tied=False)
     except UnreadableFileError as error:
@@ -182,12 +182,12 @@ def weights_fault(folder: Path) -> str | None:
         return None
     if files.missing:
         more = f" and {len(files.missing) - 1} more files" if len(files.missing) > 1 else ""
-        return f"is not complete, its index names {files.missing[0]}{more} that are not there: copy the model again"
+        return f"is incomplete, its index names {files.missing[0]}{more} that do not exist: copy the model again"
     return None
 
 
 def _fault(name: str, data: bytes, contents: dict[str, Any]) -> str | None:
-    """What is wrong with a file; what it holds is put into `contents`."""
+    """The error of a file, or None; puts its parsed content into `contents`."""
     if data.startswith(_LFS_POINTER):
         return f"has a Git LFS pointer in place of its {name}: fetch the files (git lfs pull)"
     if not data:
@@ -206,7 +206,7 @@ def _fault(name: str, data: bytes, contents: dict[str, Any]) -> str | None:
 
 
 def _tokens(contents: dict[str, Any]) -> tuple[int | None, str | None]:
-    """The largest token id and one more, and the file that has the vocabulary."""
+    """The largest token id plus 1, and the file that has the vocabulary."""
     if "tokenizer.json" in contents:
         source, added = "tokenizer.json", contents["tokenizer.json"].get("added_tokens") or []
         vocabulary = contents["tokenizer.json"]["model"].get("vocab")
@@ -216,7 +216,7 @@ def _tokens(contents: dict[str, Any]) -> tuple[int | None, str | None]:
         ids = list((contents.get("added_tokens.json") or {}).values())
     if isinstance(vocabulary, dict):
         ids += vocabulary.values()
-    elif isinstance(vocabulary, list):  # unigram models number their pieces by place
+    elif isinstance(vocabulary, list):  # unigram models number their pieces by position
         ids.append(len(vocabulary) - 1)
     else:
         return None, None

@@ -1,7 +1,7 @@
-"""`ModelSpec`: the one description of a decoder, read from the model flags or from config.json.
+"""`ModelSpec`: the sizes and structure of a decoder, from the model flags or from config.json.
 
-Tensor names and resharding read it (`families.param_mapping`, `slimrl.weights`), and so does the arithmetic of the dry
-run and of the training metrics (`parameters`, `activations`). Imports neither torch nor transformers.
+Used by tensor names and resharding (`families.param_mapping`, `slimrl.weights`), by the dry run and by the training
+metrics (`parameters`, `activations`). Imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from slimrl.models.config_tables import stated_flags
-from slimrl.models.families import family_for
+from slimrl.models.families import family_for, stated_flags
 
 _NEEDED = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
-# config.json has no entry for these: every family has RMSNorm, and layers of multi-token prediction are not trained
+# config.json has no entry for these: every family has RMSNorm, and multi-token prediction layers are not trained
 _SAME_FOR_ALL = {"normalization": "RMSNorm", "mtp_num_layers": None}
 
 
@@ -26,10 +25,10 @@ class ModelFlags(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class LatentAttention:
-    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434). Widths in channels, those of heads for one head.
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434). Widths in channels; head widths are per head.
 
-    `q_lora_rank` is None where queries have no latent vector. `qk_head_dim` counts the channels of a query or key
-    without rotary positions, `qk_pos_emb_head_dim` those with them.
+    `q_lora_rank` is None if queries have no latent vector. `qk_head_dim` counts the channels of a query or key without
+    rotary positions, `qk_pos_emb_head_dim` those with them.
     """
 
     q_lora_rank: int | None
@@ -49,8 +48,8 @@ class Experts:
     """The mixture-of-experts block, the same in each layer that has one. Widths in channels.
 
     `ffn_hidden_size` is the width of one routed expert, `shared_ffn_hidden_size` that of all shared experts together
-    (0 without any). A token goes to `top_k` of `number` routed experts. `expert_bias`: a number per expert that is
-    added to its score for the choice, and is not trained by gradients.
+    (0 without any). A token is routed to `top_k` of `number` routed experts. `expert_bias`: each expert has a bias that
+    is added to its score for the selection, and is not trained by gradients.
     """
 
     number: int
@@ -65,12 +64,12 @@ class Experts:
 class ModelSpec:
     """A decoder. Widths are in channels, vocabulary sizes in rows of the embedding; layers are counted from 0.
 
-    `moe_layers` has one entry per layer, True where it has experts. `padded_vocab_size` counts the rows that Megatron
-    keeps (the true ones first). `kv_channels` is the width of one head. With latent attention neither `kv_channels` nor
-    `num_query_groups` (key-value heads) means anything: both are 0. `tied`: embedding and output matrix are one.
-    `gated`: the feed-forward block multiplies by a gate (SwiGLU). `linear_bias` speaks of all linear layers, `qkv_bias`
-    of queries, keys and values. `norms_per_layer` counts norms of the hidden states only. `mtp_layers` counts layers
-    of multi-token prediction, which follow the decoder.
+    `moe_layers` has one entry per layer, True if it has experts. `padded_vocab_size` counts Megatron's rows including
+    padding at the end. `kv_channels` is the width of one head. With latent attention `kv_channels` and
+    `num_query_groups` (key-value heads) do not apply and are 0. `tied`: embedding and output matrix share one weight.
+    `gated`: the feed-forward block multiplies by a gate (SwiGLU). `linear_bias`: all linear layers have biases;
+    `qkv_bias`: queries, keys and values do. `norms_per_layer` counts norms of the hidden states only. `mtp_layers`
+    counts multi-token prediction layers, which follow the decoder.
     """
 
     moe_layers: tuple[bool, ...]
@@ -99,7 +98,7 @@ class ModelSpec:
 
     @property
     def num_experts(self) -> int:
-        """Routed experts of each layer that has them; 0 in a dense model."""
+        """Routed experts per MoE layer; 0 in a dense model."""
         return self.experts.number if self.experts is not None else 0
 
     @property
@@ -109,15 +108,15 @@ class ModelSpec:
 
     @property
     def fc1_matrices(self) -> int:
-        """Matrices side by side in the first linear layer of a feed-forward block: gate and up, or one."""
+        """Matrices in the first linear layer of a feed-forward block: 2 (gate and up) or 1."""
         return 2 if self.gated else 1
 
     def unpadded(self) -> ModelSpec:
-        """The same model with the vocabulary that the Hugging Face checkpoint has."""
+        """The same model with the vocabulary of the Hugging Face checkpoint."""
         return dataclasses.replace(self, padded_vocab_size=self.vocab_size)
 
     def has(self, condition: str) -> bool:
-        """Whether the model has what `ParamMapping.when` names. Raises KeyError for a name that no table uses."""
+        """Whether the model has the property `ParamMapping.when`. Raises KeyError for an unknown property."""
         experts, latent = self.experts, self.latent
         return {
             "qk_layernorm": self.qk_layernorm,
@@ -130,10 +129,10 @@ class ModelSpec:
         }[condition]
 
     def dimension(self, name: str) -> int:
-        """The size in elements that a family's table means by `name`.
+        """The size in elements of the dimension `name` of a parameter mapping.
 
-        Raises KeyError for a name that no table uses, or for a size of experts or of latent attention that the model
-        does not have.
+        Raises KeyError for an unknown name, or for a size of experts or of latent attention that the model does not
+        have.
         """
         heads, sizes = self.num_attention_heads, _plain_sizes(self)
         if self.experts is not None:
@@ -155,16 +154,16 @@ class ModelSpec:
         return sizes[name]
 
     @classmethod
-    def from_args(cls, args: ModelFlags) -> ModelSpec:
-        """The model that checked flags describe. Raises ValueError where --moe-layer-freq is not of --num-layers."""
-        return cls._from_flags(vars(args))
+    def from_args(cls, flags: ModelFlags) -> ModelSpec:
+        """The model of validated flags. Raises ValueError if --moe-layer-freq does not match --num-layers."""
+        return cls._from_flags(vars(flags))
 
     @classmethod
     def from_hf_config(cls, hf_config: dict[str, Any]) -> ModelSpec:
-        """The model that a config.json describes, without vocabulary padding.
+        """The model of a config.json, without vocabulary padding.
 
-        Raises ValueError for an unknown model_type, a variant that the family's table does not describe, a missing
-        entry that every such config must have, or a list of layers that is not of num_hidden_layers entries.
+        Raises ValueError for an unknown model_type, a variant that the family's mapping does not support, a missing
+        required entry, or a list of layers whose length is not num_hidden_layers.
         """
         family = family_for(hf_config)
         for key in _NEEDED:
@@ -182,7 +181,7 @@ class ModelSpec:
             hidden_size=flags["hidden_size"],
             ffn_hidden_size=flags["ffn_hidden_size"],
             num_attention_heads=flags["num_attention_heads"],
-            # one latent vector serves all heads, whose widths are its own
+            # one latent vector serves all heads, and head widths have their own entries
             num_query_groups=0 if latent else flags["num_query_groups"],
             kv_channels=0 if latent else flags["kv_channels"],
             vocab_size=flags["vocab_size"],
@@ -203,7 +202,7 @@ class ModelSpec:
 def expand_layer_pattern(pattern: int | Sequence[int], num_layers: int) -> tuple[bool, ...]:
     """--moe-layer-freq as one entry per layer: N for layers 0, N, 2N and so on, or a 0 or 1 for each layer.
 
-    Raises ValueError for a list that is not of `num_layers` entries.
+    Raises ValueError for a list whose length is not `num_layers`.
     """
     if isinstance(pattern, int):
         return tuple(layer % pattern == 0 for layer in range(num_layers))

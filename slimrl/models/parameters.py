@@ -1,12 +1,12 @@
 """Closed-form counts from model sizes: weights (whole model, active per token, per GPU) and FLOPs of a forward pass.
 
-Weight counts are sums over the tensors listed here, which are those of megatron-core's GPTModel; a test compares the
-list with the real model. The memory estimate and the comparison with checkpoint files use them.
+Weight counts are sums over the tensors listed here, those of megatron-core's GPTModel; a test compares the list with
+the real model. Used by the memory estimate and by the comparison with checkpoint files.
 
 FLOPs count matrix products, two operations per multiply-add, as in Narayanan et al. 2021 (arXiv:2104.04473), appendix:
-projections at their true width (heads x head width, which may differ from the hidden size), the experts that a token is
-sent to, causal attention (a token, itself and those before it), and logits where they are needed. Norms, rotary
-positions and softmax are left out.
+projections at their real width (heads x head width, which may differ from the hidden size), the experts that a token is
+routed to, causal attention (a token attends to itself and earlier tokens), and logits if they are computed. Norms,
+rotary positions and softmax are not counted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BUFFER_ALIGNMENT = 128
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """Numbers of elements of some weight tensors: those of experts apart, for they are divided in another way."""
+    """Numbers of elements of weight tensors; experts are counted separately because they are sharded differently."""
 
     dense: tuple[int, ...] = ()
     expert: tuple[int, ...] = ()
@@ -41,7 +41,7 @@ class Weights:
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """How tensors are divided: by tensor parallel size, by expert tensor and expert parallel size."""
+    """How tensors are sharded: tensor parallel size, expert tensor and expert parallel size."""
 
     tp: int = 1
     etp: int = 1
@@ -52,12 +52,12 @@ WHOLE = Split()
 
 
 def total_parameters(spec: ModelSpec) -> int:
-    """Weights of the model as its Hugging Face checkpoint has them: no padding, tied weights once."""
+    """Number of weights in the model's Hugging Face checkpoint: no padding, tied weights once."""
     return _whole(spec).total
 
 
 def active_parameters(spec: ModelSpec) -> int:
-    """Weights that take part in the computation of one token: of the experts, the ones it is sent to."""
+    """Weights that one token uses: of the experts, those that it is routed to."""
     weights = _whole(spec)
     if spec.experts is None:
         return weights.total
@@ -65,7 +65,7 @@ def active_parameters(spec: ModelSpec) -> int:
 
 
 def selection_biases(spec: ModelSpec) -> int:
-    """Numbers in a checkpoint that steer the choice of experts and are not trained by gradients."""
+    """Elements of expert biases in a checkpoint, which are not trained by gradients."""
     if spec.experts is None or not spec.experts.expert_bias:
         return 0
     return sum(spec.moe_layers) * spec.experts.number
@@ -77,7 +77,7 @@ def _whole(spec: ModelSpec) -> Weights:
 
 
 def stage_weights(spec: ModelSpec, split: Split, layers: Sequence[int], *, first: bool, last: bool) -> Weights:
-    """The tensors of one GPU of a pipeline stage with these layers; `first` and `last` say which ends it holds."""
+    """The tensors of one GPU of a pipeline stage with these layers; `first` and `last` say which ends it has."""
     matrix = (spec.padded_vocab_size // split.tp * spec.hidden_size,)
     weights = Weights(matrix) if first or (last and spec.mtp_layers) else Weights()
     kinds = {moe: layer_weights(spec, split, moe=moe) for moe in {spec.moe_layers[layer] for layer in layers}}
@@ -92,7 +92,7 @@ def stage_weights(spec: ModelSpec, split: Split, layers: Sequence[int], *, first
 
 
 def _has_output_matrix(spec: ModelSpec, first: bool) -> bool:
-    """Tied, the last stage needs a copy of the embedding unless it holds the embedding itself."""
+    """If tied, the last stage needs a copy of the embedding unless it has the embedding itself."""
     return not spec.tied or not (first or spec.mtp_layers)
 
 
@@ -122,7 +122,7 @@ def _attention(spec: ModelSpec, tp: int) -> tuple[int, ...]:
 
 
 def _latent_attention(spec: ModelSpec, latent: LatentAttention, tp: int) -> tuple[int, ...]:
-    """The projections down to the latent vectors are whole on every GPU (DeepSeek-V2, arXiv:2405.04434)."""
+    """The down-projections to the latent vectors are replicated on every GPU (DeepSeek-V2, arXiv:2405.04434)."""
     heads = spec.num_attention_heads // tp
     tensors = [
         spec.hidden_size * (latent.kv_lora_rank + latent.qk_pos_emb_head_dim),
@@ -150,7 +150,7 @@ def _feed_forward(spec: ModelSpec, width: int, tp: int) -> tuple[int, ...]:
 
 
 def _experts(spec: ModelSpec, experts: Experts, split: Split) -> Weights:
-    """Router and shared expert on every GPU, the others spread over the expert parallel GPUs."""
+    """Router and shared expert are on every GPU; routed experts are distributed over the expert parallel GPUs."""
     dense = [experts.number * spec.hidden_size]
     if spec.linear_bias:
         dense.append(experts.number)
@@ -163,7 +163,7 @@ def _experts(spec: ModelSpec, experts: Experts, split: Split) -> Weights:
 
 
 def _mtp_weights(spec: ModelSpec, split: Split) -> Weights:
-    """A layer of multi-token prediction: three norms, the projection of two hidden states, a transformer layer."""
+    """A multi-token prediction layer: three norms, the projection of two hidden states, a transformer layer."""
     norms = 3 * _norm(spec, spec.hidden_size)
     projection = 2 * spec.hidden_size * spec.hidden_size // split.tp
     return Weights((*norms, projection)) + layer_weights(spec, split, moe=spec.moe_layers[-1])
@@ -186,7 +186,7 @@ FORWARD_AND_BACKWARD = 3
 
 
 def forward_flops(spec: ModelSpec, lengths: Sequence[int], scored_tokens: int) -> int:
-    """Of sequences of these lengths (prompt and response), `scored_tokens` of whose tokens need logits."""
+    """FLOPs of sequences of these lengths (prompt and response); `scored_tokens` of their tokens need logits."""
     tokens = sum(lengths)
     pairs = sum(length * (length + 1) // 2 for length in lengths)
     weights = sum(_layer_weights(spec, moe) for moe in spec.moe_layers)
@@ -202,7 +202,7 @@ def _widths_of_a_pair(spec: ModelSpec) -> int:
 
 
 def _layer_weights(spec: ModelSpec, moe: bool) -> int:
-    """Weights that one token is multiplied by."""
+    """Weights in the matrix products of one token."""
     attention = _attention_matrices(spec) if spec.latent is None else _latent_attention_matrices(spec, spec.latent)
     if moe and spec.experts is not None:
         return attention + _active_expert_matrices(spec, spec.experts)

@@ -1,4 +1,4 @@
-"""Looks at the numbers of each optimizer step, and ends the run where they cannot be right (`--ci-test`).
+"""Checks the metrics of each optimizer step, and ends the run if they are implausible (`--ci-test`).
 
 Also keeps gradient norms and compares with kept ones (`--ci-save-grad-norm`, `--ci-load-grad-norm`). Lives in the
 driver; called after each rollout's training.
@@ -20,7 +20,7 @@ _DIFFERENCE = "train_rollout_logprob_abs_diff_mean"
 
 
 class RunCheckError(RuntimeError):
-    """A number of training is not what it must be; the message names it, its value and its bound."""
+    """A training metric violates its bound; the message has its name, value and bound."""
 
 
 @dataclasses.dataclass(frozen=True)

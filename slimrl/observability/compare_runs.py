@@ -1,6 +1,6 @@
-"""Several runs side by side: a row each, mean and spread of those that differ in the seed alone, and one picture.
+"""Comparison of several runs: a row each, mean and spread of runs that differ only in the seed, and one picture.
 
-Called by `report` where it is given more than one run; reads summaries only.
+`report` calls it for more than one run; reads only summaries.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _COLOURS = ("#1f4e8c", "#d1495b", "#2e8b57", "#b8860b", "#6a4c93", "#008b8b", "#
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """The numbers of one run; None where it has none. `reward` is the mean of its last tenth of steps."""
+    """The results of one run; None if missing. `reward` is the mean of its last tenth of steps."""
 
     name: str
     group: str

@@ -1,6 +1,6 @@
-"""How a run ended, in one sentence, and the commands that look at it and continue with it: the last lines of every run.
+"""The last lines of every run: its outcome in one sentence, and the commands to inspect and continue it.
 
-Made from `summary.json`. Used by the driver at its end, and by the report.
+Generated from `summary.json`. Used by the driver at its end, and by the report.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from slimrl.arguments.dry_run.plan import this_machine
 from slimrl.observability.rollout_dump import PLACEHOLDER
 from slimrl.observability.summary import load_summary
+from slimrl.processes.machine_memory import this_machine
 
 _RESUMED = "resumed_at"
 
 
-def last_words(run_dir: str | Path, pid: int) -> str:
-    """What process `pid` says when its run in `run_dir` has ended; several lines.
+def final_message(run_dir: str | Path, pid: int) -> str:
+    """The final message of process `pid` for its run in `run_dir`; several lines.
 
-    The summary of an earlier run in the folder is not taken for this one's.
+    The summary of an earlier run in the folder is ignored.
     """
     try:
         summary = load_summary(run_dir)
@@ -32,11 +32,11 @@ def last_words(run_dir: str | Path, pid: int) -> str:
         summary = None
     if summary is None or summary["run"]["pid"] != pid:
         logs = Path(run_dir) / "logs"
-        return f"ended before its first step; why stands above, the logs of all processes in {shown_path(logs)}"
-    return "\n".join([verdict(summary), *next_commands(summary)])
+        return f"ended before its first step; the reason is above, logs of all processes are in {shown_path(logs)}"
+    return "\n".join([outcome_line(summary), *next_commands(summary)])
 
 
-def verdict(summary: dict[str, Any]) -> str:
+def outcome_line(summary: dict[str, Any]) -> str:
     """`completed: evaluation addition from 0.398 to 1.000, reward from 0.586 to 0.973, over 30 steps in 1.4 min`."""
     status, steps = summary["status"], len(summary["steps"])
     said = "still running, or killed" if status == "running" else status
@@ -47,7 +47,7 @@ def verdict(summary: dict[str, Any]) -> str:
 
 
 def next_commands(summary: dict[str, Any], model: str | Path | None = None) -> list[str]:
-    """Where to look and what to type next, a line each; `model` is a Hugging Face folder of the trained model."""
+    """The next commands, one per line; `model` is a Hugging Face folder of the trained model."""
     run, paths = Path(summary["paths"]["run"]), summary["paths"]
     lines = {"report": f"python -m slimrl.observability.report {_word(run)}"}
     if summary["status"] == "failed":
@@ -65,7 +65,7 @@ def next_commands(summary: dict[str, Any], model: str | Path | None = None) -> l
 
 
 def newest_dump(template: str | None) -> Path | None:
-    """The dump of the last rollout that was recorded under `template`, no evaluation; None where there is none."""
+    """The dump of the last rollout recorded under `template`, without evaluations; None if there is none."""
     if template is None:
         return None
     first, *rest = map(re.escape, str(Path(template)).split(PLACEHOLDER))
@@ -76,7 +76,7 @@ def newest_dump(template: str | None) -> Path | None:
 
 
 def shown_path(path: str | Path) -> str:
-    """As short as the reader, who is in the current folder, can use it."""
+    """The path relative to the current folder if it is below it, else absolute."""
     absolute, here = Path(path).absolute(), Path.cwd()
     return str(absolute.relative_to(here)) if absolute.is_relative_to(here) else str(absolute)
 
@@ -100,7 +100,7 @@ def _word(path: str | Path) -> str:
 
 
 def _learned(summary: dict[str, Any]) -> list[str]:
-    """What moved, from where to where; of supervised training, which has no rewards, the loss."""
+    """First and last value of evaluations and reward, or of the loss for supervised training."""
     known = []
     history = [entry["scores"] for entry in summary["eval"]["history"]]
     for name in dict.fromkeys(name for scores in history for name in scores):
@@ -119,7 +119,7 @@ def _moved(what: str, values: list[float | None]) -> list[str]:
 
 
 def _minutes(summary: dict[str, Any]) -> str:
-    """From the start to the end; of a run that was resumed, or has not ended, the steps alone."""
+    """Time from start to end; for a resumed or unfinished run, the time of the steps only."""
     run, steps = summary["run"], summary["steps"]
     if run["ended"] is None or _RESUMED in run:
         seconds = math.fsum(step["seconds"]["total"] for step in steps)

@@ -1,7 +1,4 @@
-"""docs/metrics.md as text: `python -m slimrl.observability.metrics_docs > docs/metrics.md`.
-
-Made from the table, so it cannot name what the table does not.
-"""
+"""Generates docs/metrics.md from the table: `python -m slimrl.observability.metrics_docs > docs/metrics.md`."""
 
 from __future__ import annotations
 
@@ -14,30 +11,30 @@ _INTRODUCTION = """\
 # Metrics
 
 Every number that a run reports, under the same name in [TensorBoard, W&B and Prometheus](observability.md) and in
-`steps[]` of [`summary.json`](summary.md) (there the names of `train/` stand without it, `memory/` is an object of its
-own, and the times of phases are in `seconds`). This page is made from the table in the source:
+`steps[]` of [`summary.json`](summary.md) (there without the prefix `train/`, with `memory/` as a separate object, and
+with the times of phases in `seconds`). This page is generated from the table in the source:
 `python -m slimrl.observability.metrics_docs > docs/metrics.md`.
 
-- `{a,b}` stands for one of these words, `<x>` for a name or number of the run.
-- *when* is empty where every run reports it. A share is between 0 and 1.
-- What functions of your own report (a loss, a log function, a rollout function) is passed on under its own name.
+- `{a,b}` means one of these words, `<x>` a name or number of the run.
+- *when* is empty if every run reports the metric. A fraction is between 0 and 1.
+- Metrics of custom functions (a loss, a log function, a rollout function) keep their own names.
 
 ## Horizontal axes
 
-| names | axis | its number |
+| names | axis | value |
 | --- | --- | --- |
-| `train/` | `train/step` | optimizer steps before this one; where a rollout has several, each is a point of its own |
+| `train/` | `train/step` | optimizer steps before this one; each step of a rollout is a separate point |
 | `eval/` | `eval/step` | rollouts trained on before the evaluation |
 | all others | `rollout/step` | the rollout, from 0 |
 
 With `--wandb-always-use-train-step` all three count optimizer steps, also in TensorBoard. `summary.json` has one entry
-per rollout; the column *combined* of the first table says how several optimizer steps become one number there, and
-`by_optimizer_step` holds each of them.
+per rollout; the column *combined* of the first table says how it combines several optimizer steps into one number, and
+`by_optimizer_step` has each of them.
 """
 _NAMES_FROM_SLIME = """
-## Names of slime that are different here
+## Names that differ from slime
 
-| slime | here |
+| slime | slimrl |
 | --- | --- |
 | `train/train_rollout_logprob_abs_diff` | `train/train_rollout_logprob_abs_diff_mean`, `..._max` |
 | `train/ois` | `train/ratio_mean` |

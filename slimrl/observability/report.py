@@ -1,6 +1,6 @@
-"""`python -m slimrl.observability.report runs/<name>`: what a run achieved, as tables, a terminal plot and a picture.
+"""`python -m slimrl.observability.report runs/<name>`: the results of a run as tables, a terminal plot and a picture.
 
-Reads `summary.json` only, also while the run is going on. Several runs are compared in one table and one picture.
+Reads only `summary.json`, also during the run. Several runs are compared in one table and one picture.
 `text_chart` draws the plot with braille dots for the line and a sign for single points.
 """
 
@@ -21,7 +21,7 @@ from slimrl.observability.compare_runs import (
     running_mean,
     save_picture,
 )
-from slimrl.observability.final_message import next_commands, shown_path, verdict
+from slimrl.observability.final_message import next_commands, outcome_line, shown_path
 from slimrl.observability.summary import load_summary
 
 if TYPE_CHECKING:
@@ -37,9 +37,9 @@ Points = Sequence[tuple[float, float]]
 
 
 def text_chart(line: Points, marks: Points = (), *, width: int = 70, height: int = 14, mark: str = "◆") -> str:
-    """`line` joined up and `marks` on top of it, in `height` rows of at most `width` characters plus the axes.
+    """`line` as a connected curve with `marks` on top, in `height` rows of at most `width` characters plus the axes.
 
-    Empty where there is nothing to draw.
+    Empty if there are no points.
     """
     points = [*line, *marks]
     if not points:
@@ -75,7 +75,7 @@ def text_chart(line: Points, marks: Points = (), *, width: int = 70, height: int
 
 
 def _range(values: list[float]) -> tuple[float, float]:
-    """Lowest and highest, set apart where they are equal."""
+    """Lowest and highest value, widened if they are equal."""
     low, high = min(values), max(values)
     return (low, high) if low < high else (low - 0.5, high + 0.5)
 
@@ -95,25 +95,25 @@ def _label(value: float) -> str:
 
 _CHART_WIDTH, _CHART_HEIGHT = 76, 14
 _MIN_POINTS_FOR_TREND = 10
-_PICTURE = "comparison.png"  # of several runs, where no other file is named
-_FAULTS = {  # what went wrong and was made good, by the name of its count
+_PICTURE = "comparison.png"  # default file for several runs
+_FAULTS = {  # handled failures by the name of their count
     "rollout/faults/servers_lost": "servers lost",
     "rollout/faults/servers_replaced": "servers replaced",
     "rollout/faults/router_restarts": "router restarts",
     "rollout/faults/requests_resent": "requests sent again",
-    "rollout/failed_samples": "failed samples left out",
-    "rollout/staleness/dropped": "groups restarted, being too old",
+    "rollout/failed_samples": "failed samples dropped",
+    "rollout/staleness/dropped": "stale groups regenerated",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the report and draw the picture where one is asked for; returns the exit code."""
+    """Print the report and draw the picture if requested; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m slimrl.observability.report", description=__doc__, allow_abbrev=False
     )
     parser.add_argument("runs", nargs="+", help="folder of a run, or its summary.json; several are compared")
     parser.add_argument(
-        "--png", help=f"also draw the reward curve into this file (of several runs always, into {_PICTURE})"
+        "--png", help=f"also draw the reward curve into this file (for several runs always, default {_PICTURE})"
     )
     parser.add_argument("--model", help="Hugging Face folder of the trained model, for the last line")
     options = parser.parse_args(argv)
@@ -130,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.png:
         save_png(summary, options.png)
         print(f"the reward curve is in {shown_path(options.png)}\n")
-    print("\n".join([verdict(summary), *next_commands(summary, options.model)]))
+    print("\n".join([outcome_line(summary), *next_commands(summary, options.model)]))
     return 0
 
 
@@ -145,7 +145,7 @@ def compare_runs(summaries: Sequence[dict[str, Any]], picture: str) -> None:
 
 
 def print_report(summary: dict[str, Any], console: Console | None = None) -> None:
-    """Tables of the results, the seconds and the places, and the reward per step as a text plot."""
+    """Tables of the results, the seconds and the paths, and the reward per step as a text plot."""
     from rich.console import Console
 
     console = console or Console()
@@ -228,7 +228,9 @@ def _results_table(summary: dict[str, Any]) -> Table:
         table.add_row("optimizer steps skipped (not finite)", "", f"{skipped:g}")
     ages = [step["rollout/staleness/mean"] for step in summary["steps"] if "rollout/staleness/mean" in step]
     if ages and (oldest := max(step.get("rollout/staleness/max") or 0 for step in summary["steps"])):
-        table.add_row("age of the samples in rollouts (mean, largest)", f"{statistics.fmean(ages):.2f}", f"{oldest:g}")
+        table.add_row(
+            "staleness of the samples in rollouts (mean, largest)", f"{statistics.fmean(ages):.2f}", f"{oldest:g}"
+        )
     for name, words in _FAULTS.items():
         if count := sum(step.get(name) or 0 for step in summary["steps"]):
             table.add_row(words, "", f"{count:g}")
@@ -236,7 +238,7 @@ def _results_table(summary: dict[str, Any]) -> Table:
 
 
 def _memory_table(summary: dict[str, Any]) -> Table:
-    """Of every process, the memory after its first step, after its last and at most."""
+    """The memory of every process after its first step, after its last, and at its peak."""
     table = _table("memory (GiB)", "first", "last", "peak")
     by_step = [step.get("memory") or {} for step in summary["steps"]]
     for name in dict.fromkeys(name for memory in by_step for name in memory):

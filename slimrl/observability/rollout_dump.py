@@ -22,7 +22,7 @@ _FORMAT = "slimrl-rollout-1"
 
 
 class RolloutDump(NamedTuple):
-    """A rollout read back; `header` holds `rollout_id`, `evaluation`, `samples` (their number) and `metrics`."""
+    """A rollout dump; `header` has `rollout_id`, `evaluation`, `samples` (their number) and `metrics`."""
 
     header: dict[str, Any]
     samples: list[Sample]
@@ -43,7 +43,7 @@ class _ArrayLike(Protocol):
 def dump_path(template: str, rollout_id: int, *, evaluation: bool = False) -> Path:
     """The file of one rollout: `{rollout_id}` becomes `7`, or `eval_7` for an evaluation.
 
-    Raises ValueError where the template has no `{rollout_id}`: every rollout would overwrite the one before.
+    Raises ValueError if the template has no `{rollout_id}`: every rollout would overwrite the one before.
     """
     if PLACEHOLDER not in template:
         raise ValueError(f"the dump path {template!r} has no {PLACEHOLDER}: put it where the rollout's number belongs")
@@ -88,7 +88,7 @@ def save_rollout(
 
 
 def _delete_old(template: str, rollout_id: int, evaluation: bool, limit: int) -> None:
-    """Later ones stay: they are of an earlier run that got further, and this one replaces them when it gets there."""
+    """Keeps later dumps: they belong to an earlier run that got further, and this run will overwrite them."""
     kind = "eval_" if evaluation else ""
     template = str(Path(template))
     first, *rest = map(re.escape, template.split(PLACEHOLDER))
@@ -107,7 +107,7 @@ def load_rollout(template: str, rollout_id: int, *, evaluation: bool = False) ->
 def read_dump(path: str | Path) -> RolloutDump:
     """A dump by its file name.
 
-    Raises FileNotFoundError where there is none, ValueError where it is something else or was cut off.
+    Raises FileNotFoundError if there is none, ValueError if it is something else or was cut off.
     """
     if not Path(path).is_file():
         raise FileNotFoundError(f"there is no rollout dump {path}: it is written with --save-debug-rollout-data")

@@ -1,10 +1,10 @@
-"""The one place a run reports to: log line per step, `summary.json`, TensorBoard, W&B and Prometheus.
+"""All reports of a run: log line per step, `summary.json`, TensorBoard, W&B and Prometheus.
 
-Lives in the driver. Files appear with the first report, so that a run which fails to start leaves an earlier summary
-untouched. Leaving the `with` block records how the run ended.
+Runs in the driver. The first report creates the files, so that a run which fails to start does not change an earlier
+summary. Leaving the `with` block records the end of the run.
 
-`make_private` makes the run folder, which only its user may enter: it holds prompts, answers, rewards and logs. Entry
-points call it before anything is written there.
+`make_private` creates the run folder with access for its user only: it contains prompts, answers, rewards and logs.
+Entry points call it before they write anything there.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PHASES = ("generate", "train", "update_weights", "total")
 
 
 class Evaluated(Protocol):
-    """One data set's outcome."""
+    """The result of one evaluation set."""
 
     @property
     def mean_reward(self) -> float: ...
@@ -50,7 +50,7 @@ class Evaluated(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class StepRecord:
-    """One turn of the loop. `rollout` must hold `rollout/raw_reward`; `train` one dict per optimizer step."""
+    """One step of the loop. `rollout` has `rollout/raw_reward`; `train` has one dict per optimizer step."""
 
     step: int
     weight_version: str  # of the weights that generated the rollout
@@ -76,12 +76,12 @@ class RunLog:
         supervised: bool = False,
         paths: dict[str, str] | None = None,
     ) -> None:
-        """`open_wandb` is told the W&B run that this one continues, if any. `paths` are further places to name.
+        """`open_wandb` gets the id of the W&B run to continue, if any. `paths` are additional paths in the summary.
 
-        With `compares_groups` the samples of a prompt should differ in their rewards, and the line of a step says when
-        none do. A `supervised` run's rewards mean nothing.
+        With `compares_groups` the step line reports if the rewards of every group are equal. The rewards of a
+        `supervised` run have no meaning.
 
-        `steps_per_rollout` counts the optimizer steps of rollouts that the summary no longer knows; with
+        `steps_per_rollout` is the number of optimizer steps assumed for rollouts that are not in the summary; with
         `count_train_steps` all axes count optimizer steps.
         """
         self.run_dir = Path(run_dir)
@@ -108,7 +108,7 @@ class RunLog:
 
     @classmethod
     def open(cls, args: Arguments, versions: dict[str, str]) -> RunLog:
-        """The log of the run that these flags describe. Raises PrometheusError where its port cannot be opened."""
+        """The log of the run of these flags. Raises PrometheusError if its port cannot be opened."""
         places = {
             "hf_checkpoint": args.hf_checkpoint,
             "load": args.load,
@@ -154,7 +154,7 @@ class RunLog:
             charts.begin(starts)
 
     def announce(self, targets: Sequence[Target]) -> None:
-        """Write down what Prometheus can scrape, before `begin`; nothing where that is nothing."""
+        """Write the list of Prometheus targets, if there are any, before `begin`."""
         if targets:
             path = self.run_dir / TARGETS_FILE
             if not OptionalFiles(f"the list {path}").attempt(lambda: write_targets(path, self.run_dir.name, targets)):
@@ -162,11 +162,11 @@ class RunLog:
             self._summary.paths["prometheus"] = str(path)
 
     def _save(self) -> None:
-        """The summary as it is now, or with the next report where the disk has no room."""
+        """Write the summary now, or with the next report if the disk is full."""
         self._files.attempt(self._summary.save)
 
     def _number(self, axis: str, step: int) -> int:
-        """Where `step`, the next one, is on an axis."""
+        """The position of `step`, the next one, on an axis."""
         return self._train_steps if axis == TRAIN_AXIS or self._count_train_steps else step
 
     def _add(self, axis: str, number: int, values: Mapping[str, float]) -> None:
@@ -178,14 +178,14 @@ class RunLog:
         self._put(record)
 
     def step(self, record: StepRecord) -> None:
-        """Report a finished step: summary, TensorBoard, one line. Raises KeyError where the reward is missing."""
+        """Report a finished step: summary, TensorBoard, one line. Raises KeyError if the reward is missing."""
         train, seconds = self._put(record)
         self._chart(record, train, seconds)
         line = step_line(record, train, seconds, compares_groups=self._compares_groups)
         logger.info("%s", line, extra={SHORT: short_step(line)})
 
     def _put(self, record: StepRecord) -> tuple[dict[str, float], dict[str, float]]:
-        """The step in the summary, which is written; its training metrics over all optimizer steps, and seconds."""
+        """Write the step to the summary; returns its training metrics over all optimizer steps, and its seconds."""
         self.begin(record.step)
         steps, of_ranks = _split(record.train)
         train = combine_steps(steps)
@@ -215,7 +215,7 @@ class RunLog:
         return train, seconds
 
     def phase(self, step: int, name: str, seconds: float) -> None:
-        """Report how long something took that follows a reported step, such as "save"."""
+        """Report the duration of a phase after a reported step, such as "save"."""
         self._summary.add_seconds(step, name, seconds)
         self._save()
         self._add("rollout/step", self._last_number, {f"perf/{name}_time": seconds})
@@ -233,13 +233,13 @@ class RunLog:
         logger.info("%s", line, extra={SHORT: short_evaluation(line)})
 
     def close(self, status: str = "completed", error: str | None = None) -> None:
-        """Record how the run ended ("completed", "failed" or "interrupted"); later calls change nothing."""
+        """Record the end of the run ("completed", "failed" or "interrupted"); later calls have no effect."""
         if self._summary.status != "running":
             return
         self._summary.status, self._summary.error = status, error
         self._summary.run["ended"] = _now()
         # A run that never began must not replace the summary of an earlier one.
-        with contextlib.ExitStack() as closing:  # what fails here keeps none of the others from its end
+        with contextlib.ExitStack() as closing:  # a failing writer does not keep the others from closing
             for charts in reversed(self._charts):
                 closing.callback(charts.close, failed=status != "completed")
             if self._begun or not self._summary.path.exists():
@@ -257,8 +257,8 @@ class RunLog:
         interrupted = issubclass(kind, KeyboardInterrupt)
         try:
             self.close(*(("interrupted",) if interrupted else ("failed", f"{kind.__name__}: {error}")))
-        except Exception:  # of whatever kind: why the run ended is what counts
-            logger.exception("the end of the run could not be reported everywhere")
+        except Exception:  # must not hide the original error
+            logger.exception("the end of the run could not be reported to all metric writers")
 
     def _chart(self, record: StepRecord, train: dict[str, float], seconds: dict[str, float]) -> None:
         steps, of_ranks = _split(record.train)
@@ -277,7 +277,7 @@ class RunLog:
 
 
 def speeds(train: dict[str, float], seconds: dict[str, float]) -> dict[str, float]:
-    """What the seconds of a step's phases mean, under full names; see `metric_table.PERF`."""
+    """Speeds and ratios from the seconds of a step's phases, under full names; see `registry.PERF`."""
     total, training = seconds["total"], seconds["train"]
     found = {"perf/step_time": total}
     if training > 0:
@@ -288,13 +288,13 @@ def speeds(train: dict[str, float], seconds: dict[str, float]) -> dict[str, floa
 
 
 def _split(train: list[dict[str, float]]) -> tuple[list[dict[str, float]], dict[str, float]]:
-    """The metrics of each optimizer step, and those of the rollout, which ranks report under full names."""
+    """Splits off the metrics of the rollout, which ranks report under full names, from those of optimizer steps."""
     steps = [{name: value for name, value in step.items() if "/" not in name} for step in train]
     return steps, {name: value for step in train for name, value in step.items() if "/" in name}
 
 
 def evaluation_words(name: str, score: float, metrics: Mapping[str, float]) -> str:
-    """`aime 0.43 (pass@16 0.8, 812 tokens, 5% truncated)`: what is known of one set, the largest pass@k."""
+    """`aime 0.43 (pass@16 0.8, 812 tokens, 5% truncated)`: the results of one set, with the largest pass@k."""
     passes = [key for key in metrics if key.startswith(f"eval/{name}-pass@")]
     most = max(passes, key=lambda key: int(key.rpartition("@")[2]), default=None)
     known = [] if most is None or most.endswith("@1") else [f"{most.rpartition('-')[2]} {metrics[most]:.3g}"]
@@ -322,13 +322,13 @@ def step_line(
     short = {"generate": "generate", "train": "train", "update_weights": "update", "total": "total"}
     if train.get("skipped"):
         parts.append(f"SKIPPED {train['skipped']:g} of {len(record.train)} optimizer steps")
-    parts += _of_the_samples(record.rollout, compares_groups)
+    parts += _sample_warnings(record.rollout, compares_groups)
     parts.append(" ".join(f"{label} {seconds[phase]:.1f}s" for phase, label in short.items()))
     return " | ".join([*parts, f"version {record.weight_version}"])
 
 
-def _of_the_samples(rollout: Mapping[str, float], compares_groups: bool) -> list[str]:
-    """What is wrong with a rollout's samples, and with endless generation how old they are."""
+def _sample_warnings(rollout: Mapping[str, float], compares_groups: bool) -> list[str]:
+    """Warnings about a rollout's samples, and with fully asynchronous generation their staleness."""
     parts = []
     if compares_groups and rollout.get("rollout/zero_std/ratio") == 1.0:
         parts.append("NO SPREAD in any group")
@@ -352,14 +352,14 @@ PRIVATE = 0o700
 
 
 def make_private(folder: Path) -> str | None:
-    """Makes the folder, and takes every right from others; why that cannot be done, None where it was.
+    """Creates the folder without access for other users; returns a warning if that fails, else None.
 
-    What is above it gets the user's usual rights. Raises OSError where it cannot be made.
+    Parent folders get the user's default permissions. Raises OSError if the folder cannot be created.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=PRIVATE, exist_ok=True)
     try:
         os.chmod(folder, PRIVATE)
-    except OSError as error:  # it is another user's, or the file system knows no rights
+    except OSError as error:  # another user's folder, or a file system without permissions
         return f"others may be able to read the run's folder {folder}: {error.strerror}"
     return None

@@ -1,4 +1,4 @@
-"""`python -m slimrl.observability.show dump.jsonl`: read a rollout dump with human eyes."""
+"""`python -m slimrl.observability.show dump.jsonl`: prints a rollout dump in readable form."""
 
 from __future__ import annotations
 

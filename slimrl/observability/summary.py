@@ -1,4 +1,4 @@
-"""`summary.json`: what a run did, in one file that is complete at every moment. Schema: docs/summary.md.
+"""`summary.json`: the results of a run, in one file that is always complete. Schema: docs/summary.md.
 
 Defines the file's content and how a resumed run continues it. `RunLog` writes it, `report` reads it. `package_versions`
 reads installed metadata and imports none of the packages.
@@ -79,7 +79,7 @@ class Summary:
         self._last = json.dumps(clean, allow_nan=False).encode()
 
     def add_seconds(self, step: int, phase: str, seconds: float) -> None:
-        """Record a phase that follows a step already added. Raises KeyError where that step is not the last one."""
+        """Record a phase that follows a step already added. Raises KeyError if that step is not the last one."""
         if not self.steps or self.steps[-1]["step"] != step:
             raise KeyError(f"step {step} is not the last one of the summary")
         self.steps[-1]["seconds"][phase] = seconds
@@ -129,7 +129,7 @@ class Summary:
 
 
 def load_summary(path: str | Path) -> dict[str, Any]:
-    """A summary as plain data; a folder stands for the `summary.json` in it.
+    """A summary as plain data; for a folder, the `summary.json` in it.
 
     Raises FileNotFoundError or ValueError with a sentence where there is none, or something else.
     """
@@ -143,7 +143,7 @@ def load_summary(path: str | Path) -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """The content, or None where it is no summary of this version."""
+    """The content, or None if it is no summary of this version."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:

@@ -1,8 +1,8 @@
 """Terminal output: log handlers, the short form of step and evaluation lines, progress bars.
 
 Log lines are short on the terminal and complete in the run's file. An entry point calls `setup_logging` once; all other
-code uses `logging.getLogger("slimrl")`. Progress bars write nothing into a file or a pipe. Several threads may advance
-`ByteBar`, which the converters use.
+code uses `logging.getLogger("slimrl")`. Progress bars appear only on a terminal. `ByteBar`, used by the converters, is
+thread-safe.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 # Attribute of a record (`logger.info(..., extra={SHORT: text})`) that the terminal shows instead of the message.
 SHORT = "short"
-# What a terminal of 100 columns has left beside the time of day.
+# Space for the message in 100 columns, after the time of day.
 TERMINAL_WIDTH = 100 - len("12:34:56 ")
 
 
 class _TerminalFormatter(logging.Formatter):
-    """`12:34:56 message`, with the level where it is worth a look; the record's `short` form where it has one."""
+    """`12:34:56 message`, with the level from WARNING up; uses the record's `short` form if it has one."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = vars(record).get(SHORT) or super().format(record)
@@ -55,7 +55,7 @@ class _TerminalHandler(logging.StreamHandler):
 def setup_logging(level: str, run_dir: str | Path) -> Path:
     """Send the records of logger "slimrl" from `level` up to stderr and to `<run_dir>/logs/main.log` (appending).
 
-    Called again it replaces what it had set up. Returns the file's path. Raises ValueError on an unknown level.
+    A second call replaces the handlers of the first. Returns the file's path. Raises ValueError on an unknown level.
     """
     file = Path(run_dir) / "logs" / "main.log"
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -75,9 +75,9 @@ def setup_logging(level: str, run_dir: str | Path) -> Path:
 
 
 class ProgressBar:
-    """`with ProgressBar("generate") as bar: bar.update_to(done, total)`; drawn on stderr and gone when left.
+    """`with ProgressBar("generate") as bar: bar.update_to(done, total)`; shown on stderr until the block ends.
 
-    `enabled` is False where the stream is no terminal: then nothing is drawn, and callers can save the polling.
+    `enabled` is False if the stream is not a terminal: nothing is shown, and callers can skip polling.
     """
 
     def __init__(self, title: str, *, unit: str = "sample", stream: TextIO | None = None) -> None:
@@ -117,7 +117,7 @@ class ByteBar:
 
     def __init__(self, title: str, *, shown: bool = True) -> None:
         self._title = title
-        # None: tqdm itself stays silent where stderr is no terminal
+        # None: tqdm itself shows nothing if stderr is not a terminal
         self._disable = None if shown else True
         self._bar: tqdm | None = None
         self._lock = threading.Lock()
@@ -144,13 +144,13 @@ class ByteBar:
 
 _BETWEEN = " | "
 _TOTAL = "total "  # the last of the phases' seconds
-# Parts of a step's line by their first word, in the order in which they are left out; all others stay.
+# Parts of a step's line by their first word, in the order of their removal; all others stay.
 _LEFT_OUT = ("kl", "grad", "loss", "diff")
 _CUT = "..."
 
 
 def short_step(line: str, width: int = TERMINAL_WIDTH) -> str:
-    """A line of `step_line` with two digits and the seconds in all, as far as it fits in `width`; warnings stay."""
+    """A line of `step_line` with two digits and the total seconds, shortened to `width`; warnings stay."""
     parts = []
     for part in line.split(_BETWEEN):
         first = part.split(" ", 1)[0]
@@ -164,7 +164,7 @@ def short_step(line: str, width: int = TERMINAL_WIDTH) -> str:
 
 
 def short_evaluation(line: str, width: int = TERMINAL_WIDTH) -> str:
-    """An evaluation's line; where it is too long, without what is in parentheses beside the scores."""
+    """An evaluation's line; if it is too long, without the parentheses after the scores."""
     if len(line) > width:
         line = _BETWEEN.join(part.partition(" (")[0] for part in line.split(_BETWEEN))
     return _cut(line, width)

@@ -71,12 +71,12 @@ class _Session:
     lines: list[list[Any]]
 
     def last_ns(self) -> int:
-        """The last sign of life, in its own clock."""
+        """The last event, in the process's own clock."""
         return max((max(_times(line)) for line in self.lines), default=self.header["monotonic_ns"])
 
 
 def read_folder(folder: Path) -> Recorded:
-    """Everything in `<run folder>/timeline`. Raises FileNotFoundError where nothing is recorded."""
+    """Reads `<run folder>/timeline`. Raises FileNotFoundError if nothing is recorded."""
     paths = sorted(path for path in folder.glob("*.jsonl") if not path.name.endswith(".earlier.jsonl"))
     if not paths:
         raise FileNotFoundError(f"{folder} holds no recorded timeline: a run writes it unless --no-timeline is given")
@@ -182,7 +182,7 @@ _MERGE_AT_END_BYTES = 32 * 2**20  # which takes seconds
 
 @dataclasses.dataclass(frozen=True)
 class Merged:
-    """What was put together: the file, and how much of what it holds."""
+    """The merged file, and the amounts of its contents."""
 
     path: Path
     processes: int
@@ -200,7 +200,7 @@ class Merged:
 
 
 def merge(run_dir: Path, output: Path | None = None) -> Merged:
-    """Writes the trace (`<run_dir>/timeline.json.gz`); appears whole. Raises FileNotFoundError where there is none."""
+    """Writes the trace (`<run_dir>/timeline.json.gz`) atomically. Raises FileNotFoundError if nothing is recorded."""
     recorded = read_folder(run_dir / FOLDER)
     output = output or run_dir / "timeline.json.gz"
     with (
@@ -217,13 +217,13 @@ def merge(run_dir: Path, output: Path | None = None) -> Merged:
 
 
 def merge_at_end(run_dir: Path) -> str:
-    """As the driver does at the end of a run: a sentence about the trace, or about how to get it where it is large."""
+    """Called by the driver at the end of a run: exports the trace, or returns the export command if it is large."""
     size = sum(path.stat().st_size for path in (run_dir / FOLDER).glob("*.jsonl"))
     if size > _MERGE_AT_END_BYTES:
         return f"the timeline is {_mib(size)}: put it together with python -m slimrl.observability.timeline {run_dir}"
     try:
         return f"timeline: {merge(run_dir)}"
-    except (OSError, ValueError) as error:  # no reason to call the run a failure
+    except (OSError, ValueError) as error:  # must not fail the run
         return f"the timeline could not be put together: {error}"
 
 

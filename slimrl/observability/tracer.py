@@ -1,16 +1,16 @@
-"""What one process did and when, appended to a file of its own while it does it; `timeline` puts the files together.
+"""Records the spans of one process and appends them to its own file; `timeline` merges the files.
 
-Owns `<run folder>/timeline/<process>.jsonl`. Promises that a block is in the file as soon as it begins, so that a
-killed process shows what it was doing, that nothing here ever ends a run, and that a process keeps twice `PART_BYTES`
-at most: what is older is dropped. Times are CLOCK_MONOTONIC, which all processes of a machine share. Made by the
-driver, the rollout manager and every train rank, each for itself. The lines of a file:
+Owns `<run folder>/timeline/<process>.jsonl`. Guarantees: the start of a span is written immediately, so the file of a
+killed process shows its current span; tracing never ends a run; a file has at most 2 x `PART_BYTES`, older spans are
+dropped. Times are CLOCK_MONOTONIC, which all processes of a machine share. The driver, the rollout manager and every
+train rank create one each. The lines of a file:
 
     {"slimrl_timeline": 2, "process", "token", "host", "pid", "boot", "wall_ns", "monotonic_ns"}   a process begins
     ["b", id, track, name, start_ns, facts]                          a block begins
     ["e", id, end_ns]                                                and ends
     ["s", process, track, overlaps, name, start_ns, end_ns, facts]   a span, written when it was over
     ["c", name, ns, value]                                           a counter
-    ["i", name, ns]                                                  a remark
+    ["i", name, ns]                                                  an instant event
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing import Any
 
 import orjson
 
-from slimrl.arguments import Arguments
+from slimrl.arguments.namespace import ReportArguments
 
 FOLDER = "timeline"
 MAIN = "main"
@@ -74,15 +74,15 @@ class Timeline:
         return cls(None, "")
 
     @classmethod
-    def open(cls, args: Arguments, process: str) -> Timeline:
-        """The recorder that the flags ask for; `process` is "driver", "rollout manager", "train rank 3"."""
-        if not args.timeline:
+    def open(cls, flags: ReportArguments, process: str) -> Timeline:
+        """The recorder for these flags; `process` is "driver", "rollout manager", "train rank 3"."""
+        if not flags.timeline:
             return cls.off()
-        return cls(Path(args.run_dir).absolute() / FOLDER / f"{process.replace(' ', '-')}.jsonl", process)
+        return cls(Path(flags.run_dir).absolute() / FOLDER / f"{process.replace(' ', '-')}.jsonl", process)
 
     @property
     def records(self) -> bool:
-        """Whether anything is written down."""
+        """Whether this recorder writes anything."""
         return self._file is not None
 
     @contextlib.contextmanager
@@ -106,7 +106,7 @@ class Timeline:
                     self._end_mark(now)
                     self._marks.pop()
                 self._lines.append(["e", number, now])
-                if len(self._marks) == 1:  # nobody knows when the next block will come
+                if len(self._marks) == 1:  # the next block may come much later
                     self._flush()
                 else:
                     self._flush_if_due(now)
@@ -120,7 +120,15 @@ class Timeline:
             self._end_mark(now)
             self._marks[-1] = (name, now)
 
-    def beside(self, track: str, name: str, start_ns: int, end_ns: int, process: str = "", **facts: Any) -> None:
+    def add_process_start(self) -> None:
+        """Records the time from the start of this process until now: Python's own start and the imports."""
+        import psutil  # here, because the GPU checks import this module on machines without it
+
+        now, age_s = time.monotonic_ns(), time.time() - psutil.Process().create_time()
+        with self._lock:
+            self._lines.append(["s", "", MAIN, False, "start of Python, imports", now - int(age_s * 1e9), now, {}])
+
+    def add_span(self, track: str, name: str, start_ns: int, end_ns: int, process: str = "", **facts: Any) -> None:
         """Something that is over and that overlapped with others of its track (`time.monotonic_ns`).
 
         `process` is whose time it was, where that is another one, such as a server.
@@ -132,13 +140,13 @@ class Timeline:
             self._flush_if_due(end_ns)
 
     def count(self, name: str, value: float) -> None:
-        """A number that changes, from now on."""
+        """Set a counter to a new value."""
         if self._file is not None:
             with self._lock:
                 self._lines.append(["c", name, time.monotonic_ns(), value])
 
-    def remark(self, text: str) -> None:
-        """One sentence about this moment."""
+    def annotate(self, text: str) -> None:
+        """Record a remark at this moment."""
         if self._file is not None:
             with self._lock:
                 self._lines.append(["i", text, time.monotonic_ns()])
@@ -213,7 +221,7 @@ class Timeline:
 
     @contextlib.contextmanager
     def _forgiving(self) -> Iterator[None]:
-        """A disk that is full ends the record and not the run."""
+        """A full disk ends the recording, not the run."""
         try:
             yield
         except OSError as error:

@@ -21,7 +21,7 @@ _LONGEST_CHARACTER = 4  # tokens: UTF-8 has at most 4 bytes for a character, and
 
 
 class Decoder(Protocol):
-    """A tokenizer, as far as it is needed here."""
+    """The part of a tokenizer's interface that the viewer needs."""
 
     def decode(self, token_ids: list[int]) -> str: ...
 
@@ -120,7 +120,7 @@ def _row(name: str, sample: Sample, reward_key: str | None) -> dict[str, Any]:
 
 
 def _preview(text: str) -> str:
-    """The end, where the question or the answer stands."""
+    """The end of a text, which has the question or the answer."""
     line = " ".join(text.split())
     return line if len(line) <= _PREVIEW else f"…{line[-_PREVIEW:]}"
 

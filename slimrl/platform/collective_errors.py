@@ -1,9 +1,9 @@
-"""Steps that succeed or fail on all ranks together, so that no rank waits in a collective for one that failed.
+"""Steps that succeed or fail on all ranks together, so that no rank waits in a collective for a failed one.
 
-`run_on_all_ranks` and `run_on_rank_zero` are for files that other ranks rely on (checkpoints, exports). `RankSync` is
-for weight updates: it has its own process group and says of a failure whether it is final. `ConversionGroup` is for
-converters, which torchrun may start as several processes and which are usually one. All exchange small messages only;
-the groups that are made here are gloo groups on the CPU.
+`run_on_all_ranks` and `run_on_rank_zero` are for files that other ranks depend on (checkpoints, exports). `RankSync` is
+for weight updates: it has its own process group and reports whether a failure is final. `ConversionGroup` is for
+converters, which are usually one process, but can be several under torchrun. All exchange only small messages; the
+groups created here are gloo groups on the CPU.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from typing import TypeVar, cast
 import torch.distributed as dist
 
 _Result = TypeVar("_Result")
-_Failure = tuple[str, bool]  # what it says, and whether it is final
+_Failure = tuple[str, bool]  # message, and whether it is final
 _JOIN_TIMEOUT = datetime.timedelta(minutes=10)
 RANK_ZERO = 0
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint or an export was not written on some rank; what was complete before is as it was."""
+    """Some rank failed to write a checkpoint or an export; earlier complete ones are unchanged."""
 
 
 def room_left(error: BaseException) -> str:
-    """For an OSError of a disk without room: how much is left where it was written; else nothing."""
+    """For an OSError of a full disk: the free space of that disk, as text; else ""."""
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT) or error.filename is None:
         return ""
     try:
@@ -42,8 +42,8 @@ def room_left(error: BaseException) -> str:
 def run_on_all_ranks(step: Callable[[], _Result], group: dist.ProcessGroup | None = None) -> _Result:
     """Run `step` on every rank of `group` (None: all ranks) and return its result once all are done; collective.
 
-    Raises CheckpointError on every rank, naming the first that failed, where a step ended with an OSError, ValueError
-    or RuntimeError.
+    Raises CheckpointError on every rank, naming the first failed one, if a step raised OSError, ValueError or
+    RuntimeError.
     """
     result: _Result | None = None
     failure: Exception | None = None
@@ -54,19 +54,19 @@ def run_on_all_ranks(step: Callable[[], _Result], group: dist.ProcessGroup | Non
     text = None if failure is None else f"{type(failure).__name__}: {failure}{room_left(failure)}"
     texts: list[str | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(texts, text, group=group)
-    for rank, found in enumerate(texts):
-        if found is not None:
-            raise CheckpointError(f"rank {rank}: {found}") from failure
+    for rank, rank_text in enumerate(texts):
+        if rank_text is not None:
+            raise CheckpointError(f"rank {rank}: {rank_text}") from failure
     return cast("_Result", result)
 
 
 def run_on_rank_zero(step: Callable[[], object], group: dist.ProcessGroup | None = None) -> None:
-    """`run_on_all_ranks` for what rank 0 does alone."""
+    """`run_on_all_ranks` for a step that runs on rank 0 only."""
     run_on_all_ranks(step if dist.get_rank() == 0 else lambda: None, group)
 
 
 class SyncError(RuntimeError):
-    """A step failed on some rank. `final`: doing it once more cannot help, or is not safe."""
+    """A step failed on some rank. `final`: a retry cannot help or is not safe."""
 
     def __init__(self, text: str, *, final: bool = False) -> None:
         super().__init__(text)
@@ -74,33 +74,33 @@ class SyncError(RuntimeError):
 
 
 class RankSync:
-    """Runs steps on all training ranks; made collectively over all of them. `error` is what its steps raise."""
+    """Runs steps on all training ranks; constructed collectively. `error` is the error class of its steps."""
 
     def __init__(self, rank: int, error: type[SyncError] = SyncError) -> None:
         self._is_rank_zero = rank == RANK_ZERO
         self._error = error
-        self._everyone = dist.new_group(backend="gloo")
+        self._group = dist.new_group(backend="gloo")
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
-        return self._everyone.size()
+        """The number of ranks."""
+        return self._group.size()
 
     def close(self) -> None:
-        """Gives its process group up; no rank may have a call on it in progress."""
-        dist.destroy_process_group(self._everyone)
+        """Destroys its process group; no rank may have a call on it in progress."""
+        dist.destroy_process_group(self._group)
 
     def gather(self, value: _Result) -> list[_Result]:
-        """The values of all ranks, in their order; collective."""
+        """The values of all ranks, in rank order; collective."""
         values: list[_Result] = [value] * self.size
-        dist.all_gather_object(values, value, group=self._everyone)
+        dist.all_gather_object(values, value, group=self._group)
         return values
 
     def run_on_all_ranks(self, step: Callable[[], _Result]) -> list[_Result]:
-        """Runs `step` on every rank and returns what each rank's returned; collective.
+        """Runs `step` on every rank and returns the results of all ranks; collective.
 
-        Raises the sync's error on every rank where a step raised that, ValueError or OSError on one. It is final unless
-        all that failed may be tried again: an error of the trainer itself comes back with the next attempt.
+        Raises `error` on every rank if a step raised it, ValueError or OSError on any rank. It is final unless all
+        failed steps can be retried; a ValueError or OSError is final, since it would recur.
         """
         result: _Result | None = None
         failure: _Failure | None = None
@@ -125,7 +125,7 @@ class RankSync:
 
 
 class ConversionGroup:
-    """This process is `rank` of `size`; methods that talk to the others need `joined`."""
+    """This process is `rank` of `size`; methods that communicate with the others need `joined`."""
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank = rank
@@ -133,9 +133,9 @@ class ConversionGroup:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> ConversionGroup:
-        """The place that RANK and WORLD_SIZE give, a group of one without them.
+        """The group given by RANK and WORLD_SIZE, or a group of one without them.
 
-        Raises ValueError where they are incomplete or contradict each other.
+        Raises ValueError if they are incomplete or contradictory.
         """
         if "WORLD_SIZE" not in environment:
             return cls()
@@ -158,12 +158,12 @@ class ConversionGroup:
 
     @property
     def is_rank_zero(self) -> bool:
-        """Whether this process does what only one may do."""
+        """Whether this is rank 0, which performs the steps of a single process."""
         return self.rank == 0
 
     @contextlib.contextmanager
     def joined(self) -> Iterator[None]:
-        """Waits for the other processes, and leaves them at the end. Raises ValueError where they do not come."""
+        """Joins the process group for the length of the block. Raises ValueError if other processes do not join."""
         if self.size == 1:
             yield
             return
@@ -184,7 +184,7 @@ class ConversionGroup:
     def run_on_all_ranks(self, action: Callable[[], _Result]) -> _Result:
         """Runs `action` in every process and returns once all are done.
 
-        Raises this process' own error, or RuntimeError with the sentence of the first other that failed.
+        Raises this process's own error, or RuntimeError with the message of the first other process that failed.
         """
         if self.size == 1:
             return action()
@@ -197,7 +197,7 @@ class ConversionGroup:
         messages: list[str | None] = [None] * self.size
         dist.all_gather_object(messages, None if own is None else str(own))
         if any(message is not None for message in messages):
-            # nobody leaves before all have the messages: a process that ends closes the connections of the others
+            # wait until all have the messages: a process that exits closes its connections to the others
             with contextlib.suppress(RuntimeError):
                 dist.barrier()
         if own is not None:

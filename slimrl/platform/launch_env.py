@@ -1,7 +1,7 @@
 """Launch decisions that differ between GPU and CPU nodes: environment variables, thread counts, NCCL settings.
 
-A decision is a pure function of a `Machine` (a node, as data), the run's flags and the variables already set, so that
-tests on a CPU check every decision for GPUs. Only `this_machine`, `network_of` and `usable_cores` ask torch and the
+A decision is a pure function of a `Machine` (a node, as data), the run's flags and the inherited variables, so that
+tests on a CPU cover the decisions for GPUs. Only `this_machine`, `network_of` and `usable_cores` query torch and the
 operating system. The decisions for SGLang servers are in `slimrl.engines.sglang.launch`.
 """
 
@@ -12,15 +12,10 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-import psutil
-
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """How other nodes reach this one: the address under which Ray knows it, and the interface that holds it.
-
-    Both are "" where that is not known.
-    """
+    """How other nodes reach this one: its address in Ray, and the interface with that address; "" if unknown."""
 
     address: str = ""
     interface: str = ""
@@ -28,7 +23,7 @@ class Network:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """One node. `gpus` and `cores` count what processes on it may use; `nccl` is the version of torch's NCCL."""
+    """One node. `gpus` and `cores` are the usable numbers; `nccl` is the version of torch's NCCL."""
 
     cuda: bool
     gpus: int = 0
@@ -39,7 +34,11 @@ class Machine:
 
 def this_machine() -> Machine:
     """The node of this process, as torch and the installed packages describe it."""
-    import torch  # here, because an actor that only starts a rank describes its node without torch
+    if (
+        os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    ):  # hides every GPU from torch, whose import takes more than a second
+        return Machine(cuda=False, gpus=0, cores=usable_cores())
+    import torch  # here, because an actor that only starts a rank must not import torch
 
     cuda = torch.cuda.is_available()
     return Machine(
@@ -51,7 +50,9 @@ def this_machine() -> Machine:
 
 
 def network_of(address: str) -> Network:
-    """The network of this node, whose address is `address`; without an interface where none holds it."""
+    """The network of this node, whose address is `address`; without an interface if none has that address."""
+    import psutil  # here, because modules that only use the data classes must not need it
+
     for interface, held in psutil.net_if_addrs().items():
         if any(one.address.partition("%")[0] == address for one in held):
             return Network(address, interface)
@@ -59,19 +60,19 @@ def network_of(address: str) -> Network:
 
 
 def usable_cores() -> int:
-    """How many cores this process may run on."""
+    """The number of cores that this process may run on."""
     return len(os.sched_getaffinity(0))
 
 
-# Ray kills the children of an actor that ends, and with them the guardians that clean up behind servers and ranks.
-_GUARDED = {"RAY_kill_child_processes_on_worker_exit": "0"}
+# Ray would kill the children of an actor that ends, including the subreapers that clean up after servers and ranks.
+_KEEP_SUBREAPERS = {"RAY_kill_child_processes_on_worker_exit": "0"}
 _ON_CPU = {
-    # Several ranks and servers share one machine's cores: one thread each is faster than all fighting.
+    # Several ranks and servers share one machine's cores: one thread each is faster than contention.
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-# --deterministic-mode: without the first two torch and Transformer Engine refuse or choose other kernels; NCCL adds in
-# the order of its algorithm, which it would choose by size and topology
+# --deterministic-mode: torch and Transformer Engine require the first two; NCCL's order of additions depends on its
+# algorithm, which it would choose by size and topology
 DETERMINISTIC = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
@@ -83,7 +84,7 @@ SUSPENDS_SINCE = (2, 29, 7)  # the first NCCL with ncclCommSuspend
 
 @dataclasses.dataclass(frozen=True)
 class RunFacts:
-    """What of a run bears on how its processes are started.
+    """The facts of a run that affect how its processes are started.
 
     `broadcasts_weights`: trainer rank 0 and the engines share an NCCL group for weight updates.
     `shares_gpus`: trainers and engines are colocated. `suspends_nccl`: --offload-train-nccl.
@@ -100,20 +101,20 @@ class RunFacts:
 
 
 def actor_environment(machine: Machine, inherited: Mapping[str, str]) -> dict[str, str]:
-    """What every Ray actor of a run gets; `inherited` are the driver's variables, which on a CPU win over defaults.
+    """The variables of every Ray actor; `inherited` are the driver's variables, which on a CPU win over defaults.
 
-    Where the driver sees no GPU its workers see none, even on logical GPUs that Ray numbers.
+    If the driver's node has no GPU, GPUs are hidden from the workers, even on logical GPUs that Ray numbers.
     """
     if machine.cuda:
-        return dict(_GUARDED)
+        return dict(_KEEP_SUBREAPERS)
     defaults = {name: inherited.get(name, value) for name, value in _ON_CPU.items()}
-    return {**defaults, **_GUARDED, "CUDA_VISIBLE_DEVICES": ""}
+    return {**defaults, **_KEEP_SUBREAPERS, "CUDA_VISIBLE_DEVICES": ""}
 
 
 def of_driver(environment: Mapping[str, str]) -> dict[str, str]:
-    """Those of the driver's variables that win over what a rank's node has set: Ray hands none of them on.
+    """The driver's variables that win over those of a rank's node; Ray does not pass them on.
 
-    A driver that is a job of Ray's has OMP_NUM_THREADS=1 from Ray, which is nobody's choice.
+    Ignores OMP_NUM_THREADS=1, which Ray sets in a driver that is a Ray job.
     """
     names = ("OMP_NUM_THREADS", "CUDA_DEVICE_MAX_CONNECTIONS")
     chosen = {name: environment[name] for name in names if name in environment}
@@ -129,20 +130,18 @@ def rank_environment(
     given: Mapping[str, str],
     inherited: Mapping[str, str],
 ) -> dict[str, str]:
-    """What a training rank's process gets beside what its actor has.
+    """The variables of a training rank's process in addition to its actor's.
 
-    `inherited` is that, and over it the driver's variables (`of_driver`). `cumem` is what `nccl_cumem` decided for the
-    whole run.
-
-    `gpu` is the number (or UUID) of its GPU on its node, by the placement: Ray masks GPUs only where
+    `inherited` are the actor's variables, overridden by the driver's (`of_driver`). `cumem` is the run's `nccl_cumem`.
+    `gpu` is the number (or UUID) of its GPU on its node, from the placement: Ray hides other GPUs only if
     RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES is unset. `given` are --train-env-vars, which win.
     """
     network = network_environment(machine.network, inherited)
     if not machine.cuda:
         return {**network, **given}
     decided = network | {"OMP_NUM_THREADS": _threads(machine, inherited)}
-    # Tensor and context parallelism overlap communication and computation in the order of their launch. FSDP gathers
-    # beside computation and needs several queues.
+    # Tensor and context parallelism overlap communication with computation in launch order, which needs one queue. FSDP
+    # gathers concurrently with computation and needs several queues.
     connections = inherited.get("CUDA_DEVICE_MAX_CONNECTIONS", None if run.megatron_fsdp else "1")
     if connections is not None:
         decided["CUDA_DEVICE_MAX_CONNECTIONS"] = connections
@@ -154,10 +153,10 @@ def rank_environment(
 
 
 def network_environment(network: Network, inherited: Mapping[str, str]) -> dict[str, str]:
-    """What binds gloo and NCCL to the interface that holds the node's address, but for what is `inherited`.
+    """Variables that bind gloo and NCCL to the interface with the node's address, except those `inherited`.
 
-    Left to itself gloo tells other nodes the address of the host name, which is 127.0.1.1 on Debian, and NCCL takes
-    the first interface of a list of its own. "=" asks NCCL for that name and no longer one.
+    By default gloo announces the address of the host name, which is 127.0.1.1 on Debian, and NCCL takes the first
+    interface of its own list. "=" makes NCCL match the exact name instead of a prefix.
     """
     if not network.interface:
         return {}
@@ -166,23 +165,23 @@ def network_environment(network: Network, inherited: Mapping[str, str]) -> dict[
 
 
 def _threads(machine: Machine, inherited: Mapping[str, str]) -> str:
-    """Threads of one rank: its share of the node's cores, which the optimizer in host memory steps with.
+    """Threads of one rank: its share of the node's cores, for the optimizer in host memory.
 
-    Ray sets 1 for every actor that reserves no CPU, so an inherited 1 is nobody's choice.
+    Ray sets 1 for every actor that reserves no CPU, so an inherited 1 is ignored.
     """
     chosen = inherited.get("OMP_NUM_THREADS", "1")
     return chosen if chosen != "1" else str(max(1, machine.cores // max(1, machine.gpus)))
 
 
 def rank_without_gpu(*, expected: bool, found: bool, visible: str | None, torch_version: str) -> str | None:
-    """Why a rank cannot train in this run, by whether the run uses GPUs and torch finds one here; None where it can.
+    """The reason that a rank cannot train: the run uses GPUs and torch finds none, or the reverse; None if it can.
 
-    `visible` is CUDA_VISIBLE_DEVICES. A rank that continued would open gloo and wait for others that open NCCL.
+    `visible` is CUDA_VISIBLE_DEVICES. If the rank continued, it would open gloo and wait for ranks that open NCCL.
     """
     if expected == found:
         return None
     if found:
-        return "the run trains on CPUs, and this rank sees a GPU: hide it with an empty CUDA_VISIBLE_DEVICES"
+        return "the run trains on CPUs and torch finds a GPU here: hide it with an empty CUDA_VISIBLE_DEVICES"
     return (
         f"the run trains on GPUs, and torch {torch_version} finds none here (CUDA_VISIBLE_DEVICES={visible}): look for"
         " an old driver (nvidia-smi), a build of torch without CUDA, or a Fabric Manager that is down"
@@ -192,10 +191,10 @@ def rank_without_gpu(*, expected: bool, found: bool, visible: str | None, torch_
 def nccl_cumem(
     machine: Machine, run: RunFacts, *, given: Mapping[str, str], inherited: Mapping[str, str]
 ) -> str | None:
-    """NCCL_CUMEM_ENABLE for trainers and servers alike, decided once by the driver; None leaves NCCL's default.
+    """NCCL_CUMEM_ENABLE of trainers and servers, decided once by the driver; None keeps NCCL's default.
 
-    Both ends of a group must agree, and SGLang sets 0 where nothing is set (1 with symmetric memory). A run without
-    such a group keeps the default: suspending communicators needs it.
+    All members of a group must agree, and SGLang defaults to 0 (1 with symmetric memory). A run without a common group
+    keeps NCCL's default, which suspending communicators needs.
     """
     if not machine.cuda:
         return None
@@ -213,10 +212,10 @@ def nccl_cumem(
 def keeps_communicators(
     machine: Machine, environment: Mapping[str, str], *, suspends: bool, paired_stages: bool
 ) -> str | None:
-    """Why NCCL's buffers stay on the device while a training rank is offloaded; None where they are given back.
+    """The reason that NCCL's buffers stay on the device while a training rank is offloaded; None if they are released.
 
-    `environment` is the rank's own, `suspends` is --offload-train-nccl. With `paired_stages` virtual pipeline stages
-    exchange through one communicator for each pair of stages.
+    `environment` is the rank's, `suspends` is --offload-train-nccl. With `paired_stages` virtual pipeline stages use
+    one communicator per pair of stages.
     """
     if not machine.cuda:
         return "there are none on a machine without GPUs"
@@ -227,17 +226,17 @@ def keeps_communicators(
     if environment.get(CUMEM) == "0":
         return f"NCCL suspends only with {CUMEM}=1, and it is 0"
     if paired_stages:
-        # ranks would suspend the communicators of their pairs in different orders, and wait for each other
+        # ranks would suspend the communicators of their pairs in different orders and deadlock
         return "overlapped virtual stages have one for each pair of stages (--no-overlap-p2p-communication has none)"
     return None
 
 
 def default_group(machine: Machine) -> dict[str, Any]:
-    """Arguments of torch.distributed.init_process_group that the machine decides.
+    """Machine-dependent arguments of torch.distributed.init_process_group.
 
-    No device is bound to the default group. A bound one makes torch derive every later group from the default group's
-    communicator, a collective that ranks outside the new group would have to join: a weight update group with other
-    processes, and a gloo group of some ranks, would wait for ever.
+    No device is bound to the default group. With a bound device torch would split every later group from the default
+    group's communicator, a collective that ranks outside the new group must join: a weight update group with other
+    processes, or a gloo group of some ranks, would hang.
     """
     return {"backend": "nccl" if machine.cuda else "gloo", "device_id": None}
 

@@ -1,7 +1,6 @@
-"""Child processes that serve (training ranks, SGLang servers, the router): started, watched and ended as one.
+"""Long-lived child processes (training ranks, SGLang servers, the router): started, watched and ended as one.
 
-Promises that nothing of a child outlives its parent, however either of them ends. Called by the rooms that start
-processes; knows no engine.
+Guarantees that no descendant of a child outlives the parent, however either of them ends. Independent of engines.
 """
 
 from slimrl.processes.managed_process import POLL_INTERVAL_S, ManagedProcess, ProcessStartError, importable

@@ -1,4 +1,4 @@
-"""A file that appears whole or not at all: written beside its place under a name of this process, then renamed."""
+"""Atomic file writes: write to a temporary file in the same folder, then rename it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """Gives the path to write to, which replaces `path` where the block ends without an error, and is removed else.
+    """Yields a temporary path, which replaces `path` if the block succeeds and is removed otherwise.
 
-    Makes the folder. A reader sees the old file or the new one. The kernel decides when the bytes reach the disk.
+    Creates the folder. Readers see either the old or the new file. Does not fsync.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -21,5 +21,5 @@ def atomic_file(path: Path) -> Iterator[Path]:
         os.replace(unfinished, path)
     except BaseException:
         with contextlib.suppress(OSError):
-            unfinished.unlink()  # a part of it would keep the room that others need
+            unfinished.unlink()  # a partial file would take up disk space
         raise

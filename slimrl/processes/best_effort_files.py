@@ -1,7 +1,7 @@
-"""Files that a run can do without for a while: a disk that is full costs a warning, and not the run.
+"""Best-effort files: on a full disk writing them fails with a warning and the run continues.
 
-Promises one warning when writing begins to fail and one sentence when it works again, whatever is written in between.
-Called by whoever writes logs, summaries, charts and dumps; checkpoints are no such files.
+Logs one warning when writing starts to fail and one line when it works again. Used for logs, summaries, charts and
+dumps, but not for checkpoints.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ logger = logging.getLogger("slimrl")
 
 
 class OptionalFiles:
-    """The files of one kind; not to be shared by threads."""
+    """The files of one kind; not thread-safe."""
 
     def __init__(self, what: str) -> None:
-        """`what` begins the sentences, such as "the summary runs/a/summary.json"."""
+        """`what` is the subject of log lines, such as "the summary runs/a/summary.json"."""
         self._what = what
         self._failing = False
 
@@ -29,29 +29,29 @@ class OptionalFiles:
         return self._failing
 
     def attempt(self, write: Callable[[], object]) -> bool:
-        """Whether `write` went through; an OSError of it is told once, until it works again."""
+        """Calls `write` and returns whether it succeeded; logs the first OSError of consecutive ones."""
         try:
             write()
         except OSError as error:
             if not self._failing:
                 logger.warning(
-                    "%s cannot be written, and the run continues without: %s; it is tried again each time",
+                    "cannot write %s; the run continues without it and retries at the next write: %s",
                     self._what,
                     error,
                 )
             self._failing = True
             return False
         if self._failing:
-            logger.warning("%s can be written again", self._what)
+            logger.warning("writing %s works again", self._what)
             self._failing = False
         return True
 
 
 class OptionalOutput(io.FileIO):
-    """A process' output into a file: what has no room is lost, and whoever prints does not learn of it."""
+    """A process's output to a file: on a full disk output is lost, without an error for the code that prints."""
 
     def write(self, data: object) -> int:
-        """The bytes of `data`, written or not."""
+        """Writes `data` if possible; returns its length in any case."""
         view = memoryview(data).cast("B")  # type: ignore[arg-type]
         try:
             return super().write(view) or 0
@@ -60,38 +60,38 @@ class OptionalOutput(io.FileIO):
 
 
 def optional_output(descriptor: int) -> io.TextIOWrapper:
-    """A text stream to an open file, line by line; closing it leaves the file open."""
+    """A line-buffered text stream to an open file descriptor; closing it leaves the descriptor open."""
     raw = OptionalOutput(descriptor, "w", closefd=False)
     return io.TextIOWrapper(io.BufferedWriter(raw), encoding="utf-8", errors="backslashreplace", line_buffering=True)
 
 
 class OptionalLogHandler(logging.FileHandler):
-    """A log file; lines that have no room are lost, with one word on stderr instead of a traceback for each."""
+    """A log file; on a full disk lines are lost, with one warning instead of a traceback for each."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path, encoding="utf-8")
         self._failing = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        """As ever, but for a disk that is full."""
+        """Writes the record; logs when writing works again after a failure."""
         self._failed = False
         super().emit(record)
         if self._failing and not self._failed:
             self._failing = False
-            logger.warning("the log %s can be written again", self.baseFilename)
+            logger.warning("writing the log %s works again", self.baseFilename)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
-        """Once for a row of failures."""
+        """Logs the first of consecutive failures."""
         self._failed = True
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             super().handleError(record)
         elif not self._failing:
             self._failing = True
-            logger.warning("the log %s cannot be written, and the run continues without: %s", self.baseFilename, error)
+            logger.warning("cannot write the log %s; the run continues without it: %s", self.baseFilename, error)
 
     def close(self) -> None:
-        """Whatever is left and has no room is lost."""
+        """Closes the file; on a full disk buffered lines are lost."""
         try:
             super().close()
         except OSError:

@@ -1,11 +1,11 @@
-"""Safe use of folders: a lock that allows one run per folder, and private folders under guessable names (as in /tmp).
+"""Safe use of folders: a lock that allows one run per folder, and private folders with predictable names (in /tmp).
 
-The lock rejects a second run and names the holder's host, process and start. The kernel drops the lock with its
-process, however that died; the file alone means nothing. On a network file system the lock of a dead machine stays
-until the server gives that machine up (NFSv4: a minute or two; NFSv3: until it is back), and the error names the file.
+The lock rejects a second run and names the holder's host, process and start. The kernel releases the lock with its
+process, however that ends; the file alone does not lock. On a network file system the lock of a dead machine stays
+until its lease expires (NFSv4: a minute or two; NFSv3: until the machine is back); the error names the file.
 The driver locks `--save`, where two runs would delete each other's unfinished checkpoints.
 
-A private folder belongs to this user, and no other user can change what is in it.
+A private folder belongs to this user, and no other user can change its contents.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-LOCK_NAME = ".slimrl_run.lock"  # hidden: a folder that holds nothing else counts as empty
-_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # what file systems without locks answer
+LOCK_NAME = ".slimrl_run.lock"  # hidden: a folder with only this file counts as empty
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # errors of file systems without locks
 
 
 class FolderInUseError(RuntimeError):
-    """Another run, which is alive, writes to the folder; or nobody can."""
+    """Another running run writes to the folder, or the folder is not writable."""
 
 
 @contextlib.contextmanager
 def only_run_in(folder: str | Path, *, flag: str, name: str) -> Iterator[None]:
-    """Holds the lock of `folder`, which is made where it is absent, for the length of the block.
+    """Holds the lock of `folder`, which is created if absent, for the length of the block.
 
-    `name` is this run's, for whoever comes second. Raises FolderInUseError, which names `flag`. Where the file system
-    has no locks, a warning says that nobody is kept out.
+    `name` is this run's name, for the error of a second run. Raises FolderInUseError, which names `flag`. On a file
+    system without locks it only logs a warning.
     """
     path = Path(folder) / LOCK_NAME
     try:
@@ -54,12 +54,12 @@ def only_run_in(folder: str | Path, *, flag: str, name: str) -> Iterator[None]:
         yield
     finally:
         with contextlib.suppress(OSError):
-            path.unlink()  # before the lock goes, or it could be the next one's file
+            path.unlink()  # before releasing the lock, or it could be the next holder's file
         os.close(descriptor)
 
 
 def _locked(path: Path, flag: str) -> int:
-    """The open and locked file that is at `path`."""
+    """Opens and locks the file at `path`; returns its descriptor."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -70,8 +70,8 @@ def _locked(path: Path, flag: str) -> int:
             holder = _holder(descriptor)
             os.close(descriptor)
             raise FolderInUseError(
-                f"{flag} {path.parent} is written by another run{holder}: two would delete each other's unfinished"
-                f" checkpoints; wait for its end, end it, or give another {flag}; where its machine is gone for good,"
+                f"{flag} {path.parent} is used by another run{holder}: two runs would delete each other's unfinished"
+                f" checkpoints; wait for its end, end it, or give another {flag}; if its machine is gone for good,"
                 f" remove {path}"
             ) from error
         except OSError as error:
@@ -85,7 +85,7 @@ def _locked(path: Path, flag: str) -> int:
                 error.strerror,
             )
             return descriptor
-        os.close(descriptor)  # its holder has just removed it: once more, with the file that is there now
+        os.close(descriptor)  # its holder has just removed it: retry with the current file
 
 
 def _is_there(path: Path, descriptor: int) -> bool:
@@ -96,7 +96,7 @@ def _is_there(path: Path, descriptor: int) -> bool:
 
 
 def _holder(descriptor: int) -> str:
-    """` (run r, process 12 on host h, since ...)`, as far as its file says so."""
+    """` (run r, process 12 on host h, since ...)` from the lock file; "" if it is unreadable."""
     try:
         about = json.loads(os.pread(descriptor, 4096, 0))
         return f" (run {about['run']}, process {about['pid']} on {about['host']}, since {about['since']})"
@@ -109,17 +109,17 @@ def _now() -> str:
 
 
 class NotPrivateError(OSError):
-    """There is something of that name, and somebody else made it or can write into it."""
+    """The path exists, and another user owns it or can write to it."""
 
 
 def make_private(path: Path) -> Path:
-    """The folder `path` with mode 0700, made where there is none. Raises NotPrivateError, and OSError."""
+    """The folder `path` with mode 0700, created if absent. Raises NotPrivateError or another OSError."""
     with contextlib.suppress(FileExistsError):
         os.mkdir(path, 0o700)
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError as error:
-        raise NotPrivateError(f"{path} is no folder that this user can open: {error.strerror}") from error
+        raise NotPrivateError(f"{path} is not a folder that this user can open: {error.strerror}") from error
     try:
         status = os.fstat(descriptor)
         if status.st_uid != os.geteuid():
@@ -133,10 +133,10 @@ def make_private(path: Path) -> Path:
 
 
 def kernel_cache(inherited: Mapping[str, str]) -> dict[str, str]:
-    """TORCHINDUCTOR_CACHE_DIR: where this user's compiled kernels outlive the temporary folder of one process.
+    """TORCHINDUCTOR_CACHE_DIR: this user's folder of compiled kernels, which outlives temporary folders of processes.
 
-    Nothing where `inherited` has it. Kernels are code: where the folder is not this user's alone the variable is left
-    out, with a warning; kernels are then compiled in the process's own temporary folder and go with it.
+    Empty if `inherited` has it. Kernels are code: if the folder is not private to this user the variable stays unset,
+    with a warning; kernels then go to the process's temporary folder and are removed with it.
     """
     if "TORCHINDUCTOR_CACHE_DIR" in inherited:
         return {}
@@ -145,5 +145,5 @@ def kernel_cache(inherited: Mapping[str, str]) -> dict[str, str]:
     try:
         return {"TORCHINDUCTOR_CACHE_DIR": str(make_private(folder))}
     except OSError as error:
-        logger.warning("compiled kernels are not kept: %s; remove it or set TORCHINDUCTOR_CACHE_DIR", error)
+        logger.warning("compiled kernels are not cached: %s; remove it or set TORCHINDUCTOR_CACHE_DIR", error)
         return {}

@@ -1,8 +1,7 @@
-"""The life of a child process that serves: start, wait until ready, watch, end; shared by server and router.
+"""A long-lived child process: start, wait until ready, watch, end. Used for ranks, servers and the router.
 
-Promises that nothing of the child outlives `stop` or this process, however it ends (see `guardian`), that its output
-is in one log file, and that a child that dies while it is waited for is reported at once with its exit code and last
-lines.
+Guarantees: no descendant outlives `stop` or this process, however it ends (see `subreaper`); all output is in one log
+file; a child that dies while this process waits for it is reported at once, with its exit code and last log lines.
 """
 
 from __future__ import annotations
@@ -19,22 +18,22 @@ from pathlib import Path
 import slimrl
 from slimrl.processes import stale_resources
 
-GUARDIAN = Path(__file__).with_name("subreaper.py")
+SUBREAPER = Path(__file__).with_name("subreaper.py")
 POLL_INTERVAL_S = 0.05
 KILL_TIMEOUT_S = 15.0
 LOG_TAIL_BYTES = 64 * 1024
 
 
 class ProcessStartError(RuntimeError):
-    """A child died, or did not become ready in time, while it was waited for."""
+    """A child died or did not become ready in time."""
 
 
 class ManagedProcess:
-    """One child process behind its guardian.
+    """One child process below its subreaper.
 
-    `name` is in messages ("SGLang server http://..."); `environment` is added to this process's own;
-    `shared_memory_prefixes` name the files in /dev/shm that belong to the child and go with it;
-    `pass_fds` are open file descriptors that it inherits under the same numbers.
+    `name` is used in messages ("SGLang server http://..."). `environment` is added to this process's own.
+    `shared_memory_prefixes` are the prefixes of the child's files in /dev/shm, which are removed with it. `pass_fds`
+    are open file descriptors that it inherits under the same numbers.
     """
 
     def __init__(
@@ -53,45 +52,45 @@ class ManagedProcess:
         self._environment = {**os.environ, **(environment or {})}
         self._prefixes = list(shared_memory_prefixes)
         self._pass_fds = tuple(pass_fds)
-        self._guardian: subprocess.Popen[bytes] | None = None
+        self._subreaper: subprocess.Popen[bytes] | None = None
         self._log_start = 0
 
     def start(self) -> None:
-        """Starts the child; its output is appended to the log. Raises RuntimeError where it runs already.
+        """Starts the child; appends its output to the log. Raises RuntimeError if it runs already.
 
-        What killed processes of this user left on this machine is removed first.
+        First removes what killed processes of this user left on this machine.
         """
-        if self._guardian is not None and self._guardian.poll() is None:
+        if self._subreaper is not None and self._subreaper.poll() is None:
             raise RuntimeError(f"{self.name} is already running")
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        stale_resources.sweep()
+        stale_resources.remove_stale()
         prefixes = [word for prefix in self._prefixes for word in ("--shared-memory-prefix", prefix)]
-        isolated = [sys.executable, "-I", "-S", str(GUARDIAN)]
+        isolated = [sys.executable, "-I", "-S", str(SUBREAPER)]
         with open(self.log_path, "ab") as log:
             self._log_start = log.tell()
-            self._guardian = subprocess.Popen(
+            self._subreaper = subprocess.Popen(
                 [*isolated, "--parent", str(os.getpid()), *prefixes, "--", *self._command],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=self._environment,
                 pass_fds=self._pass_fds,
-                process_group=0,  # a Ctrl-C on the terminal is for the driver, which then stops its servers in order
+                process_group=0,  # Ctrl-C must reach only the driver, which stops its children in order
             )
 
     @property
     def pid(self) -> int:
-        """Process id of the guardian, above the child. Raises RuntimeError before `start`."""
-        if self._guardian is None:
+        """Process id of the subreaper, the child's parent. Raises RuntimeError before `start`."""
+        if self._subreaper is None:
             raise RuntimeError(f"{self.name} was not started")
-        return self._guardian.pid
+        return self._subreaper.pid
 
     def poll(self) -> int | None:
-        """None while the child runs, then its exit code (minus the signal number where a signal ended it)."""
-        return self._guardian.poll() if self._guardian is not None else None
+        """None while the child runs, then its exit code (the negative signal number if a signal ended it)."""
+        return self._subreaper.poll() if self._subreaper is not None else None
 
     def last_log_lines(self, count: int = 20) -> str:
-        """The last `count` lines written since `start`, or a sentence saying why there are none."""
+        """The last `count` lines written since `start`, or the reason that there are none."""
         try:
             with open(self.log_path, "rb") as log:
                 end = log.seek(0, os.SEEK_END)
@@ -102,7 +101,7 @@ class ManagedProcess:
         return "\n".join(lines[-count:]) or f"({self.log_path} has no new lines)"
 
     def wait_until(self, ready: Callable[[], bool], timeout_s: float) -> None:
-        """Waits until `ready()`. Raises ProcessStartError when the child dies or the time is over."""
+        """Waits until `ready()`. Raises ProcessStartError if the child dies, or on timeout."""
         deadline = time.monotonic() + timeout_s
         while not ready():
             code = self.poll()
@@ -113,26 +112,26 @@ class ManagedProcess:
             time.sleep(POLL_INTERVAL_S)
 
     def stop(self, timeout_s: float = 0.0) -> int | None:
-        """Ends the child and everything below it; returns its exit code (None if it was never started).
+        """Ends the child and its descendants; returns its exit code (None if it was never started).
 
-        With `timeout_s` > 0 it is asked by SIGTERM first and given that long to end by itself.
+        With `timeout_s` > 0 it first sends SIGTERM and waits that long for a graceful exit.
         """
-        guardian = self._guardian
-        if guardian is None or guardian.poll() is not None:
+        subreaper = self._subreaper
+        if subreaper is None or subreaper.poll() is not None:
             return self.poll()
         steps = [(signal.SIGTERM, timeout_s)] if timeout_s > 0 else []
-        for number, patience_s in [*steps, (signal.SIGUSR1, KILL_TIMEOUT_S), (signal.SIGKILL, KILL_TIMEOUT_S)]:
-            guardian.send_signal(number)
+        for number, wait_s in [*steps, (signal.SIGUSR1, KILL_TIMEOUT_S), (signal.SIGKILL, KILL_TIMEOUT_S)]:
+            subreaper.send_signal(number)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                return guardian.wait(patience_s)
-        raise RuntimeError(f"{self.name} (process {guardian.pid}) cannot be ended: it does not react to SIGKILL")
+                return subreaper.wait(wait_s)
+        raise RuntimeError(f"{self.name} (process {subreaper.pid}) cannot be ended: it did not exit after SIGKILL")
 
     def _tail(self) -> str:
         return f"last lines of {self.log_path}:\n{self.last_log_lines()}"
 
 
 def importable(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What a Python child with `environment` needs to find slimrl, installed or not, and what its user put in front."""
+    """PYTHONPATH for a Python child with `environment`: slimrl's folder, installed or not, then the inherited value."""
     root = str(Path(slimrl.__file__).parent.parent)
     return {"PYTHONPATH": os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))}
 

@@ -1,11 +1,11 @@
-"""Facts about another process of this machine: its state, the Python stack of its main thread, its memory.
+"""Information about other processes of this machine: state, Python stack of the main thread, memory.
 
-A process that has not called `listen` is never sent the signal, which would end it. Processes that may hang call it
-first of all.
+A stack dump is requested by a signal, which would kill a process without a handler. So the signal is only sent to
+processes that have called `enable_stack_dump`; processes that may hang call it first.
 
 Memory is the resident set (RSS) of a process and its descendants, read from /proc in well under a millisecond each;
-shared pages are counted in every process. The proportional set (PSS) would walk every page table, which takes seconds
-in a process of a hundred gigabytes.
+shared pages count in every process. The proportional set (PSS) would walk every page table, which takes seconds for a
+process of a hundred gigabytes.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ _PATIENCE_S = 1.0
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$')
 
 
-def listen() -> None:
-    """From now on the signal writes the stacks of all threads to stderr, whatever this process is doing."""
+def enable_stack_dump() -> None:
+    """Makes the signal write the stacks of all threads to stderr, even if this process hangs."""
     faulthandler.register(SIGNAL, file=sys.stderr, all_threads=True)
 
 
-def guarded(guardian: int) -> int | None:
-    """The process below a guardian, which is the one that works; None where it is gone."""
+def worker_pid(subreaper: int) -> int | None:
+    """The pid of a subreaper's child; None if it is gone."""
     try:
-        children = psutil.Process(guardian).children()
+        children = psutil.Process(subreaper).children()
     except psutil.NoSuchProcess:
         return None
     return children[0].pid if children else None
 
 
 def state(pid: int) -> str:
-    """What the kernel says of a process in one word, such as "sleeping", "stopped" or "gone"."""
+    """The kernel's state of a process, such as "sleeping" or "stopped"; "gone" if it has ended."""
     try:
         return psutil.Process(pid).status()
     except psutil.NoSuchProcess:
@@ -49,7 +49,7 @@ def state(pid: int) -> str:
 
 
 def stopped_below(pid: int) -> list[str]:
-    """Descendants of a process that the kernel has stopped, as "name (pid)"."""
+    """The stopped descendants of a process (SIGSTOP, a debugger), as "name (pid)"."""
     try:
         below = psutil.Process(pid).children(recursive=True)
     except psutil.NoSuchProcess:
@@ -63,12 +63,12 @@ def stopped_below(pid: int) -> list[str]:
 
 
 def frames_of(pid: int, log: Path) -> list[str]:
-    """The stack of the main thread, innermost first, "file:line function" each.
+    """The stack of the main thread as "file:line function" lines, innermost first.
 
-    `log` is where the process writes its stderr; the stacks of all threads are there afterwards. Empty where the
-    process does not listen, does not answer within a second, as one that is stopped, or ends.
+    `log` is the file of the process's stderr, which receives the stacks of all threads. Empty if the process has no
+    handler, does not respond within a second (a stopped process), or ends.
     """
-    if not _listens(pid):
+    if not _has_handler(pid):
         return []
     start = log.stat().st_size if log.exists() else 0
     try:
@@ -85,8 +85,8 @@ def frames_of(pid: int, log: Path) -> list[str]:
     return []
 
 
-def _listens(pid: int) -> bool:
-    """Whether the process has a handler for the signal: without one it would end."""
+def _has_handler(pid: int) -> bool:
+    """Whether the process handles the signal, which would kill it otherwise."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -96,7 +96,7 @@ def _listens(pid: int) -> bool:
 
 
 def _main_thread(text: str) -> list[str]:
-    """Frames of the last thread in a dump of faulthandler, which begins with the newest thread."""
+    """The frames of the last thread in faulthandler's dump, which lists the newest thread first."""
     frames: list[str] = []
     for line in text.splitlines():
         if "(most recent call first)" in line:
@@ -111,26 +111,26 @@ GIB = 1 << 30
 
 
 def resident_gib(pid: int | None = None, *, with_children: bool = True) -> float:
-    """GiB of process `pid` (this one) and its descendants; 0 where it is gone."""
-    waiting, pages = [os.getpid() if pid is None else pid], 0
-    while waiting:
-        process = Path("/proc") / str(waiting.pop())
+    """Resident GiB of process `pid` (default: this one) and its descendants; 0 if it is gone."""
+    queue, pages = [os.getpid() if pid is None else pid], 0
+    while queue:
+        process = Path("/proc") / str(queue.pop())
         with contextlib.suppress(OSError):  # it ended meanwhile
             pages += int((process / "statm").read_text().split()[1])
             if with_children:
-                waiting += _children(process)
+                queue += _children(process)
     return pages * PAGE_BYTES / GIB
 
 
 def _children(process: Path) -> list[int]:
-    """Direct children; a list that the kernel keeps per thread."""
+    """The pids of direct children, which the kernel lists per thread."""
     found: list[int] = []
     for thread in (process / "task").iterdir():
-        with contextlib.suppress(OSError):  # the thread ended meanwhile; another has its children then
+        with contextlib.suppress(OSError):  # the thread ended meanwhile; its children are another thread's then
             found += map(int, (thread / "children").read_text().split())
     return found
 
 
 def gib(size: int) -> str:
-    """Bytes as text: "7.49 GiB", below a GiB "12.0 MiB"."""
+    """Formats bytes: "7.49 GiB", or "12.0 MiB" below 1 GiB."""
     return f"{size / GIB:,.2f} GiB" if size >= GIB else f"{size / 2**20:,.1f} MiB"

@@ -1,4 +1,4 @@
-"""What Ray and torch read from the environment when they are imported. Imports nothing heavy: call it before them."""
+"""Sets the variables that Ray and torch read at import. Imports neither, so that it can run before them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import secrets
 from slimrl.processes.folders import kernel_cache
 
 ON_LOOPBACK = {
-    # Ray's nodes of one machine: it would listen on all addresses, and take one of loopback for a mistake
+    # for nodes on one machine: otherwise Ray listens on all addresses and rejects loopback
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    # its own figures about the machine: the ports for them ask for no token, and nobody reads them
+    # Ray's machine metrics: their ports require no token, and slimrl does not use them
     "AUTOSCALER_METRIC_PORT": "-1",
     "DASHBOARD_METRIC_PORT": "-1",
     "RAY_enable_metrics_collection": "0",
@@ -18,11 +18,11 @@ ON_LOOPBACK = {
 
 
 def prepare_ray_environment() -> None:
-    """Gives a local cluster an access token of its own, which Ray would otherwise write into the home folder, and lets
-    it listen on loopback alone.
+    """Gives a local cluster an access token, which Ray would otherwise write into the home folder, and restricts it to
+    loopback.
 
-    Inside a cluster (RAY_ADDRESS is set), or where the user chose otherwise, nothing of that is changed. Compiled
-    kernels of this process, and of all below it, go into a folder of this user's alone (`kernel_cache`).
+    Inside a cluster (RAY_ADDRESS is set) these variables stay unchanged, as do those that the user has set. Compiled
+    kernels of this process and its descendants go into a private folder of this user (`kernel_cache`).
     """
     if "RAY_ADDRESS" not in os.environ:
         for name, value in ON_LOOPBACK.items():

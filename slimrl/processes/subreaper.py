@@ -1,18 +1,18 @@
-"""Runs one command and leaves nothing of it behind, whoever dies first.
+"""Runs one command and cleans up all of its processes and files, whichever process dies first.
 
-Started as a file by `managed.ManagedProcess` (stdlib only, no slimrl import, so it costs 10 ms and 10 MB), between the
-process that wants another one, and that one:
+`managed_process.ManagedProcess` starts it as a file (stdlib only, no slimrl import, so it costs 10 ms and 10 MB), as
+the parent of the command. The subreaper
 
-- ends the whole tree when the starting process is gone, also by SIGKILL (a pidfd tells; unlike PR_SET_PDEATHSIG it
-  does not fire when merely the *thread* that started us ends, which happens inside Ray actors),
-- is the subreaper of every descendant, so a process that lost its parent is still found and ended,
-- the command itself gets PR_SET_PDEATHSIG, so it dies even if this guardian is killed,
-- gives the tree a temporary folder of its own and removes it, together with the files in /dev/shm that the tree mapped
-  and whose names begin with one of the given prefixes (SGLang leaves both behind on every exit),
-- leaves both to the next start (see `stale_resources`) where it is killed itself,
-- ends with the command's own exit status.
+- ends the process tree when the starting process is gone, even by SIGKILL (it watches a pidfd; PR_SET_PDEATHSIG would
+  also fire when only the *thread* that started it ends, which happens inside Ray actors),
+- is the subreaper of every descendant, so it finds and ends orphaned processes,
+- sets PR_SET_PDEATHSIG for the command, so the command dies even if the subreaper is killed,
+- gives the tree its own temporary folder and removes it, together with the files in /dev/shm that the tree mapped and
+  whose names begin with one of the given prefixes (SGLang leaves both behind on every exit); if it is killed itself,
+  the next start removes them (see `stale_resources`),
+- exits with the command's exit status.
 
-SIGTERM is passed on to the command; SIGUSR1 ends the tree at once.
+It forwards SIGTERM to the command; SIGUSR1 ends the tree immediately.
 """
 
 import argparse
@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 
-sys.path.append(os.path.dirname(os.path.abspath(__file__)))  # run as a file, without the package around it
+sys.path.append(os.path.dirname(os.path.abspath(__file__)))  # run as a file, outside the package
 import stale_resources  # type: ignore[import-not-found]
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
@@ -38,7 +38,7 @@ REAP_TIMEOUT_S = 10.0
 
 
 class Subreaper:
-    """Starts a command, reaps what it leaves behind, and ends all of it with its parent."""
+    """Starts a command, reaps its descendants, and ends all of them with the parent."""
 
     def __init__(self, parent: int, prefixes: list[str], command: list[str]) -> None:
         self.parent = parent
@@ -53,7 +53,7 @@ class Subreaper:
         """Runs the command to its end; returns its wait status."""
         prctl(PR_SET_CHILD_SUBREAPER, 1)
         parent_fd = open_pidfd(self.parent)
-        if os.getppid() != self.parent:  # it died before the pidfd was ours: nobody wants the command any more
+        if os.getppid() != self.parent:  # the parent died before the pidfd was open
             return 0
         wake_fd = catch_signals()
         folder = tempfile.mkdtemp(prefix=stale_resources.PREFIX)
@@ -70,7 +70,7 @@ class Subreaper:
         return self.status or 0
 
     def watch(self, parent_fd: int | None, wake_fd: int) -> None:
-        """Returns when the command has ended, when the parent is gone or when told to end at once."""
+        """Returns when the command has ended, when the parent is gone, or on SIGUSR1."""
         poller = select.poll()
         poller.register(wake_fd, select.POLLIN)
         if parent_fd is not None:
@@ -86,7 +86,7 @@ class Subreaper:
             if parent_fd in ready or os.getppid() != self.parent:
                 log(f"process {self.parent}, which started this one, is gone: ending")
                 return
-            if wake_fd in ready and not self.obey(os.read(wake_fd, 64)):
+            if wake_fd in ready and not self.handle_signals(os.read(wake_fd, 64)):
                 return
             now = time.monotonic()
             if created_fd in ready:
@@ -96,8 +96,8 @@ class Subreaper:
                 self.scan_shared_memory()
                 next_scan = now + SCAN_INTERVALS_S[now - started > START_UP_S]
 
-    def obey(self, signals: bytes) -> bool:
-        """Reaps and passes signals on; False where the tree must end at once."""
+    def handle_signals(self, signals: bytes) -> bool:
+        """Reaps descendants and forwards SIGTERM; False if the tree must end immediately (SIGUSR1)."""
         if signal.SIGTERM in signals and self.status is None:
             self.scan_shared_memory()
             with contextlib.suppress(ProcessLookupError):
@@ -106,7 +106,7 @@ class Subreaper:
         return signal.SIGUSR1 not in signals
 
     def reap(self) -> bool:
-        """Collects every descendant that has ended; False when there is none left at all."""
+        """Reaps every descendant that has ended; False if no descendant is left."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -125,12 +125,12 @@ class Subreaper:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             if time.monotonic() > deadline:
-                log(f"processes {descendants()} do not end: left behind")
+                log(f"processes {descendants()} did not end after SIGKILL: left behind")
                 return
             time.sleep(0.005)
 
     def scan_shared_memory(self) -> None:
-        """Remembers which of the tree's own files in /dev/shm are in use now."""
+        """Records the tree's files in /dev/shm that are mapped now."""
         for pid in descendants() if self.prefixes else []:
             with contextlib.suppress(OSError), open(f"/proc/{pid}/maps") as maps:
                 paths = (line.split(maxsplit=5)[5].strip() for line in maps if SHARED_MEMORY in line)
@@ -149,7 +149,7 @@ def prctl(option: int, value: int) -> None:
 
 
 def open_pidfd(pid: int) -> int | None:
-    """A file descriptor that becomes readable when `pid` ends; None where the kernel has none (before Linux 5.3)."""
+    """A file descriptor that becomes readable when `pid` ends; None before Linux 5.3."""
     try:
         return os.pidfd_open(pid)
     except ProcessLookupError:
@@ -159,7 +159,7 @@ def open_pidfd(pid: int) -> int | None:
 
 
 def watch_folder(folder: str) -> int | None:
-    """A file descriptor that becomes readable when a file appears in `folder`; None where the kernel has no inotify."""
+    """A file descriptor that becomes readable when a file appears in `folder`; None without inotify."""
     libc = ctypes.CDLL(None, use_errno=True)
     descriptor = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
     if descriptor < 0 or libc.inotify_add_watch(descriptor, folder.encode(), IN_CREATE | IN_MOVED_TO) < 0:
@@ -174,16 +174,16 @@ def catch_signals() -> int:
     signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda *_: None)
-    # The kernel sends it to a process group that loses its parent while one of its members is stopped: we are then
-    # about to learn of that by the pidfd, and have to clean up. The command inherits this: it lives until we have seen
-    # what it left in shared memory.
+    # The kernel sends SIGHUP to a process group that loses its parent while a member is stopped. The pidfd reports the
+    # same, and then this process must clean up. The command inherits the setting, so that it lives until its shared
+    # memory has been scanned.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     return read_fd
 
 
 def start(command: list[str], environment: dict[str, str]) -> int:
     """Forks and executes `command`; it dies by SIGKILL together with this process."""
-    guardian = os.getpid()
+    subreaper = os.getpid()
     pid = os.fork()
     if pid:
         return pid
@@ -192,7 +192,7 @@ def start(command: list[str], environment: dict[str, str]) -> int:
         for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, signal.SIG_DFL)
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == guardian:  # else it died before the death signal was set
+        if os.getppid() == subreaper:  # else the subreaper died before the death signal was set
             os.execvpe(command[0], command, environment)
     except OSError as error:
         log(f"cannot run {command[0]}: {error}")
@@ -200,7 +200,7 @@ def start(command: list[str], environment: dict[str, str]) -> int:
 
 
 def descendants() -> list[int]:
-    """Every living process below this one."""
+    """Every living descendant of this process."""
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -218,7 +218,7 @@ def descendants() -> list[int]:
 
 def log(message: str) -> None:
     """A line on standard error."""
-    print(f"[slimrl guardian {os.getpid()}] {message}", file=sys.stderr, flush=True)
+    print(f"[slimrl subreaper {os.getpid()}] {message}", file=sys.stderr, flush=True)
 
 
 def main() -> None:
@@ -229,7 +229,7 @@ def main() -> None:
     parser.add_argument("command", nargs="+")
     args = parser.parse_args()
     status = Subreaper(args.parent, args.shared_memory_prefix, args.command).run()
-    if os.WIFSIGNALED(status):  # end the same way, so that the parent sees the true cause
+    if os.WIFSIGNALED(status):  # end by the same signal, so that the parent sees the cause
         number = os.WTERMSIG(status)
         if number not in (signal.SIGKILL, signal.SIGSTOP):
             signal.signal(number, signal.SIG_DFL)

@@ -1,9 +1,9 @@
-"""The training batch of a rollout's scored samples: raw rewards, rewards normalised per group, and rows to train on.
+"""Builds the training batch of a rollout's scored samples: raw rewards, rewards normalized per group, training rows.
 
 `--custom-convert-samples-to-train-data-path` returns the rows instead, as a dict of columns with one entry per row,
-`--global-batch-size` x `--num-steps-per-rollout` rows in all. Required: `tokens` (ids of prompt and response),
+`--global-batch-size` x `--num-steps-per-rollout` rows in total. Required: `tokens` (ids of prompt and response),
 `response_lengths` (number of response tokens), `rewards` (those trained on), `loss_masks` (0 or 1 per response token),
-`rollout_log_probs` (the engine's, per response token). Optional: `raw_reward` (before normalisation; default
+`rollout_log_probs` (the engine's, per response token). Optional: `raw_reward` (before normalization; default
 `rewards`), `truncated` (by the length limit; default no), `sample_indices` and `rollout_ids` (ids of the sample and its
 group; default the row's number), `total_lengths` (number of tokens, checked against `tokens`).
 """
@@ -17,12 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slimrl.algorithms.estimators import ESTIMATORS, Baseline
+from slimrl.algorithms.estimators import ESTIMATORS, Baseline, Estimator
 from slimrl.algorithms.returns import group_normalized_rewards
 from slimrl.arguments import Arguments
+from slimrl.arguments.flags.rollout import RolloutArguments
 from slimrl.data.sample import Sample, SampleStatus
 from slimrl.data.train_batch import RolloutBatch, batch_from_samples
 from slimrl.hooks import ConvertSamples, RewardPostProcess, named, naming, resolve
+from slimrl.hooks.base import RunArguments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,32 +35,57 @@ class Rewards:
     normalized: Tensor
 
 
-def compute_rewards(args: Arguments, samples: list[Sample]) -> Rewards:
-    """Raw rewards (the `--reward-key` entry where they are dicts) and what is trained on.
+@dataclasses.dataclass(frozen=True)
+class RewardProcessing:
+    """How training rewards are computed from raw rewards."""
 
-    Groups are told by `group_index`, whatever their size and place. `--custom-reward-post-process-path` replaces both.
-    Raises ValueError where a sample has no finite reward, or the user's function returns the wrong number of them.
+    key: str | None  # of dict rewards
+    estimator: Estimator
+    normalizes: bool
+    scales_by_std: bool
+    custom_path: str | None  # custom function that replaces the processing
+    hook_args: RunArguments  # passed to that function
+
+    @classmethod
+    def from_args(cls, args: Arguments) -> RewardProcessing:
+        """Reads the flags."""
+        estimator = ESTIMATORS[args.advantage_estimator]
+        return cls(
+            key=args.reward_key,
+            estimator=estimator,
+            normalizes=args.rewards_normalization and estimator.is_group_relative,
+            scales_by_std=args.grpo_std_normalization and estimator.normalizes_by_std,
+            custom_path=args.custom_reward_post_process_path,
+            hook_args=args,
+        )
+
+
+def compute_rewards(config: RewardProcessing, samples: list[Sample]) -> Rewards:
+    """Raw rewards (the `--reward-key` entry of dict rewards) and training rewards.
+
+    `group_index` identifies the groups, whatever their size and position. `--custom-reward-post-process-path` computes
+    both instead. Raises ValueError if a sample has no finite reward, or the custom function returns a wrong number.
     """
-    if args.custom_reward_post_process_path is not None:
-        process = named("--custom-reward-post-process-path", args.custom_reward_post_process_path, RewardPostProcess)
-        raw, normalized = (torch.as_tensor(column, dtype=torch.float32) for column in process(args, samples))
+    if (path := config.custom_path) is not None:
+        process = named("--custom-reward-post-process-path", path, RewardPostProcess)
+        columns = process(config.hook_args, samples)
+        raw, normalized = (torch.as_tensor(column, dtype=torch.float32) for column in columns)
         if raw.shape != (len(samples),) or normalized.shape != (len(samples),):
             raise ValueError(
-                f"--custom-reward-post-process-path {args.custom_reward_post_process_path} returned rewards of shapes"
+                f"--custom-reward-post-process-path {path} returned rewards of shapes"
                 f" {list(raw.shape)} and {list(normalized.shape)}: return two lists of {len(samples)} numbers"
             )
-        _check_finite(args.custom_reward_post_process_path, samples, raw, normalized)
+        _check_finite(path, samples, raw, normalized)
         return Rewards(raw, normalized)
-    raw = torch.tensor([sample.reward_value(args.reward_key) for sample in samples], dtype=torch.float32)
-    estimator = ESTIMATORS[args.advantage_estimator]
-    if not args.rewards_normalization or not estimator.compares_a_group:
+    raw = torch.tensor([sample.reward_value(config.key) for sample in samples], dtype=torch.float32)
+    if not config.normalizes:
         return Rewards(raw, raw.clone())
     group_ids = torch.tensor([sample.group_index for sample in samples], dtype=torch.int64)
     normalized = group_normalized_rewards(
         raw,
         group_ids,
-        scale_by_std=args.grpo_std_normalization and estimator.divides_by_std,
-        leave_one_out=estimator.baseline is Baseline.LEAVE_ONE_OUT,
+        scale_by_std=config.scales_by_std,
+        leave_one_out=config.estimator.baseline is Baseline.LEAVE_ONE_OUT,
     )
     return Rewards(raw, normalized)
 
@@ -77,23 +104,25 @@ _NEEDED = ("tokens", "response_lengths", "rewards", "loss_masks", "rollout_log_p
 _OTHERS = ("raw_reward", "truncated", "sample_indices", "rollout_ids", "total_lengths")
 
 
-def training_batch(args: Arguments, samples: list[Sample], rewards: Rewards) -> RolloutBatch:
+def training_batch(
+    rollout: RolloutArguments, samples: list[Sample], rewards: Rewards, *, hook_args: RunArguments
+) -> RolloutBatch:
     """The rows of one rollout, without a schedule. Raises ValueError for samples or columns that cannot be trained on.
 
-    `rewards` are those of `samples`; a function of the user's brings its own.
+    `rewards` are those of `samples`; a custom conversion function, called with `hook_args`, returns its own.
     """
-    path = args.custom_convert_samples_to_train_data_path
+    path = rollout.custom_convert_samples_to_train_data_path
     if path is None:
         return batch_from_samples(samples, rewards.raw, rewards.normalized)
     function = resolve(path, ConvertSamples)
     with naming(_FLAG, path):
-        return batch_from_columns(function(args, samples))
+        return batch_from_columns(function(hook_args, samples))
 
 
 def batch_from_columns(columns: Any) -> RolloutBatch:
-    """The batch of such columns. Raises ValueError saying which column is missing, unknown or does not fit."""
+    """The batch from custom columns. Raises ValueError with the column that is missing, unknown or does not fit."""
     if not isinstance(columns, dict):
-        raise ValueError(f"it returned {type(columns).__name__}: return a dict of columns")
+        raise ValueError(f"the function returned {type(columns).__name__}: return a dict of columns")
     missing = [name for name in _NEEDED if name not in columns]
     unknown = sorted(set(columns) - {*_NEEDED, *_OTHERS})
     if missing or unknown:
@@ -101,7 +130,7 @@ def batch_from_columns(columns: Any) -> RolloutBatch:
     count = len(columns["tokens"])
     for name, column in columns.items():
         if len(column) != count:
-            raise ValueError(f"column {name} has {len(column)} entries and tokens {count}: give one for each row")
+            raise ValueError(f"column {name} has {len(column)} entries but tokens has {count}: give one for each row")
     rows = [
         Sample(
             prompt="",
@@ -117,7 +146,7 @@ def batch_from_columns(columns: Any) -> RolloutBatch:
     ]
     for row, total in zip(rows, columns.get("total_lengths", [len(row.tokens) for row in rows]), strict=True):
         if int(total) != len(row.tokens):
-            raise ValueError(f"sample {row.index} has {len(row.tokens)} tokens and total_lengths {total}")
+            raise ValueError(f"sample {row.index} has {len(row.tokens)} tokens but total_lengths {total}")
     rewards = torch.as_tensor(columns["rewards"], dtype=torch.float32)
     raw = torch.as_tensor(columns.get("raw_reward", columns["rewards"]), dtype=torch.float32)
     return batch_from_samples(rows, raw, rewards)

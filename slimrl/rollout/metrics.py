@@ -1,20 +1,24 @@
-"""What a rollout reports, computed from its samples: flat dicts of plain numbers.
+"""Metrics of a rollout, computed from its samples: flat dicts of plain numbers.
 
-Every name and its definition is in `slimrl.observability.metrics.registry` (docs/metrics.md).
+`slimrl.observability.metrics.registry` (docs/metrics.md) defines every name.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 import zlib
 from collections import Counter
 from collections.abc import Sequence
 
+from slimrl.arguments import Arguments
+from slimrl.data.packed import PackedColumn
 from slimrl.data.sample import Sample, SampleStatus
+from slimrl.rollout.generation.multi_turn import NON_GENERATION_TIME, TURN_STARTS
 from slimrl.rollout.rm_hub.scorer import REWARD_FAILURE_KEY
 
-# metadata of a sample that was carried over: the rollout in which its first token was generated
+# metadata of a carried-over sample: the rollout in which its first token was generated
 START_ROLLOUT_ID = "start_rollout_id"
 
 # a sample passes with this reward or more
@@ -25,7 +29,7 @@ _REPETITION_MIN_CHARS = 200
 _REPETITION_RATIO = 10.0
 
 
-def rollout_metrics(samples: list[Sample], raw_rewards: Sequence[float]) -> dict[str, float]:
+def sample_metrics(samples: list[Sample], raw_rewards: Sequence[float]) -> dict[str, float]:
     """The metrics of one rollout; `raw_rewards` [n] (list or tensor) in the order of `samples`."""
     rewards = [float(reward) for reward in raw_rewards]
     if len(rewards) != len(samples) or not samples:
@@ -44,7 +48,7 @@ def rollout_metrics(samples: list[Sample], raw_rewards: Sequence[float]) -> dict
 
 
 def dynamic_filter_metrics(drops: dict[str, int], carried_over: int) -> dict[str, float]:
-    """What the dynamic sampling filter did, by reason."""
+    """Groups dropped by the dynamic sampling filter, by reason, and groups carried over."""
     dropped = {f"rollout/dynamic_filter/drop_{reason}": float(count) for reason, count in sorted(drops.items())}
     return {**dropped, "rollout/dynamic_filter/carried_over": float(carried_over)}
 
@@ -52,13 +56,13 @@ def dynamic_filter_metrics(drops: dict[str, int], carried_over: int) -> dict[str
 def partial_metrics(
     rollout_id: int, accepted: list[list[Sample]], carried_over: list[list[Sample]]
 ) -> dict[str, float]:
-    """What `--partial-rollout` did in this rollout."""
-    begun = [sample.metadata.get(START_ROLLOUT_ID, rollout_id) for group in accepted for sample in group]
+    """Metrics of `--partial-rollout`: continued samples and groups carried over."""
+    started = [sample.metadata.get(START_ROLLOUT_ID, rollout_id) for group in accepted for sample in group]
     left = [sample for group in carried_over for sample in group]
     unfinished = [sample for sample in left if sample.status in (SampleStatus.PENDING, SampleStatus.ABORTED)]
     return {
-        "rollout/partial/continued": float(sum(first < rollout_id for first in begun)),
-        "rollout/partial/oldest": float(rollout_id - min(begun)),
+        "rollout/partial/continued": float(sum(first < rollout_id for first in started)),
+        "rollout/partial/oldest": float(rollout_id - min(started)),
         "rollout/partial/carried_over": float(len(carried_over)),
         "rollout/partial/unfinished": float(len(unfinished)),
     }
@@ -80,7 +84,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def pass_at_k(n: int, passed: int, k: int) -> float:
-    """Chance that k of n samples, `passed` of which pass, hold one that does: `1 - C(n - passed, k) / C(n, k)`.
+    """Probability that k of n samples, `passed` of which pass, include a passing one: `1 - C(n - passed, k) / C(n, k)`.
 
     Chen et al. 2021 (Codex), equation 1.
     """
@@ -93,7 +97,7 @@ def ks_of(n: int) -> list[int]:
 
 
 def is_repetitive(text: str) -> bool:
-    """Whether the last 10 000 characters shrink more than tenfold under zlib; prose shrinks two- to fourfold."""
+    """Whether zlib compresses the last 10 000 characters more than tenfold; prose compresses two- to fourfold."""
     tail = text[-_REPETITION_TAIL_CHARS:].encode(errors="replace")
     return len(tail) >= _REPETITION_MIN_CHARS and len(tail) > _REPETITION_RATIO * len(zlib.compress(tail, 1))
 
@@ -102,7 +106,138 @@ def _zero_std_metrics(samples: list[Sample], rewards: list[float]) -> dict[str, 
     groups: dict[int | None, list[float]] = {}
     for sample, reward in zip(samples, rewards, strict=True):
         groups.setdefault(sample.group_index, []).append(reward)
-    # + 0.0: a small negative reward is no group of its own, "-0"
+    # + 0.0: a small negative reward must not become a separate "-0"
     flat = Counter(round(group[0], 1) + 0.0 for group in groups.values() if min(group) == max(group))
     counts = {f"rollout/zero_std/count_{reward:g}": float(count) for reward, count in sorted(flat.items())}
     return {"rollout/zero_std/ratio": sum(flat.values()) / len(groups), **counts}
+
+
+# metadata of a sample: its number of turns, set by custom functions
+ROUND_NUMBER = "round_number"
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutMetricsConfig:
+    """Which metrics are reported; `category` is an entry of dict rewards."""
+
+    replayed: bool  # the rollout comes from a dump: it has no throughput
+    passrate: bool
+    multi_turn: bool
+    correct_samples: bool
+    category: str | None
+    gpus: int | None
+    max_response_len: int
+
+    @classmethod
+    def from_args(cls, args: Arguments) -> RolloutMetricsConfig:
+        """Reads the flags."""
+        return cls(
+            replayed=args.debug_train_only,
+            passrate=args.log_passrate,
+            multi_turn=args.log_multi_turn,
+            correct_samples=args.log_correct_samples,
+            category=args.log_reward_category,
+            gpus=args.rollout_num_gpus,
+            max_response_len=args.rollout_max_response_len,
+        )
+
+
+def rollout_metrics(
+    config: RolloutMetricsConfig, samples: list[Sample], raw_rewards: Sequence[float], seconds: float
+) -> dict[str, float]:
+    """Metrics by full name; `seconds` is the time of generation and scoring, `raw_rewards` [n] as `samples`."""
+    metrics = sample_metrics(samples, raw_rewards)
+    if not config.replayed:
+        metrics |= throughput(samples, seconds, config.gpus)
+    if config.passrate:
+        metrics |= pass_rates(samples, raw_rewards)
+    if config.multi_turn:
+        metrics |= turn_metrics(samples, config.max_response_len)
+    if config.category is not None:
+        metrics |= category_metrics(samples, config.category)
+    if config.correct_samples:
+        metrics |= correct_metrics(samples, raw_rewards)
+    return metrics
+
+
+def trained_tokens(sample: Sample) -> int:
+    """Response tokens that are trained on."""
+    if sample.remove_sample:
+        return 0
+    mask = sample.column("loss_mask")
+    if isinstance(mask, PackedColumn):
+        return int(mask.values.sum())
+    return sample.response_length if mask is None else sum(mask)
+
+
+def throughput(samples: list[Sample], seconds: float, gpus: int | None) -> dict[str, float]:
+    """Tokens per second, and the time that samples spent in tools, if any did."""
+    found = {"perf/rollout_time": seconds}
+    waited = [float(sample.metadata.get(NON_GENERATION_TIME, 0.0)) for sample in samples]
+    kinds = {"": [sample.response_length for sample in samples], "effective_": list(map(trained_tokens, samples))}
+    for kind, lengths in kinds.items():
+        longest = max(lengths)
+        if gpus:
+            found[f"perf/{kind}tokens_per_gpu_per_sec"] = sum(lengths) / seconds / gpus
+        found[f"perf/longest_{kind}sample_tokens_per_sec"] = longest / seconds
+        tools = mean([time for time, length in zip(waited, lengths, strict=True) if length == longest])
+        if any(waited) and tools < seconds:
+            name = f"perf/longest_{kind}sample_tokens_per_sec_without_non_generation"
+            found[name] = longest / (seconds - tools)
+    if any(waited):
+        times = {"mean": mean(waited), "median": statistics.median(waited), "max": max(waited), "min": min(waited)}
+        found |= {f"perf/non_generation_time/{name}": value for name, value in times.items()}
+    return found
+
+
+def pass_rates(samples: list[Sample], raw_rewards: Sequence[float]) -> dict[str, float]:
+    """Mean over groups of pass@k for every k that the smallest group has samples for."""
+    groups: dict[int | None, list[bool]] = {}
+    for sample, reward in zip(samples, raw_rewards, strict=True):
+        groups.setdefault(sample.group_index, []).append(reward >= PASS_REWARD)
+    passed = list(groups.values())
+    return {
+        f"passrate/pass@{k}": mean([pass_at_k(len(group), sum(group), k) for group in passed])
+        for k in ks_of(min(map(len, passed)))
+    }
+
+
+def turn_metrics(samples: list[Sample], max_response_len: int) -> dict[str, float]:
+    """Response lengths with and without tool tokens, and turns; a sample with an unknown number of turns counts one."""
+    lengths = length_statistics([sample.response_length for sample in samples])
+    trained = length_statistics([trained_tokens(sample) for sample in samples])
+    rounds = length_statistics([_rounds(sample) for sample in samples])
+    clipped = mean([float(sample.response_length >= max_response_len) for sample in samples])
+    return {
+        **{f"multi_turn/raw_response_length/response_length_{key}": lengths[key] for key in ("mean", "max", "min")},
+        "multi_turn/raw_response_length/response_length_clip_ratio": clipped,
+        **{f"multi_turn/wo_obs_response_length/response_length_{key}": trained[key] for key in ("mean", "max", "min")},
+        **{f"multi_turn/round_number_{key}": rounds[key] for key in ("mean", "max", "min")},
+    }
+
+
+def _rounds(sample: Sample) -> int:
+    if ROUND_NUMBER in sample.metadata:
+        return int(sample.metadata[ROUND_NUMBER])
+    return len(sample.metadata.get(TURN_STARTS, [0]))
+
+
+def category_metrics(samples: list[Sample], key: str) -> dict[str, float]:
+    """Fraction of samples by an entry of their reward; "missing" if the reward has no such entry, or failed."""
+    found = Counter(
+        str(sample.reward[key]) if isinstance(sample.reward, dict) and key in sample.reward else "missing"
+        for sample in samples
+    )
+    return {f"rollout/error_cat/{name}": count / len(samples) for name, count in sorted(found.items())}
+
+
+def correct_metrics(samples: list[Sample], raw_rewards: Sequence[float]) -> dict[str, float]:
+    """Fraction of samples with reward 1 or more, and percentiles of their lengths (nearest rank)."""
+    correct = [
+        sample.response_length for sample, reward in zip(samples, raw_rewards, strict=True) if reward >= PASS_REWARD
+    ]
+    found = {"rollout/correct_ratio": len(correct) / len(samples)}
+    ordered = sorted(correct)
+    for percent in (25, 50, 75, 100) if ordered else ():
+        found[f"rollout/correct_length/p{percent}"] = float(ordered[-(-percent * len(ordered) // 100) - 1])
+    return found

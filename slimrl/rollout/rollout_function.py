@@ -1,12 +1,12 @@
-"""The rollout function: calling a custom one, what it returns, and custom log functions.
+"""Calls custom rollout functions, checks what they return, and runs custom log functions.
 
-`--rollout-function-path` names an ordinary function, which runs in a thread of its own while the event loop continues.
-With the keyword argument `generator` it can call the built-in rollout (`generate_rollout`). `RolloutOutput` is what a
-rollout returns: its groups, and the metrics that the samples alone do not give.
+`--rollout-function-path` names an ordinary function. It runs in its own thread, so that the event loop keeps running.
+With the keyword argument `generator` it can call the built-in rollout (`generate_rollout`). A rollout returns a
+`RolloutOutput`: its groups, and the metrics that cannot be computed from the samples.
 
 Custom log functions run in the rollout manager's process when a rollout or evaluation is complete. Mean rewards are
-reported whatever they return, because the run's summary needs them. What they add to `extra_metrics` is reported under
-its name, or rejected by name where slimrl reports that name itself.
+always reported, because the run's summary needs them. Metrics that a function adds to `extra_metrics` are reported
+under their names. A name that slimrl itself reports is rejected.
 """
 
 from __future__ import annotations
@@ -18,22 +18,32 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from slimrl.arguments import Arguments
+from slimrl.arguments.flags.rollout import DEFAULT_ROLLOUT_FUNCTION, RolloutArguments
 from slimrl.data.sample import Sample, SampleStatus
-from slimrl.hooks import EvalRolloutLog, HookFailedError, RolloutFunction, RolloutLog, accepted, naming, resolve
-from slimrl.hooks.base import plain_number
+from slimrl.hooks import (
+    EvalRolloutLog,
+    HookFailedError,
+    RolloutFunction,
+    RolloutLog,
+    accepted,
+    naming,
+    own_path,
+    resolve,
+)
+from slimrl.hooks.base import RunArguments, plain_number
 from slimrl.observability.metrics import is_known
 from slimrl.rollout.dataset.data_source import RolloutDataSource
 from slimrl.rollout.evaluate import EvalResult
-from slimrl.rollout.generation.sample_tracker import begin_calls
+from slimrl.rollout.generation.sample_tracker import RouterAccess
 
 
 @dataclasses.dataclass(frozen=True)
 class RolloutOutput:
     """`--rollout-batch-size` groups sorted by index, and flat metrics by name.
 
-    `data_state` is what a checkpoint must know of the data, where more is in flight than the data source knows of;
-    None elsewhere, and where nothing is saved.
-    `seconds` is how long its generation took, where the groups were in flight before it was asked for.
+    `data_state` is the data state for the checkpoint if groups stay in flight across rollouts; None otherwise, and if
+    no checkpoint is saved.
+    `seconds` is the generation time if the groups were in flight before the rollout was requested.
     """
 
     groups: list[list[Sample]]
@@ -51,19 +61,19 @@ class Generator(Protocol):
 
 
 class BlockingGenerator:
-    """The built-in rollout for code that runs in another thread than the event loop."""
+    """The built-in rollout for code outside the event loop's thread."""
 
     def __init__(self, generator: Generator, loop: asyncio.AbstractEventLoop) -> None:
         self._generator = generator
         self._loop = loop
-        self.failure: BaseException | None = None  # of the built-in rollout, which names itself
+        self.failure: BaseException | None = None  # what the built-in rollout raised; not blamed on the function
 
     def rollout(self, rollout_id: int, data_source: RolloutDataSource) -> RolloutOutput:
         """Generates one rollout and waits for it."""
         return self._wait(self._generator.builtin_rollout(rollout_id, data_source))
 
     def evaluation(self, rollout_id: int) -> dict[str, EvalResult]:
-        """Evaluates every data set and waits for it."""
+        """Evaluates every dataset and waits for the results."""
         return self._wait(self._generator.builtin_evaluation(rollout_id))
 
     def _wait(self, work: Any) -> Any:
@@ -75,78 +85,128 @@ class BlockingGenerator:
 
 
 def generate_rollout(
-    args: Arguments,
+    args: RunArguments,
     rollout_id: int,
     data_source: RolloutDataSource,
     *,
     evaluation: bool = False,
     generator: BlockingGenerator | None = None,
 ) -> RolloutOutput | dict[str, EvalResult]:
-    """The built-in rollout or evaluation; `generator` is what the calling rollout function was given."""
+    """Runs the built-in rollout or evaluation. `generator` is the argument that the rollout function received."""
     if generator is None:
         raise ValueError(
-            "generate_rollout was called without generator: take the keyword argument `generator` in your rollout"
-            " function and pass it on"
+            "generate_rollout was called without generator: accept the keyword argument `generator` in your rollout"
+            " function and pass it to generate_rollout"
         )
     return generator.evaluation(rollout_id) if evaluation else generator.rollout(rollout_id, data_source)
 
 
-async def call_rollout_function(
-    named: tuple[str, str],
-    function: Callable[..., Any],
-    args: Arguments,
-    rollout_id: int,
-    data_source: RolloutDataSource | None,
-    *,
-    evaluation: bool,
-    tokenizer: Any,
-    generator: Generator | None,
-) -> Any:
-    """Calls a rollout function in a thread and returns what it returns.
+@dataclasses.dataclass(frozen=True)
+class CustomRollout:
+    """A custom rollout function; `flag` is the flag that names it, `router` the router that it may call."""
 
-    It is given `generator` (None where there are no engines) and `tokenizer` where it takes them. Raises
-    HookFailedError, `named` by its flag and path, where it fails, and what the built-in rollout raises as it is.
-    """
-    blocking = None if generator is None else BlockingGenerator(generator, asyncio.get_running_loop())
-    begin_calls(args)
-    told = accepted(function, RolloutFunction, generator=blocking, tokenizer=tokenizer)
+    flag: str
+    path: str
+    function: Callable[..., Any]
+    router: RouterAccess
+    hook_args: RunArguments  # passed to the function
 
-    def call() -> Any:
-        # in the thread: a StopIteration that leaves it would never reach who waits
-        with naming(*named, passes=lambda error: blocking is not None and error is blocking.failure):
-            return function(args, rollout_id, data_source, evaluation=evaluation, **told)
+    @classmethod
+    def for_training(cls, args: Arguments) -> CustomRollout | None:
+        """The function of `--rollout-function-path`; None if it is the built-in one."""
+        router = RouterAccess.from_args(args)
+        return cls._load("--rollout-function-path", args.rollout_function_path, router, args)
 
-    return await asyncio.to_thread(call)
+    @classmethod
+    def for_evaluation(cls, args: Arguments) -> CustomRollout | None:
+        """The function of `--eval-function-path`, by default of `--rollout-function-path`; None if built in."""
+        if args.eval_function_path:
+            router = RouterAccess.from_args(args)
+            return cls._load("--eval-function-path", args.eval_function_path, router, args)
+        return cls.for_training(args)
+
+    @classmethod
+    def _load(cls, flag: str, path: str, router: RouterAccess, hook_args: RunArguments) -> CustomRollout | None:
+        if own_path(path) == DEFAULT_ROLLOUT_FUNCTION:
+            return None
+        return cls(flag, path, resolve(path, RolloutFunction), router, hook_args)
+
+    async def __call__(
+        self,
+        rollout_id: int,
+        data_source: RolloutDataSource | None,
+        *,
+        evaluation: bool,
+        tokenizer: Any,
+        generator: Generator | None,
+    ) -> Any:
+        """Calls the function in a thread and returns its result.
+
+        The function receives `generator` (None without engines) and `tokenizer` if it accepts them. Raises
+        HookFailedError, which names flag and path, if it fails. Errors of the built-in rollout pass through unchanged.
+        """
+        blocking = None if generator is None else BlockingGenerator(generator, asyncio.get_running_loop())
+        self.router.begin_calls()
+        keywords = accepted(self.function, RolloutFunction, generator=blocking, tokenizer=tokenizer)
+
+        def call() -> Any:
+            # wrapped inside the thread: a StopIteration that leaves the thread never reaches the awaiting task
+            with naming(self.flag, self.path, passes=lambda error: blocking is not None and error is blocking.failure):
+                return self.function(self.hook_args, rollout_id, data_source, evaluation=evaluation, **keywords)
+
+        return await asyncio.to_thread(call)
 
 
 async def rollout_without_engines(
-    args: Arguments, rollout_id: int, data_source: RolloutDataSource, tokenizer: Any
+    custom: CustomRollout | None, expected: ExpectedOutput, rollout_id: int, data_source: Any, tokenizer: Any
 ) -> RolloutOutput:
-    """One rollout by a `--rollout-function-path` that asks no engine (`--debug-train-only`)."""
-    function = resolve(args.rollout_function_path, RolloutFunction)
+    """Runs one rollout by a `--rollout-function-path` that uses no engines (`--debug-train-only`)."""
+    if custom is None:
+        raise ValueError("the built-in rollout needs engines: set --rollout-function-path to a function without them")
     data_source.begin_rollout(rollout_id)
-    named = "--rollout-function-path", args.rollout_function_path
-    returned = await call_rollout_function(
-        named, function, args, rollout_id, data_source, evaluation=False, tokenizer=tokenizer, generator=None
-    )
-    return checked_output(returned, args)
+    returned = await custom(rollout_id, data_source, evaluation=False, tokenizer=tokenizer, generator=None)
+    return expected.checked(returned)
 
 
-def checked_output(returned: Any, args: Arguments) -> RolloutOutput:
-    """A training rollout from what `--rollout-function-path` returned, as `rollout_output` reads it.
+@dataclasses.dataclass(frozen=True)
+class ExpectedOutput:
+    """The number of samples that a rollout function may return: whole optimizer steps, unless rows are custom."""
 
-    Raises HookFailedError, too, where its samples make other optimizer steps than the flags say.
-    """
-    output = rollout_output(returned, args.rollout_function_path)
-    if args.custom_convert_samples_to_train_data_path is None and args.global_batch_size:
-        _require_steps(output, args)
-    return output
+    path: str
+    max_samples: int
+    samples_per_step: int | None  # None: any number
+
+    @classmethod
+    def from_args(cls, args: Arguments) -> ExpectedOutput:
+        """The limits that the flags set for `--rollout-function-path`."""
+        has_custom_sample_conversion = args.custom_convert_samples_to_train_data_path is not None
+        return cls(
+            path=args.rollout_function_path,
+            max_samples=args.rollout_batch_size * args.n_samples_per_prompt,
+            samples_per_step=None if has_custom_sample_conversion else args.global_batch_size or None,
+        )
+
+    def checked(self, returned: Any) -> RolloutOutput:
+        """Converts what the function returned, like `rollout_output`.
+
+        Also raises HookFailedError if the number of samples does not fit the optimizer steps of the flags.
+        """
+        output = rollout_output(returned, self.path)
+        samples, step = sum(map(len, output.groups)), self.samples_per_step
+        if step is not None and (samples > self.max_samples or samples % step):
+            raise HookFailedError(
+                f"--rollout-function-path {self.path} returned {samples} samples, but a rollout has at"
+                f" most {self.max_samples} (--rollout-batch-size x --n-samples-per-prompt), in steps of"
+                f" --global-batch-size {step}: return such a number, or set"
+                " --custom-convert-samples-to-train-data-path to a function that makes the rows to train on"
+            )
+        return output
 
 
 def rollout_output(returned: Any, path: str) -> RolloutOutput:
-    """A training rollout from what a function returned: an object with groups (or `samples`) and metrics, or a list.
+    """Converts what a rollout function returned: an object with groups (or `samples`) and metrics, or a list of groups.
 
-    Raises TypeError where it is something else, HookFailedError where a metric is no number.
+    Raises TypeError for anything else, HookFailedError if a metric is not a number.
     """
     if isinstance(returned, RolloutOutput):
         return dataclasses.replace(returned, metrics=_plain_metrics(returned.metrics, path))
@@ -160,22 +220,10 @@ def rollout_output(returned: Any, path: str) -> RolloutOutput:
     return RolloutOutput(groups, _plain_metrics(metrics, path))
 
 
-def _require_steps(output: RolloutOutput, args: Arguments) -> None:
-    samples = sum(map(len, output.groups))
-    most = args.rollout_batch_size * args.n_samples_per_prompt
-    if samples > most or samples % args.global_batch_size:
-        raise HookFailedError(
-            f"--rollout-function-path {args.rollout_function_path} returned {samples} samples, and a rollout has at"
-            f" most {most} (--rollout-batch-size x --n-samples-per-prompt), in steps of --global-batch-size"
-            f" {args.global_batch_size}: return as many, or give --custom-convert-samples-to-train-data-path, a"
-            " function that makes the rows to train on"
-        )
-
-
 def eval_results(returned: Any, path: str) -> dict[str, EvalResult]:
-    """Evaluation results from what a function returned: by name an EvalResult, or a dict of rewards and samples.
+    """Converts what an evaluation function returned: by name an EvalResult, or a dict of rewards and samples.
 
-    Raises TypeError where it is something else, HookFailedError where a reward is no finite number.
+    Raises TypeError for anything else, HookFailedError if a reward is not a finite number.
     """
     data = returned if isinstance(returned, dict) else getattr(returned, "data", None)
     if not isinstance(data, dict):
@@ -200,21 +248,22 @@ def _plain_metrics(metrics: Mapping[str, Any], path: str) -> dict[str, float]:
             plain[name] = plain_number(value)
         except TypeError as error:
             raise HookFailedError(
-                f"--rollout-function-path {path} returned the metric {name!r} with {value!r}: give it a number"
+                f"--rollout-function-path {path} returned {value!r} for the metric {name!r}: return a number"
             ) from error
     return plain
 
 
 def _plain_rewards(name: str, rewards: Sequence[Any], path: str) -> list[float]:
     plain = []
-    for place, value in enumerate(rewards):
+    for position, value in enumerate(rewards):
         try:
             plain.append(plain_number(value))
         except TypeError:
             plain.append(math.nan)
         if not math.isfinite(plain[-1]):
             raise HookFailedError(
-                f"the evaluation function {path} returned {value!r} as reward {place} of {name!r}: give finite numbers"
+                f"the evaluation function {path} returned {value!r} as reward {position} of {name!r}: return finite"
+                " numbers"
             )
     return plain
 
@@ -227,29 +276,36 @@ _REWARD = "rollout/raw_reward"
 
 
 def reported_metrics(
-    args: Arguments,
+    rollout: RolloutArguments,
     rollout_id: int,
     samples: list[Sample],
     metrics: dict[str, float],
     extra_metrics: dict[str, float],
     seconds: float,
+    *,
+    hook_args: RunArguments,
 ) -> dict[str, float]:
-    """What slimrl reports of `metrics`; `extra_metrics` are those among them that the rollout itself brought."""
-    path = args.custom_rollout_log_function_path
+    """The metrics to report for a rollout, after the custom log function ran.
+
+    `extra_metrics` are the entries of `metrics` that the rollout returned. `hook_args` is passed to the function.
+    """
+    path = rollout.custom_rollout_log_function_path
     if path is None:
         return metrics
     function = resolve(path, RolloutLog)
-    told = dict(extra_metrics)
+    after = dict(extra_metrics)  # the function adds to it
     with naming("--custom-rollout-log-function-path", path):
-        replaced = function(rollout_id, args, samples, told, seconds)
-    own = {_REWARD: metrics[_REWARD]} if replaced else metrics
-    return own | _added(f"--custom-rollout-log-function-path {path}", told, extra_metrics, own, metrics)
+        replaced = function(rollout_id, hook_args, samples, after, seconds)
+    reported = {_REWARD: metrics[_REWARD]} if replaced else metrics
+    return reported | _added(f"--custom-rollout-log-function-path {path}", after, extra_metrics, reported, metrics)
 
 
-def reported_scalars(args: Arguments, rollout_id: int, results: dict[str, EvalResult]) -> dict[str, dict[str, float]]:
-    """What slimrl reports of each evaluation set, by its name."""
+def reported_scalars(
+    rollout: RolloutArguments, rollout_id: int, results: dict[str, EvalResult], *, hook_args: RunArguments
+) -> dict[str, dict[str, float]]:
+    """The metrics to report for each evaluation set, by its name; `hook_args` as in `reported_metrics`."""
     scalars = {name: result.metrics() for name, result in results.items()}
-    path = args.custom_eval_rollout_log_function_path
+    path = rollout.custom_eval_rollout_log_function_path
     if path is None:
         return scalars
     data = {
@@ -260,43 +316,46 @@ def reported_scalars(args: Arguments, rollout_id: int, results: dict[str, EvalRe
         }
         for name, result in results.items()
     }
-    if not scalars:  # a function of the user's that evaluated nothing
+    if not scalars:  # a custom function that evaluated nothing
         return {}
     function = resolve(path, EvalRolloutLog)
-    told: dict[str, Any] = {}
-    everything = {name: value for part in scalars.values() for name, value in part.items()}
+    after: dict[str, Any] = {}
+    builtin = {name: value for part in scalars.values() for name, value in part.items()}
     with naming("--custom-eval-rollout-log-function-path", path):
-        replaced = function(rollout_id, args, data, told)
+        replaced = function(rollout_id, hook_args, data, after)
     if replaced:
         scalars = {name: {f"eval/{name}": scalars[name][f"eval/{name}"]} for name in scalars}
-    own = {name: value for part in scalars.values() for name, value in part.items()}
-    added = _added(f"--custom-eval-rollout-log-function-path {path}", told, {}, own, everything)
-    last = next(reversed(scalars))  # they belong to no set of their own
+    reported = {name: value for part in scalars.values() for name, value in part.items()}
+    added = _added(f"--custom-eval-rollout-log-function-path {path}", after, {}, reported, builtin)
+    last = next(reversed(scalars))  # added metrics belong to no set: they are reported with the last one
     return {**scalars, last: scalars[last] | added}
 
 
 def _added(
-    named: str,
-    told: Mapping[str, Any],
+    function_name: str,
+    after: Mapping[str, Any],
     before: Mapping[str, float],
-    own: Mapping[str, float],
-    everything: Mapping[str, float],
+    reported: Mapping[str, float],
+    builtin: Mapping[str, float],
 ) -> dict[str, float]:
-    """What a function added to, or changed in, the metrics that it was told, which were `before`.
+    """The metrics that a log function added or changed: the difference from `before` to `after`.
 
-    `own` is what slimrl reports itself of `everything` that it could: names of the others are free.
-    Raises HookFailedError for a value that is no number, and for a name under which slimrl reports something itself.
+    `builtin` are slimrl's metrics, `reported` those of them that slimrl reports: the function may use the other names.
+    Raises HookFailedError for a value that is not a number, and for a name that slimrl reports itself.
     """
     added = {}
-    for name, value in told.items():
+    for name, value in after.items():
         if name in before and value is before[name]:
             continue
         try:
             added[name] = plain_number(value)
         except TypeError as error:
-            raise HookFailedError(f"{named} added the metric {name!r} with {value!r}: give it a number") from error
-        if name not in before and (name in own or (name not in everything and is_known(name))):
             raise HookFailedError(
-                f"{named} added the metric {name!r}, which is a name of slimrl's own (docs/metrics.md): give it another"
+                f"{function_name} added the metric {name!r} with the value {value!r}: use a number"
+            ) from error
+        if name not in before and (name in reported or (name not in builtin and is_known(name))):
+            raise HookFailedError(
+                f"{function_name} added the metric {name!r}, a name that slimrl uses itself (docs/metrics.md): use"
+                " another name"
             )
     return added

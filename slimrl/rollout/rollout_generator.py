@@ -1,207 +1,262 @@
-"""The rollout loop: draws groups, keeps them in flight, and returns a full batch in the order of its indices.
+"""The rollout loop: samples groups, keeps them in flight, and returns a full batch sorted by index.
 
-Every sample is one asyncio task; none outlives the call, and the first failure ends it with a named error.
-Created and driven by the rollout manager, which owns the engine client.
+Every sample is one asyncio task. No task outlives the call, and the first failure ends the call with a named error.
+The rollout manager creates and drives it, and owns the engine client.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any, cast
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
 
 from slimrl import hooks
 from slimrl.arguments import Arguments
-from slimrl.arguments.flags.rollout import DEFAULT_ROLLOUT_FUNCTION
+from slimrl.arguments.flags.rollout import RolloutArguments
+from slimrl.arguments.namespace import EvalDataset, PromptArguments
 from slimrl.data.sample import Sample
 from slimrl.engines.protocol import EngineClient, StoppableEngine
 from slimrl.rollout.asynchronous.async_rollout import AsyncRollout
 from slimrl.rollout.dataset.data_source import RolloutDataSource
 from slimrl.rollout.evaluate import EvalResult, Evaluator
-from slimrl.rollout.generation.inflight_groups import MAX_CONSECUTIVE_DROPS, DynamicSampler, InflightGroups, in_order
-from slimrl.rollout.generation.sample_generator import SampleConfig, SampleGenerator
+from slimrl.rollout.filter_hub.base_types import GroupFilter
+from slimrl.rollout.generation.inflight_groups import (
+    MAX_CONSECUTIVE_DROPS,
+    DynamicSampler,
+    InflightGroups,
+    sort_by_index,
+)
+from slimrl.rollout.generation.sample_generator import GeneratorConfig, SampleConfig, SampleGenerator
 from slimrl.rollout.generation.sample_tracker import ActiveSample, SampleTrace
 from slimrl.rollout.metrics import dynamic_filter_metrics, partial_metrics
 from slimrl.rollout.rm_hub import RewardScorer
-from slimrl.rollout.rollout_function import RolloutOutput, call_rollout_function, checked_output, eval_results
+from slimrl.rollout.rollout_function import CustomRollout, ExpectedOutput, RolloutOutput, eval_results
 from slimrl.rollout.sampling import SamplingConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutConfig:
+    """The run's configuration of generation and evaluation, and custom rollout functions (None: built in)."""
+
+    rollout: RolloutArguments
+    prompts: PromptArguments
+    generator: GeneratorConfig
+    samples: SampleConfig
+    sampling: SamplingConfig
+    eval_datasets: tuple[EvalDataset, ...]
+    max_staleness: int | None
+    saves: bool  # whether the run saves checkpoints
+    custom_rollout: CustomRollout | None
+    custom_evaluation: CustomRollout | None
+    expected: ExpectedOutput
+
+    @classmethod
+    def from_args(cls, args: Arguments) -> RolloutConfig:
+        """Reads the flags. Raises HookError if a rollout function cannot be used."""
+        return cls(
+            rollout=args,
+            prompts=args,
+            generator=GeneratorConfig.from_args(args),
+            samples=SampleConfig.for_training(args),
+            sampling=SamplingConfig.for_training(args),
+            eval_datasets=tuple(args.eval_datasets),
+            max_staleness=args.max_weight_staleness,
+            saves=args.save is not None,
+            custom_rollout=CustomRollout.for_training(args),
+            custom_evaluation=CustomRollout.for_evaluation(args),
+            expected=ExpectedOutput.from_args(args),
+        )
 
 
 class RolloutGenerator:
     """Generates rollouts and evaluations, one at a time: a second call waits for the first. Close it when done."""
 
-    def __init__(self, args: Arguments, tokenizer: Any, client: EngineClient, trace: SampleTrace | None = None) -> None:
-        self._args = args
+    def __init__(
+        self,
+        config: RolloutConfig,
+        tokenizer: Any,
+        client: EngineClient,
+        scorer: RewardScorer,
+        trace: SampleTrace,
+    ) -> None:
+        self._config = config
+        self._rollout = config.rollout
+        self._hook_args = config.generator.hook_args
         self._tokenizer = tokenizer
         self._client = client
         self._engine = StoppableEngine(client)
-        self._scorer = RewardScorer(args)
-        self._trace = trace if trace is not None else SampleTrace.off()
-        self._maker = SampleGenerator(args, tokenizer, self._engine, self._scorer, self._trace)
-        self._maker.check(SampleConfig.for_training(args), "--rm-type")
-        self._plan = SamplingConfig.for_training(args)
-        self._evaluator = Evaluator(args, tokenizer, self._maker)
-        self._filter = _hook(args.dynamic_sampling_filter_path, hooks.DynamicSamplingFilter)
-        self._sample_filter = _hook(args.rollout_sample_filter_path, hooks.SampleFilter)
-        self._process_all = _hook(args.rollout_all_samples_process_path, hooks.AllSamplesProcess)
-        self._function = _rollout_function(args.rollout_function_path)
-        self._eval_path = args.eval_function_path or args.rollout_function_path
-        self._eval_function = _rollout_function(self._eval_path)
+        self._scorer = scorer
+        self._trace = trace
+        self._sample_generator = SampleGenerator(config.generator, tokenizer, self._engine, scorer, trace)
+        self._sample_generator.check(config.samples, "--rm-type")
+        self._evaluator = Evaluator(config.eval_datasets, config.prompts, tokenizer, self._sample_generator)
+        path = self._rollout.dynamic_sampling_filter_path
+        self._filter = None if path is None else GroupFilter(path, self._hook_args)
+        path = self._rollout.rollout_sample_filter_path
+        self._sample_filter = self._hook("--rollout-sample-filter-path", path, hooks.SampleFilter)
+        path = self._rollout.rollout_all_samples_process_path
+        self._process_all = self._hook("--rollout-all-samples-process-path", path, hooks.AllSamplesProcess)
         self._expected = 0
         self.continuous: AsyncRollout | None = None
-        self._turn = asyncio.Lock()  # a full batch aborts whatever is in flight, which must be nobody else's
+        self._lock = asyncio.Lock()  # one call at a time: a full batch aborts everything that is in flight
+
+    @classmethod
+    def from_args(
+        cls, args: Arguments, tokenizer: Any, client: EngineClient, trace: SampleTrace | None = None
+    ) -> RolloutGenerator:
+        """The generator for the flags."""
+        config = RolloutConfig.from_args(args)
+        return cls(config, tokenizer, client, RewardScorer.from_args(args), trace or SampleTrace.off())
+
+    def _hook(self, flag: str, path: str | None, contract: type[hooks.Hook]) -> Callable[..., Any] | None:
+        """The function at `path` with the flags as its first argument; its errors name flag and path."""
+        return None if path is None else functools.partial(hooks.named(flag, path, contract), self._hook_args)
 
     def progress(self) -> tuple[int, int]:
-        """Finished and expected samples of the generation that runs now, or ran last."""
-        if self.continuous is not None and not self._turn.locked():  # which evaluations take then
+        """Finished and expected samples of the current generation, or of the last one."""
+        if self.continuous is not None and not self._lock.locked():  # only evaluations hold the lock here
             return self.continuous.progress()
-        return self._maker.finished, self._expected
+        return self._sample_generator.finished, self._expected
 
-    def under_way(self) -> list[ActiveSample]:
-        """The samples that somebody works on now, the slowest first; may be called from any thread."""
-        return self._maker.under_way.where()
+    def active_samples(self) -> list[ActiveSample]:
+        """The samples in work, the slowest first; may be called from any thread."""
+        return self._sample_generator.tracker.snapshot()
 
-    def generate_on(self, data_source: RolloutDataSource, requests: int) -> None:
-        """Groups of `data_source` are always in flight from now on; the engines take `requests` at once."""
+    def start_async(self, data_source: RolloutDataSource, requests: int) -> None:
+        """Switches to fully asynchronous generation; the engines take `requests` concurrent requests."""
         engine = StoppableEngine(self._client)
-        maker = SampleGenerator(self._args, self._tokenizer, engine, self._scorer, self._trace)
-        maker.under_way = self._maker.under_way
-        self.continuous = AsyncRollout(self._args, maker, engine, self._plan, self._filter, data_source, requests)
+        config = self._config
+        generator = SampleGenerator(config.generator, self._tokenizer, engine, self._scorer, self._trace)
+        generator.tracker = self._sample_generator.tracker
+        if config.max_staleness is None:
+            raise ValueError("fully asynchronous generation requires --max-weight-staleness")
+        self.continuous = AsyncRollout(
+            self._rollout,
+            generator,
+            config.samples,
+            engine,
+            config.sampling,
+            self._filter,
+            data_source,
+            requests,
+            max_staleness=config.max_staleness,
+            saves=config.saves,
+        )
 
     async def generate_rollout(
         self, rollout_id: int, data_source: RolloutDataSource, *, saved: bool = True
     ) -> RolloutOutput:
-        """One rollout, by `--rollout-function-path` where that is the user's own, else `builtin_rollout`.
+        """Generates one rollout, by the custom `--rollout-function-path` if set, else by `builtin_rollout`.
 
-        Fully asynchronous generation says where the data stand, if a checkpoint is to be `saved` after this rollout.
+        Fully asynchronous generation adds the data state if a checkpoint is `saved` after this rollout.
         """
         if self.continuous is not None:
-            return await self._continuous_rollout(rollout_id, data_source, saved)
-        async with self._turn:
+            return await self._continuous_rollout(self.continuous, rollout_id, data_source, saved)
+        async with self._lock:
             self._trace.begin()
             data_source.begin_rollout(rollout_id)
-            if self._function is None:
+            custom = self._config.custom_rollout
+            if custom is None:
                 return await self.builtin_rollout(rollout_id, data_source)
-            returned = await call_rollout_function(
-                ("--rollout-function-path", self._args.rollout_function_path),
-                self._function,
-                self._args,
-                rollout_id,
-                data_source,
-                evaluation=False,
-                tokenizer=self._tokenizer,
-                generator=self,
+            returned = await custom(
+                rollout_id, data_source, evaluation=False, tokenizer=self._tokenizer, generator=self
             )
-        return checked_output(returned, self._args)
+        return self._config.expected.checked(returned)
 
     async def evaluate(self, rollout_id: int) -> dict[str, EvalResult]:
-        """Every evaluation set by name, by `--eval-function-path` (`--rollout-function-path`) likewise."""
-        async with self._turn:
+        """Results of all evaluation sets by name; uses a custom `--eval-function-path` (`--rollout-function-path`)."""
+        async with self._lock:
             self._trace.begin()
-            if self._eval_function is None:
+            custom = self._config.custom_evaluation
+            if custom is None:
                 return await self.builtin_evaluation(rollout_id)
-            flag = "--eval-function-path" if self._args.eval_function_path else "--rollout-function-path"
-            returned = await call_rollout_function(
-                (flag, self._eval_path),
-                self._eval_function,
-                self._args,
-                rollout_id,
-                None,
-                evaluation=True,
-                tokenizer=self._tokenizer,
-                generator=self,
-            )
-        return eval_results(returned, self._eval_path)
+            returned = await custom(rollout_id, None, evaluation=True, tokenizer=self._tokenizer, generator=self)
+        return eval_results(returned, custom.path)
 
     async def builtin_rollout(self, rollout_id: int, data_source: RolloutDataSource) -> RolloutOutput:
-        """A full batch of groups, each generated, judged and accepted.
+        """A full batch of groups, each generated, scored and accepted.
 
-        With a dynamic sampling filter or `--partial-rollout`, `--over-sampling-batch-size` prompts are sent out at a
-        time. What is left when the batch is full goes back to the data source (see `InflightGroups.land`). With
-        neither, exactly the batch is drawn: taking the first to finish would prefer short responses.
-        Raises SampleError, RuntimeError where the filter drops everything, and HookFailedError.
+        With a dynamic sampling filter or `--partial-rollout`, `--over-sampling-batch-size` prompts are submitted at a
+        time. Groups that remain when the batch is full go back to the data source (`InflightGroups.abort_and_collect`).
+        Otherwise exactly one batch is sampled: taking the first groups to finish would prefer short responses.
+        Raises SampleError, HookFailedError, and RuntimeError if the filter drops everything.
         """
-        args = self._args
-        target = args.rollout_batch_size
-        over_samples = self._filter is not None or args.partial_rollout
-        self._maker.finished, self._expected = 0, target * args.n_samples_per_prompt
+        rollout = self._rollout
+        target = rollout.rollout_batch_size
+        over_samples = self._filter is not None or rollout.partial_rollout
+        self._sample_generator.finished, self._expected = 0, target * rollout.n_samples_per_prompt
         self._engine.start()
-        collector = DynamicSampler(args, self._filter, max(len(data_source), MAX_CONSECUTIVE_DROPS * target))
-        flights = InflightGroups(args, rollout_id, self._maker, self._engine, self._plan)
+        sampler = DynamicSampler(self._filter, max(len(data_source), MAX_CONSECUTIVE_DROPS * target))
+        samples, sampling = self._config.samples, self._config.sampling
+        inflight = InflightGroups(rollout, rollout_id, self._sample_generator, samples, self._engine, sampling)
         try:
-            while len(collector.accepted) < target:
-                missing = target - len(collector.accepted) - len(flights)
-                if missing > 0 and collector.fill_from_reserve(missing):
+            while len(sampler.accepted) < target:
+                missing = target - len(sampler.accepted) - len(inflight)
+                if missing > 0 and sampler.fill_from_reserve(missing):
                     continue
                 if missing > 0:
-                    wave = max(missing, args.over_sampling_batch_size) if over_samples else missing
+                    wave = max(missing, rollout.over_sampling_batch_size) if over_samples else missing
                     for group in data_source.get_samples(wave):
-                        flights.launch(group)
-                if (group := await flights.next()) is not None:
-                    collector.add(group)
-            surplus = in_order(await flights.land())
+                        inflight.submit(group)
+                if (finished := await inflight.next()) is not None:
+                    sampler.add(finished)
+            surplus = sort_by_index(await inflight.abort_and_collect())
         finally:
-            await flights.cancel()
+            await inflight.cancel()
         data_source.add_samples(surplus)
-        self._show(collector.accepted, collector.dropped, data_source)
-        metrics = self._metrics(rollout_id, collector, surplus) | flights.failed.take_metrics()
-        return RolloutOutput(in_order(collector.accepted), metrics)
+        self._run_sample_hooks(sampler.accepted, sampler.dropped, data_source)
+        metrics = self._metrics(rollout_id, sampler, surplus) | inflight.failed.take_metrics()
+        return RolloutOutput(sort_by_index(sampler.accepted), metrics)
 
-    async def _continuous_rollout(self, rollout_id: int, data_source: RolloutDataSource, saved: bool) -> RolloutOutput:
-        """A full batch of those that are in flight, and where the data are in that very moment."""
+    async def _continuous_rollout(
+        self, stream: AsyncRollout, rollout_id: int, data_source: RolloutDataSource, saved: bool
+    ) -> RolloutOutput:
+        """The next full batch of fully asynchronous generation, with the data state at that moment."""
         self._trace.begin()
-        taken = await self.continuous.take(rollout_id)
-        self._show(taken.groups, taken.filtered.dropped, data_source)
-        metrics = {"rollout/staleness/dropped": float(taken.too_old), **self.continuous.take_failures()}
+        ready = await stream.next_rollout(rollout_id)
+        self._run_sample_hooks(ready.groups, ready.filtered.dropped, data_source)
+        metrics = {"rollout/staleness/dropped": float(ready.too_old), **stream.take_failures()}
         if self._filter is not None:
-            metrics |= dynamic_filter_metrics(taken.filtered.drops, taken.left)
+            metrics |= dynamic_filter_metrics(ready.filtered.drops, ready.left)
         data_state = None
         if saved:
-            data_source.begin_rollout(rollout_id)  # it may keep files by this number, and drew for the next one already
-            data_state = self.continuous.drawn().added_to(data_source.state_dict())
-        return RolloutOutput(in_order(taken.groups), metrics, data_state, taken.seconds)
+            # the source may name its files by this number, and has already been sampled for the next rollout
+            data_source.begin_rollout(rollout_id)
+            data_state = stream.inflight_state().added_to(data_source.state_dict())
+        return RolloutOutput(sort_by_index(ready.groups), metrics, data_state, ready.seconds)
 
     async def builtin_evaluation(self, rollout_id: int) -> dict[str, EvalResult]:
-        """Every evaluation set by name, sampled and judged. Raises SampleError."""
-        self._maker.finished, self._expected = 0, self._evaluator.num_samples
+        """Samples and scores every evaluation set; results by name. Raises SampleError."""
+        self._sample_generator.finished, self._expected = 0, self._evaluator.num_samples
         self._engine.start()
         return await self._evaluator.evaluate(rollout_id)
 
     async def end(self) -> None:
-        """Ends what is in flight, and closes."""
+        """Stops all groups in flight, then closes."""
         if self.continuous is not None:
             await self.continuous.stop()
         self.close()
 
     def close(self) -> None:
-        """Ends the graders; the client is the caller's."""
+        """Stops the graders; the caller closes the client."""
         self._trace.begin()
         self._scorer.close()
 
-    def _show(self, accepted: list[list[Sample]], dropped: list[list[Sample]], data_source: RolloutDataSource) -> None:
-        """Lets the user's functions see the rollout; they may set `remove_sample`."""
-        args = self._args
+    def _run_sample_hooks(
+        self, accepted: list[list[Sample]], dropped: list[list[Sample]], data_source: RolloutDataSource
+    ) -> None:
+        """Calls the custom functions on the rollout's groups; they may set `remove_sample`."""
         if self._sample_filter is not None:
-            with hooks.naming("--rollout-sample-filter-path", args.rollout_sample_filter_path):
-                self._sample_filter(args, in_order(accepted))
+            self._sample_filter(sort_by_index(accepted))
         if self._process_all is not None:
-            with hooks.naming("--rollout-all-samples-process-path", args.rollout_all_samples_process_path):
-                self._process_all(args, in_order(accepted + dropped), data_source)
+            self._process_all(sort_by_index(accepted + dropped), data_source)
 
-    def _metrics(self, rollout_id: int, collector: DynamicSampler, surplus: list[list[Sample]]) -> dict[str, float]:
+    def _metrics(self, rollout_id: int, sampler: DynamicSampler, surplus: list[list[Sample]]) -> dict[str, float]:
         metrics: dict[str, float] = {}
         if self._filter is not None:
-            metrics |= dynamic_filter_metrics(collector.drops, len(surplus))
-        if self._args.partial_rollout:
-            metrics |= partial_metrics(rollout_id, collector.accepted, surplus)
+            metrics |= dynamic_filter_metrics(sampler.drops, len(surplus))
+        if self._rollout.partial_rollout:
+            metrics |= partial_metrics(rollout_id, sampler.accepted, surplus)
         return metrics
-
-
-def _hook(path: str | None, contract: type[hooks.Hook]) -> Any:
-    return None if path is None else hooks.resolve(path, contract)
-
-
-def _rollout_function(path: str) -> hooks.RolloutFunction | None:
-    """None where it is the built-in one."""
-    if hooks.own_path(path) == DEFAULT_ROLLOUT_FUNCTION:
-        return None
-    return cast("hooks.RolloutFunction", hooks.resolve(path, hooks.RolloutFunction))

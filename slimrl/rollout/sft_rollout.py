@@ -1,11 +1,11 @@
-"""Supervised fine-tuning as a rollout function: the conversations of --prompt-data are the samples.
+"""Supervised fine-tuning (SFT) as a rollout function: the conversations of --prompt-data are the samples.
 
     --rollout-function-path slimrl.rollout.sft_rollout.generate_rollout --loss-type sft_loss --debug-train-only
 
-`--input-key` names the column of messages, `--tool-key` that of tool schemas. A sample's prompt is what comes before
-the assistant's first word. Of the rest, what the assistant says is trained on, up to and with the mark that ends its
-turn; `--loss-mask-type` names the template's marks. A conversation is tokenised once as a whole, so that tokens are
-those that the model meets when it generates, with one mask entry per token.
+`--input-key` names the column of messages, `--tool-key` that of tool schemas. A sample's prompt ends before the
+assistant's first turn. In the rest, the assistant's turns are trained on, including the end-of-turn marker;
+`--loss-mask-type` selects the template's markers. A conversation is tokenized once as a whole, so that its tokens are
+the same as in generation, with one mask entry per token.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from slimrl.arguments import Arguments
 from slimrl.data.sample import Sample, SampleStatus
+from slimrl.hooks.base import RunArguments
 from slimrl.rollout.dataset.data_source import RolloutDataSource
 from slimrl.rollout.dataset.prompt_dataset import TOOLS_KEY
 from slimrl.rollout.rollout_function import RolloutOutput
@@ -23,14 +23,14 @@ from slimrl.rollout.rollout_function import RolloutOutput
 
 @dataclasses.dataclass(frozen=True)
 class TurnMarks:
-    """What a chat template writes before and after the assistant's words; the mark after is trained on too."""
+    """The chat template's markers before and after an assistant turn; the one after is trained on too."""
 
     before: str
     after: str
 
 
 _CHATML = TurnMarks("<|im_start|>assistant\n", "<|im_end|>")
-# --loss-mask-type -> the marks of that family's chat template
+# --loss-mask-type -> the markers of that family's chat template
 TURN_MARKS: dict[str, TurnMarks] = {
     "qwen": _CHATML,
     "qwen3": _CHATML,
@@ -40,7 +40,7 @@ TURN_MARKS: dict[str, TurnMarks] = {
 
 
 def assistant_spans(text: str, marks: TurnMarks) -> list[tuple[int, int]]:
-    """Where the assistant speaks in a rendered conversation, as character ranges; a last turn may lack its end."""
+    """Character ranges of the assistant turns in a rendered conversation; the last turn may lack its end marker."""
     spans = []
     position = text.find(marks.before)
     while position >= 0:
@@ -53,20 +53,20 @@ def assistant_spans(text: str, marks: TurnMarks) -> list[tuple[int, int]]:
 
 
 def trained_turns(messages: Sequence[dict[str, Any]]) -> list[bool]:
-    """For each message of the assistant, whether it is trained on: not where its `step_loss_mask` is 0."""
+    """For each assistant message, whether it is trained on: `step_loss_mask` 0 excludes it."""
     return [bool(message.get("step_loss_mask", 1)) for message in messages if message.get("role") == "assistant"]
 
 
 def conversation_mask(
     offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]], trained: Sequence[bool]
 ) -> list[int]:
-    """1 for each token that begins within a trained span, from the tokens' character ranges.
+    """1 for each token that begins within a trained span; `offsets` are the tokens' character ranges.
 
-    Raises ValueError where the template rendered another number of the assistant's turns than there are.
+    Raises ValueError if the template rendered a different number of assistant turns.
     """
     if len(spans) != len(trained):
         raise ValueError(
-            f"the chat template wrote {len(spans)} turns of the assistant and the conversation has {len(trained)}:"
+            f"the chat template rendered {len(spans)} assistant turns but the conversation has {len(trained)}:"
             " choose the --loss-mask-type of the model's family"
         )
     chosen = [span for span, is_trained in zip(spans, trained, strict=True) if is_trained]
@@ -74,50 +74,50 @@ def conversation_mask(
 
 
 def generate_rollout(
-    args: Arguments,
+    args: RunArguments,
     rollout_id: int,
     data_source: RolloutDataSource,
     *,
     evaluation: bool = False,
     tokenizer: Any = None,
 ) -> RolloutOutput:
-    """The next `--rollout-batch-size` conversations, tokenised whole, with their loss masks.
+    """The next `--rollout-batch-size` conversations, each tokenized as a whole, with their loss masks.
 
-    `tokenizer` is the run's, a fast one. Raises ValueError where it is asked to evaluate, and for a conversation that
-    cannot be trained on, naming it.
+    `tokenizer` is the run's, a fast one. Raises ValueError if called for an evaluation, and for a conversation that
+    cannot be trained on.
     """
     if evaluation:
-        raise ValueError("supervised training has no evaluation of its own: leave --eval-interval out")
+        raise ValueError("the SFT rollout function has no evaluation: leave --eval-interval out")
     groups = data_source.get_samples(args.rollout_batch_size)
     for sample in (sample for group in groups for sample in group):
-        _fill(sample, tokenizer, args)
+        _fill(sample, tokenizer, TURN_MARKS[args.loss_mask_type], args.apply_chat_template_kwargs)
     return RolloutOutput(groups, {})
 
 
-def _fill(sample: Sample, tokenizer: Any, args: Arguments) -> None:
+def _fill(sample: Sample, tokenizer: Any, marks: TurnMarks, template_options: dict[str, Any]) -> None:
     name = f"--prompt-data, sample {sample.index}"
     messages = sample.prompt
     if not isinstance(messages, list):
         raise ValueError(
-            f"{name} is text and not a list of messages: leave --apply-chat-template out, and name their column with"
-            " --input-key"
+            f"{name} is text, not a list of messages: leave --apply-chat-template out, and set --input-key to the"
+            " column of messages"
         )
     text = tokenizer.apply_chat_template(
-        messages, tools=sample.metadata.get(TOOLS_KEY), tokenize=False, **args.apply_chat_template_kwargs
+        messages, tools=sample.metadata.get(TOOLS_KEY), tokenize=False, **template_options
     )
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     try:
-        spans = assistant_spans(text, TURN_MARKS[args.loss_mask_type])
+        spans = assistant_spans(text, marks)
         mask = conversation_mask(encoded["offset_mapping"], spans, trained_turns(messages))
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
     if 1 not in mask:
-        raise ValueError(f"{name} has no message of the assistant to train on: take it out of the data")
+        raise ValueError(f"{name} has no assistant message to train on: remove it from the data")
     first = mask.index(1)
     sample.tokens = list(encoded["input_ids"])
     sample.response_length = len(mask) - first
     sample.loss_mask = mask[first:]
     sample.response = text[encoded["offset_mapping"][first][0] :]
-    sample.rollout_log_probs = [0.0] * sample.response_length  # nobody sampled them, and no loss here reads them
+    sample.rollout_log_probs = [0.0] * sample.response_length  # not sampled, and no SFT loss reads them
     sample.reward = 0.0
     sample.status = SampleStatus.COMPLETED

@@ -1,5 +1,5 @@
-"""A model small enough to be trained with GRPO on a laptop, and a task it is half good at.
+"""A model small enough for GRPO training on a laptop, and a task that it solves in part.
 
-Everything the quickstart and the tests train is made here: the task, the tokenizer, the Qwen3 checkpoint and its
-warm start. Called by ``tools/make_tiny_model.py``; nothing else in slimrl depends on it.
+The task, tokenizer, Qwen3 checkpoint and SFT warm start of the quickstart and the tests. Called by
+``tools/make_tiny_model.py``; nothing else in slimrl depends on it.
 """

@@ -1,7 +1,7 @@
 """Tiny random models: the Qwen3 of the tiny task, and one model per supported family.
 
-Defines the sizes, the Hugging Face configurations, and MODEL_ARGS with the same shape. Models of other families are
-transformers' own classes at a size that a CPU trains in minutes, with config.json in the published form; each family's
+Defines the sizes, the Hugging Face configurations, and MODEL_ARGS with the same shape. Models of other families use
+transformers' classes at a size that a CPU trains in minutes, with config.json in the published format; each family's
 file in `slimrl.models.families` has its `toys`. tools/make_tiny_model.py calls it (`--family`).
 """
 
@@ -37,7 +37,7 @@ COMMON = {
 }
 FAMILIES: dict[str, ToyConfig] = {name: toy for family in families.FAMILIES for name, toy in family.toys.items()}
 
-# Megatron's flag for the size that a key of the config gives
+# key of the Hugging Face config -> Megatron's flag
 SIZE_FLAGS = {
     "num_hidden_layers": "--num-layers",
     "hidden_size": "--hidden-size",
@@ -62,9 +62,9 @@ SIZE_FLAGS = {
 def build_family_model(
     name: str, tokenizer: PreTrainedTokenizerFast, *, seed: int, untie: bool = False
 ) -> PreTrainedModel:
-    """A randomly initialised float32 model of the family; the same seed gives the same weights.
+    """A randomly initialized float32 model of the family; the same seed gives the same weights.
 
-    Leaves torch's random state alone.
+    Does not change torch's random state.
     """
     family = FAMILIES[name]
     architecture = getattr(transformers, family.architecture)
@@ -79,7 +79,7 @@ def build_family_model(
 
 
 def publish_config(name: str, folder: Path) -> None:
-    """Rewrites ``folder/config.json`` with the keys that published files of the family have."""
+    """Rewrites ``folder/config.json`` with the keys of the family's published files."""
     family, path = FAMILIES[name], folder / "config.json"
     entries = json.loads(path.read_text())
     for key in ("layer_types", "mlp_layer_types", "qk_head_dim", "dtype"):
@@ -96,15 +96,15 @@ def publish_config(name: str, folder: Path) -> None:
     entries["torch_dtype"] = "float32"
     entries |= family.published
     if family.config_code is not None:
-        file, own_class, base = family.config_code
-        entries["auto_map"] = {"AutoConfig": f"{file}.{own_class}"}
-        code = f"class {own_class}(transformers.{base}):\n    model_type = {entries['model_type']!r}\n"
+        file, class_name, base = family.config_code
+        entries["auto_map"] = {"AutoConfig": f"{file}.{class_name}"}
+        code = f"class {class_name}(transformers.{base}):\n    model_type = {entries['model_type']!r}\n"
         (folder / f"{file}.py").write_text(f"import transformers\n\n\n{code}")
     path.write_text(json.dumps(entries, indent=2, sort_keys=True) + "\n")
 
 
 def size_args_script(name: str, config: PretrainedConfig) -> str:
-    """The text of a bash file that appends the toy's sizes to MODEL_ARGS of a model of the same family."""
+    """A bash script that appends the tiny model's sizes to MODEL_ARGS of a model of the same family."""
     entries = config.to_dict()
     flags = {flag: entries[key] for key, flag in SIZE_FLAGS.items() if entries.get(key) is not None}
     rope = entries["rope_parameters"]
@@ -122,7 +122,7 @@ def size_args_script(name: str, config: PretrainedConfig) -> str:
     if entries.get("n_group", 1) > 1:
         flags["--moe-router-num-groups"], flags["--moe-router-group-topk"] = entries["n_group"], entries["topk_group"]
     body = "".join(f"   {flag} {value}\n" for flag, value in flags.items())
-    header = f"# Sizes of a toy of the family {name}; to be sourced after the flags of a model of this family.\n"
+    header = f"# Toy sizes for the family {name}; to be sourced after the flags of a model of this family.\n"
     return f"{header}# shellcheck shell=bash disable=SC2034\nMODEL_ARGS+=(\n{body})\n"
 
 
@@ -144,8 +144,8 @@ class TinySize:
     def __post_init__(self) -> None:
         if self.num_attention_heads % self.num_query_groups:
             raise ValueError(
-                f"--num-attention-heads {self.num_attention_heads} is no multiple of "
-                f"--num-query-groups {self.num_query_groups}; each group serves the same number of heads"
+                f"--num-attention-heads {self.num_attention_heads} is not a multiple of "
+                f"--num-query-groups {self.num_query_groups}: each group must serve the same number of heads"
             )
 
 
@@ -158,7 +158,7 @@ SIZES = {
 
 
 def build_model(size: TinySize, tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Qwen3ForCausalLM:
-    """A randomly initialised float32 model; the same seed gives the same weights. Leaves torch's random state alone."""
+    """A randomly initialized float32 model; same seed, same weights. Does not change torch's random state."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=size.hidden_size,
@@ -188,7 +188,7 @@ def build_model(size: TinySize, tokenizer: PreTrainedTokenizerFast, *, seed: int
 
 
 def model_args_script(size: TinySize, *, vocab_size: int) -> str:
-    """The text of a bash file that sets MODEL_ARGS, in the form of ``scripts/models/*.sh``."""
+    """A bash script that sets MODEL_ARGS, in the format of ``scripts/models/*.sh``."""
     lines = [
         "--swiglu",
         f"--num-layers {size.num_layers}",

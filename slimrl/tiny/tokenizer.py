@@ -1,8 +1,8 @@
-"""The tokenizer: byte-level BPE, so that any text goes in and comes out unchanged, with ChatML as chat template.
+"""The tokenizer: lossless byte-level BPE with ChatML as chat template.
 
 It is built like Qwen's, at a hundredth of the size: 256 bytes, one token per digit, and just enough merges that the
-words of the chat template and ``\\boxed{`` are one token each. Its size is no multiple of 128 on purpose, so that
-everything downstream meets a padded vocabulary.
+words of the chat template and ``\\boxed{`` are one token each. Its size is deliberately not a multiple of 128, so that
+tests cover a padded vocabulary.
 """
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -22,7 +22,7 @@ CHAT_TEMPLATE = (
 
 
 def _merges(word: str) -> list[tuple[str, str]]:
-    """The merges which build ``word`` from the left, one character at a time."""
+    """The merges that build ``word`` from the left, one character at a time."""
     return [(word[:end], word[end]) for end in range(1, len(word))]
 
 

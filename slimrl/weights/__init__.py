@@ -1,5 +1,5 @@
-"""Weights: one table of tensor names per model family, used by loader, converters and weight sync alike.
+"""Weights: loader, converters and weight updates, all based on one parameter mapping per model family.
 
-Promises that every Hugging Face tensor is read or written exactly once, whatever the tensor-parallel
-layout. Imports neither Megatron nor SGLang: models come in as modules, servers as small protocols.
+Every Hugging Face tensor is read or written exactly once, in any tensor-parallel layout. Imports neither Megatron nor
+SGLang: models are passed in as modules, servers as small protocols.
 """

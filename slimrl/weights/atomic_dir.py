@@ -1,9 +1,9 @@
-"""A folder that appears whole or not at all: written beside its final place, renamed at the end.
+"""A folder that appears atomically: written next to its final path, renamed at the end.
 
-Promises that an interrupted run leaves nothing under the final name, that what exists is never replaced unasked, that
-a folder to replace loses no file that is not such an output's, that two runs do not write the same folder at once, and
-that a full disk is noticed before the work. As with `cp`, the kernel decides when the bytes reach the disk: what is
-written here can be made again from its source. Called by the converters.
+An interrupted run leaves nothing under the final name. An existing folder is replaced only on request, and only if it
+has no files other than such outputs. Two runs cannot write the same folder at the same time, and free disk space is
+checked before the work. As with `cp`, the kernel decides when the bytes reach the disk, because the output can be
+created again from its source. Used by the converters.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class AtomicDir:
     """A context manager; `partial` is the folder to write into while it is open."""
 
     def __init__(self, folder: Path, *, replace: Collection[str] = (), needed_bytes: int = 0) -> None:
-        """`replace` are patterns ("model*.safetensors"): an existing folder that holds nothing else is replaced.
+        """`replace` are patterns ("model*.safetensors"): an existing folder with only such files is replaced.
 
-        `needed_bytes` must be free on its disk. Raises FileExistsError or NotADirectoryError for what is in the way,
-        ValueError for other files in a folder to replace, a mount point, or a disk too full.
+        `needed_bytes` must be free on its disk. Raises FileExistsError or NotADirectoryError if the path is occupied,
+        ValueError for other files in a folder to replace, a mount point, or too little disk space.
         """
         self.folder = _real(folder)
         self.partial = partial_path(self.folder)
@@ -48,9 +48,9 @@ class AtomicDir:
             self.discard()
 
     def open(self) -> None:
-        """Makes the partial folder, empty. Raises FileExistsError where another process is writing it."""
+        """Creates the empty partial folder. Raises FileExistsError if another process is writing it."""
         self.folder.parent.mkdir(parents=True, exist_ok=True)
-        if self.partial.exists():  # what a killed run left, or one that still runs
+        if self.partial.exists():  # from a killed run, or from one that still runs
             self._take_lock()
             shutil.rmtree(self.partial)
             self._release_lock()
@@ -58,7 +58,7 @@ class AtomicDir:
         self._take_lock()
 
     def commit(self) -> None:
-        """Puts the folder in its place. Raises FileExistsError where something came there meanwhile."""
+        """Renames the folder to its final path. Raises FileExistsError if that path was created meanwhile."""
         try:
             self._check_free()
             if self.folder.exists():
@@ -92,16 +92,14 @@ class AtomicDir:
         if not self.folder.is_dir():
             raise NotADirectoryError(f"{self.folder} is a file: choose another folder")
         if self.folder.is_mount():
-            raise ValueError(
-                f"{self.folder} is where a disk is mounted, and nothing can be renamed to there: choose a folder in it"
-            )
+            raise ValueError(f"{self.folder} is a mount point, which cannot be a rename target: choose a folder in it")
         held = sorted(path.name for path in self.folder.iterdir())
         if held and not self._replace:
             raise FileExistsError(f"{self.folder} exists already and is not empty: choose another folder or remove it")
         if foreign := [name for name in held if not any(fnmatch(name, pattern) for pattern in self._replace)]:
             raise ValueError(
-                f"{self.folder} is not replaced, because it also holds {listed(foreign)}, which would be lost: choose"
-                " another folder, or move that away"
+                f"{self.folder} is not replaced, because it also has {listed(foreign)}, which would be lost: choose"
+                " another folder, or move these files"
             )
 
     def _take_lock(self) -> None:
@@ -114,7 +112,7 @@ class AtomicDir:
                 f"{self.folder} is being written by another process: wait for it, or choose another folder"
             ) from error
         except OSError as error:
-            # some network file systems have no locks; two runs at once are then the user's to avoid
+            # some network file systems have no locks; then the user must avoid two concurrent runs
             if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
                 raise
 
@@ -125,29 +123,29 @@ class AtomicDir:
 
 
 def partial_path(folder: Path) -> Path:
-    """Where `folder` lies while it is written."""
+    """Path of `folder` while it is written."""
     folder = _real(folder)
     return folder.with_name(f".{folder.name}.partial")
 
 
 def _real(folder: Path) -> Path:
-    """Where `folder` is in truth: a link to a folder stays, and what it names is written."""
+    """The resolved path of `folder`: a link stays, and its target is written."""
     return Path(folder).resolve()
 
 
 def check_space(folder: Path, needed_bytes: int) -> None:
-    """Raises ValueError where the disk that `folder` would be on has fewer than `needed_bytes` free."""
+    """Raises ValueError if the disk of `folder` has fewer than `needed_bytes` free."""
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free
     if free < needed_bytes:
         raise ValueError(
             f"{folder} needs {needed_bytes / _GIB:.2f} GiB and its disk has {free / _GIB:.2f} GiB free:"
-            " make room or choose another folder"
+            " free some space or choose another folder"
         )
 
 
 def check_apart(written: Path, flag: str, read: Path, read_flag: str) -> None:
-    """Raises ValueError where writing the one folder would remove the other."""
+    """Raises ValueError if writing the one folder would remove the other."""
     target, source = Path(written).resolve(), Path(read).resolve()
     if target == source or target in source.parents:
-        raise ValueError(f"{flag} {written} holds {read_flag} {read}, which would be lost: choose another {flag}")
+        raise ValueError(f"{flag} {written} contains {read_flag} {read}, which would be lost: choose another {flag}")

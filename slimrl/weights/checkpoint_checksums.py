@@ -1,21 +1,19 @@
-"""Checksums of checkpoint files, one per block of 1 MiB: made while files are written, compared while they are read.
+"""Checksums of checkpoint files, one per block of 1 MiB, computed on write and verified on read.
 
-A changed byte is reported with file and place before its value is used. Only the blocks that are wanted are read, and
-no file is read a second time. The checksums are in `checksums.json`.
+A changed byte is reported with file and offset before its value is used. Only the requested blocks are read, and no
+file is read twice. The checksums are in `checksums.json`.
 
 `ChecksummingWriter` writes the same files as torch's own writer, and has the checksums of all processes' files at the
-coordinator after `finish`; checkpoint saving and the converter use it. `CheckedFiles` reads, below megatron-core's
-reader.
+coordinator after `finish`; checkpoint saving and the converter use it. `slimrl.weights.direct_reader` and the
+converters read through `CheckedFolder`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,19 +34,19 @@ _DIGITS = 16  # of one checksum in hex
 
 
 class DamagedFileError(ValueError):
-    """A file has not the bytes that were written."""
+    """A file does not have the bytes that were written."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Checksums:
-    """One file: how long it is, and the checksums of its blocks in hex, end to end."""
+    """One file: its length, and the concatenated checksums of its blocks in hex."""
 
     bytes: int
     blocks: str
 
 
 class BlockHasher:
-    """Takes a file's bytes as they are written."""
+    """Computes the checksums of a file while it is written."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -56,7 +54,7 @@ class BlockHasher:
         self._blocks: list[str] = []
 
     def update(self, data: bytes | memoryview) -> None:
-        """The next bytes."""
+        """Add the next bytes."""
         view = memoryview(data).cast("B")
         place = 0
         while place < len(view):
@@ -70,7 +68,7 @@ class BlockHasher:
                 self._hash.reset()
 
     def finish(self) -> Checksums:
-        """Of all bytes so far."""
+        """The checksums of all bytes so far."""
         last = [self._hash.hexdigest()] if self._count % BLOCK else []
         return Checksums(self._count, "".join(self._blocks + last))
 
@@ -85,13 +83,13 @@ class CheckedFolder:
 
     @classmethod
     def open(cls, folder: str | Path) -> CheckedFolder | None:
-        """None where the checkpoint has no checksums. Raises DamagedFileError for a damaged `checksums.json`."""
+        """None if the checkpoint has no checksums. Raises DamagedFileError for a damaged `checksums.json`."""
         path = Path(folder) / CHECKSUMS_NAME
         try:
             content = json.loads(path.read_bytes())
             if content["algorithm"] != _ALGORITHM or content["block_bytes"] != BLOCK:
                 raise DamagedFileError(
-                    f"{path} has checksums by {content['algorithm']} of {content['block_bytes']} bytes each, and this"
+                    f"{path} has {content['algorithm']} checksums of {content['block_bytes']}-byte blocks, and this"
                     f" slimrl reads {_ALGORITHM} of {BLOCK}: use the slimrl that wrote it, or remove that file to load"
                     " the checkpoint without verifying it"
                 )
@@ -112,9 +110,9 @@ class CheckedFolder:
         return sorted(self._files)
 
     def read_into(self, descriptor: int, name: str, begin: int, view: memoryview) -> int:
-        """Fills `view` with the bytes of the open file from `begin` on; returns how many there were.
+        """Fills `view` with the bytes of the open file from `begin` on; returns their number.
 
-        Raises DamagedFileError where they are not those that were written.
+        Raises DamagedFileError if they differ from those that were written.
         """
         known = self._files.get(name)
         if known is None:
@@ -140,7 +138,7 @@ class CheckedFolder:
         return max(0, end - begin)
 
     def check(self, names: Iterable[str] | None = None) -> int:
-        """Reads these files (None: all) to the end; returns how many bytes.
+        """Verifies these files (None: all); returns the number of bytes read.
 
         Raises DamagedFileError naming the first that is missing, of another length, or has other bytes.
         """
@@ -216,7 +214,7 @@ def _damaged(path: Path, what: str) -> DamagedFileError:
 
 
 _CARRIER = "slimrl checksums"
-_BESIDE = 1 << 18  # bytes from which on handing over to another thread is worth it
+_WRITE_BACK = 1 << 24  # bytes after which the disk starts to write them
 
 
 class ChecksummingWriter(FileSystemWriter):
@@ -229,29 +227,29 @@ class ChecksummingWriter(FileSystemWriter):
         self._files = self.fs = _HashingFiles(self._own)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Writes this process' files; its checksums travel with the places of its tensors.
+        """Writes this process' files; returns its checksums together with the locations of its tensors.
 
-        Raises OSError, with the path, where there is no room.
+        Raises OSError, with the path, if the disk is full.
         """
-        with behind_torch(self._files.failures):
+        with reraise_write_error(self._files.failures):
             return self.with_checksums(super().write_data(plan, planner).value(), self._own)
 
     def with_checksums(self, results: list[WriteResult], own: dict[str, Checksums]) -> Future[list[WriteResult]]:
-        """`results` with the checksums of this process' files beside them."""
+        """`results` with the checksums of this process' files."""
         done: Future[list[WriteResult]] = Future()
         done.set_result([*results, WriteResult(MetadataIndex(_CARRIER), 0, dict(own))])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Writes `.metadata`, which knows nothing of checksums."""
+        """Writes `.metadata`, which has no checksums."""
         for result in (result for of_one in results for result in of_one if result.index.fqn == _CARRIER):
             self.checksums |= result.storage_data
         super().finish(metadata, [[r for r in of_one if r.index.fqn != _CARRIER] for of_one in results])
 
 
 @contextmanager
-def behind_torch(failures: list[OSError]) -> Iterator[None]:
-    """Raises the first of `failures` where torch.save met it and speaks of something else ("unexpected pos")."""
+def reraise_write_error(failures: list[OSError]) -> Iterator[None]:
+    """Raises the first of `failures` if torch.save hides it behind another error ("unexpected pos")."""
     try:
         yield
     except RuntimeError as error:
@@ -262,7 +260,7 @@ def behind_torch(failures: list[OSError]) -> Iterator[None]:
 
 @contextmanager
 def _named(path: str | os.PathLike[str], failures: list[OSError]) -> Iterator[None]:
-    """An error of writing has the path, which the kernel does not say, and is noted in `failures`."""
+    """Adds the path, which the kernel does not report, to a write error and appends it to `failures`."""
     try:
         yield
     except OSError as error:
@@ -285,73 +283,35 @@ class _HashingFiles(FileSystem):
             if mode != "wb" or not str(path).endswith(".distcp"):
                 yield stream
                 return
-            with ThreadPoolExecutor(1, thread_name_prefix="checksums") as pool:
-                hashed = _HashedStream(stream, path, self.failures, pool)
-                yield hashed
+            hashed = _HashedStream(stream, path, self.failures)
+            yield hashed
         self._checksums[Path(path).name] = hashed.hasher.finish()
 
 
 class _HashedStream:
-    """What torch uses of a file to write. Large pieces are hashed by another thread while the kernel takes them."""
+    """The file interface that torch writes to; hashes each part just before the kernel copies it from the cache."""
 
-    def __init__(
-        self, stream: Any, path: str | os.PathLike[str], failures: list[OSError], pool: ThreadPoolExecutor
-    ) -> None:
+    def __init__(self, stream: Any, path: str | os.PathLike[str], failures: list[OSError]) -> None:
         self.hasher = BlockHasher()
-        self._stream, self._path, self._failures, self._pool = stream, path, failures, pool
+        self._stream, self._path, self._failures = stream, path, failures
+        self._written = self._started = 0
         self.tell, self.flush, self.fileno, self.close = stream.tell, stream.flush, stream.fileno, stream.close
 
     def write(self, data: bytes | memoryview) -> int:
         view = memoryview(data).cast("B")
-        hashing = self._pool.submit(self.hasher.update, view) if len(view) >= _BESIDE else None
-        if hashing is None:
-            self.hasher.update(view)
-        try:
-            with _named(self._path, self._failures):
-                for begin in range(0, len(view), WRITE_BYTES):
-                    self._stream.write(view[begin : begin + WRITE_BYTES])
-            return len(view)
-        finally:
-            if hashing is not None:
-                hashing.result()  # the memory is the caller's again
+        with _named(self._path, self._failures):
+            for low in range(0, len(view), BLOCK):
+                part = view[low : low + BLOCK]
+                self.hasher.update(part)
+                for begin in range(0, len(part), WRITE_BYTES):
+                    self._stream.write(part[begin : begin + WRITE_BYTES])
+                self._written += len(part)
+                if self._written - self._started >= _WRITE_BACK:
+                    self._start_write_back()
+        return len(view)
 
-
-class CheckedFiles(FileSystem):
-    """Opens files whose bytes are compared with their checksums as they are read."""
-
-    def __init__(self, checked: CheckedFolder) -> None:
-        super().__init__()
-        self._checked = checked
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        with super().create_stream(path, mode) as stream:
-            yield _CheckedStream(stream, Path(path).name, self._checked) if mode == "rb" else stream
-
-
-class _CheckedStream(io.RawIOBase):
-    """A file to read from any place."""
-
-    def __init__(self, stream: Any, name: str, checked: CheckedFolder) -> None:
-        self._stream, self._name, self._checked = stream, name, checked
-        self._place = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._place, os.SEEK_END: os.fstat(self._stream.fileno()).st_size}
-        self._place = start[whence] + offset
-        return self._place
-
-    def tell(self) -> int:
-        return self._place
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        count = self._checked.read_into(self._stream.fileno(), self._name, self._place, view)
-        self._place += count
-        return count
+    def _start_write_back(self) -> None:
+        """Lets the disk begin at once, and not when the whole file waits for it."""
+        # for pages that are not on the disk yet this starts writing them and keeps them in the cache
+        os.posix_fadvise(self._stream.fileno(), self._started, self._written - self._started, os.POSIX_FADV_DONTNEED)
+        self._started = self._written

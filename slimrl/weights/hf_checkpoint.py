@@ -1,9 +1,9 @@
 """Reads Hugging Face checkpoints: config.json, memory-mapped tensors, block-wise fp8 weights; downloads by model id.
 
-Reading never copies a file into memory, nor keeps much of it mapped. `slimrl.weights.safetensors_writer` writes.
+Reading never copies a whole file into memory and keeps only a small part of it mapped.
 
-DeepSeek-V3 and Kimi-K2 are published in fp8: beside `x.weight` is `x.weight_scale_inv` with one scale per block, and a
-block's values times its scale are the weights (arXiv:2412.19437, section 3.3.2). They are read as plain weights.
+DeepSeek-V3 and Kimi-K2 are published in fp8: `x.weight_scale_inv` has one scale per block of `x.weight`, and a block's
+values times its scale are the weights (arXiv:2412.19437, section 3.3.2). They are dequantised when read.
 
 Tools accept a model id (`org/name`) instead of a folder; it is downloaded to the hub's cache.
 """
@@ -30,9 +30,9 @@ DEFAULT_BLOCK = (128, 128)
 
 
 def block_size(hf_config: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Rows and columns of a block by config.json's quantization_config, None for a model that is not quantised.
+    """Rows and columns of a block from config.json's quantization_config; None for an unquantised model.
 
-    Raises ValueError for any other way of quantising.
+    Raises ValueError for any other quantisation.
     """
     quantisation = hf_config.get("quantization_config")
     if quantisation is None:
@@ -41,8 +41,8 @@ def block_size(hf_config: Mapping[str, Any]) -> tuple[int, int] | None:
     rows, columns = quantisation.get("weight_block_size") or DEFAULT_BLOCK
     if method != "fp8" or scheme != "e4m3":
         raise ValueError(
-            f"config.json has quantization_config with quant_method {method!r} (format {scheme!r}), and of the"
-            " quantised checkpoints only block-wise fp8 (e4m3) can be read: use the bf16 checkpoint of the model"
+            f"config.json has quantization_config with quant_method {method!r} (format {scheme!r}), but only"
+            " block-wise fp8 (e4m3) is supported: use the bf16 checkpoint of the model"
         )
     return rows, columns
 
@@ -53,7 +53,7 @@ def dequantised(
     """`weight` [rows, columns] float8_e4m3fn with each block multiplied by its `scale`, float32; result in `dtype`.
 
     `scale` is [ceil(rows / block rows), ceil(columns / block columns)]: blocks at the end may be cut off. The
-    product is rounded once, from float32. Raises ValueError where the two shapes do not belong together.
+    product is rounded once, from float32. Raises ValueError if the two shapes do not match.
     """
     wanted = tuple(-(-length // step) for length, step in zip(weight.shape, block, strict=True))
     if tuple(scale.shape) != wanted:
@@ -66,7 +66,7 @@ def dequantised(
     return (weight.float() * factors).to(dtype)
 
 
-_REMAP_BYTES = 16 * 1024**2  # after so many bytes a file is mapped again, which lets go of the pages read so far
+_REMAP_BYTES = 16 * 1024**2  # a file is mapped again after this many bytes, which frees the pages read so far
 
 
 def read_hf_config(hf_dir: Path) -> dict[str, Any]:
@@ -86,8 +86,8 @@ def read_hf_config(hf_dir: Path) -> dict[str, Any]:
 class HfCheckpoint:
     """The safetensors of one folder, opened lazily and memory-mapped; a context manager.
 
-    Tensors handed out are views of the mapped files: do not write to them. Weights stored as blocks of fp8 are handed
-    out as the bfloat16 tensors that they stand for; their scales have no name here. Threads may share a checkpoint.
+    Returned tensors are views of the mapped files: do not write to them. Block-wise fp8 weights are returned
+    dequantised to bfloat16, and their scales are not listed. Threads may share a checkpoint.
     """
 
     def __init__(self, hf_dir: Path) -> None:
@@ -113,7 +113,7 @@ class HfCheckpoint:
         return [name for name in self._files if not self._is_scale(name)]
 
     def tensor(self, name: str) -> Tensor:
-        """The full tensor, on the CPU. Raises ValueError where there is no such tensor, or only a quantised one."""
+        """The full tensor, on the CPU. Raises ValueError if it does not exist or its quantisation is unsupported."""
         self.dtype(name)
         tensor = self._stored(name)
         if self._block is None or name + SCALE_SUFFIX not in self._files:
@@ -152,7 +152,7 @@ class HfCheckpoint:
 
     def _handle(self, name: str) -> Any:
         if name not in self._files:
-            raise ValueError(f"{self.folder}: the checkpoint has no tensor {name}: it is incomplete")
+            raise ValueError(f"{self.folder}: the checkpoint is incomplete, it has no tensor {name}")
         path = self._files[name]
         if path not in self._handles:
             opened = contextlib.ExitStack()
@@ -182,15 +182,15 @@ class HfCheckpoint:
 
 
 def _opened(path: Path) -> Any:
-    """The file, memory-mapped. Raises ValueError for one that is cut off or something else."""
+    """The file, memory-mapped. Raises ValueError if it is truncated or not a safetensors file."""
     try:
         return safe_open(path, framework="pt")
     except SafetensorError as error:
-        raise ValueError(f"{path} is damaged or no safetensors file ({error}): copy or download it again") from error
+        raise ValueError(f"{path} is damaged or not a safetensors file ({error}): copy or download it again") from error
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """The file of each tensor. Raises ValueError for an index that is cut off, something else, or leaves its folder."""
+    """The file of each tensor. Raises ValueError for an index that is truncated, invalid, or leaves its folder."""
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8")).get("weight_map")
     except (json.JSONDecodeError, UnicodeDecodeError, AttributeError) as error:
@@ -202,15 +202,15 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 _MODEL_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-# weights as safetensors, and what a tokenizer and a config are made of
+# safetensors weights, and the files of a tokenizer and a config
 _WANTED = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py", "*.md", "LICENSE*"]
 
 
 def local_hf_folder(flag: str, value: str | Path) -> Path:
-    """`value` where it exists, else the folder into which the model of that id was downloaded.
+    """`value` if it exists, else the folder into which the model with that id was downloaded.
 
-    HF_HOME, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE hold, as for every program of Hugging Face. Raises
-    FileNotFoundError naming `flag` where there is neither a folder nor such a model within reach.
+    Respects HF_HOME, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE. Raises FileNotFoundError naming `flag` if there is
+    neither a folder nor a model that can be downloaded.
     """
     folder = Path(value)
     if folder.exists():
@@ -219,7 +219,7 @@ def local_hf_folder(flag: str, value: str | Path) -> Path:
         raise FileNotFoundError(
             f"{flag} {value} does not exist: give the folder of a Hugging Face model, or a model id like Qwen/Qwen3-4B"
         )
-    # imported here: it takes a moment, and most runs name a folder
+    # imported here because it is slow and most runs give a folder
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
@@ -228,6 +228,6 @@ def local_hf_folder(flag: str, value: str | Path) -> Path:
     except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
         reason = str(error).strip().splitlines()[0]
         raise FileNotFoundError(
-            f"{flag} {value} is no folder here, and the model of that id could not be downloaded ({reason}): check the"
+            f"{flag} {value} is not a folder, and the model with that id could not be downloaded ({reason}): check the"
             " spelling and the network, or give a folder"
         ) from error

@@ -1,10 +1,10 @@
-"""The arithmetic of a table's row: Hugging Face tensors to one tensor-parallel shard, and all shards back.
+"""Resharding of one row of a mapping: Hugging Face tensors to one tensor-parallel shard, and all shards back.
 
 Pure functions that only move elements, so they are exact. Loader, exporter and converters share them.
 
-Also here: the check of a checkpoint's names and shapes against a family's table before any tensor is moved, with an
-error that names tensors missing or left over; and a Megatron model's tensors by their global names, whichever pipeline
-stage and experts this process holds. That works on any module built like GPTModel; megatron-core is not imported.
+Also here: the check of a checkpoint's names and shapes against a family's mapping before any tensor is moved, with an
+error that names missing or unexpected tensors; and a Megatron model's tensors by their global names, for any pipeline
+stage and experts of this process. That works on any module built like GPTModel; megatron-core is not imported.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def local_shape(row: ParamMapping, spec: ModelSpec, *, size: int) -> tuple[int, 
 
 
 def check_tensor_parallel(spec: ModelSpec, size: int, expert_size: int = 1) -> None:
-    """Raises ValueError where `size` (for experts `expert_size`) does not divide what tensor parallelism divides."""
+    """Raises ValueError if `size` (for experts `expert_size`) does not divide the dimensions that it shards."""
     experts = spec.experts
     _check_divides(
         "--tensor-model-parallel-size",
@@ -68,7 +68,7 @@ def _check_divides(size_flag: str, size: int, *divided: tuple[str, int]) -> None
 def to_shard(row: ParamMapping, parts: list[Tensor], spec: ModelSpec, *, rank: int, size: int) -> Tensor:
     """The Megatron tensor of tensor-parallel `rank` out of `size`, from the row's full HF tensors.
 
-    For the row of an expert these are its expert-tensor-parallel rank and size. Only the rank's own slices of
+    For the row of an expert these are the expert-tensor-parallel rank and size. Only this rank's slices of
     `parts` are read, so memory-mapped parts stay mostly on disk.
     """
     if row.layout is Layout.QKV:
@@ -86,7 +86,7 @@ def to_shard(row: ParamMapping, parts: list[Tensor], spec: ModelSpec, *, rank: i
 def from_shards(row: ParamMapping, shards: list[Tensor], spec: ModelSpec, empty: Empty | None = None) -> list[Tensor]:
     """The row's full HF tensors (vocabulary padding removed) from the shards of all ranks, in rank order.
 
-    The result may share memory with `shards`; what cannot is made by `empty(shape)`, left out: in new memory.
+    The result may share memory with `shards`; otherwise `empty(shape)` allocates it (default: new memory).
     """
     empty = empty or shards[0].new_empty
     if row.layout is Layout.QKV:
@@ -144,7 +144,7 @@ def _split_qkv(shards: list[Tensor], spec: ModelSpec, empty: Empty) -> list[Tens
     return parts
 
 
-LISTED_NAMES = 5  # names spelled out in a message before it turns to counting
+LISTED_NAMES = 5  # names listed in a message; the others are counted
 
 
 def listed(names: Iterable[str]) -> str:
@@ -155,7 +155,7 @@ def listed(names: Iterable[str]) -> str:
 
 
 def redundant_head(names: Iterable[str], family: ModelMapping, spec: ModelSpec) -> str | None:
-    """The name of a stored output head that repeats the tied embedding, None where there is none."""
+    """The name of a stored output head that duplicates the tied embedding, or None."""
     head = family.head.hf[0].name
     return head if spec.tied and head in set(names) else None
 
@@ -163,10 +163,10 @@ def redundant_head(names: Iterable[str], family: ModelMapping, spec: ModelSpec) 
 def check_hf_names(
     names: Iterable[str], family: ModelMapping, spec: ModelSpec, where: str, carried: tuple[str, ...] = ()
 ) -> None:
-    """Raises ValueError naming the tensors of `where` that are missing or left over.
+    """Raises ValueError naming the tensors of `where` that are missing or unexpected.
 
-    Buffers that follow from the config are not counted, nor is a redundant head of a tied model, nor names that
-    begin with one of `carried` (`ModelMapping.carried_prefixes`).
+    Ignores buffers that are computed from the config, a redundant head of a tied model, and names with a prefix in
+    `carried` (`ModelMapping.carried_prefixes`).
     """
     stored = {name for name in names if not name.endswith(NON_PARAMETER_SUFFIXES) and not name.startswith(carried)}
     expected = set(family.hf_names(spec))
@@ -178,18 +178,18 @@ def check_hf_names(
         )
     if left_over := stored - expected:
         raise ValueError(
-            f"{where} holds {listed(left_over)}, for which a {family.model_type} model of {spec.num_layers} layers"
-            " has no place: check --num-layers, --untie-embeddings-and-output-weights and the model_type in config.json"
+            f"{where} has {listed(left_over)}, which a {family.model_type} model of {spec.num_layers} layers does not"
+            " have: check --num-layers, --untie-embeddings-and-output-weights and the model_type in config.json"
         )
 
 
 def check_hf_shapes(shapes: dict[str, tuple[int, ...]], family: ModelMapping, spec: ModelSpec, where: str) -> None:
-    """Raises ValueError naming the first tensor whose shape is not what the sizes ask for."""
+    """Raises ValueError naming the first tensor whose shape does not match the sizes."""
     for row in family.rows(spec):
         for part, wanted in zip(row.hf, hf_shapes(row, spec), strict=True):
             if shapes[part.name] != wanted:
                 raise ValueError(
-                    f"{where}: {part.name} has shape {list(shapes[part.name])} but the model flags ask for"
+                    f"{where}: {part.name} has shape {list(shapes[part.name])} but the model flags require"
                     f" {list(wanted)} ({' x '.join(part.dims)}): make the flags match config.json"
                 )
 
@@ -197,13 +197,13 @@ def check_hf_shapes(shapes: dict[str, tuple[int, ...]], family: ModelMapping, sp
 _LAYERS = "decoder.layers."
 # an expert's number within its process: in a list of modules, or at the end of a grouped weight's name
 _EXPERT = re.compile(r"(.*\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(\d+)(.*)")
-_TRAINED_BUFFER = "router.expert_bias"  # weights that no gradient moves: they belong to the checkpoint all the same
+_TRAINED_BUFFER = "router.expert_bias"  # updated without gradients, but part of the checkpoint
 
 
 def global_tensors(model: nn.Module | Sequence[nn.Module]) -> dict[str, Tensor]:
     """Name to parameter (or the router's bias, a buffer), of one model or of all chunks of an interleaved stage.
 
-    Layers and experts carry their numbers in the whole model, counted from 0.
+    Layers and experts have global numbers, counted from 0.
     """
     tensors: dict[str, Tensor] = {}
     for chunk in (model,) if isinstance(model, nn.Module) else model:
@@ -214,7 +214,7 @@ def global_tensors(model: nn.Module | Sequence[nn.Module]) -> dict[str, Tensor]:
 
 
 def find(row: ParamMapping, tensors: Collection[str]) -> str | None:
-    """The spelling of the row that `tensors` has, None where it has none."""
+    """The row's name in `tensors`, or None if `tensors` has none of its names."""
     return next((name for name in row.megatron if name in tensors), None)
 
 

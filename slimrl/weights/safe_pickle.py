@@ -1,8 +1,8 @@
-"""Opens what a checkpoint holds as pickles without running anything that is in it.
+"""Opens the pickles of a checkpoint without executing code from them.
 
-A pickle names functions that its reader calls. Promises that only those of a table are called, all of them harmless,
-and that anything else is refused by its name, with the file and what to do. Called wherever slimrl reads a checkpoint,
-and put into megatron-core's and torch's own readers by `slimrl.megatron.patches`.
+A pickle names functions that its reader calls. Only functions on an allow-list of harmless ones are called; anything
+else raises an error with its name, the file and a fix. Used wherever slimrl reads a checkpoint, and patched into
+megatron-core's and torch's own readers by `slimrl.megatron.patches`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ METADATA_NAME = ".metadata"
 _METADATA = "torch.distributed.checkpoint.metadata"
 _PLANNER = "torch.distributed.checkpoint.planner"
 _FILES = "torch.distributed.checkpoint.filesystem"
-_EARLIER = "torch.distributed._shard.sharded_tensor.metadata"  # where torch before 2.3 had the properties of a tensor
+_EARLIER = "torch.distributed._shard.sharded_tensor.metadata"  # module of TensorProperties before torch 2.3
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 _ENGINE = "transformer_engine.common.recipe"
-# (module, name) of everything that a torch_dist checkpoint's .metadata is made of; dtypes come beside them
+# (module, name) of everything in a torch_dist checkpoint's .metadata, except dtypes
 _OF_METADATA = frozenset(
     {
         (_METADATA, "Metadata"),
@@ -42,7 +42,7 @@ _OF_METADATA = frozenset(
         (_EARLIER, "MEM_FORMAT_ENCODING"),
         (_FILES, "_StorageInfo"),
         (_FILES, "_StoragePrefix"),
-        # plans, which megatron-core keeps there on request
+        # plans, which megatron-core stores there optionally
         (_PLANNER, "SavePlan"),
         (_PLANNER, "WriteItem"),
         (_PLANNER, "WriteItemType"),
@@ -58,7 +58,7 @@ _OF_METADATA = frozenset(
         ("pathlib._local", "PosixPath"),  # as newer Pythons write it
     }
 )
-# of the state that Transformer Engine's modules keep beside their weights: tensors, numbers, and the fp8 recipe
+# of the state of Transformer Engine's modules besides their weights: tensors, numbers, and the fp8 recipe
 _OF_EXTRA_STATE = frozenset(
     {
         ("torch._utils", "_rebuild_tensor_v2"),
@@ -95,11 +95,11 @@ _MODEL_TYPES = ("megatron.core.enums", "megatron.core.transformer.enums")
 
 
 class UnsafePickleError(ValueError):
-    """A file names something that is not in the tables of what a checkpoint needs; opening it would call that."""
+    """A file names something that is not on the allow-list of checkpoints; opening it would call that."""
 
 
 class _Unpickler(pickle.Unpickler):
-    """Finds what `admitted` lists, and torch's dtypes; everything else is refused by name."""
+    """Finds what `admitted` lists, and torch's dtypes; raises UnsafePickleError for everything else."""
 
     def __init__(self, file: IO[bytes], where: str, admitted: frozenset[tuple[str, str]]) -> None:
         super().__init__(file)
@@ -118,17 +118,17 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
     def _enum_member(self, *asked: Any) -> enum.Enum:
-        """In the place of getattr; the class itself was found in the table."""
+        """Replaces getattr; the class itself was found on the allow-list."""
         if len(asked) == 2 and isinstance(asked[0], enum.EnumMeta) and asked[1] in asked[0].__members__:
             return asked[0][asked[1]]
         raise _refused(self._where, "builtins.getattr")
 
 
 def read_metadata(folder: str | Path) -> Metadata:
-    """What the file `.metadata` of the torch_dist checkpoint `folder` says.
+    """The parsed file `.metadata` of the torch_dist checkpoint `folder`.
 
-    Raises UnsafePickleError for one that asks for anything beyond torch's format, and ValueError for a damaged one or
-    one that places tensors outside the folder.
+    Raises UnsafePickleError for one that needs anything beyond torch's format, and ValueError for a damaged one or one
+    that places tensors outside the folder.
     """
     path = Path(folder) / METADATA_NAME
     try:
@@ -136,9 +136,9 @@ def read_metadata(folder: str | Path) -> Metadata:
             metadata: Metadata = _Unpickler(file, str(path), _OF_METADATA).load()
     except (OSError, UnsafePickleError):
         raise
-    except Exception as error:  # damaged bytes are read as any instruction, with arguments of any kind
+    except Exception as error:  # damaged bytes may decode to any instruction with any arguments
         raise ValueError(f"{path} is damaged ({error}): copy the checkpoint again") from error
-    # megatron-core 0.15 wrote a class of its own with the same attributes
+    # megatron-core 0.15 wrote its own class with the same attributes
     if not all(isinstance(getattr(metadata, name, None), dict) for name in ("state_dict_metadata", "storage_data")):
         raise ValueError(f"{path} is damaged (it holds {type(metadata).__name__}): copy the checkpoint again")
     for index, info in metadata.storage_data.items():
@@ -158,7 +158,7 @@ def load_plain(file: IO[bytes] | Path, where: str | Path) -> Any:
 
     A defaultdict comes as a dict.
 
-    Raises UnsafePickleError, naming `where` and what the file asks for, where it holds anything else.
+    Raises UnsafePickleError, naming `where` and the forbidden name, if the file has anything else.
     """
     try:
         with torch.serialization.safe_globals(_plain()):
@@ -168,16 +168,16 @@ def load_plain(file: IO[bytes] | Path, where: str | Path) -> Any:
 
 
 def check_extra_state(value: Any, where: str) -> None:
-    """Refuses what Transformer Engine would unpickle of its module state, should it hold more than such state does.
+    """Raises UnsafePickleError if module state that Transformer Engine would unpickle has more than such state needs.
 
-    `value` is the state as it was loaded; only bytes in a uint8 tensor are unpickled as they are.
+    `value` is the loaded state; Transformer Engine unpickles only bytes in a uint8 tensor.
     """
     if isinstance(value, torch.Tensor) and value.dtype == torch.uint8 and value.numel():
         _Unpickler(io.BytesIO(value.cpu().numpy().tobytes()), where, _OF_EXTRA_STATE).load()
 
 
 def _asked_for(file: IO[bytes] | Path) -> str | None:
-    """The names in an archive of torch.save that are not admitted; None where it is no such archive."""
+    """The names in an archive of torch.save that are not allowed; None if it is not such an archive."""
     if not isinstance(file, Path):
         file.seek(0)
     try:
@@ -188,7 +188,7 @@ def _asked_for(file: IO[bytes] | Path) -> str | None:
 
 
 def _complaint(error: pickle.UnpicklingError) -> str:
-    """torch's reason, without its advice to run what is in the file."""
+    """torch's reason, without its advice to load the file unsafely."""
     reason = re.search(r"WeightsUnpickler error:\s*(.*)", str(error))
     return f"more than plain data ({reason[1].strip() if reason else str(error).splitlines()[0]})"
 
@@ -197,14 +197,14 @@ _Admitted = Callable[..., Any] | tuple[Callable[..., Any], str]
 
 
 def _plain() -> list[_Admitted]:
-    """What `load_plain` admits beside torch's own list, each with the name that is in the file."""
+    """The types that `load_plain` allows in addition to torch's list, each with its name in the file."""
     makers: list[Any] = [value.__reduce__()[0] for value in (numpy.array(0), numpy.float64(0))]
     numpys = [(make, f"{core}.{make.__name__}") for core in _NUMPY_CORES for make in makers]
     numpys += [(numpy.ndarray, "numpy.ndarray"), (numpy.dtype, "numpy.dtype")]
     dtypes = [getattr(numpy.dtypes, f"{name}DType") for name in _NUMPY_DTYPES]
     types = [(kind, f"{kind.__module__}.{kind.__qualname__}") for kind in (*_FACTORIES, *dtypes)]
-    types.append((lambda *factory: {}, "collections.defaultdict"))  # which torch could not fill
-    # never imported for it: where Megatron is not loaded, nothing of its own is read
+    types.append((lambda *factory: {}, "collections.defaultdict"))  # torch cannot fill a defaultdict
+    # not imported here: if Megatron is not loaded, none of its classes are needed
     enums = [(module.ModelType, f"{name}.ModelType") for name in _MODEL_TYPES if (module := sys.modules.get(name))]
     return [*numpys, *types, *enums]
 

@@ -1,11 +1,11 @@
-"""Writes safetensors files, each tensor straight to its place, and the other files of a Hugging Face folder.
+"""Writes safetensors files, each tensor directly at its offset, and the other files of a Hugging Face folder.
 
 The files are like those of safetensors' own `save_file`: 8 bytes of header length, the header as JSON, the tensors'
 bytes. Headers are known before the first tensor, and no tensor is kept in memory. Tensors may come in any order, from
 several threads or processes, and in several runs of rows.
 
-The other files (tokenizer, chat template, generation config) are copied from the model's original folder. The converter
-and the export of checkpoints share this, so that their folders are alike.
+The other files (tokenizer, chat template, generation config) are copied from the model's original folder. Used by the
+converter and by the export of checkpoints.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from slimrl.weights.tensor_bytes import byte_array
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -57,7 +59,7 @@ class TensorSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """One file: its name, its header and where each tensor begins."""
+    """One file: its name, its header and the offset of each tensor."""
 
     file: str
     specs: tuple[TensorSpec, ...]
@@ -71,7 +73,7 @@ class Shard:
 
 
 def plan_shards(specs: Iterable[TensorSpec], max_shard_bytes: int = MAX_SHARD_BYTES) -> list[Shard]:
-    """The files that hold `specs` in their order; a file exceeds `max_shard_bytes` only with a single tensor."""
+    """The files for `specs` in order; a file exceeds `max_shard_bytes` only with a single tensor."""
     groups: list[list[TensorSpec]] = [[]]
     filled = 0
     for spec in specs:
@@ -86,7 +88,7 @@ def plan_shards(specs: Iterable[TensorSpec], max_shard_bytes: int = MAX_SHARD_BY
 
 
 def index_text(shards: Sequence[Shard]) -> str:
-    """The content of the index file: the bytes of all tensors, and which file holds which tensor."""
+    """The content of the index file: the bytes of all tensors, and the file of each tensor."""
     specs = [spec for shard in shards for spec in shard.specs]
     weight_map = {spec.name: shard.file for shard in shards for spec in shard.specs}
     index = {
@@ -98,7 +100,7 @@ def index_text(shards: Sequence[Shard]) -> str:
 
 def shard_of(file: str, specs: Iterable[TensorSpec]) -> Shard:
     """The file that holds `specs`."""
-    # wide dtypes first, so that every tensor is at a multiple of its element's size
+    # wide dtypes first, so that every tensor is aligned to its element size
     ordered = sorted(specs, key=lambda spec: (-spec.dtype.itemsize, spec.name))
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begins, end = [], 0
@@ -117,7 +119,7 @@ def shard_of(file: str, specs: Iterable[TensorSpec]) -> Shard:
 
 
 class ShardWriter:
-    """The files of `shards` in `folder`, made when first written to and closed when full; for several threads."""
+    """The files of `shards` in `folder`, created at the first write and closed when full; thread-safe."""
 
     def __init__(self, folder: Path, shards: Sequence[Shard]) -> None:
         self._folder = Path(folder)
@@ -129,7 +131,7 @@ class ShardWriter:
         self._missing = {shard.file: sum(spec.nbytes for spec in shard.specs) for shard in shards}
         self._files: dict[str, int] = {}
         self._lock = threading.Lock()
-        # the kernel lets one thread at a time write to a file, and has the others spin: better that they sleep here
+        # the kernel lets one thread at a time write to a file while others spin; a lock lets them sleep
         self._file_locks = {shard.file: threading.Lock() for shard in shards}
 
     def __enter__(self) -> ShardWriter:
@@ -180,7 +182,7 @@ class ShardWriter:
 
 
 def _runs(tensor: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
-    """`tensor` in `dtype`, contiguous, in runs of rows; a single run without a copy where it fits already."""
+    """`tensor` in `dtype`, contiguous, in runs of rows; a single run without a copy if it matches already."""
     if tensor.dtype == dtype and tensor.is_contiguous():
         yield tensor
         return
@@ -190,16 +192,16 @@ def _runs(tensor: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
 
 
 def _write_all(descriptor: int, tensor: Tensor, position: int) -> int:
-    view = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+    view = byte_array(tensor.contiguous()).data
     done = 0
     while done < len(view):
         done += os.pwrite(descriptor, view[done : done + WRITE_BYTES], position + done)
     return done
 
 
-# what the original folder may hold besides the files a loader of the result wants
+# files of the original folder that are not copied
 _WEIGHT_SUFFIXES = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
-_OWN_FILES = ("config.json", SINGLE_NAME, "model-?????-of-?????.safetensors", INDEX_NAME)  # beside the original's
+_OWN_FILES = ("config.json", SINGLE_NAME, "model-?????-of-?????.safetensors", INDEX_NAME)  # written, not copied
 
 
 def companions(origin: Path) -> list[Path]:
@@ -212,12 +214,12 @@ def companions(origin: Path) -> list[Path]:
 
 
 def replaceable(beside: Sequence[Path]) -> tuple[str, ...]:
-    """Patterns of all files in a folder that was made with the companions `beside`."""
+    """Patterns of all files in a folder that was written with the copied files `beside`."""
     return (*_OWN_FILES, *(glob.escape(path.name) for path in beside))
 
 
 def finish(folder: Path, shards: Sequence[Shard], beside: Sequence[Path], config: dict[str, Any]) -> None:
-    """Everything beside the weights: tokenizer, index and, last, config.json, without which nothing loads it."""
+    """Writes everything besides the weights: tokenizer, index and, last, config.json, which loaders require."""
     for path in beside:
         shutil.copyfile(path, folder / path.name)
     if len(shards) > 1:

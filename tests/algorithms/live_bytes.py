@@ -1,4 +1,4 @@
-"""How many bytes of tensors live at once: counted at every operation, by torch's own references to their memory."""
+"""Counts the bytes of live tensors at every operation, through torch's own references to their memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """`peak`: the most bytes that tensors made inside the block held together, seen after each operation."""
+    """`peak`: the most bytes that tensors made inside the block held together, measured after each operation."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The table of advantage estimators: what each is made of as its paper says, and RLOO's baseline by hand."""
+"""The table of advantage estimators: each row against its paper, and RLOO's baseline by hand."""
 
 import dataclasses
 import subprocess
@@ -13,42 +13,42 @@ from slimrl.arguments.namespace import all_flag_specs
 
 # name -> (baseline, divided by the group's deviation, returns, objective, whitened), read from the papers
 PAPERS = {
-    "grpo": (Baseline.GROUP_MEAN, True, Returns.SAME_FOR_ALL, Objective.CLIPPED_TOKEN_RATIO, False),
-    "gspo": (Baseline.GROUP_MEAN, True, Returns.SAME_FOR_ALL, Objective.CLIPPED_SEQUENCE_RATIO, False),
-    "cispo": (Baseline.GROUP_MEAN, True, Returns.SAME_FOR_ALL, Objective.CLIPPED_WEIGHT, False),
-    "reinforce_plus_plus": (Baseline.NONE, False, Returns.DISCOUNTED, Objective.CLIPPED_TOKEN_RATIO, True),
+    "grpo": (Baseline.GROUP_MEAN, True, Returns.BROADCAST, Objective.PPO_CLIP, False),
+    "gspo": (Baseline.GROUP_MEAN, True, Returns.BROADCAST, Objective.GSPO_CLIP, False),
+    "cispo": (Baseline.GROUP_MEAN, True, Returns.BROADCAST, Objective.CISPO, False),
+    "reinforce_plus_plus": (Baseline.NONE, False, Returns.DISCOUNTED, Objective.PPO_CLIP, True),
     "reinforce_plus_plus_baseline": (
-        Baseline.GROUP_MEAN, False, Returns.SAME_FOR_ALL, Objective.CLIPPED_TOKEN_RATIO, True
+        Baseline.GROUP_MEAN, False, Returns.BROADCAST, Objective.PPO_CLIP, True
     ),
-    "rloo": (Baseline.LEAVE_ONE_OUT, False, Returns.SAME_FOR_ALL, Objective.CLIPPED_TOKEN_RATIO, False),
+    "rloo": (Baseline.LEAVE_ONE_OUT, False, Returns.BROADCAST, Objective.PPO_CLIP, False),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_a_row_is_what_its_paper_says(name):
+def test_estimator_row_matches_its_paper(name):
     row = ESTIMATORS[name]
     parts = tuple(getattr(row, field.name) for field in dataclasses.fields(row) if field.name not in ("name", "source"))
     assert parts == PAPERS[name] and row.name == name and row.source
 
 
-def test_the_flag_takes_every_row():
+def test_flag_accepts_every_row():
     (flag,) = (spec for spec in all_flag_specs() if spec.dest == "advantage_estimator")
     assert set(ESTIMATORS) == set(PAPERS) == set(flag.choices) - {"ppo"} and flag.default == DEFAULT
 
 
-def test_the_table_is_read_without_torch():
+def test_table_is_read_without_torch():
     program = "import sys, slimrl.algorithms.estimators; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "False\n"
 
 
-def test_rloo_compares_a_sample_with_the_mean_of_the_others():
+def test_rloo_baseline_is_the_mean_of_the_other_samples():
     rewards, groups = torch.tensor([1.0, 0.0, 0.5, 3.0, 7.0]), torch.tensor([4, 4, 4, 2, 2])
     advantages = group_normalized_rewards(rewards, groups, scale_by_std=False, leave_one_out=True)
     by_hand = [1.0 - 0.25, 0.0 - 0.75, 0.5 - 0.5, 3.0 - 7.0, 7.0 - 3.0]
     assert advantages.tolist() == pytest.approx(by_hand, abs=1e-6)
 
 
-def test_rloo_gives_equal_rewards_and_a_sample_alone_no_advantage():
+def test_rloo_gives_zero_advantage_to_equal_rewards_and_single_samples():
     rewards, groups = torch.tensor([0.1, 0.1, 0.1, 2.0]), torch.tensor([0, 0, 0, 1])
     assert group_normalized_rewards(rewards, groups, scale_by_std=False, leave_one_out=True).tolist() == [0.0] * 4

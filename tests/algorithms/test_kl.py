@@ -18,7 +18,7 @@ REF_LOG_PROBS = torch.tensor([-1.2, -1.5])
         ("low_var_kl", [0.018731, 0.148721]),
     ],
 )
-def test_estimators_give_the_values_in_closed_form(kind, expected):
+def test_estimators_match_the_closed_form(kind, expected):
     estimate = kl_estimate(LOG_PROBS, REF_LOG_PROBS, kind)
     assert estimate.tolist() == pytest.approx(expected, abs=1e-6)
 
@@ -32,7 +32,7 @@ def test_k1_and_k3_are_unbiased(kind):
     assert expectation.item() == pytest.approx(true_kl.item(), rel=1e-12)
 
 
-def test_low_var_kl_is_clamped_and_keeps_a_finite_gradient_where_k3_overflows():
+def test_low_var_kl_is_clamped_and_keeps_a_finite_gradient_when_k3_overflows():
     log_probs = torch.tensor([-200.0, -20.0, -0.1], requires_grad=True)
     reference = torch.tensor([-0.1, -0.1, -200.0])
     estimate = kl_estimate(log_probs, reference, "low_var_kl")
@@ -47,12 +47,12 @@ def test_equal_log_probs_give_exactly_zero():
         assert kl_estimate(LOG_PROBS, LOG_PROBS.clone(), kind).tolist() == [0.0, 0.0]
 
 
-def test_k3_keeps_its_digits_near_zero():
+def test_k3_keeps_its_precision_near_zero():
     # exp(-d) - 1 + d = d**2 / 2 - d**3 / 6 + ...; computed as exp and then - 1, float32 gives 0 or 1.2e-7 here.
     estimate = kl_estimate(torch.tensor([1e-3]), torch.tensor([0.0]), "k3")
     assert estimate.item() == pytest.approx(5e-7, rel=0.1)
 
 
-def test_an_unknown_estimator_is_refused_with_the_choices():
+def test_unknown_estimator_is_rejected_with_the_choices():
     with pytest.raises(ValueError, match="unknown KL estimator 'k4'.*k1, k2, k3, low_var_kl"):
         kl_estimate(LOG_PROBS, REF_LOG_PROBS, "k4")

@@ -65,7 +65,7 @@ def on_ranks(ranks: int, function):
 
 @pytest.mark.parametrize("chunk_size", [-1, 1, 7, 100])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_whole_logits_agree_with_float64(temperature, chunk_size):
+def test_full_logits_match_float64(temperature, chunk_size):
     logits, *rest = example()
     log_probs, entropy, gradient = own(logits, None, temperature, chunk_size)
     expected_log_probs, expected_entropy, expected_gradient = reference(logits, *rest, temperature)
@@ -77,7 +77,7 @@ def test_whole_logits_agree_with_float64(temperature, chunk_size):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 16])
-def test_any_split_over_ranks_agrees_with_float64(ranks):
+def test_any_split_over_ranks_matches_float64(ranks):
     # 64 columns over 16 ranks are 4 each: rank 12 holds two real columns, ranks 13 to 15 only padding.
     logits, *rest = example()
     expected_log_probs, expected_entropy, expected_gradient = reference(logits, *rest, 0.8)
@@ -91,7 +91,7 @@ def test_any_split_over_ranks_agrees_with_float64(ranks):
     assert gradient[:, VOCAB:].abs().max() == 0
 
 
-def test_chunking_changes_nothing_bit_for_bit():
+def test_chunking_is_bit_identical():
     logits, *_ = example()
     for whole, chunked in zip(own(logits, None, 0.7, -1), own(logits, None, 0.7, 4), strict=True):
         assert torch.equal(whole, chunked)
@@ -107,7 +107,7 @@ def test_bfloat16_logits_are_reduced_in_float32():
     assert torch.allclose(gradient[:, :VOCAB].double(), expected_gradient, rtol=2**-8, atol=1e-6)
 
 
-def test_each_output_alone_has_its_own_gradient():
+def test_each_output_alone_has_the_right_gradient():
     logits, targets, *_ = example()
     ones, zeros = torch.ones(TOKENS), torch.zeros(TOKENS)
     for output, weights in ((0, (ones, zeros)), (1, (zeros, ones))):
@@ -117,7 +117,7 @@ def test_each_output_alone_has_its_own_gradient():
         assert (leaf.grad[:, :VOCAB] - expected).abs().max() < 3e-6
 
 
-def test_forbidden_tokens_with_logit_minus_infinity_are_left_out_without_nan():
+def test_masked_tokens_with_logit_minus_infinity_give_no_nan():
     logits = torch.tensor([[0.0, float("-inf"), 0.0, 0.0]], requires_grad=True)
     log_probs, entropy = vocab_parallel_log_probs(logits, torch.tensor([2]), vocab_size=4, group=None)
     (log_probs + entropy).sum().backward()
@@ -140,7 +140,7 @@ def test_huge_logits_do_not_overflow():
     assert entropy.tolist() == pytest.approx([0.0, math.log(2)])
 
 
-def test_no_tokens_give_empty_results_and_a_gradient():
+def test_empty_input_gives_empty_results_and_a_gradient():
     logits = torch.zeros(0, 8, requires_grad=True)
     log_probs, entropy = vocab_parallel_log_probs(
         logits, torch.zeros(0, dtype=torch.int64), vocab_size=8, group=None, chunk_size=4
@@ -160,7 +160,7 @@ def test_the_softmax_is_not_kept_for_backward():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_beside_the_logits_and_their_gradient_less_than_a_tenth_of_their_bytes_is_needed(dtype):
+def test_extra_memory_is_less_than_a_tenth_of_the_logits(dtype):
     logits = torch.zeros(128, 4096, dtype=dtype, requires_grad=True)
     targets = torch.zeros(128, dtype=torch.int64)
     size = logits.untyped_storage().nbytes()
@@ -173,7 +173,7 @@ def test_beside_the_logits_and_their_gradient_less_than_a_tenth_of_their_bytes_i
     assert 0 < backward.peak - gradient.untyped_storage().nbytes() <= 0.1 * size
 
 
-def test_a_chunk_size_bounds_the_memory_forward_and_backward():
+def test_chunk_size_bounds_forward_and_backward_memory():
     logits = torch.zeros(64, 512, requires_grad=True)
     targets = torch.zeros(64, dtype=torch.int64)
     two_buffers, per_row = 2 * 4 * 512 * 4, 64 * 100
@@ -195,7 +195,7 @@ def test_a_chunk_size_bounds_the_memory_forward_and_backward():
         ({"targets": torch.zeros(3, dtype=torch.int64)}, r"logits have shape \[2, 8\] and targets \[3\]"),
     ],
 )
-def test_arguments_that_make_no_sense_are_refused(change, message):
+def test_invalid_arguments_are_rejected(change, message):
     arguments = {"targets": torch.zeros(2, dtype=torch.int64), "vocab_size": 8, "group": None, **change}
     with pytest.raises(ValueError, match=message):
         vocab_parallel_log_probs(torch.zeros(2, 8), **arguments)
@@ -211,7 +211,7 @@ def test_arguments_that_make_no_sense_are_refused(change, message):
         (torch.float32, 1, [1] * 900),
     ],
 )
-def test_a_piece_takes_a_sixteenth_of_the_logits_or_as_many_rows_as_are_named(dtype, size, lengths):
+def test_chunk_is_a_sixteenth_of_the_logits_or_the_given_number_of_rows(dtype, size, lengths):
     pieces = list(_chunks(torch.empty(900, 3, dtype=dtype), size))
     assert [piece.stop - piece.start for piece in pieces] == lengths
     assert [piece.start for piece in pieces] == [sum(lengths[:place]) for place in range(len(lengths))]

@@ -25,7 +25,7 @@ def example(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor,
     weight = torch.randn(PADDED, WIDTH, generator=generator)
     weight[VOCAB:] = 30.0
     targets = torch.randint(0, VOCAB, (TOKENS,), generator=generator)
-    targets[:4] = torch.tensor([0, 63, 64, VOCAB - 1])  # where pieces begin and end
+    targets[:4] = torch.tensor([0, 63, 64, VOCAB - 1])  # where chunks begin and end
     return hidden.to(dtype), weight.to(dtype), targets, torch.randn(2, TOKENS, generator=generator)
 
 
@@ -52,7 +52,7 @@ def own(weight: Tensor, group: object, temperature: float, chunk_size: int) -> t
 
 @pytest.mark.parametrize("chunk_size", [-1, 1, CHUNK, 100])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_a_whole_weight_agrees_with_float64(temperature: float, chunk_size: int):
+def test_full_weight_matches_float64(temperature: float, chunk_size: int):
     log_probs, entropy, hidden_grad, weight_grad = own(example()[1], None, temperature, chunk_size)
     expected = reference(temperature)
     assert log_probs.dtype == entropy.dtype == torch.float32
@@ -64,7 +64,7 @@ def test_a_whole_weight_agrees_with_float64(temperature: float, chunk_size: int)
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 64])
-def test_any_split_over_ranks_agrees_with_float64(ranks: int):
+def test_any_split_over_ranks_matches_float64(ranks: int):
     # 512 rows over 64 ranks are 8 each: rank 62 holds four real rows, rank 63 only padding.
     shards = example()[1].chunk(ranks)
     results = on_ranks(ranks, lambda rank, group: own(shards[rank], group, 0.8, CHUNK))
@@ -76,7 +76,7 @@ def test_any_split_over_ranks_agrees_with_float64(ranks: int):
     assert (torch.cat([weight_grad for *_, weight_grad in results]) - expected[3]).abs().max() < 1e-5
 
 
-def test_bfloat16_weights_have_gradients_as_exact_as_bfloat16_is():
+def test_bfloat16_weight_gradients_have_bfloat16_accuracy():
     log_probs, entropy, hidden_grad, weight_grad = own(example(torch.bfloat16)[1], None, 1.0, CHUNK)
     expected = reference(1.0, torch.bfloat16)
     assert hidden_grad.dtype == weight_grad.dtype == torch.bfloat16
@@ -87,7 +87,7 @@ def test_bfloat16_weights_have_gradients_as_exact_as_bfloat16_is():
 
 
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])
-def test_what_needs_no_gradient_gets_none_and_the_other_its_own(frozen: str):
+def test_gradients_are_computed_only_for_inputs_that_need_them(frozen: str):
     hidden, weight, targets, _ = example()
     leaves = {"hidden": hidden, "weight": weight}
     for name, leaf in leaves.items():
@@ -104,7 +104,7 @@ def test_what_needs_no_gradient_gets_none_and_the_other_its_own(frozen: str):
     assert (leaf.grad - exact[name].grad).abs().max() < 1e-5
 
 
-def test_no_tokens_give_empty_results_and_gradients_of_zero():
+def test_empty_input_gives_empty_results_and_zero_gradients():
     hidden, weight = torch.zeros(0, WIDTH, requires_grad=True), torch.ones(PADDED, WIDTH, requires_grad=True)
     log_probs, entropy = output_log_probs(
         hidden, weight, torch.zeros(0, dtype=torch.int64), vocab_size=VOCAB, group=None
@@ -115,7 +115,7 @@ def test_no_tokens_give_empty_results_and_gradients_of_zero():
     assert weight.grad.shape == weight.shape and weight.grad.abs().max() == 0
 
 
-def test_forbidden_tokens_and_impossible_targets_are_no_nan():
+def test_masked_tokens_and_impossible_targets_give_no_nan():
     # the second token's logits are -inf, and so is all of the third piece of 64 columns
     hidden, weight = torch.ones(3, 1), torch.zeros(256, 1)
     weight[1], weight[128:192] = float("-inf"), float("-inf")
@@ -130,7 +130,7 @@ def test_forbidden_tokens_and_impossible_targets_are_no_nan():
     assert gradient.isfinite().all()
 
 
-def test_a_pass_never_holds_more_than_a_tenth_of_the_logits():
+def test_at_most_a_tenth_of_the_logits_is_held_at_a_time():
     tokens, width, vocab = 256, 16, 16384
     hidden = torch.randn(tokens, width, requires_grad=True)
     weight = torch.randn(vocab, width, requires_grad=True)
@@ -145,7 +145,7 @@ def test_a_pass_never_holds_more_than_a_tenth_of_the_logits():
     assert 0 < backward.peak - gradient_bytes <= 0.1 * logits
 
 
-def test_a_chunk_size_stands_for_the_logits_of_that_many_tokens():
+def test_chunk_size_bounds_the_logits_held_to_that_many_tokens():
     assert piece_columns(8192, 75968, 2, 1024) == 9472  # an eighth of the columns, to a multiple of 64
     assert piece_columns(100, 75968, 2, 1024) >= 75968  # more tokens than there are: all at once
     assert piece_columns(8192, 75968, 2, -1) == 896  # 1/16 x 2 / (2 + 8) of them
@@ -163,14 +163,14 @@ def test_a_chunk_size_stands_for_the_logits_of_that_many_tokens():
         ({"weight": torch.zeros(512, 15)}, r"the weight \[512, 15\]"),
     ],
 )
-def test_arguments_that_make_no_sense_are_refused(change: dict, message: str):
+def test_invalid_arguments_are_rejected(change: dict, message: str):
     hidden, weight, targets, _ = example()
     arguments = {"weight": weight, "targets": targets, "vocab_size": VOCAB, "group": None, **change}
     with pytest.raises(ValueError, match=message):
         output_log_probs(hidden, **arguments)
 
 
-def test_the_size_of_a_piece_is_counted_in_tokens(monkeypatch):
+def test_chunk_size_is_in_tokens(monkeypatch):
     asked = []
     monkeypatch.setattr(module, "piece_columns", lambda *sizes: asked.append(sizes) or piece_columns(*sizes))
     hidden, weight = torch.randn(5, 3), torch.randn(128, 3)

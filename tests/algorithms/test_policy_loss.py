@@ -23,14 +23,14 @@ def loss_at(ratio: float, advantage: float, **clip: float | None):
     [
         (1.0, 2.0, -2.0, 0.0),
         (1.1, 2.0, -2.2, 0.0),  # inside the range
-        (1.5, 2.0, -2.56, 1.0),  # above 1 + 0.28, wanted: bounded
-        (1.5, -2.0, 3.0, 0.0),  # above, unwanted: the full push back
-        (0.5, 2.0, -1.0, 0.0),  # below, wanted: the full push up
-        (0.5, -2.0, 1.6, 1.0),  # below 1 - 0.2, unwanted: bounded
+        (1.5, 2.0, -2.56, 1.0),  # above 1 + 0.28 with positive advantage: bounded
+        (1.5, -2.0, 3.0, 0.0),  # above with negative advantage: the full push back
+        (0.5, 2.0, -1.0, 0.0),  # below with positive advantage: the full push up
+        (0.5, -2.0, 1.6, 1.0),  # below 1 - 0.2 with negative advantage: bounded
         (5.0, -2.0, 10.0, 0.0),  # no bound without the dual clip
     ],
 )
-def test_loss_is_the_pessimistic_one_with_each_side_clipped_at_its_own_bound(ratio, advantage, loss, clipped):
+def test_loss_is_the_maximum_of_clipped_and_unclipped_with_separate_bounds(ratio, advantage, loss, clipped):
     result, gradient = loss_at(ratio, advantage)
     assert result.loss.item() == pytest.approx(loss, rel=1e-6)
     assert result.clipped.item() == clipped
@@ -56,7 +56,7 @@ def test_dual_clip_bounds_the_loss_of_negative_advantages(ratio, advantage, loss
     assert gradient == pytest.approx(0.0 if clipped else -ratio * advantage, rel=1e-6)
 
 
-def test_the_first_step_has_ratio_one_nothing_clipped_and_the_policy_gradient():
+def test_first_step_has_ratio_one_no_clipping_and_the_policy_gradient():
     log_probs = torch.tensor([-1.0, -2.5], requires_grad=True)
     result = clipped_policy_loss(
         log_probs, log_probs.detach(), torch.tensor([0.7, -0.3]), eps_clip=0.2, eps_clip_high=0.28
@@ -68,7 +68,7 @@ def test_the_first_step_has_ratio_one_nothing_clipped_and_the_policy_gradient():
     assert not result.ratio.requires_grad
 
 
-def test_a_hopeless_ratio_gives_a_finite_loss_and_gradient():
+def test_extreme_ratio_gives_a_finite_loss_and_gradient():
     log_probs = torch.tensor([0.0, 0.0], requires_grad=True)
     result = clipped_policy_loss(
         log_probs, torch.tensor([-500.0, -500.0]), torch.tensor([1.0, -1.0]), eps_clip=0.2, eps_clip_high=0.2
@@ -87,11 +87,11 @@ def test_no_gradient_reaches_old_log_probs_or_advantages():
     assert advantages.grad is None
 
 
-def test_a_dual_clip_bound_of_one_or_less_is_refused():
+def test_dual_clip_bound_of_one_or_less_is_rejected():
     with pytest.raises(ValueError, match="--eps-clip-c is 1.0 and must be above 1"):
         loss_at(1.0, 1.0, eps_clip_c=1.0)
 
 
-def test_a_dual_clip_bound_just_above_one_is_taken():
+def test_dual_clip_bound_just_above_one_is_accepted():
     result, _ = loss_at(1.5, -2.0, eps_clip_c=1.1)
     assert result.loss.item() == pytest.approx(2.2, rel=1e-6)  # 1.1 x 2, not 1.5 x 2

@@ -1,4 +1,4 @@
-"""Reductions: hand computation, and independence from the way a batch is cut."""
+"""Reductions: hand computation, and independence from how a batch is split."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def test_per_sample_sum_adds_the_masked_mean_of_each_sample():
     assert masked_mean_per_sample_sum(VALUES, MASK, LENGTHS).item() == 17.0
 
 
-def test_the_gradient_of_a_token_is_one_over_the_trained_tokens_of_its_sample():
+def test_token_gradient_is_one_over_the_trained_tokens_of_its_sample():
     values = VALUES.clone().requires_grad_()
     masked_mean_per_sample_sum(values, MASK, LENGTHS).backward()
     assert values.grad.tolist() == [0.5, 0.0, 0.5, 0.5, 0.5, 0.0]
@@ -34,7 +34,7 @@ def test_masked_values_may_be_nan_or_infinite():
     assert masked_sum(values, MASK).item() == 34.0
 
 
-def test_cutting_the_batch_does_not_change_the_sum():
+def test_splitting_the_batch_does_not_change_the_sum():
     torch.manual_seed(0)
     lengths = torch.tensor([4, 1, 7, 3])
     values, mask = torch.randn(15, dtype=torch.float64), (torch.rand(15) < 0.6).double()
@@ -46,6 +46,6 @@ def test_cutting_the_batch_does_not_change_the_sum():
     assert sum(parts).item() == pytest.approx(whole.item(), rel=1e-12)
 
 
-def test_lengths_that_do_not_add_up_are_refused():
+def test_mismatched_lengths_are_rejected():
     with pytest.raises(ValueError, match="add up to 4 tokens and the mask has 6"):
         sample_mean_weights(MASK, torch.tensor([3, 1]))

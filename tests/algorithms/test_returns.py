@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slimrl.algorithms.returns import discounted_returns, reward_at_the_end
+from slimrl.algorithms.returns import discounted_returns, reward_at_last_token
 
 
 @pytest.mark.parametrize("gamma", [1.0, 0.9, 0.0])
@@ -26,22 +26,22 @@ def test_returns_follow_the_recurrence_within_each_sample(gamma: float):
     )
 
 
-def test_no_tokens_have_no_returns():
+def test_empty_input_gives_empty_returns():
     assert discounted_returns(torch.zeros(0), torch.tensor([0]), 1.0).numel() == 0
 
 
-def test_lengths_that_do_not_add_up_are_refused():
+def test_mismatched_lengths_are_rejected():
     with pytest.raises(ValueError, match="add up to 3 tokens and there are 2"):
         discounted_returns(torch.zeros(2), torch.tensor([3]), 1.0)
 
 
-def test_the_reward_stands_at_the_last_trained_token():
+def test_reward_is_placed_at_the_last_trained_token():
     mask = torch.tensor([1.0, 1.0, 0.0, 0.0, 0.0, 1.0])
-    placed = reward_at_the_end(torch.tensor([2.0, 3.0, 5.0]), mask, torch.tensor([3, 2, 1]))
-    # the second sample is masked whole: its reward goes nowhere
+    placed = reward_at_last_token(torch.tensor([2.0, 3.0, 5.0]), mask, torch.tensor([3, 2, 1]))
+    # the second sample is fully masked: its reward is not used
     assert placed.tolist() == [0.0, 2.0, 0.0, 0.0, 0.0, 5.0]
 
 
-def test_the_reward_may_stand_at_the_very_first_token():
-    placed = reward_at_the_end(torch.tensor([2.0, 3.0]), torch.tensor([1.0, 0.0, 1.0]), torch.tensor([2, 1]))
+def test_reward_may_be_at_the_first_token():
+    placed = reward_at_last_token(torch.tensor([2.0, 3.0]), torch.tensor([1.0, 0.0, 1.0]), torch.tensor([2, 1]))
     assert placed.tolist() == [2.0, 0.0, 3.0]

@@ -52,7 +52,7 @@ SPLIT = "--actor-num-nodes 1 --actor-num-gpus-per-node 2 --rollout-num-gpus 6"
 
 
 class Recipe:
-    """A command line that passes; `line(more)` appends to it, since the last occurrence of a flag wins."""
+    """A valid command line; `line(more)` appends to it, since the last occurrence of a flag wins."""
 
     def __init__(self, folder: Path) -> None:
         self.dir = folder
@@ -89,20 +89,20 @@ def recipe(tmp_path: Path) -> Recipe:
 
 
 def complete_model(folder: Path, *, tokens: int = 2) -> None:
-    """What a model's folder has beside config.json, as far as the command line looks at it."""
+    """Writes what the command line checks of a model folder, besides config.json."""
     write_tokenizer(folder, tokens)
     (folder / "pytorch_model.bin").write_bytes(b"weights")
 
 
 def write_tokenizer(folder: Path, tokens: int) -> None:
-    """A tokenizer as far as the command line looks at it; the last id is that of an added token."""
+    """Writes a tokenizer with what the command line checks; the last id is that of an added token."""
     model = {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []}
     added = [{"id": tokens - 1, "content": "<|end|>", "special": True}]
     (folder / "tokenizer.json").write_text(json.dumps({"model": model, "added_tokens": added}))
 
 
 def make_checkpoint(folder: Path, *names: str) -> None:
-    """A torch_dist folder as far as the command line looks at it; the last name is the latest."""
+    """Makes a torch_dist folder with what the command line checks; the last name is the latest."""
     for name in names:
         (folder / name).mkdir(parents=True)
         for file in ("metadata.json", ".metadata"):

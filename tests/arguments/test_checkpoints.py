@@ -1,4 +1,4 @@
-"""Where weights come from: a fresh start is never mistaken for a wrong path, nor the other way round."""
+"""Where initial weights come from: a fresh start is never mistaken for a wrong path, nor the reverse."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from slimrl.arguments import read_args
-from slimrl.arguments.checkpoints import MANIFEST_NAME, damage, iteration_of, manifest, read_manifest
-from tests.arguments.plan.test_files import safetensors
+from slimrl.arguments.checkpoints import MANIFEST_NAME, find_corruption, iteration_of, manifest, read_manifest
+from tests.arguments.dry_run.test_files import safetensors
 
 
 def make_checkpoint(folder: Path, *names: str, latest: str) -> None:
-    """Checkpoints of training whose only tensor file has 3 bytes."""
+    """Makes training checkpoints whose only tensor file has 3 bytes."""
     for name in names:
         (folder / name).mkdir(parents=True)
         (folder / name / "__0_0.distcp").write_text("abc")
@@ -25,15 +25,15 @@ def sentences(line: list[str]) -> list[str]:
     return [str(problem) for problem in read_args(line)[1]]
 
 
-def test_an_absent_or_empty_load_is_a_fresh_start(recipe):
+def test_absent_or_empty_load_is_a_fresh_start(recipe):
     assert sentences(recipe.line()) == []
     (recipe.dir / "ckpt").mkdir()
     assert sentences(recipe.line()) == []
-    (recipe.dir / "ckpt" / "iter_0000001.tmp").mkdir()  # a first save that was cut off
+    (recipe.dir / "ckpt" / "iter_0000001.tmp").mkdir()  # an interrupted first save
     assert sentences(recipe.line()) == []
 
 
-def test_a_load_with_a_checkpoint_resumes_and_needs_no_reference(recipe):
+def test_load_with_a_checkpoint_resumes_without_a_reference(recipe):
     make_checkpoint(recipe.dir / "ckpt", "iter_0000019", "iter_0000039", latest="39")
     assert sentences(recipe.line()) == []
     assert sentences(recipe.line("--ckpt-step 19")) == []
@@ -42,22 +42,21 @@ def test_a_load_with_a_checkpoint_resumes_and_needs_no_reference(recipe):
     assert sentences(line) == []
 
 
-def test_an_absent_load_is_a_misspelt_path_unless_it_is_where_the_run_saves(recipe):
+def test_absent_load_is_rejected_unless_it_is_the_save_folder(recipe):
     for wrong in ("chekpoints/run1", "ckpt2"):
         assert sentences(recipe.line(f"--load {{dir}}/{wrong}")) == [
-            f"--load {recipe.dir}/{wrong} does not exist (only {recipe.dir} of it does), and it is not where --save"
-            " writes to: fix the path, or make the folder for a fresh start."
+            f"--load {recipe.dir}/{wrong} does not exist (only {recipe.dir} of it does), and it is not the --save"
+            f" folder: fix the path, or create the folder for a fresh start."
         ]
     assert sentences(recipe.line("--load {dir}/new/run1 --save {dir}/new/run1/")) == []
 
 
-def test_a_load_with_other_things_is_an_error(recipe):
+def test_load_folder_without_a_checkpoint_is_rejected(recipe):
     folder = recipe.dir / "ckpt"
     folder.mkdir()
     (folder / "notes.txt").touch()
     assert sentences(recipe.line()) == [
-        f"--load {folder} holds notes.txt and no checkpoint: give the folder that has"
-        " latest_checkpointed_iteration.txt."
+        f"--load {folder} has notes.txt and no checkpoint: give the folder that has latest_checkpointed_iteration.txt."
     ]
     assert sentences(recipe.line("--load {dir}/hf")) == [
         f"--load {recipe.dir}/hf is a Hugging Face model without its weights (*.safetensors): copy them too."
@@ -67,10 +66,10 @@ def test_a_load_with_other_things_is_an_error(recipe):
     ]
 
 
-def test_a_load_one_level_too_high_or_too_deep_says_which_to_give(recipe):
+def test_load_one_level_too_high_or_too_deep_reports_the_right_path(recipe):
     make_checkpoint(recipe.dir / "runs" / "a", "iter_0000001", latest="1")
     assert sentences(recipe.line("--load {dir}/runs")) == [
-        f"--load {recipe.dir}/runs holds no checkpoint itself, its folder a does: give {recipe.dir}/runs/a."
+        f"--load {recipe.dir}/runs has no checkpoint, its subfolder a has: give {recipe.dir}/runs/a."
     ]
     assert sentences(recipe.line("--load {dir}/runs/a/iter_0000001")) == [
         f"--load {recipe.dir}/runs/a/iter_0000001 is one iteration of a checkpoint without its metadata.json: give its"
@@ -85,65 +84,65 @@ def test_a_load_one_level_too_high_or_too_deep_says_which_to_give(recipe):
     [
         (
             "7",
-            "--load {dir}/ckpt: latest_checkpointed_iteration.txt names iter_0000007, which is not there (there is"
-            " iter_0000001): fix that file, or copy the checkpoint again.",
+            "--load {dir}/ckpt: latest_checkpointed_iteration.txt names iter_0000007, which does not exist (the"
+            " folder has iter_0000001): fix that file, or copy the checkpoint again.",
         ),
         (
             "seven",
-            "--load {dir}/ckpt: latest_checkpointed_iteration.txt says 'seven', neither release nor a number: fix"
+            "--load {dir}/ckpt: latest_checkpointed_iteration.txt contains 'seven', neither release nor a number: fix"
             " that file.",
         ),
     ],
 )
-def test_a_tracker_that_names_nothing_is_an_error(recipe, latest, sentence):
+def test_tracker_naming_a_missing_iteration_is_rejected(recipe, latest, sentence):
     make_checkpoint(recipe.dir / "ckpt", "iter_0000001", latest=latest)
     assert sentences(recipe.line()) == [sentence.format(dir=recipe.dir)]
 
 
-def test_a_tracker_that_is_not_text_is_an_error(recipe):
+def test_tracker_that_is_not_text_is_rejected(recipe):
     make_checkpoint(recipe.dir / "ckpt", "iter_0000001", latest="1")
     for content in (b"\xff1", "\u00b2".encode()):
         (recipe.dir / "ckpt" / "latest_checkpointed_iteration.txt").write_bytes(content)
         assert "neither release nor a number" in sentences(recipe.line())[0]
 
 
-def test_one_iteration_by_its_path_and_another_by_its_number_contradict(recipe):
+def test_iteration_in_the_path_must_match_the_iteration_flag(recipe):
     make_checkpoint(recipe.dir / "ckpt", "iter_0000019", "iter_0000039", latest="39")
     folder = recipe.dir / "ckpt" / "iter_0000019"
     (folder / "metadata.json").touch()
     assert sentences(recipe.line(f"--load {folder} --ckpt-step 39")) == [
-        f"--ckpt-step 39 chooses an iteration and --load {folder} is one already: drop it."
+        f"--ckpt-step 39 selects an iteration and --load {folder} is one: leave the step out."
     ]
     assert sentences(recipe.line(f"--load {folder} --ckpt-step 19")) == []
 
 
-def test_iterations_without_a_tracker_are_an_error(recipe):
+def test_iterations_without_a_tracker_are_rejected(recipe):
     make_checkpoint(recipe.dir / "ckpt", "iter_0000001", latest="1")
     (recipe.dir / "ckpt" / "latest_checkpointed_iteration.txt").unlink()
     assert sentences(recipe.line()) == [
-        f"--load {recipe.dir}/ckpt holds iter_0000001 but no latest_checkpointed_iteration.txt that names one: give"
-        " the step, or write that file."
+        f"--load {recipe.dir}/ckpt has iter_0000001 but no latest_checkpointed_iteration.txt: give the step, or write"
+        f" that file."
     ]
     assert sentences(recipe.line("--ckpt-step 1")) == []
 
 
-def test_a_step_that_is_not_there_is_an_error(recipe):
+def test_missing_step_is_rejected(recipe):
     assert sentences(recipe.line("--ckpt-step 3")) == [
-        f"--ckpt-step 3 is not in --load {recipe.dir}/ckpt, which holds no checkpoint: drop it."
+        f"--ckpt-step 3 is not in --load {recipe.dir}/ckpt, which has no checkpoint: leave it out."
     ]
     assert sentences(recipe.line("--ckpt-step 3", without="--load")) == [
-        "--ckpt-step 3 chooses from --load: give it, or leave it out."
+        "--ckpt-step 3 needs --load: add it, or leave the step out."
     ]
     make_checkpoint(recipe.dir / "ckpt", "iter_0000001", latest="1")
     assert sentences(recipe.line("--ckpt-step 3")) == [
-        f"--ckpt-step 3 is not in --load {recipe.dir}/ckpt, which holds iter_0000001: choose one."
+        f"--ckpt-step 3 is not in --load {recipe.dir}/ckpt, which has iter_0000001: choose one."
     ]
     assert sentences(recipe.line("--ref-ckpt-step 3")) == [
-        f"--ref-ckpt-step 3 is not in --ref-load {recipe.dir}/ref, which holds release: choose one."
+        f"--ref-ckpt-step 3 is not in --ref-load {recipe.dir}/ref, which has release: choose one."
     ]
 
 
-def test_a_reference_must_be_there_where_it_is_named_or_needed(recipe):
+def test_reference_must_exist_when_it_is_given_or_needed(recipe):
     assert sentences(recipe.line("--ref-load {dir}/reference")) == [
         f"--ref-load {recipe.dir}/reference does not exist (only {recipe.dir} of it does): make it with"
         " tools/convert_hf_to_torch_dist.py, or give the Hugging Face folder itself."
@@ -158,11 +157,11 @@ def test_a_reference_must_be_there_where_it_is_named_or_needed(recipe):
     ]
 
 
-def test_a_run_needs_weights_to_start_from(recipe):
+def test_run_needs_initial_weights(recipe):
     line = recipe.line(without="--ref-load")
     line.remove("--use-kl-loss")
     assert sentences(line) == [
-        f"--load {recipe.dir}/ckpt holds no checkpoint yet and --ref-load is missing: give the first weights."
+        f"--load {recipe.dir}/ckpt has no checkpoint yet and --ref-load is missing: give the initial weights."
     ]
     at = line.index("--load")
     del line[at : at + 2]
@@ -170,15 +169,16 @@ def test_a_run_needs_weights_to_start_from(recipe):
     assert sentences([*line, "--debug-rollout-only"]) == []
 
 
-def test_a_hugging_face_folder_gives_first_weights_where_its_shape_is_that_of_the_flags(recipe):
+def test_hf_folder_gives_initial_weights_when_its_shape_matches_the_flags(recipe):
     safetensors(recipe.dir / "hf" / "model.safetensors", {"a": [2]})
     assert sentences(recipe.line("--ref-load {dir}/hf")) == []
     assert sentences(recipe.line("--load {dir}/hf --save {dir}/new")) == []
     assert sentences(recipe.line("--ref-load {dir}/hf --ref-ckpt-step 3")) == [
-        f"--ref-ckpt-step 3 chooses an iteration and --ref-load {recipe.dir}/hf is a Hugging Face model: drop it."
+        f"--ref-ckpt-step 3 selects an iteration and --ref-load {recipe.dir}/hf is a Hugging Face model: leave the"
+        f" step out."
     ]
     assert sentences(recipe.line("--ref-load {dir}/hf --load {dir}/ref --save {dir}/hf")) == [
-        f"--save {recipe.dir}/hf is a Hugging Face model: give a folder of its own."
+        f"--save {recipe.dir}/hf is a Hugging Face model: give another folder."
     ]
     other = recipe.dir / "other"
     other.mkdir()
@@ -190,44 +190,46 @@ def test_a_hugging_face_folder_gives_first_weights_where_its_shape_is_that_of_th
     ]
 
 
-def test_a_torn_checkpoint_is_an_error_that_says_what_is_wrong(recipe):
+def test_torn_checkpoint_is_rejected_with_its_damage(recipe):
     make_checkpoint(recipe.dir / "ckpt", "iter_0000001", latest="1")
     folder = recipe.dir / "ckpt" / "iter_0000001"
     mend = "; choose another checkpoint, or copy it again."
     (folder / "__0_0.distcp").write_text("a")
-    sentence = f"--load: {folder} is not loaded, it is torn: __0_0.distcp has 1 bytes of 3{mend}"
+    sentence = f"--load: {folder} is not loaded, it is incomplete: __0_0.distcp has 1 bytes of 3{mend}"
     (folder / "metadata.json").touch()
     assert sentences(recipe.line()) == [sentence]
     assert sentences(recipe.line("--ckpt-step 1")) == [sentence]
     assert sentences(recipe.line(f"--load {folder}")) == [sentence]
     (folder / "__0_0.distcp").unlink()
-    assert sentences(recipe.line()) == [f"--load: {folder} is not loaded, it is torn: __0_0.distcp is missing{mend}"]
-
-
-def test_a_folder_of_another_kind_under_a_checkpoints_name_is_an_error(recipe):
-    release = recipe.dir / "ref" / "release"
-    (release / ".metadata").unlink()
     assert sentences(recipe.line()) == [
-        f"--ref-load: {release} is not loaded, it is no torch_dist checkpoint, or a torn one: it has no .metadata;"
-        " choose another checkpoint, or copy it again."
+        f"--load: {folder} is not loaded, it is incomplete: __0_0.distcp is missing{mend}"
     ]
 
 
-def test_a_checkpoint_that_was_being_replaced_when_the_run_was_killed_is_found(recipe):
+def test_foreign_folder_under_a_checkpoint_name_is_rejected(recipe):
+    release = recipe.dir / "ref" / "release"
+    (release / ".metadata").unlink()
+    assert sentences(recipe.line()) == [
+        f"--ref-load: {release} is not loaded, it is no torch_dist checkpoint, or an incomplete one: it has no"
+        f" .metadata; choose another checkpoint, or copy it again."
+    ]
+
+
+def test_checkpoint_is_found_after_a_kill_during_its_replacement(recipe):
     make_checkpoint(recipe.dir / "ckpt", "iter_0000001", latest="1")
     (recipe.dir / "ckpt" / "iter_0000001").rename(recipe.dir / "ckpt" / "iter_0000001.old")
     assert sentences(recipe.line()) == []
     assert sentences(recipe.line("--ckpt-step 1")) == []
 
 
-def test_the_manifest_tells_a_checkpoint_of_training_from_others(tmp_path):
+def test_manifest_identifies_training_checkpoints(tmp_path):
     (tmp_path / MANIFEST_NAME).write_text('{"program": "other"}')
     assert read_manifest(tmp_path) is None
-    assert damage(tmp_path) == f"its {MANIFEST_NAME} is cut off or not slimrl's"
+    assert find_corruption(tmp_path) == f"its {MANIFEST_NAME} is truncated or not slimrl's"
     assert [iteration_of(name) for name in ("iter_0000012", "iter_12", "release")] == [12, None, None]
 
 
-def test_what_is_kept_and_exported_must_fit_the_saving(recipe):
+def test_retention_and_export_intervals_must_fit_the_save_interval(recipe):
     safetensors(recipe.dir / "hf" / "model.safetensors", {"a": [2]})
     fitting = "--save-hf {{dir}}/hf_{rollout_id} --save-retain-interval 40 --save-total-limit 2 --async-save"
     line = recipe.line().copy()
@@ -239,37 +241,36 @@ def test_what_is_kept_and_exported_must_fit_the_saving(recipe):
     [
         (
             "--save-retain-interval 30",
-            "--save-retain-interval 30 is no multiple of --save-interval 20: not every checkpoint to keep would be"
+            "--save-retain-interval 30 is not a multiple of --save-interval 20: some checkpoints to keep would not be"
             " written; give 40.",
         ),
         (
             "--save-total-limit 2 --load DIR/ref --save DIR/ref",
             "--ref-load DIR/ref is in --save DIR/ref, where --save-total-limit and --save-retain-interval delete:"
-            " copy the reference to a folder of its own.",
+            " copy the reference to another folder.",
         ),
         (
             "--save-hf DIR/export",
-            "--save-hf DIR/export must name the rollout, and nothing else, in braces: put {rollout_id} into the path"
-            " once.",
+            "--save-hf DIR/export must contain {rollout_id} and no other braces: put {rollout_id} into the path.",
         ),
         (
             "--save-hf DIR/{rollout_id}_{step}",
-            "--save-hf DIR/{rollout_id}_{step} must name the rollout, and nothing else, in braces: put {rollout_id}"
-            " into the path once.",
+            "--save-hf DIR/{rollout_id}_{step} must contain {rollout_id} and no other braces: put {rollout_id} into"
+            " the path.",
         ),
         (
             "--save-hf DIR/iter_{rollout_id}",
-            "--save-hf DIR/iter_{rollout_id} looks like a checkpoint of training: choose another name.",
+            "--save-hf DIR/iter_{rollout_id} has the name of a training checkpoint: choose another name.",
         ),
     ],
 )
-def test_what_is_kept_or_exported_wrongly_is_one_sentence(recipe, more, sentence):
+def test_invalid_retention_or_export_is_one_error(recipe, more, sentence):
     safetensors(recipe.dir / "hf" / "model.safetensors", {"a": [2]})
     line = [*recipe.line(), *more.replace("DIR", str(recipe.dir)).split()]
     assert sentences(line) == [sentence.replace("DIR", str(recipe.dir))]
 
 
-def test_an_export_needs_the_weights_of_the_original(recipe):
+def test_export_needs_the_weights_of_the_original(recipe):
     line = [*recipe.line(), "--save-hf", f"{recipe.dir}/hf_{{rollout_id}}"]
     assert sentences(line) == [
         f"--save-hf is modelled on --hf-checkpoint {recipe.dir}/hf, which has no weights (*.safetensors): copy them"
@@ -277,12 +278,12 @@ def test_an_export_needs_the_weights_of_the_original(recipe):
     ]
 
 
-def test_flags_about_checkpoints_need_a_place_for_them(recipe):
+def test_checkpoint_flags_need_a_save_folder(recipe):
     line = recipe.line("--async-save --save-total-limit 3", without="--save")
     at = line.index("--save-interval")
     del line[at : at + 2]
     (recipe.dir / "ckpt").mkdir()
     assert sentences(line) == [
-        "--save-total-limit 3 is about checkpoints and needs --save: give a folder.",
-        "--async-save is about checkpoints and needs --save: give a folder.",
+        "--save-total-limit 3 needs --save: give a folder.",
+        "--async-save needs --save: give a folder.",
     ]

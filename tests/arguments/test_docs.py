@@ -1,4 +1,4 @@
-"""docs/flags.md and docs/unsupported.md are what the declarations say."""
+"""docs/flags.md and docs/unsupported.md match the declarations of the flags."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from slimrl.arguments.namespace import all_flag_specs
 PAGE = Path(__file__).parents[2] / "docs" / "flags.md"
 
 
-def test_the_flags_page_is_fresh():
+def test_flags_page_is_up_to_date():
     assert PAGE.read_text() == markdown(), "make it again: python -m slimrl.arguments.docs > docs/flags.md"
 
 
-def test_the_flags_page_has_every_spelling():
+def test_flags_page_has_every_spelling():
     page = markdown()
     for spec in all_flag_specs():
         for name in spec.on + spec.off:
             assert f"`{name}`" in page
 
 
-def test_the_page_of_unsupported_features_is_fresh():
+def test_unsupported_features_page_is_up_to_date():
     text = (PAGE.parent / "unsupported.md").read_text()
     assert text == unsupported(), "make it again: python -m slimrl.arguments.docs unsupported > docs/unsupported.md"
 
 
-def test_an_unsupported_flag_belongs_to_one_capability_and_each_pattern_has_a_flag():
+def test_each_unsupported_flag_has_one_capability_and_each_pattern_a_flag():
     flags = [spec for spec in all_flag_specs() if spec.not_served is not None]
     for spec in flags:
         assert [row.title for row in CAPABILITIES if row.has(spec)] == [capability_of(spec).title]
@@ -37,7 +37,7 @@ def test_an_unsupported_flag_belongs_to_one_capability_and_each_pattern_has_a_fl
             assert any(dataclasses.replace(row, flags=pattern).has(spec) for spec in flags), f"{row.title}: {pattern}"
 
 
-def test_the_readme_names_every_unsupported_capability():
+def test_readme_names_every_unsupported_capability():
     readme = re.sub(r"\s+", " ", (PAGE.parents[1] / "README.md").read_text().partition("## Unsupported")[2].lower())
     for row in CAPABILITIES:
         if row.in_readme:

@@ -1,4 +1,4 @@
-"""Evaluation sets: a set's own value, then the file's defaults, then --eval-*, then --rollout-*."""
+"""Evaluation datasets: the dataset's own value, then the file's defaults, then --eval-*, then --rollout-*."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from slimrl.arguments import read_args
 from slimrl.arguments.flag import ended
 from slimrl.arguments.flags.rollout import RM_TYPES
-from slimrl.rollout.rm_hub.registry import builtin_types, is_builtin
+from slimrl.rollout.rm_hub.rule_reward import builtin_types, is_builtin
 
 CONFIG = """
 eval:
@@ -36,7 +36,7 @@ def sentences(line: list[str]) -> list[str]:
 
 @pytest.fixture
 def config(recipe):
-    """Writes an --eval-config file and gives the recipe's command line with it."""
+    """Writes an --eval-config file and returns the recipe's command line with it."""
 
     def write(text: str, more: str = "", suffix: str = "yaml") -> list[str]:
         path = recipe.dir / f"eval.{suffix}"
@@ -46,7 +46,7 @@ def config(recipe):
     return write
 
 
-def test_values_are_resolved_from_the_nearest_place(config):
+def test_values_are_resolved_from_the_most_specific_level(config):
     args, problems = read_args(config(CONFIG, "--eval-temperature 0.9 --rollout-top-k 20"))
     assert problems == []
     easy, hard = args.eval_datasets
@@ -59,7 +59,7 @@ def test_values_are_resolved_from_the_nearest_place(config):
     assert (easy.max_prompt_len, easy.metadata_overrides, hard.metadata_overrides) == (None, {}, {"level": 5})
 
 
-def test_a_sets_own_reward_goes_before_the_runs_custom_one(config, recipe, monkeypatch):
+def test_dataset_reward_overrides_the_custom_reward_of_the_run(config, recipe, monkeypatch):
     (recipe.dir / "slimrl_test_eval_hooks.py").write_text("async def judge(args, sample): return 1.0\n")
     monkeypatch.syspath_prepend(recipe.dir)
     custom = "--custom-rm-path slimrl_test_eval_hooks.judge"
@@ -70,7 +70,7 @@ def test_a_sets_own_reward_goes_before_the_runs_custom_one(config, recipe, monke
     assert args.eval_datasets[0].custom_rm_path == "slimrl_test_eval_hooks.judge"
 
 
-def test_datasets_may_be_a_mapping_without_eval_around_it_and_json(config):
+def test_datasets_may_be_a_mapping_without_the_eval_key_or_json(config):
     text = json.dumps({"datasets": {"a": {"path": "PATH"}}}).replace("{", "{{").replace("}", "}}")
     args, problems = read_args(config(text.replace("PATH", "{dir}/train.jsonl"), suffix="json"))
     assert problems == []
@@ -93,7 +93,7 @@ def test_datasets_may_be_a_mapping_without_eval_around_it_and_json(config):
         ),
         (
             "datasets: [{{name: a, path: p, top_k: 0}}]",
-            "set 1 (a) has top_k 0, which means nothing here: give another number, or leave it out",
+            "set 1 (a) has top_k 0, which is not allowed: give another number, or leave it out",
         ),
         ("datasets: {{a: train.jsonl}}", "set 1 must be a mapping with at least name and path"),
         ("datasets: [{{name: a, path: p, top_k: x}}]", "set 1 (a) has top_k 'x', which is not of type int"),
@@ -103,18 +103,18 @@ def test_datasets_may_be_a_mapping_without_eval_around_it_and_json(config):
         ),
         (
             "datasets: [{{name: a, path: p, multimodal_keys: {{image: images}}}}]",
-            "set 1 (a) has multimodal_keys, which is not served: prompts are text in this version; leave it out",
+            "set 1 (a) has multimodal_keys, which is unsupported: prompts are text; leave it out",
         ),
     ],
 )
-def test_a_mistake_in_the_file_is_one_sentence(config, recipe, text, complaint):
+def test_invalid_file_is_one_error(config, recipe, text, complaint):
     assert sentences(config(text)) == [ended(f"--eval-config {recipe.dir}/eval.yaml: {complaint}")]
 
 
-def test_mistakes_beside_good_sets_are_found_too(config, recipe):
+def test_errors_are_found_next_to_valid_datasets(config, recipe):
     path = f"{recipe.dir}/eval.yaml"
     assert sentences(config("defaults: {{top_q: 1}}\ndatasets: [{{name: a, path: {dir}/train.jsonl}}]\nextra: 1")) == [
-        f"--eval-config {path}: 'extra' means nothing beside datasets and defaults: remove it, or move it under"
+        f"--eval-config {path}: 'extra' is not a known key (known: datasets, defaults): remove it, or move it under"
         " defaults.",
         f"--eval-config {path}: defaults has an unknown key 'top_q', did you mean top_p?",
     ]
@@ -123,40 +123,40 @@ def test_mistakes_beside_good_sets_are_found_too(config, recipe):
     ]
     assert sentences(config("datasets: [{{name: a, path: {dir}/train.jsonl, custom_rm_path: no.where}}]")) == [
         "--eval-config: set a, custom_rm_path no.where: there is no module no: check the spelling, or start from the"
-        " folder that holds it."
+        " folder that contains it."
     ]
 
 
-def test_a_file_that_is_not_there_or_not_yaml_is_refused(config, recipe):
+def test_missing_or_non_yaml_file_is_rejected(config, recipe):
     assert sentences(recipe.line("--eval-config {dir}/nope.yaml", without="--eval-prompt-data")) == [
         f"--eval-config {recipe.dir}/nope.yaml: the file does not exist: check the path."
     ]
     assert "the file is not YAML" in sentences(config("a: [b"))[0]
 
 
-def test_two_sources_of_sets_are_refused(recipe, config):
+def test_datasets_from_two_sources_are_rejected(recipe, config):
     line = [*config(CONFIG), "--eval-prompt-data", f"{recipe.dir}/train.jsonl"]
     assert sentences(line) == ["--eval-config and --eval-prompt-data both name evaluation sets: give one of them."]
 
 
-def test_a_set_that_nobody_judges_is_refused(recipe, config, monkeypatch):
+def test_dataset_without_a_reward_is_rejected(recipe, config, monkeypatch):
     (recipe.dir / "slimrl_test_own.py").write_text("async def generate(args, sample, sampling_params): return sample\n")
     monkeypatch.syspath_prepend(recipe.dir)
     text = "datasets: [{{name: a, path: {dir}/train.jsonl}}]"
     line = config(text)
     at = line.index("--rm-type")
     del line[at : at + 2]
-    assert "--eval-config: nothing judges set a: give it rm_type or custom_rm_path." in sentences(line)
+    assert "--eval-config: no reward for set a: give it rm_type or custom_rm_path." in sentences(line)
     assert sentences([*line, "--custom-generate-function-path", "slimrl_test_own.generate"]) == []
 
 
-def test_a_single_path_is_named_after_its_file(recipe):
+def test_single_path_is_named_after_its_file(recipe):
     args, problems = read_args(recipe.line("--eval-prompt-data {dir}/aime-2024.jsonl@[0:1]"))
     assert problems == []
     assert [dataset.name for dataset in args.eval_datasets] == ["aime-2024"]
 
 
-def test_words_that_do_not_pair_up_and_names_that_repeat_are_refused(recipe):
+def test_unpaired_words_and_repeated_names_are_rejected(recipe):
     assert sentences(recipe.line("--eval-prompt-data a b c")) == [
         "--eval-prompt-data got 3 words, a b c, which do not pair up: write name path [name path ...]."
     ]
@@ -165,6 +165,6 @@ def test_words_that_do_not_pair_up_and_names_that_repeat_are_refused(recipe):
     ]
 
 
-def test_the_reward_types_are_those_of_the_hub():
+def test_reward_types_match_the_registry():
     assert all(is_builtin(name) for name in RM_TYPES)
     assert set(builtin_types()) == {name for name in RM_TYPES if not name.startswith("boxed_")}

@@ -1,4 +1,4 @@
-"""The flags of every family against config.json: what each key states, and what cannot be trained."""
+"""The flags of every family against config.json: what each key sets, and which models are unsupported."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def published(model: str) -> dict[str, Any]:
 
 
 def model_args(model: str) -> list[str]:
-    """The flags of its script."""
+    """The flags of the model's script."""
     command = f"source {ROOT}/scripts/models/{model}.sh; printf '%s\\n' \"${{MODEL_ARGS[@]}}\""
     return subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True).stdout.splitlines()
 
 
 def sentences(model: str, more: str = "", **changes: Any) -> list[str]:
-    """What is said of the model's own flags and `more`, with `changes` to config.json (None: no such key)."""
+    """Errors for the model's own flags and `more`, with `changes` to config.json (None: no such key)."""
     config = {key: value for key, value in (published(model) | changes).items() if value is not None}
     args, _ = read_args([*model_args(model), *more.split()], entry="convert_hf_to_torch_dist.py")
     return [str(problem) for problem in disagreements(args, config)]
@@ -142,7 +142,7 @@ YARN = published(DEEPSEEK)["rope_scaling"]
             "--moe-router-num-groups is 8 and config.json says n_group 4: give --moe-router-num-groups 4.",
         ),
         (
-            GLM47,  # the words that transformers writes instead of first_k_dense_replace
+            GLM47,  # the keys that transformers writes instead of first_k_dense_replace
             {"first_k_dense_replace": None, "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 44},
             "--moe-layer-freq is [0]*1+[1]*46 and config.json says first_k_dense_replace [0]*3+[1]*44:"
             " give --moe-layer-freq [0]*3+[1]*44.",
@@ -154,7 +154,7 @@ YARN = published(DEEPSEEK)["rope_scaling"]
         ),
     ],
 )
-def test_a_flag_that_differs_is_named_with_both_values(model, changes, sentence):
+def test_mismatched_flag_is_reported_with_both_values(model, changes, sentence):
     assert sentences(model, **changes) == [sentence]
 
 
@@ -183,12 +183,12 @@ def test_a_flag_that_differs_is_named_with_both_values(model, changes, sentence)
         (QWEN3, {"use_sliding_window": True}, "use_sliding_window true"),
     ],
 )
-def test_what_the_tables_do_not_describe_is_refused(model, changes, what):
-    sentence = f"--hf-checkpoint has {what} in config.json, which is not served yet: use another."
+def test_model_outside_the_tables_is_rejected(model, changes, what):
+    sentence = f"--hf-checkpoint has {what} in config.json, which is unsupported: use another."
     assert sentence in sentences(model, **changes)
 
 
-def test_flags_of_experts_are_refused_for_a_dense_model():
+def test_expert_flags_are_rejected_for_a_dense_model():
     assert sentences("qwen3-4B", "--num-experts 8") == [
         "--num-experts is 8 and config.json says a model without experts: leave --num-experts out."
     ]
@@ -207,11 +207,11 @@ def test_flags_of_experts_are_refused_for_a_dense_model():
         (MOONLIGHT, "--rope-type rope"),
     ],
 )
-def test_two_ways_to_say_the_same_agree(model, more):
+def test_equivalent_spellings_agree(model, more):
     assert sentences(model, more) == []
 
 
-def test_a_model_of_experts_without_their_flags_is_told_them():
+def test_moe_model_without_expert_flags_reports_the_flags():
     line = [word for word in model_args(QWEN3) if word not in ("--num-experts", "128")]
     args, _ = read_args([*line, "--kv-channels", "128"], entry="convert_hf_to_torch_dist.py")
     assert str(disagreements(args, published(QWEN3))[0]) == (
@@ -219,7 +219,7 @@ def test_a_model_of_experts_without_their_flags_is_told_them():
     )
 
 
-def test_stated_flags_are_those_of_the_published_recipe():
+def test_reported_flags_match_the_published_recipe():
     flags = stated_flags(published(DEEPSEEK))
     args, _ = read_args(model_args(DEEPSEEK), entry="convert_hf_to_torch_dist.py")
     said = {field: value for field, value in flags.items() if value is not None}
@@ -229,12 +229,12 @@ def test_stated_flags_are_those_of_the_published_recipe():
     assert flags["moe_shared_expert_intermediate_size"] == 2048
 
 
-def test_every_family_with_a_table_of_flags_has_one_of_weights():
+def test_every_family_with_a_flag_table_has_a_weight_table():
     from slimrl.models.families import FAMILIES
 
     assert {family.model_type for family in FAMILIES} == set(MODEL_TYPES)
 
 
-def test_odd_rotary_settings_are_no_crash():
+def test_unusual_rotary_settings_do_not_crash():
     args, _ = read_args(model_args("qwen3-4B"), entry="convert_hf_to_torch_dist.py")
     assert isinstance(disagreements(args, published("qwen3-4B") | {"rope_scaling": "linear"}), list)

@@ -1,4 +1,4 @@
-"""Which layers have experts, as users write it."""
+"""Layer patterns: which layers have experts, as users write it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from slimrl.arguments.flag import layer_pattern
         ("[1]", [1]),
     ],
 )
-def test_a_pattern_is_what_python_would_make_of_it(text: str, pattern: int | list[int]):
+def test_pattern_evaluates_as_python_would(text: str, pattern: int | list[int]):
     assert layer_pattern(text) == pattern
 
 
 @pytest.mark.parametrize("text", ["0", "[]", "[2]*3", "__import__('os')", "[1]*99999999999", "[0]*3+", "1.5", "-1"])
-def test_anything_else_is_refused_and_never_run(text: str):
+def test_other_expressions_are_rejected_and_never_evaluated(text: str):
     with pytest.raises(ValueError, match="is |describes"):
         layer_pattern(text)

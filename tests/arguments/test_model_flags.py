@@ -1,4 +1,4 @@
-"""The model flags are possible in themselves and describe the model that config.json describes."""
+"""The model flags are consistent and match the model in config.json."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NEWER_ROPE = {"rope_theta": "absent", "rope_parameters": {"rope_theta": 5e6, "ro
         ({"rope_theta": "absent"}, "--rotary-base", 1000000, "rope_theta 10000"),
     ],
 )
-def test_a_number_that_differs_from_the_config_is_named_with_both_values(recipe, changes, flag, given, key):
+def test_number_that_differs_from_the_config_is_reported_with_both_values(recipe, changes, flag, given, key):
     recipe.write_config(**changes)
     wanted = key.split()[1]
     assert sentences(recipe.line()) == [f"{flag} is {given} and config.json says {key}: give {flag} {wanted}."]
@@ -56,25 +56,25 @@ def test_a_number_that_differs_from_the_config_is_named_with_both_values(recipe,
         ),
         (
             {"model_type": "gpt_oss"},
-            "--hf-checkpoint has model_type 'gpt_oss' and this version trains llama, qwen2, qwen2_moe, qwen3,"
-            " qwen3_moe, glm4, glm4_moe, deepseek_v3, kimi_k2, glm4_moe_lite, mimo: give a model of these families.",
+            "--hf-checkpoint has model_type 'gpt_oss', and slimrl supports llama, qwen2, qwen2_moe, qwen3, qwen3_moe,"
+            " glm4, glm4_moe, deepseek_v3, kimi_k2, glm4_moe_lite, mimo: give a model of these families.",
         ),
         (
             {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-            "--hf-checkpoint has rope type 'yarn' in config.json, which is not served yet: use another.",
+            "--hf-checkpoint has rope type 'yarn' in config.json, which is unsupported: use another.",
         ),
         (
             {"use_sliding_window": True},
-            "--hf-checkpoint has use_sliding_window true in config.json, which is not served yet: use another.",
+            "--hf-checkpoint has use_sliding_window true in config.json, which is unsupported: use another.",
         ),
     ],
 )
-def test_another_kind_of_model_is_refused(recipe, changes, sentence):
+def test_other_model_type_is_rejected(recipe, changes, sentence):
     recipe.write_config(**changes)
     assert sentences(recipe.line()) == [sentence]
 
 
-def test_layer_norm_is_refused_for_an_rms_norm_model(recipe):
+def test_layer_norm_is_rejected_for_an_rms_norm_model(recipe):
     assert sentences(recipe.line("--normalization LayerNorm")) == [
         "--normalization is LayerNorm and config.json says an RMSNorm model: give --normalization RMSNorm."
     ]
@@ -92,7 +92,7 @@ def test_layer_norm_is_refused_for_an_rms_norm_model(recipe):
         ("--use-rope-scaling", {"model_type": "llama", "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}),
     ],
 )
-def test_flags_that_follow_the_config_pass(recipe, more, changes):
+def test_flags_that_match_the_config_are_accepted(recipe, more, changes):
     recipe.write_config(**changes)
     line = recipe.line(more)
     if changes.get("model_type", "qwen3") != "qwen3":
@@ -100,7 +100,7 @@ def test_flags_that_follow_the_config_pass(recipe, more, changes):
     assert sentences(line) == []
 
 
-def test_every_disagreement_is_reported_at_once(recipe):
+def test_all_mismatches_are_reported_together(recipe):
     recipe.write_config(num_hidden_layers=28, hidden_size=1024, tie_word_embeddings=False)
     assert len(sentences(recipe.line())) == 3
 
@@ -117,12 +117,12 @@ def test_missing_model_switches_are_named(recipe):
     ]
 
 
-def test_a_folder_without_a_model_is_refused(recipe):
+def test_folder_without_a_model_is_rejected(recipe):
     (recipe.dir / "hf" / "config.json").write_text("{")
     assert "config.json is not JSON" in sentences(recipe.line())[0]
     (recipe.dir / "hf" / "config.json").unlink()
     assert sentences(recipe.line()) == [
-        f"--hf-checkpoint {recipe.dir}/hf has no config.json: give the folder that holds the model's files."
+        f"--hf-checkpoint {recipe.dir}/hf has no config.json: give the folder with the model's files."
     ]
     assert sentences(recipe.line("--hf-checkpoint {dir}/hff")) == [
         f"--hf-checkpoint {recipe.dir}/hff does not exist (only {recipe.dir} of it does): give the folder of a"
@@ -144,28 +144,28 @@ def test_a_folder_without_a_model_is_refused(recipe):
         ),
     ],
 )
-def test_impossible_shapes_are_refused(recipe, more, sentence):
+def test_impossible_shapes_are_rejected(recipe, more, sentence):
     assert sentence in sentences(recipe.line(more))
 
 
-def test_query_groups_and_their_switch_go_together(recipe):
+def test_query_groups_and_their_switch_require_each_other(recipe):
     assert (
         "--num-query-groups 8 is used with --group-query-attention only: add it, or leave --num-query-groups out."
         in sentences(recipe.line(without="--group-query-attention"))
     )
-    assert "--group-query-attention needs --num-query-groups: give its number." in sentences(
+    assert "--group-query-attention needs --num-query-groups: add it." in sentences(
         recipe.line(without="--num-query-groups")
     )
 
 
-def test_a_width_that_heads_do_not_share_needs_kv_channels(recipe):
+def test_head_width_other_than_hidden_size_over_heads_needs_kv_channels(recipe):
     assert (
         "--hidden-size 2561 does not divide by --num-attention-heads 32: give --kv-channels, the width of a head."
         in sentences(recipe.line("--hidden-size 2561", without="--kv-channels"))
     )
 
 
-def test_tensor_parallel_divides_heads_groups_and_widths(recipe):
+def test_tensor_parallel_size_divides_heads_groups_and_widths(recipe):
     layout = "--actor-num-gpus-per-node 16 --num-gpus-per-node 16 --tensor-model-parallel-size {tp}"
     assert sentences(recipe.line(layout.replace("{tp}", "8"))) == []
     assert sentences(recipe.line(layout.replace("{tp}", "16"))) == [
@@ -178,7 +178,7 @@ def test_tensor_parallel_divides_heads_groups_and_widths(recipe):
     ]
 
 
-def test_the_width_of_the_feed_forward_block_follows_megatron_where_it_is_not_given():
+def test_feed_forward_width_defaults_as_in_megatron():
     line = ["--num-layers", "2", "--hidden-size", "2560", "--num-attention-heads", "32", "--vocab-size", "100"]
     args, _ = read_args(line, entry="tool.py")
     assert (args.ffn_hidden_size, args.kv_channels, args.num_query_groups) == (10240, 80, 32)
@@ -187,21 +187,21 @@ def test_the_width_of_the_feed_forward_block_follows_megatron_where_it_is_not_gi
     assert args.ffn_hidden_size == 6784  # int(4 * 2560 * 2 / 3) = 6826 = 106 * 64 + 42
 
 
-def test_servers_are_not_started_from_quantised_weights_which_a_weight_update_would_spoil(recipe):
+def test_servers_reject_quantized_weights_that_a_weight_update_would_corrupt(recipe):
     recipe.write_config(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
     (sentence,) = sentences(recipe.line())
-    assert sentence.startswith("--hf-checkpoint holds weights quantised as 'fp8' and its servers would take trained")
+    assert sentence.startswith("--hf-checkpoint holds weights quantised as 'fp8' and weight updates send unquantised")
     assert sentence not in sentences(recipe.line("--debug-train-only --load-debug-rollout-data {dir}/dump.pt"))
     assert read_args(recipe.model_line(), entry="convert_hf_to_torch_dist.py")[1] == []
 
 
-def test_a_tokenizer_that_is_code_runs_only_where_the_user_says_so(recipe):
+def test_tokenizer_with_remote_code_runs_only_when_allowed(recipe):
     path = recipe.dir / "hf/tokenizer_config.json"
     path.write_text(json.dumps({"auto_map": {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]}}))
     tables = {"sglang": lambda: {"trust-remote-code": PassthroughFlag("trust_remote_code", action="store_true")}}
     _, problems = read_args(recipe.line(), passthrough=tables)
     assert [str(problem) for problem in problems] == [
-        f"--hf-checkpoint {recipe.dir}/hf brings its tokenizer along as Python code: read it, and add"
-        " --sglang-trust-remote-code to have it run."
+        f"--hf-checkpoint {recipe.dir}/hf has a tokenizer in Python code: review it, and add"
+        f" --sglang-trust-remote-code to run it."
     ]
     assert read_args(recipe.line("--sglang-trust-remote-code"), passthrough=tables)[1] == []

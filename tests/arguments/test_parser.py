@@ -1,4 +1,4 @@
-"""Words on the command line become values, and every word that does not is reported."""
+"""Command-line words become values, and every unrecognized word is reported."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def sentences(line: str) -> list[str]:
         ("--prompt-data=a=b.jsonl", "prompt_data", ["a=b.jsonl"]),
     ],
 )
-def test_words_become_values(line, dest, value):
+def test_words_are_parsed_into_values(line, dest, value):
     parsed = parse(line)
     assert parsed.problems == []
     assert parsed.values == {dest: value}
@@ -67,25 +67,25 @@ def test_words_become_values(line, dest, value):
         ("--zzzzzz 3", "unknown flag --zzzzzz: see docs/flags.md for all flags."),
         (
             "--http-proxy x",
-            "--http-proxy has no meaning here: slime never read it; leave it out, downloads follow the variable"
+            "--http-proxy has no effect in slimrl: slime never read it; leave it out, downloads follow the variable"
             " http_proxy.",
         ),
         ("--num-layers 3.5", "--num-layers 3.5 is not a whole number."),
         ("--lr fast", "--lr fast is not a number."),
         ("--lr nan", "--lr nan is not a finite number."),
-        ("--save=", "--save '' is empty, perhaps by an unset variable: give a value, or leave it out."),
-        ("--lr=", "--lr '' is empty, perhaps by an unset variable: give a value, or leave it out."),
-        ("--rollout-top-k 0", "--rollout-top-k 0 means nothing here: give another number, or leave it out."),
+        ("--save=", "--save '' is empty, perhaps because of an unset variable: give a value, or leave it out."),
+        ("--lr=", "--lr '' is empty, perhaps because of an unset variable: give a value, or leave it out."),
+        ("--rollout-top-k 0", "--rollout-top-k 0 is not allowed: give another number, or leave it out."),
         (
             "--log-probs-chunk-size 0",
-            "--log-probs-chunk-size 0 means nothing here: give another number, or leave it out.",
+            "--log-probs-chunk-size 0 is not allowed: give another number, or leave it out.",
         ),
         ("--rollout-seed -5", "--rollout-seed -5 is too small: it must be at least 0."),
         ("--rollout-temperature 0", "--rollout-temperature 0 is too small: it must be above 0."),
         ("--rollout-top-p 1.5", "--rollout-top-p 1.5 is too large: it must be at most 1."),
         ("--kl-loss-type k4", "--kl-loss-type k4 is not k1, k2, k3 or low_var_kl."),
         ("--loss-type sum", "--loss-type sum is not policy_loss, sft_loss or custom_loss."),
-        ("--lr", "--lr wants a value and none is given: write --lr <value>."),
+        ("--lr", "--lr needs a value and none is given: write --lr <value>."),
         (
             "--colocate yes",
             "--colocate is a switch that takes no value, so 'yes' after it belongs to no flag: remove it or name its"
@@ -95,15 +95,15 @@ def test_words_become_values(line, dest, value):
             "--lr 1 2",
             "--lr is a flag that takes one value, so '2' after it belongs to no flag: remove it or name its flag.",
         ),
-        ("= --colocate", "'=' stands before the first flag: every value follows its --flag."),
+        ("= --colocate", "'=' is before the first flag: write every value after its --flag."),
         ("--train-env-vars [1]", "--train-env-vars [1] is not a JSON object such as '{\"enable_thinking\": false}'."),
     ],
 )
-def test_words_that_fit_nowhere_are_one_sentence(line, sentence):
+def test_unrecognized_words_are_one_error(line, sentence):
     assert sentences(line) == [sentence]
 
 
-def test_whatever_is_refused_by_name_says_what_to_do_instead():
+def test_every_unsupported_flag_reports_an_alternative():
     refusals = {spec.name: spec.not_served for spec in all_flag_specs() if spec.not_served is not None}
     deed = re.compile(
         r"\b(use|give|leave|lower|divide|call|choose|convert|compare|dump|read|profile)\b|belongs to --|FSDP"
@@ -111,11 +111,11 @@ def test_whatever_is_refused_by_name_says_what_to_do_instead():
     assert [name for name, reason in {**refusals, **RETIRED_FLAGS}.items() if not deed.search(reason)] == []
 
 
-def test_every_mistake_is_reported_not_only_the_first():
+def test_all_errors_are_reported_not_only_the_first():
     assert len(sentences("--num-layer 3 --lr fast --kl-loss-type k4 --colocate 1")) == 4
 
 
-def test_a_guess_is_no_value_but_is_noted():
+def test_guess_is_not_applied_but_noted():
     parsed = parse("--rollout-batch-sise 32")
     assert parsed.values == {}
     assert parsed.as_guessed().values == {"rollout_batch_size": 32}
@@ -133,16 +133,16 @@ def test_a_guess_is_no_value_but_is_noted():
         ("--hf-checkpiont", "--hf-checkpoint"),
     ],
 )
-def test_a_misspelling_is_told_what_it_misspells(typed, meant):
+def test_misspelled_flag_gets_a_suggestion(typed, meant):
     assert sentences(typed) == [f"unknown flag {typed}: did you mean {meant}?"]
 
 
 @pytest.mark.parametrize("typed", ["--reward-num-gpus", "--use-adapter", "--z-lora-rank", "--verbose"])
-def test_another_word_in_the_place_of_one_is_no_misspelling(typed):
+def test_different_word_gets_no_misspelling_suggestion(typed):
     assert sentences(typed) == [f"unknown flag {typed}: see docs/flags.md for all flags."]
 
 
-def test_abbreviations_are_unknown():
+def test_abbreviations_are_rejected():
     assert sentences("--rollout-batch 32") == ["unknown flag --rollout-batch: did you mean --rollout-batch-size?"]
 
 
@@ -156,7 +156,7 @@ def test_abbreviations_are_unknown():
         ("--sglang-pair a b", {"pair": ["a", "b"]}),
     ],
 )
-def test_the_engines_flags_pass_through_under_the_engines_own_names(line, options):
+def test_engine_flags_keep_their_engine_names(line, options):
     parsed = parse(line)
     assert parsed.problems == []
     assert parsed.options == {"sglang": options, "router": {}}
@@ -172,17 +172,18 @@ def test_the_engines_flags_pass_through_under_the_engines_own_names(line, option
         ("--sglang-log-level INFO", "--sglang-log-level INFO is not one of info, error."),
         (
             "--sglang-mem-fraction-static x",
-            "--sglang-mem-fraction-static x is not a value the engine takes (could not convert string to float: 'x').",
+            "--sglang-mem-fraction-static x is not a value that the engine accepts (could not convert string to"
+            " float: 'x').",
         ),
         ("--sglang-port 3", "--sglang-port is set by slimrl itself (a free port): leave it out."),
-        ("--sglang-pair a", "--sglang-pair wants 2 values and only 1 is given: write --sglang-pair <value>."),
+        ("--sglang-pair a", "--sglang-pair needs 2 values and only 1 is given: write --sglang-pair <value>."),
     ],
 )
-def test_the_engines_flags_are_checked_too(line, sentence):
+def test_engine_flags_are_validated(line, sentence):
     assert sentences(line) == [sentence]
 
 
-def test_the_engines_flags_are_listed_only_where_one_is_used():
+def test_engine_flags_are_listed_only_when_one_is_used():
     def fail() -> dict[str, PassthroughFlag]:
         raise AssertionError("listed")
 
@@ -191,7 +192,7 @@ def test_the_engines_flags_are_listed_only_where_one_is_used():
     assert parsed.problems == []
 
 
-def test_an_engine_that_is_not_installed_is_a_problem_not_a_crash():
+def test_missing_engine_package_is_an_error_not_a_crash():
     def missing() -> dict[str, PassthroughFlag]:
         raise ImportError("No module named 'sglang'")
 
@@ -206,7 +207,7 @@ def test_each_spelling_belongs_to_one_flag():
 
 
 @pytest.mark.parametrize("spec", all_flag_specs(), ids=lambda spec: spec.dest)
-def test_each_flag_has_a_help_and_a_default_that_it_would_accept(spec: FlagSpec):
+def test_each_flag_has_a_help_text_and_a_valid_default(spec: FlagSpec):
     assert len(spec.help) > 8
     if not spec.is_switch and spec.default is not None and not isinstance(spec.default, list | dict):
         spec.check(spec.default)

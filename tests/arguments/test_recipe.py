@@ -1,4 +1,4 @@
-"""The Qwen3-4B recipe, flag for flag as users have it, is accepted and means what it says."""
+"""The Qwen3-4B recipe, flag for flag as users run it, is accepted with the documented meaning."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slimrl.arguments import parse_args, read_args
 SPLIT = "--actor-num-nodes 1 --actor-num-gpus-per-node 2 --rollout-num-gpus 6"
 
 
-def test_the_colocated_recipe_is_accepted_and_derived(recipe):
+def test_colocated_recipe_is_accepted_and_derived(recipe):
     args, problems = read_args(recipe.line())
     assert problems == []
     assert args.global_batch_size == 256  # 32 prompts x 8 responses / 1 step
@@ -32,14 +32,14 @@ def test_the_colocated_recipe_is_accepted_and_derived(recipe):
     assert args.notes == []
 
 
-def test_the_split_recipe_is_accepted_by_both_programs(recipe):
+def test_both_programs_accept_the_split_recipe(recipe):
     for entry in ("train.py", "train_async.py", "/somewhere/train_async.py"):
         args, problems = read_args(recipe.line(placement=SPLIT), entry=entry)
         assert problems == []
         assert (args.actor_num_gpus, args.data_parallel_size, args.rollout_num_gpus) == (2, 1, 6)
 
 
-def test_the_evaluation_set_takes_the_eval_flag_then_the_rollout_flag(recipe):
+def test_eval_dataset_uses_the_eval_flag_then_the_rollout_flag(recipe):
     args, _ = read_args(recipe.line())
     (dataset,) = args.eval_datasets
     assert (dataset.name, dataset.path) == ("aime", f"{recipe.dir}/aime-2024.jsonl")
@@ -49,20 +49,20 @@ def test_the_evaluation_set_takes_the_eval_flag_then_the_rollout_flag(recipe):
     assert dataset.apply_chat_template
 
 
-def test_a_flag_appended_to_the_recipe_wins(recipe):
+def test_flag_appended_to_the_recipe_wins(recipe):
     recipe.write_config(rope_theta=10000)
     args, problems = read_args(recipe.line("--rotary-base 10000"))
     assert problems == []
     assert args.rotary_base == 10000
 
 
-def test_a_converter_takes_the_model_flags_alone(recipe):
+def test_converter_accepts_only_the_model_flags(recipe):
     args, problems = read_args(recipe.model_line(), entry="tools/convert_hf_to_torch_dist.py")
     assert problems == []
     assert args.padded_vocab_size == 151936  # 1187 x 128, one GPU
 
 
-def test_a_converter_refuses_a_model_that_is_not_the_files(recipe):
+def test_converter_rejects_flags_that_do_not_match_the_files(recipe):
     recipe.write_config(num_hidden_layers=28)
     _, problems = read_args(recipe.model_line(), entry="convert_hf_to_torch_dist.py")
     assert [str(problem) for problem in problems] == [
@@ -70,12 +70,12 @@ def test_a_converter_refuses_a_model_that_is_not_the_files(recipe):
     ]
 
 
-def test_the_namespace_travels_between_processes(recipe):
+def test_namespace_can_be_pickled_between_processes(recipe):
     args, _ = read_args(recipe.line())
     assert pickle.loads(pickle.dumps(args)) == args
 
 
-def test_the_run_folder_is_named_after_time_and_process_or_as_asked(recipe):
+def test_run_folder_is_named_by_flag_or_by_time_and_process(recipe):
     args, _ = read_args(recipe.line())
     assert re.fullmatch(r"runs/\d{8}-\d{6}-\d+", args.run_dir)
     dumps = "--save-debug-rollout-data {{run_dir}}/rollouts/{{rollout_id}}.jsonl"
@@ -86,7 +86,7 @@ def test_the_run_folder_is_named_after_time_and_process_or_as_asked(recipe):
     assert args.tensorboard_dir == "tensorboard_log/p/e"
 
 
-def test_four_mistakes_at_once_are_four_sentences_that_cost_less_than_a_second_of_computing(recipe):
+def test_four_errors_are_reported_together_within_one_cpu_second(recipe):
     line = recipe.line(
         "--global-batch-size 96 --rollout-shufle --custom-rm-path my_rewards.judge", without="--prompt-data"
     )
@@ -111,17 +111,17 @@ finally:
         "  3. --rollout-batch-size 32 x --n-samples-per-prompt 8 = 256 samples, but training takes"
         " --global-batch-size 96 x --num-steps-per-rollout 1 = 96: make the two products equal.",
         "  4. --custom-rm-path my_rewards.judge: there is no module my_rewards: check the spelling, or start from the"
-        " folder that holds it.",
+        " folder that contains it.",
     ]
-    # processor time, which does not depend on what else this machine does
+    # processor time, which is independent of other load on this machine
     assert (after.ru_utime + after.ru_stime) - (before.ru_utime + before.ru_stime) < 1.0
 
 
-def test_a_good_command_line_comes_back_from_parse_args(recipe):
+def test_parse_args_returns_a_valid_command_line(recipe):
     assert parse_args(recipe.line()).num_rollout == 3000
 
 
-def test_a_bad_command_line_ends_with_exit_code_2(recipe, capsys):
+def test_invalid_command_line_exits_with_code_2(recipe, capsys):
     with pytest.raises(SystemExit) as stop:
         parse_args(recipe.line("--lr fast"))
     assert stop.value.code == 2

@@ -1,4 +1,4 @@
-"""Which side is offloaded: as slime has it, and refused where it contradicts the run."""
+"""Which role is offloaded: as in slime, and rejected when it contradicts the run."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def read(recipe, more, placement=COLOCATED, entry="train.py"):
         ("--offload-train", SPLIT, (True, False)),
     ],
 )
-def test_sharing_gpus_offloads_both_sides_unless_told_otherwise(recipe, more, placement, offloaded):
+def test_colocation_offloads_both_roles_by_default(recipe, more, placement, offloaded):
     assert read(recipe, more, placement) == (offloaded, [])
 
 
-def test_a_side_that_is_not_there_is_not_offloaded(recipe):
+def test_absent_role_is_not_offloaded(recipe):
     (recipe.dir / "dump_0.jsonl").touch()
     replay = "--load-debug-rollout-data {dir}/dump_{{rollout_id}}.jsonl"
-    assert read(recipe, replay) == ((False, False), [])  # nobody waits for the memory
+    assert read(recipe, replay) == ((False, False), [])  # no process needs the memory
     assert read(recipe, f"{replay} --offload-train") == ((True, False), [])
     assert read(recipe, "--debug-rollout-only") == ((False, False), [])
     args, problems = read_args(recipe.line(f"{replay} --offload"))
@@ -50,7 +50,7 @@ def test_a_side_that_is_not_there_is_not_offloaded(recipe):
         assert "--offload-rollout is off with --debug-rollout-only: no trainer is started." in args.notes
 
 
-def test_what_cannot_be_parked_stays_unless_it_is_asked_to_leave(recipe):
+def test_role_that_cannot_be_offloaded_stays_unless_requested(recipe):
     sharded = "--use-megatron-fsdp --data-parallel-sharding-strategy optim"
     args, problems = read_args(recipe.line(sharded))
     assert problems == [] and (args.offload_train, args.offload_rollout) == (False, True)
@@ -60,16 +60,18 @@ def test_what_cannot_be_parked_stays_unless_it_is_asked_to_leave(recipe):
 
 
 @pytest.mark.parametrize("flag", ["--offload-train", "--offload-rollout"])
-def test_sides_that_work_at_once_cannot_leave(recipe, flag):
+def test_roles_that_run_concurrently_cannot_be_offloaded(recipe, flag):
     _, problems = read(recipe, flag, SPLIT, "train_async.py")
     assert problems == [
-        f"{flag} lets a side leave its memory while the other works, and with train_async.py both work at once:"
-        " leave it out, or start train.py."
+        f"{flag} offloads a side while the other works, and with train_async.py both work concurrently: leave it out,"
+        f" or start train.py."
     ]
     assert read(recipe, flag.replace("--", "--no-"), SPLIT, "train_async.py") == ((False, False), [])
 
 
-def test_offload_is_both_sides(recipe):
+def test_offload_sets_both_roles(recipe):
     _, problems = read(recipe, "--offload --no-offload-train", SPLIT)
-    assert problems == ["--offload is both sides and --no-offload-train leaves one out: give one of the two flags."]
+    assert problems == [
+        "--offload offloads both sides and --no-offload-train leaves one out: give one of the two flags."
+    ]
     assert read(recipe, "--offload --offload-train", SPLIT) == ((True, True), [])

@@ -1,4 +1,4 @@
-"""Rules about prompt data: each lets the recipe and its neighbours pass, and says what is wrong in one sentence."""
+"""Rules about prompt data: the recipe and its variants pass, each violation is one error."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import pytest
 
 from slimrl.arguments import read_args
 from slimrl.arguments.eval_datasets import training_prompt_format
-from slimrl.data.preflight import look_at
+from slimrl.data.preflight import preview_file
 
 BLANK = "--disable-rollout-global-dataset"
 OWN_FUNCTION = "--rollout-function-path slimrl.rollout.sft_rollout.generate_rollout"
 
-# rule -> (what passes when appended to the recipe, what does not and the sentence for it)
+# rule -> (flags that pass when appended to the recipe, flags that do not with their error)
 CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
     "data_files_exist": (
         [
@@ -87,14 +87,14 @@ def sentences(line: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize(("rule", "more"), [(rule, more) for rule, (good, _) in CASES.items() for more in good])
-def test_what_keeps_a_rule_passes(recipe, rule, more):
+def test_valid_flags_are_accepted(recipe, rule, more):
     assert sentences(recipe.line(more)) == []
 
 
 @pytest.mark.parametrize(
     ("rule", "more", "sentence"), [(rule, *case) for rule, (_, bad) in CASES.items() for case in bad]
 )
-def test_what_breaks_a_rule_is_one_sentence(recipe, rule, more, sentence):
+def test_each_violation_is_one_error(recipe, rule, more, sentence):
     assert sentences(recipe.line(more)) == [sentence.format(dir=recipe.dir)]
 
 
@@ -102,29 +102,29 @@ ALLOW = "fix it, or allow for bad rows with --max-bad-rows."
 
 
 def write_rows(path: Path, rows: dict[int, bytes], count: int) -> None:
-    """`count` good rows but for those given by number, from 1."""
+    """Writes `count` valid rows; rows given by number (from 1) are replaced."""
     good = json.dumps({"prompt": [{"role": "user", "content": "1+1"}], "label": "2"}).encode()
     path.write_bytes(b"".join(rows.get(number, good) + b"\n" for number in range(1, count + 1)))
 
 
-def test_an_empty_data_file_is_refused(recipe):
+def test_empty_data_file_is_rejected(recipe):
     path = recipe.dir / "train.jsonl"
     path.write_text("\n\n")
-    assert sentences(recipe.line()) == [f"--prompt-data {path} holds no rows: give at least one row."]
+    assert sentences(recipe.line()) == [f"--prompt-data {path} has no rows: give at least one row."]
 
 
-def test_a_slice_behind_the_last_row_is_told_as_that(recipe):
+def test_slice_beyond_the_last_row_is_reported(recipe):
     path = recipe.dir / "train.jsonl"
     write_rows(path, {}, 5)
     for wanted in (f"{path}@[5:]", f"{path}@[7:9]", f"{path}@[3:2]"):
         (sentence,) = sentences(recipe.line(f"--prompt-data {wanted}"))
-        assert sentence == f"--prompt-data {wanted} holds no rows in this slice: give at least one row."
+        assert sentence == f"--prompt-data {wanted} has no rows in this slice: give at least one row."
     assert sentences(recipe.line(f"--prompt-data {path}@[4:]")) == []
 
 
 @pytest.fixture
 def shards(recipe) -> Path:
-    """A folder of data as distributed writers leave it: three files, one of them without a row."""
+    """A folder of data as distributed writers leave it: three files, one of them empty."""
     folder = recipe.dir / "shards"
     folder.mkdir()
     write_rows(folder / "part-0.jsonl", {}, 50)
@@ -134,19 +134,19 @@ def shards(recipe) -> Path:
 
 
 @pytest.mark.parametrize("slice_", ["", "@[:5]", "@[60:]", "@[-5:]"])
-def test_a_folder_may_have_a_shard_without_rows(recipe, shards, slice_):
+def test_folder_may_contain_an_empty_shard(recipe, shards, slice_):
     (shards / "part-3.jsonl").write_text("\n")
     assert sentences(recipe.line(f"--prompt-data {shards}{slice_}")) == []
 
 
-def test_a_folder_of_nothing_but_such_shards_is_refused(recipe, shards):
+def test_folder_of_only_empty_shards_is_rejected(recipe, shards):
     for name in ("part-0.jsonl", "part-2.jsonl"):
         (shards / name).write_text("")
-    refused = [f"--prompt-data {shards} holds no rows: give at least one row."]
+    refused = [f"--prompt-data {shards} has no rows: give at least one row."]
     assert sentences(recipe.line(f"--prompt-data {shards}")) == refused
 
 
-def test_every_file_of_a_folder_is_looked_into_as_one_alone_would_be(recipe, shards):
+def test_every_file_of_a_folder_is_checked_like_a_single_file(recipe, shards):
     write_rows(shards / "part-2.jsonl", {40: b"{oops"}, 50)
     (sentence,) = sentences(recipe.line(f"--prompt-data {shards}"))
     assert sentence.startswith(
@@ -154,7 +154,7 @@ def test_every_file_of_a_folder_is_looked_into_as_one_alone_would_be(recipe, sha
     )
 
 
-def test_of_a_slice_of_a_folder_no_row_is_judged_that_may_lie_outside(recipe, shards):
+def test_rows_that_may_be_outside_a_folder_slice_are_not_checked(recipe, shards):
     write_rows(shards / "part-2.jsonl", {1: b"{oops"}, 50)
     write_table(shards / "part-3.parquet", ["2"], name="answer")
     assert sentences(recipe.line(f"--prompt-data {shards}@[:50]")) == []
@@ -167,12 +167,12 @@ BAD_ROWS = {
     b"{oops": "not valid JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)",
     b"[1]": "a row must be a JSON object, this one is list",
     b'{"prompt": "\xe9", "label": "1"}': "not UTF-8 text: invalid continuation byte at byte 12 of the line",
-    b'{"prompt": "a", "label": NaN}': "not valid JSON: NaN is no number of JSON",
+    b'{"prompt": "a", "label": NaN}': "not valid JSON: NaN is not a JSON number",
     b'{"prompt": "a", "label": null}': (
-        "the label is None, and math rewards need the answer as text or number: check --label-key"
+        "the label is None, but math rewards need the answer as text or number: check --label-key"
     ),
     b'{"prompt": "a", "label": ["1"]}': (
-        "the label is ['1'], and math rewards need the answer as text or number: check --label-key"
+        "the label is ['1'], but math rewards need the answer as text or number: check --label-key"
     ),
     b'{"prompt": "a"}': "no column 'label' (--label-key); it has ['prompt']",
     b'{"prompt": "", "label": "1"}': "an empty column 'prompt' (--input-key); it has ['label', 'prompt']",
@@ -182,7 +182,7 @@ BAD_ROWS = {
 
 
 @pytest.mark.parametrize(("row", "reason"), BAD_ROWS.items())
-def test_a_bad_row_behind_others_is_named_before_anything_starts_unless_it_is_allowed(recipe, row, reason):
+def test_invalid_row_after_valid_ones_is_reported_at_startup_unless_allowed(recipe, row, reason):
     path = recipe.dir / "train.jsonl"
     write_rows(path, {700: row}, 900)
     assert sentences(recipe.line()) == [
@@ -191,7 +191,7 @@ def test_a_bad_row_behind_others_is_named_before_anything_starts_unless_it_is_al
     assert sentences(recipe.line("--max-bad-rows 1")) == []
 
 
-def test_all_of_the_first_rows_are_looked_at_and_a_sample_of_the_rest(recipe):
+def test_all_first_rows_and_a_sample_of_the_rest_are_checked(recipe):
     path = recipe.dir / "train.jsonl"
     latin = b'{"prompt": "\xe9", "label": "1"}'
     write_rows(path, {999: b"{}"} | dict.fromkeys(range(20_000, 20_100), latin), 40_000)
@@ -199,7 +199,7 @@ def test_all_of_the_first_rows_are_looked_at_and_a_sample_of_the_rest(recipe):
     found = re.match(
         rf"--prompt-data {path} has (\d+) bad rows among the ([\d,]+) looked at, and --max-bad-rows is 1;", sentence
     )
-    # one row in 39 is sampled behind the first thousand
+    # one row in 39 is checked after the first thousand
     assert 1 + 1 <= int(found[1]) <= 1 + 4
     assert found[2] == "2,000"
     assert f"the first {path}:999: no column 'label' (--label-key); it has []: fix them" in sentence
@@ -210,14 +210,14 @@ def test_all_of_the_first_rows_are_looked_at_and_a_sample_of_the_rest(recipe):
 
 
 @pytest.mark.parametrize("slice_", ["@[:50]", "@[60:]", "@[60:80]", "@[-10:]"])
-def test_rows_outside_of_a_slice_are_not_looked_at(recipe, slice_):
+def test_rows_outside_a_slice_are_not_checked(recipe, slice_):
     path = recipe.dir / "train.jsonl"
     write_rows(path, {55: b"{}"}, 100)
     assert len(sentences(recipe.line())) == 1
     assert sentences(recipe.line(f"--prompt-data {path}{slice_}")) == []
 
 
-def test_a_broken_first_row_that_is_allowed_is_not_looked_at(recipe):
+def test_allowed_invalid_first_row_is_not_checked(recipe):
     (recipe.dir / "train.jsonl").write_text('{oops\n{"prompt": "a", "answer": 1}\n')
     assert sentences(recipe.line("--max-bad-rows 1 --label-key answer --eval-label-key label")) == []
     assert "has no column 'label'" in sentences(recipe.line("--max-bad-rows 1 --label-key label"))[0]
@@ -226,29 +226,29 @@ def test_a_broken_first_row_that_is_allowed_is_not_looked_at(recipe):
 @pytest.mark.parametrize(
     "more", ["--custom-rm-path slimrl.rollout.rm_hub.async_rm", "--rm-type random", "--rm-type gpqa"]
 )
-def test_a_label_is_not_wanted_by_rewards_that_compare_with_none(recipe, more):
+def test_label_is_not_required_by_rewards_that_do_not_use_it(recipe, more):
     write_rows(recipe.dir / "train.jsonl", {3: b'{"prompt": "a", "label": null}'}, 5)
     assert sentences(recipe.line(more)) == []
 
 
-def test_a_row_that_names_its_own_reward_is_held_to_that(recipe):
+def test_row_is_checked_against_its_own_reward_type(recipe):
     path = recipe.dir / "train.jsonl"
     write_rows(path, {3: b'{"prompt": "a", "label": null, "metadata": {"rm_type": "random"}}'}, 5)
     assert sentences(recipe.line()) == []
     write_rows(path, {3: b'{"prompt": "a", "label": null, "metadata": {"rm_type": "boxed_f1"}}'}, 5)
     (sentence,) = sentences(recipe.line("--rm-type random"))
-    assert "train.jsonl:3: the label is None, and f1 rewards need a text or a list of them" in sentence
+    assert "train.jsonl:3: the label is None, but f1 rewards need text or a list of texts" in sentence
 
 
-def test_a_class_of_the_users_labels_its_samples_itself(recipe):
+def test_custom_class_provides_its_own_labels(recipe):
     own = "--eval-label-key label --data-source-path examples.data_source.Additions"
     assert sentences(recipe.line(own, without="--label-key")) == []
 
 
-def test_a_reward_that_compares_with_labels_needs_their_column(recipe):
+def test_reward_that_uses_labels_needs_the_label_column(recipe):
     line = recipe.line("--eval-label-key label", without="--label-key")
     assert sentences(line) == [
-        "--rm-type deepscaler compares with the true answer, and no column of --prompt-data is named for it: give"
+        "--rm-type deepscaler compares with the true answer, and no column of --prompt-data is set for it: give"
         " --label-key."
     ]
     assert sentences([*line, "--rm-type", "random"]) == []
@@ -259,7 +259,7 @@ def write_table(path: Path, labels: list[object], *, name: str = "label", group:
     pyarrow.parquet.write_table(pyarrow.table({"prompt": prompts, name: labels}), path, row_group_size=group)
 
 
-def test_parquet_is_looked_at_likewise(recipe):
+def test_parquet_rows_are_checked(recipe):
     path = recipe.dir / "train.parquet"
     more = f"--prompt-data {path}"
     write_table(path, ["2"] * 5000)
@@ -280,7 +280,7 @@ def test_parquet_is_looked_at_likewise(recipe):
 
 
 @pytest.mark.parametrize("config", [False, True])
-def test_the_columns_of_an_evaluation_set_are_told_by_its_own_names(recipe, config):
+def test_eval_dataset_columns_use_their_own_names(recipe, config):
     (recipe.dir / "own.jsonl").write_text('{"question": "a", "label": "1"}\n{"question": "", "label": "1"}\n')
     more, flag, name = "--eval-prompt-data own {dir}/own.jsonl", "--eval-prompt-data", "--eval-input-key"
     if config:
@@ -300,22 +300,22 @@ def test_the_columns_of_an_evaluation_set_are_told_by_its_own_names(recipe, conf
     assert f"own.jsonl:2: an empty column 'question' ({name}); it has ['label', 'question']: fix it." in sentence
 
 
-def test_many_long_rows_take_no_more_than_a_second(recipe):
+def test_checking_many_long_rows_takes_at_most_a_second(recipe):
     path = recipe.dir / "train.jsonl"
     row = {"prompt": [{"role": "user", "content": "x" * 400}], "label": "2"}
     path.write_bytes((json.dumps(row).encode() + b"\n") * 300_000)
     form = training_prompt_format(read_args(recipe.line())[0])
     started = time.process_time()
-    look = look_at(path, slice(None), form, seconds=0.8)
+    look = preview_file(path, slice(None), form, seconds=0.8)
     assert time.process_time() - started < 1
     assert (len(look.bad), look.rows > 100) == (0, True)
 
 
-def test_the_way_to_a_slice_takes_no_longer_either_and_nothing_is_said_of_what_was_not_reached(recipe, monkeypatch):
+def test_reaching_a_slice_is_time_limited_and_unreached_rows_are_not_reported(recipe, monkeypatch):
     path = recipe.dir / "train.jsonl"
     write_rows(path, {}, 100)
     form = training_prompt_format(read_args(recipe.line())[0])
-    look = look_at(path, slice(99, None), form, seconds=0)
+    look = preview_file(path, slice(99, None), form, seconds=0)
     assert (look.rows, look.ended_early) == (0, True)
     monkeypatch.setattr("slimrl.arguments.validation.data._SECONDS", 0)
     assert sentences(recipe.line(f"--prompt-data {path}@[99:]")) == []
@@ -330,12 +330,12 @@ def test_row_groups_before_a_slice_are_not_decoded(recipe, rows):
     content = path.read_bytes()
     path.write_bytes(content[:4] + b"\xff" * (min(starts) - 4) + content[min(starts) :])
     form = training_prompt_format(read_args(recipe.line())[0])
-    look = look_at(path, rows, form, seconds=10)
+    look = preview_file(path, rows, form, seconds=10)
     assert look.rows == min(rows.stop or 5000, 5000) - 4850
     assert [row.split(": ")[1] for row in look.bad] == ["row 4854"]
 
 
-def test_a_python_without_pyarrow_says_nothing_of_parquet_files(recipe, monkeypatch):
+def test_parquet_files_are_not_checked_without_pyarrow(recipe, monkeypatch):
     path = recipe.dir / "train.parquet"
     write_table(path, [None])
     line = recipe.line(f"--prompt-data {path}")
@@ -345,29 +345,28 @@ def test_a_python_without_pyarrow_says_nothing_of_parquet_files(recipe, monkeypa
     assert sentences(line) == []
 
 
-def test_one_path_stays_text_and_several_are_a_list(recipe):
+def test_one_path_stays_a_string_and_several_become_a_list(recipe):
     assert read_args(recipe.line())[0].prompt_data == f"{recipe.dir}/train.jsonl"
     assert read_args(recipe.line("--prompt-data a b"))[0].prompt_data == ["a", "b"]
 
 
-def test_without_prompt_data_something_has_to_make_samples(recipe):
+def test_run_without_prompt_data_needs_another_source_of_samples(recipe):
     assert sentences(recipe.line(f"{BLANK} {OWN_FUNCTION}", without="--prompt-data")) == []
     assert sentences(recipe.line(BLANK, without="--prompt-data")) == [
-        f"{BLANK} hands out blank samples, and nothing fills them: give --data-source-path,"
-        " --custom-generate-function-path or --rollout-function-path."
+        f"{BLANK} supplies blank samples, and no function fills them: give --data-source-path,"
+        f" --custom-generate-function-path or --rollout-function-path."
     ]
 
 
-def test_epochs_that_never_end_together_give_no_length(recipe):
+def test_epochs_of_a_dataset_mixture_give_no_run_length(recipe):
     line = recipe.line(f"{BLANK} {OWN_FUNCTION} --num-epoch 1", without="--num-rollout")
     at = line.index("--prompt-data")
     del line[at : at + 2]
     assert sentences(line) == [
-        "--num-epoch 1 counts passes over --prompt-data, and --disable-rollout-global-dataset does without: give"
+        "--num-epoch 1 counts passes over --prompt-data, and --disable-rollout-global-dataset has none: give"
         " --num-rollout."
     ]
     mixed = "--prompt-data {dir}/train.jsonl=0.5 {dir}/aime-2024.jsonl=0.5 --num-epoch 1"
     assert sentences(recipe.line(mixed, without="--num-rollout")) == [
-        "--num-epoch 1 has no one meaning for sets that are mixed by probability, each of which ends at a time of its"
-        " own: give --num-rollout."
+        "--num-epoch 1 is ambiguous for a mixture by probability, whose sets have different epochs: give --num-rollout."
     ]

@@ -1,6 +1,6 @@
-"""Rules about what may fail, and about engines and routers of the user's own.
+"""Rules about fault tolerance, and about external engines and routers.
 
-Each rule lets a split run pass, and says what is wrong in one sentence.
+A split run passes, each violation is one error.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ TRAINERS = "--actor-num-nodes 1 --actor-num-gpus-per-node 2"
 EXTERNAL = "--rollout-external-engine-addrs"
 ONE = f"{EXTERNAL} 10.0.0.1:30000"
 
-# rule -> (what passes when appended to the trainers' GPUs, what does not and the sentence for it)
+# rule -> (flags that pass when appended to the trainers' GPUs, flags that do not with their error)
 CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
-    "limits_belong_to_what_they_limit": (
+    "limits_belong_to_their_features": (
         [
             "--rollout-num-gpus 6 --use-fault-tolerance --rollout-health-check-interval 60",
             "--rollout-num-gpus 6 --skip-failed-samples --max-failed-samples 0",
@@ -31,11 +31,12 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
         [
             (
                 "--rollout-num-gpus 6 --rollout-health-check-timeout 60",
-                "--rollout-health-check-timeout 60 belongs to --use-fault-tolerance: add that, or leave this out.",
+                "--rollout-health-check-timeout 60 belongs to --use-fault-tolerance: add it, or leave"
+                " --rollout-health-check-timeout out.",
             ),
             (
                 "--rollout-num-gpus 6 --max-failed-samples 3",
-                "--max-failed-samples 3 belongs to --skip-failed-samples: add that, or leave this out.",
+                "--max-failed-samples 3 belongs to --skip-failed-samples: add it, or leave --max-failed-samples out.",
             ),
         ],
     ),
@@ -47,16 +48,16 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
         [
             (
                 "--rollout-num-gpus 6 --sglang-router-ip 10.0.0.9",
-                "--sglang-router-ip 10.0.0.9 is a running router: say on which port, --sglang-router-port.",
+                "--sglang-router-ip 10.0.0.9 needs the port of that router: give --sglang-router-port.",
             ),
             (
                 "--rollout-num-gpus 6 --sglang-router-ip 10.0.0.9 --sglang-router-port 1 --router-policy round_robin",
-                "--router-policy is for a router that slimrl starts, and --sglang-router-ip 10.0.0.9 runs already: give"
-                " it to that one, or leave --sglang-router-ip out.",
+                "--router-policy is for a router that slimrl starts, and --sglang-router-ip 10.0.0.9 is an external"
+                " one: start that router with the option, or leave --sglang-router-ip out.",
             ),
         ],
     ),
-    "external_engines_are_apart": (
+    "external_engines_exclude_local_engine_flags": (
         [
             ONE,
             f"{ONE} host:1 --use-fault-tolerance",
@@ -66,18 +67,18 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
         [
             (
                 f"{EXTERNAL} http://10.0.0.1:30000",
-                f"{EXTERNAL} http://10.0.0.1:30000 is no address: give host:port, such as 10.0.0.1:30000.",
+                f"{EXTERNAL} http://10.0.0.1:30000 is not an address: give host:port, such as 10.0.0.1:30000.",
             ),
             (f"{ONE} 10.0.0.1:30000", f"{EXTERNAL} names a server twice: give each once."),
             (
                 f"{ONE} --rollout-num-gpus 6",
-                "--rollout-num-gpus is for servers that slimrl starts on its GPUs, and --rollout-external-engine-addrs"
-                " names running ones: leave one of the two out.",
+                "--rollout-num-gpus is for servers that slimrl starts, and --rollout-external-engine-addrs names"
+                " external ones: leave one of the two out.",
             ),
             (
                 f"{ONE} --sglang-mem-fraction-static 0.8",
-                "--sglang-mem-fraction-static is for servers that slimrl starts, and those of"
-                " --rollout-external-engine-addrs run already: start them with it, and leave it out here.",
+                "--sglang-mem-fraction-static is for servers that slimrl starts, and --rollout-external-engine-addrs"
+                " names external ones: start those with the option, and leave it out here.",
             ),
         ],
     ),
@@ -85,7 +86,7 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
 
 
 @pytest.mark.parametrize(("rule", "more"), [(rule, more) for rule, (good, _) in CASES.items() for more in good])
-def test_what_keeps_a_rule_passes(recipe, rule, more):
+def test_valid_flags_are_accepted(recipe, rule, more):
     _, problems = read_args(recipe.line(more, placement=TRAINERS), passthrough=TABLES)
     assert [str(problem) for problem in problems] == []
 
@@ -93,7 +94,7 @@ def test_what_keeps_a_rule_passes(recipe, rule, more):
 @pytest.mark.parametrize(
     ("rule", "more", "sentence"), [(rule, *case) for rule, (_, bad) in CASES.items() for case in bad]
 )
-def test_what_breaks_a_rule_is_one_sentence(recipe, rule, more, sentence):
+def test_each_violation_is_one_error(recipe, rule, more, sentence):
     _, problems = read_args(recipe.line(more, placement=TRAINERS), passthrough=TABLES)
     assert [str(problem) for problem in problems] == [sentence]
 

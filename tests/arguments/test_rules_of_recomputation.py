@@ -1,4 +1,4 @@
-"""Rules about recomputation: the Qwen3-4B recipe and its neighbours pass, what breaks a rule is one sentence."""
+"""Rules about recomputation: the Qwen3-4B recipe and its variants pass, each violation is one error."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ BAD = [
     ),
     (
         f"{PIPELINE} --recompute-num-layers 4",
-        "--recompute-num-layers 4 with --recompute-method uniform does not divide the 18 layers that pipeline stage 0"
-        " computes in a row: choose a divisor, such as 1.",
+        "--recompute-num-layers 4 with --recompute-method uniform does not divide the 18 consecutive layers of"
+        " pipeline stage 0: choose a divisor, such as 1.",
     ),
     (
         f"{FIRST_16} --recompute-num-layers 16",
-        "--recompute-num-layers 16 with --recompute-method uniform does not divide the 20 layers that pipeline stage 1"
-        " computes in a row: choose a divisor, such as 1.",
+        "--recompute-num-layers 16 with --recompute-method uniform does not divide the 20 consecutive layers of"
+        " pipeline stage 1: choose a divisor, such as 1.",
     ),
     (
         f"{PIPELINE} --num-layers-per-virtual-pipeline-stage 6 --recompute-num-layers 9",
-        "--recompute-num-layers 9 with --recompute-method uniform does not divide the 6 layers that pipeline stage 0"
-        " computes in a row: choose a divisor, such as 1.",
+        "--recompute-num-layers 9 with --recompute-method uniform does not divide the 6 consecutive layers of"
+        " pipeline stage 0: choose a divisor, such as 1.",
     ),
     (
         SELECTIVE,
@@ -54,7 +54,8 @@ BAD = [
     ),
     (
         "--distribute-saved-activations",
-        "--distribute-saved-activations is what --sequence-parallel does already: leave it out.",
+        "--distribute-saved-activations is redundant, --sequence-parallel already shards these activations: leave it"
+        " out.",
     ),
 ]
 MODULES = [
@@ -76,27 +77,27 @@ def sentences(recipe, more: str, without: tuple[str, ...] = ()) -> list[str]:
 
 
 @pytest.mark.parametrize("more", GOOD)
-def test_units_that_fill_every_stage_pass(recipe, more):
+def test_units_that_fill_every_stage_are_accepted(recipe, more):
     assert sentences(recipe, more) == []
 
 
 @pytest.mark.parametrize(("more", "sentence"), BAD)
-def test_what_breaks_a_rule_is_one_sentence(recipe, more, sentence):
+def test_each_violation_is_one_error(recipe, more, sentence):
     assert sentences(recipe, more) == [sentence]
 
 
-def test_modules_of_a_dense_model_pass(recipe):
+def test_modules_of_a_dense_model_are_accepted(recipe):
     assert sentences(recipe, f"{SELECTIVE} --recompute-modules core_attn mlp layernorm", FULL) == []
 
 
 @pytest.mark.parametrize(("module", "what"), MODULES)
-def test_a_module_that_the_model_lacks_is_refused(recipe, module, what):
+def test_module_missing_from_the_model_is_rejected(recipe, module, what):
     assert sentences(recipe, f"{SELECTIVE} --recompute-modules {module}", FULL) == [
         f"--recompute-modules {module} recomputes {what} and there is none: leave it out."
     ]
 
 
-def test_modules_of_experts_pass_where_there_are_experts_and_dense_ones_do_not(recipe):
+def test_expert_modules_are_accepted_for_moe_models_and_dense_modules_are_not(recipe):
     experts = f"{EXPERTS} --moe-grouped-gemm --moe-shared-expert-intermediate-size 64 {SELECTIVE} --recompute-modules"
     assert sentences(recipe, f"{experts} moe moe_act shared_experts", FULL) == []
     assert sentences(recipe, f"{experts} mlp", FULL) == [
@@ -108,9 +109,9 @@ def test_modules_of_experts_pass_where_there_are_experts_and_dense_ones_do_not(r
     ]
 
 
-def test_saved_activations_are_spread_over_gpus_that_there_are(recipe):
+def test_saved_activations_are_distributed_only_over_existing_gpus(recipe):
     without = ("--tensor-model-parallel-size",)
     assert sentences(recipe, "--distribute-saved-activations", without) == [
-        "--distribute-saved-activations spreads what --recompute-granularity full saves over"
-        " --tensor-model-parallel-size GPUs, and one of the two is missing: add it, or leave the first out."
+        "--distribute-saved-activations needs --recompute-granularity full and --tensor-model-parallel-size above 1:"
+        " add the missing one, or leave the flag out."
     ]

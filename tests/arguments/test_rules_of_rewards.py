@@ -1,4 +1,4 @@
-"""Rewards that could not be judged or trained on are refused before anything starts."""
+"""Rewards that cannot be computed or trained on are rejected at startup."""
 
 import json
 
@@ -12,18 +12,18 @@ def sentences(line: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("rm_type", ["remote_rm", "boxed_remote_rm"])
-def test_a_reward_service_needs_an_address(recipe, rm_type):
+def test_reward_service_needs_an_address(recipe, rm_type):
     line = recipe.line(f"--rm-type {rm_type}")
     assert sentences(line) == [
-        f"--rm-type {rm_type} asks a reward service: give its address, --rm-url http://host:port/..."
+        f"--rm-type {rm_type} needs a reward service: give its address, --rm-url http://host:port/..."
     ]
     assert sentences([*line, "--rm-url", "http://127.0.0.1:5000/judge"]) == []
     assert sentences([*line, "--rm-url", "127.0.0.1:5000"]) == [
-        "--rm-url 127.0.0.1:5000 is no address: begin it with http:// or https://."
+        "--rm-url 127.0.0.1:5000 is not an address: begin it with http:// or https://."
     ]
 
 
-def test_a_reward_that_is_a_dict_needs_a_key_in_training_and_in_evaluation(recipe):
+def test_dict_reward_needs_a_key_in_training_and_evaluation(recipe):
     line = recipe.line("--rm-type dapo")
     assert sentences(line) == [
         "--rm-type dapo gives a dict with score, acc and pred: give --reward-key score.",
@@ -35,11 +35,11 @@ def test_a_reward_that_is_a_dict_needs_a_key_in_training_and_in_evaluation(recip
 @pytest.mark.parametrize(
     "flags", ["--rm-type ifeval", "--group-rm", "--rm-time-limit 0.5 --rm-num-graders 3", "--rm-type boxed_gpqa"]
 )
-def test_reward_flags_are_served(recipe, flags):
+def test_reward_flags_are_supported(recipe, flags):
     assert sentences(recipe.line(flags)) == []
 
 
-def test_a_time_limit_of_nothing_is_refused(recipe):
+def test_zero_time_limit_is_rejected(recipe):
     assert "--rm-time-limit 0 is too small" in sentences(recipe.line("--rm-time-limit 0"))[0]
 
 
@@ -47,8 +47,8 @@ def test_a_time_limit_of_nothing_is_refused(recipe):
 
 
 @pytest.fixture
-def judge(tmp_path):
-    """Writes the config.json of a reward model, and an empty tokenizer; returns its folder."""
+def write_reward_model(tmp_path):
+    """Writes the config.json of a reward model and an empty tokenizer; returns their folder."""
 
     def write(**changes):
         config = {"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "LABEL_0"}, "vocab_size": 10}
@@ -61,20 +61,20 @@ def judge(tmp_path):
     return write
 
 
-def test_a_reward_model_needs_a_folder_and_its_flags_a_model(recipe, judge):
+def test_reward_model_needs_a_folder_and_its_flags_need_a_reward_model(recipe, write_reward_model):
     line = recipe.line("--rm-type reward_model")
-    assert sentences(line) == ["--rm-type reward_model asks a reward model: give its folder, --rm-model."]
-    assert sentences([*line, "--rm-model", str(judge())]) == []
+    assert sentences(line) == ["--rm-type reward_model needs a reward model: give its folder, --rm-model."]
+    assert sentences([*line, "--rm-model", str(write_reward_model())]) == []
     assert sentences(recipe.line("--rm-input text")) == [
-        "--rm-input is about the reward model, and there is none: give --rm-model, or leave it out."
+        "--rm-input belongs to a reward model, and there is none: give --rm-model, or leave it out."
     ]
 
 
-def test_servers_of_a_reward_model_take_whole_shares_of_its_gpus(recipe, judge):
-    line = [*recipe.line("--rm-type reward_model"), "--rm-model", str(judge()), "--rm-num-gpus", "3"]
+def test_reward_model_servers_divide_its_gpus_evenly(recipe, write_reward_model):
+    line = [*recipe.line("--rm-type reward_model"), "--rm-model", str(write_reward_model()), "--rm-num-gpus", "3"]
     assert sentences(line) == []
     assert sentences([*line, "--rm-num-gpus-per-engine", "2"]) == [
-        "--rm-num-gpus 3 is no multiple of --rm-num-gpus-per-engine 2: servers take whole shares of it."
+        "--rm-num-gpus 3 is not a multiple of --rm-num-gpus-per-engine 2: choose a multiple."
     ]
 
 
@@ -82,33 +82,38 @@ def test_servers_of_a_reward_model_take_whole_shares_of_its_gpus(recipe, judge):
     ("changes", "message"),
     [
         ({"architectures": ["Qwen3ForCausalLM"]}, "is a Qwen3ForCausalLM, and a reward model is one of Gemma2For"),
-        ({"id2label": {"0": "bad", "1": "good"}}, "gives 2 numbers for a response, and a reward is one"),
-        ({"max_position_embeddings": 64}, "reads 64 tokens (max_position_embeddings), and a response may have"),
+        ({"id2label": {"0": "bad", "1": "good"}}, "has 2 labels, and a reward model has one"),
+        (
+            {"max_position_embeddings": 64},
+            "has a context of 64 tokens (max_position_embeddings), and a response may have",
+        ),
     ],
 )
-def test_a_model_that_gives_no_reward_is_refused(recipe, judge, changes, message):
-    line = [*recipe.line("--rm-type reward_model"), "--rm-model", str(judge(**changes))]
+def test_model_without_a_reward_head_is_rejected(recipe, write_reward_model, changes, message):
+    line = [*recipe.line("--rm-type reward_model"), "--rm-model", str(write_reward_model(**changes))]
     (sentence,) = sentences(line)
     assert message in sentence
 
 
-def test_a_folder_without_a_config_is_refused(recipe, tmp_path):
+def test_folder_without_a_config_is_rejected(recipe, tmp_path):
     (sentence,) = sentences([*recipe.line("--rm-type reward_model"), "--rm-model", str(tmp_path)])
     assert "has no readable config.json" in sentence
 
 
-def test_a_folder_without_a_tokenizer_is_refused(recipe, judge):
-    folder = judge()
+def test_folder_without_a_tokenizer_is_rejected(recipe, write_reward_model):
+    folder = write_reward_model()
     line = [*recipe.line("--rm-type reward_model"), "--rm-model", str(folder)]
     (folder / "tokenizer.json").rename(folder / "tokenizer_config.json")
     assert sentences(line) == []
     (folder / "tokenizer_config.json").unlink()
-    assert sentences(line) == [f"--rm-model {folder} has no tokenizer: copy it there, it reads with its own."]
+    assert sentences(line) == [f"--rm-model {folder} has no tokenizer: copy the model's tokenizer there."]
 
 
-def test_with_a_reward_model_the_address_is_its_servers(recipe, judge):
-    line = [*recipe.line("--rm-type reward_model"), "--rm-model", str(judge()), "--rm-url"]
+def test_reward_model_sets_the_reward_address(recipe, write_reward_model):
+    line = [*recipe.line("--rm-type reward_model"), "--rm-model", str(write_reward_model()), "--rm-url"]
     assert sentences([*line, "http://a:1,http://b:2"]) == []
-    assert sentences([*line, "http://a:1,b:2"]) == ["--rm-url b:2 is no address: begin it with http:// or https://."]
-    (sentence,) = sentences([*recipe.line("--rm-type remote_rm"), "--rm-model", str(judge())])
-    assert "asks --rm-url, which with --rm-model is the address of that model's server" in sentence
+    assert sentences([*line, "http://a:1,b:2"]) == [
+        "--rm-url b:2 is not an address: begin it with http:// or https://."
+    ]
+    (sentence,) = sentences([*recipe.line("--rm-type remote_rm"), "--rm-model", str(write_reward_model())])
+    assert "needs --rm-url, which with --rm-model is the address of that model's server" in sentence

@@ -1,4 +1,4 @@
-"""What Megatron-FSDP of megatron-core cannot do is refused by name."""
+"""Unsupported Megatron-FSDP options of megatron-core are rejected by name."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def test_sharded_gradients_need_experts_on_several_gpus(gpus: int, strategy: str
     )
     sentences = [str(problem) for problem in sharding_fits_the_run(args, Context("train.py"))]
     assert sentences == refused * [
-        "--expert-model-parallel-size 4 leaves each expert on one GPU, where --use-megatron-fsdp cannot share its"
-        " gradients out: lower it, or use --data-parallel-sharding-strategy optim."
+        "--expert-model-parallel-size 4 leaves each expert on one GPU, where --use-megatron-fsdp cannot shard its"
+        " gradients: lower it, or use --data-parallel-sharding-strategy optim."
     ]
 
 
 @pytest.mark.parametrize(("strategy", "refused"), [("optim", 1), ("optim_grads", 0), ("optim_grads_params", 0)])
-def test_whole_gradients_of_megatron_fsdp_are_not_reduced_while_they_are_computed(strategy: str, refused: int):
+def test_megatron_fsdp_with_unsharded_gradients_disables_overlapped_reduction(strategy: str, refused: int):
     args = Arguments(use_megatron_fsdp=True, data_parallel_sharding_strategy=strategy, overlap_grad_reduce=True)
     sentences = [str(problem) for problem in sharding_fits_the_run(args, Context("train.py"))]
     assert sentences == refused * [
-        "--use-megatron-fsdp with --data-parallel-sharding-strategy optim adds each GPU's own gradient a second time"
-        " under --overlap-grad-reduce: leave it out, or share gradients out too (optim_grads)."
+        "--use-megatron-fsdp with --data-parallel-sharding-strategy optim adds each GPU's own gradient twice with"
+        " --overlap-grad-reduce: leave it out, or also shard gradients (optim_grads)."
     ]

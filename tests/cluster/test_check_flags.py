@@ -1,4 +1,4 @@
-"""`slimrl.cluster.check_flags`: a run's flags before its files are made, and what is left to the run itself."""
+"""`slimrl.cluster.check_flags`: checks of flags before the run's files exist, and checks deferred to the run."""
 
 import io
 import subprocess
@@ -24,17 +24,17 @@ FLAGS = [
 
 
 def flags_of(*more: str, made_later: str | None = RUN) -> list[str]:
-    """The flags that something is said of."""
+    """The flags with an error."""
     folder = None if made_later is None else Path(made_later)
     return [problem.flag for problem in early_problems([*FLAGS, *more], "train.py", folder, passthrough())]
 
 
-def test_files_that_are_made_later_are_not_missed():
+def test_files_created_later_are_not_reported_missing():
     assert flags_of() == []
     assert flags_of(made_later=None) == ["--hf-checkpoint", "--prompt-data", "--eval-prompt-data", "--ref-load"]
 
 
-def test_flags_values_rules_and_other_files_are_looked_at():
+def test_flags_values_rules_and_other_files_are_checked():
     assert flags_of("--num-rollot", "5") == ["--num-rollot"]
     assert flags_of("--lr", "fast") == ["--lr"]
     assert flags_of("--sglang-mem-fractoin-static", "0.5") == ["--sglang-mem-fractoin-static"]
@@ -42,20 +42,20 @@ def test_flags_values_rules_and_other_files_are_looked_at():
     assert flags_of("--prompt-data", "/nowhere/else.jsonl") == ["--prompt-data"]
 
 
-def test_what_is_said_of_one_flag_for_want_of_the_file_of_another_is_left_for_later():
-    assert flags_of("--save", "/tmp/x", "--save-hf", "/tmp/x/hf_{rollout_id}") == []
+def test_checks_that_depend_on_a_missing_file_are_deferred():
+    assert flags_of("--save", f"{RUN}/save", "--save-hf", f"{RUN}/save/hf_{{rollout_id}}") == []
 
 
-def test_where_the_files_are_on_another_machine_no_path_is_looked_at_and_flags_are():
+def test_paths_on_another_machine_are_not_checked_but_flags_are():
     assert flags_of("--prompt-data", "/nowhere/else.jsonl", "--num-rollot", "5", made_later="/") == ["--num-rollot"]
 
 
-def test_without_the_engines_their_flags_are_taken_as_they_are():
+def test_engine_flags_are_accepted_unchecked_without_the_engines():
     line = [*FLAGS, "--sglang-no-such-flag", "1", "--router-policy", "random", "--num-rollot", "5"]
     assert [problem.flag for problem in early_problems(line, "train.py", Path(RUN), {})] == ["--num-rollot"]
 
 
-def test_the_problems_are_printed_once_with_exit_code_2(capsys, monkeypatch):
+def test_errors_are_printed_once_with_exit_code_2(capsys, monkeypatch):
     def check(*flags: str) -> int:
         words = io.BytesIO(b"".join(flag.encode() + b"\0" for flag in flags))
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(words))
@@ -72,8 +72,8 @@ def test_the_problems_are_printed_once_with_exit_code_2(capsys, monkeypatch):
     ]
 
 
-def test_a_python_without_any_package_can_check():
-    """Before the environment is made: `-S` leaves out its packages."""
+def test_check_runs_without_any_package():
+    """Runs before the environment exists: `-S` hides its packages."""
     command = [sys.executable, "-S", "-m", "slimrl.cluster.check_flags", "--entry", "train.py", "--made-later", RUN]
     words = "\0".join([*FLAGS, "--sglang-mem-fraction-static", "0.5", "--num-rollot", "5", ""])
     done = subprocess.run(command, input=words, cwd=ROOT, capture_output=True, text=True, timeout=60)
@@ -82,6 +82,6 @@ def test_a_python_without_any_package_can_check():
 
 
 @pytest.mark.parametrize("entry", ["train.py", "train_async.py"])
-def test_the_rules_are_those_of_the_entry(entry):
+def test_rules_match_the_entry_point(entry):
     found = early_problems([*FLAGS], entry, Path(RUN), {})
     assert [problem.flag for problem in found] == ([] if entry == "train.py" else ["--colocate"])

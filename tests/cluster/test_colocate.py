@@ -1,4 +1,4 @@
-"""The GPUs' memory changes hands in one order, and each change is timed."""
+"""Trainer and engines offload and onload in a fixed order, and each change is timed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from slimrl.cluster.colocate import ColocatedMemory
 
 
 class Events:
-    """Both sides and the clock, writing into one list."""
+    """Trainer, engines and timer, all writing into one list."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []
@@ -33,15 +33,15 @@ class Events:
         yield
 
 
-def loop(turns: ColocatedMemory, events: Events, steps: int) -> None:
-    """What the synchronous loop does."""
-    with turns.weight_update():
+def loop(memory: ColocatedMemory, events: Events, steps: int) -> None:
+    """The synchronous training loop."""
+    with memory.weight_update():
         events.seen.append("weight_update")
     for _ in range(steps):
         events.seen.append("generate")
-        turns.onload_trainer()
+        memory.onload_trainer()
         events.seen += ["train", "save"]
-        with turns.weight_update():
+        with memory.weight_update():
             events.seen.append("weight_update")
 
 
@@ -54,7 +54,7 @@ PUSHED = [
 ]
 
 
-def test_memory_changes_hands_around_training_and_around_the_weight_update():
+def test_memory_is_exchanged_around_training_and_weight_update():
     events = Events()
     loop(ColocatedMemory(events, events, events.timed), events, steps=2)
     step = ["generate", "engines release", "training wakes", "train", "save", *PUSHED]
@@ -63,7 +63,7 @@ def test_memory_changes_hands_around_training_and_around_the_weight_update():
     assert events.phases == [*updated, *(["release_engines", "wake_training", *updated] * 2)]
 
 
-def test_an_engine_that_ends_a_weight_update_with_a_token_has_its_cache_by_then():
+def test_engine_that_generates_within_a_weight_update_has_its_kv_cache():
     events = Events()
     loop(ColocatedMemory(events, events, events.timed, tokens_during_weight_update=True), events, steps=0)
     assert events.seen == [
@@ -74,23 +74,23 @@ def test_an_engine_that_ends_a_weight_update_with_a_token_has_its_cache_by_then(
     ]
 
 
-def test_each_side_can_stay_where_it_is():
+def test_each_role_can_stay_resident():
     events = Events()
     loop(ColocatedMemory(None, events, events.timed), events, steps=1)
     resumed = ["engines resume weights", "weight_update", "engines resume kv_cache cuda_graph"]
     assert events.seen == [*resumed, "generate", "engines release", "train", "save", *resumed]
     events = Events()
     loop(ColocatedMemory(events, None, events.timed), events, steps=1)
-    parked = ["training keeps its weights", "weight_update", "training sleeps"]
-    assert events.seen == [*parked, "generate", "training wakes", "train", "save", *parked]
+    offloaded = ["training keeps its weights", "weight_update", "training sleeps"]
+    assert events.seen == [*offloaded, "generate", "training wakes", "train", "save", *offloaded]
     events = Events()
     loop(ColocatedMemory(None, None, events.timed), events, steps=1)
     assert events.seen == ["weight_update", "generate", "train", "save", "weight_update"] and events.phases == []
 
 
-def test_two_rounds_of_training_without_a_weight_update_between_change_nothing():
+def test_consecutive_training_without_a_weight_update_changes_nothing():
     events = Events()
-    turns = ColocatedMemory(events, events, events.timed)
-    turns.onload_trainer()  # at the start the engines are released and training is awake
-    turns.onload_trainer()
+    memory = ColocatedMemory(events, events, events.timed)
+    memory.onload_trainer()  # at startup the engines are offloaded and the trainer is resident
+    memory.onload_trainer()
     assert events.seen == []

@@ -1,4 +1,4 @@
-"""The plan's view of a Ray cluster."""
+"""How the dry run queries a Ray cluster."""
 
 import subprocess
 import sys
@@ -11,15 +11,15 @@ from slimrl.arguments.layout import placement
 from slimrl.cluster.dry_run import ClusterAbsentError, gpus_of_nodes
 from slimrl.cluster.placement import plan_gpus
 from slimrl.cluster.ray_session import ray_session
-from tests.arguments.plan.published import QWEN3_4B, flags
+from tests.arguments.dry_run.published import QWEN3_4B, flags
 from tests.megatron.launch import free_port
 
 
-def test_without_a_cluster_nothing_is_asked():
+def test_no_cluster_is_queried_when_none_runs():
     assert gpus_of_nodes(None) is None
 
 
-def test_a_cluster_that_does_not_answer_is_named_at_once():
+def test_unresponsive_cluster_is_reported_without_delay():
     started = time.perf_counter()
     with pytest.raises(ClusterAbsentError, match="RAY_ADDRESS=127.0.0.1:.* does not answer"):
         gpus_of_nodes(f"127.0.0.1:{free_port()}")
@@ -35,7 +35,7 @@ def test_a_cluster_that_does_not_answer_is_named_at_once():
         dict(rollout_num_gpus=4, debug_rollout_only=True),
     ],
 )
-def test_the_plan_reserves_the_gpus_that_the_run_reserves(changes):
+def test_plan_reserves_the_same_gpus_as_the_run(changes):
     args = flags(QWEN3_4B, rollout_num_gpus_per_engine=2, **changes)
     planned, reserved = placement(args, None), plan_gpus(args)
     assert (planned.total, planned.train) == (reserved.total, reserved.train)
@@ -43,7 +43,7 @@ def test_the_plan_reserves_the_gpus_that_the_run_reserves(changes):
 
 
 @pytest.mark.slow
-def test_a_running_cluster_says_how_many_gpus_its_nodes_have():
+def test_running_cluster_reports_the_gpus_of_its_nodes():
     with ray_session(3):
         address = ray.get_runtime_context().gcs_address
         program = f"from slimrl.cluster.dry_run import gpus_of_nodes; print(gpus_of_nodes('{address}'))"

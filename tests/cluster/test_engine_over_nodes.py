@@ -1,4 +1,4 @@
-"""One real engine over two Ray nodes of this machine: one process on each, one HTTP server, one death."""
+"""One real engine over two Ray nodes of this machine: one process per node, one HTTP server, one reported death."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PROMPT = [5, 17, 90, 3]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Three models of the same shape: the first is what the engine starts with."""
+    """Three models of the same shape; the engine starts with the first."""
     root = tmp_path_factory.mktemp("models")
     return [save_qwen3(root / str(seed), seed=seed) for seed in range(3)]
 
@@ -46,7 +46,7 @@ def two_nodes() -> Iterator[Cluster]:
         tempfile.TemporaryDirectory(prefix="slimrl-", dir="/tmp", ignore_cleanup_errors=True) as folder,
         pytest.MonkeyPatch.context() as patch,
     ):
-        # where Cluster writes its address, without making the folder
+        # where Cluster writes its address, without creating the folder
         patch.setenv("RAY_TMPDIR", folder)
         (Path(folder) / "ray").mkdir()
         cluster = Cluster()
@@ -121,13 +121,13 @@ def assert_serves(url: str, folder: Path, version: str) -> None:
     assert reported == version
 
 
-def test_its_processes_lie_on_different_nodes_and_one_of_them_joins_the_router(fleet, folders):
+def test_engine_processes_are_on_different_nodes_and_one_registers_with_the_router(fleet, folders):
     (endpoint,) = fleet.endpoints
     assert list(endpoint.gpus) == [0, 1] and len(set(endpoint.nodes)) == 2
     assert sorted(engine_processes(folders[0])) == ["--node-rank=0", "--node-rank=1"]
 
 
-def test_it_generates_what_one_process_generates(fleet, folders, tmp_path):
+def test_multi_node_engine_generates_the_same_as_a_single_process(fleet, folders, tmp_path):
     single = ServerProcess(folders[0], log_path=tmp_path / "log", options=OPTIONS)
     try:
         single.start()
@@ -140,7 +140,7 @@ def test_it_generates_what_one_process_generates(fleet, folders, tmp_path):
     assert max(abs(a - b) for a, b in zip(over_nodes_logprobs, logprobs, strict=True)) <= 1e-4
 
 
-def test_it_takes_weights_from_the_trainers_on_its_gpus_and_from_elsewhere(fleet, folders, tmp_path):
+def test_multi_node_engine_receives_weights_from_local_and_remote_trainers(fleet, folders, tmp_path):
     args = tiny_args(tensor_model_parallel_size=2)
     with RankPool(2) as pool:
         for way, version, folder in (("colocated", "1", folders[1]), ("split", "2", folders[2])):
@@ -151,7 +151,7 @@ def test_it_takes_weights_from_the_trainers_on_its_gpus_and_from_elsewhere(fleet
             assert_serves(fleet.endpoints[0].url, folder, version)
 
 
-def test_the_death_of_one_process_is_reported_once_and_ends_the_others(fleet, folders):
+def test_death_of_one_process_is_reported_once_and_stops_the_others(fleet, folders):
     processes = engine_processes(folders[0])
     everything = [child for process in processes.values() for child in process.children(recursive=True)]
     assert len(everything) >= 3  # two schedulers and the detokenizer

@@ -1,4 +1,4 @@
-"""What is lost is replaced in order: ended, started again, given weights, and only then asked; up to a limit."""
+"""Failed engines are stopped, restarted, updated with weights and only then used again, up to a limit."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ from slimrl.cluster.engines.engine import Engine, ServerExit
 from slimrl.cluster.engines.engine_group import ExternalEngine
 from slimrl.cluster.engines.engine_recovery import MAX_LOSSES, EngineRecovery
 from slimrl.cluster.engines.health_monitor import HealthConfig, HealthMonitor
-from slimrl.engines.sglang.control import ServerLoad
-from slimrl.engines.sglang.engine_memory import EVERYTHING, EngineMemory
+from slimrl.engines.engine_memory import EngineMemory
+from slimrl.engines.http import is_reachable
+from slimrl.engines.server_protocol import EVERYTHING, ServerLoad
+from slimrl.engines.sglang.control import ServerControl
 from slimrl.processes import ProcessStartError
 from slimrl.weights.update.topology import EngineEndpoint
 from tests.megatron.launch import free_port
@@ -30,13 +32,14 @@ NEVER = HealthConfig(1000.0, 1000.0, 0.0)
 
 
 class FakeEngine:
-    """A server that exists as a list of what was done to it."""
+    """A server that records the calls made to it."""
 
-    what_follows, arrived = Engine.what_follows, Engine.arrived
+    lost_message, started_message = Engine.lost_message, Engine.started_message
 
     def __init__(self, index: int, life: int = 0, url: str | None = None) -> None:
         self.index, self.life = index, life
         self.name = f"{index}.{life}"
+        self.label = f"SGLang server {self.name}"
         self.url = url or f"http://127.0.0.1:{1000 + 10 * index + life}"
         self.done: list[str] = []
         self.end: asyncio.Future[ServerExit] = asyncio.get_running_loop().create_future()
@@ -62,14 +65,17 @@ class FakeEngine:
     async def stopped(self) -> list[str]:
         return []
 
+    def control(self, timeout_s: float = 1.0) -> ServerControl:
+        return ServerControl(self.url, timeout_s)
+
     async def last_log_lines(self) -> tuple[Path, str]:
         return Path("log"), ""
 
 
 class FakeRouter:
-    """A router that knows servers, and can die."""
+    """A router with a list of servers, which can die."""
 
-    url, port, log_path = "http://127.0.0.1:1", 1, Path("logs/router.log")
+    label, url, port, log_path = "the SGLang router", "http://127.0.0.1:1", 1, Path("logs/router.log")
 
     def __init__(self) -> None:
         self.known: list[str] = []
@@ -81,15 +87,18 @@ class FakeRouter:
 
     def restart(self, log_path: Path) -> None:
         self.known, self.code = [], None
-        self.logs.append(log_path.name)  # last: the test continues then, from another thread
+        self.logs.append(log_path.name)  # last, because the test then continues from another thread
 
     def wait_alive(self, timeout_s: float) -> None: ...
 
     def wait_ready(self, count: int, timeout_s: float) -> None:
         assert len(self.known) >= count
 
-    def workers(self) -> list[dict[str, str]]:
-        return [{"url": url} for url in self.known]
+    def responds(self, timeout_s: float) -> bool:
+        return is_reachable(f"{self.url}/health", timeout_s)
+
+    def server_urls(self) -> list[str]:
+        return list(self.known)
 
     def add_worker(self, url: str) -> None:
         self.known.append(url)
@@ -104,7 +113,7 @@ class FakeRouter:
 class FakeFleet:
     def __init__(self, count: int) -> None:
         self.engines = [FakeEngine(index) for index in range(count)]
-        self.same_urls = False  # as servers of the user's have, when they are started again
+        self.same_urls = False  # like external servers that are restarted
         self.router = FakeRouter()
         self.router.known = [engine.url for engine in self.engines]
 
@@ -115,11 +124,11 @@ class FakeFleet:
 
 
 @contextlib.asynccontextmanager
-async def recovering(count: int = 2, flags: HealthConfig = NEVER, *, weights_come: bool = True):
+async def recovering(count: int = 2, flags: HealthConfig = NEVER, *, needs_weight_sync: bool = True):
     fleet = FakeFleet(count)
     client = types.SimpleNamespace(server_urls=[engine.url for engine in fleet.engines], resent=0)
     memory = EngineMemory([])
-    recovery = EngineRecovery(flags, fleet, client, memory, weights_come=weights_come)
+    recovery = EngineRecovery(flags, fleet, client, memory, needs_weight_sync=needs_weight_sync)
     await asyncio.sleep(0)
     try:
         yield recovery, fleet, client, memory
@@ -134,18 +143,18 @@ async def until(condition, seconds: float = 10.0) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_a_lost_server_is_ended_and_its_successor_is_asked_only_when_it_has_weights():
+def test_failed_server_is_stopped_and_its_replacement_serves_only_with_weights():
     async def body():
         async with recovering() as (recovery, fleet, client, _):
             lost, other = fleet.engines
             lost.die()
-            news = await recovery.news(0)
-            assert "SGLang server 0.0 died with exit code -9 (log: log)" in news.lines[0]
-            await until(lambda: recovery._places[0].phase.value == "waiting")
+            events = await recovery.events(0)
+            assert "SGLang server 0.0 died with exit code -9 (log: log)" in events.lines[0]
+            await until(lambda: recovery._slots[0].phase.value == "waiting")
             new = fleet.engines[0]
             assert (lost.done, new.done, other.done) == (["killed"], ["started"], [])
             assert fleet.router.known == client.server_urls == [other.url]
-            standing = await recovery.standing()
+            standing = await recovery.status()
             assert ([endpoint.url for endpoint in standing.waiting], standing.serving) == ([new.url], 1)
 
             assert await recovery.begin_weight_update(True) == [new.endpoint]
@@ -164,23 +173,23 @@ def test_a_lost_server_is_ended_and_its_successor_is_asked_only_when_it_has_weig
     asyncio.run(body())
 
 
-def test_a_server_that_came_back_at_its_address_during_a_weight_update_does_not_serve_with_weights_it_was_not_given():
+def test_server_restarted_at_its_address_during_an_update_waits_for_weights():
     async def body():
         async with recovering() as (recovery, fleet, client, _):
             fleet.same_urls = True
             back, other = fleet.engines
             urls = [endpoint.url for endpoint in await recovery.begin_weight_update(False)]
             back.die()
-            await until(lambda: recovery._places[0].phase.value == "waiting")
+            await until(lambda: recovery._slots[0].phase.value == "waiting")
             await recovery.end_weight_update(urls, "7")
             assert fleet.router.known == client.server_urls == [other.url]
-            (waiting,) = (await recovery.standing()).waiting
+            (waiting,) = (await recovery.status()).waiting
             assert (waiting.url, waiting.life) == (back.url, 1)
 
     asyncio.run(body())
 
 
-def test_a_failed_weight_update_counts_a_server_that_came_back_at_its_address_as_lost(monkeypatch):
+def test_failed_weight_update_counts_a_server_restarted_at_its_address_as_failed(monkeypatch):
     monkeypatch.setattr(recovery_module, "DEATH_GRACE_S", 0.0)
 
     async def body():
@@ -190,57 +199,57 @@ def test_a_failed_weight_update_counts_a_server_that_came_back_at_its_address_as
                 fleet.engines[1].url = well.url
                 urls = [endpoint.url for endpoint in await recovery.begin_weight_update(False)]
                 fleet.engines[0].die()
-                await until(lambda: recovery._places[0].phase.value == "waiting")
+                await until(lambda: recovery._slots[0].phase.value == "waiting")
                 assert await recovery.weight_update_failed(urls) == [urls[0]]
 
     asyncio.run(body())
 
 
-def test_nobody_blames_the_successor_of_a_server_that_was_ill(monkeypatch):
+def test_failure_of_an_unhealthy_server_is_not_charged_to_its_replacement(monkeypatch):
     monkeypatch.setattr(recovery_module, "DEATH_GRACE_S", 0.0)
 
     async def body():
         async with recovering(1, HealthConfig(1000.0, 0.5, 0.0)) as (recovery, fleet, _, _memory):
             first = fleet.engines[0]
-            first.url = f"http://127.0.0.1:{free_port()}"  # nobody answers there
+            first.url = f"http://127.0.0.1:{free_port()}"  # a free port
             await recovery.begin_weight_update(False)
             failed = asyncio.create_task(recovery.weight_update_failed([first.url]))
             await asyncio.sleep(0.1)  # the probe is in progress
             first.die()
-            await until(lambda: recovery._places[0].phase.value == "waiting")
+            await until(lambda: recovery._slots[0].phase.value == "waiting")
             assert await failed == [first.url]
-            recovery._blame(recovery._places[0], first, "failed a call")
+            recovery._mark_failed(recovery._slots[0], first, "failed a call")
             await asyncio.sleep(0.1)
             assert (fleet.engines[0].life, fleet.engines[0].done) == (1, ["started"])
 
     asyncio.run(body())
 
 
-def test_a_rollout_forgives_no_loss_that_came_while_the_servers_were_asked(monkeypatch):
+def test_failure_during_the_health_check_is_not_forgiven_by_the_rollout(monkeypatch):
     async def body():
         async with recovering(1) as (recovery, fleet, _, _memory):
-            asked, told = threading.Event(), threading.Event()
+            asked, answered = threading.Event(), threading.Event()
 
-            def load_of(url: str, timeout_s: float, key: str | None) -> ServerLoad:
+            def load(control: ServerControl) -> ServerLoad:
                 asked.set()
-                told.wait(10)
-                return ServerLoad(url, 0, 0, 0.0, prefilled=True)
+                answered.wait(10)
+                return ServerLoad(control.url, 0, 0, 0.0, prefilled=True)
 
-            monkeypatch.setattr(recovery_module, "load_of", load_of)
+            monkeypatch.setattr(ServerControl, "load", load)
             ends = asyncio.create_task(recovery.generation_ends())
             await until(asked.is_set)
             fleet.engines[0].die()
             await until(lambda: fleet.engines[0].life == 1)
-            told.set()
+            answered.set()
             await ends
-            assert recovery._places[0].losses == 1
+            assert recovery._slots[0].losses == 1
 
     asyncio.run(body())
 
 
-def test_without_training_a_successor_has_its_weights_from_the_start():
+def test_replacement_has_weights_from_the_start_without_training():
     async def body():
-        async with recovering(1, weights_come=False) as (_, fleet, client, _memory):
+        async with recovering(1, needs_weight_sync=False) as (_, fleet, client, _memory):
             fleet.engines[0].die()
             await until(lambda: client.server_urls == [fleet.engines[0].url] and fleet.engines[0].life == 1)
             await until(lambda: sorted(fleet.router.known) == client.server_urls)
@@ -249,19 +258,19 @@ def test_without_training_a_successor_has_its_weights_from_the_start():
 
 
 @pytest.mark.parametrize(
-    ("kind", "weights_come", "lost", "back"),
+    ("kind", "needs_weight_sync", "lost", "back"),
     [
-        (Engine, True, "another takes its place", "started and waits for weights"),
-        (ExternalEngine, True, "it is left out until it is back", "is back and waits for weights"),
-        (ExternalEngine, False, "it is left out until it is back", "is back and serves"),
+        (Engine, True, "a replacement will be started", "started and waits for weights"),
+        (ExternalEngine, True, "it is excluded until it is back", "is back and waits for weights"),
+        (ExternalEngine, False, "it is excluded until it is back", "is back and serves"),
     ],
 )
-def test_only_a_server_of_the_runs_is_said_to_be_replaced_and_started(monkeypatch, kind, weights_come, lost, back):
-    monkeypatch.setattr(FakeEngine, "what_follows", kind.what_follows)
-    monkeypatch.setattr(FakeEngine, "arrived", kind.arrived)
+def test_only_servers_of_the_run_are_logged_as_replaced_and_started(monkeypatch, kind, needs_weight_sync, lost, back):
+    monkeypatch.setattr(FakeEngine, "lost_message", kind.lost_message)
+    monkeypatch.setattr(FakeEngine, "started_message", kind.started_message)
 
     async def body():
-        async with recovering(1, weights_come=weights_come) as (recovery, fleet, _, _memory):
+        async with recovering(1, needs_weight_sync=needs_weight_sync) as (recovery, fleet, _, _memory):
             fleet.engines[0].die()
             await until(lambda: len(recovery._events) == 2)
             assert recovery._events == [
@@ -272,23 +281,23 @@ def test_only_a_server_of_the_runs_is_said_to_be_replaced_and_started(monkeypatc
     asyncio.run(body())
 
 
-def test_a_whole_weight_update_waits_for_a_server_where_there_is_none():
+def test_weight_update_waits_for_a_server_when_none_is_left():
     async def body():
         async with recovering(1) as (recovery, fleet, _, _memory):
             fleet.engines[0].die()
-            await recovery.news(0)
+            await recovery.events(0)
             assert [endpoint.url for endpoint in await recovery.begin_weight_update(False)] == [fleet.engines[0].url]
             assert fleet.engines[0].life == 1
 
     asyncio.run(body())
 
 
-def test_a_server_that_dies_again_and_again_ends_the_run_with_its_last_lines():
+def test_repeatedly_dying_server_ends_the_run_with_its_last_log_lines():
     async def body():
         async with recovering(2) as (recovery, fleet, _, _memory):
             for life in range(MAX_LOSSES):
                 await until(
-                    lambda life=life: fleet.engines[1].life == life and recovery._places[1].phase.value != "lost"
+                    lambda life=life: fleet.engines[1].life == life and recovery._slots[1].phase.value != "lost"
                 )
                 fleet.engines[1].die()
             message = await asyncio.wait_for(recovery.watch(), 10)
@@ -298,26 +307,26 @@ def test_a_server_that_dies_again_and_again_ends_the_run_with_its_last_lines():
     asyncio.run(body())
 
 
-def test_no_server_starts_while_training_has_the_gpus():
+def test_no_server_starts_while_training_holds_the_gpus():
     async def body():
         async with recovering(1) as (recovery, fleet, _, memory):
             memory.servers = []
             await recovery.release_memory()
             fleet.engines[0].die()
-            await recovery.news(0)
+            await recovery.events(0)
             await asyncio.sleep(0.05)
             assert fleet.engines[0].life == 0
             await recovery.resume_memory(EVERYTHING[:1])
             await asyncio.sleep(0.05)
             assert fleet.engines[0].life == 0
             await recovery.resume_memory(EVERYTHING[1:])
-            await until(lambda: recovery._places[0].phase.value == "waiting")
+            await until(lambda: recovery._slots[0].phase.value == "waiting")
             assert fleet.engines[0].life == 1
 
     asyncio.run(body())
 
 
-def test_a_dead_router_comes_back_with_the_servers_that_serve():
+def test_dead_router_is_restarted_with_the_serving_servers():
     async def body():
         async with recovering(2) as (recovery, fleet, client, _):
             fleet.router.code = -9
@@ -335,7 +344,7 @@ def test_a_dead_router_comes_back_with_the_servers_that_serve():
 
 
 class StandIn:
-    """Answers as a server whose scheduler last spoke `silent_s` ago, and which answers questions or not."""
+    """A server whose scheduler last logged `silent_s` ago, and which answers health checks or not."""
 
     def __init__(self, silent_s: float = 0.0, *, answers: bool = True, running: int = 0) -> None:
         self.silent_s, self.answers, self.running = silent_s, answers, running
@@ -364,6 +373,9 @@ class StandIn:
     async def stopped(self) -> list[str]:
         return []
 
+    def control(self, timeout_s: float) -> ServerControl:
+        return ServerControl(self.url, timeout_s)
+
     def __enter__(self):
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
         return self
@@ -390,21 +402,22 @@ def probed(server, *, updating_weights: bool = False) -> str | None:
     ("silent_s", "answers", "updating_weights", "ill"),
     [
         (0.0, True, False, False),  # at work
-        (60.0, True, False, False),  # idle or paused: it says nothing by itself, but answers
+        (60.0, True, False, False),  # idle or paused: it logs nothing, but answers
         (60.0, False, False, True),  # hangs
         (60.0, False, True, False),  # waits in a broadcast
     ],
 )
-def test_a_server_is_well_while_its_scheduler_speaks_or_answers(silent_s, answers, updating_weights, ill):
+def test_server_is_healthy_while_its_scheduler_logs_or_answers(silent_s, answers, updating_weights, ill):
     with StandIn(silent_s, answers=answers, running=3) as server:
         found = probed(server, updating_weights=updating_weights)
-    expected = "has had a scheduler without a sign of life with 3 requests running and 0 queued for 0.2 s"
+    expected = "has had an unresponsive scheduler with 3 requests running and 0 queued for 0.2 s"
     assert found == (f"{expected} (--rollout-health-check-timeout)" if ill else None)
 
 
-def test_a_server_that_does_not_answer_or_is_stopped_is_ill():
-    nobody = types.SimpleNamespace(url=f"http://127.0.0.1:{free_port()}")
-    assert probed(nobody) == "has not answered for 0.2 s (--rollout-health-check-timeout)"
+def test_unresponsive_or_stopped_server_is_unhealthy():
+    url = f"http://127.0.0.1:{free_port()}"
+    unreachable = types.SimpleNamespace(url=url, control=lambda timeout_s: ServerControl(url, timeout_s))
+    assert probed(unreachable) == "has not answered for 0.2 s (--rollout-health-check-timeout)"
     with StandIn() as server:
 
         async def stopped():
@@ -415,18 +428,18 @@ def test_a_server_that_does_not_answer_or_is_stopped_is_ill():
 
 
 @pytest.mark.timeout(20)
-def test_a_server_whose_actor_hangs_is_ill():
+def test_server_with_a_hung_actor_is_unhealthy():
     with StandIn() as server:
 
         async def stopped():
             await asyncio.Event().wait()
 
         server.stopped = stopped
-        assert "has had an actor that does not answer for 0.2 s" in probed(server)
+        assert "has had an actor that does not respond for 0.2 s" in probed(server)
 
 
 @pytest.mark.timeout(20)
-def test_a_log_that_nobody_reads_out_and_a_start_that_never_ends_stop_no_replacement(monkeypatch):
+def test_unread_log_and_hung_start_do_not_block_replacement(monkeypatch):
     monkeypatch.setattr(recovery_module, "LOG_TIMEOUT_S", 0.05)
     monkeypatch.setattr(recovery_module, "START_LIMIT_S", 0.05)
 
@@ -438,52 +451,52 @@ def test_a_log_that_nobody_reads_out_and_a_start_that_never_ends_stop_no_replace
             fleet.engines[0].last_log_lines = hang
             replace_engine, starts = fleet.replace_engine, [hang]
 
-            def renewed(index: int) -> FakeEngine:
+            def replaced(index: int) -> FakeEngine:
                 engine = replace_engine(index)
                 if starts:
                     engine.start = starts.pop()
                 return engine
 
-            fleet.replace_engine = renewed
-            recovery._blame(recovery._places[0], fleet.engines[0], "failed a call")
-            await until(lambda: recovery._places[0].phase.value == "waiting")
+            fleet.replace_engine = replaced
+            recovery._mark_failed(recovery._slots[0], fleet.engines[0], "failed a call")
+            await until(lambda: recovery._slots[0].phase.value == "waiting")
             assert fleet.engines[0].life == 2
-            assert any("did not start: it was not there after 0.05 s" in line for line in recovery._events)
+            assert any("did not start: it was not ready after 0.05 s" in line for line in recovery._events)
 
     asyncio.run(body())
 
 
-def test_losses_with_a_long_service_in_between_are_not_in_a_row(monkeypatch):
+def test_failures_separated_by_long_service_are_not_consecutive(monkeypatch):
     monkeypatch.setattr(recovery_module, "LONG_LIFE_S", 0.0)
 
     async def body():
-        async with recovering(1, weights_come=False) as (recovery, fleet, client, _):
+        async with recovering(1, needs_weight_sync=False) as (recovery, fleet, client, _):
             for life in range(MAX_LOSSES + 1):
                 await until(lambda life=life: fleet.engines[0].life == life and client.server_urls)
                 fleet.engines[0].die()
                 await until(lambda life=life: fleet.engines[0].life == life + 1)
-            assert recovery._places[0].losses == 1
+            assert recovery._slots[0].losses == 1
 
     asyncio.run(body())
 
 
-def test_training_that_waits_for_the_start_of_a_server_says_so():
+def test_training_that_waits_for_a_starting_server_logs_it():
     async def body():
         async with recovering(1) as (recovery, fleet, _, memory):
             memory.release = lambda: None
             replace_engine, started = fleet.replace_engine, asyncio.Event()
 
-            def renewed(index: int) -> FakeEngine:
+            def replaced(index: int) -> FakeEngine:
                 engine = replace_engine(index)
                 engine.start = lambda _: started.wait()
                 return engine
 
-            fleet.replace_engine = renewed
+            fleet.replace_engine = replaced
             fleet.engines[0].die()
             await until(lambda: fleet.engines[0].life == 1)
             release = asyncio.create_task(recovery.release_memory())
-            line = (await asyncio.wait_for(recovery.news(1), 10)).lines[0]
-            assert line == "training waits for the start of SGLang server 0.1, which has the memory that it needs"
+            line = (await asyncio.wait_for(recovery.events(1), 10)).lines[0]
+            assert line == "training waits until SGLang server 0.1 has started, which still holds the GPU memory"
             assert not release.done()
             started.set()
             await asyncio.wait_for(release, 10)
@@ -491,7 +504,7 @@ def test_training_that_waits_for_the_start_of_a_server_says_so():
     asyncio.run(body())
 
 
-def test_a_router_that_cannot_start_is_tried_again_after_a_pause_and_its_port_is_named(monkeypatch):
+def test_router_start_is_retried_after_a_pause_and_its_port_is_logged(monkeypatch):
     monkeypatch.setattr(router_supervisor, "RESTART_PAUSE_S", 0.5)
 
     async def body():
@@ -513,7 +526,7 @@ def test_a_router_that_cannot_start_is_tried_again_after_a_pause_and_its_port_is
     asyncio.run(body())
 
 
-def test_losses_of_the_router_with_a_long_life_in_between_are_not_in_a_row(monkeypatch):
+def test_router_failures_separated_by_long_uptime_are_not_consecutive(monkeypatch):
     monkeypatch.setattr(router_supervisor, "LONG_LIFE_S", 0.0)
 
     async def body():
@@ -526,11 +539,11 @@ def test_losses_of_the_router_with_a_long_life_in_between_are_not_in_a_row(monke
     asyncio.run(body())
 
 
-def test_a_server_that_took_part_in_a_complete_rollout_may_die_again():
+def test_complete_rollout_resets_the_failure_count_of_a_server():
     async def body():
         with StandIn() as server:
             async with recovering(1) as (recovery, fleet, _, _memory):
-                place = recovery._places[0]
+                place = recovery._slots[0]
                 place.losses, place.engine.url = MAX_LOSSES - 1, server.url
                 await recovery.generation_ends()
                 assert place.losses == 0

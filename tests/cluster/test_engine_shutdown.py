@@ -1,4 +1,4 @@
-"""Engines are ended whatever became of their actors."""
+"""Engines are stopped whatever the state of their actors."""
 
 from __future__ import annotations
 
@@ -49,20 +49,20 @@ def made(monkeypatch):
     return make
 
 
-def test_an_engine_that_was_killed_before_is_closed_without_an_error(made):
+def test_closing_a_killed_engine_raises_nothing(made):
     engine, actors = made(is_dead, ends)
     asyncio.run(engine.close())
     assert [actor.killed for actor in actors] == [1, 1]
 
 
-def test_an_engine_whose_actor_hangs_is_killed_after_its_time_limit(made, monkeypatch):
+def test_engine_with_a_hung_actor_is_killed_after_the_time_limit(made, monkeypatch):
     monkeypatch.setattr(engine_module, "KILL_TIMEOUT_S", 0.05)
     engine, actors = made(hangs, is_dead)
     asyncio.run(asyncio.wait_for(engine.kill(), 10))
     assert [actor.killed for actor in actors] == [1, 1]
 
 
-def test_a_fleet_ends_every_server_before_it_raises_the_failure_of_one():
+def test_engine_group_stops_every_server_before_raising_an_error():
     class FakeEngine:
         def __init__(self, error: str | None) -> None:
             self.error, self.closed = error, False

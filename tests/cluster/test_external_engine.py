@@ -1,4 +1,4 @@
-"""Servers of the user's: which are taken, that one that works for long is alive, and that a silent one is lost."""
+"""External servers: which are accepted, that a busy one counts as alive, and that a silent one counts as lost."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from aiohttp import web
 
 from slimrl.arguments import Arguments
 from slimrl.cluster.engines.engine_group import ExternalEngine
+from slimrl.engines.http import check_servers_reachable
 from slimrl.engines.protocol import EngineError, EngineUnavailableError
-from slimrl.engines.sglang.external_server_check import NEEDED_PATHS, ExternalServer, check_somebody_listens
+from slimrl.engines.sglang.external_server_check import NEEDED_PATHS, ExternalServer
 from slimrl.engines.sglang.router import ExternalRouter
 from tests.megatron.launch import free_port
 
@@ -22,7 +23,7 @@ STARTED = (1.0, None, None)
 
 @contextlib.asynccontextmanager
 async def busy_server():
-    """Answers as SGLang does whose scheduler waits for others: its loads, but neither /health nor /server_info."""
+    """Answers like SGLang while its scheduler waits for others: /get_load works, /health and /server_info do not."""
 
     async def silent(request: web.Request) -> web.Response:
         await asyncio.sleep(30)
@@ -41,7 +42,7 @@ async def busy_server():
         await runner.cleanup()
 
 
-def test_a_server_that_works_for_long_is_alive_and_one_that_is_gone_is_lost():
+def test_busy_server_is_alive_and_a_stopped_one_is_lost():
     async def run() -> None:
         async with busy_server() as runner:
             address = f"127.0.0.1:{runner.addresses[0][1]}"
@@ -62,7 +63,7 @@ def test_a_server_that_works_for_long_is_alive_and_one_that_is_gone_is_lost():
 
 @contextlib.asynccontextmanager
 async def server_of(folder, version: str, *, makes_tokens: bool = True, instead: dict | None = None):
-    """What `inspect` asks a server for, other answers `instead` at some paths; yields its address."""
+    """Serves what `inspect` requests, with other answers `instead` at some paths; yields its address."""
 
     async def health(request: web.Request) -> web.Response:
         return web.Response(status=200 if makes_tokens else 503)
@@ -99,11 +100,11 @@ async def server_of(folder, version: str, *, makes_tokens: bool = True, instead:
         (
             "default",
             False,
-            "it makes no token within 25 s, as after a weight update that was cut off: POST /continue_generation",
+            "it generates no token within 25 s, as after an interrupted weight update: POST /continue_generation",
         ),
     ],
 )
-def test_where_nobody_trains_a_server_must_have_its_own_weights_and_go(tmp_path, version, makes_tokens, refusal):
+def test_server_without_a_trainer_must_have_weights_and_not_be_paused(tmp_path, version, makes_tokens, refusal):
     (tmp_path / "config.json").write_text("{}")
 
     async def start(*, debug_rollout_only: bool) -> None:
@@ -111,7 +112,7 @@ def test_where_nobody_trains_a_server_must_have_its_own_weights_and_go(tmp_path,
             args = Arguments(hf_checkpoint=str(tmp_path), debug_rollout_only=debug_rollout_only)
             await ExternalEngine(address, 0, args).start(5)
 
-    asyncio.run(start(debug_rollout_only=False))  # a weight update makes it right
+    asyncio.run(start(debug_rollout_only=False))  # a weight update repairs it
     expected = pytest.raises(EngineError, match=re.escape(refusal)) if refusal else contextlib.nullcontext()
     with expected:
         asyncio.run(start(debug_rollout_only=True))
@@ -140,14 +141,16 @@ def test_where_nobody_trains_a_server_must_have_its_own_weights_and_go(tmp_path,
         ),
     ],
 )
-def test_a_server_that_answers_garbage_is_refused_by_its_address_the_field_and_what_came(tmp_path, path, answer, wrong):
+def test_invalid_server_response_is_rejected_with_address_field_and_value(tmp_path, path, answer, wrong):
     (tmp_path / "config.json").write_text("{}")
 
     async def start() -> None:
         async with server_of(tmp_path, "default", instead={path: answer}) as address:
             with pytest.raises(EngineError) as refused:
                 await ExternalEngine(address, 0, Arguments(hf_checkpoint=str(tmp_path))).start(5)
-            assert str(refused.value).startswith(f"--rollout-external-engine-addrs {address}: what answers there")
+            assert str(refused.value).startswith(
+                f"--rollout-external-engine-addrs {address}: this is not an SGLang server"
+            )
             assert wrong in str(refused.value)
 
     asyncio.run(start())
@@ -161,7 +164,7 @@ def test_a_server_that_answers_garbage_is_refused_by_its_address_the_field_and_w
         ('{"workers": [{"id": "a", "url": "u", "is_healthy": "yes"}]}', "got `str` - at `$.workers[0].is_healthy`"),
     ],
 )
-def test_a_router_of_the_users_that_answers_garbage_is_named(answer, wrong):
+def test_external_router_with_invalid_responses_is_named(answer, wrong):
     async def check() -> None:
         app = web.Application()
         app.router.add_get("/workers", lambda request: web.Response(text=answer))
@@ -178,14 +181,14 @@ def test_a_router_of_the_users_that_answers_garbage_is_named(answer, wrong):
     asyncio.run(check())
 
 
-def test_addresses_at_which_nobody_listens_are_named_before_anything_starts():
-    nobody, also_nobody = f"127.0.0.1:{free_port()}", f"[::1]:{free_port()}"
+def test_unreachable_addresses_are_named_at_startup():
+    closed, also_closed = f"127.0.0.1:{free_port()}", f"[::1]:{free_port()}"
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        somebody = f"127.0.0.1:{listening.getsockname()[1]}"
-        check_somebody_listens([somebody])
+        open_address = f"127.0.0.1:{listening.getsockname()[1]}"
+        check_servers_reachable([open_address])
         with pytest.raises(EngineUnavailableError) as failure:
-            check_somebody_listens([nobody, somebody, also_nobody])
+            check_servers_reachable([closed, open_address, also_closed])
     lines = str(failure.value).split("\n")
-    assert [line.split(": ", 1)[0].split()[1] for line in lines] == [nobody, also_nobody]
+    assert [line.split(": ", 1)[0].split()[1] for line in lines] == [closed, also_closed]
     assert all("no server answers there" in line and line.endswith("start it first") for line in lines)
-    check_somebody_listens([])
+    check_servers_reachable([])

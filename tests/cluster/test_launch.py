@@ -1,4 +1,4 @@
-"""What the driver decides once for all processes, and when it refuses to train on CPUs beside GPUs."""
+"""Decisions of the driver for all processes, and when it refuses to train on CPUs although GPUs exist."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 from slimrl.arguments import Arguments
 from slimrl.cluster.engines.engine_group import server_settings
 from slimrl.cluster.launch import DriverWithoutGpuError, Launch, check_driver_sees_gpus, run_facts
-from slimrl.engines.sglang.launch import ServerLaunch, server_environment
+from slimrl.engines.server_protocol import ServerLaunch
+from slimrl.engines.sglang.launch import server_environment
 from slimrl.platform.launch_env import Machine, RunFacts, rank_environment
 
 CPU = Machine(cuda=False, cores=4)
@@ -48,11 +49,11 @@ FLAGS: dict[str, Any] = {
         ),
     ],
 )
-def test_flags_become_facts(changes: dict[str, Any], facts: RunFacts):
+def test_flags_set_the_environment_variables(changes: dict[str, Any], facts: RunFacts):
     assert run_facts(Arguments(**FLAGS | changes)) == facts
 
 
-def test_training_variables_reach_no_engine():
+def test_trainer_variables_do_not_reach_engines():
     launch = Launch.decide(GPU, RunFacts(shares_gpus=True), {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, {})
     assert "PYTORCH_CUDA_ALLOC_CONF" not in launch.environment
     on_cpu = Launch.decide(CPU, RunFacts(), {"OMP_NUM_THREADS": "7"}, {})
@@ -60,13 +61,13 @@ def test_training_variables_reach_no_engine():
 
 
 @pytest.mark.parametrize(("run", "cumem"), [(RunFacts(broadcasts_weights=True), "0"), (RunFacts(), None)])
-def test_servers_have_the_nccl_setting_of_the_ranks_that_send_to_them(run: RunFacts, cumem: str | None):
+def test_servers_use_the_nccl_setting_of_the_sending_ranks(run: RunFacts, cumem: str | None):
     launch = Launch.decide(GPU, run, {}, {})
     settings = server_settings(Arguments(**FLAGS), 0, launch)
     assert (launch.nccl_cumem, settings.nccl_cumem, settings.cuda) == (cumem, cumem, True)
 
 
-def test_ranks_and_servers_agree_wherever_their_nodes_differ():
+def test_ranks_and_servers_agree_when_their_nodes_differ():
     launch = Launch.decide(GPU, RunFacts(broadcasts_weights=True), {}, {"NCCL_CUMEM_ENABLE": "1"})
     of_rank = rank_environment(
         GPU, launch.run, gpu=0, cumem=launch.nccl_cumem, given={}, inherited={"NCCL_CUMEM_ENABLE": "0"} | launch.driver
@@ -81,13 +82,13 @@ def test_ranks_and_servers_agree_wherever_their_nodes_differ():
     assert of_rank["NCCL_CUMEM_ENABLE"] == of_server["NCCL_CUMEM_ENABLE"] == "1"
 
 
-def test_a_server_outside_of_the_ranks_groups_keeps_what_its_node_has():
+def test_server_outside_the_rank_groups_keeps_its_node_setting():
     facts = RunFacts(shares_gpus=True, offloads_training=True, suspends_nccl=False)
     launch = Launch.decide(GPU, facts, {}, {})
     assert (launch.nccl_cumem, launch.servers_nccl_cumem) == ("0", None)
 
 
-def test_the_drivers_choice_reaches_ranks_on_other_nodes():
+def test_driver_setting_reaches_ranks_on_other_nodes():
     launch = Launch.decide(GPU, RunFacts(), {}, {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "OMP_NUM_THREADS": "1"})
     node = {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "OMP_NUM_THREADS": "1"}
     found = rank_environment(GPU, launch.run, gpu=0, cumem=None, given={}, inherited=node | launch.driver)
@@ -97,7 +98,7 @@ def test_the_drivers_choice_reaches_ranks_on_other_nodes():
 H100S = {"CPU": 192.0, "GPU": 16.0, "accelerator_type:H100": 2.0}
 
 
-def test_a_driver_without_a_gpu_is_refused_where_ray_has_real_ones():
+def test_driver_without_gpu_is_rejected_when_ray_has_gpus():
     with pytest.raises(DriverWithoutGpuError, match=r"16 GPUs \(H100\) .*accelerator-type\": \"H100\"") as refused:
         check_driver_sees_gpus(CPU, H100S, {})
     assert "CUDA_VISIBLE_DEVICES" in str(refused.value)
@@ -109,10 +110,10 @@ def test_a_driver_without_a_gpu_is_refused_where_ray_has_real_ones():
         (GPU, H100S, {}),
         (CPU, {"CPU": 4.0, "GPU": 8.0}, {}),  # logical GPUs have no type
         (CPU, {"CPU": 4.0, "accelerator_type:H100": 1.0}, {}),  # Ray was started with --num-gpus 0
-        (CPU, H100S, {"CUDA_VISIBLE_DEVICES": ""}),  # hidden on purpose, as the quickstart does
+        (CPU, H100S, {"CUDA_VISIBLE_DEVICES": ""}),  # hidden deliberately, as the quickstart does
     ],
 )
-def test_a_driver_goes_on_where_its_machine_is_what_ray_has(
+def test_driver_that_matches_the_ray_node_continues(
     machine: Machine, resources: dict[str, float], environment: dict[str, str]
 ):
     check_driver_sees_gpus(machine, resources, environment)

@@ -1,4 +1,4 @@
-"""Who watches the event loop of the rollout manager from outside learns that it is gone, and does not wait for it."""
+"""A monitor outside the rollout manager's event loop detects that the loop has ended, and does not wait for it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slimrl.rollout.generation.sample_tracker import LoopMonitor
 
 @pytest.fixture
 def loop():
-    """An event loop in a thread that ends silently with it, as Ray's does."""
+    """An event loop in a thread that ends silently with it, like Ray's."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
@@ -25,8 +25,8 @@ def loop():
     loop.close()
 
 
-def test_a_loop_that_a_callback_ended_is_told_from_one_that_turns(loop, monkeypatch):
-    monkeypatch.setattr(sample_tracker, "_LOOK_INTERVAL_S", 0.01)
+def test_loop_ended_by_a_callback_is_distinguished_from_a_running_one(loop, monkeypatch):
+    monkeypatch.setattr(sample_tracker, "_POLL_INTERVAL_S", 0.01)
 
     async def make():
         return LoopMonitor()

@@ -1,4 +1,4 @@
-"""What an entry point does before anything starts, and says where a run failed."""
+"""Startup work of an entry point, and how it reports where a run failed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from slimrl.rollout.generation.sample_generator import SampleError
 from slimrl.rollout.rm_hub.scorer import TooManyGraderFailuresError
 
 
-def test_secrets_leave_the_command_before_anything_records_it(monkeypatch):
+def test_secrets_are_removed_from_the_command_before_it_is_recorded(monkeypatch):
     words = ["train.py", "--rm-url", "http://me:s3cret@judge", "--router-oracle-password", "s3cret"]
     monkeypatch.setattr(sys, "argv", [*words, "--train-env-vars", '{"A": "s3cret"}'])
     monkeypatch.setattr(main, "parse_args", lambda words, **_: Arguments(dry_run=True))
@@ -37,7 +37,7 @@ def test_secrets_leave_the_command_before_anything_records_it(monkeypatch):
     assert shown == [hidden]
 
 
-def test_a_local_cluster_gets_a_token_and_a_folder_for_kernels_that_is_this_users_alone(monkeypatch, tmp_path):
+def test_local_cluster_gets_a_token_and_a_private_kernel_cache(monkeypatch, tmp_path):
     names = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "TORCHINDUCTOR_CACHE_DIR")
     environment = {name: value for name, value in os.environ.items() if name not in names}
     monkeypatch.setattr(os, "environ", environment)
@@ -50,7 +50,7 @@ def test_a_local_cluster_gets_a_token_and_a_folder_for_kernels_that_is_this_user
 
 @pytest.fixture
 def end(monkeypatch, caplog):
-    """Runs `main` with a loop that fails; returns the exit code and what was logged."""
+    """Runs `main` with a failing loop; returns the exit code and the log."""
     monkeypatch.setattr(main, "parse_args", lambda *_, **__: Arguments())
     for module, name in (
         (main, "set_process_title"),
@@ -68,26 +68,26 @@ def end(monkeypatch, caplog):
             raise error
 
         code = main.main("train.py", loop, [])
-        record, last_words = caplog.records
-        assert last_words.getMessage().startswith("ended before its first step")
+        record, final_message = caplog.records
+        assert final_message.getMessage().startswith("ended before its first step")
         return code, record
 
     return run
 
 
 @pytest.mark.parametrize("kind", [TooManyGraderFailuresError, SampleError, ChangedDataError])
-def test_an_error_with_a_sentence_is_that_sentence(end, kind):
+def test_expected_error_prints_only_its_message(end, kind):
     code, record = end(kind("rollout 3: fix the grader"))
     assert (code, record.getMessage(), record.exc_info) == (1, "rollout 3: fix the grader", None)
 
 
-def test_what_nobody_foresaw_comes_with_its_traceback(end):
+def test_unexpected_error_prints_its_traceback(end):
     code, record = end(KeyError("x"))
     assert code == 1 and record.exc_info is not None
 
 
 @pytest.mark.parametrize(("first", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_the_first_of_several_signals_gives_the_exit_code(first, code, monkeypatch):
+def test_first_of_several_signals_sets_the_exit_code(first, code, monkeypatch):
     monkeypatch.setattr(main.signal, "signal", lambda *_: None)
     interrupts = main._Interrupts()
     with pytest.raises(KeyboardInterrupt):
@@ -110,7 +110,7 @@ except KeyboardInterrupt:
 
 
 def waiting(seconds: float, **options) -> subprocess.Popen:
-    """A process that waits as a run does, ready for signals; a hangup is not ignored, unless an option says so."""
+    """A process that waits like a run and handles signals; SIGHUP is not ignored unless an option says so."""
     options.setdefault("preexec_fn", lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL))  # tests may be under nohup
     reader, writer = os.pipe()
     command = [sys.executable, "-c", WAITS, str(writer), str(seconds)]
@@ -121,13 +121,13 @@ def waiting(seconds: float, **options) -> subprocess.Popen:
     return process
 
 
-def test_a_hangup_ends_a_run_as_other_signals_do():
+def test_hangup_ends_a_run_like_other_signals():
     process = waiting(60, stdout=subprocess.DEVNULL)
     process.send_signal(signal.SIGHUP)
     assert process.wait(20) == 129
 
 
-def test_a_terminal_that_closes_ends_a_run_in_order_though_nothing_can_be_written_to_it():
+def test_run_shuts_down_cleanly_when_its_terminal_closes():
     ours, theirs = pty.openpty()
 
     def take_terminal() -> None:
@@ -140,13 +140,13 @@ def test_a_terminal_that_closes_ends_a_run_in_order_though_nothing_can_be_writte
     assert process.wait(20) == 129
 
 
-def test_a_hangup_that_is_ignored_as_under_nohup_stays_ignored():
+def test_hangup_ignored_by_nohup_stays_ignored():
     process = waiting(1.0, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
     process.send_signal(signal.SIGHUP)
     assert process.wait(20) == 0
 
 
-def test_a_second_run_on_one_save_folder_is_refused_before_ray_starts(end, monkeypatch, tmp_path, caplog):
+def test_second_run_on_one_save_folder_is_rejected_before_ray_starts(end, monkeypatch, tmp_path, caplog):
     args = Arguments(save=str(tmp_path), run_dir=str(tmp_path / "second"), actor_num_nodes=1, actor_num_gpus_per_node=1)
 
     def no_ray(*_, **__):
@@ -161,5 +161,5 @@ def test_a_second_run_on_one_save_folder_is_refused_before_ray_starts(end, monke
     monkeypatch.setattr(run_module, "ray_session", no_ray)
     with only_run_in(tmp_path, flag="--save", name="first"):
         assert main.main("train.py", lambda run: None, []) == 2
-    assert f"--save {tmp_path} is written by another run (run first, process {os.getpid()} on" in caplog.text
+    assert f"--save {tmp_path} is used by another run (run first, process {os.getpid()} on" in caplog.text
     assert not (tmp_path / "second").exists()

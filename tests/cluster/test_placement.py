@@ -1,4 +1,4 @@
-"""GPU arithmetic, and the real placement of Ray on logical GPUs."""
+"""GPU arithmetic, and Ray's real placement on logical GPUs."""
 
 import logging
 import signal
@@ -13,7 +13,7 @@ from slimrl.cluster import ray_session as ray_session_module
 from slimrl.cluster.placement import ENGINE_SHARE, TRAIN_SHARE, GpuBundle, GpuBundles, engine_parts, in_order, plan_gpus
 from slimrl.cluster.ray_session import InsufficientGpusError, _own_signal_handler, check_gpus, ray_session
 from slimrl.cluster.supervisor import ProcessDiedError, Supervisor
-from slimrl.cluster.watchdog import WaitTarget, WatchdogConfig, answers
+from slimrl.cluster.watchdog import WaitTarget, WatchdogConfig, poll_actors
 
 
 def flags(**changes):
@@ -33,24 +33,24 @@ def flags(**changes):
     return Arguments(**{**values, **changes})
 
 
-def test_split_training_comes_first_and_rollout_behind_it():
+def test_training_gpus_come_before_rollout_gpus():
     plan = plan_gpus(flags())
     assert (plan.total, list(plan.train), list(plan.rollout)) == (8, [0, 1], [2, 3, 4, 5, 6, 7])
 
 
-def test_colocated_sides_share_gpus_from_the_first():
+def test_colocated_roles_share_gpus_from_the_first():
     plan = plan_gpus(flags(colocate=True, actor_num_gpus_per_node=4, rollout_num_gpus=4))
     assert (plan.total, list(plan.train), list(plan.rollout)) == (4, [0, 1, 2, 3], [0, 1, 2, 3])
 
 
 @pytest.mark.parametrize(("colocate", "reward"), [(False, [8, 9, 10]), (True, [6, 7, 8])])
-def test_the_reward_model_comes_last_and_shares_no_gpu(colocate, reward):
+def test_reward_model_comes_last_and_shares_no_gpu(colocate, reward):
     plan = plan_gpus(flags(colocate=colocate, rm_model="judge"))
     assert list(plan.reward) == reward and plan.total == reward[-1] + 1 and plan.rollout.stop == reward[0]
 
 
 @pytest.mark.parametrize("changes", [{}, {"rm_url": "http://a:1"}, {"debug_train_only": True}])
-def test_only_servers_that_are_started_take_gpus(changes):
+def test_only_started_servers_take_gpus(changes):
     plan = plan_gpus(flags(**{"rm_model": "judge" if changes else None, **changes}))
     assert not plan.reward and plan.total == 2 + len(plan.rollout)
 
@@ -60,7 +60,7 @@ def test_replay_needs_no_rollout_gpus():
 
 
 def gpus_on(*nodes):
-    """GPUs in order; `nodes` are the numbers of GPUs of 10.0.0.1, 10.0.0.2, ..."""
+    """GPUs in order; `nodes` are the GPU counts of 10.0.0.1, 10.0.0.2, ..."""
     places = [(node, gpu) for node, count in enumerate(nodes, start=1) for gpu in range(count)]
     return [GpuBundle(bundle, f"n{node}", f"10.0.0.{node}", gpu) for bundle, (node, gpu) in enumerate(places)]
 
@@ -72,24 +72,24 @@ def parts(changes, *nodes):
     return [[(part.node, list(part.gpus)) for part in engine] for engine in engines]
 
 
-def test_gpus_are_ordered_by_address_as_numbers_then_node_then_gpu():
+def test_gpus_are_sorted_numerically_by_address_node_and_index():
     places = [("b", "10.0.0.10", 0), ("c", "10.0.0.9", 1), ("c", "10.0.0.9", 0), ("a", "10.0.0.10", 1)]
     ordered = in_order(GpuBundle(bundle, *place) for bundle, place in enumerate(places))
     assert [gpu.bundle for gpu in ordered] == [2, 1, 3, 0]
 
 
-def test_gpus_that_are_named_by_uuid_keep_one_order():
+def test_gpus_named_by_uuid_keep_a_stable_order():
     gpus = [GpuBundle(bundle, "a", "10.0.0.1", gpu) for bundle, gpu in enumerate(["GPU-9f", "GPU-1a", "MIG-0"])]
     assert [gpu.gpu_id for gpu in in_order(gpus)] == ["GPU-1a", "GPU-9f", "MIG-0"]
 
 
-def test_engines_on_one_node_take_neighbouring_gpus():
+def test_engines_on_one_node_take_adjacent_gpus():
     split = {"actor_num_gpus_per_node": 2, "rollout_num_gpus": 6, "rollout_num_gpus_per_engine": 2}
     assert parts(split, 8) == [[("n1", [2, 3])], [("n1", [4, 5])], [("n1", [6, 7])]]
     assert parts(split, 4, 4) == [[("n1", [2, 3])], [("n2", [4, 5])], [("n2", [6, 7])]]
 
 
-def test_an_engine_larger_than_a_node_has_one_part_on_each_of_its_nodes():
+def test_engine_larger_than_a_node_has_one_part_per_node():
     four_nodes = {"actor_num_nodes": 4, "colocate": True, "actor_num_gpus_per_node": 2, "rollout_num_gpus": 8}
     assert parts({**four_nodes, "rollout_num_gpus_per_engine": 4}, 2, 2, 2, 2) == [
         [("n1", [0, 1]), ("n2", [2, 3])],
@@ -99,7 +99,7 @@ def test_an_engine_larger_than_a_node_has_one_part_on_each_of_its_nodes():
     assert parts(split, 2, 2, 2) == [[("n2", [2, 3]), ("n3", [4, 5])]]
 
 
-def test_an_engine_between_two_nodes_is_refused():
+def test_engine_split_between_two_partial_nodes_is_rejected():
     colocated = {"colocate": True, "actor_num_gpus_per_node": 8, "rollout_num_gpus": 8}
     with pytest.raises(
         InsufficientGpusError, match="engine 1 would get 1 of the 3 on 10.0.0.1, 1 of the 5 on 10.0.0.2"
@@ -108,7 +108,7 @@ def test_an_engine_between_two_nodes_is_refused():
     assert [len(engine) for engine in parts(colocated, 4, 4)] == [1, 1, 1, 1]
 
 
-def test_an_engine_that_fills_its_nodes_unevenly_is_refused():
+def test_engine_with_uneven_parts_is_rejected():
     colocated = {"colocate": True, "actor_num_gpus_per_node": 8, "rollout_num_gpus": 8}
     with pytest.raises(
         InsufficientGpusError, match="engine 0 would get 5 of the 5 on 10.0.0.1, 3 of the 3 on 10.0.0.2"
@@ -117,7 +117,7 @@ def test_an_engine_that_fills_its_nodes_unevenly_is_refused():
     assert len(parts({**colocated, "rollout_num_gpus_per_engine": 8}, 4, 4)[0]) == 2
 
 
-def test_too_small_a_cluster_is_refused_with_both_numbers():
+def test_insufficient_cluster_is_rejected_with_both_numbers():
     check_gpus(4, 4)
     with pytest.raises(InsufficientGpusError, match="ask for 4 GPUs and the Ray cluster has 3"):
         check_gpus(4, 3)
@@ -131,7 +131,7 @@ def test_too_small_a_cluster_is_refused_with_both_numbers():
         (["127.0.0.1", "127.0.0.1"], AuthenticationMode.DISABLED, False),  # two Ray nodes of one machine
     ],
 )
-def test_a_run_that_joins_an_open_cluster_of_several_machines_says_so(monkeypatch, caplog, addresses, mode, warned):
+def test_run_that_joins_an_unauthenticated_multi_node_cluster_warns(monkeypatch, caplog, addresses, mode, warned):
     gone = {"NodeManagerAddress": "10.0.0.9", "Alive": False}
     nodes = [{"NodeManagerAddress": address, "Alive": True} for address in addresses]
     monkeypatch.setattr(ray_session_module.ray, "nodes", lambda: [*nodes, gone])
@@ -140,11 +140,11 @@ def test_a_run_that_joins_an_open_cluster_of_several_machines_says_so(monkeypatc
         ray_session_module._warn_of_open_cluster()
     assert len(caplog.messages) == warned
     if warned:
-        assert "spans 2 nodes (10.0.0.1, 10.0.0.2) and asks nobody for a token" in caplog.text
+        assert "spans 2 nodes (10.0.0.1, 10.0.0.2) and has no authentication" in caplog.text
 
 
 class Ended(KeyboardInterrupt):
-    """What the run's own handler raises."""
+    """Raised by the run's own signal handler."""
 
 
 def end(number, _):
@@ -152,7 +152,7 @@ def end(number, _):
 
 
 @pytest.mark.parametrize("others", [lambda number, _: sys.exit(number), lambda *_: None], ids=["leaves", "ignored"])
-def test_a_signal_that_meets_the_handler_of_another_is_handled_by_the_runs_own(others):
+def test_signal_received_by_a_foreign_handler_is_passed_to_the_run(others):
     before = signal.signal(signal.SIGTERM, end)
     try:
         with pytest.raises(Ended, match="SIGTERM"), _own_signal_handler():
@@ -160,7 +160,7 @@ def test_a_signal_that_meets_the_handler_of_another_is_handled_by_the_runs_own(o
             signal.raise_signal(signal.SIGTERM)
         assert signal.getsignal(signal.SIGTERM) is end
         with _own_signal_handler():
-            pass  # none came since
+            pass  # no further signal arrived
         with pytest.raises(SystemExit, match="3"), _own_signal_handler():
             sys.exit(3)
     finally:
@@ -168,7 +168,7 @@ def test_a_signal_that_meets_the_handler_of_another_is_handled_by_the_runs_own(o
 
 
 @pytest.mark.slow
-def test_a_train_worker_and_an_engine_share_a_gpu_and_a_death_ends_the_wait():
+def test_train_worker_and_engine_share_a_gpu_and_a_death_ends_the_wait():
     @ray.remote(concurrency_groups={"watch": 1})
     class Member:
         def gpu(self):
@@ -198,5 +198,5 @@ def test_a_train_worker_and_an_engine_share_a_gpu_and_a_death_ends_the_wait():
         members[1].die.remote()
         with pytest.raises(ProcessDiedError, match="two died"):
             supervisor.get([members[0].watch.remote()], awaited)
-        # who is dead has no answer, which is no error of those who only ask how things stand
-        assert answers([member.gpu.remote() for member in members]) == [[gpus.gpus[0].gpu_id], None]
+        # a status query to a dead process has no answer, and that is no error for the caller
+        assert poll_actors([member.gpu.remote() for member in members]) == [[gpus.gpus[0].gpu_id], None]

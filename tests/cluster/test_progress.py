@@ -1,4 +1,4 @@
-"""The bar of a run that nobody answers: it stands, and the watchdog has its turn."""
+"""The progress bar of a run whose processes do not answer: it stays unchanged and the watchdog runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from slimrl.cluster.run import Run
 
 
 class Bar:
-    """A bar that somebody watches."""
+    """A bar on a terminal."""
 
     enabled = True
 
@@ -23,11 +23,11 @@ class Bar:
         self.shown.append((done, total))
 
 
-def test_who_does_not_answer_in_time_leaves_the_bar_as_it_is(monkeypatch):
-    bar, told = Bar(), {"generate of rollout 3": (3, 8)}
+def test_unresponsive_process_leaves_the_progress_bar_unchanged(monkeypatch):
+    bar, progress = Bar(), {"generation of rollout 3": (3, 8)}
     monkeypatch.setattr(run, "ProgressBar", lambda *_, **__: bar)
-    monkeypatch.setattr(run, "answers", lambda asked: [told.get(one) for one in asked])
-    for question in ("generate of rollout 3", "nobody who answers", "generate of rollout 3"):
+    monkeypatch.setattr(run, "poll_actors", lambda asked: [progress.get(one) for one in asked])
+    for question in ("generation of rollout 3", "nobody who answers", "generation of rollout 3"):
         with Run._progress(None, "generate", lambda question=question: question) as update:
             update()
     assert bar.shown == [(3, 8), (3, 8)]

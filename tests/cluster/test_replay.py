@@ -1,4 +1,4 @@
-"""Recorded rollouts come back as they were, whole or in part, and the prompts move on."""
+"""Recorded rollouts are replayed unchanged, fully or partly, and the data position advances."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ class Flags:
 
 
 class Source:
-    """Counts what is drawn."""
+    """Records the calls."""
 
     def __init__(self):
-        self.drawn = []
+        self.calls = []
 
     def begin_rollout(self, rollout_id):
-        self.drawn.append(rollout_id)
+        self.calls.append(rollout_id)
 
     def get_samples(self, count):
-        self.drawn.append(count)
+        self.calls.append(count)
 
 
 @pytest.fixture
@@ -55,14 +55,14 @@ def template(tmp_path):
     # of 7 groups: int(7 x part), half of them (rounded down) from the front
     [(None, range(7)), (1.0, range(7)), (0.6, [0, 1, 5, 6]), (0.5, [0, 5, 6]), (0.15, [6]), (0.01, [6])],
 )
-def test_a_replayed_rollout_has_the_recorded_groups(template, part, kept):
+def test_replayed_rollout_has_the_recorded_groups(template, part, kept):
     path, samples = template
     source = Source()
     groups = recorded_groups(Flags(load_debug_rollout_data_subsample=part), path, 3, source)
     assert groups == [samples[2 * group : 2 * group + 2] for group in kept]
-    assert source.drawn == [3, 7]
+    assert source.calls == [3, 7]
 
 
-def test_a_rollout_that_was_not_recorded_is_named(template):
+def test_missing_recorded_rollout_is_named(template):
     with pytest.raises(FileNotFoundError, match="there is no rollout dump .*4.jsonl"):
         recorded_groups(Flags(), template[0], 4, Source())

@@ -1,4 +1,4 @@
-"""A reward model behind real SGLang servers on GPUs of their own."""
+"""A reward model behind real SGLang servers on separate GPUs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.reward_models import logits, write_reward_model
 from tests.rollout.conftest import tokenizer  # noqa: F401 - the fixture
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-JUDGED = RewardConfig(None, "reward_model")
+REWARD = RewardConfig(None, "reward_model")
 
 
 def sample(index: int, question: str, response: str) -> Sample:
@@ -35,7 +35,7 @@ def kill_server(log_dir) -> None:
             process.kill()
 
 
-def test_rewards_are_transformers_logits_and_a_dead_server_is_named(tmp_path, tokenizer):  # noqa: F811
+def test_rewards_match_transformers_logits_and_a_dead_server_is_named(tmp_path, tokenizer):  # noqa: F811
     # shards with an index: SGLang loads only the files that an index names
     model = write_reward_model(tmp_path / "judge", tokenizer, "Qwen2", shard_size="100KB")
     args = Arguments(
@@ -57,13 +57,13 @@ def test_rewards_are_transformers_logits_and_a_dead_server_is_named(tmp_path, to
     async def run() -> tuple[list[float], str]:
         gpus = GpuBundles(PlacementPlan(1, range(0), range(0), 1, range(1), 1))
         servers = await RewardServers.start(args, gpus, Launch.of_run(args))
-        scorer = RewardScorer(servers.reachable(args))
+        scorer = RewardScorer.from_args(servers.reachable(args))
         try:
             never = asyncio.Event().wait()
             watch = asyncio.ensure_future(servers.watch(never))
-            rewards = await asyncio.gather(*(scorer.score(one, JUDGED) for one in samples))
+            rewards = await asyncio.gather(*(scorer.score(one, REWARD) for one in samples))
             with pytest.raises(RemoteRefused, match="is longer than the model's context length"):
-                await scorer.score(sample(9, "1+1=", "x" * 2000), JUDGED)
+                await scorer.score(sample(9, "1+1=", "x" * 2000), REWARD)
             assert not watch.done()
             assert set(await servers.memory()) == {"server_reward0_rss_gib", "server_reward0_actor_rss_gib"}
             kill_server(tmp_path)
@@ -76,5 +76,5 @@ def test_rewards_are_transformers_logits_and_a_dead_server_is_named(tmp_path, to
     with ray_session(1):
         rewards, death = asyncio.run(run())
     assert rewards == pytest.approx(logits(model, read), abs=1e-4)
-    assert max(rewards) - min(rewards) > 0.5  # weights that would let anything pass for equal
-    assert death.startswith("the reward model's server 0 is gone, nothing can be judged: SGLang server _reward0")
+    assert max(rewards) - min(rewards) > 0.5  # weights for which any comparison would succeed
+    assert death.startswith("the reward model's server 0 has ended, responses cannot be scored: SGLang server _reward0")

@@ -1,4 +1,4 @@
-"""What is left in a router of the user's, and said of servers of the user's, when a run fails or is interrupted."""
+"""Cleanup of an external router and messages about external servers when a run fails or is interrupted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OURS, ALSO_OURS, THEIRS = "http://10.0.0.1:1", "http://10.0.0.1:2", "http://10.0
 
 @contextlib.contextmanager
 def users_router(*urls: str):
-    """Keeps a list of servers as the real one does; yields its port and the list."""
+    """A router with a list of servers; yields its port and the list."""
     known = list(urls)
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -52,7 +52,7 @@ def users_router(*urls: str):
 
 
 def ended(port, registered, error=None, *, known=(), updating_weights=None, **flags):
-    """Ends a run with `error` and returns what the manager was asked and told, in order."""
+    """Ends a run with `error` and returns the calls to the manager in order."""
     calls = []
     args = Arguments(sglang_router_ip=port and "127.0.0.1", sglang_router_port=port, **flags)
 
@@ -67,11 +67,11 @@ def ended(port, registered, error=None, *, known=(), updating_weights=None, **fl
     return calls
 
 
-def test_a_router_of_the_users_keeps_the_servers_that_others_added():
+def test_external_router_keeps_the_servers_of_others():
     with users_router(THEIRS) as (port, known):
         router = ExternalRouter("127.0.0.1", port)
         router.add_worker(OURS)
-        router.add_worker(OURS)  # again: the one before is removed first
+        router.add_worker(OURS)  # reused: the previous one is removed first
         router.add_worker(ALSO_OURS)
         assert known == [THEIRS, OURS, ALSO_OURS]
         router.remove_worker(ALSO_OURS)
@@ -82,25 +82,25 @@ def test_a_router_of_the_users_keeps_the_servers_that_others_added():
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a rank died"), KeyboardInterrupt()])
-def test_a_run_that_fails_takes_its_servers_out_when_its_manager_is_gone(error):
+def test_failed_run_deregisters_its_servers_when_its_manager_is_dead(error):
     with users_router(OURS, THEIRS, ALSO_OURS) as (port, known):
         assert ended(port, [OURS, ALSO_OURS], error) == ["asked", "killed"]
         assert known == [THEIRS]
 
 
-def test_a_dead_managers_servers_are_those_that_started():
+def test_servers_of_a_dead_manager_are_those_that_started():
     with users_router(OURS, THEIRS) as (port, known):
         ended(port, None, RuntimeError("the manager died"), known=[OURS])
         assert known == [THEIRS]
 
 
-def test_a_run_that_ends_in_order_or_with_its_own_router_asks_nobody():
+def test_clean_shutdown_or_own_router_needs_no_deregistration():
     with users_router(OURS) as (port, known):
-        assert ended(port, [OURS]) == ["killed"] and known == [OURS]  # its manager has done it
+        assert ended(port, [OURS]) == ["killed"] and known == [OURS]  # its manager has deregistered it
     assert ended(None, [OURS], RuntimeError("a rank died")) == ["killed"]
 
 
-def test_a_router_that_is_gone_does_not_hide_what_ended_the_run():
+def test_unreachable_router_does_not_hide_the_cause_of_the_failure():
     args = Arguments(sglang_router_ip="127.0.0.1", sglang_router_port=free_port())
     with (
         pytest.raises(EngineUnavailableError, match="the cause"),
@@ -109,11 +109,11 @@ def test_a_router_that_is_gone_does_not_hide_what_ended_the_run():
         raise EngineUnavailableError("the cause")
 
 
-def test_servers_that_may_hold_half_of_a_weight_update_are_named(caplog):
+def test_servers_that_may_have_partial_weights_are_named(caplog):
     flags = {"rollout_external_engine_addrs": ["10.0.0.1:1", "10.0.0.1:2"]}
     ended(None, None, KeyboardInterrupt(), updating_weights=7, **flags)
     (line,) = [record.getMessage() for record in caplog.records]
-    assert "while it updated weights 7: the servers 10.0.0.1:1, 10.0.0.1:2 of --rollout-external-engine-addrs" in line
+    assert "during weight update 7: the servers 10.0.0.1:1, 10.0.0.1:2 of --rollout-external-engine-addrs" in line
     caplog.clear()
     ended(None, None, KeyboardInterrupt(), **flags)
     ended(None, None, KeyboardInterrupt(), updating_weights=7)

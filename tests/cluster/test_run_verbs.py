@@ -1,4 +1,4 @@
-"""The driver's verbs around a weight update: servers that are replaced while it waits, and what is saved when."""
+"""The driver's steps around a weight update: servers replaced while it waits, and what is saved when."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from slimrl.arguments import Arguments
+from slimrl.cluster.rollout_manager_proxy import RolloutManagerProxy
 from slimrl.cluster.run import Run
 from slimrl.cluster.training import train_group
 from slimrl.cluster.training.train_group import TrainGroup
@@ -15,7 +16,7 @@ from slimrl.observability.tracer import Timeline
 
 
 class Remote:
-    """An actor of which every method notes its call, and answers with that."""
+    """An actor whose methods record their calls and answer with that."""
 
     def __init__(self, calls: list) -> None:
         self._calls = calls
@@ -29,7 +30,7 @@ class Remote:
 
 
 class World:
-    """The supervisor, the trainers and the joining in one; `lost_in` is the wait in which the last server is lost."""
+    """Supervisor, trainers and weight update recovery in one; `lost_in` is the wait that loses the last server."""
 
     def __init__(self, lost_in: str | None) -> None:
         self.calls: list[tuple] = []
@@ -71,11 +72,11 @@ class World:
 def run_in(world: World, **changes) -> Run:
     values = {"timeline": False, "num_rollout": 9, "update_weights_in_flight": False, "max_weight_staleness": 2}
     args = Arguments(**{**values, **changes})
-    return Run(args, 0, world, Remote(world.calls), world, None, Timeline.off(), world)
+    return Run(args, 0, world, RolloutManagerProxy(Remote(world.calls)), world, None, Timeline.off(), world)
 
 
 @pytest.mark.parametrize("lost_in", ["idle", "drain", None])
-def test_servers_rescued_while_requests_are_drained_are_not_updated_again_and_generation_goes_on(lost_in):
+def test_servers_resynced_during_a_drain_are_not_updated_twice(lost_in):
     world = World(lost_in)
     run = run_in(world)
     run.update_weights(0)
@@ -86,11 +87,11 @@ def test_servers_rescued_while_requests_are_drained_are_not_updated_again_and_ge
         ("update_weights", 0),
         ("update_weights", 1),
     ]
-    assert world.calls[-1] == ("set_weight_version", 1, 9)  # whatever the drain held back
+    assert world.calls[-1] == ("set_weight_version", 1, 9)  # the groups that the drain held back
     assert run.weight_version == 1
 
 
-def test_the_weights_that_trainers_hold_are_updated_again_where_no_server_has_them():
+def test_trainer_weights_are_sent_again_when_no_server_has_them():
     world = World("drain")
     run = run_in(world)
     run.update_weights(0)
@@ -101,7 +102,7 @@ def test_the_weights_that_trainers_hold_are_updated_again_where_no_server_has_th
     ]
 
 
-def test_a_wait_for_groups_on_their_way_is_not_called_one_for_a_rollout():
+def test_wait_for_in_flight_groups_is_not_labelled_as_a_rollout():
     world = World(None)
     run = run_in(world)
     generation = run.start_generation(4)
@@ -110,11 +111,11 @@ def test_a_wait_for_groups_on_their_way_is_not_called_one_for_a_rollout():
     one_ahead = World(None)
     run = run_in(one_ahead, max_weight_staleness=None)
     run.drain_generation(run.start_generation(4))
-    assert one_ahead.waits == ["generate of rollout 4"]
+    assert one_ahead.waits == ["generation of rollout 4"]
 
 
 @pytest.mark.parametrize(("save", "saved"), [(None, [False] * 9), ("folder", [False, True] * 4 + [True])])
-def test_generation_is_told_for_which_rollouts_a_checkpoint_is_written(save, saved):
+def test_generation_is_notified_which_rollouts_are_checkpointed(save, saved):
     world = World(None)
     run = run_in(world, save=save, save_interval=2)
     for rollout_id in range(9):
@@ -122,8 +123,8 @@ def test_generation_is_told_for_which_rollouts_a_checkpoint_is_written(save, sav
     assert world.calls == [("generate", rollout_id, saves) for rollout_id, saves in enumerate(saved)]
 
 
-def test_rank_0_alone_is_given_the_data_state(monkeypatch):
-    monkeypatch.setattr(train_group, "_of", lambda workers, what: SimpleNamespace(what=what))
+def test_only_rank_0_receives_the_data_state(monkeypatch):
+    monkeypatch.setattr(train_group, "_target", lambda workers, what: SimpleNamespace(what=what))
     group, calls = TrainGroup.__new__(TrainGroup), []
     group.workers, group._supervisor = [Remote(calls) for _ in range(3)], World(None)
     group.save(7, {"offset": 3})

@@ -1,4 +1,4 @@
-"""A server that keeps others waiting is named, with its stopped processes; those that are well are not."""
+"""A server that blocks others is named with its stopped processes; healthy servers are not."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import types
 
 import psutil
 import pytest
@@ -15,15 +16,19 @@ from aiohttp import web
 
 from slimrl.cluster.engines import health_monitor
 from slimrl.cluster.engines.health_monitor import states_of
+from slimrl.engines.sglang.control import ServerControl
 
 LOADS = {"timestamp": "2026-01-01T00:00:00+00:00", "loads": []}
 
 
 class Engine:
-    """Answers as `stopped` says: a list, an error, or never (None)."""
+    """Answers according to `stopped`: a list, an error, or never (None)."""
 
     def __init__(self, name: str, url: str | None, stopped: list[str] | Exception | None) -> None:
-        self.name, self.url, self.key, self._stopped = name, url, "k", stopped
+        self.label, self.url, self._stopped = f"SGLang server {name}", url, stopped
+
+    def control(self, timeout_s: float) -> ServerControl:
+        return ServerControl(self.url, timeout_s, "k")
 
     async def stopped(self) -> list[str]:
         if self._stopped is None:
@@ -35,7 +40,7 @@ class Engine:
 
 @pytest.fixture
 def stopped_child():
-    """A child that the kernel has stopped, below this process."""
+    """A child of this process that SIGSTOP has stopped."""
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     child.send_signal(signal.SIGSTOP)
     os.waitpid(child.pid, os.WUNTRACED)
@@ -44,8 +49,8 @@ def stopped_child():
     child.wait()
 
 
-async def states(engines, router_pid=None):
-    """Of engines, where "well" stands for the address of a server that answers and "silent" for one that does not."""
+async def states(engines, router=None):
+    """States of engines; "well" is the address of a server that answers, "silent" of one that does not."""
 
     def well(request: web.Request) -> web.Response:
         if request.headers.get("Authorization") != "Bearer k":
@@ -66,13 +71,13 @@ async def states(engines, router_pid=None):
     for engine in engines:
         engine.url = engine.url and f"{base}/{engine.url}"
     try:
-        return [state.replace(base, "") for state in await states_of(engines, router_pid)]
+        return [state.replace(base, "") for state in await states_of(engines, router)]
     finally:
         await runner.cleanup()
 
 
-def test_servers_that_keep_others_waiting_are_named_and_the_others_are_not(monkeypatch):
-    monkeypatch.setattr(health_monitor, "LOOK_TIMEOUT_S", 0.3)
+def test_only_unresponsive_or_stopped_servers_are_named(monkeypatch):
+    monkeypatch.setattr(health_monitor, "STATE_TIMEOUT_S", 0.3)
     engines = [
         Engine("0", "well", []),
         Engine("1", "silent", []),
@@ -85,12 +90,13 @@ def test_servers_that_keep_others_waiting_are_named_and_the_others_are_not(monke
         "SGLang server 1 (/silent) does not answer",
         "SGLang server 2 (/silent) has stopped processes: sglang::scheduler (4711), python (4712) (SIGSTOP or a"
         " debugger: `kill -CONT` lets them continue)",
-        "SGLang server 3 (/well) cannot be asked: no answer of its actor",
-        "SGLang server 4 (/well) cannot be asked: RuntimeError",
+        "SGLang server 3 (/well) does not answer: no reply from its actor",
+        "SGLang server 4 (/well) cannot be queried: RuntimeError",
     ]
 
 
-def test_a_stopped_router_is_named_by_its_process(stopped_child):
+def test_stopped_router_is_named_by_its_process(stopped_child):
     name = psutil.Process(stopped_child.pid).name()
-    (state,) = asyncio.run(states([Engine("0", "well", [])], os.getpid()))
+    router = types.SimpleNamespace(label="the SGLang router", pid=os.getpid())
+    (state,) = asyncio.run(states([Engine("0", "well", [])], router))
     assert state.startswith(f"the SGLang router has stopped processes: {name} ({stopped_child.pid}) (SIGSTOP or a")

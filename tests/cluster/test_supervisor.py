@@ -1,4 +1,4 @@
-"""How a wait ends when one of many fails, or when somebody dies while it heeds news."""
+"""How a wait ends when one of many calls fails, or when a process dies while an event is handled."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayActorError, RayTaskError
 
 from slimrl.cluster import supervisor as supervise
-from slimrl.cluster.supervisor import ProcessDiedError, Supervisor, brief
+from slimrl.cluster.supervisor import ProcessDiedError, Supervisor, summarize_oom
 from slimrl.cluster.watchdog import WaitTarget, WatchdogConfig, WatchdogTimeoutError
 
 RAYS_PAGE = """1 worker(s) were killed due to the node running low on memory.
@@ -22,7 +22,7 @@ Consider provisioning more memory on this node
 
 
 class Call:
-    """A call on one rank, and whether somebody takes its result when it comes."""
+    """A call on one rank, and whether its result was fetched."""
 
     def __init__(self, failure: Exception | None = None) -> None:
         self.failure, self.taken = failure, False
@@ -31,8 +31,8 @@ class Call:
         self.taken = True
 
 
-class OneAfterTheOther:
-    """Ray, with calls that return in their order."""
+class SequentialRay:
+    """A fake ray whose calls return in their order."""
 
     def wait(self, refs, num_returns, timeout):
         return refs[:1], refs[1:]
@@ -44,7 +44,7 @@ class OneAfterTheOther:
             raise refs.failure
 
 
-def test_a_wait_that_is_too_long_names_the_nodes_that_do_not_answer_first(monkeypatch):
+def test_slow_wait_names_unresponsive_nodes_first(monkeypatch):
     monkeypatch.setattr(supervise, "ray", types.SimpleNamespace(wait=lambda refs, **_: ([], refs)))
     silent = "node 10.0.0.2 has not answered on the network for 20 s"
     supervisor = Supervisor(WatchdogConfig(0, 1e-9), lambda: silent)
@@ -55,8 +55,8 @@ def test_a_wait_that_is_too_long_names_the_nodes_that_do_not_answer_first(monkey
 
 
 @pytest.mark.parametrize("failed", [True, False])
-def test_the_failures_of_the_other_ranks_are_taken_too_though_nobody_reads_them(monkeypatch, failed):
-    monkeypatch.setattr(supervise, "ray", OneAfterTheOther())
+def test_errors_of_all_failed_ranks_are_collected(monkeypatch, failed):
+    monkeypatch.setattr(supervise, "ray", SequentialRay())
     failure = RayTaskError("call", "a traceback of 100 lines", ValueError("no server")) if failed else None
     calls = [Call(), Call(failure), Call(failure)]
     awaited, supervisor = WaitTarget("the weight update", lambda _: ""), Supervisor(WatchdogConfig(0, None))
@@ -68,8 +68,8 @@ def test_the_failures_of_the_other_ranks_are_taken_too_though_nobody_reads_them(
     assert [call.taken for call in calls] == [failed] * 3
 
 
-def heeding(monkeypatch, error: Exception) -> Supervisor:
-    """A supervisor whose attendant's news are there at once, and raise `error`; the manager's watch fails then, too."""
+def watching(monkeypatch, error: Exception) -> Supervisor:
+    """A supervisor with an event ready whose handler raises `error`; the watch on the manager fails afterwards."""
 
     def act() -> None:
         raise error
@@ -83,18 +83,18 @@ def heeding(monkeypatch, error: Exception) -> Supervisor:
     monkeypatch.setattr(supervise, "ray", types.SimpleNamespace(wait=wait, get=get))
     supervisor = Supervisor(WatchdogConfig(0, None))
     supervisor.watch("watch", lambda _: "the rollout manager died")
-    supervisor.set_event_handler(types.SimpleNamespace(news=lambda: "news", act=act))
+    supervisor.set_event_handler(types.SimpleNamespace(events=lambda: "news", handle_events=act))
     return supervisor
 
 
-def test_news_that_end_with_their_actor_name_who_died(monkeypatch):
-    supervisor = heeding(monkeypatch, ActorDiedError())
+def test_event_call_that_ends_with_its_actor_names_the_dead_process(monkeypatch):
+    supervisor = watching(monkeypatch, ActorDiedError())
     with pytest.raises(ProcessDiedError, match="^the rollout manager died$"):
         supervisor.get([Call()], WaitTarget("a call", lambda _: ""))
 
 
-def test_news_that_fail_because_of_a_death_name_the_death(monkeypatch):
-    supervisor = heeding(monkeypatch, RayTaskError("news", "", ValueError("an echo")))
+def test_event_call_that_fails_because_of_a_death_names_it(monkeypatch):
+    supervisor = watching(monkeypatch, RayTaskError("news", "", ValueError("an echo")))
     with pytest.raises(ProcessDiedError, match="^the rollout manager died$"):
         supervisor.get([Call()], WaitTarget("a call", lambda _: ""))
 
@@ -103,22 +103,24 @@ def test_news_that_fail_because_of_a_death_name_the_death(monkeypatch):
     "error", [OutOfMemoryError(RAYS_PAGE), RayActorError(error_msg=RAYS_PAGE)], ids=["call", "actor"]
 )
 @pytest.mark.parametrize("watched", [True, False])
-def test_a_page_about_memory_becomes_a_sentence_with_its_numbers(monkeypatch, error, watched):
-    monkeypatch.setattr(supervise, "ray", OneAfterTheOther())
+def test_out_of_memory_report_is_summarized_with_its_numbers(monkeypatch, error, watched):
+    monkeypatch.setattr(supervise, "ray", SequentialRay())
     supervisor = Supervisor(WatchdogConfig(0, None))
     died = Call(error)
     if watched:
         supervisor.watch(died, lambda why: f"train worker rank 1 died: {why}")
     with pytest.raises(ProcessDiedError) as failure:
-        supervisor.get([Call() if watched else died], WaitTarget("train of rollout 3", lambda _: ""))
+        supervisor.get([Call() if watched else died], WaitTarget("training on rollout 3", lambda _: ""))
     assert str(failure.value) == ("train worker rank 1 died: " if watched else "") + (
-        "Ray ended process 4711, which had 11.5 GB, for want of memory: 29.8 of the 31.2 GB of machine 10.0.0.7 were in"
-        " use; give the machine more memory, or start fewer or smaller processes on it (--dry-run shows what each GPU"
-        " needs); Ray's limit is RAY_memory_usage_threshold"
+        "Ray killed process 4711, which had 11.5 GB, for lack of memory: 29.8 of the 31.2 GB of machine 10.0.0.7 were"
+        " in use; give the machine more memory, or start fewer or smaller processes on it (--dry-run shows what each"
+        " GPU needs); Ray's limit is RAY_memory_usage_threshold"
     )
 
 
-def test_another_death_is_told_as_ray_tells_it():
+def test_other_deaths_keep_the_ray_message():
     error = ValueError("the actor exited with code 3")
-    assert brief(error) is error
-    assert "RAY_memory" in str(brief(ValueError("killed due to the node running low on memory, in other words")))
+    assert summarize_oom(error) is error
+    assert "RAY_memory" in str(
+        summarize_oom(ValueError("killed due to the node running low on memory, in other words"))
+    )

@@ -1,4 +1,4 @@
-"""A long wait is reported when it is time, says who keeps it, and ends where a limit is set."""
+"""A long wait is reported in time with the process that blocks it, and ends at a limit if one is set."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ from slimrl.cluster.watchdog import (
     format_rank_status,
     format_rollout_status,
 )
-from slimrl.engines.sglang.control import ServerLoad, load_of
+from slimrl.engines.server_protocol import ServerLoad
+from slimrl.engines.sglang.control import ServerControl
 from slimrl.rollout.generation.sample_tracker import ActiveSample, LoopMonitor
 
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that stands until it is set."""
+    """A clock that advances only when it is set."""
 
     class Clock:
         now = 1000.0
@@ -42,20 +43,20 @@ def clock(monkeypatch):
     return made
 
 
-def test_a_wait_is_reported_after_twice_as_long_each_time(clock, caplog):
+def test_slow_wait_is_reported_at_doubling_intervals(clock, caplog):
     wait = Wait(
-        WatchdogConfig(120.0, None), WaitTarget("train of rollout 7", lambda places: f"{list(places)} are late")
+        WatchdogConfig(120.0, None), WaitTarget("training on rollout 7", lambda places: f"{list(places)} are late")
     )
     with caplog.at_level(logging.WARNING, "slimrl"):
         for waited, remaining in ((0, 120), (119, 1), (120, 0), (121, 119), (239, 1), (300, 0), (400, 80)):
             clock.now = 1000.0 + waited
             assert wait.remaining() == remaining
-            wait.look([1, 3])
+            wait.check([1, 3])
     reports = [record.getMessage() for record in caplog.records]
-    assert reports == [f"waiting {n} s for train of rollout 7: [1, 3] are late" for n in (120, 300)]
+    assert reports == [f"waiting {n} s for training on rollout 7: [1, 3] are late" for n in (120, 300)]
 
 
-def test_a_report_names_the_servers_that_keep_those_who_are_waited_for(clock, caplog):
+def test_report_names_the_servers_that_block_the_awaited_processes(clock, caplog):
     said = iter(["SGLang server 1 (http://b:4) does not answer", ""])
     wait = Wait(
         WatchdogConfig(60.0, None),
@@ -65,31 +66,31 @@ def test_a_report_names_the_servers_that_keep_those_who_are_waited_for(clock, ca
     with caplog.at_level(logging.WARNING, "slimrl"):
         for waited in (10, 60, 120):
             clock.now = 1000.0 + waited
-            wait.look([0])
+            wait.check([0])
     assert [record.getMessage() for record in caplog.records] == [
         "waiting 60 s for the weight update 3: rank 0 in _update_weights; SGLang server 1 (http://b:4) does not answer",
         "waiting 120 s for the weight update 3: rank 0 in _update_weights",
     ]
 
 
-def test_a_limit_ends_the_wait_with_the_report(clock):
+def test_time_limit_ends_the_wait_with_the_report(clock):
     wait = Wait(WatchdogConfig(0.0, 60.0), WaitTarget("save after rollout 3", lambda _: "rank 2 in save"))
     clock.now += 59
     assert wait.remaining() == 1
-    wait.look([2])
+    wait.check([2])
     clock.now += 1
     with pytest.raises(WatchdogTimeoutError) as failure:
-        wait.look([2])
+        wait.check([2])
     assert str(failure.value) == (
         "waiting 60 s for save after rollout 3: rank 2 in save; the run ends (--watchdog-limit-seconds 60)"
     )
 
 
-def test_a_watchdog_that_is_off_waits_for_ever(clock):
+def test_disabled_watchdog_waits_forever(clock):
     wait = Wait(WatchdogConfig(0.0, None), WaitTarget("anything", lambda _: pytest.fail("nobody is to be asked")))
     assert wait.remaining() is None
     clock.now += 1e9
-    wait.look([0])
+    wait.check([0])
 
 
 def rank(number: int, done: int, **changes) -> RankStatus:
@@ -107,11 +108,11 @@ def rank(number: int, done: int, **changes) -> RankStatus:
     return RankStatus(rank=number, **(values | changes))
 
 
-def test_the_rank_that_is_furthest_behind_stands_first():
+def test_slowest_rank_is_listed_first():
     frames = ["/lib/gloo.py:7 all_reduce", "/home/me/slimrl/megatron/trainer.py:80 train"]
     ranks = [rank(0, 5), rank(1, 5), rank(2, 8, method=None), rank(3, 4, state="stopped"), rank(4, 8, frames=frames)]
     assert format_rank_status([*ranks, None], [0, 1, 3, 4, 5]) == (
-        "rank 5 cannot be asked: no answer of the actor;"
+        "rank 5 does not answer: no reply from its actor;"
         " rank 3 (pid 103 on 10.0.0.1) in micro-batch 4 of 8 for 118 s, process stopped"
         " (stacks in logs/train-rank3.log);"
         " ranks 0, 1 in micro-batch 5 of 8 for 118 s (stacks in logs/train-rank0.log);"
@@ -126,7 +127,7 @@ def generation(**changes) -> RolloutStatus:
     return RolloutStatus(**(values | changes))
 
 
-def test_unfinished_samples_are_named_with_what_they_wait_for():
+def test_unfinished_samples_are_listed_with_what_they_wait_for():
     samples = [
         ActiveSample(12, 3, "generation", 120.0, "client.py:149 _post"),
         ActiveSample(40, 10, "generation", 119.0, "client.py:149 _post"),
@@ -136,13 +137,13 @@ def test_unfinished_samples_are_named_with_what_they_wait_for():
     assert format_rollout_status(generation(samples=samples, in_flight=2, servers=servers)) == (
         "3 of 64 samples unfinished; samples 12, 40 in generation for 120 s at client.py:149 _post;"
         " sample 41 in the reward for 2 s; 2 requests in flight; server http://a runs 2 and queues 0,"
-        " server http://b runs 1 and queues 0, but its scheduler has said nothing for 90 s,"
+        " server http://b runs 1 and queues 0, but its scheduler has been silent for 90 s,"
         " server http://c does not answer"
     )
-    assert format_rollout_status(None) == "the rollout manager cannot be asked: no answer of the actor"
+    assert format_rollout_status(None) == "the rollout manager does not answer: no reply from its actor"
 
 
-def test_of_a_blocked_loop_the_sample_that_blocks_it_is_named():
+def test_sample_that_blocks_the_loop_is_named():
     samples = [
         ActiveSample(12, 3, "generation", 120.0, "client.py:149 _post"),
         ActiveSample(13, 3, "generation", 119.0, "hooks.py:4 generate"),
@@ -152,13 +153,13 @@ def test_of_a_blocked_loop_the_sample_that_blocks_it_is_named():
     assert "sample 13 in generation" in text and "12" not in text.replace("120", "")
 
 
-def test_of_many_stages_the_slowest_are_shown_and_the_others_counted():
+def test_slowest_of_many_stages_are_listed_and_the_rest_counted():
     samples = [ActiveSample(number, 0, f"stage {number // 2}", 9.0, "") for number in range(14)]
     text = format_rollout_status(generation(finished=0, samples=samples))
     assert "samples 8, 9 in stage 4 for 9 s; 4 more elsewhere" in text and "stage 5" not in text
 
 
-def test_a_loop_that_turns_is_told_from_one_that_a_function_blocks():
+def test_running_loop_is_distinguished_from_a_blocked_one():
     made, block, blocked, go = threading.Event(), threading.Event(), threading.Event(), threading.Event()
     watches = []
 
@@ -179,14 +180,14 @@ def test_a_loop_that_turns_is_told_from_one_that_a_function_blocks():
     turning = asyncio.run(watches[0].blocked_line())
     block.set()
     blocked.wait()
-    time.sleep(0.1)  # from the first event into the wait for the second
+    time.sleep(0.1)  # from the first event until the wait for the second
     standing = asyncio.run(watches[0].blocked_line())
     go.set()
     thread.join()
     assert (turning, standing) == ("", f"{__file__}:{blocks.__code__.co_firstlineno + 2} blocks")
 
 
-def test_a_servers_load_is_the_sum_over_its_copies_and_the_oldest_sign():
+def test_server_load_is_the_sum_over_replicas_with_the_oldest_heartbeat():
     now = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
     loads = [
         {
@@ -217,14 +218,14 @@ def test_a_servers_load_is_the_sum_over_its_copies_and_the_oldest_sign():
     with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.handle_request).start()
         url = f"http://127.0.0.1:{server.server_port}"
-        assert load_of(url, 10.0) == ServerLoad(url, 4, 2, 30.0, True)
-    assert load_of(url, 1.0) == ServerLoad(url)
+        assert ServerControl(url, 10.0).load() == ServerLoad(url, 4, 2, 30.0, True)
+    assert ServerControl(url, 1.0).load() == ServerLoad(url)
 
 
 @pytest.mark.parametrize(
     "body", ['{"loads": []}', '{"timestamp": 7, "loads": []}', '{"loads": [{}]}', "a proxy", "[1]", "{"]
 )
-def test_an_answer_that_is_no_load_counts_as_none(body):
+def test_invalid_load_response_counts_as_none(body):
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
             self.send_response(200)
@@ -238,4 +239,4 @@ def test_an_answer_that_is_no_load_counts_as_none(body):
     with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.handle_request).start()
         url = f"http://127.0.0.1:{server.server_port}"
-        assert load_of(url, 10.0) == ServerLoad(url)
+        assert ServerControl(url, 10.0).load() == ServerLoad(url)

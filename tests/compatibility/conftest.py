@@ -1,4 +1,4 @@
-"""Modules in slime's style are importable, and the tokenizer and arguments of the rollout tests are at hand."""
+"""Makes modules in slime's style importable, and provides the tokenizer and arguments of the rollout tests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def importable(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def own_grader() -> Iterator[None]:
-    """The grader of slime's functions lives as long as its process: here, as long as the test."""
+    """The grader pool of slime's functions lives as long as its process; here, as long as the test."""
     yield
     if graders._graders.cache_info().currsize:
         graders._graders().close()

@@ -1,7 +1,7 @@
 """Command lines as users of slime have them, as data: what each recipe asks for, in its own flags.
 
-`{data}` is a folder with the model, its reference checkpoint and the prompt sets. `refused` names the flags that
-slimrl answers with a sentence instead of running; everything else must be taken as it stands.
+`{data}` is a folder with the model, its reference checkpoint and the datasets. `refused` names the flags that slimrl
+rejects with an error instead of running; all other flags must be accepted unchanged.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def layout(tp: int, pp: int, cp: int, ep: int, tokens: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """One launch script: the model's script, its flags, the program, and the flags that are refused."""
+    """One launch script: the model's script, its flags, the program, and the unsupported flags."""
 
     model: str
     flags: str

@@ -1,4 +1,4 @@
-"""A stand-in for the router and for any other service, and rollouts of single samples that ask it."""
+"""A fake router and other services, and rollouts of single samples that call them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slimrl.rollout.rollout_generator import RolloutGenerator
 
 
 class Router:
-    """Stands for the router and for any other service; answers each path by `answers`, and remembers the requests."""
+    """A fake router or other service; answers each path from `answers` and records the requests."""
 
     def __init__(self, answers):
         self.answers = {path: list(given) for path, given in answers.items()}
@@ -53,7 +53,7 @@ def answer(tokenizer, text, reason="stop", version="2"):
 
 
 def rolled(tokenizer, make_args, monkeypatch, answers, function, stop=False, **changes):
-    """One rollout of one sample by `function`; the sample and what the router was asked."""
+    """Runs one rollout of one sample with `function`; returns the sample and the requests to the router."""
     for module in ("slimrl.compatibility.rollout_helpers._cached_tokenizer",):
         monkeypatch.setattr(module, lambda path, trusted: tokenizer)
     router = Router(answers)
@@ -62,7 +62,7 @@ def rolled(tokenizer, make_args, monkeypatch, answers, function, stop=False, **c
         args = make_args(
             **{
                 "custom_generate_function_path": function,
-                "custom_rm_path": "tests.rollout.scripted_engine.judge",
+                "custom_rm_path": "tests.rollout.scripted_engine.score",
                 "rollout_batch_size": 1,
                 "n_samples_per_prompt": 1,
                 "sglang_router_ip": "127.0.0.1",
@@ -73,9 +73,9 @@ def rolled(tokenizer, make_args, monkeypatch, answers, function, stop=False, **c
             }
         )
         source = RolloutDataSource(args, tokenizer)
-        client = RouterClient(f"http://127.0.0.1:{port}", [], concurrency=4, request_timeout_s=10, keep_trying_s=0.1)
+        client = RouterClient(f"http://127.0.0.1:{port}", [], concurrency=4, request_timeout_s=10, retry_timeout_s=0.1)
         async with client:
-            generator = RolloutGenerator(args, tokenizer, client)
+            generator = RolloutGenerator.from_args(args, tokenizer, client)
             try:
                 return (await generator.generate_rollout(0, source)).groups[0][0]
             finally:

@@ -1,4 +1,4 @@
-"""Launch scripts of slime's users run as they are: every flag is taken, or refused by name with what to use instead."""
+"""Launch scripts of slime users run unchanged: every flag is accepted, or rejected by name with an alternative."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def model_args(model: str) -> list[str]:
 
 
 def folder_of(recipe: Recipe, folder: Path) -> Path:
-    """The model, the reference and the prompt sets that the recipe names."""
+    """A folder with the model, the reference and the datasets of the recipe."""
     (folder / "hf").mkdir()
     shutil.copy(CONFIGS / f"{recipe.model}.json", folder / "hf/config.json")
     complete_model(folder / "hf")
@@ -45,7 +45,7 @@ def folder_of(recipe: Recipe, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
-def test_a_recipe_is_taken_as_it_is_but_for_what_is_refused_by_name(recipe: Recipe, tmp_path: Path):
+def test_slime_recipe_is_accepted_except_for_named_unsupported_flags(recipe: Recipe, tmp_path: Path):
     line = model_args(recipe.model) + recipe.flags.format(data=folder_of(recipe, tmp_path)).split()
     _, problems = read_args(line, entry=recipe.entry, passthrough=TABLES)
     assert {problem.flag for problem in problems} == set(recipe.refused), [str(problem) for problem in problems]
@@ -55,7 +55,7 @@ def test_a_recipe_is_taken_as_it_is_but_for_what_is_refused_by_name(recipe: Reci
 
 
 @pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES.values() if recipe.refused], ids=lambda r: r.model)
-def test_without_the_refused_flags_nothing_else_is_wrong(recipe: Recipe, tmp_path: Path):
+def test_recipe_without_unsupported_flags_has_no_other_error(recipe: Recipe, tmp_path: Path):
     words = model_args(recipe.model) + recipe.flags.format(data=folder_of(recipe, tmp_path)).split()
     kept, dropping = [], False
     for word in words:

@@ -1,4 +1,4 @@
-"""slime's helpers for losses, masks, grades and metrics, by numbers that are worked out by hand."""
+"""slime's helpers for losses, masks, grades and metrics, against hand-computed numbers."""
 
 from __future__ import annotations
 
@@ -23,19 +23,20 @@ from slimrl.megatron.training.loss import PolicyLossHooks
 from slimrl.rollout.rollout_function import rollout_output
 
 
-def test_a_correction_written_for_slime_corrects_the_loss():
+def test_slime_loss_correction_works_unchanged():
     own = {"bound_low": 0.5, "bound_high": 2.0}
     args = Arguments(use_tis=True, custom_tis_function_path="mismatch.bounded_weights", custom=own)
     train, rollout = torch.tensor([-1.0, -1.0, -2.0]), torch.tensor([-1.0, -3.0, -2.0 - math.log(1.5)])
     masks = torch.tensor([1.0, 1.0, 1.0])
-    loss, kept, noted = PolicyLossHooks.from_args(args).corrected(torch.ones(3), train, rollout, masks, [4, 3], [2, 1])
+    functions = PolicyLossHooks.from_args(args, args)
+    loss, kept, noted = functions.corrected(torch.ones(3), train, rollout, masks, [4, 3], [2, 1])
     assert loss.tolist() == pytest.approx([1.0, math.exp(2.0), 1.5])
     assert kept.tolist() == [1.0, 0.0, 1.0] and noted["mis_ratio"].tolist() == loss.tolist()
-    with pytest.raises(ValueError, match="2 values came for a response of 3 tokens"):
+    with pytest.raises(ValueError, match="2 values for a response of 3 tokens"):
         loss_helpers.all_gather_with_cp(torch.zeros(2), 5, 3)
 
 
-def test_losses_are_those_of_their_formulas():
+def test_losses_match_their_formulas():
     new, base = torch.tensor([-1.0, -0.5]), torch.tensor([-1.5, -0.25])
     assert loss_helpers.compute_approx_kl(new, base, "k1", torch.tensor([2.0, 1.0])).tolist() == [1.0, -0.25]
     expected = [math.exp(-0.5) - 1 + 0.5, math.exp(0.25) - 1 - 0.25]
@@ -65,7 +66,7 @@ def test_losses_are_those_of_their_formulas():
     assert loss_helpers.get_sum_of_sample_mean([3, 2], [2, 1], masks, True)(values) == 12.0
 
 
-def test_graders_judge_by_meaning():
+def test_graders_compare_by_meaning():
     assert graders.compute_score("so\nAnswer: 1,000", "1000") == {"score": 1.0, "acc": True, "pred": "1,000"}
     assert graders.compute_score("Answer: 7", "7", strict_box_verify=True)["score"] == -1.0
     assert graders.compute_score("Answer: \\boxed{7}", "7", strict_box_verify=True)["acc"] is True
@@ -79,7 +80,7 @@ def test_graders_judge_by_meaning():
     assert load_function("slime.rollout.rm_hub.boxed.last_boxed")("\\boxed{7}") == "7"
 
 
-def test_masks_are_those_of_supervised_training(tokenizer):
+def test_loss_masks_match_supervised_training(tokenizer):
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
     generator = MultiTurnLossMaskGenerator(tokenizer, "qwen")
     ids, mask = generator.get_loss_mask([*messages, {**messages[1], "step_loss_mask": 0}])
@@ -90,13 +91,13 @@ def test_masks_are_those_of_supervised_training(tokenizer):
         == get_response_lengths([mask, [0]])
         == [len(mask) - mask.index(1), 0]
     )
-    with pytest.raises(ValueError, match="tokenizer_type 'llama' is not known: use qwen"):
+    with pytest.raises(ValueError, match="tokenizer_type 'llama' is unknown: use qwen"):
         MultiTurnLossMaskGenerator(tokenizer, "llama")
 
 
-def test_metrics_are_those_of_the_run():
+def test_metrics_match_the_run():
     assert graders.dict_add_prefix({"a": 1}, "x/") == {"x/a": 1}
-    # groups 1 1 0 0 and 0 0 0 0: one draw passes with 1/2, two with 1 - 1/6
+    # groups 1 1 0 0 and 0 0 0 0: one sample passes with 1/2, two with 1 - 1/6
     rates = graders.compute_pass_rate([1, 1, 0, 0, 0, 0, 0, 0], 4)
     assert rates == {"pass@1": 0.25, "pass@2": pytest.approx(5 / 12), "pass@4": 0.5}
     assert graders.compute_pass_rate([1.0], 1) == {}
@@ -117,5 +118,5 @@ def test_small_helpers():
     group = [Sample(index=0, group_index=0)]
     assert rollout_output(RolloutFnTrainOutput([group], {"a": 1}), "x").metrics == {"a": 1}
     assert RolloutFnEvalOutput({"set": {}}).data == {"set": {}}
-    with pytest.raises(ValueError, match="metrics \\['a'\\] of an evaluation belong to no set"):
+    with pytest.raises(ValueError, match="metrics \\['a'\\] of an evaluation belong to no evaluation set"):
         RolloutFnEvalOutput({}, {"a": 1})

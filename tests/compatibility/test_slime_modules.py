@@ -1,4 +1,4 @@
-"""Modules that users wrote for slime are imported and refused here as docs/coming-from-slime.md says."""
+"""Modules written for slime are imported or rejected as docs/coming-from-slime.md says."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ PAGE = (ROOT / "docs/coming-from-slime.md").read_text()
         ("mismatch.bounded_weights", CustomTIS),
     ],
 )
-def test_a_module_written_for_slime_is_found_and_keeps_its_contract(path, contract):
+def test_slime_module_is_found_and_keeps_its_contract(path, contract):
     assert resolve(path, contract).__name__ == path.rpartition(".")[2]
 
 
-def test_everything_that_is_offered_can_be_imported():
+def test_every_provided_name_can_be_imported():
     for offer in slime.OFFERS:
         assert callable(slime.load(offer.module, offer.name))
-    resolve("mismatch.bounded_weights", CustomTIS)  # as any hook, it makes slime's names known
+    resolve("mismatch.bounded_weights", CustomTIS)  # like any hook, it makes slime's names importable
     from slime.utils import types
     from slime.utils.types import Sample as Theirs
 
@@ -45,30 +45,30 @@ def test_everything_that_is_offered_can_be_imported():
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [
-        ("from slime.utils.types import ParamInfo", "slime.utils.types.ParamInfo is slime's and not offered here"),
-        ("from slime.utils.types import ParamInfo", "Offered in slime.utils.types: Sample"),
+        ("from slime.utils.types import ParamInfo", "slimrl has no counterpart of slime.utils.types.ParamInfo"),
+        ("from slime.utils.types import ParamInfo", "Supported in slime.utils.types: Sample"),
         (
             "from slime.utils import http_util",
-            "Offered in slime.utils: slime.utils.async_utils, slime.utils.http_utils",
+            "Supported in slime.utils: slime.utils.async_utils, slime.utils.http_utils",
         ),
         ("from slime.utils.http_utils import posts", "did you mean slime.utils.http_utils.post?"),
-        ("import slime.ray.rollout", "given what they need as arguments"),
+        ("import slime.ray.rollout", "get everything they need as arguments"),
         ("from slime.rollout.sglang_rollout import generate_and_rm_group", "train_async.py --max-weight-staleness"),
         ("from slime.backends.megatron_utils.loss import policy_loss_function", "batch.scores(logits)"),
     ],
 )
-def test_an_import_that_is_not_offered_says_what_is(tmp_path, monkeypatch, line, told):
+def test_missing_import_lists_the_provided_names(tmp_path, monkeypatch, line, message):
     (tmp_path / "own_functions.py").write_text(f"{line}\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(HookError) as raised:
         resolve("own_functions.generate", CustomGenerate)
-    assert told in str(raised.value) and "docs/coming-from-slime.md" in str(raised.value)
+    assert message in str(raised.value) and "docs/coming-from-slime.md" in str(raised.value)
 
 
 @pytest.mark.parametrize("installed", [True, False])
-def test_an_installed_slime_wins_and_a_folder_of_that_name_is_none(tmp_path, installed):
+def test_installed_slime_takes_precedence_and_a_plain_folder_does_not(tmp_path, installed):
     package = tmp_path / "slime/utils"
     package.mkdir(parents=True)
     if installed:
@@ -76,9 +76,9 @@ def test_an_installed_slime_wins_and_a_folder_of_that_name_is_none(tmp_path, ins
         (package / "__init__.py").touch()
         (package / "types.py").write_text("class Sample: theirs = True\n")
     code = """
-        from slimrl.hooks import slime_imports
-        slime_imports.offer()
-        slime_imports.offer()
+        from slimrl.hooks.loader import offer_slime_modules
+        offer_slime_modules()
+        offer_slime_modules()
         from slime.utils.types import Sample
         print(hasattr(Sample, "theirs"))
         try:
@@ -95,7 +95,7 @@ def test_an_installed_slime_wins_and_a_folder_of_that_name_is_none(tmp_path, ins
     assert done.stdout.splitlines() == expected, done.stderr
 
 
-def test_the_page_has_the_tables():
+def test_page_has_the_tables():
     assert slime.table() in PAGE
     assert slime.table_of_refusals() in PAGE
     for name in NOT_SERVED:
@@ -105,7 +105,7 @@ def test_the_page_has_the_tables():
 # -- Sample
 
 
-def test_a_sample_keeps_the_books_of_tokens_that_are_appended():
+def test_sample_tracks_appended_tokens():
     sample = Sample(prompt="1+1=", tokens=[1, 2], loss_mask=[])
     mask = sample.loss_mask
     meta = {"finish_reason": {"type": "length"}, "weight_version": "3"}
@@ -125,25 +125,25 @@ def test_a_sample_keeps_the_books_of_tokens_that_are_appended():
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [
-        ({"tokens": [1]}, "1 tokens to train on came without log_probs"),
-        ({"tokens": [1], "log_probs": [0.0], "trainable": False}, "not trained on came with log_probs"),
+        ({"tokens": [1]}, "1 trainable tokens came without log_probs"),
+        ({"tokens": [1], "log_probs": [0.0], "trainable": False}, "tokens with trainable=False came with log_probs"),
         ({"tokens": [1], "log_probs": [0.0, 0.0]}, "1 tokens came with 2 log_probs"),
     ],
 )
-def test_tokens_that_do_not_fit_their_log_probabilities_are_not_appended(given, told):
-    with pytest.raises(ValueError, match=told):
+def test_tokens_without_matching_log_probs_are_not_appended(given, message):
+    with pytest.raises(ValueError, match=message):
         Sample().append_response_tokens(**given)
 
 
-def test_a_sample_has_slimes_names_and_says_which_fields_it_lacks():
+def test_sample_has_the_slime_names_and_reports_missing_fields():
     sample = Sample(reward={"acc": 0.5})
     assert sample.get_reward_value(Arguments(reward_key="acc")) == 0.5
     assert Sample(reward=0.25).get_reward_value(Arguments()) == 0.25
     assert [status.value for status in Sample.Status] == ["pending", "completed", "truncated", "aborted", "failed"]
     assert sample.multimodal_inputs is None and getattr(sample, "tool_call_count", 7) == 7
-    with pytest.raises(AttributeError, match="a Sample has no tool_call_count: .* belongs into metadata"):
+    with pytest.raises(AttributeError, match="a Sample has no tool_call_count: .* store custom values in metadata"):
         _ = sample.tool_call_count
     assert Sample.from_dict(sample.to_dict()) == sample and pickle.loads(pickle.dumps(sample)) == sample
 
@@ -151,13 +151,13 @@ def test_a_sample_has_slimes_names_and_says_which_fields_it_lacks():
 # -- args
 
 
-def test_settings_of_ones_own_and_the_engines_flags_are_attributes():
+def test_custom_settings_and_engine_flags_are_attributes():
     own = {"bound_low": 0.5, "lr": 3.0}
     args = Arguments(custom=own, sglang_options={"dp_size": 2}, router_options={"policy": "random"}, lr=1e-6)
     args = pickle.loads(pickle.dumps(args))
     assert (args.bound_low, args.sglang_dp_size, args.router_policy, args.lr) == (0.5, 2, "random", 1e-6)
     assert getattr(args, "sglang_speculative_algorithm", None) is None
-    with pytest.raises(AttributeError, match="args.bound_high is no flag and was not given: put it under custom:"):
+    with pytest.raises(AttributeError, match="args.bound_high is neither a flag nor a custom setting: put it under"):
         _ = args.bound_high
     with pytest.raises(AttributeError, match="args.sglang_tp_size .* give --sglang-tp-size"):
         _ = args.sglang_tp_size

@@ -1,4 +1,4 @@
-"""What modules written for slime ask of the router and of other services, and what comes of it in a rollout."""
+"""Requests of modules written for slime to the router and other services, and their results in a rollout."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slimrl.engines.sglang.client import RouterClient
 from tests.compatibility.slime_router import Router, answer, rolled, serve
 
 
-def test_post_and_get_give_json_or_text_and_try_again_where_that_may_help(monkeypatch):
+def test_post_and_get_return_json_or_text_and_retry_transient_errors(monkeypatch):
     monkeypatch.setattr(rollout_helpers, "PAUSE_S", 0.0)
     router = Router(
         {
@@ -35,10 +35,10 @@ def test_post_and_get_give_json_or_text_and_try_again_where_that_may_help(monkey
             "score": 1
         }
         assert await rollout_helpers.get(f"{at}/text") == "yes"
-        for path, told in (("bad", r"failed with HTTP 500: broken \(tried 2 times"), ("refused", "HTTP 422: no")):
-            with pytest.raises(rollout_helpers.RequestFailedError, match=told):
+        for path, message in (("bad", r"failed with HTTP 500: broken \(tried 2 times"), ("refused", "HTTP 422: no")):
+            with pytest.raises(rollout_helpers.RequestFailedError, match=message):
                 await rollout_helpers.post(f"{at}/{path}", {}, max_retries=2)
-        with pytest.raises(rollout_helpers.RequestFailedError, match="answered HTTP 302"):
+        with pytest.raises(rollout_helpers.RequestFailedError, match="returned HTTP 302"):
             await rollout_helpers.post(f"{at}/moved", {})
         with pytest.raises(rollout_helpers.RequestFailedError, match="cannot be reached"):
             await rollout_helpers.get("http://127.0.0.1:9")
@@ -57,7 +57,7 @@ def test_post_and_get_give_json_or_text_and_try_again_where_that_may_help(monkey
     assert router.asked[0][1] == {"a": [1]} and router.asked[0][2]["X-Own"] == "1"
 
 
-def test_an_agent_that_sends_text_is_trained_on_its_own_tokens(tokenizer, make_args, monkeypatch):
+def test_text_agent_is_trained_on_its_own_tokens(tokenizer, make_args, monkeypatch):
     replies = [(200, answer(tokenizer, "is it 3")), (200, answer(tokenizer, "no", "length"))]
     sample, asked = rolled(tokenizer, make_args, monkeypatch, {"/generate": replies}, "search_agent.generate")
     assert sample.response == "is it 3(3)no" and sample.status is SampleStatus.TRUNCATED
@@ -69,7 +69,7 @@ def test_an_agent_that_sends_text_is_trained_on_its_own_tokens(tokenizer, make_a
     assert sample.weight_versions == ["2", "2"] and sample.version_spans == [["2", 12]]
 
 
-def test_an_agent_whose_sample_keeps_the_books_is_judged_by_its_own_function(tokenizer, make_args, monkeypatch):
+def test_agent_with_sample_accounting_is_scored_by_its_own_function(tokenizer, make_args, monkeypatch):
     replies = [(200, answer(tokenizer, "0", version="2")), (200, answer(tokenizer, "ok", version="3"))]
     sample, asked = rolled(
         tokenizer,
@@ -88,7 +88,7 @@ def test_an_agent_whose_sample_keeps_the_books_is_judged_by_its_own_function(tok
     assert asked[1][1]["sampling_params"]["max_new_tokens"] == min(64, room)
 
 
-def test_weights_are_unknown_where_turns_of_different_ones_are_put_together_by_hand(tokenizer, make_args, monkeypatch):
+def test_weight_version_is_unknown_when_turns_are_joined_by_hand(tokenizer, make_args, monkeypatch):
     replies = [(200, answer(tokenizer, "is it 3", version="2")), (200, answer(tokenizer, "no", version="3"))]
     sample, _ = rolled(tokenizer, make_args, monkeypatch, {"/generate": replies}, "search_agent.generate")
     assert sample.weight_versions == ["2", "3"] and sample.version_spans == [["", 12]] * bool(sample.version_spans)
@@ -154,7 +154,7 @@ def own(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
 
 
-def test_the_runs_key_goes_to_the_runs_router_and_nowhere_else(own, tokenizer, make_args, monkeypatch):
+def test_run_key_is_sent_only_to_the_run_router(own, tokenizer, make_args, monkeypatch):
     answers = {"/generate": [(200, answer(tokenizer, "ab"))], "/score": [(200, 0.5)]}
     changes = {"custom_rm_path": "own_functions.asks", "sglang_options": {"api_key": "secret"}}
     sample, asked = rolled(tokenizer, make_args, monkeypatch, answers, "own_functions.longer", **changes)
@@ -162,7 +162,7 @@ def test_the_runs_key_goes_to_the_runs_router_and_nowhere_else(own, tokenizer, m
     assert sample.reward == 0.5 and shown == ["Bearer secret", None]
 
 
-def test_what_slime_offers_to_a_generate_function_works_in_one(own, tokenizer, make_args, monkeypatch):
+def test_slime_names_work_in_a_generate_function(own, tokenizer, make_args, monkeypatch):
     chat = {"choices": [{"message": {"content": "hello"}}]}
     answers = {"/generate": [(200, answer(tokenizer, "\\boxed{0}"))], "/v1/chat/completions": [(200, chat)]}
 
@@ -179,28 +179,28 @@ def test_what_slime_offers_to_a_generate_function_works_in_one(own, tokenizer, m
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
-        ("streams", "answers are taken whole: leave stream out"),
-        ("with_pictures", "it has multimodal_inputs, which nothing here reads: images"),
-        ("refused", "refused the request with HTTP 422"),
+        ("streams", "streaming is not supported: remove stream from the payload"),
+        ("with_pictures", "the sample sets multimodal_inputs, which slimrl does not use: images"),
+        ("refused", "rejected the request with HTTP 422"),
     ],
 )
-def test_what_is_not_served_ends_with_its_name(own, tokenizer, make_args, monkeypatch, name, told):
+def test_unsupported_name_is_reported(own, tokenizer, make_args, monkeypatch, name, message):
     answers = {"/generate": [(200, answer(tokenizer, "ab"))], "/refused": [(422, "no")]}
-    with pytest.raises(RuntimeError, match=told):
+    with pytest.raises(RuntimeError, match=message):
         rolled(tokenizer, make_args, monkeypatch, answers, f"own_functions.{name}")
 
 
-def test_helpers_say_where_they_cannot_be_called():
+def test_helpers_report_where_they_cannot_be_called():
     args = Arguments(sglang_router_ip="h", sglang_router_port=1)
-    with pytest.raises(RuntimeError, match="from within a function of --custom-generate-function-path"):
+    with pytest.raises(RuntimeError, match="only within a function of --custom-generate-function-path"):
         asyncio.run(load_function("slimrl.compatibility.rollout_helpers.generate")(args, Sample(), {}))
     with pytest.raises(ValueError, match="there is no model 'ref'"):
         get_model_url(args, "ref")
 
 
-def test_once_a_rollout_is_full_post_answers_that_it_was_aborted():
+def test_post_returns_aborted_once_the_rollout_is_full():
     class Silent:
         async def abort_all(self):
             pass
@@ -224,7 +224,7 @@ def test_once_a_rollout_is_full_post_answers_that_it_was_aborted():
     assert chat["choices"][0]["finish_reason"] == "abort" and chat["choices"][0]["message"]["content"] == ""
 
 
-def test_the_client_hands_answers_on_as_they_are_and_checks_them_all_the_same(tokenizer):
+def test_client_returns_responses_unchanged_and_still_validates_them(tokenizer):
     good = {**answer(tokenizer, "ab"), "extra": [1]}
     torn = {**answer(tokenizer, "ab"), "output_ids": [1]}
     router = Router({"/generate": [(200, good), (200, torn)], "/refused": [(400, "no")]})
@@ -234,21 +234,21 @@ def test_the_client_hands_answers_on_as_they_are_and_checks_them_all_the_same(to
         async with client:
             payload = {"text": "x", "return_logprob": True}
             assert await client.ask("/generate", payload, "s") == good
-            with pytest.raises(Exception, match="answered 1 token ids and log-probabilities of 2 others"):
+            with pytest.raises(Exception, match="answered 1 token ids and 2 log-probabilities of other tokens"):
                 await client.ask("/generate", payload)
             with pytest.raises(EngineRequestError, match="refused"):
                 await client.ask("/refused", {})
             waiting = asyncio.ensure_future(client.ask("/generate", payload))
-            client._gpus.get_nowait()
+            client._permits.get_nowait()
             await asyncio.sleep(0)
             await client.abort_all()
-            client._gpus.put_nowait(None)
+            client._permits.put_nowait(None)
             return await waiting
 
     assert serve(router, body)["meta_info"]["finish_reason"]["type"] == "abort"
 
 
-def test_the_state_does_not_run_code_of_a_checkpoint_by_itself(monkeypatch):
+def test_state_does_not_run_checkpoint_code_by_default(monkeypatch):
     asked = []
     monkeypatch.setattr(
         "slimrl.compatibility.rollout_helpers._cached_tokenizer", lambda path, trusted: asked.append((path, trusted))

@@ -1,4 +1,4 @@
-"""Which tokens of a conversation are trained on, on a tokeniser of one token per character."""
+"""Which tokens of a conversation are trained, with a tokenizer of one token per character."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def trained_text(trained: list[bool]) -> str:
     return "".join(letter for letter, chosen in zip(TEXT, mask, strict=True) if chosen)
 
 
-def test_the_assistants_words_and_the_end_of_its_turns_are_trained_on():
+def test_assistant_text_and_end_of_turn_tokens_are_trained():
     assert trained_text([True, True]) == "hello<|im_end|>so long<|im_end|>"
 
 
-def test_a_turn_may_be_left_out():
+def test_turn_may_be_excluded():
     messages = [
         {"role": "user", "content": "hi"},
         {"role": "assistant", "content": "hello", "step_loss_mask": 0},
@@ -32,17 +32,17 @@ def test_a_turn_may_be_left_out():
     assert trained_text([False, True]) == "so long<|im_end|>"
 
 
-def test_a_text_may_begin_with_the_assistants_turn():
+def test_text_may_start_with_an_assistant_turn():
     marks = TURN_MARKS["qwen"]
     assert assistant_spans(f"{marks.before}hi{marks.after}", marks) == [(22, 22 + len("hi<|im_end|>"))]
 
 
-def test_a_last_turn_without_an_end_reaches_to_the_end_of_the_text():
+def test_last_turn_without_an_end_token_extends_to_the_end():
     marks = TURN_MARKS["distill_qwen"]
     text = "<｜User｜>hi<｜Assistant｜>hello"
     assert [text[start:end] for start, end in assistant_spans(text, marks)] == ["hello"]
 
 
-def test_a_template_of_another_family_is_refused():
-    with pytest.raises(ValueError, match="wrote 0 turns of the assistant and the conversation has 2: choose"):
+def test_template_of_another_family_is_rejected():
+    with pytest.raises(ValueError, match="rendered 0 assistant turns but the conversation has 2: choose"):
         conversation_mask(OFFSETS, assistant_spans(TEXT, TURN_MARKS["distill_qwen"]), [True, True])

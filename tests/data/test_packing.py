@@ -1,4 +1,4 @@
-"""The schedule of a rollout: its promises as properties over random batches, and small cases by hand."""
+"""The micro-batch schedule: its invariants over random batches, and small cases by hand."""
 
 import pytest
 import torch
@@ -62,7 +62,7 @@ def cases(draw):
 
 @settings(max_examples=200, deadline=None)
 @given(cases())
-def test_every_promise_holds(case):
+def test_schedule_satisfies_all_invariants(case):
     lengths, options = case
     ranks = schedule(lengths, **options)
     cap, step_size = options["max_tokens_per_micro_batch"], options["global_batch_size"]
@@ -87,14 +87,14 @@ def test_every_promise_holds(case):
     assert all(torch.equal(one.tokens, other.tokens) for one, other in zip(again, ranks, strict=True))
 
 
-def test_static_micro_batches_keep_the_order_and_give_each_rank_a_run_of_it():
+def test_static_micro_batches_keep_the_order_and_are_contiguous_per_rank():
     first, second = schedule([3, 9, 4, 8, 5, 7, 6, 2], data_parallel_size=2, micro_batch_size=2)
     assert first.sample_ids.tolist() == [100, 101, 102, 103]
     assert second.sample_ids.tolist() == [104, 105, 106, 107]
     assert first.micro_batches == second.micro_batches == [[[0, 1], [2, 3]]]
 
 
-def test_dynamic_micro_batches_are_dealt_out_in_turn_where_they_are_not_balanced():
+def test_unbalanced_dynamic_micro_batches_are_assigned_round_robin():
     first, second = schedule([8] * 6, data_parallel_size=2, max_tokens_per_micro_batch=8)
     assert first.sample_ids.tolist() == [100, 102, 104]
     assert second.sample_ids.tolist() == [101, 103, 105]
@@ -108,7 +108,7 @@ def test_dynamic_micro_batches_are_as_few_as_the_cap_allows():
     assert sums == [11, 11, 11, 11]
 
 
-def test_context_parallel_ranks_share_a_micro_batch_of_as_many_times_the_tokens():
+def test_context_parallelism_multiplies_the_token_cap_of_a_micro_batch():
     lengths = [8] * 12
     (alone,) = schedule(lengths, max_tokens_per_micro_batch=16)
     (shared,) = schedule(lengths, max_tokens_per_micro_batch=16, context_parallel_size=2)
@@ -116,18 +116,18 @@ def test_context_parallel_ranks_share_a_micro_batch_of_as_many_times_the_tokens(
     assert [len(group) for group in shared.micro_batches[0]] == [4] * 3
 
 
-def test_samples_count_with_the_padding_that_context_parallelism_needs():
+def test_sample_lengths_include_context_parallel_padding():
     (batch,) = schedule([5] * 4, max_tokens_per_micro_batch=10, context_parallel_size=2)  # 8 tokens each, of 20
     assert [len(group) for group in batch.micro_batches[0]] == [2, 2]
 
 
-def test_virtual_pipeline_stages_get_whole_groups_of_micro_batches():
+def test_virtual_pipeline_gets_whole_groups_of_micro_batches():
     (batch,) = schedule([8] * 12, max_tokens_per_micro_batch=32, micro_batch_group=4)
     assert [len(group) for group in batch.micro_batches[0]] == [3] * 4  # three micro-batches would hold them
 
 
 @pytest.mark.parametrize("cap", [None, 60])
-def test_balancing_evens_out_the_cost_of_the_ranks(cap):
+def test_balancing_equalizes_the_cost_of_the_ranks(cap):
     lengths = [40, 38, 36, 34, 6, 5, 4, 3]
 
     def spread(balance: bool) -> float:
@@ -141,7 +141,7 @@ def test_balancing_evens_out_the_cost_of_the_ranks(cap):
 
 
 @pytest.mark.parametrize(("break_even", "tokens"), [(1, [20, 40]), (10**9, [30, 30])])
-def test_attention_makes_a_long_sample_as_dear_as_several_short_ones(break_even, tokens):
+def test_long_sample_costs_as_much_attention_as_several_short_ones(break_even, tokens):
     # at a break-even of 1 the sample of 20 costs 420 and each of 10 costs 110: four of those weigh as much as it
     ranks = schedule(
         [20, 10, 10, 10, 10],
@@ -153,7 +153,7 @@ def test_attention_makes_a_long_sample_as_dear_as_several_short_ones(break_even,
     assert sorted(int(batch.total_lengths.sum()) for batch in ranks) == tokens
 
 
-def test_trained_tokens_are_counted_over_all_ranks_without_the_masked_ones():
+def test_trained_tokens_are_summed_over_all_ranks_without_masked_ones():
     batch = make_batch([4, 3, 2, 5], masks=[[1, 0, 1], [0, 0], [1], [1, 1, 1, 1]])
     ranks = schedule_batch(
         batch,
@@ -170,10 +170,10 @@ def test_trained_tokens_are_counted_over_all_ranks_without_the_masked_ones():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"global_batch_size": 4}, "6 samples, which --global-batch-size 4 does not divide"),
+        ({"global_batch_size": 4}, "6 samples, which is not a multiple of --global-batch-size 4"),
         ({"micro_batch_size": 4}, "--global-batch-size 6 is not divisible by 1 .* --micro-batch-size 4"),
         ({"data_parallel_size": 4}, "--global-batch-size 6 is not divisible by 4"),
-        ({"micro_batch_group": 4}, "--micro-batch-size 1 x 4 micro-batches that virtual pipeline stages take"),
+        ({"micro_batch_group": 4}, "--micro-batch-size 1 x 4 micro-batches per group of virtual pipeline stages"),
         (
             {"micro_batch_group": 4, "max_tokens_per_micro_batch": 5},
             r"6 samples cannot fill 8 micro-batches \(8 in groups of 4 on each of 1 data-parallel",
@@ -184,16 +184,16 @@ def test_trained_tokens_are_counted_over_all_ranks_without_the_masked_ones():
         ),
     ],
 )
-def test_batches_that_do_not_divide_are_refused_with_the_flags_named(options, message):
+def test_indivisible_batches_are_rejected_with_their_flags(options, message):
     with pytest.raises(ValueError, match=message):
         schedule([5] * 6, **options)
 
 
-def test_an_empty_rollout_is_refused():
+def test_empty_rollout_is_rejected():
     with pytest.raises(ValueError, match="0 samples"):
         schedule([], global_batch_size=4)
 
 
 @pytest.mark.parametrize(("ranks", "multiple"), [(1, 1), (2, 4), (3, 6), (8, 16)])
-def test_context_parallelism_cuts_a_sample_into_two_pieces_for_each_rank(ranks, multiple):
+def test_context_parallelism_splits_a_sample_into_two_chunks_per_rank(ranks, multiple):
     assert sequence_multiple(ranks) == multiple

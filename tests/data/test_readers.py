@@ -1,4 +1,4 @@
-"""Data files come in whole, in order, and never lose a row in silence."""
+"""Data files are read completely and in order; no row is dropped silently."""
 
 import hashlib
 import json
@@ -44,13 +44,13 @@ def parquet(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_both_kinds_give_the_same_rows(kind, request):
+def test_both_formats_give_the_same_rows(kind, request):
     assert read_rows(str(request.getfixturevalue(kind))) == ROWS
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 @pytest.mark.parametrize("bounds", [(2, 5), (None, 3), (7, None), (-2, None), (None, -8), (3, 100), (None, None)])
-def test_a_slice_counts_as_python_does(kind, bounds, request):
+def test_slice_follows_python_semantics(kind, bounds, request):
     start, end = ("" if bound is None else str(bound) for bound in bounds)
     path = f"{request.getfixturevalue(kind)}@[{start}:{end}]"
     assert read_rows(path) == ROWS[slice(*bounds)]
@@ -58,12 +58,12 @@ def test_a_slice_counts_as_python_does(kind, bounds, request):
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 @pytest.mark.parametrize("text", ["5:2", "10:", "4:4"])
-def test_a_slice_without_rows_is_refused(kind, text, request):
-    with pytest.raises(ValueError, match="holds no rows"):
+def test_empty_slice_is_rejected(kind, text, request):
+    with pytest.raises(ValueError, match="has no rows"):
         read_rows(f"{request.getfixturevalue(kind)}@[{text}]")
 
 
-def test_a_bad_row_stands_in_its_place_and_is_addressed_by_its_line(tmp_path):
+def test_invalid_row_keeps_its_position_and_line_number(tmp_path):
     path = tmp_path / "bad.jsonl"
     path.write_text('\n{"prompt": "a"}\n{"prompt": \n\n  \t\n[1, 2]\n{"prompt": NaN}\n\n')
     rows = open_rows(str(path))
@@ -85,7 +85,7 @@ def test_a_bad_row_stands_in_its_place_and_is_addressed_by_its_line(tmp_path):
     ending=st.sampled_from(["", "\n"]),
     chunk=st.integers(1, 200),
 )
-def test_the_index_finds_the_lines_that_splitting_the_text_finds(tmp_path, monkeypatch, lines, ending, chunk):
+def test_line_index_matches_split_text(tmp_path, monkeypatch, lines, ending, chunk):
     monkeypatch.setattr(jsonl_reader, "_CHUNK", chunk)
     monkeypatch.setattr(jsonl_reader, "_BLOCK", chunk)
     path = tmp_path / "any.jsonl"
@@ -101,7 +101,7 @@ def test_the_index_finds_the_lines_that_splitting_the_text_finds(tmp_path, monke
     assert [None if isinstance(row, InvalidRow) else row for row in blocks] == values
 
 
-def test_a_file_that_changes_under_the_run_is_noticed(tmp_path):
+def test_file_modified_during_the_run_is_detected(tmp_path):
     path = tmp_path / "train.jsonl"
     path.write_text('{"a": 1}\n{"a": 2}\n')
     rows = open_rows(str(path))
@@ -113,7 +113,7 @@ def test_a_file_that_changes_under_the_run_is_noticed(tmp_path):
         list(rows.blocks(hashlib.blake2b()))
 
 
-def test_a_missing_last_newline_and_windows_line_ends_change_nothing(tmp_path):
+def test_missing_last_newline_and_crlf_change_nothing(tmp_path):
     path = tmp_path / "dos.jsonl"
     path.write_bytes("\r\n".join(json.dumps(row) for row in ROWS).encode())
     assert read_rows(str(path)) == ROWS
@@ -125,27 +125,27 @@ def test_integers_beyond_64_bits_stay_exact(tmp_path):
     assert [row["label"] for row in open_rows(str(path)).read([0, 1])] == [123456789012345678901234567890, 2**64]
 
 
-def test_a_missing_file_and_an_unknown_kind_are_named(tmp_path):
+def test_missing_file_and_unknown_format_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere.jsonl does not exist"):
         read_rows(str(tmp_path / "nowhere.jsonl"))
     (tmp_path / "data.csv").write_text("a,b\n")
-    with pytest.raises(ValueError, match="the kind '.csv' is not known"):
+    with pytest.raises(ValueError, match="unknown file type '.csv'"):
         read_rows(str(tmp_path / "data.csv"))
 
 
-def test_a_file_that_is_not_parquet_is_named(tmp_path):
+def test_non_parquet_file_is_named(tmp_path):
     (tmp_path / "data.parquet").write_text("hello")
     with pytest.raises(ValueError, match="data.parquet is not a Parquet file"):
         read_rows(str(tmp_path / "data.parquet"))
 
 
-def test_a_malformed_slice_is_refused_and_a_plain_at_sign_is_not():
+def test_malformed_slice_is_rejected_and_a_plain_at_sign_is_not():
     with pytest.raises(ValueError, match=r"path@\[start:end\]"):
         DataPath.parse("train.jsonl@[1:2:3]")
     assert str(DataPath.parse("me@home.jsonl").path) == "me@home.jsonl"
 
 
-def test_a_folder_is_its_data_files_one_after_another(jsonl, tmp_path):
+def test_folder_is_the_concatenation_of_its_data_files(jsonl, tmp_path):
     folder = tmp_path / "many"
     folder.mkdir()
     (folder / "b.jsonl").write_text(jsonl.read_text())
@@ -160,17 +160,17 @@ def test_a_folder_is_its_data_files_one_after_another(jsonl, tmp_path):
         f"{folder}/b.jsonl:2",
     ]
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="empty holds no .jsonl or .parquet file"):
+    with pytest.raises(ValueError, match="empty has no .jsonl or .parquet file"):
         open_rows(str(tmp_path / "empty"))
 
 
-def test_several_paths_follow_one_another_each_with_its_slice(jsonl, parquet):
+def test_several_paths_are_concatenated_each_with_its_slice(jsonl, parquet):
     assert read_rows([f"{jsonl}@[:2]", f"{parquet}@[-2:]"]) == ROWS[:2] + ROWS[-2:]
     with pytest.raises(IndexError, match="row 4 of .* which has 4"):
         open_rows([f"{jsonl}@[:2]", f"{parquet}@[-2:]"]).read([4])
 
 
-def test_parquet_rows_come_in_any_order_from_any_row_group_with_little_kept(tmp_path, monkeypatch):
+def test_parquet_random_access_keeps_little_in_memory(tmp_path, monkeypatch):
     path = tmp_path / "groups.parquet"
     rows = [{"prompt": f"{i}" * 20, "label": i, "unused": "x"} for i in range(100)]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=7)
@@ -186,7 +186,7 @@ def test_parquet_rows_come_in_any_order_from_any_row_group_with_little_kept(tmp_
 
 
 @pytest.mark.parametrize("bounds", [(0, 30), (3, 9), (10, 20), (11, 30), (29, 30)])
-def test_a_slice_of_parquet_is_read_in_order_batch_by_batch(tmp_path, monkeypatch, bounds):
+def test_parquet_slice_is_read_sequentially_in_batches(tmp_path, monkeypatch, bounds):
     path = tmp_path / "batches.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"label": i} for i in range(30)]), path, row_group_size=10)
     monkeypatch.setattr(parquet_reader, "_BLOCK_ROWS", 4)
@@ -206,7 +206,7 @@ def test_a_slice_of_parquet_is_read_in_order_batch_by_batch(tmp_path, monkeypatc
         (["x=1/a=2.5e-1", "b=0.5", "c=0.25"], ("x=1/a", "b", "c"), (0.25, 0.5, 0.25)),
     ],
 )
-def test_probabilities_stand_behind_the_paths_of_a_mix(words, paths, probabilities):
+def test_mixture_paths_are_followed_by_their_probabilities(words, paths, probabilities):
     assert DataMix.parse(words) == DataMix(paths, probabilities)
 
 
@@ -216,13 +216,13 @@ def test_probabilities_stand_behind_the_paths_of_a_mix(words, paths, probabiliti
         (["a=0.5", "b=0.4"], "a=0.5 b=0.4 has probabilities that sum to 0.9: make their sum 1"),
         (
             ["a=0.5", "b"],
-            "a=0.5 b gives a probability to some sets and none to b: give each set path=probability, or none",
+            "a=0.5 b gives some sets a probability but not b: write path=probability for all sets or for none",
         ),
         (["a=0", "b=1"], "a=0 has the probability 0: give a number between 0 and 1"),
         (["a=1.5", "b=0.5"], "a=1.5 has the probability 1.5: give a number between 0 and 1"),
     ],
 )
-def test_a_mix_that_does_not_add_up_is_refused(words, sentence):
+def test_mixture_probabilities_must_sum_to_one(words, sentence):
     with pytest.raises(ValueError) as caught:
         DataMix.parse(words)
     assert str(caught.value) == sentence
@@ -236,38 +236,38 @@ def test_a_mix_that_does_not_add_up_is_refused(words, sentence):
         (21, 5, "21 bad rows in data.jsonl (5 allowed): fix it", 22, "and 1 more"),
     ],
 )
-def test_the_first_twenty_bad_rows_are_listed_and_the_others_counted(bad, allowed, first, lines, last):
+def test_first_twenty_invalid_rows_are_listed_and_the_rest_counted(bad, allowed, first, lines, last):
     shown = str(bad_rows_error("data.jsonl", [f"row {number}" for number in range(bad)], allowed, "fix it"))
     assert [line.strip() for line in shown.splitlines()][:: lines - 1] == [first, last]
     assert len(shown.splitlines()) == lines
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_a_file_written_over_in_place_is_noticed_at_the_first_changed_row(tmp_path, kind):
+def test_file_overwritten_in_place_is_detected_at_the_first_changed_row(tmp_path, kind):
     path, old, new = (tmp_path / f"{name}.{kind}" for name in ("train", "old", "new"))
     wide = "x" * 2000
     for target, mark in ((old, "a"), (new, "b")):
         write_kind(target, [{"text": f"{'a' if row < 1000 else mark}{row:06d}{wide}"} for row in range(2000)])
     path.write_bytes(old.read_bytes())
     rows = open_rows(str(path))
-    list(rows.blocks(hashlib.blake2b()))  # as the check before training does
+    list(rows.blocks(hashlib.blake2b()))  # like the check before training
     assert rows.read([1999])[0]["text"].startswith("a001999")
     then = path.stat()
-    with path.open("r+b") as file:  # in place, of the same length, and its time set back
+    with path.open("r+b") as file:  # in place, of the same length, with its mtime restored
         file.write(new.read_bytes())
     os.utime(path, ns=(then.st_atime_ns, then.st_mtime_ns))
     if kind == "jsonl":
-        assert rows.read([3])[0]["text"].startswith("a000003")  # that part is as it was
+        assert rows.read([3])[0]["text"].startswith("a000003")  # that part is unchanged
     complaint = rf"train\.{kind} was changed while this run was using it, found at .*1[0-9]{{3}}.* bytes, last changed"
-    with pytest.raises(ChangedDataError, match=rf"{complaint}.*Put the file back as it was and resume") as changed:
+    with pytest.raises(ChangedDataError, match=rf"{complaint}.*Restore the file and resume") as changed:
         rows.read([1500])
     if kind == "parquet":  # by groups of 100 rows
         assert "found at row 1501 to 1600" in str(changed.value)
-    path.write_bytes(old.read_bytes())  # what the message asks for
+    path.write_bytes(old.read_bytes())  # what the error message asks for
     assert rows.read([1500])[0]["text"].startswith("a001500")
 
 
-def test_a_parquet_file_of_which_only_the_first_byte_was_changed_is_noticed(tmp_path):
+def test_parquet_file_with_only_the_first_byte_changed_is_detected(tmp_path):
     path = tmp_path / "train.parquet"
     write_kind(path, [{"a": row} for row in range(3)])
     rows = open_rows(str(path))
@@ -277,11 +277,11 @@ def test_a_parquet_file_of_which_only_the_first_byte_was_changed_is_noticed(tmp_
         rows.read([0])
 
 
-def test_a_set_of_no_files_has_no_rows():
+def test_dataset_without_files_has_no_rows():
     assert len(RowSet("nothing", [])) == 0
 
 
-def test_a_row_may_begin_with_any_byte(tmp_path):
+def test_row_may_start_with_any_byte(tmp_path):
     path = tmp_path / "bytes.jsonl"
     path.write_bytes(b"".join(bytes([value]) + b'{"a": 1}\n' for value in range(256)))
     rows = open_rows(str(path))
@@ -289,7 +289,7 @@ def test_a_row_may_begin_with_any_byte(tmp_path):
     assert len(rows) == 256 and bytes(good) == b"\t\n\r "  # JSON's white space
 
 
-def test_a_file_that_is_only_touched_or_written_anew_alike_stays_the_same(tmp_path):
+def test_touched_or_identically_rewritten_file_stays_the_same(tmp_path):
     path = tmp_path / "train.jsonl"
     path.write_text('{"a": 1}\n{"a": 2}\n')
     rows = open_rows(str(path))
@@ -300,17 +300,17 @@ def test_a_file_that_is_only_touched_or_written_anew_alike_stays_the_same(tmp_pa
     assert [row for block in rows.blocks(hashlib.blake2b()) for row in block] == [{"a": 1}, {"a": 2}]
 
 
-def test_a_file_that_is_cut_off_in_place_is_noticed(tmp_path):
+def test_file_truncated_in_place_is_detected(tmp_path):
     path = tmp_path / "train.jsonl"
     path.write_text('{"a": 1}\n{"a": 2}\n')
     rows = open_rows(str(path))
     os.truncate(path, 9)
-    with pytest.raises(ChangedDataError, match=r"train\.jsonl:2: it had 18 bytes.* and has 9 bytes"):
+    with pytest.raises(ChangedDataError, match=r"train\.jsonl:2: it had 18 bytes.* and now has 9 bytes"):
         rows.read([1])
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_a_file_that_another_takes_the_name_of_is_read_on_and_that_is_said_once(tmp_path, kind, caplog):
+def test_replaced_file_is_still_read_and_logged_once(tmp_path, kind, caplog):
     path = tmp_path / f"train.{kind}"
     write_kind(path, [{"a": row} for row in range(3)])
     rows = open_rows(str(path))
@@ -318,7 +318,7 @@ def test_a_file_that_another_takes_the_name_of_is_read_on_and_that_is_said_once(
     (tmp_path / "new").replace(path)
     assert rows.read([0]) == [{"a": 0}] and rows.read([2]) == [{"a": 2}]
     assert [row for block in rows.blocks(hashlib.blake2b()) for row in block] == [{"a": row} for row in range(3)]
-    assert caplog.text.count("was removed or replaced by another") == 1
+    assert caplog.text.count("was removed or replaced") == 1
 
 
 def write_kind(path, rows):

@@ -1,6 +1,6 @@
-"""What somebody without a login tries on a living run: as another user of its machine, and from another machine.
+"""Attempts of a stranger to access a live run: as another user of its machine, and from another machine.
 
-Needs root, for the other user id, and for a network namespace that stands for the other machine.
+Needs root, for the other user id, and for a network namespace that simulates the other machine.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ import grpc
 import psutil
 
 from slimrl.engines.auth import VARIABLE
-from tests.end_to_end.harness import Started
+from tests.end_to_end.harness import Started, shared_memory_of
 
-NOBODY = 65534
+OTHER_USER = 65534
 CLONE_NEWNET = 0x40000000
-HERE, ELSEWHERE = "198.18.77.1", "198.18.77.2"  # of a range that is for tests of networks
+HERE, ELSEWHERE = "198.18.77.1", "198.18.77.2"  # from a range reserved for network tests
 PATIENCE_S = 2.0
 REFUSED = (401, 403, 404, 405)
 IS_ROOT = os.getuid() == 0
@@ -39,7 +39,7 @@ IS_ROOT = os.getuid() == 0
 
 @dataclasses.dataclass(frozen=True)
 class Listener:
-    """A TCP port on which a process of the run listens."""
+    """A TCP port that a process of the run listens on."""
 
     ip: str
     port: int
@@ -48,17 +48,17 @@ class Listener:
 
 @dataclasses.dataclass
 class Attempts:
-    """What was tried and what came of it; everything but the controls should be empty."""
+    """The attempts and their results; everything except the controls should be empty."""
 
     listeners: list[Listener]
-    answers: dict[str, int]  # with the key, by address and path: who does answer
+    answers: dict[str, int]  # with the key, by address and path: proves that the server answers
     read: list[str] = dataclasses.field(default_factory=list)
     written: list[str] = dataclasses.field(default_factory=list)
     called: list[str] = dataclasses.field(default_factory=list)  # by another user of the machine
-    metrics: list[str] = dataclasses.field(default_factory=list)  # of the router, which asks for no key for them
-    ray_answer: str = ""  # to a call without Ray's token
-    reached: list[str] | None = None  # from another machine; None where this one cannot be given a second network
-    control_reached: bool = False  # a port that the test opened to other machines, from there
+    metrics: list[str] = dataclasses.field(default_factory=list)  # of the router, which needs no key for them
+    ray_answer: str = ""  # for a call without Ray's token
+    reached: list[str] | None = None  # from another machine; None when no second network can be created here
+    control_reached: bool = False  # a port that the test opened to other machines, as the control
     executed: bool = False
     key_seen: list[str] = dataclasses.field(default_factory=list)  # command lines and files
 
@@ -73,17 +73,17 @@ class _Call:
         return self._reduced
 
     def __call__(self) -> None:
-        """pickle takes only what can be called for a function."""
+        """pickle requires a callable."""
 
 
 def harmful_pickle(marker: Path) -> str:
-    """Base64 of a pickle that writes `marker`, by names that SGLang's own unpickler lets through."""
+    """Base64 of a pickle that writes `marker` through names that SGLang's own unpickler allows."""
     system = _Call(getattr, _Call(__import__, "os"), "system")
     return base64.b64encode(pickle.dumps(_Call(system, f"touch '{marker}'"))).decode()
 
 
 def requests(marker: Path) -> list[tuple[str, str, dict[str, Any] | None]]:
-    """Method, path and body of calls that a server, a router or a daemon of Ray's would obey."""
+    """Method, path and body of calls that an unprotected server, router or Ray daemon would execute."""
     payload = [harmful_pickle(marker)]
     return [
         ("GET", "/server_info", None),
@@ -100,20 +100,20 @@ def requests(marker: Path) -> list[tuple[str, str, dict[str, Any] | None]]:
 
 
 def try_everything(run: Started, folder: Path) -> Attempts:
-    """All attempts on a run that lives meanwhile; `folder` is a place for the harmful pickle's marker."""
+    """Runs all attempts on a live run; `folder` is for the marker of the harmful pickle."""
     processes = _processes(run)
     listeners = sorted({one for process in processes for one in _listeners(process)}, key=str)
     key = next(key for process in processes if (key := _environment(process).get(VARIABLE)))
     marker = folder / "executed"
     local = [("127.0.0.1" if one.ip in ("0.0.0.0", "::") else one.ip, one.port) for one in listeners]
-    # of the guardians above servers and router, which keep their command lines as they are
+    # of the subreapers above servers and router, whose command lines are unchanged
     commands = [words for process in processes if "--parent" in (words := process.cmdline())]
     found = Attempts(listeners, _with_key(commands, key))
     without_key = {int(_option(words, "prometheus-port")) for words in commands if "router" in words}
     pids = [process.pid for process in processes]
-    memory = [f"/dev/shm/{name}" for name in os.listdir("/dev/shm")]
-    found.read, found.written = _in_child(_as_nobody, _files, [run.run_dir, *_entries(run.temporary), *memory], pids)
-    found.called = _in_child(_as_nobody, _calls, [one for one in local if one[1] not in without_key], requests(marker))
+    memory = [f"/dev/shm/{name}" for name in shared_memory_of(pids)]
+    found.read, found.written = _in_child(_as_other, _files, [run.run_dir, *_entries(run.temporary), *memory], pids)
+    found.called = _in_child(_as_other, _calls, [one for one in local if one[1] not in without_key], requests(marker))
     found.metrics = [_http(one, "GET", "/metrics", None)[1].decode() for one in local if one[1] in without_key]
     found.ray_answer = _ask_ray(next(one for one in listeners if one.process == "gcs_server"))
     if _may_make_networks():
@@ -133,11 +133,11 @@ def _try_from_elsewhere(found: Attempts) -> None:
     found.reached = [f"{host}:{port}" for host, port in reached if (host, port) != control]
 
 
-# -- the run, as its user sees it ------------------------------------------------------------------------------------
+# -- the run, as seen by its user --------------------------------------------------------------------------------------
 
 
 def _processes(run: Started) -> list[psutil.Process]:
-    """SGLang's schedulers write their title over their environment, and are found by their parents."""
+    """The run's processes; SGLang's schedulers overwrite their environment with their title and are found by parent."""
     found: dict[int, psutil.Process] = {}
     for process in run.processes():
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -160,7 +160,7 @@ def _environment(process: psutil.Process) -> dict[str, str]:
 
 
 def _with_key(commands: Iterable[list[str]], key: str) -> dict[str, int]:
-    """The status of a call with the key to every server and to the router: the attempts go to the right places."""
+    """Statuses of calls with the key to every server and the router: the control for the attempts."""
     answers = {}
     for words in commands:
         paths = {"slimrl.engines.sglang.cpu_patches": "/server_info", "slimrl.engines.sglang.entry": "/workers"}
@@ -201,7 +201,7 @@ def _files_with(key: str, places: Iterable[Path]) -> list[str]:
 
 
 def _ask_ray(gcs: Listener) -> str:
-    """The name of the status with which Ray's head answers a call without its token."""
+    """The name of the status that Ray's head returns for a call without its token."""
     with grpc.insecure_channel(f"127.0.0.1:{gcs.port}") as channel:
         keys = channel.unary_unary("/ray.rpc.InternalKVGcsService/InternalKVKeys")
         try:
@@ -215,7 +215,7 @@ def _ask_ray(gcs: Listener) -> str:
 
 
 def _in_child(become: Callable[[], None], function: Callable[..., Any], *arguments: Any) -> Any:
-    """`function(*arguments)` in a process that `become` makes a stranger."""
+    """Runs `function(*arguments)` in a process that `become` turns into a stranger."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -237,26 +237,26 @@ def _in_child(become: Callable[[], None], function: Callable[..., Any], *argumen
     return value
 
 
-def _as_nobody() -> None:
+def _as_other() -> None:
     os.setgroups([])
-    os.setgid(NOBODY)
-    os.setuid(NOBODY)
+    os.setgid(OTHER_USER)
+    os.setuid(OTHER_USER)
 
 
 def _on_another_machine() -> None:
-    """A network namespace of its own, which the parent connects to this one."""
+    """Moves this process into a new network namespace, which the parent connects to this one."""
     if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNET) != 0:
         raise OSError(ctypes.get_errno(), "no network namespace")
     deadline = time.monotonic() + PATIENCE_S * 5
     while subprocess.run(["ip", "addr", "add", f"{ELSEWHERE}/30", "dev", "slimrl-b"], capture_output=True).returncode:
-        assert time.monotonic() < deadline  # until the parent has put its end in here
+        assert time.monotonic() < deadline  # until the parent has moved its end of the link here
     subprocess.run(["ip", "link", "set", "slimrl-b", "up"], check=True)
     subprocess.run(["ip", "route", "add", "default", "via", HERE], check=True)
-    _as_nobody()
+    _as_other()
 
 
 def _connect_to_namespace_of(pid: int) -> str:
-    """What did not work, "" where all did."""
+    """Connects the namespace of a process to this one; returns the error, "" on success."""
     own, deadline = os.readlink("/proc/self/ns/net"), time.monotonic() + PATIENCE_S * 5
     while os.readlink(f"/proc/{pid}/ns/net") == own and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -266,7 +266,7 @@ def _connect_to_namespace_of(pid: int) -> str:
 
 
 def _may_make_networks() -> bool:
-    """Whether there is the `ip` command, and this process has the right; a container may have neither."""
+    """Whether the `ip` command exists and this process may use it; a container may lack both."""
     if shutil.which("ip") is None:
         return False
     pair = ["ip", "link", "add", "slimrl-a", "type", "veth", "peer", "name", "slimrl-b"]
@@ -286,14 +286,14 @@ def _reached(targets: list[tuple[str, int]]) -> list[tuple[str, int]]:
 
 
 def _calls(targets: list[tuple[str, int]], wanted: list[tuple[str, str, dict[str, Any] | None]]) -> list[str]:
-    """The calls that were not refused."""
+    """The calls that were not rejected."""
 
     def obeyed(target: tuple[str, int]) -> list[str]:
         found = []
         for method, path, body in wanted:
             status, words = _http(target, method, path, body)
             if status is None:
-                break  # no HTTP there
+                break  # not HTTP
             if status not in REFUSED:
                 found.append(f"{method} {target[0]}:{target[1]}{path}: HTTP {status} {words[:200]!r}")
         return found
@@ -305,7 +305,7 @@ def _calls(targets: list[tuple[str, int]], wanted: list[tuple[str, str, dict[str
 def _http(
     target: tuple[str, int], method: str, path: str, body: dict[str, Any] | None, key: str | None = None
 ) -> tuple[int | None, bytes]:
-    """Status and words of the answer; None where nothing comes that is HTTP."""
+    """Status and text of the response; None if it is not HTTP."""
     content = b"" if body is None else json.dumps(body).encode()
     shown = f"Authorization: Bearer {key}\r\n" if key else ""
     head = f"{method} {path} HTTP/1.1\r\nHost: {target[0]}\r\nConnection: close\r\n{shown}"
@@ -322,7 +322,7 @@ def _http(
 
 
 def _files(places: list[Path | str], pids: list[int]) -> tuple[list[str], list[str]]:
-    """What can be read and what can be written below `places`, and of the processes."""
+    """Files that can be read or written below `places` and in /proc."""
     read, written = [], []
     for place in map(str, places):
         for path in _below(place):
@@ -338,7 +338,7 @@ def _files(places: list[Path | str], pids: list[int]) -> tuple[list[str], list[s
 
 def _below(place: str) -> Iterator[str]:
     yield place
-    for folder, folders, files in os.walk(place):  # nothing where it may not be entered
+    for folder, folders, files in os.walk(place):  # empty when the folder may not be entered
         yield from (os.path.join(folder, name) for name in [*folders, *files])
 
 
@@ -351,7 +351,7 @@ def _opens(path: str, flags: int) -> bool:
 
 
 def _connects(path: str) -> bool:
-    """Whether it is a socket that takes calls."""
+    """Whether it is a socket that accepts connections."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
         connection.connect(path)
         return True

@@ -1,4 +1,4 @@
-"""Reads a training checkpoint whole, with nothing of ours: torch's own reader, outside any process group."""
+"""Reads a training checkpoint without slimrl: with torch's own reader, outside any process group."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def differences(one: Any, other: Any, where: str = "") -> list[str]:
-    """Places at which two values are not the same, bit for bit."""
+    """Paths at which two values are not bit-identical."""
     if type(one) is not type(other):
         return [f"{where}: {type(one).__name__} and {type(other).__name__}"]
     if isinstance(one, torch.Tensor):

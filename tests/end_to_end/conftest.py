@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from slimrl.processes.ray_environment import prepare_ray_environment
-from tests.end_to_end.harness import ROOT
+from tests.tools.converting import run_tool
 
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "1"  # clusters of the tests may have several nodes
 prepare_ray_environment()  # Ray reads its access token when it is imported
@@ -23,14 +22,11 @@ class Tiny:
 
     folder: Path
     home: Path
+    torch_dist: Path
 
     @property
     def model(self) -> Path:
         return self.folder / "model"
-
-    @property
-    def torch_dist(self) -> Path:
-        return self.folder / "torch_dist"
 
     def model_args(self) -> list[str]:
         """The MODEL_ARGS array of model_args.sh, as bash reads it."""
@@ -38,7 +34,7 @@ class Tiny:
         return subprocess.run(["bash", "-c", script], check=True, capture_output=True, text=True).stdout.split()
 
     def flags(self, **changes: object) -> list[str]:
-        """A whole command line for a short run; `changes` replace or (None) drop single flags."""
+        """A full command line for a short run; `changes` replace or (None) remove single flags."""
         values: dict[str, object] = {
             "hf-checkpoint": self.model,
             "ref-load": self.torch_dist,
@@ -80,18 +76,11 @@ class Tiny:
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory) -> Tiny:
+def tiny(additions: Path, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     folder = tmp_path_factory.mktemp("tiny")
-    made = Tiny(folder / "made", folder / "home")
+    made = Tiny(additions, folder / "home", folder / "torch_dist")
     made.home.mkdir()
-    run = lambda *command: subprocess.run([sys.executable, *map(str, command)], check=True, timeout=300)  # noqa: E731
-    run(ROOT / "tools/make_tiny_model.py", "--output-dir", made.folder, "--seed", 0)
-    run(
-        ROOT / "tools/convert_hf_to_torch_dist.py",
-        *made.model_args(),
-        "--hf-checkpoint",
-        made.model,
-        "--save",
-        made.torch_dist,
-    )
+    flags = (*made.model_args(), "--hf-checkpoint", made.model, "--save", made.torch_dist)
+    done = run_tool("convert_hf_to_torch_dist.py", *flags)
+    assert done.returncode == 0, done.stderr
     return made

@@ -1,4 +1,4 @@
-"""Runs in which servers and the router are killed or stopped at random moments, and the accounts of such runs."""
+"""Runs in which servers and the router are killed or stopped at random moments, and their sample accounting."""
 
 from __future__ import annotations
 
@@ -43,27 +43,31 @@ def plan(seed: int, kinds: list[tuple[str, signal.Signals]], steps: range, longe
 
 
 def strike(started: harness.Started, hits: list[Hit], seed: int, timeout: float) -> list[str]:
-    """Carries the plan out; one line for each hit. On a slow machine the run may be over before the last ones."""
+    """Executes the plan; returns one line per hit. On a slow machine the run may end before the last ones."""
     numbers = random.Random(seed + 1)
     lines = []
+    begun = 0.0
     for hit in hits:
         started.wait_for_line(f"step {hit.step} |", timeout)
         time.sleep(hit.delay_s)
+        begun = begun or time.time()
         victims = _victims(started, hit.target)
-        while not victims and started.process.poll() is None:  # the last one is being replaced
+        while not victims and started.process.poll() is None:  # the previous one is being replaced
             time.sleep(0.1)
             victims = _victims(started, hit.target)
         if not victims:
             lines.append(f"{time.strftime('%H:%M:%S')} the run was over before {hit}")
             continue
-        victim = numbers.choice(victims)
+        # a replacement that is still starting has no requests: its loss would not be counted
+        serving = [process for process in victims if process.create_time() < begun]
+        victim = numbers.choice(serving or victims)
         victim.send_signal(hit.signal)
         lines.append(f"{time.strftime('%H:%M:%S')} {hit.signal.name} to {hit.target} process {victim.pid} ({hit})")
     return lines
 
 
 def _victims(started: harness.Started, target: str) -> list[psutil.Process]:
-    """The processes themselves, not the guardians above them, in the order in which they were started."""
+    """The processes themselves, not the subreapers above them, in the order in which they were started."""
     found = started.processes(TARGETS[target])
     guarded = [process.children() if "subreaper.py" in " ".join(process.cmdline()) else [process] for process in found]
     unique = {process.pid: process for processes in guarded for process in processes}
@@ -71,7 +75,7 @@ def _victims(started: harness.Started, target: str) -> list[psutil.Process]:
 
 
 def fault_lines(output: str) -> list[str]:
-    """What the run itself says of losses and replacements."""
+    """The run's own log lines about failures and replacements."""
     return [line for line in output.splitlines() if " WARNING " in line]
 
 
@@ -81,7 +85,7 @@ def rollouts(template: str | Path, steps: int) -> list[list[Sample]]:
 
 
 def assert_accounts(recorded: list[list[Sample]], prompts: list[str], group_size: int) -> None:
-    """Every step trains on the next groups of the data, each whole and once; none is lost, none doubled."""
+    """Asserts that every step trains on the next groups of the data, each complete and once."""
     per_step = len(recorded[0])
     for step, samples in enumerate(recorded):
         first = step * per_step

@@ -1,4 +1,4 @@
-"""Runs the entry points as a user does, and looks for what they leave behind."""
+"""Runs the entry points as a user does, and searches for what they leave behind."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ import sys
 import tempfile
 import time
 import uuid
+from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
-MARK = "SLIMRL_TEST_RUN"  # inherited by everything that a run starts, so that leftovers can be found
+MARK = "SLIMRL_TEST_RUN"  # inherited by every process of a run, so that leftovers can be found
 
 
 @dataclasses.dataclass
@@ -34,7 +35,7 @@ class Started:
     shared_memory: set[str]
 
     def finish(self, timeout: float) -> Finished:
-        """Waits for its end and collects what it left; cleans that up, so that one failure does not breed others."""
+        """Waits for its end and collects its leftovers; removes them, so that one failure causes no others."""
         try:
             code = self.process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -59,9 +60,9 @@ class Started:
             time.sleep(0.02)
 
     def kill_everything(self) -> None:
-        """SIGKILL to every process of the run, and the files removed that nobody was left to remove."""
-        self.process.kill()  # first of all, and not only after a search: the run goes no further from here
-        # SGLang's schedulers write their title over their environment, and with it over the mark
+        """Sends SIGKILL to every process of the run and removes the files that no process is left to remove."""
+        self.process.kill()  # before any search, so that the run makes no further progress
+        # SGLang's schedulers overwrite their environment, including the mark, with their title
         nameless: list[psutil.Process] = []
         while processes := self.processes():
             for process in processes:
@@ -73,19 +74,26 @@ class Started:
         self._clean_up()
 
     def _left_files(self) -> list[str]:
-        # compiled kernels are kept on purpose, for the next server
+        # compiled kernels are kept deliberately, for the next server
         temporary = {name for name in os.listdir(self.temporary) if not name.startswith("torchinductor_")}
-        return sorted(temporary | (shared_memory() - self.shared_memory))
+        return sorted(temporary | self._left_shared_memory())
+
+    def _left_shared_memory(self, timeout: float = 5.0) -> set[str]:
+        """New files of /dev/shm that stay: those of concurrent tests are soon mapped or removed."""
+        deadline = time.monotonic() + timeout
+        while (left := shared_memory() - self.shared_memory) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        return left
 
     def _clean_up(self) -> None:
         shutil.rmtree(self.temporary, ignore_errors=True)
-        for name in shared_memory() - self.shared_memory:
+        for name in self._left_shared_memory():
             Path("/dev/shm", name).unlink(missing_ok=True)
 
 
 @dataclasses.dataclass
 class Finished:
-    """How a run ended. `left` are processes and files that should have gone with it."""
+    """How a run ended. `left` are processes and files that should not exist any more."""
 
     code: int
     output: str
@@ -103,7 +111,7 @@ class Finished:
 
 
 def marked_processes(mark: str, text: str = "") -> list[psutil.Process]:
-    """Living processes that inherited `mark` in their environment and hold `text` in their command line."""
+    """Live processes that inherited `mark` in their environment and have `text` in their command line."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied, ProcessLookupError):
@@ -114,15 +122,15 @@ def marked_processes(mark: str, text: str = "") -> list[psutil.Process]:
 
 
 def wait_until_gone(mark: str, timeout: float = 20.0) -> list[str]:
-    """What is still alive `timeout` seconds later; empty when all is gone."""
+    """Waits up to `timeout` seconds; returns the processes that are still alive."""
     deadline = time.monotonic() + timeout
     while (left := marked_processes(mark)) and time.monotonic() < deadline:
         time.sleep(0.2)
     return [str(process) for process in left]
 
 
-def heed_signals() -> None:
-    """For a child: signals that tests under nohup or in the background of a script inherit as ignored."""
+def reset_signals() -> None:
+    """For a child: restores signals that tests under nohup or in the background inherit as ignored."""
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
 
@@ -136,7 +144,7 @@ def start(
     *,
     environment: dict[str, str] | None = None,
 ) -> Started:
-    """Starts `python <entry> <flags>` in `folder`, with `environment` on top of a bare one."""
+    """Starts `python <entry> <flags>` in `folder`, with `environment` added to a minimal one."""
     return launch(
         [sys.executable, str(ROOT / entry), *flags, "--run-name", run_name],
         log=folder / f"{run_name}-{uuid.uuid4().hex[:6]}.out",
@@ -158,7 +166,7 @@ def launch(
     home: Path,
     more: dict[str, str] | None = None,
 ) -> Started:
-    """Starts a command with a bare environment (and `more`), a temporary folder and a process group of its own."""
+    """Starts a command with a minimal environment (and `more`), its own temporary folder and process group."""
     mark = uuid.uuid4().hex
     temporary = Path(tempfile.mkdtemp(prefix="slimrl-", dir="/tmp"))  # short: Ray's sockets are in it
     environment = {"PATH": path, "HOME": str(home), "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1", MARK: mark}
@@ -172,13 +180,13 @@ def launch(
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=heed_signals,
+            preexec_fn=reset_signals,
         )
     return Started(process, mark, run_dir, log, temporary, time.monotonic(), before)
 
 
 def places_of(text: str, *folders: Path) -> list[str]:
-    """Where others could read `text`: files below `folders`, and command lines of living processes."""
+    """Places where others could read `text`: files below `folders`, and command lines of live processes."""
     found = []
     for path in (path for folder in folders for path in folder.rglob("*") if path.is_file()):
         with contextlib.suppress(OSError):
@@ -191,14 +199,21 @@ def places_of(text: str, *folders: Path) -> list[str]:
 
 
 def shared_memory() -> set[str]:
-    """Files in /dev/shm that no living process has mapped or open: what a process left, not what another one uses."""
+    """Files in /dev/shm that no live process has mapped or open, which are leftovers of dead processes."""
     files = {path.name for path in Path("/dev/shm").iterdir() if path.is_file()}
-    return files - _in_use()
+    return files - _in_use(Path("/proc").iterdir())
 
 
-def _in_use() -> set[str]:
+def shared_memory_of(pids: list[int]) -> set[str]:
+    """Names in /dev/shm that these processes or none use, excluding those of other processes on this machine."""
+    names = set(os.listdir("/dev/shm"))
+    of_all, own = _in_use(Path("/proc").iterdir()), _in_use(Path("/proc", str(pid)) for pid in pids)
+    return (names - of_all) | (names & own)
+
+
+def _in_use(processes: Iterable[Path]) -> set[str]:
     used = set()
-    for process in Path("/proc").iterdir():
+    for process in processes:
         if not process.name.isdigit():
             continue
         with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
 """SIGKILLs that are aimed at saves and weight updates, and the proof of where they fell.
 
-The proof is the timeline of train rank 0, whose blocks are in its file as soon as they begin and whose calls as soon as
-they end, in the clock of whoever kills; and for a save the unfinished folder that is in the checkpoints' folder.
+The proof is the timeline of train rank 0, in the clock of the killing process: blocks are written when they begin,
+calls when they end. For a save it is also the unfinished folder among the checkpoints.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LONGEST_STEP_S = 1.5
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A call of a train rank, by time.monotonic_ns; `end_ns` is None where it never ended."""
+    """A call of a train rank, by time.monotonic_ns; `end_ns` is None if it never ended."""
 
     name: str
     about: object
@@ -42,7 +42,7 @@ class Call:
 class Aim:
     """A kill within the `nth` call of this kind of a launch (from 0), after `share` of its usual length.
 
-    With `tree` all processes of the run are killed in the same moment, else the driver alone.
+    With `tree` all processes of the run are killed at the same moment, else only the driver.
     """
 
     kind: str
@@ -52,10 +52,10 @@ class Aim:
 
 
 @dataclasses.dataclass(frozen=True)
-class Fall:
-    """What a kill met: the call it fell into, and folders half written in that moment.
+class Kill:
+    """The result of a kill: the call it hit, and folders that were half-written at that moment.
 
-    `torn` are folders that stayed half written once all was gone, `left` processes that stayed.
+    `torn` are folders that stayed half-written after all processes ended, `left` processes that did not end.
     """
 
     within: Call | None
@@ -87,7 +87,7 @@ def plan(seed: int, kills: int) -> list[Aim]:
 
 
 def calls(timeline: Path, since_ns: int = 0) -> list[Call]:
-    """The calls of a train rank that began after `since_ns`, in order; a line that was cut off is left out."""
+    """The calls of a train rank that began after `since_ns`, in order, without a truncated last line."""
     begun: dict[int, Call] = {}
     inner: set[int] = set()
     depth: list[int] = []
@@ -110,7 +110,7 @@ def calls(timeline: Path, since_ns: int = 0) -> list[Call]:
 
 
 def usual_lengths(timeline: Path) -> dict[str, float]:
-    """Seconds that saves and weight updates of an undisturbed run take, the median of each."""
+    """Median seconds of a save and of a weight update in an undisturbed run."""
     made = calls(timeline)
     lengths: dict[str, list[float]] = {SAVE: [], UPDATE: []}
     for call in made:
@@ -120,7 +120,7 @@ def usual_lengths(timeline: Path) -> dict[str, float]:
 
 
 def unfinished(checkpoints: Path, since: float) -> list[str]:
-    """Folders that are written, or that a kill left half written, changed after `since` (time.time)."""
+    """Folders being written, or left half-written by a kill, changed after `since` (time.time)."""
     found = []
     for folder in checkpoints.glob(f"iter_*{UNFINISHED}"):
         with contextlib.suppress(FileNotFoundError):  # it was renamed just now
@@ -131,8 +131,8 @@ def unfinished(checkpoints: Path, since: float) -> list[str]:
 
 def strike(
     started: harness.Started, aim: Aim, checkpoints: Path, lengths: dict[str, float], timeout: float
-) -> Fall | None:
-    """Waits for the moment and kills; None where the run was over before."""
+) -> Kill | None:
+    """Waits for the moment and kills; returns None if the run ended before."""
     timeline = started.run_dir / "timeline/train-rank-0.jsonl"
     since_ns = int(started.started * 1e9)
     deadline = time.monotonic() + timeout
@@ -143,7 +143,7 @@ def strike(
     time.sleep(aim.share * lengths.get(aim.kind, LONGEST_STEP_S))
     if started.process.poll() is not None:
         return None
-    launched = time.time() - (time.monotonic() - started.started)  # what an earlier kill left is older
+    launched = time.time() - (time.monotonic() - started.started)  # leftovers of earlier kills are older
     before, now_ns = unfinished(checkpoints, launched), time.monotonic_ns()
     started.process.kill()
     for pid in everybody:
@@ -153,16 +153,16 @@ def strike(
     started.process.wait(30)
     left = harness.wait_until_gone(started.mark, 60)
     torn = unfinished(checkpoints, launched)
-    started.kill_everything()  # also removes the files that nobody was left to remove
+    started.kill_everything()  # also removes the files that no process is left to remove
     within = [call for call in calls(timeline, since_ns) if call.begin_ns <= now_ns < (call.end_ns or now_ns + 1)]
-    return Fall(within[-1] if within else None, seen, torn, left)
+    return Kill(within[-1] if within else None, seen, torn, left)
 
 
 def _processes(started: harness.Started, timeline: Path, since_ns: int, deadline: float) -> list[int]:
-    """Every process of a run that has made its servers and ranks, the ranks first: they write the checkpoints."""
+    """Every process of a run with servers and ranks, the ranks first, because they write the checkpoints."""
     _wait(started, timeline, since_ns, UPDATE, 0, deadline)
     found = started.processes()
-    # SGLang's schedulers write their title over the mark in their environment
+    # SGLang's schedulers overwrite the mark in their environment with their title
     family = {process.pid: process for process in found}
     for process in found:
         with contextlib.suppress(Exception):
@@ -178,7 +178,7 @@ def _is_rank(process: object) -> bool:
 
 
 def _wait(started: harness.Started, timeline: Path, since_ns: int, kind: str, nth: int, deadline: float) -> bool:
-    """Until the nth call of a kind has begun; False where the run ended before."""
+    """Waits until the nth call of a kind begins; False if the run ended before."""
     size = -1
     while True:
         grown = timeline.stat().st_size if timeline.is_file() else 0

@@ -1,4 +1,4 @@
-"""Every place that a run's metrics go to, compared with its summary and with the table of all metrics."""
+"""Compares a run's metrics in every output with its summary and with the table of all metrics."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _AXES = {"rollout/step", "train/step", "eval/step"}
 
 
 def flags(port: int) -> dict[str, object]:
-    """What turns on everything that is off by default."""
+    """Flags that enable everything that is off by default."""
     return {
         "sglang_enable_metrics": True,
         "router_prometheus_port": free_port(),
@@ -63,7 +63,7 @@ def targets(run_dir: Path) -> dict[str, list[str]]:
 
 
 def in_charts(step: dict) -> dict[str, float]:
-    """The scalars of a summary's step under the names of the charts."""
+    """The scalars of a summary's step under the names used by the metric writers."""
     found = {"rollout/raw_reward": step["reward"]}
     for name, value in step.items():
         if name not in _OF_THE_STEP:
@@ -92,7 +92,7 @@ def of_wandb(run_dir: Path) -> dict[str, dict[int, float]]:
 
 
 def assert_all_agree(run_dir: Path, summary: dict) -> None:
-    """The same names and numbers everywhere, none that the table lacks, and the key nowhere."""
+    """Asserts that all outputs have the same names and numbers, all listed in the table, and no key."""
     charts, kept = of_tensorboard(run_dir / "tensorboard"), of_wandb(run_dir)
     assert charts.keys() == kept.keys() - _AXES, charts.keys() ^ kept.keys()
     unknown = [name for name in kept if metric_of(name, METRICS) is None]

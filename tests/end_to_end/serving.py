@@ -1,4 +1,4 @@
-"""The way of a trained checkpoint into the world: exported, loaded by transformers, served, asked."""
+"""A trained checkpoint in use: exported, loaded by transformers, served, queried."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from slimrl.arguments import Arguments, read_args
-from slimrl.engines.http import answers
+from slimrl.engines.http import is_reachable
 from slimrl.processes import ManagedProcess
 from tests.end_to_end.harness import ROOT
 from tests.megatron.launch import RankPool, free_port
@@ -62,13 +62,13 @@ def largest_logit_gap(tiny: Any, checkpoint: Path, folder: Path) -> float:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         theirs = [model(torch.tensor([sequence])).logits[0] for sequence in SEQUENCES]
-    assert max(float(logits.abs().max()) for logits in theirs) > 2  # the comparison means something
+    assert max(float(logits.abs().max()) for logits in theirs) > 2  # otherwise the comparison would prove nothing
     return max(float((one - other).abs().max()) for one, other in zip(ours, theirs, strict=True))
 
 
 @contextlib.contextmanager
 def served(folder: Path, log_folder: Path, *flags: str) -> Iterator[str]:
-    """The model behind the command of docs/serving.md, with further flags; yields the server's URL."""
+    """Serves the model with the command of docs/serving.md and further flags; yields the server's URL."""
     port = free_port()
     command = [
         sys.executable,
@@ -89,7 +89,7 @@ def served(folder: Path, log_folder: Path, *flags: str) -> Iterator[str]:
     )
     server.start()
     try:
-        server.wait_until(lambda: answers(f"http://127.0.0.1:{port}/health_generate", timeout_s=10), 120)
+        server.wait_until(lambda: is_reachable(f"http://127.0.0.1:{port}/health_generate", timeout_s=10), 120)
         yield f"http://127.0.0.1:{port}"
     finally:
         server.stop()

@@ -1,4 +1,4 @@
-"""Training and generation on the same GPUs: on-policy truth, determinism, resume, replay, export, a clean end."""
+"""Training and generation on the same GPUs: on-policy checks, determinism, resume, replay, export, clean shutdown."""
 
 import json
 import shutil
@@ -42,13 +42,13 @@ def colocated(tiny, folder, **changes):
 
 @pytest.fixture(scope="module")
 def whole(tiny):
-    """A run of STEPS rollouts, never interrupted; strangers try what they can while it lives."""
-    folder = Path(tempfile.mkdtemp(prefix="slimrl-whole-"))  # those of pytest are closed to others already
+    """An uninterrupted run of STEPS rollouts; strangers attempt to access it while it runs."""
+    folder = Path(tempfile.mkdtemp(prefix="slimrl-whole-"))  # pytest's own folders are private already
     run = harness.start("train.py", colocated(tiny, folder), folder, "whole", tiny.home)
     for opened in (folder, run.temporary):
         opened.chmod(0o755)
     run.wait_for_line("step 1", 150)
-    run.process.send_signal(signal.SIGSTOP)  # or it is over before everything was tried
+    run.process.send_signal(signal.SIGSTOP)  # or it ends before all attempts are made
     try:
         tried = attempts.try_everything(run, folder) if attempts.IS_ROOT else None
     finally:
@@ -62,7 +62,7 @@ def whole(tiny):
 
 @pytest.fixture(scope="module")
 def resumed(tiny, tmp_path_factory):
-    """The same run, killed without warning in flight and started again."""
+    """The same run, killed with SIGKILL in flight and resumed."""
     folder = tmp_path_factory.mktemp("resumed")
     first = harness.start("train.py", colocated(tiny, folder), folder, "resumed", tiny.home)
     first.wait_for_line("iter_0000002", 150)
@@ -74,7 +74,7 @@ def resumed(tiny, tmp_path_factory):
 
 
 def replay(tiny, whole, folder, **changes):
-    """Training on the rollouts that `whole` recorded, without any engine."""
+    """Training on the rollouts that `whole` recorded, without engines."""
     dumps = whole.folder / "dumps/{rollout_id}.jsonl"
     without = {"save_debug_rollout_data": None, "check_weight_update_equal": None, "use_tensorboard": None}
     return colocated(tiny, folder, load_debug_rollout_data=dumps, **without, **changes)
@@ -89,13 +89,13 @@ def test_every_step_is_on_policy(whole):
     assert max(whole.steps("train_rollout_logprob_abs_diff_max")) < 1e-3
 
 
-def test_each_rollout_is_generated_by_the_weights_just_updated(whole):
+def test_each_rollout_is_generated_by_the_latest_weights(whole):
     assert whole.steps("weight_version") == [str(step) for step in range(STEPS)]
     samples = read_dump(whole.folder / "dumps/3.jsonl").samples
     assert {version for sample in samples for version in sample.weight_versions} == {"3"}
 
 
-def test_the_first_step_has_ratio_one_and_no_distance_to_the_reference(whole):
+def test_first_step_has_ratio_one_and_zero_kl_to_the_reference(whole):
     first = whole.summary["steps"][0]
     assert first["ratio_max_abs_diff"] < 1e-5
     assert abs(first["kl_loss"]) < 1e-5
@@ -105,32 +105,32 @@ def test_training_moves_away_from_the_reference(whole):
     assert whole.steps("kl_loss")[-1] > 1e-6
 
 
-def test_the_weights_of_the_engines_were_compared_with_the_trained_ones(whole):
+def test_engine_weights_were_compared_with_the_trained_ones(whole):
     assert whole.output.count("equal the trained ones, bit for bit") == 1
 
 
-def test_training_and_engines_left_their_memory_to_each_other_at_every_step(whole):
+def test_trainer_and_engines_were_offloaded_in_turn_at_every_step(whole):
     for rank in range(2):
-        assert whole.output.count(f"training rank {rank} sleeps: weights ") == 1
+        assert whole.output.count(f"training rank {rank} is offloaded: weights ") == 1
     phases = ("release_engines", "wake_training", "park_training", "resume_engines")
     assert all(step["seconds"][phase] > 0 for step in whole.summary["steps"] for phase in phases)
 
 
-def test_nothing_is_left_behind(whole):
+def test_run_leaves_no_process_or_file(whole):
     assert whole.left == []
 
 
-def test_the_rewards_are_those_of_the_recorded_samples(whole):
+def test_rewards_match_the_recorded_samples(whole):
     for step, reward in enumerate(whole.steps("reward")):
         samples = read_dump(whole.folder / f"dumps/{step}.jsonl").samples
         right = [sample.response.startswith(f"\\boxed{{{sample.label}}}") for sample in samples]
         assert reward == pytest.approx(sum(right) / len(samples))
 
 
-# -- what can be looked at -------------------------------------------------------------------------------------------
+# -- outputs -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_summary_tells_the_whole_story(whole):
+def test_summary_is_complete(whole):
     summary = whole.summary
     assert summary["status"] == "completed"
     for when in ("before", "after"):
@@ -141,7 +141,7 @@ def test_the_summary_tells_the_whole_story(whole):
     assert {"torch", "megatron-core", "sglang", "sglang-router", "ray", "transformers"} <= summary["versions"].keys()
 
 
-def test_tensorboard_shows_the_rewards_of_the_summary(whole):
+def test_tensorboard_has_the_rewards_of_the_summary(whole):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(whole.run_dir / "tensorboard"))
@@ -160,7 +160,7 @@ def test_evaluations_are_recorded_like_rollouts(whole):
         assert sum(sample.reward for sample in dump.samples) / 32 == pytest.approx(whole.summary["eval"][when])
 
 
-def test_generation_alone_draws_what_the_run_drew_before_it_was_trained(tiny, whole, tmp_path):
+def test_generation_only_run_samples_what_the_run_sampled_before_training(tiny, whole, tmp_path):
     of_training = ("save", "load", "save_interval", "ref_load", "check_weight_update_equal", "save_debug_train_data")
     without = dict.fromkeys((*of_training, "ci_test", "ci_train_rollout_logprob_abs_diff_threshold"))
     changes = {**without, "debug_rollout_only": True, "num_rollout": 2, "colocate": None, "rollout_num_gpus": 1}
@@ -168,19 +168,19 @@ def test_generation_alone_draws_what_the_run_drew_before_it_was_trained(tiny, wh
     assert done.code == 0, done.output[-6000:]
     assert done.left == []
     for step in range(2):
-        drawn, was = (read_dump(folder / f"dumps/{step}.jsonl").samples for folder in (tmp_path, whole.folder))
-        assert [sample.prompt for sample in drawn] == [sample.prompt for sample in was]
+        sampled, was = (read_dump(folder / f"dumps/{step}.jsonl").samples for folder in (tmp_path, whole.folder))
+        assert [sample.prompt for sample in sampled] == [sample.prompt for sample in was]
         if step == 0:
-            assert [sample.tokens for sample in drawn] == [sample.tokens for sample in was]
+            assert [sample.tokens for sample in sampled] == [sample.tokens for sample in was]
         else:  # by then the run had learned something
-            assert [sample.rollout_log_probs for sample in drawn] != [sample.rollout_log_probs for sample in was]
+            assert [sample.rollout_log_probs for sample in sampled] != [sample.rollout_log_probs for sample in was]
     before, after = (done.summary["eval"][when] for when in ("before", "after"))
     assert before == after == whole.summary["eval"]["before"]
     assert not list((done.run_dir / "logs").glob("train-rank*"))
 
 
 def evaluation_alone(entry, tiny, whole, folder, **changes):
-    """Of the set of `whole`, with nothing that only training needs."""
+    """Evaluates the dataset of `whole` without flags that only training needs."""
     training = ("save", "load", "save_interval", "check_weight_update_equal", "use_tensorboard", "ref_load")
     training += ("save_debug_train_data", "ci_test", "ci_train_rollout_logprob_abs_diff_threshold")
     training += ("prompt_data", "rollout_batch_size", "num_steps_per_rollout", "rollout_max_response_len")
@@ -194,7 +194,7 @@ def evaluation_alone(entry, tiny, whole, folder, **changes):
     return done
 
 
-def test_a_checkpoint_is_evaluated_alone(tiny, whole, tmp_path):
+def test_checkpoint_can_be_evaluated_alone(tiny, whole, tmp_path):
     checkpoint = whole.folder / "checkpoints"
     before = sorted(checkpoint.iterdir())
     done = evaluation_alone("train_async.py", tiny, whole, tmp_path, load=checkpoint, rollout_num_gpus=1)
@@ -206,7 +206,7 @@ def test_a_checkpoint_is_evaluated_alone(tiny, whole, tmp_path):
     assert sorted(checkpoint.iterdir()) == before
 
 
-def test_a_model_is_evaluated_alone_without_a_training_process(tiny, whole, tmp_path):
+def test_model_is_evaluated_without_a_training_process(tiny, whole, tmp_path):
     done = evaluation_alone("train.py", tiny, whole, tmp_path, debug_rollout_only=True, rollout_num_gpus=1)
     assert done.summary["eval"]["before"] == whole.summary["eval"]["before"]
     assert not list((done.run_dir / "logs").glob("train-rank*"))
@@ -217,7 +217,7 @@ def timeline(whole):
     return read_trace(whole.run_dir / "timeline.json.gz")
 
 
-def test_every_process_has_its_track_in_the_timeline(timeline):
+def test_every_process_has_a_track_in_the_timeline(timeline):
     driver, manager, *ranks = [name for name in timeline.processes if not name.startswith("server ")]
     assert (driver, manager, ranks) == ("driver", "rollout manager", ["train rank 0", "train rank 1"])
     servers = [name for name in timeline.processes if name.startswith("server ")]
@@ -232,7 +232,7 @@ def test_every_process_has_its_track_in_the_timeline(timeline):
         assert len(timeline.counters["driver", name]) >= STEPS
 
 
-def test_the_phases_of_the_timeline_last_as_long_as_the_summary_says(whole, timeline):
+def test_timeline_phases_match_the_durations_of_the_summary(whole, timeline):
     turns = [span for span in timeline.of("driver") if "step" in span.facts]
     for step, turn in zip(whole.summary["steps"], turns, strict=True):
         assert turn.facts["step"] == step["step"]
@@ -261,23 +261,23 @@ def test_every_sample_has_one_request_in_the_timeline(whole, timeline):
     assert requests == sorted((n // per_step, sample.index, sample.response_length) for n, sample in enumerate(samples))
 
 
-def test_the_timeline_of_a_killed_run_goes_on_when_it_is_resumed(resumed):
+def test_timeline_of_a_killed_run_continues_on_resume(resumed):
     timeline = read_trace(resumed.run_dir / "timeline.json.gz")
     assert any("unfinished" in span.facts for span in timeline.of("driver"))
     steps = {span.facts["step"] for span in timeline.of("driver") if "step" in span.facts}
     assert steps == set(range(STEPS))
 
 
-def test_what_is_trained_on_is_recorded_sample_by_sample(whole):
+def test_training_data_is_recorded_per_sample(whole):
     for step in (0, STEPS - 1):
         data = torch.load(whole.folder / f"train_data/{step}.pt", weights_only=True)
-        trained, drawn = data["samples"], read_dump(whole.folder / f"dumps/{step}.jsonl").samples
-        assert [sample["sample_id"] for sample in trained] == [sample.index for sample in drawn]
+        trained, sampled = data["samples"], read_dump(whole.folder / f"dumps/{step}.jsonl").samples
+        assert [sample["sample_id"] for sample in trained] == [sample.index for sample in sampled]
         assert {sample["data_parallel_rank"] for sample in trained} == {0, 1}
-        for sample, was in zip(trained, drawn, strict=True):
+        for sample, was in zip(trained, sampled, strict=True):
             assert sample["tokens"].tolist() == was.tokens and sample["raw_reward"] == was.reward
             assert torch.equal(sample["rollout_log_probs"], torch.tensor(was.rollout_log_probs))
-            # grpo: every token of a response has its normalised reward
+            # grpo: every token of a response has its normalized reward
             assert torch.equal(sample["advantages"], torch.full((was.response_length,), sample["reward"]))
         apart = torch.cat([(sample["train_log_probs"] - sample["rollout_log_probs"]).abs() for sample in trained])
         summary = whole.summary["steps"][step]
@@ -287,15 +287,15 @@ def test_what_is_trained_on_is_recorded_sample_by_sample(whole):
         assert (float(away.max()) < 1e-5) == (step == 0)
 
 
-# -- again, and resumed ----------------------------------------------------------------------------------------------
+# -- repeated and resumed ----------------------------------------------------------------------------------------------
 
 
-def test_a_second_run_with_the_same_flags_prints_the_same_numbers(whole, resumed):
+def test_second_run_with_the_same_flags_prints_the_same_numbers(whole, resumed):
     for name in ("reward", "loss", "grad_norm"):
         assert whole.steps(name)[:3] == resumed.steps(name)[:3]
 
 
-def test_a_run_killed_on_its_way_resumes_bit_for_bit(whole, resumed):
+def test_killed_run_resumes_bit_for_bit(whole, resumed):
     begun = int(resumed.output.split("rollouts ")[1].split()[0])
     assert 0 < begun < STEPS  # it was killed between its first save and its end
     assert resumed.steps("step") == list(range(STEPS))
@@ -308,9 +308,7 @@ def test_a_run_killed_on_its_way_resumes_bit_for_bit(whole, resumed):
     assert checkpoints.differences(*states) == []
 
 
-def test_training_on_recorded_rollouts_gives_the_same_checkpoint_also_when_killed_and_resumed(
-    tiny, whole, tmp_path_factory
-):
+def test_training_on_recorded_rollouts_gives_the_same_checkpoint_after_a_kill(tiny, whole, tmp_path_factory):
     folder = tmp_path_factory.mktemp("replayed")
     first = harness.start("train.py", replay(tiny, whole, folder), folder, "replayed", tiny.home)
     first.wait_for_line("iter_0000002", 150)
@@ -323,7 +321,7 @@ def test_training_on_recorded_rollouts_gives_the_same_checkpoint_also_when_kille
     assert checkpoints.differences(*states) == []
 
 
-def test_a_run_that_is_done_already_says_so_and_keeps_its_summary(tiny, whole, tmp_path):
+def test_finished_run_reports_it_and_keeps_its_summary(tiny, whole, tmp_path):
     before = (whole.run_dir / "summary.json").read_text()
     flags = replay(tiny, whole, whole.folder)
     done = harness.start("train.py", flags, whole.folder, "whole", tiny.home).finish(100)
@@ -332,15 +330,15 @@ def test_a_run_that_is_done_already_says_so_and_keeps_its_summary(tiny, whole, t
     assert done.steps("reward") == [step["reward"] for step in json.loads(before)["steps"]]
 
 
-# -- into the world --------------------------------------------------------------------------------------------------
+# -- export and serving ------------------------------------------------------------------------------------------------
 
 
-def test_the_trained_model_in_transformers_gives_megatrons_logits(tiny, whole):
+def test_exported_model_in_transformers_gives_megatron_logits(tiny, whole):
     folder = serving.exported(tiny, whole.folder / "checkpoints" / LAST, whole.folder / "hf")
     assert serving.largest_logit_gap(tiny, whole.folder / "checkpoints" / LAST, folder) < 1e-5
 
 
-def test_the_trained_model_answers_a_chat_like_transformers(tiny, whole, tmp_path):
+def test_exported_model_chats_like_transformers(tiny, whole, tmp_path):
     folder = serving.exported(tiny, whole.folder / "checkpoints" / LAST, whole.folder / "hf")
     questions = ["12+34=", "58+27=", "99+11="]
     with serving.served(folder, tmp_path) as url:
@@ -356,25 +354,25 @@ def test_the_trained_model_answers_a_chat_like_transformers(tiny, whole, tmp_pat
 def tried(whole):
     if whole.attempts is None:
         pytest.skip("only root becomes another user")
-    assert whole.attempts.answers  # with the key everybody answers
+    assert whole.attempts.answers  # with the key every server answers
     assert set(whole.attempts.answers.values()) == {200}
     return whole.attempts
 
 
-def test_another_user_reads_and_writes_nothing_of_a_run(tried):
+def test_other_users_cannot_read_or_write_files_of_a_run(tried):
     assert tried.read == []
     assert tried.written == []
 
 
-def test_another_user_calls_nothing_of_a_run(tried):
+def test_other_users_cannot_call_servers_of_a_run(tried):
     assert tried.called == []
     assert not tried.executed
     assert tried.ray_answer == "UNAUTHENTICATED"
-    (metrics,) = tried.metrics  # numbers alone: of requests and their lengths
+    (metrics,) = tried.metrics  # only numbers: request counts and lengths
     assert all(line.startswith(("# ", "smg_")) for line in metrics.splitlines() if line)
 
 
-def test_another_machine_reaches_nothing_of_a_run(tried):
+def test_other_machines_cannot_reach_a_run(tried):
     assert {one.ip for one in tried.listeners} == {"127.0.0.1"}
     if tried.reached is None:
         pytest.skip("this machine cannot be given a second network")
@@ -382,5 +380,5 @@ def test_another_machine_reaches_nothing_of_a_run(tried):
     assert tried.reached == []
 
 
-def test_the_key_of_a_run_stands_in_no_command_line_and_in_no_file(tried):
+def test_run_key_is_in_no_command_line_and_no_file(tried):
     assert tried.key_seen == []

@@ -1,4 +1,4 @@
-"""A server and a router that somebody else started serve a run: checked, given weights, and going on afterwards."""
+"""An external server and router serve a run: they are checked, receive weights and keep running afterwards."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def router(tmp_path_factory):
         router.stop()
 
 
-def test_a_running_server_is_given_the_weights_and_never_ended(url, router, tiny, tmp_path):
+def test_external_server_receives_the_weights_and_is_never_stopped(url, router, tiny, tmp_path):
     flags = tiny.flags(
         actor_num_gpus_per_node=1,
         num_rollout=2,
@@ -51,7 +51,7 @@ def test_a_running_server_is_given_the_weights_and_never_ended(url, router, tiny
     assert done.code == 0, done.output[-6000:]
     assert done.left == []
     assert done.steps("weight_version") == ["0", "1"]
-    # a deterministic server answers all samples of a prompt alike where they have no seeds of their own
+    # a deterministic server answers all samples of a prompt alike unless they have their own seeds
     assert max(done.steps("rollout/zero_std/ratio")) < 1
     assert max(done.steps("train_rollout_logprob_abs_diff_max")) < 1e-3
     assert not [*(done.run_dir / "logs").glob("sglang*"), *(done.run_dir / "logs").glob("router*")]
@@ -60,24 +60,24 @@ def test_a_running_server_is_given_the_weights_and_never_ended(url, router, tiny
     assert call("POST", f"{url}/generate", {"text": "1+1="}, timeout_s=30)["text"]
 
 
-def test_a_router_that_has_other_servers_is_refused(url, router):
+def test_router_with_other_servers_is_rejected(url, router):
     running = ExternalRouter(router.host, router.port)
     running.check()
     router.add_worker(url)
     try:
         router.wait_ready(1, 60)
-        with pytest.raises(EngineError, match=f"sends requests to {url} already, which the run does not know"):
+        with pytest.raises(EngineError, match=f"already has the servers {url}, which are not of this run"):
             running.check()
         running.stop()
-        assert [worker["url"] for worker in router.workers()] == [url]  # somebody else's
+        assert [worker["url"] for worker in router.workers()] == [url]  # an external one
     finally:
         router.remove_worker(url)
     assert router.workers() == []
-    with pytest.raises(EngineUnavailableError, match="cannot be asked for its servers"):
+    with pytest.raises(EngineUnavailableError, match="cannot list its servers"):
         ExternalRouter("127.0.0.1", free_port()).check()
 
 
-def test_a_server_is_looked_at_before_it_is_used(url, tiny, tmp_path):
+def test_external_server_is_checked_before_use(url, tiny, tmp_path):
     address = url.removeprefix("http://")
     assert inspect(address, str(tiny.model)).tensor_parallel_size == 1
 
@@ -89,9 +89,9 @@ def test_a_server_is_looked_at_before_it_is_used(url, tiny, tmp_path):
         inspect(address, str(other))
     assert str(caught.value) == (
         f"--rollout-external-engine-addrs {address}: it serves {tiny.model}, whose config.json differs from that of"
-        f" --hf-checkpoint {other} in num_hidden_layers, rms_norm_eps: serve the model that is trained"
+        f" --hf-checkpoint {other} in num_hidden_layers, rms_norm_eps: serve the trained model"
     )
 
-    nobody = f"127.0.0.1:{free_port()}"
-    with pytest.raises(EngineUnavailableError, match=f"{nobody}: no server answers there: .* start it first"):
-        inspect(nobody, str(tiny.model))
+    unreachable = f"127.0.0.1:{free_port()}"
+    with pytest.raises(EngineUnavailableError, match=f"{unreachable}: no server answers there: .* start it first"):
+        inspect(unreachable, str(tiny.model))

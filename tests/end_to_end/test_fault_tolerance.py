@@ -1,4 +1,4 @@
-"""Servers and the router are killed and stopped at random moments: every sample is trained on once."""
+"""Servers and the router are killed and stopped at random moments: every sample is trained once."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ KINDS = [("server", signal.SIGKILL), ("scheduler", signal.SIGSTOP), ("router", s
 
 
 def right(sample: Sample) -> float:
-    """1 where the last box of the response is closed and holds the sum."""
+    """1 if the last box of the response is closed and has the sum."""
     _, box, rest = sample.response.rpartition("\\boxed{")
     answer = re.match(r"\s*(\d+)\s*\}", rest) if box else None
     return float(answer is not None and int(answer[1]) == int(sample.label))
 
 
-def test_every_sample_is_trained_on_once_while_servers_and_the_router_are_lost(tiny, tmp_path):
+def test_every_sample_is_trained_once_while_servers_and_router_fail(tiny, tmp_path):
     dumps = tmp_path / "dumps" / "{rollout_id}.jsonl"
     flags = tiny.flags(
         actor_num_gpus_per_node=1,
@@ -33,7 +33,7 @@ def test_every_sample_is_trained_on_once_while_servers_and_the_router_are_lost(t
         sglang_max_running_requests=2,
         use_fault_tolerance=True,
         rollout_health_check_interval=0.5,
-        rollout_health_check_timeout=10,  # a healthy server is slow where all share two cores
+        rollout_health_check_timeout=10,  # a healthy server is slow when all processes share two cores
         save_debug_rollout_data=dumps,
     )
     started = harness.start("train.py", flags, tmp_path, "faults", tiny.home)
@@ -50,7 +50,7 @@ def test_every_sample_is_trained_on_once_while_servers_and_the_router_are_lost(t
     recorded = faults.rollouts(dumps, STEPS)
     assert [len(samples) for samples in recorded] == [32] * STEPS
     faults.assert_accounts(recorded, prompts, group_size=4)
-    # a replaced server with the weights that it started from would give other log-probabilities than training does
+    # a replaced server with its initial weights would give other log-probabilities than training
     for step, samples in enumerate(recorded):
         assert {version for sample in samples for version in sample.weight_versions} == {str(step)}
         assert [sample.reward for sample in samples] == [right(sample) for sample in samples]

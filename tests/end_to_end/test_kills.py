@@ -1,4 +1,4 @@
-"""Where an aimed kill fell is read off the timeline of a train rank, whatever the kill left of its last line."""
+"""The timeline of a train rank shows where a kill hit, even if its last line is truncated."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.end_to_end.kills import Call
 HEADER = '{"slimrl_timeline": 2, "process": "train rank 0"}\n'
 
 
-def test_calls_are_read_with_their_ends_and_without_what_is_within_them(tmp_path):
+def test_trace_calls_are_read_with_durations_and_without_nested_calls(tmp_path):
     timeline = tmp_path / "train-rank-0.jsonl"
     first = HEADER + (
         '["b", 1, "main", "train", 10, {"about": 0}]\n["b", 2, "main", "optimizer step", 11, {}]\n["e", 2, 12]\n'
@@ -22,7 +22,7 @@ def test_calls_are_read_with_their_ends_and_without_what_is_within_them(tmp_path
     assert kills.calls(tmp_path / "none") == [] and str(save) == "save 0"
 
 
-def test_lengths_are_those_of_calls_that_ended(tmp_path):
+def test_durations_cover_only_finished_calls(tmp_path):
     timeline = tmp_path / "train-rank-0.jsonl"
     lines = []
     for number, name in enumerate(["save", "update_weights", "save", "update_weights", "save"]):
@@ -32,7 +32,7 @@ def test_lengths_are_those_of_calls_that_ended(tmp_path):
     assert kills.usual_lengths(timeline) == {"save": 3.0, "update_weights": 3.0}
 
 
-def test_a_plan_has_every_kind_and_is_the_same_for_a_seed():
+def test_kill_plan_has_every_kind_and_is_reproducible_by_seed():
     aims = kills.plan(1, 40)
     assert aims == kills.plan(1, 40) != kills.plan(2, 40)
     kinds = [aim.kind for aim in aims]
@@ -40,7 +40,7 @@ def test_a_plan_has_every_kind_and_is_the_same_for_a_seed():
     assert 10 < sum(aim.tree for aim in aims) < 30 and all(aim.nth > 0 for aim in aims if aim.tree)
 
 
-def test_unfinished_folders_are_those_that_no_save_has_renamed_and_that_are_no_older_than_the_launch(tmp_path):
+def test_unfinished_folders_are_unrenamed_saves_of_the_current_launch(tmp_path):
     for name in ("iter_0000001", "iter_0000002.tmp", "release.tmp"):
         (tmp_path / name).mkdir()
     changed = (tmp_path / "iter_0000002.tmp").stat().st_ctime

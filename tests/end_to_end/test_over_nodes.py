@@ -1,4 +1,4 @@
-"""A whole colocated run on a Ray cluster of two nodes: training over both, and one engine over both."""
+"""A full colocated run on a Ray cluster of two nodes: training over both, and one engine over both."""
 
 import os
 import sys
@@ -25,7 +25,7 @@ def cluster() -> Iterator[Cluster]:
         tempfile.TemporaryDirectory(prefix="slimrl-", dir="/tmp", ignore_cleanup_errors=True) as folder,
         pytest.MonkeyPatch.context() as patch,
     ):
-        # where Cluster writes its address, without making the folder
+        # where Cluster writes its address, without creating the folder
         patch.setenv("RAY_TMPDIR", folder)
         (Path(folder) / "ray").mkdir()
         cluster = Cluster()
@@ -40,11 +40,11 @@ def cluster() -> Iterator[Cluster]:
 @pytest.mark.parametrize(
     ("name", "flags"),
     [
-        ("tensor", {"check_weight_update_equal": True}),  # each tensor is divided over the nodes
+        ("tensor", {"check_weight_update_equal": True}),  # each tensor is sharded over the nodes
         ("stages", {"sglang_pp_size": 2}),  # a pipeline stage on each node
     ],
 )
-def test_a_run_trains_and_generates_over_two_nodes(name, flags, cluster, tiny, tmp_path):
+def test_run_trains_and_generates_over_two_nodes(name, flags, cluster, tiny, tmp_path):
     command = [sys.executable, str(ROOT / "train.py"), *tiny.flags(colocate=True, num_rollout=2, **NODES, **flags)]
     started = harness.launch(
         [*command, "--run-name", name],
@@ -58,7 +58,7 @@ def test_a_run_trains_and_generates_over_two_nodes(name, flags, cluster, tiny, t
     done = started.finish(240)
     assert done.code == 0, done.output
     assert done.left == []
-    # samples of both weight versions have the trainer's log-probabilities: each weight update reached every part of
+    # samples of both weight versions match the trainer's log-probabilities: each weight update reached every part of
     # the engine
     assert max(done.steps("train_rollout_logprob_abs_diff_max")) < 1e-4
     assert done.steps("weight_version") == ["0", "1"]
@@ -69,5 +69,5 @@ def test_a_run_trains_and_generates_over_two_nodes(name, flags, cluster, tiny, t
 
 
 def token() -> dict[str, str]:
-    """Ray's access token, which this process has made up for the cluster."""
+    """Ray's access token, which this process created for the cluster."""
     return {name: value for name, value in os.environ.items() if name.startswith("RAY_AUTH")}

@@ -1,4 +1,4 @@
-"""Whole runs whose model is divided into pipeline stages, or whose samples are divided over GPUs."""
+"""Full runs with pipeline stages or context parallelism."""
 
 import pytest
 
@@ -12,8 +12,9 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_step_is_on_policy_and_every_weight_update_is_whole(layout, tiny, tmp_path):
+def test_every_step_is_on_policy_and_every_weight_update_complete(layout, tiny, tmp_path):
     changes = {"actor_num_gpus_per_node": 2, "num_rollout": 3, "check_weight_update_equal": True, **LAYOUTS[layout]}
+    changes["compute_old_log_probs"] = "always"  # so that the ratio compares two forward passes
     folder = tmp_path / "checkpoints"
     done = harness.start("train.py", tiny.flags(save=folder, **changes), tmp_path, "layout", tiny.home).finish(200)
     assert done.code == 0, done.output[-6000:]

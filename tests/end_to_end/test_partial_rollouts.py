@@ -1,4 +1,4 @@
-"""A run whose rollouts are cut off, filtered and resumed after a kill: its books, and that it trains on the truth."""
+"""A run with partial rollouts, a filter and a resume after a kill: sample accounting and correct log-probabilities."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def flags(tiny, folder):
 
 @pytest.fixture(scope="module")
 def resumed(tiny, tmp_path_factory):
-    """The run, killed without warning after its first checkpoint and started again."""
+    """The run, killed with SIGKILL after its first checkpoint and resumed."""
     folder = tmp_path_factory.mktemp("partial")
     (folder / "own_books.py").write_text(BOOK)
     first = harness.start("train.py", flags(tiny, folder), folder, "partial", tiny.home)
@@ -60,25 +60,25 @@ def resumed(tiny, tmp_path_factory):
     assert done.code == 0, done.output[-6000:]
     done.folder = folder
     book = (folder / "book.jsonl").read_text().splitlines()
-    # what came after the newest checkpoint was lost with the process, and is done again
-    done.judged = [json.loads(line) for line in book[:newest] + book[len(lines) :]]
+    # results after the newest checkpoint were lost with the process and are repeated
+    done.scored = [json.loads(line) for line in book[:newest] + book[len(lines) :]]
     return done
 
 
-def test_every_prompt_is_judged_once_or_still_waits_over_a_kill_and_a_resume(resumed):
-    assert len(resumed.judged) == ROLLOUTS
-    judged = [number for numbers in resumed.judged for number in numbers]
+def test_every_prompt_is_scored_once_or_still_pending_over_a_kill_and_resume(resumed):
+    assert len(resumed.scored) == ROLLOUTS
+    scored = [number for numbers in resumed.scored for number in numbers]
     last = resumed.folder / f"checkpoints/iter_{ROLLOUTS - 1:07d}/data_state.pt"
     state = torch.load(last, weights_only=True)
     waiting = [group[0]["group_index"] for group in state["returned"]]
-    assert sorted(judged + waiting) == list(range(state["next_group_index"]))
+    assert sorted(scored + waiting) == list(range(state["next_group_index"]))
     for rollout in range(ROLLOUTS):
         samples = read_dump(resumed.folder / f"dumps/{rollout}.jsonl").samples
         numbers = {sample.group_index for sample in samples}
-        assert len(samples) == 32 and len(numbers) == 8 and numbers <= set(resumed.judged[rollout])
+        assert len(samples) == 32 and len(numbers) == 8 and numbers <= set(resumed.scored[rollout])
 
 
-def test_what_is_trained_on_was_drawn_by_the_weights_that_are_trained(resumed):
+def test_training_data_was_sampled_by_the_trained_weights(resumed):
     metrics = [json.loads(line) for line in (resumed.folder / "log.jsonl").read_text().splitlines()]
     assert sum(entry["rollout/partial/continued"] for entry in metrics) > 0
     # engine and training agree about every token that is not masked

@@ -1,4 +1,4 @@
-"""Training on the judgement of a reward model that the run itself starts, on a GPU of its own."""
+"""Training on the score of a reward model that the run starts on a separate GPU."""
 
 import pytest
 
@@ -13,15 +13,15 @@ def without_end(response: str) -> str:
     return response.removesuffix("<|im_end|>")
 
 
-def test_every_reward_of_training_and_evaluation_is_the_models_logit(tiny, tmp_path):
+def test_every_training_and_eval_reward_is_the_model_logit(tiny, tmp_path):
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(tiny.model)
-    judge = write_reward_model(tmp_path / "judge", tokenizer, "Qwen3", seed=5)
+    reward_model = write_reward_model(tmp_path / "judge", tokenizer, "Qwen3", seed=5)
     template = str(tmp_path / "dump" / "{rollout_id}.jsonl")
     flags = tiny.flags(
         rm_type="reward_model",
-        rm_model=judge,
+        rm_model=reward_model,
         label_key=None,
         actor_num_gpus_per_node=1,
         rollout_num_gpus=1,
@@ -47,9 +47,9 @@ def test_every_reward_of_training_and_evaluation_is_the_models_logit(tiny, tmp_p
     assert any(sample.response.endswith("<|im_end|>") for sample in trained)
     rewards = [sample.reward for sample in [*trained, *evaluated]]
     assert len(trained) == 2 * 4 * 4 and len(evaluated) == 4
-    assert rewards == pytest.approx(logits(judge, read), abs=1e-4)
-    assert len({round(reward, 4) for reward in rewards}) > 5  # it judges
+    assert rewards == pytest.approx(logits(reward_model, read), abs=1e-4)
+    assert len({round(reward, 4) for reward in rewards}) > 5  # it scores
     means = [sum(rewards[first : first + 16]) / 16 for first in (0, 16)]
     assert done.steps("reward") == pytest.approx(means, abs=1e-4)
-    # the policy's engine and the reward model have logs of their own
+    # the policy's engine and the reward model have separate logs
     assert {"sglang0.log", "sglang_reward0.log"} <= {path.name for path in (done.run_dir / "logs").iterdir()}

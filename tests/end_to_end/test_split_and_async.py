@@ -1,4 +1,4 @@
-"""Training and generation on GPUs of their own: broadcast weights, and one-step off-policy."""
+"""Training and generation on separate GPUs: broadcast weights, and one-step off-policy."""
 
 import json
 import shutil
@@ -28,10 +28,12 @@ def assert_on_policy(steps):
         assert step["train_rollout_logprob_abs_diff_max"] < 1e-3
 
 
-def test_every_step_on_gpus_of_its_own_is_on_policy_and_all_charts_show_it(tiny, tmp_path):
+def test_split_run_is_on_policy_and_metrics_reach_every_writer(tiny, tmp_path):
     port = metrics.free_port()
     evaluation = {"eval_interval": 2, "eval_prompt_data": ["addition", f"{tiny.folder / 'eval.jsonl'}@[0:4]"]}
-    changes = {**SPLIT, "check_weight_update_equal": True, "num_rollout": 4, **evaluation, **metrics.flags(port)}
+    # with the pass, the ratio of the first step compares two forward passes
+    checks = {"check_weight_update_equal": True, "compute_old_log_probs": "always"}
+    changes = {**SPLIT, **checks, "num_rollout": 4, **evaluation, **metrics.flags(port)}
     run = harness.start("train.py", tiny.flags(**changes), tmp_path, "split", tiny.home)
     run.wait_for_line("step 2 |", 200)
     scraped, shown = metrics.scrape(port), run.processes(metrics.KEY)
@@ -52,32 +54,32 @@ def test_every_step_on_gpus_of_its_own_is_on_policy_and_all_charts_show_it(tiny,
     assert first["ratio_max_abs_diff"] < 1e-5 and abs(first["kl_loss"]) < 1e-5
 
 
-def test_one_step_ahead_a_sample_is_at_most_one_version_old(tiny, tmp_path):
+def test_one_step_off_policy_samples_are_at_most_one_version_stale(tiny, tmp_path):
     evaluation = {"eval_interval": 2, "eval_prompt_data": ["addition", f"{tiny.folder / 'eval.jsonl'}@[0:8]"]}
     done = finish("train_async.py", tiny, tmp_path, **evaluation)
     assert done.steps("weight_version") == ["0", "0", "1", "2"]
     assert_on_policy(done.summary["steps"][:1])
-    # one version apart the log-probabilities differ: the test above would notice a weight update that came too early
+    # one version apart the log-probabilities differ: the test above would detect a weight update that is too early
     # or late
     assert all(step["train_rollout_logprob_abs_diff_max"] > 1e-3 for step in done.summary["steps"][1:])
     assert [entry["step"] for entry in done.summary["eval"]["history"]] == [0, 2, 4]
 
 
-def test_weights_are_updated_after_every_second_rollout_of_one_epoch_and_saved_at_the_end(tiny, tmp_path):
+def test_weights_are_updated_every_second_rollout_of_one_epoch_and_saved_at_the_end(tiny, tmp_path):
     # 40 prompts in rollouts of 8 are 5 rollouts
     changes = {"num_rollout": None, "num_epoch": 1, "prompt_data": f"{tiny.folder / 'train.jsonl'}@[0:40]"}
     folder = tmp_path / "checkpoints"
     changes |= functions_written_for_slime(tmp_path)
     done = finish("train_async.py", tiny, tmp_path, update_weights_interval=2, save=folder, **changes)
     assert done.steps("step") == [0, 1, 2, 3, 4]
-    # rollout n + 1 starts before rollout n is trained; weight updates come after rollouts 1 and 3
+    # rollout n + 1 starts before rollout n is trained; weight updates follow rollouts 1 and 3
     assert done.steps("weight_version") == ["0", "0", "0", "2", "2"]
     assert (folder / "latest_checkpointed_iteration.txt").read_text().strip() == "4"
     assert_functions_written_for_slime_took_part(done, tmp_path)
 
 
 def functions_written_for_slime(folder):
-    """An agent, its reward and a correction of the loss that import slime, in the folder of the run."""
+    """Writes an agent, its reward and a loss correction that import slime into the folder of the run."""
     for module in SLIME_STYLE.glob("*.py"):
         shutil.copy(module, folder)
     own = {"most_calls_that_count": 1, "bound_low": 0.5, "bound_high": 2.0}
@@ -94,9 +96,9 @@ def functions_written_for_slime(folder):
 
 def assert_functions_written_for_slime_took_part(done, folder):
     first, *later = done.summary["steps"]
-    # of the very weights and tokens: what the agent put together is what the servers drew
+    # of the exact weights and tokens: the agent returned what the servers sampled
     assert first["train_rollout_logprob_abs_diff_max"] < 1e-3 and first["mis_ratio"] == pytest.approx(1.0, abs=1e-4)
-    # what remains after the correction, of weights that are up to three updates old
+    # the remaining mismatch after the correction, of weights up to three updates old
     assert all(0 < step["mis_ratio"] <= 2 and abs(step["mis_ratio"] - 1) > 1e-4 for step in later[1:])
     samples = read_dump(folder / "dumps/0.jsonl").samples
     assert {sample.weight_versions[0] for sample in samples} == {"0"}

@@ -1,4 +1,4 @@
-"""Supervised training: the conversations of the data are the samples, and no engine is started."""
+"""Supervised training: the samples are the conversations of the data, and no engine runs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def conversation(number: int) -> list[dict[str, str]]:
 
 
 def negative_log_likelihood(folder, conversations) -> float:
-    """Mean over the assistant's tokens, from transformers; the tokens are found by rendering turn after turn."""
+    """Mean over the assistant's tokens, from transformers; the tokens are found by rendering turn by turn."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -58,7 +58,7 @@ def negative_log_likelihood(folder, conversations) -> float:
     return sum(losses) / len(losses)
 
 
-def test_supervised_training_starts_at_transformers_loss_and_learns_without_engines(tiny, tmp_path):
+def test_supervised_training_starts_at_the_transformers_loss_and_learns(tiny, tmp_path):
     conversations = [conversation(number % 10) for number in range(8)]
     data = tmp_path / "conversations.jsonl"
     data.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in conversations))
@@ -73,16 +73,16 @@ def test_supervised_training_starts_at_transformers_loss_and_learns_without_engi
     assert losses[0] == pytest.approx(negative_log_likelihood(tiny.model, conversations), rel=1e-5)
     assert losses[-1] < losses[0] / 2
     assert "sglang" not in done.output.lower().replace(str(tmp_path).lower(), "")
-    assert f"--load {tmp_path}/checkpoints holds no checkpoint yet: a fresh start from --ref-load" in done.output
+    assert f"--load {tmp_path}/checkpoints has no checkpoint yet: a fresh start from --ref-load" in done.output
     assert f"saving {tmp_path}/checkpoints/iter_0000014 in the background" in done.output
     kept = ["iter_0000014", "iter_0000019", "latest_checkpointed_iteration.txt"]
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == kept
-    for saved in (4, 9, 14):  # what was exported while training continued is what the next rollout was trained with
+    for saved in (4, 9, 14):  # the export made during training has the weights that the next rollout was trained with
         exported = negative_log_likelihood(tmp_path / f"hf_{saved}", conversations)
         assert losses[saved + 1] == pytest.approx(exported, rel=1e-5)
     assert (tmp_path / "hf_19" / "config.json").is_file()
     memory = done.summary["steps"][0]
-    for kind in ("parameters", "gradients", "optimizer"):  # but counters of steps, and what pads shares
+    for kind in ("parameters", "gradients", "optimizer"):  # except step counters and the padding of shards
         assert memory[f"memory_{kind}"] == pytest.approx(memory[f"planned_memory_{kind}"], rel=1e-2)
     assert memory["memory_activations"] > 0
     logs = [path.read_text() for path in (done.run_dir / "logs").rglob("*") if path.is_file()]

@@ -1,4 +1,4 @@
-"""The example of a data source: right sums, harder with time, and the same after a restart."""
+"""The example data source: correct sums that grow harder, and the same data after a restart."""
 
 import json
 
@@ -20,11 +20,11 @@ def opened():
     return open_data_source(Arguments(data_source_path=PATH, n_samples_per_prompt=2), Characters())
 
 
-def test_the_example_keeps_the_contract():
+def test_example_keeps_the_contract():
     assert resolve_data_source(PATH).__name__ == "Additions"
 
 
-def test_its_sums_are_right_and_get_longer():
+def test_sums_are_correct_and_grow_longer():
     source = opened()
     samples = [group[0] for group in source.get_samples(2001)]
     assert all(int(s.label) == sum(map(int, s.prompt.rstrip("=").split("+"))) for s in samples)
@@ -33,7 +33,7 @@ def test_its_sums_are_right_and_get_longer():
     assert [samples[5].group_index, samples[5].index] == [5, 10]
 
 
-def test_it_goes_on_after_a_restart_with_what_waited():
+def test_data_source_resumes_with_its_pending_groups():
     source, resumed = opened(), opened()
     groups = source.get_samples(4)
     source.add_samples(groups[2:])

@@ -1,4 +1,4 @@
-"""The examples do what they say; those that need engines are tested over real ones in tests/sglang."""
+"""The examples behave as documented; those that need engines are tested in tests/sglang."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def test_every_example_keeps_its_contract(path, contract):
         ("(" * 190 + "=", "?\n"),
     ],
 )
-def test_the_calculator_is_exact_and_never_fails(text, value):
+def test_calculator_is_exact_and_never_fails(text, value):
     assert asyncio.run(calculator.answer(text)) == value
 
 
 class Script:
-    """An engine that says the given texts, one per request, and remembers what it was asked."""
+    """An engine that returns the given texts, one per request, and records the requests."""
 
     def __init__(self, tokenizer, *replies):
         self._tokenizer = tokenizer
@@ -80,7 +80,7 @@ def trained_text(tokenizer, sample):
     return tokenizer.decode([token for token, mask in zip(response, sample.loss_mask, strict=True) if mask])
 
 
-def test_the_model_and_the_calculator_take_turns_and_only_the_model_is_trained(tokenizer):
+def test_model_and_calculator_alternate_and_only_model_tokens_are_trained(tokenizer):
     engine = Script(tokenizer, ("12+30=", "stop"), ("and 42*2=", "stop"), ("done", "stop"))
     sample = pending(tokenizer, "Add! ")
     made = asyncio.run(calculator.generate(None, sample, params(60), engine=engine, tokenizer=tokenizer))
@@ -96,7 +96,7 @@ def test_the_model_and_the_calculator_take_turns_and_only_the_model_is_trained(t
     assert made.weight_versions == ["4", "4", "4"] and made.metadata["turn_starts"] == [0, 9, 21]
 
 
-def test_a_conversation_that_was_cut_off_goes_on_within_its_turn(tokenizer):
+def test_interrupted_conversation_resumes_within_its_turn(tokenizer):
     sample = pending(tokenizer, "Add! ")
     engine = Script(tokenizer, ("12+", "abort"))
     made = asyncio.run(calculator.generate(None, sample, params(60), engine=engine, tokenizer=tokenizer))
@@ -107,7 +107,7 @@ def test_a_conversation_that_was_cut_off_goes_on_within_its_turn(tokenizer):
     assert trained_text(tokenizer, made) == "12+30=!"
 
 
-def test_a_conversation_ends_where_the_sample_is_full(tokenizer):
+def test_conversation_ends_when_the_sample_is_full(tokenizer):
     for limit, response in ((7, "12+30=4"), (6, "12+30="), (9, "12+30=42\n")):
         engine = Script(tokenizer, ("12+30=", "stop"))
         sample = pending(tokenizer, "Add! ")
@@ -130,15 +130,15 @@ def index(tmp_path):
     return tmp_path / "index.sqlite"
 
 
-def test_the_best_passage_comes_first_and_any_text_is_a_question(index):
+def test_best_passage_comes_first_and_any_text_is_a_valid_query(index):
     assert search.search(index, "what is the capital of Norway?", 2)[0] == "Oslo is the capital of Norway."
     assert search.search(index, "flour") == ["Bread is made of flour."]
     assert search.search(index, '" OR (') == [] and search.search(index, "zebra") == []
-    with pytest.raises(FileExistsError, match="exists already: give another place"):
+    with pytest.raises(FileExistsError, match="already exists: give another path"):
         search.build(index, index)
 
 
-def test_the_model_reads_what_it_searched_for(index, tokenizer, make_args):
+def test_model_receives_the_search_results(index, tokenizer, make_args):
     args = make_args(custom={"search_index": str(index)})
     engine = Script(tokenizer, ("<search>Norway</search>", "stop"), ("Oslo", "stop"))
     sample = pending(tokenizer, "Capital of Norway?")
@@ -148,26 +148,26 @@ def test_the_model_reads_what_it_searched_for(index, tokenizer, make_args):
     assert trained_text(tokenizer, made) == "<search>Norway</search>Oslo"
 
 
-def judged(reward, number=0, **changes):
+def scored(reward, number=0, **changes):
     return Sample(prompt="q", index=number, tokens=[1] * 81, reward=reward, status=SampleStatus.COMPLETED, **changes)
 
 
 @pytest.mark.parametrize(("length", "label", "score"), [(20, "2", 1.0), (60, "2", 0.75), (80, "2", 0.5), (20, "3", 0)])
-def test_the_reward_takes_off_for_length(make_args, length, label, score):
+def test_reward_is_reduced_by_length(make_args, length, label, score):
     args = make_args(rollout_max_response_len=80)
-    sample = judged(None, response="\\boxed{2}", response_length=length, label=label)
+    sample = scored(None, response="\\boxed{2}", response_length=length, label=label)
     assert asyncio.run(reward.judge(args, sample))["score"] == pytest.approx(score)
 
 
-def test_the_filters_keep_what_they_say(make_args):
-    verdicts = [filters.between(make_args(), [judged(float(r)) for r in rs]) for rs in ([0, 0], [1, 0], [1, 1])]
-    assert [(verdict.keep, verdict.reason) for verdict in verdicts] == [
+def test_filters_keep_the_documented_groups(make_args):
+    outputs = [filters.between(make_args(), [scored(float(r)) for r in rs]) for rs in ([0, 0], [1, 0], [1, 1])]
+    assert [(output.keep, output.reason) for output in outputs] == [
         (False, "too_hard"),
         (True, None),
         (False, "too_easy"),
     ]
-    waiting = [[judged(0.0, number, metadata={"start_rollout_id": start})] for number, start in enumerate((1, 3, 2))]
+    waiting = [[scored(0.0, number, metadata={"start_rollout_id": start})] for number, start in enumerate((1, 3, 2))]
     assert [group[0].index for group in filters.fresh_first(None, 4, waiting, 2)] == [1, 2] and len(waiting) == 1
-    groups = [[judged(0.0, response="so it is"), judged(0.0, response="wait, " * 500)]]
+    groups = [[scored(0.0, response="so it is"), scored(0.0, response="wait, " * 500)]]
     filters.without_repetition(None, groups)
     assert [sample.remove_sample for sample in groups[0]] == [False, True]

@@ -1,4 +1,4 @@
-"""The examples around generation and the parts of losses: their numbers, worked out by hand."""
+"""The examples for generation and losses: their numbers, computed by hand."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from examples import advantages, logs, losses, policy_loss, reward, rollouts, sa
 from slimrl.data.sample import Sample, SampleStatus
 from slimrl.hooks import HookFailedError
 from slimrl.megatron.training.loss import PolicyLossConfig, PolicyLossHooks, PolicyLossInputs, policy_loss_sums
-from slimrl.rollout.convert_samples import compute_rewards, training_batch
+from slimrl.rollout.convert_samples import RewardProcessing, compute_rewards, training_batch
 from slimrl.rollout.evaluate import EvalResult
 from slimrl.rollout.rollout_function import RolloutOutput
 
 
-def judged(reward_, number, group=0, length=3, **changes):
+def scored(reward_, number, group=0, length=3, **changes):
     values = dict(
         prompt=f"q{group}",
         index=number,
@@ -37,68 +37,70 @@ def judged(reward_, number, group=0, length=3, **changes):
 # -- around generation ------------------------------------------------------------------------------------------------
 
 
-def test_the_shortest_right_answer_wins_its_group(make_args):
+def test_shortest_correct_response_wins_its_group(make_args):
     group = [
-        judged(None, number, length=length, response=f"\\boxed{{{answer}}}", label="2")
+        scored(None, number, length=length, response=f"\\boxed{{{answer}}}", label="2")
         for number, (length, answer) in enumerate([(9, 2), (5, 2), (5, 2), (3, 7)])
     ]
     assert asyncio.run(reward.shortest_wins(make_args(), group)) == [0.5, 1.0, 1.0, 0.0]
 
 
-def test_leaving_one_out_compares_with_the_others_of_the_group_only(make_args):
-    rollout = [judged(r, n, group) for n, (r, group) in enumerate([(1.0, 0), (0.0, 1), (0.0, 0), (0.5, 0), (4.0, 2)])]
-    found = compute_rewards(make_args(custom_reward_post_process_path="examples.reward.leave_one_out"), rollout)
+def test_leave_one_out_baseline_uses_only_the_same_group(make_args):
+    rollout = [scored(r, n, group) for n, (r, group) in enumerate([(1.0, 0), (0.0, 1), (0.0, 0), (0.5, 0), (4.0, 2)])]
+    found = compute_rewards(
+        RewardProcessing.from_args(make_args(custom_reward_post_process_path="examples.reward.leave_one_out")), rollout
+    )
     assert found.raw.tolist() == [1.0, 0.0, 0.0, 0.5, 4.0]
     assert found.normalized.tolist() == [0.75, 0.0, -0.75, 0.0, 0.0]
 
 
-def test_the_final_answer_is_noted_in_training_only(make_args):
-    sample = judged(1.0, 0, response="so\nit is\n 7 \n")
+def test_final_answer_is_recorded_only_in_training(make_args):
+    sample = scored(1.0, 0, response="so\nit is\n 7 \n")
     samples.note_final_answer(make_args(), sample, evaluation=True)
     assert sample.metadata == {}
     samples.note_final_answer(make_args(), sample, evaluation=False)
     assert sample.metadata == {"final_answer": "7"}
 
 
-def test_unsolved_prompts_are_written_down(make_args, tmp_path):
+def test_unsolved_prompts_are_written(make_args, tmp_path):
     args = make_args(custom={"unsolved": str(tmp_path / "unsolved.jsonl")})
-    groups = [[judged(0.0, 0, 0), judged(1.0, 1, 0)], [judged(0.0, 2, 1, label="3"), judged(0.0, 3, 1)]]
+    groups = [[scored(0.0, 0, 0), scored(1.0, 1, 0)], [scored(0.0, 2, 1, label="3"), scored(0.0, 3, 1)]]
     for _ in range(2):
         samples.write_unsolved(args, groups, None)
     lines = [json.loads(line) for line in (tmp_path / "unsolved.jsonl").read_text().splitlines()]
     assert lines == [{"prompt": "q1", "label": "3"}] * 2
 
 
-def test_what_was_cut_off_is_not_trained_on_but_compared_with(make_args):
+def test_truncated_samples_are_masked_but_count_in_the_baseline(make_args):
     args = make_args(custom_convert_samples_to_train_data_path="examples.samples.without_truncated")
     rollout = [
-        judged(1.0, 0, loss_mask=[1, 0, 1]),
-        judged(0.0, 1, length=2, status=SampleStatus.TRUNCATED),
-        judged(3.0, 2, group=5),
+        scored(1.0, 0, loss_mask=[1, 0, 1]),
+        scored(0.0, 1, length=2, status=SampleStatus.TRUNCATED),
+        scored(3.0, 2, group=5),
     ]
-    batch = training_batch(args, rollout, None)
+    batch = training_batch(args, rollout, None, hook_args=args)
     assert batch.rewards.tolist() == [0.5, -0.5, 0.0] and batch.raw_rewards.tolist() == [1.0, 0.0, 3.0]
     assert batch.loss_mask.tolist() == [1, 0, 1, 0, 0, 1, 1, 1]
     assert batch.truncated.tolist() == [False, True, False] and batch.group_ids.tolist() == [0, 0, 5]
 
 
-def test_reports_are_lines_of_csv(make_args, tmp_path):
+def test_reports_are_csv_lines(make_args, tmp_path):
     args = make_args(custom={"csv": str(tmp_path / "rewards.csv")})
-    assert logs.rollout(3, args, [judged(1.0, 0), judged(0.0, 1)], None, 1.0) is False
+    assert logs.rollout(3, args, [scored(1.0, 0), scored(0.0, 1)], None, 1.0) is False
     assert logs.evaluation(4, args, {"sums": {"rewards": [1.0, 1.0]}, "others": {"rewards": [0.25]}}, None) is False
     assert (tmp_path / "rewards.csv").read_text().split() == ["3,train,0.5", "4,sums,1.0", "4,others,0.25"]
 
 
 class Builtin:
     def rollout(self, rollout_id, data_source):
-        groups = [[judged(0.0, 0)], [judged(1.0, 1, 1)], [judged(0.0, 2, 2), judged(-1.0, 3, 2)]]
+        groups = [[scored(0.0, 0)], [scored(1.0, 1, 1)], [scored(0.0, 2, 2), scored(-1.0, 3, 2)]]
         return RolloutOutput(groups, {"rollout/raw_reward": 0.0})
 
     def evaluation(self, rollout_id):
-        return {"a": EvalResult("a", [1.0], [judged(1.0, 0)], 1), "b": EvalResult("b", [0.0] * 3, [judged(0.0, 1)], 1)}
+        return {"a": EvalResult("a", [1.0], [scored(1.0, 0)], 1), "b": EvalResult("b", [0.0] * 3, [scored(0.0, 1)], 1)}
 
 
-def test_a_rollout_function_adds_a_number_and_an_evaluation_function_a_set(make_args):
+def test_rollout_function_adds_a_metric_and_eval_function_a_dataset(make_args):
     made = rollouts.counted(make_args(), 0, None, evaluation=False, generator=Builtin())
     assert made.metrics == {"rollout/raw_reward": 0.0, "rollout/unsolved": pytest.approx(2 / 3)}
     assert len(made.groups) == 3
@@ -106,7 +108,7 @@ def test_a_rollout_function_adds_a_number_and_an_evaluation_function_a_set(make_
     assert {name: result.mean_reward for name, result in results.items()} == {"a": 1.0, "b": 0.0, "total": 0.25}
 
 
-def test_a_label_becomes_the_answer_to_learn(make_args, tokenizer):
+def test_label_becomes_the_target_response(make_args, tokenizer):
     prompt = tokenizer("1+1=", add_special_tokens=False)["input_ids"]
 
     class Source:
@@ -131,7 +133,7 @@ SETTINGS = PolicyLossConfig(
     kl_loss_type="k2",
     per_token=False,
 )
-GAP = math.log(3.0)  # of the first sample's second token, which only that engine liked
+GAP = math.log(3.0)  # of the first sample's second token, which only that engine found likely
 
 
 def two_samples() -> PolicyLossInputs:
@@ -157,20 +159,20 @@ def correction(make_args, **changes):
 
 
 @pytest.mark.parametrize("per_token", [False, True])
-def test_rejected_tokens_are_in_no_mean(make_args, per_token):
-    settings = dataclasses.replace(SETTINGS, own_parts=correction(make_args), per_token=per_token)
+def test_rejected_tokens_are_excluded_from_every_mean(make_args, per_token):
+    settings = dataclasses.replace(SETTINGS, loss_hooks=correction(make_args), per_token=per_token)
     sums = policy_loss_sums(two_samples(), settings)
     # the first token's ratio is 1 / 1.25, the second's a third; the KL of each is 2^2 / 2, by its coefficient 1
     assert float(sums.loss) == pytest.approx((-2 * 0.8 + 1) + (1 + 1), rel=1e-6)
     assert int(sums.count) == (3 if per_token else 2)
-    assert float(sums.own["kept_ratio"]) == pytest.approx(0.8 + 1, rel=1e-6)
+    assert float(sums.custom["kept_ratio"]) == pytest.approx(0.8 + 1, rel=1e-6)
     assert sums.trained_tokens == 3
 
 
-def test_a_mean_by_a_constant_leaves_the_kl_its_own(make_args):
+def test_constant_length_mean_leaves_the_kl_mean_unchanged(make_args):
     parts = PolicyLossHooks(reducer=policy_loss.by_constant)
     inputs = two_samples()
-    sums = policy_loss_sums(inputs, dataclasses.replace(SETTINGS, own_parts=parts))
+    sums = policy_loss_sums(inputs, dataclasses.replace(SETTINGS, loss_hooks=parts))
     assert float(sums.loss) == pytest.approx((-2 - 2 + 1) / 1024 + (1 + 1), rel=1e-6)
     logged = [float(sums.weighted[name]) for name in ("loss", "pg_loss")]
     assert logged == pytest.approx([float(sums.loss), -3 / 1024], rel=1e-6)
@@ -193,10 +195,10 @@ def test_a_mean_by_a_constant_leaves_the_kl_its_own(make_args):
         (lambda pg_loss, **k: (pg_loss, k["loss_masks"], {"odd": 1.0}), "its metric odd is a value of type float"),
     ],
 )
-def test_a_correction_that_gives_something_else_is_told_so(answer, sentence):
+def test_correction_with_an_invalid_result_is_rejected(answer, sentence):
     parts = PolicyLossHooks(correction=answer, correction_name="--custom-tis-function-path x")
     with pytest.raises(HookFailedError) as caught:
-        policy_loss_sums(two_samples(), dataclasses.replace(SETTINGS, own_parts=parts))
+        policy_loss_sums(two_samples(), dataclasses.replace(SETTINGS, loss_hooks=parts))
     assert sentence in str(caught.value) and str(caught.value).startswith("--custom-tis-function-path x")
 
 
@@ -207,7 +209,7 @@ def test_earlier_tokens_get_less_of_the_reward(make_args):
     assert data["returns"] is data["advantages"]
 
 
-def test_tokens_that_the_model_is_sure_of_are_left_out(make_args):
+def test_confident_tokens_are_masked(make_args):
     data = {"loss_masks": [torch.tensor([1.0, 1.0, 0.0])], "log_probs": [torch.tensor([0.95, 0.8, 0.5]).log()]}
     training.leave_out_sure_tokens(make_args(custom={"sure": 0.9}), 0, data)
     assert data["loss_masks"][0].tolist() == [0.0, 1.0, 0.0]
@@ -216,13 +218,13 @@ def test_tokens_that_the_model_is_sure_of_are_left_out(make_args):
 @pytest.mark.parametrize(
     ("share", "expected"), [(0.25, [0, 0, 4, 0, 0]), (0.5, [2, 0, 2, 0, 0]), (1.0, [1, 1, 1, 0, 1])]
 )
-def test_the_tokens_of_highest_entropy_weigh_as_much_as_all(share, expected):
+def test_highest_entropy_tokens_get_the_total_weight(share, expected):
     entropy, mask = torch.tensor([0.5, 0.1, 0.9, 7.0, 0.2]), torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0])
     assert losses.chosen_weights(entropy, mask, share).tolist() == expected
     assert losses.chosen_weights(entropy, torch.zeros(5), share).tolist() == [0.0] * 5
 
 
-def test_a_weight_that_is_not_finite_is_named(make_args):
+def test_non_finite_weight_is_named(make_args):
     model = torch.nn.Linear(2, 2)
     training.check_weights(make_args(), [model], "")
     with torch.no_grad():
@@ -231,7 +233,7 @@ def test_a_weight_that_is_not_finite_is_named(make_args):
         training.check_weights(make_args(), [model], "ref_")
 
 
-def test_the_first_steps_have_no_learning_rate(make_args):
+def test_first_steps_have_zero_learning_rate(make_args):
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.5)
     args = make_args(custom={"steps_at_rest": 3}, num_steps_per_rollout=2)
     rates = []
@@ -242,11 +244,11 @@ def test_the_first_steps_have_no_learning_rate(make_args):
     assert rates == [0.0, 0.0, 0.0, 0.5]
 
 
-def test_a_version_that_is_updated_again_is_copied_again(make_args, tmp_path, monkeypatch):
+def test_repeated_version_is_copied_again(make_args, tmp_path, monkeypatch):
     monkeypatch.setattr(training.dist, "get_rank", lambda: 0)
     args, version = make_args(custom={"mirror": str(tmp_path / "mirror")}), tmp_path / "weight_v000003"
     version.mkdir()
-    for number, name in enumerate(("old.safetensors", "model.safetensors")):  # a resumed run may cut files otherwise
+    for number, name in enumerate(("old.safetensors", "model.safetensors")):  # a resumed run may cut differently
         for file in version.iterdir():
             file.unlink()
         (version / name).write_text(str(number))

@@ -1,4 +1,4 @@
-"""Checkpoints of the toys, and ranks, that the slow tests of this folder share."""
+"""Checkpoints of the toy models, and ranks, shared by the slow tests of this folder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.megatron.launch import RankPool
 
 
 class Pools:
-    """Ranks by their number, started when first asked for."""
+    """Rank pools by size, started on first use."""
 
     def __init__(self) -> None:
         self._open = ExitStack()

@@ -1,4 +1,4 @@
-"""What the conversion tests run in a process of its own: both converters, one model after another."""
+"""Run in a separate process by the conversion tests: both converters, one model after another."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.tools.converting import ROOT
 
 
 @dataclasses.dataclass(frozen=True)
-class Journey:
-    """A model's flags, where it is, and where its torch_dist and its second Hugging Face folder shall be."""
+class RoundTrip:
+    """A model's flags, its folder, and the destinations of its torch_dist and of its second Hugging Face folder."""
 
     flags: tuple[str, ...]
     hf: Path
@@ -23,17 +23,17 @@ class Journey:
     back: Path
 
 
-def there_and_back(rank: int, world_size: int, init_method: str, journeys: list[Journey]) -> None:
-    """Runs both tools on each model; raises SystemExit's code as RuntimeError where one refuses."""
+def round_trip(rank: int, world_size: int, init_method: str, trips: list[RoundTrip]) -> None:
+    """Runs both tools on each model; raises RuntimeError with the exit code if a tool fails."""
     sys.path.insert(0, str(ROOT / "tools"))
     import convert_hf_to_torch_dist
     import convert_torch_dist_to_hf
 
-    for journey in journeys:
-        source, target = str(journey.hf), str(journey.torch_dist)
-        back = ["--input-dir", target, "--output-dir", str(journey.back), "--origin-hf-dir", source]
+    for trip in trips:
+        source, target = str(trip.hf), str(trip.torch_dist)
+        back = ["--input-dir", target, "--output-dir", str(trip.back), "--origin-hf-dir", source]
         for tool, argv in (
-            (convert_hf_to_torch_dist, [*journey.flags, "--hf-checkpoint", source, "--save", target]),
+            (convert_hf_to_torch_dist, [*trip.flags, "--hf-checkpoint", source, "--save", target]),
             (convert_torch_dist_to_hf, [*back, "--chunk-size", "100000"]),
         ):
             try:
@@ -41,7 +41,7 @@ def there_and_back(rank: int, world_size: int, init_method: str, journeys: list[
             except SystemExit as refused:
                 code = refused.code
             if code:
-                raise RuntimeError(f"{tool.NAME} ended with {code} on {journey.hf.name}")
+                raise RuntimeError(f"{tool.NAME} ended with {code} on {trip.hf.name}")
 
 
 def logits_from_torch_dist(

@@ -1,4 +1,4 @@
-"""The toys of families whose layers all have one gated MLP."""
+"""Toy models of families whose layers all have one gated MLP."""
 
 from __future__ import annotations
 

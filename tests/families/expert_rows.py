@@ -1,4 +1,4 @@
-"""The toys of families with routed experts behind ordinary attention."""
+"""Toy models of families with routed experts and ordinary attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the family tests run inside ranks: build, load, compute logits, export. Each job does many cases."""
+"""Run inside ranks by the family tests: build, load, compute logits, export. Each job handles many cases."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Case:
 
 @dataclasses.dataclass
 class Outcome:
-    """What a rank found: its logits [sequences] of [tokens, vocabulary], and every exported tensor's name in order.
+    """A rank's result: logits [sequences] of [tokens, vocabulary], and the names of all exported tensors in order.
 
-    `different` are the exported tensors that are not bit for bit those of the checkpoint.
+    `different` are the exported tensors that are not bit-identical to the checkpoint.
     """
 
     logits: list[Tensor]
@@ -40,7 +40,7 @@ def logits_and_export(
 ) -> dict[str, Outcome]:
     """By case name: packed logits (for a single pipeline stage), and the weights exported as they were loaded.
 
-    All cases must have the same parallel sizes: the groups are opened once.
+    All cases must have the same parallel sizes: the groups are created once.
     """
     from slimrl.megatron import parallel
 

@@ -1,4 +1,4 @@
-"""What the tests of latent attention run inside ranks: one forward and backward pass over packed sequences."""
+"""Run inside ranks by the latent-attention tests: one forward and backward pass over packed sequences."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def tokens(vocab_size: int) -> Tensor:
 
 
 def labels(ids: Tensor) -> Tensor:
-    """What each token should predict: the next of its own sequence, and for the last its first."""
+    """The target of each token: the next of its sequence, and for the last one the first."""
     return torch.cat([sequence.roll(-1) for sequence in ids.split(SEQUENCES)])
 
 
 def passes(
     rank: int, world_size: int, init_method: str, cases: dict[str, tuple[Arguments, Path]]
 ) -> dict[str, PassResult]:
-    """By name, one pass over each model; all in the same layout, whose groups are opened once."""
+    """One pass over each model, by name; all in the same layout, whose groups are created once."""
     from slimrl.megatron import parallel
 
     args, _ = next(iter(cases.values()))
@@ -48,7 +48,7 @@ def passes(
 
 
 def _one_pass(state: Any, args: Arguments, folder: Path) -> PassResult:
-    """Load `folder`, go forward and backward once over the packed sequences, on each data-parallel rank the same."""
+    """Loads `folder` and runs one forward and backward pass, identical on every data-parallel rank."""
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -88,7 +88,7 @@ def _one_pass(state: Any, args: Arguments, folder: Path) -> PassResult:
 
 
 def refusal(rank: int, world_size: int, init_method: str, args: Arguments, folder: Path) -> str:
-    """Why `passes` cannot do this one."""
+    """The error with which `passes` rejects this one."""
     try:
         passes(rank, world_size, init_method, {"": (args, folder)})
     except ValueError as error:

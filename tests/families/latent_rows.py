@@ -1,4 +1,4 @@
-"""The toys of families with latent attention: DeepSeek-V3 and what has its architecture."""
+"""Toy models of families with latent attention: DeepSeek-V3 and models of its architecture."""
 
 from __future__ import annotations
 

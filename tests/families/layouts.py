@@ -1,4 +1,4 @@
-"""The parallel layouts in which every toy must be the same model, and its flags in each of them."""
+"""The parallel layouts in which every toy model is tested, and its flags in each of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WITH_EXPERTS = [name for name, toy in TOYS.items() if "--num-experts" in toy.fla
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Parallel sizes as flags, on how many ranks, for which toys."""
+    """Parallel sizes as flags, the number of ranks, and the toy models to test."""
 
     name: str
     ranks: int
@@ -40,7 +40,7 @@ LAYOUTS = (
 
 
 def flags(toy: Toy, layout: Layout, *others: str) -> Arguments:
-    """The toy's flags in that layout, with `others`; an odd number of layers is divided 1 to the rest."""
+    """The toy model's flags in that layout, with `others`; an odd number of layers is split into 1 and the rest."""
     more, own = [*layout.flags, *others], toy.flags
     layers = int(own[own.index("--num-layers") + 1])
     if "--pipeline-model-parallel-size" in more and layers % 2:

@@ -1,13 +1,13 @@
-"""What the toys' rows share: sizes for transformers' config classes, and the same sizes in Megatron's flags.
+"""Shared by the rows of toy models: sizes for transformers' config classes, and the same sizes in Megatron's flags.
 
-Values which mean something (rope, routing, scaling) are those of the published checkpoints; only sizes are small.
+Values with meaning (rope, routing, scaling) are those of the published checkpoints; only sizes are small.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-VOCAB_SIZE = 281  # what slimrl's tiny tokenizer has; odd, so that every padding shows
+VOCAB_SIZE = 281  # the vocabulary of slimrl's tiny tokenizer; odd, so that padding matters
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -60,7 +60,7 @@ def moe_flags(experts: int, topk: int, ffn: int, layer_freq: str, *more: str) ->
     )  # fmt: skip
 
 
-# DeepSeek-V3's way of choosing experts: sigmoid scores, a bias that only takes part in the choice, scaled sums
+# DeepSeek-V3's routing: sigmoid scores, a bias that only affects the choice, scaled sums
 SIGMOID = (
     "--moe-router-score-function", "sigmoid",
     "--moe-router-pre-softmax",

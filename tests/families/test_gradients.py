@@ -1,4 +1,4 @@
-"""GLM-4 and the families with experts behind ordinary attention: every gradient is the one that transformers gives."""
+"""GLM-4 and the families with experts and ordinary attention: every gradient matches transformers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 TENSOR = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
 EXPERT = ("--expert-model-parallel-size", "2")
-# the router and the gate of the shared expert see a part of the tokens each; norms after a block do, too
+# the router and the shared expert's gate each receive a part of the tokens; so do norms after a block
 LAYOUTS = {
     "tensor 2, sequence": (TENSOR, ("glm4", "qwen2-moe", "qwen3-moe", "glm4-moe")),
     "expert 2": (EXPERT, ("qwen2-moe", "qwen3-moe", "glm4-moe")),
@@ -26,7 +26,7 @@ CASES = [(name, layout) for layout, (_, names) in LAYOUTS.items() for name in na
 
 @pytest.fixture(scope="module")
 def found(pools: Pools, folders: dict[str, Path]) -> dict[tuple[str, str], list[PassResult]]:
-    """By family and layout, what each rank found."""
+    """Results of each rank, by family and layout."""
     results: dict[tuple[str, str], list[PassResult]] = {}
     for layout, (flags, names) in LAYOUTS.items():
         by_rank = pools[2].run(
@@ -43,7 +43,7 @@ def expected(folders: dict[str, Path]) -> dict[str, PassResult]:
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
-def test_every_gradient_is_the_one_that_transformers_gives(name, layout, found, expected):
+def test_every_gradient_matches_transformers(name, layout, found, expected):
     wanted = expected[name].gradients
     for result in found[name, layout]:
         assert result.loss == pytest.approx(expected[name].loss, rel=1e-5)

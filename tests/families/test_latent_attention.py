@@ -1,4 +1,4 @@
-"""Families with latent attention: logits, loss and every gradient of packed sequences against transformers' own."""
+"""Families with latent attention: logits, loss and every gradient of packed sequences match transformers."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ LAYOUTS = {"one": (), "tp2": TENSOR, "ep2": EXPERT, "tp2-ep2": TENSOR + EXPERT}
 
 
 def flags_of(toy: Toy, *layout: str) -> Arguments:
-    """The model and layout as a conversion tool would be told them."""
+    """Flags of the model and layout, as for a conversion tool."""
     from slimrl.arguments.parse import read_args
 
     args, problems = read_args([*toy.flags, *layout], entry="convert_hf_to_torch_dist.py")
     assert [problem for problem in problems if problem.flag not in ("--hf-checkpoint", "--save")] == []
-    args.use_distributed_optimizer = False  # it leaves each rank only its share of the gradients
+    args.use_distributed_optimizer = False  # each rank keeps only its shard of the gradients
     return args
 
 
 @pytest.fixture(scope="module")
 def found(pools: Pools, folders: dict[str, Path]) -> dict[tuple[str, str], list[PassResult]]:
-    """By family and layout, what each rank found."""
+    """Results of each rank, by family and layout."""
     results: dict[tuple[str, str], list[PassResult]] = {}
     for layout, flags in LAYOUTS.items():
         cases = {name: (flags_of(TOYS[name], *flags), folders[name]) for name in FAMILIES}
@@ -70,13 +70,13 @@ def reference(toy: Toy, folder: Path) -> PassResult:
 
 
 def furthest(actual: Tensor, wanted: Tensor) -> float:
-    """The largest difference, as a fraction of the largest value that was wanted."""
+    """The largest difference, as a fraction of the largest expected value."""
     return float((actual - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_packed_logits_and_loss_are_those_of_transformers(found, expected, name, layout):
+def test_packed_logits_and_loss_match_transformers(found, expected, name, layout):
     wanted = expected[name]
     for result in found[name, layout]:
         assert furthest(result.logits, wanted.logits) < 1e-5
@@ -85,18 +85,18 @@ def test_packed_logits_and_loss_are_those_of_transformers(found, expected, name,
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_gradient_is_the_one_that_transformers_gives(found, expected, name, layout):
+def test_every_gradient_matches_transformers(found, expected, name, layout):
     wanted = expected[name].gradients
     for result in found[name, layout]:
         assert result.gradients.keys() == wanted.keys()
         far = {key: furthest(result.gradients[key], value) for key, value in wanted.items() if value.abs().max() > 0}
         worst = max(far, key=far.__getitem__)
         assert far[worst] < 1e-5, worst
-        # an expert that no token chose has none
+        # an expert without tokens has none
         assert all(not result.gradients[key].any() for key in wanted.keys() - far.keys())
 
 
-def test_training_with_tensor_but_without_sequence_parallelism_is_refused(pools: Pools, folders: dict[str, Path]):
+def test_tensor_without_sequence_parallelism_is_rejected(pools: Pools, folders: dict[str, Path]):
     args = flags_of(TOYS["moonlight"], "--tensor-model-parallel-size", "2")
     for sentence in pools[2].run(latent_jobs.refusal, args, folders["moonlight"]):
         assert sentence == (

@@ -36,7 +36,7 @@ def expected(folders: dict[str, Path]) -> dict[str, list[Tensor]]:
 
 @pytest.fixture(scope="module")
 def outcomes(pools: Pools, folders: dict[str, Path]) -> dict[tuple[str, str], list[jobs.Outcome]]:
-    """By layout and toy, what each rank found."""
+    """Results of each rank, by layout and toy model."""
     found: dict[tuple[str, str], list[jobs.Outcome]] = {}
     for layout in LAYOUTS:
         cases = [jobs.Case(name, flags(TOYS[name], layout), folders[name]) for name in layout.toys]
@@ -46,7 +46,7 @@ def outcomes(pools: Pools, folders: dict[str, Path]) -> dict[tuple[str, str], li
 
 
 @pytest.mark.parametrize(("layout", "toy"), [case for case in CASES if not case[0].startswith("pipeline")])
-def test_logits_equal_those_of_transformers(layout, toy, outcomes, expected):
+def test_logits_match_transformers(layout, toy, outcomes, expected):
     for outcome in outcomes[layout, toy]:
         differences = [
             float((ours - theirs).abs().max() / theirs.abs().max())
@@ -54,11 +54,11 @@ def test_logits_equal_those_of_transformers(layout, toy, outcomes, expected):
         ]
         print(f"{toy}, {layout}: largest relative difference {max(differences):.1e}")
         assert max(differences) < TOLERANCE
-    assert min(float(logits.abs().max()) for logits in expected[toy]) > 0.5  # the comparison means something
+    assert min(float(logits.abs().max()) for logits in expected[toy]) > 0.5  # the comparison is meaningful
 
 
 @pytest.mark.parametrize(("layout", "toy"), CASES)
-def test_every_rank_exports_every_tensor_once_as_it_was_stored(layout, toy, outcomes, folders):
+def test_every_rank_exports_every_tensor_once_unchanged(layout, toy, outcomes, folders):
     from slimrl.models.families import family_for
     from slimrl.models.model_spec import ModelSpec
     from slimrl.weights.hf_checkpoint import HfCheckpoint, read_hf_config

@@ -1,4 +1,4 @@
-"""A converted checkpoint is read by layouts that divide it in other ways, and gives the original's tensors again."""
+"""Other parallel layouts load a converted checkpoint and export the original tensors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ READ_BY = {
 
 
 def with_next_token_layer(toy: Toy) -> Toy:
-    """The same model with one more layer, which its config.json calls one that predicts a further token."""
+    """The same model with one MTP layer, as config.json describes it."""
     layers = toy.config["num_hidden_layers"]
     return dataclasses.replace(
         toy,
@@ -45,7 +45,7 @@ RESHARDED = {
 
 @pytest.fixture(scope="module")
 def read_back(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], list[Found]]:
-    """By toy and layout: what each rank exports after it read the torch_dist checkpoint."""
+    """By toy model and layout: the export of each rank after loading the torch_dist checkpoint."""
     root: Path = tmp_path_factory.mktemp("resharded")
     cases = {}
     for name, toy in RESHARDED.items():
@@ -66,7 +66,7 @@ def read_back(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> dict[tu
 
 
 @pytest.mark.parametrize(("name", "layout"), [(name, layout) for name, all_ in READ_BY.items() for layout in all_])
-def test_a_layout_reads_the_checkpoint_and_exports_what_the_origin_holds(name, layout, read_back):
+def test_layout_reads_the_checkpoint_and_exports_the_original_tensors(name, layout, read_back):
     for folder, outcome in read_back[name, layout]:
         config = read_hf_config(folder)
         family = family_for(config)

@@ -1,9 +1,9 @@
 """Every family in a real server: its answers before and after weight updates from Megatron ranks are those of
 transformers.
 
-The server starts on one set of weights, gets a second through shared memory and a third by broadcast. The weight
-update itself proves that every tensor in the server is the trainer's, bit for bit; the log-probabilities prove that
-names, layouts and settings mean the same on all sides.
+The server starts with one set of weights, receives a second through shared memory and a third by broadcast. The weight
+update itself verifies every tensor in the server bit for bit; the log-probabilities prove that names, layouts and
+settings have the same meaning on all sides.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LIMIT = 2e-6
 
 
 class Servers:
-    """Two servers at most: the one that is asked for, and the next of `order`, which starts meanwhile."""
+    """At most two servers: the requested one, and the next of `order`, which starts in the background."""
 
     def __init__(self, root: Path, order: list[str]) -> None:
         self.root = root
@@ -50,7 +50,7 @@ class Servers:
         self._running: dict[str, ServerProcess] = {}
 
     def url(self, name: str) -> str:
-        """Waits until the server of this toy answers."""
+        """Waits until the server of this toy model answers."""
         wanted = self._order[self._order.index(name) :][:2]
         for other in self._running.keys() - set(wanted):
             self._running.pop(other).stop()
@@ -73,7 +73,7 @@ class Servers:
 
 @dataclasses.dataclass
 class Served:
-    """One toy, its server, and where its checkpoints of several seeds lie."""
+    """One toy model, its server, and its checkpoints by seed."""
 
     toy: Toy
     url: str
@@ -89,7 +89,7 @@ def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     selected = {item.callspec.params.get("served") for item in request.session.items if hasattr(item, "callspec")}
     started = Servers(tmp_path_factory.mktemp("servers"), [name for name in TOYS if name in selected])
     with pytest.MonkeyPatch.context() as patch:
-        # where transformers copies a folder's own config class to
+        # where transformers copies the config class of a folder
         patch.setenv("HF_MODULES_CACHE", str(started.root / "modules"))
         try:
             yield started
@@ -103,7 +103,7 @@ def served(request: pytest.FixtureRequest, servers: Servers) -> Served:
 
 
 def ask(url: str, prompt: list[int]) -> tuple[list[int], list[float], str]:
-    """(sampled tokens, log-probabilities of the prompt but its first token and of the sample, weight version)."""
+    """(sampled tokens, log-probabilities of prompt[1:] and of the sample, weight version)."""
     body = {
         "input_ids": prompt,
         "sampling_params": {"max_new_tokens": NEW_TOKENS, "temperature": 1.0, "ignore_eos": True},
@@ -119,7 +119,7 @@ def ask(url: str, prompt: list[int]) -> tuple[list[int], list[float], str]:
 
 
 def assert_serves(served: Served, seed: int, version: str) -> None:
-    """The server's log-probabilities are those of transformers for the weights of `seed`."""
+    """Asserts that the server's log-probabilities match transformers for the weights of `seed`."""
     vocab_size = served.toy.config["vocab_size"]
     prompt = torch.randint(0, vocab_size, (PROMPT_TOKENS,), generator=torch.Generator().manual_seed(seed)).tolist()
     for _ in range(2):  # the second time most of the prompt is cached
@@ -133,15 +133,15 @@ def assert_serves(served: Served, seed: int, version: str) -> None:
         assert difference.mean() < LIMITS.get(served.toy.name, LIMIT)
 
 
-def test_a_started_server_answers_with_transformers_log_probabilities(served: Served):
+def test_fresh_server_gives_transformers_log_probs(served: Served):
     assert_serves(served, 0, "default")
 
 
 @pytest.mark.parametrize(("way", "gpu", "seed"), [("colocated", 0, 1), ("split", 2, 2)])
-def test_updated_weights_are_served_with_transformers_log_probabilities(
+def test_updated_server_gives_transformers_log_probs(
     served: Served, pools: Pools, way: str, gpu: int, seed: int, tmp_path: Path
 ):
-    """Through shared memory from ranks that share out the experts (or the tensors); by broadcast from a pipeline."""
+    """Through shared memory from ranks that shard the experts (or the tensors); by broadcast from a pipeline."""
     sharing = "expert 2" if served.toy.name in WITH_EXPERTS else "tensor 2, sequence"
     layout = BY_NAME[sharing if way == "colocated" else "pipeline 2"]
     results = pools[layout.ranks].run(
@@ -159,7 +159,7 @@ def test_updated_weights_are_served_with_transformers_log_probabilities(
     assert_serves(served, seed, str(seed))
 
 
-def test_half_precision_with_routers_biases_in_float32_arrives_bit_for_bit(pools: Pools, tmp_path: Path):
+def test_half_precision_with_float32_router_biases_arrives_bit_for_bit(pools: Pools, tmp_path: Path):
     toy, layout = TOYS["glm4-moe"], BY_NAME["expert 2"]
     first, second = (toy.save(tmp_path / str(n), seed=n, dtype="bf16", tokenizer=False) for n in range(2))
     server = ServerProcess(first, log_path=tmp_path / "log", options=OPTIONS | {"dtype": "bfloat16"})

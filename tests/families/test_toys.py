@@ -1,4 +1,4 @@
-"""The toy checkpoints themselves: other tests believe what they say."""
+"""The toy checkpoints themselves, on which other tests rely."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def toy(request: pytest.FixtureRequest) -> Toy:
     return TOYS[request.param]
 
 
-def test_the_files_hold_the_model_that_the_seed_gives(toy, tmp_path):
+def test_files_contain_the_model_of_the_seed(toy, tmp_path):
     toy.save(tmp_path, shards=2, seed=3)
     assert len(list(tmp_path.glob("*.safetensors"))) >= 2
     with torch.no_grad():
@@ -36,7 +36,7 @@ def test_the_files_hold_the_model_that_the_seed_gives(toy, tmp_path):
     assert not torch.equal(toy.build(4)(IDS).logits, expected)
 
 
-def test_no_tensor_is_constant_and_experts_are_named_one_by_one(toy, tmp_path):
+def test_no_tensor_is_constant_and_experts_are_stored_separately(toy, tmp_path):
     tensors = tensors_of(toy.save(tmp_path))
     assert all(tensor.unique().numel() > tensor.numel() // 2 for tensor in tensors.values())
     experts = toy.config.get("num_experts") or toy.config.get("n_routed_experts") or 0
@@ -45,7 +45,7 @@ def test_no_tensor_is_constant_and_experts_are_named_one_by_one(toy, tmp_path):
     assert len(projections) == 3 * experts
 
 
-def test_bf16_files_are_the_fp32_ones_rounded_but_for_the_routers_bias(toy, tmp_path):
+def test_bf16_files_are_the_rounded_fp32_ones_except_for_the_router_bias(toy, tmp_path):
     whole, rounded = tensors_of(toy.save(tmp_path / "a")), tensors_of(toy.save(tmp_path / "b", dtype="bf16"))
     assert whole.keys() == rounded.keys()
     for name, tensor in whole.items():
@@ -53,10 +53,10 @@ def test_bf16_files_are_the_fp32_ones_rounded_but_for_the_routers_bias(toy, tmp_
         assert torch.equal(tensor.to(kept), rounded[name]), name
 
 
-def test_config_json_has_the_published_keys_and_the_flags_say_the_same(toy, tmp_path):
+def test_config_json_has_the_published_keys_and_matches_the_flags(toy, tmp_path):
     entries = json.loads((toy.save(tmp_path) / "config.json").read_text())
     assert entries["model_type"] == toy.model_type and "rope_parameters" not in entries
-    told = dict(zip(toy.flags, toy.flags[1:], strict=False))
+    given = dict(zip(toy.flags, toy.flags[1:], strict=False))
     for flag, key in (
         ("--num-layers", "num_hidden_layers"),
         ("--hidden-size", "hidden_size"),
@@ -68,12 +68,12 @@ def test_config_json_has_the_published_keys_and_the_flags_say_the_same(toy, tmp_
         ("--kv-lora-rank", "kv_lora_rank"),
         ("--max-position-embeddings", "max_position_embeddings"),
     ):
-        if flag in told:
-            assert float(told[flag]) == entries[key], flag
+        if flag in given:
+            assert float(given[flag]) == entries[key], flag
     assert ("--untie-embeddings-and-output-weights" in toy.flags) is not entries["tie_word_embeddings"]
 
 
-def test_mimo_has_the_published_tensors_of_one_prediction_layer(tmp_path):
+def test_mimo_has_the_published_tensors_of_one_mtp_layer(tmp_path):
     tensors = tensors_of(TOYS["mimo"].save(tmp_path))
     extra = {name.removeprefix("model.mtp_layers.0."): t for name, t in tensors.items() if "mtp_layers" in name}
     layer = {name.removeprefix("model.layers.0."): t for name, t in tensors.items() if "model.layers.0." in name}

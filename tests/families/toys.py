@@ -1,8 +1,8 @@
 """A toy checkpoint of every model family: one row each, made by transformers' own classes.
 
-Owns the sizes, the random weights, the published form of config.json and the Megatron flags of each toy. Promises that
-the same seed gives the same files, that no two tensors look alike (norms and biases are random too), and that every
-count divides by 2. Used by the tests of all three checks: logits, conversion, a weight update into a server.
+Contains the sizes, the random weights, the published form of config.json and the Megatron flags of each toy model. The
+same seed gives the same files, no two tensors are alike (norms and biases are random too), and every count divides by
+2. Used by the tests of logits, conversion and weight updates into a server.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tests.families import dense_rows, expert_rows, latent_rows
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-# keys of config.json that transformers adds and no published file of the family has
+# keys that transformers adds to config.json and no published file of the family has
 NOT_PUBLISHED = ("qk_head_dim", "layer_types", "dtype", "mlp_layer_types")
 
 
@@ -28,8 +28,8 @@ class Toy:
     """One family at toy size.
 
     `config` are the arguments of `architecture`'s config class; `published` replaces or adds entries of config.json;
-    `flags` describe the same model in Megatron's names; `code` is the Python file that a published folder of the
-    family brings along for its config (file name, text).
+    `flags` describe the same model in Megatron's names; `code` is the Python file (file name, text) with the config
+    class in a published folder of the family.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Toy:
 
     @property
     def model_type(self) -> str:
-        """What config.json says."""
+        """model_type in config.json."""
         return self.published.get("model_type") or self._config_class().model_type
 
     def save(
@@ -77,7 +77,7 @@ class Toy:
             model = getattr(transformers, self.architecture)(config)
             with torch.no_grad():
                 for parameter in model.parameters():
-                    if parameter.dim() == 1:  # a norm of exactly 1 or a bias of 0 hides that it is not applied
+                    if parameter.dim() == 1:  # a norm of exactly 1 or a bias of 0 would hide that it is not applied
                         parameter.add_(0.2 * torch.randn_like(parameter))
                 for name, bias in expert_biases(model):
                     bias.copy_(expert_bias(name, bias.shape, seed))
@@ -125,7 +125,7 @@ class Toy:
             (folder / self.code[0]).write_text(self.code[1])
 
     def _add_mtp_layers(self, folder: Path, seed: int, dtype: torch.dtype) -> None:
-        """One more shard with layers that predict a later token: those of the decoder, and four tensors more."""
+        """Adds a shard with MTP layers: the tensors of a decoder layer, and four more."""
         from safetensors.torch import save_file
 
         index_path, weights = folder / "model.safetensors.index.json", "model-mtp.safetensors"
@@ -156,7 +156,7 @@ def expert_biases(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def expert_bias(name: str, shape: torch.Size, seed: int) -> Tensor:
-    """As large as the differences between scores, so that it changes choices."""
+    """As large as the differences between scores, so that it changes the routing."""
     layer = next(int(part) for part in name.split(".") if part.isdecimal())
     return 0.2 * torch.randn(shape, generator=torch.Generator().manual_seed(1000 * seed + layer))
 

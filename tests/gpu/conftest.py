@@ -1,7 +1,7 @@
 """What each check of this folder needs of a machine; where something is missing, it is skipped and the reason names it.
 
-Every test says it with `needs`, before any fixture runs. The whole suite may run anywhere: a machine without GPUs
-leaves these tests out by itself and prints why.
+Every test declares it with `needs`, before any fixture runs. The suite may run anywhere: on a machine without GPUs
+these tests are skipped with the reason.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-# packages that are of no use without another one
+# packages that need another one
 PARTS = {"transformer_engine": ("transformer_engine", "transformer_engine_torch")}
 
 
@@ -27,9 +27,9 @@ def needs(*packages: str, gpus: int = 1) -> pytest.MarkDecorator:
 
 
 def missing(marks: Sequence[pytest.Mark], *, present: int, installed: Callable[[str], bool]) -> str | None:
-    """What a check with these marks of `needs` lacks where there are `present` GPUs; None where it can run.
+    """What a check with these marks of `needs` lacks when there are `present` GPUs; None if it can run.
 
-    Raises UsageError without any mark: every check says what it needs.
+    Raises UsageError without any mark: every check must state its requirements.
     """
     if not marks:
         raise pytest.UsageError("a check for GPUs does not say what it needs: mark it with tests.gpu.conftest.needs")
@@ -41,7 +41,7 @@ def missing(marks: Sequence[pytest.Mark], *, present: int, installed: Callable[[
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips the checks of this folder that cannot run here; `items` are those of the whole run."""
+    """Skips the checks of this folder that cannot run here; `items` are all collected tests."""
     present = torch.cuda.device_count() if torch.cuda.is_available() else 0
     installed = functools.cache(lambda name: importlib.util.find_spec(name) is not None)
     for item in items:

@@ -1,4 +1,4 @@
-"""Checkpoints on GPUs: what host memory and a machine without Transformer Engine cannot show."""
+"""Checkpoints on GPUs: behaviour that host memory and a machine without Transformer Engine cannot show."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, needs()]
 
 
 def save_beside_training(rank: int, world_size: int, init_method: str, args: Arguments, root: Path) -> bool:
-    """One state saved in the way and in the background, there held back while the device overwrites everything."""
+    """Saves one state synchronously and asynchronously, the latter delayed while the device overwrites everything."""
     from slimrl.megatron.checkpoint import io
     from slimrl.megatron.checkpoint import state as checkpoint
     from slimrl.megatron.checkpoint.saver import CheckpointSaver
@@ -36,8 +36,9 @@ def save_beside_training(rank: int, world_size: int, init_method: str, args: Arg
 
     io.write = held_back
     saver = CheckpointSaver(background=True, retention=trainer._saver._retention, timeout=trainer._saver._timeout)
-    state = trainer._training_state()
-    saver.save(root / "behind", 0, lambda: checkpoint.take_snapshot(state, 0, {}, with_optimizer=True, copy=True))
+    state = trainer._training_state
+    saver.save(root / "behind", 0, lambda: checkpoint.take_snapshot(state, 0, {}, with_optimizer=True))
+    saver.release()
     with torch.no_grad():
         for stage in trainer.stages:
             for parameter in stage.parameters():
@@ -52,7 +53,7 @@ def save_beside_training(rank: int, world_size: int, init_method: str, args: Arg
 
 
 @pytest.mark.parametrize("size", [1, pytest.param(2, marks=needs(gpus=2))])
-def test_a_state_on_the_device_is_copied_before_training_goes_on(size: int, tmp_path: Path):
+def test_device_state_is_copied_before_training_continues(size: int, tmp_path: Path):
     folder = tiny.save_qwen3(tmp_path / "hf", seed=1)
     args = tiny.tiny_args(
         ref_load=str(folder), hf_checkpoint=str(folder), use_distributed_optimizer=True, bf16=True, num_rollout=3
@@ -63,7 +64,7 @@ def test_a_state_on_the_device_is_copied_before_training_goes_on(size: int, tmp_
 
 
 def resumed_on(rank: int, world_size: int, init_method: str, args: Arguments) -> list[dict[str, float]]:
-    """The steps of two rollouts from where --load stands; saved after the first."""
+    """The steps of two rollouts starting from --load; saved after the first."""
     trainer: Any = ranks.start(rank, world_size, init_method, args)
     first = trainer.start_rollout_id
     metrics = []
@@ -76,7 +77,7 @@ def resumed_on(rank: int, world_size: int, init_method: str, args: Arguments) ->
     return metrics
 
 
-def test_a_resumed_step_on_the_device_is_the_uninterrupted_one(tmp_path: Path):
+def test_resumed_device_step_matches_the_uninterrupted_one(tmp_path: Path):
     folder = tiny.save_qwen3(tmp_path / "hf", seed=1)
     save = str(tmp_path / "save")
     args = tiny.tiny_args(ref_load=str(folder), hf_checkpoint=str(folder), load=save, save=save, bf16=True)
@@ -84,7 +85,7 @@ def test_a_resumed_step_on_the_device_is_the_uninterrupted_one(tmp_path: Path):
     assert run_ranks(resumed_on, 1, args)[0] == whole
 
 
-# -- with and without Transformer Engine, whose norms and matrix products bring state of their own into a checkpoint ---
+# -- with and without Transformer Engine, whose norms and matrix products add state to a checkpoint --------------------
 
 LOCAL = {"transformer_impl": "local"}
 ENGINE = {"transformer_impl": "transformer_engine"}
@@ -97,7 +98,7 @@ WRITER_AND_READER = [
 
 
 def trained_and_saved(rank: int, world_size: int, init_method: str, args: Arguments) -> dict[str, dict[str, Tensor]]:
-    """The weights and their fp32 copies, by Hugging Face name, as they are in the checkpoint of rollout 0."""
+    """The weights and their fp32 copies in the checkpoint of rollout 0, by Hugging Face name."""
     trainer: Any = ranks.start(rank, world_size, init_method, args)
     trainer.train(0, ranks.share_of(trainer, tiny.recorded_rollout(0)))
     trainer.save(0, {})
@@ -119,7 +120,7 @@ def resumed_and_trained(
 
 
 def resume_in_another_implementation(kind: str, writer: dict[str, Any], reader: dict[str, Any], root: Path) -> None:
-    """What `writer` trained and saved is what `reader` loads, bit for bit, and the next step is that of `writer`."""
+    """`reader` loads what `writer` trained and saved bit for bit, and its next step equals that of `writer`."""
     folder = layouts.save(kind, root / "hf", seed=1, layers=2)
     common = layouts.model_flags(kind, 2) | {"bf16": True, "ref_load": str(folder), "hf_checkpoint": str(folder)}
     common |= {"load": str(root / "saved"), "save": str(root / "saved"), "num_rollout": 2}
@@ -139,7 +140,7 @@ def resume_in_another_implementation(kind: str, writer: dict[str, Any], reader: 
 @needs("transformer_engine")
 @pytest.mark.parametrize("kind", layouts.ALL)
 @pytest.mark.parametrize(("writer", "reader"), WRITER_AND_READER)
-def test_a_run_resumes_with_the_other_implementation(
+def test_run_resumes_with_the_other_layer_implementation(
     writer: dict[str, Any], reader: dict[str, Any], kind: str, tmp_path: Path
 ):
     resume_in_another_implementation(kind, writer, reader, tmp_path)
@@ -154,7 +155,7 @@ def loaded(rank: int, world_size: int, init_method: str, args: Arguments) -> dic
 
 
 def convert_and_load(kind: str, writer: dict[str, Any], reader: dict[str, Any], root: Path) -> None:
-    """A Hugging Face folder, converted to torch_dist by `writer`, arrives in the model of `reader` bit for bit."""
+    """A Hugging Face folder converted to torch_dist by `writer` is loaded by `reader` bit for bit."""
     folder = layouts.save(kind, root / "hf", seed=1, layers=2)
     flags = layouts.model_flags(kind, 2)
     run_ranks(ranks.convert, 1, tiny.tiny_args(**flags, **writer), folder, root / "converted")
@@ -169,7 +170,7 @@ def convert_and_load(kind: str, writer: dict[str, Any], reader: dict[str, Any], 
 @needs("transformer_engine")
 @pytest.mark.parametrize("kind", layouts.ALL)
 @pytest.mark.parametrize(("writer", "reader"), WRITER_AND_READER)
-def test_a_converted_model_loads_with_the_other_implementation(
+def test_converted_model_loads_with_the_other_layer_implementation(
     writer: dict[str, Any], reader: dict[str, Any], kind: str, tmp_path: Path
 ):
     convert_and_load(kind, writer, reader, tmp_path)

@@ -1,4 +1,4 @@
-"""What only a GPU can show of sleeping: memory that really leaves the device, and NCCL and servers that survive it."""
+"""Offloading on a GPU: memory really leaves the device, and NCCL and servers work afterwards."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from slimrl.arguments import Arguments
+from slimrl.engines.engine_memory import EngineMemory
+from slimrl.engines.server_protocol import ServerLaunch
 from slimrl.engines.sglang.control import ServerControl
-from slimrl.engines.sglang.engine_memory import EngineMemory
-from slimrl.engines.sglang.launch import ServerLaunch
 from slimrl.engines.sglang.server import ServerProcess
 from slimrl.megatron.offload import Communicators, TrainingMemory
 from slimrl.platform.launch_env import SUSPENDS_SINCE
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.slow, needs()]
 MIB = 1024**2
 
 
-def test_parked_memory_leaves_the_device_and_its_host_copy_is_used_again():
+def test_offloaded_memory_is_freed_and_its_host_copy_reused():
     device = torch.device("cuda", 0)
     weights = torch.randn(40 * MIB, device=device)
     state = torch.randn(20 * MIB, device=device)
@@ -40,7 +40,7 @@ def test_parked_memory_leaves_the_device_and_its_host_copy_is_used_again():
     for _ in range(2):
         assert memory.sleep() == {"weights": 160 * MIB, "gradients": 0, "optimizer": 80 * MIB}
         assert torch.cuda.memory_reserved() <= resident - 240 * MIB
-        chunks = [chunk for parked in memory._parked.values() for one in parked for chunk in one.chunks or ()]
+        chunks = [chunk for offloaded in memory._offloaded.values() for one in offloaded for chunk in one.chunks or ()]
         assert all(chunk.is_pinned() for chunk in chunks)
         pinned.append({chunk.data_ptr() for chunk in chunks})
         memory.wake()
@@ -49,7 +49,7 @@ def test_parked_memory_leaves_the_device_and_its_host_copy_is_used_again():
 
 
 @pytest.mark.parametrize("changes", [{}, {"bf16": True, "use_distributed_optimizer": True}], ids=["fp32", "bf16"])
-def test_a_trainer_that_sleeps_after_every_step_ends_with_the_same_weights(changes: dict[str, Any], tmp_path: Path):
+def test_offloading_after_every_step_gives_the_same_weights(changes: dict[str, Any], tmp_path: Path):
     model = tiny.save_qwen3(tmp_path / "model", seed=1)
     args = tiny.tiny_args(load=str(model), ref_load=str(model), use_kl_loss=True, kl_loss_coef=0.05, **changes)
     rollouts = [tiny.recorded_rollout(seed) for seed in range(3)]
@@ -60,7 +60,7 @@ def test_a_trainer_that_sleeps_after_every_step_ends_with_the_same_weights(chang
 
 
 def reduce_around_sleep(rank: int, world_size: int, init_method: str, args: Arguments) -> tuple[list[float], list[int]]:
-    """Sums over all ranks before and after a sleep, and the device's free bytes awake, asleep and awake again."""
+    """Sums over all ranks before and after an offload, and the free device bytes before, during and after it."""
     trainer = ranks.start(rank, world_size, init_method, args)
     ones = torch.ones(MIB, device=trainer.parallel.device)
     sums, free = [], []
@@ -76,20 +76,20 @@ def reduce_around_sleep(rank: int, world_size: int, init_method: str, args: Argu
 
 
 @needs(gpus=2)
-def test_communicators_work_after_they_slept(tmp_path: Path):
+def test_communicators_work_after_suspension(tmp_path: Path):
     if torch.cuda.nccl.version() < SUSPENDS_SINCE:
         pytest.skip(f"NCCL {torch.cuda.nccl.version()} cannot suspend communicators")
     args = tiny.tiny_args(load=str(tiny.save_qwen3(tmp_path / "model", seed=1)), offload_train=True)
     with RankPool(2) as pool:
         for sums, free in pool.run(reduce_around_sleep, args):
             assert sums == [2.0, 4.0]
-            # the tiny model's own memory is less than a MiB: what else is free now was NCCL's
+            # the tiny model's own memory is less than a MiB: the other freed memory belonged to NCCL
             assert free[1] - free[0] > 8 * MIB and free[3] - free[2] > 8 * MIB
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, list[Path]]]:
-    """A server with the memory saver, on a fraction of the GPU; the models it may have."""
+    """A server with the memory saver, on a fraction of the GPU, and its models."""
     root = tmp_path_factory.mktemp("server")
     folders = [tiny.save_qwen3(root / str(seed), seed=seed) for seed in range(2)]
     # the toys' heads of 16 channels are too narrow for other attention kernels
@@ -106,7 +106,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, list
 
 
 @needs("sglang", "torch_memory_saver")
-def test_a_server_gives_its_memory_to_the_device_and_generates_the_same_afterwards(server: tuple[str, list[Path]]):
+def test_server_frees_its_device_memory_and_generates_the_same_afterwards(server: tuple[str, list[Path]]):
     url, folders = server
     control = ServerControl(url)
     memory = EngineMemory([control])

@@ -1,6 +1,6 @@
 """CUDA graphs of an engine leave the device's memory with everything else when it is released, and work afterwards.
 
-GPU 0 must be idle but for this test: it reads what the whole device has free.
+GPU 0 must be idle except for this test, which reads the free memory of the device.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from slimrl.engines.engine_memory import EngineMemory
+from slimrl.engines.server_protocol import ServerLaunch
 from slimrl.engines.sglang.control import ServerControl
-from slimrl.engines.sglang.engine_memory import EngineMemory
-from slimrl.engines.sglang.launch import ServerLaunch
 from slimrl.engines.sglang.server import ServerProcess
 from tests.gpu.conftest import needs
 from tests.sglang.test_memory import greedy
@@ -41,7 +41,7 @@ START_TIMEOUT_S = 600
 
 @dataclasses.dataclass(frozen=True)
 class Held:
-    """What one server took of the device, and how it came back."""
+    """Memory of one server on the device, and its state after onload."""
 
     awake: int  # bytes
     released: int  # bytes: the CUDA context, libraries' workspaces, and what cannot be released
@@ -73,7 +73,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def release_and_wake(model: Path, log_path: Path, options: dict[str, Any], free_bytes: Callable[[], int]) -> Held:
-    """Starts a server, takes its memory away, gives it back and brings the weights again."""
+    """Starts a server, offloads it, onloads it and restores the weights."""
     idle = free_bytes()
     launch = ServerLaunch(cuda=torch.cuda.is_available(), memory_saver=True)
     server = ServerProcess(model, log_path=log_path, options=options, launch=launch)
@@ -99,23 +99,23 @@ def release_and_wake(model: Path, log_path: Path, options: dict[str, Any], free_
         server.stop()
 
 
-def test_released_graphs_leave_the_device_and_answer_as_before(
+def test_released_cuda_graphs_free_memory_and_give_the_same_results(
     model: Path, tmp_path: Path, record_property: Callable[[str, object], None]
 ):
     """The same server with and without graphs: the difference is theirs.
 
-    Graphs keep what the driver holds for each of their kernels; a quarter of them is allowed to stay for that.
+    The driver keeps memory for each kernel of the graphs; up to a quarter of them may stay for that.
     """
-    torch.cuda.init()  # this process's own context is there before anything is measured
+    torch.cuda.init()  # creates this process's CUDA context before anything is measured
     free_bytes = lambda: torch.cuda.mem_get_info(0)[0]  # noqa: E731
     without = release_and_wake(model, tmp_path / "without.log", OPTIONS | NO_GRAPHS, free_bytes)
     graphs = release_and_wake(model, tmp_path / "with.log", OPTIONS | GRAPHS, free_bytes)
     taken, stayed = graphs.awake - without.awake, graphs.released - without.released
-    told = {"graphs_mib": taken // MIB, "graphs_after_release_mib": stayed // MIB, "wake_s": round(graphs.wake_s, 3)}
-    told |= {"server_after_release_mib": graphs.released // MIB, "wake_without_graphs_s": round(without.wake_s, 3)}
-    print(told)
-    for name, value in told.items():
+    figures = {"graphs_mib": taken // MIB, "graphs_after_release_mib": stayed // MIB, "wake_s": round(graphs.wake_s, 3)}
+    figures |= {"server_after_release_mib": graphs.released // MIB, "wake_without_graphs_s": round(without.wake_s, 3)}
+    print(figures)
+    for name, value in figures.items():
         record_property(name, value)
     assert graphs.before == graphs.after and without.before == without.after
-    assert taken > LEAST_MIB * MIB, f"graphs take too little to be seen: {told}"
-    assert stayed < taken / 4, told
+    assert taken > LEAST_MIB * MIB, f"graphs take too little to be seen: {figures}"
+    assert stayed < taken / 4, figures

@@ -11,7 +11,7 @@ from tests.gpu.conftest import needs
 pytestmark = needs()
 
 
-def test_device_memory_counts_what_this_process_holds():
+def test_device_memory_counts_this_process():
     torch.cuda.init()
     before = platform.device_memory()
     held = torch.ones(64 << 20, device="cuda")  # 256 MiB

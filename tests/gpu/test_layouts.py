@@ -1,7 +1,7 @@
 """On GPUs every layout trains as plain float64 autograd does, with the collectives and kernels that a CPU lacks.
 
-The truth is computed on the CPU by transformers and torch alone, as in tests/megatron/test_layouts.py, and the
-catalogue of layouts is the same. A layout is skipped where the machine has fewer GPUs than it has ranks.
+The reference is computed on the CPU by transformers and torch only, as in tests/megatron/test_layouts.py, with the same
+catalogue of layouts. A layout is skipped if the machine has fewer GPUs than it has ranks.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ LOCAL = {"transformer_impl": "local"}
 ENGINE = {"transformer_impl": "transformer_engine"}
 FLASH = ENGINE | {"attention_backend": "flash"}
 GROUPED = ENGINE | {"moe_grouped_gemm": True, "moe_permute_fusion": True}
-FP32 = 1e-4  # sums of kernels that divide them as the GPU likes; measured on CPU below 1e-5
-# what gloo, or a machine without the kernels, cannot do: the package that it needs, and the layout
+FP32 = 1e-4  # GPU kernels split sums in any order; measured on CPU below 1e-5
+# layouts that gloo, or a machine without the kernels, does not support: the required package, and the layout
 ONLY_ON_GPUS = {
     "EP2 with experts cut in two": (None, Layout(4, EP2 | ETP2, kinds=layouts.EXPERTS)),
     "virtual stages, batched exchange": (
@@ -52,7 +52,7 @@ ONLY_ON_GPUS = {
 }  # fmt: skip
 
 
-# experts one after another and all in one grouped product, which only Transformer Engine has: without it the flag
+# experts sequentially and as one grouped product, which only Transformer Engine has: without it the flag
 # changes nothing
 ROUTED = [
     ("local", False, "1 rank"),
@@ -65,7 +65,7 @@ ROUTED = [
 
 
 def case(name: str, layout: Layout, kind: str, package: str | None = None) -> Any:
-    """The parameters `name` and `kind` of a test, with what they need."""
+    """The parameters `name` and `kind` of a test, with their requirements."""
     return pytest.param(
         name, kind, marks=needs(*([package] if package else []), gpus=layout.ranks), id=f"{name}, {kind}"
     )
@@ -83,7 +83,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> layouts.Models:
 
 
 def measured(models: layouts.Models, layout: Layout, kind: str, settings: Any, **more: Any) -> layouts.Differences:
-    """What `kind` in `layout`, with `more` flags, is away from the truth; prints it for the record."""
+    """The distance of `kind` in `layout`, with `more` flags, from the reference; prints it."""
     args = models.args(layout, kind, settings)
     for name, value in more.items():
         assert hasattr(args, name)
@@ -96,23 +96,21 @@ def measured(models: layouts.Models, layout: Layout, kind: str, settings: Any, *
 
 
 @pytest.mark.parametrize(("name", "kind"), CATALOGUE)
-def test_every_layout_trains_in_float32_as_plain_autograd_does(name: str, kind: str, models: Any):
+def test_every_layout_in_float32_matches_plain_autograd(name: str, kind: str, models: Any):
     found = measured(models, layouts.LAYOUTS[name], kind, layouts.SETTINGS, **LOCAL)
     assert max(found.loss, found.grad_norm, found.weights) < FP32
 
 
 @needs("transformer_engine")
 @pytest.mark.parametrize(("name", "kind"), CATALOGUE)
-def test_every_layout_with_transformer_engine_and_flash_attention_stays_within_the_bound_of_bfloat16(
-    name: str, kind: str, models: Any
-):
-    # flash attention takes queries and values of one width only, which latent attention has not
+def test_every_layout_with_transformer_engine_is_within_bf16_error(name: str, kind: str, models: Any):
+    # flash attention needs queries and values of one width, which latent attention does not have
     found = measured(models, layouts.LAYOUTS[name], kind, layouts.BF16, **(ENGINE if kind == "MLA" else FLASH))
     assert layouts.within_bf16(found, kind), found
 
 
 @pytest.mark.parametrize(("name", "kind"), OTHERS)
-def test_what_a_cpu_cannot_do_stays_within_the_bound_of_bfloat16(name: str, kind: str, models: Any):
+def test_gpu_only_features_are_within_bf16_error(name: str, kind: str, models: Any):
     _, layout = ONLY_ON_GPUS[name]
     found = measured(models, layout, kind, layouts.BF16)
     assert layouts.within_bf16(found, kind), found
@@ -133,7 +131,7 @@ def test_what_a_cpu_cannot_do_stays_within_the_bound_of_bfloat16(name: str, kind
         for implementation, grouped, name in ROUTED
     ],
 )
-def test_experts_train_in_bfloat16_with_and_without_transformer_engine(
+def test_experts_train_in_bf16_with_and_without_transformer_engine(
     implementation: str, grouped: bool, name: str, kind: str, models: Any
 ):
     flags = {"transformer_impl": implementation, "moe_grouped_gemm": grouped}
@@ -144,7 +142,7 @@ def test_experts_train_in_bfloat16_with_and_without_transformer_engine(
 @needs("transformer_engine")
 @pytest.mark.parametrize("kind", ["dense", "MoE"])  # widths of latent attention do not divide by 16, as fp8 needs
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
-def test_matrix_products_in_fp8_train_near_the_truth(recipe: str, kind: str, models: Any):
+def test_fp8_training_is_close_to_the_reference(recipe: str, kind: str, models: Any):
     """e4m3 keeps three bits of a fraction: a unit of rounding is 2^-4, and the gradient may be four of these away."""
     fp8 = ENGINE | {"fp8_format": "e4m3", "fp8_recipe": recipe, "data_pad_size_multiplier": 128}
     found = measured(models, Layout(1, {}), kind, layouts.BF16, **fp8)

@@ -1,4 +1,4 @@
-"""On a GPU: log-probabilities need next to nothing beside the logits, and a trainer takes what the plan says."""
+"""On a GPU: log-probabilities need little memory beyond the logits, and a trainer takes what the plan says."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SHAPE: dict[str, Any] = dict(
 
 
 def peak_bytes(function: Any) -> int:
-    """The allocator's peak while `function` runs, above what was allocated before."""
+    """The allocator's peak while `function` runs, minus what was allocated before."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -42,7 +42,7 @@ def peak_bytes(function: Any) -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_from_logits_less_than_a_tenth_of_their_bytes_is_needed_beside_them_and_their_gradient(dtype: torch.dtype):
+def test_loss_from_logits_needs_less_than_a_tenth_of_their_bytes_extra(dtype: torch.dtype):
     logits = torch.randn(TOKENS, VOCAB, device="cuda", dtype=dtype, requires_grad=True)
     targets = torch.zeros(TOKENS, dtype=torch.int64, device="cuda")
     size = logits.untyped_storage().nbytes()
@@ -54,7 +54,7 @@ def test_from_logits_less_than_a_tenth_of_their_bytes_is_needed_beside_them_and_
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_from_hidden_states_the_logits_are_never_there(dtype: torch.dtype):
+def test_loss_from_hidden_states_never_holds_the_full_logits(dtype: torch.dtype):
     hidden = torch.randn(TOKENS, WIDTH, device="cuda", dtype=dtype, requires_grad=True)
     weight = torch.randn(VOCAB, WIDTH, device="cuda", dtype=dtype, requires_grad=True)
     targets = torch.zeros(TOKENS, dtype=torch.int64, device="cuda")
@@ -64,7 +64,7 @@ def test_from_hidden_states_the_logits_are_never_there(dtype: torch.dtype):
         scores.extend(output_log_probs(hidden, weight, targets, vocab_size=VOCAB, group=None))
         torch.autograd.grad(sum(scores).sum(), (hidden, weight))
 
-    forward_and_backward()  # cuBLAS takes its own memory with the first product
+    forward_and_backward()  # cuBLAS allocates its workspace with the first product
     scores.clear()
     logits = TOKENS * VOCAB * hidden.element_size()
     hidden_gradients = TOKENS * WIDTH * (4 + 2 * hidden.element_size())
@@ -76,14 +76,14 @@ def test_from_hidden_states_the_logits_are_never_there(dtype: torch.dtype):
 
 
 def train(rank: int, world_size: int, init_method: str, args: Arguments, rollout: RolloutBatch) -> dict[str, float]:
-    """What is noted of one optimizer step on real kernels."""
+    """The memory report of one optimizer step on real kernels."""
     trainer = ranks.start(rank, world_size, init_method, args)
     trainer.train(0, ranks.share_of(trainer, rollout))
     trainer.close()
     return trainer.memory_report.take()
 
 
-def test_a_trainer_takes_what_the_plan_says(tmp_path: Path):
+def test_trainer_memory_matches_the_plan(tmp_path: Path):
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
@@ -101,8 +101,8 @@ def test_a_trainer_takes_what_the_plan_says(tmp_path: Path):
     rollout = tiny.recorded_rollout(seed=5, samples=256)
     flags = SHAPE | {"bf16": True, "num_steps_per_rollout": 1, "micro_batch_size": 256}
     args = tiny.tiny_args(load=str(tmp_path / "hf"), hf_checkpoint=str(tmp_path / "hf"), **flags)
-    (told,) = run_ranks(train, 1, args, rollout)
+    (report,) = run_ranks(train, 1, args, rollout)
     for kind in ("parameters", "gradients", "optimizer"):
-        assert told[f"memory_{kind}"] == pytest.approx(told[f"planned_memory_{kind}"], rel=1e-3)
-    # an estimate: kernels that are not fused keep up to twice as much
-    assert 0.5 < told["memory_activations"] / told["planned_memory_activations"] < 2
+        assert report[f"memory_{kind}"] == pytest.approx(report[f"planned_memory_{kind}"], rel=1e-3)
+    # an estimate: unfused kernels keep up to twice as much
+    assert 0.5 < report["memory_activations"] / report["planned_memory_activations"] < 2

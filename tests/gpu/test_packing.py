@@ -1,4 +1,4 @@
-"""On GPUs a packed sequence is computed as if it were alone, with Transformer Engine's attention and with ours."""
+"""On GPUs packing does not change a sequence's result, with Transformer Engine's attention and with slimrl's."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def logits_and_gradient(
 ) -> tuple[Tensor, Tensor]:
     """Logits of all samples end to end, as this rank has them, and the gradient of all weights, summed over ranks.
 
-    `packs` are the numbers of the samples that are in each pack; the loss is a fixed weighting of the logits.
+    `packs` are the indices of the samples in each pack; the loss is a fixed weighting of the logits.
     """
     from slimrl.megatron import parallel
     from slimrl.megatron.model import model_builder
@@ -66,7 +66,7 @@ def flags(implementation: str, **changes: object) -> tuple[Arguments, float]:
 
 
 @pytest.mark.parametrize("implementation", EACH)
-def test_a_pack_gives_the_logits_and_gradients_of_its_samples_alone(implementation: str):
+def test_packing_gives_the_logits_and_gradients_of_single_samples(implementation: str):
     args, bound = flags(implementation)
     everything = list(range(len(LENGTHS)))
     ((packed, packed_gradient),) = run_ranks(logits_and_gradient, 1, args, [everything])
@@ -77,7 +77,7 @@ def test_a_pack_gives_the_logits_and_gradients_of_its_samples_alone(implementati
 
 @needs(gpus=2)
 @pytest.mark.parametrize("implementation", EACH)
-def test_two_ranks_that_share_a_pack_give_what_one_gives(implementation: str):
+def test_two_ranks_sharing_a_pack_match_one(implementation: str):
     from slimrl.megatron.model.micro_batch import local_rows
 
     args, bound = flags(implementation)
@@ -89,7 +89,7 @@ def test_two_ranks_that_share_a_pack_give_what_one_gives(implementation: str):
         assert relative(summed, gradient) < bound
 
 
-def test_attention_never_waits_for_the_device():
+def test_attention_never_synchronizes_with_the_device():
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.enums import AttnMaskType
 

@@ -1,4 +1,4 @@
-"""On a GPU: the profile holds its kernels, and the record of allocations the line that allocated."""
+"""On a GPU: the profile contains its kernels, and the memory snapshot the allocating line."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from tests.gpu.conftest import needs
 pytestmark = needs()
 
 
-def test_a_profile_holds_kernels(tmp_path):
+def test_profile_contains_kernels(tmp_path):
     args = Arguments(run_dir=str(tmp_path), use_pytorch_profiler=True, profile_target=[ACTOR])
     matrix = torch.ones(256, 256, device="cuda")
-    with PartProfiler(args, 0).part(ACTOR, 10):
+    with PartProfiler(args, 0, args.run_dir).part(ACTOR, 10):
         (matrix @ matrix).sum().item()
     path = tmp_path / "profile" / "rank0-rollout10-train_actor.json.gz"
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     assert any(event.get("cat") == "kernel" for event in events)
 
 
-def test_a_snapshot_names_the_line_of_an_allocation(tmp_path):
+def test_memory_snapshot_has_the_line_of_an_allocation(tmp_path):
     args = Arguments(record_memory_history=True, memory_snapshot_dir=str(tmp_path), memory_snapshot_num_steps=1)
     history = MemoryHistory(args, 3)
     kept = torch.ones(12_345_678, device="cuda", dtype=torch.uint8)

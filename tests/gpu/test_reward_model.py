@@ -1,4 +1,4 @@
-"""A reward model on GPUs: what the CPU cannot show. Run on a machine with one GPU or more."""
+"""A reward model on GPUs: behaviour that the CPU cannot show. Needs one GPU or more."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.slow, needs("ray", "sglang")]
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("count", [1, pytest.param(2, marks=needs(gpus=2))])
-def test_servers_on_gpus_in_bfloat16_give_transformers_logits(count: int, tmp_path: Path, tokenizer: Any):  # noqa: F811
+def test_bf16_gpu_servers_give_transformers_logits(count: int, tmp_path: Path, tokenizer: Any):  # noqa: F811
     model = write_reward_model(tmp_path / "judge", tokenizer, "Qwen3")
     args = Arguments(
         rm_type="reward_model",
@@ -44,7 +44,7 @@ def test_servers_on_gpus_in_bfloat16_give_transformers_logits(count: int, tmp_pa
     async def run() -> list[float]:
         gpus = GpuBundles(PlacementPlan(count, range(0), range(0), 1, range(count), 1))
         servers = await RewardServers.start(args, gpus, Launch.of_run(args))
-        scorer = RewardScorer(servers.reachable(args))
+        scorer = RewardScorer.from_args(servers.reachable(args))
         try:
             return await asyncio.gather(*(scorer.score(one, RewardConfig(None, "reward_model")) for one in samples))
         finally:

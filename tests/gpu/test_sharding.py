@@ -1,4 +1,4 @@
-"""What only GPUs can show of shared-out and host-kept training state: NCCL, streams, pinned memory, bytes freed."""
+"""Sharded and offloaded training state on GPUs: NCCL, streams, pinned memory, freed bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.gpu.conftest import needs
 from tests.megatron import ranks, test_freeze, tiny
 from tests.megatron.launch import RankPool
 from tests.megatron.test_master_weights import HALF, ON_HOST
-from tests.megatron.test_sharding import ROLLOUTS, SPREAD, ZERO3, fsdp, relative_error, told, train
+from tests.megatron.test_sharding import ROLLOUTS, SPREAD, ZERO3, fsdp, losses_and_norms, relative_error, train
 
 pytestmark = [pytest.mark.slow, needs()]
 
@@ -27,11 +27,11 @@ def model(tmp_path: Path) -> dict[str, Any]:
 
 @needs(gpus=2)
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
-def test_megatron_fsdp_over_nccl_trains_as_the_distributed_optimizer(strategy: str, model: dict[str, Any]):
+def test_megatron_fsdp_over_nccl_matches_the_distributed_optimizer(strategy: str, model: dict[str, Any]):
     with RankPool(2) as pool:
         spread = pool.run(train, tiny.tiny_args(**model, **SPREAD), ROLLOUTS, 2)[0]
         shared = pool.run(train, tiny.tiny_args(**model, **fsdp(strategy)), ROLLOUTS, 2)[0]
-    assert told(shared) == pytest.approx(told(spread), rel=1e-4)
+    assert losses_and_norms(shared) == pytest.approx(losses_and_norms(spread), rel=1e-4)
     assert relative_error(shared.weights, spread.weights) < 1e-4
 
 
@@ -44,12 +44,12 @@ def test_megatron_fsdp_resumes_on_gpus(model: dict[str, Any], tmp_path: Path):
         pool.run(train, args, ROLLOUTS, 1)
         args.load = args.save
         resumed = pool.run(train, args, ROLLOUTS, 2)[0]
-    assert told(resumed) == pytest.approx(told(whole)[4:], rel=1e-3)
+    assert losses_and_norms(resumed) == pytest.approx(losses_and_norms(whole)[4:], rel=1e-3)
     assert relative_error(resumed.weights, whole.weights) < 1e-3
 
 
 def places_of_state(rank: int, size: int, init_method: str, args: Arguments, rollout: RolloutBatch) -> dict[str, int]:
-    """Elements of the optimizer's float32 copies and moments after a step, by the device they are on."""
+    """Elements of the optimizer's float32 copies and moments after a step, by device."""
     trainer = ranks.start(rank, size, init_method, args)
     trainer.train(0, ranks.share_of(trainer, rollout))
     found = {"cpu": 0, "cuda": 0}
@@ -63,7 +63,7 @@ def places_of_state(rank: int, size: int, init_method: str, args: Arguments, rol
     return found
 
 
-def test_state_in_host_memory_lies_there_and_trains_as_on_the_device(model: dict[str, Any], tmp_path: Path):
+def test_offloaded_state_is_in_host_memory_and_trains_the_same(model: dict[str, Any], tmp_path: Path):
     with RankPool(1) as pool:
         device = pool.run(train, tiny.tiny_args(**model, **SPREAD, bf16=True), ROLLOUTS, 2)[0]
         for more, on_host in ((ON_HOST, 1.0), (ON_HOST | HALF, 0.5)):
@@ -71,7 +71,7 @@ def test_state_in_host_memory_lies_there_and_trains_as_on_the_device(model: dict
             places = pool.run(places_of_state, args, ROLLOUTS[0])[0]
             assert places["cpu"] / sum(places.values()) == pytest.approx(on_host, abs=0.2)
             host = pool.run(train, args, ROLLOUTS, 2)[0]
-            assert told(host) == pytest.approx(told(device), rel=0.02)
+            assert losses_and_norms(host) == pytest.approx(losses_and_norms(device), rel=0.02)
             assert relative_error(host.weights, device.weights) < 0.01
             args.save = str(tmp_path / str(on_host))
             pool.run(train, args, ROLLOUTS, 1)
@@ -80,7 +80,7 @@ def test_state_in_host_memory_lies_there_and_trains_as_on_the_device(model: dict
             assert relative_error(resumed.weights, host.weights) < 1e-3
 
 
-def test_frozen_weights_stay_and_have_no_gradients_on_a_gpu(model: dict[str, Any]):
+def test_frozen_weights_are_unchanged_without_gradients_on_a_gpu(model: dict[str, Any]):
     args = tiny.tiny_args(**model, only_train_params_name_list=["mlp.linear_fc1"])
     with RankPool(1) as pool:
         outcome = pool.run(test_freeze.train, args, ROLLOUTS[0])[0]

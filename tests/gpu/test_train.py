@@ -1,7 +1,7 @@
 """`train.py` on GPUs, as a user starts it: a tiny model, in bfloat16, in the placements of docs/colocation.md.
 
-The CPU shows the same of float32 under tests/end_to_end; here the kernels, NCCL, CUDA IPC, the memory saver and Ray's
-own count of GPUs take part.
+tests/end_to_end covers the same in float32 on the CPU; here the kernels, NCCL, CUDA IPC, the memory saver and Ray's own
+GPU count take part.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ FOUR_COLOCATED = {
 }
 SPLIT = {"actor_num_gpus_per_node": 1, "rollout_num_gpus": 1}
 TWO_RANKS_SPLIT = {"actor_num_gpus_per_node": 2, "rollout_num_gpus": 1, "tensor_model_parallel_size": 2}
-# of the machine's own settings: where CUDA is, which GPUs are ours, over which interface nodes speak
+# settings of the machine: CUDA's location, visible GPUs, network interface
 OF_THE_MACHINE = ("CUDA_", "NVIDIA_", "NVTE_", "NCCL_", "GLOO_", "LD_LIBRARY_PATH", "PATH")
 
 
 def machine_environment() -> dict[str, str]:
-    """What compilers and libraries for GPUs need beside the bare environment of the harness."""
+    """Variables that compilers and GPU libraries need, in addition to the harness's minimal environment."""
     return {name: value for name, value in os.environ.items() if name.startswith(OF_THE_MACHINE)}
 
 
 def train(tiny: Tiny, folder: Path, **changes: Any) -> harness.Finished:  # noqa: F811
-    """A run that must end well and leave nothing behind."""
+    """A run that must succeed and leave nothing behind."""
     flags = tiny.flags(**COMMON, **changes)
     run = harness.start("train.py", flags, folder, "gpu", tiny.home, environment=machine_environment())
     done = run.finish(1200)
@@ -65,7 +65,7 @@ def train(tiny: Tiny, folder: Path, **changes: Any) -> harness.Finished:  # noqa
 
 
 def assert_on_policy(done: harness.Finished) -> None:
-    """Each rollout came from the weights just updated, and trainer and servers agree on its log-probabilities."""
+    """Asserts that each rollout has the latest weights, and that trainer and servers agree on log-probs."""
     assert done.summary["status"] == "completed"
     assert done.steps("weight_version") == [str(step) for step in range(STEPS)]
     assert max(done.steps("train_rollout_logprob_abs_diff_mean")) < MEAN_LIMIT
@@ -83,7 +83,7 @@ def assert_on_policy(done: harness.Finished) -> None:
         pytest.param(FOUR_COLOCATED, marks=needs(gpus=4), id="four GPUs, two engines of TP2"),
     ],
 )
-def test_a_colocated_run_is_on_policy(placement: dict[str, Any], tiny: Tiny, tmp_path: Path):  # noqa: F811
+def test_colocated_run_is_on_policy(placement: dict[str, Any], tiny: Tiny, tmp_path: Path):  # noqa: F811
     done = train(tiny, tmp_path, **placement)
     assert_on_policy(done)
     phases = ("release_engines", "wake_training", "park_training", "resume_engines")
@@ -97,5 +97,5 @@ def test_a_colocated_run_is_on_policy(placement: dict[str, Any], tiny: Tiny, tmp
         pytest.param(TWO_RANKS_SPLIT, marks=needs(gpus=3), id="two trainer ranks"),
     ],
 )
-def test_a_split_run_is_on_policy(placement: dict[str, Any], tiny: Tiny, tmp_path: Path):  # noqa: F811
+def test_split_run_is_on_policy(placement: dict[str, Any], tiny: Tiny, tmp_path: Path):  # noqa: F811
     assert_on_policy(train(tiny, tmp_path, **placement))

@@ -1,6 +1,6 @@
 """Weights from a trainer on a GPU into real servers on GPUs: by CUDA IPC on the same GPU, by NCCL on another.
 
-The proof of equality compares every tensor bit for bit; it uses the checksums that servers compute on the device.
+The verification compares every tensor bit for bit, with the checksums that servers compute on the device.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OPTIONS = {
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two models of the same shape: the first is what the servers start with."""
+    """Two models of the same shape; the servers start with the first."""
     root = tmp_path_factory.mktemp("models")
     return [save_qwen3(root / str(seed), seed=seed) for seed in range(2)]
 
@@ -54,7 +54,7 @@ def server_on(folders: list[Path], tmp_path: Path) -> Iterator[Callable[[int], s
 
 
 def update_weights(folder: Path, url: str, gpu: int, way: str, versions: list[str], tmp_path: Path) -> list:
-    """The reports, or texts of errors, of a trainer on GPU 0."""
+    """The reports, or error texts, of a trainer on GPU 0."""
     args, engines = tiny_args(bf16=True), [EngineEndpoint(url, [gpu])]
     with RankPool(1) as pool:
         (results,) = pool.run(
@@ -63,7 +63,7 @@ def update_weights(folder: Path, url: str, gpu: int, way: str, versions: list[st
     return results
 
 
-def test_a_server_on_the_same_gpu_opens_the_trainers_memory(server_on, folders, tmp_path):
+def test_server_on_the_same_gpu_opens_the_trainer_memory(server_on, folders, tmp_path):
     url = server_on(0)
     first, second = update_weights(folders[1], url, 0, "colocated", ["1", "2"], tmp_path)
     assert (first.attempts, second.attempts) == (1, 1) and first.buckets > 5
@@ -72,7 +72,7 @@ def test_a_server_on_the_same_gpu_opens_the_trainers_memory(server_on, folders, 
 
 @needs(gpus=2)
 @pytest.mark.parametrize("way", ["split", "disk"])
-def test_a_server_on_another_gpu_gets_the_weights(way, server_on, folders, tmp_path):
+def test_server_on_another_gpu_receives_the_weights(way, server_on, folders, tmp_path):
     url = server_on(1)
     first, second = update_weights(folders[1], url, 1, way, ["1", "2"], tmp_path)
     assert (first.attempts, second.attempts) == (1, 1)
@@ -80,10 +80,8 @@ def test_a_server_on_another_gpu_gets_the_weights(way, server_on, folders, tmp_p
 
 
 @needs(gpus=2)
-def test_a_bucket_that_nobody_receives_leaves_no_broadcast_behind(server_on, folders, tmp_path):
-    """NCCL's broadcast never returns by itself: the weight update must end it, and then either arrive or say that it
-    did not.
-    """
+def test_bucket_without_receivers_leaves_no_pending_broadcast(server_on, folders, tmp_path):
+    """NCCL's broadcast never returns by itself: the update must end it, and then succeed or report failure."""
     with Proxy(server_on(1)) as proxy:
         proxy.tamper(UPDATES["split"], refuse, range(2, 3))
         (result,) = update_weights(folders[1], proxy.url, 1, "split", ["1"], tmp_path)

@@ -26,7 +26,7 @@ LOG_PROB_LIMIT = 2**-3
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two models of the same shape: the engines start with the first."""
+    """Two models of the same shape; the engines start with the first."""
     root = tmp_path_factory.mktemp("models")
     return [save_qwen3(root / str(seed), seed=seed) for seed in range(2)]
 
@@ -44,7 +44,7 @@ def placed(name: str, placement: Placement) -> object:
         placed("split, two trainer ranks, one engine of TP2", placements.TWO_RANK_ENGINE_SPLIT),
     ],
 )
-def test_every_engine_gets_and_serves_the_weights_of_all_ranks(
+def test_every_engine_receives_and_serves_the_weights_of_all_ranks(
     placement: Placement, folders: list[Path], tmp_path: Path
 ):
     placements.check(

@@ -1,4 +1,4 @@
-"""Processes and checkpoints that the slow tests of this room share."""
+"""Processes and checkpoints that the slow tests of this folder share."""
 
 from __future__ import annotations
 

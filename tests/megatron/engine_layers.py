@@ -1,10 +1,10 @@
 """Stand-ins for Transformer Engine's modules that run on a CPU, for --spec tests.megatron.engine_layers layers.
 
-Transformer Engine cannot be installed without a GPU's toolkit. What these share with its modules, as of 2.11: which
-modules there are in megatron-core's layers for it (a norm is one module with the linear layer behind it), the names and
-the order of their parameters, that every one of them has extra state (an empty byte tensor without fp8), and that with
-gradient accumulation fusion weight gradients are added to `main_grad` while autograd gets a tensor of any content.
-The layers around them are put together by megatron-core's own specification.
+Transformer Engine cannot be installed without a GPU's toolkit. These stand-ins share with its modules, as of 2.11:
+which modules megatron-core's layers use (a norm is one module with the linear layer after it), the names and order of
+their parameters, extra state in each of them (an empty byte tensor without fp8), and that with gradient accumulation
+fusion weight gradients are added to `main_grad` while autograd gets a tensor of arbitrary content. megatron-core's own
+specification builds the layers around them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class EngineNorm(WithExtraState, RMSNorm):
 
 
 class DuplicatedLinear(WithExtraState, WholeLinear):
-    """TELinear, in the only parallel mode in which megatron-core uses it by itself."""
+    """TELinear, in the only parallel mode that megatron-core uses directly."""
 
     def __init__(self, input_size: int, output_size: int, *, parallel_mode: str, config: Any, **_: Any):
         assert (parallel_mode, input_size) == ("duplicated", config.hidden_size)
@@ -76,7 +76,7 @@ class EngineRowLinear(WithExtraState, RowParallelLinear):
 
 
 class NormAndColumnLinear(EngineColumnLinear):
-    """TELayerNormColumnParallelLinear: the norm's epsilon is the configuration's."""
+    """TELayerNormColumnParallelLinear: the norm's epsilon comes from the configuration."""
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **settings: Any):
         super().__init__(input_size, output_size, config=config, **settings)
@@ -102,19 +102,19 @@ class NormAndColumnLinear(EngineColumnLinear):
 
 
 def _give_memory(module: torch.nn.Module, config: TransformerConfig) -> None:
-    """What was made without memory is made again with it, unless the configuration says where it is to be."""
+    """Reallocates what was created without memory, unless the configuration gives a device."""
     for name, parameter in list(module.named_parameters(recurse=False)):
         if parameter.is_meta and not config.init_model_with_meta_device:
             setattr(module, name, torch.nn.Parameter(torch.empty_like(parameter, device="cpu")))
 
 
 class _FusedProduct(torch.autograd.Function):
-    """x W^T for one tensor-parallel rank, with the weight's gradient added where Transformer Engine adds it."""
+    """x W^T for one tensor-parallel rank, with the weight's gradient accumulated like in Transformer Engine."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight = weight  # itself: what autograd saves comes back without its attributes
+        ctx.weight = weight  # a reference to itself: what autograd saves loses its attributes
         return F.linear(x, weight)
 
     @staticmethod
@@ -127,7 +127,7 @@ class _FusedProduct(torch.autograd.Function):
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """AdamW as Transformer Engine's: steps are counted per group, in whole numbers; a state has the two moments."""
+    """AdamW like Transformer Engine's: integer step counters per group; a state has the two moments."""
 
     def __init__(self, params: Any, lr: float, betas: Any, eps: float, weight_decay: float, adam_w_mode: bool):
         assert adam_w_mode
@@ -160,7 +160,7 @@ class FusedAdam(torch.optim.Optimizer):
 
 
 class Provider(BackendSpecProvider):
-    """Which modules megatron-core's specification for Transformer Engine is filled with."""
+    """The modules for megatron-core's Transformer Engine specification."""
 
     def linear(self) -> type:
         return DuplicatedLinear
@@ -193,7 +193,7 @@ class Provider(BackendSpecProvider):
 def layers(args: Arguments, config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
     """slimrl's layers of a machine with Transformer Engine, of these modules, and its optimizer.
 
-    For a process of its own: nothing is put back.
+    For a separate process: nothing is restored.
     """
     optimizers = importlib.import_module("megatron.core.optimizer")
     optimizers.Adam, optimizers.USING_PYTORCH_OPTIMIZER = FusedAdam, False

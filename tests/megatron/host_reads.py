@@ -1,7 +1,7 @@
-"""Counts what a host reads of a device's tensors and what it copies to the device: each makes it wait on a GPU.
+"""Counts host reads of device tensors and copies to the device: each makes the host wait on a GPU.
 
-Where host and device are one CPU nothing tells them apart: everything is taken down there that has to know a value,
-also of tensors which the host itself has made.
+When host and device are one CPU they cannot be distinguished: every operation that needs a value is counted, also on
+tensors that the host itself created.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# operators whose result is a Python value, or as long as values say
+# operators whose result is a Python value, or has a data-dependent length
 _READING = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "equal")
 
 
 class _Watch(TorchDispatchMode):
     """`found` counts by place: "rope_utils.py:_apply_rotary_pos_emb_thd tolist"."""
 
-    methods: tuple[str, ...] = ()  # of tensors; they go past the operators
+    methods: tuple[str, ...] = ()  # of tensors; these bypass the operators
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,19 +65,19 @@ class _Watch(TorchDispatchMode):
         return call
 
     def _note(self, name: str) -> None:
-        """By the innermost caller outside of torch and of this file."""
+        """Counts under the innermost caller outside torch and this file."""
         frames = reversed(traceback.extract_stack(limit=60))
         frame = next(one for one in frames if "/torch/" not in one.filename and one.filename != __file__)
         self.found[f"{Path(frame.filename).name}:{frame.name} {name}"] += 1
 
 
 class HostReads(_Watch):
-    """Counts the values that are read, wherever they lie."""
+    """Counts the values that are read, on any device."""
 
     methods = ("tolist", "numpy", "cpu")
 
     def counts(self, name: str, inputs: Any, settings: dict[str, Any], result: Any) -> bool:
-        if name == "repeat_interleave":  # adds the lengths up, unless it is told their sum
+        if name == "repeat_interleave":  # sums the lengths, unless their sum is given
             return settings.get("output_size") is None
         if name in ("index", "index_put", "index_put_", "_index_put_impl_"):  # counts the entries that are True
             return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in inputs[1])
@@ -88,12 +88,12 @@ class HostReads(_Watch):
 
 
 class Transfers(_Watch):
-    """Counts the copies from host memory into that of another device."""
+    """Counts the copies from host memory to another device."""
 
     methods = ("new_tensor",)
 
     def counts(self, name: str, inputs: Any, settings: dict[str, Any], result: Any) -> bool:
-        # of a single number a kernel takes the value, unless it is to become a tensor of the device
+        # a kernel takes the value of a single number, unless it becomes a tensor of the device
         copies = name in ("_to_copy", "copy_")
         from_host = any(one.device.type == "cpu" and (one.dim() or copies) for one in _tensors(inputs))
         return from_host and any(one.device.type != "cpu" for one in _tensors((result, *inputs[:1])))

@@ -1,13 +1,14 @@
 """Runs functions on N processes that form one torch.distributed world, with a time limit.
 
-Every call has processes of its own, so that nothing of one job is there in the next: process groups keep threads, which
-continue spinning on their closed sockets for as long as anything refers to them. They are forked off a server that has
-imported the heavy packages once, so that a call costs little more than its own work.
+Every call has its own processes, so that no state of one job affects the next: process groups keep threads, which spin
+on their closed sockets as long as references to them exist. A server that has imported the heavy packages once forks
+them, so that a call costs little more than its own work.
 """
 
 from __future__ import annotations
 
 import functools
+import gc
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.forkserver
@@ -24,21 +25,21 @@ from typing import Any
 from unittest import mock
 
 # imported by the server; none of them starts a thread
-PRELOADED = ["slimrl.megatron.training.trainer", "slimrl.weights.update.weight_updater", "transformers"]
+PRELOADED = ["slimrl.megatron.training.trainer", "slimrl.weights.update.weight_updater", "transformers", "pytest"]
 # Of the server alone. Some of these modules ask torch for GPUs while they are imported, and torch answers by
-# initialising CUDA, which no fork of that process can do again, unless it is told to ask NVML.
+# initializing CUDA, which no fork of that process can do again, unless it is set to query NVML.
 SERVER_ENVIRONMENT = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
 def free_port() -> int:
-    """A TCP port nobody listens on right now."""
+    """A free TCP port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 class RankPool:
-    """Starts N ranks for each call. Use as a context manager: leaving it ends ranks that are still at work."""
+    """Starts N ranks for each call. As a context manager it kills ranks that still run on exit."""
 
     def __init__(self, world_size: int):
         self.world_size = world_size
@@ -57,7 +58,7 @@ class RankPool:
         The function must be importable (a module's own). Raises RuntimeError with the traceback of the first rank that
         failed, TimeoutError after `timeout_s`.
         """
-        # Through a file: a port that is free now may be taken before the ranks meet there.
+        # Through a file: a free port may be taken before the ranks rendezvous there.
         with tempfile.TemporaryDirectory() as folder:
             self._start(function, f"file://{folder}/store", arguments)
             try:
@@ -67,7 +68,7 @@ class RankPool:
 
     def _start(self, function: Callable[..., Any], init_method: str, arguments: tuple[Any, ...]) -> None:
         context = _context()
-        # Plain pickle: multiprocessing's own would hand tensors over as handles into memory of a process that ends.
+        # Plain pickle: multiprocessing's own would pass tensors as handles to memory of a process that ends.
         call = pickle.dumps((function, init_method, arguments))
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
@@ -96,7 +97,7 @@ class RankPool:
         return [results[rank] for rank in range(self.world_size)]
 
     def kill(self) -> None:
-        """SIGKILL every rank, as a power cut would; those that have answered are done anyway."""
+        """SIGKILLs every rank, like a power cut; ranks that have answered are finished anyway."""
         for process in self.processes:
             process.kill()
             process.join()
@@ -112,12 +113,12 @@ def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, ti
 
 
 def _context() -> ForkServerContext | SpawnContext:
-    """Where ranks come from: forks of the server, or processes that import everything themselves."""
-    return _server() if _forks_can_use_cuda() else multiprocessing.get_context("spawn")
+    """How ranks start: forked by the server, or as processes that import everything themselves."""
+    return fork_server() if _forks_can_use_cuda() else multiprocessing.get_context("spawn")
 
 
-def _server() -> ForkServerContext:
-    """The server that ranks are forked off; it starts with the first rank and ends with this process."""
+def fork_server() -> ForkServerContext:
+    """The server that forks ranks; it starts with the first rank and ends with this process."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     # Set here, because OpenMP reads it while the server imports torch, before any of our code runs there.
@@ -131,10 +132,10 @@ def _server() -> ForkServerContext:
 def _forks_can_use_cuda() -> bool:
     """False where the server initialised CUDA all the same.
 
-    Transformer Engine does where flash-attn is installed too: it asks the device for its capability. And torch falls
-    back to CUDA where NVML cannot count, as with MIG devices.
+    Transformer Engine initializes CUDA if flash-attn is installed too: it queries the device's capability. torch falls
+    back to CUDA if NVML cannot count, as with MIG devices.
     """
-    context = _server()
+    context = fork_server()
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_tell_of_cuda, args=(theirs,), daemon=True)
     process.start()
@@ -153,7 +154,10 @@ def _tell_of_cuda(connection: Connection) -> None:
 
 
 def _work(rank: int, world_size: int, connection: Connection, call: bytes) -> None:
-    """Answer one call."""
+    """Answers one call."""
+    # Imported objects are frozen for garbage collections, of which Megatron triggers many: traversing them takes a
+    # second per fork, which copies all their pages.
+    gc.freeze()
     for name in SERVER_ENVIRONMENT:
         os.environ.pop(name, None)
     try:

@@ -1,8 +1,8 @@
 """The parallel layouts in which a rollout is trained on, and how far each ends from plain float64 autograd.
 
-Owns the catalogue of layouts and the three model types that stand for all: dense (Qwen3), MoE (Qwen3-MoE) and MLA
-(DeepSeek-V3: latent attention, a dense first layer, grouped and shared experts, a bias that steers their choice).
-Called by the tests of this room, by benchmarks/layouts.py and by the checks for machines with GPUs.
+Contains the catalogue of layouts and the three model types that represent all: dense (Qwen3), MoE (Qwen3-MoE) and MLA
+(DeepSeek-V3: latent attention, a dense first layer, grouped and shared experts, a routing bias). Used by the tests of
+this folder, by benchmarks/layouts.py and by the GPU checks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ EXPERTS = ("MoE", "MLA")
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """On how many ranks, with which flags, for models of how many layers and of which types."""
+    """The number of ranks, the flags, and the models (number of layers and types) of a layout."""
 
     ranks: int
     flags: dict[str, Any]
@@ -149,10 +149,10 @@ LAYOUTS: dict[str, Layout] = ONE_RANK | TWO_RANKS | FOUR_RANKS | EIGHT_RANKS
 
 @dataclasses.dataclass(frozen=True)
 class Differences:
-    """How far a training run is from the truth, each as a fraction of the true value; the worst of its steps.
+    """Distances of a training run from the reference, each relative to the true value; the worst of its steps.
 
     `weights` and `gradients` are |actual - true| / |true| of all tensors as one vector, after the last step;
-    `gradients` are None where no rank has them whole (with the distributed optimizer).
+    `gradients` are None if no rank has them in full (with the distributed optimizer).
     """
 
     loss: float
@@ -175,7 +175,7 @@ class Models:
         return folder if folder.exists() else save(kind, folder, seed=1 if role == "policy" else 2, layers=layers)
 
     def truth(self, kind: str, layers: int, settings: reference.ReferenceSettings) -> reference.ReferenceResult:
-        """The rollout trained on with transformers and autograd."""
+        """The reference result: the rollout trained with transformers and autograd."""
         key = (kind, layers, dataclasses.astuple(settings))
         if key not in self._truths:
             folders = [self.folder(kind, layers, role) for role in ("policy", "reference")]
@@ -183,7 +183,7 @@ class Models:
         return self._truths[key]
 
     def peer(self, kind: str, layers: int) -> Differences:
-        """How far transformers' own bfloat16 is from the truth."""
+        """The distance of transformers' own bfloat16 from the reference."""
         actual, true = self.truth(kind, layers, BF16_PEER), self.truth(kind, layers, BF16)
         return Differences(
             loss=furthest(actual.losses, true.losses),
@@ -222,7 +222,7 @@ def save(kind: str, folder: Path, *, seed: int, layers: int) -> Path:
 
 
 def model_flags(kind: str, layers: int) -> dict[str, Any]:
-    """What describes it, beside what `tiny_args` says already."""
+    """The flags of the model, in addition to those of `tiny_args`."""
     if kind == "MLA":
         return tiny.LATENT_FLAGS | {"num_layers": layers, "moe_layer_freq": [0] + [1] * (layers - 1)}
     own = tiny.MOE_FLAGS | {"moe_layer_freq": [1] * layers} if kind == "MoE" else {}
@@ -242,7 +242,7 @@ def furthest(actual: list[float], expected: list[float]) -> float:
 
 
 def differences(args: Arguments, result: ranks.StepResult, truth: reference.ReferenceResult) -> Differences:
-    """How far `result` of `args` is from `truth`."""
+    """The distance of `result` of `args` from `truth`."""
     norms = [step["grad_norm"] for step in result.metrics]
     whole = not args.use_distributed_optimizer
     return Differences(
@@ -253,15 +253,15 @@ def differences(args: Arguments, result: ranks.StepResult, truth: reference.Refe
     )
 
 
-# of the whole gradient: a token whose two best experts are nearly equal may go to the other one
+# of the whole gradient: a token with nearly equal best experts may be routed to the other one
 BF16_GRADIENT = {"dense": 2**-5, "MoE": 2**-3, "MLA": 2**-3}
 
 
 def within_bf16(found: Differences, kind: str) -> bool:
     """Whether bfloat16 explains the differences: the bound of every layout, stated in docs/parallelism.md.
 
-    Its unit of rounding is 2^-8: loss and gradient norm may be eight of these away. AdamW's first step moves each
-    weight by about the learning rate, here a fiftieth of its size, whichever sign a gradient near zero takes.
+    Its unit of rounding is 2^-8: loss and gradient norm may be eight of these away. AdamW's first step changes each
+    weight by about the learning rate, here a fiftieth of its size, for either sign of a near-zero gradient.
     """
     gradient = found.gradients is None or found.gradients <= BF16_GRADIENT[kind]
     return max(found.loss, found.grad_norm) <= 2**-5 and found.weights <= 0.01 and gradient
@@ -276,6 +276,6 @@ def train(pool: RankPool, args: Arguments, rollout: RolloutBatch) -> ranks.StepR
 
 
 # One step from weights that bfloat16 can hold, in bfloat16 with fp32 main weights; the peer is transformers' own model
-# that computes in bfloat16, beside float64 sums and a float64 optimizer.
+# that computes in bfloat16, with float64 sums and a float64 optimizer.
 BF16 = dataclasses.replace(SETTINGS, steps=1, rounded=True)
 BF16_PEER = dataclasses.replace(BF16, compute_dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""What tests run inside the ranks: conversion, training, export. Each leaves torch.distributed closed."""
+"""Jobs that tests run inside the ranks: conversion, training, export. Each leaves torch.distributed closed."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from slimrl.data.train_batch import RolloutBatch, schedule_batch
 
 @dataclasses.dataclass
 class StepResult:
-    """What training on one rollout left on rank 0."""
+    """Rank 0's result of training on one rollout."""
 
     metrics: list[dict[str, float]]
-    weights: dict[str, Tensor]  # by Hugging Face name, whole
+    weights: dict[str, Tensor]  # by Hugging Face name, unsharded
     gradients: dict[str, Tensor]  # of the last step, clipped, by Hugging Face name
-    progress: list[tuple[int, int]]  # what was reported while it trained
-    main_weights: dict[str, Tensor] | None  # the fp32 copies of bf16 weights; None where no rank has them whole
+    progress: list[tuple[int, int]]  # progress reports during training
+    main_weights: dict[str, Tensor] | None  # the fp32 copies of bf16 weights; None if no rank has the full tensors
 
 
 def _model_type(args: Arguments) -> str:
@@ -40,7 +40,7 @@ def convert(rank: int, world_size: int, init_method: str, args: Arguments, hf_di
     from slimrl.weights.convert.hf_to_megatron import load_hf_checkpoint
 
     state = parallel.initialize(args, rank=rank, world_size=world_size, local_rank=rank, init_method=init_method)
-    built = model_builder.build_model(args, state)
+    built = model_builder.build_model(args, state, model_builder.CustomModel.from_args(args))
     family = family_for({"model_type": _model_type(args)})
     shape = ModelSpec.from_args(args)
     load_hf_checkpoint(built, shape, family, hf_dir, tp_rank=state.tp_rank, tp_size=state.tp_size)
@@ -49,9 +49,9 @@ def convert(rank: int, world_size: int, init_method: str, args: Arguments, hf_di
 
 
 def export(trainer: Any, what: str = "data", family: Any = None) -> dict[str, Tensor]:
-    """The trainer's whole weights, "main_grad" or "main_param" of these, by Hugging Face name; collective.
+    """The trainer's full weights, or their "main_grad" or "main_param", by Hugging Face name; collective.
 
-    `family` is that of the tiny models where none is given.
+    `family` defaults to that of the tiny models.
     """
     from slimrl.models.families import family_for
     from slimrl.models.model_spec import ModelSpec
@@ -64,8 +64,8 @@ def export(trainer: Any, what: str = "data", family: Any = None) -> dict[str, Te
     parallel = trainer.parallel
     pieces = iter_hf_tensors(
         trainer.stages,
-        ModelSpec.from_args(trainer.args),
-        family or family_for({"model_type": _model_type(trainer.args)}),
+        ModelSpec.from_args(trainer.hook_args),
+        family or family_for({"model_type": _model_type(trainer.hook_args)}),
         parallel.tp_group,
         pp_group=parallel.pp_group,
         ep_group=parallel.ep_group,
@@ -80,15 +80,15 @@ def export(trainer: Any, what: str = "data", family: Any = None) -> dict[str, Te
 
 
 def start(rank: int, world_size: int, init_method: str, args: Arguments, **more: Any) -> Any:
-    """A trainer."""
+    """Builds a trainer."""
     from slimrl.megatron.training.trainer import MegatronTrainer
 
     return MegatronTrainer(args, rank=rank, world_size=world_size, local_rank=rank, init_method=init_method, **more)
 
 
 def share_of(trainer: Any, rollout: RolloutBatch) -> RolloutBatch:
-    """The trainer's part of a rollout, with the schedule that its flags ask for."""
-    args, size = trainer.args, trainer.parallel.dp_size
+    """The trainer's part of a rollout, with the schedule of its flags."""
+    args, size = trainer.hook_args, trainer.parallel.dp_size
     return schedule_batch(
         rollout,
         data_parallel_size=size,
@@ -104,7 +104,7 @@ def share_of(trainer: Any, rollout: RolloutBatch) -> RolloutBatch:
 def train_once(
     rank: int, world_size: int, init_method: str, args: Arguments, rollout: RolloutBatch
 ) -> StepResult | list[dict[str, float]]:
-    """Train on one rollout; rank 0 gives everything, the others their metrics."""
+    """Trains on one rollout; rank 0 returns everything, the others their metrics."""
     progress = []
     trainer = start(rank, world_size, init_method, args, on_progress=lambda *now: progress.append(now))
     metrics = trainer.train(0, share_of(trainer, rollout))
@@ -115,7 +115,7 @@ def train_once(
 
 
 def local_state(trainer: Any) -> dict[str, Tensor]:
-    """Every tensor of this rank that training depends on."""
+    """Every tensor of this rank that affects training."""
     tensors = {}
     for number, stage in enumerate(trainer.stages):
         named = (*stage.named_parameters(), *stage.named_buffers())
@@ -127,7 +127,7 @@ def local_state(trainer: Any) -> dict[str, Tensor]:
     return tensors
 
 
-# part of the model that can be recomputed -> how the names of the modules end which are called when it is computed
+# recomputable part of the model -> suffixes of the modules that its computation calls
 _PARTS = {
     "core_attn": "self_attention.core_attention",
     "mlp": "layers.0.mlp",
@@ -139,7 +139,7 @@ _PARTS = {
 
 
 def count_calls(rank: int, world_size: int, init_method: str, args: Arguments, rollout: RolloutBatch) -> dict[str, int]:
-    """How often each part of the model is computed while it trains on a rollout."""
+    """How often each part of the model is computed while training on a rollout."""
     trainer = start(rank, world_size, init_method, args)
     calls = dict.fromkeys(_PARTS, 0)
 

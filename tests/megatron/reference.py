@@ -1,8 +1,7 @@
 """Policy-gradient training written plainly: transformers, one sample at a time, autograd and torch's AdamW, float64.
 
-For a peer of training in bfloat16 the model alone computes in that.
-
-Shares no code with slimrl, so that agreement means something.
+As the peer of bfloat16 training, only the model computes in bfloat16. Shares no code with slimrl, so that agreement is
+meaningful.
 """
 
 from __future__ import annotations
@@ -35,15 +34,15 @@ class ReferenceSettings:
     eps: float
     clip_grad: float
     balance_coef: float = 0.0  # of the routers' losses, a mean over samples weighted by their tokens
-    frozen: str | None = None  # regular expression of the names in transformers' model that are not trained
-    bias_rate: float = 0.0  # by how much a step moves the bias that steers the choice of experts
-    rounded: bool = False  # whether the weights are rounded to bfloat16 before anything else
+    frozen: str | None = None  # regular expression for the names of frozen weights in transformers' model
+    bias_rate: float = 0.0  # step size of the expert bias
+    rounded: bool = False  # whether the weights are rounded to bfloat16 first
     compute_dtype: torch.dtype = torch.float64  # of weights and activations; sums over samples and Adam are float64
 
 
 @dataclasses.dataclass
 class ReferenceResult:
-    """Per step: loss, gradient norm, fraction clipped (weighted like the loss); then what is left at the end."""
+    """Per step: loss, gradient norm, fraction clipped (weighted like the loss); then the final state."""
 
     losses: list[float]
     gradient_norms: list[float]
@@ -96,7 +95,7 @@ def _balance(logits: Tensor, chosen: int) -> Tensor:
 
 
 def train(policy_dir: Path, reference_dir: Path, batch: RolloutBatch, settings: ReferenceSettings) -> ReferenceResult:
-    """Train the policy on the rollout's samples, in `settings.steps` equal steps in their order."""
+    """Trains the policy on the rollout's samples, in `settings.steps` equal steps in order."""
     policy, samples = _prepare(policy_dir, settings), _split(batch)
     masters = {name: nn.Parameter(p.detach().double()) for name, p in policy.named_parameters()}
     _prepare_compute(policy, settings)
@@ -142,7 +141,7 @@ def train(policy_dir: Path, reference_dir: Path, batch: RolloutBatch, settings: 
 
 
 def _prepare(folder: Path, settings: ReferenceSettings) -> nn.Module:
-    """The model in float64, with weights that bfloat16 can hold if the settings say so."""
+    """The model in float64, with weights rounded to bfloat16 if the settings say so."""
     model = load_model(folder)
     if settings.rounded:
         for parameter in model.parameters():
@@ -174,7 +173,7 @@ def _move_gradients(policy: nn.Module, masters: dict[str, nn.Parameter]) -> None
 
 
 class _ExpertLoad:
-    """How many tokens of a step chose each expert, in models whose choice a bias steers (arXiv:2408.15664)."""
+    """Number of tokens of a step per expert, in models with an expert bias (arXiv:2408.15664)."""
 
     def __init__(self, policy: nn.Module):
         self._biases = {n: b for n, b in policy.named_buffers() if n.endswith("e_score_correction_bias")}
@@ -188,19 +187,19 @@ class _ExpertLoad:
             self._chosen[name] += torch.bincount(inputs[1].flatten(), minlength=self._chosen[name].numel())
 
     def move_biases(self, rate: float) -> None:
-        """Towards experts that were chosen less often than the average."""
+        """Moves biases towards experts with fewer tokens than the average."""
         for name, bias in self._biases.items():
             chosen = self._chosen[name]
             bias.add_(rate * torch.sign(chosen.mean() - chosen))
             chosen.zero_()
 
     def biases(self) -> dict[str, Tensor]:
-        """As they are now, by name."""
+        """The current biases, by name."""
         return {name: bias.double() for name, bias in self._biases.items()}
 
 
 def _as_published(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """With each expert's tensors by themselves, as checkpoints have them; transformers stacks them in memory."""
+    """Splits the experts into single tensors, as in checkpoints; transformers stacks them in memory."""
     result = {}
     for name, tensor in tensors.items():
         prefix, experts, kind = name.rpartition(".experts.")

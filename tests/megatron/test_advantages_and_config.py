@@ -26,7 +26,7 @@ def lone_group() -> Any:
 
 
 def advantages(group: Any, **changes: Any) -> tuple[torch.Tensor, Any]:
-    from slimrl.megatron.training.train_inputs import token_advantages
+    from slimrl.megatron.training.advantages import token_advantages
 
     batch = tiny.recorded_rollout(0, samples=4)
     log_probs = torch.linspace(-2, -1, batch.loss_mask.numel())
@@ -34,7 +34,7 @@ def advantages(group: Any, **changes: Any) -> tuple[torch.Tensor, Any]:
     return token_advantages(args, batch, log_probs, log_probs - 0.5, group), batch
 
 
-def test_every_token_has_its_samples_reward(lone_group: Any):
+def test_every_token_has_the_reward_of_its_sample(lone_group: Any):
     values, batch = advantages(lone_group)
     assert values.tolist() == [
         reward
@@ -43,20 +43,20 @@ def test_every_token_has_its_samples_reward(lone_group: Any):
     ]
 
 
-def test_the_kl_penalty_is_taken_off_each_token(lone_group: Any):
+def test_kl_penalty_is_subtracted_from_each_token(lone_group: Any):
     plain, _ = advantages(lone_group)
     penalised, _ = advantages(lone_group, kl_coef=0.2)
     torch.testing.assert_close(plain - penalised, torch.full_like(plain, 0.2 * 0.5))
 
 
-def test_normalised_advantages_have_mean_0_and_deviation_1_over_trained_tokens(lone_group: Any):
+def test_normalized_advantages_have_mean_0_and_std_1_over_trained_tokens(lone_group: Any):
     values, batch = advantages(lone_group, normalize_advantages=True)
     trained = values[batch.loss_mask > 0]
     assert float(trained.mean()) == pytest.approx(0, abs=1e-6)
     assert float(trained.std()) == pytest.approx(1, abs=1e-6)
 
 
-def test_flags_become_megatrons_model_configuration():
+def test_flags_set_the_megatron_model_config():
     from slimrl.megatron.config import transformer_config
 
     config = transformer_config(tiny.tiny_args(bf16=True, recompute_granularity="selective"))
@@ -67,7 +67,7 @@ def test_flags_become_megatrons_model_configuration():
     assert (config.hidden_dropout, config.attention_dropout) == (0.0, 0.0)
 
 
-def test_sequence_parallelism_is_dropped_where_there_is_nothing_to_share():
+def test_sequence_parallelism_is_disabled_without_tensor_parallelism():
     from slimrl.megatron.config import transformer_config
 
     assert not transformer_config(tiny.tiny_args(sequence_parallel=True)).sequence_parallel
@@ -76,7 +76,7 @@ def test_sequence_parallelism_is_dropped_where_there_is_nothing_to_share():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
-def test_what_needs_transformer_engine_is_refused_without_it():
+def test_features_that_need_transformer_engine_are_rejected_without_it():
     from slimrl.megatron.config import transformer_config
     from slimrl.megatron.model.layer_spec import block_spec
 
@@ -86,7 +86,7 @@ def test_what_needs_transformer_engine_is_refused_without_it():
         block_spec(transformer_config(tiny.tiny_args(normalization="LayerNorm")))
 
 
-# cuda, Transformer Engine -> layers without --transformer-impl; Apex -> gradients are added in the product
+# cuda, Transformer Engine -> layers without --transformer-impl; Apex -> gradient accumulation fusion
 LAYERS_AND_FUSION = {
     (False, False): ("local", {False: False, True: False}),
     (False, True): ("local", {False: False, True: False}),
@@ -97,7 +97,7 @@ LAYERS_AND_FUSION = {
 
 @pytest.mark.parametrize("apex", [False, True])
 @pytest.mark.parametrize("machine", LAYERS_AND_FUSION)
-def test_the_machine_decides_about_layers_and_the_fusion_of_gradients(
+def test_machine_selects_layers_and_gradient_fusion(
     monkeypatch: pytest.MonkeyPatch, machine: tuple[bool, bool], apex: bool
 ):
     from slimrl.megatron import config
@@ -121,23 +121,23 @@ def test_the_machine_decides_about_layers_and_the_fusion_of_gradients(
     assert not config.transformer_config(wanted).gradient_accumulation_fusion
 
 
-def test_no_clipping_still_reports_the_gradient_norm():
+def test_gradient_norm_is_reported_without_clipping():
     from slimrl.megatron.config import optimizer_config
 
     assert optimizer_config(tiny.tiny_args(clip_grad=0.0)).clip_grad == math.inf
     assert optimizer_config(tiny.tiny_args(clip_grad=0.3)).clip_grad == 0.3
 
 
-def test_the_schedule_needs_the_length_of_the_run():
+def test_schedule_needs_the_run_length():
     from slimrl.megatron.config import total_optimizer_steps
 
     args = tiny.tiny_args(num_rollout=5, num_steps_per_rollout=2)
-    assert total_optimizer_steps(args) == 10
+    assert total_optimizer_steps(args.num_rollout, args.num_steps_per_rollout) == 10
     with pytest.raises(ValueError, match="--num-rollout is None"):
-        total_optimizer_steps(dataclasses.replace(args, num_rollout=None))
+        total_optimizer_steps(None, args.num_steps_per_rollout)
 
 
-def test_the_reference_swap_gives_the_own_weights_back_bit_for_bit():
+def test_reference_swap_restores_the_policy_weights_bit_for_bit():
     from slimrl.megatron.ref_model import ReferenceWeights
 
     model = torch.nn.Linear(3, 3)
@@ -155,7 +155,7 @@ def test_the_reference_swap_gives_the_own_weights_back_bit_for_bit():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a stream orders what gloo does not")
-def test_what_an_overlapped_send_over_gloo_may_still_read_is_not_freed():
+def test_tensors_of_pending_gloo_sends_are_not_freed():
     from slimrl.megatron.config import transformer_config
 
     stages = tiny.tiny_args(pipeline_model_parallel_size=2)
@@ -165,7 +165,7 @@ def test_what_an_overlapped_send_over_gloo_may_still_read_is_not_freed():
 
 
 def config_fields() -> list[tuple[str, str, Any]]:
-    """(class, field, default) of every field of the configurations that flags describe."""
+    """(class, field, default) of every configuration field that flags describe."""
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
@@ -178,9 +178,9 @@ def config_fields() -> list[tuple[str, str, Any]]:
     return found
 
 
-# where slimrl's flag has another default than megatron-core's field, and why
+# fields with another default in slimrl than in megatron-core, and why
 DIFFERENT_DEFAULTS = {
-    # Megatron-LM's own defaults, which its programs give to the configuration
+    # Megatron-LM's own defaults, which its programs pass to the configuration
     "gradient_accumulation_fusion",
     "overlap_p2p_comm",
     "deallocate_pipeline_outputs",
@@ -198,7 +198,7 @@ DIFFERENT_DEFAULTS = {
     "barrier_with_L1_time",
     "align_param_gather",
     "check_for_nan_in_grad",
-    # without a default that could be right
+    # without a correct default
     "num_layers",
     "hidden_size",
     "num_attention_heads",
@@ -214,7 +214,7 @@ DIFFERENT_DEFAULTS = {
     "transformer_impl",
     "rope_type",
     "fp8_recipe",
-    # the same values, spelt as text
+    # the same values, spelled as text
     "attention_backend",
     "main_grads_dtype",
     "main_params_dtype",
@@ -224,7 +224,7 @@ DIFFERENT_DEFAULTS = {
 
 
 @pytest.mark.parametrize(("kind", "field", "default"), config_fields(), ids=lambda value: str(value)[:40])
-def test_every_field_of_megatrons_configurations_is_a_flag_with_its_default(kind: str, field: str, default: Any):
+def test_every_megatron_config_field_is_a_flag_with_its_default(kind: str, field: str, default: Any):
     from slimrl.arguments import Arguments
     from slimrl.megatron.config import _FLAG_OF_FIELD, _NOT_FLAGS, _ONE_OR_MANY
 
@@ -237,7 +237,7 @@ def test_every_field_of_megatrons_configurations_is_a_flag_with_its_default(kind
     assert value == default or field in DIFFERENT_DEFAULTS
 
 
-# they say what holds here in any case, as older scripts spell it
+# flags of older scripts that describe what always holds
 SAYS_WHAT_HOLDS = {
     "train_backend",
     "add_position_embedding",
@@ -247,20 +247,22 @@ SAYS_WHAT_HOLDS = {
 }
 
 
-def test_every_flag_that_is_served_is_read_somewhere():
+def test_every_supported_flag_is_used():
     import slimrl
     from slimrl.arguments.namespace import all_flag_specs
     from slimrl.megatron.config import _FLAG_OF_FIELD
 
     forwarded = {_FLAG_OF_FIELD.get(field, field) for _, field, _ in config_fields()}
     package = Path(slimrl.__file__).parent
-    source = "\n".join(path.read_text() for path in package.rglob("*.py") if path.parent.name != "groups")
-    read = set(re.findall(r"(?:args\.|values\.get\(\")(\w+)", source)) | forwarded
+    source = "\n".join(path.read_text() for path in package.rglob("*.py") if path.parent.name != "flags")
+    # the namespace or one of its groups, under any local name
+    holders = {"args", *re.findall(r"(\w+): \"?\w*Arguments\b", source)}
+    read = set(re.findall(rf"(?:\b_?(?:{'|'.join(holders)})\.|values\.get\(\")(\w+)", source)) | forwarded
     served = {spec.dest for spec in all_flag_specs() if spec.not_served is None or spec.served}
     assert served - read == SAYS_WHAT_HOLDS
 
 
-def test_expert_and_latent_attention_flags_become_megatrons_configuration():
+def test_moe_and_mla_flags_set_the_megatron_config():
     from megatron.core.transformer import MLATransformerConfig
 
     from slimrl.megatron.config import transformer_config
@@ -276,7 +278,7 @@ def test_expert_and_latent_attention_flags_become_megatrons_configuration():
     assert (latent.kv_lora_rank, latent.q_lora_rank, latent.rope_type) == (24, None, "rope")
 
 
-def test_reinforce_plus_plus_gives_each_token_the_return_of_what_follows(lone_group: Any):
+def test_reinforce_plus_plus_gives_each_token_its_discounted_return(lone_group: Any):
     changes = dict(advantage_estimator="reinforce_plus_plus", gamma=0.9, kl_coef=0.2)
     values, batch = advantages(lone_group, **changes)
     position = 0
@@ -292,7 +294,7 @@ def test_reinforce_plus_plus_gives_each_token_the_return_of_what_follows(lone_gr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
-def test_kernels_that_this_machine_lacks_are_named():
+def test_missing_kernels_are_named():
     from slimrl.megatron.config import kernels_without_effect
 
     assert kernels_without_effect(tiny.tiny_args()) == []
@@ -302,7 +304,7 @@ def test_kernels_that_this_machine_lacks_are_named():
         "--moe-grouped-gemm",
         "--use-precision-aware-optimizer",
     }
-    wanted.optimizer_cpu_offload = True  # for which it is no kernel
+    wanted.optimizer_cpu_offload = True  # for which there is no kernel
     assert set(kernels_without_effect(wanted)) == {"--moe-permute-fusion", "--moe-grouped-gemm"}
     assert kernels_without_effect(tiny.tiny_args(cp_comm_type=["a2a"])) == []  # no context parallelism
     assert kernels_without_effect(tiny.tiny_args(cp_comm_type=["a2a"], context_parallel_size=2)) == ["--cp-comm-type"]

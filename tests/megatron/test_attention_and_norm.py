@@ -1,4 +1,4 @@
-"""Packed attention and the norm against formulas written out."""
+"""Packed attention and the norm against explicit formulas."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def draw(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-@pytest.mark.parametrize("lengths", [[11], [4, 1, 6], [1] * 11, [0, 8, 0, 3]])
-def test_packed_sequences_do_not_see_each_other(attention: torch.nn.Module, lengths: list[int]):
+@pytest.mark.parametrize("lengths", [[11], [4, 1, 6], [4, 3, 4], [1] * 11, [0, 8, 0, 3]])
+def test_packed_sequences_do_not_attend_to_each_other(attention: torch.nn.Module, lengths: list[int]):
     from megatron.core.packed_seq_params import PackedSeqParams
 
     bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
@@ -61,16 +61,34 @@ def test_packed_sequences_do_not_see_each_other(attention: torch.nn.Module, leng
     torch.testing.assert_close(actual.double(), expected, rtol=0, atol=1e-6)
 
 
-def test_lengths_known_to_the_host_are_not_asked_of_the_device(attention: torch.nn.Module):
+def test_sequences_of_one_length_give_the_bits_of_each_alone(attention: torch.nn.Module, monkeypatch):
+    from slimrl.megatron.model import attention as module
     from slimrl.megatron.model.micro_batch import packed_sequences
 
-    nowhere = torch.device("meta")  # has no values: whoever asks for one fails
+    lengths = [3, 40, 3, 7, 40, 3, 300, 300]
+    sequences = packed_sequences(torch.tensor(lengths), 1, torch.device("cpu"), rank=0)
+    inputs = [draw(sum(lengths), heads, CHANNELS).requires_grad_() for heads in (HEADS, GROUPS, GROUPS)]
+    upstream = draw(sum(lengths), HEADS * CHANNELS)
+
+    def outcome() -> list[Tensor]:
+        result = attention(*inputs, None, packed_seq_params=sequences)
+        return [result, *torch.autograd.grad(result, inputs, upstream)]
+
+    batched = outcome()
+    monkeypatch.setattr(module, "BATCHED_LENGTH", 0)
+    assert all(map(torch.equal, batched, outcome()))
+
+
+def test_host_lengths_are_not_read_from_the_device(attention: torch.nn.Module):
+    from slimrl.megatron.model.micro_batch import packed_sequences
+
+    nowhere = torch.device("meta")  # has no values: reading one raises
     sequences = packed_sequences(torch.tensor([4, 1, 6]), 1, nowhere, rank=0)
     query, key = (torch.empty(TOKENS, heads, CHANNELS, device=nowhere) for heads in (HEADS, GROUPS))
     assert attention(query, key, key, None, packed_seq_params=sequences).shape == (TOKENS, HEADS * CHANNELS)
 
 
-def test_padded_batches_give_the_same_for_each_sequence(attention: torch.nn.Module):
+def test_padded_batches_give_the_same_per_sequence_result(attention: torch.nn.Module):
     query, key, value = draw(5, 2, HEADS, CHANNELS), draw(5, 2, GROUPS, CHANNELS), draw(5, 2, GROUPS, CHANNELS)
     actual = attention(query, key, value, None)
     assert actual.shape == (5, 2, HEADS * CHANNELS)
@@ -79,7 +97,7 @@ def test_padded_batches_give_the_same_for_each_sequence(attention: torch.nn.Modu
         torch.testing.assert_close(actual[:, row].double(), expected, rtol=0, atol=1e-6)
 
 
-def test_the_norm_divides_by_the_root_mean_square_and_is_marked_for_sequence_parallelism():
+def test_norm_divides_by_rms_and_is_marked_for_sequence_parallelism():
     from megatron.core.transformer import TransformerConfig
 
     from slimrl.megatron.model.layers import RMSNorm

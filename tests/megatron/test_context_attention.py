@@ -1,4 +1,4 @@
-"""Attention over sequences that two ranks share, against attention on one."""
+"""Attention over sequences split over two ranks, against attention on one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.megatron import tiny
 
 pytestmark = pytest.mark.slow
 
-LENGTHS = [12, 4, 2080, 8]  # a piece of the long one has more queries than are masked at a time
+LENGTHS = [12, 4, 2080, 8]  # a chunk of the long one has more queries than are masked at a time
 HEADS, GROUPS, WIDTH, VALUE_WIDTH = 4, 2, 8, 6  # latent attention has values of another width than keys
 
 
@@ -49,7 +49,7 @@ def attend(rank: int, world_size: int, init_method: str, columns: list[Tensor]) 
     return [output.detach(), *(column.grad for column in inputs)], sum(kept.values())
 
 
-def test_ranks_that_share_sequences_attend_as_one_rank_does(one_rank: Any, two_ranks: Any):
+def test_context_parallel_attention_matches_one_rank(one_rank: Any, two_ranks: Any):
     from slimrl.megatron.model.micro_batch import local_rows
 
     generator = torch.Generator().manual_seed(3)

@@ -1,4 +1,4 @@
-"""The CPU stand-ins: megatron-core sees a CPU where it asks for CUDA, and nothing else notices."""
+"""The CPU stand-ins: megatron-core gets a CPU where it requests CUDA, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CUDA_NAMES = ("current_device", "synchronize", "get_rng_state", "set_rng_state",
 
 @pytest.fixture(scope="module")
 def activated() -> dict[str, object]:
-    """What torch held before the stand-ins were put in place."""
+    """The attributes of torch before the stand-ins were installed."""
     from slimrl.megatron import patches
 
     before = {name: getattr(torch, name) for name in NAMES}
@@ -27,7 +27,7 @@ def activated() -> dict[str, object]:
     return before
 
 
-def test_torch_itself_is_left_alone(activated: dict[str, object]):
+def test_torch_itself_is_not_patched(activated: dict[str, object]):
     for name, value in activated.items():
         owner, _, attribute = name.rpartition(".")
         holder = {"": torch, "cuda": torch.cuda, "Tensor": torch.Tensor}[owner]
@@ -36,7 +36,7 @@ def test_torch_itself_is_left_alone(activated: dict[str, object]):
         torch.zeros(1, device="cuda")
 
 
-def test_megatron_gets_cpu_tensors_where_it_asks_for_cuda(activated: dict[str, object]):
+def test_megatron_gets_cpu_tensors_when_it_requests_cuda(activated: dict[str, object]):
     from megatron.core.optimizer import clip_grads
 
     seen = clip_grads.torch
@@ -47,7 +47,7 @@ def test_megatron_gets_cpu_tensors_where_it_asks_for_cuda(activated: dict[str, o
     seen.cuda.Stream().wait_stream(seen.cuda.current_stream())
 
 
-def test_every_megatron_module_has_the_stand_in(activated: dict[str, object]):
+def test_every_megatron_module_uses_the_stand_in(activated: dict[str, object]):
     plain = [
         name
         for name, module in list(sys.modules.items())
@@ -56,7 +56,7 @@ def test_every_megatron_module_has_the_stand_in(activated: dict[str, object]):
     assert plain == []
 
 
-def test_random_states_are_really_set(activated: dict[str, object]):
+def test_random_states_are_set(activated: dict[str, object]):
     from megatron.core.tensor_parallel import random
 
     state = torch.get_rng_state()
@@ -86,8 +86,8 @@ def test_no_function_of_megatron_is_compiled(activated: dict[str, object]):
 
 
 @pytest.mark.slow
-def test_transformers_computes_the_same_before_and_after(tmp_path):
-    """In a process of its own: loading a model runs torch's factories under a meta device."""
+def test_transformers_results_are_unchanged_by_the_patches(tmp_path):
+    """Runs in a separate process: loading a model runs torch's factories under a meta device."""
     program = """
 import sys, torch
 from transformers import Qwen3Config, Qwen3ForCausalLM

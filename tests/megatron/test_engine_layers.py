@@ -28,13 +28,13 @@ FUSING = ["tests.megatron.engine_layers", "fusing_layers"]
 
 
 def stored(rank: int, world_size: int, init_method: str, models: list[Arguments]) -> list[set[Any]]:
-    """Of each model, all that a checkpoint holds of its weights."""
+    """Everything that a checkpoint stores of each model's weights."""
     from slimrl.megatron.checkpoint.template import model_blueprint
 
     return [{piece for weight in model_blueprint(args).weights for piece in weight.pieces} for args in models]
 
 
-def test_every_family_is_stored_the_same_by_either_kind_of_layers(one_rank: RankPool):
+def test_every_family_is_stored_identically_by_both_layer_implementations(one_rank: RankPool):
     models = [flags(toy, LAYOUTS[0]) for toy in TOYS.values()]
     found = one_rank.run(stored, models + [dataclasses.replace(args, spec=ENGINE) for args in models])[0]
     for name, ours, theirs in zip(TOYS, found[: len(models)], found[len(models) :], strict=True):
@@ -42,7 +42,7 @@ def test_every_family_is_stored_the_same_by_either_kind_of_layers(one_rank: Rank
 
 
 class Allocations(TorchDispatchMode):
-    """Counts the bytes of new storages that have memory."""
+    """Counts the bytes of new storages that are backed by memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Allocations(TorchDispatchMode):
 
 
 def described_on_a_gpu(rank: int, world_size: int, init_method: str, args: Arguments) -> tuple[int, int]:
-    """The bytes of the weights, and all that were allocated while a machine with Transformer Engine described them."""
+    """Bytes of the weights, and bytes allocated while a machine with Transformer Engine describes the model."""
     from slimrl.megatron import config
     from slimrl.megatron.checkpoint import template
 
@@ -71,7 +71,7 @@ def described_on_a_gpu(rank: int, world_size: int, init_method: str, args: Argum
 
 @pytest.mark.parametrize("impl", [None, "transformer_engine"])
 @pytest.mark.parametrize("spec", [None, ENGINE])
-def test_describing_a_model_takes_no_memory_where_transformer_engine_is(
+def test_model_description_takes_no_memory_with_transformer_engine(
     one_rank: RankPool, impl: str | None, spec: list[str] | None
 ):
     args = tiny.tiny_args(transformer_impl=impl, spec=spec, hidden_size=1024, ffn_hidden_size=8192, bf16=True)
@@ -83,7 +83,7 @@ def test_describing_a_model_takes_no_memory_where_transformer_engine_is(
 def saved_and_loaded(
     rank: int, world_size: int, init_method: str, writer: Arguments, reader: Arguments, root: Path
 ) -> list[dict[str, Tensor]]:
-    """The weights of a model with `writer`'s layers, and of one that `reader`'s layers loaded from its checkpoint."""
+    """Weights of a model with `writer`'s layers, and of one with `reader`'s layers loaded from its checkpoint."""
     from slimrl.megatron import parallel
     from slimrl.megatron.checkpoint import state as checkpoint
     from slimrl.megatron.model import model_builder
@@ -93,7 +93,7 @@ def saved_and_loaded(
         state = parallel.initialize(
             args, rank=rank, world_size=world_size, local_rank=rank, init_method=f"{init_method}{number}"
         )
-        built = model_builder.build_model(args, state)
+        built = model_builder.build_model(args, state, model_builder.CustomModel.from_args(args))
         if number == 0:
             with torch.no_grad():
                 for parameter in built.parameters():
@@ -112,7 +112,7 @@ WAYS = {"without, then with": (None, ENGINE), "with, then without": (ENGINE, Non
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_model_is_loaded_by_the_other_kind_of_layers(one_rank: RankPool, tmp_path: Path, kind: str, way: str):
+def test_model_is_loaded_by_the_other_layer_implementation(one_rank: RankPool, tmp_path: Path, kind: str, way: str):
     writer, reader = (tiny.tiny_args(**KINDS[kind], spec=spec) for spec in WAYS[way])
     first, second = one_rank.run(saved_and_loaded, writer, reader, tmp_path)[0]
     first, second = ({_local_name(name): value for name, value in found.items()} for found in (first, second))
@@ -122,7 +122,7 @@ def test_a_model_is_loaded_by_the_other_kind_of_layers(one_rank: RankPool, tmp_p
 
 
 def _local_name(name: str) -> str:
-    """The name of a norm's weight where it is a module by itself."""
+    """The name of a norm's weight if the norm is a separate module."""
     for fused, norm in {
         "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
         "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",
@@ -134,31 +134,31 @@ def _local_name(name: str) -> str:
 
 
 @pytest.mark.parametrize("spec", [None, ENGINE])
-def test_a_weight_that_the_checkpoint_lacks_is_named(one_rank: RankPool, tmp_path: Path, spec: list[str] | None):
+def test_weight_missing_from_the_checkpoint_is_named(one_rank: RankPool, tmp_path: Path, spec: list[str] | None):
     writer, reader = tiny.tiny_args(qk_layernorm=False), tiny.tiny_args(spec=spec)
     with pytest.raises(RuntimeError, match=r"lacks decoder.layers.self_attention.k_layernorm.weight, .*q_layernorm"):
         one_rank.run(saved_and_loaded, writer, reader, tmp_path)
 
 
 @pytest.mark.parametrize("spec", [None, ENGINE])
-def test_a_weight_that_the_model_lacks_is_named(one_rank: RankPool, tmp_path: Path, spec: list[str] | None):
+def test_weight_missing_from_the_model_is_named(one_rank: RankPool, tmp_path: Path, spec: list[str] | None):
     writer, reader = tiny.tiny_args(spec=spec), tiny.tiny_args(qk_layernorm=False, spec=ENGINE)
-    with pytest.raises(RuntimeError, match=r"holds decoder.layers.self_attention.k_layernorm.weight, .*which this"):
+    with pytest.raises(RuntimeError, match=r"has decoder.layers.self_attention.k_layernorm.weight, .*which this"):
         one_rank.run(saved_and_loaded, writer, reader, tmp_path)
 
 
-def test_a_stage_that_is_not_filled_completely_is_refused():
+def test_incompletely_filled_stage_is_rejected():
     from slimrl.megatron.checkpoint.state import _fill
 
-    with pytest.raises(ValueError, match="/saved gave nothing for bias"):
+    with pytest.raises(ValueError, match="/saved has no values for bias"):
         _fill(torch.nn.Linear(2, 2), {"weight": torch.zeros(2, 2)}, Path("/saved"))
-    with pytest.raises(ValueError, match="/saved gave values without a place in the model for extra"):
+    with pytest.raises(ValueError, match="/saved has values that the model does not have, for extra"):
         state = {"weight": torch.zeros(2, 2), "bias": torch.zeros(2), "extra": torch.zeros(1), "_extra_state": None}
         _fill(torch.nn.Linear(2, 2), state, Path("/saved"))
 
 
 def trained(rank: int, world_size: int, init_method: str, args: Arguments) -> tuple[dict[str, Tensor], int]:
-    """The weights after one rollout from what --load holds; saved."""
+    """Weights after one rollout starting from --load; saved."""
     trainer = ranks.start(rank, world_size, init_method, args)
     start = trainer.start_rollout_id
     trainer.train(start, ranks.share_of(trainer, tiny.recorded_rollout(start)))
@@ -169,7 +169,7 @@ def trained(rank: int, world_size: int, init_method: str, args: Arguments) -> tu
 
 
 @pytest.mark.parametrize(("kind", "distributed"), [("dense", False), ("dense", True), ("MoE", True)])
-def test_training_is_resumed_by_the_other_kind_of_layers(
+def test_training_is_resumed_by_the_other_layer_implementation(
     two_ranks: RankPool, models: Any, expert_models: Any, tmp_path: Path, kind: str, distributed: bool
 ):
     made = {"dense": models, "MoE": expert_models}[kind]
@@ -187,19 +187,19 @@ def test_training_is_resumed_by_the_other_kind_of_layers(
     expected = ends.pop(str([None, None]))
     for way, weights in ends.items():
         for name, value in weights.items():
-            # In bf16 the kinds round differently, and Adam makes whole steps of gradients that are rounding alone.
+            # In bf16 the implementations round differently, and Adam takes full steps for gradients of pure rounding.
             apart = ~torch.isclose(value, expected[name], rtol=1.6e-2 if distributed else 1.3e-6, atol=1e-5)
             assert apart.float().mean() <= (0.005 if distributed else 0.0), f"{way} {name}"
             assert not apart.any() or (value - expected[name])[apart].abs().max() < 2e-3, f"{way} {name}"
 
 
 def epsilons(rank: int, world_size: int, init_method: str, args: Arguments) -> dict[str, float]:
-    """Of each norm of a model, by the name of its module."""
+    """The epsilon of each norm of a model, by module name."""
     from slimrl.megatron import parallel
     from slimrl.megatron.model import model_builder
 
     state = parallel.initialize(args, rank=rank, world_size=world_size, local_rank=rank, init_method=init_method)
-    built = model_builder.build_model(args, state)
+    built = model_builder.build_model(args, state, model_builder.CustomModel.from_args(args))
     found = {
         _local_name(name): module.eps
         for module_name, module in built.named_modules()
@@ -210,7 +210,7 @@ def epsilons(rank: int, world_size: int, init_method: str, args: Arguments) -> d
     return {name: epsilon for name, epsilon in found.items() if "norm" in name}
 
 
-def test_norms_of_latents_have_their_own_epsilon_in_either_kind_of_layers(one_rank: RankPool):
+def test_latent_norms_have_their_own_epsilon_in_both_implementations(one_rank: RankPool):
     by_kind = [
         one_rank.run(epsilons, tiny.tiny_args(**tiny.LATENT_FLAGS, norm_epsilon=1e-5, spec=spec))[0]
         for spec in (None, ENGINE)
@@ -222,7 +222,9 @@ def test_norms_of_latents_have_their_own_epsilon_in_either_kind_of_layers(one_ra
 
 
 @pytest.mark.parametrize("kind", ["dense", "MoE"])
-def test_gradients_added_inside_the_layers_are_the_same(one_rank: RankPool, models: Any, expert_models: Any, kind: str):
+def test_fused_gradient_accumulation_gives_the_same_gradients(
+    one_rank: RankPool, models: Any, expert_models: Any, kind: str
+):
     made = {"dense": models, "MoE": expert_models}[kind]
     rollout = tiny.recorded_rollout(3)
     plain, fused = (

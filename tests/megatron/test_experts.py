@@ -1,4 +1,4 @@
-"""Gradients of expert weights are reduced over tensor-parallel ranks, which silently fails without their mark."""
+"""Gradients of expert weights are reduced over tensor-parallel ranks, which silently fails without their attribute."""
 
 from __future__ import annotations
 
@@ -71,9 +71,7 @@ def expert_gradients(
     return gradients
 
 
-def test_expert_gradients_under_tensor_parallelism_equal_those_of_one_rank(
-    one_rank: Any, two_ranks: Any, tmp_path: Path
-):
+def test_expert_gradients_with_tensor_parallelism_match_one_rank(one_rank: Any, two_ranks: Any, tmp_path: Path):
     expected = one_rank.run(expert_gradients, tiny.tiny_args(), tmp_path, True)[0]
     assert len(expected) == 16 and max(float(g.abs().max()) for g in expected.values()) > 1e-4
     args = tiny.tiny_args(tensor_model_parallel_size=2, sequence_parallel=True, expert_tensor_parallel_size=1)
@@ -81,4 +79,4 @@ def test_expert_gradients_under_tensor_parallelism_equal_those_of_one_rank(
         for name, value in expected.items():
             torch.testing.assert_close(gradients[name], value, rtol=1e-4, atol=1e-7)
     first, second = two_ranks.run(expert_gradients, args, tmp_path, False)
-    assert any(not torch.equal(first[name], second[name]) for name in first)  # what the mark is for
+    assert any(not torch.equal(first[name], second[name]) for name in first)  # the purpose of the attribute

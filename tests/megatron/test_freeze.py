@@ -1,4 +1,4 @@
-"""Frozen weights: the others train as plain autograd trains them, in every layout, and these stay what they were."""
+"""Frozen weights stay unchanged, and the others train like plain autograd, in every layout."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SETTINGS = reference.ReferenceSettings(
 )
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
-# name: ranks, model, flags, and what is frozen by its name in transformers' model
+# name: ranks, model, flags, and the frozen weights by name in transformers' model
 CASES: dict[str, tuple[int, str, dict[str, Any], str]] = {
     "a frozen embedding before recomputed layers": (
         1,
@@ -91,17 +91,17 @@ def flags(models: Any, **changes: Any) -> Arguments:
 
 @dataclasses.dataclass
 class Outcome:
-    """What a rank reports of a run with frozen weights."""
+    """The report of a rank about a run with frozen weights."""
 
     metrics: list[dict[str, float]]
-    weights: dict[str, Tensor]  # whole, by Hugging Face name: what the engines get
-    parameters: int  # elements that this rank holds
+    weights: dict[str, Tensor]  # unsharded, by Hugging Face name: what the engines receive
+    parameters: int  # elements on this rank
     gradients: int  # elements of its gradient buffers
     moments: int  # elements of its first moments
 
 
 def train(rank: int, size: int, init_method: str, args: Arguments, rollout: RolloutBatch) -> Outcome:
-    """One rollout."""
+    """Trains one rollout."""
     trainer = ranks.start(rank, size, init_method, args)
     metrics = trainer.train(0, ranks.share_of(trainer, rollout))
     outcome = Outcome(
@@ -120,7 +120,7 @@ def train(rank: int, size: int, init_method: str, args: Arguments, rollout: Roll
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_left_trains_as_autograd_trains_it(
+def test_remaining_weights_train_like_autograd(
     case: str, models: Any, expert_models: Any, one_rank: Any, two_ranks: Any
 ):
     size, kind, changes, frozen = CASES[case]
@@ -159,7 +159,7 @@ def test_frozen_weights_have_no_gradient_buffer_and_no_optimizer_state(models: A
 def train_on(
     rank: int, size: int, init_method: str, args: Arguments, rollouts: list[RolloutBatch], stop: int
 ) -> dict[str, Tensor]:
-    """From where the checkpoint says up to rollout `stop`, saving at the end; the weights."""
+    """Trains from the checkpoint up to rollout `stop`, saving at the end; returns the weights."""
     trainer = ranks.start(rank, size, init_method, args)
     for rollout_id in range(trainer.start_rollout_id, stop):
         trainer.train(rollout_id, ranks.share_of(trainer, rollouts[rollout_id]))
@@ -169,9 +169,7 @@ def train_on(
     return weights
 
 
-def test_a_run_with_frozen_weights_resumes_bit_for_bit_and_refuses_other_lists(
-    models: Any, two_ranks: Any, tmp_path: Any
-):
+def test_frozen_run_resumes_bit_for_bit_and_rejects_other_patterns(models: Any, two_ranks: Any, tmp_path: Any):
     rollouts = [tiny.recorded_rollout(seed=seed) for seed in (5, 6)]
     args = flags(models, freeze_params_name_list=["embedding", "layernorm"], **PP2, **SPREAD)
     args.save = str(tmp_path / "whole")
@@ -187,11 +185,11 @@ def test_a_run_with_frozen_weights_resumes_bit_for_bit_and_refuses_other_lists(
         two_ranks.run(train_on, args, rollouts, 3)
 
 
-def test_a_pattern_that_chooses_nothing_is_refused_by_name_on_every_rank(models: Any, two_ranks: Any):
+def test_pattern_without_matches_is_rejected_by_name_on_every_rank(models: Any, two_ranks: Any):
     rollout = tiny.recorded_rollout(seed=5)
     for lists, words in (
-        ({"freeze_params_name_list": ["layernorm", "visual"]}, r"'visual' is found in no weight's name.*decoder\."),
-        ({"only_train_params_name_list": ["output_layer"]}, r"'output_layer' is found in no weight's name"),
+        ({"freeze_params_name_list": ["layernorm", "visual"]}, r"'visual' matches no weight's name.*decoder\."),
+        ({"only_train_params_name_list": ["output_layer"]}, r"'output_layer' matches no weight's name"),
         ({"freeze_params_name_list": ["weight"]}, r"--freeze-params-name-list weight leaves no weight to train"),
     ):
         with pytest.raises(RuntimeError, match=words):

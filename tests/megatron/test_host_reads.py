@@ -1,7 +1,7 @@
 """A packed micro-batch goes through the model and the loss without the host waiting for the device.
 
-The model is on a device without values ("meta"): whoever asks for one fails, and what the host makes for itself can
-still be read. Experts, whose inputs are as long as the router says, are counted on the CPU.
+The model is on a device without values ("meta"): reading one raises, while tensors that the host created can be read.
+Experts, whose input lengths depend on the router, are counted on the CPU.
 """
 
 from __future__ import annotations
@@ -43,13 +43,14 @@ LOSSES: dict[str, dict[str, Any]] = {
 def train_nowhere(
     rank: int, world_size: int, init_method: str, models: dict[str, Arguments], losses: dict[str, Arguments]
 ) -> dict[str, dict[str, int]]:
-    """By model and by loss, the copies from the host to the device; raises where a value is read back."""
+    """Copies from the host to the device, by model and by loss; raises if a value is read back."""
     from megatron.core.models.common.embeddings import rotary_pos_embedding
 
     from slimrl.megatron import parallel
     from slimrl.megatron.model.micro_batch import pack_micro_batch
     from slimrl.megatron.model.model_builder import build_model
     from slimrl.megatron.training import forward_step
+    from slimrl.megatron.training.log_prob_passes import RolloutLogProbs
     from slimrl.megatron.training.loss import PolicyLossConfig, policy_loss_sums
 
     plain = tiny.tiny_args()
@@ -58,6 +59,7 @@ def train_nowhere(
     micro_batch = pack_micro_batch(rollout, range(len(rollout)), length_multiple=1, device=NOWHERE)
     column = torch.zeros(rollout.loss_mask.numel(), device=NOWHERE)
     columns = forward_step.TrainTensors(*[column] * 6)
+    scores = RolloutLogProbs(column, first_step=torch.zeros(2, column.numel(), device=NOWHERE))
 
     cuda = rotary_pos_embedding.torch.cuda  # megatron-core's view of it
     host = cuda.current_device
@@ -66,11 +68,13 @@ def train_nowhere(
         settings = forward_step.LogProbConfig.from_args(args, state)
         packed, wanted = micro_batch.sequences, settings.wanted(micro_batch)
         cuda.current_device = lambda: NOWHERE
-        model(micro_batch.tokens, None, None, packed_seq_params=packed)  # the first pass moves tables of frequencies
+        model(micro_batch.tokens, None, None, packed_seq_params=packed)  # the first pass moves the rotary tables
         with Transfers() as transfers:
             output = model(micro_batch.tokens, None, None, packed_seq_params=packed, wanted=wanted)
             log_probs, entropy = settings(output, micro_batch)
-            sums = policy_loss_sums(columns.inputs(micro_batch, log_probs, entropy), PolicyLossConfig.from_args(args))
+            scores.note(micro_batch, log_probs.detach(), entropy.detach())
+            inputs = columns.inputs(micro_batch, log_probs, entropy, on_policy=True)
+            sums = policy_loss_sums(inputs, PolicyLossConfig.from_args(args))
             sums.loss.backward()
         cuda.current_device = host
         return dict(transfers.found)
@@ -83,7 +87,7 @@ def train_nowhere(
 
 
 @pytest.mark.slow
-def test_dense_and_latent_models_and_every_loss_ask_the_device_for_nothing(one_rank: RankPool):
+def test_dense_and_mla_models_and_every_loss_read_nothing_from_the_device(one_rank: RankPool):
     models = {name: tiny.tiny_args(**flags) for name, flags in MODELS.items()}
     losses = {name: tiny.tiny_args(**flags) for name, flags in LOSSES.items()}
     (found,) = one_rank.run(train_nowhere, models, losses)
@@ -94,12 +98,12 @@ def test_dense_and_latent_models_and_every_loss_ask_the_device_for_nothing(one_r
 # and one for the numbers of tokens by expert, which are copied to the host together and then read there.
 EXPERTS = {
     "moe_utils.py:permute masked_select": 2,  # the tokens of the experts, and their weights
-    "moe_utils.py:sort_chunks_by_idxs tolist": 6,  # lengths and order of tokens, of weights, and on the way back
+    "moe_utils.py:sort_chunks_by_idxs tolist": 6,  # lengths and order of tokens, of weights, and on the return
     "experts.py:forward tolist": 1,
 }
 # these are copied with them
 EXPERTS_OF_TWO_RANKS = EXPERTS | {"numpy": 3}
-# a tensor that megatron-core makes in host memory, in the pass and where it is computed again
+# a tensor that megatron-core creates in host memory, in the pass and in its recomputation
 ATTENTION_AGAIN = {"attention.py:custom_forward _local_scalar_dense": 2}
 # of the lengths, because they are in host memory here
 MICRO_BATCH = {"reduction.py:sample_mean_weights _local_scalar_dense": 1}
@@ -109,12 +113,15 @@ STEP = {"finalize_model_grads.py:finalize_model_grads _local_scalar_dense": 1}
 def count_reads(
     rank: int, world_size: int, init_method: str, args: Arguments, rollout: RolloutBatch
 ) -> tuple[collections.Counter[str], collections.Counter[str], int, int]:
-    """What log-probabilities read, what training reads; passes for log-probabilities, micro-batches trained on."""
-    from slimrl.megatron.training import trainer as module
+    """Host reads for log-probabilities and for training; passes for log-probabilities, micro-batches trained."""
+    from slimrl.megatron.training import log_prob_passes
+    from slimrl.megatron.training import trainer as training
 
-    counts = {name: (collections.Counter(), []) for name in ("compute_scores", "forward_backward")}
+    modules = {"compute_log_probs": log_prob_passes, "forward_backward": training}
+    counts = {name: (collections.Counter(), []) for name in modules}
 
     def watch(name: str) -> None:
+        module = modules[name]
         function, (found, sizes) = getattr(module, name), counts[name]
 
         def call(stages: Any, micro_batches: Any, *rest: Any, **settings: Any) -> Any:
@@ -153,7 +160,7 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any], dict[str, int], dict[str, int
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_training_reads_by_layer_by_micro_batch_and_by_step(
+def test_host_reads_are_counted_per_layer_micro_batch_and_step(
     layout: str, request: pytest.FixtureRequest, one_rank: RankPool, two_ranks: RankPool
 ):
     count, kind, flags, scored_by_layer, trained_by_layer = LAYOUTS[layout]

@@ -1,4 +1,4 @@
-"""Checkpoints that would run a program, or whose bytes changed, are refused on every way into a trainer."""
+"""Checkpoints that would run a program, or whose bytes changed, are rejected by every loading path of a trainer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Touch:
 
 
 def unsealed(whole: Path, name: str) -> Path:
-    """A copy without manifest and checksums, as whoever changes files on purpose leaves it."""
+    """A copy without manifest and checksums, as an attacker would leave it."""
     folder = whole.with_name(name)
     shutil.copytree(whole, folder)
     for seal in (MANIFEST, CHECKSUMS_NAME):
@@ -57,7 +57,7 @@ def hostile_common(whole: Path, victim: Path) -> Path:
 
 
 def hostile_object(whole: Path, victim: Path) -> Path:
-    """The random state, which is stored beside the tensors."""
+    """The random state, which is stored separately from the tensors."""
     import torch
 
     folder = unsealed(whole, "object")
@@ -84,7 +84,7 @@ def hostile_data_state(whole: Path, victim: Path) -> Path:
 
 
 def flipped(whole: Path, _: Path) -> Path:
-    """4000 bytes of the tensors' files, lengths as they were."""
+    """Flips 4000 bytes of the tensor files without changing their lengths."""
     folder = whole.with_name("flipped")
     shutil.copytree(whole, folder)
     file = max(folder.glob("*.distcp"), key=lambda path: path.stat().st_size)
@@ -96,7 +96,7 @@ def flipped(whole: Path, _: Path) -> Path:
 
 
 def flipped_objects(whole: Path, _: Path) -> Path:
-    """One byte of `common.pt`."""
+    """Flips one byte of `common.pt`."""
     folder = whole.with_name("flipped_common")
     shutil.copytree(whole, folder)
     content = bytearray((folder / "common.pt").read_bytes())
@@ -116,7 +116,7 @@ WAYS = {
 
 
 def load_each(rank: int, world_size: int, init_method: str, args: Arguments) -> tuple[dict[str, str], str]:
-    """What loading says of a genuine checkpoint, of one without checksums, and of each of `WAYS`; and the log."""
+    """Results of loading a genuine checkpoint, one without checksums, and each of `WAYS`; and the log."""
     import logging
 
     from slimrl.megatron.checkpoint import state as checkpoint
@@ -128,17 +128,17 @@ def load_each(rank: int, world_size: int, init_method: str, args: Arguments) -> 
     whole = trainer.save(0, DATA_STATE)
     trainer.finish_saves()
     log.truncate(0)
-    state = trainer._training_state()
-    told = {}
+    state = trainer._training_state
+    outcomes = {}
 
     def load(name: str, folder: Path) -> None:
         try:
             checkpoint.load_stages(trainer.stages, folder)
             found = checkpoint.find_checkpoint(folder)
             data = checkpoint.load_training_state(state, found, load_optimizer=True, load_random_state=True)
-            told[name] = f"loaded {data}"
+            outcomes[name] = f"loaded {data}"
         except (ValueError, OSError) as error:
-            told[name] = str(error)
+            outcomes[name] = str(error)
 
     load("genuine", whole)
     assert log.getvalue().strip("\0") == ""
@@ -146,21 +146,21 @@ def load_each(rank: int, world_size: int, init_method: str, args: Arguments) -> 
     for make in WAYS:
         load(make.__name__, make(whole, whole.with_name("made")))
     trainer.close()
-    return told, log.getvalue()
+    return outcomes, log.getvalue()
 
 
 @pytest.mark.parametrize("changes", [{}, {"async_save": True, "use_distributed_optimizer": True}], ids=str)
-def test_a_hostile_or_damaged_checkpoint_is_refused_on_every_way_and_nothing_is_run(
+def test_hostile_or_damaged_checkpoint_is_rejected_without_running_code(
     models: Any, one_rank: RankPool, tmp_path: Path, changes: dict[str, Any]
 ):
     args = tiny.tiny_args(
         **(dict(ref_load=str(models.policy), hf_checkpoint=str(models.policy_hf), save=str(tmp_path)) | models.flags),
         **changes,
     )
-    ((told, log),) = one_rank.run(load_each, args)
-    assert told["genuine"] == told["without checksums"] == f"loaded {DATA_STATE}"
+    ((outcomes, log),) = one_rank.run(load_each, args)
+    assert outcomes["genuine"] == outcomes["without checksums"] == f"loaded {DATA_STATE}"
     for way, complaint in WAYS.items():
-        assert complaint in told[way.__name__], told
+        assert complaint in outcomes[way.__name__], outcomes
     assert not (tmp_path / "made").exists()
     assert f"{tmp_path}/unsealed has no checksums" in log
     whole = CheckedFolder.open(tmp_path / "iter_0000000")

@@ -28,7 +28,7 @@ SEED = 7
 
 
 def digest(trainer: Any, offset: int) -> str:
-    """Of everything this rank continues from."""
+    """Digest of all state from which this rank resumes."""
     total = hashlib.sha256(str(offset).encode())
     for name, value in sorted(ranks.local_state(trainer).items()):
         total.update(name.encode())
@@ -37,12 +37,12 @@ def digest(trainer: Any, offset: int) -> str:
 
 
 def train_and_save(
-    rank: int, world_size: int, init_method: str, args: Arguments, rollouts: list[RolloutBatch], diary: Path
+    rank: int, world_size: int, init_method: str, args: Arguments, rollouts: list[RolloutBatch], log: Path
 ) -> None:
-    """Resume, then train and save twice; what happened goes into a file, line by line."""
+    """Resumes, then trains and saves twice; logs its progress line by line."""
 
     def say(*words: object) -> None:
-        with (diary / str(rank)).open("a") as file:
+        with (log / str(rank)).open("a") as file:
             file.write(" ".join(map(str, words)) + "\n")
 
     trainer = ranks.start(rank, world_size, init_method, args)
@@ -59,8 +59,8 @@ def train_and_save(
     say("done")
 
 
-class Diaries:
-    """What the ranks of one round wrote down."""
+class RankLogs:
+    """The log files of the ranks of one round."""
 
     def __init__(self, folder: Path, size: int):
         self.folder = folder
@@ -68,7 +68,7 @@ class Diaries:
         self._size = size
 
     def lines(self, word: str) -> list[dict[int, str]]:
-        """For each rank: what stands behind the lines that begin with `word`, by rollout."""
+        """For each rank: the last word of the lines that begin with `word`, by rollout."""
         found = []
         for rank in range(self._size):
             path = self.folder / str(rank)
@@ -77,7 +77,7 @@ class Diaries:
         return found
 
     def wait_for(self, word: str, deadline_s: float = 60) -> None:
-        """Until every rank has written a line with this word."""
+        """Waits until every rank has written a line with this word."""
         deadline = time.monotonic() + deadline_s
         paths = [self.folder / str(rank) for rank in range(self._size)]
         while not all(path.exists() and word in path.read_text() for path in paths):
@@ -90,7 +90,7 @@ def names(root: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_kill_at_any_moment_of_a_save_loses_at_most_the_steps_since_the_one_before(
+def test_kill_during_a_save_loses_at_most_the_steps_since_the_previous_save(
     models: Any, two_ranks: RankPool, tmp_path: Path
 ):
     moments = random.Random(SEED)
@@ -106,37 +106,37 @@ def test_a_kill_at_any_moment_of_a_save_loses_at_most_the_steps_since_the_one_be
         **models.flags,
     )
     rollouts = [tiny.recorded_rollout(seed, samples=4) for seed in range(3)]
-    saved: list[dict[int, str]] = [{}, {}]  # for each rank, by rollout: the digest of what it saved
-    spans: dict[bool, float] = {}  # from the first save to the end, in seconds, of an undisturbed round of each kind
+    saved: list[dict[int, str]] = [{}, {}]  # for each rank, by rollout: the digest of the saved state
+    spans: dict[bool, float] = {}  # seconds from the first save to the end of an undisturbed round of each kind
 
     def round_trip(number: int, *, asynchronous: bool) -> None:
         before = find_checkpoint(root)
         newest = -1 if before is None else before.iteration
-        again = number % 3 == 2 and (root / f"iter_{newest - 1:07d}").is_dir()  # the newest is made once more
+        again = number % 3 == 2 and (root / f"iter_{newest - 1:07d}").is_dir()  # the newest is repeated
         args.async_save, args.ckpt_step = asynchronous, newest - 1 if again else None
-        diaries = Diaries(tmp_path / f"round{number}", two_ranks.world_size)
-        two_ranks._start(train_and_save, f"file://{diaries.folder}/store", (args, rollouts, diaries.folder))
+        logs = RankLogs(tmp_path / f"round{number}", two_ranks.world_size)
+        two_ranks._start(train_and_save, f"file://{logs.folder}/store", (args, rollouts, logs.folder))
         try:
-            diaries.wait_for("saving")
+            logs.wait_for("saving")
             started = time.perf_counter()
             if asynchronous in spans:
                 moment = moments.uniform(0, 1.1 * spans[asynchronous])
                 time.sleep(moment)
             else:
-                diaries.wait_for("done")
+                logs.wait_for("done")
                 moment = spans[asynchronous] = time.perf_counter() - started
         finally:
             two_ranks.kill()
-        for rank, (loaded, saving) in enumerate(zip(diaries.lines("loaded"), diaries.lines("saving"), strict=True)):
+        for rank, (loaded, saving) in enumerate(zip(logs.lines("loaded"), logs.lines("saving"), strict=True)):
             for iteration, found in loaded.items():
                 assert iteration == (newest - 1 if again else newest)
                 assert iteration == -1 or found == saved[rank][iteration], "what was loaded is not what was saved"
             saved[rank] |= saving
-        check(number, moment, newest, diaries, asynchronous)
+        check(number, moment, newest, logs, asynchronous)
 
-    def check(number: int, moment: float, newest: int, diaries: Diaries, asynchronous: bool) -> None:
-        complete = max((max(lines, default=-1) for lines in diaries.lines("saved")), default=-1)
-        begun = max(max(lines) for lines in diaries.lines("saving"))
+    def check(number: int, moment: float, newest: int, logs: RankLogs, asynchronous: bool) -> None:
+        complete = max((max(lines, default=-1) for lines in logs.lines("saved")), default=-1)
+        begun = max(max(lines) for lines in logs.lines("saving"))
         found = find_checkpoint(root)
         iteration = -1 if found is None else found.iteration
         kind, span = "async" if asynchronous else "sync", spans[asynchronous]
@@ -146,7 +146,7 @@ def test_a_kill_at_any_moment_of_a_save_loses_at_most_the_steps_since_the_one_be
         )
         assert max(newest, complete) <= iteration <= max(newest, begun)
         if found is not None:
-            checkpoints.read(found.path)  # by torch's own reader, whole
+            checkpoints.read(found.path)  # fully, with torch's own reader
 
     round_trip(0, asynchronous=False)
     round_trip(1, asynchronous=True)
@@ -155,11 +155,11 @@ def test_a_kill_at_any_moment_of_a_save_loses_at_most_the_steps_since_the_one_be
 
 
 class _KilledError(BaseException):
-    """Stands for SIGKILL: nothing of the program runs after it."""
+    """Simulates SIGKILL: nothing of the program runs after it."""
 
 
 def save(root: Path, iteration: int) -> None:
-    """A save on the disk, without its tensors."""
+    """The disk operations of a save, without tensors."""
     partial = checkpoint_folder.begin(root, iteration)
     for name in ("metadata.json", ".metadata"):
         checkpoint_folder.write_bytes(partial / name, b"{}")
@@ -169,7 +169,7 @@ def save(root: Path, iteration: int) -> None:
 
 
 def killed_before_step(number: int, root: Path, iteration: int, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Run `save`, killed before its n-th step on the disk; False where it has fewer."""
+    """Runs `save`, killed before its n-th disk operation; False if it has fewer."""
     steps = 0
 
     def counted(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -183,7 +183,7 @@ def killed_before_step(number: int, root: Path, iteration: int, monkeypatch: pyt
         return run
 
     def remove_half(folder: Path, *_: Any, **__: Any) -> None:
-        """File by file, so that a kill may fall between two."""
+        """Removes file by file, so that a kill may hit between two."""
         for path in sorted(folder.iterdir()):
             path.unlink()
         folder.rmdir()
@@ -199,8 +199,8 @@ def killed_before_step(number: int, root: Path, iteration: int, monkeypatch: pyt
     return False
 
 
-@pytest.mark.parametrize("iteration", [3, 4])  # 3 is made once more, 4 is new
-def test_a_kill_before_any_step_on_the_disk_leaves_a_whole_checkpoint_that_is_found(
+@pytest.mark.parametrize("iteration", [3, 4])  # 3 is repeated, 4 is new
+def test_kill_before_any_disk_operation_leaves_a_complete_checkpoint(
     iteration: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     number = 0
@@ -212,7 +212,7 @@ def test_a_kill_before_any_step_on_the_disk_leaves_a_whole_checkpoint_that_is_fo
             break
         found = find_checkpoint(root)
         assert found is not None and found.iteration in {3, iteration}
-        assert not any(path.suffix == "" and checkpoint_folder.damage(path) for path in root.glob("iter_*"))
+        assert not any(path.suffix == "" and checkpoint_folder.find_corruption(path) for path in root.glob("iter_*"))
         save(root, 4)
         assert names(root) == ["iter_0000003", "iter_0000004", "latest_checkpointed_iteration.txt"]
         number += 1

@@ -1,4 +1,4 @@
-"""Ranks of the tests can use GPUs: the server that they are forked off never initialises CUDA."""
+"""Test ranks can use GPUs: the fork server never initializes CUDA."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.megatron import launch
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# A process on a machine with one GPU, as far as torch's Python can tell: NVML counts it, and every other function of
-# torch's CUDA extension is noted when it is called. All of them initialise CUDA.
+# A process on a machine with one GPU, as seen by torch's Python code: NVML counts it, and every other function of
+# torch's CUDA extension is recorded when it is called. All of them initialize CUDA.
 IMPORT_BESIDE_A_GPU = """
 import importlib, json, sys, traceback
 import torch
@@ -43,7 +44,7 @@ print(json.dumps({"gpus": torch.cuda.device_count(), "called": called}))
 
 
 def import_beside_a_gpu(environment: dict[str, str]) -> list[list[str]]:
-    """The calls of torch's CUDA extension, with their callers, while what the server preloads is imported."""
+    """Calls of torch's CUDA extension, with their callers, while the server's preloaded modules are imported."""
     inherited = {name: value for name, value in os.environ.items() if name not in launch.SERVER_ENVIRONMENT}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", IMPORT_BESIDE_A_GPU, *launch.PRELOADED],
@@ -53,28 +54,29 @@ def import_beside_a_gpu(environment: dict[str, str]) -> list[list[str]]:
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout.splitlines()[-1])
-    assert told["gpus"] == 1
-    return told["called"]
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["gpus"] == 1
+    return result["called"]
 
 
-def test_nothing_that_the_server_imports_initialises_cuda():
+@pytest.mark.slow
+def test_server_imports_do_not_initialize_cuda():
     assert import_beside_a_gpu(launch.SERVER_ENVIRONMENT) == []
 
 
 def surroundings(rank: int, world_size: int, init_method: str) -> tuple[int, dict[str, str]]:
-    """The parent of this rank, and its environment."""
+    """The parent process of this rank, and its environment."""
     return os.getppid(), dict(os.environ)
 
 
-def test_the_server_asks_nvml_for_gpus_and_neither_its_ranks_nor_this_process_do():
+def test_only_the_server_queries_nvml():
     ((server, environment),) = launch.run_ranks(surroundings, 1)
     assert server != os.getpid()
     assert launch.SERVER_ENVIRONMENT.items() <= psutil.Process(server).environ().items()
     assert not launch.SERVER_ENVIRONMENT.keys() & (environment.keys() | os.environ.keys())
 
 
-def test_ranks_import_everything_themselves_where_a_fork_could_not_use_cuda(monkeypatch):
+def test_ranks_import_their_modules_when_a_fork_could_not_use_cuda(monkeypatch):
     monkeypatch.setattr(launch, "_forks_can_use_cuda", lambda: False)
     results = launch.run_ranks(surroundings, 2)
     assert [parent for parent, _ in results] == [os.getpid()] * 2

@@ -1,7 +1,7 @@
 """One rollout, trained on in two optimizer steps, gives the same result in every layout as plain autograd does.
 
-The catalogue is in layouts.py. Not all of it runs here: benchmarks/layouts.py measures every layout with every model
-type, these are the ones that differ in what they exercise.
+The catalogue is in layouts.py. Only a part of it runs here, the layouts that differ in the code they exercise;
+benchmarks/layouts.py measures every layout with every model type.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.megatron.layouts import CP2, DYNAMIC, EP2, FULL, PP2, SETTINGS, SPREA
 
 pytestmark = pytest.mark.slow
 
-# what is no layout of ranks: batches, padding, chunks, and everything at once
+# settings other than parallel sizes: batches, padding, chunks, and everything combined
 VARIANTS = {
     "micro-batches of four samples": Layout(1, {"micro_batch_size": 4}),
     "dynamic micro-batches": Layout(1, DYNAMIC),
@@ -67,7 +67,7 @@ CHECKED = {
     "TP2 SP CP2 PP2": MLA,
     "EP2 PP2 DP4": MOE,
 }
-# the other divisor of the loss: where the split of samples over micro-batches, ranks and stages could get it wrong
+# the other divisor of the loss, which depends on the split of samples over micro-batches, ranks and stages
 PER_TOKEN = {
     "1 rank": ("dense", "MLA"),
     "dynamic micro-batches": DENSE,
@@ -104,13 +104,13 @@ def per_token(value: bool) -> reference.ReferenceSettings:
 @pytest.mark.parametrize(
     ("name", "kind", "tokens"), CASES, ids=[f"{n}, {k}{', per-token loss' if t else ''}" for n, k, t in CASES]
 )
-def test_every_layout_trains_as_plain_autograd_does(name: str, kind: str, tokens: bool, models: Any, pools: Any):
+def test_every_layout_trains_like_plain_autograd(name: str, kind: str, tokens: bool, models: Any, pools: Any):
     layout, settings = EVERY[name], per_token(tokens)
     args, truth = models.args(layout, kind, settings), models.truth(kind, layout.layers, settings)
     result = layouts.train(pools[layout.ranks], args, models.rollout)
     found = layouts.differences(args, result, truth)
     assert max(found.loss, found.grad_norm, found.weights) < 1e-5
-    assert found.gradients is None or found.gradients < 2e-5  # the last step's carry the first step's rounding
+    assert found.gradients is None or found.gradients < 2e-5  # include the first step's rounding
     assert [step["pg_clipfrac"] for step in result.metrics] == pytest.approx(truth.clip_fractions, abs=1e-6)
     biases = [bias for bias in truth.weights if bias.endswith("e_score_correction_bias")]
     assert len(biases) == (layout.layers - 1 if kind == "MLA" else 0)
@@ -119,8 +119,8 @@ def test_every_layout_trains_as_plain_autograd_does(name: str, kind: str, tokens
 
 
 @pytest.mark.parametrize("tokens", [False, True], ids=["per-sample loss", "per-token loss"])
-def test_the_routers_balance_loss_has_its_weight_in_every_layout(tokens: bool, models: Any, pools: Any):
-    # whole samples are micro-batches without padding, whichever way they are cut
+def test_balance_loss_of_the_router_has_its_weight_in_every_layout(tokens: bool, models: Any, pools: Any):
+    # full samples are micro-batches without padding in every split
     rollout = tiny.recorded_rollout(seed=6, multiple=4)
     settings = dataclasses.replace(SETTINGS, per_token=tokens, balance_coef=0.5)
     folders = [models.folder("MoE", 2, role) for role in ("policy", "reference")]
@@ -136,14 +136,14 @@ def test_the_routers_balance_loss_has_its_weight_in_every_layout(tokens: bool, m
 
 
 @pytest.mark.parametrize(("kind", "layers"), [("dense", 2), ("dense", 4), ("MoE", 2), ("MLA", 2)])
-def test_the_rollout_exercises_clip_kl_and_entropy(kind: str, layers: int, models: Any):
+def test_rollout_exercises_clip_kl_and_entropy(kind: str, layers: int, models: Any):
     truth = models.truth(kind, layers, SETTINGS)
     assert truth.clip_fractions[0] == 0.0
     assert 0.1 < truth.clip_fractions[1] < 0.9
     assert min(truth.gradient_norms) > SETTINGS.clip_grad  # gradient clipping is active as well
 
 
-def test_the_biases_of_experts_move_in_the_truth_as_well(models: Any):
+def test_expert_biases_also_move_in_the_reference(models: Any):
     moved = models.truth("MLA", 2, SETTINGS).weights["model.layers.1.mlp.gate.e_score_correction_bias"]
     frozen = models.truth("MLA", 2, dataclasses.replace(SETTINGS, bias_rate=0.0))
     steps = (moved - frozen.weights["model.layers.1.mlp.gate.e_score_correction_bias"]) / SETTINGS.bias_rate
@@ -151,8 +151,8 @@ def test_the_biases_of_experts_move_in_the_truth_as_well(models: Any):
     assert (steps > 0.5).any() and (steps < -0.5).any()
 
 
-def test_before_the_first_update_the_ratio_is_one_and_the_kl_to_oneself_is_zero(models: Any, pools: Any):
-    args = models.args(Layout(2, TP2), "dense")
+def test_ratio_is_one_and_self_kl_zero_before_the_first_update(models: Any, pools: Any):
+    args = models.args(Layout(2, TP2 | {"compute_old_log_probs": "always"}), "dense")
     args.ref_load = args.load
     first, second = layouts.train(pools[2], args, models.rollout).metrics
     assert first["ratio_max_abs_diff"] < 1e-6
@@ -162,13 +162,14 @@ def test_before_the_first_update_the_ratio_is_one_and_the_kl_to_oneself_is_zero(
 
 
 def test_progress_counts_the_micro_batches_of_all_three_passes(models: Any, pools: Any):
-    total = 3 * len(models.rollout) // 2  # reference, log-probabilities before the update, training; two samples each
+    # reference, log-probabilities of the second optimizer step's samples before the first, training; two samples each
+    total = (2 * len(models.rollout) + len(models.rollout) // 2) // 2
     for layout in (Layout(1, {"micro_batch_size": 2}, 4), Layout(2, VIRTUAL | {"micro_batch_size": 2}, 4)):
         result = layouts.train(pools[layout.ranks], models.args(layout, "dense"), models.rollout)
         assert result.progress == [(number, total) for number in range(1, total + 1)]
 
 
-def test_the_logged_mismatch_with_the_engine_is_over_trained_tokens(models: Any, pools: Any):
+def test_logged_mismatch_with_the_engine_is_over_trained_tokens(models: Any, pools: Any):
     rollout = models.rollout
     result = layouts.train(pools[1], models.args(Layout(1, {}), "dense"), rollout)
     policy = reference.load_model(models.folder("dense", 2, "policy"))
@@ -198,7 +199,7 @@ def test_the_logged_mismatch_with_the_engine_is_over_trained_tokens(models: Any,
         ("EP2", "MoE"),
     ],
 )
-def test_bfloat16_stays_within_its_bound_of_float64(name: str, kind: str, models: Any, pools: Any):
+def test_bfloat16_is_within_its_bound_of_float64(name: str, kind: str, models: Any, pools: Any):
     layout = layouts.LAYOUTS[name]
     args = models.args(layout, kind, layouts.BF16)
     result = layouts.train(pools[layout.ranks], args, models.rollout)
@@ -208,7 +209,7 @@ def test_bfloat16_stays_within_its_bound_of_float64(name: str, kind: str, models
 
 
 @pytest.mark.parametrize("kind", layouts.ALL)
-def test_transformers_own_bfloat16_needs_that_bound(kind: str, models: Any):
+def test_transformers_bfloat16_needs_the_same_bound(kind: str, models: Any):
     peer = models.peer(kind, 2)
     assert layouts.within_bf16(peer, kind)
     assert peer.gradients > layouts.BF16_GRADIENT[kind] / 8
@@ -217,9 +218,10 @@ def test_transformers_own_bfloat16_needs_that_bound(kind: str, models: Any):
 MODULES = ("core_attn", "mlp", "layernorm", "moe", "shared_experts", "mla_up_proj")
 
 
-def test_what_is_recomputed_is_computed_once_more_and_nothing_else_is(models: Any, pools: Any):
+def test_recomputation_runs_exactly_the_selected_modules_once_more(models: Any, pools: Any):
+    always = {"compute_old_log_probs": "always"}
     calls = {
-        chosen: pools[1].run(ranks.count_calls, models.args(Layout(1, flags), "MLA"), models.rollout)[0]
+        chosen: pools[1].run(ranks.count_calls, models.args(Layout(1, flags | always), "MLA"), models.rollout)[0]
         for chosen, flags in [("", {}), *((module, layouts.selective(module)) for module in MODULES)]
     }
     passes = len(models.rollout)  # of one sample each: reference, log-probabilities before the update, training

@@ -1,4 +1,4 @@
-"""The model that flags describe computes what transformers computes, however sequences are packed."""
+"""The model built from flags computes the logits of transformers for any packing."""
 
 from __future__ import annotations
 
@@ -73,13 +73,11 @@ def assert_close(actual: list[Tensor], expected: list[Tensor]) -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_packed_logits_equal_those_of_transformers_for_each_sequence_alone(
-    tied: bool, models: Any, one_rank: Any, tmp_path: Path
-):
+def test_packed_logits_match_transformers_per_sequence(tied: bool, models: Any, one_rank: Any, tmp_path: Path):
     folder = models.policy_hf if tied else tiny.save_qwen3(tmp_path / "untied", seed=3, tied=False)
     args = tiny.tiny_args(untie_embeddings_and_output_weights=not tied)
     expected = expected_logits(folder)
-    assert max(float(logits.abs().max()) for logits in expected) > 2  # the comparison means something
+    assert max(float(logits.abs().max()) for logits in expected) > 2  # the comparison is meaningful
     together = one_rank.run(packed_logits, args, folder, [SEQUENCES])[0]
     assert_close(together, expected)
     alone = one_rank.run(packed_logits, args, folder, [[sequence] for sequence in SEQUENCES])[0]
@@ -87,7 +85,7 @@ def test_packed_logits_equal_those_of_transformers_for_each_sequence_alone(
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_tensor_parallel_logits_equal_those_of_transformers(sequence_parallel: bool, models: Any, two_ranks: Any):
+def test_tensor_parallel_logits_match_transformers(sequence_parallel: bool, models: Any, two_ranks: Any):
     args = tiny.tiny_args(tensor_model_parallel_size=2, sequence_parallel=sequence_parallel)
     for result in two_ranks.run(packed_logits, args, models.policy_hf, [SEQUENCES[:2], SEQUENCES[2:]]):
         assert_close(result, expected_logits(models.policy_hf))

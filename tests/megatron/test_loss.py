@@ -1,4 +1,4 @@
-"""The sums of the policy loss: right for one micro-batch, and the same however the batch is cut."""
+"""The sums of the policy loss: correct for one micro-batch, and independent of the split of the batch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from slimrl.algorithms.estimators import Objective
 from slimrl.megatron.training.loss import PolicyLossConfig, PolicyLossInputs, policy_loss_sums
-from slimrl.megatron.training.loss_metrics import PolicyLossSums
+from slimrl.megatron.training.loss_sums import PolicyLossSums
 from slimrl.observability.metrics import metric_of
 from slimrl.observability.metrics.registry import TRAIN
 
@@ -49,7 +49,7 @@ KL = math.log(1.5) ** 2 / 2
 TOKENS = [-2.0 - 0.2, -2.0 * 1.3 - 0.4 + 2 * KL, 1.0 - 0.5]  # trained tokens, in order
 
 
-def test_per_sample_loss_is_the_sum_of_the_samples_means():
+def test_per_sample_loss_is_the_sum_of_sample_means():
     sums = policy_loss_sums(two_samples(), SETTINGS)
     assert int(sums.count) == 2
     assert float(sums.loss) == pytest.approx((TOKENS[0] + TOKENS[1]) / 2 + TOKENS[2], rel=1e-6)
@@ -71,7 +71,7 @@ def test_per_token_loss_is_the_sum_over_trained_tokens():
     assert float(sums.loss) == pytest.approx(sum(TOKENS), rel=1e-6)
 
 
-def test_masked_tokens_count_for_nothing_not_even_in_the_maxima():
+def test_masked_tokens_do_not_affect_sums_or_maxima():
     sums = policy_loss_sums(two_samples(), SETTINGS)
     assert float(sums.trained_tokens) == 3.0
     mismatch = "train_rollout_logprob_abs_diff"
@@ -79,7 +79,7 @@ def test_masked_tokens_count_for_nothing_not_even_in_the_maxima():
     assert numbers(sums.maxima) == pytest.approx({"ratio_max_abs_diff": 0.5, f"{mismatch}_max": 0.03}, rel=1e-4)
 
 
-def test_a_masked_token_with_an_impossible_value_leaves_loss_and_gradient_finite():
+def test_masked_token_with_an_invalid_value_keeps_loss_and_gradient_finite():
     inputs = two_samples()
     log_probs = inputs.log_probs.clone()
     log_probs[1] = float("-inf")
@@ -90,7 +90,7 @@ def test_a_masked_token_with_an_impossible_value_leaves_loss_and_gradient_finite
     assert float(log_probs.grad[1]) == 0.0
 
 
-def test_a_fully_masked_sample_counts_as_a_sample_and_adds_nothing():
+def test_fully_masked_sample_is_counted_and_adds_zero():
     inputs = dataclasses.replace(two_samples(), loss_mask=torch.tensor([1.0, 0.0, 1.0, 0.0]))
     sums = policy_loss_sums(inputs, SETTINGS)
     assert int(sums.count) == 2
@@ -98,7 +98,7 @@ def test_a_fully_masked_sample_counts_as_a_sample_and_adds_nothing():
 
 
 @pytest.mark.parametrize("per_token", [False, True])
-def test_cutting_the_batch_between_samples_changes_nothing(per_token: bool):
+def test_splitting_the_batch_between_samples_changes_nothing(per_token: bool):
     settings = dataclasses.replace(SETTINGS, per_token=per_token)
     inputs = two_samples()
 
@@ -117,7 +117,7 @@ def test_cutting_the_batch_between_samples_changes_nothing(per_token: bool):
     assert int(first.count + second.count) == int(whole.count)
 
 
-def test_without_a_reference_the_kl_is_zero_and_without_a_coefficient_it_is_only_logged():
+def test_kl_is_zero_without_a_reference_and_only_logged_without_a_coefficient():
     inputs = two_samples()
     absent = policy_loss_sums(dataclasses.replace(inputs, ref_log_probs=None), SETTINGS)
     logged = policy_loss_sums(inputs, dataclasses.replace(SETTINGS, kl_loss_coef=0.0))
@@ -126,7 +126,7 @@ def test_without_a_reference_the_kl_is_zero_and_without_a_coefficient_it_is_only
     torch.testing.assert_close(absent.loss, logged.loss)
 
 
-def test_only_the_loss_carries_a_gradient():
+def test_only_the_loss_requires_grad():
     inputs = two_samples()
     log_probs = inputs.log_probs.clone().requires_grad_()
     sums = policy_loss_sums(dataclasses.replace(inputs, log_probs=log_probs), SETTINGS)
@@ -135,10 +135,8 @@ def test_only_the_loss_carries_a_gradient():
     assert not any(value.requires_grad for value in metrics)
 
 
-def test_gspo_clips_the_ratio_of_the_whole_sample():
-    settings = dataclasses.replace(
-        SETTINGS, objective=Objective.CLIPPED_SEQUENCE_RATIO, entropy_coef=0.0, kl_loss_coef=0.0
-    )
+def test_gspo_clips_the_sequence_ratio():
+    settings = dataclasses.replace(SETTINGS, objective=Objective.GSPO_CLIP, entropy_coef=0.0, kl_loss_coef=0.0)
     sums = policy_loss_sums(two_samples(), settings)
     # the first sample's trained tokens have log-ratios 0 and log 1.5: their mean is log sqrt(1.5) = log 1.2247
     assert float(sums.loss) == pytest.approx(-2.0 * math.sqrt(1.5) + 1.0, rel=1e-6)
@@ -157,7 +155,7 @@ def test_importance_weights_multiply_the_policy_loss_and_are_logged():
     assert logged["tis_clipfrac"] == pytest.approx(0.5)
 
 
-def test_a_sequence_that_drifted_off_policy_adds_nothing():
+def test_off_policy_sequence_adds_nothing():
     settings = dataclasses.replace(SETTINGS, entropy_coef=0.0, kl_loss_coef=0.0, opsm_delta=0.1)
     inputs = two_samples()
     drifted = dataclasses.replace(inputs, log_probs=inputs.log_probs - torch.tensor([0.0, 0.0, 0.0, 0.2]))
@@ -165,7 +163,7 @@ def test_a_sequence_that_drifted_off_policy_adds_nothing():
     assert float(policy_loss_sums(inputs, settings).loss) == pytest.approx((-2.0 - 2.6) / 2 + 1.0, rel=1e-6)
 
 
-def test_the_unbiased_kl_is_multiplied_by_the_ratio():
+def test_unbiased_kl_is_multiplied_by_the_ratio():
     inputs = two_samples()
     settings = dataclasses.replace(SETTINGS, unbiased_kl=True)
     logged = numbers(policy_loss_sums(inputs, settings).weighted)
@@ -173,7 +171,7 @@ def test_the_unbiased_kl_is_multiplied_by_the_ratio():
 
 
 @pytest.mark.parametrize(("kind", "slope"), [("k1", 1.0), ("k2", 0.5), ("k3", 1 - math.exp(-0.5))])
-def test_the_gradient_of_the_unbiased_kl_goes_through_the_ratio_too(kind, slope):
+def test_unbiased_kl_gradient_includes_the_ratio(kind, slope):
     """d/dx of exp(x - old) k(x) is exp(x - old) (k + k'), with k the estimate at x - ref = 0.5 and k' its slope."""
     estimate = {"k1": 0.5, "k2": 0.125, "k3": math.exp(-0.5) - 1 + 0.5}[kind]
     log_probs = torch.tensor([-1.0], requires_grad=True)
@@ -193,7 +191,7 @@ def test_the_gradient_of_the_unbiased_kl_goes_through_the_ratio_too(kind, slope)
     assert log_probs.grad.item() == pytest.approx(2.0 * math.exp(0.25) * (estimate + slope), rel=1e-6)
 
 
-def test_supervised_training_minimises_the_negative_log_likelihood_of_trained_tokens():
+def test_sft_minimizes_the_negative_log_likelihood_of_trained_tokens():
     settings = dataclasses.replace(SETTINGS, supervised=True)
     sums = policy_loss_sums(two_samples(), settings)
     first, last = 1.0, 3.0 - math.log(1.5)  # the first sample's trained tokens; the second sample's is 1.5
@@ -207,15 +205,15 @@ def test_supervised_training_minimises_the_negative_log_likelihood_of_trained_to
 
 VARIANTS = {
     "policy": {},
-    "GSPO": {"objective": Objective.CLIPPED_SEQUENCE_RATIO},
-    "CISPO": {"objective": Objective.CLIPPED_WEIGHT, "per_token": True},
+    "GSPO": {"objective": Objective.GSPO_CLIP},
+    "CISPO": {"objective": Objective.CISPO, "per_token": True},
     "corrected": {"tis_bounds": (0.0, 2.0), "opsm_delta": 0.1},
     "supervised": {"supervised": True},
 }
 
 
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
-def test_the_settings_know_the_names_of_the_sums_and_the_table_of_metrics_has_them(changes):
+def test_loss_sums_are_in_the_metric_registry(changes):
     settings = dataclasses.replace(SETTINGS, **changes)
     names = policy_loss_sums(two_samples(), settings).names
     assert settings.metric_names == names
@@ -230,6 +228,6 @@ def test_the_settings_know_the_names_of_the_sums_and_the_table_of_metrics_has_th
     }
 
 
-def test_a_loss_of_the_users_has_the_loss_and_what_the_trainer_compares():
-    settings = dataclasses.replace(SETTINGS, own=True)
+def test_custom_loss_has_the_loss_and_the_mismatch_sums():
+    settings = dataclasses.replace(SETTINGS, is_custom_loss=True)
     assert settings.metric_names == dataclasses.replace(SETTINGS.metric_names, weighted=("loss",))

@@ -1,4 +1,4 @@
-"""Training in bfloat16: the optimizer's float32 weights take AdamW's steps, and the model's are their rounding."""
+"""Training in bfloat16: the optimizer's float32 weights follow AdamW, and the model's weights are their rounding."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slimrl.arguments import Arguments
 from slimrl.data.train_batch import RolloutBatch
 from tests.megatron import ranks
 from tests.megatron.test_freeze import SETTINGS, flags
-from tests.megatron.test_sharding import ROLLOUTS, SPREAD, relative_error, told, train
+from tests.megatron.test_sharding import ROLLOUTS, SPREAD, losses_and_norms, relative_error, train
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +29,7 @@ class Weight:
 
     decays: bool
     start: Tensor  # float32, before training
-    gradients: list[Tensor]  # of each step, as the optimizer got it: reduced and clipped
+    gradients: list[Tensor]  # of each step, as passed to the optimizer: reduced and clipped
     master: Tensor  # float32, afterwards
     weight: Tensor  # bfloat16, afterwards
 
@@ -37,7 +37,7 @@ class Weight:
 def follow_weights(
     rank: int, size: int, init_method: str, args: Arguments, rollouts: list[RolloutBatch]
 ) -> tuple[list[Weight], list[float], dict[str, Tensor]]:
-    """Train one step on each rollout; what became of every weight, the gradient norms, and the whole weights."""
+    """Trains one step on each rollout; returns the history of every weight, the gradient norms and the full weights."""
     trainer = ranks.start(rank, size, init_method, args)
     triples = list(master_weights(trainer.optimizer))
     followed = [
@@ -57,7 +57,7 @@ def follow_weights(
 
 
 def master_weights(optimizer: Any) -> Any:
-    """(model's parameter, what of it this rank's optimizer steps, its float32 copy)."""
+    """(model parameter, the slice that this rank's optimizer updates, its float32 copy)."""
     for part in optimizer.chained_optimizers:
         spread = hasattr(part, "shard_float16_groups")
         models = part.model_float16_groups if spread else part.float16_groups
@@ -92,7 +92,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_float32_copies_take_adamws_steps_and_the_weights_are_their_rounding(
+def test_float32_master_weights_follow_adamw_and_the_model_has_their_rounding(
     case: str, models: Any, one_rank: Any, two_ranks: Any
 ):
     size, changes = CASES[case]
@@ -105,7 +105,7 @@ def test_float32_copies_take_adamws_steps_and_the_weights_are_their_rounding(
         for one in followed:
             expected = adamw(one, args)
             assert (one.master.double() - expected).abs().max() < 1e-6
-            assert (expected - one.start).abs().max() > 1e-3  # a step that rounding cannot pass for
+            assert (expected - one.start).abs().max() > 1e-3  # a step larger than rounding
             assert torch.equal(one.weight, one.master.bfloat16())
             elements += one.start.numel()
             squares = [
@@ -115,7 +115,7 @@ def test_float32_copies_take_adamws_steps_and_the_weights_are_their_rounding(
     assert elements == 82304
     assert min(results[0][1]) > SETTINGS.clip_grad
     assert [math.sqrt(square) for square in squares] == pytest.approx([SETTINGS.clip_grad] * 2, rel=1e-5)
-    for _, norms, whole in results[1:]:  # what one rank stepped, the others have
+    for _, norms, whole in results[1:]:  # the other ranks have what one rank updated
         assert norms == results[0][1]
         assert all(torch.equal(whole[name], value) for name, value in results[0][2].items())
 
@@ -123,7 +123,7 @@ def test_float32_copies_take_adamws_steps_and_the_weights_are_their_rounding(
 @pytest.mark.parametrize(
     ("kind", "saving"), [("dense", SPREAD), ("experts", ON_HOST | HALF)], ids=["state from the device", "from the host"]
 )
-def test_state_in_host_memory_changes_nothing_and_resumes_bit_for_bit(
+def test_offloaded_state_changes_nothing_and_resumes_bit_for_bit(
     kind: str, saving: dict[str, Any], models: Any, expert_models: Any, two_ranks: Any, tmp_path: Path
 ):
     model = {"dense": models, "experts": expert_models}[kind]
@@ -134,5 +134,5 @@ def test_state_in_host_memory_changes_nothing_and_resumes_bit_for_bit(
     args = flags(model, bf16=True, **ON_HOST, **HALF)
     args.load = str(tmp_path / kind)
     resumed = two_ranks.run(train, args, ROLLOUTS, 2)[0]
-    assert told(resumed) == told(plain)[4:]
+    assert losses_and_norms(resumed) == losses_and_norms(plain)[4:]
     assert relative_error(resumed.weights, plain.weights) == 0

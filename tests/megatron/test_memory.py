@@ -1,4 +1,4 @@
-"""What a rank says about its memory: bytes known beforehand, and the trainer's numbers beside the plan's."""
+"""The memory report of a rank: bytes known in advance, and the trainer's numbers next to the plan's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slimrl.data.train_batch import RolloutBatch
 from tests.megatron import ranks, tiny
 
 
-def test_what_operations_keep_counts_once_for_each_piece_of_memory():
+def test_shared_storage_of_saved_tensors_counts_once():
     from slimrl.megatron.training.memory_report import KeptForBackward
 
     weight = torch.ones(8, 8, requires_grad=True)
@@ -23,7 +23,7 @@ def test_what_operations_keep_counts_once_for_each_piece_of_memory():
     assert kept.peak == 2 * 5 * 8 * 4
 
 
-def test_what_a_backward_pass_has_let_go_of_counts_no_longer():
+def test_memory_freed_by_backward_is_not_counted():
     from slimrl.megatron.training.memory_report import KeptForBackward
 
     weight = torch.ones(8, 8, requires_grad=True)
@@ -34,7 +34,7 @@ def test_what_a_backward_pass_has_let_go_of_counts_no_longer():
     assert weight.grad.tolist() == [[12.0] * 8] * 8
 
 
-def test_the_sentence_has_measured_and_planned_side_by_side():
+def test_message_shows_measured_and_planned_memory():
     from slimrl.megatron.training.memory_report import sentence
 
     measured = {"parameters": 2**30, "gradients": 2**31, "optimizer": 3 * 2**29, "activations": 5 * 2**20}
@@ -47,7 +47,7 @@ def test_the_sentence_has_measured_and_planned_side_by_side():
 def train(
     rank: int, world_size: int, init_method: str, args: Arguments, rollout: RolloutBatch
 ) -> tuple[dict[str, float], dict[str, float], list[int]]:
-    """What was noted of each of two rollouts, and the elements of this rank's weights."""
+    """The reports of two rollouts, and the elements of this rank's weights."""
     trainer = ranks.start(rank, world_size, init_method, args)
     noted = []
     for number in range(2):
@@ -59,32 +59,32 @@ def train(
 
 
 @pytest.mark.slow
-def test_every_rank_tells_the_bytes_of_the_fullest_and_the_plan_once(models: Any, two_ranks: Any):
+def test_every_rank_reports_the_bytes_of_the_fullest_rank_and_the_plan_once(models: Any, two_ranks: Any):
     layout = {"pipeline_model_parallel_size": 2, "bf16": True, "actor_num_gpus_per_node": 2}
     args = tiny.tiny_args(load=str(models.policy), **models.flags, **layout)
     results = two_ranks.run(train, args, tiny.recorded_rollout(seed=5))
     fullest = max(sum(own) for *_, own in results)
-    told, then, _ = results[0]
-    assert (told["memory_parameters"], told["memory_gradients"]) == (2 * fullest, 4 * fullest)
+    report, then, _ = results[0]
+    assert (report["memory_parameters"], report["memory_gradients"]) == (2 * fullest, 4 * fullest)
     # a copy and two moments in float32; a counter of the steps for each weight
-    assert 12 * fullest <= told["memory_optimizer"] <= 12 * fullest + 1024
-    assert told["planned_memory_parameters"] == told["memory_parameters"]
-    assert told["planned_memory_gradients"] == told["memory_gradients"]
-    assert told["planned_memory_optimizer"] == 12 * fullest
-    assert 0 < told["planned_memory_activations"] < told["memory_activations"]
+    assert 12 * fullest <= report["memory_optimizer"] <= 12 * fullest + 1024
+    assert report["planned_memory_parameters"] == report["memory_parameters"]
+    assert report["planned_memory_gradients"] == report["memory_gradients"]
+    assert report["planned_memory_optimizer"] == 12 * fullest
+    assert 0 < report["planned_memory_activations"] < report["memory_activations"]
     assert then == {}
-    assert results[1][:2] == (told, then)
+    assert results[1][:2] == (report, then)
 
 
 @pytest.mark.slow
-def test_kept_logits_are_among_what_is_kept_and_others_are_not(models: Any, one_rank: Any):
+def test_kept_logits_are_counted_as_saved_and_others_are_not(models: Any, one_rank: Any):
     rollout = tiny.recorded_rollout(seed=5)
     sizes = {}
     for keep in (True, False):
         args = tiny.tiny_args(load=str(models.policy), keep_logits=keep, micro_batch_size=4, **models.flags)
-        ((told, *_),) = one_rank.run(train, args, rollout)
-        sizes[keep] = told["memory_activations"]
-    # the first step's only micro-batch: the layer keeps its whole input and the response tokens' logits, or nothing but
-    # the hidden states of these; log-probabilities and entropies need the same few numbers per token in both
+        ((report, *_),) = one_rank.run(train, args, rollout)
+        sizes[keep] = report["memory_activations"]
+    # the first step's only micro-batch: the layer keeps its full input and the response tokens' logits, or only the
+    # hidden states of these; log-probabilities and entropies need the same few numbers per token in both
     positions, tokens = int(rollout.total_lengths[:4].sum()), int(rollout.response_lengths[:4].sum())
     assert sizes[True] - sizes[False] == 4 * (positions * 64 + tokens * 128 - tokens * 64)

@@ -1,4 +1,4 @@
-"""Packing keeps every response token, its predicting row and its place in the batch together."""
+"""Packing preserves every response token, its predicting row and its position in the batch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def batch() -> RolloutBatch:
     )
 
 
-def test_rows_of_logits_predict_the_response_tokens(batch: RolloutBatch):
+def test_logit_rows_predict_the_response_tokens(batch: RolloutBatch):
     packed = pack_micro_batch(batch, [2, 0], length_multiple=1, device=torch.device("cpu"))
     assert packed.tokens.tolist() == [[30, 31, 32, 33, 34, 35, 10, 11, 12, 13]]
     assert packed.sequences.cu_seqlens_q.tolist() == [0, 6, 10]
@@ -40,7 +40,7 @@ def test_rows_of_logits_predict_the_response_tokens(batch: RolloutBatch):
     assert packed.response_lengths.tolist() == [3, 2]
 
 
-def test_padding_is_a_sequence_of_its_own_that_nothing_reads(batch: RolloutBatch):
+def test_padding_is_a_separate_unread_sequence(batch: RolloutBatch):
     packed = pack_micro_batch(batch, [1, 0], length_multiple=4, device=torch.device("cpu"))
     assert packed.tokens.tolist() == [[20, 21, 10, 11, 12, 13, 0, 0]]
     assert packed.sequences.cu_seqlens_q.tolist() == [0, 2, 6, 8]
@@ -53,7 +53,7 @@ def test_padding_can_be_the_longest_sequence(batch: RolloutBatch):
     assert packed.sequences.max_seqlen_q == 62
 
 
-def test_a_sample_without_a_response_contributes_no_rows(batch: RolloutBatch):
+def test_sample_without_a_response_has_no_rows(batch: RolloutBatch):
     batch.response_lengths = torch.tensor([2, 0, 3])
     batch.loss_mask = torch.ones(5)
     batch.rollout_log_probs = torch.zeros(5)
@@ -69,15 +69,15 @@ def test_context_parallel_ranks_share_every_sequence_and_its_response(batch: Rol
         )
         for rank in range(2)
     ]
-    # 10 11 12 13 in pieces of one; 30 to 35 padded to eight, in pieces of two
+    # 10 11 12 13 in chunks of one; 30 to 35 padded to eight, in chunks of two
     assert packs[0].tokens.tolist() == [[10, 13, 30, 31, 0, 0]]
     assert packs[1].tokens.tolist() == [[11, 12, 32, 33, 34, 35]]
-    for pack in packs:  # boundaries and samples are those of the whole pack
+    for pack in packs:  # boundaries and samples are those of the full pack
         assert pack.sequences.cu_seqlens_q.tolist() == [0, 4, 12]
         assert pack.sequences.max_seqlen_q == 8
         assert pack.response_index.tolist() == [0, 1, 3, 4, 5]
         assert pack.response_lengths.tolist() == [2, 3]
-    # 12, 13 | 33, 34, 35 are predicted by 11, 12 | 32, 33, 34: all of them the second rank's
+    # 12, 13 | 33, 34, 35 are predicted by 11, 12 | 32, 33, 34: all on the second rank
     assert packs[0].own.tolist() == packs[0].logit_rows.tolist() == packs[0].targets.tolist() == []
     assert packs[1].own.tolist() == [0, 1, 2, 3, 4]
     assert packs[1].logit_rows.tolist() == [0, 1, 2, 3, 4]
@@ -85,7 +85,7 @@ def test_context_parallel_ranks_share_every_sequence_and_its_response(batch: Rol
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_every_response_token_is_predicted_on_exactly_one_context_parallel_rank(batch: RolloutBatch, ranks: int):
+def test_every_response_token_is_predicted_on_one_context_parallel_rank(batch: RolloutBatch, ranks: int):
     owners = torch.zeros(6, dtype=torch.int64)
     for rank in range(ranks):
         pack = pack_micro_batch(

@@ -1,4 +1,4 @@
-"""The warning of a GPU without Transformer Engine names what is slower and what fixes it."""
+"""The warning on a GPU without Transformer Engine names what is slower and how to fix it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PLAIN = tiny.tiny_args()
 EXPERTS = tiny.tiny_args(**tiny.MOE_FLAGS)
 LOCAL = tiny.tiny_args(transformer_impl="local")
 ABSENT = "Transformer Engine or its binding (transformer-engine-torch) is not installed"
-START = "training on a GPU is slower than it can be, because "
+START = "GPU training runs in slower kernels, because "
 LAYERS = "attention, norms and rotary positions run in separate kernels"
 ADAM = "AdamW is torch's own, in several kernels"
 
@@ -42,13 +42,13 @@ ADAM = "AdamW is torch's own, in several kernels"
         (EXPERTS, ("transformer_engine",), None),
     ],
 )
-def test_the_sentence_names_what_this_run_loses(args, packages, sentence):
+def test_message_names_the_features_this_run_loses(args, packages, sentence):
     found = {name: name in packages for name in ("transformer_engine", "apex")}
     assert slower_on_gpu(args, cuda=True, **found) == sentence
     assert slower_on_gpu(args, cuda=False, **found) is None
 
 
-def test_a_trainer_warns_on_a_gpu_and_not_on_a_cpu(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
+def test_trainer_warns_on_a_gpu_and_not_on_a_cpu(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     warn(PLAIN, torch.device("cpu"))
     assert caplog.records == []

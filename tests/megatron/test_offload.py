@@ -1,4 +1,4 @@
-"""A training rank that sleeps holds nothing on its device, and wakes as if it had never slept."""
+"""An offloaded training rank holds nothing on its device, and continues after onload as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ KIB = 1024
 
 
 class Listener:
-    """A backend that writes down what it is told."""
+    """A backend that records its calls."""
 
-    def __init__(self, name: str, heard: list[str], initialized: bool = True) -> None:
-        self.name, self.heard, self.initialized = name, heard, initialized
+    def __init__(self, name: str, events: list[str], initialized: bool = True) -> None:
+        self.name, self.events, self.initialized = name, events, initialized
 
     def _is_initialized(self) -> bool:
         return self.initialized
 
     def suspend(self) -> None:
-        self.heard.append(f"suspend {self.name}")
+        self.events.append(f"suspend {self.name}")
 
     def resume(self) -> None:
-        self.heard.append(f"resume {self.name}")
+        self.events.append(f"resume {self.name}")
 
 
 def memory(weights: list[Tensor], gradients: list[Tensor], optimizer: list[Tensor], *backends: Any) -> TrainingMemory:
@@ -48,71 +48,71 @@ def size(tensor: Tensor) -> int:
     return tensor.untyped_storage().nbytes()
 
 
-# -- parking ---------------------------------------------------------------------------------------------------------
+# -- offloading ------------------------------------------------------------------------------------------------------
 
 
-def test_sleeping_empties_the_memory_and_waking_fills_it_again_bit_for_bit():
+def test_offload_frees_the_memory_and_onload_restores_it_bit_for_bit():
     weight = torch.tensor([1.5, float("nan"), -0.0, 3e38])
     moment = torch.arange(6.0, dtype=torch.bfloat16)
     bits = weight.view(torch.int32).clone(), moment.view(torch.int16).clone()
     gradient = torch.ones(3)
-    sleeper = memory([weight], [gradient], [moment])
-    assert sleeper.sleep() == {"weights": 16, "gradients": 12, "optimizer": 12}
+    offloadable = memory([weight], [gradient], [moment])
+    assert offloadable.sleep() == {"weights": 16, "gradients": 12, "optimizer": 12}
     assert [size(tensor) for tensor in (weight, gradient, moment)] == [0, 0, 0]
-    sleeper.wake()
+    offloadable.wake()
     assert torch.equal(weight.view(torch.int32), bits[0]) and torch.equal(moment.view(torch.int16), bits[1])
-    assert gradient.tolist() == [0, 0, 0]  # a step begins with zeros: there is nothing to keep
+    assert gradient.tolist() == [0, 0, 0]  # a step begins with zeros: nothing needs to be kept
 
 
-def test_views_stay_views_of_the_same_memory():
+def test_views_still_share_their_memory():
     whole = torch.arange(10.0)
     first, last = whole[:4], whole[6:]
-    sleeper = memory([whole, first], [], [last])
-    assert sleeper.sleep() == {"weights": 40, "gradients": 0, "optimizer": 0}  # counted once, as weights
-    sleeper.wake()
+    offloadable = memory([whole, first], [], [last])
+    assert offloadable.sleep() == {"weights": 40, "gradients": 0, "optimizer": 0}  # counted once, as weights
+    offloadable.wake()
     whole += 1
     assert first.tolist() == [1, 2, 3, 4] and last.tolist() == [7, 8, 9, 10]
 
 
-def test_memory_larger_than_a_chunk_comes_back_whole(monkeypatch: pytest.MonkeyPatch):
+def test_memory_larger_than_a_chunk_is_restored(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("slimrl.megatron.offload.CHUNK_BYTES", KIB)
     values = torch.randn(1000)  # 3 chunks of 1 KiB and one of 928 bytes
     before = values.clone()
-    sleeper = memory([values], [], [])
-    sleeper.sleep()
-    assert [chunk.numel() for chunk in sleeper._parked["weights"][0].chunks] == [KIB, KIB, KIB, 928]
-    sleeper.wake()
+    offloadable = memory([values], [], [])
+    offloadable.sleep()
+    assert [chunk.numel() for chunk in offloadable._offloaded["weights"][0].chunks] == [KIB, KIB, KIB, 928]
+    offloadable.wake()
     assert torch.equal(values, before)
 
 
-def test_for_a_weight_update_the_weights_stay_and_leave_later():
+def test_weights_stay_for_a_weight_update_and_are_offloaded_later():
     weight, gradient, moment = torch.ones(2), torch.ones(2), torch.ones(2)
-    heard: list[str] = []
-    sleeper = memory([weight], [gradient], [moment], Listener("a", heard), Listener("b", heard))
-    assert sleeper.sleep(keep_weights=True) == {"gradients": 8, "optimizer": 8}
+    events: list[str] = []
+    offloadable = memory([weight], [gradient], [moment], Listener("a", events), Listener("b", events))
+    assert offloadable.sleep(keep_weights=True) == {"gradients": 8, "optimizer": 8}
     assert weight.tolist() == [1, 1] and (size(gradient), size(moment)) == (0, 0)
-    assert heard == []  # a weight update gathers over the ranks
-    assert sleeper.sleep() == {"weights": 8, "gradients": 8, "optimizer": 8}
+    assert events == []  # a weight update gathers over the ranks
+    assert offloadable.sleep() == {"weights": 8, "gradients": 8, "optimizer": 8}
     assert size(weight) == 0
-    assert heard == ["suspend a", "suspend b"]
-    sleeper.wake()
-    assert heard[2:] == ["resume a", "resume b"]
+    assert events == ["suspend a", "suspend b"]
+    offloadable.wake()
+    assert events[2:] == ["resume a", "resume b"]
     assert (weight.tolist(), moment.tolist()) == ([1, 1], [1, 1])
 
 
-def test_what_is_not_there_is_refused_by_name():
+def test_missing_tensor_is_rejected_by_name():
     sleeper = memory([torch.ones(2)], [], [])
-    with pytest.raises(OffloadedError, match="cannot be woken: it is awake already"):
+    with pytest.raises(OffloadedError, match="cannot be onloaded: it is already onloaded"):
         sleeper.wake()
     sleeper.sleep(keep_weights=True)
     sleeper.require("a weight update", State.AWAKE, State.WEIGHTS_ONLY)
-    with pytest.raises(OffloadedError, match="^train needs a training rank that is awake, and it is awake with"):
+    with pytest.raises(OffloadedError, match="^train needs a training rank that is onloaded, and it is onloaded with"):
         sleeper.require("train", State.AWAKE)
     sleeper.sleep()
-    with pytest.raises(OffloadedError, match="a weight update needs .* awake or awake with its weights alone, and"):
+    with pytest.raises(OffloadedError, match="a weight update needs .* onloaded or onloaded with its weights only"):
         sleeper.require("a weight update", State.AWAKE, State.WEIGHTS_ONLY)
     for keep_weights in (True, False):
-        with pytest.raises(OffloadedError, match="cannot go to sleep: it is asleep already"):
+        with pytest.raises(OffloadedError, match="cannot be offloaded: it is already offloaded"):
             sleeper.sleep(keep_weights=keep_weights)
 
 
@@ -133,40 +133,40 @@ class Group:
         return self.backend
 
 
-def test_each_communicator_of_several_ranks_is_suspended_once():
+def test_each_multi_rank_communicator_is_suspended_once():
     shared, own = object(), object()
     groups: Any = [Group(4, shared), Group(1, object()), Group(2, own), Group(4, shared)]
     assert distinct_backends(groups, CPU) == [shared, own]
 
 
-def test_scratch_is_dropped_with_the_first_sleep():
+def test_scratch_memory_is_freed_by_the_first_offload():
     dropped = []
     parts: dict[Any, list[Tensor]] = {"weights": [], "gradients": [], "optimizer": []}
     TrainingMemory(lambda: parts, CPU, Communicators([]), lambda: dropped.append(1)).sleep(keep_weights=True)
     assert dropped == [1]
 
 
-def test_a_run_that_ends_asleep_gives_communicators_back_first():
-    heard: list[str] = []
-    sleeper = memory([torch.ones(1)], [], [], Listener("a", heard))
-    sleeper.close()
-    assert heard == []
-    sleeper.sleep()
-    sleeper.close()
-    assert heard == ["suspend a", "resume a"]
+def test_run_that_ends_offloaded_resumes_communicators_first():
+    events: list[str] = []
+    offloadable = memory([torch.ones(1)], [], [], Listener("a", events))
+    offloadable.close()
+    assert events == []
+    offloadable.sleep()
+    offloadable.close()
+    assert events == ["suspend a", "resume a"]
 
 
-def test_communicators_that_no_collective_has_made_are_left_alone():
-    heard: list[str] = []
-    first, second = Listener("a", heard), Listener("b", heard, initialized=False)
+def test_unused_communicators_are_skipped():
+    events: list[str] = []
+    first, second = Listener("a", events), Listener("b", events, initialized=False)
     communicators = Communicators([first, second])
     communicators.suspend()
-    second.initialized = True  # between the two calls, which must concern the same communicators
+    second.initialized = True  # between the two calls, which must affect the same communicators
     communicators.resume()
-    assert heard == ["suspend a", "resume a"]
+    assert events == ["suspend a", "resume a"]
     communicators.suspend()
     communicators.resume()
-    assert heard[2:] == ["suspend a", "suspend b", "resume a", "resume b"]
+    assert events[2:] == ["suspend a", "suspend b", "resume a", "resume b"]
 
 
 # -- real trainers ---------------------------------------------------------------------------------------------------
@@ -174,33 +174,33 @@ def test_communicators_that_no_collective_has_made_are_left_alone():
 
 @dataclasses.dataclass
 class Outcome:
-    """What a rank ends with."""
+    """The final state of a rank."""
 
     metrics: list[dict[str, float]]
     weights: dict[str, Tensor]
-    left_asleep: int | None  # bytes of all tensors of this process outside the parked copies
-    parked: dict[str, int]
-    held: dict[str, float]  # what the parts have to be, by counting weights
-    refusals: list[str]  # what training and saving said while it slept
+    left_offloaded: int | None  # bytes of all tensors of this process except the offloaded copies
+    offloaded: dict[str, int]
+    held: dict[str, float]  # expected sizes of the parts, from the weight count
+    refusals: list[str]  # errors of training and saving while offloaded
 
 
 def train(
     rank: int, world_size: int, init_method: str, args: Arguments, rollouts: list[RolloutBatch], sleeps: bool
 ) -> Outcome:
-    """Three rollouts, with a sleep after each of them or without."""
+    """Trains three rollouts, with or without an offload after each of them."""
     trainer = ranks.start(rank, world_size, init_method, args)
-    metrics, left, parked, refusals = [], None, {}, []
+    metrics, left, offloaded, refusals = [], None, {}, []
     for rollout_id, rollout in enumerate(rollouts):
         metrics += trainer.train(rollout_id, ranks.share_of(trainer, rollout))
         if sleeps:
             trainer.memory.sleep(keep_weights=True)
-            parked = trainer.memory.sleep()
+            offloaded = trainer.memory.sleep()
             left = _tensor_bytes(trainer)
             refusals = _refusals(trainer, rollout_id, rollout)
             trainer.memory.wake()
     weights, held = ranks.export(trainer), _held(trainer)
     trainer.close()
-    return Outcome(metrics, weights, left, parked, held, refusals)
+    return Outcome(metrics, weights, left, offloaded, held, refusals)
 
 
 def _refusals(trainer: Any, rollout_id: int, rollout: RolloutBatch) -> list[str]:
@@ -216,15 +216,15 @@ def _refusals(trainer: Any, rollout_id: int, rollout: RolloutBatch) -> list[str]
 
 
 def _held(trainer: Any) -> dict[str, float]:
-    """Weights as they are stored, gradients in float32, two float32 moments and, of 16-bit weights, a float32 copy."""
-    element, per_weight = (2, 12) if trainer.args.bf16 else (4, 8)
+    """Weights as stored, gradients in float32, two float32 moments and, for 16-bit weights, a float32 copy."""
+    element, per_weight = (2, 12) if trainer.hook_args.bf16 else (4, 8)
     counts = {"dense": 0, "expert": 0}
     for stage in trainer.stages:
         for name, parameter in stage.named_parameters():
             counts["expert" if ".experts." in name else "dense"] += parameter.numel()
     parallel = trainer.parallel
     shares = {"dense": parallel.dp_cp_group.size(), "expert": parallel.world_size // parallel.ep_size}
-    if not trainer.args.use_distributed_optimizer:
+    if not trainer.hook_args.use_distributed_optimizer:
         shares = dict.fromkeys(counts, 1)
     weights = sum(counts.values())
     state = sum(counts[kind] / shares[kind] for kind in counts)
@@ -232,12 +232,12 @@ def _held(trainer: Any) -> dict[str, float]:
 
 
 def _tensor_bytes(trainer: Any) -> int:
-    """Bytes of all tensors that the interpreter knows, each memory once, without the parked copies and reference."""
+    """Bytes of all live tensors, each storage once, without the offloaded copies and the reference."""
     gc.collect()
     aside = {
         chunk.untyped_storage().data_ptr()
-        for parked in trainer.memory._parked.values()
-        for one in parked
+        for offloaded in trainer.memory._offloaded.values()
+        for one in offloaded
         for chunk in one.chunks or ()
     }
     if trainer._reference is not None:
@@ -262,7 +262,7 @@ LAYOUTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_sleeping_after_every_step_changes_nothing_and_leaves_nothing(
+def test_offloading_after_every_step_changes_and_leaks_nothing(
     layout: str, request: pytest.FixtureRequest, one_rank: RankPool, two_ranks: RankPool
 ):
     count, kind, changes = LAYOUTS[layout]
@@ -277,9 +277,9 @@ def test_sleeping_after_every_step_changes_nothing_and_leaves_nothing(
     for one, other in zip(slept, awake, strict=True):
         assert one.metrics == other.metrics
         assert [name for name, value in other.weights.items() if not torch.equal(value, one.weights[name])] == []
-        assert one.parked == pytest.approx(one.held, rel=0.02)  # shares of the optimizer are rounded up
+        assert one.offloaded == pytest.approx(one.held, rel=0.02)  # optimizer shards are rounded up
         assert one.refusals == [
-            "training needs a training rank that is awake, and it is asleep",
-            "saving a checkpoint needs a training rank that is awake, and it is asleep",
+            "training needs a training rank that is onloaded, and it is offloaded",
+            "saving a checkpoint needs a training rank that is onloaded, and it is offloaded",
         ]
-        assert one.left_asleep < 40_000  # the states of random generators, 5 kB each
+        assert one.left_offloaded < 40_000  # the states of random generators, 5 kB each

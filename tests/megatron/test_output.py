@@ -1,4 +1,4 @@
-"""The output layer's two ways, with its logits and without, train alike; the layer itself stays megatron-core's."""
+"""The output layer trains the same with and without kept logits; the layer itself stays megatron-core's."""
 
 from __future__ import annotations
 
@@ -26,12 +26,14 @@ def test_kept_logits_change_nothing(layout: str, models: Any, two_ranks: Any):
         two_ranks.run(ranks.train_once, tiny.tiny_args(keep_logits=keep, **flags), rollout)[0] for keep in (True, False)
     )
     for name in ("loss", "grad_norm", "entropy_loss", "train_rollout_logprob_abs_diff_mean"):
-        assert [step[name] for step in pieces.metrics] == pytest.approx([step[name] for step in kept.metrics], rel=1e-6)
+        # abs: a loss is a mean of float32 terms near 1 that cancel
+        expected = pytest.approx([step[name] for step in kept.metrics], rel=1e-6, abs=3e-7)
+        assert [step[name] for step in pieces.metrics] == expected
     assert relative_error(pieces.weights, kept.weights) < 1e-6
 
 
 def sharded_names(rank: int, world_size: int, init_method: str, args: Arguments) -> tuple[list[str], list[str]]:
-    """What a checkpoint holds of the model, and of the plain GPTModel in its place."""
+    """Checkpoint keys of the model, and of the plain GPTModel."""
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
     from slimrl.megatron import parallel
@@ -47,7 +49,7 @@ def sharded_names(rank: int, world_size: int, init_method: str, args: Arguments)
 
 
 @pytest.mark.parametrize("untied", [False, True])
-def test_checkpoints_hold_the_output_layer_as_megatron_core_would(untied: bool, one_rank: Any):
+def test_checkpoints_store_the_output_layer_like_megatron_core(untied: bool, one_rank: Any):
     ((own, plain),) = one_rank.run(sharded_names, tiny.tiny_args(untie_embeddings_and_output_weights=untied))
     assert own == plain
     assert ("output_layer.weight" in own) is untied

@@ -37,14 +37,14 @@ MACHINES = {
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_a_machine_gets_the_patches_that_it_needs(machine: tuple[bool, bool, bool]):
+def test_machine_gets_the_patches_it_needs(machine: tuple[bool, bool, bool]):
     cuda, transformer_engine, apex = machine
     found = patches.patches_for(cuda=cuda, transformer_engine=transformer_engine, apex=apex)
     assert [patch.name for patch in found] == MACHINES[machine]
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_the_machine_is_looked_at_where_patches_are_applied(
+def test_machine_is_inspected_when_patches_are_applied(
     monkeypatch: pytest.MonkeyPatch, machine: tuple[bool, bool, bool]
 ):
     cuda, transformer_engine, apex = machine
@@ -62,7 +62,7 @@ def test_the_machine_is_looked_at_where_patches_are_applied(
 
 
 def without_engine(rank: int, world_size: int, init_method: str, patched: bool) -> dict[str, str]:
-    """What fails of megatron-core, as it is or with the patches of a GPU without Transformer Engine; by attempt."""
+    """Failures of megatron-core, unpatched or with the patches of a GPU without Transformer Engine; by attempt."""
     if patched:
         for patch in 2 * patches.patches_for(cuda=True, transformer_engine=False, apex=False):  # twice is harmless
             patch.apply()
@@ -90,7 +90,7 @@ def route() -> None:
 
 
 def recompute_norm() -> None:
-    """As a layer recomputes its norm, without the random state of a GPU."""
+    """Recomputes a norm like a layer, without the random state of a GPU."""
     from megatron.core.tensor_parallel import random
 
     random._get_all_rng_states, random._set_all_rng_states = tuple, lambda *_: None
@@ -135,7 +135,7 @@ def look_for_engine_linear() -> None:
 
 
 @pytest.mark.slow
-def test_what_fails_without_transformer_engine_works_with_its_patches(one_rank: RankPool):
+def test_failures_without_transformer_engine_are_fixed_by_its_patches(one_rank: RankPool):
     failing = one_rank.run(without_engine, False)[0]
     assert {name: text.partition(":")[0] for name, text in failing.items()} == {
         "route": "NameError",
@@ -148,7 +148,7 @@ def test_what_fails_without_transformer_engine_works_with_its_patches(one_rank: 
 
 
 def output_layer(rank: int, world_size: int, init_method: str, apply: bool) -> Any:
-    """Whether the output layer and a row-parallel layer of a model that fuses gradients do so too."""
+    """Whether the output layer and a row-parallel layer of a model with gradient fusion also fuse."""
     from megatron.core.tensor_parallel import RowParallelLinear
 
     from slimrl.megatron import config, parallel
@@ -170,7 +170,7 @@ def output_layer(rank: int, world_size: int, init_method: str, apply: bool) -> A
 
 
 @pytest.mark.slow
-def test_layers_of_megatrons_own_are_built_without_apex_where_the_others_fuse_gradients(one_rank: RankPool):
+def test_megatron_layers_are_built_without_apex_where_others_fuse_gradients(one_rank: RankPool):
     with pytest.raises(RuntimeError, match="fused_weight_gradient_mlp_cuda module is not found"):
         one_rank.run(output_layer, False)
     assert one_rank.run(output_layer, True)[0] == (1, True, {False})

@@ -1,4 +1,4 @@
-"""Host memory for what leaves a device: how much of it is taken, and that every byte comes back."""
+"""Host memory for offloaded tensors: how much is allocated, and that every byte is restored."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KIB = 1024
 
 
 class PowersOfTwo:
-    """Gives memory as torch's allocator of page-locked memory does; `taken` is what it had to lock for that."""
+    """Allocates like torch's allocator of pinned memory; `taken` is the amount it had to pin."""
 
     def __init__(self) -> None:
         self.taken = 0
@@ -35,18 +35,18 @@ class PowersOfTwo:
 
 
 def large_model() -> list[Tensor]:
-    """The weights of Qwen3-8B in bfloat16, under meta: hidden 4096, feed-forward 12288, 36 layers, 151936 ids."""
+    """The weights of Qwen3-8B in bfloat16, on meta: hidden 4096, feed-forward 12288, 36 layers, 151936 ids."""
     shapes = [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (4096,), (4096,), (128,), (128,)] * 36
     shapes += [(151936, 4096), (151936, 4096), (4096,)]
     return [torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes]
 
 
-def test_no_more_is_locked_than_the_tensors_have_and_one_chunk():
+def test_pinned_memory_is_the_tensor_size_plus_one_chunk():
     tensors, by_tensor, by_chunk = large_model(), PowersOfTwo(), PowersOfTwo()
     size = sum(tensor.nbytes for tensor in tensors)
     for tensor in tensors:
         by_tensor(tensor.nbytes)
-    assert by_tensor.taken > 1.29 * size  # what a buffer for each would lock
+    assert by_tensor.taken > 1.29 * size  # the amount that one buffer per tensor would pin
     memory = HostMemory(page_locked=True, allocate=by_chunk)
     copies = [HostCopy(tensors, memory) for _ in range(2)]
     assert len(copies) == 2
@@ -54,7 +54,7 @@ def test_no_more_is_locked_than_the_tensors_have_and_one_chunk():
     assert memory.nbytes == by_chunk.taken
 
 
-def test_locked_chunks_are_used_again_and_others_given_back():
+def test_pinned_chunks_are_reused_and_pageable_ones_freed():
     allocator = PowersOfTwo()
     memory = HostMemory(page_locked=True, allocate=allocator)
     for _ in range(3):
@@ -68,17 +68,17 @@ def test_locked_chunks_are_used_again_and_others_given_back():
     assert other.nbytes == 0
 
 
-def test_tensors_of_every_kind_come_back_bit_for_bit(monkeypatch: pytest.MonkeyPatch):
+def test_tensors_of_every_dtype_are_restored_bit_for_bit(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("slimrl.megatron.offload.CHUNK_BYTES", KIB)
     generator = torch.Generator().manual_seed(1)
-    drawn = torch.randn(37, 41, generator=generator)
+    values = torch.randn(37, 41, generator=generator)
     tensors = [
-        drawn.bfloat16(),  # 3034 bytes: over three chunks
+        values.bfloat16(),  # 3034 bytes: over three chunks
         torch.tensor(3),
-        drawn[:1, :3] > 0,
+        values[:1, :3] > 0,
         torch.empty(0, 5),
-        drawn.double().t(),  # its elements do not stand one after another
-        drawn[:, 5:7].clone(),
+        values.double().t(),  # not contiguous
+        values[:, 5:7].clone(),
     ]
     expected = [tensor.clone() for tensor in tensors]
     places = [tensor.data_ptr() for tensor in tensors]
@@ -96,11 +96,11 @@ def test_tensors_of_every_kind_come_back_bit_for_bit(monkeypatch: pytest.MonkeyP
 def hold(
     rank: int, world_size: int, init_method: str, args: Arguments, rollout: RolloutBatch
 ) -> tuple[int, int, int, int, list[bool]]:
-    """Bytes of the reference: planned, held, with the plan's chunk; frequencies kept before a sleep and after it."""
+    """Bytes of the reference: planned, held, the plan's chunk; rotary tables kept before and after an offload."""
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 
-    from slimrl.arguments.dry_run.memory import training_memory
+    from slimrl.arguments.memory.training import training_memory
     from slimrl.megatron import offload
     from slimrl.megatron.model.micro_batch import packed_sequences
     from slimrl.megatron.model.model_builder import build_model
@@ -137,9 +137,7 @@ def hold(
 
 
 @pytest.mark.slow
-def test_a_trainers_reference_takes_what_is_planned_and_a_sleeping_one_keeps_no_frequencies(
-    one_rank: RankPool, models: Models
-):
+def test_reference_memory_matches_the_plan_and_offload_frees_rotary_tables(one_rank: RankPool, models: Models):
     args = tiny.tiny_args(
         load=str(models.policy), ref_load=str(models.reference), use_kl_loss=True, kl_loss_coef=0.05, **models.flags
     )

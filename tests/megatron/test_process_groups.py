@@ -1,8 +1,8 @@
-"""Process groups of some ranks are made without the others, and no communicator is made before it is used.
+"""Process groups of some ranks are created without the others, and no communicator before its first use.
 
-A default group that is bound to a device makes torch derive every later group from its communicator, collectively over
-all ranks; only a GPU can be bound. So the groups over gloo show that what slimrl asks of torch needs nobody else, and
-the last test that on a GPU nothing is bound.
+If the default group is bound to a device, torch derives every later group from its communicator, collectively over all
+ranks; only a GPU can be bound. So the gloo groups show that slimrl's groups need no other ranks, and the last test
+shows that on a GPU nothing is bound.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ TIMEOUT = datetime.timedelta(seconds=60)
 
 
 def collectives_so_far() -> int:
-    """Of the default group, on this rank."""
+    """Number of collectives of the default group on this rank."""
     return dist.group.WORLD._get_backend(torch.device("cpu"))._get_sequence_number_for_group()
 
 
 def make_partial_groups(rank: int, world_size: int, init_method: str, args: Arguments) -> dict[str, Any]:
-    """Groups of every subset in several orders, each used by its members alone and at once."""
+    """Groups of every subset in several orders, each used by its members only, concurrently."""
     state = parallel.initialize(args, rank=rank, world_size=world_size, init_method=init_method)
     default = dist.group.WORLD
     found = {"bound": default.bound_device_id, "before": collectives_so_far(), "sums": []}
@@ -52,13 +52,13 @@ def make_partial_groups(rank: int, world_size: int, init_method: str, args: Argu
 
 
 @pytest.mark.slow
-def test_partial_groups_in_every_order_need_no_collective_of_others():
+def test_partial_groups_in_any_order_need_no_collective_of_others():
     args = tiny.tiny_args(tensor_model_parallel_size=2)
     results = run_ranks(make_partial_groups, 4, args)
     for rank, found in enumerate(results):
         assert found["bound"] is None
-        assert found["before"] == found["after"]  # the default group has done nothing for them
-        assert found["used"] == 0  # nor has the tensor-parallel group anything before its first use
+        assert found["before"] == found["after"]  # the default group has run no collective for them
+        assert found["used"] == 0  # nor has the tensor-parallel group run one before its first use
         assert len(found["sums"]) == 3 * sum(rank in members for members in SUBSETS)
         assert all(value == sum(2.0**member for member in members) for members, value in found["sums"])
 
@@ -93,11 +93,11 @@ def join_beside_training(rank: int, world_size: int, init_method: str, args: Arg
 
 
 @pytest.mark.slow
-def test_one_trainer_rank_joins_a_group_with_servers_while_the_others_do_something_else(tmp_path):
+def test_one_rank_joins_a_group_with_servers_while_the_others_work(tmp_path):
     assert run_ranks(join_beside_training, 3, tiny.tiny_args(), str(tmp_path / "port")) == [2.0, 2.0, 15.0]
 
 
-def test_on_gpus_the_default_group_is_opened_without_a_device(monkeypatch):
+def test_default_group_on_gpus_is_bound_to_no_device(monkeypatch):
     asked: dict[str, Any] = {}
 
     class OpenedError(Exception):
@@ -116,7 +116,7 @@ def test_on_gpus_the_default_group_is_opened_without_a_device(monkeypatch):
 
 
 def deterministic_rank(rank: int, world_size: int, init_method: str, args: Arguments) -> tuple[bool, bool, str]:
-    """Whether torch is deterministic before and after a rank initialised, and what an operation that is not says."""
+    """Whether torch is deterministic before and after a rank starts; the error of a nondeterministic operation."""
     before = torch.are_deterministic_algorithms_enabled()
     parallel.initialize(args, rank=rank, world_size=world_size, init_method=init_method)
     after = torch.are_deterministic_algorithms_enabled()
@@ -130,7 +130,7 @@ def deterministic_rank(rank: int, world_size: int, init_method: str, args: Argum
 
 
 @pytest.mark.slow
-def test_deterministic_mode_makes_a_ranks_operations_deterministic_or_refused():
+def test_deterministic_mode_makes_operations_deterministic_or_rejected():
     on = run_ranks(deterministic_rank, 1, tiny.tiny_args(deterministic_mode=True))
     assert on[0][:2] == (False, True)
     assert "does not have a deterministic implementation" in on[0][2]

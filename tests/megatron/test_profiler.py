@@ -1,4 +1,4 @@
-"""torch's profiler in training: which files there are and what they hold; the record of GPU memory without a GPU."""
+"""torch's profiler in training: its files and their content; the memory snapshot without a GPU."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def names_in(path: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_chosen_parts_of_the_chosen_rollout_are_profiled_and_hold_their_work(models: Any, one_rank: Any, tmp_path):
+def test_selected_phases_of_the_selected_rollout_are_profiled(models: Any, one_rank: Any, tmp_path):
     args = tiny.tiny_args(
         load=str(models.policy),
         run_dir=str(tmp_path),
@@ -47,19 +47,19 @@ def test_the_chosen_parts_of_the_chosen_rollout_are_profiled_and_hold_their_work
     assert not any("Backward" in name or name.startswith("Optimizer.step#") for name in log_probs)
 
 
-def test_ranks_and_rollouts_that_were_not_chosen_are_not_profiled(tmp_path):
+def test_unselected_ranks_and_rollouts_are_not_profiled(tmp_path):
     args = Arguments(run_dir=str(tmp_path), use_pytorch_profiler=True, profile_ranks=[1], profile_target=[ACTOR])
     for rank, rollout in ((0, 10), (1, 9), (1, 12)):
-        with PartProfiler(args, rank).part(ACTOR, rollout):
+        with PartProfiler(args, rank, args.run_dir).part(ACTOR, rollout):
             torch.ones(2).sum()
     assert list(tmp_path.iterdir()) == []
-    with PartProfiler(args, 1).part(ACTOR, 11):
+    with PartProfiler(args, 1, args.run_dir).part(ACTOR, 11):
         torch.ones(2).sum()
     assert "aten::sum" in names_in(tmp_path / "profile" / "rank1-rollout11-train_actor.json.gz")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_without_a_gpu_a_record_of_its_memory_is_refused(tmp_path):
+def test_memory_snapshot_is_rejected_without_a_gpu(tmp_path):
     args = Arguments(record_memory_history=True, memory_snapshot_dir=str(tmp_path))
     with pytest.raises(ValueError, match="records what is allocated on a GPU, and this machine has none"):
         MemoryHistory(args, 0)

@@ -1,4 +1,4 @@
-"""A checkpoint saved in one parallel layout continues in another: the very next step is the same."""
+"""A checkpoint saved in one parallel layout resumes in another: the next step is the same."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DATA_STATE = {"version": 2, "next_index": 12, "returned": [[WAITING, WAITING]]}
 
 @dataclasses.dataclass
 class Step:
-    """What a rank knows after the step behind the checkpoint."""
+    """State of a rank after the step that follows the checkpoint."""
 
     first_rollout: int
     data_state: dict[str, Any] | None
@@ -45,7 +45,7 @@ class Step:
 def save_and_step(
     rank: int, world_size: int, init_method: str, args: Arguments, rollouts: list[RolloutBatch], steps: int
 ) -> Step:
-    """`steps` rollouts from where --load stands, each saved but for the last."""
+    """`steps` rollouts starting from --load, each saved except the last."""
     from slimrl.megatron.optimizer import step_counts
     from slimrl.models.families import family_for
     from slimrl.weights.hf_checkpoint import read_hf_config
@@ -74,7 +74,7 @@ def flags_of(kind: str, request: pytest.FixtureRequest) -> Arguments:
         "lr_decay_style": "cosine",
         "lr_warmup_iters": 2,
         "min_lr": 1e-4,
-        "adam_eps": 1e-6,  # far above rounding: a gradient that is all noise must not become a full step
+        "adam_eps": 1e-6,  # far above rounding: a gradient of pure noise must not become a full step
     }
     if kind == "latent":
         folder = request.getfixturevalue("tmp_path") / "toy"
@@ -90,10 +90,12 @@ def flags_of(kind: str, request: pytest.FixtureRequest) -> Arguments:
     return args
 
 
-# name: model, flags of the ranks that save, flags of those that continue; ranks of both
+# name: model, flags of the saving ranks, flags of the resuming ranks; ranks of both
 CHANGES = {
     "dense, TP2 to PP2": ("models", TP2, PP2, 2, 2),
     "dense, one rank to DP2": ("models", {}, {}, 1, 2),
+    "dense, DP2 to one rank": ("models", {}, {}, 2, 1),
+    "experts, DP2 to EP2": ("expert_models", {}, EP2, 2, 2),
     "experts, EP2 to TP2": ("expert_models", EP2, TP2, 2, 2),
     "latent attention and experts, PP2 to TP2 with EP2": ("latent", UNEVEN, TP2 | EP2, 2, 2),  # no expert on stage 0
     "the same without the distributed optimizer": ("latent", UNEVEN | PLAIN, TP2 | EP2 | PLAIN, 2, 2),
@@ -101,7 +103,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_the_next_step_is_the_same_in_another_layout(
+def test_next_step_is_the_same_in_another_layout(
     change: str, request: pytest.FixtureRequest, one_rank: RankPool, two_ranks: RankPool, tmp_path: Path
 ):
     kind, before, after, *sizes = CHANGES[change]
@@ -129,14 +131,14 @@ def test_the_next_step_is_the_same_in_another_layout(
 
 
 def distance(some: dict[str, Tensor], others: dict[str, Tensor]) -> float:
-    """Relative, of all weights together."""
+    """Relative distance over all weights."""
     assert some.keys() == others.keys()
     wrong = sum(float((some[name] - value).double().square().sum()) for name, value in others.items())
     return (wrong / sum(float(value.double().square().sum()) for value in others.values())) ** 0.5
 
 
 def check_export(folder: Path, weights: dict[str, Tensor]) -> None:
-    """The Hugging Face folder beside the checkpoint holds the checkpoint's weights, bit for bit."""
+    """Asserts that the exported Hugging Face folder has the checkpoint's weights, bit for bit."""
     from slimrl.weights.hf_checkpoint import HfCheckpoint
 
     with HfCheckpoint(folder) as checkpoint:

@@ -1,4 +1,4 @@
-"""A run that is killed and resumed ends where an uninterrupted run ends, bit for bit."""
+"""A killed and resumed run ends bit for bit where an uninterrupted run ends."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DATA_STATE = {"epoch": 1, "offset": 12, "buffer": [{"prompt": "1 + 1 =", "label"
 
 @dataclasses.dataclass
 class Outcome:
-    """What a rank reports at the end."""
+    """The final report of a rank."""
 
     first_rollout: int
     data_state: dict | None
@@ -34,13 +34,13 @@ class Outcome:
     state: dict[str, Tensor]  # this rank's weights and optimizer state
     step_counts: set[float]
     random_numbers: list[float]
-    weights: dict[str, Tensor]  # whole, by Hugging Face name
+    weights: dict[str, Tensor]  # unsharded, by Hugging Face name
 
 
 def train(
     rank: int, world_size: int, init_method: str, args: Arguments, rollouts: list[RolloutBatch], stop: int
 ) -> Outcome:
-    """Train from where the checkpoint says up to rollout `stop`, saving after each."""
+    """Trains from the checkpoint up to rollout `stop`, saving after each."""
     from slimrl.megatron.optimizer import step_counts
 
     trainer = ranks.start(rank, world_size, init_method, args)
@@ -48,7 +48,7 @@ def train(
     for rollout_id in range(trainer.start_rollout_id, stop):
         steps = trainer.train(rollout_id, ranks.share_of(trainer, rollouts[rollout_id]))
         metrics += steps
-        draw()  # as a model with dropout would
+        draw()  # like a model with dropout
         if args.save is not None:
             trainer.save(rollout_id, DATA_STATE | {"offset": rollout_id})
     outcome = Outcome(
@@ -65,7 +65,7 @@ def train(
 
 
 def draw() -> list[float]:
-    """One number from every generator."""
+    """One number from every random generator."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     with get_cuda_rng_tracker().fork():  # the generator of the tensor-parallel regions
@@ -108,7 +108,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_killed_run_resumes_bit_for_bit(
+def test_killed_run_resumes_bit_for_bit(
     layout: str, request: pytest.FixtureRequest, one_rank: RankPool, two_ranks: RankPool, tmp_path: Path
 ):
     size, kind, changes = LAYOUTS[layout]
@@ -134,10 +134,10 @@ def test_a_killed_run_resumes_bit_for_bit(
         assert after.random_numbers == complete.random_numbers
 
 
-def test_the_learning_rate_follows_the_schedule(models: Any, one_rank: RankPool):
+def test_learning_rate_follows_the_schedule(models: Any, one_rank: RankPool):
     rollouts = [tiny.recorded_rollout(seed) for seed in range(2)]
     steps = one_rank.run(train, schedule_args(models), rollouts, 2)[0].metrics
-    # linear from 1e-4 to 2e-3 over 3 steps, then a cosine down to 1e-4 over the 5 left of 8
+    # linear from 1e-4 to 2e-3 over 3 steps, then a cosine down to 1e-4 over the remaining 5 of 8
     assert [step["lr"] for step in steps] == pytest.approx([1e-4, 1e-4 + 1.9e-3 / 3, 1e-4 + 3.8e-3 / 3, 2e-3])
 
 
@@ -153,7 +153,7 @@ WIDE = {
 
 
 @pytest.mark.parametrize("layout", WIDE)
-def test_a_checkpoint_of_two_ranks_goes_on_with_one(
+def test_checkpoint_of_two_ranks_resumes_on_one(
     layout: str, request: pytest.FixtureRequest, one_rank: RankPool, two_ranks: RankPool, tmp_path: Path
 ):
     kind, changes = WIDE[layout]
@@ -172,7 +172,7 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_one(
         torch.testing.assert_close(actual.weights[name], value, rtol=0, atol=5e-6)
 
 
-def test_a_torn_checkpoint_is_ignored_and_then_overwritten(models: Any, one_rank: RankPool, tmp_path: Path):
+def test_torn_checkpoint_is_ignored_and_overwritten(models: Any, one_rank: RankPool, tmp_path: Path):
     rollouts = [tiny.recorded_rollout(seed) for seed in range(2)]
     args = schedule_args(models)
     args.save = args.load = str(tmp_path)
@@ -189,7 +189,7 @@ def test_a_torn_checkpoint_is_ignored_and_then_overwritten(models: Any, one_rank
     ]
 
 
-def test_flags_choose_what_is_taken_from_a_checkpoint(models: Any, one_rank: RankPool, tmp_path: Path):
+def test_flags_select_what_is_loaded_from_a_checkpoint(models: Any, one_rank: RankPool, tmp_path: Path):
     rollouts = [tiny.recorded_rollout(seed) for seed in range(ROLLOUTS)]
     args = schedule_args(models)
     args.save = str(tmp_path)
@@ -212,7 +212,7 @@ def test_flags_choose_what_is_taken_from_a_checkpoint(models: Any, one_rank: Ran
 
 
 def failing_load(rank: int, world_size: int, init_method: str, args: Arguments) -> str:
-    """The message that starting a trainer ends with."""
+    """The error of starting a trainer."""
     from slimrl.megatron import parallel
 
     try:
@@ -224,19 +224,19 @@ def failing_load(rank: int, world_size: int, init_method: str, args: Arguments) 
     return ""
 
 
-def test_what_cannot_be_loaded_is_refused_by_name(models: Any, one_rank: RankPool, tmp_path: Path):
+def test_unloadable_state_is_rejected_by_name(models: Any, one_rank: RankPool, tmp_path: Path):
     def message(**changes: Any) -> str:
         return one_rank.run(failing_load, tiny.tiny_args(**changes))[0]
 
     policy = str(models.policy)
     assert "--ref-load is not given" in message(load=str(tmp_path))
-    assert "holds no checkpoint" in message(ref_load=str(tmp_path))
+    assert "has no checkpoint" in message(ref_load=str(tmp_path))
     assert "iter_0000009 does not exist" in message(load=policy, ckpt_step=9)
     assert "output_layer.weight" in message(load=policy, untie_embeddings_and_output_weights=True)
     assert "q_layernorm" in message(load=policy, qk_layernorm=False)
     args = schedule_args(models, save=str(tmp_path), no_save_optim=True)
     one_rank.run(train, args, [tiny.recorded_rollout(0)], 1)
-    assert "holds no optimizer state: add --no-load-optim" in message(load=str(tmp_path))
+    assert "has no optimizer state: add --no-load-optim" in message(load=str(tmp_path))
 
 
 def first_weights(rank: int, world_size: int, init_method: str, args: Arguments) -> dict[str, Tensor]:
@@ -249,7 +249,7 @@ def first_weights(rank: int, world_size: int, init_method: str, args: Arguments)
     return weights
 
 
-def test_a_hugging_face_folder_gives_the_weights_that_its_conversion_gives(models: Any, two_ranks: RankPool):
+def test_hf_folder_gives_the_same_weights_as_its_conversion(models: Any, two_ranks: RankPool):
     args = schedule_args(models, tensor_model_parallel_size=2)
     converted = dataclasses.replace(args, ref_load=str(models.reference), load=str(models.policy))
     direct = dataclasses.replace(args, ref_load=str(models.reference_hf), load=str(models.policy_hf))
@@ -258,4 +258,4 @@ def test_a_hugging_face_folder_gives_the_weights_that_its_conversion_gives(model
     assert weights.keys() == expected.keys()
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
     norm = "model.norm.weight"
-    assert not torch.equal(weights[norm], weights[f"ref.{norm}"])  # the two models are different ones
+    assert not torch.equal(weights[norm], weights[f"ref.{norm}"])  # the two models differ

@@ -1,4 +1,4 @@
-"""Which checkpoints go when a new one is complete."""
+"""Which checkpoints are deleted when a new one is complete."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ EVERY_SECOND = [1, 3, 5, 7, 9]  # saved after 2, 4, 6, 8 and 10 rollouts
         (2, 6, [1, 3]),  # after 6, and the two newest
     ],
 )
-def test_the_newest_stay_and_those_after_a_multiple_of_the_interval(newest, interval, gone):
+def test_newest_checkpoints_and_multiples_of_the_interval_are_kept(newest, interval, gone):
     assert Retention(newest, interval).surplus(EVERY_SECOND, 9) == gone
 
 
-def test_checkpoints_that_an_earlier_run_went_on_to_are_not_counted_nor_removed():
+def test_checkpoints_after_the_resumed_one_are_neither_counted_nor_removed():
     assert Retention(2).surplus([1, 3, 5, 7, 9], 5) == [1]
 
 
@@ -38,7 +38,7 @@ def make(root: Path, iteration: int) -> None:
     folder.commit(root, iteration)
 
 
-def test_what_training_did_not_write_stays(tmp_path: Path):
+def test_files_not_written_by_training_are_kept(tmp_path: Path):
     for iteration in EVERY_SECOND:
         make(tmp_path, iteration)
     for other in ("release", "iter_0000000", "notes"):
@@ -48,7 +48,7 @@ def test_what_training_did_not_write_stays(tmp_path: Path):
     assert sorted(path.name for path in tmp_path.iterdir()) == kept
 
 
-def test_a_checkpoint_that_cannot_be_deleted_is_named_and_training_goes_on(tmp_path: Path, monkeypatch, caplog):
+def test_undeletable_checkpoint_is_named_and_training_continues(tmp_path: Path, monkeypatch, caplog):
     make(tmp_path, 1)
     make(tmp_path, 2)
 

@@ -1,4 +1,4 @@
-"""What functions change of a rollout is theirs to change: the batch is not touched, and what must stay is checked."""
+"""Hooks may change the rollout data: the batch stays unchanged, and invalid changes are rejected."""
 
 from __future__ import annotations
 
@@ -8,29 +8,31 @@ import pytest
 import torch
 
 from slimrl.hooks import HookFailedError
+from slimrl.megatron.training.advantages import TrainingHooks, build_train_inputs
 from slimrl.megatron.training.forward_step import TrainTensors
 from slimrl.megatron.training.train_dump import _samples
-from slimrl.megatron.training.train_inputs import TrainingHooks, judged
 from tests.megatron import tiny
 
 
 def postprocessed(function: str, rollout: Any) -> tuple[TrainTensors, Any]:
-    args = tiny.tiny_args(rollout_data_postprocess_path=f"tests.megatron.own.{function}")
-    hooks = TrainingHooks(args, [], None, None)
+    args = tiny.tiny_args(rollout_data_postprocess_path=f"tests.megatron.custom_functions.{function}")
+    hooks = TrainingHooks(args, [], None, None, args)
     log_probs = torch.zeros_like(rollout.loss_mask)
-    return judged(args, hooks, 0, rollout, log_probs, None, None, torch.device("cpu"))
+    return build_train_inputs(args, hooks, 0, rollout, log_probs, None, None, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("function", ["swap_tokens", "swap_tokens_in_place", "shorten"])
-def test_tokens_and_lengths_that_a_function_changes_are_refused_however_it_does_so(function: str):
+def test_changes_to_tokens_or_lengths_by_a_hook_are_rejected(function: str):
     rollout = tiny.recorded_rollout(seed=5)
     before = rollout.tokens.clone()
-    with pytest.raises(HookFailedError, match=f"own.{function} changed tokens or lengths, which are packed already"):
+    with pytest.raises(
+        HookFailedError, match=f"custom_functions.{function} changed tokens or lengths, which are already packed"
+    ):
         postprocessed(function, rollout)
     assert torch.equal(rollout.tokens, before)
 
 
-def test_what_a_function_changes_in_place_reaches_the_loss_and_not_the_batch():
+def test_in_place_changes_by_a_hook_reach_the_loss_but_not_the_batch():
     rollout = tiny.recorded_rollout(seed=5)
     mask, engines = rollout.loss_mask.clone(), rollout.rollout_log_probs.clone()
     columns, _ = postprocessed("mask_first_tokens", rollout)
@@ -40,7 +42,7 @@ def test_what_a_function_changes_in_place_reaches_the_loss_and_not_the_batch():
     assert not columns.rollout_log_probs[starts].any() and not torch.equal(columns.rollout_log_probs, engines)
 
 
-def test_what_is_saved_of_supervised_training_has_no_log_probabilities_of_policies():
+def test_supervised_train_dump_has_no_policy_log_probs():
     rollout = tiny.recorded_rollout(seed=5)
     rollout.micro_batches = [[[row] for row in range(8)]]
     columns = TrainTensors.without_policy(rollout.loss_mask)

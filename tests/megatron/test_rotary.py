@@ -1,4 +1,4 @@
-"""Rotary frequencies that are laid out once per micro-batch give what megatron-core's layers make each for itself."""
+"""Rotary tables built once per micro-batch equal those that each megatron-core layer builds itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.megatron import tiny
 from tests.megatron.launch import RankPool
 from tests.megatron.layouts import CP2, FULL, TP2_SP, selective
 
-LENGTHS = [12, 4, 20, 8]  # multiples of four: two ranks hold two pieces of each
+LENGTHS = [12, 4, 20, 8]  # multiples of four: each of two ranks holds two chunks
 LATENT = {name: value for name, value in tiny.LATENT_FLAGS.items() if not name.startswith(("moe_", "num_experts"))}
 YARN = LATENT | {
     "rope_type": "yarn",
@@ -46,9 +46,9 @@ RECOMPUTED: dict[str, dict[str, Any]] = {
 class Comparison:
     """One model's two passes over the same pack."""
 
-    differing: list[str]  # the output and the gradients that are not equal, bit for bit
-    asked: tuple[int, int]  # calls of megatron-core's own way: with slimrl's layout, with boundaries alone
-    gathered: int  # how often frequencies of tokens were made with slimrl's layout
+    differing: list[str]  # the outputs and gradients that are not bit-identical
+    asked: tuple[int, int]  # calls of megatron-core's own path: with slimrl's layout, with boundaries only
+    gathered: int  # how often token frequencies were computed with slimrl's layout
 
 
 def compare(rank: int, world_size: int, init_method: str, models: dict[str, Arguments]) -> dict[str, Comparison]:
@@ -114,22 +114,22 @@ def check(pool: RankPool, variants: dict[str, dict[str, Any]], changes: dict[str
 
 
 @pytest.mark.slow
-def test_whole_sequences_on_one_rank(one_rank: RankPool):
+def test_full_sequences_on_one_rank(one_rank: RankPool):
     check(one_rank, VARIANTS | RECOMPUTED, {})
 
 
 @pytest.mark.slow
-def test_sequences_that_two_ranks_share(two_ranks: RankPool):
+def test_sequences_split_over_two_ranks(two_ranks: RankPool):
     check(two_ranks, VARIANTS | RECOMPUTED, CP2)
 
 
 @pytest.mark.slow
-def test_tokens_that_two_tensor_parallel_ranks_share_between_layers(two_ranks: RankPool):
+def test_tokens_split_over_two_tensor_parallel_ranks(two_ranks: RankPool):
     chosen = {name: VARIANTS[name] for name in ("rope", "half of the channels, interleaved", "latent, YaRN")}
     check(two_ranks, chosen | {"rope, full": FULL}, TP2_SP)
 
 
-def test_frequencies_are_let_go_of_with_the_pass_and_the_boundaries_stay():
+def test_frequencies_are_freed_after_the_pass_and_boundaries_are_kept():
     from slimrl.megatron.model.micro_batch import for_one_pass, packed_sequences
 
     own = packed_sequences(torch.tensor(LENGTHS), 2, torch.device("cpu"), rank=1)
@@ -150,7 +150,7 @@ def test_frequencies_are_let_go_of_with_the_pass_and_the_boundaries_stay():
     assert (len(made), own.frequencies) == (1, None)
 
 
-def test_layers_with_the_fused_kernel_keep_megatron_cores_attention():
+def test_layers_with_the_fused_kernel_keep_megatron_core_attention():
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.attention import SelfAttention
     from megatron.core.transformer.multi_latent_attention import MLASelfAttention
@@ -169,7 +169,7 @@ def test_layers_with_the_fused_kernel_keep_megatron_cores_attention():
             assert with_token_frequencies(layer, config).submodules.self_attention.module is expected
 
 
-def test_the_fused_kernel_is_not_asked_for_neighbouring_channels_which_it_would_not_rotate(
+def test_fused_kernel_is_not_used_for_interleaved_rotary(
     monkeypatch: pytest.MonkeyPatch,
 ):
     from slimrl.megatron import config

@@ -1,4 +1,4 @@
-"""The bias that keeps experts equally busy moves as the choices of real tokens say, in every layout."""
+"""The bias that balances the experts follows the routing of real tokens, in every layout."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.megatron import ranks, tiny
 
 pytestmark = pytest.mark.slow
 
-TOY = TOYS["glm4-moe"]  # three layers, the last two with eight experts, of which each token goes to two
+TOY = TOYS["glm4-moe"]  # three layers, the last two with eight experts, two per token
 STEP = 0.05
 TWO_STAGES = ("--pipeline-model-parallel-size", "2", "--decoder-first-pipeline-num-layers", "1")
 TENSOR = ("--tensor-model-parallel-size", "2", "--sequence-parallel", "--expert-tensor-parallel-size", "1")
@@ -32,7 +32,7 @@ LAYOUTS = {
 
 
 def biases(rank: int, world_size: int, init_method: str, args: Arguments, rollout: RolloutBatch) -> dict[str, Tensor]:
-    """By global name, the biases of this rank's routers after one optimizer step."""
+    """The biases of this rank's routers after one optimizer step, by global name."""
     from slimrl.weights.reshard import global_tensors
 
     trainer = ranks.start(rank, world_size, init_method, args)
@@ -44,7 +44,7 @@ def biases(rank: int, world_size: int, init_method: str, args: Arguments, rollou
 
 
 def expected_biases(folder: Path, rollout: RolloutBatch) -> dict[str, Tensor]:
-    """Each bias one step towards its expert's share, from the choices that transformers' routers make."""
+    """Each bias one step towards its expert's fair share, from the routing of transformers."""
     model, chosen = TOY.load(folder), {}
 
     def count(layer: int, router: torch.nn.Module, hidden: Tensor) -> None:
@@ -71,7 +71,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_biases_follow_the_choices_of_real_tokens(
+def test_biases_follow_the_routing_of_real_tokens(
     layout: str, folder: Path, one_rank: Any, two_ranks: Any, four_ranks: Any
 ):
     size, layout_flags = LAYOUTS[layout]

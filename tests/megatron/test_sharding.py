@@ -1,4 +1,4 @@
-"""Weights, gradients and optimizer state that are shared out train, save and resume like whole ones."""
+"""Sharded weights, gradients and optimizer state train, save and resume like unsharded ones."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ ZERO3 = fsdp("optim_grads_params")
 
 @dataclasses.dataclass
 class Outcome:
-    """What a rank reports."""
+    """The report of a rank."""
 
     metrics: list[dict[str, float]]
-    weights: dict[str, Tensor]  # whole, by Hugging Face name: what the engines get
-    held: dict[str, int]  # elements in this rank's buffers during training, by what they are
+    weights: dict[str, Tensor]  # unsharded, by Hugging Face name: what the engines receive
+    held: dict[str, int]  # elements in this rank's training buffers, by kind
 
 
 def train(rank: int, size: int, init_method: str, args: Arguments, rollouts: list[RolloutBatch], stop: int) -> Outcome:
-    """From where the checkpoint says up to rollout `stop`, saving at the end if there is a place."""
+    """Trains from the checkpoint up to rollout `stop`; saves at the end if --save is set."""
     trainer = ranks.start(rank, size, init_method, args)
     metrics = []
     for rollout_id in range(trainer.start_rollout_id, stop):
@@ -61,7 +61,7 @@ def held(trainer: Any) -> dict[str, int]:
     }
 
 
-# name: model, flags, and how much of weights and gradients each of two ranks holds
+# name: model, flags, and the fraction of weights and gradients on each of two ranks
 SHARDED: dict[str, tuple[str, dict[str, Any], float, float]] = {
     "optimizer state": ("dense", fsdp("optim"), 1.0, 1.0),
     "gradients too": ("dense", fsdp("optim_grads"), 1.0, 0.5),
@@ -83,7 +83,7 @@ def truths(models: Any, expert_models: Any) -> dict[str, reference.ReferenceResu
 
 
 @pytest.mark.parametrize("case", SHARDED)
-def test_megatron_fsdp_trains_as_autograd_does_and_holds_what_it_says(
+def test_megatron_fsdp_trains_like_autograd_with_the_planned_memory(
     case: str, truths: Any, models: Any, expert_models: Any, two_ranks: Any
 ):
     kind, changes, of_weights, of_gradients = SHARDED[case]
@@ -93,19 +93,19 @@ def test_megatron_fsdp_trains_as_autograd_does_and_holds_what_it_says(
     assert [step["loss"] for step in results[0].metrics] == pytest.approx(truth.losses, rel=1e-5)
     assert [step["grad_norm"] for step in results[0].metrics] == pytest.approx(truth.gradient_norms, rel=1e-5)
     assert relative_error(results[0].weights, truth.weights) < 1e-5
-    for result in results:  # padding apart
+    for result in results:  # except for padding
         assert result.held["weights"] == pytest.approx(of_weights * result.held["whole"], rel=0.01)
         assert result.held["gradients"] == pytest.approx(of_gradients * result.held["whole"], rel=0.01)
     elements = sum(value.numel() for value in truth.weights.values())
     assert sum(result.held["moments"] for result in results) == pytest.approx(elements, rel=0.02)
 
 
-def told(outcome: Outcome) -> list[float]:
+def losses_and_norms(outcome: Outcome) -> list[float]:
     """Loss and gradient norm of each step."""
     return [step[name] for step in outcome.metrics for name in ("loss", "grad_norm")]
 
 
-# "fused": with an Adam that counts steps per parameter group, as Transformer Engine's
+# "fused": with an Adam that counts steps per parameter group, like Transformer Engine's
 RESUMED = {
     "bf16": {"bf16": True},
     "experts": {},
@@ -114,7 +114,7 @@ RESUMED = {
 
 
 @pytest.mark.parametrize("case", RESUMED)
-def test_megatron_fsdp_and_the_distributed_optimizer_resume_each_others_checkpoints(
+def test_megatron_fsdp_and_distributed_optimizer_load_each_others_checkpoints(
     case: str, models: Any, expert_models: Any, two_ranks: Any, tmp_path: Path
 ):
     model, more = expert_models if case == "experts" else models, RESUMED[case]
@@ -129,10 +129,10 @@ def test_megatron_fsdp_and_the_distributed_optimizer_resume_each_others_checkpoi
     run("sharded", ZERO3, 1)
     run("spread", SPREAD, 1)
     again = run("sharded twice", ZERO3, 2, load="sharded")
-    assert told(again) == told(whole)[4:]
+    assert losses_and_norms(again) == losses_and_norms(whole)[4:]
     assert all(torch.equal(again.weights[name], value) for name, value in whole.weights.items())
     for saved, resumed in (("sharded", SPREAD), ("spread", ZERO3)):
         crossed = run(f"{saved} crossed", resumed, 2, load=saved)
-        # sums in another order: in bfloat16 the rounding of single weights differs
+        # another summation order: in bfloat16 the rounding of single weights differs
         assert relative_error(crossed.weights, whole.weights) < (1e-6 if case == "experts" else 1e-5)
-        assert told(crossed) == pytest.approx(told(whole)[4:], rel=1e-5)
+        assert losses_and_norms(crossed) == pytest.approx(losses_and_norms(whole)[4:], rel=1e-5)

@@ -1,4 +1,4 @@
-"""Which layers have experts, and under which names a checkpoint keeps them, whatever the kernels of the machine."""
+"""Which layers have experts, and their checkpoint names, independent of the machine's kernels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 
 def stored_keys(rank: int, world_size: int, init_method: str, models: dict[str, Arguments]) -> dict[str, set[str]]:
-    """By model, the keys of its checkpoint."""
+    """The checkpoint keys, by model."""
     from slimrl.megatron.checkpoint.template import model_blueprint
 
     return {
@@ -44,7 +44,7 @@ def keys(one_rank: Any) -> dict[str, set[str]]:
 
 @pytest.fixture(scope="module")
 def watched_keys(one_rank: Any) -> dict[str, set[str]]:
-    """With the layers of a function instead of slimrl's own."""
+    """The keys with the layers of a custom function instead of slimrl's own."""
     models = _models()
     for args in models.values():
         args.spec = ["examples.model", "watched_layers"]
@@ -55,12 +55,12 @@ def _models() -> dict[str, Arguments]:
     return {name: flags(TOYS[name], LAYOUTS[0]) for name in ("glm4", "glm4-moe", "deepseek-v3")}
 
 
-def test_norms_are_stored_under_the_names_that_fused_layers_read(keys):
+def test_norms_are_stored_under_the_names_of_fused_layers(keys):
     dense, experts = "decoder.layers.0.", "decoder.layers.1."
     ordinary, latent = keys["glm4-moe"], keys["deepseek-v3"]
     for layer in (dense, experts):
         assert f"{layer}self_attention.linear_qkv.layer_norm_weight" in ordinary
-        assert f"{layer}input_layernorm.weight" in latent  # two projections stand behind it
+        assert f"{layer}input_layernorm.weight" in latent  # two projections follow it
         assert f"{layer}self_attention.linear_q_up_proj.layer_norm_weight" in latent
         assert f"{layer}self_attention.linear_kv_up_proj.layer_norm_weight" in latent
     for stored in (ordinary, latent):
@@ -69,7 +69,7 @@ def test_norms_are_stored_under_the_names_that_fused_layers_read(keys):
         assert not any("layer_norm" in key and "mlp" in key for key in stored if key.startswith(experts))
 
 
-def test_layers_stand_in_the_order_that_the_flags_give(keys):
+def test_layers_follow_the_order_of_the_flags(keys):
     assert "decoder.layers.0.mlp.linear_fc1.weight" in keys["glm4-moe"]
     assert {key.split(".")[2] for key in keys["glm4-moe"] if "experts" in key} == {"1", "2"}
     assert {key for key in keys["glm4-moe"] if key.startswith("decoder.layers.2.mlp.")} == {
@@ -82,11 +82,11 @@ def test_layers_stand_in_the_order_that_the_flags_give(keys):
     }
 
 
-def test_a_function_of_the_users_starts_from_layers_with_the_same_norms(keys, watched_keys):
+def test_custom_spec_starts_from_layers_with_the_same_norms(keys, watched_keys):
     assert watched_keys == keys
 
 
-def test_norms_after_a_block_are_stored_under_their_own_names(keys):
+def test_post_norms_are_stored_under_their_own_names(keys):
     assert {key for key in keys["glm4"] if "post_" in key} == {
         "decoder.layers.post_self_attn_layernorm.weight",
         "decoder.layers.post_mlp_layernorm.weight",
@@ -104,5 +104,5 @@ def test_norms_after_a_block_are_stored_under_their_own_names(keys):
         ({"normalization": "LayerNorm"}, "--normalization LayerNorm needs --transformer-impl transformer_engine"),
     ],
 )
-def test_layers_that_cannot_be_built_are_refused(one_rank, changes, sentence):
+def test_unsupported_layers_are_rejected(one_rank, changes, sentence):
     assert sentence in one_rank.run(refusal, flags(TOYS["glm4-moe"], LAYOUTS[0]), changes)[0]

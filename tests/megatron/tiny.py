@@ -22,7 +22,7 @@ def save_qwen3(folder: Path, *, seed: int, tied: bool = True, layers: int = 2) -
 
 
 def save_qwen3_moe(folder: Path, *, seed: int, layers: int = 2) -> Path:
-    """The same with layers of four experts, two of which each token goes to; `MOE_FLAGS` describes them."""
+    """The same with layers of four experts, two per token; `MOE_FLAGS` describes them."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(seed)
@@ -39,7 +39,7 @@ def save_qwen3_moe(folder: Path, *, seed: int, layers: int = 2) -> Path:
 
 
 def save_deepseek(folder: Path, *, seed: int, layers: int = 2) -> Path:
-    """A DeepSeek-V3: latent attention; after the first layer shared and grouped experts whose choice a bias steers.
+    """A DeepSeek-V3: latent attention; after the first layer shared and grouped experts with a routing bias.
 
     `LATENT_FLAGS` describes it.
     """
@@ -71,7 +71,7 @@ def save_deepseek(folder: Path, *, seed: int, layers: int = 2) -> Path:
     model = DeepseekV3ForCausalLM(config)
     with torch.no_grad():
         for name, bias in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):  # as large as scores differ, so that it changes choices
+            if name.endswith("e_score_correction_bias"):  # large enough to change the routing
                 bias.copy_(0.2 * torch.randn_like(bias))
     return _save(model, folder)
 
@@ -136,7 +136,7 @@ def _save(model: torch.nn.Module, folder: Path) -> Path:
 
 
 def tiny_args(**changes: Any) -> Arguments:
-    """Flags that describe the model of `save_qwen3`, with these fields changed."""
+    """Flags of the model of `save_qwen3`, with these fields changed."""
     values: dict[str, Any] = dict(
         num_layers=2,
         hidden_size=64,
@@ -163,7 +163,7 @@ def tiny_args(**changes: Any) -> Arguments:
         lr_decay_style="constant",
         weight_decay=0.1,
         adam_beta2=0.95,
-        adam_eps=1e-6,  # far above rounding: a gradient that is all noise must not become a full step
+        adam_eps=1e-6,  # far above rounding: a gradient of pure noise must not become a full step
         clip_grad=0.5,
     )
     return Arguments(**(values | changes))

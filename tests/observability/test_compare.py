@@ -33,7 +33,7 @@ def three(tmp_path):
     return [str(tmp_path / name) for name in ("base-seed0", "other", "base-seed1")]
 
 
-def test_each_run_has_a_row_and_seeds_of_a_name_a_mean_and_a_spread(three):
+def test_each_run_has_a_row_and_each_seed_group_a_mean_and_spread(three):
     table = rows([Outcome.of(load_summary(path)) for path in three])
     spread = f"{statistics.stdev([0.8, 0.6]):.3f}"
     assert table == [
@@ -60,7 +60,7 @@ def test_each_run_has_a_row_and_seeds_of_a_name_a_mean_and_a_spread(three):
         ("runs1", "runs1"),
     ],
 )
-def test_runs_are_grouped_by_their_name_without_seed_and_attempt(name, group):
+def test_runs_are_grouped_by_name_without_seed_and_attempt(name, group):
     assert group_of(name) == group
 
 
@@ -73,11 +73,11 @@ def test_runs_are_grouped_by_their_name_without_seed_and_attempt(name, group):
         ("a 'b", None),
     ],
 )
-def test_the_seed_is_the_last_one_of_the_command(command, seed):
+def test_last_seed_of_the_command_is_used(command, seed):
     assert seed_of(command) == seed
 
 
-def test_a_run_without_steps_or_evaluations_has_a_row_and_says_how_it_ended(tmp_path):
+def test_run_without_steps_or_evaluations_has_a_row_with_its_end_state(tmp_path):
     with pytest.raises(RuntimeError), RunLog(tmp_path / "broken", versions={}) as log:
         log.begin(0)
         raise RuntimeError("no server")
@@ -85,13 +85,13 @@ def test_a_run_without_steps_or_evaluations_has_a_row_and_says_how_it_ended(tmp_
     assert row == ["broken", "-", "0 (failed)", "-", "-", "-", "-", "-", "0.0", "-", "-"]
 
 
-def test_the_mean_curve_covers_the_steps_that_all_runs_have():
+def test_mean_curve_covers_the_common_steps():
     short, long = ([0, 1], [0.0, 1.0]), ([0, 1, 2], [1.0, 2.0, 9.0])
     assert mean_curve([short, long], list) == ([0, 1], [0.5, 1.5])
     assert mean_curve([([], []), long], running_mean) == ([], [])
 
 
-def test_the_report_of_several_runs_is_one_table_and_one_picture(three, tmp_path, capsys, monkeypatch):
+def test_report_of_several_runs_is_one_table_and_one_picture(three, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "140")
     monkeypatch.chdir(tmp_path)
     assert report.main(three) == 0
@@ -105,6 +105,6 @@ def test_the_report_of_several_runs_is_one_table_and_one_picture(three, tmp_path
     assert (tmp_path / "own/name.png").is_file()
 
 
-def test_a_missing_run_among_several_is_one_sentence(three, tmp_path, capsys):
+def test_missing_run_among_several_is_one_error(three, tmp_path, capsys):
     assert report.main([*three, str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith("there is no summary")

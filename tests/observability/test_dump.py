@@ -1,4 +1,4 @@
-"""Rollout dumps: bit-exact round trip, readable lines, and refusals."""
+"""Rollout dumps: bit-exact round trip, readable lines, and errors."""
 
 import dataclasses
 import json
@@ -36,7 +36,7 @@ def make_samples() -> list[Sample]:
     ]
 
 
-def test_samples_come_back_equal_in_every_bit(tmp_path):
+def test_samples_round_trip_bit_for_bit(tmp_path):
     template = str(tmp_path / "dumps" / "rollout_{rollout_id}.jsonl")
     path = save_rollout(template, 7, make_samples(), metrics={"rollout/raw_reward": 0.5})
     header, samples = load_rollout(template, 7)
@@ -53,26 +53,26 @@ def test_every_line_is_json_for_other_tools(tmp_path):
     assert [sample["response"] for sample in samples] == ["it is [1] …", "it is [2] …", "it is [3] …", "it is [4] …"]
 
 
-def test_a_line_is_the_sample_as_plain_data(tmp_path):
+def test_line_is_the_sample_as_plain_data(tmp_path):
     @dataclasses.dataclass
-    class Verdict:
+    class Score:
         score: float
 
     (sample, *_) = make_samples()
-    sample.metadata["verdict"] = Verdict(0.5)
+    sample.metadata["verdict"] = Score(0.5)
     sample.scratch = "an attribute of a user's own, which no reader knows"
     path = save_rollout(str(tmp_path / "{rollout_id}"), 0, [sample])
     assert json.loads(path.read_text().splitlines()[1]) == json.loads(json.dumps(sample.to_dict()))
 
 
-def test_an_evaluation_has_a_name_of_its_own(tmp_path):
+def test_evaluation_has_its_own_file_name(tmp_path):
     template = str(tmp_path / "{rollout_id}.jsonl")
     assert save_rollout(template, 3, make_samples(), evaluation=True).name == "eval_3.jsonl"
     assert load_rollout(template, 3, evaluation=True).header["evaluation"] is True
 
 
 @pytest.mark.parametrize("form", ["{rollout_id}.jsonl", "r[{rollout_id}]/{rollout_id}.jsonl", "./a//x_{rollout_id}"])
-def test_only_the_newest_rollouts_are_kept_and_likewise_evaluations(tmp_path, form):
+def test_only_the_newest_rollouts_and_evaluations_are_kept(tmp_path, form):
     template = f"{tmp_path}/{form}"
     other = tmp_path / "notes_7.txt"
     other.touch()
@@ -88,7 +88,7 @@ def test_only_the_newest_rollouts_are_kept_and_likewise_evaluations(tmp_path, fo
     assert other.exists()
 
 
-def test_a_resumed_run_deletes_none_that_an_earlier_one_wrote_later(tmp_path):
+def test_resumed_run_keeps_later_files_of_an_earlier_run(tmp_path):
     template = str(tmp_path / "{rollout_id}.jsonl")
     for number in range(6):
         save_rollout(template, number, make_samples()[:1])
@@ -96,7 +96,7 @@ def test_a_resumed_run_deletes_none_that_an_earlier_one_wrote_later(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["3.jsonl", "4.jsonl", "5.jsonl"]
 
 
-def test_a_repeated_rollout_replaces_the_file_and_leaves_no_other(tmp_path):
+def test_repeated_rollout_replaces_its_file_and_leaves_no_other(tmp_path):
     template = str(tmp_path / "{rollout_id}.jsonl")
     save_rollout(template, 0, make_samples())
     save_rollout(template, 0, make_samples()[:1])
@@ -104,14 +104,14 @@ def test_a_repeated_rollout_replaces_the_file_and_leaves_no_other(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["0.jsonl"]
 
 
-def test_array_values_in_the_metadata_become_lists(tmp_path):
+def test_arrays_in_the_metadata_become_lists(tmp_path):
     template = str(tmp_path / "{rollout_id}")
     sample = Sample(prompt="p", index=0, metadata={"array": numpy.arange(3), "scalar": numpy.float32(0.5)})
     save_rollout(template, 0, [sample])
     assert load_rollout(template, 0).samples[0].metadata == {"array": [0, 1, 2], "scalar": 0.5}
 
 
-def test_a_nan_log_probability_survives(tmp_path):
+def test_nan_log_prob_round_trips(tmp_path):
     template = str(tmp_path / "{rollout_id}")
     save_rollout(template, 0, [Sample(prompt="p", rollout_log_probs=[math.nan, -math.inf])])
     log_probs = load_rollout(template, 0).samples[0].rollout_log_probs
@@ -119,7 +119,7 @@ def test_a_nan_log_probability_survives(tmp_path):
     assert log_probs[1] == -math.inf
 
 
-def test_what_json_cannot_hold_is_refused_by_sample_and_an_earlier_dump_stays(tmp_path):
+def test_value_outside_json_is_rejected_by_sample_and_keeps_the_earlier_dump(tmp_path):
     template = str(tmp_path / "{rollout_id}")
     save_rollout(template, 0, make_samples())
     with pytest.raises(TypeError, match="sample 5 cannot be written to a rollout dump: a object is no JSON value"):
@@ -128,12 +128,12 @@ def test_what_json_cannot_hold_is_refused_by_sample_and_an_earlier_dump_stays(tm
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_a_template_without_a_place_for_the_number_is_refused():
+def test_template_without_a_rollout_placeholder_is_rejected():
     with pytest.raises(ValueError, match="'out.jsonl' has no {rollout_id}"):
         dump_path("out.jsonl", 0)
 
 
-def test_missing_foreign_and_cut_files_are_refused(tmp_path):
+def test_missing_foreign_and_truncated_files_are_rejected(tmp_path):
     with pytest.raises(FileNotFoundError, match="no rollout dump .*5.jsonl"):
         load_rollout(str(tmp_path / "{rollout_id}.jsonl"), 5)
     foreign = tmp_path / "foreign.jsonl"
@@ -147,7 +147,7 @@ def test_missing_foreign_and_cut_files_are_refused(tmp_path):
         read_dump(path)
 
 
-def test_show_prints_a_table_and_the_chosen_samples_word_for_word(tmp_path, capsys, monkeypatch):
+def test_show_prints_a_table_and_the_selected_samples_verbatim(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     path = save_rollout(str(tmp_path / "{rollout_id}.jsonl"), 12, make_samples())
     assert show.main([str(path), "--sample", "1"]) == 0
@@ -159,7 +159,7 @@ def test_show_prints_a_table_and_the_chosen_samples_word_for_word(tmp_path, caps
     assert "it is [3]" not in printed
 
 
-def test_the_entries_that_count_are_kept_for_each_sample_and_absent_where_rewards_are_numbers(tmp_path):
+def test_selected_reward_entries_are_stored_only_for_dict_rewards(tmp_path):
     keys = ["accuracy", "accuracy", None, "score"]
     path = save_rollout(str(tmp_path / "{rollout_id}.jsonl"), 0, make_samples(), reward_keys=keys)
     assert read_dump(path).header["reward_keys"] == [["accuracy", 2], [None, 1], ["score", 1]]
@@ -170,7 +170,7 @@ def test_the_entries_that_count_are_kept_for_each_sample_and_absent_where_reward
 
 
 @pytest.mark.parametrize(("flags", "shown"), [([], "0.25"), (["--reward-key", "length"], "7")])
-def test_show_has_the_entry_that_counts_in_the_table_and_the_whole_reward_on_one_line(
+def test_show_has_the_selected_reward_entry_in_the_table_and_the_full_reward_below(
     tmp_path, capsys, monkeypatch, flags, shown
 ):
     monkeypatch.setenv("COLUMNS", "100")
@@ -184,7 +184,7 @@ def test_show_has_the_entry_that_counts_in_the_table_and_the_whole_reward_on_one
     assert any('reward: {"accuracy": 0.25, "length": 7, "reason": "it is nearly right"}' in line for line in lines)
 
 
-def test_show_refuses_what_it_cannot_find(tmp_path, capsys):
+def test_show_rejects_missing_samples(tmp_path, capsys):
     path = save_rollout(str(tmp_path / "{rollout_id}.jsonl"), 0, make_samples())
     assert show.main([str(path), "--sample", "9"]) == 2
     assert capsys.readouterr().err == "no sample 9 in this dump: it has 0, 1, 2, 3\n"

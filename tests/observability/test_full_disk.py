@@ -1,4 +1,4 @@
-"""A disk that is full below the run's folder costs a warning, not the run; what has room again is written again."""
+"""A full disk below the run's folder causes a warning, not the end of the run; writing resumes once there is space."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import logging
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.processes.small_disk import filled, on_small_disk
 
 STEPS = 6
 
 
 def report_a_run(folder: Path) -> None:
-    """Six steps, of which two find the disk full, with everything that reports about them."""
+    """Six steps, two of them with a full disk, with all writers enabled."""
     from slimrl.observability.metrics.writers import TensorBoard
     from slimrl.observability.rollout_dump import save_rollout
     from slimrl.observability.run_log import RunLog, StepRecord
@@ -51,14 +53,16 @@ def report_a_run(folder: Path) -> None:
     charts[0].close(failed=False)
 
 
-def test_a_run_reports_on_through_a_full_disk(tmp_path: Path):
-    told = on_small_disk(report_and_look, tmp_path / "disk", 1024)
+@pytest.mark.slow
+def test_run_continues_to_report_on_a_full_disk(tmp_path: Path):
+    output = on_small_disk(report_and_look, tmp_path / "disk", 1024)
     for what in ("the summary", "TensorBoard's folder", "the rollout dump"):
-        assert told.count(f"{what}") >= 2, told
-    assert told.count("summary.json cannot be written, and the run continues without: [Errno 28] No space left") == 2
-    assert told.count("summary.json can be written again") == 2
-    assert "Logging error" not in told
-    assert told.count("Traceback") <= 4  # TensorBoard's own threads, one for each of two files and times
+        assert output.count(f"{what}") >= 2, output
+    failed = "summary.json; the run continues without it and retries at the next write: [Errno 28] No space left"
+    assert output.count(failed) == 2
+    assert output.count("summary.json works again") == 2
+    assert "Logging error" not in output
+    assert output.count("Traceback") <= 4  # TensorBoard's own threads, one for each of two files and times
 
 
 def report_and_look(folder: Path) -> None:
@@ -75,7 +79,7 @@ def report_and_look(folder: Path) -> None:
 
 
 def scalars(folder: Path) -> set[int]:
-    """The steps that TensorBoard finds."""
+    """The steps in TensorBoard's files."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     found = set()
@@ -103,12 +107,13 @@ def print_through_a_full_disk(folder: Path) -> None:
     assert "before" in text and text.rstrip().endswith("a record after") and "\nafter\n" in text
 
 
-def test_whoever_prints_in_a_process_of_the_run_is_not_ended_by_a_full_disk(tmp_path: Path):
+@pytest.mark.slow
+def test_print_on_a_full_disk_does_not_end_a_process(tmp_path: Path):
     on_small_disk(print_through_a_full_disk, tmp_path / "disk", 256)
 
 
 def write_checkpoints(folder: Path) -> None:
-    """By the writer of training and by the converter's, on a disk that has room for a part."""
+    """Writes with the trainer's writer and with the converter's, on a disk with too little space."""
     import torch
     import torch.distributed.checkpoint as torch_checkpoint
 
@@ -118,7 +123,7 @@ def write_checkpoints(folder: Path) -> None:
 
     values = torch.ones(2, 300_000)
     weight = Weight("decoder.w", (Piece("decoder.w", (0, 0), (2, 300_000), (2, 300_000), values.dtype),), lambda x: [x])
-    told = []
+    output = []
     for write in (
         lambda: write_torch_dist(folder, Blueprint((weight,), {}), lambda _: values),
         lambda: torch_checkpoint.save({"w": values}, storage_writer=ChecksummingWriter(folder), no_dist=True),
@@ -127,16 +132,17 @@ def write_checkpoints(folder: Path) -> None:
         try:
             write()
         except OSError as error:
-            told.append(str(error))
+            output.append(str(error))
         except torch_checkpoint.api.CheckpointException as error:
-            told += [str(cause) for cause, _ in error.failures.values()]
+            output += [str(cause) for cause, _ in error.failures.values()]
         for path in folder.iterdir():
             path.unlink()
-    assert len(told) == 3, told
+    assert len(output) == 3, output
     names = ("__0_0.distcp", "__0_0.distcp", "common.pt")
-    assert [text.startswith("[Errno 28] No space left on device: ") for text in told] == [True] * 3, told
-    assert all(text.endswith(f"/{name}'") for text, name in zip(told, names, strict=True)), told
+    assert [text.startswith("[Errno 28] No space left on device: ") for text in output] == [True] * 3, output
+    assert all(text.endswith(f"/{name}'") for text, name in zip(output, names, strict=True)), output
 
 
-def test_a_checkpoint_without_room_says_so_with_the_path(tmp_path: Path):
+@pytest.mark.slow
+def test_checkpoint_without_disk_space_reports_the_path(tmp_path: Path):
     on_small_disk(write_checkpoints, tmp_path / "disk", 1024)

@@ -1,4 +1,4 @@
-"""Lines of steps and evaluations on a terminal of 100 columns; the log file has them whole."""
+"""Step and evaluation lines on a terminal of 100 columns; the log file has them in full."""
 
 import logging
 
@@ -51,13 +51,13 @@ TROUBLE = {
         ),
     ],
 )
-def test_a_steps_line_fits_and_warnings_go_before_numbers(step, rollout, train, expected):
+def test_step_line_fits_and_drops_numbers_before_warnings(step, rollout, train, expected):
     shown = short_step(line(step, rollout, train))
     assert shown == expected
     assert len("12:34:56 ") + len(shown) <= 100
 
 
-def test_an_evaluation_of_many_sets_is_told_by_its_scores_and_cut_in_the_end():
+def test_line_of_many_eval_datasets_has_their_scores_and_is_truncated():
     fits = "evaluation after 30 steps | addition 1 (5 tokens, 0% truncated)"
     assert short_evaluation(fits) == fits
     many = " | ".join(["evaluation after 30 steps", *(f"set{n} 0.5 (pass@16 0.625, 812 tokens)" for n in range(4))])
@@ -65,7 +65,7 @@ def test_an_evaluation_of_many_sets_is_told_by_its_scores_and_cut_in_the_end():
     assert len(short_evaluation(many * 5)) == TERMINAL_WIDTH
 
 
-def test_the_terminal_gets_the_short_line_and_the_file_the_whole_one(tmp_path, capsys):
+def test_terminal_gets_the_short_line_and_the_file_the_full_one(tmp_path, capsys):
     logger = logging.getLogger("slimrl")
     before = logger.level, logger.propagate
     file = setup_logging("INFO", tmp_path)

@@ -1,4 +1,4 @@
-"""No row of the table stands there for nothing: some text in the source makes its names."""
+"""Every row of the metric table has a source: a string in the code that produces its names."""
 
 import ast
 import functools
@@ -15,12 +15,12 @@ TABLES = [
     f"slimrl/observability/{name}.py" for name in ("metrics/registry", "metrics/__init__", "metrics_docs", "report")
 ]
 PREFIXES = re.compile(r"^(train|rollout|eval|perf|memory|multi_turn|passrate)/")
-TELLING = 5  # characters of an f-string that tell a name from any other; times are told by their phase
+TELLING = 5  # characters that identify the name in an f-string; times are identified by their phase
 
 
 @functools.cache
 def texts() -> tuple[set[str], list[re.Pattern[str]]]:
-    """Every string in slimrl's source, and a pattern for every f-string that says enough."""
+    """Every string in slimrl's source, and a pattern for every specific f-string."""
     plain, patterns = set(), []
     for path in (ROOT / "slimrl").rglob("*.py"):
         if str(path.relative_to(ROOT)) in TABLES:
@@ -37,20 +37,20 @@ def texts() -> tuple[set[str], list[re.Pattern[str]]]:
 
 
 def is_made(name: str) -> bool:
-    """Whether a string or an f-string makes the name, with or without what stands before its first slash."""
+    """Whether a string or an f-string produces the name, with or without the part before its first slash."""
     plain, patterns = texts()
     bare = PREFIXES.sub("", name)
-    # times of phases and memory of processes are put together from words of their own
+    # phase times and process memory are composed of separate words
     words = {name, bare, bare.removesuffix("_time"), re.sub(r"^(rank1|memory|planned_memory)_", "", bare)}
     return bool(words & plain) or any(pattern.fullmatch(word) for word in (name, bare) for pattern in patterns)
 
 
 @pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.name)
-def test_the_source_makes_every_name_of_the_row(metric):
+def test_source_produces_every_metric_of_the_row(metric):
     missing = [name for name in spelled_out(metric) if not is_made(name)]
     assert metric.name == "eval/<name>" or not missing
 
 
-def test_a_name_that_nothing_makes_is_noticed():
+def test_metric_without_a_source_is_detected():
     assert not is_made("rollout/a_name_of_nothing")
     assert not is_made("perf/a_name_of_nothing_time")

@@ -1,4 +1,4 @@
-"""The Prometheus endpoint: what a scrape says about a run, its port, and the file that names everything to scrape."""
+"""The Prometheus endpoint: content of a scrape, its port, and the file with all scrape targets."""
 
 import dataclasses
 import json
@@ -36,7 +36,7 @@ def scrape(port: int) -> dict[str, float]:
     return found
 
 
-def test_a_scrape_shows_the_numbers_of_the_summary_and_the_port_is_free_afterwards(tmp_path):
+def test_scrape_shows_the_summary_and_the_port_is_freed_afterwards(tmp_path):
     port = free_port()
     args = Arguments(run_dir=str(tmp_path / "named"), prometheus_port=port, num_steps_per_rollout=1)
     with RunLog.open(args, {}) as log:
@@ -57,7 +57,7 @@ def test_a_scrape_shows_the_numbers_of_the_summary_and_the_port_is_free_afterwar
     socket.create_server(("127.0.0.1", port)).close()
 
 
-def test_what_a_rollout_does_not_report_is_not_shown_as_its_own(tmp_path):
+def test_metric_missing_from_a_rollout_is_not_shown_for_it(tmp_path):
     port = free_port()
     args = Arguments(run_dir=str(tmp_path / "named"), prometheus_port=port, num_steps_per_rollout=2)
     first = {"rollout/raw_reward": 0.5, "rollout/zero_std/count_1": 3.0, "perf/save_time": 2.0}
@@ -73,10 +73,10 @@ def test_what_a_rollout_does_not_report_is_not_shown_as_its_own(tmp_path):
     assert (found["rollout/step"], found["rollout/raw_reward"], found["train/loss"]) == (1, 0.75, 4.0)
     gone = {"rollout/zero_std/count_1", "perf/save_time", "perf/evaluate_time", "train/only_here"}
     assert not gone & found.keys()
-    assert found["eval/addition"] == 0.4  # the last evaluation is still the last one
+    assert found["eval/addition"] == 0.4  # the last evaluation is still shown
 
 
-def test_it_listens_on_this_machine_alone_unless_an_address_is_given(tmp_path):
+def test_exporter_binds_loopback_unless_an_address_is_given(tmp_path):
     port = free_port()
     args = Arguments(run_dir=str(tmp_path / "named"), prometheus_port=port)
     address = socket.gethostbyname(socket.gethostname())
@@ -88,7 +88,7 @@ def test_it_listens_on_this_machine_alone_unless_an_address_is_given(tmp_path):
         socket.create_connection((address, port), timeout=2).close()
 
 
-def test_a_port_that_was_taken_meanwhile_is_a_sentence(tmp_path):
+def test_port_taken_after_the_check_is_one_error(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(PrometheusError, match=f"--prometheus-port {port} on 127.0.0.1 cannot be opened .* give"):
@@ -103,11 +103,11 @@ def test_a_port_that_was_taken_meanwhile_is_a_sentence(tmp_path):
         ("train/lr-pg_0", "slimrl_train_lr_pg_0"),
     ],
 )
-def test_names_become_names_that_prometheus_takes(name, gauge):
+def test_metric_names_are_converted_for_prometheus(name, gauge):
     assert gauge_name(name) == gauge
 
 
-def test_two_metrics_that_become_one_name_stay_two_by_their_label(tmp_path):
+def test_colliding_names_are_distinguished_by_a_label(tmp_path):
     port = free_port()
     with RunLog.open(Arguments(run_dir=str(tmp_path / "named"), prometheus_port=port), {}) as log:
         log.step(record(0, rollout={"rollout/raw_reward": 0.5, "rollout/a-b": 1.0, "rollout/a_b": 2.0}))
@@ -115,7 +115,7 @@ def test_two_metrics_that_become_one_name_stay_two_by_their_label(tmp_path):
     assert (found["rollout/a-b"], found["rollout/a_b"]) == (1.0, 2.0)
 
 
-def test_whoever_is_asked_for_metrics_is_a_target(tmp_path):
+def test_every_process_with_metrics_is_a_target(tmp_path):
     urls = ["http://10.0.0.2:20001", "http://10.0.0.3:20002/"]
     args = Arguments(run_dir=str(tmp_path), prometheus_port=9400)
     assert scrape_targets(args, urls, "10.0.0.1", "10.0.0.2") == [Target("slimrl", "127.0.0.1:9400")]
@@ -137,7 +137,7 @@ def test_whoever_is_asked_for_metrics_is_a_target(tmp_path):
     ("host", "address"),
     [("0.0.0.0", "10.0.0.1:9400"), ("::", "10.0.0.1:9400"), ("10.9.9.9", "10.9.9.9:9400"), ("::1", "[::1]:9400")],
 )
-def test_a_target_has_an_address_that_others_reach(host, address):
+def test_target_has_a_reachable_address(host, address):
     args = Arguments(prometheus_port=9400, prometheus_host=host)
     assert scrape_targets(args, [], "10.0.0.1", "10.0.0.2") == [Target("slimrl", address)]
     options = {"prometheus_port": 9400, "prometheus_host": host}
@@ -145,7 +145,7 @@ def test_a_target_has_an_address_that_others_reach(host, address):
     assert target == Target("router", address)
 
 
-def test_the_targets_stand_in_the_format_that_prometheus_reads(tmp_path):
+def test_targets_have_the_prometheus_format(tmp_path):
     write_targets(tmp_path / "prometheus.json", "named", [Target("slimrl", "127.0.0.1:9400"), Target("sglang", "h:1")])
     assert json.loads((tmp_path / "prometheus.json").read_text()) == [
         {

@@ -1,4 +1,4 @@
-"""The report of a run: numbers in the table, points in the charts, a picture in the file."""
+"""The report of a run: numbers in the table, points in the plots, a picture in the file."""
 
 import pytest
 
@@ -27,13 +27,13 @@ def run_dir(tmp_path):
     return tmp_path / "demo"
 
 
-def test_the_report_shows_results_seconds_and_places(run_dir, capsys, monkeypatch):
+def test_report_shows_results_durations_and_paths(run_dir, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "140")
     assert report.main([str(run_dir), "--model", "/models/new"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["run", "demo:", "12", "steps,", "completed"] in lines
-    (verdict,) = [" ".join(line) for line in lines if line[:1] == ["completed:"]]
-    assert verdict.startswith("completed: evaluation addition from 0.438 to 0.938, reward from 0.500 to 0.958, over 12")
+    (result,) = [" ".join(line) for line in lines if line[:1] == ["completed:"]]
+    assert result.startswith("completed: evaluation addition from 0.438 to 0.938, reward from 0.500 to 0.958, over 12")
     assert lines[-1][0] == "serve" and lines[-1][-4:] == ["--model-path", "/models/new", "--port", "30000"]
     assert ["evaluation", "addition", "0.438", "0.938"] in lines
     assert ["reward", "of", "the", "rollouts", "(first,", "last)", "0.500", "0.958"] in lines
@@ -43,7 +43,7 @@ def test_the_report_shows_results_seconds_and_places(run_dir, capsys, monkeypatc
     assert ["run", str(run_dir)] in lines
 
 
-def test_the_picture_is_a_png_of_the_promised_size(run_dir, tmp_path):
+def test_picture_is_a_png_of_the_documented_size(run_dir, tmp_path):
     picture = tmp_path / "new" / "reward.png"
     assert report.main([str(run_dir / "summary.json"), "--png", str(picture)]) == 0
     data = picture.read_bytes()
@@ -61,7 +61,7 @@ def test_a_run_without_steps_or_evaluations_can_be_reported(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("ages", [(1.0, 0.25), (0.0, 0.0)])
-def test_the_age_of_the_samples_is_told_where_any_is_older_than_its_weights(tmp_path, capsys, monkeypatch, ages):
+def test_staleness_is_reported_when_any_sample_is_stale(tmp_path, capsys, monkeypatch, ages):
     monkeypatch.setenv("COLUMNS", "140")
     with RunLog(tmp_path, versions={}) as log:
         for step, age in enumerate(ages):
@@ -71,12 +71,12 @@ def test_the_age_of_the_samples_is_told_where_any_is_older_than_its_weights(tmp_
     assert report.main([str(tmp_path)]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     old = any(ages)
-    assert ("age of the samples in rollouts (mean, largest) 0.62 2" in lines) is old
-    assert ("groups restarted, being too old 6" in lines) is old
-    assert any("age of the samples" in line for line in lines) is old
+    assert ("staleness of the samples in rollouts (mean, largest) 0.62 2" in lines) is old
+    assert ("stale groups regenerated 6" in lines) is old
+    assert any("staleness of the samples" in line for line in lines) is old
 
 
-def test_a_missing_or_foreign_file_is_one_sentence(tmp_path, capsys):
+def test_missing_or_foreign_file_is_one_error(tmp_path, capsys):
     assert report.main([str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith("there is no summary")
     (tmp_path / "summary.json").write_text("{}")
@@ -84,7 +84,7 @@ def test_a_missing_or_foreign_file_is_one_sentence(tmp_path, capsys):
     assert "is no summary of schema version 1" in capsys.readouterr().err
 
 
-def test_the_text_chart_draws_a_rising_line_from_bottom_left_to_top_right():
+def test_ascii_plot_draws_a_rising_line_from_bottom_left_to_top_right():
     rows = text_chart([(0, 0.0), (10, 1.0)], width=29, height=5).splitlines()
     assert len(rows) == 7
     assert [len(row) for row in rows[:5]] == sorted((len(row) for row in rows[:5]), reverse=True)
@@ -93,21 +93,21 @@ def test_the_text_chart_draws_a_rising_line_from_bottom_left_to_top_right():
     assert rows[6].split() == ["0", "10"]
 
 
-def test_marks_stand_on_top_of_the_line_at_their_place():
+def test_markers_are_drawn_over_the_line():
     rows = text_chart([(0, 0.0), (10, 1.0)], [(0, 1.0), (10, 0.0)], width=29, height=5, mark="x").splitlines()
     assert rows[0][9] == "x"
     assert rows[4][-1] == "x"
     assert all(len(row) <= 29 for row in rows)
 
 
-def test_flat_single_and_empty_lines_are_drawn_without_fail():
+def test_flat_single_and_empty_lines_are_drawn():
     assert text_chart([]) == ""
     for line in ([(3, 0.5)], [(0, 0.5), (5, 0.5)]):
         rows = text_chart(line, height=5).splitlines()[:5]
         assert [any("⠀" < character <= "⣿" for character in row) for row in rows] == [False, False, True, False, False]
 
 
-def test_skipped_steps_and_the_memory_of_every_process_are_in_the_report(tmp_path, capsys, monkeypatch, caplog):
+def test_report_has_skipped_steps_and_the_memory_of_every_process(tmp_path, capsys, monkeypatch, caplog):
     monkeypatch.setenv("COLUMNS", "140")
     seconds = {"generate": 2.0, "train": 0.5, "update_weights": 0.25, "total": 3.0}
     with RunLog(tmp_path / "demo", versions={}) as log, caplog.at_level("INFO", "slimrl"):

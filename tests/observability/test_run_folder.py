@@ -1,4 +1,4 @@
-"""The run's folder is its user's alone."""
+"""The run's folder is private to its user."""
 
 import os
 import stat
@@ -10,7 +10,7 @@ def rights(path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_the_folder_of_a_run_is_closed_to_others_and_what_is_above_it_is_as_usual(tmp_path):
+def test_run_folder_is_private_and_its_parents_have_default_permissions(tmp_path):
     before = os.umask(0o022)
     try:
         assert make_private(tmp_path / "runs" / "a") is None
@@ -20,13 +20,13 @@ def test_the_folder_of_a_run_is_closed_to_others_and_what_is_above_it_is_as_usua
         os.umask(before)
 
 
-def test_a_folder_that_is_there_is_closed_as_well(tmp_path):
+def test_existing_folder_is_made_private(tmp_path):
     (tmp_path / "a").mkdir(mode=0o755)
     assert make_private(tmp_path / "a") is None
     assert rights(tmp_path / "a") == 0o700
 
 
-def test_a_file_system_without_rights_is_told_of(tmp_path, monkeypatch):
+def test_file_system_without_permissions_is_reported(tmp_path, monkeypatch):
     def refuse(*_: object) -> None:
         raise PermissionError(1, "Operation not permitted")
 

@@ -61,7 +61,7 @@ def steps_of(summary: dict) -> list[int]:
     return [step["step"] for step in summary["steps"]]
 
 
-def test_the_summary_holds_what_the_schema_promises(tmp_path):
+def test_summary_matches_the_schema(tmp_path):
     summary = write_run(tmp_path / "first", [0, 1], paths={"checkpoints": "/somewhere"})
     assert summary["schema_version"] == 1
     assert (summary["status"], summary["error"]) == ("completed", None)
@@ -111,14 +111,14 @@ def test_the_summary_holds_what_the_schema_promises(tmp_path):
     }
 
 
-def test_an_evaluation_is_told_with_its_largest_pass_rate_and_length():
+def test_evaluation_line_has_the_largest_pass_rate_and_length():
     metrics = {
         "eval/aime-pass@1": 0.25,
         "eval/aime-pass@2": 0.4,
         "eval/aime-pass@16": 0.625,
         "eval/aime/response_len/mean": 812.34,
         "eval/aime-truncated_ratio": 0.05,
-        "eval/aime-2-pass@32": 1.0,  # another set
+        "eval/aime-2-pass@32": 1.0,  # another dataset
     }
     assert evaluation_words("aime", 0.25, metrics) == "aime 0.25 (pass@16 0.625, 812.3 tokens, 5% truncated)"
     assert evaluation_words("other", 0.5, {}) == "other 0.5"
@@ -130,7 +130,7 @@ def test_one_step_is_one_line_of_the_file(tmp_path):
     assert sum(line.startswith('    {"step": ') for line in lines) == 5
 
 
-def test_the_file_is_whole_after_every_report_and_no_other_file_is_left(tmp_path):
+def test_file_is_complete_after_every_report_without_leftovers(tmp_path):
     with open_log(tmp_path) as log:
         for step in range(3):
             log.step(record(step))
@@ -140,7 +140,7 @@ def test_the_file_is_whole_after_every_report_and_no_other_file_is_left(tmp_path
             assert [file.name for file in tmp_path.iterdir()] == ["summary.json"]
 
 
-def test_a_log_line_says_what_matters(tmp_path, caplog):
+def test_log_line_has_the_main_numbers(tmp_path, caplog):
     with caplog.at_level(logging.INFO, "slimrl"):
         logging.getLogger("slimrl").propagate = True
         write_run(tmp_path, [12])
@@ -166,10 +166,10 @@ def test_a_log_line_says_what_matters(tmp_path, caplog):
             {"rollout/staleness/mean": 1.0, "rollout/staleness/max": 1.0, "rollout/staleness/dropped": 4.0},
             "age 1, at most 1 | 4 too old | ",
         ),
-        ({"rollout/staleness/mean": 1.0, "rollout/staleness/max": 1.0}, ""),  # known, but nothing bounds it
+        ({"rollout/staleness/mean": 1.0, "rollout/staleness/max": 1.0}, ""),  # known, but unbounded
     ],
 )
-def test_a_log_line_says_what_is_wrong_with_the_samples_and_how_old_they_are(rollout, words):
+def test_log_line_has_sample_problems_and_staleness(rollout, words):
     entry = record(3, rollout={"rollout/raw_reward": 0.5, **rollout}, train=[])
     line = step_line(entry, {}, entry.seconds, compares_groups=True)
     assert line == f"step 3 | reward 0.5 | {words}generate 1.2s train 0.4s update 0.1s total 1.8s | version 3"
@@ -179,7 +179,7 @@ def test_a_log_line_says_what_is_wrong_with_the_samples_and_how_old_they_are(rol
     ("flags", "warned"),
     [({"n_samples_per_prompt": 4}, True), ({}, False), ({"n_samples_per_prompt": 4, "loss_type": "sft_loss"}, False)],
 )
-def test_groups_without_spread_are_told_where_samples_of_a_prompt_are_compared(tmp_path, caplog, flags, warned):
+def test_groups_without_spread_are_reported_for_group_estimators(tmp_path, caplog, flags, warned):
     args = Arguments(run_dir=str(tmp_path), hf_checkpoint="model", **flags)
     with caplog.at_level(logging.INFO, "slimrl"), RunLog.open(args, {}) as log:
         logging.getLogger("slimrl").propagate = True
@@ -187,7 +187,7 @@ def test_groups_without_spread_are_told_where_samples_of_a_prompt_are_compared(t
     assert ("NO SPREAD in any group" in caplog.records[-1].message) is warned
 
 
-def test_phases_that_did_not_happen_count_zero_and_others_are_kept(tmp_path):
+def test_absent_phases_count_zero_and_unknown_ones_are_kept(tmp_path):
     with open_log(tmp_path) as log:
         log.step(record(0, seconds={"train": 1.0, "total": 2.0, "save": 0.5}))
     assert load_summary(tmp_path)["steps"][0]["seconds"] == {
@@ -208,7 +208,7 @@ def test_several_optimizer_steps_are_combined_and_kept(tmp_path):
     assert step["by_optimizer_step"] == train
 
 
-def test_numbers_that_json_cannot_hold_become_null(tmp_path):
+def test_non_finite_numbers_become_null(tmp_path):
     with open_log(tmp_path) as log:
         log.step(record(0, train=[{"loss": math.nan, "grad_norm": math.inf}]))
         log.evaluation(1, 1, {"addition": Result(math.nan)})
@@ -218,7 +218,7 @@ def test_numbers_that_json_cannot_hold_become_null(tmp_path):
     assert step["train_rollout_logprob_abs_diff_mean"] is None
 
 
-def test_several_data_sets_are_averaged_and_kept_apart(tmp_path):
+def test_several_datasets_are_averaged_and_kept_apart(tmp_path):
     with open_log(tmp_path) as log:
         log.evaluation("before", 0, {"easy": Result(0.8), "hard": Result(0.2)})
     evaluation = load_summary(tmp_path)["eval"]
@@ -234,7 +234,7 @@ def test_several_data_sets_are_averaged_and_kept_apart(tmp_path):
         (RuntimeError("server 1 died"), "failed", "RuntimeError: server 1 died"),
     ],
 )
-def test_how_a_run_ended_is_recorded(tmp_path, error, status, message):
+def test_end_state_of_a_run_is_recorded(tmp_path, error, status, message):
     with pytest.raises(type(error)), open_log(tmp_path) as log:
         log.step(record(0))
         raise error
@@ -244,7 +244,7 @@ def test_how_a_run_ended_is_recorded(tmp_path, error, status, message):
 
 
 class Chart:
-    """A place that notes its end, and fails at it where it is told to."""
+    """A writer that records its end, and fails then if told to."""
 
     def __init__(self, error=None):
         self.error, self.closed = error, []
@@ -257,7 +257,7 @@ class Chart:
             raise self.error
 
 
-def test_a_place_that_fails_at_its_end_keeps_none_of_the_others_from_theirs(tmp_path):
+def test_failing_writer_does_not_prevent_closing_the_others(tmp_path):
     charts = [Chart(OSError("disk full")), Chart(), Chart(OSError("gone"))]
     with pytest.raises(OSError, match="disk full|gone"), open_log(tmp_path, charts=charts) as log:
         log.step(record(0))
@@ -266,16 +266,20 @@ def test_a_place_that_fails_at_its_end_keeps_none_of_the_others_from_theirs(tmp_
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("server 1 died")])
-def test_a_place_that_fails_at_its_end_does_not_hide_why_the_run_ended(tmp_path, error, caplog):
+def test_failing_writer_does_not_hide_why_the_run_ended(tmp_path, error, caplog):
     logging.getLogger("slimrl").propagate = True
     chart = Chart(OSError("disk full"))
     with pytest.raises(type(error)), open_log(tmp_path, charts=[chart]) as log:
         log.step(record(0))
         raise error
-    assert chart.closed == [True] and "could not be reported everywhere" in caplog.text and "disk full" in caplog.text
+    assert (
+        chart.closed == [True]
+        and "could not be reported to all metric writers" in caplog.text
+        and "disk full" in caplog.text
+    )
 
 
-def test_a_resumed_run_keeps_earlier_steps_and_repeats_later_ones(tmp_path):
+def test_resumed_run_keeps_earlier_steps_and_repeats_later_ones(tmp_path):
     first = write_run(tmp_path, [0, 1, 2])
     with open_log(tmp_path) as log:
         log.evaluation("before", 2, {"addition": Result(0.6)})
@@ -294,11 +298,11 @@ def test_a_resumed_run_keeps_earlier_steps_and_repeats_later_ones(tmp_path):
         (2, "between"),
         (4, "after"),
     ]
-    # step 2 was dropped, so the summary that held it is kept beside
+    # step 2 was dropped, so the summary that had it is kept next to it
     assert steps_of(load_summary(tmp_path / "summary.1.json")) == [0, 1, 2]
 
 
-def test_a_finished_run_can_be_prolonged(tmp_path):
+def test_finished_run_can_be_extended(tmp_path):
     write_run(tmp_path, [0, 1])
     summary = write_run(tmp_path, [2, 3])
     assert steps_of(summary) == [0, 1, 2, 3]
@@ -311,32 +315,32 @@ def test_a_finished_run_can_be_prolonged(tmp_path):
     assert not (tmp_path / "summary.1.json").exists(), "nothing was dropped"
 
 
-def test_a_new_run_in_the_same_folder_keeps_the_old_summaries(tmp_path):
+def test_new_run_in_the_same_folder_keeps_old_summaries(tmp_path):
     for _ in range(3):
         write_run(tmp_path, [0, 1])
     assert sorted(file.name for file in tmp_path.iterdir()) == ["summary.1.json", "summary.2.json", "summary.json"]
 
 
-def test_a_broken_summary_is_put_aside_not_lost(tmp_path):
+def test_broken_summary_is_renamed_not_lost(tmp_path):
     (tmp_path / "summary.json").write_text('{"schema_version": 1, "st')
     assert steps_of(write_run(tmp_path, [5])) == [5]
     assert (tmp_path / "summary.1.json").read_text() == '{"schema_version": 1, "st'
 
 
-def test_a_run_that_fails_to_start_leaves_the_earlier_summary_alone(tmp_path):
+def test_run_that_fails_to_start_keeps_the_earlier_summary(tmp_path):
     before = write_run(tmp_path, [0, 1])
     with pytest.raises(RuntimeError), open_log(tmp_path):
         raise RuntimeError("no server came up")
     assert load_summary(tmp_path) == before
 
 
-def test_a_first_run_that_fails_to_start_says_so(tmp_path):
+def test_first_run_that_fails_to_start_is_recorded(tmp_path):
     with pytest.raises(RuntimeError), open_log(tmp_path):
         raise RuntimeError("no server came up")
     assert load_summary(tmp_path)["error"] == "RuntimeError: no server came up"
 
 
-def test_a_step_without_a_reward_is_an_error(tmp_path):
+def test_step_without_a_reward_raises(tmp_path):
     with pytest.raises(KeyError, match="rollout/raw_reward"), open_log(tmp_path) as log:
         log.step(record(0, rollout={}))
 
@@ -367,8 +371,8 @@ def scalars(folder) -> dict[str, list[tuple[int, float]]]:
 
 
 @pytest.mark.parametrize("options", [{}, {"steps_per_rollout": 2}, {"steps_per_rollout": 2, "count_train_steps": True}])
-def test_tensorboard_hides_the_points_that_a_resumed_run_repeats(tmp_path, options):
-    """Also where a rollout has several optimizer steps, so that train/ has run ahead of the other axes."""
+def test_tensorboard_hides_points_repeated_by_a_resumed_run(tmp_path, options):
+    """Also with several optimizer steps per rollout, when train/ is ahead of the other axes."""
     per_rollout = options.get("steps_per_rollout", 1)
     for first, loss in ((0, 1.0), (1, 2.0)):
         with open_log(tmp_path, use_tensorboard=True, **options) as log:
@@ -384,7 +388,7 @@ def test_tensorboard_hides_the_points_that_a_resumed_run_repeats(tmp_path, optio
     assert found["eval/addition"] == [(3 * unit, 0.5)]
 
 
-def test_optimizer_steps_are_counted_on_where_the_summary_is_new(tmp_path):
+def test_optimizer_steps_continue_in_a_new_summary(tmp_path):
     with open_log(tmp_path, use_tensorboard=True, steps_per_rollout=4, count_train_steps=True) as log:
         log.begin(10)
         log.step(record(10, train=[{"loss": 1.0}] * 4))
@@ -393,7 +397,7 @@ def test_optimizer_steps_are_counted_on_where_the_summary_is_new(tmp_path):
     assert found["rollout/raw_reward"][0][0] == 40
 
 
-def test_what_ranks_report_of_the_rollout_stands_beside_the_steps(tmp_path):
+def test_rank_metrics_of_the_rollout_are_stored_with_the_steps(tmp_path):
     train = [{"loss": 1.0, "rollout/advantages": 0.25, "perf/actor_train_time": 2.0}, {"loss": 3.0}]
     with open_log(tmp_path, use_tensorboard=True, steps_per_rollout=2) as log:
         log.step(record(0, train=train))
@@ -403,7 +407,7 @@ def test_what_ranks_report_of_the_rollout_stands_beside_the_steps(tmp_path):
     assert scalars(tmp_path / "tensorboard")["rollout/advantages"] == [(0, 0.25)]
 
 
-def test_the_flags_of_a_run_say_where_things_lie(tmp_path):
+def test_run_flags_include_the_output_paths(tmp_path):
     args = Arguments()
     args.run_dir = str(tmp_path / "named")
     args.hf_checkpoint, args.save, args.load = "/models/tiny", "/checkpoints", None
@@ -416,14 +420,12 @@ def test_the_flags_of_a_run_say_where_things_lie(tmp_path):
     assert "load" not in summary["paths"]
 
 
-def test_a_step_that_is_about_to_be_saved_is_in_the_file_before_and_reported_once_with_its_last_seconds(
-    tmp_path, caplog
-):
+def test_step_before_a_save_is_written_early_and_reported_once_with_final_times(tmp_path, caplog):
     caplog.set_level("INFO", logger="slimrl")
     with open_log(tmp_path) as log:
         log.step(record(0))
         log.expect(record(1, seconds={"generate": 1.0, "total": 1.5}))
-        assert steps_of(load_summary(tmp_path)) == [0, 1]  # whoever resumes from that checkpoint finds it
+        assert steps_of(load_summary(tmp_path)) == [0, 1]  # available to a run that resumes from that checkpoint
         assert "step 1 |" not in caplog.text
         log.step(record(1, seconds={"generate": 1.0, "save": 2.0, "update_weights": 0.5, "total": 2.0}))
     steps = load_summary(tmp_path)["steps"]
@@ -432,7 +434,7 @@ def test_a_step_that_is_about_to_be_saved_is_in_the_file_before_and_reported_onc
     assert caplog.text.count("step 1 |") == 1
 
 
-def test_what_follows_a_step_is_added_to_its_seconds(tmp_path):
+def test_time_after_a_step_is_added_to_it(tmp_path):
     with open_log(tmp_path) as log:
         log.step(record(0))
         log.step(record(1))

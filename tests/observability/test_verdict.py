@@ -1,4 +1,4 @@
-"""The last lines of a run: what it achieved or how it ended, and commands that can be typed."""
+"""The final lines of a run: its result or how it ended, and commands to type."""
 
 import contextlib
 import datetime
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from slimrl.arguments import read_args
-from slimrl.observability.final_message import last_words, newest_dump, next_commands, verdict
+from slimrl.observability.final_message import final_message, newest_dump, next_commands, outcome_line
 from slimrl.observability.run_log import RunLog, StepRecord
 from slimrl.observability.summary import load_summary
 from tests.observability.test_run_log import Result
@@ -25,7 +25,7 @@ def write(
     supervised: bool = False,
     **paths,
 ) -> dict:
-    """A finished run with one step a reward, and evaluations before, between and after; an `error` ends it."""
+    """A finished run with one step per reward, and evaluations before, between and after; an `error` ends it."""
     places = {name: str(path) for name, path in paths.items()}
     with contextlib.suppress(error or ()), RunLog(folder, versions={}, supervised=supervised, paths=places) as log:
         log.begin(0)
@@ -46,9 +46,9 @@ def ended_after(summary: dict, seconds: int) -> dict:
     return summary
 
 
-def test_a_run_that_learned_says_what_from_where_to_where_and_how_long(tmp_path):
+def test_learning_run_reports_its_gain_range_and_duration(tmp_path):
     summary = ended_after(write(tmp_path, [0.5859, 0.7, 0.9727], [0.3984, 0.8, 1.0]), 84)
-    assert verdict(summary) == (
+    assert outcome_line(summary) == (
         "completed: evaluation addition from 0.398 to 1.000, reward from 0.586 to 0.973, over 3 steps in 1.4 min"
     )
 
@@ -62,48 +62,48 @@ def test_a_run_that_learned_says_what_from_where_to_where_and_how_long(tmp_path)
         ([], [], "completed: after 0 steps in 42 s"),
     ],
 )
-def test_runs_without_rewards_evaluations_or_steps_have_a_verdict_too(rewards, scores, expected, tmp_path):
-    assert verdict(ended_after(write(tmp_path, rewards, scores), 42)) == expected
+def test_runs_without_rewards_evaluations_or_steps_have_a_result_line(rewards, scores, expected, tmp_path):
+    assert outcome_line(ended_after(write(tmp_path, rewards, scores), 42)) == expected
 
 
-def test_of_supervised_training_the_loss_is_told_for_it_has_no_rewards(tmp_path):
+def test_supervised_run_reports_its_loss(tmp_path):
     summary = ended_after(write(tmp_path, [0.0, 0.0], supervised=True), 42)
     expected = "completed: loss from 2.000 to 1.000, over 2 steps in 42 s"
-    assert verdict(summary) == expected
+    assert outcome_line(summary) == expected
     del summary["run"]["supervised"]  # as earlier versions wrote it
-    assert verdict(summary) == expected
+    assert outcome_line(summary) == expected
 
 
 @pytest.mark.parametrize(("loss", "supervised"), [("sft_loss", True), ("policy_loss", False), ("custom_loss", False)])
-def test_what_a_run_is_follows_from_its_loss(loss, supervised, tmp_path):
+def test_run_kind_follows_from_its_loss(loss, supervised, tmp_path):
     args = read_args(["--loss-type", loss, "--run-name", "one", "--runs-dir", str(tmp_path)])[0]
     with RunLog.open(args, versions={}) as log:
         log.begin(0)
     assert load_summary(args.run_dir)["run"]["supervised"] is supervised
 
 
-def test_a_run_that_failed_says_so_and_leads_to_the_logs_first(tmp_path):
+def test_failed_run_reports_it_and_lists_the_logs_first(tmp_path):
     summary = write(tmp_path, [0.5, 0.5], error=RuntimeError)
-    assert verdict(summary).startswith("failed: reward from 0.500 to 0.500, over 2 steps in")
+    assert outcome_line(summary).startswith("failed: reward from 0.500 to 0.500, over 2 steps in")
     first, second = next_commands(summary)
     assert first.split() == ["logs", "tail", "-n", "50", f"{tmp_path}/logs/*.log"]
     assert second.split()[:2] == ["report", "python"]
 
 
-def test_an_interrupted_and_a_killed_run_are_told_apart(tmp_path):
-    assert verdict(write(tmp_path, [0.5], error=KeyboardInterrupt)).startswith("interrupted: ")
+def test_interrupted_and_killed_runs_are_distinguished(tmp_path):
+    assert outcome_line(write(tmp_path, [0.5], error=KeyboardInterrupt)).startswith("interrupted: ")
     summary = write(tmp_path, [0.5, 0.6])
     summary["status"], summary["run"]["ended"] = "running", None
-    assert verdict(summary) == "still running, or killed: reward from 0.500 to 0.600, over 2 steps in 3.0 min"
+    assert outcome_line(summary) == "still running, or killed: reward from 0.500 to 0.600, over 2 steps in 3.0 min"
 
 
-def test_of_a_resumed_run_the_time_of_its_steps_counts(tmp_path):
+def test_resumed_run_reports_the_time_of_its_steps(tmp_path):
     summary = write(tmp_path, [0.5, 0.6])
     summary["run"] |= {"started": "2026-01-01T00:00:00+00:00", "ended": "2026-02-01T00:00:00+00:00", "resumed_at": [1]}
-    assert verdict(summary).endswith("over 2 steps in 3.0 min")
+    assert outcome_line(summary).endswith("over 2 steps in 3.0 min")
 
 
-def test_the_commands_name_what_is_there(tmp_path, monkeypatch):
+def test_commands_name_existing_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = tmp_path / "runs/first"
     for name in ("0.jsonl", "9.jsonl", "10.jsonl", "eval_20.jsonl"):
@@ -136,7 +136,7 @@ def test_the_commands_name_what_is_there(tmp_path, monkeypatch):
         assert all((ROOT / word).is_file() for word in script)
 
 
-def test_the_newest_dump_is_found_by_its_number_in_every_place_of_the_template(tmp_path):
+def test_newest_dump_is_found_by_number_anywhere_in_the_template(tmp_path):
     for number in (2, 11):
         (tmp_path / f"r{number}").mkdir()
         (tmp_path / f"r{number}/{number}.jsonl").touch()
@@ -146,10 +146,10 @@ def test_the_newest_dump_is_found_by_its_number_in_every_place_of_the_template(t
     assert newest_dump(None) is None
 
 
-def test_the_last_words_are_of_this_process_s_run_not_of_an_earlier_one_in_its_folder(tmp_path):
-    assert last_words(tmp_path, 1) == (
-        f"ended before its first step; why stands above, the logs of all processes in {tmp_path}/logs"
+def test_last_lines_are_from_the_current_run_in_the_folder(tmp_path):
+    assert final_message(tmp_path, 1) == (
+        f"ended before its first step; the reason is above, logs of all processes are in {tmp_path}/logs"
     )
     write(tmp_path, [0.5])
-    assert last_words(tmp_path, os.getpid()).startswith("completed: reward 0.500, over 1 step in ")
-    assert last_words(tmp_path, os.getpid() + 1).startswith("ended before its first step")
+    assert final_message(tmp_path, os.getpid()).startswith("completed: reward 0.500, over 1 step in ")
+    assert final_message(tmp_path, os.getpid() + 1).startswith("ended before its first step")

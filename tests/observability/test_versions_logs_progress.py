@@ -1,4 +1,4 @@
-"""Small things: package versions, log files, progress bars, and that none of them imports anything heavy."""
+"""Package versions, log files and progress bars, none of which imports a heavy package."""
 
 import io
 import logging
@@ -21,7 +21,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def slimrl_logger():
-    """The logger as it was, afterwards."""
+    """Restores the logger afterwards."""
     logger = logging.getLogger("slimrl")
     level, propagate = logger.level, logger.propagate
     yield logger
@@ -31,7 +31,7 @@ def slimrl_logger():
     logger.level, logger.propagate = level, propagate
 
 
-def test_versions_name_what_is_installed():
+def test_versions_list_the_installed_packages():
     versions = package_versions()
     assert versions["slimrl"] == slimrl.__version__
     # a build may be named by its metadata, by the module, by both or by neither
@@ -40,7 +40,7 @@ def test_versions_name_what_is_installed():
     assert "not-installed" not in versions
 
 
-def test_the_run_log_can_be_used_without_importing_torch_or_a_drawing_package():
+def test_run_log_is_importable_without_torch_or_a_plotting_package():
     code = (
         "import sys, slimrl.observability.run_log, slimrl.observability.report, slimrl.observability.show,"
         " slimrl.observability.terminal, slimrl.observability.terminal, slimrl.observability.summary\n"
@@ -49,7 +49,7 @@ def test_the_run_log_can_be_used_without_importing_torch_or_a_drawing_package():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
-def test_lines_go_to_the_terminal_in_short_and_to_the_file_in_full(tmp_path, capsys, slimrl_logger):
+def test_terminal_lines_are_short_and_file_lines_complete(tmp_path, capsys, slimrl_logger):
     file = setup_logging("info", tmp_path)
     slimrl_logger.info("step %d", 3)
     slimrl_logger.warning("careful")
@@ -61,7 +61,7 @@ def test_lines_go_to_the_terminal_in_short_and_to_the_file_in_full(tmp_path, cap
     assert [line.split(" ", 2)[2] for line in full] == ["INFO slimrl: step 3", "WARNING slimrl: careful"]
 
 
-def test_setting_up_twice_does_not_double_the_lines(tmp_path, capsys, slimrl_logger):
+def test_repeated_setup_does_not_duplicate_lines(tmp_path, capsys, slimrl_logger):
     setup_logging("INFO", tmp_path / "first")
     file = setup_logging("INFO", tmp_path / "second")
     slimrl_logger.info("once")
@@ -70,7 +70,7 @@ def test_setting_up_twice_does_not_double_the_lines(tmp_path, capsys, slimrl_log
     assert (tmp_path / "first" / "logs" / "main.log").read_text() == ""
 
 
-def test_a_bar_shows_where_it_stands_on_a_terminal():
+def test_bar_shows_its_progress_on_a_terminal():
     stream = Terminal()
     with ProgressBar("generate", stream=stream) as bar:
         assert bar.enabled
@@ -79,7 +79,7 @@ def test_a_bar_shows_where_it_stands_on_a_terminal():
     assert "3/12" in stream.getvalue()
 
 
-def test_a_bar_is_silent_in_a_file():
+def test_bar_is_silent_in_a_file():
     stream = io.StringIO()
     with ProgressBar("generate", stream=stream) as bar:
         assert not bar.enabled
@@ -87,7 +87,7 @@ def test_a_bar_is_silent_in_a_file():
     assert stream.getvalue() == ""
 
 
-def test_a_log_line_stands_above_the_bar_not_in_it(tmp_path, monkeypatch, slimrl_logger):
+def test_log_line_is_printed_above_the_bar(tmp_path, monkeypatch, slimrl_logger):
     stream = Terminal()
     monkeypatch.setattr(sys, "stderr", stream)
     setup_logging("INFO", tmp_path)

@@ -1,4 +1,4 @@
-"""Rollout dumps as a web page: what it holds, and what a real browser makes of it."""
+"""Rollout dumps as a web page: its content, and its rendering in a real browser."""
 
 from __future__ import annotations
 
@@ -69,16 +69,16 @@ def data_of(text: str) -> list[dict]:
     return json.loads(reader.found)
 
 
-def test_pieces_end_where_a_character_ends():
+def test_pieces_end_at_character_boundaries():
     assert list(token_pieces(Bytes(), list("aé😀".encode()))) == [("a", 1), ("é", 2), ("😀", 4)]
 
 
-def test_bytes_that_are_no_character_are_shown_and_counted():
+def test_invalid_bytes_are_shown_and_counted():
     mark = "\N{REPLACEMENT CHARACTER}"
     assert list(token_pieces(Bytes(), [0x80] * 6 + [0x41])) == [(mark * 4, 4), (mark * 2 + "A", 3)]
 
 
-def test_every_piece_has_its_tokens_log_probabilities_and_says_whether_it_was_trained_on():
+def test_every_piece_has_its_log_probs_and_loss_mask():
     hostile, five = data_of(page([dump()], Bytes()))
     assert "".join(text for text, _, _ in hostile["response"]) == HOSTILE
     assert hostile["response"][3] == ["😀", [-0.6931] * 4, True]
@@ -87,12 +87,12 @@ def test_every_piece_has_its_tokens_log_probabilities_and_says_whether_it_was_tr
     assert five["facts"]["status"] == "truncated"
 
 
-def test_without_a_tokenizer_a_response_is_one_text():
+def test_response_is_one_text_without_a_tokenizer():
     hostile, _ = data_of(page([dump()], None))
     assert hostile["response"] == [[HOSTILE, [], True]]
 
 
-def test_the_pieces_at_which_other_weights_go_on_say_which():
+def test_pieces_mark_changes_of_the_weight_version():
     several = dataclasses.replace(sample(1, "five", 0.0), version_spans=[["3", 1], ["4", 2], ["", 1]])
     one = dataclasses.replace(sample(0, "five", 0.0), version_spans=[["3", 4]])
     shown, plain = data_of(page([RolloutDump(dump().header, [several, one])], Bytes()))
@@ -105,14 +105,14 @@ def test_the_pieces_at_which_other_weights_go_on_say_which():
     assert [len(piece) for piece in plain["response"]] == [3] * 4
 
 
-def test_several_rollouts_have_samples_of_their_own_and_their_mean_metrics():
+def test_several_rollouts_have_their_own_samples_and_mean_metrics():
     text = page([dump(7, 0.5), dump(8, 0.25)], None)
     assert [entry["name"] for entry in data_of(text)] == ["7/0", "7/1", "8/0", "8/1"]
     assert "<dt>raw_reward</dt><dd>0.375</dd>" in text
 
 
 @pytest.mark.parametrize(("flag", "rewards"), [(None, [0.25, 7.0]), ("length", [3.0, 7.0])])
-def test_the_page_sorts_by_the_entry_of_the_reward_that_the_run_trained_on_or_another(monkeypatch, flag, rewards):
+def test_page_sorts_by_the_trained_reward_entry_or_another(monkeypatch, flag, rewards):
     rows: list[dict] = []
     monkeypatch.setattr(viewer, "_table", lambda of_page: rows.extend(of_page) or "")
     header, samples = dump()
@@ -122,21 +122,21 @@ def test_the_page_sorts_by_the_entry_of_the_reward_that_the_run_trained_on_or_an
     assert [row["reward"] for row in rows] == rewards
 
 
-def test_the_page_asks_for_nothing_from_the_network():
+def test_page_makes_no_network_request():
     assert not re.search(r"<(script|link|img)[^>]*\s(src|href)=[\"']?https?:", page([dump()], None))
 
 
-def test_the_tool_never_replaces_a_page_unasked(tmp_path):
+def test_existing_page_is_replaced_only_on_request(tmp_path):
     path = save_rollout(str(tmp_path / "{rollout_id}.jsonl"), 7, dump().samples)
     path.with_suffix(".html").write_text("mine")
     command = [sys.executable, str(ROOT / "tools/show_rollouts.py"), str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
-    assert done.returncode == 2 and "7.html exists already: choose another file, or add --force" in done.stderr
+    assert done.returncode == 2 and "7.html already exists: choose another file, or add --force" in done.stderr
     assert path.with_suffix(".html").read_text() == "mine"
 
 
 def in_a_browser(text: str, tmp_path: Path, fragment: str = "") -> str:
-    """What a real browser makes of a page, 5 seconds later, as HTML."""
+    """The HTML of a page 5 seconds after a real browser loaded it."""
     browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if browser is None:
         pytest.skip("there is no Chromium on this machine")
@@ -148,7 +148,7 @@ def in_a_browser(text: str, tmp_path: Path, fragment: str = "") -> str:
 
 
 @pytest.mark.slow
-def test_a_real_browser_lists_the_samples_and_shows_one_as_text(tmp_path):
+def test_browser_lists_the_samples_and_shows_one_as_text(tmp_path):
     shown = in_a_browser(page([dump()], Bytes()), tmp_path, "#7%2F0")
     assert "<title>Rollout 7</title>" in shown  # the response's script did not run
     assert re.search(r'<h2 id="sample-title">Sample 7/0</h2>', shown)
@@ -163,7 +163,7 @@ def test_a_real_browser_lists_the_samples_and_shows_one_as_text(tmp_path):
 
 
 @pytest.mark.slow
-def test_in_a_real_browser_a_search_finds_what_the_table_does_not_show_and_a_key_goes_on_to_the_next_sample(tmp_path):
+def test_browser_search_covers_hidden_text_and_a_key_selects_the_next_sample(tmp_path):
     long = "x" * 500
     samples = [
         sample(n, text, 0.0) for n, text in enumerate((f"needle {long}", long, f"a Needle{long}", f"needle{long}"))

@@ -1,4 +1,4 @@
-"""W&B: what an offline run holds, what it is called, and that nothing about it can hold up or end a training run."""
+"""W&B: content and name of an offline run, and that W&B can neither delay nor end training."""
 
 import dataclasses
 import logging
@@ -44,13 +44,13 @@ def offline(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     args = arguments(folder, num_steps_per_rollout=2, wandb_project="arithmetic", wandb_group="sums", wandb_team="us")
     train(args, 0, 2)
-    time.sleep(1)  # W&B names folders by the second
+    time.sleep(1)  # W&B folder names have a resolution of one second
     summary = train(args, 2, 3)
-    wandb.teardown()  # as at the end of a process: waits until its service has written everything
+    wandb.teardown()  # like at the end of a process: waits until W&B's service has written everything
     return summary, sorted(folder.glob("wandb/offline-run-*/*.wandb")), folder
 
 
-def test_an_offline_run_holds_the_numbers_of_the_summary(offline):
+def test_offline_run_has_the_numbers_of_the_summary(offline):
     summary, files, _ = offline
     found = [row for file in files for row in rows(file)]
     of_rollouts = [row for row in found if "rollout/step" in row]
@@ -74,7 +74,7 @@ def test_an_offline_run_holds_the_numbers_of_the_summary(offline):
     assert of_evaluations == [(0, 0.4), (2, 0.4)]
 
 
-def test_each_name_has_its_axis(offline):
+def test_each_metric_has_its_axis(offline):
     _, (file, _), _ = offline
     assert axes_of(file) == {
         "train/*": "train/step",
@@ -83,7 +83,7 @@ def test_each_name_has_its_axis(offline):
     }
 
 
-def test_a_resumed_run_continues_the_same_w_and_b_run(offline):
+def test_resumed_run_continues_the_same_wandb_run(offline):
     summary, files, _ = offline
     runs = [run_of(file) for file in files]
     assert len(files) == 2
@@ -93,7 +93,7 @@ def test_a_resumed_run_continues_the_same_w_and_b_run(offline):
         assert (run.project, run.entity, run.run_group, run.display_name) == ("arithmetic", "us", group, group)
 
 
-def test_the_flags_are_its_config_but_no_key_is_in_any_file(offline):
+def test_flags_are_the_config_and_no_key_is_in_any_file(offline):
     _, (file, _), folder = offline
     config = {item.key: item.value_json for item in run_of(file).config.update}
     assert float(config["lr"]) == 1e-6
@@ -110,7 +110,7 @@ def test_the_flags_are_its_config_but_no_key_is_in_any_file(offline):
         ({"wandb_group": "g", "wandb_random_suffix": False}, ("earlier", "g", "g")),
     ],
 )
-def test_a_run_is_called_what_the_flags_say(tmp_path, changes, expected):
+def test_run_name_comes_from_the_flags(tmp_path, changes, expected):
     settings = WandbSettings.from_args(arguments(tmp_path / "run", **changes), "earlier")
     assert (settings.id, settings.group, settings.name) == expected
     assert KEY not in repr(settings)
@@ -130,7 +130,7 @@ def test_keys_of_other_services_are_not_in_the_config(tmp_path):
     assert "t0p" not in str(settings.config)
 
 
-def test_disabled_is_no_run_at_all(tmp_path):
+def test_disabled_mode_creates_no_run(tmp_path):
     assert WandbSettings.from_args(arguments(tmp_path, wandb_mode="disabled"), None) is None
     assert WandbSettings.from_args(arguments(tmp_path, use_wandb=False), None) is None
 
@@ -149,7 +149,7 @@ class Broken:
         self.rows.append(row)
 
 
-def test_a_failure_is_said_once_and_the_run_goes_on(tmp_path, monkeypatch, caplog):
+def test_failure_is_logged_once_and_the_run_continues(tmp_path, monkeypatch, caplog):
     broken = Broken()
     monkeypatch.setattr(writers, "_open", lambda settings: broken)
     caplog.set_level(logging.INFO, "slimrl")
@@ -157,12 +157,16 @@ def test_a_failure_is_said_once_and_the_run_goes_on(tmp_path, monkeypatch, caplo
     summary = train(arguments(tmp_path), 0, 5)
     assert summary["status"] == "completed" and len(summary["steps"]) == 5
     assert broken.rows == [{"eval/addition": 0.4, "eval/addition-truncated_ratio": 0.0, "eval/step": 0}]
-    said = [entry.getMessage() for entry in caplog.records if "W&B, training continues" in entry.getMessage()]
+    said = [
+        entry.getMessage()
+        for entry in caplog.records
+        if "W&B logging stopped, training continues" in entry.getMessage()
+    ]
     assert len(said) == 1 and "ConnectionError: the service is gone" in said[0]
 
 
 @pytest.mark.parametrize("error", [TimeoutError("Timed out finishing run."), SystemExit(1)])
-def test_an_end_that_fails_of_whatever_kind_is_said(tmp_path, monkeypatch, caplog, error):
+def test_any_failure_to_finish_is_logged(tmp_path, monkeypatch, caplog, error):
     def fail(exit_code):
         raise error
 
@@ -170,10 +174,10 @@ def test_an_end_that_fails_of_whatever_kind_is_said(tmp_path, monkeypatch, caplo
     monkeypatch.setattr(writers, "_open", lambda settings: run)
     logging.getLogger("slimrl").propagate = True
     assert train(arguments(tmp_path), 0, 1)["status"] == "completed"
-    assert caplog.text.count("no more is written to W&B") == 1 and type(error).__name__ in caplog.text
+    assert caplog.text.count("W&B logging stopped") == 1 and type(error).__name__ in caplog.text
 
 
-def test_the_package_is_told_to_raise_where_it_does_not_finish_in_time(tmp_path, monkeypatch):
+def test_package_raises_on_timeout(tmp_path, monkeypatch):
     import wandb
 
     given = {}
@@ -183,7 +187,7 @@ def test_the_package_is_told_to_raise_where_it_does_not_finish_in_time(tmp_path,
     assert (given["settings"].finish_timeout, given["settings"].finish_timeout_raises) == (30.0, True)
 
 
-def test_a_service_that_never_answers_holds_up_neither_steps_nor_the_end(tmp_path, monkeypatch, caplog):
+def test_unresponsive_service_delays_neither_steps_nor_shutdown(tmp_path, monkeypatch, caplog):
     forever = threading.Event()
     monkeypatch.setattr(writers, "_open", lambda settings: forever.wait(30))
     monkeypatch.setattr(writers, "LATE_START_S", 0.1)
@@ -193,11 +197,11 @@ def test_a_service_that_never_answers_holds_up_neither_steps_nor_the_end(tmp_pat
     forever.set()
 
 
-def test_the_package_is_not_imported_without_the_flag(tmp_path):
+def test_package_is_not_imported_without_the_flag(tmp_path):
     code = "import sys, slimrl.observability.run_log; print('wandb' in sys.modules, 'prometheus_client' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.split() == ["False", "False"]
 
 
-def test_a_run_that_is_never_begun_can_be_closed(tmp_path):
+def test_run_that_never_started_can_be_closed(tmp_path):
     WandbRun(WandbSettings.from_args(arguments(tmp_path), None)).close(failed=True)

@@ -1,7 +1,7 @@
 """Reads a merged timeline as strictly as Chrome's trace event format asks.
 
-What is held: only the event kinds X, M, C and i; whole non-negative microseconds; a name for every process and for
-every row; and on one row any two spans are apart or one is within the other, because readers drop what overlaps.
+Checked: only the event kinds X, M, C and i; whole non-negative microseconds; a name for every process and row; and any
+two spans of one row are disjoint or nested, because viewers drop overlapping ones.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Trace:
     spans: list[TraceSpan]
     counters: dict[tuple[str, str], list[tuple[float, float]]]  # (seconds, value) by process and name
     remarks: list[str]
-    processes: list[str]  # in the order in which they are to be shown
+    processes: list[str]  # in display order
 
     def of(self, process: str, name: str | None = None, row: str | None = None) -> list[TraceSpan]:
         return [
@@ -46,7 +46,7 @@ class Trace:
 
 
 def read_trace(path: Path) -> Trace:
-    """The trace in `path`; AssertionError where the format is broken."""
+    """Reads the trace in `path`; raises AssertionError on invalid format."""
     document = json.loads(gzip.decompress(path.read_bytes()))
     assert set(document) == {"displayTimeUnit", "traceEvents"}
     events = document["traceEvents"]
@@ -92,7 +92,7 @@ def _names(events: list[dict[str, Any]]) -> tuple[dict[int, str], dict[tuple[int
 
 def _assert_nested(intervals: list[tuple[int, int]]) -> None:
     open_ends: list[int] = []
-    for start, end in intervals:  # in the file's order, which is what a reader goes by
+    for start, end in intervals:  # in file order, which viewers follow
         while open_ends and open_ends[-1] <= start:
             open_ends.pop()
         assert not open_ends or end <= open_ends[-1], f"{start} to {end} reaches out of a span that ends at {open_ends}"

@@ -17,7 +17,7 @@ def records(path: Path) -> Iterator[object]:
     data, offset, begun = path.read_bytes(), HEADER, b""
     assert data[:4] == b":W&B"
     while offset + HEADER <= len(data):
-        if BLOCK - offset % BLOCK < HEADER:  # no room for another header: the rest of the block is filled up
+        if BLOCK - offset % BLOCK < HEADER:  # no space for another header: the rest of the block is padding
             offset += BLOCK - offset % BLOCK
             continue
         _, length, kind = struct.unpack_from("<IHB", data, offset)
@@ -29,7 +29,7 @@ def records(path: Path) -> Iterator[object]:
 
 
 def rows(path: Path) -> list[dict[str, float]]:
-    """What was logged, one dict per call, without W&B's own entries."""
+    """The logged rows, one dict per call, without W&B's own entries."""
     found = []
     for record in records(path):
         if record.WhichOneof("record_type") == "history":
@@ -44,6 +44,6 @@ def run_of(path: Path) -> object:
 
 
 def axes_of(path: Path) -> dict[str, str]:
-    """Pattern of names -> horizontal axis, as defined for the charts."""
+    """Name pattern -> horizontal axis, as defined for the charts."""
     metrics = [record.metric for record in records(path) if record.WhichOneof("record_type") == "metric"]
     return {metric.glob_name: metric.step_metric for metric in metrics if metric.glob_name}

@@ -1,4 +1,4 @@
-"""What the machine decides when training starts, row by row: on a CPU, and on GPUs that are only described."""
+"""Machine-dependent decisions at startup, row by row: on a CPU, and on described GPUs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ GUARD = {"RAY_kill_child_processes_on_worker_exit": "0"}
         (H100, {"OMP_NUM_THREADS": "1"}, {}),
     ],
 )
-def test_every_actor_gets(machine: Machine, inherited: dict[str, str], environment: dict[str, str]):
+def test_actor_environment_matches_the_table(machine: Machine, inherited: dict[str, str], environment: dict[str, str]):
     assert actor_environment(machine, inherited) == environment | GUARD
 
 
@@ -148,7 +148,7 @@ RANKS: dict[str, tuple[Machine, RunFacts, dict[str, Any], dict[str, str]]] = {
 
 
 @pytest.mark.parametrize("row", RANKS)
-def test_a_training_rank_gets(row: str):
+def test_training_rank_environment_matches_the_table(row: str):
     machine, run, changes, environment = RANKS[row]
     assert (
         rank_environment(machine, run, **{"gpu": 0, "cumem": None, "given": {}, "inherited": {}, **changes})
@@ -165,7 +165,7 @@ def test_a_training_rank_gets(row: str):
         ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
     ],
 )
-def test_of_the_drivers_variables_ranks_get(environment: dict[str, str], chosen: dict[str, str]):
+def test_driver_variables_for_ranks_are_selected(environment: dict[str, str], chosen: dict[str, str]):
     assert of_driver(environment) == chosen
 
 
@@ -175,10 +175,10 @@ def test_of_the_drivers_variables_ranks_get(environment: dict[str, str], chosen:
         (True, True, None),
         (False, False, None),
         (True, False, "torch 2.13.0 finds none here (CUDA_VISIBLE_DEVICES=3)"),
-        (False, True, "this rank sees a GPU"),
+        (False, True, "torch finds a GPU here"),
     ],
 )
-def test_a_rank_that_is_not_what_the_run_is_does_not_start(expected: bool, found: bool, why: str | None):
+def test_rank_whose_machine_differs_from_the_run_does_not_start(expected: bool, found: bool, why: str | None):
     said = rank_without_gpu(expected=expected, found=found, visible="3", torch_version="2.13.0")
     assert said is None if why is None else why in said
 
@@ -187,7 +187,7 @@ def test_a_rank_that_is_not_what_the_run_is_does_not_start(expected: bool, found
     ("machine", "run", "given", "inherited", "value"),
     [
         (CPU, SPLIT, {"NCCL_CUMEM_ENABLE": "1"}, {}, None),
-        (H100, SPLIT, {}, {}, "0"),  # as SGLang where nothing is set
+        (H100, SPLIT, {}, {}, "0"),  # like SGLang when unset
         (H100, SPLIT, {}, {"NCCL_CUMEM_ENABLE": "1"}, "1"),
         (H100, SPLIT, {"NCCL_CUMEM_ENABLE": "0"}, {"NCCL_CUMEM_ENABLE": "1"}, "0"),
         (H100, RunFacts(broadcasts_weights=True, symmetric_memory=True), {}, {"NCCL_CUMEM_ENABLE": "0"}, "1"),
@@ -196,7 +196,7 @@ def test_a_rank_that_is_not_what_the_run_is_does_not_start(expected: bool, found
         (H100, RunFacts(shares_gpus=True, suspends_nccl=False), {}, {}, None),
     ],
 )
-def test_both_ends_of_a_weight_update_have_one_nccl_setting(
+def test_both_ends_of_a_weight_update_use_the_same_nccl_setting(
     machine: Machine, run: RunFacts, given: dict[str, str], inherited: dict[str, str], value: str | None
 ):
     assert nccl_cumem(machine, run, given=given, inherited=inherited) == value
@@ -214,7 +214,7 @@ def test_both_ends_of_a_weight_update_have_one_nccl_setting(
         (H100, {}, {"paired_stages": True}, "for each pair of stages"),
     ],
 )
-def test_communicators_stay_on_the_device_because(
+def test_communicators_stay_on_the_device_with_a_reason(
     machine: Machine, environment: dict[str, str], flags: dict[str, bool], why: str | None
 ):
     found = keeps_communicators(machine, environment, **{"suspends": True, "paired_stages": False, **flags})
@@ -223,11 +223,11 @@ def test_communicators_stay_on_the_device_because(
 
 
 @pytest.mark.parametrize(("machine", "backend"), [(CPU, "gloo"), (H100, "nccl")])
-def test_the_default_group_is_bound_to_no_device(machine: Machine, backend: str):
+def test_default_group_is_bound_to_no_device(machine: Machine, backend: str):
     assert default_group(machine) == {"backend": backend, "device_id": None}
 
 
-def test_this_machine_is_described_once_and_truly():
+def test_machine_is_described_once_and_correctly():
     import os
 
     import torch
@@ -237,6 +237,6 @@ def test_this_machine_is_described_once_and_truly():
     assert machine.cores == len(os.sched_getaffinity(0))
 
 
-def test_the_network_of_a_node_is_the_interface_that_holds_its_address():
+def test_node_interface_is_the_one_with_its_address():
     assert network_of("127.0.0.1") == Network("127.0.0.1", "lo")
-    assert network_of("192.0.2.77") == Network("192.0.2.77")  # an address of the documentation, nobody's
+    assert network_of("192.0.2.77") == Network("192.0.2.77")  # an address reserved for documentation

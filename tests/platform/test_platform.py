@@ -1,4 +1,4 @@
-"""The platform room: one answer per machine, reproducible generators."""
+"""The platform package: one answer per machine, reproducible generators."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from slimrl.platform import bind_local_device, device, is_cpu, seed_everything
 
 
-def test_the_platform_follows_what_torch_says_about_cuda():
+def test_platform_follows_torch_cuda():
     assert is_cpu() == (not torch.cuda.is_available())
     assert device().type == ("cpu" if is_cpu() else "cuda")
 
@@ -22,15 +22,15 @@ def test_every_local_rank_shares_the_cpu():
     assert bind_local_device(3) == torch.device("cpu")
 
 
-def test_one_gpu_per_local_rank_and_an_error_beyond_the_last(monkeypatch):
+def test_each_local_rank_has_one_gpu_and_one_beyond_the_last_raises(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert device(1) == torch.device("cuda", 1)
-    with pytest.raises(ValueError, match="local rank 2 has no GPU of its own: 2 GPUs are visible"):
+    with pytest.raises(ValueError, match="local rank 2 has no GPU: 2 GPUs are visible"):
         device(2)
 
 
-def test_the_same_seed_gives_the_same_draws_from_all_three_generators():
+def test_same_seed_gives_the_same_numbers_from_all_three_generators():
     draws = []
     for _ in range(2):
         seed_everything(7)
@@ -40,6 +40,6 @@ def test_the_same_seed_gives_the_same_draws_from_all_three_generators():
     assert (random.random(), float(numpy.random.rand()), float(torch.rand(()))) != draws[0]
 
 
-def test_a_negative_seed_is_refused():
+def test_negative_seed_is_rejected():
     with pytest.raises(ValueError, match="--seed -1 is negative"):
         seed_everything(-1)

@@ -1,4 +1,4 @@
-"""Ranks on two machines whose host names map to 127.0.1.1, as Debian has it, meet at the addresses that Ray knows."""
+"""Ranks on two machines whose host names map to 127.0.1.1, as on Debian, connect at the addresses Ray knows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ dist.destroy_process_group()
 """
 
 
-def test_they_make_a_group(tmp_path: Path):
+def test_two_machines_form_a_group(tmp_path: Path):
     chosen = {name: value for name, value in os.environ.items() if not name.endswith("_SOCKET_IFNAME")}
     environment = chosen | {"PYTHONPATH": str(Path(slimrl.__file__).parent.parent), "OMP_NUM_THREADS": "1"}
     with two_machines(tmp_path) as machines:

@@ -1,4 +1,4 @@
-"""Runs a function in a process that sees a small disk of its own: a tmpfs, mounted where only it sees it."""
+"""Runs a function in a process with a private small disk: a tmpfs in its own mount namespace."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _can_mount() -> bool:
 
 
 def on_small_disk(function: Callable[[Path], None], folder: Path, kib: int) -> str:
-    """Calls a module's function with `folder`, where a disk of that size lies; returns what it wrote to stderr."""
+    """Calls a module's function with `folder` on a disk of that size; returns its stderr."""
     if not _can_mount():
         pytest.skip("needs root and a kernel that lets it mount a tmpfs")
     folder.mkdir(exist_ok=True)
@@ -43,7 +43,7 @@ def on_small_disk(function: Callable[[Path], None], folder: Path, kib: int) -> s
 
 @contextlib.contextmanager
 def filled(folder: Path) -> Iterator[None]:
-    """No byte is free on the disk of `folder` inside the block."""
+    """Fills the disk of `folder` completely inside the block."""
     filler = folder / "filler"
     with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
         while True:

@@ -1,4 +1,4 @@
-"""A file that is written in one block is there whole, or as it was before."""
+"""A file written in one block is either complete or unchanged."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from slimrl.processes.atomic_file import atomic_file
 
 
-def test_the_file_and_its_folder_are_there_after_the_block_and_not_before(tmp_path):
+def test_file_and_folder_exist_only_after_the_block(tmp_path):
     path = tmp_path / "run" / "summary.json"
     with atomic_file(path) as unfinished:
         unfinished.write_text("new")
@@ -17,7 +17,7 @@ def test_the_file_and_its_folder_are_there_after_the_block_and_not_before(tmp_pa
 
 @pytest.mark.parametrize("error", [OSError("no space left"), KeyboardInterrupt()])
 @pytest.mark.parametrize("begun", [True, False], ids=["begun", "not begun"])
-def test_an_error_leaves_the_old_file_and_nothing_else(tmp_path, error, begun):
+def test_error_leaves_only_the_old_file(tmp_path, error, begun):
     path = tmp_path / "summary.json"
     path.write_text("old")
     with pytest.raises(type(error)), atomic_file(path) as unfinished:

@@ -1,4 +1,4 @@
-"""A secret of the command line is shown neither in `sys.argv` nor in the process list."""
+"""A secret on the command line appears neither in `sys.argv` nor in the process list."""
 
 import subprocess
 import sys
@@ -13,13 +13,13 @@ print(sys.argv[1:], Path("/proc/self/cmdline").read_bytes())
 """
 
 
-def test_the_process_list_shows_the_flag_without_its_value():
+def test_process_list_shows_the_flag_without_its_value():
     words = ["--a-flag", "of some length", "--wandb-key", KEY, "--use-wandb"]
     done = subprocess.run([sys.executable, "-c", SHOW, *words], capture_output=True, text=True, check=True, timeout=60)
     assert KEY not in done.stdout
     assert done.stdout.count("--use-wandb") == 2 and done.stdout.count("***") == 2
 
 
-def test_without_the_flag_the_process_list_is_left_alone():
+def test_process_title_is_unchanged_without_the_flag():
     done = subprocess.run([sys.executable, "-c", SHOW, "--b"], capture_output=True, text=True, check=True, timeout=60)
     assert r"\x00--b\x00" in done.stdout

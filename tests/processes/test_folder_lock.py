@@ -1,4 +1,4 @@
-"""A second run in a folder is refused by name; what a dead one left is no obstacle."""
+"""A second run in a folder is rejected by name; the lock of a dead run is ignored."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ def holder(folder: Path) -> Iterator[subprocess.Popen[str]]:
             process.stdin.close()
 
 
-def test_a_second_run_is_refused_by_the_first_ones_host_process_and_start(tmp_path: Path):
+def test_second_run_is_rejected_with_host_pid_and_start_of_the_first(tmp_path: Path):
     folder = tmp_path / "new" / "checkpoints"
     with holder(folder) as process:
         with pytest.raises(FolderInUseError) as refused, only_run_in(folder, flag="--save", name="second"):
             pass
-        assert f"--save {folder} is written by another run (run first, process {process.pid} on" in str(refused.value)
+        assert f"--save {folder} is used by another run (run first, process {process.pid} on" in str(refused.value)
         assert socket.gethostname() in str(refused.value) and "since 20" in str(refused.value)
     with only_run_in(folder, flag="--save", name="second"):
         pass
     assert list(folder.iterdir()) == []
 
 
-def test_a_killed_runs_lock_is_no_obstacle(tmp_path: Path):
+def test_lock_of_a_killed_run_is_ignored(tmp_path: Path):
     with holder(tmp_path) as process:
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
@@ -60,9 +60,7 @@ def test_a_killed_runs_lock_is_no_obstacle(tmp_path: Path):
             assert '"second"' in (tmp_path / LOCK_NAME).read_text()
 
 
-def test_a_lock_file_that_its_holder_removes_meanwhile_is_not_taken_for_the_folders(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_lock_file_removed_by_its_holder_is_not_mistaken_for_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     flock, looked = fcntl.flock, []
 
     def removed_just_before(descriptor: int, operation: int) -> None:
@@ -76,7 +74,7 @@ def test_a_lock_file_that_its_holder_removes_meanwhile_is_not_taken_for_the_fold
         assert len(looked) == 2 and (tmp_path / LOCK_NAME).exists()
 
 
-def test_a_file_system_without_locks_is_said_and_used(
+def test_file_system_without_locks_is_used_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     def none(descriptor: int, operation: int) -> None:
@@ -88,7 +86,7 @@ def test_a_file_system_without_locks_is_said_and_used(
     assert f"--save {tmp_path} has no locks" in caplog.text
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path):
+def test_folder_that_cannot_be_created_is_named(tmp_path: Path):
     (tmp_path / "file").touch()
     with (
         pytest.raises(FolderInUseError, match=rf"--save {tmp_path}/file/x cannot be written: .*Not a directory"),

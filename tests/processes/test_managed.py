@@ -1,4 +1,4 @@
-"""The guardian: whoever dies first, nothing is left behind. Real processes, but no engine."""
+"""The subreaper: whichever process dies first, nothing is left behind. Real processes, but no engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from slimrl.processes import ManagedProcess, ProcessStartError, stale_resources,
 
 pytestmark = pytest.mark.slow
 
-# Starts a grandchild that ignores SIGTERM and left its parent's session, maps a file in shared memory, and sleeps.
+# Starts a grandchild that ignores SIGTERM in its own session, maps a file in shared memory, and sleeps.
 TREE = """
 import mmap, os, signal, subprocess, sys, tempfile, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -43,7 +43,7 @@ def managed(folder: Path, program: str) -> ManagedProcess:
 
 
 def tree_of(log: Path) -> tuple[list[int], Path, Path]:
-    """Child and grandchild, temporary folder and shared memory of `TREE`, once it has come up."""
+    """Child and grandchild, temporary folder and shared memory of `TREE`, once it is running."""
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
         words = log.read_text().split() if log.exists() else []
@@ -62,7 +62,7 @@ def assert_gone(pids: list[int], *paths: Path) -> None:
     assert [path for path in paths if path.exists()] == []
 
 
-def test_stop_ends_the_whole_tree_and_removes_its_files(tmp_path):
+def test_stop_ends_the_process_tree_and_removes_its_files(tmp_path):
     process = managed(tmp_path, TREE)
     process.start()
     pids, folder, memory = tree_of(process.log_path)
@@ -71,7 +71,7 @@ def test_stop_ends_the_whole_tree_and_removes_its_files(tmp_path):
     assert_gone([*pids, process.pid], folder, memory)
 
 
-def test_stop_first_asks_and_then_kills(tmp_path):
+def test_stop_sends_sigterm_before_sigkill(tmp_path):
     process = managed(tmp_path, TREE)
     process.start()
     pids, folder, memory = tree_of(process.log_path)
@@ -81,7 +81,7 @@ def test_stop_first_asks_and_then_kills(tmp_path):
     assert_gone(pids, folder, memory)
 
 
-def test_a_child_that_ends_by_itself_takes_its_tree_along_and_its_exit_code_is_kept(tmp_path):
+def test_child_that_exits_takes_its_tree_along_and_keeps_its_exit_code(tmp_path):
     process = managed(tmp_path, "import subprocess; subprocess.Popen(['sleep', '600']); raise SystemExit(7)")
     process.start()
     with pytest.raises(ProcessStartError, match="exit code 7"):
@@ -89,14 +89,14 @@ def test_a_child_that_ends_by_itself_takes_its_tree_along_and_its_exit_code_is_k
     assert process.poll() == 7 and process.stop() == 7
 
 
-def test_a_signal_that_ends_the_child_is_named(tmp_path):
+def test_signal_that_ended_the_child_is_named(tmp_path):
     process = managed(tmp_path, "import os; print('last words', flush=True); os.kill(os.getpid(), 11)")
     process.start()
     with pytest.raises(ProcessStartError, match=r"exit code -11 \(SIGSEGV\).*\nlast words"):
         process.wait_until(lambda: False, timeout_s=20)
 
 
-def test_a_second_start_shows_only_its_own_last_lines(tmp_path):
+def test_second_start_shows_only_its_own_last_lines(tmp_path):
     process = managed(tmp_path, "print('again')")
     for _ in range(2):
         process.start()
@@ -107,7 +107,7 @@ def test_a_second_start_shows_only_its_own_last_lines(tmp_path):
 
 
 @pytest.mark.parametrize("how", ["SIGKILL", "exit", "thread", "stopped"])
-def test_nothing_survives_the_parent_but_everything_survives_its_threads(tmp_path, how):
+def test_processes_end_with_their_parent_but_not_with_its_threads(tmp_path, how):
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT, str(tmp_path), how, TREE],
         env={**os.environ, "PYTHONPATH": str(Path(slimrl.__file__).parent.parent)},
@@ -115,11 +115,11 @@ def test_nothing_survives_the_parent_but_everything_survives_its_threads(tmp_pat
         text=True,
     )
     pids, folder, memory = tree_of(tmp_path / "log")
-    if how == "thread":  # the thread that called start() has ended: the server must live on
+    if how == "thread":  # the thread that called start() has ended: the server must keep running
         assert parent.stdout.readline() == "thread ended\n"
         time.sleep(0.3)
         assert all(map(psutil.pid_exists, pids))
-    if how == "stopped":  # the kernel hangs up on a group with a stopped process that loses its parent
+    if how == "stopped":  # the kernel sends SIGHUP to a process group with a stopped process that loses its parent
         os.kill(pids[0], signal.SIGSTOP)
     if how != "exit":
         parent.kill()
@@ -143,7 +143,7 @@ while how != "exit" or "tree" not in (folder / "log").read_text():
 """
 
 
-def test_the_child_dies_with_a_killed_guardian(tmp_path):
+def test_child_dies_with_a_killed_subreaper(tmp_path):
     process = managed(tmp_path, "import os, time; print('up', os.environ['TMPDIR'], flush=True); time.sleep(600)")
     process.start()
     process.wait_until(lambda: "up" in process.last_log_lines(), timeout_s=20)
@@ -151,27 +151,27 @@ def test_the_child_dies_with_a_killed_guardian(tmp_path):
     os.kill(process.pid, signal.SIGKILL)
     assert_gone([child.pid])
     assert process.stop() == -signal.SIGKILL
-    stale_resources.remove(process.last_log_lines().split()[1])  # what only the guardian would have removed
+    stale_resources.remove(process.last_log_lines().split()[1])  # what only the subreaper would have removed
 
 
-def test_a_guardian_whose_parent_is_gone_already_starts_nothing(tmp_path):
-    guardian = Path(slimrl.__file__).parent / "processes" / "subreaper.py"
+def test_subreaper_without_a_parent_starts_nothing(tmp_path):
+    program = Path(slimrl.__file__).parent / "processes" / "subreaper.py"
     gone = subprocess.Popen(["true"])
     gone.wait()
     marker = tmp_path / "started"
-    command = [sys.executable, "-I", "-S", str(guardian), "--parent", str(gone.pid), "--", "touch", str(marker)]
+    command = [sys.executable, "-I", "-S", str(program), "--parent", str(gone.pid), "--", "touch", str(marker)]
     assert subprocess.run(command, timeout=20).returncode == 0
     assert not marker.exists()
 
 
-def test_a_command_that_does_not_exist_is_reported(tmp_path):
+def test_missing_command_is_reported(tmp_path):
     process = ManagedProcess(["/no/such/program"], name="test server", log_path=tmp_path / "log")
     process.start()
     with pytest.raises(ProcessStartError, match="exit code 127.*\n.*cannot run /no/such/program"):
         process.wait_until(lambda: False, timeout_s=20)
 
 
-def test_a_new_file_in_a_watched_folder_wakes_the_watcher_and_a_written_one_does_not(tmp_path):
+def test_watcher_wakes_for_a_new_file_and_not_for_a_written_one(tmp_path):
     (tmp_path / "old").touch()
     descriptor = subreaper.watch_folder(os.fspath(tmp_path))
     try:
@@ -183,12 +183,12 @@ def test_a_new_file_in_a_watched_folder_wakes_the_watcher_and_a_written_one_does
         os.close(descriptor)
 
 
-def test_what_a_killed_guardian_left_goes_with_the_next_start(tmp_path):
+def test_leftovers_of_a_killed_subreaper_are_removed_by_the_next_start(tmp_path):
     process = managed(tmp_path, TREE)
     process.start()
     pids, folder, memory = tree_of(process.log_path)
     deadline = time.monotonic() + 20
-    while memory.name not in (folder / stale_resources.OWNER).read_text():  # it looks when a file appears
+    while memory.name not in (folder / stale_resources.OWNER).read_text():  # it checks when a file appears
         assert time.monotonic() < deadline
         time.sleep(0.05)
     for pid in (process.pid, *pids):

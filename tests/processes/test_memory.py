@@ -1,4 +1,4 @@
-"""Resident memory of a process and its tree, against what was allocated."""
+"""Resident memory of a process and its tree, against the allocated amount."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HOLDS = "import sys; held = bytearray(b'x') * (64 << 20); print('ready', flush=T
 PARENT = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {HOLDS!r}])"
 
 
-def test_ones_own_memory_is_what_psutil_says():
+def test_own_rss_matches_psutil():
     assert resident_gib(with_children=False) == pytest.approx(psutil.Process().memory_info().rss / 2**30, rel=0.02)
 
 
@@ -34,7 +34,7 @@ while True:
 
 
 @pytest.mark.slow
-def test_a_child_counts_while_threads_of_its_parent_come_and_go():
+def test_child_is_counted_while_threads_of_its_parent_start_and_end():
     with subprocess.Popen([sys.executable, "-c", CHURNS], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout.readline() == "ready\n"
         amounts = [resident_gib(parent.pid) for _ in range(1500)]
@@ -42,7 +42,7 @@ def test_a_child_counts_while_threads_of_its_parent_come_and_go():
     assert min(amounts) > 64 * MIB
 
 
-def test_the_memory_of_a_child_counts_for_its_parent_and_ends_with_it():
+def test_child_memory_counts_for_its_parent_until_it_ends():
     with subprocess.Popen(
         [sys.executable, "-c", PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as parent:

@@ -1,4 +1,4 @@
-"""A folder of a foreseeable name is used only where it is this user's alone."""
+"""A folder with a predictable name is used only if it is private to this user."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def mode_of(path: Path) -> int:
     return path.stat().st_mode & 0o777
 
 
-def test_it_is_made_for_this_user_alone_and_taken_again(tmp_path):
+def test_folder_is_created_for_this_user_only_and_reused(tmp_path):
     path = tmp_path / "kernels"
     old = os.umask(0)
     try:
@@ -25,13 +25,13 @@ def test_it_is_made_for_this_user_alone_and_taken_again(tmp_path):
         os.umask(old)
     assert mode_of(path) == 0o700
     (path / "kernel").write_text("x")
-    path.chmod(0o755)  # as torch makes it
+    path.chmod(0o755)  # with torch's permissions
     make_private(path)
     assert mode_of(path) == 0o700 and (path / "kernel").exists()
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770])
-def test_one_that_others_can_write_to_is_refused_as_it_is(mode, tmp_path):
+def test_folder_writable_by_others_is_rejected_unchanged(mode, tmp_path):
     path = tmp_path / "kernels"
     path.mkdir()
     path.chmod(mode)
@@ -41,7 +41,7 @@ def test_one_that_others_can_write_to_is_refused_as_it_is(mode, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["link", "dangling link", "file"])
-def test_what_is_no_folder_is_refused(kind, tmp_path):
+def test_non_folder_is_rejected(kind, tmp_path):
     path, target = tmp_path / "kernels", tmp_path / "target"
     if kind == "file":
         path.write_text("x")
@@ -49,13 +49,13 @@ def test_what_is_no_folder_is_refused(kind, tmp_path):
         path.symlink_to(target)
     if kind == "link":
         target.mkdir(mode=0o700)
-    with pytest.raises(NotPrivateError, match="is no folder that this user can open"):
+    with pytest.raises(NotPrivateError, match="is not a folder that this user can open"):
         make_private(path)
     assert kind == "link" or not target.exists()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a folder to somebody else")
-def test_one_of_somebody_else_is_refused(tmp_path):
+def test_folder_of_another_user_is_rejected(tmp_path):
     path = tmp_path / "kernels"
     path.mkdir(mode=0o700)
     os.chown(path, 54321, 54321)
@@ -63,7 +63,7 @@ def test_one_of_somebody_else_is_refused(tmp_path):
         make_private(path)
 
 
-def test_kernels_are_kept_in_a_private_folder_or_not_kept(tmp_path, monkeypatch, caplog):
+def test_kernels_are_cached_in_a_private_folder_or_not_at_all(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(folders.tempfile, "tempdir", str(tmp_path))
     path = tmp_path / f"torchinductor_{os.getuid()}"
     assert kernel_cache({"TORCHINDUCTOR_CACHE_DIR": "/mine"}) == {} and not path.exists()
@@ -73,6 +73,6 @@ def test_kernels_are_kept_in_a_private_folder_or_not_kept(tmp_path, monkeypatch,
         assert kernel_cache({}) == {}
     (message,) = caplog.messages
     assert message == (
-        f"compiled kernels are not kept: {path} can be written to by others (mode 777); remove it or set"
+        f"compiled kernels are not cached: {path} can be written to by others (mode 777); remove it or set"
         " TORCHINDUCTOR_CACHE_DIR"
     )

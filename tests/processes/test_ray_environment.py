@@ -1,4 +1,4 @@
-"""What Ray is told before it is imported."""
+"""The environment of Ray before it is imported."""
 
 import os
 
@@ -24,7 +24,7 @@ def prepared() -> dict[str, str]:
     return {name: os.environ[name] for name in (*NAMES, METRICS, LOOPBACK) if name in os.environ}
 
 
-def test_a_local_cluster_asks_for_a_token_and_shows_no_figures_without_one(environment):
+def test_local_cluster_requires_a_token_and_disables_metrics_without_one(environment):
     found = prepared()
     assert len(found.pop("RAY_AUTH_TOKEN")) == 64
     assert found == {
@@ -36,12 +36,12 @@ def test_a_local_cluster_asks_for_a_token_and_shows_no_figures_without_one(envir
     }
 
 
-def test_a_cluster_that_is_there_is_left_as_it_is(environment):
+def test_existing_cluster_is_left_unchanged(environment):
     environment.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     assert prepared() == {"RAY_ADDRESS": "10.0.0.1:6379"}
 
 
-def test_what_the_user_chose_stays(environment):
+def test_environment_of_the_user_takes_precedence(environment):
     environment.setenv("RAY_AUTH_MODE", "disabled")
     environment.setenv("DASHBOARD_METRIC_PORT", "44227")
     found = prepared()
@@ -49,5 +49,5 @@ def test_what_the_user_chose_stays(environment):
     assert "RAY_AUTH_TOKEN" not in found
 
 
-def test_ray_still_knows_the_variable_that_keeps_it_on_loopback():
+def test_ray_still_supports_the_loopback_variable():
     assert ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR == LOOPBACK

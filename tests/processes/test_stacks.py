@@ -1,4 +1,4 @@
-"""Asking another process where it stands: the right line, and no harm to one that cannot answer."""
+"""Asking another process for its current line: the correct line, and no harm to one that cannot answer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 LISTENER = """
 import threading, time
 from slimrl.processes import process_info
-process_info.listen()
+process_info.enable_stack_dump()
 def waits_in_a_thread():
     time.sleep(600)
 def hangs():
@@ -46,9 +46,9 @@ def listener(tmp_path: Path) -> Iterator[tuple[subprocess.Popen, Path]]:
     process.wait()
 
 
-def test_the_main_threads_line_is_named_while_it_hangs(listener):
+def test_hung_line_of_the_main_thread_is_named(listener):
     process, log = listener
-    for _ in range(2):  # the second dump is told from the first
+    for _ in range(2):  # the second dump is distinguished from the first
         frames = process_info.frames_of(process.pid, log)
         file = log.with_name("listener.py")
         assert frames == [f"{file}:9 hangs", f"{file}:11 <module>"]
@@ -56,7 +56,7 @@ def test_the_main_threads_line_is_named_while_it_hangs(listener):
     assert process.poll() is None
 
 
-def test_a_stopped_process_is_called_stopped_and_gives_no_frames(listener):
+def test_stopped_process_is_reported_without_frames(listener):
     process, log = listener
     process.send_signal(signal.SIGSTOP)
     while process_info.state(process.pid) != "stopped":
@@ -64,7 +64,7 @@ def test_a_stopped_process_is_called_stopped_and_gives_no_frames(listener):
     assert process_info.frames_of(process.pid, log) == []
 
 
-def test_a_process_that_does_not_listen_is_left_alone(tmp_path):
+def test_process_without_a_signal_handler_is_left_alone(tmp_path):
     with subprocess.Popen(["sleep", "600"]) as process:
         assert process_info.frames_of(process.pid, tmp_path / "log") == []
         with pytest.raises(subprocess.TimeoutExpired):

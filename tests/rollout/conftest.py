@@ -1,4 +1,4 @@
-"""A tiny byte-level tokenizer with a chat template, a data set of sums, and an engine client that answers at once."""
+"""A tiny byte-level tokenizer with a chat template, a dataset of sums, and a fake engine client."""
 
 import asyncio
 import dataclasses
@@ -73,7 +73,7 @@ def make_args(sums):
 
 @pytest.fixture
 def make_eval_dataset(sums):
-    """An evaluation set over the sums; keywords override."""
+    """An evaluation dataset over the sums; keywords override."""
 
     def make(**overrides: Any) -> EvalDataset:
         values = dict.fromkeys(field.name for field in dataclasses.fields(EvalDataset))
@@ -102,7 +102,7 @@ def make_eval_dataset(sums):
 
 
 class FakeEngine:
-    """An EngineClient that says `reply(prompt, call number)` after `delay(prompt, call number)` seconds."""
+    """An EngineClient that returns `reply(prompt, call number)` after `delay(prompt, call number)` seconds."""
 
     def __init__(self, tokenizer, reply, delay=None):
         self._tokenizer = tokenizer
@@ -139,7 +139,7 @@ class FakeEngine:
 
 @pytest.fixture
 def fake_engine(tokenizer):
-    """Makes a FakeEngine; the standard reply is the right sum in a box."""
+    """Makes a FakeEngine; the default reply is the correct sum in a box."""
 
     def right(prompt: str, call: int) -> str:
         left, right, _ = prompt.replace("=", "+").split("+")

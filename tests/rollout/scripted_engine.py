@@ -1,4 +1,4 @@
-"""An engine whose next token is a function of all tokens before it, and hooks that keep the books of a whole run."""
+"""An engine whose next token is a function of all tokens before it, and hooks that record the samples of a full run."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from slimrl.engines.protocol import Generation
 
 LIMIT = 30  # tokens of the longest response
 
-END_IN = 12  # one token in so many ends a response
+END_IN = 12  # a response ends after about this many tokens
 
 
 def draw(tokens: list[int], seed: int) -> int:
-    """What decides the token after `tokens`."""
+    """The hash that decides the token after `tokens`."""
     return zlib.crc32(array("I", tokens).tobytes(), seed)
 
 
 def uninterrupted(prompt: list[int], seed: int, limit: int) -> tuple[list[int], bool]:
-    """The response of an engine that is never stopped, and whether it ends by itself."""
+    """The response of an uninterrupted engine, and whether it ends by itself."""
     tokens = list(prompt)
     while len(tokens) - len(prompt) < limit:
         number = draw(tokens, seed)
@@ -32,7 +32,7 @@ def uninterrupted(prompt: list[int], seed: int, limit: int) -> tuple[list[int], 
 class ScriptedEngine:
     """Implements EngineClient: a token per turn of the event loop; an abort returns what there is.
 
-    A token's log-probability says which weights drew it: -(version + a fraction of the draw).
+    A token's log-probability encodes the weights that sampled it: -(version + a fraction from the hash).
     """
 
     def __init__(self, gpus: int = 1000) -> None:
@@ -69,28 +69,28 @@ class ScriptedEngine:
             await asyncio.sleep(0)
 
 
-async def judge(args, sample):
-    """A reward that is the same for a whole group now and then."""
+async def score(args, sample):
+    """A reward that is sometimes equal for a full group."""
     for _ in range(sample.index % 5):
         await asyncio.sleep(0)
     return float(sum(sample.tokens) % 3 == 0)
 
 
-async def judge_group(args, samples):
-    """The same for a whole group, of which no sample may be missing."""
+async def score_group(args, samples):
+    """The same for a full group, of which no sample may be missing."""
     assert len(samples) == args.n_samples_per_prompt
-    return [await judge(args, sample) for sample in samples]
+    return [await score(args, sample) for sample in samples]
 
 
 def book(args, all_groups, data_source):
-    """Notes every judged group."""
-    args.custom["judged"].append([group[0].group_index for group in all_groups])
+    """Records every scored group."""
+    args.custom["scored"].append([group[0].group_index for group in all_groups])
 
 
 def scripted(make_args, **changes):
-    """The flags of a run over this engine, judged and booked by the functions here."""
+    """Flags of a run over this engine, with the reward and the hook of this module."""
     values = {
-        "custom_rm_path": f"{__name__}.judge",
+        "custom_rm_path": f"{__name__}.score",
         "rm_type": None,
         "rollout_all_samples_process_path": f"{__name__}.book",
         "rollout_max_response_len": LIMIT,

@@ -1,4 +1,4 @@
-"""The books of whole runs: with aborts, filters, surplus, crashes and resumes, every prompt counts once per epoch."""
+"""Sample accounting of full runs with aborts, filters, crashes and resumes: every prompt counts once per epoch."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ PROMPTS = 12
 
 @dataclasses.dataclass
 class Run:
-    """What a run trained on, by rollout, and every group it judged."""
+    """The trained samples of a run, by rollout, and every scored group."""
 
     trained: list[list[list[Sample]]]
-    judged: list[list[int]]
+    scored: list[list[int]]
     source: RolloutDataSource
     metrics: list[dict[str, float]]
 
@@ -34,12 +34,12 @@ class Run:
 def run(args, tokenizer, rollouts: int, crashes: dict[int, int] | None = None, gpus: int = 1000) -> Run:
     """`rollouts` rollouts with a checkpoint after each second one.
 
-    After rollout r of `crashes` the next one is killed `crashes[r]` turns of the event loop into it, and the run goes
-    on from its last checkpoint, as a new process would: by what was written, with a new data source.
+    After rollout r of `crashes` the next one is killed after `crashes[r]` iterations of the event loop, and the run
+    resumes from its last checkpoint like a new process: from the written state, with a new data source.
     """
     crashes = dict(crashes or {})
-    args = dataclasses.replace(args, custom={"judged": []})
-    judged = args.custom["judged"]
+    args = dataclasses.replace(args, custom={"scored": []})
+    scored = args.custom["scored"]
     fresh = lambda: RolloutDataSource(args, tokenizer)  # noqa: E731
     source, trained, metrics = fresh(), [], []
     saved = (0, json.dumps(source.state_dict()))
@@ -47,7 +47,7 @@ def run(args, tokenizer, rollouts: int, crashes: dict[int, int] | None = None, g
     async def main():
         nonlocal source, saved
         engine = ScriptedEngine(gpus)
-        generator = RolloutGenerator(args, tokenizer, engine)
+        generator = RolloutGenerator.from_args(args, tokenizer, engine)
         while len(trained) < rollouts:
             number = engine.version = len(trained)
             work = asyncio.create_task(generator.generate_rollout(number, source))
@@ -56,7 +56,7 @@ def run(args, tokenizer, rollouts: int, crashes: dict[int, int] | None = None, g
                     await asyncio.sleep(0)
                 work.cancel()
                 await asyncio.gather(work, return_exceptions=True)
-                del trained[saved[0] :], judged[saved[0] :], metrics[saved[0] :]
+                del trained[saved[0] :], scored[saved[0] :], metrics[saved[0] :]
                 source = fresh()
                 source.load_state_dict(json.loads(saved[1]))
                 continue
@@ -69,37 +69,37 @@ def run(args, tokenizer, rollouts: int, crashes: dict[int, int] | None = None, g
         generator.close()
 
     asyncio.run(main())
-    return Run(trained, judged, source, metrics)
+    return Run(trained, scored, source, metrics)
 
 
 def waiting(source: RolloutDataSource) -> list[dict]:
     return [sample for group in source.state_dict()["returned"] for sample in group]
 
 
-def check_books(done: Run, args, tokenizer) -> None:
-    """Each prompt of each epoch was trained on once, or dropped once, or still waits, once."""
+def check_accounting(done: Run, args, tokenizer) -> None:
+    """Asserts that each prompt of each epoch was trained once, or dropped once, or is still pending once."""
     size = args.n_samples_per_prompt
     assert all(len(groups) == args.rollout_batch_size for groups in done.trained)
-    judged = [number for numbers in done.judged for number in numbers]
+    scored = [number for numbers in done.scored for number in numbers]
     left = {sample["group_index"] for sample in waiting(done.source)}
-    drawn = done.source.state_dict()["next_group_index"]
-    assert Counter(judged) + Counter(left) == Counter(range(drawn))
+    sampled = done.source.state_dict()["next_group_index"]
+    assert Counter(scored) + Counter(left) == Counter(range(sampled))
     for rollout, groups in enumerate(done.trained):
         numbers = [group[0].group_index for group in groups]
-        assert set(numbers) <= set(done.judged[rollout])
+        assert set(numbers) <= set(done.scored[rollout])
         if args.dynamic_sampling_filter_path is None:
-            assert numbers == done.judged[rollout]
+            assert numbers == done.scored[rollout]
         for group in groups:
             assert [sample.index for sample in group] == [group[0].group_index * size + place for place in range(size)]
-    order = [group[0].prompt for group in RolloutDataSource(args, tokenizer).get_samples(drawn)]
+    order = [group[0].prompt for group in RolloutDataSource(args, tokenizer).get_samples(sampled)]
     for sample in (sample for groups in done.trained for group in groups for sample in group):
         assert sample.prompt == order[sample.group_index]
-    for epoch in range(drawn // PROMPTS):
+    for epoch in range(sampled // PROMPTS):
         assert len(set(order[epoch * PROMPTS : (epoch + 1) * PROMPTS])) == PROMPTS
 
 
 def check_samples(done: Run, args, tokenizer) -> None:
-    """Every trained response is the one of an engine that is never stopped; its columns tell each token's weights."""
+    """Asserts that every trained response equals the uninterrupted one; its columns give each token's weights."""
     for rollout, groups in enumerate(done.trained):
         for sample in (sample for group in groups for sample in group):
             prompt = tokenizer(sample.prompt, add_special_tokens=False)["input_ids"]
@@ -120,7 +120,7 @@ def check_samples(done: Run, args, tokenizer) -> None:
                 assert sample.metadata["start_rollout_id"] == segments[0]
 
 
-def test_a_run_with_aborts_a_filter_and_a_resume_trains_every_prompt_once_per_epoch(make_args, tokenizer):
+def test_run_with_aborts_a_filter_and_a_resume_trains_every_prompt_once_per_epoch(make_args, tokenizer):
     args = scripted(
         make_args,
         partial_rollout=True,
@@ -130,7 +130,7 @@ def test_a_run_with_aborts_a_filter_and_a_resume_trains_every_prompt_once_per_ep
         n_samples_per_prompt=3,
     )
     done = run(args, tokenizer, rollouts=16, crashes={3: 7, 9: 20})
-    check_books(done, args, tokenizer)
+    check_accounting(done, args, tokenizer)
     check_samples(done, args, tokenizer)
     totals = Counter()
     for metrics in done.metrics:
@@ -154,7 +154,7 @@ def test_a_run_with_aborts_a_filter_and_a_resume_trains_every_prompt_once_per_ep
     gpus=st.sampled_from([3, 8, 1000]),
     seed=st.integers(0, 1000),
 )
-def test_the_books_of_any_run_balance(
+def test_sample_accounting_of_any_run_balances(
     make_args, tokenizer, batch, surplus, size, partial, mask, discard, filtered, together, crashes, gpus, seed
 ):
     args = scripted(
@@ -167,11 +167,11 @@ def test_the_books_of_any_run_balance(
         discard_surplus_groups=discard and not partial,
         dynamic_sampling_filter_path=FILTER if filtered else None,
         group_rm=together,
-        custom_rm_path=f"{HERE}.judge_group" if together else f"{HERE}.judge",
+        custom_rm_path=f"{HERE}.score_group" if together else f"{HERE}.score",
         rollout_seed=seed,
     )
     done = run(args, tokenizer, rollouts=9, crashes=crashes, gpus=gpus)
-    check_books(done, args, tokenizer)
+    check_accounting(done, args, tokenizer)
     check_samples(done, args, tokenizer)
     if discard and not partial:  # every token was sampled by the weights it is trained with
         for rollout, groups in enumerate(done.trained):

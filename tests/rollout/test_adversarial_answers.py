@@ -1,17 +1,15 @@
-"""Whatever a response is, every rule judges it or gives it up as a failure, and the same graders continue
-afterwards.
-"""
+"""Every rule scores any response or gives it up as a failure, and the same graders continue afterwards."""
 
 import asyncio
 
 import psutil
 import pytest
 
-from slimrl.data.reward_table import REWARDS
+from slimrl.data.reward_registry import REWARDS
 from slimrl.data.sample import Sample
 from slimrl.rollout.rm_hub import ifeval, registry
 from slimrl.rollout.rm_hub.grader_pool import GraderFailure, GraderPool
-from tests.rollout.test_reward_table import EXAMPLES
+from tests.rollout.test_reward_registry import EXAMPLES
 
 MEMORY_BYTES = 700 << 20
 HOSTILE = {
@@ -54,7 +52,7 @@ def graders():
 
 
 def ask(rule, text):
-    """A sample whose response has `text` where the rule looks for the answer."""
+    """A sample with `text` where the rule expects the answer."""
     if rule == "dapo":
         return Sample(prompt="q", index=0, response=f"Answer: {text}", label="x+1")
     if rule in ("math", "deepscaler"):
@@ -77,11 +75,11 @@ def takes(name, values):
         ifeval.of_metadata({"instruction_id_list": [name], "kwargs": [values]})
     except ValueError:
         return False
-    return name != "language:response_language"  # which loads its models for each of the answers below
+    return name != "language:response_language"  # the grader loads its models for each of the answers below
 
 
 @pytest.mark.parametrize("rule", sorted(row.name for row in REWARDS if row.grader))
-def test_every_answer_gets_a_verdict_or_is_given_up_and_the_grader_goes_on(rule, graders):
+def test_every_answer_is_scored_or_given_up_and_the_grader_survives(rule, graders):
     async def main():
         await graders.grade({"rule": "math", "boxed": True, "response": "\\boxed{x+x}", "label": "2x"})
         (worker,) = (child for child in psutil.Process().children() if "grader_worker.py" in " ".join(child.cmdline()))
@@ -90,7 +88,7 @@ def test_every_answer_gets_a_verdict_or_is_given_up_and_the_grader_goes_on(rule,
             sample = ask(rule, text)
             try:
                 reward = await registry.grade(rule, sample, graders)
-                assert reward == registry.wrong(rule) or rule not in ("math", "deepscaler", "gpqa"), name
+                assert reward == registry.wrong_answer_reward(rule) or rule not in ("math", "deepscaler", "gpqa"), name
                 assert not (rule == "dapo" and reward["acc"]), name
             except GraderFailure as failure:
                 given_up[name] = str(failure)
@@ -105,6 +103,6 @@ def test_every_answer_gets_a_verdict_or_is_given_up_and_the_grader_goes_on(rule,
         assert "power tower" not in given_up or "TooLarge" in given_up["power tower"]
 
 
-def test_an_answer_of_half_characters_is_wrong_and_its_text_comes_back_readable(graders):
+def test_answer_with_split_surrogates_is_wrong_and_its_text_readable(graders):
     reward = asyncio.run(registry.grade("dapo", ask("dapo", "5\ud800"), graders))
     assert reward == {"score": -1.0, "acc": False, "pred": "5?"}

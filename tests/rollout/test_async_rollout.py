@@ -1,4 +1,4 @@
-"""The books of fully asynchronous runs: whatever is in flight, updated, too old, crashed or resumed, they balance."""
+"""Sample accounting of fully asynchronous runs, with samples in flight, updates, expiry, crashes and resumes."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ FILTER = "slimrl.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzer
 PROMPTS = 12
 
 
-class GoingOnEngine(ScriptedEngine):
-    """Its requests continue when the version changes; each token takes up to `slowest` turns of the event loop."""
+class ContinuingEngine(ScriptedEngine):
+    """Its requests continue when the version changes; each token takes up to `slowest` iterations of the event loop."""
 
     def __init__(self, gpus: int, slowest: int, seed: int) -> None:
         super().__init__(gpus)
@@ -66,10 +66,10 @@ class GoingOnEngine(ScriptedEngine):
 
 @dataclasses.dataclass
 class Run:
-    """What a run trained on, by rollout, every group it judged, and where its data are at the end."""
+    """The trained samples of a run, by rollout, every scored group, and the final data state."""
 
     trained: list
-    judged: list
+    scored: list
     metrics: list
     bounds: list
     state: dict
@@ -93,23 +93,23 @@ def run(
 ):
     """As train_async.py: the next rollout is asked for before this one trains; a checkpoint after each second one.
 
-    After rollout r of `crashes` = {r: (turns, bound)} the run is killed that many turns of the event loop later and
-    continues from its last checkpoint with another bound, as a new process would.
+    After rollout r of `crashes` = {r: (iterations, bound)} the run is killed that many iterations of the event loop
+    later and resumes from its last checkpoint with another staleness bound, like a new process.
     """
     crashes, chance = dict(crashes or {}), random.Random(seed)
-    args = dataclasses.replace(args, custom={"judged": []})
-    judged, trained, metrics, bounds = args.custom["judged"], [], [], []
+    args = dataclasses.replace(args, custom={"scored": []})
+    scored, trained, metrics, bounds = args.custom["scored"], [], [], []
     saved, last_state, under_requests, most = (0, None), {}, 0, 0
 
     async def life(bound):
-        """From one start to the end or to a crash."""
+        """One launch, from its start to the end or to a crash."""
         nonlocal saved, last_state, under_requests, most
         begin = saved[0]
         own = dataclasses.replace(args, max_weight_staleness=bound, update_weights_in_flight=not drained)
-        engine, source = GoingOnEngine(gpus, slowest, seed), RolloutDataSource(own, tokenizer)
+        engine, source = ContinuingEngine(gpus, slowest, seed), RolloutDataSource(own, tokenizer)
         engine.version = begin
-        generator = RolloutGenerator(own, tokenizer, engine)
-        generator.generate_on(source, concurrency)
+        generator = RolloutGenerator.from_args(own, tokenizer, engine)
+        generator.start_async(source, concurrency)
         stream = generator.continuous
         if saved[1] is not None:
             stream.restore(inflight_state.restore(source, json.loads(saved[1]), keeps_finished=True))
@@ -153,11 +153,11 @@ def run(
         bound = args.max_weight_staleness
         while (next_bound := await life(bound)) is not None:
             bound = next_bound
-            for kept in (trained, judged, metrics, bounds):
+            for kept in (trained, scored, metrics, bounds):
                 del kept[saved[0] :]
 
     asyncio.run(main())
-    return Run(trained, judged, metrics, bounds, last_state, under_requests, most)
+    return Run(trained, scored, metrics, bounds, last_state, under_requests, most)
 
 
 async def evaluate(generator, rollout):
@@ -168,7 +168,7 @@ async def evaluate(generator, rollout):
 
 
 def left(state: dict) -> list[int]:
-    """Numbers of the groups that a checkpoint knows as drawn and not trained on."""
+    """Indices of the groups that a checkpoint has as sampled and not trained."""
     waiting = [group[0] for group in state["returned"]]
     waiting += [one["group"][0] for one in state["drawn"]["finished"]]
     waiting += [group[0] for group in state["drawn"]["under_way"]]
@@ -176,20 +176,20 @@ def left(state: dict) -> list[int]:
 
 
 def check(done: Run, args, tokenizer) -> None:
-    """Each prompt of each epoch once; each token by the weights that its spans say; none older than the bound."""
+    """Each prompt once per epoch; each token sampled by the weights of its span; none beyond the staleness bound."""
     size = args.n_samples_per_prompt
     total = done.state["next_group_index"]
-    judged = [number for numbers in done.judged for number in numbers]
-    assert Counter(judged) + Counter(left(done.state)) == Counter(range(total))
+    scored = [number for numbers in done.scored for number in numbers]
+    assert Counter(scored) + Counter(left(done.state)) == Counter(range(total))
     order = [group[0].prompt for group in RolloutDataSource(args, tokenizer).get_samples(total)]
     for epoch in range(total // PROMPTS):
         assert len(set(order[epoch * PROMPTS : (epoch + 1) * PROMPTS])) == PROMPTS
     for rollout, (groups, bound) in enumerate(zip(done.trained, done.bounds, strict=True)):
         assert len(groups) == args.rollout_batch_size
         numbers = [group[0].group_index for group in groups]
-        assert set(numbers) <= set(done.judged[rollout])
+        assert set(numbers) <= set(done.scored[rollout])
         if args.dynamic_sampling_filter_path is None:
-            assert sorted(numbers) == sorted(done.judged[rollout])
+            assert sorted(numbers) == sorted(done.scored[rollout])
         for group in groups:
             assert [sample.index for sample in group] == [group[0].group_index * size + place for place in range(size)]
             for sample in group:
@@ -210,7 +210,7 @@ def scripted(make_args, **changes):
     return scripted_engine.scripted(make_args, **{"max_weight_staleness": 2, **changes})
 
 
-def test_requests_stay_on_their_way_while_weights_change_and_nothing_becomes_too_old(make_args, tokenizer):
+def test_requests_stay_in_flight_during_weight_updates_within_the_staleness_bound(make_args, tokenizer):
     args = scripted(make_args, rollout_batch_size=4, n_samples_per_prompt=3)
     done = run(args, tokenizer, 14, slowest=6)
     check(done, args, tokenizer)
@@ -218,10 +218,10 @@ def test_requests_stay_on_their_way_while_weights_change_and_nothing_becomes_too
     samples = [sample for groups in done.trained for group in groups for sample in group]
     assert sum(len(sample.version_spans) > 1 for sample in samples) > 20
     assert sum(metrics["rollout/staleness/dropped"] for metrics in done.metrics) == 0
-    assert left(done.state) == []  # what could not be trained any more was never begun
+    assert left(done.state) == []  # groups that could not be trained any more were never started
 
 
-def test_without_staleness_it_is_synchronous(make_args, tokenizer):
+def test_zero_staleness_is_synchronous(make_args, tokenizer):
     args = scripted(make_args, max_weight_staleness=0)
     done = run(args, tokenizer, 8, slowest=4)
     check(done, args, tokenizer)
@@ -230,45 +230,45 @@ def test_without_staleness_it_is_synchronous(make_args, tokenizer):
         assert {tuple(map(tuple, s.version_spans)) for g in groups for s in g} == {
             ((str(rollout), s.response_length),) for g in groups for s in g
         }
-        # exactly the batch was begun, as in train.py: no prompt is preferred because it was short
+        # exactly the batch was started, as in train.py: short prompts are not preferred
         assert sorted(g[0].group_index for g in groups) == list(range(4 * rollout, 4 * rollout + 4))
 
 
-def test_a_drained_weight_update_leaves_every_sample_with_one_version(make_args, tokenizer):
+def test_drained_weight_update_gives_every_sample_one_version(make_args, tokenizer):
     args = scripted(make_args)
     done = run(args, tokenizer, 8, slowest=4, drained=True)
     check(done, args, tokenizer)
     assert all(len(s.version_spans) == 1 for groups in done.trained for group in groups for s in group)
 
 
-def test_what_a_resumed_run_finds_too_old_is_generated_anew(make_args, tokenizer):
+def test_resumed_run_regenerates_expired_samples(make_args, tokenizer):
     args = scripted(make_args, rollout_batch_size=2, n_samples_per_prompt=3, max_weight_staleness=4)
     done = run(args, tokenizer, 16, slowest=8, crashes={5: (90, 0), 11: (4, 3)})
     check(done, args, tokenizer)
     assert sum(metrics["rollout/staleness/dropped"] for metrics in done.metrics) > 0
 
 
-def test_no_more_requests_than_the_servers_take_are_begun(make_args, tokenizer):
+def test_requests_do_not_exceed_the_server_capacity(make_args, tokenizer):
     args = scripted(make_args, n_samples_per_prompt=3)
     done = run(args, tokenizer, 8, slowest=4, concurrency=12)
     check(done, args, tokenizer)
-    assert 12 <= done.most < 12 + 3  # whole groups, while there is room
+    assert 12 <= done.most < 12 + 3  # full groups, while there is capacity
 
 
-def test_an_evaluation_does_not_disturb_what_is_on_its_way(make_args, make_eval_dataset, tokenizer):
-    dataset = make_eval_dataset(custom_rm_path=f"{HERE}.judge", rm_type=None)
+def test_evaluation_does_not_disturb_requests_in_flight(make_args, make_eval_dataset, tokenizer):
+    dataset = make_eval_dataset(custom_rm_path=f"{HERE}.score", rm_type=None)
     args = scripted(make_args, eval_datasets=[dataset])
     done = run(args, tokenizer, 10, slowest=4, evaluate_at=(1, 4, 5))
     check(done, args, tokenizer)
     assert done.updated_under_requests > 0
 
 
-def test_a_rollout_that_was_ready_took_the_time_since_the_one_before(make_args, tokenizer):
+def test_ready_rollout_counts_the_time_since_the_previous_one(make_args, tokenizer):
     async def main():
         args = scripted(make_args, rollout_all_samples_process_path=None)
         source = RolloutDataSource(args, tokenizer)
-        generator = RolloutGenerator(args, tokenizer, GoingOnEngine(1000, 2, 0))
-        generator.generate_on(source, 1000)
+        generator = RolloutGenerator.from_args(args, tokenizer, ContinuingEngine(1000, 2, 0))
+        generator.start_async(source, 1000)
         times = []
         began = time.perf_counter()
         try:
@@ -286,15 +286,15 @@ def test_a_rollout_that_was_ready_took_the_time_since_the_one_before(make_args, 
     assert min(times) > 0.19 and sum(times) <= passed
 
 
-def test_a_rollout_out_of_turn_is_refused(make_args, tokenizer):
+def test_out_of_order_rollout_is_rejected(make_args, tokenizer):
     async def main():
         args = scripted(make_args)
         source = RolloutDataSource(args, tokenizer)
-        generator = RolloutGenerator(args, tokenizer, GoingOnEngine(9, 1, 0))
-        generator.generate_on(source, 100)
+        generator = RolloutGenerator.from_args(args, tokenizer, ContinuingEngine(9, 1, 0))
+        generator.start_async(source, 100)
         generator.continuous.set_weight_version(3, 9)
         try:
-            with pytest.raises(ValueError, match="rollout 4 was asked for, and 3 is next"):
+            with pytest.raises(ValueError, match="rollout 4 was requested, but 3 is next"):
                 await generator.generate_rollout(4, source)
         finally:
             await generator.continuous.stop()
@@ -303,8 +303,8 @@ def test_a_rollout_out_of_turn_is_refused(make_args, tokenizer):
     asyncio.run(main())
 
 
-def test_a_failure_on_the_way_is_told_with_the_next_rollout_and_while_draining(make_args, tokenizer):
-    class Failing(GoingOnEngine):
+def test_failure_in_flight_is_raised_with_the_next_rollout_and_while_draining(make_args, tokenizer):
+    class Failing(ContinuingEngine):
         async def generate(self, *arguments, **options):
             await asyncio.sleep(0.01)
             raise ConnectionError("no server")
@@ -312,8 +312,8 @@ def test_a_failure_on_the_way_is_told_with_the_next_rollout_and_while_draining(m
     async def main(ask):
         args = scripted(make_args)
         source = RolloutDataSource(args, tokenizer)
-        generator = RolloutGenerator(args, tokenizer, Failing(9, 1, 0))
-        generator.generate_on(source, 100)
+        generator = RolloutGenerator.from_args(args, tokenizer, Failing(9, 1, 0))
+        generator.start_async(source, 100)
         generator.continuous.set_weight_version(0, 9)
         try:
             with pytest.raises(RuntimeError, match=r"generation of sample \d+ .* failed: ConnectionError: no server"):
@@ -327,7 +327,7 @@ def test_a_failure_on_the_way_is_told_with_the_next_rollout_and_while_draining(m
     asyncio.run(main(lambda generator, source: generator.continuous.drain()))
 
 
-def test_a_checkpoint_of_endless_generation_is_resumed_by_any_other_run(make_args, tokenizer):
+def test_fully_async_checkpoint_is_resumed_by_any_other_mode(make_args, tokenizer):
     args = scripted(make_args, rollout_batch_size=3, max_weight_staleness=4)
     done = run(args, tokenizer, 5, slowest=20, end=9)
     waiting = left(done.state)
@@ -335,9 +335,9 @@ def test_a_checkpoint_of_endless_generation_is_resumed_by_any_other_run(make_arg
     source = RolloutDataSource(args, tokenizer)
     assert inflight_state.restore(source, json.loads(json.dumps(done.state)), keeps_finished=False) == []
     again = [group[0].group_index for group in source.get_samples(len(waiting) + 2)]
-    judged = [number for numbers in done.judged for number in numbers]
+    scored = [number for numbers in done.scored for number in numbers]
     assert again[:-2] == waiting
-    assert sorted(judged + again) == list(range(done.state["next_group_index"] + 2))
+    assert sorted(scored + again) == list(range(done.state["next_group_index"] + 2))
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -354,7 +354,7 @@ def test_a_checkpoint_of_endless_generation_is_resumed_by_any_other_run(make_arg
     concurrency=st.sampled_from([4, 512]),
     seed=st.integers(0, 1000),
 )
-def test_the_books_of_any_endless_run_balance(
+def test_sample_accounting_of_any_fully_async_run_balances(
     make_args, tokenizer, batch, size, bound, slowest, filtered, together, drained, crashes, gpus, concurrency, seed
 ):
     args = scripted(
@@ -364,7 +364,7 @@ def test_the_books_of_any_endless_run_balance(
         max_weight_staleness=bound,
         dynamic_sampling_filter_path=FILTER if filtered else None,
         group_rm=together,
-        custom_rm_path=f"{HERE}.judge_group" if together else f"{HERE}.judge",
+        custom_rm_path=f"{HERE}.score_group" if together else f"{HERE}.score",
         rollout_seed=seed,
     )
     done = run(

@@ -1,6 +1,4 @@
-"""Fully asynchronous generation, one step at a time: failures, skipped weight updates, what is too old, what came from
-elsewhere.
-"""
+"""Fully asynchronous generation step by step: failures, skipped weight updates, expired and foreign groups."""
 
 from __future__ import annotations
 
@@ -17,13 +15,13 @@ from slimrl.rollout.asynchronous import inflight_state
 from slimrl.rollout.asynchronous.inflight_state import FinishedGroup
 from slimrl.rollout.dataset.data_source import RolloutDataSource
 from slimrl.rollout.generation.sample_generator import SampleError
-from tests.rollout.async_helpers import HERE, endless, turns
-from tests.rollout.test_async_rollout import GoingOnEngine, left, scripted
+from tests.rollout.async_helpers import HERE, async_generation, run_loop
+from tests.rollout.test_async_rollout import ContinuingEngine, left, scripted
 
 
 @pytest.fixture
 def make(make_args):
-    """Arguments of fully asynchronous generation, that keep no books."""
+    """Arguments of fully asynchronous generation without recording."""
     return lambda **changes: scripted(make_args, **{"rollout_all_samples_process_path": None, **changes})
 
 
@@ -35,13 +33,13 @@ def versions(groups: list[list[Sample]]) -> set[str]:
     return {version for group in groups for sample in group for version, _ in sample.version_spans}
 
 
-def test_after_a_filter_has_failed_nothing_is_handed_out_that_a_checkpoint_could_follow(make, tokenizer):
+def test_after_a_filter_failure_no_checkpointable_rollout_is_returned(make, tokenizer):
     args = make(dynamic_sampling_filter_path=f"{HERE}.raises_at_six")
 
     async def main():
-        async with endless(args, tokenizer) as (generator, source, _):
+        async with async_generation(args, tokenizer) as (generator, source, _):
             generator.continuous.set_weight_version(0, 9)
-            await turns(400)  # a batch of four is there
+            await run_loop(400)  # a batch of four is ready
             assert generator.progress() == (8, 8)
             with pytest.raises(HookFailedError, match="boom"):
                 await generator.generate_rollout(0, source)
@@ -52,22 +50,22 @@ def test_after_a_filter_has_failed_nothing_is_handed_out_that_a_checkpoint_could
 @pytest.mark.parametrize(
     ("failing", "at", "error"),
     [
-        ({"custom_rm_path": f"{HERE}.fails_now_and_then"}, 3, SampleError),
+        ({"custom_rm_path": f"{HERE}.fails_intermittently"}, 3, SampleError),
         ({"dynamic_sampling_filter_path": f"{HERE}.raises_at_six"}, 6, HookFailedError),
     ],
 )
-def test_a_failure_of_the_last_group_on_its_way_is_told_by_the_drain(make, tokenizer, failing, at, error):
+def test_failure_of_the_last_group_in_flight_is_raised_by_the_drain(make, tokenizer, failing, at, error):
     args = make(rollout_batch_size=1, max_weight_staleness=0, **failing)
 
     async def main():
-        async with endless(args, tokenizer) as (generator, source, engine):
+        async with async_generation(args, tokenizer) as (generator, source, engine):
             for rollout in range(at):
                 engine.version = rollout
                 generator.continuous.set_weight_version(rollout, 9)
                 await generator.generate_rollout(rollout, source)
             engine.version = at
             generator.continuous.set_weight_version(at, 9)
-            await turns(400)
+            await run_loop(400)
             with pytest.raises(error, match="mine|boom"):
                 await generator.continuous.drain()
 
@@ -75,9 +73,13 @@ def test_a_failure_of_the_last_group_on_its_way_is_told_by_the_drain(make, token
 
 
 async def rollouts(args, tokenizer, interval, start, end, *, drained, requests=1000, gpus=1000):
-    """As train_async.py with `--update-weights-interval`: asks for the next rollout before it trains on this one."""
+    """Like train_async.py with `--update-weights-interval`: requests the next rollout before it trains on this one."""
     outputs = []
-    async with endless(args, tokenizer, GoingOnEngine(gpus, 3, 0), requests=requests) as (generator, source, engine):
+    async with async_generation(args, tokenizer, ContinuingEngine(gpus, 3, 0), requests=requests) as (
+        generator,
+        source,
+        engine,
+    ):
         engine.version = start
         generator.continuous.set_weight_version(start, end)
         work = asyncio.create_task(generator.generate_rollout(start, source))
@@ -86,7 +88,7 @@ async def rollouts(args, tokenizer, interval, start, end, *, drained, requests=1
                 outputs.append(await asyncio.wait_for(work, 10))
                 if rollout + 1 < end:
                     work = asyncio.create_task(generator.generate_rollout(rollout + 1, source))
-                await turns(40)
+                await run_loop(40)
                 if (rollout + 1) % interval == 0 or rollout + 1 == end:
                     if drained:
                         await asyncio.wait_for(generator.continuous.drain(), 10)
@@ -102,7 +104,7 @@ async def rollouts(args, tokenizer, interval, start, end, *, drained, requests=1
 @pytest.mark.parametrize(("interval", "bound"), [(1, 0), (2, 1), (3, 2), (3, 3), (4, 3)])
 @pytest.mark.parametrize(("start", "drained"), [(0, False), (1, True), (5, False), (5, True)])
 @pytest.mark.parametrize(("requests", "gpus"), [(1000, 1000), (1, 2)])
-def test_the_bound_holds_where_weight_updates_are_skipped(
+def test_staleness_bound_holds_when_weight_updates_are_skipped(
     make, tokenizer, interval, bound, start, drained, requests, gpus
 ):
     args = make(max_weight_staleness=bound, n_samples_per_prompt=3)
@@ -111,17 +113,15 @@ def test_the_bound_holds_where_weight_updates_are_skipped(
     assert len(outputs) == 12 - start
     oldest = [rollout - min(map(int, versions(o.groups))) for rollout, o in enumerate(outputs, start)]
     assert max(oldest) <= bound
-    assert max(oldest) >= interval - 1  # between two weight updates nothing newer is there
+    assert max(oldest) >= interval - 1  # between two weight updates there is nothing newer
     assert sum(output.metrics["rollout/staleness/dropped"] for output in outputs) == 0
 
 
 @pytest.mark.parametrize("drained", [False, True])
-def test_groups_in_which_a_function_failed_are_left_out_and_counted_and_others_take_their_place(
-    make, tokenizer, drained
-):
+def test_groups_with_a_failed_function_are_skipped_counted_and_replaced(make, tokenizer, drained):
     args = make(
         rollout_batch_size=30,
-        custom_rm_path=f"{HERE}.fails_now_and_then",
+        custom_rm_path=f"{HERE}.fails_intermittently",
         skip_failed_samples=True,
         max_failed_samples=1000,
         max_weight_staleness=1,
@@ -135,7 +135,7 @@ def test_groups_in_which_a_function_failed_are_left_out_and_counted_and_others_t
 
 
 def carried_over(args, tokenizer, count: int, **changes) -> dict:
-    """The state of a data source with `count` unfinished groups of an earlier run, of two response tokens each."""
+    """A data source state with `count` unfinished groups of an earlier run, of two response tokens each."""
     source = RolloutDataSource(args, tokenizer)
     groups = source.get_samples(count)
     for sample in (sample for group in groups for sample in group):
@@ -150,18 +150,18 @@ def carried_over(args, tokenizer, count: int, **changes) -> dict:
 @pytest.mark.parametrize(
     ("carried", "dropped"),
     [
-        ({"weight_versions": ["1"]}, 0),  # as a slimrl wrote that knew of no spans: restarted at once
-        ({"weight_versions": ["4"], "version_spans": [["4", 2]]}, 4),  # known to be old: when it is finished
-        ({"weight_versions": ["9"], "version_spans": [["9", 2]]}, 0),  # weights that are yet to come
+        ({"weight_versions": ["1"]}, 0),  # written by a version without spans: regenerated immediately
+        ({"weight_versions": ["4"], "version_spans": [["4", 2]]}, 4),  # known to be stale when it is finished
+        ({"weight_versions": ["9"], "version_spans": [["9", 2]]}, 0),  # future weights
         ({}, 0),
     ],
 )
-def test_what_unknown_or_too_old_weights_began_is_trained_on_from_its_prompt_alone(make, tokenizer, carried, dropped):
+def test_response_started_by_unknown_or_stale_weights_is_regenerated_from_its_prompt(make, tokenizer, carried, dropped):
     args = make(max_weight_staleness=1)
     state = carried_over(args, tokenizer, 4, **carried)
 
     async def main():
-        async with endless(args, tokenizer) as (generator, source, engine):
+        async with async_generation(args, tokenizer) as (generator, source, engine):
             engine.version = 6
             generator.continuous.restore(inflight_state.restore(source, state, keeps_finished=True))
             generator.continuous.set_weight_version(6, 7)
@@ -175,7 +175,7 @@ def test_what_unknown_or_too_old_weights_began_is_trained_on_from_its_prompt_alo
 
 
 def finished(source: RolloutDataSource, count: int, version: int) -> list[FinishedGroup]:
-    """Groups as `version` would have finished them."""
+    """Groups as finished by the weights `version`."""
     made = []
     for group in source.get_samples(count):
         done = [
@@ -189,11 +189,11 @@ def finished(source: RolloutDataSource, count: int, version: int) -> list[Finish
     return made
 
 
-def test_finished_groups_of_weights_that_are_yet_to_come_begin_anew(make, tokenizer):
+def test_finished_groups_of_future_weights_are_regenerated(make, tokenizer):
     args = make(max_weight_staleness=1)
 
     async def main():
-        async with endless(args, tokenizer) as (generator, source, _):
+        async with async_generation(args, tokenizer) as (generator, source, _):
             generator.continuous.restore(finished(source, 4, 7))
             generator.continuous.set_weight_version(0, 1)  # --start-rollout-id 0
             output = await generator.generate_rollout(0, source)
@@ -202,24 +202,24 @@ def test_finished_groups_of_weights_that_are_yet_to_come_begin_anew(make, tokeni
     asyncio.run(main())
 
 
-def test_finished_groups_that_the_next_rollout_cannot_take_any_more_begin_anew_before_it_is_asked_for(make, tokenizer):
+def test_finished_groups_that_the_next_rollout_cannot_take_are_regenerated_early(make, tokenizer):
     args = make(rollout_batch_size=2, max_weight_staleness=1)
 
     async def main():
-        async with endless(args, tokenizer) as (generator, source, engine):
+        async with async_generation(args, tokenizer) as (generator, source, engine):
             engine.version = 6
             generator.continuous.restore(finished(source, 6, 5))
             generator.continuous.set_weight_version(6, 9)
             first = await generator.generate_rollout(6, source)
-            second = await generator.generate_rollout(7, source)  # without a weight update between
+            second = await generator.generate_rollout(7, source)  # without a weight update in between
         assert versions(first.groups) == {"5"} and versions(second.groups) == {"6"}
         assert first.metrics["rollout/staleness/dropped"] + second.metrics["rollout/staleness/dropped"] == 4
 
     asyncio.run(main())
 
 
-class Gated(GoingOnEngine):
-    """Its requests end when `gate` is set; it does not say which weights it has."""
+class Gated(ContinuingEngine):
+    """Its requests end when `gate` is set; it does not report its weight version."""
 
     def __init__(self) -> None:
         super().__init__(1000, 0, 0)
@@ -237,53 +237,53 @@ class Gated(GoingOnEngine):
         self.gate.set()
 
 
-def test_where_the_engines_do_not_say_their_weights_a_group_is_as_old_as_those_it_began_with(make, tokenizer):
+def test_group_staleness_counts_from_its_start_when_engines_report_no_version(make, tokenizer):
     args = make(max_weight_staleness=2)
 
     async def main():
-        async with endless(args, tokenizer, Gated()) as (generator, source, engine):
+        async with async_generation(args, tokenizer, Gated()) as (generator, source, engine):
             stream = generator.continuous
             stream.set_weight_version(0, 9)
-            await turns(5)
+            await run_loop(5)
             stream.set_weight_version(1, 9)
             engine.gate.set()
             await stream.drain()
-            assert Counter(one.oldest for one in stream.drawn().finished) == {0: 12, 1: 4}
+            assert Counter(one.oldest for one in stream.inflight_state().finished) == {0: 12, 1: 4}
 
     asyncio.run(main())
 
 
-def test_servers_that_are_replaced_while_a_run_drains_do_not_set_generation_going_again(make, tokenizer):
+def test_servers_replaced_during_a_drain_do_not_restart_generation(make, tokenizer):
     args = make(max_weight_staleness=2)
 
     async def main():
-        engine = GoingOnEngine(1000, 3, 0)
-        async with endless(args, tokenizer, engine, requests=2) as (generator, _, _):  # a group at a time
+        engine = ContinuingEngine(1000, 3, 0)
+        async with async_generation(args, tokenizer, engine, requests=2) as (generator, _, _):  # one group at a time
             stream = generator.continuous
             stream.set_weight_version(0, 9)
-            await turns(5)
+            await run_loop(5)
             draining = asyncio.create_task(stream.drain())
-            await turns(5)
+            await run_loop(5)
             stream.set_weight_version(0, 9)
             await asyncio.wait_for(draining, 10)
             assert engine.in_flight == 0
-            assert len(stream.drawn().finished) <= 3  # there is room for twelve
+            assert len(stream.inflight_state().finished) <= 3  # there is capacity for twelve
 
     asyncio.run(main())
 
 
-def test_functions_are_told_the_rollout_that_was_next_when_the_group_began(make, tokenizer):
+def test_functions_receive_the_rollout_id_at_the_start_of_the_group(make, tokenizer):
     args = make(rollout_sample_hook_path=[f"{HERE}.notes_its_rollout"], max_weight_staleness=0)
     outputs = asyncio.run(rollouts(args, tokenizer, 1, 0, 4, drained=False))
     begun = [{sample.metadata["begun_for"] for group in output.groups for sample in group} for output in outputs]
     assert begun == [{0}, {1}, {2}, {3}]
 
 
-def test_what_functions_change_in_place_is_not_changed_in_the_group_as_it_was_drawn(make, tokenizer):
+def test_in_place_changes_by_functions_do_not_change_the_sampled_group(make, tokenizer):
     args = make(custom_generate_function_path=f"{HERE}.changes_in_place", max_weight_staleness=4)
 
     async def main():
-        async with endless(args, tokenizer) as (generator, source, engine):
+        async with async_generation(args, tokenizer) as (generator, source, engine):
             engine.version = 6
             state = carried_over(
                 args, tokenizer, 4, version_spans=[["6", 2]], weight_versions=["6"], metadata={"seen": {"by": []}}
@@ -291,7 +291,7 @@ def test_what_functions_change_in_place_is_not_changed_in_the_group_as_it_was_dr
             inflight_state.restore(source, state, keeps_finished=True)
             generator.continuous.set_weight_version(6, 7)
             await generator.continuous.drain()
-            ones = generator.continuous.drawn().finished
+            ones = generator.continuous.inflight_state().finished
             assert {sample.tokens[0] for one in ones for sample in one.group} == {77}
             for sample in (sample for one in ones for sample in one.drawn):
                 assert sample.tokens == [*tokenizer(sample.prompt, add_special_tokens=False)["input_ids"], 1, 2]
@@ -302,9 +302,9 @@ def test_what_functions_change_in_place_is_not_changed_in_the_group_as_it_was_dr
     asyncio.run(main())
 
 
-def test_where_the_data_stand_is_said_only_where_it_is_saved(make, tokenizer):
+def test_data_position_is_reported_only_when_it_is_saved(make, tokenizer):
     async def main():
-        async with endless(make(), tokenizer) as (generator, source, engine):
+        async with async_generation(make(), tokenizer) as (generator, source, engine):
             generator.continuous.set_weight_version(0, 9)
             first = await generator.generate_rollout(0, source, saved=False)
             engine.version = 1

@@ -1,4 +1,4 @@
-"""Groups wait in order, come out once, and survive a checkpoint, whatever the buffer filter does."""
+"""Groups are buffered in order, returned once, and survive a checkpoint, with any buffer filter."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def numbers(groups):
     return [group[0].group_index for group in groups]
 
 
-def test_without_a_filter_those_that_wait_longest_go_first(make_args):
+def test_oldest_groups_go_first_without_a_filter(make_args):
     in_slime = ("slime.rollout.filter_hub.buffer_filters.pop_first", "slime.rollout.data_source.pop_first")
     for path in (None, *in_slime):
-        buffer = GroupBuffer(make_args(buffer_filter_path=path))
+        buffer = GroupBuffer(path, make_args())
         buffer.put([group(4), group(2)])
         buffer.put([group(3)])
         assert numbers(buffer.take(2, 7)) == [4, 2]
@@ -66,41 +66,41 @@ def test_without_a_filter_those_that_wait_longest_go_first(make_args):
         assert buffer.take(2, 7) == [] and len(buffer) == 0
 
 
-def test_a_filter_of_the_users_chooses_and_is_told_the_rollout(make_args, filters):
+def test_custom_filter_selects_groups_and_receives_the_rollout_id(make_args, filters):
     args = make_args(buffer_filter_path=f"{filters}.newest")
-    buffer = GroupBuffer(args)
+    buffer = GroupBuffer(args.buffer_filter_path, args)
     assert buffer.take(2, 0) == []
     buffer.put([group(0), group(1), group(2)])
     assert numbers(buffer.take(2, 5)) == [2, 1]
     assert numbers(buffer.take(2, 6)) == [0]
     buffer.put([group(3)])
     assert buffer.take(0, 7) == []
-    assert args.custom["told"] == [(5, 2, 3), (6, 2, 1)]  # not asked where nothing waits or nothing is wanted
+    assert args.custom["told"] == [(5, 2, 3), (6, 2, 1)]  # not called when the buffer is empty or no group is requested
 
 
-def test_what_a_filter_takes_out_for_good_is_logged(make_args, filters, caplog):
-    buffer = GroupBuffer(make_args(buffer_filter_path=f"{filters}.only_fresh"))
+def test_groups_removed_by_a_filter_are_logged(make_args, filters, caplog):
+    buffer = GroupBuffer(f"{filters}.only_fresh", make_args())
     buffer.put([group(0, start=1), group(1, start=5), group(2, start=1)])
     assert numbers(buffer.take(1, 6)) == [1]
-    assert caplog.messages == [f"--buffer-filter-path {filters}.only_fresh took 2 groups out for good"]
+    assert caplog.messages == [f"--buffer-filter-path {filters}.only_fresh removed 2 groups permanently"]
     assert len(buffer) == 0
 
 
 @pytest.mark.parametrize("name", ["keeps_what_it_returns", "returns_everything", "invents"])
-def test_a_filter_that_would_lose_or_double_a_group_is_refused(make_args, filters, name):
-    buffer = GroupBuffer(make_args(buffer_filter_path=f"{filters}.{name}"))
+def test_filter_that_would_lose_or_duplicate_a_group_is_rejected(make_args, filters, name):
+    buffer = GroupBuffer(f"{filters}.{name}", make_args())
     buffer.put([group(0), group(1)])
     with pytest.raises(ValueError, match=f"{name} returned . groups when asked for 1: it must return at most that"):
         buffer.take(1, 0)
 
 
-def test_a_filter_with_another_call_is_refused_at_the_start(make_args, filters):
-    with pytest.raises(HookError, match=r"expected is f\(args, rollout_id, buffer, num_samples\)"):
-        GroupBuffer(make_args(buffer_filter_path=f"{filters}.too_short"))
+def test_filter_with_the_wrong_signature_is_rejected_at_startup(make_args, filters):
+    with pytest.raises(HookError, match=r"expected f\(args, rollout_id, buffer, num_samples\)"):
+        GroupBuffer(f"{filters}.too_short", make_args())
 
 
-def test_the_state_is_a_copy_that_json_can_hold(make_args):
-    buffer = GroupBuffer(make_args())
+def test_state_is_a_json_serializable_copy(make_args):
+    buffer = GroupBuffer()
     buffer.put([group(0), group(1)])
     state = buffer.state_dict()
     text = json.dumps(state)
@@ -108,6 +108,6 @@ def test_the_state_is_a_copy_that_json_can_hold(make_args):
     taken[0][0].metadata["changed"] = True
     taken[0][0].tokens.append(3)
     assert json.dumps(state) == text
-    restored = GroupBuffer(make_args())
+    restored = GroupBuffer()
     restored.load_state_dict(json.loads(text))
     assert restored.take(2, 0) == [group(0), group(1)]

@@ -1,4 +1,4 @@
-"""Evaluation in numbers that can be checked by hand."""
+"""Evaluation with hand-computed numbers."""
 
 import asyncio
 
@@ -15,7 +15,7 @@ def evaluate(make_args, tokenizer, fake_engine):
         engine = engine or fake_engine()
 
         async def main():
-            generator = RolloutGenerator(make_args(eval_datasets=datasets, **overrides), tokenizer, engine)
+            generator = RolloutGenerator.from_args(make_args(eval_datasets=datasets, **overrides), tokenizer, engine)
             try:
                 results = await generator.evaluate(0)
                 return results, generator.progress()
@@ -29,8 +29,8 @@ def evaluate(make_args, tokenizer, fake_engine):
     return run
 
 
-def test_greedy_evaluation_gives_the_accuracy_counted_by_hand(evaluate, make_eval_dataset, fake_engine):
-    # 12 rows, one sample each; the sums of 0..7 are right, 8 and 9 wrong, 10 and 11 run into the limit of 10 tokens
+def test_greedy_evaluation_gives_the_hand_computed_accuracy(evaluate, make_eval_dataset, fake_engine):
+    # 12 rows, one sample each; the sums of 0..7 are correct, 8 and 9 wrong, 10 and 11 hit the limit of 10 tokens
     def reply(prompt, call):
         number = int(prompt.split("+")[0])
         if number >= 10:
@@ -60,8 +60,8 @@ def test_greedy_evaluation_gives_the_accuracy_counted_by_hand(evaluate, make_eva
     assert progress == (12, 12)
 
 
-def test_pass_at_k_is_the_chance_over_draws(evaluate, make_eval_dataset, fake_engine, sums):
-    # one row, four samples of which one is right: pass@1 = 1/4, pass@2 = 1 - C(3,2)/C(4,2) = 1/2, pass@4 = 1
+def test_pass_at_k_is_the_probability_over_samples(evaluate, make_eval_dataset, fake_engine, sums):
+    # one row, four samples of which one is correct: pass@1 = 1/4, pass@2 = 1 - C(3,2)/C(4,2) = 1/2, pass@4 = 1
     engine = fake_engine(lambda prompt, call: "\\boxed{0}" if call == 2 else "\\boxed{9}")
     dataset = make_eval_dataset(path=f"{sums}@[:1]", n_samples_per_eval_prompt=4, temperature=1.0)
     result = evaluate([dataset], engine)[0]["sums"]
@@ -70,13 +70,13 @@ def test_pass_at_k_is_the_chance_over_draws(evaluate, make_eval_dataset, fake_en
     assert result.mean_reward == 0.25 and result.pass_rate == 1.0
 
 
-def test_repeats_stand_side_by_side_and_pass_counts_per_prompt():
+def test_repeats_are_adjacent_and_pass_rates_are_per_prompt():
     result = EvalResult("a", [1.0, 0.0, 0.0, 0.0, 0.5, 0.99], [], 2)
     assert result.pass_rate == pytest.approx(1 / 3)
     assert result.mean_reward == pytest.approx(2.49 / 6)
 
 
-def test_several_sets_keep_their_own_settings(evaluate, make_eval_dataset, sums, write_rows):
+def test_several_datasets_keep_their_own_settings(evaluate, make_eval_dataset, sums, write_rows):
     other = write_rows([{"question": "20+1=", "answer": 21}], "other.jsonl")
     datasets = [
         make_eval_dataset(path=f"{sums}@[:2]"),
@@ -93,11 +93,11 @@ def test_several_sets_keep_their_own_settings(evaluate, make_eval_dataset, sums,
     results, progress, engine = evaluate(datasets)
     assert list(results) == ["sums", "other"] and progress == (5, 5)
     assert results["sums"].mean_reward == 1.0
-    assert results["other"].mean_reward == 0.0  # deepscaler wants the end of the thinking first
+    assert results["other"].mean_reward == 0.0  # deepscaler expects the end of the thinking first
     assert sorted(params["temperature"] for _, params in engine.requests) == [0.0, 0.0, 0.7, 0.7, 0.7]
 
 
-def test_seeds_of_an_evaluation_do_not_depend_on_other_sets(evaluate, make_eval_dataset):
+def test_evaluation_seeds_do_not_depend_on_other_datasets(evaluate, make_eval_dataset):
     flags = {"sglang_options": {"enable_deterministic_inference": True}}
     alone = evaluate([make_eval_dataset()], **flags)[2]
     beside = evaluate([make_eval_dataset(name="first"), make_eval_dataset()], **flags)[2]
@@ -105,15 +105,15 @@ def test_seeds_of_an_evaluation_do_not_depend_on_other_sets(evaluate, make_eval_
     assert len(seeds[0]) == 12 and len(seeds[1]) == 24 and seeds[0] < seeds[1]
 
 
-def test_a_bad_evaluation_file_or_reward_is_known_before_anything_is_generated(evaluate, make_eval_dataset, write_rows):
+def test_invalid_eval_file_or_reward_is_rejected_before_generation(evaluate, make_eval_dataset, write_rows):
     bad = write_rows([{"prompt": "no label"}], "bad.jsonl")
     with pytest.raises(ValueError, match="bad.jsonl"):
         evaluate([make_eval_dataset(path=bad)])
-    with pytest.raises(ValueError, match="evaluation set 'sums': the reward type 'maths' is not known"):
+    with pytest.raises(ValueError, match="evaluation set 'sums': the reward type 'maths' is unknown"):
         evaluate([make_eval_dataset(rm_type="maths")])
 
 
-def test_a_failure_names_the_sample(evaluate, make_eval_dataset, fake_engine):
+def test_failure_names_the_sample(evaluate, make_eval_dataset, fake_engine):
     def reply(prompt, call):
         raise OSError("no route")
 
@@ -122,7 +122,7 @@ def test_a_failure_names_the_sample(evaluate, make_eval_dataset, fake_engine):
 
 
 @pytest.mark.parametrize("skips", [True, False])
-def test_a_function_that_fails_is_skipped_in_no_evaluation_and_the_sentence_says_so(
+def test_failing_function_is_not_skipped_in_evaluation_and_the_message_says_so(
     evaluate, make_eval_dataset, tmp_path, monkeypatch, skips
 ):
     (tmp_path / "failing_judge.py").write_text("async def judge(args, sample):\n    return 1 / 0\n")
@@ -132,11 +132,11 @@ def test_a_function_that_fails_is_skipped_in_no_evaluation_and_the_sentence_says
         evaluate(datasets, skip_failed_samples=skips)
     text = str(caught.value)
     assert text.startswith("evaluation set 'hard': the reward of sample ")
-    said = "--skip-failed-samples skips no sample of an evaluation, whose result would be another one"
+    said = "--skip-failed-samples does not apply to evaluations, because skipping would change the result"
     assert (text.splitlines()[-1] == f"{said}: fix the function") is skips
 
 
-def test_rewards_that_are_dicts_need_a_key(evaluate, make_eval_dataset, tmp_path, monkeypatch):
+def test_dict_rewards_need_a_key(evaluate, make_eval_dataset, tmp_path, monkeypatch):
     (tmp_path / "eval_hooks.py").write_text("async def judge(args, sample):\n    return {'score': 0.25, 'acc': 1}\n")
     monkeypatch.syspath_prepend(tmp_path)
     dataset = make_eval_dataset(custom_rm_path="eval_hooks.judge", reward_key="score")
@@ -145,7 +145,7 @@ def test_rewards_that_are_dicts_need_a_key(evaluate, make_eval_dataset, tmp_path
         evaluate([make_eval_dataset(custom_rm_path="eval_hooks.judge")])
 
 
-def test_a_custom_rollout_function_evaluates_too(evaluate, make_eval_dataset, tmp_path, monkeypatch):
+def test_custom_rollout_function_also_evaluates(evaluate, make_eval_dataset, tmp_path, monkeypatch):
     (tmp_path / "whole_hooks.py").write_text(
         "from slimrl.rollout.sglang_rollout import generate_rollout\n"
         "def built_in(args, rollout_id, data_source, *, evaluation, generator=None):\n"

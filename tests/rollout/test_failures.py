@@ -1,4 +1,4 @@
-"""A function of the user's that raises: named with its lines, or its group is left out and replaced, up to a limit."""
+"""A failing custom function is reported with its lines, or its group is skipped and replaced, up to a limit."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def roll(make_args, tokenizer, fake_engine):
         source = RolloutDataSource(args, tokenizer)
 
         async def main():
-            generator = RolloutGenerator(args, tokenizer, engine or fake_engine())
+            generator = RolloutGenerator.from_args(args, tokenizer, engine or fake_engine())
             try:
                 return [await generator.generate_rollout(number, source) for number in range(2)]
             finally:
@@ -79,7 +79,7 @@ def roll(make_args, tokenizer, fake_engine):
     return run
 
 
-def test_a_failing_reward_names_its_lines(roll, own, tmp_path):
+def test_failing_reward_is_reported_with_its_lines(roll, own, tmp_path):
     with pytest.raises(SampleError) as caught:
         roll(custom_rm_path=f"{own}.reward")
     text = str(caught.value)
@@ -92,28 +92,28 @@ def test_a_failing_reward_names_its_lines(roll, own, tmp_path):
     )
 
 
-def test_groups_that_fail_are_replaced_so_that_every_batch_is_full(roll, own):
+def test_failed_groups_are_replaced_to_fill_every_batch(roll, own):
     outputs = roll(custom_rm_path=f"{own}.reward", skip_failed_samples=True)
     groups = [[group[0].group_index for group in output.groups] for output in outputs]
-    assert groups == [[0, 2, 3, 5], [6, 7, 8, 9]]  # 4 took the place of 1, and 5 that of 4
+    assert groups == [[0, 2, 3, 5], [6, 7, 8, 9]]  # 4 replaced 1, and 5 replaced 4
     assert [output.metrics for output in outputs] == [{"rollout/failed_samples": 2.0}, {"rollout/failed_samples": 0.0}]
     assert all(len(group) == 2 for output in outputs for group in output.groups)
     assert all(sample.status is SampleStatus.FAILED for sample in sys.modules[own].failed)
 
 
-def test_a_function_that_always_fails_ends_the_run_at_the_limit(roll, own):
-    with pytest.raises(SampleError, match="it is failure number 4 in this rollout, more than --max-failed-samples 3"):
+def test_always_failing_function_ends_the_run_at_the_limit(roll, own):
+    with pytest.raises(SampleError, match="this is failure number 4 in this rollout, more than --max-failed-samples 3"):
         roll(custom_rm_path=f"{own}.always", skip_failed_samples=True, max_failed_samples=3)
 
 
-def test_a_failing_sample_hook_is_skipped_likewise(roll, own):
+def test_failing_sample_hook_is_skipped(roll, own):
     first, _ = roll(rollout_sample_hook_path=[f"{own}.hook"], skip_failed_samples=True)
     assert [group[0].group_index for group in first.groups] == [0, 2, 3, 4]
     assert first.metrics == {"rollout/failed_samples": 1.0}
 
 
 @pytest.mark.parametrize("path", [None, "generate"])
-def test_an_engine_that_fails_is_never_skipped(roll, own, fake_engine, path):
+def test_engine_failure_is_never_skipped(roll, own, fake_engine, path):
     def reply(prompt, call):
         raise EngineUnavailableError("no engine is left")
 
@@ -123,11 +123,11 @@ def test_an_engine_that_fails_is_never_skipped(roll, own, fake_engine, path):
             custom_generate_function_path=path and f"{own}.{path}",
             skip_failed_samples=True,
         )
-    assert "it is failure number" not in str(caught.value)
+    assert "this is failure number" not in str(caught.value)
 
 
 @pytest.mark.parametrize("rm_type", ["f1", "remote_rm"])
-def test_graders_and_services_that_fail_in_the_users_reward_are_never_skipped(roll, own, monkeypatch, rm_type):
+def test_grader_and_service_failures_in_a_custom_reward_are_never_skipped(roll, own, monkeypatch, rm_type):
     async def closed(pool, request):
         raise GraderUnavailable("graders do not start")
 
@@ -143,10 +143,10 @@ def test_graders_and_services_that_fail_in_the_users_reward_are_never_skipped(ro
             rm_url="http://127.0.0.1:9" if rm_type == "remote_rm" else None,
             skip_failed_samples=True,
         )
-    assert "it is failure number" not in str(caught.value)  # the first ended it, not the limit
+    assert "this is failure number" not in str(caught.value)  # the first failure ended it, not the limit
 
 
-def test_an_engines_failure_is_found_behind_others():
+def test_engine_failure_is_found_behind_other_exceptions():
     try:
         try:
             raise EngineUnavailableError("gone")
@@ -158,7 +158,7 @@ def test_an_engines_failure_is_found_behind_others():
     assert is_infra_error(MemoryError())
 
 
-def test_an_engines_failure_is_found_in_a_group_of_tasks():
+def test_engine_failure_is_found_in_an_exception_group():
     async def fails(error):
         raise error
 

@@ -1,4 +1,4 @@
-"""Which garbage is collected between two rollouts."""
+"""Which objects are garbage-collected between two rollouts."""
 
 import gc
 import weakref
@@ -7,13 +7,13 @@ from slimrl.rollout.async_utils import collect_between_rollouts
 
 
 class Knot:
-    """Holds itself."""
+    """References itself."""
 
     def __init__(self) -> None:
         self.me = self
 
 
-def test_what_lived_long_is_walked_through_only_where_no_samples_are_held():
+def test_full_gc_runs_only_when_no_samples_are_held():
     old = Knot()
     gc.collect()
     gc.collect()  # now it is in the oldest generation

@@ -1,4 +1,4 @@
-"""The rollout loop: full batches in order, nothing lost, nothing left running, failures with a name."""
+"""The rollout loop: full batches in order, no lost sample, no leaked task, named failures."""
 
 import asyncio
 import json
@@ -113,7 +113,7 @@ def roll(make_args, tokenizer, fake_engine):
         source = source or RolloutDataSource(args, tokenizer)
 
         async def main():
-            generator = RolloutGenerator(args, tokenizer, engine)
+            generator = RolloutGenerator.from_args(args, tokenizer, engine)
             try:
                 return [await generator.generate_rollout(number, source) for number in range(rollouts)]
             finally:
@@ -126,7 +126,7 @@ def roll(make_args, tokenizer, fake_engine):
     return run
 
 
-def test_a_rollout_fills_its_samples_and_comes_in_order_whoever_finishes_first(roll, fake_engine, tokenizer):
+def test_rollout_is_complete_and_in_order_regardless_of_finish_order(roll, fake_engine, tokenizer):
     delays = random.Random(0)
     engine = fake_engine(delay=lambda prompt, call: delays.random() / 50)
     (output, second), _, _ = roll(engine, rollouts=2)
@@ -148,7 +148,7 @@ def test_a_rollout_fills_its_samples_and_comes_in_order_whoever_finishes_first(r
             assert sample.reward == 1.0
 
 
-def test_prompts_go_out_as_token_ids_with_one_seed_each(roll, tokenizer):
+def test_prompts_are_sent_as_token_ids_with_one_seed_each(roll, tokenizer):
     _, engine, _ = roll(sglang_options={"enable_deterministic_inference": True})
     seeds = {tuple(ids): set() for ids, _ in engine.requests}
     for ids, params in engine.requests:
@@ -158,13 +158,13 @@ def test_prompts_go_out_as_token_ids_with_one_seed_each(roll, tokenizer):
     assert len({params["sampling_seed"] for _, params in engine.requests}) == 8
 
 
-def test_a_response_at_the_limit_is_truncated(roll):
+def test_response_at_the_limit_is_truncated(roll):
     (output,), _, _ = roll(rollout_max_response_len=4)
     assert all(sample.status is SampleStatus.TRUNCATED for group in output.groups for sample in group)
     assert all(sample.response == "\\box" and sample.reward == 0.0 for group in output.groups for sample in group)
 
 
-def test_a_failing_engine_ends_the_rollout_with_the_samples_name_and_no_task_left(roll, fake_engine):
+def test_failing_engine_ends_the_rollout_with_the_sample_and_no_pending_task(roll, fake_engine):
     def reply(prompt, call):
         if prompt == "2+2=":
             raise ConnectionError("server 1 is gone")
@@ -179,7 +179,7 @@ def test_a_failing_engine_ends_the_rollout_with_the_samples_name_and_no_task_lef
     assert isinstance(caught.value.__cause__, ConnectionError)
 
 
-def test_a_failing_reward_function_names_the_sample_the_prompt_and_the_cause(roll, hooks):
+def test_failing_reward_function_reports_sample_prompt_and_cause(roll, hooks):
     with pytest.raises(SampleError, match=r"reward of sample 5 \(group 2\) failed: KeyError: 'score'; its prompt"):
         roll(custom_rm_path=f"{hooks}.failing_reward")
 
@@ -189,28 +189,34 @@ def test_a_failing_reward_function_names_the_sample_the_prompt_and_the_cause(rol
     [
         (Generation([1, 2], [0.0], "stop", "1"), "2 tokens with 1 log-probs"),
         (Generation([1], [0.0], "tired", "1"), "unknown finish reason 'tired'"),
-        (Generation([1], [0.0], "abort", "1"), "it came back aborted"),
+        (Generation([1], [0.0], "abort", "1"), "the sample's status is aborted"),
     ],
 )
-def test_an_answer_that_breaks_the_protocol_is_refused(roll, fake_engine, generation, message):
+def test_invalid_engine_response_is_rejected(roll, fake_engine, generation, message):
     with pytest.raises(SampleError, match=message):
         roll(fake_engine(lambda prompt, call: generation))
 
 
-def test_a_response_that_is_aborted_behind_its_last_token_is_complete(roll, fake_engine, tokenizer):
+def test_response_aborted_after_its_last_token_is_complete(roll, fake_engine, tokenizer):
     ended = Generation([5, tokenizer.eos_token_id], [0.0, 0.0], "abort", "1")
     (output,), _, _ = roll(fake_engine(lambda prompt, call: ended))
     assert {sample.status for group in output.groups for sample in group} == {SampleStatus.COMPLETED}
 
 
-def test_the_tokens_that_end_a_response_are_those_of_tokenizer_and_model(tmp_path, tokenizer):
+def test_response_aborted_after_its_stop_string_is_complete(roll, fake_engine, tokenizer):
+    ended = Generation(tokenizer("ab<END>", add_special_tokens=False)["input_ids"], [0.0] * 7, "abort", "1")
+    (output,), _, _ = roll(fake_engine(lambda prompt, call: ended), rollout_stop=["<END>"])
+    assert {sample.status for group in output.groups for sample in group} == {SampleStatus.COMPLETED}
+
+
+def test_stop_tokens_come_from_tokenizer_and_model(tmp_path, tokenizer):
     (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
     assert stop_tokens(str(tmp_path), tokenizer) == {7, 9, tokenizer.eos_token_id}
     assert stop_tokens(None, tokenizer) == {tokenizer.eos_token_id}
 
 
-def test_text_that_the_engine_leaves_out_is_decoded_here_and_text_it_gives_is_kept(roll, fake_engine):
+def test_text_missing_from_the_engine_response_is_decoded(roll, fake_engine):
     (output,), _, _ = roll(fake_engine(lambda prompt, call: Generation([5], [0.0], "stop", "1", text="given")))
     assert output.groups[0][0].response == "given"
 
@@ -220,7 +226,7 @@ def test_cancelling_a_rollout_leaves_no_task(make_args, tokenizer, fake_engine):
     engine = fake_engine(delay=lambda prompt, call: 30.0)
 
     async def main():
-        generator = RolloutGenerator(args, tokenizer, engine)
+        generator = RolloutGenerator.from_args(args, tokenizer, engine)
         work = asyncio.create_task(generator.generate_rollout(0, RolloutDataSource(args, tokenizer)))
         await asyncio.sleep(0.05)
         assert engine.in_flight == 8
@@ -237,7 +243,7 @@ def test_progress_counts_samples(make_args, tokenizer, fake_engine):
     args = make_args()
 
     async def main():
-        generator = RolloutGenerator(args, tokenizer, fake_engine())
+        generator = RolloutGenerator.from_args(args, tokenizer, fake_engine())
         assert generator.progress() == (0, 0)
         await generator.generate_rollout(0, RolloutDataSource(args, tokenizer))
         assert generator.progress() == (8, 8)
@@ -246,12 +252,12 @@ def test_progress_counts_samples(make_args, tokenizer, fake_engine):
     asyncio.run(main())
 
 
-def test_a_second_generation_waits_for_the_first(make_args, make_eval_dataset, tokenizer, fake_engine):
+def test_second_generation_waits_for_the_first(make_args, make_eval_dataset, tokenizer, fake_engine):
     args = make_args(eval_datasets=[make_eval_dataset()])
     engine = fake_engine(delay=lambda prompt, call: 0.02)
 
     async def main():
-        generator = RolloutGenerator(args, tokenizer, engine)
+        generator = RolloutGenerator.from_args(args, tokenizer, engine)
         rollout = asyncio.create_task(generator.generate_rollout(0, RolloutDataSource(args, tokenizer)))
         evaluation = asyncio.create_task(generator.evaluate(0))
         await rollout
@@ -262,17 +268,17 @@ def test_a_second_generation_waits_for_the_first(make_args, make_eval_dataset, t
     asyncio.run(main())
 
 
-def test_a_custom_generate_function_replaces_the_engine(roll, hooks):
+def test_custom_generate_function_replaces_the_engine(roll, hooks):
     (output,), engine, _ = roll(custom_generate_function_path=f"{hooks}.generate")
     assert engine.requests == []
     sample = output.groups[0][0]
     assert sample.metadata["seen"] == [64, False]
     assert sample.loss_mask == [1, 0, 1] and sample.reward == 1.0
-    # it may be a conversation, whose requests belong to one server
+    # it may be a conversation, whose requests go to one server
     assert [one.session_id for one in output.groups[1]] == ["sample-2", "sample-3"]
 
 
-def test_a_custom_generate_function_may_fan_out_where_a_function_makes_the_rows_to_train_on(roll, hooks):
+def test_custom_generate_function_may_fan_out_with_a_custom_training_data_function(roll, hooks):
     convert = "examples.samples.without_truncated"
     fan_out = {"custom_generate_function_path": f"{hooks}.fan_out"}
     (output,), _, _ = roll(**fan_out, custom_convert_samples_to_train_data_path=convert)
@@ -283,38 +289,38 @@ def test_a_custom_generate_function_may_fan_out_where_a_function_makes_the_rows_
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("forgets_its_log_probs", "rollout_log_probs has 2 entries and the response 3 tokens"),
-        ("still_pending", "it came back pending: it must be completed or truncated"),
+        ("forgets_its_log_probs", "rollout_log_probs has 2 entries but the response has 3 tokens"),
+        ("still_pending", "the sample's status is pending: it must be completed or truncated"),
         ("returns_text", "must return a Sample .* or a list of them, not builtins.str: \\['text'\\]"),
         (
             "fan_out",
-            "fan_out returned 2 samples for one, and a rollout has --rollout-batch-size x --n-samples-per-prom",
+            "fan_out returned 2 samples for one, but a rollout has --rollout-batch-size x --n-samples-per-prom",
         ),
     ],
 )
-def test_a_custom_generate_function_is_held_to_the_contract(roll, hooks, name, message):
+def test_custom_generate_function_contract_is_checked(roll, hooks, name, message):
     with pytest.raises(SampleError, match=message):
         roll(custom_generate_function_path=f"{hooks}.{name}")
 
 
-def test_a_custom_rollout_function_may_build_on_the_built_in_one(roll, hooks):
+def test_custom_rollout_function_may_use_the_built_in_one(roll, hooks):
     (output,), _, _ = roll(rollout_function_path=f"{hooks}.reverse_rollout")
     assert [group[0].group_index for group in output.groups] == [3, 2, 1, 0]
 
 
-def test_a_custom_rollout_function_is_held_to_the_contract(roll, hooks):
+def test_custom_rollout_function_contract_is_checked(roll, hooks):
     with pytest.raises(TypeError, match="rollout_hooks.empty_rollout returned list: return RolloutOutput"):
         roll(rollout_function_path=f"{hooks}.empty_rollout")
     with pytest.raises(
-        HookFailedError, match="lonely_rollout raised ValueError: .*take the keyword argument `generator`"
+        HookFailedError, match="lonely_rollout raised ValueError: .*accept the keyword argument `generator`"
     ):
         roll(rollout_function_path=f"{hooks}.lonely_rollout")
 
 
 @pytest.mark.parametrize(("name", "count"), [("twice", 16), ("without_one", 7)])
-def test_a_custom_rollout_function_whose_samples_make_other_steps_is_named(roll, hooks, name, count):
+def test_custom_rollout_function_with_another_number_of_steps_is_named(roll, hooks, name, count):
     with pytest.raises(
-        HookFailedError, match=f"{name} returned {count} samples, and a rollout has at most 8 .*in steps"
+        HookFailedError, match=f"{name} returned {count} samples, but a rollout has at most 8 .*in steps"
     ):
         roll(rollout_function_path=f"{hooks}.{name}", global_batch_size=4)
     convert = "examples.samples.without_truncated"
@@ -325,12 +331,12 @@ def test_a_custom_rollout_function_whose_samples_make_other_steps_is_named(roll,
     )
 
 
-def test_a_custom_rollout_function_may_return_fewer_whole_steps(roll, hooks):
+def test_custom_rollout_function_may_return_fewer_full_steps(roll, hooks):
     (output,), _, _ = roll(rollout_function_path=f"{hooks}.half", global_batch_size=4)
     assert len(output.groups) == 2
 
 
-def test_the_built_in_rollout_function_is_the_default_by_either_name(roll):
+def test_built_in_rollout_function_is_the_default_under_both_names(roll):
     (output,), _, _ = roll(rollout_function_path="slime.rollout.sglang_rollout.generate_rollout")
     assert len(output.groups) == 4
 
@@ -339,20 +345,20 @@ def test_the_built_in_rollout_function_is_the_default_by_either_name(roll):
 
 
 def mixed(prompt, call):
-    """Even sums are answered right by every second sample only, the others always right."""
+    """Even sums are answered correctly by every second sample only, the others always correctly."""
     number = int(prompt.split("+")[0])
     return f"\\boxed{{{2 * number if number % 2 or call % 2 else -1}}}"
 
 
-def test_the_filter_drops_groups_without_spread_and_the_batch_still_fills(roll, fake_engine):
+def test_filter_drops_groups_without_spread_and_the_batch_is_filled(roll, fake_engine):
     (output,), engine, source = roll(fake_engine(mixed), dynamic_sampling_filter_path=FILTER)
     assert [group[0].prompt for group in output.groups] == ["0+0=", "2+2=", "4+4=", "6+6="]
     assert output.metrics["rollout/dynamic_filter/drop_zero_std_1.0"] == 3.0
     assert output.metrics["rollout/dynamic_filter/carried_over"] == len(source.state_dict()["returned"])
 
 
-def test_surplus_groups_go_back_and_every_prompt_is_seen_exactly_once(roll, fake_engine, hooks):
-    # The slow prompts of the first wave are in progress when the batch is full: they must come again, untouched.
+def test_surplus_groups_are_returned_and_every_prompt_is_used_once(roll, fake_engine, hooks):
+    # The slow prompts of the first wave are in progress when the batch is full: they must be returned unchanged.
     slow = {"1+1=", "6+6="}
     engine = fake_engine(delay=lambda prompt, call: 5.0 if prompt in slow and call < 16 else 0.0)
     outputs, engine, source = roll(
@@ -382,18 +388,18 @@ def test_carried_over_groups_survive_a_checkpoint(roll, fake_engine, make_args, 
     assert any(sample.status is SampleStatus.COMPLETED for group in carried for sample in group)
 
 
-def test_a_filter_that_drops_everything_ends_with_a_sentence(roll, hooks):
+def test_filter_that_drops_everything_is_one_error(roll, hooks):
     with pytest.raises(RuntimeError, match=r"drop_all dropped 64 groups in a row \(\{'unnamed': 64\}\): the data is"):
         roll(dynamic_sampling_filter_path=f"{hooks}.drop_all")
 
 
-def test_without_a_filter_over_sampling_draws_only_the_batch(roll):
+def test_over_sampling_without_a_filter_samples_only_the_batch(roll):
     (output,), engine, source = roll(over_sampling_batch_size=12)
     assert len(engine.requests) == 8
     assert source.get_samples(1)[0][0].prompt == "4+4="
 
 
-def test_a_group_that_is_generated_anew_shares_nothing_with_what_became_of_it(
+def test_regenerated_group_shares_nothing_with_its_former_samples(
     roll, fake_engine, hooks, make_args, tokenizer, write_rows
 ):
     rows = [{"prompt": f"{i}+{i}=", "label": [i], "metadata": {"tags": [i]}} for i in range(12)]

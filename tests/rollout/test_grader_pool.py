@@ -1,4 +1,4 @@
-"""Graders run beside the caller, never longer than allowed, and leave no process behind."""
+"""Graders run in parallel to the caller, never longer than allowed, and leave no process behind."""
 
 import asyncio
 import os
@@ -41,7 +41,7 @@ def pool(tmp_path):
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
 
 
-def test_a_worker_is_used_again(pool):
+def test_worker_is_reused(pool):
     async def main():
         return [(await pool.grade({"do": "answer"}))["pid"] for _ in range(5)]
 
@@ -49,14 +49,14 @@ def test_a_worker_is_used_again(pool):
     assert len(set(pids)) == 1 and pids[0] != os.getpid()
 
 
-def test_no_more_workers_than_allowed_answer_many_requests(pool):
+def test_worker_limit_holds_for_many_requests(pool):
     async def main():
         return await asyncio.gather(*(pool.grade({"do": "answer", "seconds": 0.02}) for _ in range(20)))
 
     assert len({reply["pid"] for reply in asyncio.run(main())}) <= 2
 
 
-def test_a_hanging_grader_is_killed_and_the_next_request_gets_a_new_one(pool):
+def test_hung_grader_is_killed_and_replaced(pool):
     async def main():
         first = (await pool.grade({"do": "answer"}))["pid"]
         with pytest.raises(GraderFailure, match=r"took more than 0.5 s grading and was killed"):
@@ -68,7 +68,7 @@ def test_a_hanging_grader_is_killed_and_the_next_request_gets_a_new_one(pool):
     assert first != second
 
 
-def test_the_event_loop_runs_on_while_a_grader_hangs(pool):
+def test_event_loop_keeps_running_while_a_grader_hangs(pool):
     async def main():
         hanging = asyncio.create_task(pool.grade({"do": "hang"}))
         ticks = 0
@@ -81,12 +81,12 @@ def test_the_event_loop_runs_on_while_a_grader_hangs(pool):
     assert asyncio.run(main()) > 10
 
 
-def test_a_dying_grader_is_told_with_its_exit_code(pool):
+def test_dead_grader_is_reported_with_its_exit_code(pool):
     with pytest.raises(GraderFailure, match="died grading, exit code 7"):
         asyncio.run(pool.grade({"do": "die"}))
 
 
-def test_a_failing_grader_is_quoted_and_lives_on(pool):
+def test_failing_grader_is_quoted_and_keeps_running(pool):
     async def main():
         first = (await pool.grade({"do": "answer"}))["pid"]
         with pytest.raises(GraderFailure, match="the grader failed: ValueError: bad"):
@@ -97,11 +97,11 @@ def test_a_failing_grader_is_quoted_and_lives_on(pool):
     assert first == second
 
 
-def test_long_replies_come_whole(pool):
+def test_long_replies_arrive_complete(pool):
     assert len(asyncio.run(pool.grade({"do": "answer", "long": 300_000}))["long"]) == 300_000
 
 
-def test_closing_ends_a_busy_grader_at_once(tmp_path):
+def test_closing_stops_a_busy_grader_immediately(tmp_path):
     script = tmp_path / "grader.py"
     script.write_text(SCRIPT)
     before = {child.pid for child in psutil.Process().children(recursive=True)}
@@ -111,7 +111,7 @@ def test_closing_ends_a_busy_grader_at_once(tmp_path):
         await pool.grade({"do": "answer"})
         hanging = asyncio.create_task(pool.grade({"do": "hang"}))
         await asyncio.sleep(0.1)
-        pool.close()  # waiting for the grader's own limit would be told as that
+        pool.close()  # a wait for the grader's own time limit would be reported as that
         with pytest.raises(GraderUnavailable, match="the grader pool was closed"):
             await hanging
 
@@ -135,13 +135,13 @@ asyncio.run(main())
 """
 
 
-def test_a_killed_parent_takes_its_busy_math_grader_along():
+def test_killed_parent_takes_its_busy_math_grader_along():
     root = Path(slimrl.__file__).parents[1]
     with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, cwd=root) as parent:
         try:
             assert b"1.0" in parent.stdout.readline()
             (worker,) = psutil.Process(parent.pid).children()
-            time.sleep(0.3)  # the worker is now inside the integral
+            time.sleep(0.3)  # the worker is now computing the integral
         finally:
             parent.kill()
     worker.wait(timeout=10)

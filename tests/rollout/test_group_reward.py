@@ -1,4 +1,4 @@
-"""Whole rollouts with `--group-rm`: one call per group, and in an evaluation one per sample."""
+"""Full rollouts with `--group-rm`: one call per group, and in an evaluation one per sample."""
 
 import asyncio
 import sys
@@ -39,7 +39,7 @@ def run(make_args, tokenizer, fake_engine):
         engine = fake_engine(delay=lambda prompt, number: 0.01 * (number % 3))
 
         async def main():
-            generator = RolloutGenerator(args, tokenizer, engine)
+            generator = RolloutGenerator.from_args(args, tokenizer, engine)
             try:
                 return await work(generator, RolloutDataSource(args, tokenizer))
             finally:
@@ -50,19 +50,19 @@ def run(make_args, tokenizer, fake_engine):
     return call
 
 
-def test_each_group_is_judged_in_one_call_once_all_of_it_is_generated(run, hooks):
+def test_each_group_is_scored_in_one_call_after_all_its_samples_are_generated(run, hooks):
     output = run(lambda generator, source: generator.generate_rollout(0, source), custom_rm_path=f"{hooks}.rank")
     assert [[sample.reward for sample in group] for group in output.groups] == [[0.0, 1.0, 2.0]] * 4
     assert all(sample.status is SampleStatus.COMPLETED for group in output.groups for sample in group)
     assert sorted(sys.modules[hooks].calls) == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
 
 
-def test_the_built_in_rewards_serve_groups_too(run):
+def test_built_in_rewards_support_groups(run):
     output = run(lambda generator, source: generator.generate_rollout(0, source))
     assert [[sample.reward for sample in group] for group in output.groups] == [[1.0] * 3] * 4
 
 
-def test_an_evaluation_is_judged_sample_by_sample(run, hooks, make_eval_dataset):
+def test_evaluation_is_scored_per_sample(run, hooks, make_eval_dataset):
     path = f"{hooks}.rank"
     results = run(
         lambda generator, source: generator.evaluate(0),
@@ -73,6 +73,6 @@ def test_an_evaluation_is_judged_sample_by_sample(run, hooks, make_eval_dataset)
     assert sorted(map(len, sys.modules[hooks].calls)) == [1] * 12
 
 
-def test_a_failing_function_names_the_group(run, hooks):
+def test_failing_function_names_the_group(run, hooks):
     with pytest.raises(RuntimeError, match=r"the reward of the group of sample \d+ \(group \d\) failed: KeyError"):
         run(lambda generator, source: generator.generate_rollout(0, source), custom_rm_path=f"{hooks}.broken")

@@ -1,4 +1,4 @@
-"""A function of the user's that raises what ends processes and event loops elsewhere: an error like any other."""
+"""A custom function that raises SystemExit, KeyboardInterrupt or similar is reported like any other error."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from slimrl import hooks
 from slimrl.data.sample import Sample, SampleStatus
 from slimrl.hooks import HookFailedError
-from slimrl.rollout.convert_samples import compute_rewards, training_batch
+from slimrl.rollout.convert_samples import RewardProcessing, compute_rewards, training_batch
 from slimrl.rollout.dataset.custom_data_source import open_data_source
 from slimrl.rollout.dataset.data_source import GroupBuffer, RolloutDataSource
 from slimrl.rollout.evaluate import EvalResult
@@ -100,7 +100,7 @@ LEAVES_ASYNC = SOURCE[: SOURCE.rindex("{exit}")].count("\n") + 1
 
 @pytest.fixture(params=EXITS)
 def leaving(request, tmp_path, monkeypatch):
-    """The module of functions that leave so, and how the error is called."""
+    """The module with such functions, and the name of the exception."""
     yield from module_that(request.param, tmp_path, monkeypatch)
 
 
@@ -117,7 +117,7 @@ def module_that(leave, tmp_path, monkeypatch):
 
 
 def raised_by(work):
-    """What leaves `work`; pytest itself would end with some of it."""
+    """The exception of `work`; some of them would end pytest itself."""
     try:
         work()
     except BaseException as error:
@@ -127,7 +127,7 @@ def raised_by(work):
 
 @pytest.fixture
 def roll(make_args, tokenizer, fake_engine):
-    """A rollout of four groups of two samples, or what `work` does with the generator."""
+    """A rollout of four groups of two samples, or `work` with the generator."""
 
     def run(work=None, contain=False, **changes):
         args = make_args(**changes)
@@ -135,7 +135,7 @@ def roll(make_args, tokenizer, fake_engine):
         async def main():
             if contain:
                 hooks.contain_tasks(asyncio.get_running_loop())
-            generator = RolloutGenerator(args, tokenizer, fake_engine())
+            generator = RolloutGenerator.from_args(args, tokenizer, fake_engine())
             source = open_data_source(args, tokenizer)
             try:
                 doing = work(generator) if work else generator.generate_rollout(7, source)
@@ -155,21 +155,21 @@ def evaluation(generator):
 
 
 def waiting(args):
-    buffer = GroupBuffer(args)
+    buffer = GroupBuffer(args.buffer_filter_path, args)
     buffer.put([[Sample("1+1=")]])
     return buffer.take(1, 0)
 
 
-def judged(args):
+def scored_samples(args):
     return [dataclasses.replace(Sample("1", 0, 0), tokens=[1, 2], response_length=1, reward=1.0)]
 
 
 def metrics_reported(args):
-    return reported_metrics(args, 0, judged(args), {"rollout/raw_reward": 1.0}, {}, 1.0)
+    return reported_metrics(args, 0, scored_samples(args), {"rollout/raw_reward": 1.0}, {}, 1.0, hook_args=args)
 
 
 def scalars_reported(args):
-    return reported_scalars(args, 0, {"set": EvalResult("set", [1.0], judged(args), 1)})
+    return reported_scalars(args, 0, {"set": EvalResult("set", [1.0], scored_samples(args), 1)}, hook_args=args)
 
 
 OF_SAMPLES = {  # by flag: the functions to try
@@ -178,7 +178,7 @@ OF_SAMPLES = {  # by flag: the functions to try
     "custom_rm_path": ["leave_async", "leave_in_a_task"],
     "group_rm": ["leave_async", "leave_in_a_task"],
 }
-OF_ROLLOUTS = {  # by flag: what calls it, of a generator or of the flags alone
+OF_ROLLOUTS = {  # by flag: the call, with a generator or with only the flags
     "rollout_function_path": None,
     "dynamic_sampling_filter_path": None,
     "rollout_sample_filter_path": None,
@@ -186,15 +186,19 @@ OF_ROLLOUTS = {  # by flag: what calls it, of a generator or of the flags alone
     "data_source_path": None,
     "eval_function_path": evaluation,
     "buffer_filter_path": waiting,
-    "custom_reward_post_process_path": lambda args: compute_rewards(args, judged(args)),
-    "custom_convert_samples_to_train_data_path": lambda args: training_batch(args, judged(args), None),
+    "custom_reward_post_process_path": lambda args: compute_rewards(
+        RewardProcessing.from_args(args), scored_samples(args)
+    ),
+    "custom_convert_samples_to_train_data_path": lambda args: training_batch(
+        args, scored_samples(args), None, hook_args=args
+    ),
     "custom_rollout_log_function_path": metrics_reported,
     "custom_eval_rollout_log_function_path": scalars_reported,
 }
 
 
 @pytest.mark.parametrize(("flag", "name"), [(flag, name) for flag, names in OF_SAMPLES.items() for name in names])
-def test_a_function_of_samples_that_leaves_ends_the_run_by_its_name_sample_and_line(
+def test_exit_in_a_sample_function_ends_the_run_with_name_sample_and_line(
     flag, name, leaving, roll, make_args, tmp_path
 ):
     module, words = leaving
@@ -210,15 +214,13 @@ def test_a_function_of_samples_that_leaves_ends_the_run_by_its_name_sample_and_l
     line = LEAVES if name == "leave" else LEAVES_ASYNC
     inner = "leave" if name == "leave" else "leave_async"
     assert f"in {named} {path}" in text
-    if (words, name) != ("GeneratorExit", "leave_in_a_task"):  # of which Python tells those who wait no line
+    if (words, name) != ("GeneratorExit", "leave_in_a_task"):  # for which Python reports no line to the waiting task
         assert f"leaving_functions.py:{line} in {inner}: " in text
     assert error.by_hook
 
 
 @pytest.mark.parametrize("flag", OF_ROLLOUTS)
-def test_a_function_of_rollouts_that_leaves_ends_the_run_by_its_name_and_line(
-    flag, leaving, roll, make_args, make_eval_dataset
-):
+def test_exit_in_a_rollout_function_ends_the_run_with_name_and_line(flag, leaving, roll, make_args, make_eval_dataset):
     module, words = leaving
     path = f"{module}.{'Source' if flag == 'data_source_path' else 'leave'}"
     calls = OF_ROLLOUTS[flag]
@@ -232,7 +234,7 @@ def test_a_function_of_rollouts_that_leaves_ends_the_run_by_its_name_and_line(
     assert f"leaving_functions.py:{LEAVES} in leave: " in text
 
 
-def test_every_hook_of_rollouts_in_the_table_is_tried_here():
+def test_every_rollout_hook_of_the_table_is_tested():
     known = {f"`--{flag.replace('_', '-')}`" for flag in {*OF_SAMPLES, *OF_ROLLOUTS} - {"group_rm"}}
     around = {flag.split(" with ")[0] for flag, row in ROWS.items() if row[4].strip().startswith("`rollout/")}
     assert around == known
@@ -241,7 +243,7 @@ def test_every_hook_of_rollouts_in_the_table_is_tried_here():
 @pytest.mark.parametrize(
     "contract", [one for one in CONTRACTS if one.__module__ == "slimrl.hooks.train_hooks"], ids=lambda one: one.__name__
 )
-def test_a_function_of_training_that_leaves_is_named_with_its_line(contract, leaving):
+def test_exit_in_a_training_function_is_named_with_its_line(contract, leaving):
     module, words = leaving
     call = hooks.named("--its-flag", f"{module}.leave", contract)
     error = raised_by(call)
@@ -250,7 +252,7 @@ def test_a_function_of_training_that_leaves_is_named_with_its_line(contract, lea
     assert f"leaving_functions.py:{LEAVES} in leave: " in str(error)
 
 
-def test_a_sample_whose_function_exits_is_skipped_by_the_flag(roll, exiting):
+def test_sample_whose_function_exits_is_skipped_by_the_flag(roll, exiting):
     output = roll(custom_rm_path="leaving_functions.first_leaves", skip_failed_samples=True)
     assert [group[0].group_index for group in output.groups] == [1, 2, 3, 4]
     assert output.metrics == {"rollout/failed_samples": 1.0}
@@ -263,27 +265,27 @@ def test_functions_that_always_exit_end_the_run_at_the_limit(roll, exiting):
     assert "SystemExit: 3" in str(error) and "more than --max-failed-samples 2" in str(error)
 
 
-def test_our_own_cancellation_reaches_functions_and_is_no_failure_of_theirs(roll, exiting):
+def test_internal_cancellation_reaches_functions_and_is_not_their_failure(roll, exiting):
     error = raised_by(lambda: roll(custom_generate_function_path="leaving_functions.first_leaves_others_wait"))
     assert "generation of sample 1 (group 0) failed: SystemExit: 3" in str(error)
     assert sorted(sys.modules["leaving_functions"].ended) == [0, 2, 3, 4, 5, 6, 7]
 
 
-def test_a_function_that_cancels_its_own_task_is_named(roll, exiting):
+def test_function_that_cancels_its_own_task_is_named(roll, exiting):
     error = raised_by(lambda: roll(custom_rm_path="leaving_functions.cancel_itself"))
     assert isinstance(error, SampleError) and "failed: CancelledError; its prompt" in str(error)
     error = raised_by(lambda: roll(custom_rm_path="leaving_functions.cancel_itself_and_return"))
-    assert isinstance(error, HookFailedError) and "a function of the user's cancelled a task" in str(error)
+    assert isinstance(error, HookFailedError) and "a custom function cancelled the slimrl task" in str(error)
 
 
-def test_an_exit_in_a_group_of_tasks_is_found_behind_the_group(roll, exiting):
+def test_exit_is_found_behind_an_exception_group(roll, exiting):
     error = raised_by(lambda: roll(contain=True, custom_rm_path="leaving_functions.leave_in_a_group"))
     assert isinstance(error, SampleError)
     assert "TaskGroup (1 sub-exception): SystemExit: 3; its prompt" in str(error)
     assert f"leaving_functions.py:{LEAVES_ASYNC} in leave_async: sys.exit(3)" in str(error)
 
 
-def test_a_task_of_a_function_that_exits_and_that_nobody_awaits_leaves_the_loop_running(exiting, tmp_path):
+def test_exit_in_an_unawaited_task_leaves_the_loop_running(exiting, tmp_path):
     async def main():
         hooks.contain_tasks(asyncio.get_running_loop())
         module = hooks.resolve("leaving_functions.leave_async", hooks.CustomReward)
@@ -296,14 +298,14 @@ def test_a_task_of_a_function_that_exits_and_that_nobody_awaits_leaves_the_loop_
     assert isinstance(error, hooks.HookExitError) and isinstance(error.__cause__, SystemExit)
 
 
-def test_a_rollout_function_that_raises_stopiteration_ends_the_run_and_not_its_wait(roll, tmp_path, monkeypatch):
+def test_rollout_function_that_raises_stopiteration_ends_the_run(roll, tmp_path, monkeypatch):
     (tmp_path / "stopping_function.py").write_text("def roll(*arguments, **keywords):\n    next(iter([]))\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(HookFailedError, match="stopping_function.roll raised StopIteration\n .*:2 in roll: next"):
         roll(rollout_function_path="stopping_function.roll")
 
 
-def test_a_module_that_exits_on_import_is_refused(tmp_path, monkeypatch):
+def test_module_that_exits_on_import_is_rejected(tmp_path, monkeypatch):
     (tmp_path / "exits_on_import.py").write_text("import sys\nsys.exit('no GPU here')\n")
     monkeypatch.syspath_prepend(tmp_path)
     error = raised_by(lambda: hooks.resolve("exits_on_import.reward", hooks.CustomReward))
@@ -311,10 +313,10 @@ def test_a_module_that_exits_on_import_is_refused(tmp_path, monkeypatch):
     assert "itself cannot be imported (SystemExit: no GPU here): fix the module" in str(error)
 
 
-def test_a_sample_that_failed_so_says_that_it_failed(roll, exiting, monkeypatch):
+def test_failed_sample_has_the_failed_status(roll, exiting, monkeypatch):
     seen = []
     monkeypatch.setattr(RolloutDataSource, "add_samples", lambda self, groups: None)
-    drawn = RolloutDataSource.get_samples
-    monkeypatch.setattr(RolloutDataSource, "get_samples", lambda self, n: seen.extend(drawn(self, n)) or seen[-n:])
+    original = RolloutDataSource.get_samples
+    monkeypatch.setattr(RolloutDataSource, "get_samples", lambda self, n: seen.extend(original(self, n)) or seen[-n:])
     raised_by(lambda: roll(custom_rm_path="leaving_functions.first_leaves"))
     assert seen[0][1].status is SampleStatus.FAILED

@@ -1,4 +1,4 @@
-"""The rollout room is on its own: no engine, trainer or cluster package comes in with it."""
+"""The rollout package imports no engine, trainer or cluster package."""
 
 import subprocess
 import sys
@@ -19,7 +19,7 @@ HEAVY = {"ray", "sglang", "transformers", "megatron"}
         ("slimrl.rollout.convert_samples", HEAVY),
     ],
 )
-def test_importing_a_module_brings_in_nothing_heavy(module, forbidden):
+def test_importing_a_module_imports_no_heavy_package(module, forbidden):
     program = f"import sys, {module}; print(*(set(sys.modules) & {forbidden!r}))"
     done = subprocess.run(
         [sys.executable, "-c", program],

@@ -1,6 +1,4 @@
-"""What a checkpoint holds of the groups that were sampled and not trained on: packed, plain, and read again as it
-was.
-"""
+"""Checkpoint state of groups that are sampled and not trained: packed, serializable, and restored unchanged."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from slimrl.megatron.checkpoint.folder import encode_data_state
 from slimrl.rollout.asynchronous import inflight_state
 from slimrl.rollout.asynchronous.inflight_state import FinishedGroup, InflightState, plain_data
 from slimrl.rollout.dataset.data_source import RolloutDataSource
-from tests.rollout.async_helpers import HERE, endless
+from tests.rollout.async_helpers import HERE, async_generation
 from tests.rollout.test_async_rollout import scripted
 
 
@@ -46,11 +44,11 @@ def finished_sample(**changes) -> Sample:
     return Sample(**{**values, **changes})
 
 
-def test_groups_come_out_of_a_checkpoint_as_they_went_in(make_args, tokenizer):
+def test_groups_round_trip_through_a_checkpoint(make_args, tokenizer):
     source = RolloutDataSource(make_args(), tokenizer)
     (under_way,) = source.get_samples(1)
     ones = [finished_sample(), finished_sample(loss_mask=None, rollout_log_probs=None, tokens=[])]
-    odd = finished_sample(loss_mask=[1.0, 0.0, 1.0], rollout_log_probs=[None, -1.0, -2.0])  # a function's own
+    odd = finished_sample(loss_mask=[1.0, 0.0, 1.0], rollout_log_probs=[None, -1.0, -2.0])  # attached by a function
     state = InflightState([under_way], [FinishedGroup([*ones, odd], under_way, 3)]).added_to(source.state_dict())
     resumed = RolloutDataSource(make_args(), tokenizer)
     (found,) = inflight_state.restore(resumed, through_a_checkpoint(state), keeps_finished=True)
@@ -58,7 +56,7 @@ def test_groups_come_out_of_a_checkpoint_as_they_went_in(make_args, tokenizer):
     assert resumed.get_samples(2) == [under_way, *source.get_samples(1)]
 
 
-def test_a_column_is_one_text_of_eight_bytes_a_token_and_a_checkpoint_with_lists_is_read_too(make_args, tokenizer):
+def test_column_is_base64_of_eight_bytes_per_token_and_lists_are_also_read(make_args, tokenizer):
     source = RolloutDataSource(make_args(), tokenizer)
     state = InflightState([[finished_sample()]], []).added_to(source.state_dict())
     ((packed,),) = state["drawn"]["under_way"]
@@ -71,9 +69,7 @@ def test_a_column_is_one_text_of_eight_bytes_a_token_and_a_checkpoint_with_lists
     assert resumed.get_samples(1) == [[finished_sample()]]
 
 
-def test_what_a_function_attaches_and_numpys_numbers_do_not_keep_a_run_from_being_resumed(
-    make_args, tokenizer, tmp_path
-):
+def test_attached_values_and_numpy_numbers_can_be_resumed(make_args, tokenizer, tmp_path):
     args = scripted(
         make_args,
         custom_rm_path=f"{HERE}.attaches",
@@ -82,7 +78,7 @@ def test_what_a_function_attaches_and_numpys_numbers_do_not_keep_a_run_from_bein
     )
 
     async def main():
-        async with endless(args, tokenizer) as (generator, source, _):
+        async with async_generation(args, tokenizer) as (generator, source, _):
             generator.continuous.set_weight_version(0, 9)
             await generator.continuous.drain()
             return await generator.generate_rollout(0, source)
@@ -97,9 +93,7 @@ def test_what_a_function_attaches_and_numpys_numbers_do_not_keep_a_run_from_bein
 
 
 @pytest.mark.parametrize("saves", [True, False])
-def test_what_no_checkpoint_can_hold_is_named_when_the_group_comes_in_where_the_run_saves(
-    make_args, tokenizer, tmp_path, saves
-):
+def test_unserializable_value_is_named_on_submission_when_the_run_saves(make_args, tokenizer, tmp_path, saves):
     args = scripted(
         make_args,
         custom_rm_path=f"{HERE}.leaves_an_object",
@@ -108,7 +102,7 @@ def test_what_no_checkpoint_can_hold_is_named_when_the_group_comes_in_where_the_
     )
 
     async def main():
-        async with endless(args, tokenizer) as (generator, source, _):
+        async with async_generation(args, tokenizer) as (generator, source, _):
             generator.continuous.set_weight_version(0, 9)
             return await generator.generate_rollout(0, source, saved=False)
 
@@ -131,7 +125,7 @@ class Name(enum.StrEnum):
 
 
 @dataclasses.dataclass
-class Verdict:
+class Score:
     right: bool
 
 
@@ -149,14 +143,14 @@ class Verdict:
         (2**70, 2**70),
     ],
 )
-def test_what_stands_for_plain_data_becomes_plain(value, plain):
+def test_convertible_values_become_plain_data(value, plain):
     made = plain_data(value)
     assert made == plain and type(made) is type(plain)
     assert through_a_checkpoint({"value": made}) == {"value": plain}
 
 
-def test_what_stands_for_nothing_plain_is_refused_by_its_place():
-    with pytest.raises(TypeError, match=r"^\['a'\]\[0\] is of type .*\.Verdict$"):
-        plain_data({"a": [Verdict(True)]})
+def test_unconvertible_value_is_rejected_with_its_path():
+    with pytest.raises(TypeError, match=r"^\['a'\]\[0\] is of type .*\.Score$"):
+        plain_data({"a": [Score(True)]})
     with pytest.raises(TypeError, match=r"^it is of type builtins.set$"):
         plain_data({1})

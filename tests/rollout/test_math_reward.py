@@ -1,4 +1,4 @@
-"""The math rewards, pair by pair; hostile answers cost bounded time and are told from wrong ones."""
+"""The math rewards, pair by pair; hostile answers cost bounded time and are distinguished from wrong ones."""
 
 import asyncio
 import time
@@ -14,9 +14,9 @@ from slimrl.rollout.rm_hub.grader_worker import MEMORY_LIMIT_BYTES
 from slimrl.rollout.rm_hub.math_equivalence import answers_equal, equality_chains
 from slimrl.rollout.rm_hub.rule_graders import last_boxed
 
-# answer, label, whether they mean the same
+# answer, label, whether they are equal
 PAIRS = [
-    # whole numbers and spelling
+    # integers and spelling
     ("5", "5", True),
     ("5", 5, True),
     ("0", 0, True),
@@ -71,12 +71,12 @@ PAIRS = [
     ("\\text{(B)}", "B", True),
     ("A", "B", False),
     ("yes", "no", False),
-    # nothing there
+    # empty
     ("", "5", False),
     ("\\text{}", "5", False),
 ]
 
-# judged or given up at once, whatever they look like
+# scored or given up quickly, whatever they contain
 HOSTILE = [
     "9**9**9**9",
     "9^{9^{9^{9}}}",
@@ -106,7 +106,7 @@ HOSTILE = [
     "\U0001f600" * 300,
     "x" * 1_000_000,
 ]
-# nothing but the time limit ends these
+# only the time limit ends these
 ENDLESS = ["\\sum_{k=1}^{10^{12}} \\frac{1}{k^2+k\\sqrt{k}}"]
 
 
@@ -122,16 +122,16 @@ def grade(rm_type, response, label, graders):
 
 
 @pytest.mark.parametrize(("answer", "label", "equal"), PAIRS)
-def test_pairs_are_judged_as_a_mathematician_would(answer, label, equal, graders):
+def test_pairs_are_graded_mathematically(answer, label, equal, graders):
     assert grade("math", f"so it is $\\boxed{{{answer}}}$", label, graders) == float(equal)
 
 
-def test_the_table_is_long_enough_to_mean_something():
+def test_table_is_large_enough():
     assert len(PAIRS) >= 40 and sum(not equal for *_, equal in PAIRS) >= 10
 
 
 @pytest.mark.parametrize("answer", HOSTILE, ids=lambda answer: ascii(answer[:20]))
-def test_a_hostile_answer_is_judged_or_given_up_without_a_kill(answer, graders):
+def test_hostile_answer_is_scored_or_given_up_without_a_kill(answer, graders):
     try:
         assert grade("math", f"\\boxed{{{answer}}}", "x+1", graders) == 0.0
     except GraderFailure as failure:
@@ -139,7 +139,7 @@ def test_a_hostile_answer_is_judged_or_given_up_without_a_kill(answer, graders):
 
 
 @pytest.mark.parametrize("answer", ENDLESS)
-def test_an_endless_answer_costs_its_time_limit_and_no_more(answer, graders):
+def test_endless_answer_costs_only_its_time_limit(answer, graders):
     started = time.perf_counter()
     with pytest.raises(GraderFailure, match="took more than 3 s grading and was killed"):
         grade("math", f"\\boxed{{{answer}}}", "x+1", graders)
@@ -147,7 +147,7 @@ def test_an_endless_answer_costs_its_time_limit_and_no_more(answer, graders):
     assert grade("math", "\\boxed{1+x}", "x+1", graders) == 1.0
 
 
-def test_a_grader_has_bounded_memory(graders):
+def test_grader_has_bounded_memory(graders):
     assert grade("math", "\\boxed{1+x}", "x+1", graders) == 1.0
     workers = [child for child in psutil.Process().children() if "grader_worker.py" in " ".join(child.cmdline())]
     assert workers
@@ -182,18 +182,18 @@ def no_algebra(answer, label):
         ("-" * 1501 + "6", -6),
     ],
 )
-def test_plain_arithmetic_is_evaluated_where_it_is_read_in_one_way_and_not_too_large(text, value):
+def test_plain_arithmetic_is_evaluated_when_unambiguous_and_small(text, value):
     assert equality_chains.value(text) == value
 
 
-def test_a_very_long_answer_never_reaches_algebra():
+def test_very_long_answer_never_reaches_sympy():
     assert not answers_equal("1+" * 100_000 + "1", "100001", no_algebra)
     assert not answers_equal("9" * 100_000, "1", no_algebra)
     assert answers_equal("9" * 100_000, "9" * 100_000, no_algebra)
 
 
 @pytest.mark.parametrize(
-    ("response", "label", "verdict"),
+    ("response", "label", "score"),
     [
         ("so \\boxed{42}", "42", True),
         ("so \\boxed{042}", "42", True),
@@ -206,11 +206,11 @@ def test_a_very_long_answer_never_reaches_algebra():
         ("no box", "42", None),
     ],
 )
-def test_only_equal_texts_and_whole_numbers_are_decided_at_sight(response, label, verdict):
-    assert registry.fast_match(response, label, thinks=False) is verdict
+def test_fast_path_decides_only_equal_texts_and_integers(response, label, score):
+    assert registry.fast_match(response, label, thinks=False) is score
 
 
-def test_at_sight_a_box_before_the_end_of_thinking_is_not_decided():
+def test_fast_path_ignores_a_box_inside_the_thinking():
     assert registry.fast_match("<think></think> \\boxed{4}", "4", thinks=True) is True
     assert registry.fast_match("<think> \\boxed{4} </think>", "4", thinks=True) is None
     assert registry.fast_match("\\boxed{4}", "4", thinks=True) is None
@@ -232,22 +232,22 @@ def test_deepscaler_counts_only_a_box_after_the_thinking(response, reward, grade
     assert grade("deepscaler", response, "\\boxed{4}", graders) == reward
 
 
-def test_the_prefix_boxed_takes_the_last_box_wherever_it_stands(graders):
+def test_boxed_prefix_takes_the_last_box_anywhere(graders):
     assert grade("boxed_deepscaler", "no marker, but \\boxed{3} or \\boxed{4}", "4", graders) == 1.0
     assert grade("boxed_math", "no box", "4", graders) == 0.0
 
 
-def test_math_without_a_box_is_wrong(graders):
+def test_math_answer_without_a_box_is_wrong(graders):
     assert grade("math", "the answer is 4", "4", graders) == 0.0
 
 
 @pytest.mark.parametrize("label", [None, "", "  ", True, ["4"], {"a": 1}])
-def test_a_label_that_is_no_answer_is_an_error(label, graders):
+def test_invalid_label_is_an_error(label, graders):
     with pytest.raises(ValueError, match="math rewards need the answer as text or number: check --label-key"):
         grade("math", "\\boxed{4}", label, graders)
 
 
-def test_the_random_reward_is_the_same_in_every_run_and_fair(graders):
+def test_random_reward_is_reproducible_and_fair(graders):
     rewards = [asyncio.run(registry.grade("random", Sample(prompt="q", index=index), graders)) for index in range(400)]
     assert rewards[:12] == [
         asyncio.run(registry.grade("random", Sample(prompt="q", index=index), graders)) for index in range(12)
@@ -270,5 +270,5 @@ def test_the_random_reward_is_the_same_in_every_run_and_fair(graders):
         ("\\boxed{}", ""),
     ],
 )
-def test_the_last_box_is_found(text, answer):
+def test_last_box_is_found(text, answer):
     assert last_boxed(text) == answer

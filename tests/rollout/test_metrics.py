@@ -1,4 +1,4 @@
-"""Metrics and training rewards of a rollout small enough to work out on paper."""
+"""Metrics and training rewards of a rollout small enough to compute by hand."""
 
 import math
 import random
@@ -9,15 +9,17 @@ import pytest
 import torch
 
 from slimrl.data.sample import Sample, SampleStatus
-from slimrl.rollout.convert_samples import compute_rewards
+from slimrl.rollout.convert_samples import RewardProcessing, compute_rewards
 from slimrl.rollout.metrics import (
     START_ROLLOUT_ID,
     dynamic_filter_metrics,
     is_repetitive,
     partial_metrics,
     pass_at_k,
-    rollout_metrics,
+    sample_metrics,
 )
+
+processing = RewardProcessing.from_args
 
 
 def sample(group, reward, length=1, status=SampleStatus.COMPLETED, **changes):
@@ -27,14 +29,14 @@ def sample(group, reward, length=1, status=SampleStatus.COMPLETED, **changes):
     )  # fmt: skip
 
 
-def test_every_metric_equals_the_hand_calculation():
+def test_every_metric_matches_the_manual_calculation():
     samples = [
         sample(0, 1.0, length=1, response="a"),
         sample(0, 0.0, length=2, status=SampleStatus.TRUNCATED, response="la " * 200),
         sample(1, 1.0, length=3, metadata={"reward_failure": "slow"}),
         sample(1, 1.0, length=10),
     ]
-    assert rollout_metrics(samples, [1.0, 0.0, 1.0, 1.0]) == pytest.approx(
+    assert sample_metrics(samples, [1.0, 0.0, 1.0, 1.0]) == pytest.approx(
         {
             "rollout/raw_reward": 0.75,
             "rollout/raw_reward_std": 0.5,  # sqrt((3 * 0.25^2 + 0.75^2) / 3)
@@ -52,18 +54,18 @@ def test_every_metric_equals_the_hand_calculation():
     )
 
 
-def test_the_deviation_of_two_rewards_is_that_of_a_sample_and_one_reward_has_none():
-    two = rollout_metrics([sample(0, 1.0), sample(0, 0.0)], [1.0, 0.0])
+def test_std_of_two_rewards_is_unbiased_and_of_one_is_zero():
+    two = sample_metrics([sample(0, 1.0), sample(0, 0.0)], [1.0, 0.0])
     assert two["rollout/raw_reward_std"] == pytest.approx(math.sqrt(0.5))  # sqrt(2 * 0.5^2 / (2 - 1))
-    assert rollout_metrics([sample(0, 1.0)], [1.0])["rollout/raw_reward_std"] == 0.0
+    assert sample_metrics([sample(0, 1.0)], [1.0])["rollout/raw_reward_std"] == 0.0
 
 
-def test_an_aborted_sample_is_not_a_truncated_one():
+def test_aborted_sample_is_not_counted_as_truncated():
     samples = [sample(0, 1.0, status=status) for status in (SampleStatus.ABORTED, SampleStatus.TRUNCATED)]
-    assert rollout_metrics(samples, [1.0, 1.0])["rollout/truncated_ratio"] == 0.5
+    assert sample_metrics(samples, [1.0, 1.0])["rollout/truncated_ratio"] == 0.5
 
 
-def test_what_a_partial_rollout_continued_and_left_equals_the_hand_count():
+def test_continued_and_left_counts_of_a_partial_rollout_match_the_manual_count():
     accepted = [[sample(0, 1.0, metadata={START_ROLLOUT_ID: 4}), sample(0, 1.0, metadata={START_ROLLOUT_ID: 7})]]
     left = [[sample(1, 0.0, status=status) for status in SampleStatus], [sample(2, 0.0)]]
     assert partial_metrics(7, accepted, left) == {
@@ -74,27 +76,27 @@ def test_what_a_partial_rollout_continued_and_left_equals_the_hand_count():
     }
 
 
-def test_metrics_do_not_depend_on_the_order_of_the_samples():
+def test_metrics_do_not_depend_on_sample_order():
     rng = random.Random(1)
     samples = [sample(index // 4, rng.random(), length=rng.randrange(1, 99)) for index in range(64)]
     shuffled = rng.sample(samples, len(samples))
-    metrics = [rollout_metrics(part, torch.tensor([one.reward for one in part])) for part in (samples, shuffled)]
+    metrics = [sample_metrics(part, torch.tensor([one.reward for one in part])) for part in (samples, shuffled)]
     assert metrics[0] == metrics[1]
 
 
 def test_small_negative_rewards_count_as_zero():
     samples = [sample(0, -0.01), sample(1, 0.02), sample(2, -0.2)]
-    found = rollout_metrics(samples, [-0.01, 0.02, -0.2])
+    found = sample_metrics(samples, [-0.01, 0.02, -0.2])
     counts = {name: value for name, value in found.items() if "/count_" in name}
     assert counts == {"rollout/zero_std/count_0": 2.0, "rollout/zero_std/count_-0.2": 1.0}
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_reward_that_is_not_finite_is_refused_with_its_sample(make_args, tmp_path, monkeypatch, value):
+def test_non_finite_reward_is_rejected_with_its_sample(make_args, tmp_path, monkeypatch, value):
     samples = [sample(0, 1.0), sample(0, value)]
     samples[1].index = 7
-    with pytest.raises(ValueError, match=f"sample 7: the reward is {value}: judge it with a finite number"):
-        compute_rewards(make_args(), samples)
+    with pytest.raises(ValueError, match=f"sample 7: the reward is {value}: return a finite number"):
+        compute_rewards(processing(make_args()), samples)
     samples[1].reward = {"score": value}
     with pytest.raises(ValueError, match=f"sample 7: the reward \\(--reward-key score\\) is {value}"):
         samples[1].reward_value("score")
@@ -104,15 +106,15 @@ def test_a_reward_that_is_not_finite_is_refused_with_its_sample(make_args, tmp_p
     monkeypatch.syspath_prepend(tmp_path)
     expected = f"infinite_hooks.process returned 0.0 and {value} as rewards of sample 7"
     with pytest.raises(ValueError, match=expected):
-        compute_rewards(make_args(custom_reward_post_process_path="infinite_hooks.process"), samples)
+        compute_rewards(processing(make_args(custom_reward_post_process_path="infinite_hooks.process")), samples)
     sys.modules.pop("infinite_hooks")
 
 
-def test_a_rollout_without_samples_or_with_missing_rewards_is_refused():
+def test_rollout_without_samples_or_with_missing_rewards_is_rejected():
     with pytest.raises(ValueError, match="0 samples with 0 rewards"):
-        rollout_metrics([], [])
+        sample_metrics([], [])
     with pytest.raises(ValueError, match="1 samples with 2 rewards"):
-        rollout_metrics([sample(0, 1.0)], [1.0, 2.0])
+        sample_metrics([sample(0, 1.0)], [1.0, 2.0])
 
 
 def test_filter_counts_are_named_by_reason():
@@ -148,41 +150,44 @@ def test_more_than_ten_times_smaller_counts_as_repetition():
     assert [is_repetitive(text) for text in texts] == [ratio > 10 for ratio in ratios]
 
 
-def test_rewards_are_centred_and_scaled_within_their_group_wherever_the_samples_stand(make_args):
+def test_rewards_are_normalized_within_their_group_regardless_of_position(make_args):
     samples = [sample(7, 1.0), sample(3, 5.0), sample(7, 0.0), sample(3, 5.0), sample(7, 0.5)]
-    rewards = compute_rewards(make_args(), samples)
+    rewards = compute_rewards(processing(make_args()), samples)
     assert rewards.raw.tolist() == [1.0, 5.0, 0.0, 5.0, 0.5]
-    # group 7: mean 0.5, unbiased deviation 0.5
+    # group 7: mean 0.5, unbiased std 0.5
     assert rewards.normalized.tolist() == pytest.approx([1.0, 0.0, -1.0, 0.0, 0.0], abs=1e-5)
 
 
-def test_the_two_normalisation_flags_are_followed(make_args):
+def test_both_normalization_flags_are_applied(make_args):
     samples = [sample(0, 1.0), sample(0, 0.0), sample(0, 0.5)]
-    centred = compute_rewards(make_args(grpo_std_normalization=False), samples).normalized
+    centred = compute_rewards(processing(make_args(grpo_std_normalization=False)), samples).normalized
     assert centred.tolist() == pytest.approx([0.5, -0.5, 0.0])
-    raw = compute_rewards(make_args(rewards_normalization=False), samples).normalized
+    raw = compute_rewards(processing(make_args(rewards_normalization=False)), samples).normalized
     assert raw.tolist() == [1.0, 0.0, 0.5]
 
 
-def test_each_estimator_takes_its_own_baseline(make_args):
+def test_each_estimator_uses_its_own_baseline(make_args):
     samples = [sample(0, 1.0), sample(0, 0.0), sample(0, 0.5)]
 
     def normalized(estimator: str) -> list[float]:
-        return compute_rewards(make_args(advantage_estimator=estimator), samples).normalized.tolist()
+        return compute_rewards(processing(make_args(advantage_estimator=estimator)), samples).normalized.tolist()
 
     assert normalized("rloo") == pytest.approx([0.75, -0.75, 0.0])
     assert normalized("reinforce_plus_plus_baseline") == pytest.approx([0.5, -0.5, 0.0])
     assert normalized("reinforce_plus_plus") == [1.0, 0.0, 0.5]
 
 
-def test_the_reward_key_picks_the_entry(make_args):
+def test_reward_key_selects_the_entry(make_args):
     samples = [sample(0, {"score": 1.0, "acc": 9}), sample(0, {"score": 0.0, "acc": 9})]
-    assert compute_rewards(make_args(reward_key="score"), samples).raw.tolist() == [1.0, 0.0]
+    assert compute_rewards(processing(make_args(reward_key="score")), samples).raw.tolist() == [
+        1.0,
+        0.0,
+    ]
     with pytest.raises(ValueError, match="give --reward-key"):
-        compute_rewards(make_args(), samples)
+        compute_rewards(processing(make_args()), samples)
 
 
-def test_a_post_process_function_of_the_users_replaces_both(make_args, tmp_path, monkeypatch):
+def test_custom_post_process_function_replaces_both(make_args, tmp_path, monkeypatch):
     (tmp_path / "post_hooks.py").write_text(
         "def double(args, samples):\n"
         "    raw = [sample.reward for sample in samples]\n"
@@ -192,7 +197,7 @@ def test_a_post_process_function_of_the_users_replaces_both(make_args, tmp_path,
     )
     monkeypatch.syspath_prepend(tmp_path)
     samples = [sample(0, 1.0), sample(0, 0.5)]
-    rewards = compute_rewards(make_args(custom_reward_post_process_path="post_hooks.double"), samples)
+    rewards = compute_rewards(processing(make_args(custom_reward_post_process_path="post_hooks.double")), samples)
     assert rewards.raw.tolist() == [1.0, 0.5] and rewards.normalized.tolist() == [2.0, 1.0]
     with pytest.raises(ValueError, match="return two lists of 2 numbers"):
-        compute_rewards(make_args(custom_reward_post_process_path="post_hooks.short"), samples)
+        compute_rewards(processing(make_args(custom_reward_post_process_path="post_hooks.short")), samples)

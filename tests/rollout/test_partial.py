@@ -1,4 +1,4 @@
-"""What is cut off when a rollout is full continues in the next one: budget, rewards, hooks, functions of the user's."""
+"""Samples cut off when a rollout is full continue in the next one: budget, rewards, hooks, custom functions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import asyncio
 from slimrl.data.sample import SampleStatus
 
 async def slow_for_some(args, sample):
-    args.custom.setdefault("judged", []).append(sample.index)
+    args.custom.setdefault("scored", []).append(sample.index)
     if sample.index % 2 and sample.index not in args.custom.setdefault("waited", []):
         args.custom["waited"].append(sample.index)
         await asyncio.sleep(30)
@@ -62,7 +62,7 @@ def hooks(tmp_path, monkeypatch):
 
 
 class Recorder(ScriptedEngine):
-    """Remembers what was asked."""
+    """Records the requests."""
 
     def __init__(self):
         super().__init__()
@@ -90,7 +90,7 @@ def roll(make_args, tokenizer, hooks, rollouts, **changes):
     engine, source = Recorder(), RolloutDataSource(args, tokenizer)
 
     async def main():
-        generator = RolloutGenerator(args, tokenizer, engine)
+        generator = RolloutGenerator.from_args(args, tokenizer, engine)
         outputs = []
         for number in range(rollouts):
             engine.version = number
@@ -102,7 +102,7 @@ def roll(make_args, tokenizer, hooks, rollouts, **changes):
     return asyncio.run(main()), engine, source, args
 
 
-def test_a_continued_request_has_the_tokens_so_far_and_what_is_left_of_the_budget(make_args, tokenizer, hooks):
+def test_continued_request_has_the_tokens_so_far_and_the_remaining_budget(make_args, tokenizer, hooks):
     outputs, engine, source, _ = roll(make_args, tokenizer, hooks, 6)
     lengths = {tuple(tokenizer(f"{i}+{i}=", add_special_tokens=False)["input_ids"]): i for i in range(12)}
     continued = 0
@@ -122,10 +122,10 @@ def test_a_continued_request_has_the_tokens_so_far_and_what_is_left_of_the_budge
     assert {sampling_seed(42, index) for index in range(8)} <= {seed for _, _, seed in engine.asked}
     trained = [sample.response_length for output in outputs for group in output.groups for sample in group]
     waiting = [sample["response_length"] for group in source.state_dict()["returned"] for sample in group]
-    assert engine.generated == sum(trained) + sum(waiting)  # no token was sampled in vain
+    assert engine.generated == sum(trained) + sum(waiting)  # no sampled token was wasted
 
 
-def test_a_slow_reward_does_not_hold_up_a_full_rollout_and_hooks_see_a_sample_once(make_args, tokenizer, hooks):
+def test_slow_reward_does_not_delay_a_full_rollout_and_hooks_run_once_per_sample(make_args, tokenizer, hooks):
     outputs, _, source, args = roll(
         make_args,
         tokenizer,
@@ -140,11 +140,11 @@ def test_a_slow_reward_does_not_hold_up_a_full_rollout_and_hooks_see_a_sample_on
     assert {sample.index for sample in waiting} >= set(args.custom["waited"]) > set()
     seen = args.custom["seen"]
     assert len(seen) == len(set(seen)) and {(sample.index, 0, False) for sample in waiting} <= set(seen)
-    # they are judged in the next rollout, and no hook sees them again
+    # they are scored in the next rollout, and no hook receives them again
     source.add_samples([[sample] for sample in left])
 
     async def main():
-        generator = RolloutGenerator(args, tokenizer, ScriptedEngine())
+        generator = RolloutGenerator.from_args(args, tokenizer, ScriptedEngine())
         done = await asyncio.wait_for(generator.generate_rollout(1, source), 10)
         generator.close()
         return done
@@ -154,7 +154,7 @@ def test_a_slow_reward_does_not_hold_up_a_full_rollout_and_hooks_see_a_sample_on
     assert len({index for index, _, _ in args.custom["seen"]}) == len(args.custom["seen"])
 
 
-def test_a_function_of_the_users_is_continued_where_it_stopped(make_args, tokenizer, hooks):
+def test_custom_generate_function_resumes_where_it_stopped(make_args, tokenizer, hooks):
     outputs, engine, source, _ = roll(
         make_args, tokenizer, hooks, 5, custom_generate_function_path=f"{hooks}.two_turns", n_samples_per_prompt=1
     )
@@ -169,6 +169,6 @@ def test_a_function_of_the_users_is_continued_where_it_stopped(make_args, tokeni
     assert len(set(numbers)) == len(numbers)
 
 
-def test_a_function_that_gives_up_by_itself_is_an_error(make_args, tokenizer, hooks):
-    with pytest.raises(SampleError, match="it came back aborted: it must be completed or truncated"):
+def test_function_that_aborts_by_itself_is_an_error(make_args, tokenizer, hooks):
+    with pytest.raises(SampleError, match="the sample's status is aborted: it must be completed or truncated"):
         roll(make_args, tokenizer, hooks, 1, custom_generate_function_path=f"{hooks}.gives_up")

@@ -1,4 +1,4 @@
-"""What functions of the user's return as numbers becomes plain numbers, or an error that names the function."""
+"""Numbers returned by custom functions become plain numbers, or an error that names the function."""
 
 import json
 import math
@@ -20,20 +20,20 @@ PLAIN = {"rollout/a": 0.5, "rollout/b": 2.0, "c": 1.0, "d": 3.0}
 
 
 @pytest.mark.parametrize("returned", [RolloutOutput, lambda g, m: types.SimpleNamespace(samples=g, metrics=m)])
-def test_metrics_of_an_own_rollout_function_become_plain_numbers(returned):
+def test_metrics_of_a_custom_rollout_function_become_plain_numbers(returned):
     metrics = rollout_output(returned([[SAMPLE]], NUMBERS), "my.rollout").metrics
     assert metrics == PLAIN and {type(value) for value in metrics.values()} == {float}
     json.dumps(metrics)
 
 
 @pytest.mark.parametrize("value", ["0.5", None, torch.zeros(2), np.zeros(2), [1.0], {}])
-def test_a_metric_that_is_no_number_is_named(value):
-    with pytest.raises(HookFailedError, match="my.rollout returned the metric .rollout/a. with"):
+def test_non_numeric_metric_is_named(value):
+    with pytest.raises(HookFailedError, match="my.rollout returned .* for the metric .rollout/a."):
         rollout_output(RolloutOutput([[SAMPLE]], {"ok": 1.0, "rollout/a": value}), "my.rollout")
 
 
 @pytest.mark.parametrize("value", ["0.5", None, math.nan, -math.inf, torch.zeros(2)])
-def test_rewards_of_an_own_evaluation_are_plain_or_named(value):
+def test_rewards_of_a_custom_evaluation_are_plain_or_named(value):
     rewards = [np.float32(1), torch.tensor(0.25)]
     found = eval_results({"a": EvalResult("a", rewards, [], 2), "b": {"rewards": rewards, "samples": []}}, "my.eval")
     for result in found.values():
@@ -44,7 +44,7 @@ def test_rewards_of_an_own_evaluation_are_plain_or_named(value):
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, torch.tensor(math.nan), np.float64("-inf")])
-def test_a_reward_that_is_not_finite_names_its_function(value):
+def test_non_finite_reward_names_its_function(value):
     with pytest.raises(ValueError, match="the reward function my.judge returned -?(nan|inf): .* a finite number"):
         as_reward("my.judge", value)
     with pytest.raises(ValueError, match="my.judge"):

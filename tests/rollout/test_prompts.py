@@ -1,4 +1,4 @@
-"""Rows become prompts exactly as the tokenizer itself would have it, or are named as bad."""
+"""Rows become prompts exactly as the tokenizer itself renders them, or are reported as invalid."""
 
 import logging
 
@@ -24,7 +24,7 @@ def prompt_format(**overrides):
     return PromptFormat(**{**FORMAT, **overrides})
 
 
-def test_messages_become_the_tokens_of_the_tokenizers_own_chat_template(write_rows, tokenizer):
+def test_messages_are_tokenized_with_the_tokenizers_chat_template(write_rows, tokenizer):
     path = write_rows([{"prompt": CONVERSATION, "label": "2"}])
     (prompt,) = load_prompts(path, prompt_format(), tokenizer).prompts
     expected = tokenizer.apply_chat_template(CONVERSATION, add_generation_prompt=True, return_dict=False)
@@ -32,7 +32,7 @@ def test_messages_become_the_tokens_of_the_tokenizers_own_chat_template(write_ro
     assert prompt.content == tokenizer.apply_chat_template(CONVERSATION, add_generation_prompt=True, tokenize=False)
 
 
-def test_tools_and_template_keywords_reach_the_template(write_rows, tokenizer):
+def test_tools_and_template_kwargs_reach_the_template(write_rows, tokenizer):
     tools = [{"type": "function", "function": {"name": "f"}}]
     path = write_rows(
         [{"prompt": CONVERSATION, "label": 2, "tools": tools}, {"prompt": "a", "label": 2, "tools": "[]"}]
@@ -44,45 +44,45 @@ def test_tools_and_template_keywords_reach_the_template(write_rows, tokenizer):
     assert prompts[0].token_ids.tolist() == expected
     assert "[1 tools]" in prompts[0].content and "tools]" not in prompts[1].content
     assert prompts[1].content.endswith("<think></think>")
-    assert [prompt.metadata for prompt in prompts] == [{"tools": tools}, {}]  # where user code finds them
+    assert [prompt.metadata for prompt in prompts] == [{"tools": tools}, {}]  # where user code expects them
 
 
-def test_a_plain_string_under_a_chat_template_is_one_user_message(write_rows, tokenizer):
+def test_plain_string_with_a_chat_template_is_one_user_message(write_rows, tokenizer):
     path = write_rows([{"prompt": "1+1=", "label": "2"}])
     (prompt,) = load_prompts(path, prompt_format(), tokenizer).prompts
     assert prompt.content == "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_without_a_chat_template_the_text_is_tokenised_as_it_stands(write_rows, tokenizer):
+def test_text_is_tokenized_unchanged_without_a_chat_template(write_rows, tokenizer):
     path = write_rows([{"prompt": "1+1=", "label": "2"}])
     (prompt,) = load_prompts(path, prompt_format(apply_chat_template=False), tokenizer).prompts
     assert prompt.content == "1+1="
     assert prompt.token_ids.tolist() == tokenizer("1+1=", add_special_tokens=False)["input_ids"]
 
 
-def test_prompts_above_the_limit_are_left_out_and_counted(write_rows, tokenizer, caplog):
+def test_overlong_prompts_are_skipped_and_counted(write_rows, tokenizer, caplog):
     path = write_rows([{"prompt": "x" * n, "label": n} for n in (3, 5, 4, 9, 5)])
     with caplog.at_level(logging.WARNING):
         kept = load_prompts(path, prompt_format(apply_chat_template=False, max_prompt_len=4), tokenizer)
     assert [prompt.label for prompt in kept.prompts] == [3, 4]
     assert kept.too_long == 3
-    assert "left out 3 of 5 prompts, longer than 4 tokens" in caplog.text
+    assert "skipped 3 of 5 prompts, longer than 4 tokens" in caplog.text
 
 
-def test_a_prompt_above_the_limit_is_refused_where_the_flag_says_so(write_rows, tokenizer):
+def test_overlong_prompt_is_rejected_with_the_flag(write_rows, tokenizer):
     path = write_rows([{"prompt": "x" * n, "label": n} for n in (3, 5, 4)])
     form = prompt_format(apply_chat_template=False, max_prompt_len=4, refuse_too_long=True)
-    with pytest.raises(ValueError, match=r":2: the prompt has 5 tokens and may have 4"):
+    with pytest.raises(ValueError, match=r":2: the prompt has 5 tokens, more than 4"):
         load_prompts(path, form, tokenizer)
 
 
-def test_a_limit_that_leaves_nothing_is_refused(write_rows, tokenizer):
+def test_limit_that_leaves_no_prompt_is_rejected(write_rows, tokenizer):
     path = write_rows([{"prompt": "xxxxx", "label": 1}])
     with pytest.raises(ValueError, match="all 1 prompts are longer than the limit of 2 tokens"):
         load_prompts(path, prompt_format(max_prompt_len=2), tokenizer)
 
 
-def test_every_bad_row_is_named(write_rows, tokenizer):
+def test_every_invalid_row_is_named(write_rows, tokenizer):
     rows = [
         {"prompt": "good", "label": 1},
         {"text": "a", "label": 1},
@@ -104,11 +104,11 @@ def test_every_bad_row_is_named(write_rows, tokenizer):
     assert "'metadata' is text that is not JSON" in lines[5]
 
 
-def test_a_chat_template_that_refuses_a_row_is_quoted(write_rows, tokenizer):
+def test_chat_template_error_is_quoted(write_rows, tokenizer):
     path = write_rows([{"prompt": [{"role": "user"}, {"role": "user", "content": {"a": 1}}], "label": 1}])
     refusing = type(tokenizer)(tokenizer_object=tokenizer.backend_tokenizer)
     refusing.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(ValueError, match=r"train.jsonl:1: the chat template refuses it: .*roles must alternate"):
+    with pytest.raises(ValueError, match=r"train.jsonl:1: the chat template rejects it: .*roles must alternate"):
         load_prompts(path, prompt_format(), refusing)
 
 
@@ -121,7 +121,7 @@ def test_messages_without_a_template_are_kept_only_for_a_custom_generate_functio
     assert prompt.token_ids.tolist() == []
 
 
-def test_samples_of_one_prompt_share_nothing_that_can_change(write_rows, tokenizer):
+def test_samples_of_one_prompt_share_nothing_mutable(write_rows, tokenizer):
     path = write_rows([{"prompt": "a", "label": {"deep": [1]}, "metadata": '{"deep": [1]}'}])
     (prompt,) = load_prompts(path, prompt_format(), tokenizer).prompts
     first, second = (prompt.sample(group_index=0, index=index) for index in range(2))
@@ -133,7 +133,7 @@ def test_samples_of_one_prompt_share_nothing_that_can_change(write_rows, tokeniz
     assert prompt.sample(group_index=0, index=1) == second
 
 
-def test_the_fingerprint_sees_rows_order_and_labels(write_rows, tokenizer):
+def test_fingerprint_covers_rows_order_and_labels(write_rows, tokenizer):
     rows = [{"prompt": "ab", "label": 1}, {"prompt": "c", "label": 2}]
     variants = [rows, rows[::-1], [{"prompt": "a", "label": 1}, {"prompt": "bc", "label": 2}], rows[:1]]
     variants.append([{**rows[0], "label": "1"}, rows[1]])
@@ -149,8 +149,10 @@ def test_the_fingerprint_sees_rows_order_and_labels(write_rows, tokenizer):
     assert fingerprint(f"{path}@[2:4]") == fingerprint(write_rows(rows)) == prints[0]
 
 
-def test_a_parquet_file_without_the_column_is_refused_with_those_it_has(tmp_path, tokenizer):
+def test_parquet_file_without_the_column_is_rejected_with_its_columns(tmp_path, tokenizer):
     path = tmp_path / "train.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"question": ["a"], "answer": ["b"]}), path)
-    with pytest.raises(ValueError, match=r"no column 'prompt' \(--input-key\) but 'answer', 'question': name one"):
+    with pytest.raises(
+        ValueError, match=r"no column 'prompt' \(--input-key\): set --input-key to one of 'answer', 'question'"
+    ):
         load_prompts(str(path), prompt_format(), tokenizer)

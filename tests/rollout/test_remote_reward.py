@@ -22,7 +22,7 @@ REMOTE = RewardConfig(None, "remote_rm")
 
 
 class Service:
-    """Answers requests with `replies` in turn, the last one over and over; counts what it is asked."""
+    """Answers requests with `replies` in turn, repeating the last one; counts the requests."""
 
     def __init__(self, *replies):
         self._replies = list(replies)
@@ -53,7 +53,7 @@ class Service:
 
 
 def ask(*replies, requests=1, **limits):
-    """The rewards (or the error) of so many requests, and what the service was asked."""
+    """The rewards (or the error) of `count` requests, and the requests to the service."""
 
     async def main():
         async with Service(*replies) as service:
@@ -73,21 +73,21 @@ def ask(*replies, requests=1, **limits):
     ("text", "reward"),
     [("0.25", 0.25), ("1", 1.0), ("-3", -3.0), ('{"score": 2, "why": "x"}', {"score": 2, "why": "x"})],
 )
-def test_the_reply_is_the_reward(text, reward):
+def test_reply_is_the_reward(text, reward):
     (got,), asked = ask((200, text))
     assert got == reward
     assert asked == [{"prompt": "1+1=", "response": "so \\boxed{2}", "label": "2"}]
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 422])
-def test_a_refused_request_is_sent_once(status):
+def test_rejected_request_is_sent_once(status):
     error, asked = ask((status, "bad label"))
-    assert isinstance(error, RemoteRefused) and f"answered HTTP {status}: bad label; fix the request" in str(error)
+    assert isinstance(error, RemoteRefused) and f"returned HTTP {status}: bad label; fix the request" in str(error)
     assert len(asked) == 1
 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
-def test_a_redirect_is_refused_and_prompts_go_to_nobody_else(status):
+def test_redirect_is_rejected_and_the_prompt_is_sent_nowhere_else(status):
     async def main():
         async with Service((200, "1")) as elsewhere, Service((status, "")) as service:
             service.location = elsewhere.url
@@ -98,32 +98,32 @@ def test_a_redirect_is_refused_and_prompts_go_to_nobody_else(status):
             return str(caught.value), service, elsewhere
 
     text, service, elsewhere = asyncio.run(main())
-    assert text.startswith(f"--rm-url {service.url} redirects (HTTP {status}) to '{elsewhere.url}', and prompts and")
-    assert text.endswith("give --rm-url the address that answers itself")
+    assert text.startswith(f"--rm-url {service.url} redirects (HTTP {status}) to '{elsewhere.url}', but prompts and")
+    assert text.endswith("set --rm-url to the final address")
     assert (len(service.asked), elsewhere.asked) == (1, [])
 
 
-def test_a_service_that_comes_back_is_asked_again():
+def test_recovered_service_is_asked_again():
     (got,), asked = ask((503, "loading"), (429, "later"), (200, "0.5"))
     assert got == 0.5 and len(asked) == 3
 
 
-def test_a_service_that_stays_broken_is_an_error_with_its_last_words():
+def test_persistently_failing_service_is_an_error_with_its_last_response():
     error, asked = ask((500, "out of memory"))
     assert isinstance(error, RemoteUnreachable) and len(asked) == ATTEMPTS
-    assert f"gave no reward in {ATTEMPTS} attempts, the last time: HTTP 500: out of memory" in str(error)
+    assert f"returned no reward in {ATTEMPTS} attempts, last error: HTTP 500: out of memory" in str(error)
 
 
-def test_a_service_that_hangs_costs_its_time_limit_each_time():
+def test_hung_service_costs_its_time_limit_each_time():
     error, asked = ask(30.0, time_limit_s=0.1)
-    assert isinstance(error, RemoteUnreachable) and "no reply within 0.1 s" in str(error) and len(asked) == ATTEMPTS
+    assert isinstance(error, RemoteUnreachable) and "no response within 0.1 s" in str(error) and len(asked) == ATTEMPTS
 
 
-def test_a_service_that_is_not_there_is_an_error():
+def test_unreachable_service_is_an_error():
     async def main():
         remote = RemoteReward("http://127.0.0.1:9/rm", first_pause_s=0.01)
         try:
-            with pytest.raises(RemoteUnreachable, match=r"http://127.0.0.1:9/rm gave no reward in 5 attempts"):
+            with pytest.raises(RemoteUnreachable, match=r"http://127.0.0.1:9/rm returned no reward in 5 attempts"):
                 await remote.reward(SAMPLE)
         finally:
             remote.close()
@@ -140,20 +140,20 @@ def test_a_service_that_is_not_there_is_an_error():
         ("[1]", "must"),
     ],
 )
-def test_a_reply_that_is_no_reward_is_an_error(text, message):
+def test_invalid_reply_is_an_error(text, message):
     error, asked = ask((200, text))
     assert message in str(error) and len(asked) == 1
 
 
-def test_a_reply_without_end_is_cut_off():
+def test_endless_reply_is_cut_off():
     error, _ = ask((200, "1" * (MAX_REPLY_BYTES + 1)))
-    assert f"answered more than {MAX_REPLY_BYTES} bytes" in str(error)
+    assert f"returned more than {MAX_REPLY_BYTES} bytes" in str(error)
 
 
 def score(make_args, rm_type, **service):
     async def main():
         async with Service((200, "0.5")) as there:
-            scorer = RewardScorer(make_args(rm_url=there.url, **service))
+            scorer = RewardScorer.from_args(make_args(rm_url=there.url, **service))
             try:
                 return await scorer.score(SAMPLE, RewardConfig(None, rm_type)), there.asked
             finally:
@@ -163,24 +163,24 @@ def score(make_args, rm_type, **service):
     return asyncio.run(main())
 
 
-def test_the_scorer_asks_the_service_and_with_the_prefix_boxed_about_the_box(make_args):
+def test_scorer_asks_the_service_and_sends_the_boxed_answer_with_the_prefix(make_args):
     reward, asked = score(make_args, "remote_rm")
     assert reward == 0.5 and asked[0]["response"] == "so \\boxed{2}"
     reward, asked = score(make_args, "boxed_remote_rm")
     assert reward == 0.5 and asked[0]["response"] == "2"
 
 
-def test_a_service_without_an_address_is_a_sentence(make_args):
-    scorer = RewardScorer(make_args())
-    with pytest.raises(ValueError, match="remote_rm asks a service, and --rm-url is not given"):
+def test_service_without_an_address_is_one_error(make_args):
+    scorer = RewardScorer.from_args(make_args())
+    with pytest.raises(ValueError, match="remote_rm needs a service: give its address in --rm-url"):
         asyncio.run(scorer.score(SAMPLE, REMOTE))
     scorer.close()
 
 
-def test_many_samples_are_judged_at_once(make_args):
+def test_many_samples_are_scored_concurrently(make_args):
     async def main():
         async with Service(0.05) as service:
-            scorer = RewardScorer(make_args(rm_url=service.url))
+            scorer = RewardScorer.from_args(make_args(rm_url=service.url))
             try:
                 return await asyncio.gather(*(scorer.score(SAMPLE, REMOTE) for _ in range(100))), json.dumps(
                     service.asked

@@ -1,40 +1,38 @@
-"""Answers without a score: told in the log line, and the end of the run where there are too many of them."""
+"""Answers without a score: reported in the log line, and too many of them end the run."""
 
 import pytest
 
 from slimrl.data.sample import Sample
 from slimrl.observability.run_log import StepRecord, evaluation_words, step_line
-from slimrl.rollout.rm_hub.scorer import TooManyGraderFailuresError, require_verdicts
+from slimrl.rollout.rm_hub.scorer import TooManyGraderFailuresError, check_failure_rate
 
 
 def samples(*reasons):
     return [Sample(prompt="q", metadata={} if reason is None else {"reward_failure": reason}) for reason in reasons]
 
 
-def test_a_rollout_of_which_all_failed_ends_the_run_with_the_reasons():
-    with pytest.raises(
-        TooManyGraderFailuresError, match="rollout 7: the graders came to no score on 3 of 3 answers"
-    ) as caught:
-        require_verdicts(samples("slow", "died", "slow"), 1.0, "rollout 7")
+def test_rollout_with_only_failures_ends_the_run_with_the_reasons():
+    with pytest.raises(TooManyGraderFailuresError, match="rollout 7: grading failed on 3 of 3 responses") as caught:
+        check_failure_rate(samples("slow", "died", "slow"), 1.0, "rollout 7")
     assert "(2 times: slow; 1 times: died)" in str(caught.value)
 
 
 @pytest.mark.parametrize(("limit", "ends"), [(1.0, False), (0.5, True), (0.51, False), (0.01, True), (1.1, False)])
-def test_the_limit_is_the_share_that_ends_it(limit, ends):
+def test_failure_limit_is_the_fraction_that_ends_the_run(limit, ends):
     half = samples("slow", None, "slow", None)
     if ends:
         with pytest.raises(TooManyGraderFailuresError):
-            require_verdicts(half, limit, "rollout 0")
+            check_failure_rate(half, limit, "rollout 0")
     else:
-        require_verdicts(half, limit, "rollout 0")
+        check_failure_rate(half, limit, "rollout 0")
 
 
-def test_no_failures_and_a_limit_above_one_never_end_it():
-    require_verdicts(samples(None, None), 0.01, "rollout 0")
-    require_verdicts(samples("slow", "slow"), 1.1, "rollout 0")
+def test_no_failures_or_a_limit_above_one_never_end_the_run():
+    check_failure_rate(samples(None, None), 0.01, "rollout 0")
+    check_failure_rate(samples("slow", "slow"), 1.1, "rollout 0")
 
 
-def test_the_lines_of_a_step_and_of_an_evaluation_tell_of_failures():
+def test_step_and_evaluation_lines_report_grader_failures():
     def line(failures):
         rollout = {"rollout/raw_reward": 0.5, "rollout/reward_failures": failures}
         seconds = dict.fromkeys(("generate", "train", "update_weights", "total"), 1.0)

@@ -1,4 +1,4 @@
-"""The rule rewards beside math: multiple choice, word overlap, the answer line; each against a hand count."""
+"""Rule rewards other than math: multiple choice, word overlap, answer line; each against a manual count."""
 
 import time
 
@@ -6,13 +6,13 @@ import pytest
 
 from slimrl.data.sample import Sample
 from slimrl.rollout.rm_hub import rule_graders
-from slimrl.rollout.rm_hub.registry import request_of
 from slimrl.rollout.rm_hub.rule_graders import f1
+from slimrl.rollout.rm_hub.rule_reward import request_of
 
 
-def judge(rm_type, response, label, metadata=None):
+def reward_of(rm_type, response, label, metadata=None):
     sample = Sample(prompt="q", response=response, label=label, metadata=metadata or {})
-    return rule_graders.judge(request_of(rm_type, sample), lambda answer, label: False)
+    return rule_graders.grade(request_of(rm_type, sample), lambda answer, label: False)
 
 
 # dapo ----------------------------------------------------------------------------------------------------------------
@@ -30,19 +30,19 @@ def judge(rm_type, response, label, metadata=None):
         ("\\boxed{34}", False, "[INVALID]"),
     ],
 )
-def test_dapo_judges_the_last_answer_line_near_the_end(response, right, pred):
-    assert judge("dapo", response, "34") == {"score": 1.0 if right else -1.0, "acc": right, "pred": pred}
+def test_dapo_grades_the_last_answer_line_near_the_end(response, right, pred):
+    assert reward_of("dapo", response, "34") == {"score": 1.0 if right else -1.0, "acc": right, "pred": pred}
 
 
 @pytest.mark.parametrize("label", ["0.5", "\\frac{1}{2}", 0.5])
-def test_dapo_labels_need_not_be_whole_numbers(label):
-    assert judge("dapo", "Answer: 1/2", label)["score"] == 1.0
-    assert judge("dapo", "Answer: 0", label)["score"] == -1.0
+def test_dapo_labels_need_not_be_integers(label):
+    assert reward_of("dapo", "Answer: 1/2", label)["score"] == 1.0
+    assert reward_of("dapo", "Answer: 0", label)["score"] == -1.0
 
 
-def test_dapo_with_the_prefix_boxed_judges_the_box():
-    assert judge("boxed_dapo", "so \\boxed{34}.", "34")["score"] == 1.0
-    assert judge("boxed_dapo", "Answer: 34", "34") == {"score": -1.0, "acc": False, "pred": "[INVALID]"}
+def test_dapo_with_the_boxed_prefix_grades_the_box():
+    assert reward_of("boxed_dapo", "so \\boxed{34}.", "34")["score"] == 1.0
+    assert reward_of("boxed_dapo", "Answer: 34", "34") == {"score": -1.0, "acc": False, "pred": "[INVALID]"}
 
 
 # f1 ------------------------------------------------------------------------------------------------------------------
@@ -60,19 +60,19 @@ def test_dapo_with_the_prefix_boxed_judges_the_box():
         ("", "cat", 0.0),
     ],
 )
-def test_f1_equals_the_hand_count(answer, label, score):
+def test_f1_matches_the_manual_count(answer, label, score):
     assert f1(answer, label) == pytest.approx(score)
 
 
 def test_f1_takes_the_best_of_several_labels():
-    assert judge("f1", "a black cat", ["dog", "black cat"]) == 1.0
-    assert judge("boxed_f1", "a long story \\boxed{black cat}", "black cat") == 1.0
+    assert reward_of("f1", "a black cat", ["dog", "black cat"]) == 1.0
+    assert reward_of("boxed_f1", "a long story \\boxed{black cat}", "black cat") == 1.0
 
 
 @pytest.mark.parametrize("label", [None, 3, [], ["a", 3]])
-def test_f1_labels_that_are_no_text_are_an_error(label):
-    with pytest.raises(ValueError, match="f1 rewards need a text or a list of them"):
-        judge("f1", "x", label)
+def test_f1_label_that_is_not_text_is_an_error(label):
+    with pytest.raises(ValueError, match="f1 rewards need text or a list of texts"):
+        reward_of("f1", "x", label)
 
 
 # gpqa ----------------------------------------------------------------------------------------------------------------
@@ -100,35 +100,35 @@ CHOICES = {"choices": ["1.5 eV", "2.5 eV", "the electron", "the electron and the
         ("no idea", None),
     ],
 )
-def test_the_letter_that_a_response_settles_on(response, letter):
+def test_final_choice_letter_is_extracted(response, letter):
     assert rule_graders.chosen_letter(response, ["A", "B", "C", "D"]) == letter
 
 
-def test_the_time_to_find_a_letter_does_not_grow_with_the_square_of_the_spaces_behind_it():
+def test_letter_search_is_not_quadratic_in_trailing_spaces():
     started = time.process_time()
     assert rule_graders.chosen_letter("B" + " " * 20_000 + "no", ["A", "B"]) is None
     assert time.process_time() - started < 1.0
 
 
 @pytest.mark.parametrize("label", ["B", "(b)", 1, "1", "2.5 eV", "\\boxed{B}"])
-def test_the_right_choice_may_be_given_as_letter_number_or_text(label):
-    assert judge("gpqa", "<think>(A)?</think> The answer is (B)", label, CHOICES) == 1.0
-    assert judge("gpqa", "The answer is (A)", label, CHOICES) == 0.0
+def test_correct_choice_may_be_given_as_letter_number_or_text(label):
+    assert reward_of("gpqa", "<think>(A)?</think> The answer is (B)", label, CHOICES) == 1.0
+    assert reward_of("gpqa", "The answer is (A)", label, CHOICES) == 0.0
 
 
-def test_a_response_without_a_letter_is_judged_by_the_choice_it_spells_out():
-    assert judge("gpqa", "It has to be 2.5 eV.", "B", CHOICES) == 1.0
-    assert judge("gpqa", "It is the electron and the hole", "D", CHOICES) == 1.0
-    assert judge("gpqa", "It is the electron and the hole", "C", CHOICES) == 0.0
-    assert judge("gpqa", "It has to be 2.5 eV.", "B") == 0.0
+def test_response_without_a_letter_is_graded_by_the_choice_text():
+    assert reward_of("gpqa", "It has to be 2.5 eV.", "B", CHOICES) == 1.0
+    assert reward_of("gpqa", "It is the electron and the hole", "D", CHOICES) == 1.0
+    assert reward_of("gpqa", "It is the electron and the hole", "C", CHOICES) == 0.0
+    assert reward_of("gpqa", "It has to be 2.5 eV.", "B") == 0.0
 
 
-def test_metadata_may_name_the_letter_and_those_in_use():
+def test_metadata_may_give_the_letter_and_the_valid_letters():
     metadata = {"correct_letter": "B", "valid_letters": ["A", "B"]}
-    assert judge("gpqa", "The answer is B", None, metadata) == 1.0
+    assert reward_of("gpqa", "The answer is B", None, metadata) == 1.0
     assert rule_graders.chosen_letter("the answer is D", ["A", "B"]) is None
 
 
-def test_a_label_that_fits_no_choice_is_an_error():
+def test_label_that_matches_no_choice_is_an_error():
     with pytest.raises(ValueError, match="gpqa rewards need one of the letters A, B, C, D, the number"):
-        judge("gpqa", "B", "3.5 eV", CHOICES)
+        reward_of("gpqa", "B", "3.5 eV", CHOICES)

@@ -26,7 +26,7 @@ async def generate(args, sample, sampling_params, engine):
 
 
 class Engine:
-    """Answers one token after 20 ms, of which it held the request back for 5."""
+    """Answers one token after 20 ms, 5 of them in the queue."""
 
     async def generate(self, input_ids, sampling_params, session_id=None):
         import time
@@ -43,7 +43,7 @@ def trace_of(tmp_path, args, tokenizer, limit):
     timeline = Timeline(tmp_path / "run" / "timeline" / "rollout-manager.jsonl", "rollout manager")
 
     async def scenario():
-        generator = RolloutGenerator(args, tokenizer, Engine(), SampleTrace(timeline, limit))
+        generator = RolloutGenerator.from_args(args, tokenizer, Engine(), SampleTrace(timeline, limit))
         source = RolloutDataSource(args, tokenizer)
         for rollout_id in range(2):
             await generator.generate_rollout(rollout_id, source)
@@ -54,7 +54,7 @@ def trace_of(tmp_path, args, tokenizer, limit):
     return read_trace(merge(tmp_path / "run").path)
 
 
-def test_every_sample_has_one_request_that_begins_when_it_was_sent_and_one_reward(make_args, tokenizer, tmp_path):
+def test_every_sample_has_one_request_span_from_its_sending_and_one_reward_span(make_args, tokenizer, tmp_path):
     trace = trace_of(tmp_path, make_args(), tokenizer, limit=100)
     requests = trace.of("rollout manager", row="requests")
     assert sorted((span.facts["rollout"], span.facts["sample"]) for span in requests) == [
@@ -69,7 +69,7 @@ def test_every_sample_has_one_request_that_begins_when_it_was_sent_and_one_rewar
     assert trace.remarks == []
 
 
-def test_what_lies_between_two_requests_of_a_sample_is_shown(make_args, tokenizer, tmp_path, monkeypatch):
+def test_time_between_two_requests_of_a_sample_is_shown(make_args, tokenizer, tmp_path, monkeypatch):
     (tmp_path / "three_turns.py").write_text(TURNS)
     monkeypatch.syspath_prepend(tmp_path)
     args = make_args(custom_generate_function_path="three_turns.generate")
@@ -79,7 +79,7 @@ def test_what_lies_between_two_requests_of_a_sample_is_shown(make_args, tokenize
     assert len(between) == 2 * 16 and all(span.seconds >= 0.01 for span in between)
 
 
-def test_of_a_large_rollout_as_many_are_shown_as_were_asked_for_and_the_others_counted(make_args, tokenizer, tmp_path):
+def test_only_the_requested_number_of_samples_is_traced_and_the_rest_counted(make_args, tokenizer, tmp_path):
     trace = trace_of(tmp_path, make_args(), tokenizer, limit=3)
     assert len(trace.of("rollout manager", row="requests")) == 2 * 3
     assert set(trace.remarks) == {

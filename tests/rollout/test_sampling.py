@@ -1,4 +1,4 @@
-"""What each request asks of the engine, and seeds that depend on nothing but the sample."""
+"""The content of engine requests, and seeds that depend only on the sample."""
 
 import random
 
@@ -14,7 +14,7 @@ def sample_of(prompt_tokens=3, response_tokens=0):
     )
 
 
-def test_the_training_request_carries_every_rollout_flag(make_args):
+def test_training_request_has_every_rollout_flag(make_args):
     args = make_args(
         rollout_temperature=0.8,
         rollout_top_p=0.9,
@@ -37,7 +37,7 @@ def test_the_training_request_carries_every_rollout_flag(make_args):
     }
 
 
-def test_an_evaluation_request_carries_the_data_sets_own_values(make_args, make_eval_dataset):
+def test_evaluation_request_has_the_values_of_its_dataset(make_args, make_eval_dataset):
     dataset = make_eval_dataset(temperature=0.0, top_p=0.7, top_k=3, max_response_len=9, min_new_tokens=2)
     params = SamplingConfig.for_evaluation(make_args(), dataset).params(sample_of(), 0, 0)
     assert (params["temperature"], params["top_p"], params["top_k"]) == (0.0, 0.7, 3)
@@ -48,14 +48,14 @@ def test_an_evaluation_request_carries_the_data_sets_own_values(make_args, make_
     assert (params["repetition_penalty"], params["no_stop_trim"]) == (1.1, False)
 
 
-def test_the_budget_leaves_room_in_the_context_and_counts_what_is_there(make_args):
+def test_budget_is_the_remaining_context_including_existing_tokens(make_args):
     plan = SamplingConfig.for_training(make_args(rollout_max_response_len=10, rollout_max_context_len=12))
     assert plan.params(sample_of(prompt_tokens=1))["max_new_tokens"] == 10
     assert plan.params(sample_of(prompt_tokens=8))["max_new_tokens"] == 4
     assert plan.params(sample_of(prompt_tokens=8, response_tokens=3))["max_new_tokens"] == 1
 
 
-def test_the_budget_leaves_room_in_an_engines_context_too(make_args, make_eval_dataset):
+def test_budget_is_limited_by_the_engine_context(make_args, make_eval_dataset):
     args = make_args(rollout_max_response_len=10, rollout_max_context_len=14, engine_context_len=12)
     dataset = make_eval_dataset(max_response_len=10, max_context_len=None)
     for plan in (SamplingConfig.for_training(args), SamplingConfig.for_evaluation(args, dataset)):
@@ -64,15 +64,13 @@ def test_the_budget_leaves_room_in_an_engines_context_too(make_args, make_eval_d
         assert plan.params(sample_of(prompt_tokens=8, response_tokens=4), 0)["max_new_tokens"] == 0
 
 
-def test_a_seed_is_sent_only_to_deterministic_engines(make_args):
+def test_seed_is_sent_only_to_deterministic_engines(make_args):
     assert "sampling_seed" not in SamplingConfig.for_training(make_args()).params(sample_of(), 5)
     params = SamplingConfig.for_training(make_args(**DETERMINISTIC)).params(sample_of(), 5)
     assert params["sampling_seed"] == sampling_seed(42, 5)
 
 
-def test_servers_of_the_users_are_always_sent_a_seed_because_any_of_them_may_be_deterministic(
-    make_args, make_eval_dataset
-):
+def test_external_servers_always_get_a_seed_as_any_may_be_deterministic(make_args, make_eval_dataset):
     args = make_args(rollout_external_engine_addrs=["10.0.0.1:30000", "10.0.0.2:30000"])
     plan = SamplingConfig.for_training(args)
     assert [plan.params(sample_of(), index)["sampling_seed"] for index in (5, 6)] == [
@@ -83,8 +81,8 @@ def test_servers_of_the_users_are_always_sent_a_seed_because_any_of_them_may_be_
     assert evaluation.params(sample_of(), 0, 1)["sampling_seed"] == sampling_seed(42, "eval", "sums", 0, 1)
 
 
-def test_seeds_never_change_between_versions_processes_or_orders():
-    # fixed once: a changed hash would break the resume of every running training
+def test_seeds_are_stable_across_versions_processes_and_orders():
+    # fixed: a changed hash would break the resume of every existing run
     assert [sampling_seed(42, index) for index in range(3)] == [1295844956, 424868566, 1993575685]
     indices = list(range(1000))
     random.Random(0).shuffle(indices)

@@ -1,4 +1,4 @@
-"""Conversations become samples whose loss mask is 1 exactly where the assistant speaks."""
+"""Conversations become samples whose loss mask is 1 exactly on the assistant's text."""
 
 import pytest
 
@@ -29,7 +29,7 @@ def samples_of(make_args, write_rows, tokenizer):
     return run
 
 
-def test_the_assistants_words_and_the_mark_after_them_are_trained_on(samples_of, tokenizer):
+def test_assistant_text_and_its_end_token_are_trained(samples_of, tokenizer):
     (sample,) = samples_of([{"messages": [USER, ASSISTANT, USER, ASSISTANT]}])
     response = sample.tokens[len(sample.tokens) - sample.response_length :]
     trained = [token for token, chosen in zip(response, sample.loss_mask, strict=True) if chosen]
@@ -37,13 +37,11 @@ def test_the_assistants_words_and_the_mark_after_them_are_trained_on(samples_of,
     assert tokenizer.decode(response).startswith("two<|im_end|>\n<|im_start|>user\n1+1<|im_end|>")
 
 
-def test_tool_schemas_of_a_row_stand_in_the_conversation_that_is_trained_on(samples_of, tokenizer):
+def test_tool_schemas_of_a_row_are_in_the_trained_conversation(samples_of, tokenizer):
     with_tools, without = samples_of([{"messages": [USER, ASSISTANT], "tools": TOOLS}, {"messages": [USER, ASSISTANT]}])
     assert tokenizer.decode(with_tools.tokens) == tokenizer.decode(without.tokens) + "[1 tools]"
 
 
-def test_a_rendered_conversation_is_refused_with_the_flag_that_rendered_it(samples_of):
-    with pytest.raises(
-        ValueError, match="sample 0 is text and not a list of messages: leave --apply-chat-template out"
-    ):
+def test_prerendered_conversation_is_rejected_with_the_flag(samples_of):
+    with pytest.raises(ValueError, match="sample 0 is text, not a list of messages: leave --apply-chat-template out"):
         samples_of([{"messages": [USER, ASSISTANT]}], apply_chat_template=True)

@@ -1,4 +1,4 @@
-"""How old samples are, and which rollouts may go without waiting, against counting by hand."""
+"""Staleness of samples, and which rollouts may start without waiting, against brute force."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from slimrl.data.sample import Sample, SampleStatus
 from slimrl.rollout.asynchronous.staleness import (
-    anew,
     can_train_without_expiring,
     has_unknown_version,
     oldest_version,
+    reset_to_prompt,
     staleness_metrics,
 )
 
@@ -32,12 +32,12 @@ def sample(*spans, mask=None) -> Sample:
     )
 
 
-def test_a_sample_is_as_old_as_its_oldest_token():
+def test_sample_staleness_is_that_of_its_oldest_token():
     assert oldest_version(sample(("4", 3), ("5", 2), ("11", 1))) == 4
     assert oldest_version(sample(("10", 3), ("9", 1))) == 9  # numbers, not text
 
 
-def test_the_words_of_a_tool_have_no_age_but_trained_tokens_of_unknown_weights_may_be_as_old_as_the_sample():
+def test_tool_tokens_have_no_staleness_but_trained_tokens_of_unknown_version_do():
     tool = sample(("4", 2), ("", 2), ("5", 1), mask=[1, 1, 0, 0, 1])
     assert oldest_version(tool, otherwise=1) == 4
     unknown = sample(("4", 2), ("", 2), ("5", 1))
@@ -46,7 +46,7 @@ def test_the_words_of_a_tool_have_no_age_but_trained_tokens_of_unknown_weights_m
     assert oldest_version(Sample("p"), otherwise=3) == 3 and oldest_version(Sample("p")) is None
 
 
-def test_the_histogram_counts_samples_by_their_age_in_rollouts():
+def test_histogram_counts_samples_by_staleness_in_rollouts():
     samples = [sample(("7", 2)), sample(("6", 1), ("7", 9)), sample(("4", 1)), sample(("6", 1)), Sample("p")]
     assert staleness_metrics(7, samples) == {
         "rollout/staleness/mean": (0 + 1 + 3 + 1) / 4,
@@ -58,43 +58,47 @@ def test_the_histogram_counts_samples_by_their_age_in_rollouts():
     assert staleness_metrics(7, [Sample("p")]) == {}
 
 
-def test_a_sample_begins_anew_from_its_prompt():
+def test_sample_is_reset_to_its_prompt():
     old = sample(("4", 2))
-    fresh = anew(old)
+    fresh = reset_to_prompt(old)
     assert fresh == Sample("p", tokens=[0, 0, 0])
-    assert anew(fresh) is fresh and old.response_length == 2
+    assert reset_to_prompt(fresh) is fresh and old.response_length == 2
     old.metadata = {"level": 3, "turn_starts": [0, 1], "non_generation_time": 0.5, "start_rollout_id": 4}
-    assert anew(old).metadata == {"level": 3}  # what is the prompt's own stays
+    assert reset_to_prompt(old).metadata == {"level": 3}  # the prompt's own data stays
     assert len(old.metadata) == 4
 
 
-def test_a_sample_is_of_other_weights_where_trained_tokens_are_of_unknown_or_of_later_ones():
+def test_sample_with_unknown_or_later_weights_has_an_unknown_version():
     assert not has_unknown_version(sample(("4", 2), ("6", 1)), 6)
     assert has_unknown_version(sample(("4", 2), ("7", 1)), 6)
     assert has_unknown_version(sample(("default", 2)), 6)
     assert has_unknown_version(sample(("4", 2), ("", 1)), 6)
-    assert not has_unknown_version(sample(("4", 2), ("", 1), mask=[1, 1, 0]), 6)  # the words of a tool
+    assert not has_unknown_version(sample(("4", 2), ("", 1), mask=[1, 1, 0]), 6)  # tool output
     short = sample(("4", 2))
     short.tokens, short.response_length, short.loss_mask = [*short.tokens, 9], 3, [1, 1, 1]
-    assert has_unknown_version(short, 6)  # its spans do not reach to the end
+    assert has_unknown_version(short, 6)  # its spans do not cover the end
 
 
-def test_a_response_that_no_engine_drew_is_of_no_weights():
+def test_response_not_sampled_by_an_engine_needs_no_version():
     brought = Sample("p", tokens=[0, 1, 2], response_length=2, loss_mask=[1, 1], status=SampleStatus.COMPLETED)
     assert not has_unknown_version(brought, 6) and not has_unknown_version(Sample("p"), 6)
-    for drawn in ({"status": SampleStatus.ABORTED}, {"weight_versions": ["3"]}, {"metadata": {"start_rollout_id": 3}}):
-        assert has_unknown_version(dataclasses.replace(brought, **drawn), 6)
+    for sampled in (
+        {"status": SampleStatus.ABORTED},
+        {"weight_versions": ["3"]},
+        {"metadata": {"start_rollout_id": 3}},
+    ):
+        assert has_unknown_version(dataclasses.replace(brought, **sampled), 6)
 
 
-def test_a_rollout_waits_only_for_groups_that_the_batches_until_their_last_rollout_cannot_hold():
-    assert can_train_without_expiring(5, [9, 9], [7, 7, 7])  # rollouts 6 and 7 have room for four
-    assert not can_train_without_expiring(5, [9, 9], [6, 6, 6])  # rollout 6 has room for two
+def test_rollout_waits_only_for_groups_that_later_batches_cannot_hold():
+    assert can_train_without_expiring(5, [9, 9], [7, 7, 7])  # rollouts 6 and 7 have capacity for four
+    assert not can_train_without_expiring(5, [9, 9], [6, 6, 6])  # rollout 6 has capacity for two
     assert can_train_without_expiring(5, [9, 9], [6, 6]) and not can_train_without_expiring(5, [9, 9], [5])
 
 
-def test_a_rollout_does_not_wait_where_its_own_groups_are_as_pressed_as_those_that_it_would_wait_for():
+def test_rollout_does_not_wait_when_its_own_groups_expire_as_soon():
     assert can_train_without_expiring(5, [5], [5])
-    assert can_train_without_expiring(5, [5, 6], [6, 6, 6])  # four of the five have to go into the next four places
+    assert can_train_without_expiring(5, [5, 6], [6, 6, 6])  # four of the five must be in the next four places
     assert not can_train_without_expiring(5, [6, 7], [6, 6, 6])
 
 
@@ -105,20 +109,20 @@ def test_a_rollout_does_not_wait_where_its_own_groups_are_as_pressed_as_those_th
     ready=st.lists(st.integers(0, 3), max_size=9),
     waiting=st.lists(st.integers(0, 3), max_size=6),
 )
-def test_a_rollout_goes_exactly_when_everybody_who_waits_still_finds_a_place(batch, bound, rollout, ready, waiting):
+def test_rollout_starts_exactly_when_every_waiting_group_still_fits(batch, bound, rollout, ready, waiting):
     due = [sorted(rollout + min(last, bound) for last in group) for group in (ready, waiting)]
     chosen, others = due[0][:batch], due[0][batch:]
     if len(chosen) < batch:
         return
     allowed = can_train_without_expiring(rollout, chosen, due[1])
     if fits(rollout + 1, batch, others + due[1]):
-        assert allowed  # nothing would be gained by waiting
+        assert allowed  # waiting would gain nothing
     elif fits(rollout, batch, due[0] + due[1]):
-        assert not allowed  # all could have a place, if those were waited for that have to go first
+        assert not allowed  # all could fit, if the rollout waited for the groups that are due first
     if not due[1]:
         assert allowed
 
 
 def fits(first: int, batch: int, due: list[int]) -> bool:
-    """Whether groups can be dealt out to the rollouts from `first` on, none later than it is due: earliest first."""
+    """Whether groups can be assigned to the rollouts from `first` on before each is due: earliest first."""
     return all(first + place // batch <= last for place, last in enumerate(sorted(due)))

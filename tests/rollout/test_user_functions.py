@@ -1,4 +1,4 @@
-"""Functions of the user's around a rollout: what each sees, when it is called, and what its answer does."""
+"""Custom functions around a rollout: their input, when they are called, and the effect of their result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slimrl.data.train_batch import batch_from_samples
 from slimrl.hooks import HookError, HookFailedError
 from slimrl.observability.run_log import RunLog, StepRecord
 from slimrl.observability.summary import load_summary
-from slimrl.rollout.convert_samples import batch_from_columns, compute_rewards, training_batch
+from slimrl.rollout.convert_samples import RewardProcessing, batch_from_columns, compute_rewards, training_batch
 from slimrl.rollout.dataset.data_source import GroupBuffer, RolloutDataSource
 from slimrl.rollout.evaluate import EvalResult
 from slimrl.rollout.filter_hub.base_types import DynamicFilterOutput
@@ -123,7 +123,7 @@ def roll(make_args, tokenizer, fake_engine):
         source = RolloutDataSource(args, tokenizer)
 
         async def main():
-            generator = RolloutGenerator(args, tokenizer, engine or fake_engine())
+            generator = RolloutGenerator.from_args(args, tokenizer, engine or fake_engine())
             try:
                 return await (work(generator) if work else generator.generate_rollout(7, source))
             finally:
@@ -137,16 +137,16 @@ def roll(make_args, tokenizer, fake_engine):
 # -- one sample ------------------------------------------------------------------------------------------------------
 
 
-def test_sample_hooks_come_in_order_once_per_sample_before_the_reward(roll, own):
+def test_sample_hooks_run_in_order_once_per_sample_before_the_reward(roll, own):
     output, args = roll(rollout_sample_hook_path=[f"{own}.see", f"{own}.replace"])
     samples = [sample for group in output.groups for sample in group]
     assert sorted(args.custom["seen"]) == [(index, 7, False, None) for index in range(8)]
     assert args.custom["told"] == [{"rollout_id": 7, "evaluation": False}] * 8
     assert all(sample.metadata["by"] == "replace" for sample in samples)
-    assert all(sample.reward == 0.0 for sample in samples)  # the first hook moved the label
+    assert all(sample.reward == 0.0 for sample in samples)  # the first hook changed the label
 
 
-def test_sample_hooks_see_evaluation_samples_too(roll, own, make_eval_dataset):
+def test_sample_hooks_run_on_evaluation_samples(roll, own, make_eval_dataset):
     _, args = roll(
         lambda generator: generator.evaluate(3),
         rollout_sample_hook_path=[f"{own}.see"],
@@ -158,11 +158,14 @@ def test_sample_hooks_see_evaluation_samples_too(roll, own, make_eval_dataset):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("confuse", r"confuse of sample \d \(group \d\) failed: TypeError: it must return a Sample or None, not 'samp"),
+        (
+            "confuse",
+            r"confuse of sample \d \(group \d\) failed: TypeError: the hook must return a Sample or None, not 'samp",
+        ),
         ("fail", r"--rollout-sample-hook-path functions_under_test.fail of sample \d .* failed: KeyError: 'tool'; its"),
     ],
 )
-def test_a_failing_sample_hook_names_itself_and_the_sample(roll, own, name, message):
+def test_failing_sample_hook_is_named_with_the_sample(roll, own, name, message):
     with pytest.raises(SampleError, match=message):
         roll(rollout_sample_hook_path=[f"{own}.{name}"])
 
@@ -170,7 +173,7 @@ def test_a_failing_sample_hook_names_itself_and_the_sample(roll, own, name, mess
 # -- all groups ------------------------------------------------------------------------------------------------------
 
 
-def test_the_sample_filter_takes_samples_out_and_all_groups_are_seen_dropped_ones_too(roll, own):
+def test_sample_filter_removes_samples_and_receives_dropped_groups(roll, own):
     output, args = roll(
         dynamic_sampling_filter_path=f"{own}.odd_reasoned",
         rollout_sample_filter_path=f"{own}.every_second",
@@ -183,33 +186,35 @@ def test_the_sample_filter_takes_samples_out_and_all_groups_are_seen_dropped_one
     assert [[sample.remove_sample for sample in group] for group in output.groups] == [[True] * 2] + [[False] * 2] * 3
 
 
-def test_a_failing_filter_names_its_flag_and_itself(roll, own):
+def test_failing_filter_is_named_with_its_flag(roll, own):
     with pytest.raises(HookFailedError, match="--rollout-sample-filter-path .*failing_filter raised ZeroDivisionError"):
         roll(rollout_sample_filter_path=f"{own}.failing_filter")
 
 
 @pytest.mark.parametrize(("name", "reason"), [("bool", "unnamed"), ("tensor", "unnamed"), ("reasoned", "even")])
-def test_a_filter_may_answer_with_a_bool_a_tensor_or_a_reason(roll, own, name, reason):
+def test_filter_may_return_a_bool_a_tensor_or_a_reason(roll, own, name, reason):
     output, _ = roll(dynamic_sampling_filter_path=f"{own}.odd_{name}")
     assert [group[0].group_index for group in output.groups] == [1, 3, 5, 7]
     assert output.metrics[f"rollout/dynamic_filter/drop_{reason}"] >= 4
 
 
 @pytest.mark.parametrize("kind", [bool, np.bool_, np.array, torch.tensor, lambda keep: torch.tensor([float(keep)])])
-def test_a_filter_may_answer_with_any_kind_of_truth(kind):
+def test_filter_may_return_any_truth_value(kind):
     for keep in (True, False):
         assert DynamicFilterOutput.of(kind(keep)) == DynamicFilterOutput(keep)
-        reasoned = SimpleNamespace(keep=kind(keep), reason="because")  # a class of somebody else's, as slime's
+        reasoned = SimpleNamespace(keep=kind(keep), reason="because")  # a foreign class, like slime's
         assert DynamicFilterOutput.of(reasoned) == DynamicFilterOutput(keep, "because")
 
 
-def test_a_filter_that_answers_nothing_is_an_error(roll, own):
-    with pytest.raises(HookFailedError, match="forgetful raised TypeError: it returned None: return a bool, a scalar"):
+def test_filter_that_returns_none_is_an_error(roll, own):
+    with pytest.raises(
+        HookFailedError, match="forgetful raised TypeError: the filter returned None: return a bool, a scalar"
+    ):
         roll(dynamic_sampling_filter_path=f"{own}.forgetful")
 
 
-def test_groups_in_reserve_fill_a_rollout_that_its_prompts_do_not(roll, fake_engine):
-    # of each wave of 6 prompts, group 1 alone has rewards that differ
+def test_reserve_groups_fill_a_rollout_with_too_few_prompts(roll, fake_engine):
+    # of each wave of 6 prompts, only group 1 has rewards that differ
     def reply(prompt, call):
         return f"\\boxed{{{2 if prompt == '1+1=' and call % 2 else -1}}}"
 
@@ -224,7 +229,7 @@ def test_groups_in_reserve_fill_a_rollout_that_its_prompts_do_not(roll, fake_eng
     assert output.metrics["rollout/dynamic_filter/drop_zero_std_0.0"] == 2.0
 
 
-def test_a_group_of_cut_off_responses_alone_is_dropped(make_args):
+def test_group_of_only_truncated_responses_is_dropped(make_args):
     cut = Sample(prompt="q", status=SampleStatus.TRUNCATED)
     whole = Sample(prompt="q", status=SampleStatus.COMPLETED)
     assert check_any_completed(make_args(), [cut, whole]) == DynamicFilterOutput(True)
@@ -234,7 +239,7 @@ def test_a_group_of_cut_off_responses_alone_is_dropped(make_args):
 # -- evaluation ------------------------------------------------------------------------------------------------------
 
 
-def test_an_evaluation_function_of_its_own_leaves_rollouts_alone(roll, own, make_eval_dataset):
+def test_custom_evaluation_function_does_not_affect_rollouts(roll, own, make_eval_dataset):
     settings = {"eval_function_path": f"{own}.own_evaluation", "eval_datasets": [make_eval_dataset()]}
     results, _ = roll(lambda generator: generator.evaluate(3), **settings)
     assert list(results) == ["mine"] and results["mine"].mean_reward == 2.0
@@ -242,10 +247,10 @@ def test_an_evaluation_function_of_its_own_leaves_rollouts_alone(roll, own, make
     assert len(output.groups) == 4
 
 
-def test_paths_are_refused_where_the_function_cannot_be_called(roll, own):
-    with pytest.raises(HookError, match=r"expected is async or ordinary f\(args, sample\)"):
+def test_path_of_an_uncallable_function_is_rejected(roll, own):
+    with pytest.raises(HookError, match=r"expected async or ordinary f\(args, sample\)"):
         roll(rollout_sample_hook_path=[f"{own}.all_groups"])
-    with pytest.raises(HookError, match=r"expected is f\(args, all_groups, data_source\)"):
+    with pytest.raises(HookError, match=r"expected f\(args, all_groups, data_source\)"):
         roll(rollout_all_samples_process_path=f"{own}.confuse")
 
 
@@ -261,22 +266,22 @@ def finished(index, reward, length=2, **changes):
 
 
 @pytest.mark.parametrize("replace", [True, None])
-def test_a_log_function_may_replace_the_metrics_but_the_reward(make_args, own, replace):
+def test_log_function_may_replace_all_metrics_but_the_reward(make_args, own, replace):
     args = make_args(custom_rollout_log_function_path=f"{own}.log", custom={"replace": replace})
     metrics = {"rollout/raw_reward": 0.5, "rollout/truncated_ratio": 0.1, "rollout/x": 1.0}
-    reported = reported_metrics(args, 4, [finished(0, 1.0)], metrics, {"rollout/x": 1.0}, 2.5)
+    reported = reported_metrics(args, 4, [finished(0, 1.0)], metrics, {"rollout/x": 1.0}, 2.5, hook_args=args)
     assert args.custom["logged"] == [(4, 1, {"rollout/x": 1.0}, 2.5)]
     assert reported == ({"rollout/raw_reward": 0.5} if replace else metrics)
-    assert reported_metrics(make_args(), 4, [], metrics, {}, 2.5) == metrics
+    assert reported_metrics(make_args(), 4, [], metrics, {}, 2.5, hook_args=make_args()) == metrics
 
 
 @pytest.mark.parametrize("replace", [True, None])
-def test_an_evaluation_log_function_may_replace_all_but_the_mean_rewards(make_args, own, replace):
+def test_evaluation_log_function_may_replace_all_but_the_mean_rewards(make_args, own, replace):
     args = make_args(custom_eval_rollout_log_function_path=f"{own}.log_evaluation", custom={"replace": replace})
     samples = [finished(0, 1.0), finished(1, 0.0)]
     samples[1].status = SampleStatus.TRUNCATED
     results = {"a": EvalResult("a", [1.0, 0.0], samples, 1)}
-    reported = reported_scalars(args, 4, results)
+    reported = reported_scalars(args, 4, results, hook_args=args)
     assert args.custom["logged"] == [(4, {"a": ["rewards", "samples", "truncated"]}, [False, True])]
     assert reported == ({"a": {"eval/a": 0.5}} if replace else {"a": results["a"].metrics()})
 
@@ -302,7 +307,7 @@ def logs(tmp_path, monkeypatch):
     sys.modules.pop("own_log_functions", None)
 
 
-def test_metrics_that_log_functions_add_reach_the_summary_tensorboard_and_w_and_b(make_args, logs, tmp_path):
+def test_custom_metrics_reach_the_summary_tensorboard_and_wandb(make_args, logs, tmp_path):
     import wandb
 
     adds = {"rollout/words": np.float32(7.5), "mine/turns": torch.tensor(3), "score": 0.25, "rollout/x": 2}
@@ -317,8 +322,10 @@ def test_metrics_that_log_functions_add_reach_the_summary_tensorboard_and_w_and_
         wandb_mode="offline",
     )
     metrics = {"rollout/raw_reward": 0.5, "rollout/x": 1.0}
-    reported = reported_metrics(args, 0, [finished(0, 1.0)], metrics, {"rollout/x": 1.0}, 2.5)
-    scalars = reported_scalars(args, 1, {"a": EvalResult("a", [1.0, 0.0], [finished(0, 1.0), finished(1, 0.0)], 1)})
+    reported = reported_metrics(args, 0, [finished(0, 1.0)], metrics, {"rollout/x": 1.0}, 2.5, hook_args=args)
+    scalars = reported_scalars(
+        args, 1, {"a": EvalResult("a", [1.0, 0.0], [finished(0, 1.0), finished(1, 0.0)], 1)}, hook_args=args
+    )
     evaluated = SimpleNamespace(mean_reward=0.5, metrics=lambda: scalars["a"])
     with RunLog.open(args, {}) as log:
         log.step(StepRecord(0, "0", reported, [{"loss": 1.0}], {"train": 1.0, "total": 2.0}))
@@ -341,81 +348,81 @@ def test_metrics_that_log_functions_add_reach_the_summary_tensorboard_and_w_and_
 @pytest.mark.parametrize(
     ("adds", "message"),
     [
-        ({"mine/x": "many"}, "added the metric 'mine/x' with 'many': give it a number"),
-        ({"rollout/raw_reward": 1.0}, "added the metric 'rollout/raw_reward', which is a name of slimrl's own"),
-        ({"train/grad_norm": 1.0}, "added the metric 'train/grad_norm', which is a name of slimrl's own"),
-        ({"grad_norm": 1.0}, "added the metric 'grad_norm', which is a name of slimrl's own"),
-        ({"seconds": 1.0}, "added the metric 'seconds', which is a name of slimrl's own"),
-        ({"perf/step_time": 1.0}, "added the metric 'perf/step_time', which is a name of slimrl's own"),
+        ({"mine/x": "many"}, "added the metric 'mine/x' with the value 'many': use a number"),
+        ({"rollout/raw_reward": 1.0}, "added the metric 'rollout/raw_reward', a name that slimrl uses itself"),
+        ({"train/grad_norm": 1.0}, "added the metric 'train/grad_norm', a name that slimrl uses itself"),
+        ({"grad_norm": 1.0}, "added the metric 'grad_norm', a name that slimrl uses itself"),
+        ({"seconds": 1.0}, "added the metric 'seconds', a name that slimrl uses itself"),
+        ({"perf/step_time": 1.0}, "added the metric 'perf/step_time', a name that slimrl uses itself"),
     ],
 )
-def test_a_metric_of_a_log_function_that_cannot_be_reported_is_refused_by_its_name(make_args, logs, adds, message):
+def test_unreportable_metric_of_a_log_function_is_rejected_by_name(make_args, logs, adds, message):
     args = make_args(custom_rollout_log_function_path=f"{logs}.log", custom={"adds": adds, "replace": True})
     with pytest.raises(HookFailedError, match=f"--custom-rollout-log-function-path {logs}.log {message}"):
-        reported_metrics(args, 0, [finished(0, 1.0)], {"rollout/raw_reward": 0.5, "rollout/y": 0.1}, {}, 2.5)
+        reported_metrics(
+            args, 0, [finished(0, 1.0)], {"rollout/raw_reward": 0.5, "rollout/y": 0.1}, {}, 2.5, hook_args=args
+        )
 
 
-def test_a_log_function_that_replaces_slimrls_metrics_may_use_their_names(make_args, logs):
+def test_log_function_that_replaces_slimrl_metrics_may_use_their_names(make_args, logs):
     args = make_args(
         custom_rollout_log_function_path=f"{logs}.log",
         custom={"adds": {"rollout/truncated_ratio": 0.75}, "replace": True},
     )
     metrics = {"rollout/raw_reward": 0.5, "rollout/truncated_ratio": 0.1}
-    reported = reported_metrics(args, 0, [finished(0, 1.0)], metrics, {}, 2.5)
+    reported = reported_metrics(args, 0, [finished(0, 1.0)], metrics, {}, 2.5, hook_args=args)
     assert reported == {"rollout/raw_reward": 0.5, "rollout/truncated_ratio": 0.75}
 
 
 # -- training data ---------------------------------------------------------------------------------------------------
 
 
-def test_training_data_of_the_users_making_equals_the_built_in_batch_in_what_it_takes_over(make_args, own):
+def test_custom_training_data_matches_the_built_in_batch_in_shared_fields(make_args, own):
     samples = [finished(0, 1.0, 3), finished(1, 0.0, remove_sample=True), finished(2, 0.5, 4), finished(3, 0.25)]
     samples[2].status, samples[3].loss_mask = SampleStatus.TRUNCATED, [0, 1]
     args = make_args(custom_convert_samples_to_train_data_path=f"{own}.convert")
-    rewards = compute_rewards(args, samples)
-    batch = training_batch(args, samples, rewards)
+    rewards = compute_rewards(RewardProcessing.from_args(args), samples)
+    batch = training_batch(args, samples, rewards, hook_args=args)
     raw = torch.tensor([1.0, 0.5, 0.25])
     expected = batch_from_samples([samples[0], *samples[2:]], raw, 2 * raw)
     for name, column in vars(expected).items():
         assert torch.equal(torch.as_tensor(getattr(batch, name)), torch.as_tensor(column)), name
-    built_in = training_batch(make_args(), samples, rewards)
+    built_in = training_batch(make_args(), samples, rewards, hook_args=make_args())
     assert len(built_in) == 4 and torch.equal(built_in.rewards, rewards.normalized)
 
 
-def test_training_data_that_does_not_fit_is_refused(make_args, own):
+def test_invalid_training_data_is_rejected(make_args, own):
     args = make_args(custom_convert_samples_to_train_data_path=f"{own}.convert_badly")
     samples = [finished(0, 1.0), finished(1, 0.0)]
     with pytest.raises(HookFailedError, match=r"columns \['response_lengths', .* are missing and \['multimodal_train"):
-        training_batch(args, samples, compute_rewards(args, samples))
+        training_batch(args, samples, compute_rewards(RewardProcessing.from_args(args), samples), hook_args=args)
     good = {
         "tokens": [[1, 2, 3]], "response_lengths": [2], "rewards": [1.0], "loss_masks": [[1, 1]],
         "rollout_log_probs": [[-1.0, -1.0]],
     }  # fmt: skip
     assert len(batch_from_columns(good)) == 1
     for change, message in (
-        ({"rewards": [1.0, 2.0]}, "column rewards has 2 entries and tokens 1: give one for each row"),
-        ({"total_lengths": [4]}, "sample 0 has 3 tokens and total_lengths 4"),
+        ({"rewards": [1.0, 2.0]}, "column rewards has 2 entries but tokens has 1: give one for each row"),
+        ({"total_lengths": [4]}, "sample 0 has 3 tokens but total_lengths 4"),
         ({"loss_masks": [[1]]}, "has 1 loss_mask for 2 response tokens"),
     ):
         with pytest.raises(ValueError, match=message):
             batch_from_columns({**good, **change})
-    with pytest.raises(ValueError, match="it returned list: return a dict of columns"):
+    with pytest.raises(ValueError, match="the function returned list: return a dict of columns"):
         batch_from_columns([good])
 
 
-def test_a_reward_post_process_and_a_buffer_filter_that_raise_are_named_with_their_lines(
-    make_args, tmp_path, monkeypatch
-):
+def test_failing_reward_post_process_and_buffer_filter_are_named_with_their_lines(make_args, tmp_path, monkeypatch):
     (tmp_path / "slimrl_fails.py").write_text(
         "def two(args, samples): return {}['a']\n\ndef four(a, b, c, d): return 1 / 0\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(HookFailedError) as caught:
-        compute_rewards(make_args(custom_reward_post_process_path="slimrl_fails.two"), [])
+        compute_rewards(RewardProcessing.from_args(make_args(custom_reward_post_process_path="slimrl_fails.two")), [])
     flag = "--custom-reward-post-process-path slimrl_fails.two"
     line = f"{tmp_path}/slimrl_fails.py:1 in two: def two(args, samples): return {{}}['a']"
     assert str(caught.value) == f"{flag} raised KeyError: 'a'\n  {line}"
-    buffer = GroupBuffer(make_args(buffer_filter_path="slimrl_fails.four"))
+    buffer = GroupBuffer("slimrl_fails.four", make_args())
     buffer.put([[Sample("q")]])
     with pytest.raises(HookFailedError, match="--buffer-filter-path slimrl_fails.four raised ZeroDivisionError"):
         buffer.take(1, 0)

@@ -1,9 +1,9 @@
-"""Whole responses as models write them, with label and score, through the rule that `--rm-type` names.
+"""Full responses as models write them, with label and score, graded by the rule that `--rm-type` names.
 
-`whole_responses.jsonl` was written in two rounds without a look at what the graders said. Of the first round (507, of
-which four that may be read both ways were left out) 85.8 of 100 were judged right at first sight, and 18 wrong answers
-passed; the graders were fixed. Of the second (112) 98.2 of 100 were, and one wrong answer passed. The third (120) was
-written to a list of what had then gone wrong: 87 of it were judged wrongly, and 25 wrong answers passed.
+`whole_responses.jsonl` was written in two rounds without looking at the graders' results. Of the first round (507,
+without four ambiguous ones) 85.8 of 100 were graded correctly before any fix, and 18 wrong answers passed; the graders
+were fixed. Of the second (112) 98.2 of 100 were, and one wrong answer passed. The third (120) was written for a list of
+known failures: 87 of it were graded wrongly, and 25 wrong answers passed.
 """
 
 import json
@@ -26,17 +26,17 @@ def algebraic():
     return sympy_equal.equal
 
 
-def judged_right(row, algebraic):
-    """Whether the score is the row's, by the way of `registry.grade` without the processes between."""
+def graded_correctly(row, algebraic):
+    """Whether the score equals the row's, computed like `registry.grade` without its processes."""
     sample = Sample(prompt="q", response=row["response"], label=row["label"], metadata=row.get("metadata", {}))
     request = registry.request_of(row["rule"], sample)
-    reward = registry.at_first_sight(row["rule"], sample, request)
+    reward = registry.fast_path_reward(row["rule"], sample, request)
     if reward is None:
-        reward = rule_graders.judge(request, algebraic)
+        reward = rule_graders.grade(request, algebraic)
     return (reward["score"] if isinstance(reward, dict) else reward) in REWARDS[row["correct"]]
 
 
-def test_the_set_is_large_and_holds_wrong_answers_to_every_rule():
+def test_set_is_large_with_wrong_answers_for_every_rule():
     assert len(ROWS) >= 700 and sum(not row["correct"] for row in ROWS) >= 200
     wrong = Counter(row["rule"] for row in ROWS if not row["correct"])
     assert all(wrong[rule] >= number for rule, number in {"math": 80, "dapo": 20, "gpqa": 50, "deepscaler": 5}.items())
@@ -44,5 +44,5 @@ def test_the_set_is_large_and_holds_wrong_answers_to_every_rule():
     assert len(keys) == len(ROWS)
 
 
-def test_every_response_is_judged_as_a_careful_reader_would(algebraic):
-    assert [row for row in ROWS if not judged_right(row, algebraic)] == []
+def test_every_response_is_graded_like_a_careful_reader(algebraic):
+    assert [row for row in ROWS if not graded_correctly(row, algebraic)] == []

@@ -1,4 +1,4 @@
-"""Parameters of a model in closed form, from its Megatron flags alone: a count without slimrl's own tables."""
+"""Parameter counts in closed form, from Megatron flags only: independent of slimrl's own tables."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from slimrl.arguments import Arguments
 def parameters(args: Arguments) -> tuple[int, int]:
     """(all parameters, those that one token meets); buffers such as the router's bias are not counted.
 
-    `active` leaves out the experts that were not chosen, and the input embedding where the output has one of its own
-    (it is looked up, not multiplied with).
+    `active` excludes the experts that were not chosen, and the input embedding if the output has its own (it is a
+    lookup, not a multiplication).
     """
     hidden = args.hidden_size
     embedding = args.vocab_size * hidden
@@ -44,7 +44,7 @@ def _attention(args: Arguments) -> int:
 
 
 def _latent_attention(args: Arguments) -> int:
-    """Down to the latent vectors, their norms, and up to all heads, of queries and of keys and values."""
+    """Down projections to the latents, their norms, and up projections to all heads, of queries, keys and values."""
     hidden, heads = args.hidden_size, args.num_attention_heads
     width = args.qk_head_dim + args.qk_pos_emb_head_dim
     latent = args.q_lora_rank

@@ -1,4 +1,4 @@
-"""README and guides: their links lead somewhere, and the flags, files and modules that they name exist."""
+"""README and guides: their links, flags, files and modules exist."""
 
 import ast
 import asyncio
@@ -16,13 +16,13 @@ from slimrl.arguments.parser import RETIRED_FLAGS
 from slimrl.data.sample import Sample
 
 ROOT = Path(__file__).resolve().parents[2]
-GENERATED = ("flags.md", "unsupported.md")  # from the flags: they name flags of others in their sentences
+GENERATED = ("flags.md", "unsupported.md")  # generated from the flags: their help texts name foreign flags
 GUIDES = sorted(path for path in (ROOT / "docs").glob("*.md") if path.name not in GENERATED)
 PAGES = [ROOT / "README.md", *GUIDES]
 IDS = [path.name for path in PAGES]
-ROW = "Estimator("  # begins the code of a row in docs/tutorial-algorithm.md
+ROW = "Estimator("  # start of a row's code in docs/tutorial-algorithm.md
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*\b(?![-*.<])")
-# Flags of other programs in the commands that the pages show.
+# Flags of other programs in the commands of the pages.
 OTHERS = {
     *("--head", "--address", "--num-gpus"),  # ray start
     *("--entrypoint-label-selector", "--runtime-env-json"),  # ray job submit
@@ -44,11 +44,12 @@ OTHERS = {
     ),  # sglang.launch_server
     *("--pretrain", "--l2", "--vllm", "--critic"),  # OpenRLHF
     "--learning-rate",  # TRL
+    "--durations",  # pytest
 }
 
 
 def known_flags() -> set[str]:
-    """Of train.py and, as far as their sources spell them, of the tools, benchmarks, scripts and the report."""
+    """Flags of train.py and, as found in their sources, of the tools, benchmarks, scripts and the report."""
     sources = [
         path
         for folder in ("tools", "tools/gpu_check", "benchmarks", "slimrl/observability")
@@ -61,30 +62,30 @@ def known_flags() -> set[str]:
 
 
 def passed_on(flag: str) -> bool:
-    """Whether a flag goes to SGLang or its router; tests/scripts/test_recipe.py parses those of the README."""
+    """Whether a flag is passed to SGLang or its router; tests/scripts/test_recipe.py parses those of the README."""
     return flag.startswith(("--sglang-", "--router-"))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
-def test_every_link_of_a_page_leads_to_a_file(page):
+def test_every_page_link_points_to_a_file(page):
     for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-def test_the_readme_leads_to_every_guide():
+def test_readme_links_every_guide():
     linked = set(re.findall(r"\]\((docs/[a-z-]+\.md)\)", (ROOT / "README.md").read_text()))
     assert linked == {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
-def test_every_flag_that_a_page_names_exists(page):
+def test_every_flag_in_a_page_exists(page):
     named = set(FLAG.findall(page.read_text()))
     assert {flag for flag in named - known_flags() if not passed_on(flag)} == set()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
-def test_every_script_and_module_that_a_page_names_exists(page):
+def test_every_script_and_module_in_a_page_exists(page):
     text = page.read_text()
     for name in re.findall(r"\b(?:scripts|tools|tests|requirements)/[\w./-]+\.(?:sh|py|lock)\b", text):
         assert (ROOT / name).exists(), f"{page.name} names {name}"
@@ -100,7 +101,7 @@ def test_every_script_and_module_that_a_page_names_exists(page):
         ("coming-from-trl.md", ("TRL's", "transformers'")),
     ],
 )
-def test_a_page_for_another_framework_has_the_words_that_the_parser_knows(page, owners):
+def test_migration_page_has_the_flags_known_to_the_parser(page, owners):
     rows = re.findall(
         r"^\| `([\w.-]+)` \| (?:`(--[\w-]+)`)? ?\| .*\|$", (ROOT / "docs" / page).read_text(), re.MULTILINE
     )
@@ -113,7 +114,7 @@ def python_blocks(page: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / page).read_text(), re.MULTILINE | re.DOTALL)
 
 
-def test_the_reward_of_the_tutorial_does_what_its_text_shows():
+def test_tutorial_reward_behaves_as_described():
     namespace: dict = {}
     (source,) = (block for block in python_blocks("tutorial-reward.md") if "by_digits" in block)
     exec(source, namespace)
@@ -124,7 +125,7 @@ def test_the_reward_of_the_tutorial_does_what_its_text_shows():
         assert asyncio.run(namespace["by_digits"](None, sample)) == ast.literal_eval(reward)
 
 
-def test_the_functions_of_the_tutorial_are_those_that_the_flags_take():
+def test_tutorial_functions_match_the_flags():
     namespace: dict = {}
     for block in python_blocks("tutorial-algorithm.md"):
         if not block.startswith(ROW):
@@ -139,6 +140,6 @@ def test_the_functions_of_the_tutorial_are_those_that_the_flags_take():
         assert callable(namespace[name])
 
 
-def test_the_row_of_the_tutorial_is_that_of_the_table():
+def test_tutorial_row_matches_the_table():
     (row,) = (block for block in python_blocks("tutorial-algorithm.md") if block.startswith(ROW))
     assert textwrap.indent(row, "    ").rstrip() in (ROOT / "slimrl/algorithms/estimators.py").read_text()

@@ -1,4 +1,4 @@
-"""The documentation as a site: it builds without a warning, has every page, and its links lead somewhere."""
+"""The documentation site: it builds without a warning, has every page, and its links work."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ def text(site: Path, page: str) -> str:
     return (site / f"{page}.html").read_text()
 
 
-def test_the_script_explains_itself_and_refuses_a_bad_option():
+def test_script_prints_help_and_rejects_an_invalid_option():
     assert "--serve" in script("--help").stdout
     refused = script("--sevre")
     assert (refused.returncode, refused.stderr) == (2, "slimrl: unknown option --sevre; see --help\n")
 
 
 def test_every_page_is_in_the_navigation(site):
-    # that of the start page has them all: mkdocs writes the whole of it into each page
+    # the start page has all of them: mkdocs writes the full navigation into each page
     navigation = re.search(r'<nav class="md-nav md-nav--primary.*?</nav>\s*</div>', text(site, "index"), re.DOTALL)[0]
     assert set(re.findall(r'href="([\w-]+)\.html"', navigation)) | {"index"} == set(PAGES)
 
 
-def test_every_page_can_be_searched(site):
+def test_every_page_is_searchable(site):
     index = json.loads((site / "search/search_index.json").read_text())
     assert {entry["location"].partition(".html")[0] for entry in index["docs"]} == set(PAGES)
 
@@ -68,7 +68,7 @@ def test_nothing_is_loaded_from_another_host(site):
         assert loaded == [], f"{page} loads {loaded}"
 
 
-def test_a_table_or_a_list_is_not_left_as_text(site):
+def test_tables_and_lists_are_rendered(site):
     """mkdocs needs an empty line before a list or a table, GitHub does not."""
     for page in PAGES:
         plain = re.sub(r"<pre.*?</pre>|<code>.*?</code>", "", text(site, page), flags=re.DOTALL)
@@ -77,24 +77,24 @@ def test_a_table_or_a_list_is_not_left_as_text(site):
         )
 
 
-def test_what_belongs_to_a_list_item_is_indented_by_four_spaces():
+def test_list_item_content_is_indented_by_four_spaces():
     """mkdocs ends a list before a paragraph that is indented by two or three, GitHub does not."""
     for page in PAGES:
         outside = re.sub(r"^ *```.*?^ *```", "", (ROOT / f"docs/{page}.md").read_text(), flags=re.MULTILINE | re.DOTALL)
         assert not re.search(r"\n\n {1,3}\S", outside), page
 
 
-def test_no_placeholder_is_taken_for_a_tag(site):
-    """`<name>` in plain text would be a tag, and not be shown."""
+def test_placeholders_are_not_parsed_as_tags(site):
+    """`<name>` in plain text would be parsed as a tag, and not be shown."""
     for page in PAGES:
         assert set(re.findall(r"<([a-z][\w-]*)", text(site, page).partition("<article")[2])) <= TAGS, page
 
 
-def test_links_outside_docs_lead_to_the_repository(site):
+def test_links_outside_docs_point_to_the_repository(site):
     assert f'href="{REPOSITORY}/blob/main/CONTRIBUTING.md"' in text(site, "architecture")
 
 
-def test_a_broken_link_and_a_missing_section_end_the_build(tmp_path):
+def test_broken_link_or_missing_section_fails_the_build(tmp_path):
     (tmp_path / "docs").mkdir()
     (tmp_path / "tools").mkdir()
     (tmp_path / "tools/docs_site.py").write_text((ROOT / "tools/docs_site.py").read_text())
@@ -118,7 +118,7 @@ def test_a_broken_link_and_a_missing_section_end_the_build(tmp_path):
         ("```\n[a](../README.md)\n```\n[a](../README.md)", "", "```\n[a](../README.md)\n```\na"),
     ],
 )
-def test_a_link_is_rewritten(markdown, repository, expected):
+def test_link_is_rewritten(markdown, repository, expected):
     assert docs_site.inside_only(markdown, ROOT, repository) == expected
 
 
@@ -130,5 +130,5 @@ def test_a_link_is_rewritten(markdown, repository, expected):
         ("MoE & FSDP, C++", "moe--fsdp-c"),
     ],
 )
-def test_a_heading_has_the_anchor_that_github_gives_it(title, anchor):
+def test_headings_have_the_github_anchors(title, anchor):
     assert docs_site.anchor(title, "-") == anchor

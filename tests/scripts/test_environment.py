@@ -1,4 +1,4 @@
-"""scripts/lib/environment.sh: which Python it takes, what it installs, when it does nothing, and what it refuses."""
+"""scripts/lib/environment.sh: which Python it uses, what it installs, when it does nothing, and its errors."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ PREPARE = (
     "set -euo pipefail; source scripts/lib/say.sh; source scripts/lib/environment.sh; prepare_environment;"
     ' command -v python; echo "$VIRTUAL_ENV"'
 )
-# An interpreter that answers for version {version}, makes environments of copies of itself, and notes what pip is told.
+# An interpreter that reports version {version}, makes environments by copying itself, and records pip's arguments.
 PYTHON = """#!/usr/bin/env bash
 case "$*" in
    '-c ') ;;
@@ -28,14 +28,15 @@ case "$*" in
       echo "VIRTUAL_ENV=$3" >"$3/bin/activate"
       echo home >"$3/pyvenv.cfg"
       ;;
-   '-m pip install'*) shift 4; echo "$@" | tee -a "$PWD/pip"; {pip} ;;
+   '-m pip install --disable-pip-version-check --no-compile '*) shift 5; echo "$@" | tee -a "$PWD/pip"; {pip} ;;
+   '-m compileall -q -j 0 '*) shift 5; echo "$@" >>"$PWD/compiled" ;;
    *) echo "unexpected: $*" >&2; exit 1 ;;
 esac
 """
 
 
 class Checkout:
-    """A folder with the scripts and the locks, in a PATH of the common tools and of the interpreters put there."""
+    """A folder with the scripts and the locks; its PATH has the common tools and added interpreters."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.bin = folder / "checkout", folder / "bin"
@@ -71,14 +72,14 @@ def checkout(tmp_path) -> Checkout:
 
 
 def refusal(done: subprocess.CompletedProcess) -> str:
-    """The one sentence on stderr."""
+    """The only line on stderr."""
     assert done.returncode == 1
     (sentence,) = done.stderr.splitlines()
     assert sentence.startswith("slimrl: ")
     return sentence.removeprefix("slimrl: ")
 
 
-def test_torch_comes_with_its_needs_and_the_rest_of_the_lock_without(checkout):
+def test_torch_is_installed_with_dependencies_and_the_rest_of_the_lock_without(checkout):
     checkout.python("python3", 12)
     done = checkout.prepare()
     assert done.returncode == 0, done.stderr
@@ -91,7 +92,30 @@ def test_torch_comes_with_its_needs_and_the_rest_of_the_lock_without(checkout):
     assert done.stdout.splitlines()[-2:] == [str(venv / "bin/python"), str(venv)]
 
 
-def test_the_second_time_nothing_is_installed_and_nothing_said(checkout):
+def test_packages_and_checkout_are_compiled_once(checkout):
+    checkout.python("python3", 12)
+    for _ in range(2):
+        assert checkout.prepare().returncode == 0
+    assert (checkout.folder / "compiled").read_text() == f"{checkout.folder}/.venv/lib slimrl tools\n"
+
+
+@pytest.mark.parametrize(("works", "calls_of_pip"), [(True, 0), (False, 3)])
+def test_uv_installs_and_pip_does_where_it_fails(works, calls_of_pip, checkout):
+    checkout.python("python3", 12)
+    (checkout.bin / "uv").write_text(f'#!/usr/bin/env bash\necho "$@" >>"$PWD/uv"\n{str(works).lower()}\n')
+    (checkout.bin / "uv").chmod(0o755)
+    done = checkout.prepare()
+    assert done.returncode == 0, done.stderr
+    into = f"pip install --python {checkout.folder}/.venv/bin/python"
+    assert (checkout.folder / "uv").read_text().splitlines() == [
+        f"{into} -c requirements/cpu-py312.lock torch==2.13.0",
+        f"{into} --no-deps -r requirements/cpu-py312.lock",
+        f"{into} --no-deps --no-build-isolation -e .",
+    ]
+    assert len(checkout.pip_calls) == calls_of_pip
+
+
+def test_second_setup_installs_and_prints_nothing(checkout):
     checkout.python("python3", 11)
     checkout.prepare()
     again = checkout.prepare()
@@ -101,7 +125,7 @@ def test_the_second_time_nothing_is_installed_and_nothing_said(checkout):
 
 
 @pytest.mark.parametrize("file", ["setup.py", "requirements/cpu-py311.lock"])
-def test_a_changed_list_of_packages_is_installed_into_the_same_environment(file, checkout):
+def test_changed_requirements_are_installed_into_the_same_environment(file, checkout):
     checkout.python("python3", 11)
     checkout.prepare()
     (checkout.folder / ".venv/kept").touch()
@@ -112,7 +136,7 @@ def test_a_changed_list_of_packages_is_installed_into_the_same_environment(file,
     assert (checkout.folder / ".venv/kept").exists()
 
 
-def test_a_moved_checkout_gets_its_environment_anew(checkout):
+def test_moved_checkout_gets_a_new_environment(checkout):
     checkout.python("python3", 11)
     checkout.prepare()
     checkout.folder = checkout.folder.rename(checkout.folder.with_name("elsewhere"))
@@ -122,7 +146,7 @@ def test_a_moved_checkout_gets_its_environment_anew(checkout):
     assert len(checkout.pip_calls) == 6
 
 
-def test_the_environment_of_another_checkout_gets_this_one_alone_and_says_so(checkout, tmp_path):
+def test_environment_of_another_checkout_gets_only_this_package_with_a_note(checkout, tmp_path):
     checkout.python("python3", 11)
     checkout.prepare()
     first = checkout.folder
@@ -133,12 +157,12 @@ def test_the_environment_of_another_checkout_gets_this_one_alone_and_says_so(che
     assert done.returncode == 0, done.stderr
     assert checkout.pip_calls == ["--no-deps --no-build-isolation -e ."]
     said, *places = done.stdout.splitlines()
-    assert f"{first}/.venv was made by the checkout {first} and from now on has the slimrl of this one" in said
+    assert f"{first}/.venv was created by the checkout {first} and is switched to the slimrl of this one" in said
     assert places == [str(first / ".venv/bin/python"), str(first / ".venv")]
     assert checkout.prepare().stdout.splitlines() == places
 
 
-def test_before_the_environment_is_made_another_python_is_at_hand(checkout):
+def test_another_python_is_used_before_the_environment_exists(checkout):
     checkout.python("python3", 12)
     command = [str(checkout.bin / "bash"), "-c", PREPARE.replace("prepare_environment", "python_at_hand")]
     options = {"cwd": checkout.folder, "env": {"PATH": str(checkout.bin)}, "capture_output": True, "text": True}
@@ -147,7 +171,7 @@ def test_before_the_environment_is_made_another_python_is_at_hand(checkout):
     assert subprocess.run(command, **options, timeout=60).stdout.startswith(".venv/bin/python\n")
 
 
-def test_an_installation_that_stopped_shows_pips_last_lines_and_goes_on_the_next_time(checkout):
+def test_failed_installation_shows_the_last_pip_lines_and_resumes_next_time(checkout):
     checkout.python("python3", 11, pip="echo no space left; [[ ! $* == *--no-deps* ]]")
     stopped = checkout.prepare()
     assert stopped.returncode == 1
@@ -158,25 +182,25 @@ def test_an_installation_that_stopped_shows_pips_last_lines_and_goes_on_the_next
     assert checkout.pip_calls[-1] == "--no-deps --no-build-isolation -e ."
 
 
-def test_the_first_suitable_python_of_the_path_is_taken(checkout):
+def test_first_suitable_python_on_the_path_is_used(checkout):
     checkout.python("python3.11", 11, can_make_venv=False)
     checkout.python("python3.12", 12)
     checkout.python("python3", 13)
     assert f"with {checkout.bin}/python3.12 (Python 3.12.0)" in checkout.prepare().stdout
 
 
-def test_a_python_named_by_the_user_is_taken_before_others(checkout, tmp_path):
+def test_python_given_by_the_user_takes_precedence(checkout, tmp_path):
     checkout.python("python3", 11)
     checkout.python("mine", 12)
     assert f"with {checkout.bin}/mine (" in checkout.prepare(PYTHON=checkout.bin / "mine").stdout
 
 
-def test_no_python_at_all_is_one_sentence(checkout):
+def test_missing_python_is_one_error(checkout):
     sentence = refusal(checkout.prepare())
     assert sentence.startswith("needs Python 3.11 or 3.12, and the PATH has neither (python3 is missing); install one")
 
 
-def test_an_unsuitable_python_is_named_with_its_version(checkout):
+def test_unsuitable_python_is_named_with_its_version(checkout):
     checkout.python("python3", 13)
     assert "(python3 is Python 3.13.0); install one" in refusal(checkout.prepare())
     sentence = refusal(checkout.prepare(PYTHON="python3"))
@@ -184,12 +208,12 @@ def test_an_unsuitable_python_is_named_with_its_version(checkout):
     assert "PYTHON=/no/such is no program, but" in refusal(checkout.prepare(PYTHON="/no/such"))
 
 
-def test_a_python_that_cannot_make_environments_says_what_to_install(checkout):
+def test_python_without_venv_reports_what_to_install(checkout):
     checkout.python("python3.12", 12, can_make_venv=False)
     assert "apt install python3.12-venv" in refusal(checkout.prepare())
 
 
-def test_too_little_disk_is_refused_before_anything_is_made(checkout):
+def test_insufficient_disk_space_is_rejected_at_the_start(checkout):
     checkout.python("python3", 11)
     (checkout.bin / "df").unlink()
     (checkout.bin / "df").write_text("#!/bin/sh\nprintf 'Filesystem\\ndisk 9 9 3145728 9%% /\\n'\n")
@@ -198,29 +222,29 @@ def test_too_little_disk_is_refused_before_anything_is_made(checkout):
     assert checkout.pip_calls == []
 
 
-def test_a_folder_with_other_things_is_never_cleared(checkout, tmp_path):
+def test_folder_with_other_files_is_never_cleared(checkout, tmp_path):
     checkout.python("python3", 11)
     precious = tmp_path / "home"
     precious.mkdir()
     (precious / "thesis.tex").write_text("years of work")
-    assert "is no Python environment and not empty" in refusal(checkout.prepare(VENV=precious))
+    assert "is not a Python environment and not empty" in refusal(checkout.prepare(VENV=precious))
     assert (precious / "thesis.tex").exists()
 
 
-def test_a_place_where_no_folder_can_be_made_is_one_sentence(checkout, tmp_path):
+def test_folder_that_cannot_be_created_is_one_error(checkout, tmp_path):
     checkout.python("python3", 11)
     (tmp_path / "file").touch()
-    assert "cannot make the folder" in refusal(checkout.prepare(VENV=tmp_path / "file/venv"))
+    assert "cannot create the folder" in refusal(checkout.prepare(VENV=tmp_path / "file/venv"))
 
 
-def test_a_folder_with_a_space_in_its_name_is_refused_before_anything_is_installed(checkout, tmp_path):
+def test_folder_name_with_a_space_is_rejected_before_installation(checkout, tmp_path):
     checkout.python("python3", 11)
     assert refusal(checkout.prepare(VENV=tmp_path / "my venv")).startswith("Ray cannot run from")
     assert checkout.pip_calls == []
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_read_only_folder_is_one_sentence(checkout, tmp_path):
+def test_read_only_folder_is_one_error(checkout, tmp_path):
     checkout.python("python3", 11)
     (tmp_path / "venv").mkdir(mode=0o555)
     assert "cannot write to" in refusal(checkout.prepare(VENV=tmp_path / "venv"))

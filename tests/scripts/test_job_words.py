@@ -1,4 +1,4 @@
-"""Secrets of a job's flags: what is submitted does not hold them, and the program gets them all the same."""
+"""Secrets in a job's flags: the submitted command does not contain them, and the program receives them."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def submitted(words: list[str], folder: Path) -> list[str]:
         ["true"],
     ],
 )
-def test_a_command_without_secrets_is_submitted_as_it_is(words, tmp_path):
+def test_command_without_secrets_is_submitted_unchanged(words, tmp_path):
     assert submitted(words, tmp_path) == words
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_program_gets_its_secrets_from_a_file_of_this_user_that_goes_with_the_start(tmp_path):
+def test_program_gets_its_secrets_from_a_private_file_that_is_removed_at_start(tmp_path):
     program = tmp_path / "train.py"
     program.write_text(PROGRAM)
     flags = [
@@ -65,7 +65,7 @@ def test_the_program_gets_its_secrets_from_a_file_of_this_user_that_goes_with_th
     assert not file.exists()
 
 
-def test_a_command_that_cannot_be_prepared_ends_the_script_with_why_and_nothing_is_submitted(tmp_path):
+def test_command_that_cannot_be_prepared_ends_the_script_before_submission(tmp_path):
     script = """
     set -euo pipefail
     source scripts/lib/say.sh

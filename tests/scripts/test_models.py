@@ -1,4 +1,4 @@
-"""The model scripts: each agrees with its model's published config.json and number of parameters."""
+"""The model scripts: each matches its model's published config.json and parameter count."""
 
 import json
 import re
@@ -15,9 +15,9 @@ from tests.scripts.model_size import parameters
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = ROOT / "scripts/models"
-# config.json of each model on the Hugging Face Hub, without the keys that say nothing about its shape
+# config.json of each model on the Hugging Face Hub, without keys unrelated to its shape
 CONFIGS = Path(__file__).parent / "published_configs"
-# scripts that are another one under a second name
+# scripts that are aliases of another one
 ALIASES = {
     "llama3.2-3B-Instruct-amd": "llama3.2-3B-Instruct",
     "qwen3.5-35B-A3B-vl": "qwen3.5-35B-A3B",
@@ -27,8 +27,8 @@ NOT_SERVED = re.compile(r"qwen3-next|qwen3\.5|glm5|minimax")
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.json"))
 SERVED = [name for name in NAMES if not NOT_SERVED.match(name)]
 
-# Billions of all parameters, counted in the published weights (without next-token layers), and, as the model cards say,
-# of those that one token meets.
+# Billions of parameters in total, counted in the published weights (without MTP layers), and, from the model cards,
+# active per token.
 PUBLISHED_SIZE = {
     "deepseek-v3": (671.03, 37),
     "glm4-9B": (9.4, None),
@@ -66,9 +66,9 @@ PUBLISHED_SIZE = {
     "qwen3.5-27B": (26.9, None),
     "qwen3.5-35B-A3B": (34.66, 3),
 }
-ROUND = {"glm4.5-106B-A12B", "glm4.5-355B-A32B"}  # known only from the name
+ROUND = {"glm4.5-106B-A12B", "glm4.5-355B-A32B"}  # only from the name
 
-# key of config.json -> field of the flags; checked for every family, also for those that slimrl's own table lacks
+# key of config.json -> field of the flags; checked for every family, also those missing from slimrl's own table
 NUMBERS = {
     "num_hidden_layers": "num_layers",
     "hidden_size": "hidden_size",
@@ -101,7 +101,7 @@ NUMBERS = {
 
 
 def model_args(name: str, folder: Path = MODELS, **environment: str) -> list[str]:
-    """MODEL_ARGS as a script with the strictest options gets them, standing in another folder."""
+    """MODEL_ARGS as a script with the strictest options gets them, run from another folder."""
     command = f"set -euo pipefail; source {folder}/{name}.sh; printf '%s\\n' \"${{MODEL_ARGS[@]}}\""
     options = {"cwd": "/", "env": {"PATH": "/usr/bin:/bin", **environment}, "timeout": 60}
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, **options)
@@ -124,13 +124,13 @@ def test_every_model_script_is_checked_against_its_model():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_flag_of_a_model_script_is_known(name):
+def test_every_flag_of_a_model_script_exists(name):
     spellings = {spelling for spec in all_flag_specs() for spelling in spec.on + spec.off}
     assert [word for word in model_args(name) if word.startswith("--") and word not in spellings] == []
 
 
 @pytest.mark.parametrize("name", SERVED)
-def test_a_model_script_agrees_with_the_published_configuration(name):
+def test_model_script_matches_the_published_config(name):
     args, problems = parsed(name)
     assert [problem for problem in problems if problem.flag not in ("--hf-checkpoint", "--save")] == []
     assert disagreements(args, published(name)) == []
@@ -139,14 +139,14 @@ def test_a_model_script_agrees_with_the_published_configuration(name):
 
 
 @pytest.mark.parametrize("name", sorted(set(NAMES) - set(SERVED)))
-def test_a_family_without_a_table_of_weights_is_refused(name):
+def test_family_without_a_weight_table_is_rejected(name):
     args, _ = parsed(name)
     (problem,) = disagreements(args, published(name))
     assert problem.flag == "--hf-checkpoint" and "qwen3_moe" in problem.sentence
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_model_script_has_the_published_numbers(name):
+def test_model_script_has_the_published_numbers(name):
     args, _ = parsed(name)
     config, values = published(name), vars(args)
     if config["model_type"] == "qwen3_5_moe_text":
@@ -159,7 +159,7 @@ def test_a_model_script_has_the_published_numbers(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_model_has_the_published_number_of_parameters(name):
+def test_model_has_the_published_parameter_count(name):
     total, active = (count / 1e9 for count in parameters(parsed(name)[0]))
     published_total, published_active = PUBLISHED_SIZE[name]
     assert total == pytest.approx(published_total, rel=0.012 if name in ROUND else 0.002)
@@ -168,17 +168,17 @@ def test_a_model_has_the_published_number_of_parameters(name):
 
 
 @pytest.mark.parametrize("name", ALIASES)
-def test_a_second_name_is_the_same_model(name):
+def test_alias_is_the_same_model(name):
     assert model_args(name) == model_args(ALIASES[name])
 
 
-def test_no_two_scripts_differ_in_case_alone():
+def test_no_two_scripts_differ_only_in_case():
     names = [path.name.lower() for path in MODELS.glob("*.sh")]
     assert len(set(names)) == len(names)
 
 
 @pytest.mark.parametrize("name", FIRST_LAYERS)
-def test_the_first_layers_of_a_model_are_the_model_but_for_their_number(name):
+def test_first_layers_of_a_model_differ_only_in_the_layer_count(name):
     args, _ = parsed(name)
     layers = FIRST_LAYERS[name]
     assert disagreements(args, published("deepseek-v3") | {"num_hidden_layers": layers}) == []
@@ -186,7 +186,7 @@ def test_the_first_layers_of_a_model_are_the_model_but_for_their_number(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_rotary_base_of_a_fine_tuned_model_can_be_set_from_outside(name):
+def test_rotary_base_of_a_fine_tuned_model_can_be_overridden(name):
     words = model_args(name, MODEL_ARGS_ROTARY_BASE="1234")
     assert words[words.index("--rotary-base") + 1] == "1234"
     assert words.count("--rotary-base") == 1

@@ -1,4 +1,4 @@
-"""How far scripts and families are proven: scripts, guides and scripts/proven.toml say the same, and it is so."""
+"""How far scripts and families are proven: scripts, guides and scripts/proven.toml agree, and the claims hold."""
 
 import re
 import tomllib
@@ -31,7 +31,7 @@ def with_level(entries: dict[str, dict[str, str]], level: str) -> list[str]:
 
 
 def column(page: str, first: str, wanted: str) -> dict[str, str]:
-    """Of the table in docs/ whose first column is `first`: first column -> column `wanted`."""
+    """Column `wanted` of the table in docs/ whose first column is `first`, by first column."""
     lines = (ROOT / "docs" / page).read_text().splitlines()
     (start,) = [number for number, line in enumerate(lines) if line.startswith(f"| {first} |")]
     rows = []
@@ -44,54 +44,54 @@ def column(page: str, first: str, wanted: str) -> dict[str, str]:
 
 
 def config_of(model: str) -> str:
-    """The published config.json that a model script's flags are compared with."""
+    """The published config.json with which a model script's flags are compared."""
     published = "deepseek-v3" if model in FIRST_LAYERS else ALIASES.get(model, model)
     return f"{published}.json"
 
 
-def test_the_table_has_every_recipe_and_every_model():
+def test_table_has_every_recipe_and_every_model():
     assert sorted(RECIPE) == RECIPES
     assert set(MODEL) == {path.stem for path in ROOT.glob("scripts/models/*.sh")}
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_a_level_is_one_of_four_and_a_run_on_a_gpu_has_a_date_and_a_machine(name):
+def test_level_is_one_of_four_and_a_gpu_run_has_a_date_and_a_machine(name):
     entry = EVERY[name]
     assert entry["level"] in (GATED, CHECKED, RUN, NOT_RUN)
     assert entry["level"] != RUN or re.fullmatch(r"20\d\d-\d\d-\d\d, .*\w.*", entry["by"])
 
 
 @pytest.mark.parametrize("script", [name for name in EVERY if name.endswith(".sh")])
-def test_a_script_says_how_far_it_is_proven(script):
+def test_script_states_its_proven_level(script):
     entry = EVERY[script]
     said = [line for line in (ROOT / script).read_text().splitlines() if "roven:" in line]
     assert said == [f"# Proven: {entry['level']} ({entry['by']})."]
 
 
-def test_the_guides_say_how_far_each_is_proven():
+def test_guides_state_each_proven_level():
     recipes = column("recipes.md", "script", "proven")
     said = {re.match(r"`(.*)\.sh`", cell)[1]: level for cell, level in recipes.items()}
     assert said == {name: entry["level"] for name, entry in RECIPE.items()}
     assert column("families.md", "family", "proven") == {name: entry["level"] for name, entry in FAMILY.items()}
 
 
-def test_what_is_refused_is_not_run_and_all_else_has_been_proven_somehow():
+def test_only_unsupported_entries_are_unproven():
     assert with_level(RECIPE, NOT_RUN) == [name for name in RECIPES if NOT_SERVED.match(model_of(name))]
     assert with_level(MODEL, NOT_RUN) == sorted(name for name in MODEL if NOT_SERVED.match(name))
 
 
 @pytest.mark.parametrize("recipe", with_level(RECIPE, GATED))
-def test_a_gated_recipe_is_run_by_the_test_that_it_names(recipe):
+def test_gated_recipe_is_run_by_the_named_test(recipe):
     text = (ROOT / RECIPE[recipe]["by"]).read_text()
     assert re.search(rf'harness\.launch\(\s*\["bash", "scripts/{re.escape(recipe)}\.sh", "--tiny"', text)
 
 
 @pytest.mark.parametrize("model", with_level(MODEL, GATED))
-def test_a_gated_model_is_that_of_a_gated_recipe(model):
+def test_gated_model_belongs_to_a_gated_recipe(model):
     assert MODEL[model]["by"] in {RECIPE[name]["by"] for name in with_level(RECIPE, GATED) if model_of(name) == model}
 
 
-def test_what_is_checked_names_the_published_configuration():
+def test_checked_entry_names_the_published_config():
     # tests/scripts/test_recipes.py and test_models.py compare each with this file
     for name in with_level(RECIPE, CHECKED):
         assert RECIPE[name]["by"] == config_of(model_of(name)), name
@@ -102,7 +102,7 @@ def test_what_is_checked_names_the_published_configuration():
 
 
 @pytest.mark.parametrize("family", with_level(FAMILY, GATED))
-def test_a_gated_family_has_a_toy_that_the_named_test_runs(family):
+def test_gated_family_has_a_toy_run_by_the_named_test(family):
     entry = FAMILY[family]
     assert entry["toy"] in TOYS
     assert '@pytest.fixture(scope="module", params=TOYS)' in (ROOT / entry["by"]).read_text()

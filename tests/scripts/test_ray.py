@@ -1,4 +1,4 @@
-"""The Ray cluster of a script's own: jobs end with their code, and nothing of the cluster stays behind."""
+"""The Ray cluster that a script starts: jobs return their exit code, and nothing of the cluster is left."""
 
 import os
 import re
@@ -26,7 +26,7 @@ echo "cluster at $RAY_ADDRESS"
 ray_job python3 -c "$1" && code=0 || code=$?
 exit $code
 """
-# then, as a second job of the same cluster, a program that looks for a secret of its own where others could read it
+# then, as a second job of the same cluster, a program that looks for its own secret where others could read it
 WITH_SECRET = SCRIPT.replace(
     "exit $code",
     'ray_job python3 "$HOME/looks.py" --train-env-vars "$(<"$HOME/secret")" --folder "$RAY_FOLDER"; exit $code',
@@ -46,7 +46,7 @@ CLUSTER = "import ray; ray.init(logging_level='error'); print('GPUs', ray.cluste
 
 
 def start(job: str, folder: Path, script: str = SCRIPT) -> harness.Started:
-    """A script, by default the one above, as an operator's shell runs it, in a process group of its own."""
+    """Starts a script, by default the one above, like an operator's shell, in its own process group."""
     return harness.launch(
         ["bash", "-c", script, "script", job],
         log=folder / "script.out",
@@ -58,12 +58,12 @@ def start(job: str, folder: Path, script: str = SCRIPT) -> harness.Started:
 
 
 def ray_folders(started: harness.Started) -> list[Path]:
-    """Folders of the clusters that this script started; others may have theirs at the same time."""
+    """Folders of the clusters that this script started; other processes may have theirs at the same time."""
     return list(Path("/tmp").glob(f"slimrl-ray-{started.process.pid}-*"))
 
 
-def test_a_job_sees_the_gpus_and_the_script_ends_with_its_exit_code_and_leaves_nothing(tmp_path):
-    """One that succeeds and one that fails, side by side: each with a cluster of its own."""
+def test_job_has_the_gpus_and_the_script_returns_its_exit_code(tmp_path):
+    """One that succeeds and one that fails, concurrently, each with its own cluster."""
     (tmp_path / "bad").mkdir()
     (tmp_path / "looks.py").write_text(LOOKS)
     (tmp_path / "secret").write_text("s3nt1nel" * 2)
@@ -83,7 +83,7 @@ def test_a_job_sees_the_gpus_and_the_script_ends_with_its_exit_code_and_leaves_n
     assert not list(tmp_path.glob(".ray*"))  # Ray would write its token into the home folder
 
 
-def test_an_interrupted_script_ends_its_job_and_its_cluster(tmp_path):
+def test_interrupted_script_ends_its_job_and_its_cluster(tmp_path):
     codes = {signal.SIGINT: 130, signal.SIGTERM: 143}
     scripts = {}
     for number in codes:
@@ -115,16 +115,16 @@ ray job list --address "$RAY_ADDRESS" --log-color=false 2>&1 | grep -o 'status=<
 """
 
 
-def test_an_interrupted_script_ends_its_job_in_a_cluster_that_is_not_its_own(tmp_path):
+def test_interrupted_script_ends_its_job_in_an_existing_cluster(tmp_path):
     started = start("import time; time.sleep(600)", tmp_path, USES_ANOTHERS_CLUSTER)
     done = started.finish(200)
     assert done.code == 0, done.output
-    assert "guest ended with 143" in done.output  # and the cluster was still there to ask
+    assert "guest ended with 143" in done.output  # and the cluster was still running to be queried
     assert re.findall(r"status=<JobStatus\.(\w+)", done.output) == ["STOPPED"]
     assert done.left == []
 
 
-def test_a_cluster_whose_script_is_killed_ends_by_itself(tmp_path):
+def test_cluster_of_a_killed_script_ends_by_itself(tmp_path):
     started = start("import time; print('at work', flush=True); time.sleep(600)", tmp_path)
     started.wait_for_line("at work", 100)
     started.process.send_signal(signal.SIGKILL)
@@ -135,10 +135,10 @@ def test_a_cluster_whose_script_is_killed_ends_by_itself(tmp_path):
         time.sleep(0.5)
     assert heads() == []
     assert ray_folders(started) == []
-    started.kill_everything()  # the waiting ray_job.py, whose script is gone
+    started.kill_everything()  # the waiting ray_job.py, whose script has ended
 
 
-def test_ray_that_cannot_start_is_one_message(tmp_path):
+def test_ray_start_failure_is_one_message(tmp_path):
     command = "source scripts/lib/say.sh; source scripts/lib/ray.sh; ray_begin --no-such-flag"
     environment = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "HOME": str(tmp_path)}
     done = subprocess.run(
@@ -149,8 +149,8 @@ def test_ray_that_cannot_start_is_one_message(tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may become somebody else")
-def test_a_user_without_a_name_has_a_cluster_too():
-    """As in a container that is run with `--user 54321`: no entry in /etc/passwd, no USER, no LOGNAME."""
+def test_user_without_a_name_gets_a_cluster():
+    """Like in a container run with `--user 54321`: no entry in /etc/passwd, no USER, no LOGNAME."""
     python, nameless = Path(sys.executable), {"user": 54321, "group": 54321, "extra_groups": []}
     home = Path(tempfile.mkdtemp(prefix="slimrl-nameless-", dir="/tmp"))
     try:

@@ -1,4 +1,4 @@
-"""scripts/lib/ray_job.py: which lines of a job are shown, and which exit code stands for its end."""
+"""scripts/lib/ray_job.py: which lines of a job are shown, and its exit code."""
 
 import importlib.util
 import logging
@@ -22,7 +22,7 @@ Running entrypoint for job slimrl-11988-119: python3 train.py --lr 1
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
-def test_the_lines_of_the_command_are_shown_whole_and_ray_s_own_only_from_a_warning_up(size, capsys):
+def test_command_output_is_complete_and_ray_lines_only_from_warnings_up(size, capsys):
     lines = ray_job.Lines()
     for start in range(0, len(OUTPUT), size):
         lines.add(OUTPUT[start : start + size])
@@ -39,19 +39,19 @@ def test_the_lines_of_the_command_are_shown_whole_and_ray_s_own_only_from_a_warn
     ("status", "code", "expected"),
     [
         (JobStatus.SUCCEEDED, 0, 0),
-        (JobStatus.FAILED, 2, 2),  # a refused command line
+        (JobStatus.FAILED, 2, 2),  # an invalid command line
         (JobStatus.FAILED, -9, 137),  # SIGKILL
-        (JobStatus.FAILED, None, 1),  # never began
+        (JobStatus.FAILED, None, 1),  # never started
         (JobStatus.STOPPED, None, 143),
     ],
 )
-def test_the_exit_code_is_that_of_the_command(status, code, expected):
+def test_exit_code_is_that_of_the_command(status, code, expected):
     details = JobDetails(type=JobType.SUBMISSION, status=status, entrypoint="", driver_exit_code=code)
     assert ray_job.exit_code(details) == expected
 
 
 class Client:
-    """A cluster that takes a job, tells a part of its output and is gone, or continues without its output."""
+    """A cluster that accepts a job, sends part of its output and disappears, or continues without output."""
 
     def __init__(self, statuses: list[JobStatus]) -> None:
         self.statuses = statuses
@@ -67,7 +67,7 @@ class Client:
         return job["submission_id"]
 
     async def tail_job_logs(self, job: str):
-        logging.getLogger("ray.dashboard.modules.job.sdk").info("WebSocket closed")  # as the real one does
+        logging.getLogger("ray.dashboard.modules.job.sdk").info("WebSocket closed")  # like the real one
         yield "one line\n"
         raise RuntimeError("the connection broke")
 
@@ -81,15 +81,13 @@ class Client:
 @pytest.mark.parametrize(
     ("address", "statuses", "code", "said"),
     [
-        ("http://head", [JobStatus.RUNNING, JobStatus.SUCCEEDED], 0, ["the job's output cannot be shown any longer"]),
-        ("http://head", [JobStatus.RUNNING], 1, ["the job's output cannot", "has ended, or is out of reach: gone"]),
-        ("http://head", [JobStatus.FAILED], 1, ["the job's output cannot", "the job ended before its command did"]),
-        ("http://nobody", [], 1, ["takes no job: nobody answers"]),
+        ("http://head", [JobStatus.RUNNING, JobStatus.SUCCEEDED], 0, ["lost the job's output"]),
+        ("http://head", [JobStatus.RUNNING], 1, ["lost the job's output", "has ended or is unreachable: gone"]),
+        ("http://head", [JobStatus.FAILED], 1, ["lost the job's output", "the job ended before its command"]),
+        ("http://nobody", [], 1, ["did not accept the job: nobody answers"]),
     ],
 )
-def test_a_cluster_that_is_lost_is_a_sentence_and_a_job_is_waited_for(
-    address, statuses, code, said, capsys, caplog, monkeypatch
-):
+def test_lost_cluster_is_one_error_and_a_job_is_awaited(address, statuses, code, said, capsys, caplog, monkeypatch):
     client = Client(statuses)
     client.__module__ = ray_job.JobSubmissionClient.__module__
     monkeypatch.setattr(ray_job, "JobSubmissionClient", client)

@@ -1,4 +1,4 @@
-"""A Ray cluster of several nodes, each started by its own script: they come together and end, or say who is missing."""
+"""A Ray cluster of several nodes, each started by its own script: they connect and end, or report missing nodes."""
 
 import os
 import re
@@ -50,16 +50,16 @@ def ray_folders(started: harness.Started) -> list[Path]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_two_nodes_come_together_and_end_together(tmp_path):
+def test_two_nodes_start_and_end_together(tmp_path):
     (tmp_path / "token").write_text(TOKEN + "\n")
     variables = {"RAY_PORT": free_port()}
-    # before its head: it has to try again
+    # before its head: it has to retry
     worker = node(1, tmp_path, RAY_AUTH_TOKEN="", RAY_AUTH_TOKEN_PATH=str(tmp_path / "token"), **variables)
     time.sleep(2)
     head = node(0, tmp_path, **variables)
     done, worked = head.finish(150), worker.finish(60)
     assert (done.code, worked.code) == (0, 0), done.output + worked.output
-    assert "2 of 2 nodes are here" in done.output
+    assert "2 of 2 nodes have joined" in done.output
     assert "GPUs 4.0" in done.output
     assert f"the Ray head at 127.0.0.1:{variables['RAY_PORT']} has ended" in worked.output
     assert (done.left, worked.left) == ([], [])
@@ -70,14 +70,14 @@ def test_two_nodes_come_together_and_end_together(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_a_head_that_waits_in_vain_says_how_many_came(tmp_path):
+def test_head_that_times_out_reports_the_number_of_nodes(tmp_path):
     head = node(0, tmp_path, RAY_PORT=free_port(), RAY_JOIN_TIMEOUT_S="2").finish(90)
     assert head.code == 1
-    assert re.search(r"1 of 2 nodes \(WORLD_SIZE\) came within 2 s: [\d.]+; see why the others did not", head.output)
+    assert re.search(r"1 of 2 nodes \(WORLD_SIZE\) joined within 2 s: [\d.]+; check the other nodes", head.output)
     assert head.left == []
 
 
-def test_a_worker_without_a_head_gives_up_in_one_message(tmp_path):
+def test_worker_without_a_head_gives_up_with_one_message(tmp_path):
     port = free_port()
     worker = node(1, tmp_path, RAY_PORT=port, RAY_JOIN_TIMEOUT_S="1")
     done = worker.finish(30)
@@ -88,7 +88,7 @@ def test_a_worker_without_a_head_gives_up_in_one_message(tmp_path):
     assert done.left == [] and ray_folders(worker) == []
 
 
-def test_a_head_whose_port_is_taken_says_so(tmp_path):
+def test_head_with_an_occupied_port_reports_it(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         done = node(0, tmp_path, RAY_PORT=port).finish(30)
@@ -99,17 +99,17 @@ def test_a_head_whose_port_is_taken_says_so(tmp_path):
 @pytest.mark.parametrize(
     ("variables", "sentence"),
     [
-        ({"WORLD_SIZE": "two"}, "WORLD_SIZE=two is no number of nodes"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE=two is not a number of nodes"),
         (
             {"WORLD_SIZE": "2", "RANK": "2", "MASTER_ADDR": "a"},
-            "RANK=2 is not one of 0 to 1, which WORLD_SIZE=2 allows",
+            "RANK=2 is not in 0 to 1, as WORLD_SIZE=2 requires",
         ),
-        ({"RANK": "1"}, "RANK=1 is not one of 0 to 0, which WORLD_SIZE=1 allows"),
+        ({"RANK": "1"}, "RANK=1 is not in 0 to 0, as WORLD_SIZE=1 requires"),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 needs MASTER_ADDR, the address of the node with RANK 0"),
-        ({"RAY_PORT": "http"}, "RAY_PORT=http is no port"),
+        ({"RAY_PORT": "http"}, "RAY_PORT=http is not a port"),
         (
             {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "a"},
-            "several nodes need a token, or whoever reaches their ports runs commands as you. Make one",
+            "several nodes need a token, or anyone who reaches their ports can run commands as you. Create one",
         ),
         (
             {"WORLD_SIZE": "2", "MASTER_ADDR": "a", "RAY_AUTH_MODE": "disabled"},
@@ -119,10 +119,10 @@ def test_a_head_whose_port_is_taken_says_so(tmp_path):
             {"WORLD_SIZE": "2", "MASTER_ADDR": "a", "RAY_AUTH_TOKEN_PATH": "/nowhere/token"},
             "RAY_AUTH_TOKEN_PATH=/nowhere/token cannot be read",
         ),
-        ({"RAY_JOIN_TIMEOUT_S": "1m"}, "RAY_JOIN_TIMEOUT_S=1m is no number of seconds"),
+        ({"RAY_JOIN_TIMEOUT_S": "1m"}, "RAY_JOIN_TIMEOUT_S=1m is not a number of seconds"),
     ],
 )
-def test_variables_that_make_no_sense_are_refused_before_anything_starts(variables, sentence):
+def test_invalid_variables_are_rejected_at_startup(variables, sentence):
     environment = {"PATH": "/usr/bin:/bin", **variables}
     command = "source scripts/lib/say.sh; source scripts/lib/ray.sh; ray_begin"
     options = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True, "timeout": 30}

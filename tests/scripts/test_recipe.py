@@ -1,4 +1,4 @@
-"""scripts/run-qwen3-4B.sh and its short form in the README: what they submit is a command line that is accepted."""
+"""scripts/run-qwen3-4B.sh and its short form in the README submit valid command lines."""
 
 import json
 import re
@@ -31,7 +31,7 @@ QWEN3_4B = {
     "tie_word_embeddings": True,
     "vocab_size": 151936,
 }
-# Take the place of Ray's command and of Python: show the job instead of submitting it, and check no flags.
+# Replace Ray's command and Python: print the job instead of submitting it, and check no flags.
 RAY = """#!/usr/bin/env bash
 while [[ $1 != -- ]]; do shift; done
 printf '%s\\0' "${@:2}" >"$SUBMITTED"
@@ -47,7 +47,7 @@ esac
 
 @pytest.fixture
 def base(tmp_path) -> Path:
-    """The folder with model, reference checkpoint and data, as docs/quickstart.md fetches them, but empty."""
+    """The folder with empty model, reference checkpoint and data files, laid out as in docs/quickstart.md."""
     folder = tmp_path / "base"
     for name in ("Qwen3-4B", "Qwen3-4B_torch_dist/release", "dapo-math-17k", "aime-2024"):
         (folder / name).mkdir(parents=True)
@@ -89,7 +89,7 @@ def accepted(line: list[str]) -> Arguments:
     return args
 
 
-def test_the_recipe_takes_turns_on_all_8_gpus(base):
+def test_recipe_colocates_on_all_8_gpus(base):
     line = submitted(["bash", "scripts/run-qwen3-4B.sh"], base)
     args = accepted(line)
     assert line[0] == "train.py" and args.colocate
@@ -99,7 +99,7 @@ def test_the_recipe_takes_turns_on_all_8_gpus(base):
 
 
 @pytest.mark.parametrize(("option", "entry"), [("--split", "train.py"), ("--async", "train_async.py")])
-def test_the_recipe_trains_on_2_gpus_and_generates_on_6(option, entry, base):
+def test_recipe_trains_on_2_gpus_and_generates_on_6(option, entry, base):
     line = submitted(["bash", "scripts/run-qwen3-4B.sh", option], base)
     args = accepted(line)
     assert line[0] == entry and not args.colocate
@@ -107,12 +107,12 @@ def test_the_recipe_trains_on_2_gpus_and_generates_on_6(option, entry, base):
     assert args.sglang_options == {"mem_fraction_static": 0.8}
 
 
-def test_further_arguments_of_the_recipe_win(base):
+def test_extra_arguments_override_the_recipe(base):
     args = accepted(submitted(["bash", "scripts/run-qwen3-4B.sh", "--split", "--lr", "2e-6"], base))
     assert args.lr == 2e-6
 
 
-def test_the_short_form_in_the_readme_is_accepted_in_both_placements(base):
+def test_short_readme_command_is_accepted_in_both_placements(base):
     readme = (ROOT / "README.md").read_text()
     (script,) = (block for block in re.findall(r"```bash\n(.*?)```", readme, re.DOTALL) if "PERF_ARGS=(" in block)
     colocated = "--actor-num-nodes 1 --actor-num-gpus-per-node 8 --colocate"

@@ -1,4 +1,4 @@
-"""All recipes: what they submit is a line of known flags that fit the model, the data and the GPUs."""
+"""All recipes submit command lines of known flags that fit the model, the data and the GPUs."""
 
 import json
 import re
@@ -33,7 +33,7 @@ def value(line: list[str], flag: str) -> str:
 
 
 def prepare(line: list[str], model: str) -> None:
-    """Makes the files that the line names, as docs/recipes.md has them downloaded, but empty."""
+    """Creates the files that the line names, empty, as docs/recipes.md downloads them."""
     checkpoint, reference = Path(value(line, "--hf-checkpoint")), Path(value(line, "--ref-load"))
     checkpoint.mkdir(parents=True, exist_ok=True)
     (checkpoint / "config.json").write_text(json.dumps(published(model)))
@@ -53,7 +53,7 @@ def prepare(line: list[str], model: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_recipe_is_accepted_but_for_a_family_that_is_refused(recipe, tmp_path):
+def test_recipe_is_accepted_unless_its_family_is_unsupported(recipe, tmp_path):
     entry, *line = submitted(["bash", f"scripts/{recipe}.sh", "--lr", "3e-6"], tmp_path / "base")
     model = model_of(recipe)
     prepare(line, model)
@@ -67,7 +67,7 @@ def test_a_recipe_is_accepted_but_for_a_family_that_is_refused(recipe, tmp_path)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_recipe_says_on_how_many_nodes_it_runs(recipe, tmp_path):
+def test_recipe_states_its_number_of_nodes(recipe, tmp_path):
     _, *line = submitted(["bash", f"scripts/{recipe}.sh"], tmp_path / "base")
     nodes = int(value(line, "--actor-num-nodes"))
     if "--rollout-num-gpus" in line and nodes > 1:
@@ -78,16 +78,16 @@ def test_a_recipe_says_on_how_many_nodes_it_runs(recipe, tmp_path):
         assert f"on {nodes} machines with 8 GPUs each" in text and f"WORLD_SIZE={nodes}," in text
 
 
-def test_the_guide_lists_every_recipe_and_nothing_else():
+def test_guide_lists_exactly_the_recipes():
     listed = re.findall(r"^\| `(run-[\w.-]+)\.sh`", (ROOT / "docs/recipes.md").read_text(), re.MULTILINE)
     assert sorted(listed) == RECIPES
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_recipe_trains_a_toy_of_its_family_on_the_cpu(tmp_path):
+def test_recipe_trains_a_toy_of_its_family_on_the_cpu(tmp_path):
     folder = ROOT / "runs/run-qwen3-30B-A3B-tiny"
-    shutil.rmtree(folder, ignore_errors=True)  # where it exists, the recipe would take another
+    shutil.rmtree(folder, ignore_errors=True)  # if it exists, the recipe uses another one
     started = harness.launch(
         ["bash", "scripts/run-qwen3-30B-A3B.sh", "--tiny", "--seed", "7"],
         log=tmp_path / "recipe.out",
@@ -107,18 +107,18 @@ def test_a_recipe_trains_a_toy_of_its_family_on_the_cpu(tmp_path):
     assert not re.search(r"INFO \S+\.py:\d+ -- |submitted successfully|ray job", done.output)  # Ray's own lines
     lines = done.output.splitlines()
     assert any(re.match(r"\d\d:\d\d:\d\d completed: .* over 2 steps in ", line) for line in lines)
-    assert lines[-1].split()[0] == "export"  # the last lines say how to continue
+    assert lines[-1].split()[0] == "export"  # the last lines show how to continue
     shutil.rmtree(folder)
 
 
-def test_a_recipe_of_a_family_without_a_toy_says_so(tmp_path):
+def test_recipe_of_a_family_without_a_toy_reports_it(tmp_path):
     refused = run("bash", "scripts/run-minimax-m2.sh", "--tiny")
     assert refused.returncode == 2
-    assert "run-minimax-m2 is for a model that this version refuses, so there is no toy of it" in refused.stderr
+    assert "run-minimax-m2 is for a model that this version does not support, so it has no toy" in refused.stderr
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_recipe_explains_itself(recipe):
+def test_recipe_prints_help(recipe):
     shown = run("bash", f"scripts/{recipe}.sh", "--help")
     assert shown.returncode == 0 and shown.stderr == ""
     assert f"bash scripts/{recipe}.sh" in shown.stdout and "shellcheck" not in shown.stdout

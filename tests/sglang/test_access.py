@@ -1,4 +1,4 @@
-"""The key of a run: who is given it, who shows it, and where it is not seen."""
+"""The key of a run: which processes receive it, which send it, and where it must not appear."""
 
 import asyncio
 import dataclasses
@@ -13,13 +13,13 @@ import pytest
 from slimrl.arguments import Arguments
 from slimrl.arguments.redact import HIDDEN
 from slimrl.engines import auth
-from slimrl.engines.http import answers, call
+from slimrl.engines.http import call, is_reachable
 from slimrl.engines.protocol import EngineRequestError
+from slimrl.engines.server_protocol import ServerLaunch
 from slimrl.engines.sglang import router, server
 from slimrl.engines.sglang.client import RouterClient
-from slimrl.engines.sglang.control import ServerControl, load_of
+from slimrl.engines.sglang.control import ServerControl
 from slimrl.engines.sglang.external_server_check import inspect
-from slimrl.engines.sglang.launch import ServerLaunch
 from slimrl.engines.sglang.router import ExternalRouter
 from slimrl.rollout.rm_hub.remote import RemoteRefused, RemoteReward
 
@@ -27,7 +27,7 @@ SECRET = "k3y-of-the-run"
 
 
 class Locked(http.server.BaseHTTPRequestHandler):
-    """Answers 401 to whoever does not show the key; what it is asked is kept."""
+    """Answers 401 to requests without the key; records the requests."""
 
     seen: list
 
@@ -58,7 +58,7 @@ def locked():
 
 
 class Recorded:
-    """In place of the process that would be started."""
+    """Replaces the process that would be started."""
 
     def __init__(self, command, *, environment, **_: object) -> None:
         self.command, self.environment = command, environment
@@ -70,7 +70,7 @@ class Recorded:
         pass
 
 
-def test_each_run_makes_a_key_of_its_own_and_takes_the_users():
+def test_run_creates_its_own_key_unless_the_user_gives_one():
     first, second = (auth.key_of(auth.with_key(Arguments())) for _ in range(2))
     assert first != second
     assert len(first) >= 40
@@ -79,11 +79,11 @@ def test_each_run_makes_a_key_of_its_own_and_takes_the_users():
     assert given.rm_server_options == {"api_key": SECRET}
 
 
-def test_a_reward_model_of_the_users_is_not_shown_the_key_of_the_run():
+def test_external_reward_model_does_not_receive_the_run_key():
     assert auth.with_key(Arguments(rm_url="http://elsewhere:1")).rm_server_options == {}
 
 
-def test_a_key_is_not_seen_where_values_are_shown():
+def test_key_is_hidden_in_printed_values():
     args = auth.with_key(Arguments(sglang_options={"api_key": SECRET}))
     for shown in (
         repr(args),
@@ -94,23 +94,23 @@ def test_a_key_is_not_seen_where_values_are_shown():
         assert SECRET not in shown
         assert HIDDEN in shown
     assert auth.HIDDEN == HIDDEN
-    assert json.dumps({"k": auth.key_of(args)}) == f'{{"k": "{SECRET}"}}'  # as SGLang gives it to whoever has it
+    assert json.dumps({"k": auth.key_of(args)}) == f'{{"k": "{SECRET}"}}'  # as SGLang returns it to authorized clients
 
 
 def _pickled(args: Arguments) -> bytes:
     return pickle.dumps(args.sglang_options)
 
 
-def test_a_child_takes_the_key_out_of_its_environment():
-    environment = {"HOME": "/h", **auth.for_child(auth.Key(SECRET))}
-    assert auth.taken(environment) == SECRET
+def test_child_removes_the_key_from_its_environment():
+    environment = {"HOME": "/h", **auth.key_environment(auth.Key(SECRET))}
+    assert auth.pop_key_from_environment(environment) == SECRET
     assert environment == {"HOME": "/h"}
-    assert auth.taken(environment) is None
-    assert auth.for_child(None) == {}
+    assert auth.pop_key_from_environment(environment) is None
+    assert auth.key_environment(None) == {}
 
 
 @pytest.mark.parametrize("cuda", [False, True])
-def test_a_server_gets_the_key_and_its_command_line_does_not(monkeypatch, tmp_path, cuda):
+def test_server_gets_the_key_outside_its_command_line(monkeypatch, tmp_path, cuda):
     monkeypatch.setattr(server, "ManagedProcess", Recorded)
     options = {"api_key": SECRET, "host": "0.0.0.0"}
     launched = server.ServerProcess(
@@ -124,7 +124,7 @@ def test_a_server_gets_the_key_and_its_command_line_does_not(monkeypatch, tmp_pa
     assert [word for word in process.command if word.startswith("--host")] == ["--host=0.0.0.0"]
 
 
-def test_a_router_gets_the_key_and_its_command_line_does_not(monkeypatch, tmp_path):
+def test_router_gets_the_key_outside_its_command_line(monkeypatch, tmp_path):
     monkeypatch.setattr(router, "ManagedProcess", Recorded)
     launched = router.RouterProcess(log_path=tmp_path / "log", key=SECRET)
     launched.start()
@@ -135,27 +135,27 @@ def test_a_router_gets_the_key_and_its_command_line_does_not(monkeypatch, tmp_pa
     assert {"--host=127.0.0.1", "--prometheus-host=127.0.0.1"} <= set(process.command)
 
 
-def test_every_call_shows_the_key(locked):
+def test_every_call_sends_the_key(locked):
     url, seen = locked
     with pytest.raises(EngineRequestError, match="401"):
         call("GET", f"{url}/x", timeout_s=5)
     assert call("GET", f"{url}/x", timeout_s=5, key=SECRET)["workers"] == []
-    assert not answers(f"{url}/x")
-    assert answers(f"{url}/x", key=SECRET)
+    assert not is_reachable(f"{url}/x")
+    assert is_reachable(f"{url}/x", key=SECRET)
     with pytest.raises(EngineRequestError, match="401"):
         ServerControl(url).flush_cache(wait_s=0)
     control = ServerControl(url, key=SECRET)
     control.flush_cache()
     control.server_info()
     control.destroy_weights_update_group("g")
-    assert load_of(url, 5).running is None
-    assert load_of(url, 5, SECRET).running == 0
-    with pytest.raises(Exception, match="asks for another key.*--sglang-api-key"):
+    assert ServerControl(url, 5).load().running is None
+    assert ServerControl(url, 5, SECRET).load().running == 0
+    with pytest.raises(Exception, match="requires another key.*--sglang-api-key"):
         inspect(url.removeprefix("http://"), "/model")
     assert ("POST", "/destroy_weights_update_group", b'{"group_name": "g"}') in seen
 
 
-def test_a_router_is_told_the_key_of_the_servers(locked):
+def test_router_gets_the_key_of_the_servers(locked):
     url, seen = locked
     host, port = url.removeprefix("http://").split(":")
     ExternalRouter(host, int(port), key=SECRET).add_worker("http://10.0.0.1:1")
@@ -163,15 +163,15 @@ def test_a_router_is_told_the_key_of_the_servers(locked):
     assert bodies == [{"url": "http://10.0.0.1:1", "api_key": SECRET}]
 
 
-def test_the_log_of_a_server_is_written_without_the_key():
+def test_server_log_does_not_contain_the_key():
     """SGLang logs its whole configuration as a dictionary."""
     from slimrl.engines.sglang.server_args_parser import read_server_flags
 
-    assert any(declared.dest == auth.OPTION for declared in read_server_flags())  # still of that name
+    assert any(declared.dest == auth.OPTION for declared in read_server_flags())  # still has that name
     assert SECRET not in f"server_args={ ({auth.OPTION: auth.Key(SECRET), 'log': Path('x')}) }"
 
 
-def test_a_reward_service_is_shown_its_key(locked):
+def test_reward_service_gets_its_key(locked):
     url, _ = locked
 
     async def ask(key: str | None) -> bytes:
@@ -186,7 +186,7 @@ def test_a_reward_service_is_shown_its_key(locked):
     assert b"workers" in asyncio.run(ask(SECRET))
 
 
-def test_requests_for_tokens_show_the_key():
+def test_token_requests_send_the_key():
     client = RouterClient("http://router", [], concurrency=1, request_timeout_s=1, key=SECRET)
 
     async def headers() -> str | None:

@@ -1,4 +1,4 @@
-"""What the client and the control do when things fail, against a small stand-in for the router."""
+"""Failure handling of the client and of engine control, against a small fake router."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import pytest
 from aiohttp import web
 
 from slimrl.arguments import Arguments
+from slimrl.cluster.engines.engine_group import has_conversations
 from slimrl.engines.http import call
 from slimrl.engines.protocol import (
     EngineError,
@@ -29,7 +30,7 @@ from slimrl.engines.sglang import client as client_module
 from slimrl.engines.sglang.client import SESSION_HEADER, RouterClient
 from slimrl.engines.sglang.control import ServerControl
 from slimrl.engines.sglang.responses import ResponseReader
-from slimrl.engines.sglang.router import routing_options
+from slimrl.engines.sglang.router import router_options
 from slimrl.processes.ports import claim_ports
 
 ANSWER = {
@@ -52,7 +53,7 @@ def short_waits(monkeypatch):
 
 @contextlib.asynccontextmanager
 async def stand_in(handler, path="/generate", port=0):
-    """An HTTP server that answers POSTs by `handler`; gives its URL."""
+    """An HTTP server that answers POSTs with `handler`; yields its URL."""
     app = web.Application()
     app.router.add_post(path, handler)
     app.router.add_post("/abort_request", lambda request: web.Response())
@@ -67,9 +68,9 @@ async def stand_in(handler, path="/generate", port=0):
 
 
 async def generate(
-    url: str, *, timeout_s: float = 20, keep_trying_s: float = 20, weights_are_updated: bool = False, **arguments
+    url: str, *, timeout_s: float = 20, retry_timeout_s: float = 20, weights_are_updated: bool = False, **arguments
 ):
-    times = {"request_timeout_s": timeout_s, "keep_trying_s": keep_trying_s}
+    times = {"request_timeout_s": timeout_s, "retry_timeout_s": retry_timeout_s}
     async with RouterClient(url, [], concurrency=4, weights_are_updated=weights_are_updated, **times) as client:
         return await client.generate([1, 2], {"max_new_tokens": 2, "sampling_seed": 9}, **arguments)
 
@@ -84,12 +85,12 @@ async def generate(
         (None, [["7", 2]]),
     ],
 )
-def test_an_answer_tells_which_weights_drew_which_tokens(reported, spans):
+def test_response_reports_which_weights_sampled_which_tokens(reported, spans):
     meta = ANSWER["meta_info"] | ({} if reported is None else {"weight_versions": reported})
     assert ResponseReader().generation(orjson.dumps(ANSWER | {"meta_info": meta})).version_spans == spans
 
 
-def test_the_request_and_the_answer_pass_unchanged():
+def test_request_and_response_pass_unchanged():
     seen = {}
 
     async def handler(request):
@@ -112,7 +113,7 @@ def test_the_request_and_the_answer_pass_unchanged():
 
 
 def outcome(statuses: list[int], **arguments):
-    """Answer or error, and the number of calls, where the router answers with `statuses`, the last one for ever."""
+    """Response or error, and the number of calls, when the router answers with `statuses`, repeating the last one."""
     calls = 0
 
     async def handler(request):
@@ -132,45 +133,45 @@ def outcome(statuses: list[int], **arguments):
 
 
 @pytest.mark.parametrize("status", [400, 404, 408, 422, 429])
-def test_a_refusal_is_never_sent_again_and_its_words_are_shown(status):
+def test_rejection_is_not_retried_and_its_text_is_shown(status):
     error, calls = outcome([status])
     assert isinstance(error, EngineRequestError)
     assert (error.status, error.body, calls) == (status, "because", 1)
     assert f"HTTP {status}: because" in str(error)
 
 
-def test_a_lost_server_is_answered_by_trying_again():
+def test_request_of_a_lost_server_is_retried():
     answer, calls = outcome([503, 500, 200])
     assert answer.token_ids == [3, 4] and calls == 3
 
 
-def test_a_request_that_loses_one_server_after_the_other_is_given_up():
+def test_request_that_loses_several_servers_in_a_row_is_given_up():
     error, calls = outcome([500])
     assert calls == client_module.MAX_LOSSES + 1
     assert "HTTP 500: because (tried 7 times)" in str(error)
 
 
-def test_a_request_that_nobody_takes_is_offered_for_as_long_as_asked(monkeypatch):
+def test_request_without_a_server_is_retried_for_the_given_time(monkeypatch):
     monkeypatch.setattr(client_module, "LONGEST_BACKOFF_S", 0.02)
-    error, calls = outcome([503], keep_trying_s=0.5)
+    error, calls = outcome([503], retry_timeout_s=0.5)
     assert client_module.MAX_LOSSES + 1 < calls <= 27  # after 0, 0.01, 0.03, 0.05, ... s
     assert f"HTTP 503: because (tried {calls} times)" in str(error)
 
 
-def test_losses_count_also_where_nobody_takes_the_request_in_between():
+def test_lost_servers_count_even_with_rejections_in_between():
     error, calls = outcome([500, 503, 500, 503, 500, 503, 500, 503, 500, 503, 500, 503, 500, 200])
     assert isinstance(error, EngineUnavailableError) and calls == 13
 
 
-def test_a_router_that_does_not_listen_is_tried_again_then_named():
+def test_unreachable_router_is_retried_then_named():
     claim = claim_ports()
     url = f"http://127.0.0.1:{claim.first}"
     with pytest.raises(EngineUnavailableError, match=rf"{url}/generate cannot be reached.*tried \d+ times"):
-        asyncio.run(generate(url, keep_trying_s=0.1))
+        asyncio.run(generate(url, retry_timeout_s=0.1))
     claim.release()
 
 
-def test_a_request_survives_a_router_that_comes_back_at_the_same_url():
+def test_request_survives_a_router_restart_at_the_same_url():
     port = claim_ports()
 
     async def handler(request):
@@ -178,7 +179,7 @@ def test_a_request_survives_a_router_that_comes_back_at_the_same_url():
 
     async def body():
         url = f"http://127.0.0.1:{port.first}"
-        async with RouterClient(url, [], concurrency=4, request_timeout_s=20, keep_trying_s=20) as client:
+        async with RouterClient(url, [], concurrency=4, request_timeout_s=20, retry_timeout_s=20) as client:
             tasks = [asyncio.create_task(client.generate([1], {})) for _ in range(8)]
             await asyncio.sleep(0.2)
             port.release()
@@ -188,7 +189,7 @@ def test_a_request_survives_a_router_that_comes_back_at_the_same_url():
     assert [answer.token_ids for answer in asyncio.run(body())] == [[3, 4]] * 8
 
 
-def test_a_connection_that_breaks_before_or_in_the_middle_of_the_answer_is_tried_again():
+def test_connection_that_breaks_before_or_during_the_response_is_retried():
     seen = []
 
     async def handler(request):
@@ -211,7 +212,7 @@ def test_a_connection_that_breaks_before_or_in_the_middle_of_the_answer_is_tried
     assert len(seen) == 3 and len(set(seen)) == 1
 
 
-def test_requests_in_flight_or_waiting_end_when_the_client_is_closed_and_are_not_sent_again(monkeypatch):
+def test_pending_requests_end_when_the_client_closes_and_are_not_resent(monkeypatch):
     monkeypatch.setattr(client_module, "FIRST_BACKOFF_S", 30.0)
     calls = 0
 
@@ -236,12 +237,16 @@ def test_requests_in_flight_or_waiting_end_when_the_client_is_closed_and_are_not
     assert calls == 2
 
 
-def test_the_router_follows_sessions_where_samples_may_be_conversations_and_the_user_did_not_say():
+def test_router_uses_session_affinity_for_conversations_by_default():
     plain, own = Arguments(), Arguments(custom_generate_function_path="mine.generate")
-    assert routing_options(plain) == {}
-    assert routing_options(own) == {"policy": "manual", "assignment_mode": "min_load"}
-    own.router_options = {"policy": "cache_aware"}
-    assert routing_options(own) == {}
+
+    def options(args: Arguments) -> dict:
+        return router_options(args.router_options, request_timeout_s=60, conversations=has_conversations(args))
+
+    assert options(plain) == {"request_timeout_secs": 60}
+    assert options(own) == {"request_timeout_secs": 60, "policy": "manual", "assignment_mode": "min_load"}
+    own.router_options = {"policy": "cache_aware", "request_timeout_secs": 7}
+    assert options(own) == own.router_options
 
 
 @pytest.mark.parametrize(
@@ -252,7 +257,7 @@ def test_the_router_follows_sessions_where_samples_may_be_conversations_and_the_
         (orjson.dumps(ANSWER).replace(b"-0.25", b"null"), "cannot be read: Expected `float`, got `null`"),
     ],
 )
-def test_an_answer_that_is_none_says_what_is_wrong_with_it(content, message):
+def test_invalid_response_reports_its_error(content, message):
     with pytest.raises(EngineResponseError, match=message):
         ResponseReader().generation(content)
 
@@ -262,16 +267,16 @@ def test_an_answer_that_is_none_says_what_is_wrong_with_it(content, message):
     [
         ({"output_ids": [3, 64]}, "output_ids[1] is 64, and the model has 64 tokens"),
         ({"output_ids": [-1, 4]}, "output_ids[0] is -1, and the model has 64 tokens"),
-        ({"log_probs": [-0.5, 0.25]}, "output_token_logprobs[1] is 0.25, which is the logarithm of no probability"),
-        ({"log_probs": [-3.4e38, -1.0]}, "output_token_logprobs[0] is -3.4e+38, which is the logarithm of no prob"),
-        ({"log_probs": [math.nan, -1.0]}, "output_token_logprobs[0] is nan, which is the logarithm of no probability"),
+        ({"log_probs": [-0.5, 0.25]}, "output_token_logprobs[1] is 0.25, which is not a log-probability"),
+        ({"log_probs": [-3.4e38, -1.0]}, "output_token_logprobs[0] is -3.4e+38, which is not a log-prob"),
+        ({"log_probs": [math.nan, -1.0]}, "output_token_logprobs[0] is nan, which is not a log-probability"),
         (
             {"log_probs": [-1.0, -math.inf]},
-            "output_token_logprobs[1] is -inf, which is the logarithm of no probability",
+            "output_token_logprobs[1] is -inf, which is not a log-probability",
         ),
     ],
 )
-def test_an_answer_that_no_engine_can_mean_is_refused_by_what_came(changes, message):
+def test_impossible_response_is_rejected_with_its_value(changes, message):
     ids, log_probs = changes.get("output_ids", [3, 4]), changes.get("log_probs", [-0.5, -0.25])
     scored = [[log_prob, token_id, None] for log_prob, token_id in zip(log_probs, ids, strict=True)]
     answer = ANSWER | {"output_ids": ids, "meta_info": ANSWER["meta_info"] | {"output_token_logprobs": scored}}
@@ -279,14 +284,14 @@ def test_an_answer_that_no_engine_can_mean_is_refused_by_what_came(changes, mess
         ResponseReader(64).generation(json.dumps(answer).encode())
 
 
-def test_a_log_probability_that_is_rounded_above_zero_and_the_last_token_of_the_vocabulary_are_taken():
+def test_log_prob_rounded_above_zero_and_last_token_of_the_vocabulary_are_accepted():
     scored = [[2e-7, 3, None], [0.0, 63, None]]
     answer = ANSWER | {"output_ids": [3, 63], "meta_info": ANSWER["meta_info"] | {"output_token_logprobs": scored}}
     assert ResponseReader(64).generation(orjson.dumps(answer)).token_ids == [3, 63]
     assert ResponseReader().generation(orjson.dumps(answer)).log_probs == [2e-7, 0.0]
 
 
-def test_an_answer_that_cannot_be_used_names_the_router_and_the_servers_behind_it_and_is_not_asked_for_again():
+def test_unusable_response_names_router_and_servers_and_is_not_retried():
     calls = 0
 
     async def handler(request):
@@ -312,7 +317,7 @@ def test_an_answer_that_cannot_be_used_names_the_router_and_the_servers_behind_i
     )
 
 
-def test_a_redirect_is_a_refusal_and_the_prompt_goes_nowhere_else():
+def test_redirect_is_a_rejection_and_the_prompt_is_sent_nowhere_else():
     asked = []
 
     async def handler(request):
@@ -323,7 +328,7 @@ def test_a_redirect_is_a_refusal_and_the_prompt_goes_nowhere_else():
         async with stand_in(handler, "/{any}") as url:
             await generate(url)
 
-    with pytest.raises(EngineRequestError, match="/generate refused the request with HTTP 307: moved"):
+    with pytest.raises(EngineRequestError, match="/generate rejected the request with HTTP 307: moved"):
         asyncio.run(body())
     assert asked == ["/generate"]
 
@@ -336,7 +341,7 @@ def test_a_redirect_is_a_refusal_and_the_prompt_goes_nowhere_else():
     ],
 )
 @pytest.mark.parametrize("updated", [True, False])
-def test_an_answer_with_weights_that_nobody_updated_is_not_used(foreign, updated):
+def test_response_with_an_unknown_weight_version_is_not_used(foreign, updated):
     calls = 0
 
     async def handler(request):
@@ -354,7 +359,7 @@ def test_an_answer_with_weights_that_nobody_updated_is_not_used(foreign, updated
     assert (calls, "default" in versions) == ((2, False) if updated else (1, True))
 
 
-def test_a_server_that_never_gets_weights_ends_the_request_by_name():
+def test_server_that_never_gets_weights_ends_the_request_by_name():
     async def handler(request):
         return web.json_response(ANSWER | {"meta_info": ANSWER["meta_info"] | {"weight_version": "default"}})
 
@@ -366,7 +371,7 @@ def test_a_server_that_never_gets_weights_ends_the_request_by_name():
         asyncio.run(body())
 
 
-def test_a_silent_engine_is_a_time_out():
+def test_silent_engine_times_out():
     async def handler(request):
         await asyncio.sleep(30)
 
@@ -390,7 +395,7 @@ def test_misaligned_log_probs_are_an_error():
         asyncio.run(body())
 
 
-def test_never_more_requests_are_in_flight_than_allowed():
+def test_requests_in_flight_do_not_exceed_the_limit():
     running = most = 0
 
     async def handler(request):
@@ -412,7 +417,7 @@ def test_never_more_requests_are_in_flight_than_allowed():
     assert most == 3
 
 
-def test_an_abort_reaches_requests_that_wait_to_be_tried_again_at_once(monkeypatch):
+def test_abort_reaches_requests_waiting_for_a_retry_immediately(monkeypatch):
     monkeypatch.setattr(client_module, "FIRST_BACKOFF_S", 30.0)
 
     async def handler(request):
@@ -433,7 +438,7 @@ def test_an_abort_reaches_requests_that_wait_to_be_tried_again_at_once(monkeypat
     assert [(a.finish_reason, a.token_ids, a.weight_version) for a in answers] == [("abort", [], "")] * 3
 
 
-def test_requests_that_a_hanging_server_holds_return_from_an_abort_and_the_client_goes_on(monkeypatch):
+def test_abort_returns_requests_held_by_a_hung_server_and_the_client_continues(monkeypatch):
     monkeypatch.setattr(client_module, "ABORT_PATIENCE_S", 0.3)
     hangs = True
 
@@ -461,7 +466,7 @@ def test_requests_that_a_hanging_server_holds_return_from_an_abort_and_the_clien
     assert in_flight == 0 and after.token_ids == [3, 4]
 
 
-def test_control_tells_refusals_time_outs_and_absence_apart():
+def test_control_distinguishes_rejections_timeouts_and_absence():
     async def handler(request):
         if request.path == "/pause_generation":
             return web.Response(status=400, text="no")
@@ -469,7 +474,7 @@ def test_control_tells_refusals_time_outs_and_absence_apart():
 
     async def body():
         async with stand_in(handler, "/{any}") as url:
-            with pytest.raises(EngineRequestError, match="/pause_generation refused the request with HTTP 400: no"):
+            with pytest.raises(EngineRequestError, match="/pause_generation rejected the request with HTTP 400: no"):
                 await asyncio.to_thread(ServerControl(url, timeout_s=5).pause)
             with pytest.raises(EngineTimeoutError, match="/continue_generation did not answer within 0.2 s"):
                 await asyncio.to_thread(ServerControl(url, timeout_s=0.2).continue_)
@@ -485,7 +490,7 @@ def test_control_tells_refusals_time_outs_and_absence_apart():
 
 @contextlib.contextmanager
 def dripping(*pieces: bytes, every_s: float):
-    """A server that sends these pieces one by one, over and over the last one; yields its address."""
+    """A server that sends these chunks one by one, repeating the last one; yields its address."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         done = threading.Event()
 
@@ -517,7 +522,7 @@ def dripping(*pieces: bytes, every_s: float):
     ],
     ids=["body", "chunks", "header", "status"],
 )
-def test_an_answer_that_drips_in_is_over_at_the_time_limit(pieces):
+def test_slowly_dripping_response_ends_at_the_time_limit(pieces):
     with dripping(*pieces, every_s=0.05) as url:
         started = time.monotonic()
         with pytest.raises(EngineTimeoutError, match="/health did not answer within 0.4 s"):
@@ -525,7 +530,7 @@ def test_an_answer_that_drips_in_is_over_at_the_time_limit(pieces):
         assert time.monotonic() - started < 1.5
 
 
-def test_an_answer_in_pieces_that_is_whole_in_time_is_whole():
+def test_chunked_response_within_the_time_limit_is_complete():
     head = b"HTTP/1.1 200 OK\r\nContent-Length: 8\r\n\r\n"
     with dripping(head, b'{"a"', b": 1}", every_s=0.05) as url:
         assert call("GET", f"{url}/health", timeout_s=10) == {"a": 1}
@@ -538,12 +543,12 @@ def test_an_answer_in_pieces_that_is_whole_in_time_is_whole():
         ("{}", "weight_version", "missing required field `weight_version`; it answered {}"),
         ('{"weight_version": 7}', "weight_version", r"got `int` - at `\$.weight_version`; it answered"),
         ("[1, 2]", "server_info", r"Expected `object`, got `array`; it answered \[1, 2\]"),
-        ("{garbage", "server_info", r"/server_info answered what is no JSON .*: '\{garbage'"),
+        ("{garbage", "server_info", r"/server_info answered invalid JSON .*: '\{garbage'"),
         ("<html>", "server_info", "Expected `object`, got `str`; it answered '<html>'"),
         ('{"ranks": null}', "weights_checksum", r"got `null` - at `\$.ranks`; it answered"),
     ],
 )
-def test_control_says_which_field_of_an_answer_is_amiss_and_what_came(text, ask, message):
+def test_control_reports_the_invalid_field_and_its_value(text, ask, message):
     async def handler(request):
         return web.Response(text=text)
 
@@ -563,6 +568,63 @@ def test_control_says_which_field_of_an_answer_is_amiss_and_what_came(text, ask,
         asyncio.run(body())
 
 
-def test_control_wants_a_url():
+def test_control_needs_a_url():
     with pytest.raises(ValueError, match="http://host:port"):
         ServerControl("127.0.0.1:3000")
+
+
+def response_with(entries: str, output_ids: list[int], rest: str = "") -> bytes:
+    """A response whose log-probabilities are the JSON `entries`, with `rest` after them."""
+    meta = '"id": "1", "finish_reason": {"type": "stop"}, "weight_version": "7"'
+    meta += f', "output_token_logprobs":{entries}{rest}'
+    return f'{{"text":"]]","output_ids":{output_ids},"meta_info":{{{meta}}}}}'.encode()
+
+
+@pytest.mark.parametrize(
+    ("entries", "rest"),
+    [
+        ("[[-0.5,3,null],[-1e-05,4,null]]", ""),
+        ("[[-0.5,3,null],[0,4,null]]", ',"input_token_logprobs":[],"x":1'),
+        ("[[-0.5, 3, null], [-0.25, 4, null]]", ""),
+        ("[[-0.5,3,null],[-1e29,4,null]]", ""),
+        ("[[-0.5,3,null],[-0.25,4,null]]", ',"input_top_logprobs":[[1],[2]]'),
+        ('[[-0.5,3,"]]"],[-0.25,4,"b"]]', ""),
+        ("[[-0.5,3],[-0.25,4]]", ""),
+    ],
+)
+def test_response_is_the_same_read_entry_by_entry_or_at_once(entries, rest):
+    content = response_with(entries, [3, 4], rest)
+    generation = ResponseReader(64).generation(content)
+    expected = json.loads(content)["meta_info"]["output_token_logprobs"]
+    assert generation.log_probs == [entry[0] for entry in expected]
+    assert [type(value) for value in generation.log_probs] == [float, float]
+    assert (generation.token_ids, generation.text, generation.weight_version) == ([3, 4], "]]", "7")
+    assert generation.version_spans == [["7", 2]]
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        "[[-0.5,3,null],[true,4,null]]",
+        "[[-0.5,3,null],[false,4,null]]",
+        "[[-0.5,3,null],[-0.25,5,null]]",
+        "[[-0.5,3,null]]",
+        "[[-0.5,3,null],[-0.25,4,null],[-0.25,4,null]]",
+        "[[-0.5,3,null],[-1e31,4,null]]",
+        "[[-0.5,3,null],[0.002,4,null]]",
+        '[[-0.5,3,null],["-0.25",4,null]]',
+        "[[-0.5,3,null],[null,4,null]]",
+        "[[-0.5,3,null],[-0.25,4,null]",
+        "[]",
+    ],
+)
+def test_unusable_entries_are_errors(entries):
+    with pytest.raises(EngineResponseError):
+        ResponseReader(64).generation(response_with(entries, [3, 4]))
+
+
+def test_usual_response_stays_packed_and_an_empty_one_is_usable():
+    usual = ResponseReader(64).generation(response_with("[[-0.5,3,null]]", [3]))
+    assert len(usual.column("token_ids")) == 1 and not isinstance(usual.column("log_probs"), list)
+    empty = ResponseReader(64).generation(response_with("[]", []))
+    assert (empty.token_ids, empty.log_probs) == ([], [])

@@ -1,4 +1,4 @@
-"""Where releases of SGLang differ: what each is recognised by, and that the answers are right for all of them."""
+"""Differences between SGLang releases: how each is recognized, and correct results for all of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from slimrl.engines.protocol import EngineError, EngineRequestError
 from slimrl.engines.sglang import control, versions
 from slimrl.engines.sglang.control import ServerControl
-from slimrl.engines.sglang.versions import UnknownEngineError, admit_references, module_with, tells_versions_of_tokens
+from slimrl.engines.sglang.versions import UnknownEngineError, allow_shm_unpickling, has_per_token_versions, module_with
 from slimrl.weights.update.buckets import iter_buckets
 from slimrl.weights.update.transport_tensor import HostSharedBuffer, serialize
 
@@ -25,14 +25,14 @@ from slimrl.weights.update.transport_tensor import HostSharedBuffer, serialize
     ("version", "tells"),
     [("0.5.17", False), ("0.5.18", False), ("0.5.19", True), ("0.5.20.post1", True), ("0.10.0", True), ("main", True)],
 )
-def test_the_releases_that_say_which_weights_drew_a_token(version, tells):
-    assert tells_versions_of_tokens(version) is tells
+def test_releases_that_report_the_weight_version_per_token(version, tells):
+    assert has_per_token_versions(version) is tells
 
 
-def test_a_name_is_found_in_the_place_of_its_release(monkeypatch):
+def test_name_is_found_at_the_path_of_its_release(monkeypatch):
     older = types.ModuleType("older_engine")
     older.wanted = "here"
-    newer = types.ModuleType("newer_engine")  # there, without the name
+    newer = types.ModuleType("newer_engine")  # exists, without the name
     monkeypatch.setitem(sys.modules, "older_engine", older)
     monkeypatch.setitem(sys.modules, "newer_engine", newer)
     places = {"wanted": ("absent_engine", "newer_engine", "older_engine"), "unknown": ("newer_engine",)}
@@ -45,7 +45,7 @@ def test_a_name_is_found_in_the_place_of_its_release(monkeypatch):
 
 
 class ListedNames(pickle.Unpickler):
-    """An unpickler like that of SGLang 0.5.21 and later: a list of names, and nothing else."""
+    """An unpickler like that of SGLang 0.5.21 and later, with an allow list."""
 
     ALLOWED_GLOBALS = {("functools", "partial"), ("torch", "uint8"), ("types", "SimpleNamespace"), ("torch", "float32")}
 
@@ -57,7 +57,7 @@ class ListedNames(pickle.Unpickler):
 
 @pytest.fixture
 def listed():
-    """A class of its own for each test: it is changed in place."""
+    """A new class for each test, because it is changed in place."""
     return type("Listed", (ListedNames,), {"ALLOWED_GLOBALS": ListedNames.ALLOWED_GLOBALS})
 
 
@@ -73,35 +73,35 @@ def one_rank_world(tmp_path):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_references_to_host_memory_pass_a_list_of_names(listed, one_rank_world, ranks):
+def test_host_memory_references_pass_an_allow_list(listed, one_rank_world, ranks):
     buffer = HostSharedBuffer()
     (bucket,) = iter_buckets(iter([("w", torch.full((4,), 3.0))]), 1024, buffer)
     payload = base64.b64decode(serialize(bucket, [buffer.reference()] * ranks))
     with pytest.raises(RuntimeError, match="Blocked unsafe global"):
         loaded(listed, payload)
-    admit_references(listed)
+    allow_shm_unpickling(listed)
     flat = loaded(listed, payload)["flattened_tensor"]
     assert flat[:16].view(torch.float32).tolist() == [3.0] * 4
     buffer.close()
 
 
-def test_nothing_else_passes_with_them(listed):
-    admit_references(listed)
+def test_no_other_name_passes_the_allow_list(listed):
+    allow_shm_unpickling(listed)
     for blocked in (torch.from_numpy, functools.reduce, pickle.loads):
-        with pytest.raises(RuntimeError, match="may not ask|Blocked unsafe global"):
+        with pytest.raises(RuntimeError, match="may not access|Blocked unsafe global"):
             loaded(listed, pickle.dumps(blocked))
-    with pytest.raises(RuntimeError, match="may not ask for the attribute 'system'"):
+    with pytest.raises(RuntimeError, match="may not access the attribute 'system'"):
         loaded(listed, b"cbuiltins\ngetattr\n(V\nVsystem\ntR.")
 
 
-def test_an_unpickler_without_a_list_is_left_alone():
+def test_unpickler_without_an_allow_list_is_not_patched():
     older = type("Older", (pickle.Unpickler,), {})
-    admit_references(older)
+    allow_shm_unpickling(older)
     assert "find_class" not in vars(older)
 
 
 class Server:
-    """Answers `call` like a server of a release: with sessions of weight updates, or without."""
+    """Answers `call` like a server of a release, with or without weight-update sessions."""
 
     def __init__(self, *, sessions: bool, is_open: bool = False, version: str = "0.5.23") -> None:
         self.sessions, self.is_open, self.version = sessions, is_open, version
@@ -122,7 +122,7 @@ class Server:
 
 
 @pytest.fixture
-def speak_to(monkeypatch):
+def control_of(monkeypatch):
     def connect(server: Server) -> ServerControl:
         monkeypatch.setattr(control, "call", server)
         return ServerControl("http://server")
@@ -130,26 +130,26 @@ def speak_to(monkeypatch):
     return connect
 
 
-def test_an_update_after_one_that_failed_opens_a_session_of_its_own(speak_to):
+def test_update_after_a_failed_one_reopens_the_session(control_of):
     server = Server(sessions=True, is_open=True)
-    speak_to(server).begin_weight_update()
+    control_of(server).begin_weight_update()
     assert server.is_open
     assert server.calls[-3:] == ["/begin_weight_update", "/end_weight_update", "/begin_weight_update"]
 
 
 @pytest.mark.parametrize("sessions", [True, False])
-def test_an_update_is_a_session_where_the_server_has_them(speak_to, sessions):
+def test_update_is_a_session_when_the_server_supports_them(control_of, sessions):
     server = Server(sessions=sessions)
-    with speak_to(server).weight_update("1"):
+    with control_of(server).weight_update("1"):
         assert server.is_open is sessions
     assert not server.is_open
 
 
-def test_requests_are_not_retracted_where_their_tokens_would_be_counted_to_the_wrong_weights(speak_to):
+def test_requests_are_not_retracted_when_tokens_would_get_the_wrong_version(control_of):
     with pytest.raises(EngineError, match="runs SGLang 0.5.18.*install sglang 0.5.19 or later"):
-        speak_to(Server(sessions=False, version="0.5.18")).begin_weight_update("retract")
+        control_of(Server(sessions=False, version="0.5.18")).begin_weight_update("retract")
 
 
-def test_checksums_are_of_the_model_where_its_drafts_are_told_apart(speak_to):
-    ranks = speak_to(Server(sessions=True)).weights_checksum()
+def test_checksums_cover_the_model_without_its_draft_models(control_of):
+    ranks = control_of(Server(sessions=True)).weights_checksum()
     assert [rank["parallelism_info"]["tp_rank"] for rank in ranks] == [0, 1]

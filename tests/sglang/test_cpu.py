@@ -1,13 +1,23 @@
-"""The parts of the CPU platform that can be seen without a server."""
+"""The parts of the CPU platform that can be tested without a server: placeholders, layers, size of the cache."""
 
 from __future__ import annotations
 
+import json
+import math
 import subprocess
 import sys
 
+import pytest
 import torch
 
-from slimrl.engines.sglang.cpu_patches import AbsentPackageFinder, install, murmur_hash32
+from slimrl.engines.sglang.cpu_patches import (
+    AbsentPackageFinder,
+    gate_sigmoid_mul,
+    install,
+    murmur_hash32,
+    with_unscaled_rope,
+)
+from slimrl.engines.sglang.server_args import kv_cache_tokens
 
 
 def murmur3(words: list[int]) -> int:
@@ -25,11 +35,11 @@ def murmur3(words: list[int]) -> int:
     return state ^ state // 2**16
 
 
-def test_the_reference_hash_gives_the_published_value():
+def test_reference_hash_gives_the_published_value():
     assert murmur3([0]) == 0x2362F9DE  # of four zero bytes
 
 
-def test_the_seeded_samplers_hash_is_murmur3_of_seed_position_and_column():
+def test_seeded_sampler_hash_is_murmur3_of_seed_position_and_column():
     seeds = [0, 1, 2**31, 2**32 + 5, 2**63 - 1]
     positions, columns = [0, 7, 1000, 40959, 3], [0, 1, 151935]
     hashes = murmur_hash32(torch.tensor(seeds), torch.tensor(positions), torch.tensor(columns))
@@ -40,20 +50,20 @@ def test_the_seeded_samplers_hash_is_murmur3_of_seed_position_and_column():
     assert hashes.tolist() == expected
 
 
-def test_nothing_is_touched_where_cuda_is_available(monkeypatch):
+def test_nothing_is_patched_when_cuda_is_available(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     before = list(sys.meta_path)
     assert install() is False
     assert sys.meta_path == before
 
 
-def test_the_finder_answers_for_absent_packages_only():
+def test_finder_stands_in_only_for_missing_packages():
     finder = AbsentPackageFinder()
     assert finder.find_spec("triton.language") is not None and finder.find_spec("torchvision") is not None
     assert finder.find_spec("tritonclient") is None and finder.find_spec("flashinfer") is None
 
 
-def test_the_stand_in_decorates_names_and_refuses_to_compute():
+def test_stand_in_supports_decorators_and_refuses_to_compute():
     program = """
 import sys
 sys.modules["torch"] = None  # not needed by what follows
@@ -68,3 +78,33 @@ except NotImplementedError as error:
 """
     output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert output.stdout.startswith("sgl_kernel.rmsnorm is not available"), output.stderr
+
+
+@pytest.mark.parametrize(("do_add", "before"), [(True, 1.0), (False, 0.0)])
+def test_shared_expert_gate_is_the_sigmoid_of_one_product_per_token(do_add, before):
+    hidden, gate = torch.tensor([[1.0, 2.0], [0.0, -1.0]]), torch.tensor([0.5, 0.25])
+    output = torch.ones(2, 2)
+    gate_sigmoid_mul(hidden, gate, torch.tensor([[4.0, 8.0], [2.0, -2.0]]), output, do_add=do_add)
+    first, second = 1 / (1 + math.exp(-1.0)), 1 / (1 + math.exp(0.25))
+    expected = [[before + 4 * first, before + 8 * first], [before + 2 * second, before - 2 * second]]
+    assert torch.allclose(output, torch.tensor(expected), atol=1e-6)
+
+
+def test_only_scaled_rotary_tables_use_the_cpu_function():
+    calls = []
+    rope = with_unscaled_rope(
+        lambda *args: calls.append(("general", *args)), lambda *args: calls.append(("scaled", *args))
+    )
+    scaling = {"rope_type": "deepseek_yarn"}
+    rope(8, 8, 2048, 5e4, False, None, torch.float32, 1.0, "cpu")
+    rope(8, 8, 2048, 5e4, False, scaling, torch.float32, 1.0, "cpu")
+    assert calls == [
+        ("general", 8, 8, 2048, 5e4, False, None, torch.float32, 1.0),
+        ("scaled", 8, 8, 2048, 5e4, False, scaling, torch.float32, 1.0, "cpu"),
+    ]
+
+
+def test_latent_kv_cache_keeps_one_vector_per_token_for_any_number_of_heads(tmp_path):
+    config = {"num_hidden_layers": 27, "num_attention_heads": 16, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert kv_cache_tokens(tmp_path) == 17260  # 27 x (512 + 64) x 4 bytes = 62208 bytes per token; 2^30 / 62208

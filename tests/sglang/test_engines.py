@@ -24,13 +24,13 @@ from torch.distributed.distributed_c10d import _new_process_group_helper
 from transformers import AutoTokenizer
 
 from examples import calculator, search
-from slimrl.arguments import Arguments
-from slimrl.arguments.engines import RESERVED_TOKENS, stated_context
+from slimrl.arguments.served_models import RESERVED_TOKENS, stated_context
+from slimrl.data.packed import PackedColumn
 from slimrl.data.sample import Sample
 from slimrl.engines.protocol import EngineError, EngineRequestError, Generation
 from slimrl.engines.sglang.client import RouterClient
 from slimrl.engines.sglang.control import ServerControl
-from slimrl.engines.sglang.router import RouterProcess, routing_options
+from slimrl.engines.sglang.router import RouterProcess, router_options
 from slimrl.rollout.sampling import SamplingConfig
 from tests.sglang import rollout_jobs
 
@@ -52,7 +52,7 @@ def controls(fleet):
 
 
 def run(fleet, coroutine_of_client, *, concurrency: int = 64):
-    """Runs `coroutine_of_client(client)` in an event loop of its own."""
+    """Runs `coroutine_of_client(client)` in its own event loop."""
 
     async def body():
         async with RouterClient(
@@ -89,7 +89,7 @@ def largest_error(model, prompt: list[int], generation: Generation) -> float:
 
 
 def moved_copy(model, seed: int):
-    """The same model with every parameter moved by noise."""
+    """The same model with noise added to every parameter."""
     torch.manual_seed(seed)
     moved = copy.deepcopy(model)
     with torch.no_grad():
@@ -102,24 +102,48 @@ def hf_tensors(model) -> list[tuple[str, torch.Tensor]]:
     return [(name, t.detach().contiguous()) for name, t in model.state_dict().items() if name != "lm_head.weight"]
 
 
-def test_log_probs_through_the_router_equal_transformers(fleet, reference):
+def test_log_probs_through_the_router_match_transformers(fleet, reference):
     prompts = random_prompts(16)
     answers = generate_all(fleet, prompts, lambda i: sampling(12))
     assert all(len(a.token_ids) == len(a.log_probs) == 12 and a.finish_reason == "length" for a in answers)
     assert max(largest_error(reference, ids, a) for ids, a in zip(prompts, answers, strict=True)) < 1e-5
 
 
-def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(fleet):
+def test_responses_are_read_at_once_and_not_entry_by_entry(fleet):
+    async def body(client):
+        answer = await client.generate(PROMPT, sampling(12))
+        return isinstance(answer.column("log_probs"), PackedColumn), answer.log_probs
+
+    packed, log_probs = run(fleet, body)
+    assert packed and len(log_probs) == 12
+
+
+def test_long_prompts_in_chunks_and_cached_prefixes_give_transformers_greedy_answers(fleet, reference):
+    """Prompts longer than a chunk of prefill, whose first 200 tokens a server may have seen."""
+    draw = random.Random(11)
+    beginning = draw.choices(range(3, 64), k=200)
+    prompts = [beginning + draw.choices(range(3, 64), k=draw.randrange(100, 400)) for _ in range(12)]
+    for _ in range(2):  # the second time a server has seen whole prompts
+        answers = generate_all(fleet, prompts, lambda i: sampling(40) | {"temperature": 0.0})
+        for prompt, answer in zip(prompts, answers, strict=True):
+            with torch.no_grad():
+                scores = reference(torch.tensor([prompt + answer.token_ids])).logits[0].log_softmax(-1)
+            expected = scores[len(prompt) - 1 : -1].max(-1)
+            assert answer.token_ids == expected.indices.tolist()
+            assert (torch.tensor(answer.log_probs) - expected.values).abs().max() < 1e-5
+
+
+def test_seed_gives_the_same_tokens_alone_and_in_a_batch(fleet):
     alone = generate_all(fleet, [PROMPT], lambda i: sampling(24, sampling_seed=77))[0]
     batch = generate_all(fleet, [PROMPT] * 16, lambda i: sampling(24, sampling_seed=77 if i % 2 else 1000 + i))
     assert all(answer.token_ids == alone.token_ids for answer in batch[1::2])
     assert len({tuple(answer.token_ids) for answer in batch[0::2]}) == 8
 
 
-def test_the_turns_of_a_session_reach_one_server_whatever_they_say(fleet, controls, tmp_path):
-    """Each server's weight version tells which of them answered."""
-    args = Arguments(custom_generate_function_path="examples.calculator.generate")
-    router = RouterProcess(log_path=tmp_path / "router.log", options=routing_options(args))
+def test_turns_of_a_session_reach_one_server(fleet, controls, tmp_path):
+    """Each server's weight version identifies it in the responses."""
+    options = router_options({}, request_timeout_s=60, conversations=True)
+    router = RouterProcess(log_path=tmp_path / "router.log", options=options)
     before = [control.weight_version() for control in controls]
 
     async def body():
@@ -151,7 +175,7 @@ def test_the_turns_of_a_session_reach_one_server_whatever_they_say(fleet, contro
     assert any(len(set(versions)) == 2 for versions in others)
 
 
-def test_abort_returns_partial_answers_that_are_aligned(fleet, reference):
+def test_abort_returns_aligned_partial_responses(fleet, reference):
     async def body(client):
         tasks = [asyncio.create_task(client.generate(ids, sampling(900))) for ids in prompts]
         await asyncio.sleep(1.0)
@@ -168,7 +192,7 @@ def test_abort_returns_partial_answers_that_are_aligned(fleet, reference):
     assert [a.weight_version for a in answers[70:]] == [""] * 10
 
 
-def test_rollouts_that_are_cut_off_and_continued_are_what_uncut_ones_would_be(fleet, reference, tmp_path):
+def test_interrupted_and_continued_rollouts_match_uninterrupted_ones(fleet, reference, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(fleet.model_path)
     args = rollout_jobs.rollout_args(tmp_path)
     plan = SamplingConfig.for_training(args)
@@ -194,7 +218,7 @@ def test_rollouts_that_are_cut_off_and_continued_are_what_uncut_ones_would_be(fl
     assert sorted(left + [sample.group_index for sample in samples[::2]]) == list(range(state["next_group_index"]))
 
 
-def test_a_model_with_a_calculator_is_trained_on_the_very_tokens_it_sampled(fleet, reference, tmp_path):
+def test_calculator_agent_is_trained_on_its_sampled_tokens(fleet, reference, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(fleet.model_path)
     args = rollout_jobs.rollout_args(tmp_path, custom_generate_function_path="examples.calculator.generate")
 
@@ -220,10 +244,8 @@ def test_a_model_with_a_calculator_is_trained_on_the_very_tokens_it_sampled(flee
 
 
 @pytest.mark.parametrize("agent", ["search_agent", "tool_agent"])
-def test_an_agent_written_for_slime_is_trained_on_the_very_tokens_it_sampled(
-    fleet, reference, tmp_path, monkeypatch, agent
-):
-    """Both ask the real router; once the batch is full what is in flight is aborted, and restarts."""
+def test_slime_agent_is_trained_on_its_sampled_tokens(fleet, reference, tmp_path, monkeypatch, agent):
+    """Both agents query the real router; once the batch is full, requests in flight are aborted and restart."""
     monkeypatch.syspath_prepend(Path(rollout_jobs.__file__).parents[1] / "compatibility/slime_style")
     tokenizer = AutoTokenizer.from_pretrained(fleet.model_path)
     args = rollout_jobs.rollout_args(
@@ -248,10 +270,8 @@ def test_an_agent_written_for_slime_is_trained_on_the_very_tokens_it_sampled(
     assert max(rollout_jobs.largest_difference(reference, sample) for sample in samples) < 1e-4
 
 
-def test_a_model_with_a_search_reads_what_the_index_has_and_is_trained_on_its_own_tokens(
-    fleet, reference, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(search, "CALL", ("<", ">"))  # what a random model of these characters writes often enough
+def test_search_agent_reads_the_index_and_is_trained_on_its_own_tokens(fleet, reference, tmp_path, monkeypatch):
+    monkeypatch.setattr(search, "CALL", ("<", ">"))  # text that a random model of these characters writes often enough
     monkeypatch.setattr(search, "ANSWER", ("[", "]"))
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text("".join(json.dumps({"text": f"{c}-{ord(c)}!"}) + "\n" for c in string.ascii_uppercase))
@@ -282,7 +302,7 @@ def test_a_model_with_a_search_reads_what_the_index_has_and_is_trained_on_its_ow
     assert max(rollout_jobs.largest_difference(reference, sample) for sample in samples) < 1e-4
 
 
-def test_a_too_long_prompt_is_refused_once_with_the_servers_words(fleet):
+def test_overlong_prompt_is_rejected_once_with_the_server_message(fleet):
     async def body(client):
         sent = 0
         post = client._post
@@ -300,7 +320,7 @@ def test_a_too_long_prompt_is_refused_once_with_the_servers_words(fleet):
     assert run(fleet, body) == (1, 400)
 
 
-def test_the_longest_prompt_that_is_let_through_is_the_longest_that_a_server_takes(fleet):
+def test_longest_accepted_prompt_is_the_longest_the_server_takes(fleet):
     limit = stated_context(json.loads((fleet.model_path / "config.json").read_text())) - RESERVED_TOKENS
 
     async def body(client):
@@ -393,7 +413,7 @@ def finish(threads: list[threading.Thread]) -> None:
         assert not thread.is_alive()
 
 
-def test_weights_from_disk_arrive_and_the_checker_tells_equal_from_different(fleet, reference, controls, tmp_path):
+def test_weights_from_disk_arrive_and_the_checker_detects_differences(fleet, reference, controls, tmp_path):
     first = controls[0]
     with first.weight_update("base"):
         first.update_weights_from_disk(str(fleet.model_path))
@@ -412,7 +432,7 @@ def test_weights_from_disk_arrive_and_the_checker_tells_equal_from_different(fle
     assert {a.weight_version for a in after} == {"3"}
 
 
-def test_a_failed_update_leaves_the_server_paused_with_its_old_version(fleet, controls):
+def test_failed_update_leaves_the_server_paused_with_its_old_version(fleet, controls):
     control = controls[0]
     version = control.weight_version()
     with pytest.raises(EngineRequestError, match="no-such-folder"), control.weight_update("never"):
@@ -423,7 +443,7 @@ def test_a_failed_update_leaves_the_server_paused_with_its_old_version(fleet, co
     assert control.weight_version() == "4"
 
 
-def test_retracting_requests_over_an_update_is_refused_where_it_would_be_wrong(controls):
+def test_retracting_requests_over_an_update_is_rejected_when_incorrect(controls):
     if controls[0]._has("/begin_weight_update"):
         pytest.skip("from SGLang 0.5.21 on it is right with the radix cache, too")
     refusal = "disable-radix-cache|install sglang 0.5.19 or later"

@@ -1,4 +1,4 @@
-"""The tables of flags that pass through to the engine and the router."""
+"""The tables of pass-through flags of the engine and the router."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from slimrl.engines.sglang.server_args import (
 )
 from slimrl.engines.sglang.server_args_parser import RETIRED_SWITCHES, read_server_flags
 
-# computed from plug-in registries when sglang's parser is built (in 0.5.17 some of them still are in the source)
+# computed from plug-in registries when sglang's parser is built (in 0.5.17 some of them are still in the source)
 RUN_TIME_CHOICES = {"sampling_backend", "reasoning_parser", "tool_call_parser", "kv_canary_real_data"}
 
 REAL_TABLE = """
@@ -42,7 +42,7 @@ def server_table():
 
 
 @pytest.mark.slow
-def test_every_flag_read_from_the_source_is_the_flag_of_the_real_parser():
+def test_every_flag_read_from_source_matches_the_real_parser():
     output = subprocess.run([sys.executable, "-c", REAL_TABLE], capture_output=True, text=True, timeout=120)
     real = json.loads(output.stdout.partition("TABLE")[2])
     read = {flag.names: flag for flag in read_server_flags()}
@@ -76,7 +76,7 @@ def test_reading_the_tables_does_not_import_the_engine():
     assert output.stdout.strip() == "set()"
 
 
-def test_the_flags_of_known_recipes_are_there(server_table):
+def test_flags_of_known_recipes_exist(server_table):
     recipe = [
         "mem-fraction-static",
         "cuda-graph-bs",
@@ -97,11 +97,11 @@ def test_the_flags_of_known_recipes_are_there(server_table):
     assert server_table["cuda-graph-bs"].dest == "cuda_graph_bs_decode" and server_table["cuda-graph-bs"].nargs == "+"
 
 
-def test_what_slimrl_decides_is_marked_under_every_spelling(server_table):
+def test_flags_set_by_slimrl_are_marked_under_every_spelling(server_table):
     for name in ("model-path", "model", "tp-size", "tensor-parallel-size", "nccl-init-addr", "random-seed"):
         assert server_table[name].managed_by
     assert server_table["mem-fraction-static"].managed_by is None
-    for name in ("admin-api-key", "tokenizer-worker-num", "grpc-port"):  # doors without the run's key
+    for name in ("admin-api-key", "tokenizer-worker-num", "grpc-port"):  # endpoints without the run's key
         assert server_table[name].managed_by
     assert server_table["host"].managed_by is None
     assert server_table["api-key"].managed_by is None
@@ -120,13 +120,13 @@ def test_what_slimrl_decides_is_marked_under_every_spelling(server_table):
         ("dtype", "bfloat16", "bf17"),
     ],
 )
-def test_values_are_checked_before_anything_starts(server_table, name, good, bad):
+def test_values_are_checked_before_startup(server_table, name, good, bad):
     assert str(server_table[name].convert(good)) == good
     with pytest.raises(ValueError):
         server_table[name].convert(bad)
 
 
-def test_options_become_the_command_line_they_came_from(server_table):
+def test_options_round_trip_to_their_command_line(server_table):
     options = {
         "tp_size": 2,
         "mem_fraction_static": 0.5,
@@ -152,12 +152,12 @@ def test_options_become_the_command_line_they_came_from(server_table):
     ]
 
 
-def test_an_option_the_package_does_not_have_is_an_error(server_table):
+def test_option_missing_from_the_package_is_an_error(server_table):
     with pytest.raises(ValueError, match="no_such_option"):
         render_options({"no_such_option": 1}, server_table)
 
 
-def test_router_flags_are_those_of_the_installed_router():
+def test_router_flags_match_the_installed_router():
     table = router_flags()
     assert table["policy"].choices is not None and "cache_aware" in table["policy"].choices
     assert table["disable-retries"].action == "store_true"

@@ -1,4 +1,4 @@
-"""How a server is started, row by row: its arguments and its environment on GPUs that are only described."""
+"""How a server is started, row by row: its arguments and its environment on described GPUs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from slimrl.engines.sglang.launch import ServerLaunch, default_options, server_environment, without_expandable_segments
+from slimrl.engines.server_protocol import ServerLaunch
+from slimrl.engines.sglang.launch import default_options, server_environment, without_expandable_segments
 from slimrl.engines.sglang.server_args import server_flags
 from slimrl.platform.launch_env import Network
 
@@ -40,7 +41,7 @@ KNOWN = {flag.dest for flag in server_flags().values()}
         (COLOCATED, {"speculative_algorithm": "EAGLE", "enable_draft_weights_cpu_backup": True}, NO_PREFILL_GRAPHS),
     ],
 )
-def test_a_server_is_given_these_options(launch: ServerLaunch, options: dict[str, Any], defaults: dict[str, Any]):
+def test_server_gets_these_options(launch: ServerLaunch, options: dict[str, Any], defaults: dict[str, Any]):
     assert default_options(launch, options, KNOWN) == defaults
     assert set(defaults) <= KNOWN  # of the installed server
     assert default_options(launch, options, set()) == {}  # of a server that has none of them
@@ -82,13 +83,13 @@ GRAPHS_RELEASED = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1"}
         ),
     ],
 )  # fmt: skip
-def test_a_server_has_these_variables(
+def test_server_gets_these_variables(
     launch: ServerLaunch, options: dict[str, Any], inherited: dict[str, str], variables: dict[str, str]
 ):
     assert environment(launch, options, inherited) == variables
 
 
-def test_only_a_server_on_the_cpu_is_told_its_cores():
+def test_only_a_cpu_server_gets_its_cores():
     assert set(environment(CPU, {}, {}, ranks=2)) - set(environment(GPU, {}, {}, ranks=2)) == {
         "OMP_NUM_THREADS",
         "SGLANG_CPU_OMP_THREADS_BIND",
@@ -104,12 +105,12 @@ def test_only_a_server_on_the_cpu_is_told_its_cores():
         ("roundup_power2_divisions:[256:1,512:2],expandable_segments:True", "roundup_power2_divisions:[256:1,512:2]"),
     ],
 )
-def test_the_allocator_keeps_every_other_setting(settings: str, kept: str):
+def test_allocator_keeps_other_settings(settings: str, kept: str):
     assert without_expandable_segments({"PYTORCH_ALLOC_CONF": settings}) == {"PYTORCH_ALLOC_CONF": kept}
 
 
 @pytest.mark.parametrize("settings", [None, "", "expandable_segments:False", "max_split_size_mb:64"])
-def test_allocator_settings_that_the_memory_saver_bears_stay(settings: str | None):
+def test_allocator_settings_compatible_with_the_memory_saver_are_kept(settings: str | None):
     assert without_expandable_segments({} if settings is None else {"PYTORCH_CUDA_ALLOC_CONF": settings}) == {}
 
 
@@ -118,7 +119,7 @@ def test_allocator_settings_that_the_memory_saver_bears_stay(settings: str | Non
     ("network", "inherited", "variables"),
     [
         (Network(), {}, {}),
-        (Network("10.0.0.1"), {}, {}),  # no interface of this machine has it
+        (Network("10.0.0.1"), {}, {}),  # no interface of this machine has this address
         (
             Network("10.0.0.1", "eth1"),
             {},
@@ -136,7 +137,7 @@ def test_allocator_settings_that_the_memory_saver_bears_stay(settings: str | Non
         ),
     ],
 )
-def test_a_server_meets_others_where_ray_finds_its_node(
+def test_server_uses_the_network_interface_of_its_ray_address(
     cuda: bool, network: Network, inherited: dict[str, str], variables: dict[str, str]
 ):
     found = environment(ServerLaunch(cuda=cuda, network=network), {}, inherited)

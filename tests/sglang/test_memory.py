@@ -1,4 +1,4 @@
-"""The memory of the servers leaves and returns in order; what the servers would die of is never sent."""
+"""Servers are offloaded and onloaded in order; calls that would crash a server are never sent."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from slimrl.engines.engine_memory import EngineMemory, EngineMemoryError
 from slimrl.engines.protocol import EngineError, EngineRequestError, EngineUnavailableError
+from slimrl.engines.server_protocol import ServerLaunch
 from slimrl.engines.sglang.control import ServerControl
-from slimrl.engines.sglang.engine_memory import EngineMemory, EngineMemoryError
-from slimrl.engines.sglang.launch import ServerLaunch
 from slimrl.engines.sglang.server import ServerProcess
 from slimrl.engines.sglang.server_args import with_defaults
 from slimrl.weights.update.topology import EngineEndpoint
@@ -22,32 +22,32 @@ EVERYTHING = ["weights", "kv_cache", "cuda_graph"]
 
 
 class FakeServer:
-    """Writes down what it is told, as SGLang's release and resume calls name it."""
+    """Records the calls, by the names of SGLang's release and resume calls."""
 
     def __init__(self, busy: bool = False) -> None:
-        self.told: list[tuple[str, list[str]]] = []
+        self.calls: list[tuple[str, list[str]]] = []
         self.busy = busy
 
     def flush_cache(self) -> None:
         if self.busy:
             raise EngineRequestError("http://busy", 400, "requests are running")
-        self.told.append(("flush", []))
+        self.calls.append(("flush", []))
 
     def release_memory(self, tags: Sequence[str] | None) -> None:
-        self.told.append(("release", list(tags or ())))
+        self.calls.append(("release", list(tags or ())))
 
     def resume_memory(self, tags: Sequence[str] | None) -> None:
-        self.told.append(("resume", list(tags or ())))
+        self.calls.append(("resume", list(tags or ())))
 
 
-def test_every_server_is_emptied_after_its_last_request_and_filled_in_parts():
+def test_each_server_is_offloaded_after_its_last_request_and_onloaded_in_parts():
     servers = [FakeServer(), FakeServer()]
     memory = EngineMemory(servers)
     memory.release()
     memory.resume(["weights"])
     memory.resume(["kv_cache", "cuda_graph"])
     for server in servers:
-        assert server.told == [
+        assert server.calls == [
             ("flush", []),
             ("release", EVERYTHING),
             ("resume", ["weights"]),
@@ -56,7 +56,7 @@ def test_every_server_is_emptied_after_its_last_request_and_filled_in_parts():
     assert memory.released == ()
 
 
-def test_the_others_go_on_without_a_server_that_is_gone_where_somebody_replaces_it():
+def test_other_servers_continue_without_a_lost_one_when_it_will_be_replaced():
     class Gone(FakeServer):
         def release_memory(self, tags):
             raise EngineUnavailableError("http://gone cannot be reached")
@@ -69,30 +69,30 @@ def test_the_others_go_on_without_a_server_that_is_gone_where_somebody_replaces_
     memory.resume()
     assert lost == [(servers[1], "http://gone cannot be reached")]
     for server in (servers[0], servers[2]):
-        assert server.told[-2:] == [("release", EVERYTHING), ("resume", EVERYTHING)]
-    assert [name for name, _ in servers[1].told] == ["flush", "flush"]
+        assert server.calls[-2:] == [("release", EVERYTHING), ("resume", EVERYTHING)]
+    assert [name for name, _ in servers[1].calls] == ["flush", "flush"]
 
 
-def test_a_server_that_starts_later_is_brought_to_where_the_others_are():
+def test_server_that_starts_later_gets_the_memory_state_of_the_others():
     memory, late = EngineMemory([FakeServer()]), FakeServer()
     memory.adopt(late)
-    assert late.told == []
+    assert late.calls == []
     memory.release()
     memory.resume(["weights"])
     memory.adopt(late)
-    assert late.told == [("flush", []), ("release", ["kv_cache", "cuda_graph"])]
+    assert late.calls == [("flush", []), ("release", ["kv_cache", "cuda_graph"])]
 
 
-def test_no_server_loses_memory_while_one_still_works():
+def test_no_server_is_offloaded_while_one_still_works():
     servers = [FakeServer(), FakeServer(busy=True)]
     memory = EngineMemory(servers)
     with pytest.raises(EngineError, match="http://busy"):
         memory.release()
     assert memory.released == ()
-    assert all(name != "release" for server in servers for name, _ in server.told)
+    assert all(name != "release" for server in servers for name, _ in server.calls)
 
 
-def test_calls_that_a_server_would_die_of_are_refused_and_not_sent():
+def test_calls_that_would_crash_a_server_are_rejected_unsent():
     server = FakeServer()
     memory = EngineMemory([server])
     with pytest.raises(
@@ -105,10 +105,10 @@ def test_calls_that_a_server_would_die_of_are_refused_and_not_sent():
     memory.resume(["weights"])
     with pytest.raises(EngineMemoryError, match="cannot resume weights: that memory is not released"):
         memory.resume(["weights"])
-    assert [name for name, _ in server.told] == ["flush", "release", "resume"]
+    assert [name for name, _ in server.calls] == ["flush", "release", "resume"]
 
 
-def test_generating_needs_everything_and_a_weight_update_the_weights():
+def test_generation_needs_all_memory_and_a_weight_update_the_weights():
     memory = EngineMemory([FakeServer()])
     memory.require("generating")
     memory.release()
@@ -122,7 +122,7 @@ def test_generating_needs_everything_and_a_weight_update_the_weights():
         memory.require("generating")
 
 
-def test_without_a_gpu_the_allocator_that_lets_memory_go_is_not_asked_for():
+def test_memory_saver_is_not_enabled_without_a_gpu():
     words = with_defaults(["--tp-size=2", "--enable-memory-saver", "--log-level=info"])
     assert [word for word in words if "memory-saver" in word] == []
     assert "--tp-size=2" in words and words[-1] == "--log-level=info"
@@ -164,7 +164,7 @@ def greedy(url: str) -> list[int]:
 
 
 @pytest.mark.slow
-def test_a_server_generates_the_same_after_its_memory_was_away_and_other_weights_came_between(
+def test_server_generates_the_same_after_offload_and_an_intermediate_update(
     url: str, folders: list[Path], tmp_path: Path
 ):
     memory = EngineMemory([ServerControl(url, timeout_s=60)])
@@ -177,7 +177,7 @@ def test_a_server_generates_the_same_after_its_memory_was_away_and_other_weights
             memory.resume(["weights"])
             update_weights(pool, 1, folder, engines, "colocated", version, tmp_path)
             memory.resume(["kv_cache", "cuda_graph"])
-            assert_serves(url, folder, version)  # log-probabilities as transformers computes them
+            assert_serves(url, folder, version)  # log-probabilities match transformers
             answers.append(greedy(url))
     assert answers[0] != before and answers[1] == before
     assert ServerControl(url).healthy()

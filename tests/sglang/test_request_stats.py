@@ -1,11 +1,12 @@
-"""What servers say about requests, added up: caches, drafts and latencies."""
+"""Request statistics of servers, summed: caches, drafts and latencies."""
 
 import asyncio
 import json
 
 import pytest
 
-from slimrl.engines.sglang.responses import RequestStats, ResponseReader, time_statistics
+from slimrl.engines.request_stats import RequestStats, time_statistics
+from slimrl.engines.sglang.responses import ResponseReader
 from slimrl.observability.metrics import metric_of
 from slimrl.observability.metrics.registry import METRICS
 
@@ -15,7 +16,7 @@ def answer(**meta) -> bytes:
     return json.dumps({"output_ids": [7], "text": "x", "meta_info": usual | meta}).encode()
 
 
-def test_answers_are_added_up_and_taken_once():
+def test_response_stats_are_summed_and_reset_when_read():
     stats = RequestStats()
     ResponseReader().generation(answer(prompt_tokens=10, cached_tokens=8, e2e_latency=2.0, queue_time=0.5), stats)
     ResponseReader().generation(answer(prompt_tokens=30, cached_tokens=2, e2e_latency=4.0), stats)
@@ -31,13 +32,13 @@ def test_answers_are_added_up_and_taken_once():
     assert stats.take(samples=2) == {}
 
 
-def test_an_answer_without_such_fields_counts_nothing():
+def test_response_without_stats_counts_nothing():
     stats = RequestStats()
     ResponseReader().generation(answer(), stats)
     assert stats.take(samples=1) == {}
 
 
-def test_an_evaluation_beside_a_rollout_leaves_its_requests_alone():
+def test_evaluation_does_not_affect_the_request_stats_of_a_rollout():
     stats = RequestStats()
 
     async def ask(prompt_tokens):

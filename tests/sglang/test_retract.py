@@ -1,4 +1,4 @@
-"""Requests that run over a weight update: up to the cut they follow the old weights, then the new, with no stale KV."""
+"""Requests that span a weight update follow the old weights before it and the new after it, with no stale KV."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import torch
 from slimrl.engines.sglang.client import RouterClient
 from slimrl.engines.sglang.control import ServerControl
 from slimrl.engines.sglang.server import ServerProcess
-from slimrl.engines.sglang.versions import tells_versions_of_tokens
+from slimrl.engines.sglang.versions import has_per_token_versions
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        not tells_versions_of_tokens(importlib.metadata.version("sglang")),
-        reason="SGLang before 0.5.19 does not say which weights drew which token: slimrl refuses to retract",
+        not has_per_token_versions(importlib.metadata.version("sglang")),
+        reason="SGLang before 0.5.19 does not report which weight version sampled which token: slimrl does not retract",
     ),
 ]
 NEW_TOKENS = 400
 
 
-def test_requests_go_on_with_the_new_weights_and_recomputed_kv_after_a_retraction(tmp_path, tiny_model):
+def test_requests_resume_with_new_weights_and_recomputed_kv_after_a_retraction(tmp_path, tiny_model):
     from transformers import AutoModelForCausalLM
 
     old = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
@@ -47,9 +47,9 @@ def test_requests_go_on_with_the_new_weights_and_recomputed_kv_after_a_retractio
         cut = int(follows_old.int().cumprod(0).sum())
         assert 0 < cut < NEW_TOKENS
         assert follows_new[cut:].all()
-        (first, drawn_by_old), (second, drawn_by_new) = answer.version_spans  # to the token
-        assert (first, second) == ("default", "new") and drawn_by_old + drawn_by_new == NEW_TOKENS
-        assert follows_old[:drawn_by_old].all() and follows_new[drawn_by_old:].all()
+        (first, sampled_by_old), (second, sampled_by_new) = answer.version_spans  # exactly at that token
+        assert (first, second) == ("default", "new") and sampled_by_old + sampled_by_new == NEW_TOKENS
+        assert follows_old[:sampled_by_old].all() and follows_new[sampled_by_old:].all()
 
 
 async def generate_over_an_update(url: str, prompts: list[list[int]], folder: str):
@@ -68,7 +68,7 @@ def update(url: str, folder: str) -> None:
 
 
 def follows(model, prompt, answer) -> torch.Tensor:
-    """Per new token: whether its log-probability is the model's, [new tokens] bool."""
+    """Per new token: whether its log-probability matches the model, [new tokens] bool."""
     with torch.no_grad():
         scores = model(torch.tensor([prompt + answer.token_ids])).logits[0].log_softmax(-1)
     rows = torch.arange(len(prompt) - 1, len(prompt) - 1 + len(answer.token_ids))

@@ -1,4 +1,4 @@
-"""Command line, environment and ports of a server, and the message of one that dies at its start."""
+"""Command line, environment and ports of a server, and the error message of one that dies at startup."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ import psutil
 import pytest
 
 import slimrl
-from slimrl.engines.sglang.launch import ServerLaunch
+from slimrl.engines.server_protocol import NodePart, ServerLaunch
 from slimrl.engines.sglang.router import router_command
 from slimrl.engines.sglang.server import (
-    NodePart,
     ServerProcess,
     rendezvous,
     server_command,
@@ -35,7 +34,7 @@ def write_config(folder: Path, **values) -> str:
     return str(folder)
 
 
-def test_a_cpu_server_is_the_same_server_behind_another_door():
+def test_cpu_server_is_the_same_server_with_another_launcher():
     arguments = {**MANAGED, "model_path": "/model"}, {"dtype": "bfloat16"}
     on_gpu, on_cpu = server_command(*arguments, GPU), server_command(*arguments, CPU)
     assert on_cpu[2] == "slimrl.engines.sglang.cpu_patches"
@@ -43,7 +42,7 @@ def test_a_cpu_server_is_the_same_server_behind_another_door():
     assert [word for word in on_gpu[4:] if word in on_cpu] == on_cpu[3:]
 
 
-def test_a_cpu_server_gets_what_it_needs_and_the_user_wins(tmp_path):
+def test_cpu_server_gets_its_defaults_and_user_options_win(tmp_path):
     for given in (["--model-path", write_config(tmp_path)], [f"--model-path={write_config(tmp_path)}"]):
         words = with_defaults([*given, "--dtype=bfloat16"])
         assert {"--device=cpu", "--attention-backend=torch_native", "--sleep-on-idle"} <= set(words)
@@ -51,12 +50,12 @@ def test_a_cpu_server_gets_what_it_needs_and_the_user_wins(tmp_path):
         assert "--max-total-tokens=65536" in words
 
 
-def test_the_kv_cache_of_a_model_that_is_not_here_is_left_to_the_server():
+def test_kv_cache_of_a_model_that_is_not_local_is_sized_by_the_server():
     words = with_defaults(["--model-path", "some/model"])
     assert not any(word.startswith("--max-total-tokens") for word in words)
 
 
-def test_a_gpu_server_is_the_plain_sglang_server():
+def test_gpu_server_is_the_plain_sglang_server():
     command = server_command({**MANAGED, "model_path": "/model"}, {}, GPU)
     assert command == [
         sys.executable,
@@ -70,7 +69,7 @@ def test_a_gpu_server_is_the_plain_sglang_server():
     ]
 
 
-def test_an_option_that_slimrl_decides_is_refused():
+def test_option_set_by_slimrl_is_rejected():
     with pytest.raises(ValueError, match="--sglang-tp-size is set by slimrl itself"):
         server_command({**MANAGED, "model_path": "/model"}, {"tp_size": 2}, GPU)
     with pytest.raises(ValueError, match="--router-worker-urls is set by slimrl itself"):
@@ -85,12 +84,12 @@ def test_an_option_that_slimrl_decides_is_refused():
         (24, 4, 64, 21845),  # 24 x 4 x 64 x 2 x 4 = 49152 bytes per token
     ],
 )
-def test_the_kv_cache_of_a_cpu_server_is_bounded_by_memory(tmp_path, layers, kv_heads, head_dim, tokens):
+def test_kv_cache_of_a_cpu_server_is_bounded_by_memory(tmp_path, layers, kv_heads, head_dim, tokens):
     write_config(tmp_path, num_hidden_layers=layers, num_key_value_heads=kv_heads, head_dim=head_dim)
     assert kv_cache_tokens(tmp_path) == tokens
 
 
-def test_data_parallel_attention_meets_on_a_claimed_port():
+def test_data_parallel_attention_uses_a_reserved_port():
     assert rendezvous({}, "10.0.0.1", 22000) == {"nccl_port": 22000}
     assert rendezvous({"enable_dp_attention": True}, "10.0.0.1", 22000) == {
         "nccl_port": 22000,
@@ -98,7 +97,7 @@ def test_data_parallel_attention_meets_on_a_claimed_port():
     }
 
 
-def test_the_parts_of_a_server_over_nodes_meet_on_the_first():
+def test_parts_of_a_multi_node_server_rendezvous_on_the_first():
     first = rendezvous({}, "10.0.0.1", 22000, NodePart(0, 2))
     second = rendezvous({}, "10.0.0.2", 23000, NodePart(1, 2, "10.0.0.1:22001"))
     assert first == {"nccl_port": 22000, "dist_init_addr": "10.0.0.1:22001", "nnodes": 2, "node_rank": 0}
@@ -106,16 +105,16 @@ def test_the_parts_of_a_server_over_nodes_meet_on_the_first():
     command = server_command({**MANAGED, **second}, {"pp_size": 2, "enable_dp_attention": True}, GPU)
     assert {"--nnodes=2", "--node-rank=1", "--dist-init-addr=10.0.0.1:22001", "--enable-dp-attention"} <= set(command)
     assert [word for word in command if word.startswith("--pp")] == ["--pp-size=2"]
-    with pytest.raises(ValueError, match="part 1 of a server needs the address"):
+    with pytest.raises(ValueError, match="part 1 of a server needs the rendezvous address"):
         NodePart(1, 2)
 
 
-def test_the_first_part_names_the_meeting_place_before_it_starts(tmp_path):
+def test_first_part_names_the_rendezvous_before_it_starts(tmp_path):
     server = ServerProcess("/model", log_path=tmp_path / "log", part=NodePart(0, 2))
     try:
         host, port = server.claim().split(":")
         assert host == "127.0.0.1"
-        # its neighbours up to the 13th, which the nodes shake hands on, are held as well
+        # its neighbours up to the 13th, used for the nodes' handshake, are also reserved
         for claimed in (server.port, int(port) - 1, int(port), int(port) + 13):
             with pytest.raises(OSError, match=f"port {claimed} "):
                 claim_port(claimed, "127.0.0.1")
@@ -124,7 +123,7 @@ def test_the_first_part_names_the_meeting_place_before_it_starts(tmp_path):
     claim_port(int(port), "127.0.0.1").release()
 
 
-def test_router_defaults_notice_a_dead_server_fast_and_options_win():
+def test_router_defaults_detect_a_dead_server_fast_and_user_options_win():
     command = router_command("127.0.0.1", 23000, 23001, {"health_failure_threshold": 5, "request_timeout_secs": 9})
     assert {"--health-check-interval-secs=1", "--health-failure-threshold=5", "--request-timeout-secs=9"} <= set(
         command
@@ -132,7 +131,7 @@ def test_router_defaults_notice_a_dead_server_fast_and_options_win():
     assert {"--host=127.0.0.1", "--port=23000", "--prometheus-port=23001"} <= set(command)
 
 
-def test_a_claimed_port_is_not_claimed_again_until_it_is_released():
+def test_reserved_port_is_not_reserved_again_until_released():
     claim = claim_ports(3)
     assert claim.first >= LOWEST_PORT
     for port in range(claim.first, claim.first + 3):
@@ -142,7 +141,7 @@ def test_a_claimed_port_is_not_claimed_again_until_it_is_released():
     claim_port(claim.first, "127.0.0.1").release()
 
 
-def test_claims_of_many_are_all_different():
+def test_concurrent_reservations_are_distinct():
     claims = [claim_ports() for _ in range(200)]
     assert len({claim.first for claim in claims}) == 200
     for claim in claims:
@@ -150,7 +149,7 @@ def test_claims_of_many_are_all_different():
 
 
 @pytest.mark.slow
-def test_a_server_that_dies_at_its_start_is_reported_with_its_code_and_words(tmp_path):
+def test_server_that_dies_at_startup_is_reported_with_exit_code_and_output(tmp_path):
     (tmp_path / "model").mkdir()
     server = ServerProcess(write_config(tmp_path / "model"), log_path=tmp_path / "log", options={"context_length": "x"})
     server.start()
@@ -174,9 +173,7 @@ time.sleep(600)
 
 
 @pytest.mark.slow
-def test_sigkill_of_the_parent_leaves_no_process_no_shared_memory_and_no_port_of_a_two_rank_server(
-    tmp_path, tiny_model
-):
+def test_sigkill_of_the_parent_leaves_no_process_shared_memory_or_port(tmp_path, tiny_model):
     memory_before = set(os.listdir("/dev/shm"))
     parent = subprocess.Popen(
         [sys.executable, "-c", LAUNCH, str(tiny_model), str(tmp_path / "log")],
@@ -184,14 +181,14 @@ def test_sigkill_of_the_parent_leaves_no_process_no_shared_memory_and_no_port_of
         stdout=subprocess.PIPE,
         text=True,
     )
-    guardian, port = map(int, parent.stdout.readline().split())
-    tree = psutil.Process(guardian).children(recursive=True)
+    subreaper, port = map(int, parent.stdout.readline().split())
+    tree = psutil.Process(subreaper).children(recursive=True)
     own_memory = {m.path for p in tree for m in p.memory_maps() if m.path.startswith("/dev/shm/sgl")}
     assert len(tree) >= 4 and len(own_memory) >= 2  # HTTP server, two schedulers, detokenizer
     parent.kill()
     parent.wait()
     deadline = time.monotonic() + 60
-    while any(p.is_running() for p in tree) or psutil.pid_exists(guardian):
+    while any(p.is_running() for p in tree) or psutil.pid_exists(subreaper):
         assert time.monotonic() < deadline, [p for p in tree if p.is_running()]
         time.sleep(0.05)
     assert not any(map(os.path.exists, own_memory))

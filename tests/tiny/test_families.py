@@ -1,4 +1,4 @@
-"""The toys of other families: with the flags of a published model, and their own sizes, they are what the files say."""
+"""Toy models of other families: the flags of a published model with toy sizes describe the files."""
 
 import json
 import shlex
@@ -15,7 +15,7 @@ from slimrl.tiny.tokenizer import build_tokenizer
 from tests.scripts.model_size import parameters
 
 ROOT = Path(__file__).resolve().parents[2]
-# A published model of each family, and whether its output layer has weights of its own
+# A published model of each family, and whether its output layer has its own weights
 MODELS = {
     "llama": ("llama3.1-8B-Instruct", True),
     "qwen2": ("qwen2.5-0.5B", False),
@@ -41,7 +41,7 @@ def test_every_family_has_a_published_model():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_flags_of_a_published_model_and_the_sizes_of_the_toy_describe_the_toy(family, tokenizer, tmp_path):
+def test_published_model_flags_with_toy_sizes_describe_the_toy(family, tokenizer, tmp_path):
     script, untied = MODELS[family]
     model = build_family_model(family, tokenizer, seed=0, untie=untied)
     model.save_pretrained(tmp_path)
@@ -61,7 +61,7 @@ def test_the_flags_of_a_published_model_and_the_sizes_of_the_toy_describe_the_to
     assert parameters(args)[0] == model.num_parameters()
 
 
-def test_the_same_seed_gives_the_same_weights_and_leaves_the_random_state_alone(tokenizer):
+def test_same_seed_gives_the_same_weights_and_keeps_the_random_state(tokenizer):
     torch.manual_seed(5)
     state = torch.get_rng_state()
     first, again = (build_family_model("qwen3_moe", tokenizer, seed=1).state_dict() for _ in range(2))

@@ -1,4 +1,4 @@
-"""Checks that end in every way there is, for the tests of the runner of scripts/gpu_check.sh."""
+"""Checks with every kind of result, for the tests of the runner of scripts/gpu_check.sh."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def kill_itself(record: Record) -> None:
 
 
 def hang(record: Record, folder: str) -> None:
-    """Starts a process that would outlive it, and notes its number."""
+    """Starts a process that would outlive it, and records its pid."""
     record.figure("begun", True)
     child = subprocess.Popen(["sleep", "600"], start_new_session=True)
     Path(folder, "pid.tmp").write_text(str(child.pid))

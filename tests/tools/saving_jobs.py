@@ -1,4 +1,4 @@
-"""What the tests of the converter to torch_dist run in a process of its own: its save, and megatron-core's."""
+"""Run in a separate process by the tests of the converter to torch_dist: its save, and megatron-core's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A model's flags, its Hugging Face folder, and where the two checkpoints of it shall be."""
+    """A model's flags, its Hugging Face folder, and the destinations of its two checkpoints."""
 
     flags: tuple[str, ...]
     hf: Path
@@ -47,7 +47,7 @@ def save_both(rank: int, world_size: int, init_method: str, models: list[Model])
 
 
 def read_everything(folder: Path) -> dict[str, Any]:
-    """Every entry of a checkpoint by key, read by torch's own loader: tensors whole, objects unpickled."""
+    """Every entry of a checkpoint by key, read with torch's own loader: full tensors, unpickled objects."""
     import torch
     import torch.distributed.checkpoint as torch_checkpoint
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata

@@ -1,4 +1,4 @@
-"""`check_checkpoint.py` finds every way in which two checkpoints differ, and says so in its exit code."""
+"""`check_checkpoint.py` finds every difference between two checkpoints and reports it in its exit code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slimrl.weights.convert.compare_checkpoints import compare_checkpoints, max_difference
-from tests.tools.converting import model_args, run_tool
+from tests.tools.converting import model_args, run_tool, run_tool_subprocess
 from tests.weights.models import save_tiny
 
 TOOL = "check_checkpoint.py"
@@ -38,8 +38,8 @@ def changed(converted: Path, folder: Path, change) -> Path:
 
 
 @pytest.mark.slow
-def test_equal_checkpoints_end_with_0(converted):
-    done = run_tool(TOOL, "--input-dir", converted / "torch_dist", "--hf-checkpoint", converted / "hf")
+def test_equal_checkpoints_exit_with_0(converted):
+    done = run_tool_subprocess(TOOL, "--input-dir", converted / "torch_dist", "--hf-checkpoint", converted / "hf")
     assert done.returncode == 0, done.stderr
     elements = sum(tensor.numel() for tensor in load_file(converted / "hf" / "model.safetensors").values())
     assert f"EQUAL: 24 tensors, {elements:,} elements" in done.stdout
@@ -54,13 +54,13 @@ def test_one_changed_element_is_found_named_and_measured(converted, tmp_path):
     arguments = ("--input-dir", converted / "torch_dist" / "release", "--hf-checkpoint", other)
     done = run_tool(TOOL, *arguments, "--worst", 1)
     assert done.returncode == 1 and "DIFFERENT: 1 of 24 tensors differ" in done.stdout
-    worst = done.stdout.splitlines()[2].split()  # below the score on the bytes and the head
+    worst = done.stdout.splitlines()[2].split()  # below the line about the bytes and the head
     assert worst[-1] == "model.layers.1.self_attn.k_proj.weight" and float(worst[0]) == pytest.approx(0.5, abs=1e-6)
     assert run_tool(TOOL, *arguments, "--tolerance", 0.6).returncode == 0
 
 
 @pytest.mark.slow
-def test_dtypes_shapes_and_tensors_of_one_side_are_differences(converted, tmp_path):
+def test_dtypes_shapes_and_one_sided_tensors_are_differences(converted, tmp_path):
     def change(tensors: dict[str, torch.Tensor]) -> None:
         tensors["model.norm.weight"] = tensors["model.norm.weight"].bfloat16().float().half()
         tensors["model.layers.0.mlp.down_proj.weight"] = torch.ones(32, 47)
@@ -76,12 +76,12 @@ def test_dtypes_shapes_and_tensors_of_one_side_are_differences(converted, tmp_pa
     assert by_name["model.norm.weight"].hf_dtype is torch.float16 and not by_name["model.norm.weight"].is_equal(100)
     assert by_name["model.layers.0.mlp.down_proj.weight"].max_difference is None
     assert found.worst()[0].name == "model.layers.0.mlp.down_proj.weight"
-    assert by_name["lm_head.weight"].max_difference == pytest.approx(1)  # the tied embedding is what it must equal
+    assert by_name["lm_head.weight"].max_difference == pytest.approx(1)  # it must equal the tied embedding
     assert "model.layers.0.input_layernorm.weight" not in by_name
 
 
 @pytest.mark.slow
-def test_another_number_of_layers_leaves_tensors_on_the_torch_dist_side(converted, tmp_path):
+def test_different_layer_counts_leave_tensors_on_the_torch_dist_side(converted, tmp_path):
     def change(tensors: dict[str, torch.Tensor]) -> None:
         for name in [name for name in tensors if ".layers.1." in name]:
             del tensors[name]
@@ -94,7 +94,7 @@ def test_another_number_of_layers_leaves_tensors_on_the_torch_dist_side(converte
 
 
 @pytest.mark.slow
-def test_what_is_no_checkpoint_ends_with_2(converted, tmp_path):
+def test_non_checkpoint_exits_with_2(converted, tmp_path):
     for arguments, message in (
         ((tmp_path, converted / "hf"), "is not a torch_dist checkpoint"),
         ((converted / "torch_dist", tmp_path), "config.json does not exist"),
@@ -104,7 +104,7 @@ def test_what_is_no_checkpoint_ends_with_2(converted, tmp_path):
         assert done.returncode == 2 and message in done.stderr, done.stderr
 
 
-def test_differences_are_of_elements_and_infinite_where_only_one_is_a_number():
+def test_difference_is_per_element_and_infinite_when_only_one_is_nan():
     one = torch.tensor([1.0, float("nan"), float("inf"), -2.0])
     assert max_difference(one, one.clone()) == 0
     assert max_difference(one, torch.tensor([1.25, float("nan"), float("inf"), -2.0])) == 0.25

@@ -1,4 +1,4 @@
-"""A converter that is killed or interrupted leaves no folder that looks complete, and the next run succeeds."""
+"""A killed or interrupted converter leaves no folder that looks complete, and the next run succeeds."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def command(direction: str, source: Path, target: Path) -> list[str]:
 
 
 def start_and_stop(direction: str, source: Path, target: Path, signal_number: int, delay_s: float) -> tuple[int, str]:
-    """Sends the signal `delay_s` after the partial folder appeared; exit code and errors."""
+    """Sends the signal `delay_s` after the partial folder appeared; returns exit code and stderr."""
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
         command(direction, source, target), env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -95,7 +95,7 @@ def is_whole(direction: str, source: Path, target: Path) -> bool:
 
 
 @pytest.mark.parametrize("direction", ["there", "back"])
-def test_killed_at_any_moment_there_is_nothing_or_all(direction, source, tmp_path):
+def test_kill_leaves_either_nothing_or_the_complete_output(direction, source, tmp_path):
     random.seed(11)
     target = tmp_path / "out"
     for delay_s in (0.0, random.uniform(0.02, 0.2), random.uniform(0.2, 0.6)):
@@ -109,7 +109,7 @@ def test_killed_at_any_moment_there_is_nothing_or_all(direction, source, tmp_pat
         command(direction, source, target), env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=120, check=False
     )
     assert done.returncode == 0 and is_whole(direction, source, target)
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]  # what the killed runs left is gone
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]  # leftovers of the killed runs are removed
 
 
 @pytest.mark.parametrize("direction", ["there", "back"])

@@ -1,4 +1,4 @@
-"""Several processes convert one checkpoint, as torchrun starts them: the same result as from one."""
+"""Several processes started by torchrun convert one checkpoint with the same result as one process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def start(
 
 
 def run_together(tool: str, by_rank: list[list[object]]) -> list[tuple[int, str, str]]:
-    """Exit code, output and errors of each process; torchrun sets these variables."""
+    """Exit code, stdout and stderr of each process; sets the variables of torchrun."""
     port = free_port()
     world = {"WORLD_SIZE": len(by_rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     processes = [start(tool, arguments, RANK=rank, LOCAL_RANK=rank, **world) for rank, arguments in enumerate(by_rank)]
@@ -49,7 +49,7 @@ def run_together(tool: str, by_rank: list[list[object]]) -> list[tuple[int, str,
 
 
 def run_by_torchrun(tool: str, arguments: list[object]) -> tuple[int, str, str]:
-    """Exit code, output and errors of two processes that the real torchrun starts."""
+    """Exit code, stdout and stderr of two processes that the real torchrun starts."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     process = start(tool, arguments, launcher)
     try:
@@ -79,7 +79,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_two_processes_write_the_checkpoint_that_one_writes(alone, tmp_path):
+def test_two_processes_write_the_same_checkpoint_as_one(alone, tmp_path):
     arguments = [*FLAGS, "--hf-checkpoint", alone / "hf", "--save", tmp_path / "torch_dist"]
     code, output, errors = run_by_torchrun("convert_hf_to_torch_dist.py", arguments)
     assert code == 0, errors
@@ -94,7 +94,7 @@ def test_two_processes_write_the_checkpoint_that_one_writes(alone, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_processes_write_the_folder_that_one_writes_byte_for_byte(alone, tmp_path):
+def test_two_processes_write_the_same_folder_as_one_byte_for_byte(alone, tmp_path):
     arguments = ["--input-dir", alone / "torch_dist", "--origin-hf-dir", alone / "hf", "--chunk-size", 30000]
     arguments += ["--output-dir", tmp_path / "back"]
     code, output, errors = run_by_torchrun("convert_torch_dist_to_hf.py", arguments)
@@ -109,10 +109,10 @@ def test_two_processes_write_the_folder_that_one_writes_byte_for_byte(alone, tmp
 
 
 @pytest.mark.slow
-def test_one_process_that_fails_ends_all_and_leaves_nothing(alone, tmp_path):
+def test_failure_of_one_process_ends_all_and_leaves_nothing(alone, tmp_path):
     arguments = ["--input-dir", alone / "torch_dist", "--origin-hf-dir", alone / "hf", "--chunk-size", 30000]
     arguments += ["--output-dir", tmp_path / "back"]
-    # the second process sees a checkpoint with a damaged file, as on a host whose disk has another copy
+    # the second process sees a checkpoint with a damaged file, like a host whose disk has another copy
     damaged = tmp_path / "damaged"
     damaged.mkdir()
     for path in (alone / "torch_dist" / "release").iterdir():
@@ -126,7 +126,7 @@ def test_one_process_that_fails_ends_all_and_leaves_nothing(alone, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["damaged"]
 
 
-def test_the_place_in_the_team_is_what_torchrun_says():
+def test_rank_and_world_size_come_from_torchrun():
     group = ConversionGroup.from_environment({})
     assert (group.rank, group.size, group.is_rank_zero) == (0, 1, True)
     world = {"WORLD_SIZE": "4", "MASTER_ADDR": "host", "MASTER_PORT": "1"}

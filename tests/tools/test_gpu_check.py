@@ -27,11 +27,11 @@ ONE_GPU = Machine(gpus=(Gpu("NVIDIA H100", 80 * 10**9, (9, 0)),), packages={"tor
 
 
 def check(name: str, function: str = "succeed", minutes: float = 1.0, **more: Any) -> Check:
-    """A check that is one of the functions below."""
+    """A check that runs one of the functions below."""
     return Check(name, f"what {name} does", f"tests.tools.gpu_check_samples:{function}", minutes, Needs(0), **more)
 
 
-# -- what is done ------------------------------------------------------------------------------------------------------
+# -- selection ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -44,18 +44,18 @@ def check(name: str, function: str = "succeed", minutes: float = 1.0, **more: An
         (Needs(2, ("sglang", "ray", "megatron.core")), "sglang and megatron-core are not installed"),
     ],
 )
-def test_what_a_machine_lacks_is_named(needs: Needs, reason: str | None):
+def test_missing_requirements_are_named(needs: Needs, reason: str | None):
     assert needs.missing(ONE_GPU) == reason
 
 
-def test_a_check_is_left_out_where_it_lacks_something_or_the_time_does_not_suffice():
+def test_check_is_skipped_when_it_lacks_a_requirement_or_time():
     two = dataclasses.replace(check("two", minutes=2.5), needs=Needs(2))
     assert skip_reason(check("one", minutes=2.5), ONE_GPU, 2.5) is None
     assert skip_reason(check("one", minutes=2.5), ONE_GPU, 1.04) == "1.0 minutes are left and it needs 2.5"
     assert skip_reason(two, ONE_GPU, 0) == "it needs 2 GPUs and torch sees 1"
 
 
-def test_the_order_is_that_of_the_table_whatever_is_named():
+def test_order_follows_the_table_regardless_of_the_arguments():
     checks = [check(name) for name in "abc"]
     assert [one.name for one in chosen(checks, ["c", "a"])] == ["a", "c"]
     assert chosen(checks, []) == checks
@@ -70,12 +70,12 @@ def test_names_are_unique_and_every_file_of_tests_gpu_is_a_check():
     assert {name.removeprefix("tests/") for name in names if name.startswith("tests/")} == files
 
 
-def test_the_files_that_matter_most_come_first_and_new_ones_by_name():
+def test_most_important_files_come_first_and_new_ones_by_name():
     found = suite_checks(["test_b.py", "test_memory.py", "test_layouts.py", "test_z.py", "test_colocation.py"])
     assert [one.name.removeprefix("tests/") for one in found] == ["colocation", "memory", "b", "z", "layouts"]
 
 
-def test_the_default_time_has_room_for_the_checks_of_one_gpu_that_matter_most():
+def test_default_time_covers_the_important_single_gpu_checks():
     last = [one.name for one in OWN_CHECKS].index("run-tiny")
     needed = [one.minutes for one in OWN_CHECKS[: last + 1] if one.needs.gpus < 2]
     assert sum(needed) <= 20
@@ -90,13 +90,13 @@ def outcome_of(one: Check, left_s: float = 60.0) -> Outcome:
     return outcome
 
 
-def test_a_check_that_ends_well_has_its_figures():
+def test_passed_check_has_its_figures():
     outcome = outcome_of(check("good", arguments={"value": 3.5}))
     assert (outcome.status, outcome.because, outcome.log) == ("passed", None, [])
     assert outcome.figures == [{"name": "speed", "value": 3.5, "unit": "GB/s"}] and outcome.seconds > 0
 
 
-def test_a_check_of_the_machine_is_given_the_machine():
+def test_machine_check_receives_the_machine():
     outcome = outcome_of(check("machine", "describe", judges_machine=True))
     assert outcome.figures == [{"name": "GPU", "value": "NVIDIA H100"}]
 
@@ -110,7 +110,7 @@ def test_a_check_of_the_machine_is_given_the_machine():
         ("kill_itself", "failed", "its process ended with exit code -9 (SIGKILL)"),
     ],
 )
-def test_how_a_check_ends_is_said_and_what_it_had_is_kept(function: str, status: str, because: str):
+def test_end_of_a_check_is_reported_and_its_figures_are_kept(function: str, status: str, because: str):
     outcome = outcome_of(check("other", function))
     assert (outcome.status, outcome.because) == (status, because)
     assert [found["name"] for found in outcome.figures] == ["error"]
@@ -118,20 +118,20 @@ def test_how_a_check_ends_is_said_and_what_it_had_is_kept(function: str, status:
 
 
 @pytest.mark.slow
-def test_a_check_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path):
+def test_hung_check_is_stopped_with_all_its_processes(tmp_path: Path):
     hangs = check("hangs", "hang", minutes=0.001, arguments={"folder": str(tmp_path)})
     hangs = dataclasses.replace(hangs, minutes=0.001)
     started = time.monotonic()
     outcome, _ = run_check(hangs, ONE_GPU, left_s=8.0, minutes=1)
     assert time.monotonic() - started < 40
-    # the time of all checks was over: that says nothing against this one
+    # the time of all checks was over, which is no failure of this one
     assert (outcome.status, outcome.because) == ("skipped", "the 1 minutes were over before it ended")
     assert outcome.figures == [{"name": "begun", "value": True}]
     pid = int((tmp_path / "pid").read_text())
     assert not Path(f"/proc/{pid}").exists()
 
 
-def test_the_end_of_a_process_is_judged():
+def test_exit_status_of_a_process_is_classified():
     good = {"done": True, "complaints": [], "skipped": None}
     assert judge(good, 0, [], None, "over") == ("passed", None)
     assert judge(good | {"done": False}, None, [], "it took longer than 4 minutes", "over") == (
@@ -145,7 +145,7 @@ def test_the_end_of_a_process_is_judged():
     assert judge({}, 0, ["said nothing"], None, "over") == ("failed", "said nothing")
 
 
-def test_the_last_exception_of_a_log_is_the_reason():
+def test_last_exception_of_a_log_is_the_reason():
     log = [
         "Traceback (most recent call last):",
         '  File "x"',
@@ -157,11 +157,11 @@ def test_the_last_exception_of_a_log_is_the_reason():
     assert last_error([]) is None
 
 
-def test_checks_run_in_turn_and_one_that_fails_takes_no_other_along():
-    told: list[Outcome] = []
+def test_checks_run_sequentially_and_a_failure_affects_no_other():
+    outcomes: list[Outcome] = []
     checks = [check("a", "raise_error"), check("b"), check("c", minutes=9)]
-    assert run_all(checks, ONE_GPU, 5, told.append)
-    assert [(one.name, one.status) for one in told] == [("a", "failed"), ("b", "passed"), ("c", "skipped")]
+    assert run_all(checks, ONE_GPU, 5, outcomes.append)
+    assert [(one.name, one.status) for one in outcomes] == [("a", "failed"), ("b", "passed"), ("c", "skipped")]
 
 
 # -- figures, table, file ----------------------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ def test_checks_run_in_turn_and_one_that_fails_takes_no_other_along():
         (Figure("loss", float("inf")), "loss inf", "loss is inf"),
     ],
 )
-def test_a_figure_is_shown_with_its_bound_and_complains_about_it(figure: Figure, text: str, complaint: str | None):
+def test_figure_is_shown_with_its_bound_and_a_violation_reported(figure: Figure, text: str, complaint: str | None):
     assert (figure.text(), figure.complaint()) == (text, complaint)
     assert json.loads(json.dumps(figure.as_json(), allow_nan=False))["name"] == figure.name
 
@@ -192,7 +192,7 @@ def test_small_numbers_keep_three_digits():
     ]  # fmt: skip
 
 
-def test_results_are_written_as_they_come():
+def test_results_are_written_as_they_arrive():
     seen: list[dict] = []
     record = Record(seen.append)
     record.figure("first", 1)
@@ -202,7 +202,7 @@ def test_results_are_written_as_they_come():
     assert str(Skip("so")) == "so"
 
 
-def test_the_table_has_a_row_for_each_outcome_and_fits_its_width():
+def test_table_has_a_row_per_outcome_and_fits_its_width():
     table = Table(["log-probs", "ipc"], width=80)
     speed = {"name": "speed", "value": 3.5, "unit": "GB/s"}
     rows = [
@@ -219,7 +219,7 @@ def test_the_table_has_a_row_for_each_outcome_and_fits_its_width():
     assert summary_line(rows, 90) == "1 passed, 1 failed, 1 skipped in 1.5 min"
 
 
-def test_the_list_says_what_each_check_needs_and_takes():
+def test_list_shows_requirements_and_duration_of_each_check():
     needs = Needs(2, ("torch", "transformers", "megatron.core", "sglang", "sglang_router", "ray"))
     listed = check_list([dataclasses.replace(check("one", minutes=2.5), needs=needs), check("two")], width=100)
     assert listed.splitlines() == [
@@ -228,7 +228,7 @@ def test_the_list_says_what_each_check_needs_and_takes():
     ]
 
 
-def test_nothing_says_who_or_where():
+def test_output_contains_no_user_or_host():
     redact = Redaction(
         {
             "/home/alice": "<home>",
@@ -246,7 +246,7 @@ def test_nothing_says_who_or_where():
     assert redact("malice node77 10.0.0.77 cuda 110.0.0.7") == "malice node77 10.0.0.77 cuda 110.0.0.7"
 
 
-def test_of_the_environment_only_harmless_variables_are_shown():
+def test_only_harmless_environment_variables_are_shown():
     given = {
         "NCCL_DEBUG": "INFO",
         "CUDA_VISIBLE_DEVICES": "0",
@@ -257,7 +257,7 @@ def test_of_the_environment_only_harmless_variables_are_shown():
     assert shown_variables(given) == {"CUDA_VISIBLE_DEVICES": "0", "NCCL_DEBUG": "INFO"}
 
 
-def test_the_file_is_whole_after_every_outcome(tmp_path: Path):
+def test_file_is_complete_after_every_outcome(tmp_path: Path):
     report = Report(tmp_path / "out.json", ONE_GPU, 20)
     report.save(finished=False)
     assert json.loads((tmp_path / "out.json").read_text())["checks"] == []
@@ -287,19 +287,19 @@ def program(*options: str, **more: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, **more)
 
 
-def test_on_a_machine_with_gpus_the_exit_code_says_whether_something_failed(tmp_path: Path, capsys: Any):
+def test_exit_code_on_a_gpu_machine_reports_failures(tmp_path: Path, capsys: Any):
     output = str(tmp_path / "out.json")
     assert main(["--output", output], ONE_GPU, [check("good"), check("left-out", "leave_out")]) == 0
     assert main(["--output", output, "--verbose"], ONE_GPU, [check("bad", "raise_error"), check("good")]) == 1
     shown = capsys.readouterr().out
     assert "bad    failed   RuntimeError: CUDA error" in shown and "    | Traceback" in shown
-    assert shown.endswith(f"1 passed, 1 failed, 0 skipped in 0.0 min; {output} holds the details\n")
+    assert shown.endswith(f"1 passed, 1 failed, 0 skipped in 0.0 min; details: {output}\n")
     content = json.loads(Path(output).read_text())
     assert content["finished"] and [one["status"] for one in content["checks"]] == ["failed", "passed"]
 
 
 @pytest.mark.skipif(bool(machine.look().gpus), reason="this machine has a GPU")
-def test_on_a_machine_without_a_gpu_it_says_so_lists_what_it_would_do_and_ends_well(tmp_path: Path):
+def test_machine_without_a_gpu_lists_the_checks_and_exits_with_0(tmp_path: Path):
     done = program(cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     first, _, *listed = done.stdout.splitlines()
@@ -311,14 +311,14 @@ def test_on_a_machine_without_a_gpu_it_says_so_lists_what_it_would_do_and_ends_w
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_torch_that_cannot_be_imported_is_named(capsys: Any):
+def test_torch_that_cannot_be_imported_is_named(capsys: Any):
     broken = Machine(packages={"torch": "2.13.0"}, facts={"torch": {"error": "OSError: libcudart.so.13"}})
     assert main([], broken, [check("one")]) == 0
     assert "torch cannot be imported: OSError: libcudart.so.13): nothing is checked." in capsys.readouterr().out
 
 
-def test_the_program_itself_needs_the_standard_library_only(tmp_path: Path):
-    """Without site-packages there is no torch, and nothing fails of it."""
+def test_program_needs_only_the_standard_library(tmp_path: Path):
+    """Without site-packages there is no torch, and nothing fails."""
     command = [sys.executable, "-S", "-m", "tools.gpu_check", "--output", str(tmp_path / "out.json")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (
@@ -330,8 +330,8 @@ def test_the_program_itself_needs_the_standard_library_only(tmp_path: Path):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--minutes", "0"], "argument --minutes: 0 is no number of minutes above 0"),
-        (["--minutes", "soon"], "argument --minutes: soon is no number of minutes above 0"),
+        (["--minutes", "0"], "argument --minutes: 0 is not a number of minutes above 0"),
+        (["--minutes", "soon"], "argument --minutes: soon is not a number of minutes above 0"),
         (["--only", "log-prob"], "slimrl: --only log-prob: there is no such check; did you mean log-probs?"),
         (["--only", "?"], "slimrl: --only ?: there is no such check; --list names them"),
         (["--output", "/nowhere/out.json"], "slimrl: --output /nowhere/out.json: there is no folder /nowhere"),
@@ -339,12 +339,12 @@ def test_the_program_itself_needs_the_standard_library_only(tmp_path: Path):
         (["--hours", "1"], "unrecognized arguments: --hours 1"),
     ],
 )
-def test_wrong_options_are_refused_with_exit_code_2(options: list[str], sentence: str):
+def test_invalid_options_exit_with_code_2(options: list[str], sentence: str):
     done = program(*options)
     assert done.returncode == 2 and sentence in done.stderr and done.stdout == ""
 
 
-def test_it_explains_itself_and_lists_single_checks():
+def test_program_prints_help_and_lists_single_checks():
     shown = program("--help").stdout
     for option in ("--minutes", "--output", "--only", "--list", "--verbose"):
         assert option in shown
@@ -352,7 +352,7 @@ def test_it_explains_itself_and_lists_single_checks():
     assert [line.split()[0] for line in listed.splitlines() if not line.startswith(" ")] == ["ipc", "offload"]
 
 
-def test_a_python_that_is_missing_is_named():
+def test_missing_python_is_named():
     environment = os.environ | {"PYTHON": "/no/such/python"}
     done = subprocess.run(
         ["bash", str(ROOT / "scripts/gpu_check.sh")], capture_output=True, text=True, timeout=60, env=environment
@@ -371,7 +371,7 @@ sys.exit(main(["--output", sys.argv[1] + "/out.json"], ONE_GPU, checks))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_leaves_a_valid_file_with_what_is_known_and_no_process(number: signal.Signals, tmp_path: Path):
+def test_ctrl_c_leaves_a_valid_file_with_known_results_and_no_process(number: signal.Signals, tmp_path: Path):
     running = subprocess.Popen(
         [sys.executable, "-c", INTERRUPTED, str(tmp_path)],
         cwd=ROOT,

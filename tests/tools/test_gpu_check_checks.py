@@ -1,6 +1,6 @@
-"""Every check of scripts/gpu_check.sh at toy size on this machine: no line of it runs on a GPU for the first time.
+"""Every check of scripts/gpu_check.sh at toy size on this machine, so that no line runs first on a GPU.
 
-But for what only a GPU has: CUDA IPC, NCCL, page-locked memory, memory that leaves the device.
+Except for features that only a GPU has: CUDA IPC, NCCL, pinned memory, memory that leaves the device.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from safetensors.torch import load_file
 from torch.multiprocessing import reductions
 
 from slimrl.arguments import read_args
-from slimrl.arguments.dry_run.memory import training_memory
 from slimrl.arguments.hf_config import disagreements
+from slimrl.arguments.memory.training import training_memory
 from slimrl.cluster.main import passthrough_flags
 from slimrl.weights.update.buckets import Bucket
 from slimrl.weights.update.transport_tensor import serialize
@@ -76,7 +76,7 @@ def at_toy_size(name: str) -> Check:
 
 
 def outcome_of(name: str) -> Outcome:
-    """As the runner gets it, from a process of its own."""
+    """The result as the runner gets it, from a separate process."""
     outcome, interrupted = run_check(at_toy_size(name), Machine(), left_s=280, minutes=5)
     assert not interrupted
     return outcome
@@ -110,13 +110,13 @@ def test_ipc_compares_every_byte_in_the_other_process():
 
 
 @pytest.mark.slow
-def test_a_receiver_that_dies_is_named():
-    with pytest.raises(RuntimeError, match="the receiving process ended with exit code 1; its own error stands above"):
+def test_dead_receiver_is_named():
+    with pytest.raises(RuntimeError, match="the receiving process exited with code 1; its error is above"):
         checks_memory.shared_buckets(Record(), "no such device", 1000, 1)
 
 
 @pytest.mark.slow
-def test_a_wrong_byte_in_a_bucket_is_seen(monkeypatch: pytest.MonkeyPatch):
+def test_wrong_byte_in_a_bucket_is_detected(monkeypatch: pytest.MonkeyPatch):
     """The sender fills its second bucket with the bytes of another seed."""
     original = checks_memory.random_bytes
     monkeypatch.setattr(checks_memory, "random_bytes", lambda seed, *more: original(seed if seed == 0 else 77, *more))
@@ -125,8 +125,8 @@ def test_a_wrong_byte_in_a_bucket_is_seen(monkeypatch: pytest.MonkeyPatch):
     assert record.complaints == ["buckets equal bit for bit is 1 of 2 and must be 2 of 2 at least"]
 
 
-def test_a_gpu_that_is_named_by_its_uuid_is_found_by_its_number(monkeypatch: pytest.MonkeyPatch):
-    """What a bucket from a GPU unpickles to, with the last step, which needs that GPU, replaced."""
+def test_gpu_named_by_uuid_is_found_by_its_index(monkeypatch: pytest.MonkeyPatch):
+    """The unpickled form of a bucket from a GPU; the last step, which needs that GPU, is replaced."""
 
     def rebuild(*arguments: Any) -> tuple[Any, ...]:
         return arguments
@@ -142,12 +142,12 @@ def test_a_gpu_that_is_named_by_its_uuid_is_found_by_its_number(monkeypatch: pyt
     assert reductions.rebuild_cuda_tensor is rebuild
 
 
-def test_log_probabilities_are_right_within_the_rounding_of_bf16():
+def test_log_probs_are_correct_within_bf16_rounding():
     found = recorded("log-probs")
     assert 0 < found["largest error"] < 0.05 and found["forward"] > 0 and found["backward"] > 0
 
 
-def test_the_truth_of_the_log_probabilities_is_that_of_torch():
+def test_reference_log_probs_match_torch():
     hidden, weight = torch.randn(5, 8), torch.randn(11, 8)
     targets = torch.tensor([0, 3, 10, 7, 7])
     truth, largest = checks_memory.true_log_probs(hidden, weight, targets)
@@ -156,12 +156,12 @@ def test_the_truth_of_the_log_probabilities_is_that_of_torch():
     assert largest == pytest.approx(float(logits.abs().max()), rel=1e-5)
 
 
-def test_offload_brings_every_byte_back():
+def test_offload_restores_every_byte():
     found = recorded("offload")
     assert found["every byte came back"] is True and found["given up"] == pytest.approx(0.04, rel=1e-3)
 
 
-def test_bytes_that_changed_or_moved_are_not_what_was_filled_in():
+def test_changed_or_moved_bytes_are_detected():
     values = torch.empty(1000, dtype=torch.uint8)
     checks_memory.fill(values, 3)
     assert checks_memory.holds(values, 3) and not checks_memory.holds(values, 4)
@@ -169,9 +169,9 @@ def test_bytes_that_changed_or_moved_are_not_what_was_filled_in():
     assert not checks_memory.holds(values, 3)
 
 
-def test_offload_of_what_does_not_fit_is_skipped(monkeypatch: pytest.MonkeyPatch):
+def test_offload_that_does_not_fit_is_skipped(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(checks_memory, "free_host_bytes", lambda: 1000)
-    with pytest.raises(Skip, match="0.0 MiB are all that fits"):
+    with pytest.raises(Skip, match="only 0.0 MiB fit"):
         checks_memory.offload(Record(), "cpu", 40e9)
 
 
@@ -181,7 +181,7 @@ def test_collectives_between_two_processes():
     assert found["ranks"] == 2 and found["broadcast"] > 0 and found["all-reduce"] > 0
 
 
-def test_the_environment_multiplies_as_float64_does(described: Path):
+def test_environment_matmul_matches_float64(described: Path):
     record = Record()
     checks_machine.environment(record, str(described), "cpu", size=64, rounds=1)
     found = {figure.name: figure.value for figure in record.figures}
@@ -190,7 +190,7 @@ def test_the_environment_multiplies_as_float64_does(described: Path):
 
 @pytest.fixture
 def described(tmp_path: Path) -> Path:
-    """The file that the runner gives to the checks of the machine."""
+    """The file that the runner passes to the checks of the machine."""
     packages = machine.installed()
     path = tmp_path / "machine.json"
     path.write_text(json.dumps({"facts": facts(torch={}, driver={}, packages=packages)}))
@@ -228,12 +228,12 @@ def facts(**changes: Any) -> dict[str, Any]:
         ),
     ],
 )
-def test_what_keeps_a_machine_from_working_is_said(changes: dict[str, Any], complaint: str | None):
+def test_unusable_machine_is_reported(changes: dict[str, Any], complaint: str | None):
     found = checks_machine.complaints(facts(**changes))
     assert found == [] if complaint is None else complaint in found[0]
 
 
-def test_the_environment_names_gpus_and_versions():
+def test_environment_lists_gpus_and_versions():
     record = Record()
     checks_machine.describe(record, facts())
     assert {one.name: one.value for one in record.figures} == {
@@ -245,7 +245,7 @@ def test_the_environment_names_gpus_and_versions():
     }
 
 
-def test_packages_are_those_that_were_tested(described: Path):
+def test_packages_match_the_tested_versions(described: Path):
     record = Record()
     checks_machine.packages(record, str(described))
     assert record.complaints == []
@@ -253,22 +253,22 @@ def test_packages_are_those_that_were_tested(described: Path):
     assert found["megatron-core"] == machine.tested_versions()["megatron-core"]
 
 
-def test_another_version_fails_and_an_absent_package_does_not():
+def test_other_version_fails_and_an_absent_package_does_not():
     record = Record()
     tested = {"torch": "2.13.0", "sglang": "0.5.20", "ray": "2.60.0", "math-verify": "0.9.0"}
     checks_machine.compare_versions(record, {"torch": "2.13.0+cu130", "sglang": "0.5.19"}, tested)
-    assert record.complaints == ["sglang is 0.5.19, tested is 0.5.20"]
+    assert record.complaints == ["sglang is 0.5.19, tested version: 0.5.20"]
     assert record.figures[-1].text() == "not installed ray"
 
 
 @pytest.mark.slow
-def test_a_toy_trains_within_the_bounds_of_bf16():
+def test_toy_trains_within_bf16_bounds():
     found = figures(outcome_of("train-mla"))
     assert len(found) == 4 and all(value > 0 for value in found.values())
 
 
 @pytest.mark.parametrize("kind", layouts.ALL)
-def test_the_bounds_are_those_of_every_layout(kind: str):
+def test_bounds_match_every_layout(kind: str):
     bounds = checks_training.bounds(kind)
     assert layouts.within_bf16(layouts.Differences(*bounds), kind)
     for number in range(len(bounds)):
@@ -277,13 +277,13 @@ def test_the_bounds_are_those_of_every_layout(kind: str):
 
 
 @pytest.mark.slow
-def test_a_training_step_has_its_figures():
+def test_training_step_has_its_figures():
     found = figures(outcome_of("train-step"))
     assert found["model"] == "qwen3-0.6B" and found["optimizer step"] > 0 and found["micro-batches"] == 1
     assert found["parameters"] == found["parameters, planned"] and found["numbers read by the host"] > 0
 
 
-def test_the_largest_model_that_fits_is_taken():
+def test_largest_model_that_fits_is_selected():
     flags = [*checks_training.STEP_FLAGS, "--max-tokens-per-gpu", "8192"]
     names = ["qwen3-4B", "qwen3-1.7B", "qwen3-0.6B"]
     chosen = {room: checks_training.largest_that_fits(names, flags, room * 2**30)[0] for room in (140, 48, 24)}
@@ -292,13 +292,13 @@ def test_the_largest_model_that_fits_is_taken():
         checks_training.largest_that_fits(names, flags, 8 * 2**30)
 
 
-def test_the_plan_is_of_one_gpu_that_holds_the_whole_optimizer_state():
+def test_plan_is_for_one_gpu_with_the_full_optimizer_state():
     args = models.arguments("qwen3-4B", *checks_training.STEP_FLAGS, "--max-tokens-per-gpu", "8192")
     (stage,) = training_memory(args)
     assert stage.weights == 2 * stage.parameters and stage.optimizer == 12 * stage.parameters
 
 
-def test_numbers_that_the_host_reads_are_counted():
+def test_host_reads_are_counted():
     values = torch.arange(6.0)
     with checks_training.Reads("cpu") as reads:
         values.sum().item()
@@ -307,8 +307,8 @@ def test_numbers_that_the_host_reads_are_counted():
     assert reads.counts == {"aten::_local_scalar_dense": 1, "aten::nonzero": 1}
 
 
-def test_every_wait_for_the_gpu_is_counted_with_its_place(monkeypatch: pytest.MonkeyPatch):
-    """torch warns of each; other warnings, and the one that the mode is a prototype, are none."""
+def test_every_gpu_synchronization_is_counted_with_its_location(monkeypatch: pytest.MonkeyPatch):
+    """torch warns of each; other warnings, such as that the mode is a prototype, do not count."""
     modes: list[str] = []
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
     with checks_training.counted_syncs() as syncs:
@@ -321,7 +321,7 @@ def test_every_wait_for_the_gpu_is_counted_with_its_place(monkeypatch: pytest.Mo
     assert len(syncs) == 2 and len(set(syncs)) == 1 and syncs[0].startswith(__file__)
 
 
-def test_checks_that_need_torch_alone_import_nothing_else():
+def test_checks_that_need_only_torch_import_nothing_else():
     code = (
         "import sys; from tools.gpu_check import checks_collectives, checks_machine, checks_memory, child;"
         "heavy = {'megatron', 'transformers', 'ray', 'sglang', 'pytest', 'safetensors', 'psutil', 'aiohttp'};"
@@ -344,12 +344,12 @@ def test_checks_that_need_torch_alone_import_nothing_else():
         ("Tesla V100", None),
     ],
 )
-def test_the_peak_of_a_gpu_is_found_by_its_name(name: str, tflops: float | None):
+def test_peak_flops_of_a_gpu_are_found_by_its_name(name: str, tflops: float | None):
     assert speeds.peak_flops(name) == tflops
 
 
 @pytest.mark.slow
-def test_a_real_server_gets_the_weights_and_agrees_with_training():
+def test_real_server_gets_the_weights_and_agrees_with_training():
     found = figures(outcome_of("server"))
     # bf16 on both sides: measured 0.006; with other weights it is above 1
     assert 0 < found["log-probability difference, mean"] < 0.03 and found["tokens compared"] == 64
@@ -375,11 +375,11 @@ RUNS = [check for check in OWN_CHECKS if check.function.endswith("checks_runs:ru
 
 @pytest.mark.slow
 @pytest.mark.parametrize("check", RUNS, ids=lambda check: check.name)
-def test_the_flags_of_every_run_go_together(check: Check, made: Any, monkeypatch: pytest.MonkeyPatch):
+def test_flags_of_every_run_are_consistent(check: Check, made: Any, monkeypatch: pytest.MonkeyPatch):
     folder, tiny = made
     monkeypatch.chdir(folder)
     described = tiny if check.arguments["model"] == "tiny" else [*models.model_flags("qwen3-0.6B")]
-    if check.arguments["model"] != "tiny":  # as large as its table of weights says, without writing them
+    if check.arguments["model"] != "tiny":  # as large as its weight index says, without writing them
         config = models.hf_config(models.arguments("qwen3-0.6B"))
         monkeypatch.chdir(shape_only(folder, config))
     line = checks_runs.command_line(described, check.arguments["placement"], True, [])
@@ -390,7 +390,7 @@ def test_the_flags_of_every_run_go_together(check: Check, made: Any, monkeypatch
 
 
 def shape_only(folder: Path, config: dict[str, Any]) -> Path:
-    """A folder beside it with that config.json and everything else that a run wants."""
+    """A folder next to it with that config.json and everything else that a run needs."""
     target = folder.with_name("shape")
     (target / "model").mkdir(parents=True, exist_ok=True)
     for file in (folder / "model").iterdir():
@@ -401,7 +401,7 @@ def shape_only(folder: Path, config: dict[str, Any]) -> Path:
 
 
 @pytest.mark.slow
-def test_a_random_model_has_the_shape_of_its_flags(made: Any, tmp_path: Path):
+def test_random_model_has_the_shape_of_its_flags(made: Any, tmp_path: Path):
     folder = tmp_path / "model"
     folder.mkdir()
     for file in (made[0] / "model").iterdir():
@@ -415,7 +415,7 @@ def test_a_random_model_has_the_shape_of_its_flags(made: Any, tmp_path: Path):
     assert flags[-len(TOY_SHAPE) :] == TOY_SHAPE
 
 
-def test_a_run_that_failed_says_so_with_what_it_had():
+def test_failed_run_reports_it_with_partial_results():
     record = Record()
     checks_runs.figures(record, {"steps": []}, 1)
     assert record.complaints[0] == "train.py ended with exit code 1" and math.isfinite(record.figures[0].value)

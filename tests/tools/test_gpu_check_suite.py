@@ -1,4 +1,4 @@
-"""tests/gpu as a check of scripts/gpu_check.sh: counted as the tests come, ended in time."""
+"""tests/gpu as a check of scripts/gpu_check.sh: counted as results arrive, ended in time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_last(): pass
 
 
 def run_suite(folder: Path, text: str, seconds: float = 60) -> tuple[dict[str, Any], str]:
-    """A file of tests as those of tests/gpu are run: what the check wrote down, and its output."""
+    """Runs a file of tests like those of tests/gpu; returns the results of the check, and its output."""
     (folder / "test_it.py").write_text(text)
     options = ["--rootdir", str(folder), "-c", "/dev/null", "-p", "no:timeout"]
     job = {
@@ -41,7 +41,7 @@ def run_suite(folder: Path, text: str, seconds: float = 60) -> tuple[dict[str, A
     return json.loads((folder / "result.json").read_text()), done.stdout
 
 
-def test_the_suite_counts_what_passed_failed_and_was_skipped(tmp_path: Path):
+def test_suite_counts_passed_failed_and_skipped(tmp_path: Path):
     found, output = run_suite(tmp_path, SUITE)
     assert found["done"] and any("test_wrong" in complaint for complaint in found["complaints"])
     assert {figure["name"]: figure["value"] for figure in found["figures"]} == {
@@ -52,25 +52,25 @@ def test_the_suite_counts_what_passed_failed_and_was_skipped(tmp_path: Path):
     assert "assert 1 == 2" in output
 
 
-def test_the_suite_ends_between_two_tests_when_its_time_is_over(tmp_path: Path):
+def test_suite_ends_between_two_tests_when_its_time_is_over(tmp_path: Path):
     found, _ = run_suite(tmp_path, SUITE, seconds=0)
     values = {figure["name"]: figure["value"] for figure in found["figures"]}
     assert values == {"passed": 1, "not run, the time was over": 3}
     assert found["complaints"] == []
 
 
-def test_a_suite_whose_tests_are_all_skipped_is_skipped_for_their_reason(tmp_path: Path):
+def test_suite_of_only_skipped_tests_is_skipped_for_their_reason(tmp_path: Path):
     found, _ = run_suite(tmp_path, "import pytest\n@pytest.mark.skip(reason='no GPU')\ndef test_it(): pass\n")
     assert found["skipped"] == "no GPU" and found["complaints"] == []
 
 
-def test_a_file_that_cannot_be_imported_fails(tmp_path: Path):
+def test_file_that_cannot_be_imported_fails(tmp_path: Path):
     found, output = run_suite(tmp_path, "import nothing_like_that\n")
     assert found["complaints"] == ["pytest ended with exit code 2"] and "nothing_like_that" in output
 
 
-def test_what_is_known_is_written_down_after_every_test(tmp_path: Path):
-    """The second test reads the file of results, as it is when the check is ended there."""
+def test_results_are_written_after_every_test(tmp_path: Path):
+    """The second test reads the results file as it is at that moment."""
     text = f"""
 import json
 from pathlib import Path

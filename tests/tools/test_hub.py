@@ -1,4 +1,4 @@
-"""A model id in place of a folder: downloaded from a stand-in of the hub on this machine."""
+"""A model id instead of a folder: downloaded from a fake hub on this machine."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import torch
 from safetensors.torch import load_file
 
 from slimrl.weights.hf_checkpoint import local_hf_folder
-from tests.tools.converting import model_args, run_tool
+from tests.tools.converting import model_args, run_tool_subprocess
 from tests.weights.models import save_tiny
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class Hub(BaseHTTPRequestHandler):
-    """Answers for one repository, `org/tiny`: the list of its files, and each file."""
+    """Serves one repository, `org/tiny`: the list of its files, and each file."""
 
     folder: Path
 
@@ -64,7 +64,7 @@ class Hub(BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
-    """The address of the stand-in, and the folder that it offers."""
+    """The address of the fake hub, and the folder that it serves."""
     folder = save_tiny(tmp_path_factory.mktemp("hub"), "qwen3")
     (folder / "pytorch_model.bin").write_bytes(b"not wanted")
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("TinyHub", (Hub,), {"folder": folder}))
@@ -77,7 +77,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
 
 
 def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, endpoint: str) -> None:
-    """What the tools inherit; huggingface_hub reads it when it is imported."""
+    """The environment of the tools; huggingface_hub reads it on import."""
     for name in ("HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE", "HTTP_PROXY", "http_proxy"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HF_ENDPOINT", endpoint)
@@ -86,40 +86,40 @@ def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, endpoint: str) 
 
 
 @pytest.mark.slow
-def test_a_model_id_is_downloaded_converted_and_found_again_without_the_hub(hub, tmp_path, monkeypatch):
+def test_model_id_is_downloaded_converted_and_found_again_offline(hub, tmp_path, monkeypatch):
     endpoint, folder = hub
     environment(monkeypatch, tmp_path, endpoint)
     flags = (*model_args("qwen3", tied=True), "--hf-checkpoint", "org/tiny")
-    done = run_tool("convert_hf_to_torch_dist.py", *flags, "--save", tmp_path / "torch_dist")
+    done = run_tool_subprocess("convert_hf_to_torch_dist.py", *flags, "--save", tmp_path / "torch_dist")
     assert done.returncode == 0, done.stderr
     (snapshot,) = (tmp_path / "cache").glob("hub/*/snapshots/*")
     assert "pytorch_model.bin" not in {path.name for path in snapshot.iterdir()}
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    done = run_tool(
+    done = run_tool_subprocess(
         "convert_torch_dist_to_hf.py",
         *("--input-dir", tmp_path / "torch_dist", "--origin-hf-dir", "org/tiny", "--output-dir", tmp_path / "back"),
     )
     assert done.returncode == 0, done.stderr
     before, after = load_file(folder / "model.safetensors"), load_file(tmp_path / "back" / "model.safetensors")
     assert before.keys() == after.keys() and all(torch.equal(after[name], tensor) for name, tensor in before.items())
-    # the hub's cache is made of links; the result stands alone
+    # the hub's cache consists of links; the result does not
     assert not any(path.is_symlink() for path in (tmp_path / "back").iterdir())
 
 
 @pytest.mark.slow
-def test_a_model_that_cannot_be_reached_is_one_sentence(hub, tmp_path, monkeypatch):
+def test_unreachable_model_is_one_error(hub, tmp_path, monkeypatch):
     endpoint, _ = hub
     check = ("--input-dir", tmp_path, "--hf-checkpoint")
     environment(monkeypatch, tmp_path, endpoint)
-    done = run_tool("check_checkpoint.py", *check, "org/absent")
-    assert done.returncode == 2 and "--hf-checkpoint org/absent is no folder here" in done.stderr, done.stderr
+    done = run_tool_subprocess("check_checkpoint.py", *check, "org/absent")
+    assert done.returncode == 2 and "--hf-checkpoint org/absent is not a folder" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    done = run_tool("check_checkpoint.py", *check, "org/tiny")
+    done = run_tool_subprocess("check_checkpoint.py", *check, "org/tiny")
     assert done.returncode == 2 and "could not be downloaded" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_a_folder_is_taken_as_it_is_and_other_words_are_no_model_id(tmp_path):
+def test_folder_is_used_directly_and_other_words_are_no_model_id(tmp_path):
     assert local_hf_folder("--hf-checkpoint", tmp_path) == tmp_path
     for word in ("nowhere", "/org/name", "a/b/c", "../name", "./name"):
         with pytest.raises(FileNotFoundError, match=f"--hf-checkpoint {word} does not exist"):

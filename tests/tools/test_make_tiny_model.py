@@ -1,23 +1,22 @@
-"""tools/make_tiny_model.py as a user runs it: files, shapes, refusals, and (slow) the level it starts from."""
+"""tools/make_tiny_model.py as a user runs it: files, shapes, errors, and (slow) the initial accuracy."""
 
 import json
-import os
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.tools import converting
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run_tool(*arguments: object) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(ROOT / "tools" / "make_tiny_model.py"), *map(str, arguments)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+def run_tool(*arguments: object, new_process: bool = False) -> subprocess.CompletedProcess[str]:
+    run = converting.run_tool_subprocess if new_process else converting.run_tool
+    return run("make_tiny_model.py", *arguments)
 
 
 def model_args(folder: Path) -> list[str]:
@@ -28,12 +27,14 @@ def model_args(folder: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def untrained(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("tiny") / "made"
-    done = run_tool("--output-dir", folder, "--seed", 5, "--warm-start-steps", 0, "--untie", "--num-layers", 3)
+    done = run_tool(
+        "--output-dir", folder, "--seed", 5, "--warm-start-steps", 0, "--untie", "--num-layers", 3, new_process=True
+    )
     assert done.returncode == 0, done.stderr
     return folder
 
 
-def test_the_checkpoint_loads_in_transformers_with_the_asked_shape(untrained):
+def test_checkpoint_loads_in_transformers_with_the_requested_shape(untrained):
     model = AutoModelForCausalLM.from_pretrained(untrained / "model")
     assert model.config.model_type == "qwen3"
     assert model.dtype == torch.float32
@@ -41,7 +42,7 @@ def test_the_checkpoint_loads_in_transformers_with_the_asked_shape(untrained):
     assert not torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
 
 
-def test_the_saved_tokenizer_is_the_built_one(untrained):
+def test_saved_tokenizer_is_the_built_one(untrained):
     tokenizer = AutoTokenizer.from_pretrained(untrained / "model")
     assert tokenizer.tokenize("12+3=") == ["1", "2", "+", "3", "="]
     assert tokenizer.eos_token == "<|im_end|>"
@@ -49,7 +50,7 @@ def test_the_saved_tokenizer_is_the_built_one(untrained):
     assert generation["eos_token_id"] == tokenizer.eos_token_id
 
 
-def test_the_data_holds_messages_and_labels_that_are_true(untrained):
+def test_data_has_messages_and_correct_labels(untrained):
     rows = [json.loads(line) for name in ("train", "eval") for line in (untrained / f"{name}.jsonl").open()]
     assert len(rows) == 1600 + 128
     for row in rows:
@@ -71,7 +72,8 @@ def test_model_args_describe_the_saved_config(untrained):
     assert "--untie-embeddings-and-output-weights" in flags
 
 
-def test_an_existing_folder_is_refused_before_anything_is_made(untrained):
+@pytest.mark.slow
+def test_existing_folder_is_rejected_before_any_work(untrained):
     before = (untrained / "model" / "model.safetensors").read_bytes()
     done = run_tool("--output-dir", untrained)
     assert done.returncode == 2
@@ -79,29 +81,27 @@ def test_an_existing_folder_is_refused_before_anything_is_made(untrained):
     assert (untrained / "model" / "model.safetensors").read_bytes() == before
 
 
-def test_force_replaces_no_folder_that_holds_anything_else(tmp_path):
+def test_force_replaces_no_folder_with_other_contents(tmp_path):
     (tmp_path / "thesis.txt").write_text("precious")
     done = run_tool("--output-dir", tmp_path, "--force")
-    assert done.returncode == 2 and "also holds thesis.txt" in done.stderr
+    assert done.returncode == 2 and "also has thesis.txt" in done.stderr
     assert (tmp_path / "thesis.txt").read_text() == "precious"
     done = run_tool("--output-dir", tmp_path / "thesis.txt", "--force")
     assert done.returncode == 2 and "is a file" in done.stderr
 
 
-def test_heads_that_do_not_divide_into_groups_are_refused(tmp_path):
+def test_heads_that_do_not_divide_into_groups_are_rejected(tmp_path):
     done = run_tool("--output-dir", tmp_path / "made", "--num-attention-heads", 6, "--num-query-groups", 4)
     assert done.returncode == 2
-    assert "--num-attention-heads 6 is no multiple of --num-query-groups 4" in done.stderr
+    assert "--num-attention-heads 6 is not a multiple of --num-query-groups 4" in done.stderr
     assert not (tmp_path / "made").exists()
 
 
 @pytest.mark.slow
-def test_the_warm_started_model_solves_the_additions_without_a_carry_and_no_others(tmp_path):
-    done = run_tool("--output-dir", tmp_path / "made", "--seed", 0)
-    assert done.returncode == 0, done.stderr
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "made" / "model")
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "made" / "model")
-    rows = [json.loads(line) for line in (tmp_path / "made" / "eval.jsonl").open()]
+def test_warmed_up_model_solves_exactly_the_additions_without_a_carry(additions):
+    model = AutoModelForCausalLM.from_pretrained(additions / "model")
+    tokenizer = AutoTokenizer.from_pretrained(additions / "model")
+    rows = [json.loads(line) for line in (additions / "eval.jsonl").open()]
     chats = [row["prompt"] for row in rows]
     prompts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_tensors="pt")
     answers = model.generate(**prompts, do_sample=False, temperature=None, max_new_tokens=16)
@@ -116,7 +116,7 @@ def test_the_warm_started_model_solves_the_additions_without_a_carry_and_no_othe
     assert sum(found) / len(found) > 0.8
 
 
-def test_a_toy_of_another_family_brings_its_sizes_for_the_flags_of_a_published_model(tmp_path):
+def test_family_toy_comes_with_sizes_for_the_flags_of_a_published_model(tmp_path):
     made = run_tool("--output-dir", tmp_path / "toy", "--family", "moonlight", "--warm-start-steps", "0", "--untie")
     assert made.returncode == 0, made.stderr
     assert sorted(path.name for path in (tmp_path / "toy").iterdir()) == [
@@ -136,7 +136,7 @@ def test_a_toy_of_another_family_brings_its_sizes_for_the_flags_of_a_published_m
 @pytest.mark.parametrize(
     ("arguments", "flag"), [(["--num-layers", "3"], "--num-layers"), (["--size", "small"], "--size")]
 )
-def test_the_shape_of_a_toy_of_a_family_is_fixed(arguments, flag, tmp_path):
+def test_family_toy_has_a_fixed_shape(arguments, flag, tmp_path):
     refused = run_tool("--output-dir", tmp_path / "toy", "--family", "qwen3_moe", *arguments)
     assert refused.returncode == 2
     assert refused.stderr == f"{flag} has no effect on the fixed shape of --family qwen3_moe; give one of them\n"

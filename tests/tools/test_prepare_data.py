@@ -1,4 +1,4 @@
-"""tools/prepare_data.py as a user runs it: from a stand-in of the hub on this machine, and from a folder."""
+"""tools/prepare_data.py as a user runs it: from a fake hub on this machine, and from a folder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools.converting import run_tool
+from tests.tools.converting import run_tool_subprocess
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 FILES = {
@@ -22,7 +22,7 @@ FILES = {
 
 
 class Hub(BaseHTTPRequestHandler):
-    """Answers for one data set, `org/sums`: the list of its files, and each file."""
+    """Serves one dataset, `org/sums`: the list of its files, and each file."""
 
     def do_GET(self) -> None:
         self._answer(with_body=True)
@@ -55,7 +55,7 @@ class Hub(BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def hub() -> Iterator[str]:
-    """The address of the stand-in."""
+    """The address of the fake hub."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
@@ -66,14 +66,16 @@ def hub() -> Iterator[str]:
 
 
 @pytest.mark.slow
-def test_a_set_of_the_hub_becomes_the_file_of_a_recipe(hub, tmp_path, monkeypatch):
+def test_hub_dataset_becomes_the_file_of_a_recipe(hub, tmp_path, monkeypatch):
     for name in ("HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE", "HTTP_PROXY", "http_proxy"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HF_ENDPOINT", hub)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     out = tmp_path / "gsm8k"
-    done = run_tool("prepare_data.py", "gsm8k", "--input", "org/sums", "--output-dir", out, "--instruction", "")
+    done = run_tool_subprocess(
+        "prepare_data.py", "gsm8k", "--input", "org/sums", "--output-dir", out, "--instruction", ""
+    )
     assert (done.returncode, done.stdout) == (0, f"{out}/train.jsonl: 2 of 2 rows\n"), done.stderr
     assert [json.loads(line) for line in (out / "train.jsonl").read_text().splitlines()] == [
         {"prompt": [{"role": "user", "content": question}], "label": label}
@@ -83,16 +85,16 @@ def test_a_set_of_the_hub_becomes_the_file_of_a_recipe(hub, tmp_path, monkeypatc
 
 
 @pytest.mark.slow
-def test_what_cannot_be_done_is_one_sentence_and_exit_code_2(tmp_path):
+def test_impossible_request_is_one_error_with_exit_code_2(tmp_path):
     (tmp_path / "train.jsonl").write_text('{"text": "x"}\n')
     flags = ("gsm8k", "--input", tmp_path / "train.jsonl", "--output-dir", tmp_path / "out")
-    done = run_tool("prepare_data.py", *flags)
+    done = run_tool_subprocess("prepare_data.py", *flags)
     assert done.returncode == 2
     assert f"{Path('prepare_data.py')}: 1 bad row in {tmp_path}/train.jsonl: " in done.stderr
     assert "Traceback" not in done.stderr
-    done = run_tool("prepare_data.py", *flags, "--max-bad-rows", "1")
+    done = run_tool_subprocess("prepare_data.py", *flags, "--max-bad-rows", "1")
     assert (done.returncode, done.stdout) == (0, f"{tmp_path}/out/train.jsonl: 0 of 1 rows (bad: 1)\n")
-    assert f"left out: {tmp_path}/train.jsonl:1: its columns ['text'] are of no layout known here" in done.stderr
-    done = run_tool("prepare_data.py", "preference", "--output-dir", tmp_path / "out")
+    assert f"left out: {tmp_path}/train.jsonl:1: its columns ['text'] match no known layout" in done.stderr
+    done = run_tool_subprocess("prepare_data.py", "preference", "--output-dir", tmp_path / "out")
     assert done.returncode == 2
     assert "--input is needed for preference: give a file, a folder, or an id on the hub" in done.stderr

@@ -1,4 +1,4 @@
-"""The converter to torch_dist writes what megatron-core itself writes of the loaded model, entry for entry."""
+"""The converter to torch_dist writes the same entries as megatron-core for the loaded model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_keys_shapes_dtypes_and_blocks_are_the_same(models, name):
+def test_keys_shapes_dtypes_and_chunks_are_equal(models, name):
     mine, theirs = (
         FileSystemReader(folder / "release").read_metadata().state_dict_metadata
         for folder in (models[name].by_converter, models[name].by_megatron)
@@ -47,7 +47,7 @@ def test_keys_shapes_dtypes_and_blocks_are_the_same(models, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_value_is_the_same(models, name):
+def test_every_value_is_equal(models, name):
     mine, theirs = (
         read_everything(folder / "release") for folder in (models[name].by_converter, models[name].by_megatron)
     )
@@ -60,7 +60,7 @@ def test_every_value_is_the_same(models, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_small_files_are_the_same(models, name):
+def test_small_files_are_equal(models, name):
     folders = [folder / "release" for folder in (models[name].by_converter, models[name].by_megatron)]
     assert len({(folder / "metadata.json").read_text() for folder in folders}) == 1
     assert json.loads((folders[0] / "metadata.json").read_text())["sharded_backend"] == "torch_dist"
@@ -70,6 +70,6 @@ def test_the_small_files_are_the_same(models, name):
     assert trackers == {"release"}
 
 
-def test_files_are_closed_at_the_size_asked_for(models):
+def test_files_are_closed_at_the_requested_size(models):
     files = sorted((models["qwen3"].by_converter / "release").glob("*.distcp"))
     assert len(files) > 5

@@ -1,8 +1,8 @@
 """A CUDA buffer handed to SGLang's own unpickler, in a process without a GPU: `python -m tests.weights.cuda_handle`.
 
-torch's `reduce_tensor` and everything of SGLang's is the real code. Only the driver's part is made up: the handle that
-`_share_cuda_` returns, the UUIDs of the GPUs, and at the far end the opening of the handle, which is written down.
-Prints as JSON what was opened and the tensors that SGLang made of it.
+torch's `reduce_tensor` and everything of SGLang's is the real code. Only the driver's part is simulated: the handle
+that `_share_cuda_` returns, the UUIDs of the GPUs, and at the receiver the opening of the handle, which is recorded.
+Prints as JSON the opened handles and the tensors that SGLang made of them.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from slimrl.engines.sglang import cpu_patches
 from slimrl.weights.update.buckets import iter_buckets
 from slimrl.weights.update.transport_tensor import CudaSharedBuffer, serialize
 
-# as the driver would give it: device, handle, bytes, offset, reference counter and its offset, event, whether to wait
+# as from the driver: device, handle, bytes, offset, reference counter and its offset, event, whether to wait
 SHARED = (3, b"h" * 66, 4096, 256, b"counter", 0, b"event", True)
 UUIDS = {3: "sender-0", 0: "other", 1: "sender-0"}  # the sender's GPU 3 is the receiver's GPU 1
 
 
 class _OnGpu:
-    """An untyped storage that says that it is on a GPU."""
+    """An untyped storage that reports that it is on a GPU."""
 
     device = SimpleNamespace(type="cuda")
 
@@ -37,7 +37,7 @@ class _OnGpu:
 
 
 class _Buffer(CudaSharedBuffer):
-    """The real reference to memory that is on the host."""
+    """The real reference to memory on the host."""
 
     def __init__(self) -> None:
         self._device = torch.device("cuda", 3)

@@ -1,7 +1,6 @@
-"""Trainer ranks and engines on numbered GPUs, and a check that every engine gets and serves the ranks' weights.
+"""Trainer ranks and engines on numbered GPUs, and a check that every engine receives and serves the ranks' weights.
 
-The same on GPUs and without: GPUs are logical where there are none. Called by the tests of this folder and by
-tests/gpu.
+The same on GPUs and without: GPUs are logical on a CPU machine. Used by the tests of this folder and by tests/gpu.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Placement:
 
     @property
     def gpus(self) -> int:
-        """How many GPUs there must be."""
+        """The required number of GPUs."""
         return max(self.trainers, 1 + max(gpu for engine in self.engines for gpu in engine))
 
 
@@ -56,8 +55,8 @@ def check(
 ) -> None:
     """Starts the engines on the first of two models and updates them to the other one, twice.
 
-    Every tensor of every engine must be the trainer's bit for bit, at the first attempt, and its log-probabilities
-    within `limit` of transformers' on weights of `dtype`.
+    Every tensor of every engine must be bit-identical to the trainer's after the first attempt, and its
+    log-probabilities within `limit` of transformers' on weights of `dtype`.
     """
     servers = [
         ServerProcess(

@@ -1,4 +1,4 @@
-"""A real HTTP proxy in front of a real server, which answers, changes or kills on a chosen call."""
+"""A real HTTP proxy in front of a real server, which answers, modifies or kills on a selected call."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ Action = Callable[[dict[str, Any]], dict[str, Any] | None]
 class Proxy:
     """Forwards every call to `target`; a context manager.
 
-    `tamper(path, action, calls)` gives the bodies of those calls to `path` (counted from 0 since then) to `action`:
-    what it returns is forwarded, and None is answered with HTTP 400 instead.
+    `tamper(path, action, calls)` passes the bodies of those calls to `path` (counted from 0 since then) to `action`:
+    its result is forwarded, and None is answered with HTTP 400 instead.
     """
 
     def __init__(self, target: str) -> None:
@@ -78,7 +78,7 @@ class Proxy:
             response = connection.getresponse()
             self._answer(request, response.status, response.read())
         except (OSError, http.client.HTTPException):
-            request.close_connection = True  # as the server did
+            request.close_connection = True  # like the server
         finally:
             connection.close()
 
@@ -98,11 +98,11 @@ class Proxy:
 
 
 def refuse(_: dict[str, Any]) -> None:
-    """The server never sees the call."""
+    """The call never reaches the server."""
 
 
 def exchange_key_and_value(body: dict[str, Any]) -> dict[str, Any]:
-    """Where the call holds them, the first layer's key and value weights (of one shape) arrive as each other."""
+    """Exchanges the first layer's key and value weights (of one shape) if the call has them."""
     names = ["model.layers.0.self_attn.k_proj.weight", "model.layers.0.self_attn.v_proj.weight"]
     other = dict(zip(names, reversed(names), strict=True))
     if "names" in body:
@@ -115,7 +115,7 @@ def exchange_key_and_value(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _copied(folder: Path, other: dict[str, str]) -> Path:
-    """Another folder with the names exchanged: the other server is reading the first."""
+    """Another folder with the names exchanged, because the other server is reading the first."""
     changed = folder.with_name(f"changed {uuid.uuid4().hex}")
     changed.mkdir()
     for path in folder.iterdir():
@@ -133,7 +133,7 @@ def _copied(folder: Path, other: dict[str, str]) -> Path:
 
 
 def _renamed(payload: str, other: dict[str, str]) -> str:
-    """The payload's own pickle with names of equal length exchanged in place: it holds a reference to open memory."""
+    """The payload's own pickle with names of equal length exchanged in place, because it references open memory."""
     raw = base64.b64decode(payload)
     for name in other:
         raw = raw.replace(name.encode(), other[name].upper().encode())

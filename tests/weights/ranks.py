@@ -1,4 +1,4 @@
-"""What the slow tests run inside trainer ranks. Each function leaves torch.distributed closed."""
+"""Jobs that the slow tests run inside trainer ranks. Each function leaves torch.distributed closed."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def weight_updates(
     """Loads `hf_dir` into a Megatron model and updates the engines from it under each version, `way` being a
     constructor's name.
 
-    The report of each weight update, or the text of its error. With `left`, another updater updates those engines in
-    the end.
+    Returns the report of each weight update, or the text of its error. With `left`, another updater updates those
+    engines at the end.
     """
     from slimrl.megatron import parallel
     from slimrl.megatron.model import model_builder
     from slimrl.weights.update.weight_updater import ModelSource, WeightSyncError, WeightUpdater
 
-    # what a rank of a run would have been started with: NCCL reads it when it makes its first communicator
+    # the environment of a run's rank: NCCL reads it when it creates its first communicator
     cumem = nccl_cumem(this_machine(), RunFacts(broadcasts_weights=way == "split"), given={}, inherited=os.environ)
     os.environ.update({} if cumem is None else {CUMEM: cumem})
     state = parallel.initialize(args, rank=rank, world_size=world_size, local_rank=rank, init_method=init_method)
@@ -57,7 +57,7 @@ def weight_updates(
     results: list[WeightUpdateReport | str] = []
     for version in [*versions, *(["left"] if left else [])]:
         if version == "left":
-            updater.retire()
+            updater.close_collective()
             updater = make(ModelSource(shape, family, state), left, *more, bucket_bytes=BUCKET_BYTES, timeout_s=60)
         try:
             results.append(updater.update_weights(built, version=version, check_equal=check_equal))
@@ -93,8 +93,8 @@ def export_to(
 ) -> tuple[int, list[str], int, int, int]:
     """Exports a model loaded from `hf_dir`.
 
-    (tensors that came, names of those that differ from the folder's, bytes of tensors held here, bytes of broadcasts
-    that this rank took part in, number of its gathers).
+    Returns (received tensors, names of those that differ from the folder's, bytes of tensors held here, bytes of
+    broadcasts that this rank took part in, number of its gathers).
     """
     from unittest import mock
 

@@ -1,4 +1,4 @@
-"""Inference servers that only exist in this process: they load what is updated, as the real one's interface says."""
+"""Fake inference servers in this process: they load weight updates through the real server's interface."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from slimrl.weights.update.verify import host_checksum
 
 
 class RecordingServer:
-    """Keeps the tensors it is given, and what was called in which order.
+    """Records the tensors it receives and the calls in order.
 
-    It refuses update number `fails_at` (counted from 0 in each attempt) in the first `failures` attempts, with `error`,
-    and is gone from then on where `gone` is an error. `reports` makes it claim another version.
+    It rejects update number `fails_at` (counted from 0 in each attempt) in the first `failures` attempts, with `error`,
+    and is unreachable from then on if `gone` is an error. `reports` makes it report another version.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class RecordingServer:
     def continue_(self) -> None:
         self.calls.append("continue")
 
-    def settle(self) -> None:
+    def flush_pipeline(self) -> None:
         self.calls.append("settle")
 
     def weight_version(self) -> str:

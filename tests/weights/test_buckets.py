@@ -10,7 +10,7 @@ from slimrl.weights.update.buckets import DoubleBuffer, ReusedBuffer, iter_bucke
 CPU = torch.device("cpu")
 
 
-def test_tensors_lie_one_after_another_and_only_the_last_bucket_is_last():
+def test_tensors_are_contiguous_and_only_the_last_bucket_is_marked_last():
     tensors = [("a", torch.arange(3.0)), ("b", torch.arange(2.0).view(2, 1)), ("c", torch.arange(4.0))]
     seen = []
     for bucket in iter_buckets(iter(tensors), 20, ReusedBuffer(CPU)):
@@ -18,27 +18,27 @@ def test_tensors_lie_one_after_another_and_only_the_last_bucket_is_last():
     assert seen == [([("a", (3,), 0, 12), ("b", (2, 1), 12, 20)], 20, False), ([("c", (4,), 0, 16)], 16, True)]
 
 
-def test_a_tensor_larger_than_the_bucket_travels_alone():
+def test_tensor_larger_than_the_bucket_is_sent_alone():
     sizes = [("small", 2), ("large", 100), ("next", 2)]
     tensors = ((name, torch.ones(n)) for name, n in sizes)
     names = [[e.name for e in bucket.entries] for bucket in iter_buckets(tensors, 16, ReusedBuffer(CPU))]
     assert names == [["small"], ["large"], ["next"]]
 
 
-def test_the_same_memory_is_used_again():
+def test_buffer_memory_is_reused():
     tensors = ((str(n), torch.full((4,), float(n))) for n in range(5))
     places = {bucket.flat.data_ptr() for bucket in iter_buckets(tensors, 16, ReusedBuffer(CPU))}
     assert len(places) == 1
 
 
-def test_a_tensor_of_a_wider_dtype_starts_where_it_can_be_viewed():
+def test_tensor_of_a_wider_dtype_is_aligned():
     tensors = [("half", torch.ones(3, dtype=torch.bfloat16)), ("full", torch.full((2,), 1.5))]
     for bucket in iter_buckets(iter(tensors), 64, ReusedBuffer(CPU)):
         for name, tensor in bucket.tensors():
             assert torch.equal(tensor, dict(tensors)[name])
 
 
-def test_bad_sizes_and_an_empty_model_are_refused():
+def test_invalid_sizes_and_an_empty_model_are_rejected():
     with pytest.raises(ValueError, match="--update-weight-buffer-size is 0"):
         next(iter_buckets(iter([("a", torch.ones(1))]), 0, ReusedBuffer(CPU)))
     with pytest.raises(ValueError, match="no weights"):
@@ -63,11 +63,11 @@ def test_every_tensor_arrives_once_in_order_unchanged(specs, max_bytes):
     assert lasts == [False] * (len(lasts) - 1) + [True]
 
 
-def test_tensors_that_belong_together_share_a_bucket_even_where_it_is_too_small_for_both():
+def test_grouped_tensors_share_a_bucket_even_when_it_is_too_small():
     shared = torch.empty(3)
 
     def tensors():
-        for number, name in enumerate(("a", "b", "c", "d")):  # each one overwrites the one before, as exporters may
+        for number, name in enumerate(("a", "b", "c", "d")):  # each one overwrites the previous one, as exporters may
             yield name, shared.fill_(number)
 
     for max_bytes, expected in ((24, [["a"], ["b", "c"], ["d"]]), (12, [["a"], ["b", "c"], ["d"]])):
@@ -76,11 +76,11 @@ def test_tensors_that_belong_together_share_a_bucket_even_where_it_is_too_small_
             names.append([entry.name for entry in bucket.entries])
             values |= {name: tensor[0].item() for name, tensor in bucket.tensors()}
         assert names == expected and values == {"a": 0, "b": 1, "c": 2, "d": 3}
-    with pytest.raises(ValueError, match="d must travel with the tensor after it"):
+    with pytest.raises(ValueError, match="d must be in the same bucket as the next tensor"):
         list(iter_buckets(tensors(), 64, ReusedBuffer(CPU), fuse_with_next={"d"}))
 
 
-def test_two_buffers_are_taken_in_turn_from_the_first():
+def test_two_buffers_alternate_from_the_first():
     class Named:
         def __init__(self, value: int) -> None:
             self.value = value

@@ -1,4 +1,4 @@
-"""Checksums against values computed by others: sha256sum, and SGLang's Triton kernel in Triton's interpreter."""
+"""Checksums against independent values: sha256sum, and SGLang's Triton kernel in Triton's interpreter."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 from slimrl.weights.update.verify import device_checksum, host_checksum
 
 
-def test_host_checksum_is_the_start_of_the_sha256_of_the_bytes():
+def test_host_checksum_is_a_prefix_of_the_sha256_of_the_bytes():
     # printf abc | sha256sum
     assert host_checksum(torch.tensor([97, 98, 99], dtype=torch.uint8)) == "ba7816bf8f01cfea"
 
@@ -20,11 +20,11 @@ def test_host_checksum_is_the_start_of_the_sha256_of_the_bytes():
     ],
     ids=["words", "half word", "tiles"],
 )
-def test_device_checksum_is_that_of_the_engines_kernel(tensor, expected):
+def test_device_checksum_matches_the_engine_kernel(tensor, expected):
     assert device_checksum(tensor) == expected
 
 
-def test_checksums_see_every_byte_and_not_the_strides():
+def test_checksums_cover_every_byte_and_ignore_strides():
     table = torch.arange(12.0).view(3, 4)
     for checksum in (host_checksum, device_checksum):
         assert checksum(table.T) == checksum(table.T.contiguous()) != checksum(table)

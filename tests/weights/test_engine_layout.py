@@ -1,4 +1,4 @@
-"""Which tensors an engine makes of a table's rows, and what each of its ranks holds."""
+"""The tensors that an engine makes of a table's rows, and the shards on each of its ranks."""
 
 from __future__ import annotations
 
@@ -41,26 +41,26 @@ def row_of(name: str, shape: ModelSpec = SHAPE, family=DEEPSEEK):
         ("gate", "gate.weight", 1),
     ],
 )
-def test_the_experts_of_a_layer_are_stacked_into_two_tensors(name, engine, rows):
+def test_experts_of_a_layer_are_stacked_into_two_tensors(name, engine, rows):
     target = engine_tensor(row_of(f"model.layers.0.mlp.{name}.weight"), SHAPE, DEEPSEEK)
     assert (target.name, target.rows) == (f"model.layers.0.mlp.{engine}", rows)
     assert target.stacked is (rows == 5)
 
 
-def test_both_projections_to_latent_vectors_are_one_matrix_where_queries_have_one():
+def test_both_latent_projections_are_one_matrix_when_queries_have_one():
     attention = "model.layers.0.self_attn."
     query, key = (row_of(f"{attention}{name}.weight") for name in ("q_a_proj", "kv_a_proj_with_mqa"))
     joined = engine_tensor(query, SHAPE, DEEPSEEK)
     assert joined == engine_tensor(key, SHAPE, DEEPSEEK) and joined.rows == 2
     assert joined.name == f"{attention}fused_qkv_a_proj_with_mqa.weight"
     assert joined.join([torch.zeros(6, 3), torch.ones(6, 3)]).tolist() == [[0.0] * 3] * 6 + [[1.0] * 3] * 6
-    # without a query latent there is nothing to join
+    # without a query latent nothing is joined
     latent = dataclasses.replace(SHAPE.latent, q_lora_rank=None)
     plain = dataclasses.replace(SHAPE, latent=latent)
     assert engine_tensor(row_of(key.hf[0].name, plain), plain, DEEPSEEK).name == key.hf[0].name
 
 
-def test_an_experts_gate_and_up_are_padded_and_divided_each_on_its_own():
+def test_gate_and_up_of_an_expert_are_padded_and_sharded_separately():
     row = row_of("model.layers.0.mlp.experts.0.gate_proj.weight")
     gate, up = torch.arange(120.0).view(40, 3) + 1, -torch.arange(120.0).view(40, 3) - 1
     on_gpu = engine_shard(row, [gate, up], SHAPE, EngineLayout(2, on_host=False), 1)
@@ -74,14 +74,14 @@ def test_an_experts_gate_and_up_are_padded_and_divided_each_on_its_own():
 @pytest.mark.parametrize(
     ("rows", "ranks", "each"),
     [
-        (60, 2, 32),  # 64 in all, which 2 ranks divide
+        (60, 2, 32),  # 64 in total, which 2 ranks divide
         (64, 2, 32),
         (65, 2, 64),
         (60, 3, 64),  # 64 is no multiple of 3, so 64 for each
         (130, 3, 64),  # 192 is one
     ],
 )
-def test_the_vocabulary_is_padded_to_64_rows_or_to_64_for_each_rank(rows, ranks, each):
+def test_vocabulary_is_padded_to_64_rows_or_64_per_rank(rows, ranks, each):
     table = torch.arange(rows * 3.0).view(rows, 3) + 1
     row = row_of("model.embed_tokens.weight")
     held = [engine_shard(row, [table], SHAPE, EngineLayout(ranks, on_host=False), rank) for rank in range(ranks)]
@@ -89,7 +89,7 @@ def test_the_vocabulary_is_padded_to_64_rows_or_to_64_for_each_rank(rows, ranks,
     assert torch.equal(torch.cat(held)[:rows], table) and not torch.cat(held)[rows:].any()
 
 
-def test_a_packed_gate_and_up_is_divided_in_its_halves():
+def test_packed_gate_and_up_is_sharded_by_halves():
     dense = dataclasses.replace(SHAPE, moe_layers=(False,), experts=None, latent=None)
     row = row_of("model.layers.0.mlp.gate_up_proj.weight", dense, family_for({"model_type": "glm4"}))
     packed = torch.arange(384.0).view(128, 3)
@@ -97,7 +97,7 @@ def test_a_packed_gate_and_up_is_divided_in_its_halves():
     assert torch.equal(shard, torch.cat([packed[:32], packed[64:96]]))
 
 
-def test_shared_experts_are_as_wide_as_so_many_padded_routed_ones():
+def test_shared_experts_are_as_wide_as_padded_routed_ones():
     two = dataclasses.replace(SHAPE.experts, shared_ffn_hidden_size=80)  # two of 40; 40 becomes 64
     shape = dataclasses.replace(SHAPE, experts=two)
     row = row_of("model.layers.0.mlp.shared_experts.down_proj.weight", shape)
@@ -106,7 +106,7 @@ def test_shared_experts_are_as_wide_as_so_many_padded_routed_ones():
     assert torch.equal(shard, torch.cat([down[:, 64:], torch.zeros(3, 48)], dim=1))
 
 
-def test_the_router_of_glm_is_kept_in_float32():
+def test_glm_router_is_kept_in_float32():
     row = row_of("model.layers.0.mlp.gate.weight")
     half = torch.tensor([[1.5, 0.25, -3.0]], dtype=torch.bfloat16)
     assert engine_tensor(row, SHAPE, DEEPSEEK).join([half]).dtype == torch.bfloat16
@@ -126,7 +126,7 @@ DENSE = dataclasses.replace(SHAPE, moe_layers=(False,), experts=None, latent=Non
         ("self_attn.o_proj.weight", "self_attn.o_proj.weight"),
     ],
 )
-def test_projections_that_the_engine_fuses_have_its_name_and_others_keep_theirs(tensor, engine):
+def test_only_projections_fused_by_the_engine_are_renamed(tensor, engine):
     family = family_for({"model_type": "qwen3"})
     row = row_of(f"model.layers.0.{tensor}", DENSE, family)
     assert engine_tensor(row, DENSE, family).name == f"model.layers.0.{engine}"
@@ -135,7 +135,7 @@ def test_projections_that_the_engine_fuses_have_its_name_and_others_keep_theirs(
 @pytest.mark.parametrize(
     ("ranks", "keys"), [(2, [[0, 1], [2, 3]]), (4, [[0], [1], [2], [3]]), (8, [[0], [0], [1], [1]])]
 )
-def test_key_heads_are_divided_and_repeated_where_there_are_fewer_than_ranks(ranks, keys):
+def test_key_heads_are_sharded_and_repeated_when_fewer_than_ranks(ranks, keys):
     shape = dataclasses.replace(DENSE, num_attention_heads=8, kv_channels=1)
     row = row_of("model.layers.0.self_attn.q_proj.weight", shape, family_for({"model_type": "qwen3"}))
     query, key, value = torch.zeros(8, 3), torch.arange(4.0).view(4, 1).expand(4, 3), torch.full((4, 3), -1.0)
@@ -146,7 +146,7 @@ def test_key_heads_are_divided_and_repeated_where_there_are_fewer_than_ranks(ran
         assert held[8 // ranks : 8 // ranks + width, 0].tolist() == heads
 
 
-def test_a_packed_gate_and_up_is_padded_in_its_rows_alone():
+def test_packed_gate_and_up_is_padded_only_in_its_rows():
     row = row_of("model.layers.0.mlp.gate_up_proj.weight", DENSE, family_for({"model_type": "glm4"}))
     shape = dataclasses.replace(DENSE, ffn_hidden_size=40)
     packed = torch.arange(240.0).view(80, 3) + 1

@@ -1,4 +1,4 @@
-"""Layers with experts without Megatron: which layers, whose experts, which slices; what is carried over or refused."""
+"""Expert layers without Megatron: which layers, which experts, which shards; what is carried over or rejected."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 def empty_model(
     shape: ModelSpec, family: ModelMapping, *, experts: range, spelling: int = ONE_BY_ONE, etp_size: int = 1
 ) -> nn.Module:
-    """What a rank that holds `experts` has, filled with NaN; its own numbers count from 0."""
+    """The parameters of a rank with `experts`, filled with NaN; its own numbers count from 0."""
     tensors = {}
     for row in family.rows(shape):
         if row.expert is not None and row.expert not in experts:
@@ -72,7 +72,7 @@ def own(model: nn.Module, name: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("spelling", [ONE_BY_ONE, GROUPED])
-def test_a_rank_loads_its_own_experts_by_their_number_in_the_whole_model(folders, spelling):
+def test_rank_loads_its_experts_by_global_number(folders, spelling):
     shape, family = describe(folders["qwen3-moe"])
     stored = tensors_of(folders["qwen3-moe"])
     model = empty_model(shape, family, experts=range(4, 8), spelling=spelling)
@@ -87,7 +87,7 @@ def test_a_rank_loads_its_own_experts_by_their_number_in_the_whole_model(folders
 
 @pytest.mark.parametrize("name", ["qwen2-moe", "qwen3-moe", "glm4-moe"])
 @pytest.mark.parametrize("spelling", [ONE_BY_ONE, GROUPED])
-def test_loading_and_exporting_gives_back_every_tensor_and_the_bias_in_full_precision(folders, name, spelling):
+def test_load_and_export_restore_every_tensor_and_the_full_precision_bias(folders, name, spelling):
     shape, family = describe(folders[name])
     model = empty_model(shape, family, experts=range(8), spelling=spelling)
     load_hf_checkpoint(model, shape, family, folders[name])
@@ -100,7 +100,7 @@ def test_loading_and_exporting_gives_back_every_tensor_and_the_bias_in_full_prec
         assert torch.equal(exported[key], tensor.to(exported[key].dtype))
 
 
-def test_expert_tensor_parallel_ranks_divide_each_expert_and_nothing_else(folders):
+def test_expert_tensor_parallelism_shards_only_experts(folders):
     shape, family = describe(folders["qwen2-moe"])
     stored = tensors_of(folders["qwen2-moe"])
     model = empty_model(shape, family, experts=range(8), etp_size=2)
@@ -111,7 +111,7 @@ def test_expert_tensor_parallel_ranks_divide_each_expert_and_nothing_else(folder
     assert torch.equal(shared, stored["model.layers.0.mlp.shared_expert.down_proj.weight"].bfloat16())
 
 
-def test_only_layers_with_experts_have_them(folders):
+def test_only_moe_layers_have_experts(folders):
     shape, family = describe(folders["glm4-moe"])
     names = family.hf_names(shape)
     assert [layer for layer in range(3) if f"model.layers.{layer}.mlp.gate.weight" in names] == [1, 2]
@@ -122,7 +122,7 @@ def test_only_layers_with_experts_have_them(folders):
     assert len(names) == len(set(names))
 
 
-def test_experts_follow_one_another_each_with_all_its_tensors(folders):
+def test_experts_are_ordered_each_with_all_its_tensors(folders):
     shape, family = describe(folders["qwen3-moe"])
     names = [name for name in family.hf_names(shape) if name.startswith("model.layers.0.mlp.")]
     assert names[:5] == [
@@ -134,14 +134,14 @@ def test_experts_follow_one_another_each_with_all_its_tensors(folders):
     ]
 
 
-def test_parts_that_config_json_leaves_out_are_not_expected(folders):
+def test_parts_absent_from_config_json_are_not_expected(folders):
     shape, family = describe(folders["glm4-moe"], use_qk_norm=False, attention_bias=False, n_shared_experts=0)
     names = " ".join(family.hf_names(shape))
     assert "q_norm" not in names and "bias" not in names.replace("e_score_correction_bias", "")
     assert "shared_experts" not in names
 
 
-def test_a_missing_expert_is_refused_by_name(folders, tmp_path):
+def test_missing_expert_is_rejected_by_name(folders, tmp_path):
     shape, family = describe(folders["qwen3-moe"])
     tensors = tensors_of(folders["qwen3-moe"])
     tensors.pop("model.layers.1.mlp.experts.7.down_proj.weight")
@@ -155,7 +155,7 @@ def test_a_missing_expert_is_refused_by_name(folders, tmp_path):
 
 
 @pytest.mark.parametrize("announced", [True, False])
-def test_layers_behind_the_last_are_left_alone_only_where_config_json_announces_them(folders, tmp_path, announced):
+def test_layers_beyond_the_last_are_ignored_only_when_config_json_has_them(folders, tmp_path, announced):
     shape, family = describe(folders["glm4-moe"])
     tensors = tensors_of(folders["glm4-moe"])
     tensors |= {"model.layers.3.eh_proj.weight": torch.ones(64, 128), "model.layers.3.enorm.weight": torch.ones(64)}
@@ -167,11 +167,11 @@ def test_layers_behind_the_last_are_left_alone_only_where_config_json_announces_
         if announced:
             check_checkpoint(checkpoint, shape, family)
         else:
-            with pytest.raises(ValueError, match=r"holds model\.layers\.3\.eh_proj\.weight.*check --num-layers"):
+            with pytest.raises(ValueError, match=r"has model\.layers\.3\.eh_proj\.weight.*check --num-layers"):
                 check_checkpoint(checkpoint, shape, family)
 
 
-def test_further_layers_of_mimo_have_a_name_and_a_count_of_their_own():
+def test_mtp_layers_of_mimo_have_their_own_name_and_count():
     family = family_for({"model_type": "mimo"})
     assert family.carried_prefixes({"num_hidden_layers": 36, "num_nextn_predict_layers": 2}) == (
         "model.mtp_layers.0.",
@@ -179,7 +179,7 @@ def test_further_layers_of_mimo_have_a_name_and_a_count_of_their_own():
     )
 
 
-def test_gate_and_up_stored_as_one_tensor_are_divided_each_for_itself():
+def test_gate_and_up_stored_as_one_tensor_are_sharded_separately():
     shape = dataclasses.replace(ModelSpec.from_hf_config(GLM4), ffn_hidden_size=4)
     packed = torch.arange(8.0)[:, None] + torch.zeros(1, 64)  # rows 0 to 3 are the gate, 4 to 7 the up projection
     shards = [to_shard(glm4.GATE_UP, [packed], shape, rank=rank, size=2) for rank in (0, 1)]
@@ -187,7 +187,7 @@ def test_gate_and_up_stored_as_one_tensor_are_divided_each_for_itself():
     assert torch.equal(from_shards(glm4.GATE_UP, shards, shape)[0], packed)
 
 
-def test_sizes_that_do_not_divide_are_refused_with_both_numbers(folders):
+def test_indivisible_sizes_are_rejected_with_both_numbers(folders):
     shape, _ = describe(folders["qwen2-moe"])
     shape = dataclasses.replace(shape, padded_vocab_size=384)
     with pytest.raises(
@@ -199,10 +199,10 @@ def test_sizes_that_do_not_divide_are_refused_with_both_numbers(folders):
         check_tensor_parallel(odd, 2)
     check_tensor_parallel(shape, 2, 2)
     odd = dataclasses.replace(shape, experts=dataclasses.replace(shape.experts, ffn_hidden_size=63))
-    check_tensor_parallel(odd, 2)  # experts are not divided unless told
+    check_tensor_parallel(odd, 2)  # experts are not sharded by default
 
 
-def test_experts_of_the_table_have_both_of_megatrons_spellings():
+def test_expert_rows_have_both_megatron_spellings():
     row = param_mapping.EXPERT_GATE_UP.at(3, 17)
     assert row.megatron == (
         "decoder.layers.3.mlp.experts.local_experts.17.linear_fc1.weight",

@@ -1,4 +1,4 @@
-"""An export over real ranks: exact where it is wanted, and nothing brought or gathered where it is not."""
+"""An export over real ranks: exact where it is requested, with no transfer or gather elsewhere."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def four_ranks() -> Iterator[RankPool]:
         yield pool
 
 
-def test_the_stage_and_the_ranks_that_want_nothing_pass_on_only_what_is_theirs(four_ranks, tmp_path):
+def test_pipeline_broadcast_carries_only_what_the_receivers_need(four_ranks, tmp_path):
     folder = save_qwen3(tmp_path / "hf", seed=1, tied=False)
     args = tiny_args(
         tensor_model_parallel_size=2, pipeline_model_parallel_size=2, untie_embeddings_and_output_weights=True
@@ -29,13 +29,13 @@ def test_the_stage_and_the_ranks_that_want_nothing_pass_on_only_what_is_theirs(f
     assert [came for came, *_ in results] == [TENSORS, 0, 0, 0]
     assert all(different == [] for _, different, *_ in results)
     held = [rank[2] for rank in results]
-    # ranks 0 and 1 are the first stage: each is brought what its neighbour of the second stage holds, and no more
+    # ranks 0 and 1 are the first stage: each receives what its neighbour of the second stage holds, and no more
     assert [rank[3] for rank in results] == [held[2], held[3], held[2], held[3]]
-    # of the tensor parallel groups only that of rank 0 gathers, each tensor that is divided: 4 per layer, 2 tables
+    # of the tensor-parallel groups only that of rank 0 gathers, each sharded tensor: 4 per layer, 2 tables
     assert [rank[4] for rank in results] == [2 * 4 + 2, 2 * 4 + 2, 0, 0]
 
 
-def test_experts_come_exactly_to_the_rank_that_wants_them(four_ranks, tmp_path):
+def test_experts_reach_exactly_the_rank_that_needs_them(four_ranks, tmp_path):
     folder = save_qwen3_moe(tmp_path / "hf", seed=1)
     args = tiny_args(**MOE_FLAGS, pipeline_model_parallel_size=2, expert_model_parallel_size=2)
     to_one = four_ranks.run(ranks.export_to, args, folder, {0})

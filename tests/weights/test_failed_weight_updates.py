@@ -1,6 +1,4 @@
-"""Weight updates that fail on the way into two real servers, in every transport: repeated, or ended with no server
-going on.
-"""
+"""Weight updates into two real servers that fail in transit, for every transport: retried, or ended with all paused."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ GPUS = {"colocated": ([0], [1]), "split": ([1], [2]), "disk": ([1], [2])}
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two models of the same shape: the first is what the servers start with."""
+    """Two models of the same shape; the servers start with the first."""
     root = tmp_path_factory.mktemp("models")
     return [save_qwen3(root / str(seed), seed=seed) for seed in range(2)]
 
@@ -62,7 +60,7 @@ def pool() -> Iterator[RankPool]:
 def weight_updates(
     pool, way: str, folder: Path, urls: list[str], versions: list[str], tmp_path: Path, left: int | None = None
 ) -> list:
-    """`left`: the last weight update is another updater's, to that many of the servers."""
+    """`left`: another updater sends the last weight update, to that many of the servers."""
     engines = [EngineEndpoint(url, gpus) for url, gpus in zip(urls, GPUS[way], strict=True)]
     more = (True, engines[:left]) if left else ()
     (results,) = pool.run(
@@ -76,7 +74,7 @@ def version_of(server: ServerProcess) -> str:
 
 
 def holds_requests(url: str) -> bool:
-    """Whether a request waits instead of being answered."""
+    """Whether a request is held instead of being answered."""
     body = json.dumps({"input_ids": [5], "sampling_params": {"max_new_tokens": 1}}).encode()
     request = urllib.request.Request(url + "/generate", body, {"Content-Type": "application/json"})
     try:
@@ -87,18 +85,18 @@ def holds_requests(url: str) -> bool:
 
 
 @pytest.mark.parametrize("way", UPDATES)
-def test_a_refused_bucket_is_followed_by_a_second_whole_weight_update(way, servers, folders, pool, proxy, tmp_path):
+def test_rejected_bucket_is_followed_by_a_second_complete_weight_update(way, servers, folders, pool, proxy, tmp_path):
     proxy.tamper(UPDATES[way], refuse, range(0, 1) if way == "disk" else range(2, 3))
     urls = [servers[0].url, proxy.url]
     first, second = weight_updates(pool, way, folders[1], urls, [f"{way} 1", f"{way} 2"], tmp_path)
     assert (first.attempts, second.attempts) == (2, 1)
-    assert first.bytes == second.bytes  # of the attempt that succeeded, which sent everything
+    assert first.bytes == second.bytes  # of the successful attempt, which sent everything
     for server in servers:
         assert_serves(server.url, folders[1], f"{way} 2")
     assert not list(tmp_path.glob("updates/*"))
 
 
-def test_values_changed_on_the_way_are_found_and_sent_again(servers, folders, pool, proxy, tmp_path):
+def test_values_corrupted_in_transit_are_found_and_sent_again(servers, folders, pool, proxy, tmp_path):
     buckets = 14  # each call of the first attempt, none of the second
     proxy.tamper(UPDATES["colocated"], exchange_key_and_value, range(buckets))
     (report,) = weight_updates(pool, "colocated", folders[1], [servers[0].url, proxy.url], ["3"], tmp_path)
@@ -109,12 +107,12 @@ def test_values_changed_on_the_way_are_found_and_sent_again(servers, folders, po
 
 
 @pytest.mark.parametrize("way", UPDATES)
-def test_after_the_last_attempt_no_server_goes_on(way, servers, folders, pool, proxy, tmp_path):
+def test_no_server_resumes_after_the_last_attempt(way, servers, folders, pool, proxy, tmp_path):
     before = version_of(servers[0])
     proxy.tamper(UPDATES[way], exchange_key_and_value, range(1000))
     urls = [servers[0].url, proxy.url]
     (error,) = weight_updates(pool, way, folders[1], urls, [f"{way} 4"], tmp_path)
-    assert f"weight version '{way} 4' did not get into every server (3 of 3 attempts)" in error
+    assert f"weight version '{way} 4' was not loaded by every server (3 of 3 attempts)" in error
     assert f"{proxy.url} rank 0: 1 of 18 tensors differ" in error and "layers.0.self_attn.qkv_proj" in error
     for url in urls:
         assert f"{url} is stopped and reports version {before!r}" in error
@@ -127,7 +125,7 @@ def test_after_the_last_attempt_no_server_goes_on(way, servers, folders, pool, p
         assert_serves(server.url, folders[1], f"{way} 5")
 
 
-def test_a_server_killed_in_mid_weight_update_ends_it_at_once_and_the_others_can_be_updated(
+def test_server_killed_during_a_weight_update_ends_it_and_the_others_can_be_updated(
     servers, folders, pool, proxy, tmp_path
 ):
     before = version_of(servers[0])

@@ -1,4 +1,4 @@
-"""A checkpoint whose bytes changed on the disk is refused by file and place; one without checksums is read."""
+"""A checkpoint with changed bytes is rejected by file and offset; one without checksums is read."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ROWS, COLUMNS = 600, 1024  # of float32: more than two blocks
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """Two tensors of several blocks, in files of their own, with checksums."""
+    """Two tensors of several blocks, in separate files, with checksums."""
     folder = tmp_path / "release"
     folder.mkdir()
     weights = [
@@ -37,7 +37,7 @@ def checkpoint(tmp_path: Path) -> Path:
         for name in ("decoder.a", "decoder.b")
     ]
     blueprint = Blueprint(tuple(weights), {"decoder.x._extra_state": b"small"})
-    checksums = write_torch_dist(folder, blueprint, values, max_file_bytes=1)  # a file each, whichever thread is faster
+    checksums = write_torch_dist(folder, blueprint, values, max_file_bytes=1)  # one file each, in any thread order
     assert sorted(checksums) == sorted(path.name for path in folder.glob("*.distcp"))
     (folder / CHECKSUMS_NAME).write_text(checksums_text(folder, checksums))
     return folder
@@ -58,7 +58,7 @@ def largest(folder: Path) -> Path:
     return max(folder.glob("*.distcp"), key=lambda path: path.stat().st_size)
 
 
-def test_the_checksums_are_xxh3_of_each_mebibyte():
+def test_checksums_are_xxh3_of_each_mebibyte():
     assert xxhash.xxh3_64_hexdigest(b"") == "2d06800538d394c2"  # of the algorithm's published test vectors
     content = random.Random(0).randbytes(2 * 2**20 + 5)
     hasher = BlockHasher()
@@ -69,7 +69,7 @@ def test_the_checksums_are_xxh3_of_each_mebibyte():
 
 
 @pytest.mark.parametrize("pieces", [1, 7, 4096, BLOCK - 1, BLOCK, 3 * BLOCK])
-def test_checksums_do_not_depend_on_how_the_bytes_came(pieces: int):
+def test_checksums_do_not_depend_on_write_sizes(pieces: int):
     content = random.Random(0).randbytes(2 * BLOCK + 5) if pieces > 7 else random.Random(0).randbytes(3000)
     whole, cut = BlockHasher(), BlockHasher()
     whole.update(content)
@@ -78,13 +78,13 @@ def test_checksums_do_not_depend_on_how_the_bytes_came(pieces: int):
     assert cut.finish() == whole.finish() and whole.finish().bytes == len(content)
 
 
-def test_the_converters_writer_and_a_second_look_at_the_files_agree(checkpoint: Path):
+def test_converter_checksums_match_a_reread_of_the_files(checkpoint: Path):
     assert json.loads((checkpoint / CHECKSUMS_NAME).read_text()) == json.loads(checksums_text(checkpoint, {}))
     checked = CheckedFolder.open(checkpoint)
     assert checked.check() == sum(p.stat().st_size for p in checkpoint.iterdir() if p.name != CHECKSUMS_NAME)
 
 
-def test_whole_files_are_read_as_they_are(checkpoint: Path):
+def test_whole_files_are_read_unchanged(checkpoint: Path):
     opened = TorchDistCheckpoint(checkpoint)
     for name in ("decoder.a", "decoder.b"):
         wanted = values(Weight(name, (), lambda read: [read]))
@@ -92,7 +92,7 @@ def test_whole_files_are_read_as_they_are(checkpoint: Path):
         assert torch.equal(opened.read(opened.find(name), slice(299, 301)), wanted[299:301])
 
 
-def test_flipped_bytes_are_told_by_file_and_place_when_they_are_read_and_not_before(checkpoint: Path):
+def test_flipped_bytes_are_reported_by_file_and_offset_when_read_and_not_before(checkpoint: Path):
     file = largest(checkpoint)
     flip(file, random.Random(1).sample(range(BLOCK, 2 * BLOCK), 4000))
     opened = TorchDistCheckpoint(checkpoint)
@@ -108,7 +108,7 @@ def test_flipped_bytes_are_told_by_file_and_place_when_they_are_read_and_not_bef
         untouched += 1
         with pytest.raises(DamagedFileError, match=damage):
             opened.read(stored)
-        with pytest.raises(DamagedFileError, match=damage):  # also where a part of a block is wanted
+        with pytest.raises(DamagedFileError, match=damage):  # also when a part of a block is requested
             opened.read(stored, slice(300, 301))
         refused += 1
     assert untouched and refused
@@ -128,7 +128,7 @@ def test_one_flipped_byte_anywhere_is_found(checkpoint: Path, name: str):
     CheckedFolder.open(checkpoint).check()
 
 
-def test_a_file_that_is_cut_off_longer_or_gone_is_named(checkpoint: Path):
+def test_truncated_extended_or_missing_file_is_named(checkpoint: Path):
     file = largest(checkpoint)
     whole = file.read_bytes()
     for content, complaint in (
@@ -143,13 +143,13 @@ def test_a_file_that_is_cut_off_longer_or_gone_is_named(checkpoint: Path):
         CheckedFolder.open(checkpoint).check()
 
 
-def test_damaged_metadata_is_told_before_it_is_opened(checkpoint: Path):
+def test_damaged_metadata_is_reported_before_it_is_opened(checkpoint: Path):
     flip(checkpoint / ".metadata", [40])
     with pytest.raises(DamagedFileError, match=r"\.metadata is damaged, bytes 0 to"):
         TorchDistCheckpoint(checkpoint)
 
 
-def test_a_checkpoint_without_checksums_is_read_and_has_none_to_compare(checkpoint: Path):
+def test_checkpoint_without_checksums_is_read_and_cannot_be_verified(checkpoint: Path):
     (checkpoint / CHECKSUMS_NAME).unlink()
     opened = TorchDistCheckpoint(checkpoint)
     assert opened.checked is None
@@ -157,9 +157,7 @@ def test_a_checkpoint_without_checksums_is_read_and_has_none_to_compare(checkpoi
 
 
 @pytest.mark.parametrize("state", ["whole", "damaged", "without checksums"])
-def test_the_tool_says_whether_the_bytes_are_those_that_were_written(
-    checkpoint: Path, state: str, capsys: pytest.CaptureFixture[str]
-):
+def test_tool_reports_whether_the_bytes_are_intact(checkpoint: Path, state: str, capsys: pytest.CaptureFixture[str]):
     if state == "damaged":
         flip(largest(checkpoint), [3 * BLOCK // 2])
     if state == "without checksums":

@@ -1,4 +1,4 @@
-"""Exports beside checkpoints: ranks share the files, and a folder appears whole or not at all."""
+"""Exports next to checkpoints: ranks share the files, and a folder appears complete or not at all."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def origin(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def trained(origin: Path) -> dict[str, Tensor]:
-    """Other weights than the original's, in double precision as no original has them."""
+    """Weights other than the original's, in double precision, which no original has."""
     with HfCheckpoint(origin) as checkpoint:
         return {name: checkpoint.tensor(name).double() + 1.0 for name in checkpoint.names}
 
@@ -44,7 +44,7 @@ def plans(origin: Path, max_shard_bytes: int = 60_000) -> list[HfPlan]:
 
 
 def reused(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor is overwritten when the next is asked for."""
+    """Each tensor is overwritten when the next is requested."""
     for name, tensor in tensors.items():
         lent = tensor.clone()
         yield name, lent
@@ -56,7 +56,7 @@ def exports(origin: Path, folder: Path, tensors: dict[str, Tensor]) -> list[HfEx
 
 
 @pytest.mark.parametrize("copy", [False, True])
-def test_two_ranks_write_the_files_of_one_model_that_transformers_loads(
+def test_two_ranks_write_one_model_that_transformers_loads(
     copy: bool, origin: Path, trained: dict[str, Tensor], tmp_path: Path
 ):
     folder = tmp_path / "export"
@@ -81,14 +81,14 @@ def test_two_ranks_write_the_files_of_one_model_that_transformers_loads(
         assert torch.equal(loaded[name], tensor.float()), name
 
 
-def test_each_tensor_is_written_by_exactly_one_rank(origin: Path):
+def test_each_tensor_is_written_by_one_rank(origin: Path):
     one, other = (plan.own_names for plan in plans(origin))
     assert one and other and not one & other
     with HfCheckpoint(origin) as checkpoint:
         assert one | other == set(checkpoint.names)
 
 
-def test_a_rank_that_cannot_write_still_gathers_to_the_end(origin: Path, trained: dict[str, Tensor], tmp_path: Path):
+def test_rank_that_cannot_write_still_gathers_to_the_end(origin: Path, trained: dict[str, Tensor], tmp_path: Path):
     seen: list[str] = []
 
     def counted() -> Iterator[tuple[str, Tensor]]:
@@ -99,7 +99,7 @@ def test_a_rank_that_cannot_write_still_gathers_to_the_end(origin: Path, trained
     export = HfExport(plans(origin)[0], tmp_path / "export", counted)
     export.begin()
     for shard in export._plan.own_shards:
-        (tmp_path / ".export.partial" / shard.file).mkdir()  # in the way
+        (tmp_path / ".export.partial" / shard.file).mkdir()  # blocks the path
     with pytest.raises(OSError, match="exists|directory"):
         export.collect(copy=False)
     assert seen == list(trained)
@@ -107,7 +107,7 @@ def test_a_rank_that_cannot_write_still_gathers_to_the_end(origin: Path, trained
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_export_that_lacks_a_tensor_is_never_put_in_its_place(
+def test_export_that_lacks_a_tensor_never_reaches_its_final_path(
     origin: Path, trained: dict[str, Tensor], tmp_path: Path
 ):
     del trained["model.norm.weight"]
@@ -125,9 +125,7 @@ def test_an_export_that_lacks_a_tensor_is_never_put_in_its_place(
     assert not (tmp_path / "export").exists()
 
 
-def test_an_export_of_the_same_rollout_is_replaced_and_nothing_else(
-    origin: Path, trained: dict[str, Tensor], tmp_path: Path
-):
+def test_only_an_export_of_the_same_rollout_is_replaced(origin: Path, trained: dict[str, Tensor], tmp_path: Path):
     folder = tmp_path / "export"
     for _ in range(2):
         both = exports(origin, folder, trained)
@@ -137,11 +135,11 @@ def test_an_export_of_the_same_rollout_is_replaced_and_nothing_else(
             export.write()
         both[0].commit()
     (folder / "thesis.tex").touch()
-    with pytest.raises(ValueError, match="is not replaced, because it also holds thesis.tex"):
+    with pytest.raises(ValueError, match="is not replaced, because it also has thesis.tex"):
         exports(origin, folder, trained)
 
 
-def test_an_original_of_another_model_is_refused(origin: Path):
+def test_origin_of_another_model_is_rejected(origin: Path):
     shape = ModelSpec.from_args(tiny.tiny_args(num_layers=3))
     with pytest.raises(ValueError, match="lacks model.layers.2"):
         HfPlan(origin, shape, family_for({"model_type": "qwen3"}))

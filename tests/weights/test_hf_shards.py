@@ -1,4 +1,4 @@
-"""Safetensors files written piece by piece: the bytes that safetensors itself writes, in any order of writing."""
+"""Safetensors files written in parts: the same bytes as from safetensors itself, in any order of writing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def some_tensors(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=draw).to(dtype) for name, shape in shapes.items()}
 
 
-def test_the_file_is_byte_for_byte_the_one_that_safetensors_writes(tmp_path):
+def test_file_is_byte_for_byte_what_safetensors_writes(tmp_path):
     tensors = some_tensors()
     (shard,) = plan_shards(specs_of(tensors))
     with ShardWriter(tmp_path, [shard]) as writer:
@@ -33,7 +33,7 @@ def test_the_file_is_byte_for_byte_the_one_that_safetensors_writes(tmp_path):
     assert shard.nbytes == (tmp_path / "theirs").stat().st_size
 
 
-def test_rows_may_come_one_run_after_another_and_out_of_order(tmp_path):
+def test_rows_may_be_written_in_parts_and_out_of_order(tmp_path):
     tensors = some_tensors()
     with ShardWriter(tmp_path, plan_shards(specs_of(tensors))) as writer:
         writer.write("b", tensors["b"][4:], first_row=4)
@@ -43,7 +43,7 @@ def test_rows_may_come_one_run_after_another_and_out_of_order(tmp_path):
     assert torch.equal(load_file(tmp_path / "model.safetensors")["b"], tensors["b"])
 
 
-def test_values_are_cast_to_the_dtype_of_the_plan_and_views_are_written_as_they_look(tmp_path):
+def test_values_are_cast_to_the_planned_dtype_and_views_written_by_value(tmp_path):
     table = torch.randn(40, 30, generator=torch.Generator().manual_seed(1))
     specs = [TensorSpec("t", torch.bfloat16, (30, 40)), TensorSpec("n", torch.float32, (3,))]
     with ShardWriter(tmp_path, plan_shards(specs)) as writer:
@@ -53,7 +53,7 @@ def test_values_are_cast_to_the_dtype_of_the_plan_and_views_are_written_as_they_
     assert torch.equal(found["t"], table.T.bfloat16()) and found["n"].tolist() == [0, 2, 4]
 
 
-def test_wide_elements_lie_at_multiples_of_their_size(tmp_path):
+def test_wide_elements_are_aligned_to_their_size(tmp_path):
     specs = [TensorSpec("a", torch.bfloat16, (3,)), TensorSpec("b", torch.float32, (5,))]
     (shard,) = plan_shards(specs)
     assert [spec.name for spec in shard.specs] == ["b", "a"]
@@ -75,12 +75,12 @@ def test_files_stay_below_the_limit_and_the_index_counts_every_byte_once(tmp_pat
         assert file.get_tensor("t3").tolist() == [3.0] * 10
 
 
-def test_a_tensor_larger_than_the_limit_has_a_file_of_its_own():
+def test_tensor_larger_than_the_limit_has_its_own_file():
     specs = [TensorSpec(name, torch.float32, (size,)) for name, size in (("a", 1), ("b", 100), ("c", 1))]
     assert [[spec.name for spec in shard.specs] for shard in plan_shards(specs, 40)] == [["a"], ["b"], ["c"]]
 
 
-def test_a_missing_tensor_and_a_wrong_shape_are_refused_by_name(tmp_path):
+def test_missing_tensor_and_wrong_shape_are_rejected_by_name(tmp_path):
     tensors = some_tensors()
     shards = plan_shards(specs_of(tensors))
     with pytest.raises(ValueError, match=r"model\.safetensors lack tensors"), ShardWriter(tmp_path, shards) as writer:

@@ -1,4 +1,4 @@
-"""A store that is open on one address."""
+"""A store that binds one address."""
 
 import datetime
 
@@ -15,7 +15,7 @@ def listening() -> set[tuple[str, int]]:
     return {(one.laddr.ip, one.laddr.port) for one in connections if one.status == psutil.CONN_LISTEN}
 
 
-def test_the_port_is_open_on_the_address_that_was_asked_for_alone():
+def test_port_is_bound_only_to_the_requested_address():
     before = listening()
     store = listening_store("127.0.0.1", TIMEOUT, world_size=2)
     assert listening() - before == {("127.0.0.1", store.port)}
@@ -24,8 +24,8 @@ def test_the_port_is_open_on_the_address_that_was_asked_for_alone():
     assert other.get("word") == b"a"
 
 
-def test_torchs_own_is_open_on_all_addresses():
-    """What this module is for; when this fails, torch has changed and the module may go."""
+def test_torch_store_is_bound_to_all_addresses():
+    """The reason for this module; if this test fails, torch has changed and the module may be removed."""
     before = listening()
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
     assert {ip for ip, port in listening() - before if port == store.port} == {"::"}

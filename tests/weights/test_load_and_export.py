@@ -1,4 +1,4 @@
-"""Hugging Face files into Megatron-named parameters and back, without Megatron: names, slices, refusals."""
+"""Hugging Face files into Megatron-named parameters and back, without Megatron: names, shards, errors."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ from slimrl.weights.update.export import iter_hf_tensors
 from tests.weights.models import named_module, save_tiny
 
 FAMILIES = ["qwen3", "qwen2", "llama"]
-PADDED_VOCAB = 256  # 150 true rows
+PADDED_VOCAB = 256  # 150 real rows
 
 
 def describe(folder):
@@ -41,7 +41,7 @@ def empty_model(shape, family, *, tp_size: int = 1, fused_norms: bool = False) -
 @pytest.mark.parametrize("fused_norms", [False, True])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_loading_and_exporting_gives_back_every_tensor(tmp_path, model_type, tied, fused_norms):
+def test_load_and_export_restore_every_tensor(tmp_path, model_type, tied, fused_norms):
     save_tiny(tmp_path, model_type, tied=tied)
     shape, family = describe(tmp_path)
     model = empty_model(shape, family, fused_norms=fused_norms)
@@ -54,7 +54,7 @@ def test_loading_and_exporting_gives_back_every_tensor(tmp_path, model_type, tie
     assert torch.equal(table[shape.vocab_size :], torch.zeros(PADDED_VOCAB - 150, 32))
 
 
-def test_each_rank_of_two_loads_its_slices_of_the_whole(tmp_path):
+def test_each_of_two_ranks_loads_its_shards(tmp_path):
     save_tiny(tmp_path, "qwen2", tied=False)
     shape, family = describe(tmp_path)
     whole = empty_model(shape, family)
@@ -65,7 +65,7 @@ def test_each_rank_of_two_loads_its_slices_of_the_whole(tmp_path):
     for (name, full), (_, first), (_, second) in zip(
         whole.named_parameters(), *(half.named_parameters() for half in halves), strict=True
     ):
-        if "linear_fc1" in name:  # gate and up are divided one by one
+        if "linear_fc1" in name:  # gate and up are sharded separately
             gate, up = full.chunk(2)
             assert torch.equal(first, torch.cat([gate[:24], up[:24]]))
             assert torch.equal(second, torch.cat([gate[24:], up[24:]]))
@@ -75,7 +75,7 @@ def test_each_rank_of_two_loads_its_slices_of_the_whole(tmp_path):
             assert torch.equal(torch.cat([first, second], dim=1 if "proj" in name or "fc2" in name else 0), full)
 
 
-def test_a_pipeline_stage_finds_its_layers_by_their_global_number(tmp_path):
+def test_pipeline_stage_finds_its_layers_by_global_number(tmp_path):
     save_tiny(tmp_path)
     shape, family = describe(tmp_path)
     tensors = {
@@ -105,24 +105,24 @@ def load_into_empty(folder) -> None:
     load_hf_checkpoint(empty_model(shape, family), shape, family, folder)
 
 
-def test_a_missing_tensor_is_refused_by_name(tmp_path):
+def test_missing_tensor_is_rejected_by_name(tmp_path):
     save_tiny(tmp_path)
     rewrite(tmp_path, lambda tensors: tensors.pop("model.layers.1.self_attn.k_norm.weight"))
     with pytest.raises(ValueError, match=r"lacks model\.layers\.1\.self_attn\.k_norm\.weight"):
         load_into_empty(tmp_path)
 
 
-def test_a_tensor_left_over_is_refused_by_name(tmp_path):
+def test_unexpected_tensor_is_rejected_by_name(tmp_path):
     save_tiny(tmp_path)
     rewrite(tmp_path, lambda tensors: tensors.update({"model.layers.0.self_attn.o_proj.bias": torch.ones(32)}))
-    with pytest.raises(ValueError, match=r"holds model\.layers\.0\.self_attn\.o_proj\.bias, for which"):
+    with pytest.raises(ValueError, match=r"has model\.layers\.0\.self_attn\.o_proj\.bias, which"):
         load_into_empty(tmp_path)
 
 
-def test_a_tensor_of_another_shape_is_refused_with_both_shapes(tmp_path):
+def test_tensor_of_another_shape_is_rejected_with_both_shapes(tmp_path):
     save_tiny(tmp_path)
     rewrite(tmp_path, lambda tensors: tensors.update({"model.norm.weight": torch.ones(31)}))
-    with pytest.raises(ValueError, match=r"model\.norm\.weight has shape \[31\].*ask for \[32\]"):
+    with pytest.raises(ValueError, match=r"model\.norm\.weight has shape \[31\].*require \[32\]"):
         load_into_empty(tmp_path)
 
 
@@ -132,7 +132,7 @@ def test_rotary_buffers_are_skipped(tmp_path):
     load_into_empty(tmp_path)
 
 
-def test_a_redundant_head_of_a_tied_model_must_equal_the_embedding(tmp_path):
+def test_redundant_head_of_a_tied_model_must_equal_the_embedding(tmp_path):
     save_tiny(tmp_path)
     rewrite(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
     load_into_empty(tmp_path)
@@ -141,7 +141,7 @@ def test_a_redundant_head_of_a_tied_model_must_equal_the_embedding(tmp_path):
         load_into_empty(tmp_path)
 
 
-def test_a_model_with_a_parameter_outside_the_table_is_refused(tmp_path):
+def test_model_with_a_parameter_outside_the_table_is_rejected(tmp_path):
     save_tiny(tmp_path)
     shape, family = describe(tmp_path)
     model = empty_model(shape, family)
@@ -152,7 +152,7 @@ def test_a_model_with_a_parameter_outside_the_table_is_refused(tmp_path):
         list(iter_hf_tensors(model, shape, family))
 
 
-def test_a_folder_without_weights_is_refused(tmp_path):
+def test_folder_without_weights_is_rejected(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"neither model\.safetensors nor"):
         HfCheckpoint(tmp_path)
 

@@ -1,4 +1,4 @@
-"""Weights from real Megatron ranks into real SGLang servers, in every placement that a CPU machine can show."""
+"""Weights from real Megatron ranks into real SGLang servers, in every placement that a CPU machine supports."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SERVER_OPTIONS = {"skip_tokenizer_init": True, "max_total_tokens": 2048, "max_ru
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Three models of the same shape: the first is what the servers start with."""
+    """Three models of the same shape; the servers start with the first."""
     root = tmp_path_factory.mktemp("models")
     return [save_qwen3(root / str(seed), seed=seed) for seed in range(3)]
 
@@ -117,7 +117,7 @@ def update_weights(
     ("version", "world", "tensor_parallel", "gpus"),
     [
         ("1", 1, 1, ([0], [1], [2, 3])),  # one trainer rank, engines on more GPUs than it has
-        ("2", 2, 1, ([0], [1], [2, 3])),  # data parallel: each copy serves the engine on its GPU
+        ("2", 2, 1, ([0], [1], [2, 3])),  # data parallel: each replica sends to the engine on its GPU
         ("3", 2, 1, (None, None, [0, 1])),  # data parallel, one engine over both GPUs
         ("4", 2, 2, ([0], [1], None)),  # tensor parallel, an engine on each GPU
     ],
@@ -137,7 +137,7 @@ def test_colocated_engines_serve_the_new_weights(
 @pytest.mark.parametrize(
     ("version", "world", "nodes"),
     [
-        ("1", 1, None),  # one trainer rank serves both stages
+        ("1", 1, None),  # one trainer rank sends to both stages
         ("2", 2, ("a", "b")),  # each stage is on the node of another trainer rank, whose memory it opens
     ],
 )
@@ -162,7 +162,7 @@ def test_engines_on_other_gpus_serve_the_new_weights(way, version, servers, fold
 
 
 def with_larger_vocabulary(folder: Path, target: Path) -> Path:
-    """The same model with one more token: servers of the original cannot place its embedding."""
+    """The same model with one more token: servers of the original have no slot for its embedding."""
     target.mkdir()
     (target / "config.json").write_bytes((folder / "config.json").read_bytes())
     tensors = load_file(folder / "model.safetensors")
@@ -172,7 +172,7 @@ def with_larger_vocabulary(folder: Path, target: Path) -> Path:
     return target
 
 
-def test_a_server_that_refuses_a_broadcast_is_named_and_keeps_its_version(servers, folders, two_ranks, tmp_path):
+def test_server_that_rejects_a_broadcast_is_named_and_keeps_its_version(servers, folders, two_ranks, tmp_path):
     larger = with_larger_vocabulary(folders[1], tmp_path / "larger")
     args = tiny_args(tensor_model_parallel_size=2, vocab_size=VOCAB_SIZE + 1)
     engines = [EngineEndpoint(servers[0], [2]), EngineEndpoint(servers[1], [3])]
@@ -180,7 +180,7 @@ def test_a_server_that_refuses_a_broadcast_is_named_and_keeps_its_version(server
     results = two_ranks.run(ranks.update_weights, args, larger, engines, "split", "7", tmp_path, timeout_s=180)
     assert all(isinstance(result, str) and servers[1] in result for result in results), results
     assert ServerControl(servers[1]).weight_version() == before
-    # a complete weight update puts it right
+    # a complete weight update repairs it
     results = update_weights(two_ranks, 2, folders[1], engines, "split", "8", tmp_path)
     assert all(not isinstance(result, str) for result in results), results
     assert_serves(servers[1], folders[1], "8")
@@ -193,7 +193,7 @@ def test_nothing_is_left_in_shared_memory(servers, folders, one_rank, tmp_path):
     assert not [name for name in left if name.startswith("torch_") or "slimrl" in name]
 
 
-def test_a_server_that_dies_of_a_weight_update_is_named_on_every_rank(servers, folders, two_ranks, tmp_path):
+def test_server_that_dies_during_a_weight_update_is_named_on_every_rank(servers, folders, two_ranks, tmp_path):
     larger = with_larger_vocabulary(folders[1], tmp_path / "larger")
     args = tiny_args(tensor_model_parallel_size=2, vocab_size=VOCAB_SIZE + 1)
     engines = [EngineEndpoint(servers[0], [0]), EngineEndpoint(servers[2], [1])]

@@ -1,4 +1,4 @@
-"""The folder from which a reward model without a bias is served: links to the model's files, and a zero."""
+"""The folder from which a reward model without a bias is served: links to the model's files, and a zero bias."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def model(folder: Path, weight: float, **others: float) -> Path:
     return folder
 
 
-def test_another_model_under_the_same_run_name_is_served_itself(tmp_path):
+def test_changed_model_under_the_same_run_name_is_served(tmp_path):
     first, second, into = model(tmp_path / "first", 1.0), model(tmp_path / "second", 2.0), tmp_path / "run" / "rm_model"
     (first / "merges.txt").write_text("of the first alone")
     for source, weight in ((first, 1.0), (second, 2.0), (second, 2.0)):
@@ -35,7 +35,7 @@ def test_another_model_under_the_same_run_name_is_served_itself(tmp_path):
     assert (first / "merges.txt").read_text() == "of the first alone"  # only links were removed
 
 
-def test_a_model_that_has_its_bias_or_needs_none_is_served_from_its_own_folder(tmp_path):
+def test_model_that_needs_no_added_bias_is_served_from_its_own_folder(tmp_path):
     whole = model(tmp_path / "whole", 1.0, **{"score.bias": 3.0})
     assert servable_folder(whole, CLASS, tmp_path / "into") == whole
     plain = model(tmp_path / "plain", 1.0)

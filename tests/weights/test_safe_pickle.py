@@ -1,4 +1,4 @@
-"""A checkpoint that would run a program when it is opened is refused by name, and nothing is run."""
+"""A checkpoint that would run a program when it is opened is rejected by name, and nothing is run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def checkpoint(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_genuine_metadata_file_is_read_as_torch_reads_it(checkpoint: Path):
+def test_genuine_metadata_file_is_read_like_by_torch(checkpoint: Path):
     with (checkpoint / ".metadata").open("rb") as file:
         theirs = pickle.load(file)
     ours = read_metadata(checkpoint)
@@ -62,7 +62,7 @@ def test_every_dtype_is_part_of_the_format(checkpoint: Path, dtype: torch.dtype)
 
 
 @pytest.mark.parametrize("hidden_in", ["the whole", "an attribute", "an argument"])
-def test_metadata_that_would_run_a_program_is_refused_by_file_and_function(checkpoint: Path, hidden_in: str):
+def test_metadata_that_would_run_a_program_is_rejected_by_file_and_function(checkpoint: Path, hidden_in: str):
     victim = checkpoint.parent / "made"
     metadata = read_metadata(checkpoint)
     metadata.planner_data = {"x": Touch(victim)}
@@ -76,7 +76,7 @@ def test_metadata_that_would_run_a_program_is_refused_by_file_and_function(check
         TorchDistCheckpoint(checkpoint)
     assert not victim.exists()
     pickle.loads((checkpoint / ".metadata").read_bytes())
-    assert victim.exists()  # it is what it seems to be
+    assert victim.exists()  # the genuine one
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_metadata_that_would_run_a_program_is_refused_by_file_and_function(check
         ("pathlib", "Path.write_text"),
     ],
 )
-def test_no_other_name_is_admitted_not_even_by_way_of_one_that_is(checkpoint: Path, module: str, name: str):
+def test_no_other_name_is_allowed_even_through_an_allowed_one(checkpoint: Path, module: str, name: str):
     call = b"\x80\x04" + b"".join(b"\x8c" + bytes([len(word)]) + word.encode() for word in (module, name)) + b"\x93)R."
     (checkpoint / ".metadata").write_bytes(call)
     with pytest.raises(UnsafePickleError, match=f"asks for {module}.{name}"):
@@ -108,11 +108,11 @@ def asks_for_attribute(module: str, name: str, attribute: str) -> bytes:
     return b"\x80\x04" + callable_ + word(module) + word(name) + b"\x93" + word(attribute) + b"\x86R."
 
 
-def test_a_member_of_an_enum_is_found_as_early_releases_of_python_wrote_it(checkpoint: Path):
+def test_enum_member_of_early_python_releases_is_found(checkpoint: Path):
     written = asks_for_attribute("torch.distributed.checkpoint.planner", "WriteItemType", "SHARD")
     assert pickle.loads(written) is WriteItemType.SHARD
     (checkpoint / ".metadata").write_bytes(written)
-    with pytest.raises(ValueError, match="it holds WriteItemType"):  # it was made, and is no metadata
+    with pytest.raises(ValueError, match="it holds WriteItemType"):  # it was created, and is not metadata
         read_metadata(checkpoint)
 
 
@@ -132,7 +132,7 @@ def test_no_other_attribute_is_looked_up(checkpoint: Path, module: str, name: st
 
 
 @pytest.mark.parametrize("name", ["../../secret.distcp", "/etc/passwd", "a/b.distcp", "..", ""])
-def test_metadata_that_places_a_tensor_outside_the_folder_is_refused(checkpoint: Path, name: str):
+def test_metadata_that_places_a_tensor_outside_the_folder_is_rejected(checkpoint: Path, name: str):
     metadata = read_metadata(checkpoint)
     for info in metadata.storage_data.values():
         info.relative_path = name
@@ -141,7 +141,7 @@ def test_metadata_that_places_a_tensor_outside_the_folder_is_refused(checkpoint:
         read_metadata(checkpoint)
 
 
-def test_any_damage_of_metadata_is_told_as_damage(checkpoint: Path):
+def test_any_damaged_metadata_is_reported_as_damaged(checkpoint: Path):
     whole = (checkpoint / ".metadata").read_bytes()
     refused = 0
     for place in range(0, len(whole), 3):
@@ -154,7 +154,7 @@ def test_any_damage_of_metadata_is_told_as_damage(checkpoint: Path):
     assert refused > len(whole) // 12
 
 
-def test_stored_objects_are_plain_data_or_refused_by_function(tmp_path: Path):
+def test_stored_objects_are_plain_data_or_rejected_by_function(tmp_path: Path):
     torch.save({"python": (3, (1, 2), None), "state": torch.ones(2)}, tmp_path / "good.pt")
     assert load_plain(tmp_path / "good.pt", "x")["python"] == (3, (1, 2), None)
     torch.save({"rng": Touch(tmp_path / "made")}, tmp_path / "data_state.pt")
@@ -166,7 +166,7 @@ def test_stored_objects_are_plain_data_or_refused_by_function(tmp_path: Path):
 
 
 class Setting(enum.Enum):
-    """A harmless class that is in no table."""
+    """A harmless class outside the table."""
 
     ON = 1
 
@@ -189,24 +189,24 @@ def through_a_file(value: object) -> object:
         ModelType.encoder_or_decoder,
     ],
 )
-def test_numbers_of_numpy_and_plain_classes_are_stored_objects_too(value: object):
+def test_numpy_numbers_and_plain_classes_are_allowed_stored_objects(value: object):
     found = through_a_file({"value": value})["value"]
     assert found == value and type(found) is type(value)
 
 
 @pytest.mark.parametrize("factory", [int, list])
-def test_a_defaultdict_comes_as_a_dict(factory: type):
+def test_defaultdict_is_read_as_a_dict(factory: type):
     assert through_a_file([collections.defaultdict(factory, a=factory())]) == [{"a": factory()}]
 
 
 @pytest.mark.parametrize("dtype", ["f8", "f4", "f2", "i8", "i4", "i2", "i1", "u8", "u4", "u2", "u1", "?", "c16", "U2"])
-def test_arrays_of_numpy_are_stored_objects_too(dtype: str):
+def test_numpy_arrays_are_allowed_stored_objects(dtype: str):
     value = numpy.array([[0, 1], [1, 0]]).astype(dtype)
     found = through_a_file(value)
     assert found.dtype == value.dtype and numpy.array_equal(found, value)
 
 
-def test_a_class_that_is_only_unknown_is_refused_by_itself_and_with_what_to_do():
+def test_unknown_class_is_rejected_by_name_with_advice():
     with pytest.raises(
         UnsafePickleError, match=r"the entry asks for \S+\.Setting, which.*with plain values in that"
     ) as error:
@@ -214,19 +214,19 @@ def test_a_class_that_is_only_unknown_is_refused_by_itself_and_with_what_to_do()
     assert "numpy" not in str(error.value) and "defaultdict" not in str(error.value)
 
 
-def test_an_array_of_objects_is_refused_without_the_advice_to_run_it():
+def test_object_array_is_rejected_without_advice_to_run_it():
     with pytest.raises(UnsafePickleError, match=r"the entry asks for more than plain data \(.*ObjectDType") as error:
         through_a_file(numpy.array([{}], dtype=object))
     assert "weights_only" not in str(error.value)
 
 
-def test_what_was_admitted_is_admitted_no_further():
+def test_allow_list_is_not_extended_globally():
     before = set(torch.serialization.get_safe_globals())
     through_a_file(numpy.float64(1.0))
     assert set(torch.serialization.get_safe_globals()) == before
 
 
-def test_module_state_is_tensors_and_numbers_or_refused(tmp_path: Path):
+def test_module_state_is_tensors_and_numbers_or_rejected(tmp_path: Path):
     def as_bytes(state: object) -> torch.Tensor:
         return torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
 
@@ -252,7 +252,7 @@ def test_module_state_is_tensors_and_numbers_or_refused(tmp_path: Path):
         ("convert_torch_dist_to_hf.py", ("--output-dir", "new", "--origin-hf-dir")),
     ],
 )
-def test_the_tools_refuse_a_checkpoint_that_would_run_a_program(
+def test_tools_reject_a_checkpoint_that_would_run_a_program(
     checkpoint: Path, tool: str, flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ):
     root = checkpoint.parent

@@ -1,4 +1,4 @@
-"""Sizes from flags and from config.json."""
+"""Model dimensions from flags and from config.json."""
 
 import dataclasses
 
@@ -8,7 +8,7 @@ from slimrl.arguments import Arguments
 from slimrl.models.families import family_for
 from slimrl.models.model_spec import ModelSpec
 
-QWEN3_4B = {  # the published config.json, the entries that matter here
+QWEN3_4B = {  # the relevant entries of the published config.json
     "model_type": "qwen3",
     "num_hidden_layers": 36,
     "hidden_size": 2560,
@@ -80,12 +80,12 @@ def test_head_width_and_groups_default_as_in_transformers():
         ModelSpec.from_hf_config({key: value for key, value in config.items() if key != "vocab_size"})
 
 
-def test_an_unknown_family_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"'gpt2'.*known ones are llama, qwen2, qwen2_moe, qwen3"):
+def test_unknown_family_is_rejected_with_the_known_ones():
+    with pytest.raises(ValueError, match=r"'gpt2'.*supported are llama, qwen2, qwen2_moe, qwen3"):
         family_for({"model_type": "gpt2"})
 
 
-def test_a_variant_that_the_table_does_not_describe_is_refused():
+def test_variant_outside_the_table_is_rejected():
     with pytest.raises(ValueError, match="mlp_bias = True"):
         family_for({"model_type": "llama", "mlp_bias": True})
 

@@ -1,4 +1,4 @@
-"""Buckets in shared memory: who opens which, and for how long they stay."""
+"""Buckets in shared memory: which receiver opens which, and how long they stay."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def one_rank_world(tmp_path: Path):
     dist.destroy_process_group()
 
 
-def test_of_several_references_a_receiver_opens_its_own_alone(one_rank_world):
+def test_receiver_opens_only_its_own_of_several_references(one_rank_world):
     buffer = HostSharedBuffer()
     bucket = bucket_of(buffer, 3.0)
     own: Reference = buffer.reference()
@@ -49,7 +49,7 @@ def test_of_several_references_a_receiver_opens_its_own_alone(one_rank_world):
     buffer.close()
 
 
-def test_one_supplier_gives_every_rank_of_every_stage_the_same_payload():
+def test_sender_gives_every_rank_of_every_stage_the_same_payload():
     buffer = HostSharedBuffer()
     bucket = bucket_of(buffer, 5.0)
     link = EngineLink(server=None, tensor_parallel_size=2, senders=(0, 0, 0, 0), group=None)
@@ -58,7 +58,7 @@ def test_one_supplier_gives_every_rank_of_every_stage_the_same_payload():
     buffer.close()
 
 
-def test_the_memory_of_a_bucket_is_used_again():
+def test_memory_of_a_bucket_is_reused():
     buffer = HostSharedBuffer()
     first = serialize(bucket_of(buffer, 1.0), [buffer.reference()])
     bucket_of(buffer, 2.0)
@@ -66,7 +66,7 @@ def test_the_memory_of_a_bucket_is_used_again():
     buffer.close()
 
 
-def test_kept_buckets_stay_as_they_are_until_they_are_released():
+def test_kept_buckets_are_unchanged_until_released():
     before = set(os.listdir("/proc/self/fd"))
     buffer = HostSharedBuffer(keep=True)
     payloads = [serialize(bucket_of(buffer, value), [buffer.reference()]) for value in (1.0, 2.0, 3.0)]
@@ -82,22 +82,22 @@ def test_kept_buckets_stay_as_they_are_until_they_are_released():
     assert set(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_buffer_that_is_used_again_keeps_what_is_written_and_its_length(tmp_path):
+def test_reused_buffer_keeps_its_content_and_length(tmp_path):
     buffer = HostSharedBuffer()
-    size = 3 * LARGE + 4096 + 8  # not whole large pages
+    size = 3 * LARGE + 4096 + 8  # not full huge pages
     values = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     for _ in range(3):
         taken = buffer.take(size)
         taken.copy_(values)
         values = values.roll(1)
     before = taken.clone()
-    assert torch.equal(buffer.take(size), before)  # collapsed by now, where the kernel gives large pages
+    assert torch.equal(buffer.take(size), before)  # collapsed by now, if the kernel provides huge pages
     function, arguments = buffer.reference()
     assert torch.equal(function(*arguments)[:size], before)
     buffer.close()
 
 
-def test_only_whole_written_large_pages_are_collapsed(tmp_path):
+def test_only_fully_written_huge_pages_are_collapsed(tmp_path):
     with open(tmp_path / "file", "w+b") as file:
         assert collapse(file.fileno(), 0) == 0
     descriptor = os.memfd_create("test")
@@ -109,7 +109,8 @@ def test_only_whole_written_large_pages_are_collapsed(tmp_path):
     os.close(descriptor)
 
 
-def test_sglang_opens_the_handle_of_a_cuda_buffer_on_its_own_number_of_the_gpu():
+@pytest.mark.slow
+def test_sglang_opens_a_cuda_handle_on_its_own_index_of_the_gpu():
     done = subprocess.run(
         [sys.executable, "-m", "tests.weights.cuda_handle"], capture_output=True, text=True, timeout=120, cwd=ROOT
     )

@@ -1,4 +1,4 @@
-"""Reading single tensors out of torch_dist checkpoints, however they were cut into blocks and stacked."""
+"""Reading single tensors from torch_dist checkpoints, for any sharding and stacking."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def numbered(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.arange(torch.Size(shape).numel(), dtype=dtype).reshape(shape)
 
 
-def test_a_tensor_cut_into_rows_and_columns_is_put_together(tmp_path):
+def test_tensor_sharded_by_rows_and_columns_is_reassembled(tmp_path):
     full = numbered(8, 6)
     checkpoint = save(
         tmp_path / "c",
@@ -41,7 +41,7 @@ def test_a_tensor_cut_into_rows_and_columns_is_put_together(tmp_path):
     assert torch.equal(checkpoint.read(stored, slice(6, 100)), full[6:])
 
 
-def test_layers_and_experts_are_found_by_number_however_they_are_stacked(tmp_path):
+def test_layers_and_experts_are_found_by_number_for_any_stacking(tmp_path):
     stacked = numbered(2, 3, 4, 5, dtype=torch.bfloat16)
     alone = numbered(3, 4)
     name = "decoder.layers.mlp.experts.experts.linear_fc1.weight"
@@ -82,7 +82,7 @@ def test_views_of_a_larger_tensor_are_stored_alone(tmp_path):
     assert sum(path.stat().st_size for path in (tmp_path / "c").iterdir()) < 10000
 
 
-def test_a_weight_in_runs_of_rows_is_the_same_tensor(tmp_path):
+def test_weight_in_row_ranges_is_the_same_tensor(tmp_path):
     table = numbered(10, 4)
     piece = Piece("embedding.w", (0, 0), (10, 4), (10, 4), torch.float32)
     runs = tuple(Weight("embedding.w", (piece,), lambda read: [read]).in_rows(3 * 16))
@@ -93,7 +93,7 @@ def test_a_weight_in_runs_of_rows_is_the_same_tensor(tmp_path):
     assert torch.equal(checkpoint.read(checkpoint.find("embedding.w")), table)
 
 
-def test_an_error_of_the_source_ends_the_writing_with_that_error(tmp_path):
+def test_source_error_ends_the_writing_with_that_error(tmp_path):
     (tmp_path / "c").mkdir()
     weight, _ = block("decoder.w", torch.ones(2), (0,), (2,))
 
@@ -105,13 +105,13 @@ def test_an_error_of_the_source_ends_the_writing_with_that_error(tmp_path):
     assert not (tmp_path / "c" / ".metadata").exists()
 
 
-def test_values_of_another_shape_are_refused_by_key(tmp_path):
+def test_values_of_another_shape_are_rejected_by_key(tmp_path):
     weight, _ = block("decoder.w", torch.ones(2), (0,), (2,))
     with pytest.raises(ValueError, match=r"decoder\.w has shape \[3\] of torch\.float32 and not \[2\]"):
         save(tmp_path / "c", (weight, torch.ones(3)))
 
 
-def test_a_damaged_file_is_named(tmp_path):
+def test_damaged_file_is_named(tmp_path):
     checkpoint = save(tmp_path / "c", block("decoder.w", numbered(64, 64), (0, 0), (64, 64)))
     for path in (tmp_path / "c").glob("*.distcp"):
         path.write_bytes(path.read_bytes()[:2000])
@@ -119,7 +119,7 @@ def test_a_damaged_file_is_named(tmp_path):
         checkpoint.read(checkpoint.find("decoder.w"))
 
 
-def test_the_newest_checkpoint_is_the_one_that_the_tracker_names(tmp_path):
+def test_newest_checkpoint_is_the_one_named_by_the_tracker(tmp_path):
     for name in ("release", "iter_0000012"):
         (tmp_path / name).mkdir()
     assert resolve_checkpoint(tmp_path / "release") == tmp_path / "release"
@@ -128,15 +128,15 @@ def test_the_newest_checkpoint_is_the_one_that_the_tracker_names(tmp_path):
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("release\n")
     assert resolve_checkpoint(tmp_path) == tmp_path / "release"
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("13")
-    with pytest.raises(FileNotFoundError, match="names iter_0000013, which is not there"):
+    with pytest.raises(FileNotFoundError, match="names iter_0000013, which does not exist"):
         resolve_checkpoint(tmp_path)
     for torn in (b"", b"\xff"):
         (tmp_path / "latest_checkpointed_iteration.txt").write_bytes(torn)
-        with pytest.raises(FileNotFoundError, match=r"iteration\.txt names .*, which is not there"):
+        with pytest.raises(FileNotFoundError, match=r"iteration\.txt names .*, which does not exist"):
             resolve_checkpoint(tmp_path)
 
 
-def test_a_missing_file_and_damaged_metadata_are_named(tmp_path):
+def test_missing_file_and_damaged_metadata_are_named(tmp_path):
     checkpoint = save(tmp_path / "c", block("decoder.w", numbered(4, 4), (0, 0), (4, 4)))
     for path in (tmp_path / "c").glob("*.distcp"):
         path.unlink()

@@ -1,6 +1,6 @@
-"""`bash scripts/gpu_check.sh`: what of slimrl works on this machine's GPUs, as one table and one JSON file.
+"""`bash scripts/gpu_check.sh`: checks slimrl on this machine's GPUs; prints one table and writes one JSON file.
 
-`table.py` says what is checked, `checks_*.py` check it, each in a process of its own (`child.py`), `runner.py` starts
-these one after another, `report.py` writes the results down. This process and everything it imports need nothing
-outside the standard library. docs/gpu-check.md explains every row.
+`table.py` lists the checks and `checks_*.py` implement them; `runner.py` runs one after another, each in a separate
+process (`child.py`), and `report.py` writes the results. The main process uses the standard library only.
+docs/gpu-check.md explains every row.
 """

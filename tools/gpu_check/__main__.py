@@ -1,4 +1,4 @@
-"""`python -m tools.gpu_check`, as scripts/gpu_check.sh calls it: options, the table, the exit code."""
+"""`python -m tools.gpu_check`, called by scripts/gpu_check.sh: options, table, exit code."""
 
 from __future__ import annotations
 
@@ -17,24 +17,22 @@ from tools.gpu_check.table import Check, all_checks, chosen
 
 DONE, FAILED, WRONG_ARGUMENTS, INTERRUPTED = 0, 1, 2, 130
 MINUTES = 20.0
-DESCRIPTION = """Checks what of slimrl works on this machine's GPUs, most valuable checks first.
+DESCRIPTION = """Checks slimrl on this machine's GPUs, most valuable checks first.
 
-Prints one table (check, result, figures) and writes the same with more detail as JSON. It works with whatever is there;
-what is not there is skipped with a reason. Nothing is installed and nothing is downloaded. docs/gpu-check.md explains
-every row. Exit code: 0 where nothing failed, 1 where a check failed, 2 for wrong options, 130 after Ctrl-C."""
+Prints one table (check, result, figures) and writes the same with more detail as JSON. Checks whose GPUs or packages
+are missing are skipped with a reason. Nothing is installed and nothing is downloaded. docs/gpu-check.md explains every
+row. Exit code: 0 if nothing failed, 1 if a check failed, 2 for wrong options, 130 after Ctrl-C."""
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The options; exits with code 2 where one is wrong."""
+    """The options; exits with code 2 for a wrong one."""
     parser = argparse.ArgumentParser(
         prog="gpu_check.sh", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--minutes", type=positive, default=MINUTES, help=f"how long it may take in all (default {MINUTES:g})"
-    )
+    parser.add_argument("--minutes", type=positive, default=MINUTES, help=f"total time limit (default {MINUTES:g})")
     parser.add_argument("--output", type=Path, default=Path("gpu_check.json"), help="the file (default gpu_check.json)")
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these checks only, see --list")
-    parser.add_argument("--list", action="store_true", help="say what would be checked, and end")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="run only these checks, see --list")
+    parser.add_argument("--list", action="store_true", help="list the checks and exit")
     parser.add_argument("--verbose", action="store_true", help="print the end of the log of a check that failed")
     return parser.parse_args(argv)
 
@@ -46,12 +44,12 @@ def positive(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is no number of minutes above 0")
+        raise argparse.ArgumentTypeError(f"{text} is not a number of minutes above 0")
     return value
 
 
 def main(argv: Sequence[str], machine: Machine | None = None, checks: Sequence[Check] | None = None) -> int:
-    """Runs the program; `machine` and `checks` are looked up where they are not given."""
+    """Runs the program; `machine` and `checks` default to this machine and the table."""
     options = parse(argv)
     known = all_checks() if checks is None else checks
     try:
@@ -95,7 +93,7 @@ def no_gpu_line(machine: Machine) -> str:
 
 
 def unwritable(path: Path) -> str | None:
-    """Why the file cannot be written, None where it can."""
+    """Why the file cannot be written, or None."""
     folder = path.resolve().parent
     if path.is_dir():
         return "is a folder; name a file"
@@ -115,7 +113,7 @@ def check_machine(checks: Sequence[Check], machine: Machine, options: argparse.N
 
     def tell(outcome: Outcome) -> None:
         if terminal:
-            print("\r\033[K", end="")  # what the terminal shows of a Ctrl-C goes too
+            print("\r\033[K", end="")  # also erases the terminal's ^C
         print(table.row(outcome), flush=True)
         if options.verbose and outcome.log:
             print("\n".join(f"    | {line}" for line in outcome.log), flush=True)
@@ -125,7 +123,7 @@ def check_machine(checks: Sequence[Check], machine: Machine, options: argparse.N
     print(table.head(), flush=True)
     finished = run_all(checks, machine, options.minutes, tell, started)
     report.save(finished=finished)
-    print(f"\n{summary_line(report.outcomes, report.seconds)}; {options.output} holds the details")
+    print(f"\n{summary_line(report.outcomes, report.seconds)}; details: {options.output}")
     if not finished:
         return INTERRUPTED
     return FAILED if any(one.status == "failed" for one in report.outcomes) else DONE

@@ -1,4 +1,4 @@
-"""Collectives between all GPUs of this machine: right bit for bit, and how fast. Needs torch alone."""
+"""Collectives between all GPUs of this machine: bitwise correctness and speed. Needs only torch."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def collectives(record: Record, device: str, num_bytes: int, rounds: int) -> Non
     record.figure("ranks", ranks)
     for name in ("broadcast", "all-reduce"):
         wrong = [rank for rank in range(ranks) if not found[rank][name]["right"]]
-        record.require(not wrong, f"{name}: ranks {wrong} have other bytes")
+        record.require(not wrong, f"{name}: ranks {wrong} have wrong bytes")
         record.figure(name, num_bytes / max(one[name]["seconds"] for one in found) / GB, "GB/s")
 
 
 def work(rank: int, ranks: int, folder: str, device: str, num_bytes: int, rounds: int) -> None:
-    """One rank: {"right", "seconds"} of each collective into `folder`/`rank`.json."""
+    """One rank: writes {"right", "seconds"} of each collective to `folder`/`rank`.json."""
     place = f"cuda:{rank}" if device == "cuda" else device
     if device == "cuda":
         torch.cuda.set_device(rank)
@@ -55,12 +55,12 @@ def work(rank: int, ranks: int, folder: str, device: str, num_bytes: int, rounds
 
 
 def pattern(num_bytes: int, place: str) -> torch.Tensor:
-    """The same bytes on every kind of device, unlike random numbers."""
+    """The same values on every kind of device, unlike random numbers."""
     return torch.arange(num_bytes // 4, dtype=torch.int32, device=place).mul_(-1640531527).view(torch.uint8)
 
 
 def fastest(call: Callable[[], object], place: str, rounds: int) -> float:
-    """Seconds of the fastest of so many calls, which all ranks begin together."""
+    """Seconds of the fastest call; all ranks start each call together."""
     taken = []
     for _ in range(rounds):
         dist.barrier()

@@ -1,6 +1,6 @@
-"""A real SGLang server beside a real trainer on one device: weights, log-probabilities, memory.
+"""A real SGLang server and a real trainer on one device: weights, log-probabilities, memory.
 
-The device and all sizes are parameters: the same lines run on the CPU at toy size, where no memory leaves a device.
+The device and all sizes are parameters: the same code runs on the CPU at toy size, without offload.
 """
 
 from __future__ import annotations
@@ -15,11 +15,9 @@ import torch
 
 from slimrl.arguments import Arguments
 from slimrl.engines.auth import new_key
+from slimrl.engines.backend import backend
 from slimrl.engines.http import call
-from slimrl.engines.sglang.control import ServerControl
-from slimrl.engines.sglang.engine_memory import CUDA_GRAPHS, KV_CACHE, WEIGHTS
-from slimrl.engines.sglang.launch import ServerLaunch
-from slimrl.engines.sglang.server import ServerProcess
+from slimrl.engines.server_protocol import CUDA_GRAPHS, KV_CACHE, WEIGHTS, ServerLaunch
 from slimrl.models.families import family_for
 from slimrl.models.model_spec import ModelSpec
 from slimrl.weights.update.topology import EngineEndpoint
@@ -33,7 +31,7 @@ GB, GIB = 1e9, 2**30
 READY_S, ANSWER_S = 600.0, 300.0
 FLAGS = ("--lr", "1e-6", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "4096", "--use-distributed-optimizer")
 OPTIONS = {"skip_tokenizer_init": True, "load_format": "dummy", "mem_fraction_static": 0.3, "max_running_requests": 16}
-RELEASED = 0.9  # of the weights' bytes; the rest may be small tensors outside the pool that can be released
+RELEASED = 0.9  # of the weights' bytes; the rest may be small tensors outside the releasable pool
 
 
 def server(
@@ -46,7 +44,7 @@ def server(
     prompt_length: int = 64,
     response_length: int = 128,
 ) -> None:
-    """`model` (of scripts/models, with the flags `changes`) with random weights: the server's own, then training's."""
+    """`model` (of scripts/models, with the flags `changes`), with the server's, then the trainer's random weights."""
     require_device(device)
     args = arguments(model, *FLAGS, *(["--bf16"] if bf16 else []), *changes)
     with tempfile.TemporaryDirectory() as folder:
@@ -65,12 +63,12 @@ def server(
 
 
 class Serving:
-    """A server while the block runs; `seconds` until it answered. Its last lines are printed where the block fails."""
+    """A server while the block runs; `seconds` until it answered. Prints its last log lines if the block fails."""
 
     def __init__(self, model: Path, log: Path, options: Mapping[str, Any]) -> None:
         launch = ServerLaunch(cuda=torch.cuda.is_available(), memory_saver=True)
         self.key = new_key()
-        self._server = ServerProcess(model, log_path=log, options=options, launch=launch, key=self.key)
+        self._server = backend().server(model, log_path=log, options=options, launch=launch, key=self.key)
 
     def __enter__(self) -> Serving:
         self._server.start()
@@ -89,7 +87,7 @@ class Serving:
 
 
 class Updates:
-    """The trainer's weights into the server, from memory that both see."""
+    """Sends the trainer's weights to the server through shared memory."""
 
     def __init__(self, trainer: RandomTrainer, serving: Serving) -> None:
         self._trainer = trainer
@@ -104,12 +102,12 @@ class Updates:
         self._updater.close()
 
     def update_weights(self, version: str) -> WeightUpdateReport:
-        """Raises WeightSyncError where a tensor in the server has other bytes than the trainer's."""
+        """Raises WeightSyncError if a tensor in the server differs from the trainer's."""
         return self._updater.update_weights(self._trainer.stages, version=version, check_equal=True)
 
 
 def weight_update_figures(record: Record, reports: Sequence[WeightUpdateReport]) -> None:
-    """Of the first weight update, and of the later one, whose memory and connections are there already."""
+    """Figures of the first weight update, and of a later one, which reuses memory and connections."""
     for name, report in zip(("first update", "later update"), reports, strict=True):
         seconds = report.seconds - report.check_seconds
         record.figure(name, seconds, "s")
@@ -120,7 +118,7 @@ def weight_update_figures(record: Record, reports: Sequence[WeightUpdateReport])
 def sample(
     serving: Serving, args: Arguments, samples: int, prompt_length: int, response_length: int
 ) -> tuple[list[list[int]], list[list[float]]]:
-    """(tokens of prompt and response, log-probabilities of the response) of random prompts, drawn at temperature 1."""
+    """(tokens of prompt and response, log-probabilities of the response) of random prompts, at temperature 1."""
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(1, args.vocab_size, (samples, prompt_length), generator=generator).tolist()
     body = {
@@ -156,11 +154,11 @@ def difference_figures(
 
 
 def memory_figures(record: Record, serving: Serving, updates: Updates, device: str, used: int) -> None:
-    """What leaves the device when the server is told to release it, tag by tag, and how it wakes with new weights.
+    """Memory that the server releases, by tag, and its onload with new weights.
 
-    The weights are updated again before the greedy answers are compared: training has moved them meanwhile.
+    The weights are updated again before the greedy answers are compared, because training has changed them meanwhile.
     """
-    control = ServerControl(serving.url, timeout_s=ANSWER_S, key=serving.key)
+    control = backend().control(serving.url, timeout_s=ANSWER_S, key=serving.key)
     first = updates.update_weights("3")
     before = greedy(serving, updates._trainer.args)
     control.flush_cache()
@@ -184,4 +182,4 @@ def memory_figures(record: Record, serving: Serving, updates: Updates, device: s
     record.figure("wake: KV cache and graphs", rest, "s")
     same = greedy(serving, updates._trainer.args) == before
     record.figure("same greedy tokens afterwards", same)
-    record.require(same, "with the same weights the server answers differently after it slept")
+    record.require(same, "with the same weights the server's greedy tokens differ after offload")

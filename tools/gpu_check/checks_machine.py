@@ -1,6 +1,6 @@
-"""The machine itself: does torch see its GPUs, do they multiply, are the packages those that were tested together?
+"""The machine itself: whether torch sees its GPUs, their products are right, and the packages have tested versions.
 
-Both checks judge what `machine.look` saw, which the runner hands over as a file.
+Both checks evaluate the result of `machine.look`, which the runner passes as a file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PRODUCT_BOUND = 2**-7
 
 
 def environment(record: Record, machine: str, device: str, size: int = 8192, rounds: int = 10) -> None:
-    """What is there, and a product of two `size` x `size` bf16 matrices on each GPU."""
+    """Driver, versions and GPUs, and a product of two `size` x `size` bf16 matrices on each GPU."""
     facts = json.loads(Path(machine).read_text(encoding="utf-8"))["facts"]
     describe(record, facts)
     if "torch" not in facts["packages"]:
@@ -59,7 +59,7 @@ def describe(record: Record, facts: Mapping[str, Any]) -> None:
 
 
 def complaints(facts: Mapping[str, Any]) -> list[str]:
-    """What of these facts keeps slimrl from working; a pure function."""
+    """The facts that keep slimrl from working; a pure function."""
     driver, seen = facts["driver"], facts["torch"]
     gpus, listed = seen.get("gpus", []), driver.get("gpus", [])
     hidden = "CUDA_VISIBLE_DEVICES" in facts["environment"]
@@ -90,7 +90,7 @@ def product(device: str, size: int, rounds: int) -> tuple[float, float]:
     left, right = (torch.randn(size, size).bfloat16() for _ in range(2))
     on_device = left.to(device), right.to(device)
     result = on_device[0] @ on_device[1]
-    rows = min(size, 64)  # of float64 on the CPU, which takes its time
+    rows = min(size, 64)  # float64 on the CPU is slow
     truth = left[:rows].double() @ right.double()
     error = float((result[:rows].cpu().double() - truth).abs().max() / truth.abs().max())
     synchronize(device)
@@ -102,7 +102,7 @@ def product(device: str, size: int, rounds: int) -> tuple[float, float]:
 
 
 def synchronize(device: str) -> None:
-    """Waits for what is queued on a GPU."""
+    """Waits for the work queued on a GPU."""
     import torch
 
     if device.startswith("cuda"):
@@ -110,7 +110,7 @@ def synchronize(device: str) -> None:
 
 
 def packages(record: Record, machine: str) -> None:
-    """Versions of what is installed; one that was not tested makes the check fail, an absent one does not."""
+    """Installed versions; an untested version fails the check, an absent package does not."""
     installed = json.loads(Path(machine).read_text(encoding="utf-8"))["facts"]["packages"]
     compare_versions(record, installed, tested_versions())
 
@@ -123,6 +123,6 @@ def compare_versions(record: Record, installed: Mapping[str, str], tested: Mappi
     for distribution, wanted in tested.items():
         found = present.get(distribution)
         if found is not None and found.split("+")[0] != wanted:  # "+cu130" names the build
-            record.complain_about(f"{distribution} is {found or 'of an unknown version'}, tested is {wanted}")
+            record.complain_about(f"{distribution} is {found or 'of an unknown version'}, tested version: {wanted}")
     if absent := [name for name in PACKAGES.values() if name in tested and name not in present]:
         record.figure("not installed", ", ".join(absent))

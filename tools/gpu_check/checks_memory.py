@@ -1,6 +1,6 @@
-"""Memory: buckets shared by two processes, training's memory off the GPU and back, log-probabilities without logits.
+"""Memory: buckets shared by two processes, offload of the trainer's memory, log-probabilities without logits.
 
-The device and all sizes are parameters: the same lines run on the CPU at toy size.
+The device and all sizes are parameters: the same code runs on the CPU at toy size.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from tools.gpu_check.record import Record, Skip
 
 GB, GIB = 1e9, 2**30
 ANSWER_S = 120.0
-DEVICE_SHARE, HOST_SHARE = 0.8, 0.7  # of what is free; the host holds one page-locked copy
+DEVICE_SHARE, HOST_SHARE = 0.8, 0.7  # of the free memory; the host has one pinned copy
 LEAST_BYTES = 2**20
 PIECE_BYTES = 2**28
-SLACK_MIB = 64  # pieces of the allocator that random numbers were drawn in
-BESIDE_LOGITS = 0.1  # of the logits' bytes, beside the gradients: the bound of tests/gpu/test_memory.py
+SLACK_MIB = 64  # allocator blocks used for random numbers
+BESIDE_LOGITS = 0.1  # of the logits' bytes, in addition to the gradients: the bound of tests/gpu/test_memory.py
 
 
 # -- buckets between two processes -------------------------------------------------------------------------------------
 
 
 def shared_buckets(record: Record, device: str, bucket_bytes: int, buckets: int) -> None:
-    """Each bucket holds random bytes that the receiver can draw itself: it compares every one of them."""
+    """Each bucket has random bytes that the receiver can regenerate from the seed, to compare all of them."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     receiver = context.Process(target=receive, args=(theirs, device, bucket_bytes), daemon=True)
@@ -67,7 +67,7 @@ def shared_buckets(record: Record, device: str, bucket_bytes: int, buckets: int)
 
 
 def answer(connection: Connection, receiver: BaseProcess) -> Any:
-    """What the receiver says next. Raises RuntimeError where it ended, TimeoutError where it says nothing."""
+    """The receiver's next message. Raises RuntimeError if it exited, TimeoutError if it sends nothing."""
     if not connection.poll(ANSWER_S):
         raise TimeoutError(f"the receiving process did not answer within {ANSWER_S:g} s")
     try:
@@ -75,12 +75,12 @@ def answer(connection: Connection, receiver: BaseProcess) -> Any:
     except EOFError:
         receiver.join(ANSWER_S)
         raise RuntimeError(
-            f"the receiving process ended with exit code {receiver.exitcode}; its own error stands above in the log"
+            f"the receiving process exited with code {receiver.exitcode}; its error is above in the log"
         ) from None
 
 
 def receive(connection: Connection, device: str, bucket_bytes: int) -> None:
-    """The receiving process: (seconds to open and copy, whether every byte is right) of each bucket."""
+    """The receiving process: sends (seconds to open and copy, whether every byte is right) of each bucket."""
     own = torch.empty(bucket_bytes, dtype=torch.uint8, device=device)
     synchronize(device)
     connection.send(None)
@@ -91,12 +91,12 @@ def receive(connection: Connection, device: str, bucket_bytes: int) -> None:
         own.copy_(opened["flattened_tensor"][:bucket_bytes])
         synchronize(device)
         seconds = time.perf_counter() - started
-        del opened  # the sender may use its memory again
+        del opened  # so that the sender can reuse the memory
         connection.send((seconds, torch.equal(own, random_bytes(seed, bucket_bytes, device))))
 
 
 def _open(payload: str) -> dict[str, Any]:
-    """Unpickles a bucket. Its GPU is named by its UUID, which SGLang's processes translate and torch's own do not."""
+    """Unpickles a bucket. Its GPU is given by UUID, which SGLang's processes translate and torch does not."""
     from torch.multiprocessing import reductions
 
     numbers = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
@@ -127,7 +127,7 @@ def offload(record: Record, device: str, most_bytes: float) -> None:
 
     size = int(min(most_bytes, DEVICE_SHARE * free_bytes(device), HOST_SHARE * free_host_bytes()))
     if size < LEAST_BYTES:
-        raise Skip(f"{size / 2**20:.1f} MiB are all that fits")
+        raise Skip(f"only {size / 2**20:.1f} MiB fit")
     target = torch.device(device, 0) if device == "cuda" else torch.device(device)
     unit = size // 18
     shares: dict[Literal["weights", "gradients", "optimizer"], int] = {"weights": 2, "gradients": 4, "optimizer": 12}
@@ -142,20 +142,20 @@ def offload(record: Record, device: str, most_bytes: float) -> None:
         seconds[f"{turn} offload"], gone = timed(device, memory.sleep)
         left = reserved_bytes(device)
         seconds[f"{turn} reload"], _ = timed(device, memory.wake)
-    moved = 14 * unit  # gradients are given up, not copied
+    moved = 14 * unit  # gradients are freed, not copied
     record.figure("moved", moved / GB, "GB")
     record.figure("given up", sum(gone.values()) / GB, "GB", at_least=18 * unit / GB)
     if device == "cuda":
         record.figure("left on the GPU", left / 2**20, "MiB", at_most=(resident - 18 * unit) / 2**20 + SLACK_MIB)
-    for name, took in seconds.items():  # the first time page-locked memory is made, which takes long
+    for name, took in seconds.items():  # the first time allocates pinned memory, which is slow
         record.figure(name, moved / took / GB, "GB/s")
     same = all(holds(held[part][0], seed) for part, seed in seeds.items())
     record.figure("every byte came back", same)
-    record.require(same, "weights or optimizer state came back with other bytes")
+    record.require(same, "weights or optimizer state were restored with different bytes")
 
 
 def fill(values: Tensor, seed: int) -> None:
-    """Random bytes, drawn piece by piece: there is no room for all of them twice."""
+    """Random bytes, generated piece by piece, because two copies would not fit."""
     for number, piece in enumerate(values.split(PIECE_BYTES)):
         piece.copy_(random_bytes(seed + number, piece.numel(), values.device.type))
 
@@ -181,7 +181,7 @@ def free_bytes(device: str) -> int:
 
 
 def free_host_bytes() -> int:
-    """What processes here may still take: of the machine, or of its container where that has less."""
+    """Host memory available to processes: that of the machine, or of its container if that is less."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
@@ -191,7 +191,7 @@ def free_host_bytes() -> int:
 
 
 def reserved_bytes(device: str) -> int:
-    """What torch's allocator has from the device; 0 on the CPU."""
+    """Bytes reserved by torch's allocator; 0 on the CPU."""
     return torch.cuda.memory_reserved() if device == "cuda" else 0
 
 
@@ -244,7 +244,7 @@ def forward_and_backward(device: str, hidden: Tensor, weight: Tensor, targets: T
         device, lambda: output_log_probs(hidden, weight, targets, vocab_size=vocab, group=None)
     )
     backward_s, gradients = timed(device, lambda: torch.autograd.grad((scores + entropy).sum(), (hidden, weight)))
-    # a sum needs no memory beside the gradients, and is not finite where one of them is not
+    # a sum needs no additional memory, and is not finite if any gradient is not
     finite = all(bool(gradient.sum(dtype=torch.float32).isfinite()) for gradient in gradients)
     return Pass(forward_s, backward_s, scores.detach(), finite)
 

@@ -1,6 +1,6 @@
-"""`train.py` end to end, as a user starts it: Ray, engines, training, weight updates, shutdown, on a model made here.
+"""`train.py` end to end, as a user starts it: Ray, engines, training, weight updates, shutdown, on a generated model.
 
-Placement and size are parameters: the same lines run on the CPU.
+Placement and size are parameters: the same code runs on the CPU.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from tools.gpu_check.record import Record
 RUN = "gpu-check"
 ROLLOUTS = 3
 LOG_LINES = 40
-# heads of 64: the attention kernels of GPUs take none as narrow as the quickstart's
+# heads of 64: GPU attention kernels do not support heads as narrow as the quickstart's
 TINY_SHAPE = ("--hidden-size", "128", "--num-attention-heads", "4", "--num-query-groups", "2", "--kv-channels", "64")
 FLAGS = (
     "--input-key", "prompt", "--label-key", "label", "--apply-chat-template", "--rollout-shuffle", "--rm-type", "math",
     "--num-rollout", str(ROLLOUTS), "--rollout-batch-size", "8", "--n-samples-per-prompt", "8",
     "--num-steps-per-rollout", "1", "--rollout-max-response-len", "32", "--rollout-temperature", "1",
     "--use-dynamic-batch-size", "--max-tokens-per-gpu", "2048", "--advantage-estimator", "grpo",
-    "--entropy-coef", "0.001",  # a gradient also where every answer is wrong
+    "--entropy-coef", "0.001",  # gives a gradient even if every answer is wrong
     "--optimizer", "adam", "--lr", "1e-5", "--lr-decay-style", "constant", "--check-weight-update-equal",
     "--sglang-mem-fraction-static", "0.3", "--run-name", RUN,
 )  # fmt: skip
@@ -80,7 +80,7 @@ def make_tiny(folder: Path, warm_start_steps: int) -> list[str]:
 
 
 def write_random_model(folder: Path, model: str, shape: Sequence[str], bf16: bool) -> list[str]:
-    """Random weights of that shape in place of the tiny model's, whose tokenizer stays; its flags."""
+    """Replaces the tiny model's weights by random ones of that shape, and keeps its tokenizer; returns the flags."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from tools.gpu_check.models import arguments, hf_config, model_flags
@@ -97,14 +97,14 @@ def write_random_model(folder: Path, model: str, shape: Sequence[str], bf16: boo
 
 
 def train(flags: Sequence[str], folder: Path) -> int:
-    """The exit code of train.py in a Ray of its own; its output goes to the check's log."""
+    """The exit code of train.py in a separate Ray cluster; its output goes to the check's log."""
     environment = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "WORLD_SIZE")}
     command = [sys.executable, str(ROOT / "train.py"), *flags]
     return subprocess.run(command, cwd=folder, env=environment, stdin=subprocess.DEVNULL).returncode
 
 
 def figures(record: Record, summary: dict[str, Any], code: int) -> None:
-    """What the run's summary says; a run that did not end well makes the check fail."""
+    """Figures from the run's summary; a failed run fails the check."""
     steps = summary["steps"]
     record.require(code == 0, f"train.py ended with exit code {code}")
     record.figure("rollouts trained on", len(steps), f"of {ROLLOUTS}", at_least=ROLLOUTS)

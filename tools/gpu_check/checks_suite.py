@@ -1,6 +1,6 @@
-"""The tests of tests/gpu: run by pytest in this process, counted as they come, ended in time.
+"""Runs the tests of tests/gpu with pytest in this process, counts results, and stops in time.
 
-A plugin hears of each test, so that a suite that hangs or is ended leaves the results it had.
+A plugin records each test, so that a suite that hangs or is stopped keeps its results so far.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from tools.gpu_check.machine import ROOT
 from tools.gpu_check.record import Record, Skip
 
 SHOWN_FAILURES = 5
-NO_TESTS = 5  # pytest's exit code where none was selected
-BROKEN = (2, 3, 4)  # a file cannot be imported, an error of pytest's own, wrong options
+NO_TESTS = 5  # pytest's exit code if no test was selected
+BROKEN = (2, 3, 4)  # a file cannot be imported, an internal error of pytest, wrong options
 
 
 class Counter:
-    """Hears of every test, tells `tell` after each, and ends the session where its time is over."""
+    """Counts the tests, calls `tell` after each, and stops the session at its time limit."""
 
     def __init__(self, seconds: float, tell: Callable[[Counter], None]) -> None:
         self._deadline = time.monotonic() + seconds
@@ -34,7 +34,7 @@ class Counter:
         self.out_of_time = False
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """How many there are."""
+        """Number of tests."""
         self._session = session
         self.collected = len(session.items)
 
@@ -51,7 +51,7 @@ class Counter:
             self.passed.append(name)
 
     def pytest_runtest_logfinish(self) -> None:
-        """Between two tests: is there time for another one?"""
+        """Stops the session between two tests if its time is over."""
         self.finished += 1
         self._tell(self)
         self.out_of_time = time.monotonic() > self._deadline
@@ -60,7 +60,7 @@ class Counter:
 
 
 def suite(record: Record, paths: Sequence[str], options: Sequence[str] = ()) -> None:
-    """Runs the tests of these files, as far as `record.seconds` goes; one that fails makes the check fail."""
+    """Runs the tests of these files for at most `record.seconds`; a failed test fails the check."""
     counter = Counter(record.seconds, lambda counter: write(record, counter))
     sys.path.insert(0, str(ROOT))
     files = [str(ROOT / path) for path in paths]
@@ -77,7 +77,7 @@ def suite(record: Record, paths: Sequence[str], options: Sequence[str] = ()) -> 
 
 
 def write(record: Record, counter: Counter) -> None:
-    """Puts what is known now in place of what was known before."""
+    """Replaces the recorded figures by the current ones."""
     record.figures.clear()
     record.complaints.clear()
     record.figure("passed", len(counter.passed), f"of {counter.collected}")
@@ -92,5 +92,5 @@ def write(record: Record, counter: Counter) -> None:
 
 
 def reasons(counter: Counter) -> list[str]:
-    """Each reason once, with how many tests it skipped."""
+    """Each skip reason once, with the number of tests."""
     return [f"{reason} ({count} tests)" if count > 1 else reason for reason, count in counter.skipped.items()]

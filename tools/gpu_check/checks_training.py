@@ -1,6 +1,6 @@
 """Training: toys in bf16 against float64, and one real step with its speed, memory and host synchronisations.
 
-The device and all sizes are parameters: the same lines run on the CPU at toy size.
+The device and all sizes are parameters: the same code runs on the CPU at toy size.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slimrl.arguments import Arguments
-from slimrl.arguments.dry_run.memory import StageMemory, training_memory
+from slimrl.arguments.memory.training import StageMemory, training_memory
 from slimrl.megatron.config import transformer_impl
 from tools.gpu_check.checks_memory import free_bytes
 from tools.gpu_check.models import RandomTrainer, arguments, rollout_of, scheduled
@@ -25,15 +25,16 @@ from tools.gpu_check.record import Record, Skip
 from tools.gpu_check.speeds import peak_flops
 
 GIB = 2**30
-ROOM = 0.92  # of the free memory: the allocator's own waste and the CUDA context come on top of the plan
+ROOM = 0.92  # of the free memory: allocator fragmentation and the CUDA context are not in the plan
 SHOWN_PLACES = 5
-STANDING_TOLERANCE = 0.01  # buffers are padded to whole shares
+STANDING_TOLERANCE = 0.01  # buffers are padded to equal shards
 KINDS = ("parameters", "gradients", "optimizer", "activations")
 STEP_FLAGS = (
     "--bf16", "--use-distributed-optimizer", "--lr", "1e-6", "--use-dynamic-batch-size",
     "--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1",
+    "--compute-old-log-probs", "always",  # its time is a figure of the check
 )  # fmt: skip
-# operations through which the host waits for a number that the device computes
+# operations in which the host waits for a value from the device
 READS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::masked_select", "aten::equal")
 SYNC_WARNING = "called a synchronizing CUDA operation"  # by torch.cuda.set_sync_debug_mode
 COPIES = ("aten::_to_copy", "aten::copy_")
@@ -43,14 +44,14 @@ COPIES = ("aten::_to_copy", "aten::copy_")
 
 
 def toy(record: Record, kind: str, implementation: str, device: str) -> None:
-    """One step of a "dense", "MoE" or "MLA" toy; the truth is transformers with autograd in float64 on the CPU.
+    """One step of a "dense", "MoE" or "MLA" toy, compared with transformers and autograd in float64 on the CPU.
 
-    `device` says what the machine is expected to be: the trainer finds it out by itself.
+    `device` is the expected device; the trainer detects the device itself.
     """
     from tests.megatron import layouts, ranks
 
     require_device(device)
-    torch.set_num_threads(min(torch.get_num_threads(), 4))  # the models are too small to share out
+    torch.set_num_threads(min(torch.get_num_threads(), 4))  # the models are too small for more
     with tempfile.TemporaryDirectory() as folder:
         models = layouts.Models(Path(folder))
         layout = layouts.LAYOUTS["1 rank"]
@@ -67,14 +68,14 @@ BOUNDED = ("loss", "gradient norm", "weights", "gradient")
 
 
 def bounds(kind: str) -> tuple[float, float, float, float]:
-    """Of `BOUNDED`: those of `layouts.within_bf16`, which docs/parallelism.md explains."""
+    """The bounds of `BOUNDED`: those of `layouts.within_bf16`, see docs/parallelism.md."""
     from tests.megatron import layouts
 
     return 2**-5, 2**-5, 0.01, layouts.BF16_GRADIENT[kind]
 
 
 def require_device(device: str) -> None:
-    """Raises RuntimeError where the trainer would not run on it."""
+    """Raises RuntimeError if the trainer would run on another device."""
     if torch.cuda.is_available() != (device == "cuda"):
         raise RuntimeError(f"the check is for {device}, and torch.cuda.is_available() is {torch.cuda.is_available()}")
 
@@ -91,7 +92,7 @@ def step(
     changes: Sequence[str] = (),
     rounds: int = 2,
 ) -> None:
-    """The first of `models` (of scripts/models) that fits trains on `samples` random sequences of `length` tokens.
+    """Trains the first of `models` (of scripts/models) that fits on `samples` random sequences of `length` tokens.
 
     `changes` are flags that replace those of the model.
     """
@@ -107,7 +108,7 @@ def step(
     reports = []
     for number in range(1, rounds + 1):
         losses.append(trainer.train(number, rollout)[0]["loss"])
-        reports.append(trainer.rollout_report)
+        reports.append(trainer.rollout_metrics)
     best = max(reports, key=lambda report: report["perf/actor_train_tok_per_s"])
     record.figure("optimizer step", best["perf/actor_train_tok_per_s"], "tokens/s")
     speed_figures(record, best["perf/actor_train_tflops"], device)
@@ -124,7 +125,7 @@ def finite(value: float) -> bool:
 
 
 def largest_that_fits(models: Sequence[str], flags: Sequence[str], room: int) -> tuple[str, Arguments, StageMemory]:
-    """(name, flags, plan) of the first model whose plan fits into `ROOM` of `room` bytes. Raises Skip: none does."""
+    """(name, flags, plan) of the first model whose plan fits into `ROOM` of `room` bytes. Raises Skip if none does."""
     for name in models:
         args = arguments(name, *flags)
         (planned,) = training_memory(args)
@@ -134,7 +135,7 @@ def largest_that_fits(models: Sequence[str], flags: Sequence[str], room: int) ->
 
 
 def random_rollout(args: Arguments, samples: int, length: int) -> Any:
-    """Sequences of random tokens, an eighth of which is the prompt."""
+    """Sequences of random tokens; one eighth of each is the prompt."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, args.vocab_size, (samples, length), generator=generator).tolist()
     prompt = max(length // 8, 1)
@@ -143,7 +144,7 @@ def random_rollout(args: Arguments, samples: int, length: int) -> Any:
 
 
 def speed_figures(record: Record, tflops: float, device: str) -> None:
-    """What of the GPU's peak the model's own operations are (forward and backward; recomputation not counted)."""
+    """The fraction of the GPU's peak that the model's operations use (forward and backward, no recomputation)."""
     record.figure("model operations", tflops, "TFLOP/s")
     peak = peak_flops(torch.cuda.get_device_name()) if device == "cuda" else None
     if peak is not None:
@@ -151,13 +152,13 @@ def speed_figures(record: Record, tflops: float, device: str) -> None:
 
 
 def memory_figures(record: Record, noted: dict[str, float], planned: StageMemory, device: str) -> None:
-    """Measured and planned bytes by kind; the standing kinds must be as planned."""
+    """Measured and planned bytes by kind; persistent kinds must be as planned."""
     for kind in KINDS:
         measured, plan = noted[f"memory_{kind}"], noted[f"planned_memory_{kind}"]
         record.figure(f"{kind}", measured / GIB, "GiB")
         record.figure(f"{kind}, planned", plan / GIB, "GiB")
         if kind != "activations" and abs(measured / plan - 1) > STANDING_TOLERANCE:
-            record.complain_about(f"{kind} take {measured:.0f} bytes, planned are {plan:.0f}")
+            record.complain_about(f"{kind} take {measured:.0f} bytes instead of the planned {plan:.0f}")
     if device == "cuda":
         record.figure("peak of the allocator", torch.cuda.max_memory_reserved() / GIB, "GiB")
         record.figure("peak, planned", planned.total / GIB, "GiB")
@@ -181,7 +182,7 @@ def sync_figures(record: Record, trainer: RandomTrainer, rollout: Any, device: s
 
 
 class Reads(TorchDispatchMode):
-    """`counts`: how often each operation ran through which the host reads what a `device` ("cuda", "cpu") computed."""
+    """`counts`: how often each operation ran with which the host reads values from a `device` ("cuda", "cpu")."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -200,7 +201,7 @@ class Reads(TorchDispatchMode):
 
 @contextlib.contextmanager
 def counted_syncs() -> Iterator[list[str]]:
-    """Where ("file:line") the host waited for the GPU within the block, each time, as far as torch knows. CUDA only."""
+    """Each place ("file:line") where the host waited for the GPU within the block, as torch reports it. CUDA only."""
     found: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

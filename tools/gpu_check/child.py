@@ -1,8 +1,8 @@
-"""One check in its own process: `python -m tools.gpu_check.child JOB`, started by the runner.
+"""Runs one check in its own process: `python -m tools.gpu_check.child JOB`, started by the runner.
 
-JOB is a JSON file with the function ("module:name"), its arguments, the seconds it has, and the file for its results.
-Exit code 0: the check came to its end, with whatever result. An exception ends the process; its traceback is in the
-log, which is this process's output.
+JOB is a JSON file with the function ("module:name"), its arguments, its time limit in seconds, and the file for its
+results. Exit code 0: the check completed, passed or failed. An exception ends the process; its traceback is in the log,
+which is this process's output.
 """
 
 from __future__ import annotations

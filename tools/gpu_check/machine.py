@@ -1,7 +1,7 @@
-"""What this machine has, as described data: GPUs, packages, driver, shared memory. Decisions are made from it alone.
+"""Describes this machine as data: GPUs, packages, driver, shared memory. All decisions use only this description.
 
-Looks at the machine once; torch is imported by a process of its own (`probe.py`). The report is made to be attached to
-a public page: it holds no user, no host name, no path and no environment variable outside `SHOWN_VARIABLES`.
+Inspects the machine once; a separate process imports torch (`probe.py`). The report is safe to publish: it has no user,
+no host name, no path and no environment variable outside `SHOWN_VARIABLES`.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ class Gpu:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What checks need to know, and `facts` for the report.
+    """The properties that checks use, and `facts` for the report.
 
     `gpus` are those that torch sees, `driver_gpus` the names of those that the driver lists. `packages` maps import
-    names to versions ("" where one is importable and nobody says which it is).
+    names to versions ("" if importable with an unknown version).
     """
 
     gpus: tuple[Gpu, ...] = ()
@@ -73,19 +73,19 @@ class Machine:
 
     @property
     def has_gpu(self) -> bool:
-        """Whether anything here knows of a GPU."""
+        """Whether torch or the driver lists a GPU."""
         return bool(self.gpus or self.driver_gpus)
 
 
 @dataclasses.dataclass(frozen=True)
 class Needs:
-    """What a check needs: so many GPUs that torch sees, and these packages, by import name."""
+    """Requirements of a check: a number of GPUs that torch sees, and packages by import name."""
 
     gpus: int = 1
     packages: tuple[str, ...] = ()
 
     def missing(self, machine: Machine) -> str | None:
-        """Why this machine cannot do it, completing "skipped because ..."; None where it can."""
+        """Why this machine cannot run it, completing "skipped because ..."; None if it can."""
         absent = [PACKAGES.get(name, name) for name in self.packages if name not in machine.packages]
         if absent:
             return f"{_listed(absent)} {'is' if len(absent) == 1 else 'are'} not installed"
@@ -94,7 +94,7 @@ class Needs:
         return None
 
     def text(self) -> str:
-        """e.g. "2 GPUs, megatron-core, sglang": without those that come along with another one of them."""
+        """e.g. "2 GPUs, megatron-core, sglang", without packages that another one implies."""
         gpus = [f"{self.gpus} GPU{'s'[: self.gpus > 1]}"] if self.gpus else []
         implied = {below for name in self.packages for below in _IMPLIED.get(name, ())}
         return ", ".join([*gpus, *(PACKAGES.get(name, name) for name in self.packages if name not in implied)])
@@ -105,7 +105,7 @@ def _listed(words: list[str]) -> str:
 
 
 def look() -> Machine:
-    """This machine. A tool that is missing or does not answer leaves its facts out."""
+    """This machine, without the facts of tools that are missing or do not answer."""
     driver = _driver()
     packages = installed()
     seen = _torch_facts() if "torch" in packages else {}
@@ -134,7 +134,7 @@ def installed() -> dict[str, str]:
     for name, distribution in PACKAGES.items():
         try:
             spec = importlib.util.find_spec(name)
-        except ModuleNotFoundError:  # the package above it
+        except ModuleNotFoundError:  # the parent package is missing
             continue
         if spec is not None:
             found[name] = _version(distribution)
@@ -149,7 +149,7 @@ def _version(distribution: str) -> str:
 
 
 def tested_versions(setup: Path = ROOT / "setup.py") -> dict[str, str]:
-    """Version by distribution of what setup.py pins: read from its source, nothing is run."""
+    """Version by distribution of setup.py's pins, parsed from its source without running it."""
     calls = [node for node in ast.walk(ast.parse(setup.read_text(encoding="utf-8"))) if isinstance(node, ast.keyword)]
     (required,) = (ast.literal_eval(call.value) for call in calls if call.arg == "install_requires")
     pinned = [line.split("==") for line in required if "==" in line]
@@ -157,7 +157,7 @@ def tested_versions(setup: Path = ROOT / "setup.py") -> dict[str, str]:
 
 
 def shown_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Those whose values explain results and tell nothing else."""
+    """Environment variables that explain results and reveal nothing private."""
     return {
         name: value
         for name, value in sorted(environment.items())
@@ -172,7 +172,7 @@ def _driver() -> dict[str, Any]:
 
 
 def _output(*command: str) -> str | None:
-    """What a program prints; None where it is missing, fails or hangs."""
+    """A program's output; None if it is missing, fails or hangs."""
     program = shutil.which(command[0])
     if program is None:
         return None
@@ -184,7 +184,7 @@ def _output(*command: str) -> str | None:
 
 
 def _torch_facts() -> dict[str, Any]:
-    """What `probe.py` says, or {"error": its last line}."""
+    """The output of `probe.py`, or {"error": its last line}."""
     command = [sys.executable, "-m", "tools.gpu_check.probe"]
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S)

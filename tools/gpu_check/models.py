@@ -1,6 +1,6 @@
 """Random models of a known shape: flags from scripts/models, a trainer without a checkpoint, a folder with config.json.
 
-Nothing is downloaded and no weights are written. Called by the checks of training and of the engine.
+Downloads nothing and writes no weights. Used by the checks of training and of the engine.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def model_flags(name: str) -> list[str]:
 
 
 def arguments(model: str, *flags: str) -> Arguments:
-    """The checked flags of one training rank. Raises ValueError where they do not go together."""
+    """The validated flags of one training rank. Raises ValueError for incompatible flags."""
     args, problems = read_args([*model_flags(model), *ONE_RANK, *flags], entry="convert_hf_to_torch_dist.py")
     if wrong := [problem for problem in problems if problem.flag not in ("--hf-checkpoint", "--save")]:
         raise ValueError("; ".join(map(str, wrong)))
@@ -38,9 +38,10 @@ def arguments(model: str, *flags: str) -> Arguments:
 
 
 class RandomTrainer(MegatronTrainer):
-    """A trainer of one rank whose weights stay as they were drawn."""
+    """A trainer of one rank with random weights that are never loaded."""
 
     def __init__(self, args: Arguments) -> None:
+        self.args = args
         super().__init__(args, rank=0, world_size=1, local_rank=0, init_method=torch.distributed.HashStore())
 
     def _load_weights(self) -> None:
@@ -65,7 +66,7 @@ def scheduled(args: Arguments, rollout: RolloutBatch) -> RolloutBatch:
 def rollout_of(
     tokens: Sequence[Sequence[int]], prompt_length: int, log_probs: Sequence[Sequence[float]]
 ) -> RolloutBatch:
-    """Samples with the same length of prompt; rewards alternate, so that advantages are not zero."""
+    """Samples with equal prompt lengths; rewards alternate, so that advantages are not zero."""
     samples = len(tokens)
     total = torch.tensor([len(one) for one in tokens])
     rewards = torch.tensor([1.0 if number % 2 else -1.0 for number in range(samples)])
@@ -85,7 +86,7 @@ def rollout_of(
 
 
 def hf_config(args: Arguments) -> dict[str, Any]:
-    """config.json of the Qwen3 that these flags describe."""
+    """config.json of the Qwen3 model of these flags."""
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -109,7 +110,7 @@ def hf_config(args: Arguments) -> dict[str, Any]:
 
 
 def save_config(args: Arguments, folder: Path) -> Path:
-    """A folder with config.json alone: SGLang draws the weights itself (`load_format` "dummy")."""
+    """A folder with config.json only: SGLang generates random weights (`load_format` "dummy")."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(hf_config(args)))
     return folder

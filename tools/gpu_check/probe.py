@@ -1,4 +1,4 @@
-"""What torch says of this machine's GPUs: prints one line of JSON. Started by `machine.look`."""
+"""Prints torch's information about this machine's GPUs as one line of JSON. Started by `machine.look`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def facts() -> dict[str, Any]:
-    """Versions, GPUs, and which of them reach each other's memory."""
+    """Versions, GPUs, and peer access between them."""
     found: dict[str, Any] = {
         "version": torch.__version__,
         "cuda": torch.version.cuda,

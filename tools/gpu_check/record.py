@@ -1,6 +1,6 @@
-"""`Record`: the figures of one check, written to a file as they come, so that a check that is ended leaves what it had.
+"""`Record`: the figures of one check, written to a file immediately, so that a stopped check keeps its figures so far.
 
-Called by every check with what it measured; read by the runner. The standard library only.
+Every check writes its measurements to it; the runner reads them. Uses the standard library only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Skip(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """One result: `value` in `unit`; where it is bounded, it must be `at_most` or `at_least` that."""
+    """One result: `value` in `unit`, optionally bounded by `at_most` or `at_least`."""
 
     name: str
     value: Value
@@ -31,7 +31,7 @@ class Figure:
     at_least: float | None = None
 
     def complaint(self) -> str | None:
-        """What is wrong with the value, None where nothing is. A number that is not finite is outside every bound."""
+        """Why the value is out of bounds, or None. A non-finite number is outside every bound."""
         if isinstance(self.value, str):
             return None
         if not math.isfinite(self.value):
@@ -44,7 +44,7 @@ class Figure:
         return None
 
     def text(self) -> str:
-        """As it is in the table, e.g. "loss 0.0021 (at most 0.031)"."""
+        """Its text in the table, e.g. "loss 0.0021 (at most 0.031)"."""
         shown = f"{self.name} {plain(self.value)}{' ' + self.unit if self.unit else ''}"
         if self.at_most is not None:
             shown += f" (at most {plain(self.at_most)})"
@@ -53,7 +53,7 @@ class Figure:
         return shown
 
     def as_json(self) -> dict[str, Any]:
-        """Without the fields that are not set; a number that JSON does not have is a string."""
+        """Without unset fields; a number that JSON cannot represent is a string."""
         value = self.value if isinstance(self.value, str) or math.isfinite(self.value) else str(self.value)
         found: dict[str, Any] = {"name": self.name, "value": value}
         found |= {"unit": self.unit} if self.unit else {}
@@ -62,7 +62,7 @@ class Figure:
 
 
 def plain(value: Value) -> str:
-    """Three significant digits; whole numbers and words as they are."""
+    """Three significant digits; whole numbers and words are unchanged."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, str):
@@ -73,7 +73,7 @@ def plain(value: Value) -> str:
 
 
 class Record:
-    """What a check is given: it adds figures and complaints. `seconds` is the time that the check has."""
+    """Collects the figures and complaints of a check. `seconds` is the check's time limit."""
 
     def __init__(self, save: Callable[[dict[str, Any]], None] = lambda found: None, seconds: float = math.inf) -> None:
         self._save = save
@@ -97,16 +97,16 @@ class Record:
         self.complain_about(added.complaint())
 
     def complain_about(self, complaint: str | None) -> None:
-        """Makes the check fail for this reason; None changes nothing."""
+        """Fails the check for this reason; None has no effect."""
         self.complaints += [complaint] if complaint else []
         self.save(done=False)
 
     def require(self, right: bool, complaint: str) -> None:
-        """Makes the check fail for this reason unless `right`; the check continues."""
+        """Fails the check for this reason unless `right`; the check continues."""
         self.complain_about(None if right else complaint)
 
     def save(self, *, done: bool) -> None:
-        """Writes down what there is; `done` says that the check came to its end."""
+        """Writes the file; `done` says that the check is complete."""
         self._save(
             {
                 "done": done,
@@ -118,7 +118,7 @@ class Record:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Replaces the file in one step: a reader finds the old content or the new one."""
+    """Replaces the file atomically."""
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     unfinished.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     os.replace(unfinished, path)

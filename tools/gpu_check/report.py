@@ -1,7 +1,7 @@
-"""The table on the terminal and `gpu_check.json`: the same outcomes, for eyes and for programs.
+"""Reports the outcomes of the checks as a table on the terminal and as `gpu_check.json`.
 
-Promises that the file is whole JSON at every moment, and that nothing in it says who or where: home folder, user,
-host names and addresses of this machine are replaced. The standard library only. Called by `__main__`.
+The file is complete JSON at any time, and identifies neither user nor machine: home folder, user, host names and
+addresses of this machine are replaced. Uses the standard library only. Called by `__main__`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tools.gpu_check.table import Check
 
 FORMAT = "slimrl-gpu-check-1"
 LEAST_WIDTH, PIPE_WIDTH = 80, 120
-LONGEST_REASON = 600  # characters; the file has all of it
+LONGEST_REASON = 600  # characters in the table; the file has the full text
 RESULT_WIDTH = len("skipped")
 COMMON_NAMES = {
     "root",
@@ -43,19 +43,19 @@ COMMON_NAMES = {
 
 
 class Table:
-    """Rows as they come: name, result, and figures or the reason, wrapped to the width of the terminal."""
+    """Prints rows as they finish: name, result, and figures or the reason, wrapped to the width of the terminal."""
 
     def __init__(self, names: Sequence[str], width: int | None = None) -> None:
         self._name_width = max(map(len, ["check", *names]))
         self._width = max(width or shutil.get_terminal_size((PIPE_WIDTH, 0)).columns, LEAST_WIDTH)
 
     def head(self) -> str:
-        """The first two lines."""
-        titles = self._line("check", "result", "figures, or why")
+        """The header."""
+        titles = self._line("check", "result", "figures, or reason")
         return f"{titles}\n{'-' * min(self._width, 100)}"
 
     def row(self, outcome: Outcome) -> str:
-        """One check; its figures stand below the reason where it has both."""
+        """One check; if it has both, the figures are below the reason."""
         because = outcome.because or ""
         if outcome.because and outcome.status == "skipped":
             because = f"because {because}"
@@ -85,7 +85,7 @@ def summary_line(outcomes: Sequence[Outcome], seconds: float) -> str:
 
 
 def check_list(checks: Sequence[Check], width: int | None = None) -> str:
-    """What every check does, needs and takes: the text of --list."""
+    """The text of --list: purpose, requirements and duration of every check."""
     width = max(width or shutil.get_terminal_size((PIPE_WIDTH, 0)).columns, LEAST_WIDTH)
     names = max(len(check.name) for check in checks)
     lines = []
@@ -99,7 +99,7 @@ def check_list(checks: Sequence[Check], width: int | None = None) -> str:
 
 
 class Report:
-    """`gpu_check.json`, written again with each outcome."""
+    """`gpu_check.json`, rewritten with each outcome."""
 
     def __init__(self, path: Path, machine: Machine, minutes: float) -> None:
         self._path = path
@@ -117,7 +117,7 @@ class Report:
 
     @property
     def seconds(self) -> float:
-        """Since it was opened."""
+        """Seconds since it was opened."""
         return time.monotonic() - self._started
 
     def add(self, outcome: Outcome) -> None:
@@ -143,10 +143,10 @@ class Report:
 
 
 class Redaction:
-    """Replaces what names this user and this machine, in every string of a JSON value."""
+    """Replaces words that identify this user or machine, in every string of a JSON value."""
 
     def __init__(self, replaced: dict[str, str] | None = None) -> None:
-        """`replaced` maps what must not be seen to what stands there instead; default: what this machine says."""
+        """`replaced` maps private words to their replacements; default: those of this machine."""
         words = of_this_machine() if replaced is None else replaced
         ordered = sorted(words, key=len, reverse=True)  # the longest first: the folder before the home that it is in
         self._words = words
@@ -165,7 +165,7 @@ class Redaction:
 
 
 def of_this_machine() -> dict[str, str]:
-    """Folders, user, host names and addresses of this machine, and what is in their place."""
+    """Folders, user, host names and addresses of this machine, with their replacements."""
     found = {str(ROOT): "<slimrl>", os.path.expanduser("~"): "<home>", tempfile.gettempdir(): "<tmp>"}
     names = {socket.gethostname(): "<host>", socket.gethostname().split(".")[0]: "<host>", _user(): "<user>"}
     found |= {name: shown for name, shown in names.items() if name.lower() not in COMMON_NAMES}
@@ -181,18 +181,18 @@ def _user() -> str:
 
 
 def _addresses() -> set[str]:
-    """Addresses of this machine that lead to it from elsewhere."""
+    """Addresses of this machine that other machines can reach."""
     found = set()
     with contextlib.suppress(OSError):
         found |= {str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None)}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
-        probe.connect(("192.0.2.1", 9))  # a route is chosen; nothing is sent
+        probe.connect(("192.0.2.1", 9))  # selects a route; nothing is sent
         found.add(probe.getsockname()[0])
     return {address for address in found if not address.startswith("127.") and address not in ("::1", "0.0.0.0")}
 
 
 def commit() -> str | None:
-    """The checkout's commit, with "+changes" where files differ from it; None where it is no checkout."""
+    """The checkout's commit, with "+changes" if files differ from it; None without a git checkout."""
     try:
         done = subprocess.run(
             ["git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+changes"],

@@ -1,7 +1,7 @@
-"""Runs the checks, one after another, each in a process of its own with a time limit.
+"""Runs the checks, one after another, each in a separate process with a time limit.
 
-A CUDA error, a hang or a lack of memory ends the process that it happens in and no other. Behind each process stands
-slimrl's guardian, which ends all that the check started (servers, ranks, Ray). Called by `__main__`.
+A CUDA error, a hang or an out-of-memory error affects only its own process. slimrl's subreaper supervises each process
+and ends everything that the check started (servers, ranks, Ray). Called by `__main__`.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from tools.gpu_check.table import Check, skip_reason
 
 Status = Literal["passed", "failed", "skipped"]
 LOG_LINES = 120
-STOP_S = 15.0  # to end by itself after SIGTERM
+STOP_S = 15.0  # grace period after SIGTERM
 POLL_S = 0.05
-RESERVE_S = 30.0  # of a check that watches its time itself: to end the test at hand
+RESERVE_S = 30.0  # time for a check that watches its own limit to end the current test
 SHARED_MEMORY_PREFIXES = ("sglang_", "sgl_", "torch_", "plasma")
-# torch puts the rank in front where torch.distributed is open
+# torch adds the rank as a prefix if torch.distributed is initialised
 _EXCEPTION = re.compile(r"^(?:\[rank\d+\]: ?)?([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit)(?:: .*|:)?)$")
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a check ended. `because` says why it failed or was skipped; `log` is the end of its output, if it failed."""
+    """Outcome of a check. `because` is the reason of a failure or skip; `log` is the end of its output if it failed."""
 
     name: str
     status: Status
@@ -51,7 +51,7 @@ def run_all(
     tell: Callable[[Outcome], None],
     started: Callable[[Check], None] = lambda check: None,
 ) -> bool:
-    """Runs what fits; `tell` hears of each outcome at once. False where Ctrl-C ended it: the rest is skipped."""
+    """Runs the checks that fit and calls `tell` with each outcome. False after Ctrl-C, with the rest skipped."""
     deadline = time.monotonic() + 60 * minutes
     interrupted = False
     for check in checks:
@@ -100,7 +100,7 @@ def run_check(check: Check, machine: Machine, left_s: float, minutes: float) -> 
 
 
 def _wait(check: Check, job: Path, log: Path, limit_s: float) -> tuple[int | None, bool]:
-    """The exit code of the check's process, None where it was ended here; and whether Ctrl-C was the reason."""
+    """The exit code of the check's process, None if it was stopped here; and whether Ctrl-C was the reason."""
     process = ManagedProcess(
         [sys.executable, "-m", "tools.gpu_check.child", str(job)],
         name=f"check {check.name}",
@@ -124,10 +124,10 @@ def _wait(check: Check, job: Path, log: Path, limit_s: float) -> tuple[int | Non
 def judge(
     found: dict[str, Any], code: int | None, lines: Sequence[str], too_long: str | None, ended: str
 ) -> tuple[Status, str | None]:
-    """What the results of a check and the end of its process amount to.
+    """The status and reason of a check from its results and the exit of its process.
 
-    `code` None: it was ended, for `too_long` where that is given, else because the time of all checks was over
-    (`ended`), which says nothing against it.
+    `code` None: it was stopped, because of `too_long` if given, else because the time of all checks was over (`ended`),
+    which is not a failure.
     """
     complaints = found.get("complaints", [])
     if code is None and too_long is not None:
@@ -144,7 +144,7 @@ def judge(
 
 
 def last_error(lines: Sequence[str]) -> str | None:
-    """The line of the last exception in a log; the last line where there is none."""
+    """The line of the last exception in a log, or else the last line."""
     raised = [found.group(1) for line in lines if (found := _EXCEPTION.match(line))]
     printed = [line.strip() for line in lines if line.strip()]
     return (raised or printed or [None])[-1]

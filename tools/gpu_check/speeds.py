@@ -1,7 +1,7 @@
-"""Peak speed of known GPUs in dense bf16 matrix products, for the share of it that training uses (MFU).
+"""Peak speed of known GPUs in dense bf16 matrix products, for the model FLOPs utilisation (MFU).
 
-From NVIDIA's data sheets, the numbers without sparsity, in TFLOP/s. The longest name that a GPU's own name contains
-counts. A GPU that is not here has no MFU.
+From NVIDIA's data sheets, without sparsity, in TFLOP/s. The longest entry that is part of a GPU's name applies. A GPU
+without an entry has no MFU.
 """
 
 from __future__ import annotations
@@ -28,6 +28,6 @@ BF16_TFLOPS = {
 
 
 def peak_flops(name: str) -> float | None:
-    """TFLOP/s of the GPU that calls itself `name`; None where it is not known."""
+    """TFLOP/s of the GPU with this name; None if unknown."""
     known = [known for known in BF16_TFLOPS if known.lower() in name.lower()]
     return BF16_TFLOPS[max(known, key=len)] if known else None

@@ -1,6 +1,6 @@
-"""What is checked, in the order of what it is worth to know, and what fits into the minutes that are left.
+"""Table of the checks, most valuable first, and the selection of those that fit into the remaining minutes.
 
-Owns the table; pure functions of it and of a described machine. A new check is one row here, a function in one of the
+Pure functions of the table and of a described machine. A new check needs one row here, a function in one of the
 `checks_*.py`, a toy size in tests/tools/test_gpu_check_checks.py and a line in docs/gpu-check.md.
 """
 
@@ -15,7 +15,7 @@ from tools.gpu_check.machine import ROOT, Machine, Needs
 
 SUITE = ROOT / "tests/gpu"
 CHECKS = "tools.gpu_check.checks_"  # the modules of this folder
-LIMIT_FACTOR = 4  # a check that takes so many times its estimate hangs, for all one can tell
+LIMIT_FACTOR = 4  # a check that takes this many times its estimate counts as hung
 LEAST_LIMIT_MINUTES = 3.0  # torch alone may take a minute from a cold network disk
 
 TRAINING = ("torch", "transformers", "megatron.core")
@@ -27,9 +27,9 @@ RUN = (*ENGINE, "sglang_router", "ray")
 class Check:
     """`function` ("module:name") is called with a `Record` and `arguments`.
 
-    `minutes` is how long it takes on one H100-class GPU, as estimated. A check that `stops_in_time` watches its time
-    itself and says how far it came. One that `judges_machine` gets the argument `machine` too: the path of a file with
-    the described machine as JSON.
+    `minutes` is the estimated time on one H100-class GPU. A check that `stops_in_time` watches its own time limit and
+    reports how far it got. One that `judges_machine` also gets the argument `machine`: the path of a JSON file with the
+    described machine.
     """
 
     name: str
@@ -43,12 +43,12 @@ class Check:
 
     @property
     def limit_s(self) -> float:
-        """After so many seconds it is ended."""
+        """Its time limit in seconds."""
         return 60 * max(LIMIT_FACTOR * self.minutes, LEAST_LIMIT_MINUTES)
 
 
 def skip_reason(check: Check, machine: Machine, minutes_left: float) -> str | None:
-    """Why the check is left out, completing "skipped because ..."; None where it is done."""
+    """Why the check is skipped, completing "skipped because ..."; None if it runs."""
     if missing := check.needs.missing(machine):
         return missing
     if check.minutes > minutes_left:
@@ -57,7 +57,7 @@ def skip_reason(check: Check, machine: Machine, minutes_left: float) -> str | No
 
 
 def chosen(checks: Sequence[Check], names: Sequence[str]) -> list[Check]:
-    """Those of these names, in the order of `checks`; all where none is named. Raises KeyError for an unknown name."""
+    """The named checks in the order of `checks`, or all without names. Raises KeyError for an unknown name."""
     known = {check.name for check in checks}
     for name in names:
         if name not in known:
@@ -140,7 +140,7 @@ LAST_FILES = ("test_layouts.py",)  # hundreds of tests, whose essence the toys a
 
 
 def suite_checks(files: Sequence[str]) -> list[Check]:
-    """One check for each file of tests/gpu; it needs a minute at least and takes what is left."""
+    """One check for each file of tests/gpu; it needs at least a minute and uses the remaining time."""
     first = [name for name in FIRST_FILES if name in files]
     last = [name for name in LAST_FILES if name in files]
     ordered = [*first, *sorted(set(files) - {*first, *last}), *last]

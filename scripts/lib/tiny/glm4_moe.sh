@@ -1,4 +1,4 @@
-# Sizes of a toy of the family glm4_moe; to be sourced after the flags of a model of this family.
+# Toy sizes for the family glm4_moe; to be sourced after the flags of a model of this family.
 # shellcheck shell=bash disable=SC2034
 MODEL_ARGS+=(
    --num-layers 2

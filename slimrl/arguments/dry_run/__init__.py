@@ -1,20 +1,21 @@
-"""`--dry-run`: what a command line would do, as text, before anything is started.
+"""`--dry-run`: the plan of a run as text, without starting anything.
 
-Promises to import nothing heavy and to look only at small files: headers, not tensors. `estimate` is the memory of a
-GPU as a pure function of the flags. Called by `slimrl.cluster.dry_run`.
+Imports nothing heavy and reads only small files: headers, not tensors. `estimate` is the memory of a GPU as a pure
+function of the flags. Called by `slimrl.cluster.dry_run`.
 """
 
 from __future__ import annotations
 
 import sys
 
-from slimrl.arguments.dry_run.errors import refusals, warnings
-from slimrl.arguments.dry_run.memory import MemoryPlan, StageMemory, estimate
-from slimrl.arguments.dry_run.plan import Machine, Plan, PlanContext, make_plan, this_machine
+from slimrl.arguments.dry_run.errors import plan_errors, warnings
+from slimrl.arguments.dry_run.plan import MemoryPlan, Plan, PlanContext, estimate, make_plan
 from slimrl.arguments.dry_run.render import render
 from slimrl.arguments.flag import Problem, report
+from slimrl.arguments.memory.training import StageMemory
 from slimrl.arguments.namespace import Arguments
 from slimrl.models.hf_folder import UnreadableFileError
+from slimrl.processes.machine_memory import Machine, this_machine
 
 __all__ = [
     "Machine",
@@ -25,7 +26,7 @@ __all__ = [
     "estimate",
     "make_plan",
     "print_plan",
-    "refusals",
+    "plan_errors",
     "warnings",
     "this_machine",
 ]
@@ -34,7 +35,7 @@ EXIT_REFUSED = 2
 
 
 def print_plan(args: Arguments, entry: str, surroundings: PlanContext) -> int:
-    """Prints the plan of a checked command line, and what is wrong with it to stderr; returns the exit code."""
+    """Prints the plan of a checked command line, and its problems to stderr; returns the exit code."""
     try:
         plan = make_plan(args, entry, surroundings)
     except UnreadableFileError as error:
@@ -43,7 +44,7 @@ def print_plan(args: Arguments, entry: str, surroundings: PlanContext) -> int:
         print(render(plan), flush=True)
         for warning in warnings(plan):
             print(f"\nNote: {warning}", flush=True)
-        problems = refusals(plan)
+        problems = plan_errors(plan)
     if problems:
         print(report(problems, entry), file=sys.stderr)
         return EXIT_REFUSED

@@ -1,6 +1,6 @@
-"""What would make a plan fit into its GPUs: each remedy is tried on the estimate before it is named.
+"""Remedies for a plan that does not fit into its GPUs, each tested on the estimate before it is named.
 
-Promises never to name what cannot help. Called by the refusals.
+Never names a remedy that cannot help. Called by `errors`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from slimrl.arguments.dry_run.memory import EngineSettings, engine_memory, training_memory
 from slimrl.arguments.dry_run.plan import Plan
+from slimrl.arguments.memory.engine import EngineSettings, engine_memory
+from slimrl.arguments.memory.training import training_memory
 from slimrl.arguments.namespace import Arguments
 
 _FACTORS = (2, 4, 8, 16, 32, 64)
@@ -40,11 +41,11 @@ def less_training(plan: Plan) -> str:
     helps = [one for one in [division, *_switches(args)] if one is not None and _helps(args, one)]
     together = _together(helps)
     if helps and _needs(args, together) <= limit:
-        return f"none of these is enough alone, together they are: {together.words}"
+        return f"none of these suffices alone, together they do: {together.words}"
     for remedy in _more_nodes(args):
         if _needs(args, _together([*helps, remedy])) <= limit:
-            return f"what helps is not enough on these GPUs: {_together([*helps, remedy]).words}"
-    return "nothing that is served here brings it down so far: take a smaller model, or GPUs with more memory"
+            return f"the other flags do not suffice on these GPUs: {_together([*helps, remedy]).words}"
+    return "no supported flag reduces it that far: use a smaller model, or GPUs with more memory"
 
 
 def more_cache(plan: Plan) -> str:
@@ -113,7 +114,7 @@ def _switches(args: Arguments) -> Iterator[Remedy]:
 
 
 def _more_nodes(args: Arguments) -> Iterator[Remedy]:
-    """More GPUs for training, over which a distributed optimizer is shared out."""
+    """More GPUs for training, over which a distributed optimizer shards its state."""
     for factor in _FACTORS:
         nodes = args.actor_num_nodes * factor
         gpus = nodes * args.actor_num_gpus_per_node

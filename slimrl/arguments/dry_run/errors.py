@@ -1,4 +1,4 @@
-"""What is wrong with a plan that no single flag shows: GPUs that are not there, memory, files of another model."""
+"""Errors of a whole plan: missing GPUs, memory, files of another model."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from slimrl.arguments.dry_run.advice import less_training, more_cache
-from slimrl.arguments.dry_run.memory import StageMemory
 from slimrl.arguments.dry_run.plan import Plan
 from slimrl.arguments.flag import Problem
+from slimrl.arguments.memory.training import StageMemory
 from slimrl.arguments.namespace import Arguments
 from slimrl.models.hf_folder import weights_fault
 from slimrl.processes.process_info import gib
 
 
-def refusals(plan: Plan) -> list[Problem]:
+def plan_errors(plan: Plan) -> list[Problem]:
     """Every problem of the plan, as sentences with the arithmetic and the fix."""
     return [*_gpus(plan), *_checkpoint_files(plan), *_memory(plan)]
 
@@ -141,20 +141,20 @@ def _memory(plan: Plan) -> Iterator[Problem]:
             "--sglang-mem-fraction-static",
             f"a GPU has {have}, training takes {gib(stage.total)} of it and the engine beside it {fraction:g} x that ="
             f" {gib(static)}, together {gib(stage.total + static)}: give --sglang-mem-fraction-static"
-            f" {max(int(most * 100) / 100, 0.01):g} or less, let both take turns (leave {_kept_by(plan.args)} out), or"
-            " split the roles with --rollout-num-gpus.",
+            f" {max(int(most * 100) / 100, 0.01):g} or less, offload both (leave {_kept_by(plan.args)} out), or use"
+            " separate GPUs with --rollout-num-gpus.",
         )
 
 
 def _kept_by(args: Arguments) -> str:
-    """The flags because of which a side stays where it is."""
+    """The flags that keep a side on the device."""
     training = "--use-megatron-fsdp" if args.use_megatron_fsdp else "--no-offload-train"
     sides = ((training, args.offload_train), ("--no-offload-rollout", args.offload_rollout))
     return " and ".join(flag for flag, leaves in sides if not leaves)
 
 
 def warnings(plan: Plan) -> list[str]:
-    """What does not stop a plan: weights that are not there yet, a machine that is too small for it."""
+    """Notes that do not reject a plan: missing weights, a machine that is too small for it."""
     return [*_no_weights(plan), *_small_machine(plan)]
 
 
@@ -175,9 +175,7 @@ def _small_machine(plan: Plan) -> list[str]:
 
 
 def _shortage(plan: Plan) -> str | None:
-    """The logical GPUs of a machine without GPUs draw on the same memory: what counts is their sum. None where it
-    fits.
-    """
+    """Why the logical GPUs of a machine without GPUs exceed its memory, which they share; None if they fit."""
     engine = plan.memory.engine
     stages = plan.memory.stages
     train = sum((stage.total + stage.host) * (len(plan.placement.train) // len(stages)) for stage in stages)

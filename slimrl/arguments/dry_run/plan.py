@@ -1,30 +1,63 @@
 """The dry run's `Plan`: what a run would do, from checked flags, the machine and the files that it starts from.
 
 It names the SGLang servers (GPUs, model and flags; ports are chosen at start), the schedule of generation, training and
-weight updates, the samples in flight at most, and the memory of each GPU. The GPUs of this machine are asked from
+weight updates, the samples in flight at most, the memory of each GPU, and the file and line of every hook, found in the
+source without importing it. The GPUs of this machine are asked from
 nvidia-smi, where it is installed. Imports no torch.
 """
 
 from __future__ import annotations
 
+import ast
 import dataclasses
-import shutil
-import subprocess
+import importlib.machinery
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slimrl.arguments.checkpoints import Start, start_of
-from slimrl.arguments.dry_run.batch import Batches, MicroBatch, batches, largest_micro_batch
-from slimrl.arguments.dry_run.hook_locations import HookLocation, hook_places
-from slimrl.arguments.dry_run.memory import EngineSettings, MemoryPlan, estimate
+from slimrl.arguments.checkpoints import ResumePlan, start_of
+from slimrl.arguments.flag import FlagSpec
 from slimrl.arguments.layout import Groups, Placement, groups_of, placement
-from slimrl.arguments.namespace import Arguments
-from slimrl.arguments.redact import told
+from slimrl.arguments.memory.batch import Batches, MicroBatch, batches, largest_micro_batch
+from slimrl.arguments.memory.engine import EngineMemory, EngineSettings, engine_memory
+from slimrl.arguments.memory.training import StageMemory, training_memory
+from slimrl.arguments.namespace import Arguments, all_flag_specs
+from slimrl.arguments.redact import redact_flag
+from slimrl.hooks import own_path
 from slimrl.models.hf_folder import HfFiles, bytes_per_weight, read_hf_files
 from slimrl.models.model_spec import ModelSpec
 from slimrl.models.parameters import active_parameters, selection_biases, total_parameters
+from slimrl.processes.machine_memory import Machine
 from slimrl.processes.process_info import GIB
+from slimrl.renamed_modules import current_path
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes of one GPU in each role; `stages` is empty without training, `engine` None without engines."""
+
+    stages: tuple[StageMemory, ...]
+    engine: EngineMemory | None
+
+    @property
+    def largest_stage(self) -> StageMemory | None:
+        """The stage that needs the most."""
+        return max(self.stages, key=lambda stage: stage.total, default=None)
+
+
+def estimate(args: Arguments, *, gpu_bytes: int | None = None, engine: EngineSettings | None = None) -> MemoryPlan:
+    """The memory of one GPU in each role, for checked flags.
+
+    `gpu_bytes` is the GPU's memory: without it the engine's KV cache, which takes what is left, is not known.
+    `engine` is how the servers keep weights and cache; the default is two bytes per number and what --sglang-* says.
+    """
+    spec = ModelSpec.from_args(args)
+    stages = () if args.debug_rollout_only else training_memory(args)
+    if args.debug_train_only or not args.rollout_gpus:
+        return MemoryPlan(stages, None)
+    settings = engine or EngineSettings.from_options(args.sglang_options)
+    return MemoryPlan(stages, engine_memory(spec, settings, args.rollout_num_gpus_per_engine, gpu_bytes))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +83,7 @@ def option_words(options: Mapping[str, Any]) -> list[str]:
     words = []
     for name, value in options.items():
         flag = "--" + name.replace("_", "-")
-        told_value = told(name, value)
+        told_value = redact_flag(name, value)
         shown = " ".join(map(str, told_value)) if isinstance(told_value, list | tuple) else str(told_value)
         words.append(flag if value is True else f"{flag} {shown}")
     return words
@@ -62,59 +95,14 @@ def server_defaults(words: Sequence[str]) -> dict[str, Any]:
     return {name.replace("-", "_"): value if equals else True for name, equals, value in pairs}
 
 
-_QUERY = ("--query-gpu=memory.total", "--format=csv,noheader,nounits")
-_TIMEOUT_S = 20
-_MEMINFO = Path("/proc/meminfo")
-_CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
-
-
-@dataclasses.dataclass(frozen=True)
-class Machine:
-    """Bytes of each GPU, and of the memory that processes here may use (None where the system does not say)."""
-
-    gpus: tuple[int, ...]
-    host: int | None
-
-
-def this_machine() -> Machine:
-    """Looks once; a driver that does not answer counts as no GPU."""
-    return Machine(_gpus(), _host())
-
-
-def _gpus() -> tuple[int, ...]:
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return ()
-    try:
-        done = subprocess.run([program, *_QUERY], capture_output=True, text=True, timeout=_TIMEOUT_S)
-    except (OSError, subprocess.TimeoutExpired):
-        return ()
-    words = done.stdout.split()
-    if done.returncode != 0 or not all(word.isdigit() for word in words):
-        return ()
-    return tuple(int(word) * 2**20 for word in words)
-
-
-def _host() -> int | None:
-    """Physical memory, or the container's limit where that is lower."""
-    if not _MEMINFO.is_file():
-        return None
-    total = next((line for line in _MEMINFO.read_text().splitlines() if line.startswith("MemTotal:")), None)
-    if total is None:
-        return None
-    physical = int(total.split()[1]) * 1024
-    limit = _CONTAINER_LIMIT.read_text().strip() if _CONTAINER_LIMIT.is_file() else "max"
-    return min(physical, int(limit)) if limit.isdigit() else physical
-
-
 MANY_LAYERS = 10**6  # all of a model that is not trained
 
 
 @dataclasses.dataclass(frozen=True)
 class PlanContext:
-    """What a plan is made for. `nodes` has the GPUs of each node of a running Ray cluster, None where there is none.
+    """The machine or cluster of a plan. `nodes` has the GPUs of each node of a running Ray cluster, None without one.
 
-    `server_words` is what the servers are started with on this machine before anything the user says ("--device=cpu").
+    `server_words` are the default server options on this machine ("--device=cpu"), which the user's options override.
     """
 
     machine: Machine
@@ -124,7 +112,7 @@ class PlanContext:
 
 @dataclasses.dataclass(frozen=True)
 class GpuMemory:
-    """Memory of one GPU (bytes), and in words who says so; `shared` where all GPUs draw on one machine's memory."""
+    """Memory of one GPU (bytes) and its source in words; `shared` if all logical GPUs share one machine's memory."""
 
     bytes: int
     source: str
@@ -133,7 +121,7 @@ class GpuMemory:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The whole plan; `start` is None without training, `hf_files` None where the folder holds no weights."""
+    """The whole plan; `start` is None without training, `hf_files` None if the folder holds no weights."""
 
     args: Arguments
     entry: str
@@ -143,7 +131,7 @@ class Plan:
     groups: Groups
     batches: Batches
     micro_batch: MicroBatch
-    start: Start | None
+    start: ResumePlan | None
     hooks: list[HookLocation]
     servers: list[Server]
     hf_files: HfFiles | None
@@ -157,17 +145,17 @@ class Plan:
 
     @property
     def colocated(self) -> bool:
-        """Whether a GPU has both roles."""
+        """Whether GPUs have both roles."""
         return bool(self.args.colocate and self.placement.train and self.placement.engines)
 
     @property
     def takes_turns(self) -> bool:
-        """Whether one role leaves the GPU's memory while the other works."""
+        """Whether each side is offloaded while the other works."""
         return bool(self.args.offload_train and self.args.offload_rollout)
 
 
 def make_plan(args: Arguments, entry: str, surroundings: PlanContext) -> Plan:
-    """The plan of a checked command line. Raises UnreadableFileError where a weights file is broken."""
+    """The plan of a checked command line. Raises UnreadableFileError if a weights file is broken."""
     spec, groups = ModelSpec.from_args(args), groups_of(args)
     where = placement(args, surroundings.nodes)
     folder = Path(args.hf_checkpoint)
@@ -187,7 +175,7 @@ def make_plan(args: Arguments, entry: str, surroundings: PlanContext) -> Plan:
         batches=batches(args, groups),
         micro_batch=largest_micro_batch(args, groups),
         start=None if args.debug_rollout_only else start_of(args),
-        hooks=hook_places(args),
+        hooks=hook_locations(args),
         servers=servers(args, where),
         hf_files=files,
         total_parameters=total,
@@ -212,7 +200,7 @@ def _reward_weights(args: Arguments, folder: str, surroundings: PlanContext) -> 
 
 
 def gpu_memory(args: Arguments, where: Placement, surroundings: PlanContext) -> GpuMemory | None:
-    """What one GPU has: as --gpu-memory-gib says, else a GPU, else this machine's memory by its GPUs."""
+    """Memory of one GPU: --gpu-memory-gib, else from nvidia-smi, else this machine's memory / logical GPUs."""
     machine = surroundings.machine
     if args.gpu_memory_gib is not None:
         return GpuMemory(int(args.gpu_memory_gib * GIB), "--gpu-memory-gib", shared=False)
@@ -225,44 +213,109 @@ def gpu_memory(args: Arguments, where: Placement, surroundings: PlanContext) -> 
 
 
 def loop_rows(plan: Plan) -> Iterator[tuple[str, str]]:
-    """From checked flags; none where nothing is trained."""
+    """Rows about the loop; none for a run that only evaluates."""
     args = plan.args
-    if args.only_evaluates:
+    if args.eval_only:
         return
     if plan.entry != "train_async.py":
-        yield "loop", "generates, trains, in turns"
+        yield "loop", "synchronous: generates, then trains"
         return
     bound = args.max_weight_staleness
     if bound is None or args.debug_train_only:
         yield "loop", "generates one rollout ahead of training"
     else:
-        yield "loop", "generates fully asynchronously, beside training and across weight updates"
+        yield "loop", "generates fully asynchronously, during training and across weight updates"
         yield (
             "staleness",
-            f"no token is trained whose weights are more than {bound} rollouts older than those it trains"
-            " (--max-weight-staleness)",
+            f"tokens come from weights at most {bound} rollouts older than those they train (--max-weight-staleness)",
         )
-        yield "in progress", _under_way(plan, bound)
+        yield "in flight", _in_flight(plan, bound)
     if not args.debug_train_only and not args.debug_rollout_only:
-        yield "weight_updates", _weight_updates(args)
+        yield "weight updates", _weight_updates(args)
 
 
-def _under_way(plan: Plan, bound: int) -> str:
-    """Groups that can still be trained in time, and what the servers take at once."""
+def _in_flight(plan: Plan, bound: int) -> str:
+    """The groups that can still be trained within the bound, and the concurrency of the servers."""
     args, size = plan.args, plan.args.n_samples_per_prompt
     groups = (bound + 1) * args.rollout_batch_size
     servers = len(args.rollout_external_engine_addrs or plan.servers)
     return (
-        f"at most {groups * size} samples begun and not yet trained: {bound} + 1 rollouts of"
-        f" {args.rollout_batch_size} prompts x {size}; groups begin while fewer than"
-        f" {servers * args.sglang_server_concurrency} requests run ({servers} x --sglang-server-concurrency"
+        f"at most {groups * size} samples started and not yet trained: {bound} + 1 rollouts of"
+        f" {args.rollout_batch_size} prompts x {size}; groups start while fewer than"
+        f" {servers * args.sglang_server_concurrency} requests are in flight ({servers} x --sglang-server-concurrency"
         f" {args.sglang_server_concurrency})"
     )
 
 
 def _weight_updates(args: Arguments) -> str:
-    """After which rollouts, and what happens to requests that run then."""
+    """The rollouts after which weights are updated, and the effect on requests in flight."""
     interval = args.update_weights_interval
     when = "after every rollout" if interval == 1 else f"after every {interval} rollouts and the last"
-    how = "requests that run continue with the new weights" if args.update_weights_in_flight else "no request runs then"
+    how = (
+        "requests in flight continue with the new weights"
+        if args.update_weights_in_flight
+        else "requests are drained first"
+    )
     return f"{when}; {how}"
+
+
+@dataclasses.dataclass(frozen=True)
+class HookLocation:
+    """`flag` is the flag (or the evaluation set's entry), `function` its dotted path; `line` is None if not found."""
+
+    flag: str
+    function: str
+    file: Path
+    line: int | None
+
+
+def hook_locations(args: Arguments) -> list[HookLocation]:
+    """Every `--...-path` flag that leads to a module, and the hooks of single evaluation sets."""
+    values = vars(args)
+    hook_flags: list[tuple[str, str | None]] = []
+    for spec in all_flag_specs():
+        value = values[spec.dest]
+        if _may_name_code(spec, value):
+            hook_flags += [(spec.name, path) for path in (value if spec.many else [value])]
+    for dataset in args.eval_datasets:
+        if dataset.custom_rm_path != args.custom_rm_path:
+            hook_flags.append((f"eval set {dataset.name}: custom_rm_path", dataset.custom_rm_path))
+        if dataset.custom_generate_function_path != args.custom_generate_function_path:
+            path = dataset.custom_generate_function_path
+            hook_flags.append((f"eval set {dataset.name}: custom_generate_function_path", path))
+    if args.spec is not None:
+        hook_flags.append(("--spec", ".".join(args.spec)))
+    places = [_place(flag, own_path(path)) for flag, path in hook_flags if path]
+    return [place for place in places if place is not None]
+
+
+def _may_name_code(spec: FlagSpec, value: Any) -> bool:
+    """Also false for the default of a flag that is unsupported: nothing of that name is called."""
+    unused = spec.not_served is not None and value == spec.default
+    return spec.value_type is str and spec.dest.endswith("_path") and not unused
+
+
+def _place(flag: str, path: str) -> HookLocation | None:
+    """None if the value is no dotted path of a module, but for example a file."""
+    module, _, name = path.rpartition(".")
+    file = _source(module) if module and all(part.isidentifier() for part in path.split(".")) else None
+    if file is None:
+        return None
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name == name:
+            return HookLocation(flag, path, file, node.lineno)
+        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in node.targets):
+            return HookLocation(flag, path, file, node.lineno)
+    return HookLocation(flag, path, file, None)
+
+
+def _source(module: str) -> Path | None:
+    """The file of a module; each package on the way is looked up by its folder, so that none is imported."""
+    folders = [*sys.path, str(Path.cwd())]
+    spec = None
+    for part in current_path(module).split("."):
+        spec = importlib.machinery.PathFinder.find_spec(part, folders)
+        if spec is None:
+            return None
+        folders = list(spec.submodule_search_locations or [])
+    return Path(spec.origin) if spec is not None and spec.origin and spec.origin.endswith(".py") else None

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from slimrl.arguments.dry_run.memory import StageMemory
 from slimrl.arguments.dry_run.plan import Plan, loop_rows, option_words
 from slimrl.arguments.layout import dense_axes, expert_axes, rank_lists
+from slimrl.arguments.memory.training import StageMemory
 from slimrl.processes.process_info import gib
 
 # groups are listed rank by rank up to this world size; beyond it the first group of each kind is shown
@@ -18,7 +18,7 @@ def render(plan: Plan) -> str:
     """The whole text."""
     sections = (
         ("What runs", _run(plan)),
-        ("GpuBundles", _gpus(plan)),
+        ("GPUs", _gpus(plan)),
         ("Parallel groups of training", _groups(plan)),
         ("One rollout", _batches(plan)),
         ("Model", _model(plan)),
@@ -60,10 +60,10 @@ def _run(plan: Plan) -> Iterator[str]:
         data = args.prompt_data or args.data_source_path
         data = data if isinstance(data, str) else " ".join(data)
         length = f"{args.num_epoch} passes over {data}, in rollouts of {args.rollout_batch_size} prompts"
-    elif args.only_evaluates:
-        length = "one evaluation: --num-rollout 0 trains nothing"
+    elif args.eval_only:
+        length = "one evaluation, no training (--num-rollout 0)"
     elif first >= args.num_rollout:
-        length = f"nothing is left to do: the next rollout is {first} and --num-rollout is {args.num_rollout}"
+        length = f"no rollout is left: the next is {first} and --num-rollout is {args.num_rollout}"
     else:
         length = f"rollouts {first} to {args.num_rollout - 1} ({args.num_rollout - first})"
     yield from table([("length", length), *loop_rows(plan), ("folder", args.run_dir)])
@@ -92,10 +92,10 @@ def _gpus(plan: Plan) -> Iterator[str]:
 def _turns(plan: Plan) -> str:
     parked, released = plan.args.offload_train, plan.args.offload_rollout
     if parked and released:
-        return "each side out of the way while the other works"
+        return "each side offloaded while the other works"
     if parked:
-        return "training out of the way while engines generate"
-    return "engines out of the way while training works" if released else "side by side"
+        return "training offloaded while engines generate"
+    return "engines offloaded while training runs" if released else "nothing offloaded"
 
 
 def _where(plan: Plan, positions: range) -> str:
@@ -122,12 +122,12 @@ def _groups(plan: Plan) -> Iterator[str]:
         return
     groups = plan.groups
     meanings = {
-        "TP": "share each layer's matrices",
-        "CP": "share each sample's tokens",
+        "TP": "shard each layer's matrices",
+        "CP": "shard each sample's tokens",
         "DP": "copies of the model, each with its own samples",
-        "PP": "stages, one after the other",
-        "expert TP": "share each expert's matrices",
-        "EP": "share the experts of a layer",
+        "PP": "consecutive stages",
+        "expert TP": "shard each expert's matrices",
+        "EP": "distribute the experts of a layer",
         "expert DP": "copies of the same experts",
     }
     axes = [(dense_axes(groups), name) for name, _ in dense_axes(groups)]
@@ -152,7 +152,7 @@ def _ranks(lists: list[list[int]], world: int) -> str:
 
 def _batches(plan: Plan) -> Iterator[str]:
     args, one = plan.args, plan.batches
-    if args.only_evaluates:
+    if args.eval_only:
         return
     rows: list[tuple[object, ...]] = [
         ("prompts", one.prompts, "--rollout-batch-size"),
@@ -241,9 +241,9 @@ def _checkpoints(plan: Plan) -> Iterator[str]:
     if start.reference is not None:
         rows.append(("reference", "--ref-load", f"{start.reference.folder} ({start.reference.name})"))
     if args.load is not None and start.flag != "--load":
-        rows.append(("resume from", "--load", f"{args.load} holds no checkpoint yet: a fresh start"))
-    if args.only_evaluates:
-        rows.append(("start", "", "the weights are evaluated; no optimizer's state is read, and nothing is saved"))
+        rows.append(("resume from", "--load", f"{args.load} has no checkpoint yet: a fresh start"))
+    if args.eval_only:
+        rows.append(("start", "", "evaluation only; no optimizer state is read, and nothing is saved"))
         yield from table(rows)
         return
     state = f"continues with rollout {start.first_rollout}, with the optimizer's state"
@@ -273,7 +273,7 @@ def _kept(plan: Plan) -> str:
 
 def _hooks(plan: Plan) -> Iterator[str]:
     rows = [
-        (hook.door, hook.function, f"{hook.file}:{hook.line}" if hook.line else f"{hook.file} has no such name")
+        (hook.flag, hook.function, f"{hook.file}:{hook.line}" if hook.line else f"{hook.file} has no such name")
         for hook in plan.hooks
     ]
     if rows:
@@ -346,7 +346,7 @@ def _stage_rows(stages: Sequence[StageMemory]) -> Iterator[tuple[str, list[int]]
 
 
 def _host_reason(plan: Plan) -> str:
-    reasons = ["the reference model"] if plan.args.use_reference and not plan.args.only_evaluates else []
+    reasons = ["the reference model"] if plan.args.use_reference and not plan.args.eval_only else []
     return " and ".join(reasons + (["optimizer state and gradients"] if plan.args.optimizer_cpu_offload else []))
 
 

@@ -17,8 +17,7 @@ class EngineArguments:
     sglang_server_concurrency: int = flag(512, "requests in flight per engine (count)", at_least=1)
     sglang_router_ip: str | None = flag(
         None,
-        "host of a running router to use, which sends requests to no other servers; with --sglang-router-port (slimrl"
-        " starts its own)",
+        "host of a running router without other servers; needs --sglang-router-port (slimrl starts its own router)",
     )
     sglang_router_port: int | None = flag(
         None,
@@ -28,23 +27,23 @@ class EngineArguments:
     )
     prefill_num_servers: int | None = flag(
         None,
-        "engines that only read prompts, while the others write (count)",
-        not_served="every engine does both; give --rollout-num-gpus",
+        "prefill engines; the others decode (count)",
+        not_served="every engine does prefill and decode; use --rollout-num-gpus",
     )
     sglang_config: str | None = flag(
         None,
         "YAML file that describes groups of engines",
-        not_served="all engines are alike; give --rollout-num-gpus and --rollout-num-gpus-per-engine",
+        not_served="all engines are identical; use --rollout-num-gpus and --rollout-num-gpus-per-engine",
     )
-    sglang_router_request_timeout_secs: int = flag(14400, "longest time one request may take (seconds)", at_least=1)
+    sglang_router_request_timeout_secs: int = flag(14400, "timeout of one request (seconds)", at_least=1)
     use_fault_tolerance: bool = flag(
-        False, "probe servers and router, and replace those that die or hang, while the run continues"
+        False, "probe servers and router, and replace dead or hung ones while the run continues"
     )
     rollout_health_check_interval: float = flag(
         30.0, "--use-fault-tolerance: time between two health probes (seconds)", above=0
     )
     rollout_health_check_timeout: float = flag(
-        30.0, "how long a server may answer no probe, or make no progress, before it counts as lost (seconds)", above=0
+        30.0, "time without an answer to a probe, or without progress, after which a server is lost (seconds)", above=0
     )
     rollout_health_check_first_wait: float = flag(
         0.0, "time before the first probe of a generation (seconds)", at_least=0
@@ -55,20 +54,18 @@ class EngineArguments:
 class WeightUpdateArguments:
     """Weight updates."""
 
-    update_weights_interval: int = flag(
-        1, "train_async.py: update weights after every that many rollouts (count)", at_least=1
-    )
+    update_weights_interval: int = flag(1, "train_async.py: update weights after every N rollouts (count)", at_least=1)
     max_weight_staleness: int | None = flag(
         None,
-        "train_async.py: generate fully asynchronously, beside training and across weight updates, and train on no"
-        " token that was sampled with weights more than that many rollouts older than those it trains (rollouts;"
-        " one-step off-policy)",
+        "train_async.py: generate fully asynchronously, during training and across weight updates; maximum staleness"
+        " of a token, the rollouts between the weights that sampled it and those that it trains (rollouts; one-step"
+        " off-policy)",
         at_least=0,
     )
     update_weights_in_flight: bool | None = flag(
         None,
-        "train_async.py: update weights under running requests, which continue with the new ones; without, generation"
-        " is drained first (on with --max-weight-staleness)",
+        "train_async.py: update weights with requests in flight, which continue with the new weights; without it,"
+        " generation is drained first (on with --max-weight-staleness)",
         off=("--no-update-weights-in-flight",),
     )
     update_weight_buffer_size: int = flag(512 * 1024**2, "size of one bucket of weights in flight (bytes)", at_least=1)
@@ -78,38 +75,41 @@ class WeightUpdateArguments:
         choices=("nccl", "disk"),
     )
     update_weight_disk_dir: str | None = flag(
-        None, "folder for --update-weight-transport disk, seen by training and engines (path)"
+        None, "folder for --update-weight-transport disk, shared by training and engines (path)"
     )
     update_weight_mode: str = flag(
         "full",
-        "what is sent: every weight, or what changed",
+        "send all weights, or only changes",
         choices=("full", "delta"),
-        not_served="every weight is sent; leave it out",
+        not_served="every update sends all weights; leave it out",
     )
     update_weight_disk_keep_files: bool = flag(
         False,
         "keep the files of --update-weight-transport disk",
-        not_served="files go once every engine has read them; use --save to keep weights",
+        not_served="files are removed once every engine has read them; use --save to keep weights",
     )
     update_weight_delta_encoding: str = flag(
-        "xor", "form of changes", choices=("xor", "overwrite"), not_served="every weight is sent; leave it out"
+        "xor",
+        "encoding of changes",
+        choices=("xor", "overwrite"),
+        not_served="every update sends all weights; leave it out",
     )
     update_weight_delta_checksum: str = flag(
         "xxh3-128",
         "checksum of changes",
         choices=("xxh3-128", "blake3", "adler32"),
-        not_served="every weight is sent; use --check-weight-update-equal to compare",
+        not_served="every update sends all weights; use --check-weight-update-equal to compare",
     )
     update_weight_local_checkpoint_dir: str | None = flag(
-        None, "copy of the model on each engine's machine", not_served="every weight is sent; leave it out"
+        None, "copy of the model on each engine's machine", not_served="every update sends all weights; leave it out"
     )
     custom_update_weight_post_write_path: str | None = flag(
         None,
-        "function that runs on every training rank once weight files are written, with --update-weight-transport disk"
+        "function that every training rank calls once weight files are written, with --update-weight-transport disk"
         " (dotted import path)",
     )
     check_weight_update_equal: bool = flag(
         False,
-        "after the first weight update compare every engine's weights with the trained ones, and stop where they"
+        "after the first weight update compare every engine's weights with the trainer's, and end the run if they"
         " differ",
     )

@@ -1,6 +1,6 @@
-"""Flags of fused kernels, overlapped communication and CUDA graphs. None of them changes what is computed.
+"""Flags of fused kernels, overlapped communication and CUDA graphs. None of them changes the computation.
 
-Where a kernel's package is missing, megatron-core's plain way is taken and a log line says so.
+If a kernel's package is missing, megatron-core's unfused implementation runs and a log line says so.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import dataclasses
 
 from slimrl.arguments.flag import flag
 
-_GRAPHS = "CUDA graphs want inputs of one size and packed batches vary; leave it out"
-_INFERENCE = "generation is done by SGLang; leave it out"
-_TP_OVERLAP = "its buffers are made by Megatron-LM's own start-up, which is not used here; leave it out"
+_GRAPHS = "CUDA graphs need inputs of one size, and packed batches vary; leave it out"
+_INFERENCE = "SGLang generates; leave it out"
+_TP_OVERLAP = "Megatron-LM's start-up code creates its buffers, and slimrl does not use that code; leave it out"
 _OF_TP_OVERLAP = "it belongs to --tp-comm-overlap; leave it out"
 
 
@@ -21,9 +21,9 @@ class KernelArguments:
 
     transformer_impl: str | None = flag(
         None,
-        "layer implementation (transformer_engine where it is installed, else local)",
+        "layer implementation (transformer_engine if it is installed, else local)",
         choices=("local", "transformer_engine", "inference_optimized"),
-        not_served="it is for generation, which is done by SGLang; leave it out",
+        not_served="it is for generation, and SGLang generates; leave it out",
         served=("local", "transformer_engine"),
     )
     attention_backend: str = flag(
@@ -44,12 +44,12 @@ class KernelArguments:
     apply_rope_fusion: bool = flag(True, "do not use the fused rotary kernel", negated=True, off=("--no-rope-fusion",))
     fused_single_qkv_rope: bool = flag(False, "one rotary kernel for queries, keys and values together")
     persist_layer_norm: bool = flag(
-        True, "do not use the fused norm that stays on the GPU", negated=True, off=("--no-persist-layer-norm",)
+        True, "do not use the persistent fused norm", negated=True, off=("--no-persist-layer-norm",)
     )
     memory_efficient_layer_norm: bool = flag(False, "norms that recompute their input in the backward pass")
     gradient_accumulation_fusion: bool = flag(
         True,
-        "do not add weight gradients inside the matrix product kernel",
+        "do not accumulate weight gradients inside the matrix product kernel",
         negated=True,
         off=("--no-gradient-accumulation-fusion",),
     )
@@ -58,7 +58,7 @@ class KernelArguments:
     cross_entropy_loss_fusion: bool = flag(
         False,
         "Megatron's fused cross entropy",
-        not_served="log-probabilities and entropy have a kernel of their own here; leave it out",
+        not_served="slimrl has its own kernel for log-probabilities and entropy; leave it out",
     )
     cross_entropy_fusion_impl: str = flag(
         "native",
@@ -68,20 +68,20 @@ class KernelArguments:
     )
     deterministic_mode: bool = flag(
         False,
-        "every rank's kernels and collectives give the same bits each time, and an operation that cannot ends the run;"
-        " slower on GPUs",
+        "use deterministic kernels and collectives on every rank; an operation without one ends the run; slower on"
+        " GPUs",
     )
     batch_invariant_mode: bool = flag(
         False,
         "kernels whose result for a row does not depend on the rest of the batch",
-        not_served="kernels here are not fixed that far; use --sglang-enable-deterministic-inference for the engines",
+        not_served="training kernels are not batch-invariant; use --sglang-enable-deterministic-inference for engines",
     )
     async_tensor_model_parallel_allreduce: bool = flag(
         True,
         "wait for the input gradient's reduction before the weight gradient",
         negated=True,
         off=("--no-async-tensor-model-parallel-allreduce",),
-        not_served="megatron-core overlaps the two always; leave it out",
+        not_served="megatron-core always overlaps the two; leave it out",
     )
     tp_comm_overlap: bool = flag(
         False, "overlap tensor parallel communication with matrix products", not_served=_TP_OVERLAP
@@ -118,11 +118,15 @@ class KernelArguments:
         False, "overlap the reduce-scatter of the input gradient", not_served=_OF_TP_OVERLAP
     )
     tp_comm_split_ag: bool = flag(
-        True, "all-gather in one piece", negated=True, off=("--disable-tp-comm-split-ag",), not_served=_OF_TP_OVERLAP
+        True,
+        "do not split the all-gather",
+        negated=True,
+        off=("--disable-tp-comm-split-ag",),
+        not_served=_OF_TP_OVERLAP,
     )
     tp_comm_split_rs: bool = flag(
         True,
-        "reduce-scatter in one piece",
+        "do not split the reduce-scatter",
         negated=True,
         off=("--disable-tp-comm-split-rs",),
         not_served=_OF_TP_OVERLAP,
@@ -136,7 +140,7 @@ class KernelArguments:
         False, "no overlap in the first feed-forward projection", not_served=_OF_TP_OVERLAP
     )
     tp_comm_bootstrap_backend: str = flag(
-        "nccl", "backend that sets the overlap up", choices=("nccl", "mpi", "gloo"), not_served=_OF_TP_OVERLAP
+        "nccl", "backend that bootstraps the overlap", choices=("nccl", "mpi", "gloo"), not_served=_OF_TP_OVERLAP
     )
     symmetric_ar_type: str | None = flag(
         None,
@@ -146,51 +150,51 @@ class KernelArguments:
     )
     overlap_p2p_comm: bool = flag(
         True,
-        "do not overlap the exchange between virtual pipeline stages with computing",
+        "do not overlap the exchange between virtual pipeline stages with computation",
         negated=True,
         off=("--no-overlap-p2p-communication",),
     )
     overlap_p2p_comm_warmup_flush: bool = flag(
-        False, "overlap it in the warm-up and flush too", spellings=("--overlap-p2p-communication-warmup-flush",)
+        False, "also overlap the exchange in warm-up and flush", spellings=("--overlap-p2p-communication-warmup-flush",)
     )
     batch_p2p_sync: bool = flag(
         True, "do not synchronise after a batched exchange", negated=True, off=("--no-batch-p2p-sync",)
     )
     use_ring_exchange_p2p: bool = flag(
-        False, "a ring exchange between stages", not_served="it needs a torch of NVIDIA's own; leave it out"
+        False, "ring exchange between stages", not_served="it needs NVIDIA's build of torch; leave it out"
     )
     pipeline_model_parallel_comm_backend: str | None = flag(
         None,
-        "backend between pipeline stages (the process group's own)",
+        "backend between pipeline stages (that of the process group)",
         choices=("nccl", "ucc"),
-        not_served="stages talk through the training processes' one backend; leave it out",
+        not_served="stages use the backend of the training processes; leave it out",
     )
     deallocate_pipeline_outputs: bool = flag(
         True,
-        "keep a stage's output in memory after it was sent",
+        "keep a stage's output in memory after sending it",
         negated=True,
         off=("--no-deallocate-pipeline-outputs",),
     )
     defer_embedding_wgrad_compute: bool = flag(
         False,
         "compute the output layer's weight gradient while the pipeline drains",
-        not_served="the output layer belongs to the log-probability kernel here; leave it out",
+        not_served="slimrl's log-probability kernel computes the output layer; leave it out",
     )
     wgrad_deferral_limit: int = flag(
-        0, "micro-batches it is put off for", not_served="it belongs to --defer-embedding-wgrad-compute; leave it out"
+        0, "micro-batches of deferral", not_served="it belongs to --defer-embedding-wgrad-compute; leave it out"
     )
     barrier_with_L1_time: bool = flag(
         True,
         "do not wait for all GPUs at each outermost timer",
         negated=True,
         off=("--no-barrier-with-level-1-timing",),
-        not_served="megatron-core's timers are not used here; leave it out",
+        not_served="slimrl does not use megatron-core's timers; leave it out",
     )
     use_te_rng_tracker: bool = flag(
         False,
         "Transformer Engine's random number states",
         spellings=("--te-rng-tracker",),
-        not_served="it is needed by CUDA graphs only; leave it out",
+        not_served="only CUDA graphs need it; leave it out",
     )
     inference_rng_tracker: bool = flag(False, "random number states for generation", not_served=_INFERENCE)
     inference_sampling_seed: int = flag(42, "seed of Megatron's generation", not_served=_INFERENCE)
@@ -200,17 +204,17 @@ class KernelArguments:
     mlp_chunks_for_prefill: int = flag(1, "pieces of the feed-forward block in prefill", not_served=_INFERENCE)
     clone_scatter_output_in_embedding: bool = flag(
         True,
-        "keep the whole embedding output alive instead of copying the local part",
+        "keep the whole embedding output in memory instead of copying the local part",
         negated=True,
         off=("--no-clone-scatter-output-in-embedding",),
     )
     disable_parameter_transpose_cache: bool = flag(False, "do not keep transposed weights")
     enable_cuda_graph: bool = flag(False, "run layers as CUDA graphs", not_served=_GRAPHS)
-    external_cuda_graph: bool = flag(False, "CUDA graphs made outside of layers", not_served=_GRAPHS)
+    external_cuda_graph: bool = flag(False, "capture CUDA graphs outside of layers", not_served=_GRAPHS)
     cuda_graph_impl: str = flag(
-        "none", "who makes CUDA graphs", choices=("none", "local", "transformer_engine"), not_served=_GRAPHS
+        "none", "implementation of CUDA graphs", choices=("none", "local", "transformer_engine"), not_served=_GRAPHS
     )
-    cuda_graph_scope: str = flag("full", "what a CUDA graph covers", not_served=_GRAPHS)
+    cuda_graph_scope: str = flag("full", "part of a layer in a CUDA graph", not_served=_GRAPHS)
     cuda_graph_use_single_mempool: bool = flag(False, "one memory pool for all CUDA graphs", not_served=_GRAPHS)
     cuda_graph_retain_backward_graph: bool = flag(False, "keep the backward graph while capturing", not_served=_GRAPHS)
     cuda_graph_warmup_steps: int = flag(3, "steps before graphs are captured (count)", not_served=_GRAPHS)

@@ -1,4 +1,4 @@
-"""Flags of the optimizer and its learning rate schedule, and of training state that is offloaded to host memory.
+"""Flags of the optimizer, its learning rate schedule, and offloading of training state to host memory.
 
 Every schedule counts optimizer steps.
 """
@@ -9,7 +9,7 @@ import dataclasses
 
 from slimrl.arguments.flag import flag
 
-_MUON = "Muon is not served in this version; use --optimizer adam"
+_MUON = "Muon is unsupported; use --optimizer adam"
 
 
 @dataclasses.dataclass
@@ -18,14 +18,14 @@ class OptimizerArguments:
 
     optimizer: str = flag(
         "adam",
-        "optimizer (adam decouples its weight decay: AdamW)",
+        "optimizer (adam with decoupled weight decay: AdamW)",
         choices=("adam", "sgd", "muon", "dist_muon"),
-        not_served="state of other optimizers is not saved and resumed here; use --optimizer adam",
+        not_served="slimrl cannot save and resume the state of other optimizers; use --optimizer adam",
     )
     lr: float = flag(1e-6, "learning rate after warm-up", at_least=0)
     min_lr: float = flag(0.0, "learning rate at the end of the decay", at_least=0)
     decoupled_lr: float | None = flag(None, "learning rate of the embedding and the output layer (--lr)", at_least=0)
-    decoupled_min_lr: float | None = flag(None, "its end of the decay (--min-lr)", at_least=0)
+    decoupled_min_lr: float | None = flag(None, "final value of --decoupled-lr (--min-lr)", at_least=0)
     lr_decay_style: str = flag(
         "linear", "shape of the decay", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD")
     )
@@ -34,7 +34,7 @@ class OptimizerArguments:
     )
     lr_warmup_iters: int = flag(0, "optimizer steps of linear warm-up (count)", at_least=0)
     lr_warmup_fraction: float | None = flag(
-        None, "warm-up as a part of --lr-decay-iters (fraction); instead of --lr-warmup-iters", at_least=0, at_most=1
+        None, "warm-up as a fraction of --lr-decay-iters; instead of --lr-warmup-iters", at_least=0, at_most=1
     )
     lr_warmup_init: float = flag(0.0, "learning rate at the start of the warm-up", at_least=0)
     lr_wsd_decay_iters: int | None = flag(
@@ -47,9 +47,9 @@ class OptimizerArguments:
     start_weight_decay: float | None = flag(None, "weight decay at the start (--weight-decay)", at_least=0)
     end_weight_decay: float | None = flag(None, "weight decay at the end (--weight-decay)", at_least=0)
     weight_decay_incr_style: str = flag(
-        "constant", "shape of the way between the two", choices=("constant", "linear", "cosine")
+        "constant", "shape of the change between the two", choices=("constant", "linear", "cosine")
     )
-    apply_wd_to_qk_layernorm: bool = flag(False, "weight decay on query and key norms too")
+    apply_wd_to_qk_layernorm: bool = flag(False, "apply weight decay to query and key norms too")
     decoupled_weight_decay: bool = flag(
         True,
         "add the weight decay to the gradient (Adam with L2 instead of AdamW)",
@@ -65,7 +65,7 @@ class OptimizerArguments:
     muon_momentum: float = flag(0.95, "Muon: momentum", not_served=_MUON)
     muon_split_qkv: bool = flag(
         True,
-        "Muon: queries, keys and values as one matrix",
+        "Muon: treat queries, keys and values as one matrix",
         negated=True,
         off=("--muon-no-split-qkv",),
         not_served=_MUON,
@@ -83,14 +83,14 @@ class OptimizerArguments:
     muon_num_ns_steps: int = flag(5, "Muon: Newton-Schulz steps (count)", not_served=_MUON)
     muon_tp_mode: str = flag(
         "blockwise",
-        "Muon: matrices shared by tensor parallel GPUs",
+        "Muon: matrices sharded over tensor parallel GPUs",
         choices=("blockwise", "duplicated", "distributed"),
         not_served=_MUON,
     )
-    muon_extra_scale_factor: float = flag(1.0, "Muon: further factor of the update", not_served=_MUON)
-    clip_grad: float = flag(1.0, "largest norm of the whole gradient (0: no clipping)", at_least=0)
+    muon_extra_scale_factor: float = flag(1.0, "Muon: additional factor of the update", not_served=_MUON)
+    clip_grad: float = flag(1.0, "maximum norm of the whole gradient (0: no clipping)", at_least=0)
     log_num_zeros_in_grad: bool = flag(
-        False, "log the number of zeros in the gradient", not_served="it is not logged in this version; leave it out"
+        False, "log the number of zeros in the gradient", not_served="it is not logged; leave it out"
     )
     check_for_nan_in_loss_and_grad: bool = flag(
         True,
@@ -98,72 +98,74 @@ class OptimizerArguments:
         negated=True,
         off=("--no-check-for-nan-in-loss-and-grad",),
     )
-    max_skipped_steps: int = flag(
-        10, "steps in a row that may not be finite before a run that skips them ends (count)", at_least=1
-    )
+    max_skipped_steps: int = flag(10, "consecutive skipped steps after which the run ends (count)", at_least=1)
     use_precision_aware_optimizer: bool = flag(
-        False, "Transformer Engine's Adam, whose state may be kept in fewer bits"
+        False, "Transformer Engine's Adam, which can keep its state in fewer bits"
     )
     store_param_remainders: bool = flag(
         True,
-        "keep whole fp32 weights beside bf16 ones instead of the missing bits",
+        "keep full fp32 copies of bf16 weights instead of only the missing bits",
         negated=True,
         off=("--no-store-param-remainders",),
     )
-    main_grads_dtype: str = flag("fp32", "gradients of the precision aware optimizer", choices=("fp32", "bf16"))
-    main_params_dtype: str = flag("fp32", "its master weights", choices=("fp32", "fp16"))
-    exp_avg_dtype: str = flag("fp32", "its first moment", choices=("fp32", "fp16", "bf16", "fp8"))
-    exp_avg_sq_dtype: str = flag("fp32", "its second moment", choices=("fp32", "fp16", "bf16", "fp8"))
+    main_grads_dtype: str = flag(
+        "fp32", "dtype of gradients in the precision-aware optimizer", choices=("fp32", "bf16")
+    )
+    main_params_dtype: str = flag("fp32", "dtype of its master weights", choices=("fp32", "fp16"))
+    exp_avg_dtype: str = flag("fp32", "dtype of its first moment", choices=("fp32", "fp16", "bf16", "fp8"))
+    exp_avg_sq_dtype: str = flag("fp32", "dtype of its second moment", choices=("fp32", "fp16", "bf16", "fp8"))
     use_stateless_adam: bool = flag(
-        False, "Adam without moments", not_served="moments are kept in this version; leave it out"
+        False, "Adam without moments", not_served="Adam always keeps its moments; leave it out"
     )
     reset_optimizer_states: bool = flag(
-        False, "forget Adam's moments before each rollout", not_served="moments are kept in this version; leave it out"
+        False, "reset Adam's moments before each rollout", not_served="Adam always keeps its moments; leave it out"
     )
     use_checkpoint_opt_param_scheduler: bool = flag(
         False,
-        "take the schedule from the checkpoint",
+        "load the schedule from the checkpoint",
         spellings=("--use-checkpoint-opt_param-scheduler",),
-        not_served="the flags of the run decide the schedule and the checkpoint its step; give the same flags",
+        not_served="flags set the schedule, and the checkpoint its step; use the flags of the earlier run",
     )
     override_opt_param_scheduler: bool = flag(
-        False, "take the schedule from the flags (always so)", spellings=("--override-opt_param-scheduler",)
+        False, "take the schedule from the flags (always on)", spellings=("--override-opt_param-scheduler",)
     )
-    seed: int = flag(1234, "seed of weights, dropout and everything else drawn while training", at_least=0)
+    seed: int = flag(1234, "seed of weights, dropout and all other random numbers of training", at_least=0)
 
 
-_LAYERS = "parking whole layers is not served; use --recompute-granularity full or --optimizer-cpu-offload"
-_FINE = "parking single modules is not served; use --recompute-granularity selective with --recompute-modules"
+_LAYERS = "offloading whole layers is unsupported; use --recompute-granularity full or --optimizer-cpu-offload"
+_FINE = "offloading single modules is unsupported; use --recompute-granularity selective with --recompute-modules"
 
 
 @dataclasses.dataclass
 class OffloadArguments:
-    """Host memory instead of device memory."""
+    """Offloading to host memory."""
 
-    optimizer_cpu_offload: bool = flag(False, "keep the optimizer's state in host memory and step there")
+    optimizer_cpu_offload: bool = flag(False, "keep optimizer state in host memory and run the optimizer step there")
     optimizer_offload_fraction: float = flag(
-        1.0, "part of the optimizer's state that --optimizer-cpu-offload keeps there", at_least=0, at_most=1
+        1.0, "fraction of the optimizer state that --optimizer-cpu-offload keeps there", at_least=0, at_most=1
     )
     use_torch_optimizer_for_cpu_offload: bool = flag(
         False,
-        "torch's own Adam on the device too",
-        not_served="the state in host memory has torch's Adam in any case, and megatron-core 0.16.1 reads this for no"
-        " other; leave it out",
+        "torch's Adam on the device too",
+        not_served="the state in host memory always uses torch's Adam, and megatron-core 0.16.1 ignores this flag for"
+        " Adam; leave it out",
     )
-    overlap_cpu_optimizer_d2h_h2d: bool = flag(False, "copy gradients and weights while the host steps")
+    overlap_cpu_optimizer_d2h_h2d: bool = flag(
+        False, "overlap copies of gradients and weights with the optimizer step on the host"
+    )
     pin_cpu_grads: bool = flag(
         True, "do not pin the host's copy of gradients", negated=True, off=("--no-pin-cpu-grads",)
     )
     pin_cpu_params: bool = flag(
         True, "do not pin the host's copy of weights", negated=True, off=("--no-pin-cpu-params",)
     )
-    cpu_offloading: bool = flag(False, "park layers' activations in host memory", not_served=_LAYERS)
-    cpu_offloading_num_layers: int = flag(0, "layers that are parked (count)", not_served=_LAYERS)
+    cpu_offloading: bool = flag(False, "offload layers' activations to host memory", not_served=_LAYERS)
+    cpu_offloading_num_layers: int = flag(0, "offloaded layers (count)", not_served=_LAYERS)
     cpu_offloading_activations: bool = flag(
-        True, "do not park activations", negated=True, off=("--no-cpu-offloading-activations",), not_served=_LAYERS
+        True, "do not offload activations", negated=True, off=("--no-cpu-offloading-activations",), not_served=_LAYERS
     )
-    cpu_offloading_weights: bool = flag(False, "park weights too", not_served=_LAYERS)
-    cpu_offloading_double_buffering: bool = flag(False, "two buffers for parked layers", not_served=_LAYERS)
-    fine_grained_activation_offloading: bool = flag(False, "park activations of single modules", not_served=_FINE)
-    offload_modules: list[str] = flag([], "which modules that is", nargs="*", not_served=_FINE)
-    min_offloaded_tensor_size: int = flag(1024**2, "smallest tensor that is parked (elements)", not_served=_FINE)
+    cpu_offloading_weights: bool = flag(False, "offload weights too", not_served=_LAYERS)
+    cpu_offloading_double_buffering: bool = flag(False, "two buffers for offloaded layers", not_served=_LAYERS)
+    fine_grained_activation_offloading: bool = flag(False, "offload activations of single modules", not_served=_FINE)
+    offload_modules: list[str] = flag([], "modules to offload", nargs="*", not_served=_FINE)
+    min_offloaded_tensor_size: int = flag(1024**2, "smallest offloaded tensor (elements)", not_served=_FINE)

@@ -1,4 +1,4 @@
-"""Rules about the learning algorithm, precision, the learning rate schedule, and which weights are trained."""
+"""Rules about the algorithm: estimator, clipping, KL, off-policy corrections, trained weights."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ from collections.abc import Iterator
 
 from slimrl.algorithms.estimators import ESTIMATORS, Objective, Returns
 from slimrl.arguments.flag import Problem
-from slimrl.arguments.flags.rollout import DEFAULT_ROLLOUT_FUNCTION
 from slimrl.arguments.namespace import Arguments
 from slimrl.arguments.validation.rule import Context
 
 
 def kl_is_counted_once(args: Arguments, context: Context) -> Iterator[Problem]:
-    """The penalty in the advantage and the loss exclude each other; the loss's weight needs the loss."""
+    """The KL penalty and the KL loss exclude each other; --kl-loss-coef needs --use-kl-loss."""
     if args.kl_coef != 0 and args.kl_loss_coef != 0:
         yield Problem(
             "--kl-coef",
@@ -22,40 +21,9 @@ def kl_is_counted_once(args: Arguments, context: Context) -> Iterator[Problem]:
     if args.kl_loss_coef != 0 and not args.use_kl_loss:
         yield Problem(
             "--kl-loss-coef",
-            f"--kl-loss-coef {args.kl_loss_coef:g} weighs a loss that is off: add --use-kl-loss, or leave it out.",
+            f"--kl-loss-coef {args.kl_loss_coef:g} is the weight of a loss that is off: add --use-kl-loss, or leave it"
+            " out.",
         )
-
-
-def groups_can_be_compared(args: Arguments, context: Context) -> Iterator[Problem]:
-    """With one response per prompt, every group-normalised reward is zero."""
-    if args.custom_reward_post_process_path is not None or "n_samples_per_prompt" in context.broken:
-        return
-    if args.custom_advantage_function_path is not None:  # it has the raw rewards too
-        return
-    if args.loss_type == "sft_loss" or args.only_evaluates or args.debug_rollout_only:
-        return
-    estimator = ESTIMATORS.get(args.advantage_estimator)
-    if estimator is None or not estimator.compares_a_group or not args.rewards_normalization:
-        return
-    if args.n_samples_per_prompt == 1:
-        yield Problem(
-            "--n-samples-per-prompt",
-            f"--n-samples-per-prompt 1 leaves {args.advantage_estimator} nothing to compare and every advantage would"
-            " be 0: give at least 2, or add --disable-rewards-normalization.",
-        )
-
-
-def reward_is_given(args: Arguments, context: Context) -> Iterator[Problem]:
-    """Something must judge the responses, unless a function of the user's own makes the samples."""
-    own_samples = (
-        args.custom_generate_function_path is not None
-        or args.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION
-        or args.debug_train_only
-    )
-    if own_samples or {"rm_type", "custom_rm_path"} & context.broken:
-        return
-    if args.rm_type is None and args.custom_rm_path is None:
-        yield Problem("--rm-type", "nothing judges the responses: give --rm-type or --custom-rm-path.")
 
 
 def clip_range_is_ordered(args: Arguments, context: Context) -> Iterator[Problem]:
@@ -63,11 +31,11 @@ def clip_range_is_ordered(args: Arguments, context: Context) -> Iterator[Problem
     if args.eps_clip_c is None or args.eps_clip_high is None:
         return
     estimator = ESTIMATORS.get(args.advantage_estimator)
-    if estimator is not None and estimator.objective is Objective.CLIPPED_WEIGHT:
+    if estimator is not None and estimator.objective is Objective.CISPO:
         yield Problem(
             "--eps-clip-c",
             f"--eps-clip-c {args.eps_clip_c:g} bounds a loss that --advantage-estimator {estimator.name} does not have"
-            " (its weights are bounded by --eps-clip-high already): leave it out.",
+            " (--eps-clip-high already bounds its weights): leave it out.",
         )
     elif args.eps_clip_c <= 1 + args.eps_clip_high:
         yield Problem(
@@ -75,48 +43,6 @@ def clip_range_is_ordered(args: Arguments, context: Context) -> Iterator[Problem
             f"--eps-clip-c {args.eps_clip_c:g} is not above 1 + --eps-clip-high = {1 + args.eps_clip_high:g}:"
             " raise it, or leave it out.",
         )
-
-
-def precision_is_single(args: Arguments, context: Context) -> Iterator[Problem]:
-    """bf16 or fp16."""
-    if args.bf16 and args.fp16:
-        yield Problem("--bf16", "--bf16 and --fp16 exclude each other: give one, or neither for fp32.")
-
-
-def schedule_is_complete(args: Arguments, context: Context) -> Iterator[Problem]:
-    """A learning rate schedule that the scheduler can follow."""
-    if args.min_lr > args.lr:
-        yield Problem("--min-lr", f"--min-lr {args.min_lr:g} is above --lr {args.lr:g}: lower it.")
-    if args.lr_warmup_init > args.lr:
-        yield Problem(
-            "--lr-warmup-init", f"--lr-warmup-init {args.lr_warmup_init:g} is above --lr {args.lr:g}: lower it."
-        )
-    if args.lr_warmup_fraction is not None and args.lr_warmup_iters:
-        yield Problem(
-            "--lr-warmup-fraction",
-            f"--lr-warmup-fraction {args.lr_warmup_fraction:g} and --lr-warmup-iters {args.lr_warmup_iters} both set"
-            " the warm-up: give one.",
-        )
-    if args.lr_decay_iters is not None and args.lr_warmup_iters >= args.lr_decay_iters:
-        yield Problem(
-            "--lr-warmup-iters",
-            f"--lr-warmup-iters {args.lr_warmup_iters} is not below --lr-decay-iters {args.lr_decay_iters}: the decay"
-            " begins after the warm-up.",
-        )
-    wsd = args.lr_decay_style == "WSD"
-    if wsd and args.lr_wsd_decay_iters is None and "lr_wsd_decay_iters" not in context.broken:
-        yield Problem(
-            "--lr-wsd-decay-iters",
-            "--lr-decay-style WSD needs --lr-wsd-decay-iters: give the optimizer steps of the decay at the end.",
-        )
-    for name, needed, given in (
-        ("lr_wsd_decay_iters", "--lr-decay-style WSD", wsd),
-        ("lr_wsd_decay_style", "--lr-decay-style WSD", wsd),
-        ("decoupled_min_lr", "--decoupled-lr", args.decoupled_lr is not None),
-    ):
-        if name in context.given and not given:
-            flag = "--" + name.replace("_", "-")
-            yield Problem(flag, f"{flag} {vars(args)[name]} belongs to {needed}: add it, or leave {flag} out.")
 
 
 def estimator_has_what_it_needs(args: Arguments, context: Context) -> Iterator[Problem]:
@@ -132,7 +58,7 @@ def estimator_has_what_it_needs(args: Arguments, context: Context) -> Iterator[P
 
 
 def off_policy_corrections_are_consistent(args: Arguments, context: Context) -> Iterator[Problem]:
-    """Importance weights are bounded in order and not taken twice; bounds without their switch are a slip."""
+    """Importance weights have ordered bounds and are applied once; bounds need their switch."""
     if args.use_tis and args.use_rollout_logprobs:
         yield Problem(
             "--use-tis",
@@ -153,8 +79,41 @@ def off_policy_corrections_are_consistent(args: Arguments, context: Context) -> 
             yield Problem(flag, f"{flag} belongs to {switch}: add it, or leave {flag} out.")
 
 
+def log_prob_passes_have_a_use(args: Arguments, context: Context) -> Iterator[Problem]:
+    """A forced pass belongs to a loss that compares policies; a rarer reference pass to a KL that is only logged."""
+    if args.compute_old_log_probs == "always" and not args.compute_advantages_and_returns:
+        yield Problem(
+            "--compute-old-log-probs",
+            f"--compute-old-log-probs always computes what --loss-type {args.loss_type} without advantages does not"
+            " read: leave it out.",
+        )
+    if "ref_kl_metric_interval" not in context.given:
+        return
+    flag = f"--ref-kl-metric-interval {args.ref_kl_metric_interval}"
+    for name, value in (("--kl-coef", args.kl_coef), ("--kl-loss-coef", args.kl_loss_coef)):
+        if value != 0:
+            yield Problem(
+                "--ref-kl-metric-interval",
+                f"{flag} is not used: {name} {value:g} needs the reference for every rollout. Leave it out.",
+            )
+    if args.kl_coef == 0 and not args.use_kl_loss:
+        yield Problem(
+            "--ref-kl-metric-interval", f"{flag} belongs to --use-kl-loss: add it, or leave the interval out."
+        )
+    for name, path in (
+        ("--custom-loss-function-path", args.custom_loss_function_path),
+        ("--custom-advantage-function-path", args.custom_advantage_function_path),
+        ("--rollout-data-postprocess-path", args.rollout_data_postprocess_path),
+    ):
+        if path is not None and args.ref_kl_metric_interval > 1:
+            yield Problem(
+                "--ref-kl-metric-interval",
+                f"{flag} leaves out log-probabilities that {name} {path} may read: leave the interval out.",
+            )
+
+
 def supervised_training_is_consistent(args: Arguments, context: Context) -> Iterator[Problem]:
-    """Likelihood of given answers: no advantages, no KL, no corrections."""
+    """Supervised training has no advantages, KL or corrections."""
     if args.loss_type != "sft_loss":
         if "compute_advantages_and_returns" in context.given and args.loss_type != "custom_loss":
             yield Problem(
@@ -174,11 +133,11 @@ def supervised_training_is_consistent(args: Arguments, context: Context) -> Iter
         ("--rollout-max-prompt-len", args.rollout_max_prompt_len is not None),
     ):
         if given:
-            yield Problem(flag, f"{flag} is no part of --loss-type sft_loss: leave it out.")
+            yield Problem(flag, f"{flag} has no effect with --loss-type sft_loss: leave it out.")
 
 
 def trained_weights_have_one_list(args: Arguments, context: Context) -> Iterator[Problem]:
-    """One list says it: what is trained, or what is not; an empty list says nothing."""
+    """Only one of the two lists is given, and it is not empty."""
     only, frozen = args.only_train_params_name_list, args.freeze_params_name_list
     for flag, patterns in (("--only-train-params-name-list", only), ("--freeze-params-name-list", frozen)):
         if patterns == []:

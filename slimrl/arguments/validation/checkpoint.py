@@ -1,9 +1,9 @@
 """Rules about torch_dist checkpoints, and about the tokenizer and weights in the folder of --hf-checkpoint.
 
-A checkpoint folder holds `latest_checkpointed_iteration.txt`, which names `release` or an iteration, and the folder
+A checkpoint folder has `latest_checkpointed_iteration.txt`, which names `release` or an iteration, and the folder
 `release` or `iter_<7 digits>` that it names. The path of such an inner folder is accepted too, and so is the folder of
-a Hugging Face model, which gives weights and nothing to resume. A wrong path is not taken for a fresh start, and a
-damaged checkpoint is named before any process starts.
+a Hugging Face model, which has weights but no state to resume. A wrong path is an error and not a fresh start; a
+damaged checkpoint is reported before any process starts.
 """
 
 from __future__ import annotations
@@ -13,25 +13,24 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from slimrl.arguments.checkpoints import REPLACED, damage, folder_name, is_hf_model, placed
+from slimrl.arguments.checkpoints import REPLACED, find_corruption, folder_name, is_hf_model, placed
 from slimrl.arguments.checkpoints import TRACKER_NAME as TRACKER
 from slimrl.arguments.flag import Problem
 from slimrl.arguments.hf_config import disagreements
 from slimrl.arguments.namespace import Arguments
-from slimrl.arguments.validation.paths import absent
-from slimrl.arguments.validation.rule import Context
+from slimrl.arguments.validation.rule import Context, absent
 from slimrl.models.hf_folder import read_tokenizer_files, weights_fault
 
-_COMPLETE = "metadata.json"  # is in every complete iteration's folder
+_COMPLETE = "metadata.json"  # exists in the folder of every complete iteration
 _ITERATION = re.compile(r"iter_(\d{7})|release")
 _ROLLOUT = "{rollout_id}"
 
 
 def weights_have_a_source(args: Arguments, context: Context) -> Iterator[Problem]:
-    """--load, or for a fresh start --ref-load; a KL needs --ref-load in any case."""
+    """Weights come from --load, or for a fresh start from --ref-load; a KL always needs --ref-load."""
     if args.debug_rollout_only or "ref_load" in context.broken:
         return
-    if args.ref_load is None and args.use_reference and not args.only_evaluates:
+    if args.ref_load is None and args.use_reference and not args.eval_only:
         cause = f"--kl-coef {args.kl_coef:g}" if args.kl_coef != 0 else "--use-kl-loss"
         yield Problem(
             "--ref-load", f"{cause} compares with a reference model and --ref-load is missing: give its checkpoint."
@@ -42,12 +41,12 @@ def weights_have_a_source(args: Arguments, context: Context) -> Iterator[Problem
         yield Problem("--ref-load", "there are no weights to start from: give --ref-load (or --load to resume).")
     elif _is_fresh(Path(args.load)):
         yield Problem(
-            "--load", f"--load {args.load} holds no checkpoint yet and --ref-load is missing: give the first weights."
+            "--load", f"--load {args.load} has no checkpoint yet and --ref-load is missing: give the initial weights."
         )
 
 
 def ref_load_is_a_checkpoint(args: Arguments, context: Context) -> Iterator[Problem]:
-    """The reference is read at every start."""
+    """--ref-load is a valid checkpoint."""
     if args.ref_load is not None and not args.debug_rollout_only:
         folder = Path(args.ref_load)
         if not folder.is_dir():
@@ -61,10 +60,10 @@ def ref_load_is_a_checkpoint(args: Arguments, context: Context) -> Iterator[Prob
 
 
 def load_is_a_checkpoint_or_new(args: Arguments, context: Context) -> Iterator[Problem]:
-    """Empty is a fresh start, and so is an absent folder that the run saves to; all else must be a checkpoint."""
+    """--load is a checkpoint, or for a fresh start an empty folder or an absent one that is also --save."""
     if args.debug_rollout_only or args.load is None:
         if args.ckpt_step is not None and args.load is None:
-            yield Problem("--ckpt-step", f"--ckpt-step {args.ckpt_step} chooses from --load: give it, or leave it out.")
+            yield Problem("--ckpt-step", f"--ckpt-step {args.ckpt_step} needs --load: add it, or leave the step out.")
         return
     folder = Path(args.load)
     if folder.exists() and not folder.is_dir():
@@ -74,23 +73,24 @@ def load_is_a_checkpoint_or_new(args: Arguments, context: Context) -> Iterator[P
     elif args.ckpt_step is not None:
         yield Problem(
             "--ckpt-step",
-            f"--ckpt-step {args.ckpt_step} is not in --load {folder}, which holds no checkpoint: drop it.",
+            f"--ckpt-step {args.ckpt_step} is not in --load {folder}, which has no checkpoint: leave it out.",
         )
     elif not folder.exists() and not _saves_to(folder, args):
         yield Problem(
             "--load",
-            f"--load {folder} {absent(folder)}, and it is not where --save writes to: fix the path, or make the"
-            " folder for a fresh start.",
+            f"--load {folder} {absent(folder)}, and it is not the --save folder: fix the path, or create the folder"
+            f" for a"
+            " fresh start.",
         )
 
 
 def _saves_to(folder: Path, args: Arguments) -> bool:
-    """True where --save is `folder`, or still to be given (which is another rule's)."""
+    """True if --save is `folder`, or missing although needed (another rule reports that)."""
     return args.save_interval is not None if args.save is None else folder.absolute() == Path(args.save).absolute()
 
 
 def saving_is_complete(args: Arguments, context: Context) -> Iterator[Problem]:
-    """--save-interval says when, --save says where."""
+    """Flags of saving need --save."""
     if args.save_interval is not None and args.save is None and "save" not in context.broken:
         yield Problem("--save", f"--save-interval {args.save_interval} needs --save: give a folder.")
     for flag, value in (
@@ -101,17 +101,17 @@ def saving_is_complete(args: Arguments, context: Context) -> Iterator[Problem]:
     ):
         if value is not None and args.save is None and "save" not in context.broken:
             shown = "" if value is True else f" {value}"
-            yield Problem("--save", f"{flag}{shown} is about checkpoints and needs --save: give a folder.")
+            yield Problem("--save", f"{flag}{shown} needs --save: give a folder.")
 
 
 def retention_fits_saving(args: Arguments, context: Context) -> Iterator[Problem]:
-    """What is kept is saved at all, and nothing that the run still needs is deleted."""
+    """Every checkpoint to keep is saved, and the reference model is not deleted."""
     kept, every = args.save_retain_interval, args.save_interval
     if kept is not None and every is not None and kept % every != 0:
         yield Problem(
             "--save-retain-interval",
-            f"--save-retain-interval {kept} is no multiple of --save-interval {every}: not every checkpoint to keep"
-            f" would be written; give {kept - kept % every + every}.",
+            f"--save-retain-interval {kept} is not a multiple of --save-interval {every}: some checkpoints to keep"
+            f" would not be written; give {kept - kept % every + every}.",
         )
     deletes = kept is not None or args.save_total_limit is not None
     if deletes and args.save is not None and args.ref_load is not None:
@@ -120,23 +120,22 @@ def retention_fits_saving(args: Arguments, context: Context) -> Iterator[Problem
             yield Problem(
                 "--ref-load",
                 f"--ref-load {args.ref_load} is in --save {args.save}, where --save-total-limit and"
-                " --save-retain-interval delete: copy the reference to a folder of its own.",
+                " --save-retain-interval delete: copy the reference to another folder.",
             )
 
 
 def exports_have_a_place(args: Arguments, context: Context) -> Iterator[Problem]:
-    """--save-hf gives each rollout a folder of its own, modelled on one with weights."""
+    """--save-hf gives each rollout its own folder, and --hf-checkpoint has weights to model it on."""
     if args.save_hf is None or "save_hf" in context.broken:
         return
     if _ROLLOUT not in args.save_hf or set("{}") & set(args.save_hf.replace(_ROLLOUT, "")):
         yield Problem(
             "--save-hf",
-            f"--save-hf {args.save_hf} must name the rollout, and nothing else, in braces: put {_ROLLOUT} into the"
-            " path once.",
+            f"--save-hf {args.save_hf} must contain {_ROLLOUT} and no other braces: put {_ROLLOUT} into the path.",
         )
     elif args.save is not None and _ITERATION.fullmatch(Path(args.save_hf).name.replace(_ROLLOUT, "0000000")):
         yield Problem(
-            "--save-hf", f"--save-hf {args.save_hf} looks like a checkpoint of training: choose another name."
+            "--save-hf", f"--save-hf {args.save_hf} has the name of a training checkpoint: choose another name."
         )
     if args.hf_checkpoint is not None and not any(Path(args.hf_checkpoint).glob("*.safetensors")):
         yield Problem(
@@ -147,7 +146,7 @@ def exports_have_a_place(args: Arguments, context: Context) -> Iterator[Problem]
 
 
 def hf_models_agree(args: Arguments, context: Context) -> Iterator[Problem]:
-    """Weights that are read from a Hugging Face folder have the shape that the flags describe."""
+    """Hugging Face folders given as --load or --ref-load agree with the model flags."""
     for flag, value in (("--load", args.load), ("--ref-load", args.ref_load)):
         if value is None or value == args.hf_checkpoint or args.debug_rollout_only or not is_hf_model(Path(value)):
             continue
@@ -163,11 +162,11 @@ def hf_models_agree(args: Arguments, context: Context) -> Iterator[Problem]:
 def saved_apart_from_a_model(args: Arguments, context: Context) -> Iterator[Problem]:
     """Checkpoints are not written among the files of a Hugging Face model."""
     if args.save is not None and is_hf_model(Path(args.save)):
-        yield Problem("--save", f"--save {args.save} is a Hugging Face model: give a folder of its own.")
+        yield Problem("--save", f"--save {args.save} is a Hugging Face model: give another folder.")
 
 
 def _is_fresh(folder: Path) -> bool:
-    """True where no checkpoint was ever finished: the folder is absent, or holds only hidden and unfinished files."""
+    """True if the folder has no checkpoint: it is absent, or has only hidden and unfinished files."""
     if not folder.exists():
         return True
     return folder.is_dir() and all(path.name.startswith(".") or path.suffix == ".tmp" for path in folder.iterdir())
@@ -177,7 +176,7 @@ def _checkpoint_problems(flag: str, folder: Path, step_flag: str, step: int | No
     if (folder / _COMPLETE).is_file():
         if step is not None and folder.name != f"iter_{step:07d}":
             yield Problem(
-                step_flag, f"{step_flag} {step} chooses an iteration and {flag} {folder} is one already: drop it."
+                step_flag, f"{step_flag} {step} selects an iteration and {flag} {folder} is one: leave the step out."
             )
         else:
             yield from _damage(flag, folder)
@@ -186,7 +185,8 @@ def _checkpoint_problems(flag: str, folder: Path, step_flag: str, step: int | No
         if step is not None:
             yield Problem(
                 step_flag,
-                f"{step_flag} {step} chooses an iteration and {flag} {folder} is a Hugging Face model: drop it.",
+                f"{step_flag} {step} selects an iteration and {flag} {folder} is a Hugging Face model: leave the step"
+                " out.",
             )
         return
     tracker = folder / TRACKER
@@ -197,7 +197,7 @@ def _checkpoint_problems(flag: str, folder: Path, step_flag: str, step: int | No
             yield from _damage(flag, placed(folder, folder_name(step)))
         else:
             yield Problem(
-                step_flag, f"{step_flag} {step} is not in {flag} {folder}, which holds {_listed(present)}: choose one."
+                step_flag, f"{step_flag} {step} is not in {flag} {folder}, which has {_listed(present)}: choose one."
             )
     elif not tracker.is_file():
         yield Problem(flag, f"{flag} {folder} {_what_it_is(folder, present)}.")
@@ -207,12 +207,12 @@ def _checkpoint_problems(flag: str, folder: Path, step_flag: str, step: int | No
         wanted = named if named == "release" else f"iter_{int(named):07d}" if is_number else None
         if wanted is None:
             yield Problem(
-                flag, f"{flag} {folder}: {TRACKER} says {named!r}, neither release nor a number: fix that file."
+                flag, f"{flag} {folder}: {TRACKER} contains {named!r}, neither release nor a number: fix that file."
             )
         elif wanted not in present:
             yield Problem(
                 flag,
-                f"{flag} {folder}: {TRACKER} names {wanted}, which is not there (there is {_listed(present)}):"
+                f"{flag} {folder}: {TRACKER} names {wanted}, which does not exist (the folder has {_listed(present)}):"
                 " fix that file, or copy the checkpoint again.",
             )
         else:
@@ -220,7 +220,7 @@ def _checkpoint_problems(flag: str, folder: Path, step_flag: str, step: int | No
 
 
 def _damage(flag: str, checkpoint: Path | None) -> Iterator[Problem]:
-    if checkpoint is not None and (reason := damage(checkpoint)):
+    if checkpoint is not None and (reason := find_corruption(checkpoint)):
         yield Problem(
             flag, f"{flag}: {checkpoint} is not loaded, {reason}; choose another checkpoint, or copy it again."
         )
@@ -232,13 +232,13 @@ def _what_it_is(folder: Path, present: list[str]) -> str:
     if (folder / "config.json").is_file():
         return "is a Hugging Face model without its weights (*.safetensors): copy them too"
     if present:
-        return f"holds {_listed(present)} but no {TRACKER} that names one: give the step, or write that file"
+        return f"has {_listed(present)} but no {TRACKER}: give the step, or write that file"
     below = sorted(path.parent.name for path in folder.glob(f"*/{TRACKER}"))
     if below:
-        return f"holds no checkpoint itself, its folder {below[0]} does: give {folder / below[0]}"
+        return f"has no checkpoint, its subfolder {below[0]} has: give {folder / below[0]}"
     found = sorted(path.name for path in folder.iterdir())
-    inside = f"{_listed(found)} and no checkpoint" if found else "nothing"
-    return f"holds {inside}: give the folder that has {TRACKER}"
+    inside = f"has {_listed(found)} and no checkpoint" if found else "is empty"
+    return f"{inside}: give the folder that has {TRACKER}"
 
 
 def _listed(names: list[str]) -> str:
@@ -248,7 +248,7 @@ def _listed(names: list[str]) -> str:
 
 
 def tokenizer_fits_the_model(args: Arguments, context: Context) -> Iterator[Problem]:
-    """There is a tokenizer, its files can be read, and the model has a row for each of its tokens."""
+    """The tokenizer's files can be read, and the model has an embedding row for each of its tokens."""
     folder = _folder(args)
     if folder is None:
         return
@@ -257,11 +257,11 @@ def tokenizer_fits_the_model(args: Arguments, context: Context) -> Iterator[Prob
         yield Problem("--hf-checkpoint", f"--hf-checkpoint {folder} {tokenizer.fault}.")
     if tokenizer.tokens is None or args.vocab_size is None or args.vocab_size >= tokenizer.tokens:
         return
-    if _stated_vocabulary(folder) in (None, args.vocab_size):  # else another rule names both
+    if _stated_vocabulary(folder) in (None, args.vocab_size):  # else another rule reports it
         yield Problem(
             "--vocab-size",
             f"--vocab-size {args.vocab_size} is less than the {tokenizer.tokens} tokens of {folder}/{tokenizer.source},"
-            " whose last ids the model has no row for: give the tokenizer of this model, or a model with as many rows.",
+            " and the model has no rows for the last ids: use the tokenizer of this model, or a model with more rows.",
         )
 
 
@@ -270,7 +270,7 @@ def engines_have_weights_to_load(args: Arguments, context: Context) -> Iterator[
     folder = _folder(args)
     if folder is None or args.debug_train_only or args.rollout_external_engine_addrs:
         return
-    if args.sglang_options.get("load_format") == "dummy" or args.dry_run:  # whose plan says it, with what it counts
+    if args.sglang_options.get("load_format") == "dummy" or args.dry_run:  # the plan itself reports missing weights
         return
     fault = weights_fault(folder)
     if fault is not None:
@@ -278,7 +278,7 @@ def engines_have_weights_to_load(args: Arguments, context: Context) -> Iterator[
 
 
 def _folder(args: Arguments) -> Path | None:
-    """The folder, where it is one: what is wrong with it otherwise is another rule's business."""
+    """--hf-checkpoint if it has a config.json; another rule reports other problems."""
     folder = None if args.hf_checkpoint is None else Path(args.hf_checkpoint)
     return folder if folder is not None and (folder / "config.json").is_file() else None
 
@@ -289,3 +289,20 @@ def _stated_vocabulary(folder: Path) -> int | None:
     except (OSError, ValueError):
         return None
     return config.get("vocab_size") if isinstance(config, dict) else None
+
+
+def hf_checkpoint_exists(args: Arguments, context: Context) -> Iterator[Problem]:
+    """--hf-checkpoint is a folder with config.json."""
+    if args.hf_checkpoint is None:
+        return
+    folder = Path(args.hf_checkpoint)
+    if not folder.is_dir():
+        yield Problem(
+            "--hf-checkpoint",
+            f"--hf-checkpoint {folder} {absent(folder)}: give the folder of a Hugging Face model.",
+        )
+    elif not (folder / "config.json").is_file():
+        yield Problem(
+            "--hf-checkpoint",
+            f"--hf-checkpoint {folder} has no config.json: give the folder with the model's files.",
+        )

@@ -1,6 +1,6 @@
-"""Rules about custom functions: every `--...-path` flag leads to a function that keeps its contract.
+"""Rules about custom functions: every `--...-path` flag names a function that fulfils its contract.
 
-A custom function of training that would never be called is a problem too.
+A training function that would never be called is also a problem.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from slimrl.arguments.validation.rule import Context
 
 
 def hooks_keep_their_contracts(args: Arguments, context: Context) -> Iterator[Problem]:
-    """Imports each hook once and checks how it can be called."""
-    doors: list[tuple[str, str | None, type[hooks.Hook]]] = [
+    """Every hook can be imported and has the signature of its contract."""
+    hook_flags: list[tuple[str, str | None, type[hooks.Hook]]] = [
         ("--rollout-function-path", _own(args.rollout_function_path), hooks.RolloutFunction),
         ("--eval-function-path", _own(args.eval_function_path), hooks.RolloutFunction),
         ("--custom-generate-function-path", args.custom_generate_function_path, hooks.CustomGenerate),
@@ -35,26 +35,26 @@ def hooks_keep_their_contracts(args: Arguments, context: Context) -> Iterator[Pr
         ("--custom-reward-post-process-path", args.custom_reward_post_process_path, hooks.RewardPostProcess),
         *_of_training(args),
     ]
-    doors += [("--rollout-sample-hook-path", path, hooks.SampleHook) for path in args.rollout_sample_hook_path]
+    hook_flags += [("--rollout-sample-hook-path", path, hooks.SampleHook) for path in args.rollout_sample_hook_path]
     for dataset in args.eval_datasets if args.eval_config is not None else []:
         where = f"--eval-config: set {dataset.name},"
         if dataset.custom_rm_path != args.custom_rm_path:
-            doors.append((f"{where} custom_rm_path", dataset.custom_rm_path, hooks.CustomReward))
+            hook_flags.append((f"{where} custom_rm_path", dataset.custom_rm_path, hooks.CustomReward))
         if dataset.custom_generate_function_path != args.custom_generate_function_path:
             path = dataset.custom_generate_function_path
-            doors.append((f"{where} custom_generate_function_path", path, hooks.CustomGenerate))
-    if args.has_own_data_source:
+            hook_flags.append((f"{where} custom_generate_function_path", path, hooks.CustomGenerate))
+    if args.has_custom_data_source:
         try:
             hooks.resolve_data_source(args.data_source_path)
         except hooks.HookError as error:
             yield Problem("--data-source-path", ended(f"--data-source-path {args.data_source_path}: {error}"))
-    for door, path, contract in doors:
+    for flag, path, contract in hook_flags:
         if path is None:
             continue
         try:
             hooks.resolve(path, contract)
         except hooks.HookError as error:
-            yield Problem(door.split(":")[0], ended(f"{door} {path}: {error}"))
+            yield Problem(flag.split(":")[0], ended(f"{flag} {path}: {error}"))
 
 
 def _of_training(args: Arguments) -> list[tuple[str, str | None, type[hooks.Hook]]]:
@@ -91,8 +91,8 @@ def _own(path: str | None) -> str | None:
     return None if path is None or hooks.own_path(path) == DEFAULT_ROLLOUT_FUNCTION else path
 
 
-def own_loss_has_its_function(args: Arguments, context: Context) -> Iterator[Problem]:
-    """--loss-type custom_loss and --custom-loss-function-path come together, and replace the policy loss whole."""
+def custom_loss_has_its_function(args: Arguments, context: Context) -> Iterator[Problem]:
+    """--loss-type custom_loss and --custom-loss-function-path need each other; no flag corrects a custom loss."""
     own = args.loss_type == "custom_loss"
     if own and args.custom_loss_function_path is None:
         yield Problem(
@@ -113,7 +113,7 @@ def own_loss_has_its_function(args: Arguments, context: Context) -> Iterator[Pro
 
 
 def parts_of_the_policy_loss_have_one(args: Arguments, context: Context) -> Iterator[Problem]:
-    """A mean, a correction and advantages of one's own belong to a loss that uses them."""
+    """Custom reducers, corrections and advantage functions need a loss that uses them."""
     for flag, path in (
         ("--custom-tis-function-path", args.custom_tis_function_path),
         ("--custom-pg-loss-reducer-function-path", args.custom_pg_loss_reducer_function_path),
@@ -140,20 +140,21 @@ def parts_of_the_policy_loss_have_one(args: Arguments, context: Context) -> Iter
             )
 
 
-def own_model_is_one(args: Arguments, context: Context) -> Iterator[Problem]:
-    """--spec is module and function; a provider builds the layers too."""
+def custom_model_is_one(args: Arguments, context: Context) -> Iterator[Problem]:
+    """--spec is a module and a function, and excludes a model provider."""
     if args.spec is not None and len(args.spec) != 2:
         yield Problem("--spec", f"--spec {' '.join(args.spec)} is not two words: give a module and a function in it.")
     if args.spec is not None and args.custom_model_provider_path is not None:
         yield Problem(
             "--spec",
-            f"--spec {' '.join(args.spec)} and --custom-model-provider-path {args.custom_model_provider_path} both make"
+            f"--spec {' '.join(args.spec)} and --custom-model-provider-path {args.custom_model_provider_path} both"
+            f" build"
             " the layers: give one.",
         )
 
 
 def written_weights_are_files(args: Arguments, context: Context) -> Iterator[Problem]:
-    """Only the disk transport writes anything."""
+    """--custom-update-weight-post-write-path needs the disk transport, the only one that writes files."""
     path = args.custom_update_weight_post_write_path
     if path is not None and args.update_weight_transport != "disk":
         yield Problem(

@@ -1,7 +1,7 @@
-"""Rules about prompt data and batch sizes: files have usable rows, and training consumes what generation produces.
+"""Rules about prompt data and batch sizes: files have usable rows, and training uses every generated sample.
 
-Prompts come from files, folders, mixtures of them, or custom functions. Numbers of samples divide evenly into optimizer
-steps, data parallel ranks and micro-batches.
+Prompts come from files, folders, mixtures of them, or custom functions. Samples divide evenly into optimizer steps,
+data parallel ranks and micro-batches.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ from pathlib import Path
 from slimrl.arguments.eval_datasets import eval_prompt_format, training_prompt_format
 from slimrl.arguments.flag import Problem
 from slimrl.arguments.namespace import Arguments
-from slimrl.arguments.validation.paths import absent
-from slimrl.arguments.validation.rule import Context
+from slimrl.arguments.validation.rule import Context, absent
 from slimrl.data.dataset_spec import DATA_KINDS, DataMix, DataPath
-from slimrl.data.preflight import Look, look_at
+from slimrl.data.preflight import FilePreview, preview_file
 from slimrl.data.prompt_format import PromptFormat, needs_label
 
-_SECONDS = 0.8  # that a look at all data may take
+_SECONDS = 0.8  # time limit of the check of all data
 
-_FILES = 50  # of a folder that are looked into
+_FILES = 50  # checked files per folder
 
-# a flag or a key of a set's entry, by what it names
+# the flag, or the key of a set's entry, by the column that it names
 Names = dict[str, str]
 _OF_TRAINING = {"input": "--input-key", "label": "--label-key"}
 _OF_EVALUATION = {"input": "--eval-input-key", "label": "--eval-label-key"}
@@ -33,7 +32,7 @@ _OF_CONFIG = {"input": "input_key of the set", "label": "label_key of the set"}
 
 @dataclasses.dataclass(frozen=True)
 class _DataSet:
-    """One set: where it is named, the paths of its files, how its rows are read, and how many may be bad."""
+    """One data set: its flag, the paths of its files, the format of its rows, and the number of allowed bad rows."""
 
     flag: str
     note: str
@@ -44,14 +43,14 @@ class _DataSet:
 
 
 def data_files_exist(args: Arguments, context: Context) -> Iterator[Problem]:
-    """Prompt and evaluation data can be opened, and the rows that are looked at can be used."""
+    """Prompt and evaluation data can be opened, and the checked rows are usable."""
     sets: list[_DataSet] = []
     if args.prompt_data is not None:
         form = training_prompt_format(args)
         try:
             mix = DataMix.parse(args.prompt_data)
             groups = [mix.paths] if mix.probabilities is None else [(path,) for path in mix.paths]
-            allowed = sys.maxsize if args.has_own_data_source or args.only_evaluates else args.max_bad_rows
+            allowed = sys.maxsize if args.has_custom_data_source or args.eval_only else args.max_bad_rows
             sets += [_DataSet("--prompt-data", "", paths, form, _OF_TRAINING, allowed) for paths in groups]
         except ValueError as error:
             yield Problem("--prompt-data", f"--prompt-data {error}.")
@@ -65,61 +64,37 @@ def data_files_exist(args: Arguments, context: Context) -> Iterator[Problem]:
 
 
 def labels_have_a_column(args: Arguments, context: Context) -> Iterator[Problem]:
-    """A reward that compares with the label is given one."""
-    if args.prompt_data is None or args.has_own_data_source or {"label_key", "rm_type"} & context.broken:
-        return  # a class of the user's labels its samples itself
+    """A reward that compares with the label has a label column."""
+    if args.prompt_data is None or args.has_custom_data_source or {"label_key", "rm_type"} & context.broken:
+        return  # a custom data source labels its samples itself
     form = training_prompt_format(args)
     if form.label_key is None and form.reward_rule is not None and needs_label(form.reward_rule):
         yield Problem(
             "--label-key",
-            f"--rm-type {args.rm_type} compares with the true answer, and no column of --prompt-data is named for it:"
-            " give --label-key.",
+            f"--rm-type {args.rm_type} compares with the true answer, and no column of --prompt-data is set for it:"
+            f" give"
+            " --label-key.",
         )
 
 
 def prompts_have_one_source(args: Arguments, context: Context) -> Iterator[Problem]:
-    """--prompt-data, or functions of the user's that do without."""
+    """Prompts come from --prompt-data or from custom functions, not both."""
     off = "--disable-rollout-global-dataset"
-    if args.rollout_global_dataset or args.only_evaluates:
+    if args.rollout_global_dataset or args.eval_only:
         return
-    if args.prompt_data is not None and not args.has_own_data_source:
+    if args.prompt_data is not None and not args.has_custom_data_source:
         yield Problem(off, f"{off} leaves --prompt-data unread: leave one of the two out.")
-    elif not (args.has_own_data_source or args.has_own_rollout_function or args.custom_generate_function_path):
+    elif not (args.has_custom_data_source or args.has_custom_rollout_function or args.custom_generate_function_path):
         yield Problem(
             off,
-            f"{off} hands out blank samples, and nothing fills them: give --data-source-path,"
+            f"{off} supplies blank samples, and no function fills them: give --data-source-path,"
             " --custom-generate-function-path or --rollout-function-path.",
         )
 
 
-def epochs_have_an_end(args: Arguments, context: Context) -> Iterator[Problem]:
-    """--num-epoch alone gives the run its length where there is one epoch to speak of."""
-    if args.num_epoch is None or args.num_rollout is not None:
-        return
-    if not args.rollout_global_dataset and not args.has_own_data_source:
-        yield Problem(
-            "--num-epoch",
-            f"--num-epoch {args.num_epoch} counts passes over --prompt-data, and"
-            " --disable-rollout-global-dataset does without: give --num-rollout.",
-        )
-    elif args.prompt_data is not None and "prompt_data" not in context.broken and _has_probabilities(args.prompt_data):
-        yield Problem(
-            "--num-epoch",
-            f"--num-epoch {args.num_epoch} has no one meaning for sets that are mixed by probability, each of which"
-            " ends at a time of its own: give --num-rollout.",
-        )
-
-
-def _has_probabilities(prompt_data: str | list[str]) -> bool:
-    try:
-        return DataMix.parse(prompt_data).probabilities is not None
-    except ValueError:  # which is another rule's business
-        return False
-
-
 def _set_problems(one: _DataSet, *, seconds: float) -> Iterator[Problem]:
-    """What is wrong with the paths of a set, and with its rows where nothing is wrong with those."""
-    looks: list[Look] = []
+    """The problems of a set's paths, or else of its rows."""
+    looks: list[FilePreview] = []
     for text in one.paths:
         files: list[Path] = []
         try:
@@ -132,13 +107,13 @@ def _set_problems(one: _DataSet, *, seconds: float) -> Iterator[Problem]:
         if complaint is not None:
             yield Problem(one.flag, f"{one.flag} {wanted.path}{one.note} {complaint}.")
             return
-        # which files a slice of several is about takes counting them all: one row of each, to see that it can be read
+        # finding the files of a slice over several files would need counting all rows: read only one row of each
         sliced = len(files) > 1 and wanted.rows != slice(None)
         rows = slice(0, 1) if sliced else wanted.rows
-        seen: list[Look] = []
+        seen: list[FilePreview] = []
         for file in files[:_FILES]:
             try:
-                look = look_at(file, rows, one.form, seconds=seconds / len(files[:_FILES]))
+                look = preview_file(file, rows, one.form, seconds=seconds / len(files[:_FILES]))
             except (OSError, ValueError) as error:
                 yield Problem(one.flag, f"{one.flag} {file}{one.note} cannot be read: {error}.")
                 return
@@ -152,13 +127,13 @@ def _set_problems(one: _DataSet, *, seconds: float) -> Iterator[Problem]:
             looks.append(look)
         if len(seen) == len(files) and not any(look.rows or look.ended_early for look in seen):
             what = "rows" if wanted.rows == slice(None) else "rows in this slice"
-            yield Problem(one.flag, f"{one.flag} {text}{one.note} holds no {what}: give at least one row.")
+            yield Problem(one.flag, f"{one.flag} {text}{one.note} has no {what}: give at least one row.")
             return
     yield from _row_problems(one, looks)
 
 
 def _path_complaint(path: Path, files: list[Path]) -> str | None:
-    """What is wrong with a path, None where nothing is; its files are put into `files`."""
+    """The problem of a path, None if there is none; appends its files to `files`."""
     kinds = " nor ".join(DATA_KINDS)
     if path.is_dir():
         files += sorted(file for file in path.iterdir() if file.suffix in DATA_KINDS)
@@ -171,9 +146,9 @@ def _path_complaint(path: Path, files: list[Path]) -> str | None:
     return None
 
 
-def _column_problems(one: _DataSet, path: Path, look: Look) -> Iterator[Problem]:
-    """A wrong column name is wrong in every row: the first object stands for all."""
-    # a column that a Parquet file lacks is lacking in every row
+def _column_problems(one: _DataSet, path: Path, look: FilePreview) -> Iterator[Problem]:
+    """A wrong column name is wrong in every row, so the columns of the first row are reported."""
+    # a Parquet file has the same columns in every row
     if look.columns is None or (len(look.bad) <= one.allowed and path.suffix != ".parquet"):
         return
     for name, column in ((one.names["input"], one.form.input_key), (one.names["label"], one.form.label_key)):
@@ -185,7 +160,7 @@ def _column_problems(one: _DataSet, path: Path, look: Look) -> Iterator[Problem]
             )
 
 
-def _row_problems(one: _DataSet, looks: list[Look]) -> Iterator[Problem]:
+def _row_problems(one: _DataSet, looks: list[FilePreview]) -> Iterator[Problem]:
     bad = [row for look in looks for row in look.bad]
     if len(bad) <= one.allowed:
         return
@@ -209,7 +184,7 @@ def _row_problems(one: _DataSet, looks: list[Look]) -> Iterator[Problem]:
 _BATCH_FIELDS = {"rollout_batch_size", "n_samples_per_prompt", "global_batch_size", "num_steps_per_rollout"}
 
 
-def produced_equals_consumed(args: Arguments, context: Context) -> Iterator[Problem]:
+def rollout_samples_equal_trained_samples(args: Arguments, context: Context) -> Iterator[Problem]:
     """rollout batch x samples per prompt = global batch x steps per rollout."""
     if args.rollout_batch_size is None or context.broken & _BATCH_FIELDS:
         return
@@ -243,8 +218,8 @@ def produced_equals_consumed(args: Arguments, context: Context) -> Iterator[Prob
 
 def global_batch_divides_over_gpus(args: Arguments, context: Context) -> Iterator[Problem]:
     """Every data parallel rank gets whole micro-batches (whole samples with dynamic batches)."""
-    if any(produced_equals_consumed(args, context)):
-        return  # the global batch itself is in doubt
+    if any(rollout_samples_equal_trained_samples(args, context)):
+        return  # the global batch itself may be wrong
     relevant = _BATCH_FIELDS | {"micro_batch_size", "actor_num_nodes", "actor_num_gpus_per_node"}
     if not args.global_batch_size or context.broken & relevant or args.debug_rollout_only:
         return
@@ -261,11 +236,11 @@ def global_batch_divides_over_gpus(args: Arguments, context: Context) -> Iterato
 
 
 def dynamic_batches_have_a_cap(args: Arguments, context: Context) -> Iterator[Problem]:
-    """--use-dynamic-batch-size fills up to --max-tokens-per-gpu, and only it does."""
+    """--use-dynamic-batch-size and --max-tokens-per-gpu need each other."""
     if args.use_dynamic_batch_size and args.max_tokens_per_gpu is None and "max_tokens_per_gpu" not in context.broken:
         yield Problem(
             "--max-tokens-per-gpu",
-            "--use-dynamic-batch-size needs --max-tokens-per-gpu: give the tokens one forward pass may hold.",
+            "--use-dynamic-batch-size needs --max-tokens-per-gpu: give the maximum tokens of a forward pass.",
         )
     if args.max_tokens_per_gpu is not None and not args.use_dynamic_batch_size:
         yield Problem(
@@ -276,36 +251,10 @@ def dynamic_batches_have_a_cap(args: Arguments, context: Context) -> Iterator[Pr
 
 
 def dynamic_batches_have_no_fixed_size(args: Arguments, context: Context) -> Iterator[Problem]:
-    """--use-dynamic-batch-size decides by tokens how many samples a forward pass has."""
+    """--use-dynamic-batch-size and --micro-batch-size exclude each other."""
     if args.use_dynamic_batch_size and "micro_batch_size" in context.given:
         yield Problem(
             "--micro-batch-size",
             f"--micro-batch-size {args.micro_batch_size} is a fixed number of samples and --use-dynamic-batch-size"
             " fills each forward pass by --max-tokens-per-gpu: leave one of the two out.",
-        )
-
-
-def over_sampling_reaches_the_batch(args: Arguments, context: Context) -> Iterator[Problem]:
-    """A wave of prompts is at least one rollout batch."""
-    over, batch = args.over_sampling_batch_size, args.rollout_batch_size
-    if over is not None and batch is not None and over < batch:
-        yield Problem(
-            "--over-sampling-batch-size",
-            f"--over-sampling-batch-size {over} is smaller than --rollout-batch-size {batch}: give at least {batch}.",
-        )
-
-
-def cut_off_groups_have_one_fate(args: Arguments, context: Context) -> Iterator[Problem]:
-    """What --partial-rollout keeps can be masked; it cannot be discarded too."""
-    if args.mask_offpolicy_in_partial_rollout and not args.partial_rollout:
-        yield Problem(
-            "--mask-offpolicy-in-partial-rollout",
-            "--mask-offpolicy-in-partial-rollout masks what --partial-rollout continues: give that too, or leave it"
-            " out.",
-        )
-    if args.discard_surplus_groups and args.partial_rollout:
-        yield Problem(
-            "--discard-surplus-groups",
-            "--discard-surplus-groups generates finished groups again and --partial-rollout keeps even unfinished ones:"
-            " give one of the two.",
         )

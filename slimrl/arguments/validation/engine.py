@@ -1,7 +1,7 @@
 """Rules about engines: their GPUs and nodes, how SGLang divides the model, health checks, external servers and routers.
 
 An engine's GPUs are tensor parallel size x --sglang-pp-size; data-parallel attention and expert parallelism divide
-the tensor parallel ranks again. What these rules say of SGLang was read from 0.5.20.
+the tensor parallel ranks again. The rules follow SGLang 0.5.20.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import dataclasses
 import os
 from collections.abc import Iterator
 
-from slimrl.arguments.engines import context_of_model, tokens
 from slimrl.arguments.flag import Problem
 from slimrl.arguments.flags.rollout import DEFAULT_ROLLOUT_FUNCTION
 from slimrl.arguments.namespace import Arguments
+from slimrl.arguments.served_models import context_of_model, tokens
 from slimrl.arguments.validation.rule import Context
 
-_LONGER = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"  # SGLang's own permission
+_LONGER = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"  # read by SGLang
 SIZES = {"--sglang-pp-size": "pp_size", "--sglang-dp-size": "dp_size", "--sglang-ep-size": "ep_size"}
 _PER_ENGINE = "--rollout-num-gpus-per-engine"
 
@@ -32,7 +32,7 @@ def _size(args: Arguments, name: str) -> int:
 
 
 def _tensor_parallel(args: Arguments) -> tuple[int, str] | None:
-    """The engines' tensor parallel size and how it came about, None where the GPUs do not divide."""
+    """The engines' tensor parallel size and its derivation as text; None if the GPUs do not divide."""
     gpus, stages = args.rollout_num_gpus_per_engine, _size(args, "pp_size")
     if gpus % stages:
         return None
@@ -54,10 +54,10 @@ def engines_fill_their_gpus(args: Arguments, context: Context) -> Iterator[Probl
 
 
 def engine_sizes_are_counts(args: Arguments, context: Context) -> Iterator[Problem]:
-    """Every division of an engine is at least into one."""
+    """The parallel sizes of an engine are at least 1."""
     for flag, name in SIZES.items():
         if (size := args.sglang_options.get(name, 1)) < 1:
-            yield Problem(flag, f"{flag} {size} is no number of parts: give at least 1, or leave it out.")
+            yield Problem(flag, f"{flag} {size} is below 1: give at least 1, or leave it out.")
 
 
 def engines_fill_whole_nodes(args: Arguments, context: Context) -> Iterator[Problem]:
@@ -68,21 +68,22 @@ def engines_fill_whole_nodes(args: Arguments, context: Context) -> Iterator[Prob
     if per_engine % per_node:
         yield Problem(
             _PER_ENGINE,
-            f"{_PER_ENGINE} {per_engine} is more than a node has and no multiple of --num-gpus-per-node {per_node}: an"
-            " engine over several nodes fills them; choose a multiple, or say how many GPUs a node has.",
+            f"{_PER_ENGINE} {per_engine} is more than a node has and not a multiple of --num-gpus-per-node"
+            f" {per_node}: an"
+            " engine over several nodes fills them; choose a multiple, or correct --num-gpus-per-node.",
         )
     first = 0 if args.colocate or args.debug_rollout_only else args.actor_num_gpus
     if first % per_node and "actor_num_gpus_per_node" not in context.broken:
         yield Problem(
             _PER_ENGINE,
             f"{_PER_ENGINE} {per_engine} takes whole nodes of --num-gpus-per-node {per_node}, and the {first} training"
-            f" GPUs before the engines leave {per_node - first % per_node} of a node over: let training fill its"
+            f" GPUs before the engines leave {per_node - first % per_node} GPUs of a node free: let training fill its"
             " nodes, or choose smaller engines.",
         )
 
 
 def engine_stages_divide(args: Arguments, context: Context) -> Iterator[Problem]:
-    """Pipeline stages have equal GPUs, and nodes equal parts of them."""
+    """Pipeline stages divide an engine's GPUs evenly, and fit its nodes."""
     gpus, per_node, stages = args.rollout_num_gpus_per_engine, args.num_gpus_per_node, _size(args, "pp_size")
     if not _has_engines(args, context) or stages == 1:
         return
@@ -101,9 +102,10 @@ def engine_stages_divide(args: Arguments, context: Context) -> Iterator[Problem]
 
 
 def engine_stages_can_be_updated(args: Arguments, context: Context) -> Iterator[Problem]:
-    """SGLang gives the ranks of all stages the same places in a broadcast, and answers when the first one has read.
+    """Engines with pipeline stages receive weights through shared memory only.
 
-    So only memory that stays until the last stage has read it brings them the right weights.
+    SGLang gives the ranks of all stages the same positions in a broadcast, and acknowledges an update once the first
+    stage has read it. So the weights must stay in memory until the last stage has read them.
     """
     stages = _size(args, "pp_size")
     if not _has_engines(args, context) or stages == 1 or args.debug_rollout_only:
@@ -112,35 +114,35 @@ def engine_stages_can_be_updated(args: Arguments, context: Context) -> Iterator[
         way = "a broadcast" if args.update_weight_transport == "nccl" else "--update-weight-transport disk"
         yield Problem(
             "--sglang-pp-size",
-            f"--sglang-pp-size {stages} cannot be brought new weights by {way}: SGLang's pipeline stages take them from"
-            " trainers on their own GPUs only; give --colocate without --update-weight-transport disk, or divide"
-            " engines by tensor and expert parallelism alone.",
+            f"--sglang-pp-size {stages} does not support weight updates by {way}: SGLang's pipeline stages take weights"
+            " only from trainers on their own GPUs; give --colocate without --update-weight-transport disk, or use"
+            " tensor and expert parallelism only.",
         )
 
 
 def engine_layout_can_be_checked(args: Arguments, context: Context) -> Iterator[Problem]:
-    """--check-weight-update-equal knows how tensor parallel ranks hold the weights, and no other division."""
+    """--check-weight-update-equal supports only tensor parallel engines."""
     if not _has_engines(args, context) or not args.check_weight_update_equal:
         return
     for flag, name in SIZES.items():
         if (size := _size(args, name)) > 1:
             yield Problem(
                 "--check-weight-update-equal",
-                f"--check-weight-update-equal compares engines that are tensor parallel alone, and {flag} is {size}:"
-                " leave one of them out.",
+                f"--check-weight-update-equal supports only tensor parallel engines, and {flag} is {size}: leave one of"
+                " them out.",
             )
 
 
 def engine_attention_copies_divide(args: Arguments, context: Context) -> Iterator[Problem]:
-    """Copies of the attention layers live inside an engine and share its tensor parallel ranks."""
+    """DP attention divides an engine's tensor parallel ranks."""
     copies = _size(args, "dp_size")
     if not _has_engines(args, context) or copies == 1:
         return
     if not args.sglang_options.get("enable_dp_attention"):
         yield Problem(
             "--sglang-dp-size",
-            f"--sglang-dp-size {copies} needs --sglang-enable-dp-attention: add it; whole copies of the model are"
-            f" engines of their own here, by a smaller {_PER_ENGINE}.",
+            f"--sglang-dp-size {copies} needs --sglang-enable-dp-attention: add it; for more full copies of the model"
+            f" lower {_PER_ENGINE}.",
         )
     yield from _divides_tensor_parallel(args, "--sglang-dp-size", copies)
 
@@ -162,12 +164,12 @@ def _divides_tensor_parallel(args: Arguments, flag: str, size: int) -> Iterator[
         )
 
 
-# options of the server that quantise the weights which it serves
+# server options that quantise the weights
 _QUANTISES = ("quantization", "modelopt_quant", "quantize_and_serve", "rl_quant_profile")
 
 
 def engine_weights_are_those_of_training(args: Arguments, context: Context) -> Iterator[Problem]:
-    """A weight update brings bf16 tensors under the checkpoint's names, and a quantised server has others."""
+    """Weight updates send bf16 tensors under the checkpoint's names, which a quantised server does not have."""
     if not context.is_training or args.debug_train_only or args.debug_rollout_only:
         return
     for name in _QUANTISES:
@@ -176,44 +178,43 @@ def engine_weights_are_those_of_training(args: Arguments, context: Context) -> I
             shown = flag if value is True else f"{flag} {value}"
             yield Problem(
                 flag,
-                f"{shown} quantises the engines' weights, and weight updates bring them unquantised: leave it out.",
+                f"{shown} quantises the engines' weights, and weight updates send unquantised tensors: leave it out.",
             )
 
 
 def engines_have_no_adapters(args: Arguments, context: Context) -> Iterator[Problem]:
-    """A server would hold adapters that no request asks for and no weight update brings."""
+    """LoRA options of the server are rejected: no request uses adapters and no weight update sends them."""
     for name, value in args.sglang_options.items():
         if value and "lora" in name:
             flag = f"--sglang-{name.replace('_', '-')}"
-            yield Problem(flag, f"{flag} is about LoRA adapters, which are not served: leave it out.")
+            yield Problem(flag, f"{flag} is for LoRA adapters, which are unsupported: leave it out.")
 
 
 def engine_collectives_agree(args: Arguments, context: Context) -> Iterator[Problem]:
-    """Both ends of the group for weight updates need one NCCL_CUMEM_ENABLE; symmetric memory makes SGLang set 1."""
+    """Trainers and engines have the same NCCL_CUMEM_ENABLE; with symmetric memory SGLang sets 1."""
     broadcasts = not args.colocate and args.update_weight_transport == "nccl"
     chosen = args.train_env_vars.get("NCCL_CUMEM_ENABLE", "1")
     if broadcasts and args.sglang_options.get("enable_symm_mem") and chosen != "1":
         yield Problem(
             "--train-env-vars",
             f"--train-env-vars has NCCL_CUMEM_ENABLE {chosen}, and --sglang-enable-symm-mem makes the engines set 1:"
-            " the group for weight updates needs the same on both sides; leave one of them out.",
+            " the process group for weight updates needs the same value on both sides; leave one of them out.",
         )
 
 
 def engine_context_holds_a_sample(args: Arguments, context: Context) -> Iterator[Problem]:
-    """The engine refuses a request whose prompt and response are longer than its context, and that is its model's."""
+    """The longest sample fits into the engine's context; longer requests would be rejected."""
     given = args.sglang_options.get("context_length")
     if not _has_engines(args, context) or args.sglang_options.get("allow_auto_truncate"):
         return
     if args.rollout_external_engine_addrs:
-        return  # which were started with a context of their own
+        return  # slimrl does not know their context
     of_model = context_of_model(args)
     if given is not None and of_model is not None and tokens(given) > of_model and _LONGER not in os.environ:
         yield Problem(
             "--sglang-context-length",
-            f"--sglang-context-length {given} is more than the {of_model} tokens that config.json of --hf-checkpoint"
-            f" says, and the engines would not start: lower it, or set {_LONGER}=1 where the model is known to read"
-            " more.",
+            f"--sglang-context-length {given} is more than the {of_model} tokens in config.json of --hf-checkpoint, and"
+            f" the engines would not start: lower it, or set {_LONGER}=1 if the model supports a longer context.",
         )
         return
     limit = _Context(given, tokens(given)) if given is not None else _Context(None, of_model)
@@ -221,7 +222,7 @@ def engine_context_holds_a_sample(args: Arguments, context: Context) -> Iterator
     if limit.tokens is None or own or "rollout_max_response_len" in context.broken:
         return
     lengths: _Lengths = (args.rollout_max_prompt_len, args.rollout_max_response_len, args.rollout_max_context_len)
-    if not args.only_evaluates:
+    if not args.eval_only:
         yield from _fits_context(limit, "--rollout-max", *lengths)
     for dataset in args.eval_datasets:
         if args.eval_interval is not None and dataset.custom_generate_function_path is None:
@@ -234,7 +235,7 @@ _Lengths = tuple[int | None, int | None, int | None]  # of a prompt, a response 
 
 @dataclasses.dataclass(frozen=True)
 class _Context:
-    """What an engine takes, in tokens; `given` is --sglang-context-length, None where it is the model's own."""
+    """The context of an engine in tokens; `given` is --sglang-context-length, None if the model's context applies."""
 
     given: int | str | None
     tokens: int | None
@@ -243,7 +244,7 @@ class _Context:
 def _fits_context(
     context: _Context, name: str, prompt: int | None, response: int | None, limit: int | None
 ) -> Iterator[Problem]:
-    """`prompt`, `response` and `limit` (both together) in tokens; a prompt of unknown length has one token at least."""
+    """`prompt`, `response` and `limit` (both together) in tokens; a prompt of unknown length counts as one token."""
     if response is None:
         return
     need = (1 if prompt is None else prompt) + response
@@ -261,18 +262,18 @@ def _fits_context(
     else:
         yield Problem(
             "--rollout-max-response-len",
-            f"the model of --hf-checkpoint reads {context.tokens} tokens (config.json), less than the longest sample,"
-            f" {words}: lower these lengths, or give a model that reads more.",
+            f"the model of --hf-checkpoint has a context of {context.tokens} tokens (config.json), less than the"
+            f" longest sample, {words}: lower these lengths, or give a model with a longer context.",
         )
 
 
 _HEALTH = ("rollout_health_check_interval", "rollout_health_check_first_wait")
-_TIMEOUT = "rollout_health_check_timeout"  # also of servers and a router of the user's, which are always watched
+_TIMEOUT = "rollout_health_check_timeout"  # also applies to external servers and routers, which are always probed
 _EXTERNAL = "--rollout-external-engine-addrs"
 
 
-def limits_belong_to_what_they_limit(args: Arguments, context: Context) -> Iterator[Problem]:
-    """Health probes without fault tolerance, and a limit of skipped samples where none is skipped, have no effect."""
+def limits_belong_to_their_features(args: Arguments, context: Context) -> Iterator[Problem]:
+    """Limits need the feature that they limit: health probes, or skipping of failed samples."""
     watched = bool(args.rollout_external_engine_addrs) or args.sglang_router_ip is not None
     for names, switch, on in (
         (_HEALTH, "--use-fault-tolerance", args.use_fault_tolerance),
@@ -283,36 +284,38 @@ def limits_belong_to_what_they_limit(args: Arguments, context: Context) -> Itera
             if name in context.given and not on:
                 flag = "--" + name.replace("_", "-")
                 value = vars(args)[name]
-                yield Problem(flag, f"{flag} {value:g} belongs to {switch}: add that, or leave this out.")
+                yield Problem(flag, f"{flag} {value:g} belongs to {switch}: add it, or leave {flag} out.")
 
 
 def router_has_an_address(args: Arguments, context: Context) -> Iterator[Problem]:
-    """A running router is found by host and port, and is configured by whoever runs it."""
+    """An external router has host and port, and takes no --router-* options."""
     if args.sglang_router_ip is None:
         return
     if args.sglang_router_port is None:
         yield Problem(
             "--sglang-router-port",
-            f"--sglang-router-ip {args.sglang_router_ip} is a running router: say on which port, --sglang-router-port.",
+            f"--sglang-router-ip {args.sglang_router_ip} needs the port of that router: give --sglang-router-port.",
         )
     if args.router_options:
         given = ", ".join(f"--router-{name.replace('_', '-')}" for name in sorted(args.router_options))
         yield Problem(
             "--sglang-router-ip",
-            f"{given} is for a router that slimrl starts, and --sglang-router-ip {args.sglang_router_ip} runs already:"
-            " give it to that one, or leave --sglang-router-ip out.",
+            f"{given} is for a router that slimrl starts, and --sglang-router-ip {args.sglang_router_ip} is an external"
+            " one: start that router with the option, or leave --sglang-router-ip out.",
         )
 
 
-def external_engines_are_apart(args: Arguments, context: Context) -> Iterator[Problem]:
-    """Running servers are on GPUs of their own, and have been configured by whoever started them."""
+def external_engines_exclude_local_engine_flags(args: Arguments, context: Context) -> Iterator[Problem]:
+    """External servers have valid addresses, no GPUs of this run and no --sglang-* options except the key."""
     addresses = args.rollout_external_engine_addrs
     if not addresses:
         return
     for address in addresses:
         host, _, port = address.rpartition(":")
         if not host or not port.isdigit() or "/" in host:
-            yield Problem(_EXTERNAL, f"{_EXTERNAL} {address} is no address: give host:port, such as 10.0.0.1:30000.")
+            yield Problem(
+                _EXTERNAL, f"{_EXTERNAL} {address} is not an address: give host:port, such as 10.0.0.1:30000."
+            )
     if len(set(addresses)) < len(addresses):
         yield Problem(_EXTERNAL, f"{_EXTERNAL} names a server twice: give each once.")
     given = {
@@ -325,13 +328,27 @@ def external_engines_are_apart(args: Arguments, context: Context) -> Iterator[Pr
         if clashes:
             yield Problem(
                 flag,
-                f"{flag} is for servers that slimrl starts on its GPUs, and {_EXTERNAL} names running ones:"
-                " leave one of the two out.",
+                f"{flag} is for servers that slimrl starts, and {_EXTERNAL} names external ones: leave one of the two"
+                " out.",
             )
-    if options := args.sglang_options.keys() - {"api_key"}:  # that of the running servers is told by nobody else
+    if options := args.sglang_options.keys() - {"api_key"}:  # the key of the external servers
         names = ", ".join(f"--sglang-{name.replace('_', '-')}" for name in sorted(options))
         yield Problem(
             _EXTERNAL,
-            f"{names} is for servers that slimrl starts, and those of {_EXTERNAL} run already: start them with it, and"
-            " leave it out here.",
+            f"{names} is for servers that slimrl starts, and {_EXTERNAL} names external ones: start those with the"
+            " option, and leave it out here.",
+        )
+
+
+def disk_transport_has_a_folder(args: Arguments, context: Context) -> Iterator[Problem]:
+    """The disk transport has a folder, and only the disk transport has one."""
+    if args.update_weight_transport == "disk" and args.update_weight_disk_dir is None:
+        yield Problem(
+            "--update-weight-disk-dir", "--update-weight-transport disk needs --update-weight-disk-dir: give a folder."
+        )
+    if args.update_weight_transport != "disk" and args.update_weight_disk_dir is not None:
+        yield Problem(
+            "--update-weight-disk-dir",
+            f"--update-weight-disk-dir {args.update_weight_disk_dir} is used by --update-weight-transport disk only:"
+            " add it, or leave the folder out.",
         )

@@ -1,4 +1,4 @@
-"""Rules about the model: its shape, agreement with config.json of --hf-checkpoint, MLA and YaRN, unsupported values."""
+"""Rules about the model: its shape, agreement with config.json, MLA and YaRN, number formats, unsupported values."""
 
 from __future__ import annotations
 
@@ -7,16 +7,34 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from slimrl.arguments.derive import transformer_engine_installed
-from slimrl.arguments.flag import FlagSpec, Problem
+from slimrl.arguments.flag import FlagSpec, Problem, flag_specs
+from slimrl.arguments.flags.model import ModelArguments
+from slimrl.arguments.flags.precision import PrecisionArguments
 from slimrl.arguments.hf_config import disagreements
 from slimrl.arguments.namespace import Arguments, all_flag_specs
-from slimrl.arguments.validation.rule import Context
+from slimrl.arguments.validation.rule import Context, missing
+
+_OF_FP16 = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+_OF_FP8 = (
+    "fp8_param_gather",
+    "fp8_recipe",
+    "fp8_margin",
+    "fp8_amax_history_len",
+    "fp8_amax_compute_algo",
+    "fp8_wgrad",
+    "fp8_dot_product_attention",
+    "fp8_multi_head_attention",
+    "tp_only_amax_red",
+    "reuse_grad_buf_for_mxfp8_param_ag",
+    "activation_func_fp8_input_store",
+)
+_OF_FP4 = ("fp4_param_gather", "fp4_recipe")
 
 
 def shape_is_possible(args: Arguments, context: Context) -> Iterator[Problem]:
-    """Heads share the width, groups share the heads, padding only adds."""
+    """Heads divide the hidden size, groups divide the heads, padding does not shrink the vocabulary."""
     hidden, heads, groups = args.hidden_size, args.num_attention_heads, args.num_query_groups
-    plain = not args.multi_latent_attention  # whose heads have widths of their own
+    plain = not args.multi_latent_attention  # MLA has separate flags for head widths
     if plain and hidden and heads and "kv_channels" not in context.given and hidden % heads:
         yield Problem(
             "--hidden-size",
@@ -30,7 +48,7 @@ def shape_is_possible(args: Arguments, context: Context) -> Iterator[Problem]:
             " --num-query-groups out.",
         )
     if args.group_query_attention and groups is None and "num_query_groups" not in context.broken:
-        yield Problem("--num-query-groups", "--group-query-attention needs --num-query-groups: give its number.")
+        yield Problem("--num-query-groups", "--group-query-attention needs --num-query-groups: add it.")
     if heads and groups and heads % groups:
         yield Problem(
             "--num-query-groups",
@@ -49,7 +67,7 @@ def shape_is_possible(args: Arguments, context: Context) -> Iterator[Problem]:
 
 
 def kernels_are_installed(args: Arguments, context: Context) -> Iterator[Problem]:
-    """--transformer-impl transformer_engine needs that package and its binding for torch, a package of its own."""
+    """--transformer-impl transformer_engine needs the package and its torch binding, a separate package."""
     if args.transformer_impl == "transformer_engine" and not transformer_engine_installed():
         yield Problem(
             "--transformer-impl",
@@ -78,30 +96,31 @@ def model_agrees_with_hf_config(args: Arguments, context: Context) -> Iterator[P
     if quantised is not None and context.is_training and not args.debug_train_only:
         yield Problem(
             "--hf-checkpoint",
-            f"--hf-checkpoint holds weights quantised as {quantised!r} and its servers would take trained weights for"
-            " quantised ones: give the model in bf16 (of block-wise fp8, tools/convert_hf_to_torch_dist.py and then"
-            " tools/convert_torch_dist_to_hf.py make one).",
+            f"--hf-checkpoint holds weights quantised as {quantised!r} and weight updates send unquantised tensors:"
+            f" give"
+            " the model in bf16 (from block-wise fp8, convert with tools/convert_hf_to_torch_dist.py and then"
+            " tools/convert_torch_dist_to_hf.py).",
         )
     for problem in disagreements(args, config):
         if problem.flag.removeprefix("--").replace("-", "_") not in context.broken:
             yield problem
 
 
-def code_of_the_model_is_trusted(args: Arguments, context: Context) -> Iterator[Problem]:
-    """A tokenizer that is Python code of the model's folder runs only where the user says so."""
+def remote_code_is_trusted(args: Arguments, context: Context) -> Iterator[Problem]:
+    """A tokenizer that is Python code in the model's folder runs only with the user's permission."""
     if args.hf_checkpoint is None or args.sglang_options.get("trust_remote_code"):
         return
     path = Path(args.hf_checkpoint) / "tokenizer_config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return  # whoever opens the tokenizer says what is wrong
+        return  # another rule reports an unreadable tokenizer
     auto_map = config.get("auto_map") if isinstance(config, dict) else None
     if isinstance(auto_map, dict) and "AutoTokenizer" in auto_map:
         yield Problem(
             "--sglang-trust-remote-code",
-            f"--hf-checkpoint {args.hf_checkpoint} brings its tokenizer along as Python code: read it, and add"
-            " --sglang-trust-remote-code to have it run.",
+            f"--hf-checkpoint {args.hf_checkpoint} has a tokenizer in Python code: review it, and add"
+            " --sglang-trust-remote-code to run it.",
         )
 
 
@@ -117,7 +136,7 @@ _YARN = (
 
 
 def latent_flags_have_latent_attention(args: Arguments, context: Context) -> Iterator[Problem]:
-    """No width of latent attention and no stretch of its positions is ignored."""
+    """No width of latent attention and no YaRN setting is ignored."""
     if args.multi_latent_attention:
         return
     for name in (*_LATENT, *_YARN):
@@ -127,26 +146,26 @@ def latent_flags_have_latent_attention(args: Arguments, context: Context) -> Ite
     if args.position_embedding_type == "yarn":
         yield Problem(
             "--position-embedding-type",
-            "--position-embedding-type yarn is served with --multi-latent-attention only: use rope.",
+            "--position-embedding-type yarn is supported with --multi-latent-attention only: use rope.",
         )
 
 
 def latent_attention_is_plain_otherwise(args: Arguments, context: Context) -> Iterator[Problem]:
-    """What megatron-core cannot combine with latent attention."""
+    """Flags that megatron-core cannot combine with latent attention are rejected."""
     if args.multi_latent_attention and args.rotary_interleaved:
         yield Problem(
             "--rotary-interleaved",
-            "--rotary-interleaved and --multi-latent-attention exclude each other (its rotary channels have an order of"
-            " their own): leave the first out.",
+            "--rotary-interleaved and --multi-latent-attention exclude each other (MLA has its own order of rotary"
+            " channels): leave the first out.",
         )
     if args.multi_latent_attention and args.use_rope_scaling:
         yield Problem(
             "--use-rope-scaling",
-            "--use-rope-scaling is Llama 3's and --multi-latent-attention stretches with --rotary-scaling-factor: leave"
-            " the first out.",
+            "--use-rope-scaling is for Llama 3 and --multi-latent-attention uses --rotary-scaling-factor: leave the"
+            " first out.",
         )
     tp, training = args.tensor_model_parallel_size, context.is_training and not args.debug_rollout_only
-    # with experts another rule asks for it
+    # another rule checks models with experts
     if args.multi_latent_attention and tp > 1 and not args.sequence_parallel and args.num_experts is None and training:
         yield Problem(
             "--sequence-parallel",
@@ -155,12 +174,12 @@ def latent_attention_is_plain_otherwise(args: Arguments, context: Context) -> It
         )
 
 
-def values_are_served(args: Arguments, context: Context) -> Iterator[Problem]:
-    """Nothing is accepted and then ignored: what a flag's declaration does not serve is refused in its words."""
+def values_are_supported(args: Arguments, context: Context) -> Iterator[Problem]:
+    """No flag is accepted and then ignored: a value that a declaration marks as unsupported is rejected."""
     values = vars(args)
     for spec in all_flag_specs():
         if spec.dest in context.given and spec.dest not in context.broken and spec.refuses(values[spec.dest]):
-            yield Problem(spec.name, f"{_as_typed(spec, values[spec.dest])} is not served: {spec.not_served}.")
+            yield Problem(spec.name, f"{_as_typed(spec, values[spec.dest])} is unsupported: {spec.not_served}.")
 
 
 def _as_typed(spec: FlagSpec, value: object) -> str:
@@ -169,3 +188,55 @@ def _as_typed(spec: FlagSpec, value: object) -> str:
     if isinstance(value, list):
         return " ".join([spec.name, *map(str, value)])
     return f"{spec.name} {value}"
+
+
+_MODEL = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")
+
+
+def model_flags_are_given(args: Arguments, context: Context) -> Iterator[Problem]:
+    """The flags of the model's shape are required."""
+    absent_flags = missing(args, context, _MODEL)
+    if absent_flags:
+        names = ", ".join(absent_flags)
+        yield Problem(
+            absent_flags[0],
+            f"{names} missing: give the flags that describe the model, for example from scripts/models/.",
+        )
+
+
+def few_bits_have_their_kernels(args: Arguments, context: Context) -> Iterator[Problem]:
+    """fp8 and fp4 need Transformer Engine and bf16 weights."""
+    for flag, value in (("--fp8-format", args.fp8_format), ("--fp4-format", args.fp4_format)):
+        if value is None:
+            continue
+        if not transformer_engine_installed():
+            yield Problem(
+                flag,
+                f"{flag} {value} needs a package that is not installed: install transformer_engine, or leave it out.",
+            )
+        if not args.bf16:
+            yield Problem(flag, f"{flag} {value} computes from bf16 weights: add --bf16.")
+    if args.fp8_format is not None and args.fp4_format is not None:
+        yield Problem(
+            "--fp4-format",
+            f"--fp8-format {args.fp8_format} and --fp4-format {args.fp4_format} exclude each other: give one.",
+        )
+
+
+def formats_have_their_settings(args: Arguments, context: Context) -> Iterator[Problem]:
+    """Settings of a number format need that format, unless they have their default value."""
+    for spec in flag_specs(PrecisionArguments) + flag_specs(ModelArguments):
+        for names, needed, given in (
+            (_OF_FP16, "--fp16", args.fp16),
+            (_OF_FP8, "--fp8-format", args.fp8_format is not None),
+            (_OF_FP4, "--fp4-format", args.fp4_format is not None),
+        ):
+            if spec.dest in names and vars(args)[spec.dest] != spec.default and not given:
+                name = (spec.off if spec.is_switch and not vars(args)[spec.dest] else spec.on)[0]
+                yield Problem(name, f"{name} belongs to {needed}: add it, or leave {name} out.")
+
+
+def precision_is_single(args: Arguments, context: Context) -> Iterator[Problem]:
+    """bf16 and fp16 exclude each other."""
+    if args.bf16 and args.fp16:
+        yield Problem("--bf16", "--bf16 and --fp16 exclude each other: give one, or neither for fp32.")

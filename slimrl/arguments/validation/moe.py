@@ -1,4 +1,4 @@
-"""Rules about mixture-of-experts layers: how many experts, who chooses them, who holds them."""
+"""Rules about mixture-of-experts layers: experts, router, layers with experts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slimrl.arguments.validation.rule import Context
 
 
 def expert_flags_have_experts(args: Arguments, context: Context) -> Iterator[Problem]:
-    """No flag of experts is ignored because the model has none."""
+    """Expert flags are rejected if the model has no experts."""
     if args.num_experts is not None or "num_experts" in context.broken:
         return
     values = vars(args)
@@ -19,11 +19,11 @@ def expert_flags_have_experts(args: Arguments, context: Context) -> Iterator[Pro
         unserved = spec.not_served is not None
         if spec.dest in context.given and values[spec.dest] != spec.default and not unserved:
             yield Problem(
-                spec.name, f"{spec.name} describes experts and the model has none: give --num-experts, or leave it out."
+                spec.name, f"{spec.name} needs experts and the model has none: give --num-experts, or leave it out."
             )
 
 
-def experts_can_be_chosen(args: Arguments, context: Context) -> Iterator[Problem]:
+def router_can_choose_experts(args: Arguments, context: Context) -> Iterator[Problem]:
     """A token's experts exist, in as many groups as it may choose from."""
     experts, topk = args.num_experts, args.moe_router_topk
     groups, group_topk = args.moe_router_num_groups, args.moe_router_group_topk
@@ -55,29 +55,30 @@ def _group_problems(args: Arguments, experts: int, groups: int, group_topk: int)
         yield Problem(
             "--moe-router-group-topk",
             f"--moe-router-topk {args.moe_router_topk} does not divide by --moe-router-group-topk {group_topk}, the"
-            " groups that share the choice: choose a divisor.",
+            " groups of each token: choose a divisor.",
         )
 
 
 def router_is_consistent(args: Arguments, context: Context) -> Iterator[Problem]:
-    """Scores, bias, scale and losses that megatron-core's router can combine."""
+    """megatron-core's router supports the combination of scores, bias, scale and losses."""
     if args.num_experts is None:
         return
     softmax = args.moe_router_score_function == "softmax"
     if args.moe_router_enable_expert_bias and softmax:
         yield Problem(
             "--moe-router-enable-expert-bias",
-            "--moe-router-enable-expert-bias works with sigmoid scores: add --moe-router-score-function sigmoid.",
+            "--moe-router-enable-expert-bias needs sigmoid scores: add --moe-router-score-function sigmoid.",
         )
     if args.moe_router_topk == 1 and softmax and not args.moe_router_pre_softmax:
         yield Problem(
             "--moe-router-topk",
-            "--moe-router-topk 1 with a softmax after the choice weighs every expert 1: add --moe-router-pre-softmax.",
+            "--moe-router-topk 1 with a softmax after the top-k gives every expert weight 1: add"
+            " --moe-router-pre-softmax.",
         )
     if args.moe_router_topk_scaling_factor is not None and softmax and not args.moe_router_pre_softmax:
         yield Problem(
             "--moe-router-topk-scaling-factor",
-            f"--moe-router-topk-scaling-factor {args.moe_router_topk_scaling_factor:g} works with sigmoid scores or"
+            f"--moe-router-topk-scaling-factor {args.moe_router_topk_scaling_factor:g} needs sigmoid scores or"
             " --moe-router-pre-softmax: add one of them, or leave it out.",
         )
     kinds, weights = args.moe_router_load_balancing_type, args.moe_aux_loss_coeff
@@ -90,7 +91,7 @@ def router_is_consistent(args: Arguments, context: Context) -> Iterator[Problem]
     if args.moe_shared_expert_gate and args.moe_shared_expert_intermediate_size is None:
         yield Problem(
             "--moe-shared-expert-gate",
-            "--moe-shared-expert-gate scales a shared expert: give --moe-shared-expert-intermediate-size.",
+            "--moe-shared-expert-gate needs a shared expert: give --moe-shared-expert-intermediate-size.",
         )
     if args.moe_pad_expert_input_to_capacity and args.moe_expert_capacity_factor is None:
         yield Problem(
@@ -99,36 +100,8 @@ def router_is_consistent(args: Arguments, context: Context) -> Iterator[Problem]
         )
 
 
-def experts_divide_over_gpus(args: Arguments, context: Context) -> Iterator[Problem]:
-    """Every GPU of an expert parallel group holds as many experts as the others."""
-    size, experts = args.expert_model_parallel_size, args.num_experts
-    if {"expert_model_parallel_size", "num_experts"} & context.broken:
-        return
-    if size > 1 and experts is None:
-        yield Problem(
-            "--expert-model-parallel-size",
-            f"--expert-model-parallel-size {size} shares experts and the model has none: leave it out.",
-        )
-    elif experts is not None and experts % size:
-        yield Problem(
-            "--expert-model-parallel-size",
-            f"--num-experts {experts} does not divide by --expert-model-parallel-size {size}: choose a divisor.",
-        )
-    tp, etp = args.tensor_model_parallel_size, args.expert_tensor_parallel_size
-    if experts is None and etp not in (1, tp) and "expert_tensor_parallel_size" not in context.broken:
-        yield Problem(
-            "--expert-tensor-parallel-size",
-            f"--expert-tensor-parallel-size {etp} shares the matrices of experts and the model has none: leave it out.",
-        )
-    if experts is not None and tp > 1 and not args.sequence_parallel and not args.debug_rollout_only:
-        yield Problem(
-            "--sequence-parallel",
-            f"--num-experts with --tensor-model-parallel-size {tp} trains with --sequence-parallel only: add it.",
-        )
-
-
-def layers_have_a_kind(args: Arguments, context: Context) -> Iterator[Problem]:
-    """A pattern of layers has one number for each."""
+def moe_layer_pattern_is_complete(args: Arguments, context: Context) -> Iterator[Problem]:
+    """A layer pattern has one number per layer."""
     pattern, layers = args.moe_layer_freq, args.num_layers
     if isinstance(pattern, list) and layers is not None and len(pattern) != layers:
         yield Problem(

@@ -1,16 +1,18 @@
-"""Rules about pipeline stages, Megatron-FSDP and recomputation.
+"""Rules about parallel layouts: how training divides over GPUs, pipeline stages, Megatron-FSDP and recomputation.
 
-Every layer is on one stage and every stage has layers. Megatron-FSDP is told what to shard and is used only with what
-it can be combined with. Recomputation says what it recomputes, and the model has that.
+Every layer is on one stage and every stage has layers. Megatron-FSDP has a sharding strategy and only compatible flags.
+Recomputation names modules that the model has.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from slimrl.arguments.flag import Problem
 from slimrl.arguments.layout import stage_layers
 from slimrl.arguments.namespace import Arguments
+from slimrl.arguments.validation.cluster import ACTOR_FIELDS
 from slimrl.arguments.validation.rule import Context
 
 _ONLY_WITH_STAGES = (
@@ -35,13 +37,13 @@ def stages_are_several(args: Arguments, context: Context) -> Iterator[Problem]:
             shown = flag if values[name] is True else f"{flag} {values[name]}"
             yield Problem(
                 flag,
-                f"{shown} divides layers over pipeline stages and there is one: leave it out, or raise"
+                f"{shown} divides layers over pipeline stages and there is only one stage: leave it out, or raise"
                 " --pipeline-model-parallel-size.",
             )
 
 
 def layers_divide_over_stages(args: Arguments, context: Context) -> Iterator[Problem]:
-    """The layers that the first and last stage leave are shared out evenly."""
+    """The layers that are not on an explicit first or last stage divide evenly over the other stages."""
     stages, layers = args.pipeline_model_parallel_size, args.num_layers
     if stages == 1 or layers is None or {"num_layers", "pipeline_model_parallel_size"} & context.broken:
         return
@@ -66,7 +68,7 @@ def layers_divide_over_stages(args: Arguments, context: Context) -> Iterator[Pro
 
 
 def virtual_stages_divide(args: Arguments, context: Context) -> Iterator[Problem]:
-    """Every GPU holds the same number of virtual stages of the same size."""
+    """Every pipeline rank has the same number of virtual stages of the same size."""
     stages, layers = args.pipeline_model_parallel_size, args.num_layers
     size, number = args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank
     if stages == 1 or layers is None:
@@ -74,8 +76,9 @@ def virtual_stages_divide(args: Arguments, context: Context) -> Iterator[Problem
     if size is not None and number is not None:
         yield Problem(
             "--num-layers-per-virtual-pipeline-stage",
-            f"--num-layers-per-virtual-pipeline-stage {size} and --num-virtual-stages-per-pipeline-rank {number} say"
-            " the same in two ways: give one.",
+            f"--num-layers-per-virtual-pipeline-stage {size} and --num-virtual-stages-per-pipeline-rank {number}"
+            f" exclude"
+            " each other: give one.",
         )
         return
     extra = args.account_for_embedding_in_pipeline_split + args.account_for_loss_in_pipeline_split
@@ -91,8 +94,8 @@ def virtual_stages_divide(args: Arguments, context: Context) -> Iterator[Problem
         )
 
 
-def virtual_stages_are_fed(args: Arguments, context: Context) -> Iterator[Problem]:
-    """Virtual stages exchange what they compute without mixing it up, and take micro-batches in whole groups."""
+def virtual_stages_have_enough_micro_batches(args: Arguments, context: Context) -> Iterator[Problem]:
+    """Virtual stages exchange activations correctly, and a rank's micro-batches form whole groups."""
     stages, group = args.pipeline_model_parallel_size, args.microbatch_group_size_per_vp_stage
     if stages == 1:
         return
@@ -107,8 +110,8 @@ def virtual_stages_are_fed(args: Arguments, context: Context) -> Iterator[Proble
     if stages == 2 and not args.overlap_p2p_comm:
         yield Problem(
             "--no-overlap-p2p-communication",
-            "--no-overlap-p2p-communication mixes up what the virtual stages of --pipeline-model-parallel-size 2 send"
-            " each other: leave it out.",
+            "--no-overlap-p2p-communication mixes up the messages between virtual stages with"
+            " --pipeline-model-parallel-size 2: leave it out.",
         )
     if group is None or group < stages:
         yield Problem(
@@ -135,7 +138,7 @@ _SETTINGS = ("data_parallel_sharding_strategy", "suggested_communication_unit_si
 
 
 def sharding_has_its_switch(args: Arguments, context: Context) -> Iterator[Problem]:
-    """Settings of Megatron-FSDP belong to it, and it must be told what to share out."""
+    """Settings of Megatron-FSDP need it, and it needs a sharding strategy."""
     if not args.use_megatron_fsdp:
         for name in _SETTINGS:
             if name in context.given:
@@ -144,40 +147,40 @@ def sharding_has_its_switch(args: Arguments, context: Context) -> Iterator[Probl
     elif args.data_parallel_sharding_strategy == "no_shard" and "data_parallel_sharding_strategy" not in context.broken:
         yield Problem(
             _SWITCH,
-            f"{_SWITCH} with --data-parallel-sharding-strategy no_shard shares nothing out: give optim, optim_grads or"
+            f"{_SWITCH} with --data-parallel-sharding-strategy no_shard shards nothing: give optim, optim_grads or"
             f" optim_grads_params, or leave {_SWITCH} out.",
         )
 
 
 def sharding_fits_the_run(args: Arguments, context: Context) -> Iterator[Problem]:
-    """What Megatron-FSDP of megatron-core 0.16.1 cannot do, or does wrongly, or what its state is not kept for."""
+    """Flags that Megatron-FSDP of megatron-core 0.16.1 cannot combine with, or whose state it does not keep."""
     if not args.use_megatron_fsdp:
         return
     if not args.use_distributed_optimizer:
         yield Problem(
             _SWITCH,
-            f"{_SWITCH} shares out the optimizer's state in any case: leave --no-use-distributed-optimizer out.",
+            f"{_SWITCH} always shards the optimizer state: leave --no-use-distributed-optimizer out.",
         )
     frozen = args.only_train_params_name_list is not None or args.freeze_params_name_list is not None
     for given, flag, reason in (
-        (args.pipeline_model_parallel_size > 1, "--pipeline-model-parallel-size", "knows no pipeline stages"),
+        (args.pipeline_model_parallel_size > 1, "--pipeline-model-parallel-size", "does not support pipeline stages"),
         (frozen, _list_of(args), "hooks into the gradient of every weight"),
         (args.fp16, "--fp16", "keeps no loss scale in checkpoints"),
-        (args.grad_reduce_in_bf16, "--grad-reduce-in-bf16", "adds up shards of each micro-batch, in fp32"),
-        (args.fp8_param_gather, "--fp8-param-gather", "gathers weights in the type that they are updated in"),
+        (args.grad_reduce_in_bf16, "--grad-reduce-in-bf16", "accumulates shards of each micro-batch in fp32"),
+        (args.fp8_param_gather, "--fp8-param-gather", "gathers weights in the dtype of their update"),
         (args.use_precision_aware_optimizer, "--use-precision-aware-optimizer", "keeps its state in fp32"),
         (args.optimizer_cpu_offload, "--optimizer-cpu-offload", "keeps its state on the device"),
-        (bool(args.offload_train), "--offload-train", "has buffers that are not parked"),
+        (bool(args.offload_train), "--offload-train", "has buffers that cannot be offloaded"),
     ):
         if given:
             yield Problem(flag, f"{_SWITCH} {reason}: leave {flag} out, or {_SWITCH}.")
     if args.overlap_grad_reduce and args.data_parallel_sharding_strategy == "optim":
         yield Problem(
             "--overlap-grad-reduce",
-            f"{_SWITCH} with --data-parallel-sharding-strategy optim adds each GPU's own gradient a second time under"
-            " --overlap-grad-reduce: leave it out, or share gradients out too (optim_grads).",
+            f"{_SWITCH} with --data-parallel-sharding-strategy optim adds each GPU's own gradient twice with"
+            " --overlap-grad-reduce: leave it out, or also shard gradients (optim_grads).",
         )
-    yield from _experts_are_shared_out(args, context)
+    yield from _experts_can_be_sharded(args, context)
 
 
 def _list_of(args: Arguments) -> str:
@@ -185,8 +188,8 @@ def _list_of(args: Arguments) -> str:
     return "--only-train-params-name-list" if only else "--freeze-params-name-list"
 
 
-def _experts_are_shared_out(args: Arguments, context: Context) -> Iterator[Problem]:
-    """Where each expert is on one GPU only, megatron-core 0.16.1 adds up its gradients again at each micro-batch."""
+def _experts_can_be_sharded(args: Arguments, context: Context) -> Iterator[Problem]:
+    """If each expert is on one GPU only, megatron-core 0.16.1 adds its gradients again at each micro-batch."""
     sizes = {"expert_model_parallel_size", "expert_tensor_parallel_size", "actor_num_nodes", "actor_num_gpus_per_node"}
     if args.num_experts is None or context.broken & sizes:
         return
@@ -195,7 +198,7 @@ def _experts_are_shared_out(args: Arguments, context: Context) -> Iterator[Probl
         yield Problem(
             "--expert-model-parallel-size",
             f"--expert-model-parallel-size {args.expert_model_parallel_size} leaves each expert on one GPU, where"
-            f" {_SWITCH} cannot share its gradients out: lower it, or use --data-parallel-sharding-strategy optim.",
+            f" {_SWITCH} cannot shard its gradients: lower it, or use --data-parallel-sharding-strategy optim.",
         )
 
 
@@ -203,7 +206,7 @@ _STAGES = {"num_layers", "recompute_num_layers", "pipeline_model_parallel_size"}
 
 
 def recomputation_is_complete(args: Arguments, context: Context) -> Iterator[Problem]:
-    """Full recomputation says which layers; selective recomputation does not."""
+    """Full recomputation has a method and a number of layers; selective recomputation has neither."""
     method, layers = args.recompute_method, args.recompute_num_layers
     if args.recompute_granularity == "full" and (method is None or layers is None):
         yield Problem(
@@ -225,17 +228,17 @@ def recomputation_is_complete(args: Arguments, context: Context) -> Iterator[Pro
 
 
 def recomputed_units_fill_the_stages(args: Arguments, context: Context) -> Iterator[Problem]:
-    """Uniform units must fill every stage: megatron-core would look for layers behind the last one."""
+    """Uniform units fill every stage; otherwise megatron-core would look for layers beyond the last one."""
     unit = args.recompute_num_layers
     if args.recompute_method != "uniform" or not unit or args.num_layers is None or _STAGES & context.broken:
         return
-    if unit > args.num_layers:  # said by another rule
+    if unit > args.num_layers:  # another rule reports it
         return
     for stage, layers in enumerate(stage_layers(args)):
         for count in _runs(layers):
             if count % unit:
                 several = args.pipeline_model_parallel_size > 1
-                where = f"the {count} layers that pipeline stage {stage} computes in a row" if several else ""
+                where = f"the {count} consecutive layers of pipeline stage {stage}" if several else ""
                 yield Problem(
                     "--recompute-num-layers",
                     f"--recompute-num-layers {unit} with --recompute-method uniform does not divide"
@@ -245,13 +248,13 @@ def recomputed_units_fill_the_stages(args: Arguments, context: Context) -> Itera
 
 
 def _runs(layers: tuple[int, ...]) -> list[int]:
-    """How many layers follow each other without a gap: one number for each (virtual) stage."""
+    """The number of consecutive layers of each (virtual) stage."""
     starts = [place for place, layer in enumerate(layers) if place == 0 or layers[place - 1] != layer - 1]
     return [end - start for start, end in zip(starts, [*starts[1:], len(layers)], strict=True)]
 
 
 def recomputed_modules_are_there(args: Arguments, context: Context) -> Iterator[Problem]:
-    """No module is named that the model does not have, and none in vain."""
+    """The model has every module of --recompute-modules, and selective recomputation is on."""
     modules = args.recompute_modules or []
     if modules and args.recompute_granularity != "selective":
         yield Problem(
@@ -285,17 +288,102 @@ def recomputed_modules_are_there(args: Arguments, context: Context) -> Iterator[
 
 
 def saved_activations_have_gpus(args: Arguments, context: Context) -> Iterator[Problem]:
-    """What is spread over tensor parallel GPUs is not spread there already, and there are such GPUs."""
+    """--distribute-saved-activations needs full recomputation and tensor parallelism without sequence parallelism."""
     if not args.distribute_saved_activations:
         return
     if args.recompute_granularity != "full" or args.tensor_model_parallel_size == 1:
         yield Problem(
             "--distribute-saved-activations",
-            "--distribute-saved-activations spreads what --recompute-granularity full saves over"
-            " --tensor-model-parallel-size GPUs, and one of the two is missing: add it, or leave the first out.",
+            "--distribute-saved-activations needs --recompute-granularity full and --tensor-model-parallel-size above"
+            " 1: add the missing one, or leave the flag out.",
         )
     elif args.sequence_parallel:
         yield Problem(
             "--distribute-saved-activations",
-            "--distribute-saved-activations is what --sequence-parallel does already: leave it out.",
+            "--distribute-saved-activations is redundant, --sequence-parallel already shards these activations: leave"
+            " it out.",
+        )
+
+
+def _training_gpus(args: Arguments) -> str:
+    return (
+        f"--actor-num-nodes {args.actor_num_nodes} x --actor-num-gpus-per-node {args.actor_num_gpus_per_node}"
+        f" = {args.actor_num_gpus}"
+    )
+
+
+def world_divides_by_model_gpus(args: Arguments, context: Context) -> Iterator[Problem]:
+    """Training GPUs = data x tensor x pipeline x context parallel size, and the same for the experts' layout."""
+    axes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    experts = ("expert_tensor_parallel_size", "expert_model_parallel_size", "pipeline_model_parallel_size")
+    if args.debug_rollout_only or context.broken & {*ACTOR_FIELDS, *axes, *experts}:
+        return
+    for names in (axes, experts) if args.num_experts is not None else (axes,):
+        sizes = {name: vars(args)[name] or 1 for name in names}
+        used = {name: size for name, size in sizes.items() if size > 1}
+        product = math.prod(used.values())
+        if args.actor_num_gpus % product:
+            shown = " x ".join(f"--{name.replace('_', '-')} {size}" for name, size in used.items())
+            several = len(used) > 1
+            total = f" = {product}" if several else ""
+            fix = "choose sizes whose product divides them" if several else "choose a divisor"
+            yield Problem(
+                "--" + next(iter(used)).replace("_", "-"),
+                f"{_training_gpus(args)} training GPUs do not divide by {shown}{total}: {fix}.",
+            )
+
+
+def context_parallelism_has_one_level(args: Arguments, context: Context) -> Iterator[Problem]:
+    """--cp-comm-type a2a+p2p is rejected: it needs two levels of context parallelism."""
+    if "a2a+p2p" in (args.cp_comm_type or []):
+        yield Problem(
+            "--cp-comm-type",
+            "--cp-comm-type a2a+p2p needs two levels of context parallelism and only one is supported: use p2p,"
+            " all_gather or a2a.",
+        )
+
+
+def model_divides_by_tensor_parallel(args: Arguments, context: Context) -> Iterator[Problem]:
+    """Heads, key/value heads, both widths and the padded vocabulary divide by the tensor parallel size."""
+    tp = args.tensor_model_parallel_size
+    if "tensor_model_parallel_size" in context.broken:
+        return
+    values = vars(args)
+    names = ("num_attention_heads", "num_query_groups", "hidden_size", "ffn_hidden_size", "padded_vocab_size")
+    for name in names:
+        value = values[name]
+        if value is not None and value % tp and name not in context.broken:
+            flag = "--" + name.replace("_", "-")
+            yield Problem(
+                flag,
+                f"{flag} {value} does not divide by --tensor-model-parallel-size {tp}:"
+                " choose a tensor parallel size that divides it.",
+            )
+
+
+def experts_divide_over_gpus(args: Arguments, context: Context) -> Iterator[Problem]:
+    """Experts divide evenly over an expert parallel group; expert layouts need experts."""
+    size, experts = args.expert_model_parallel_size, args.num_experts
+    if {"expert_model_parallel_size", "num_experts"} & context.broken:
+        return
+    if size > 1 and experts is None:
+        yield Problem(
+            "--expert-model-parallel-size",
+            f"--expert-model-parallel-size {size} needs experts and the model has none: leave it out.",
+        )
+    elif experts is not None and experts % size:
+        yield Problem(
+            "--expert-model-parallel-size",
+            f"--num-experts {experts} does not divide by --expert-model-parallel-size {size}: choose a divisor.",
+        )
+    tp, etp = args.tensor_model_parallel_size, args.expert_tensor_parallel_size
+    if experts is None and etp not in (1, tp) and "expert_tensor_parallel_size" not in context.broken:
+        yield Problem(
+            "--expert-tensor-parallel-size",
+            f"--expert-tensor-parallel-size {etp} needs experts and the model has none: leave it out.",
+        )
+    if experts is not None and tp > 1 and not args.sequence_parallel and not args.debug_rollout_only:
+        yield Problem(
+            "--sequence-parallel",
+            f"--num-experts with --tensor-model-parallel-size {tp} trains with --sequence-parallel only: add it.",
         )

@@ -1,1 +1,1 @@
-"""Engines and router of a run: start, health, recovery, reward servers."""
+"""Engines and router of a run: start, health checks, recovery, reward servers."""

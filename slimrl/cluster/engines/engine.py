@@ -1,8 +1,8 @@
-"""One inference engine: an SGLang server on the GPUs of one node or several, and the Ray actors of its processes.
+"""One inference engine: a server on the GPUs of one or more nodes, and the Ray actors of its processes.
 
-Each node of the server has one `EngineActor`, which starts the process there, watches it and ends it; `Engine` makes
-the actors and speaks for all of them. The processes live and end together: the death of one ends the others and is
-reported once, with the last lines of its log.
+Each node of the server has one `EngineActor`, which starts, watches and ends the process there. `Engine` creates the
+actors and controls them as one server. If one process dies, the others are ended, and the death is reported once, with
+the last lines of its log.
 """
 
 from __future__ import annotations
@@ -19,10 +19,19 @@ import ray
 from ray.exceptions import RayActorError
 
 from slimrl.cluster import ray_session
-from slimrl.cluster.network import NodeMark, Reach, called_at, marked, node_address, seen_of, taken_for_one
+from slimrl.cluster.network import (
+    BindConfig,
+    NodeMark,
+    node_address,
+    place_node_mark,
+    server_host,
+    shared_memory_conflict,
+    visible_marks,
+)
 from slimrl.cluster.placement import ENGINE_SHARE, EnginePart, GpuBundles
-from slimrl.engines.sglang.launch import ServerLaunch
-from slimrl.engines.sglang.server import NodePart, ServerProcess
+from slimrl.engines.backend import SGLANG, backend
+from slimrl.engines.server_protocol import CALL_TIMEOUT_S, NodePart, ServerControl, ServerLaunch, ServerProcess
+from slimrl.observability.tracer import Timeline
 from slimrl.platform.launch_env import network_of
 from slimrl.processes import ProcessStartError, process_info
 from slimrl.processes.process_info import resident_gib
@@ -33,9 +42,9 @@ POLL_INTERVAL_S = 0.25
 
 @dataclasses.dataclass(frozen=True)
 class ServerSettings:
-    """What the processes of one server have in common on all its nodes.
+    """The settings that the processes of one server share on all its nodes.
 
-    `life` counts how often the server was replaced: every life has log files of its own.
+    `life` counts how often the server was replaced; every life has its own log files.
     """
 
     index: int
@@ -45,22 +54,28 @@ class ServerSettings:
     options: dict[str, Any]
     memory_saver: bool  # whether its memory can be released
     cuda: bool  # whether it runs on GPUs
-    shares_gpus: bool = False  # with training ranks
+    shares_gpus: bool = False  # with training ranks (colocated)
     nccl_cumem: str | None = None  # NCCL_CUMEM_ENABLE, as of the training ranks that send weights to it
     life: int = 0
-    role: str = ""  # what it is, where it is not an engine of the policy
-    reach: Reach = Reach()
+    role: str = ""  # prefix of its name; empty for an engine of the policy
+    bind: BindConfig = BindConfig()
     key: str | None = dataclasses.field(default=None, repr=False)
+    engine: str = SGLANG  # its row in `engines.backend`
 
     @property
     def name(self) -> str:
-        """ "0" in its first life, "0.1" in its second; behind its role."""
+        """ "0" in its first life, "0.1" in its second; prefixed with its role."""
         return f"{self.role}{self.index}.{self.life}" if self.life else f"{self.role}{self.index}"
+
+    @property
+    def label(self) -> str:
+        """Its name in messages: "SGLang server 0.1"."""
+        return f"{backend(self.engine).title} server {self.name}"
 
 
 @dataclasses.dataclass(frozen=True)
 class ServerExit:
-    """How a process of a server ended; as text with the last lines of its log."""
+    """How a process of a server ended; `str()` adds the last lines of its log."""
 
     what: str
     log_path: Path | None = None
@@ -83,20 +98,20 @@ class EngineActor:
         self._marks = contextlib.ExitStack()
 
     def claim(self, part: NodePart, gpu_ids: list[int | str], log_path: Path) -> str:
-        """Chooses the ports; returns the address at which the processes of all nodes meet."""
+        """Reserves the ports; returns the rendezvous address of the processes on all nodes."""
         settings = self._settings
-        # The server owns whole GPUs, the actor only a share of the first: it is shown all of its own.
+        # Ray assigned the actor a fraction of the first GPU; the server needs all GPUs of its part visible.
         launch = ServerLaunch(
             settings.cuda,
             settings.memory_saver,
             settings.shares_gpus,
             settings.nccl_cumem,
             tuple(gpu_ids),
-            network_of(settings.reach.here()),
+            network_of(settings.bind.local_address()),
         )
-        server = ServerProcess(
+        server = backend(settings.engine).server(
             settings.model_path,
-            host=called_at(settings.options.get("host"), settings.reach.here()),
+            host=server_host(settings.options.get("host"), settings.bind.local_address()),
             tensor_parallel_size=settings.tensor_parallel_size,
             random_seed=settings.random_seed,
             options=settings.options,
@@ -105,26 +120,26 @@ class EngineActor:
             part=part,
             key=settings.key,
         )
-        meeting = server.claim()
+        rendezvous = server.claim()
         self._server = server
-        return meeting
+        return rendezvous
 
     def mark(self) -> NodeMark:
-        """Marks this node for the processes of the other nodes, until `start`."""
-        return self._marks.enter_context(marked(node_address()))
+        """Places this node's mark in shared memory until `start` (see `network.shared_memory_conflict`)."""
+        return self._marks.enter_context(place_node_mark(node_address()))
 
-    def seen_of(self, marks: list[NodeMark]) -> set[str]:
-        """Which of the marks are on this node too."""
-        return seen_of(marks)
+    def visible_marks(self, marks: list[NodeMark]) -> set[str]:
+        """The names of the marks that are visible on this node."""
+        return visible_marks(marks)
 
     def start(self) -> str:
-        """Starts the process and returns at once; its URL, which only the first node's answers requests at."""
+        """Starts the process without waiting; returns its URL (only the first node's process serves requests)."""
         self._marks.close()
         self._server.start()
         return self._server.url
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Waits until the server answers. Raises ProcessStartError with its last log lines if it dies."""
+        """Waits until the server responds. Raises ProcessStartError with its last log lines if it dies."""
         self._server.wait_ready(timeout_s)
 
     @ray.method(concurrency_group="watch")
@@ -133,9 +148,7 @@ class EngineActor:
         while (server := self._server) is None or (code := server.poll()) is None:
             time.sleep(POLL_INTERVAL_S)
         part = server.part
-        name = f"SGLang server {self._settings.name}" + (
-            f", node {part.rank} of {part.count}" if part.count > 1 else ""
-        )
+        name = self._settings.label + (f", node {part.rank} of {part.count}" if part.count > 1 else "")
         if self._stopping:
             return ServerExit(f"{name} was stopped")
         what = f"{name} ({server.url}) died with exit code {code}"
@@ -143,17 +156,17 @@ class EngineActor:
 
     @ray.method(concurrency_group="memory")
     def stopped(self) -> list[str]:
-        """Processes of the server that the kernel has stopped (SIGSTOP, a debugger), as "name (pid)"."""
+        """Stopped processes of the server (SIGSTOP, a debugger), as "name (pid)"."""
         return [] if self._server is None or not self._server.started else process_info.stopped_below(self._server.pid)
 
     @ray.method(concurrency_group="memory")
     def last_log_lines(self) -> tuple[Path, str]:
-        """The server's log, and the end of it."""
+        """The path of the server's log and its last lines."""
         return self._server.log_path, self._server.last_log_lines(20)
 
     @ray.method(concurrency_group="memory")
     def memory(self) -> dict[str, float]:
-        """Resident memory in GiB by name: of the server's processes on this node, and of this actor."""
+        """Resident memory in GiB by name, of the server's processes on this node and of this actor."""
         server, index = self._server, f"{self._settings.role}{self._settings.index}"
         if server is None or not server.started:
             return {}
@@ -170,12 +183,12 @@ class EngineActor:
             self._server.stop(timeout_s)
 
 
-KILL_TIMEOUT_S = 10.0  # for an actor to end its process; one that hangs is killed, and its process follows it
+KILL_TIMEOUT_S = 10.0  # for an actor to end its process; then the actor is killed, and its process with it
 
 
 @dataclasses.dataclass(frozen=True)
 class EngineActorConfig:
-    """What every engine actor is given besides its server: logs, log level, environment and working folder."""
+    """Settings of every engine actor besides its server: log folder, log level, environment, working folder."""
 
     log_dir: Path
     log_level: str
@@ -186,80 +199,86 @@ class EngineActorConfig:
 class Engine:
     """The actors of one server, the one with the HTTP server first."""
 
-    what_follows, arrived = "another takes its place", "started"  # in messages: when it is lost, and after `start`
+    lost_message, started_message = "a replacement will be started", "started"  # after a loss, and after `start`
 
     def __init__(
-        self, settings: ServerSettings, parts: Sequence[EnginePart], gpus: GpuBundles, place: EngineActorConfig
+        self, settings: ServerSettings, parts: Sequence[EnginePart], gpus: GpuBundles, config: EngineActorConfig
     ) -> None:
         """Places one actor per node, on the first GPU of its part; `start` starts the processes."""
         self.url: str | None = None
         self.settings = settings
         self._parts = parts
         self._gpus = gpus
-        self._place = place
+        self._config = config
         self._actors = [self._actor(rank, part) for rank, part in enumerate(parts)]
         self._watches = [actor.watch.remote() for actor in self._actors]
 
     @property
     def name(self) -> str:
-        """Which server it is, in messages and file names."""
+        """Its name in file names."""
         return self.settings.name
 
     @property
-    def key(self) -> str | None:
-        """What the server asks for."""
-        return self.settings.key
+    def label(self) -> str:
+        """Its name in messages."""
+        return self.settings.label
 
     def _suffix(self, rank: int) -> str:
         return self.name + (f".node{rank}" if rank else "")
 
     def _actor(self, rank: int, part: EnginePart) -> ray.actor.ActorHandle:
-        place, suffix = self._place, self._suffix(rank)
+        config, suffix = self._config, self._suffix(rank)
         return EngineActor.options(  # type: ignore[attr-defined]
             **self._gpus.options(part.gpus[0], ENGINE_SHARE),
-            runtime_env={"env_vars": place.environment},
+            runtime_env={"env_vars": config.environment},
             name=f"engine {suffix}",
-        ).remote(self.settings, place.log_dir / f"engine{suffix}.log", place.log_level, place.folder)
+        ).remote(self.settings, config.log_dir / f"engine{suffix}.log", config.log_level, config.folder)
 
     def respawn(self) -> Engine:
-        """Another server on the same GPUs, not started; this one must have been ended."""
+        """A new server on the same GPUs, not yet started; this one must have ended."""
         settings = dataclasses.replace(self.settings, life=self.settings.life + 1)
-        return Engine(settings, self._parts, self._gpus, self._place)
+        return Engine(settings, self._parts, self._gpus, self._config)
 
-    async def start(self, timeout_s: float) -> None:
-        """Starts the processes and waits until the server answers.
+    async def start(self, timeout_s: float, timeline: Timeline | None = None) -> None:
+        """Starts the processes and waits until the server responds; records both parts of the wait in `timeline`.
 
-        Raises ProcessStartError when one of them dies or `timeout_s` is over, and where its nodes cannot hold it.
+        Raises ProcessStartError if one of them dies, after `timeout_s`, or if its nodes cannot host one server.
         """
+        began = time.monotonic_ns()
         await self._check_nodes()
-        meeting = await self._claim(0, None)
-        await asyncio.gather(*(self._claim(rank, meeting) for rank in range(1, len(self._parts))))
+        rendezvous = await self._claim(0, None)
+        await asyncio.gather(*(self._claim(rank, rendezvous) for rank in range(1, len(self._parts))))
         urls = await asyncio.gather(*(actor.start.remote() for actor in self._actors))
         self.url = urls[0]
+        launched = time.monotonic_ns()
         ready = asyncio.wrap_future(self._actors[0].wait_ready.remote(timeout_s).future())
         others = [asyncio.wrap_future(watch.future()) for watch in self._watches[1:]]
         done, _ = await asyncio.wait([ready, *others], return_when=asyncio.FIRST_COMPLETED)
         if ready not in done:
             raise ProcessStartError(str(await self._stop_all(done.pop().result())))
         await ready
+        if timeline is not None:
+            process = f"server {self.url}"
+            timeline.add_span("start", "start of the actor", began, launched, process)
+            timeline.add_span("start", "start of the server", launched, time.monotonic_ns(), process)
 
     async def _check_nodes(self) -> None:
         if len(self._actors) == 1:
             return
         marks = await asyncio.gather(*(actor.mark.remote() for actor in self._actors))
-        seen = await asyncio.gather(*(actor.seen_of.remote(marks) for actor in self._actors))
-        if (why := taken_for_one(marks, seen)) is not None:
-            await self._stop_at_once()
-            raise ProcessStartError(f"SGLang server {self.name} cannot start: {why}")
+        seen = await asyncio.gather(*(actor.visible_marks.remote(marks) for actor in self._actors))
+        if (why := shared_memory_conflict(marks, seen)) is not None:
+            await self._stop_now()
+            raise ProcessStartError(f"{self.label} cannot start: {why}")
 
-    async def _claim(self, rank: int, meeting: str | None) -> str:
+    async def _claim(self, rank: int, rendezvous: str | None) -> str:
         gpu_ids = [self._gpus.gpus[gpu].gpu_id for gpu in self._parts[rank].gpus]
-        log_path = self._place.log_dir / f"sglang{self._suffix(rank)}.log"
-        return await self._actors[rank].claim.remote(NodePart(rank, len(self._parts), meeting), gpu_ids, log_path)
+        log_path = self._config.log_dir / f"sglang{self._suffix(rank)}.log"
+        return await self._actors[rank].claim.remote(NodePart(rank, len(self._parts), rendezvous), gpu_ids, log_path)
 
     @property
     def endpoint(self) -> EngineEndpoint:
-        """Where weights are sent to, once it has started."""
+        """The endpoint for weight updates; valid after `start`."""
         return EngineEndpoint(
             self.url,
             gpus=[gpu for part in self._parts for gpu in part.gpus],
@@ -267,59 +286,64 @@ class Engine:
             tensor_parallel_size=self.settings.tensor_parallel_size,
             life=self.settings.life,
             key=self.settings.key,
+            engine=self.settings.engine,
         )
 
+    def control(self, timeout_s: float = CALL_TIMEOUT_S) -> ServerControl:
+        """The control client of its server, valid after `start`; each call has `timeout_s`."""
+        return backend(self.settings.engine).control(self.url, timeout_s, self.settings.key)
+
     async def memory(self) -> dict[str, float]:
-        """Resident memory of its processes on all nodes, GiB by name; of those on lost nodes nothing."""
-        answers = await asyncio.gather(*(actor.memory.remote() for actor in self._actors), return_exceptions=True)
-        known: dict[str, float] = {}
-        for answer in answers:
-            if isinstance(answer, RayActorError):  # the watch over it says so
+        """Resident memory of its processes on all nodes in GiB by name, without lost nodes."""
+        results = await asyncio.gather(*(actor.memory.remote() for actor in self._actors), return_exceptions=True)
+        memory: dict[str, float] = {}
+        for result in results:
+            if isinstance(result, RayActorError):  # `watch` reports the death
                 continue
-            if isinstance(answer, BaseException):
-                raise answer
-            known |= answer
-        return known
+            if isinstance(result, BaseException):
+                raise result
+            memory |= result
+        return memory
 
     async def stopped(self) -> list[str]:
-        """Its processes that the kernel has stopped, on all nodes."""
-        answers = await asyncio.gather(*(actor.stopped.remote() for actor in self._actors))
-        return [name for answer in answers for name in answer]
+        """Its stopped processes (SIGSTOP, a debugger) on all nodes."""
+        results = await asyncio.gather(*(actor.stopped.remote() for actor in self._actors))
+        return [name for names in results for name in names]
 
     async def last_log_lines(self) -> tuple[Path, str]:
-        """The log of its first node, and the end of it."""
+        """The path of its first node's log and the last lines."""
         return await self._actors[0].last_log_lines.remote()
 
     async def watch(self) -> ServerExit:
-        """Pending while all processes live; then the first death, when the others were ended."""
+        """Pending while all processes live; then ends the others and returns the first death."""
         watches = [asyncio.wrap_future(watch.future()) for watch in self._watches]
         done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
         return await self._stop_all(next(iter(done)).result())
 
     async def _stop_all(self, end: ServerExit) -> ServerExit:
-        """Ends what is left after a death and says so."""
+        """Ends the remaining processes after a death and adds that to `end`."""
         if len(self._actors) == 1:
             return end
-        await self._stop_at_once()
+        await self._stop_now()
         others = f"its processes on the other {len(self._actors) - 1} nodes were ended"
         return dataclasses.replace(end, last_lines=f"{end.last_lines}\n{others}")
 
     async def kill(self) -> None:
-        """Ends it at once and for good, whatever is left of it: also one that hangs, or whose actor is dead."""
-        await self._stop_at_once()
+        """Kills its processes and actors immediately, even if the server hangs or an actor is dead."""
+        await self._stop_now()
         for actor in self._actors:
             ray.kill(actor)
 
-    async def _stop_at_once(self) -> None:
+    async def _stop_now(self) -> None:
         stops = asyncio.gather(*(actor.stop.remote(0.0) for actor in self._actors), return_exceptions=True)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stops, KILL_TIMEOUT_S)
 
     async def close(self) -> None:
-        """Ends the processes, then the actors; one that was killed, or lost, is passed over."""
-        answers = await asyncio.gather(*(actor.stop.remote() for actor in self._actors), return_exceptions=True)
+        """Ends the processes, then the actors; ignores actors that are dead already."""
+        results = await asyncio.gather(*(actor.stop.remote() for actor in self._actors), return_exceptions=True)
         for actor in self._actors:
             ray.kill(actor)
-        for answer in answers:
-            if isinstance(answer, BaseException) and not isinstance(answer, RayActorError):
-                raise answer
+        for result in results:
+            if isinstance(result, BaseException) and not isinstance(result, RayActorError):
+                raise result

@@ -1,10 +1,8 @@
-"""`EngineGroup`: the engines, the router in front of them, and the watch over both; `ExternalEngine`, a server as an
-engine.
+"""`EngineGroup`: starts and watches the engines and the router in front of them. `ExternalEngine`: an external server.
 
-An external engine (--rollout-external-engine-addrs) gets weights and is never started or ended here. It has the methods
-of `engine.Engine`. It is reported when it stops answering, and when its owner restarted it, with weights that are not
-the run's. A server that is busy, as in a weight update, still answers: `HealthMonitor` tells whether its scheduler is
-stuck.
+An external engine (--rollout-external-engine-addrs) has the methods of `engine.Engine`. It receives weights and is
+never started or ended here. `watch` reports when it stops responding, and when its owner restarted it (without the
+run's weights). A busy server, as in a weight update, still responds; `HealthMonitor` detects a stuck scheduler.
 """
 
 from __future__ import annotations
@@ -13,45 +11,45 @@ import asyncio
 import dataclasses
 import time
 import urllib.parse
+from collections.abc import Callable
 from pathlib import Path
 
 from slimrl.arguments import Arguments
 from slimrl.cluster.engines.engine import Engine, EngineActorConfig, ServerExit, ServerSettings
 from slimrl.cluster.launch import Launch
-from slimrl.cluster.network import LOOPBACK, called_at
+from slimrl.cluster.network import LOOPBACK, server_host
 from slimrl.cluster.placement import GpuBundles
 from slimrl.engines.auth import key_of
-from slimrl.engines.http import answers
+from slimrl.engines.backend import backend
 from slimrl.engines.protocol import EngineError
-from slimrl.engines.sglang.external_server_check import ExternalServer, inspect
-from slimrl.engines.sglang.router import ExternalRouter, RouterProcess, routing_options
+from slimrl.engines.server_protocol import CALL_TIMEOUT_S, ExternalServer, Router, ServerControl
+from slimrl.observability.tracer import Timeline
 from slimrl.processes.process_info import resident_gib
 from slimrl.weights.update.topology import EngineEndpoint
 
 LOOK_INTERVAL_S = 1.0
 ANSWER_TIMEOUT_S = 5.0
-SIGN_OF_LIFE = "/v1/loads"  # answered whatever the scheduler does; a server's /health waits for it to make a token
 
 
-async def wait_until_unresponsive(url: str, path: str, limit_s: float, key: str | None = None) -> str:
-    """Pending while somebody answers a GET of `path` at `url`, at least once in `limit_s`; then a sentence."""
+async def wait_until_unresponsive(url: str, responds: Callable[[float], bool], limit_s: float) -> str:
+    """Pending while `responds(timeout_s)` returns true at least once per `limit_s`; then returns an error message."""
     last_answer = time.monotonic()
     while time.monotonic() - last_answer < limit_s:
         await asyncio.sleep(min(LOOK_INTERVAL_S, limit_s / 4))
-        if await asyncio.to_thread(answers, f"{url}{path}", min(ANSWER_TIMEOUT_S, limit_s), key):
+        if await asyncio.to_thread(responds, min(ANSWER_TIMEOUT_S, limit_s)):
             last_answer = time.monotonic()
     return f"{url} has not answered for {limit_s:g} s (--rollout-health-check-timeout)"
 
 
 class ExternalEngine:
-    """One running server; `life` counts how often it went away and came back."""
+    """One external server; `life` counts how often it went away and came back."""
 
-    what_follows, arrived = "it is left out until it is back", "is back"  # as of `Engine`; nobody starts another
+    lost_message, started_message = "it is excluded until it is back", "is back"  # as in `Engine`
 
     def __init__(self, address: str, index: int, args: Arguments, life: int = 0) -> None:
         self.address, self.index, self.life = address, index, life
         self._args = args
-        self.key = key_of(args)  # what the server asks for
+        self._key = key_of(args)
         self._server: ExternalServer | None = None
 
     @property
@@ -60,34 +58,45 @@ class ExternalEngine:
         return f"{self.index}.{self.life}" if self.life else f"{self.index}"
 
     @property
+    def label(self) -> str:
+        """As `Engine.label`."""
+        return f"{backend().title} server {self.name}"
+
+    @property
     def url(self) -> str:
         """Its address for requests."""
         return f"http://{self.address}"
 
     @property
     def endpoint(self) -> EngineEndpoint:
-        """Where weights are sent to, once it has started: it is on GPUs of its own."""
+        """The endpoint for weight updates, valid after `start`; it shares no GPUs with training."""
         size = self._server.tensor_parallel_size
-        return EngineEndpoint(self.url, gpus=[], tensor_parallel_size=size, life=self.life, key=self.key)
+        return EngineEndpoint(self.url, gpus=[], tensor_parallel_size=size, life=self.life, key=self._key)
+
+    def control(self, timeout_s: float = CALL_TIMEOUT_S) -> ServerControl:
+        """As `Engine.control`."""
+        return backend().control(self.url, timeout_s, self._key)
 
     def respawn(self) -> ExternalEngine:
         """The same server after it went away."""
         return ExternalEngine(self.address, self.index, self._args, self.life + 1)
 
-    async def start(self, timeout_s: float) -> None:
-        """Looks whether the server can be used, in its first life at once, later for up to `timeout_s`.
+    async def start(self, timeout_s: float, timeline: Timeline | None = None) -> None:
+        """Checks that the server is usable: once in its first life, in later lives for up to `timeout_s`.
 
-        Raises EngineError with a sentence for everything that is wrong with it.
+        It records nothing in `timeline`: the server runs already.
+
+        Raises EngineError with one sentence per problem.
         """
         deadline = asyncio.get_running_loop().time() + (timeout_s if self.life else 0.0)
         while True:
             try:
                 self._server = await asyncio.to_thread(
-                    inspect,
+                    backend().inspect,
                     self.address,
                     self._args.hf_checkpoint,
-                    weights_come=not self._args.debug_rollout_only,
-                    key=self.key,
+                    needs_weight_sync=not self._args.debug_rollout_only,
+                    key=self._key,
                 )
                 return
             except EngineError:
@@ -96,39 +105,41 @@ class ExternalEngine:
             await asyncio.sleep(LOOK_INTERVAL_S)
 
     async def watch(self) -> ServerExit:
-        """Pending while it answers and is the one that was started."""
+        """Pending while it responds and was not restarted."""
         limit_s = self._args.rollout_health_check_timeout
-        silence = asyncio.ensure_future(wait_until_unresponsive(self.url, SIGN_OF_LIFE, limit_s, self.key))
+        unresponsive = asyncio.ensure_future(wait_until_unresponsive(self.url, self._responds, limit_s))
         try:
-            while not silence.done():
-                await asyncio.wait([silence], timeout=LOOK_INTERVAL_S)
-                if not silence.done() and await asyncio.to_thread(self._server.was_replaced):
-                    return ServerExit(f"SGLang server {self.name} ({self.url}) was started again by its owner")
-            return ServerExit(f"SGLang server {self.name} of --rollout-external-engine-addrs: {silence.result()}")
+            while not unresponsive.done():
+                await asyncio.wait([unresponsive], timeout=LOOK_INTERVAL_S)
+                if not unresponsive.done() and await asyncio.to_thread(self._server.was_replaced):
+                    return ServerExit(f"{self.label} ({self.url}) was restarted by its owner")
+            return ServerExit(f"{self.label} of --rollout-external-engine-addrs: {unresponsive.result()}")
         finally:
-            silence.cancel()
+            unresponsive.cancel()
+
+    def _responds(self, timeout_s: float) -> bool:
+        return self.control(timeout_s).responds()
 
     async def stopped(self) -> list[str]:
-        """Nothing: its processes are not ours to see."""
+        """Empty: its processes are not visible from here."""
         return []
 
     async def last_log_lines(self) -> tuple[Path | None, str]:
-        """None: its log is with whoever started it."""
+        """None and "": its log is not accessible."""
         return None, ""
 
     async def memory(self) -> dict[str, float]:
-        """Nothing, likewise."""
+        """Empty: its processes are not visible from here."""
         return {}
 
     async def kill(self) -> None:
-        """Nothing: it is its owner's."""
+        """Does nothing: its owner ends it."""
 
     async def close(self) -> None:
-        """Nothing, likewise."""
+        """Does nothing: its owner ends it."""
 
 
 AnyEngine = Engine | ExternalEngine
-AnyRouter = RouterProcess | ExternalRouter
 
 READY_TIMEOUT_S = 900.0
 ROUTER_READY_TIMEOUT_S = 120.0
@@ -141,40 +152,43 @@ class EngineGroup:
 
     engines: list[AnyEngine]
     endpoints: list[EngineEndpoint]
-    router: AnyRouter
+    router: Router
     router_url: str
-    router_silence_s: float  # for so long a router of the user's may not answer
+    router_silence_s: float  # how long an external router may not respond
     closing: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
 
     @classmethod
-    async def start(cls, args: Arguments, gpus: GpuBundles, launch: Launch) -> EngineGroup:
-        """Starts every server and the router; returns when all servers answer through it."""
+    async def start(
+        cls, args: Arguments, gpus: GpuBundles, launch: Launch, timeline: Timeline | None = None
+    ) -> EngineGroup:
+        """Starts every server and the router; returns when the router reports all servers ready."""
         nodes = [part.node for parts in gpus.engines for part in parts]
-        called_at(args.sglang_options.get("host"), LOOPBACK, nodes)  # or says why not, before anything starts
+        server_host(args.sglang_options.get("host"), LOOPBACK, nodes)  # raises before anything starts
         log_dir = Path(args.run_dir).absolute() / "logs"
-        place = EngineActorConfig(log_dir, args.log_level, launch.environment, Path.cwd())
+        config = EngineActorConfig(log_dir, args.log_level, launch.environment, Path.cwd())
         engines: list[AnyEngine] = [
-            Engine(server_settings(args, index, launch), parts, gpus, place) for index, parts in enumerate(gpus.engines)
+            Engine(server_settings(args, index, launch), parts, gpus, config)
+            for index, parts in enumerate(gpus.engines)
         ] or [
             ExternalEngine(address, index, args)
             for index, address in enumerate(args.rollout_external_engine_addrs or ())
         ]
         router = _router(args, log_dir / "router.log")
-        opening = asyncio.to_thread(_open, router)  # while the servers start: each takes seconds
-        await asyncio.gather(opening, *(engine.start(READY_TIMEOUT_S) for engine in engines))
+        opening = asyncio.to_thread(_open, router)  # concurrently with the servers: each takes seconds
+        await asyncio.gather(opening, *(engine.start(READY_TIMEOUT_S, timeline) for engine in engines))
         endpoints = [engine.endpoint for engine in engines]
         await asyncio.to_thread(_register, router, [endpoint.url for endpoint in endpoints])
         return cls(engines, endpoints, router, router.url, args.rollout_health_check_timeout)
 
     def reachable(self, args: Arguments) -> Arguments:
-        """`args` with the address of the router, where functions of the user's look for it."""
+        """`args` with the router's address in sglang_router_ip and sglang_router_port, for custom functions."""
         parts = urllib.parse.urlsplit(self.router_url)
         return dataclasses.replace(args, sglang_router_ip=parts.hostname, sglang_router_port=parts.port)
 
     async def memory(self) -> dict[str, float]:
-        """Resident memory of the router and of every server, GiB by name."""
-        answers = await asyncio.gather(*(engine.memory() for engine in self.engines))
-        servers = {name: amount for answer in answers for name, amount in answer.items()}
+        """Resident memory of the router and of every server in GiB, by name."""
+        results = await asyncio.gather(*(engine.memory() for engine in self.engines))
+        servers = {name: gib for result in results for name, gib in result.items()}
         router = {} if self.router.pid is None else {"router_rss_gib": resident_gib(self.router.pid)}
         return {**router, **servers}
 
@@ -189,71 +203,76 @@ class EngineGroup:
         return closing.result() if closing in done else str(done.pop().result())
 
     def replace_engine(self, index: int) -> AnyEngine:
-        """Another server in the place of number `index`, not started; that one must have been ended."""
+        """Replaces engine `index`, which must have ended, by a new one; returns it, not yet started."""
         self.engines[index] = self.engines[index].respawn()
         return self.engines[index]
 
     async def _watch_closing(self) -> str:
         await self.closing.wait()
-        return "the fleet was closed"
+        return "the engines were closed"
 
     async def _watch_router(self) -> str:
-        if isinstance(self.router, ExternalRouter):
-            silence = await wait_until_unresponsive(self.router.url, "/health", self.router_silence_s)
-            return f"the SGLang router (--sglang-router-ip): {silence}"
+        if self.router.is_external:
+            error = await wait_until_unresponsive(self.router.url, self.router.responds, self.router_silence_s)
+            return f"{self.router.label} (--sglang-router-ip): {error}"
         while (code := self.router.poll()) is None:
             await asyncio.sleep(POLL_INTERVAL_S)
         return (
-            f"the SGLang router ({self.router_url}) died with exit code {code}; last lines of"
+            f"{self.router.label} ({self.router_url}) died with exit code {code}; last lines of"
             f" {self.router.log_path}:\n{self.router.last_log_lines(20)}"
         )
 
     async def close(self) -> None:
-        """Ends the watch, then the router, then every server, before the first failure is raised."""
-        self.closing.set()  # first: a server that ends now is no death, nor is its actor
+        """Ends the watch, then the router, then every server; then raises the first failure, if any."""
+        self.closing.set()  # first: `watch` must not report these exits as deaths
         await asyncio.to_thread(self.router.stop)
-        answers = await asyncio.gather(*(engine.close() for engine in self.engines), return_exceptions=True)
-        for answer in answers:
-            if isinstance(answer, BaseException):
-                raise answer
+        results = await asyncio.gather(*(engine.close() for engine in self.engines), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
 
 
-def _router(args: Arguments, log_path: Path) -> AnyRouter:
+def _router(args: Arguments, log_path: Path) -> Router:
+    engine = backend()
     if args.sglang_router_ip is not None:
-        return ExternalRouter(args.sglang_router_ip, args.sglang_router_port, key=key_of(args))
-    return RouterProcess(
-        host=called_at(args.router_options.get("host"), LOOPBACK),  # only the rollout manager calls it
+        return engine.external_router(args.sglang_router_ip, args.sglang_router_port, key=key_of(args))
+    return engine.router(
+        host=server_host(args.router_options.get("host"), LOOPBACK),  # only the rollout manager calls it
         port=args.sglang_router_port,
-        options={
-            "request_timeout_secs": args.sglang_router_request_timeout_secs,
-            **routing_options(args),
-            **args.router_options,
-        },
+        options=engine.router_options(
+            args.router_options,
+            request_timeout_s=args.sglang_router_request_timeout_secs,
+            conversations=has_conversations(args),
+        ),
         log_path=log_path,
         key=key_of(args),
     )
 
 
-def _open(router: AnyRouter) -> None:
-    if isinstance(router, ExternalRouter):
-        router.check()
-    else:
-        router.start()
+def has_conversations(args: Arguments) -> bool:
+    """Whether samples may be multi-turn conversations: a custom function generates them."""
+    datasets = args.eval_datasets or []
+    functions = [args.custom_generate_function_path, *(one.custom_generate_function_path for one in datasets)]
+    return any(functions)
+
+
+def _open(router: Router) -> None:
+    router.open()
     router.wait_alive(ROUTER_READY_TIMEOUT_S)
 
 
-def _register(router: AnyRouter, urls: list[str]) -> None:
+def _register(router: Router, urls: list[str]) -> None:
     try:
         for url in urls:
             router.add_worker(url)
         router.wait_ready(len(urls), ROUTER_READY_TIMEOUT_S)
     except EngineError:
-        router.stop()  # one of the user's continues, without servers of ours
+        router.stop()  # an external router keeps running; this only removes the run's servers
         raise
 
 
 def server_settings(args: Arguments, index: int, launch: Launch) -> ServerSettings:
-    """How server number `index` is started."""
+    """The settings of server number `index`."""
     return ServerSettings(
         index=index,
         model_path=args.hf_checkpoint,
@@ -264,6 +283,6 @@ def server_settings(args: Arguments, index: int, launch: Launch) -> ServerSettin
         cuda=launch.machine.cuda,
         shares_gpus=launch.run.shares_gpus,
         nccl_cumem=launch.servers_nccl_cumem,
-        reach=launch.reach,
+        bind=launch.bind,
         key=key_of(args),
     )

@@ -1,11 +1,10 @@
-"""Health checks of servers and router: which are unhealthy, and which keep the run waiting.
+"""Health checks of servers and router: which are unhealthy, and which block the run.
 
-A server is unhealthy when one of these lasts for the whole `timeout_s`: it does not answer; one of its processes is
-stopped, or the actor that would know does not answer; its scheduler gives no sign of life and answers no question
-(except in a weight update, when it may wait for others). A server that is paused, or whose memory is released, is
-healthy.
-`states_of` answers the watchdog within seconds, whatever the driver waits for: a training rank that sends weights to a
-stopped server only reports where it waits itself.
+A server is unhealthy if one of these lasts for the whole `timeout_s`: it does not respond; one of its processes is
+stopped, or its actor does not respond; its scheduler writes no statistics and answers no request (ignored during a
+weight update, when it may wait for others). A server that is paused or whose memory is released is healthy.
+`states_of` reports to the watchdog within seconds, whatever the driver waits for: a training rank that sends weights to
+a stopped server can only report its own position.
 """
 
 from __future__ import annotations
@@ -19,24 +18,26 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
 from slimrl.arguments import Arguments
-from slimrl.engines.http import answers
-from slimrl.engines.sglang.control import load_of
+from slimrl.engines.server_protocol import Router, ServerControl
 from slimrl.processes import process_info
 
-LONGEST_PAUSE_S = 1.0  # between two looks at a server that may be ill
+LONGEST_PAUSE_S = 1.0  # between two checks of a server that may be unhealthy
 
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 
 class Probeable(Protocol):
-    """What a probe needs of an engine."""
+    """The part of an engine that a probe uses."""
 
     @property
     def url(self) -> str | None:
         """Its address, None before it has started."""
 
+    def control(self, timeout_s: float) -> ServerControl:
+        """The control client of its server; each call has `timeout_s`."""
+
     async def stopped(self) -> list[str]:
-        """Its processes that the kernel has stopped."""
+        """Its stopped processes (SIGSTOP, a debugger), as "name (pid)"."""
         ...
 
 
@@ -59,22 +60,21 @@ class HealthConfig:
 
 
 class HealthMonitor:
-    """Probes servers from threads of its own, so that servers that hang keep nobody else's work."""
+    """Probes servers from its own threads, so that a hung server blocks nothing else."""
 
-    def __init__(self, flags: HealthConfig, servers: int, key: str | None = None) -> None:
+    def __init__(self, flags: HealthConfig, servers: int) -> None:
         self._flags = flags
-        self._key = key
         self._pool = ThreadPoolExecutor(max_workers=servers + 1, thread_name_prefix="health")
         self._quiet_until = 0.0
-        self._weight_updates = 0  # begun or ended: even while none is in progress
+        self._weight_updates = 0  # counts begins and ends: odd while an update is in progress
 
     def generation_begins(self) -> None:
-        """From now on no probe begins for `first_wait_s`."""
+        """Suspends probes for `first_wait_s`."""
         self._quiet_until = time.monotonic() + self._flags.first_wait_s
 
     @property
     def updating_weights(self) -> bool:
-        """Whether weights are in flight; set it when that begins and ends."""
+        """Whether a weight update is in progress; set by `EngineRecovery`."""
         return self._weight_updates % 2 == 1
 
     @updating_weights.setter
@@ -82,35 +82,35 @@ class HealthMonitor:
         self._weight_updates += value != self.updating_weights
 
     async def wait_unhealthy(self, server: Probeable) -> str:
-        """Pending while the server is well; then what is wrong with it."""
+        """Pending while the server is healthy; then returns the problem."""
         while True:
             await self._pause()
             if (what := await self.probe(server)) is not None:
                 return what
 
-    async def router_illness(self, url: str) -> str:
+    async def wait_router_unhealthy(self, router: Router) -> str:
         """The same for a router."""
         while True:
             await self._pause()
-            if (what := await self._lasting(lambda: self._router_silent(url))) is not None:
+            if (what := await self._lasting(lambda: self._router_unresponsive(router))) is not None:
                 return what
 
     async def wait_hung(self, server: Probeable) -> str:
-        """Pending while no process of a server that is starting is stopped for too long; then which."""
+        """Pending while no process of a starting server is stopped for `timeout_s`; then names those that are."""
         while True:
             await asyncio.sleep(self._flags.interval_s)
             if (what := await self._lasting(lambda: self._stopped_processes(server))) is not None:
                 return what
 
     async def probe(self, server: Probeable) -> str | None:
-        """One probe: None where the server is well."""
-        for look in (self._silent, self._stopped, self._stuck):
-            if (what := await self._lasting(functools.partial(look, server))) is not None:
+        """One probe; returns the problem, or None for a healthy server."""
+        for check in (self._unresponsive, self._stopped, self._stuck):
+            if (what := await self._lasting(functools.partial(check, server))) is not None:
                 return what
         return None
 
     def close(self) -> None:
-        """Begins no further probe; those in progress end with their own time limit."""
+        """Starts no further probe; running probes end by their own timeout."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def _pause(self) -> None:
@@ -118,93 +118,79 @@ class HealthMonitor:
         while (left := self._quiet_until - time.monotonic()) > 0:
             await asyncio.sleep(left)
 
-    async def _lasting(self, look: Callable[[], Awaitable[str | None]]) -> str | None:
-        """What `look` finds, where it finds something for the whole time limit."""
+    async def _lasting(self, check: Callable[[], Awaitable[str | None]]) -> str | None:
+        """The problem that `check` reports, if it persists for the whole timeout; else None."""
         deadline = time.monotonic() + self._flags.timeout_s
-        while (what := await look()) is not None:
+        while (what := await check()) is not None:
             if time.monotonic() >= deadline:
                 return f"{what} for {self._flags.timeout_s:g} s (--rollout-health-check-timeout)"
             await asyncio.sleep(min(self._flags.timeout_s / 4, LONGEST_PAUSE_S))
         return None
 
-    async def _silent(self, server: Probeable) -> str | None:
-        load = await self._ask(load_of, server.url, self._flags.timeout_s, self._key)
+    async def _unresponsive(self, server: Probeable) -> str | None:
+        load = await self._in_thread(server.control(self._flags.timeout_s).load)
         return "has not answered" if load.running is None else None
 
     async def _stopped(self, server: Probeable) -> str | None:
         try:
             return await asyncio.wait_for(self._stopped_processes(server), self._flags.timeout_s)
         except TimeoutError:
-            return "has had an actor that does not answer"
+            return "has had an actor that does not respond"
 
     async def _stopped_processes(self, server: Probeable) -> str | None:
         names = await server.stopped()
         return f"has had stopped processes, {', '.join(names)}," if names else None
 
     async def _stuck(self, server: Probeable) -> str | None:
-        load = await self._ask(load_of, server.url, self._flags.timeout_s, self._key)
+        control = server.control(self._flags.timeout_s)
+        load = await self._in_thread(control.load)
         if self.updating_weights or load.seconds is None or load.seconds < self._flags.timeout_s:
             return None
         weight_updates = self._weight_updates
-        if (
-            await self._ask(answers, f"{server.url}/server_info", self._flags.timeout_s, self._key)
-            or weight_updates != self._weight_updates
-        ):
+        if await self._in_thread(control.scheduler_responds) or weight_updates != self._weight_updates:
             return None
         held = f" with {load.running} requests running and {load.waiting} queued" if load.running else ""
-        return f"has had a scheduler without a sign of life{held}"
+        return f"has had an unresponsive scheduler{held}"
 
-    async def _router_silent(self, url: str) -> str | None:
-        return None if await self._ask(answers, f"{url}/health", self._flags.timeout_s) else "has not answered"
+    async def _router_unresponsive(self, router: Router) -> str | None:
+        return None if await self._in_thread(router.responds, self._flags.timeout_s) else "has not answered"
 
-    async def _ask(self, call: Callable[..., Answer], *arguments: Any) -> Answer:
+    async def _in_thread(self, call: Callable[..., Result], *arguments: Any) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._pool, call, *arguments)
 
 
-LOOK_TIMEOUT_S = 3.0
+STATE_TIMEOUT_S = 3.0
 
 
-class Engine(Protocol):
-    """What is needed of an engine."""
-
-    @property
-    def name(self) -> str:
-        """Which server it is, in messages."""
+class Engine(Probeable, Protocol):
+    """The part of an engine that `states_of` uses."""
 
     @property
-    def url(self) -> str | None:
-        """Its address, None before it has started."""
-
-    @property
-    def key(self) -> str | None:
-        """What its server asks for."""
-
-    async def stopped(self) -> list[str]:
-        """Its processes that the kernel has stopped."""
-        ...
+    def label(self) -> str:
+        """Its name in messages."""
 
 
-async def states_of(engines: Sequence[Engine], router_pid: int | None) -> list[str]:
-    """A sentence for each server, and for the router, that keeps others waiting; [] where all is well."""
+async def states_of(engines: Sequence[Engine], router: Router | None = None) -> list[str]:
+    """One sentence per server, and for the router, that blocks others; [] if all are healthy."""
     found = await asyncio.gather(*(_state(engine) for engine in engines))
-    stopped = process_info.stopped_below(router_pid) if router_pid is not None else []
-    router = [f"the SGLang router has stopped processes: {_named(stopped)}"] if stopped else []
-    return [*router, *(sentence for sentence in found if sentence)]
+    stopped = [] if router is None or router.pid is None else process_info.stopped_below(router.pid)
+    of_router = [f"{router.label} has stopped processes: {_named(stopped)}"] if stopped else []
+    return [*of_router, *(sentence for sentence in found if sentence)]
 
 
 async def _state(engine: Engine) -> str | None:
     if engine.url is None:  # it has not started
         return None
     try:
-        stopped = await asyncio.wait_for(engine.stopped(), LOOK_TIMEOUT_S)
+        stopped = await asyncio.wait_for(engine.stopped(), STATE_TIMEOUT_S)
     except TimeoutError:
-        return f"SGLang server {engine.name} ({engine.url}) cannot be asked: no answer of its actor"
-    except Exception as error:  # a dead actor: the watch over it says so, with the cause
-        return f"SGLang server {engine.name} ({engine.url}) cannot be asked: {type(error).__name__}"
+        return f"{engine.label} ({engine.url}) does not answer: no reply from its actor"
+    except Exception as error:  # a dead actor: its watch reports the cause
+        return f"{engine.label} ({engine.url}) cannot be queried: {type(error).__name__}"
     if stopped:
-        return f"SGLang server {engine.name} ({engine.url}) has stopped processes: {_named(stopped)}"
-    if (await asyncio.to_thread(load_of, engine.url, LOOK_TIMEOUT_S, engine.key)).running is None:
-        return f"SGLang server {engine.name} ({engine.url}) does not answer"
+        return f"{engine.label} ({engine.url}) has stopped processes: {_named(stopped)}"
+    if (await asyncio.to_thread(engine.control(STATE_TIMEOUT_S).load)).running is None:
+        return f"{engine.label} ({engine.url}) does not answer"
     return None
 
 

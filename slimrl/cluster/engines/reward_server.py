@@ -1,10 +1,10 @@
-"""The servers of the reward model (--rm-model): SGLang on GPUs of their own, beside the engines of the policy.
+"""The servers of the reward model (--rm-model): SGLang on dedicated GPUs, separate from the engines of the policy.
 
-They start with the engines and end with them; the death of one ends the run and is named. They are behind no router and
-get no weights. The rollout manager owns them.
-`servable_folder` adds the zero bias that SGLang's sequence classifiers of Qwen2 and Qwen3 expect and those of
-transformers do not have. Without it the bias keeps its random initial value, which shifts every reward, on each server
-by another amount.
+The rollout manager owns them. They start and end with the engines; the death of one ends the run with a message that
+names it. They have no router and receive no weight updates.
+`servable_folder` adds the zero bias that SGLang's Qwen2 and Qwen3 sequence classifiers expect and those of transformers
+lack. Without it the bias keeps its random initial value, which shifts every reward by a different amount on each
+server.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy
 from safetensors.numpy import save_file
 
 from slimrl.arguments import Arguments
-from slimrl.arguments.engines import RewardModelConfig
+from slimrl.arguments.served_models import RewardModelConfig
 from slimrl.cluster.engines.engine import Engine, EngineActorConfig, ServerSettings
 from slimrl.cluster.launch import Launch
 from slimrl.cluster.placement import GpuBundles
@@ -33,9 +33,9 @@ BIAS_FILE = "score-bias.safetensors"
 
 
 def servable_folder(model: Path, architecture: str, into: Path) -> Path:
-    """`model` itself where nothing is missing, else `into`, filled again with links to its files and the zero bias.
+    """`model` itself if it needs no bias, else `into`, recreated with links to its files and the zero bias.
 
-    Raises ValueError where its weights are not in safetensors files, which the bias can be laid beside.
+    Raises ValueError if its weights are not in safetensors files, which the bias is added to.
     """
     if architecture not in BIASED:
         return model
@@ -44,7 +44,7 @@ def servable_folder(model: Path, architecture: str, into: Path) -> Path:
         return model
     if not names:
         raise ValueError(f"--rm-model {model} has no safetensors files: save it again with safetensors")
-    if into.exists():  # of an earlier start under the same run name, perhaps with another model
+    if into.exists():  # from an earlier start under the same run name, perhaps with another model
         shutil.rmtree(into)
     into.mkdir(parents=True)
     for file in model.iterdir():
@@ -65,17 +65,17 @@ ROLE = "_reward"
 
 @dataclasses.dataclass
 class RewardServers:
-    """Running servers; none where the run has no reward model, or one that runs already."""
+    """Running servers; empty without a reward model or with an external one."""
 
     engines: list[Engine]
     closing: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
 
     @classmethod
     async def start(cls, args: Arguments, gpus: GpuBundles, launch: Launch) -> RewardServers:
-        """Starts every server and returns when all of them answer. Raises ProcessStartError where one dies."""
+        """Starts every server and waits until all respond. Raises ProcessStartError if one dies."""
         if not gpus.reward_engines:
             return cls([])
-        place = EngineActorConfig(
+        config = EngineActorConfig(
             Path(args.run_dir).absolute() / "logs", args.log_level, launch.environment, Path.cwd()
         )
         folder = Path(args.rm_model).absolute()
@@ -84,19 +84,19 @@ class RewardServers:
             servable_folder, folder, architecture, Path(args.run_dir).absolute() / "rm_model"
         )
         engines = [
-            Engine(server_settings(args, model, index, launch), parts, gpus, place)
+            Engine(server_settings(args, model, index, launch), parts, gpus, config)
             for index, parts in enumerate(gpus.reward_engines)
         ]
         await asyncio.gather(*(engine.start(READY_TIMEOUT_S) for engine in engines))
         return cls(engines)
 
     def reachable(self, args: Arguments) -> Arguments:
-        """`args` with the servers' addresses as `--rm-url`, where there are servers."""
+        """`args` with the servers' URLs as `--rm-url`, if there are servers."""
         urls = [engine.url for engine in self.engines]
         return dataclasses.replace(args, rm_url=",".join(urls)) if urls else args
 
     async def watch(self, others: Awaitable[str]) -> str:
-        """What `others` says, or the message of the first death of a server here."""
+        """The result of `others`, or the message of the first death of a reward server."""
         watches = [asyncio.ensure_future(others), *(asyncio.ensure_future(self._watch(one)) for one in self.engines)]
         done, rest = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
         for task in rest:
@@ -106,13 +106,13 @@ class RewardServers:
     async def _watch(self, engine: Engine) -> str:
         end = await engine.watch()
         if self.closing.is_set():
-            await asyncio.Event().wait()  # it ends because it is told to, and `others` says what ended first
-        return f"the reward model's server {engine.settings.index} is gone, nothing can be judged: {end}"
+            await asyncio.Event().wait()  # a regular shutdown: `others` has the message
+        return f"the reward model's server {engine.settings.index} has ended, responses cannot be scored: {end}"
 
     async def memory(self) -> dict[str, float]:
-        """Resident memory of every server, GiB by name."""
-        answers = await asyncio.gather(*(engine.memory() for engine in self.engines))
-        return {name: amount for answer in answers for name, amount in answer.items()}
+        """Resident memory of every server in GiB, by name."""
+        results = await asyncio.gather(*(engine.memory() for engine in self.engines))
+        return {name: gib for result in results for name, gib in result.items()}
 
     async def close(self) -> None:
         """Ends every server."""
@@ -121,7 +121,7 @@ class RewardServers:
 
 
 def server_settings(args: Arguments, model: Path, index: int, launch: Launch) -> ServerSettings:
-    """How server number `index` is started."""
+    """The settings of server number `index`."""
     options = dict(args.rm_server_options)
     return ServerSettings(
         index=index,
@@ -132,6 +132,6 @@ def server_settings(args: Arguments, model: Path, index: int, launch: Launch) ->
         memory_saver=False,
         cuda=launch.machine.cuda,
         role=ROLE,
-        reach=launch.reach,
+        bind=launch.bind,
         key=options.get(OPTION),
     )

@@ -1,7 +1,7 @@
-"""Keeps the router alive and its list of servers right, whatever happens to either (`--use-fault-tolerance`).
+"""Restarts a lost router and keeps its list of servers correct (`--use-fault-tolerance`).
 
-Promises that a router which dies or hangs is started again at its address with the servers that serve then, and that a
-change which failed is made good later. Used by `recovery`.
+A router that dies or hangs restarts at its address with the serving servers. Failed changes of its list are retried.
+Used by `engine_recovery`.
 """
 
 from __future__ import annotations
@@ -15,44 +15,44 @@ from collections.abc import Callable
 from slimrl.cluster.engines.engine_group import POLL_INTERVAL_S, ROUTER_READY_TIMEOUT_S
 from slimrl.cluster.engines.health_monitor import HealthMonitor
 from slimrl.engines.protocol import EngineError
-from slimrl.engines.sglang.router import ExternalRouter, RouterProcess
+from slimrl.engines.server_protocol import Router
 from slimrl.processes import ProcessStartError
 
 logger = logging.getLogger(__name__)
 
-MAX_LOSSES = 3  # in a row
-SETTLE_TIMEOUT_S = 10.0  # for the router to take a server in; one that dies meanwhile never comes
+MAX_LOSSES = 3  # consecutive
+SETTLE_TIMEOUT_S = 10.0  # for the router to admit a server; a server that dies meanwhile is never admitted
 SETTLE_INTERVAL_S = 5.0
-LONG_LIFE_S = 600.0  # of a router whose loss does not count with those before it
-RESTART_PAUSE_S = 5.0  # after a start that failed: whoever took its port may give it back
+LONG_LIFE_S = 600.0  # a router that lived this long resets the count of consecutive losses
+RESTART_PAUSE_S = 5.0  # after a failed start: the process that took its port may release it
 
 
 class RouterSupervisor:
-    """`serving()` are the addresses that the router is to know; `tell(line)` is called for every event."""
+    """`serving()` returns the URLs that the router must have; `report(line)` is called for every event."""
 
     def __init__(
         self,
-        router: RouterProcess | ExternalRouter,
+        router: Router,
         monitor: HealthMonitor,
         serving: Callable[[], list[str]],
-        tell: Callable[[str], None],
+        report: Callable[[str], None],
     ) -> None:
-        self.losses = 0  # in a row: since the last complete rollout, or a long life
+        self.losses = 0  # consecutive: since the last complete rollout or LONG_LIFE_S
         self._router, self._monitor = router, monitor
-        self._serving, self._tell = serving, tell
-        self._first_log = router.log_path  # None: a router of the user's, which its owner starts again
+        self._serving, self._report = serving, report
+        self._first_log = router.log_path  # None for an external router, which its owner restarts
         self._life = 0
         self._restarts = 0
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
 
     def take_restarts(self) -> int:
-        """How often it was started again since this was asked last."""
+        """The number of restarts since the previous call."""
         restarts, self._restarts = self._restarts, 0
         return restarts
 
-    async def keep(self) -> str:
-        """Starts the router again each time that it is lost; returns why that makes no more sense."""
-        name, settling = f"the SGLang router ({self._router.url})", asyncio.ensure_future(self._settle_for_ever())
+    async def supervise(self) -> str:
+        """Restarts the router each time it is lost; returns the reason when it gives up."""
+        name, sync_task = f"{self._router.label} ({self._router.url})", asyncio.ensure_future(self._sync_loop())
         try:
             while True:
                 since = time.monotonic()
@@ -64,38 +64,38 @@ class RouterSupervisor:
                     )
                     return f"{name} {what}; last lines of its log:\n{self._router.last_log_lines(20)}\n{why}"
                 log = f" (log: {self._router.log_path})" if self._router.log_path is not None else ""
-                self._tell(f"{name} {what}{log}; it is started again")
-                async with self._turn:
+                self._report(f"{name} {what}{log}; it is being restarted")
+                async with self._lock:
                     try:
                         await asyncio.to_thread(self._restart)
                     except (ProcessStartError, EngineError) as error:
                         port = self._router.port
-                        self._tell(f"{name} did not start, maybe because its port {port} is taken: {error}")
+                        self._report(f"{name} did not start, maybe because its port {port} is taken: {error}")
                         await asyncio.sleep(RESTART_PAUSE_S)
                         continue
                 self._restarts += 1
-                await self.settle()
-                self._tell(f"{name} is back with {len(self._serving())} servers")
+                await self.sync_workers()
+                self._report(f"{name} is back with {len(self._serving())} servers")
         finally:
-            settling.cancel()
+            sync_task.cancel()
 
-    async def settle(self) -> bool:
-        """Makes the router know exactly the servers that serve; False where that must be tried again."""
-        async with self._turn:
+    async def sync_workers(self) -> bool:
+        """Makes the router's list equal to the serving servers; returns False if that must be retried."""
+        async with self._lock:
             try:
-                return await asyncio.to_thread(self._settle)
+                return await asyncio.to_thread(self._sync_workers)
             except (EngineError, ProcessStartError) as error:
-                logger.info("the router's list of servers is not right yet: %s", error)
+                logger.info("the router's servers are not in sync yet: %s", error)
                 return False
 
-    async def _settle_for_ever(self) -> None:
+    async def _sync_loop(self) -> None:
         while True:
             await asyncio.sleep(SETTLE_INTERVAL_S)
-            await self.settle()
+            await self.sync_workers()
 
     async def _loss(self) -> str:
-        """Pending while the router lives and is well."""
-        wait_unhealthy = asyncio.ensure_future(self._monitor.router_illness(self._router.url))
+        """Pending while the router is alive and healthy; then returns how it was lost."""
+        wait_unhealthy = asyncio.ensure_future(self._monitor.wait_router_unhealthy(self._router))
         try:
             while (code := self._router.poll()) is None and not wait_unhealthy.done():
                 await asyncio.sleep(POLL_INTERVAL_S)
@@ -112,9 +112,9 @@ class RouterSupervisor:
         self._router.restart(log)
         self._router.wait_alive(ROUTER_READY_TIMEOUT_S)
 
-    def _settle(self) -> bool:
+    def _sync_workers(self) -> bool:
         wanted = set(self._serving())
-        known = {worker["url"] for worker in self._router.workers()}
+        known = set(self._router.server_urls())
         for url in known - wanted:
             self._router.remove_worker(url)
         for url in wanted - known:

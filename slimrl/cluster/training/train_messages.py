@@ -1,8 +1,14 @@
-"""What a train worker and its rank's process tell each other besides calls and answers."""
+"""The messages between a train worker and its rank's process, and the encoding of calls on the socket between them.
+
+A batch is pickled once, by the rollout manager: it follows the call as a separate frame (`send_call`).
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import pickle
+from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import Any
 
 from slimrl.arguments import Arguments
@@ -10,7 +16,7 @@ from slimrl.arguments import Arguments
 
 @dataclasses.dataclass(frozen=True)
 class TrainInit:
-    """What a rank must know before it can join the others."""
+    """The first message to a rank's process."""
 
     args: Arguments
     rank: int
@@ -20,8 +26,21 @@ class TrainInit:
 
 @dataclasses.dataclass(frozen=True)
 class TrainReady:
-    """What a rank knows after it has loaded: where training begins and which share of a rollout is its own."""
+    """A rank's state after loading: the first rollout id, the data state, and its data-parallel rank."""
 
     start_rollout_id: int
     data_state: dict[str, Any] | None
     data_parallel_rank: int
+
+
+def send_call(connection: Connection, method: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    """Sends a call of a rank's `method`; arguments of type `pickle.PickleBuffer` are neither copied nor pickled."""
+    buffers: list[pickle.PickleBuffer] = []
+    connection.send_bytes(pickle.dumps((method, arguments), protocol=5, buffer_callback=buffers.append))
+    for buffer in buffers:
+        connection.send_bytes(buffer)
+
+
+def receive_call(connection: Connection) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Receives a method and its arguments, buffers as `bytes`. Raises EOFError if the other end closed."""
+    return pickle.loads(connection.recv_bytes(), buffers=iter(connection.recv_bytes, None))

@@ -1,8 +1,7 @@
-"""The process of one training rank, `python -m slimrl.cluster.training.train_process FD`: its actor drives it over a
-socket.
+"""The process of one training rank, `python -m slimrl.cluster.training.train_process FD`, driven by its actor.
 
-A process of its own, so that its death has an exit code and its log holds everything that it wrote,
-and so that Megatron owns the main thread.
+The rank is a separate process, so that its death has an exit code, its log contains all its output, and Megatron runs
+in the main thread.
 """
 
 from __future__ import annotations
@@ -18,19 +17,20 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-from slimrl.cluster.launch import Rendezvous, join_meeting, open_meeting
-from slimrl.cluster.training.train_messages import TrainInit, TrainReady
+from slimrl.cluster.launch import Rendezvous, create_store, join_store
+from slimrl.cluster.training.train_messages import TrainInit, TrainReady, receive_call
 from slimrl.hooks import described
 from slimrl.observability.terminal import LOG_FORMAT
 from slimrl.observability.tracer import Timeline
 from slimrl.platform.launch_env import rank_without_gpu
 from slimrl.processes import process_info
 from slimrl.processes.best_effort_files import optional_output
+from slimrl.processes.imports import uncollected
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-    from slimrl.engines.sglang.control import RunningRequests
+    from slimrl.engines.server_protocol import RunningRequests
     from slimrl.megatron.offload import Part
     from slimrl.weights.update.weight_updater import WeightUpdater
 
@@ -42,24 +42,26 @@ class Rank:
         self._setup = setup
         self._on_progress = on_progress
         self.timeline = Timeline.open(setup.args, f"train rank {setup.rank}")
+        self.timeline.add_process_start()
         self._updater: WeightUpdater | None = None
         self._store: Store | None = None
-        self._meeting_timeout = datetime.timedelta(minutes=setup.args.distributed_timeout_minutes)
+        self._rendezvous_timeout = datetime.timedelta(minutes=setup.args.distributed_timeout_minutes)
 
     def open_store(self, host: str | None) -> Rendezvous:
-        """Opens the store in which all ranks meet and says where; for rank 0. `host` as in `meeting.open_meeting`."""
-        meeting, self._store = open_meeting(host, self._setup.world_size, self._meeting_timeout)
-        return meeting
+        """Opens the rendezvous store of all ranks, on rank 0. `host` as in `launch.create_store`."""
+        rendezvous, self._store = create_store(host, self._setup.world_size, self._rendezvous_timeout)
+        return rendezvous
 
     def prepare(self) -> None:
-        """Imports what training needs: it takes seconds and no device memory, so that engines may start meanwhile."""
-        import slimrl.megatron.training.trainer
-        import slimrl.weights.update.weight_updater  # noqa: F401
+        """Imports the modules for training: takes seconds but no device memory, so engines can start concurrently."""
+        with uncollected():
+            import slimrl.megatron.training.trainer
+            import slimrl.weights.update.weight_updater  # noqa: F401
 
-    def initialize(self, meeting: Rendezvous) -> TrainReady:
-        """Meets the other ranks at rank 0's store, builds and loads the model and the optimizer.
+    def initialize(self, rendezvous: Rendezvous) -> TrainReady:
+        """Joins rank 0's store, builds and loads the model and the optimizer.
 
-        Raises RuntimeError where the run uses GPUs and this rank has none.
+        Raises RuntimeError if the run uses GPUs and this rank has none.
         """
         import torch
 
@@ -75,7 +77,7 @@ class Rank:
         if why is not None:
             raise RuntimeError(why)
         if self._store is None:
-            self._store = join_meeting(meeting, setup.world_size, self._meeting_timeout)
+            self._store = join_store(rendezvous, setup.world_size, self._rendezvous_timeout)
         self._trainer = MegatronTrainer(
             setup.args,
             rank=setup.rank,
@@ -89,30 +91,33 @@ class Rank:
         return TrainReady(trainer.start_rollout_id, trainer.data_state, trainer.parallel.dp_rank)
 
     def connect_engines(self, endpoints: list[Any]) -> None:
-        """Prepares weight updates of these engines, and no more to those before."""
+        """Connects to these engines for weight updates, replacing earlier connections."""
         from slimrl.weights.update.weight_updater import WeightUpdater
 
         if self._updater is not None:
-            self._updater.retire()
+            self._updater.close_collective()
         self._updater = WeightUpdater.create(
             self._setup.args, self._trainer.parallel, endpoints, timeline=self.timeline
         )
 
-    def train(self, rollout_id: int, batch: bytes) -> list[dict[str, float]]:
-        """Trains on a pickled RolloutBatch; metrics per step, with the first those of the rollout and memory."""
+    def train(self, rollout_id: int, batch: pickle.PickleBuffer) -> list[dict[str, float]]:
+        """Trains on a pickled RolloutBatch.
+
+        Returns metrics per optimizer step; the first also has those of the rollout and of memory.
+        """
         try:
             first, *others = self._trainer.train(rollout_id, pickle.loads(batch))
         except FloatingPointError:
-            self._trainer.finish_saves()  # every rank is here, and the run will want that checkpoint
+            self._trainer.finish_saves()  # raised on every rank; the pending checkpoint must be complete for a restart
             raise
-        return [first | self._trainer.rollout_report | self._trainer.memory_report.take(), *others]
+        return [first | self._trainer.rollout_metrics | self._trainer.memory_report.take(), *others]
 
     def sleep(self, keep_weights: bool) -> dict[Part, int]:
-        """Takes this rank off its device, all of it or all but the weights; bytes off the device now, by part."""
+        """Offloads this rank, with or without its weights; returns the offloaded bytes by part."""
         return self._trainer.memory.sleep(keep_weights=keep_weights)
 
     def wake(self) -> None:
-        """Brings it back."""
+        """Onloads this rank."""
         self._trainer.memory.wake()
 
     def update_weights(self, version: str, check_equal: bool) -> dict[str, float]:
@@ -145,48 +150,47 @@ class Rank:
 
 
 def serve(connection: Connection) -> None:
-    """Answers `(method of Rank, arguments)` by `("value", result)` or `("error", text)` until the actor hangs up.
+    """Answers calls `(method of Rank, arguments)` with `("value", result)` or `("error", text)` until the actor closes.
 
-    Before the answer of a long call there may come any number of `("progress", (done, total))`, and on a GPU
-    `("memory", {name: GiB})`.
+    Before the answer it may send any number of `("progress", (done, total))`, and on a GPU `("memory", {name: GiB})`.
     """
 
-    def tell(done: int, total: int) -> None:
+    def send_progress(done: int, total: int) -> None:
         connection.send_bytes(pickle.dumps(("progress", (done, total))))
 
-    rank = Rank(pickle.loads(connection.recv_bytes()), tell)
+    rank = Rank(pickle.loads(connection.recv_bytes()), send_progress)
     while True:
         try:
-            method, arguments = pickle.loads(connection.recv_bytes())
+            method, arguments = receive_call(connection)
         except EOFError:
             return
         try:
-            with rank.timeline.span(method.__name__, **_facts(arguments)):
+            with rank.timeline.span(method.__name__, **_span_attributes(arguments)):
                 answer = ("value", method(rank, *arguments))
-            # not after an error: a device that failed refuses every further call, and the error would be lost
+            # not after an error: on a failed device every further call raises, and the error would be lost
             if device_memory := rank.device_memory():
                 connection.send_bytes(pickle.dumps(("memory", device_memory)))
-        except BaseException as error:  # code of the user's, as a model's layers, may ask for the end of the process
+        except BaseException as error:  # custom code, such as a model's layers, may call sys.exit
             answer = ("error", (described(error), traceback.format_exc()))
-        # Plain pickle: multiprocessing's own would hand tensors over as shared-memory handles.
+        # Plain pickle: multiprocessing's pickler would send tensors as shared-memory handles.
         connection.send_bytes(pickle.dumps(answer))
 
 
-def _facts(arguments: tuple[Any, ...]) -> dict[str, Any]:
-    """What the timeline shows of a call: the rollout or the version that it is about."""
+def _span_attributes(arguments: tuple[Any, ...]) -> dict[str, Any]:
+    """The timeline attributes of a call: its rollout id or weight version."""
     return {"about": arguments[0]} if arguments and isinstance(arguments[0], int | str) else {}
 
 
 def main() -> None:
     """Serves the actor at the other end of the socket whose file descriptor is the argument."""
-    process_info.listen()
-    sys.stdout, sys.stderr = optional_output(1), optional_output(2)  # a user's loss function may print
+    process_info.enable_stack_dump()
+    sys.stdout, sys.stderr = optional_output(1), optional_output(2)  # a custom loss function may print
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=LOG_FORMAT)
     serve(Connection(int(sys.argv[1])))
 
 
 if __name__ == "__main__":
-    # the actor's calls name methods of this module's `Rank`, which is not that of `__main__`
+    # the actor's calls pickle methods of this module's `Rank`, not of `__main__.Rank`
     from slimrl.cluster.training import train_process
 
     train_process.main()

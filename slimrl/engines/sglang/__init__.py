@@ -1,5 +1,5 @@
-"""Everything that touches SGLang and its router.
+"""All code specific to SGLang and its router.
 
-The engine runs as its own process (`server`, `router`, with `cpu` where there is no GPU) and is spoken to over HTTP
-(`client` for generation, `control` for weights and caches). Only `cpu`, inside the server's process, imports sglang.
+The engine runs as a separate process (`server`, `router`; `cpu_patches` without a GPU) and is called over HTTP
+(`client` for generation, `control` for weights and caches). Only code inside the server's process imports sglang.
 """

@@ -1,16 +1,16 @@
 """Asynchronous generation through the router: token ids in, token ids and log-probabilities out.
 
-Promises at most `concurrency` requests in flight, answers whose ids and log-probabilities are aligned, and the
-engine's own words in every error. What is sent again, and how often:
+Guarantees: at most `concurrency` requests in flight; token ids and log-probabilities of a response are aligned; errors
+contain the engine's message. Retries:
 
-| what happened | what follows |
+| failure | retry |
 | --- | --- |
-| the engine refused (HTTP 4xx), or sent it elsewhere (3xx) | never sent again |
-| the answer has not the form of an engine's, or values that it cannot have | never sent again |
-| the request took longer than `request_timeout_s` | never sent again |
-| nobody took it: no router listens, or it has no server (HTTP 503) | again, for `keep_trying_s` on end |
-| whoever worked on it was lost: the connection broke, or another HTTP 5xx | again, `MAX_LOSSES` times in all |
-| it was answered with weights that nobody sent (`weights_are_updated`) | again, as for a lost server |
+| the engine rejected (HTTP 4xx) or redirected (3xx) the request | never |
+| the response is malformed or has impossible values | never |
+| the request took longer than `request_timeout_s` | never |
+| no server accepted it: no router listens, or it has no server (HTTP 503) | for `retry_timeout_s` |
+| the server was lost: the connection broke, or another HTTP 5xx | `MAX_LOSSES` times in all |
+| the response is from weights that this run did not send (`weights_are_updated`) | as for a lost server |
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import orjson
 
 from slimrl.engines.auth import bearer
 from slimrl.engines.protocol import (
+    RETRY_TIMEOUT_S,
     EngineRequestError,
     EngineResponseError,
     EngineTimeoutError,
@@ -35,42 +36,41 @@ from slimrl.engines.protocol import (
     Generation,
     aborted_answer,
 )
-from slimrl.engines.sglang.responses import RequestStats, ResponseReader, decoded
+from slimrl.engines.request_stats import RequestStats
+from slimrl.engines.sglang.responses import ResponseReader, decoded
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# the router's policy "manual" sends equal keys to one server (its prefix cache), see `routing.py`
+# the router's policy "manual" sends equal keys to one server (for its prefix cache), see `router.py`
 SESSION_HEADER = "X-SMG-Routing-Key"
-MAX_LOSSES = 6  # a request that every server dies of must not end all of them
-KEEP_TRYING_S = 16.0
+MAX_LOSSES = 6  # bounds the damage of a request that crashes every server
 FIRST_BACKOFF_S = 0.25  # doubles
 LONGEST_BACKOFF_S = 2.0
 CONNECT_TIMEOUT_S = 10.0
 _SHOWN_SERVERS = 4
 ABORT_INTERVAL_S = 0.1
 ABORT_REQUEST_TIMEOUT_S = 10.0
-ABORT_PATIENCE_S = 120.0  # an engine heeds an abort between two steps; the longest is the prefill of a long prompt
+ABORT_PATIENCE_S = 120.0  # an engine aborts between two steps; the longest step is the prefill of a long prompt
 
 
 class _RejectedError(Exception):
-    """Nobody began to work on the request."""
+    """No server accepted the request."""
 
 
 class _ConnectionLostError(Exception):
-    """Whoever worked on the request was lost; generation has no side effects, so another may restart."""
+    """The server of a request was lost; generation has no side effects, so another server can restart it."""
 
 
 class RouterClient:
-    """Implements `slimrl.engines.protocol.EngineClient`. Use as `async with`, within one event loop.
+    """Implements `slimrl.engines.protocol.EngineGroupClient`. Use as `async with`, within one event loop.
 
-    `server_urls` are the servers behind the router, which does not pass aborts on; set it again when they change.
-    `request_timeout_s` bounds one attempt, from its start to the last byte of the answer. `keep_trying_s` is how long
-    a request that nobody takes is offered again: long enough for a router or the only server to be replaced.
-    `weights_are_updated`: weights that were sent have numbers for versions, and an answer with others is not used: it
-    is of a server that its owner started again, which is noticed a moment later. `key` is shown to router and servers.
-    `vocabulary`: ids from this on are refused.
+    `server_urls` are the servers for aborts, which the router does not forward; assign it when they change.
+    `request_timeout_s` bounds one attempt, from its start to the last byte of the response. `retry_timeout_s` is how
+    long a request that no server accepts is retried: long enough to replace the router or the only server.
+    `weights_are_updated`: versions of sent weights are numbers; responses of other versions are rejected (a server that
+    its owner has just restarted). `key` is sent to router and servers. Token ids >= `vocabulary` are rejected.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class RouterClient:
         *,
         concurrency: int,
         request_timeout_s: float,
-        keep_trying_s: float = KEEP_TRYING_S,
+        retry_timeout_s: float = RETRY_TIMEOUT_S,
         weights_are_updated: bool = False,
         key: str | None = None,
         vocabulary: int | None = None,
@@ -92,19 +92,19 @@ class RouterClient:
         self._key = key
         self._concurrency = concurrency
         self._request_timeout_s = request_timeout_s
-        self._keep_trying_s = keep_trying_s
+        self._retry_timeout_s = retry_timeout_s
         self._weights_are_updated = weights_are_updated
         self._reader = ResponseReader(vocabulary)
-        # a semaphore looks through those that it woke already, which costs more than a request where thousands wait
-        self._gpus: asyncio.LifoQueue[None] = asyncio.LifoQueue()
+        # not a semaphore: it scans the waiters that it has woken, which is slow with thousands of waiters
+        self._permits: asyncio.LifoQueue[None] = asyncio.LifoQueue()
         for _ in range(concurrency):
-            self._gpus.put_nowait(None)
+            self._permits.put_nowait(None)
         self._session: aiohttp.ClientSession | None = None
         self._in_flight = 0
-        self._waiting = 0  # requests between two tries
-        self.resent = 0  # how often any request was sent again
+        self._waiting = 0  # requests between two attempts
+        self.resent = 0  # number of resent requests
         self.requests = RequestStats()
-        self._aborted = asyncio.Event()  # of the requests that are made from now on; each abort ends one
+        self._aborted = asyncio.Event()  # of the requests made since the last abort, which replaced it
 
     async def __aenter__(self) -> RouterClient:
         self._aborted = asyncio.Event()
@@ -117,15 +117,15 @@ class RouterClient:
         await self.close()
 
     async def close(self) -> None:
-        """Drops every connection; requests in flight are cancelled by the servers, and none is sent again."""
+        """Drops every connection; the servers cancel requests in flight, and none is resent."""
         session, self._session = self._session, None
         if session is not None:
-            self._aborted.set()  # whoever waits to try again finds the client closed
+            self._aborted.set()  # wakes requests that wait for a retry; they find the client closed
             await session.close()
 
     @property
     def in_flight(self) -> int:
-        """Requests that were sent and not yet answered."""
+        """Number of requests that were sent and not yet answered."""
         return self._in_flight
 
     async def generate(
@@ -133,36 +133,36 @@ class RouterClient:
     ) -> Generation:
         """Continue `input_ids`; `sampling_params` go to the engine unchanged (send one `sampling_seed` per request).
 
-        An aborted request that no engine had begun has no tokens and the weight version "".
+        A request that was aborted before an engine accepted it has no tokens and the weight version "".
 
-        `session_id` keeps the requests of one conversation on one server, where the router's policy heeds it. Raises
-        EngineRequestError (refused: the body says why), EngineTimeoutError, EngineUnavailableError (after retries), and
+        `session_id` keeps the requests of one conversation on one server, if the router's policy supports it. Raises
+        EngineRequestError (rejected, with the body), EngineTimeoutError, EngineUnavailableError (after retries), and
         EngineResponseError.
         """
         payload = {"input_ids": input_ids, "sampling_params": sampling_params, "return_logprob": True}
-        answer = await self._answered("/generate", payload, session_id, self._generation)
-        if answer is None:
+        response = await self._request("/generate", payload, session_id, self._generation)
+        if response is None:
             return Generation([], [], "abort", "")
-        generation, sent_ns = answer
+        generation, sent_ns = response
         generation.sent_ns = sent_ns
         return generation
 
     async def ask(self, path: str, payload: dict[str, Any], session_id: str | None = None) -> Any:
-        """The decoded answer to a POST of `payload` to the router's `path`; sent again as `generate` does.
+        """The decoded response to a POST of `payload` to the router's `path`, with the retries of `generate`.
 
-        An aborted request that no engine had begun has the answer of `aborted_answer`, on a path that has one. Raises
-        as `generate` does, and ValueError where a stream is asked for.
+        A request that was aborted before an engine accepted it returns `aborted_answer`, if `path` has one. Raises as
+        `generate` does, and ValueError for a streaming request.
         """
         if payload.get("stream"):
-            raise ValueError(f"{path}: answers are taken whole: leave stream out")
+            raise ValueError(f"{path}: streaming is not supported: remove stream from the payload")
 
         def read(content: bytes) -> Any:
             if path == "/generate" and payload.get("return_logprob") and content.startswith(b"{"):
-                self._generation(content)  # checked and counted as any other
+                self._generation(content)  # validated and counted like any other
             return decoded(content)
 
-        answer = await self._answered(path, payload, session_id, read)
-        return aborted_answer(path) if answer is None else answer[0]
+        response = await self._request(path, payload, session_id, read)
+        return aborted_answer(path) if response is None else response[0]
 
     def _generation(self, content: bytes) -> Generation:
         try:
@@ -176,39 +176,39 @@ class RouterClient:
             _require_updated(generation)
         return generation
 
-    async def _answered(
+    async def _request(
         self, path: str, payload: dict[str, Any], session_id: str | None, read: Callable[[bytes], T]
     ) -> tuple[T, int] | None:
-        """What `read` makes of the answer, and when the request was sent; None where it was aborted before."""
+        """`read(response)` and the time when the request was sent; None if it was aborted before it was sent."""
         body = orjson.dumps(payload)
         headers = {SESSION_HEADER: session_id} if session_id is not None else {}
         aborted = self._aborted
-        tries = _RetryPolicy(self._keep_trying_s)
+        policy = _RetryPolicy(self._retry_timeout_s)
         while True:
-            await self._gpus.get()
+            await self._permits.get()
             try:
                 session = self._open()
-                if aborted.is_set() and aborted_answer(path) is not None:  # while it waited for its turn
+                if aborted.is_set() and aborted_answer(path) is not None:  # while it waited for a permit
                     return None
                 sent_ns = time.monotonic_ns()
                 return read(await self._post(session, path, body, headers)), sent_ns
             except (_RejectedError, _ConnectionLostError) as error:
                 if self._session is None:
                     raise EngineUnavailableError(f"{error} (the client was closed)") from error
-                backoff_s = tries.backoff_after(error)
+                backoff_s = policy.backoff_after(error)
                 self.resent += 1
                 # one line per outage, not one per request
                 level = logging.DEBUG if self._waiting else logging.WARNING
                 logger.log(level, "%s: trying again in %.2g s", error, backoff_s)
             finally:
-                self._gpus.put_nowait(None)
+                self._permits.put_nowait(None)
             await self._wait(backoff_s, aborted)
 
     async def abort_all(self) -> None:
-        """Abort every request that has been made; returns when all of them have returned.
+        """Abort every request made so far; returns when all of them have returned.
 
-        Those still waiting for a GPU or for another try return without tokens, and so do those that a server which
-        hangs holds for more than ABORT_PATIENCE_S. Requests made before this returns may be aborted too.
+        Requests that wait for a permit or a retry return without tokens, as do requests that a hung server holds for
+        more than ABORT_PATIENCE_S. Requests made before this returns may be aborted, too.
         """
         self._aborted.set()
         self._aborted = asyncio.Event()
@@ -220,12 +220,12 @@ class RouterClient:
                 return
             if time.monotonic() >= deadline:
                 deadline = float("inf")
-                await self._hang_up()
-            await asyncio.sleep(ABORT_INTERVAL_S)  # a request may have been between router and server just now
+                await self._close_connections()
+            await asyncio.sleep(ABORT_INTERVAL_S)  # a request may have been between router and server
 
-    async def _hang_up(self) -> None:
-        """Breaks every connection off: whoever waits for an answer finds that it was aborted."""
-        logger.warning("%d requests do not heed an abort: their connections are closed", self._in_flight)
+    async def _close_connections(self) -> None:
+        """Closes every connection: the requests in flight fail, and return as aborted."""
+        logger.warning("%d requests ignored the abort: closing their connections", self._in_flight)
         session, self._session = self._open(), self._new_session()
         await session.close()
 
@@ -254,9 +254,9 @@ class RouterClient:
                         f"{server_url}/abort_request failed with HTTP {response.status}: {await response.text()}"
                     )
         except (aiohttp.ClientError, TimeoutError) as error:
-            # a lost server has nothing left to abort; its requests are the router's to move or fail
+            # a lost server has nothing to abort; the router moves or fails its requests
             if server_url not in failed:
-                logger.warning("no abort on %s: %s: %s", server_url, type(error).__name__, error)
+                logger.warning("cannot abort requests on %s: %s: %s", server_url, type(error).__name__, error)
             failed.add(server_url)
 
     async def _post(self, session: aiohttp.ClientSession, path: str, body: bytes, headers: dict[str, str]) -> bytes:
@@ -277,13 +277,13 @@ class RouterClient:
             self._in_flight -= 1
         if status == 200:
             return content
-        words = content.decode(errors="replace")
+        text = content.decode(errors="replace")
         if 300 <= status < 500:
-            raise EngineRequestError(url, status, words)
-        if time.monotonic() - started >= self._request_timeout_s:  # the router measures the same time
-            raise EngineTimeoutError(f"{url} did not answer within {self._request_timeout_s:g} s: {words}")
+            raise EngineRequestError(url, status, text)
+        if time.monotonic() - started >= self._request_timeout_s:  # the router has the same timeout
+            raise EngineTimeoutError(f"{url} did not answer within {self._request_timeout_s:g} s: {text}")
         kind = _RejectedError if status == 503 else _ConnectionLostError
-        raise kind(f"{url} failed with HTTP {status}: {words}")
+        raise kind(f"{url} failed with HTTP {status}: {text}")
 
     def _new_session(self) -> aiohttp.ClientSession:
         return aiohttp.ClientSession(
@@ -305,26 +305,26 @@ def _require_updated(generation: Generation) -> None:
 
 
 class _RetryPolicy:
-    """How often one request was sent in vain."""
+    """Counts the failed attempts of one request."""
 
-    def __init__(self, keep_trying_s: float) -> None:
-        self._keep_trying_s = keep_trying_s
+    def __init__(self, retry_timeout_s: float) -> None:
+        self._retry_timeout_s = retry_timeout_s
         self._count = 0
         self._losses = 0
-        self._untaken_since: float | None = None
+        self._rejected_since: float | None = None
         self._backoff_s = FIRST_BACKOFF_S
 
     def backoff_after(self, error: _RejectedError | _ConnectionLostError) -> float:
-        """Seconds to wait before the next try. Raises EngineUnavailableError where there is to be none."""
+        """Seconds to wait before the next attempt. Raises EngineUnavailableError if no attempts are left."""
         self._count += 1
         if isinstance(error, _ConnectionLostError):
             self._losses += 1
-            self._untaken_since = None
-            hopeless = self._losses > MAX_LOSSES
+            self._rejected_since = None
+            exhausted = self._losses > MAX_LOSSES
         else:
-            self._untaken_since = self._untaken_since or time.monotonic()
-            hopeless = time.monotonic() - self._untaken_since >= self._keep_trying_s
-        if hopeless:
+            self._rejected_since = self._rejected_since or time.monotonic()
+            exhausted = time.monotonic() - self._rejected_since >= self._retry_timeout_s
+        if exhausted:
             raise EngineUnavailableError(f"{error} (tried {self._count} times)") from error
         backoff_s, self._backoff_s = self._backoff_s, min(2 * self._backoff_s, LONGEST_BACKOFF_S)
         return backoff_s

@@ -2,14 +2,13 @@
 
 Errors hold the URL, the status and the server's text. Training ranks use this module without sglang.
 
-**Stale KV.** A KV cache computed with the old weights and read with the new ones gives wrong log-probabilities and no
-error. `weight_update` is the one way to change weights that cannot go wrong; see its docstring.
+**Stale KV.** A KV cache computed with the old weights and read with the new ones gives wrong log-probabilities without
+an error. Change weights only inside `weight_update`, which prevents this.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import datetime
 import time
 import urllib.parse
@@ -18,15 +17,16 @@ from typing import Any, Literal
 
 import msgspec
 
-from slimrl.engines.http import answers, call, shaped
+from slimrl.engines.http import call, decode_as, is_reachable
 from slimrl.engines.protocol import EngineError, EngineRequestError
-from slimrl.engines.sglang.versions import tells_versions_of_tokens
+from slimrl.engines.server_protocol import CALL_TIMEOUT_S, RunningRequests, ServerLoad
+from slimrl.engines.sglang.versions import has_per_token_versions
 
-RunningRequests = Literal["abort", "retract"]
 HTTP_BAD_REQUEST = 400
 HTTP_NOT_FOUND = 404
 POLL_INTERVAL_S = 0.05
 HEALTH_TIMEOUT_S = 5.0
+LOADS = "/v1/loads"
 
 
 class _Version(msgspec.Struct):
@@ -42,74 +42,73 @@ class _Paths(msgspec.Struct):
 
 
 class ServerControl:
-    """The server at `url`; every call may take `timeout_s` (the transfer of a whole model included) and shows `key`.
+    """Implements `engines.server_protocol.ServerControl` for the server at `url`.
 
-    Every method raises EngineRequestError (the server refused), EngineUnavailableError (no server, or HTTP 5xx),
-    EngineTimeoutError, or EngineResponseError (the answer is not SGLang's). Calls are independent: several threads may
-    use one object.
+    Every call has the timeout `timeout_s`, which must cover the transfer of a whole model, and sends `key`.
+    Every method raises EngineRequestError (the server rejected the call), EngineUnavailableError (no server, or HTTP
+    5xx), EngineTimeoutError, or EngineResponseError (not a response of SGLang). Methods are thread-safe.
     """
 
-    def __init__(self, url: str, timeout_s: float = 600.0, key: str | None = None) -> None:
+    def __init__(self, url: str, timeout_s: float = CALL_TIMEOUT_S, key: str | None = None) -> None:
         self.url = url.rstrip("/")
         self._key = key
         self.timeout_s = timeout_s
         if urllib.parse.urlsplit(self.url).scheme != "http":
-            raise ValueError(f"{url!r} is not the URL of a server: give it as http://host:port")
+            raise ValueError(f"{url!r} is not a server URL: give it as http://host:port")
 
     # -- weights -------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def weight_update(self, version: str, *, running: RunningRequests = "abort") -> Iterator[None]:
-        """Change the weights inside this context, by any of the `update_weights_from_*` calls, in any number of calls.
+        """Change the weights inside this context, by any number of `update_weights_from_*` calls.
 
-        If the body raises, the server stays paused: it must not answer with half-new weights. Update them all again in
-        another `weight_update`, or stop the server. See `begin_weight_update` for what `running` does.
+        If the body raises, the server stays paused: it must not generate with partially updated weights. Repeat the
+        update in another `weight_update`, or stop the server. See `begin_weight_update` for `running`.
         """
         self.begin_weight_update(running)
         yield
         self.end_weight_update(version, running)
 
     def begin_weight_update(self, running: RunningRequests = "abort") -> None:
-        """Pauses the server and makes sure that no KV of the old weights can be read with the new ones.
+        """Pauses the server and ensures that no KV of the old weights is read with the new ones.
 
-        Requests that run: "abort" gives them back with what they have (finish reason "abort") and raises
+        Running requests: "abort" returns them with their tokens so far (finish reason "abort") and raises
         EngineRequestError if any is left. "retract" puts them back into the queue, to continue with the new weights
-        from recomputed KV; servers before 0.5.21 compute that correctly only with --disable-radix-cache and are refused
-        without it, those before 0.5.19 always (EngineError). Requests that arrive meanwhile wait.
+        and recomputed KV. Servers before 0.5.21 recompute correctly only with --disable-radix-cache; without it, and
+        before 0.5.19, it raises EngineError. Requests that arrive during the update wait.
 
-        Until `end_weight_update` no call may flush by itself: with requests in the queue that kills the server.
+        Until `end_weight_update` no other call may flush the cache: with requests in the queue that kills the server.
         """
         if running == "retract":
             self._check_can_retract()
         self.pause(running)
         if running == "abort":
-            self.flush_cache()  # refused while anything runs: before any weight has changed
+            self.flush_cache()  # raises while any request runs: before any weight has changed
         self._open_session()
 
     def end_weight_update(self, version: str, running: RunningRequests = "abort") -> None:
-        """Empties the KV cache, names the new `version` and lets the server continue; `running` as in the beginning.
+        """Empties the KV cache, sets the new `version` and resumes the server; `running` as in `begin_weight_update`.
 
-        `version` becomes visible only now, when all weights are there.
+        `version` is set only here, after all weights have been updated.
         """
         self.commit_weight_update(version, running)
         self.continue_()
 
     def commit_weight_update(self, version: str, running: RunningRequests = "abort") -> None:
-        """`end_weight_update` without going on: for several servers, none of which may continue before all have come
-        here.
+        """`end_weight_update` without resuming, for several servers that must all commit before any resumes.
 
-        Then each needs `continue_`.
+        Each then needs `continue_`.
         """
         closed = self._post_if_there("/end_weight_update")
         if running == "abort" or closed:  # older servers cannot flush while requests wait in the queue
             self.flush_cache()
         self.set_weight_version(version)
 
-    def settle(self) -> None:
-        """Returns once the processes of all pipeline stages have done what the server was asked before.
+    def flush_pipeline(self) -> None:
+        """Waits until all pipeline stages have completed all earlier calls, by generating a token.
 
-        The server answers most calls when its first stage is done; a token needs them all, each in its turn. The server
-        must not be paused.
+        The server answers most calls when its first stage is done; a token passes through all stages. The server must
+        not be paused.
         """
         sampling = {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True}
         self._post("/generate", {"input_ids": [0], "sampling_params": sampling})
@@ -122,7 +121,7 @@ class ServerControl:
         flush_cache: bool = False,
         weight_version: str | None = None,
     ) -> None:
-        """Loads named tensors that this machine's processes share.
+        """Loads named tensors from memory shared within this machine.
 
         `serialized` has one entry per tensor-parallel rank: base64 of a `multiprocessing.reduction.ForkingPickler`
         dump of `list[tuple[str, torch.Tensor]]`, names as in the Hugging Face checkpoint, full (unsplit) tensors.
@@ -146,8 +145,8 @@ class ServerControl:
     ) -> None:
         """Receives tensors by one broadcast each, in this order, from rank 0 of the group `group_name`.
 
-        `dtypes` like "float32" or "bfloat16". The call blocks until the broadcasts are done, so the sender makes it
-        from another thread (one per server) and broadcasts meanwhile.
+        `dtypes` like "float32" or "bfloat16". The call blocks until the broadcasts are done, so the sender calls it
+        from another thread (one per server) and broadcasts concurrently.
         """
         body = {
             "names": list(names),
@@ -194,26 +193,26 @@ class ServerControl:
         )
 
     def destroy_weights_update_group(self, group_name: str, *, timeout_s: float | None = None) -> None:
-        """Leaves the process group; `timeout_s` is for servers that may still be waiting for a broadcast."""
+        """Leaves the process group; set `timeout_s` for servers that may be stuck waiting for a broadcast."""
         url, body = f"{self.url}/destroy_weights_update_group", {"group_name": group_name}
         call("POST", url, body, timeout_s=timeout_s or self.timeout_s, key=self._key)
 
     def weight_version(self) -> str:
-        """The version that the server reports with every answer."""
-        return shaped(self._get("/model_info"), _Version, f"{self.url}/model_info").weight_version
+        """The version that the server reports with every response."""
+        return decode_as(self._get("/model_info"), _Version, f"{self.url}/model_info").weight_version
 
     def set_weight_version(self, version: str) -> None:
-        """Names the weights that are loaded now."""
+        """Sets the version of the loaded weights."""
         self._post("/update_weight_version", {"new_version": version, "abort_all_requests": False})
 
-    # -- proof of equality ---------------------------------------------------------------------------------------
+    # -- verification of weights ---------------------------------------------------------------------------------
 
     def snapshot_weights(self) -> None:
-        """Lets the server keep a copy of its weights, for `compare_weights`."""
+        """Makes the server keep a copy of its weights, for `compare_weights`."""
         self._post("/weights_checker", {"action": "snapshot"})
 
     def reset_weights(self) -> None:
-        """Overwrites all weights with random numbers, so that only a complete update can make them right again."""
+        """Overwrites all weights with random numbers, so that only a complete update can restore them."""
         self._post("/weights_checker", {"action": "reset_tensors"})
 
     def compare_weights(self) -> None:
@@ -227,16 +226,16 @@ class ServerControl:
         bytes of the SHA-256 of the tensor's contiguous bytes; on CUDA it is sglang's `gpu_tensor_hash`.
         """
         answer = self._post("/weights_checker", {"action": "checksum"})
-        ranks = shaped(answer, _Checksums, f"{self.url}/weights_checker").ranks
+        ranks = decode_as(answer, _Checksums, f"{self.url}/weights_checker").ranks
         for rank in ranks:
-            if isinstance(rank["parallelism_info"], list):  # of the model, then of draft models
+            if isinstance(rank["parallelism_info"], list):  # of the model, then of its draft models
                 rank["parallelism_info"] = rank["parallelism_info"][0]
         return sorted(ranks, key=lambda rank: rank["parallelism_info"]["tp_rank"])
 
     # -- requests, caches, memory --------------------------------------------------------------------------------
 
     def pause(self, mode: Literal["abort", "retract", "in_place"] = "abort") -> None:
-        """Stops generation; later requests wait. "abort" gives running ones back, the others keep them."""
+        """Stops generation; later requests wait. "abort" returns running requests, the other modes keep them."""
         self._post("/pause_generation", {"mode": mode})
 
     def continue_(self) -> None:
@@ -244,13 +243,13 @@ class ServerControl:
         self._post("/continue_generation", {})
 
     def abort_all(self) -> None:
-        """Gives every running and queued request back with what it has."""
+        """Returns every running and queued request with its tokens so far."""
         self._post("/abort_request", {"abort_all": True})
 
     def flush_cache(self, wait_s: float = 10.0) -> None:
-        """Empties the KV cache, which no running request allows; raises EngineRequestError if one does not end in time.
+        """Empties the KV cache, which requires that no request runs.
 
-        `wait_s` is how long requests may take to end by themselves.
+        Raises EngineRequestError if running requests do not end within `wait_s`.
         """
         deadline = time.monotonic() + wait_s
         while True:
@@ -263,43 +262,61 @@ class ServerControl:
             time.sleep(POLL_INTERVAL_S)
 
     def release_memory(self, tags: Sequence[str] | None = None) -> None:
-        """Gives memory back to the device: "kv_cache", "weights", or both (None). Needs the memory saver (GPU only)."""
+        """Releases device memory: "kv_cache", "weights", ..., or all (None). Needs the memory saver (GPU only)."""
         self._post("/release_memory_occupation", {"tags": list(tags)} if tags else {})
 
     def resume_memory(self, tags: Sequence[str] | None = None) -> None:
-        """Takes the memory again. What was in it is gone: update the weights again."""
+        """Reallocates the memory. Its contents are lost: update the weights afterwards."""
         self._post("/resume_memory_occupation", {"tags": list(tags)} if tags else {})
 
     def healthy(self) -> bool:
-        """Whether the server answers; never raises for an absent server."""
-        return answers(f"{self.url}/health", timeout_s=min(HEALTH_TIMEOUT_S, self.timeout_s))
+        """Whether the server responds; never raises for an absent server."""
+        return is_reachable(f"{self.url}/health", timeout_s=min(HEALTH_TIMEOUT_S, self.timeout_s))
+
+    def load(self) -> ServerLoad:
+        """Its request counts, summed over data-parallel ranks, with the oldest timestamp; never raises.
+
+        A malformed response (a load without numbers, the page of a proxy) counts as no response.
+        """
+        try:
+            return _read(self.url, self._get(LOADS))
+        except (EngineError, KeyError, TypeError, ValueError):
+            return ServerLoad(self.url)
+
+    def responds(self) -> bool:
+        """Whether its HTTP server responds, whatever its scheduler does; /health waits for a token. Never raises."""
+        return is_reachable(self.url + LOADS, self.timeout_s, self._key)
+
+    def scheduler_responds(self) -> bool:
+        """Whether its scheduler responds; never raises."""
+        return is_reachable(f"{self.url}/server_info", self.timeout_s, self._key)
 
     def server_info(self) -> dict[str, Any]:
         """The server's resolved arguments and state, by the engine's own names."""
-        return shaped(self._get("/server_info"), dict[str, Any], f"{self.url}/server_info")
+        return decode_as(self._get("/server_info"), dict[str, Any], f"{self.url}/server_info")
 
     # -- transport -----------------------------------------------------------------------------------------------
 
     def _update(self, path: str, body: dict[str, Any], flush_cache: bool, weight_version: str | None) -> None:
-        # flush_cache is always sent: the server's default, true, ends its process while requests are queued
+        # flush_cache is always sent: the server's default, true, kills it while requests are queued
         self._post(path, {**body, "flush_cache": flush_cache, "weight_version": weight_version})
 
     def _open_session(self) -> None:
-        """From 0.5.21 on the calls that update weights are in a session; older servers have none."""
+        """Opens the session for weight updates, which servers have since 0.5.21."""
         try:
             self._post_if_there("/begin_weight_update")
-        except EngineRequestError as refused:
-            if refused.status != HTTP_BAD_REQUEST:
+        except EngineRequestError as error:
+            if error.status != HTTP_BAD_REQUEST:
                 raise
-            self._post("/end_weight_update", {})  # left open by an update that failed; raises if that was not it
+            self._post("/end_weight_update", {})  # closes the session of a failed update; raises if there is none
             self._post("/begin_weight_update", {})
 
     def _check_can_retract(self) -> None:
         info = self.server_info()
-        if not tells_versions_of_tokens(str(info.get("version"))):
+        if not has_per_token_versions(str(info.get("version"))):
             raise EngineError(
-                f"{self.url} runs SGLang {info.get('version')}, which does not say which weights drew which token of a"
-                " request that continues after an update: install sglang 0.5.19 or later"
+                f"{self.url} runs SGLang {info.get('version')}, which does not report which weight version sampled"
+                " which token of a request that continues after an update: install sglang 0.5.19 or later"
             )
         if not info["disable_radix_cache"] and not self._has("/begin_weight_update"):
             raise EngineError(
@@ -308,7 +325,7 @@ class ServerControl:
             )
 
     def _has(self, path: str) -> bool:
-        return path in shaped(self._get("/openapi.json"), _Paths, f"{self.url}/openapi.json").paths
+        return path in decode_as(self._get("/openapi.json"), _Paths, f"{self.url}/openapi.json").paths
 
     def _post_if_there(self, path: str) -> bool:
         try:
@@ -326,34 +343,9 @@ class ServerControl:
         return call("POST", self.url + path, body, timeout_s=self.timeout_s, key=self._key)
 
 
-@dataclasses.dataclass(frozen=True)
-class ServerLoad:
-    """Requests of a server, as its scheduler last wrote them down `seconds` ago (one that works does so all the time).
-
-    `prefilled` tells whether it has ever worked on a request. All are None where the server does not answer.
-    """
-
-    url: str
-    running: int | None = None
-    waiting: int | None = None
-    seconds: float | None = None
-    prefilled: bool | None = None
-
-
-def load_of(server_url: str, timeout_s: float, key: str | None = None) -> ServerLoad:
-    """Asks the server, for at most `timeout_s`; over its data-parallel copies the sums and the oldest sign.
-
-    An answer that is none (a load without numbers, the page of a proxy) counts as no answer.
-    """
-    try:
-        return _read(server_url, call("GET", f"{server_url}/v1/loads", timeout_s=timeout_s, key=key))
-    except (EngineError, KeyError, TypeError, ValueError):
-        return ServerLoad(server_url)
-
-
 def _read(server_url: str, answer: dict[str, Any]) -> ServerLoad:
     loads = answer["loads"]
-    now = datetime.datetime.fromisoformat(answer["timestamp"]).timestamp()  # the server's clock, not ours
+    now = datetime.datetime.fromisoformat(answer["timestamp"]).timestamp()  # by the server's clock
     return ServerLoad(
         server_url,
         running=sum(load["num_running_reqs"] for load in loads),

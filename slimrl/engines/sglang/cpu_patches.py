@@ -21,12 +21,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from slimrl.engines.sglang.entry import run_server
-from slimrl.engines.sglang.server_args import with_defaults
-from slimrl.engines.sglang.versions import admit_references, module_with
+from slimrl.engines.sglang.server_args import unused_model_modules, with_defaults
+from slimrl.engines.sglang.versions import allow_shm_unpickling, module_with
+from slimrl.processes.imports import uncollected
 
 
 def patch_layers() -> None:
-    """Puts torch's answers where SGLang has none for the CPU."""
+    """Replaces layer kernels that SGLang lacks on the CPU by torch functions."""
     from sglang.kernels.ops.elementwise import elementwise
     from sglang.srt.layers.rotary_embedding import factory
     from sglang.srt.models.deepseek_common import attention_backend_handler
@@ -49,7 +50,7 @@ def gate_sigmoid_mul(hidden_states: Any, gate_weight: Any, shared_output: Any, o
 
 
 def with_unscaled_rope(get_rope: Any, get_rope_cpu: Any) -> Any:
-    """`get_rope_cpu`, which only knows DeepSeek's YaRN, with `get_rope`'s answer where nothing is scaled."""
+    """`get_rope_cpu`, which only supports DeepSeek's YaRN, with `get_rope` for unscaled rotary embeddings."""
 
     def either(size: int, rotary_dim: int, positions: int, base: float, neox: bool, scaling: Any, *rest: Any) -> Any:
         if scaling is None:
@@ -61,10 +62,19 @@ def with_unscaled_rope(get_rope: Any, get_rope_cpu: Any) -> Any:
 
 
 def absorbed_attention(attention: Any, batch: Any) -> Any:
-    """Latent attention always on the latent cache, which is all that the attention of this platform reads."""
+    """Selects latent attention on the latent cache, the only kind that this platform's attention supports."""
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 
     return AttnForwardMethod.MLA
+
+
+def patch_attention() -> None:
+    """Replaces the loop over the requests of a batch by batched attention (`cpu_attention`)."""
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    from slimrl.engines.sglang import cpu_attention
+
+    cpu_attention.install(TorchNativeAttnBackend)
 
 
 ABSENT_PACKAGES = ("triton", "torchvision", "sgl_kernel")
@@ -72,7 +82,7 @@ MASK_32 = 0xFFFFFFFF
 
 
 class _AbsentName(type):
-    """Metaclass of placeholder classes: an attribute is its own name, as for members of an enumeration."""
+    """Metaclass of placeholder classes: the value of an attribute is its name, as in an enumeration."""
 
     def __getattr__(cls, name: str) -> str:
         if name.startswith("__"):
@@ -81,7 +91,7 @@ class _AbsentName(type):
 
 
 class _AbsentModule(types.ModuleType):
-    """A module in which every name exists; usable as a decorator, an error when anything else is called."""
+    """A module that has every name; callable as a decorator, any other call raises."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -108,7 +118,7 @@ class _AbsentModule(types.ModuleType):
 
 
 class AbsentPackageFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Answers for `ABSENT_PACKAGES`. Being the last finder, it is asked only where the real package is not found."""
+    """Finds placeholders for `ABSENT_PACKAGES`. As the last finder it is used only if the real package is missing."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         if name.partition(".")[0] in ABSENT_PACKAGES:
@@ -119,7 +129,7 @@ class AbsentPackageFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return _AbsentModule(spec.name)
 
     def exec_module(self, module: Any) -> None:
-        """Gives the few names a real value that are used while modules are imported."""
+        """Sets real values for the few names that are used during imports."""
         if module.__name__ == "torchvision":
             module.__version__ = "0.0"
         elif module.__name__ == "triton":
@@ -132,7 +142,7 @@ class AbsentPackageFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def install() -> bool:
-    """Prepares this process for importing sglang; True where it acted, i.e. where there is no CUDA.
+    """Prepares this process for importing sglang; returns False, without any change, on a machine with CUDA.
 
     Must run before transformers is imported, which remembers whether torchvision is there.
     """
@@ -142,18 +152,18 @@ def install() -> bool:
     if torch.cuda.is_available():
         return False
     if not any(isinstance(finder, AbsentPackageFinder) for finder in sys.meta_path):
-        has_triton_package()  # torch remembers the true answer before the placeholder exists
+        has_triton_package()  # torch caches the true answer before the placeholder exists
         sys.meta_path.append(AbsentPackageFinder())
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     # sglang compiles its seeded sampler: 17 s at the first request, and it would need a C++ compiler
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    # SGLang's debugging aid imports megatron.core wherever it is installed: 1 s for nothing
+    # SGLang's debugging module imports megatron.core if it is installed, which takes 1 s and is not needed
     sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]
     return True
 
 
 def patch() -> None:
-    """Replaces what needs CUDA in sglang: seeded sampling, NCCL between ranks, the weight checker."""
+    """Replaces the parts of sglang that need CUDA: seeded sampling, NCCL between ranks, the weight checker."""
     import torch
     from sglang.srt import batch_invariant_ops
     from sglang.srt.distributed.device_communicators import pynccl
@@ -164,12 +174,13 @@ def patch() -> None:
     choices = module_with("add_deterministic_attention_backend_choices")
     choices.add_deterministic_attention_backend_choices(["torch_native"])
     choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
-    # it would put Triton kernels in place of torch's, which give equal tokens alone and in a batch here (tested)
+    # it would replace torch's kernels by Triton's; torch's already give equal tokens alone and in a batch (tested)
     batch_invariant_ops.enable_batch_invariant_mode = lambda *args, **kwargs: None
     sampler.murmur_hash32 = murmur_hash32
     patch_layers()
-    admit_references(common.SafeUnpickler)
-    pynccl.NCCLLibrary = _no_nccl  # torch's CUDA build brings the library also where there is no GPU
+    patch_attention()
+    allow_shm_unpickling(common.SafeUnpickler)
+    pynccl.NCCLLibrary = _no_nccl  # torch's CUDA build has the library also on machines without a GPU
     weight_checker.torch = weight_updater.torch = _without_cuda(torch)
     weight_checker.WeightChecker._snapshot = _snapshot
     weight_checker_comparator.RawComparable.iter_chunks = _iter_chunks
@@ -202,7 +213,7 @@ def _no_nccl(path: str | None = None) -> Any:
 
 
 def _without_cuda(torch: types.ModuleType) -> types.ModuleType:
-    """torch, for one module's eyes, with a `cuda.synchronize` that has nothing to wait for.
+    """A copy of the torch module whose `cuda.synchronize` does nothing, for one module.
 
     And with the CPU as the device in use: from torch 2.14 on, a build for CUDA says CUDA also where there is no GPU.
     """
@@ -214,7 +225,7 @@ def _without_cuda(torch: types.ModuleType) -> types.ModuleType:
 
 
 def _snapshot(self: Any) -> None:
-    """`WeightChecker._snapshot` with a copy: its `.cpu()` is none on the CPU, so that `compare` would always agree."""
+    """`WeightChecker._snapshot` with a copy: on the CPU its `.cpu()` does not copy, and `compare` would always pass."""
     self._snapshot_tensors = {name: tensor.detach().clone() for name, tensor in self._model_state()}
 
 
@@ -225,7 +236,7 @@ def _iter_chunks(self: Any) -> Any:
 
 
 def fork_children() -> None:
-    """Lets sglang's children be forked: without a CUDA context they can inherit the imports (half the start-up)."""
+    """Makes sglang fork its children: without a CUDA context they can inherit the imports (half the start-up)."""
     set_start_method: Callable[..., None] = multiprocessing.set_start_method
 
     def fork(method: str | None = None, force: bool = False) -> None:
@@ -235,12 +246,14 @@ def fork_children() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """What `slimrl.engines.sglang.entry server` does, with the fixes and the defaults where they are needed."""
+    """Runs `slimrl.engines.sglang.entry server`, with the patches and defaults for the CPU if there is no CUDA."""
     words = list(sys.argv[1:] if argv is None else argv)
     if install():
-        patch()
+        with uncollected():
+            patch()
         fork_children()
         words = with_defaults(words)
+        os.environ.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(unused_model_modules(words)))
     run_server(words)
 
 

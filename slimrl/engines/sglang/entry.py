@@ -1,9 +1,9 @@
-"""Runs SGLang's server or its router with the key of the run.
+"""Runs SGLang's server or its router with the run's API key.
 
 `python -m slimrl.engines.sglang.entry server|router <flags>`
 
-Both take the key as a flag only, which every user of the machine can read in the process list. Here it comes in the
-environment. What the packages' own entry points do is otherwise left as it is. Imports what it starts, and no torch.
+SGLang accepts the key only as a flag, which every user of the machine can read in the process list. This entry point
+reads it from the environment and otherwise does the same as the packages' own. Does not import torch itself.
 """
 
 from __future__ import annotations
@@ -11,52 +11,66 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+import types
 from collections.abc import Sequence
 from typing import Any
 
 from slimrl.engines import auth
+from slimrl.processes.imports import uncollected
 
-# where the ranks of a server meet instead of at a port of its own, which torch opens on all addresses and without a key
-MEETING_VARIABLE = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
+# replaces the ranks' rendezvous port, which torch would open on all addresses without authentication
+INIT_METHOD_VARIABLE = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 
 
 def run_server(words: Sequence[str]) -> None:
-    """What `sglang.launch_server` does."""
-    key = auth.taken()
-    from sglang.launch_server import run_server
-    from sglang.srt.plugins import load_plugins
-    from sglang.srt.server_args import prepare_server_args
-    from sglang.srt.utils import kill_process_tree
+    """Runs the server as `sglang.launch_server` does."""
+    key = auth.pop_key_from_environment()
+    with uncollected():
+        from sglang.launch_server import run_server
+        from sglang.srt.plugins import load_plugins
+        from sglang.srt.server_args import prepare_server_args
+        from sglang.srt.utils import kill_process_tree
 
-    load_plugins()
+        load_plugins()
+        import sglang.srt.entrypoints.http_server  # noqa: F401 - `run_server` imports it otherwise
     try:
         server_args = prepare_server_args(list(words))
         if key is not None:
             server_args.api_key = key
         if server_args.nnodes == 1:
-            meet_in_private(server_args)
+            use_file_rendezvous(server_args)
         run_server(server_args)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 
 
-def meet_in_private(server_args: Any) -> None:
-    """The ranks of a server on one node meet in a file of its own temporary folder."""
-    os.environ.setdefault(MEETING_VARIABLE, f"file://{tempfile.mkdtemp(prefix='meeting-')}/store")
-    # SGLang names its shared memory for reductions on a CPU by the address that is not used now
+def use_file_rendezvous(server_args: Any) -> None:
+    """Makes the ranks of a single-node server use a file in its temporary folder as rendezvous."""
+    os.environ.setdefault(INIT_METHOD_VARIABLE, f"file://{tempfile.mkdtemp(prefix='rendezvous-')}/store")
+    # SGLang derives the name of its shared memory for CPU reductions from the now unused address
     os.environ.setdefault("MASTER_ADDR", server_args.host)
     os.environ.setdefault("MASTER_PORT", str(server_args.nccl_port or server_args.port))
 
 
 def run_router(words: Sequence[str]) -> None:
-    """What `sglang_router.launch_router` does."""
-    key = auth.taken()
+    """Runs the router as `sglang_router.launch_router` does."""
+    key = auth.pop_key_from_environment()
+    hide_python_router()
     from sglang_router.launch_router import launch_router, parse_router_args
 
     router_args = parse_router_args(list(words))
     if key is not None:
         router_args.api_key = str(key)
     launch_router(router_args)
+
+
+def hide_python_router() -> None:
+    """Keeps the router's package from importing sglang, and with it torch.
+
+    Its load balancer in Python needs them, which slimrl never runs (--router-mini-lb is reserved); the router itself is
+    a compiled library.
+    """
+    sys.modules.setdefault("sglang_router.mini_lb", types.SimpleNamespace(MiniLoadBalancer=None))  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

@@ -1,19 +1,18 @@
-"""How a server is started on the machine at hand: its arguments and its environment, as data.
+"""The default arguments and the environment of a server, by the machine and the run.
 
-Both are pure functions of what the launch knows (`ServerLaunch`), the user's options and the variables that are set
-already; a test states them row by row. What the user typed wins over every default. Read from SGLang 0.5.20. Called by
-`server`.
+Both are pure functions of `ServerLaunch`, the user's options and the inherited variables. The user's options win over
+all defaults. Based on the source of SGLang 0.5.20. Called by `server`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from slimrl.engines.server_protocol import ServerLaunch
 from slimrl.platform.launch_env import Network, network_environment
 
 DISABLED, BREAKABLE = "disabled", "breakable"
@@ -21,34 +20,17 @@ _ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _BETWEEN_SETTINGS = re.compile(r",(?![^\[]*\])")  # commas outside brackets
 
 
-@dataclasses.dataclass(frozen=True)
-class ServerLaunch:
-    """What of the machine and the run decides how a server is started.
-
-    `memory_saver`: its memory is released while training works. `shares_gpus`: training ranks have the same GPUs.
-    `nccl_cumem`: NCCL_CUMEM_ENABLE of the ranks that send weights to it. `gpus`: the GPUs of its node that are its own;
-    None leaves those that this process sees. `network`: how other nodes reach its node.
-    """
-
-    cuda: bool
-    memory_saver: bool = False
-    shares_gpus: bool = False
-    nccl_cumem: str | None = None
-    gpus: tuple[int | str, ...] | None = None
-    network: Network = Network()
-
-
 def default_options(launch: ServerLaunch, options: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """Options that slimrl gives where the user gives none, by the server's names; `known` are those that it has."""
+    """slimrl's default options by the server's names; the user's `options` win. `known` are the server's options."""
     if not launch.cuda:
         return {}
     defaults: dict[str, Any] = {}
     if _chosen_backend(options, "prefill") is None:
-        # The server's own default captures prefill in breakable graphs, whose inputs may be overwritten by those of
+        # The server's default captures prefill in breakable graphs, whose inputs may be overwritten by those of
         # another batch size: silently wrong tokens (sgl-project/sglang#37606).
         defaults |= {"cuda_graph_backend_prefill": DISABLED}
     if launch.memory_saver and options.get("speculative_algorithm") is not None:
-        # Weight updates bring no draft weights: what a release takes from the device must come back from the host.
+        # Weight updates do not include draft weights: after a release they must be restored from host memory.
         defaults |= {"enable_draft_weights_cpu_backup": True}
     return {name: value for name, value in defaults.items() if name in known and name not in options}
 
@@ -56,13 +38,13 @@ def default_options(launch: ServerLaunch, options: Mapping[str, Any], known: Col
 def server_environment(
     launch: ServerLaunch, options: Mapping[str, Any], inherited: Mapping[str, str], *, ranks: int, base_gpu_id: int
 ) -> dict[str, str]:
-    """Variables of the server on top of this process's own, which are `inherited`.
+    """Variables of the server in addition to this process's own, which are `inherited`.
 
-    `options` are the user's: no default asks for breakable graphs. `ranks` are those of all its nodes.
+    `options` are the user's, since no default selects breakable graphs. `ranks` counts the ranks of all its nodes.
     """
     common = {
-        # /health answers at once instead of generating a token: the router asks every second, and a server that is
-        # paused for a weight update is healthy
+        # /health responds at once instead of generating a token: the router polls it every second, and a server that
+        # is paused for a weight update is healthy
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
         **_of_network(launch.network, inherited),
     }
@@ -73,7 +55,7 @@ def server_environment(
 def _of_network(network: Network, inherited: Mapping[str, str]) -> dict[str, str]:
     decided = network_environment(network, inherited)
     if network.interface and not {"SGLANG_HOST_IP", "HOST_IP"} & inherited.keys():
-        # what its processes tell those on other nodes; else an address on the way to the internet, where there is one
+        # the address announced to other nodes; SGLang's default is the address of the route to the internet, if any
         decided["SGLANG_HOST_IP"] = network.address
     return decided
 
@@ -85,20 +67,20 @@ def _on_gpus(launch: ServerLaunch, options: Mapping[str, Any], inherited: Mappin
     if launch.nccl_cumem is not None:
         decided["NCCL_CUMEM_ENABLE"] = launch.nccl_cumem
     if launch.shares_gpus and "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK" not in inherited:
-        # A server that replaces a lost one starts beside training ranks that may be awake, each with as much memory as
-        # its layers need: unequal amounts are left free on the GPUs of the server, which would refuse to start.
+        # A replacement server may start next to onloaded training ranks, whose memory differs by their layers: the
+        # free memory of the server's GPUs is then unequal, and the check would abort the start.
         decided["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "false"
     if not launch.memory_saver:
         return decided
     backends = [_chosen_backend(options, phase) for phase in ("prefill", "decode")]
     if BREAKABLE not in backends and "SGLANG_MEMORY_SAVER_CUDA_GRAPH" not in inherited:
-        # Without it graphs stay on the device while the server's memory is released. Breakable graphs refuse it.
+        # Without it CUDA graphs stay on the device while memory is released. Incompatible with breakable graphs.
         decided["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"
     return decided | without_expandable_segments(inherited)
 
 
 def without_expandable_segments(inherited: Mapping[str, str]) -> dict[str, str]:
-    """The allocator settings among `inherited` that must change, without the one that the memory saver dies of."""
+    """The `inherited` allocator settings that have expandable_segments:True, without it: the memory saver fails."""
     changed = {}
     for name in _ALLOCATOR_SETTINGS:
         settings = _BETWEEN_SETTINGS.split(inherited.get(name, ""))
@@ -110,7 +92,7 @@ def without_expandable_segments(inherited: Mapping[str, str]) -> dict[str, str]:
 
 def _on_cpu(ranks: int, base_gpu_id: int) -> dict[str, str]:
     decided = {"OMP_NUM_THREADS": "1"}
-    if ranks > 1:  # left to itself SGLang wants a NUMA node for each rank, counting those of other machines
+    if ranks > 1:  # by default SGLang wants a NUMA node per rank, also for ranks on other machines
         decided["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(_cores(ranks, base_gpu_id, sorted(os.sched_getaffinity(0))))
     return decided
 
@@ -120,7 +102,7 @@ def _cores(ranks: int, first: int, cores: Sequence[int]) -> list[str]:
 
 
 def _chosen_backend(options: Mapping[str, Any], phase: str) -> str | None:
-    """The CUDA graph backend of `phase` ("prefill", "decode") that `options` ask for, in the server's precedence."""
+    """The CUDA graph backend of `phase` ("prefill", "decode") set by `options`, in the server's precedence."""
     config = options.get("cuda_graph_config")
     config = json.loads(config) if isinstance(config, str) else config or {}
     explicit = config.get(phase)

@@ -1,133 +1,52 @@
-"""Parses an engine's answer to a generation request into a `Generation`, and adds up request statistics.
+"""Parses SGLang's response to a generation request into a `Generation`.
 
-Only the fields that are needed become objects, and the triples of tokens and log-probabilities become structs that the
-garbage collector does not follow: with 512 lists per answer it would walk over all samples again and again, which costs
-more than everything else together. Impossible values are rejected while an answer is read: token ids outside of the
-vocabulary, and numbers that are no log-probabilities. The client owns both parts; the rollout manager takes the
-statistics (`RequestStats`) once per rollout.
+Only required fields are decoded. SGLang 0.5.20 has no shorter form of the log-probabilities of new tokens than a list
+of `[log-probability, token id, null]`, two thirds of the response. `_Triples` reads that list as one flat list of
+numbers, without an object for each entry, and packs them. A response that it does not recognize is decoded entry by
+entry, which also finds the error of an unusable one; then the entries are structs that the garbage collector does not
+track. Impossible values are rejected: token ids outside the vocabulary, and numbers that are not log-probabilities.
+Called by the client.
 """
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import json
-import statistics
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Protocol
+import struct
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import orjson
 
+from slimrl.data.packed import PackedColumn
 from slimrl.data.sample import Span, add_span
 from slimrl.engines.protocol import EngineResponseError, Generation
-
-
-class ResponseCounts(Protocol):
-    """The fields of an answer that are counted; 0 or None where the server does not report them."""
-
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
-    e2e_latency: float | None
-    queue_time: float | None
-    spec_num_correct_drafts: int
-    spec_num_proposed_drafts: int
-    spec_verify_ct: int
-
-
-class RequestStats:
-    """Sums and latencies since the last `take`."""
-
-    def __init__(self) -> None:
-        self._clear()
-        self._apart = contextvars.ContextVar("apart", default=False)
-
-    def _clear(self) -> None:
-        self._prompt_tokens = self._cached_tokens = 0
-        self._drafts = self._accepted = self._passes = self._tokens_of_passes = 0
-        self._latencies: list[float] = []
-        self._queue_times: list[float] = []
-
-    def note(self, answer: ResponseCounts) -> None:
-        """One answered request."""
-        if self._apart.get():
-            return
-        self._prompt_tokens += answer.prompt_tokens
-        self._cached_tokens += answer.cached_tokens
-        if answer.e2e_latency is not None:
-            self._latencies.append(answer.e2e_latency)
-        if answer.queue_time is not None:
-            self._queue_times.append(answer.queue_time)
-        if answer.spec_verify_ct:
-            self._drafts += answer.spec_num_proposed_drafts
-            self._accepted += answer.spec_num_correct_drafts
-            self._passes += answer.spec_verify_ct
-            self._tokens_of_passes += answer.completion_tokens
-
-    @contextlib.contextmanager
-    def apart(self) -> Iterator[None]:
-        """What is asked within the block, and in tasks and threads that it begins, is not counted (evaluations)."""
-        before = self._apart.set(True)
-        try:
-            yield
-        finally:
-            self._apart.reset(before)
-
-    def take(self, samples: int) -> dict[str, float]:
-        """Metrics by their full names, for a rollout of so many samples; restarts. Empty without requests."""
-        found: dict[str, float] = {}
-        if self._prompt_tokens:
-            found["rollout/prefix_cache_hit_rate"] = self._cached_tokens / self._prompt_tokens
-            found["rollout/avg_cached_tokens_per_sample"] = self._cached_tokens / samples
-        if self._drafts:
-            found["rollout/spec_accept_rate"] = self._accepted / self._drafts
-        if self._passes:
-            found["rollout/spec_accept_length"] = self._tokens_of_passes / self._passes
-        for name, times in (("e2e_latency", self._latencies), ("queue_time", self._queue_times)):
-            found |= {f"perf/request/{name}/{key}": value for key, value in time_statistics(times).items()}
-        self._clear()
-        return found
-
-
-def time_statistics(seconds: Sequence[float]) -> dict[str, float]:
-    """Mean, median, p99 (nearest rank), max and min; empty for none."""
-    if not seconds:
-        return {}
-    ordered = sorted(seconds)
-    return {
-        "mean": statistics.fmean(ordered),
-        "median": statistics.median(ordered),
-        "p99": ordered[-(-99 * len(ordered) // 100) - 1],
-        "max": ordered[-1],
-        "min": ordered[0],
-    }
-
+from slimrl.engines.request_stats import RequestStats
 
 _SHOWN_BYTES = 200
-_HIGHEST_LOG_PROB = 1e-3  # engines round
-_LOWEST_LOG_PROB = -1e30  # servers clamp infinity to the lowest number of the type
+_HIGHEST_LOG_PROB = 1e-3  # above 0: engines round
+_LOWEST_LOG_PROB = -1e30  # servers clamp -inf to the lowest number of the type
 _LARGEST_VOCABULARY = 1 << 31
+_TRIPLES_BEGIN = b'"output_token_logprobs":[['
 
 
 class _Scored(msgspec.Struct, array_like=True, gc=False):
-    """`[log-probability, token id, text]`, of which the text is left unread."""
+    """`[log-probability, token id, text]`; the text is not decoded."""
 
     log_prob: Annotated[float, msgspec.Meta(ge=_LOWEST_LOG_PROB, le=_HIGHEST_LOG_PROB)]
     token_id: int
 
 
-class _FinishReason(msgspec.Struct):
+class _FinishReason(msgspec.Struct, gc=False):
     type: str
 
 
-class _Span(msgspec.Struct):
+class _Span(msgspec.Struct, gc=False):
     version: str
     start: Annotated[int, msgspec.Meta(ge=0)]
     end: Annotated[int, msgspec.Meta(ge=0)]
 
 
-class _MetaInfo(msgspec.Struct):
+class _MetaInfo(msgspec.Struct, kw_only=True):
     id: str
     finish_reason: _FinishReason
     weight_version: str
@@ -143,23 +62,33 @@ class _MetaInfo(msgspec.Struct):
     spec_verify_ct: int = 0
 
 
+class _MetaWithoutTriples(_MetaInfo, kw_only=True):
+    output_token_logprobs: Annotated[list[_Scored], msgspec.Meta(max_length=0)]
+
+
 class ResponseReader:
-    """Reads answers of engines whose vocabulary has `vocabulary` token ids; None where that is not known."""
+    """Decodes responses of engines with `vocabulary` token ids; None if unknown."""
 
     def __init__(self, vocabulary: int | None = None) -> None:
         self._vocabulary = vocabulary or _LARGEST_VOCABULARY
         token_id = Annotated[int, msgspec.Meta(ge=0, lt=self._vocabulary)]
-        answer = msgspec.defstruct(
-            "Answer", [("output_ids", list[token_id]), ("meta_info", _MetaInfo), ("text", str, "")]
+        self._decoder: msgspec.json.Decoder[Any]
+        self._rest_decoder: msgspec.json.Decoder[Any]
+        self._decoder, self._rest_decoder = (
+            msgspec.json.Decoder(
+                msgspec.defstruct("Answer", [("output_ids", list[token_id]), ("meta_info", meta), ("text", str, "")])
+            )
+            for meta in (_MetaInfo, _MetaWithoutTriples)
         )
-        self._decoder = msgspec.json.Decoder(answer)
 
     def generation(self, content: bytes, stats: RequestStats | None = None) -> Generation:
-        """The answer, checked: one log-probability per new token, of that token; `stats` is told of it.
+        """The validated response: one log-probability per new token, of that token; recorded in `stats`.
 
-        Raises EngineResponseError where it is not, where a field is missing or of another type (a log-probability that
-        is no number comes as null), and where a token id or a log-probability is outside of its range.
+        Raises EngineResponseError for misaligned log-probabilities, a missing field or wrong type (servers send null
+        for NaN), and a token id or log-probability out of range.
         """
+        if (packed := self._packed_generation(content, stats)) is not None:
+            return packed
         try:
             answer = self._decoder.decode(content)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -169,13 +98,70 @@ class ResponseReader:
             raise EngineResponseError(f"the engine's answer cannot be read: {error}; it begins {shown!r}") from error
         return _checked(answer, stats)
 
+    def _packed_generation(self, content: bytes, stats: RequestStats | None) -> Generation | None:
+        """Like `generation`, with packed columns; None if the response is unusual or unusable."""
+        triples = _Triples.found_in(content)
+        if triples is None:
+            return None
+        try:
+            answer = self._rest_decoder.decode(triples.rest)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return None
+        token_ids, meta = answer.output_ids, answer.meta_info
+        log_probs = triples.log_probs(token_ids)
+        if log_probs is None:
+            return None
+        if stats is not None:
+            stats.note(meta)
+        generation = Generation([], [], meta.finish_reason.type, meta.weight_version, answer.text)
+        generation.version_spans = _spans(meta, len(token_ids))
+        generation.pack("token_ids", PackedColumn(struct.pack(f"{len(token_ids)}i", *token_ids), "i4"))
+        generation.pack("log_probs", log_probs)
+        return generation
+
+
+class _Triples(NamedTuple):
+    """The entries of `output_token_logprobs` as JSON, and the response with an empty list in their place."""
+
+    entries: bytes
+    rest: bytes
+
+    @classmethod
+    def found_in(cls, content: bytes) -> _Triples | None:
+        """None if the response has no such list. A text cannot contain the key: its quotes are escaped there."""
+        begin = content.find(_TRIPLES_BEGIN) + len(_TRIPLES_BEGIN) - 2
+        end = content.rfind(b"]]", begin)  # from the end: a search from the front stops at each of the entries
+        if begin < len(_TRIPLES_BEGIN) - 2 or end < 0:
+            return None
+        return cls(content[begin:end], b"%b[]%b" % (content[:begin], content[end + 2 :]))
+
+    def log_probs(self, token_ids: list[int]) -> PackedColumn | None:
+        """Their log-probabilities, float64; None unless the entries are `[log-probability, token id, null]`.
+
+        The token ids must be `token_ids`, and the log-probabilities in range.
+        """
+        if b"a" in self.entries or b"r" in self.entries:  # NaN, true or false: Python's bools are numbers
+            return None
+        try:
+            flat = orjson.loads(b"[%b]" % self.entries.replace(b"[", b" ").replace(b"]", b" "))
+            log_probs = flat[::3]
+            data = struct.pack(f"{len(token_ids)}d", *log_probs)
+        except (orjson.JSONDecodeError, struct.error):
+            return None
+        if flat[1::3] != token_ids or flat[2::3].count(None) != len(token_ids):
+            return None
+        # not NumPy's reductions: they release the GIL, and waiting for it costs more than these
+        if max(log_probs) > _HIGHEST_LOG_PROB or (sum(log_probs) < -1e6 and min(log_probs) < _LOWEST_LOG_PROB):
+            return None
+        return PackedColumn(data, "f8")
+
 
 def _checked(answer: Any, stats: RequestStats | None) -> Generation:
     meta = answer.meta_info
     token_ids, scored = answer.output_ids, meta.output_token_logprobs
     if [entry.token_id for entry in scored] != token_ids:
         raise EngineResponseError(
-            f"the engine answered {len(token_ids)} token ids and log-probabilities of {len(scored)} others:"
+            f"the engine answered {len(token_ids)} token ids and {len(scored)} log-probabilities of other tokens:"
             f" request {meta.id}, finish reason {meta.finish_reason.type}"
         )
     if stats is not None:
@@ -191,7 +177,7 @@ def _checked(answer: Any, stats: RequestStats | None) -> Generation:
 
 
 def decoded(content: bytes) -> Any:
-    """The answer as plain data, whatever it holds. Raises EngineResponseError where it is no JSON."""
+    """The response decoded as JSON. Raises EngineResponseError for invalid JSON."""
     try:
         return orjson.loads(content)
     except orjson.JSONDecodeError as error:
@@ -200,7 +186,7 @@ def decoded(content: bytes) -> Any:
 
 
 def _spans(meta: _MetaInfo, count: int) -> list[Span]:
-    """The spans of `count` tokens; the engine's own may count a token that it does not hand out, or lack the last."""
+    """The version spans of `count` tokens; the engine's spans may include an unreturned token, or lack the last."""
     spans: list[Span] = []
     for span in meta.weight_versions:
         add_span(spans, span.version, min(span.end, count) - span.start)
@@ -209,16 +195,16 @@ def _spans(meta: _MetaInfo, count: int) -> list[Span]:
 
 
 def _out_of_range(content: bytes, vocabulary: int) -> str | None:
-    """Which token id or log-probability of an answer is outside of its range; None where it is something else."""
+    """The message about the token id or log-probability that is out of range; None if the problem is another."""
     try:
         answer = json.loads(content)
         token_ids, scored = answer["output_ids"], answer["meta_info"]["output_token_logprobs"]
-        for place, token_id in enumerate(token_ids):
+        for index, token_id in enumerate(token_ids):
             if not 0 <= token_id < vocabulary:
-                return f"output_ids[{place}] is {token_id}, and the model has {vocabulary} tokens"
-        for place, (log_prob, *_) in enumerate(scored):
-            if not _LOWEST_LOG_PROB <= log_prob <= _HIGHEST_LOG_PROB:  # true of NaN, too
-                return f"output_token_logprobs[{place}] is {log_prob}, which is the logarithm of no probability"
+                return f"output_ids[{index}] is {token_id}, and the model has {vocabulary} tokens"
+        for index, (log_prob, *_) in enumerate(scored):
+            if not _LOWEST_LOG_PROB <= log_prob <= _HIGHEST_LOG_PROB:  # also catches NaN
+                return f"output_token_logprobs[{index}] is {log_prob}, which is not a log-probability"
     except (ValueError, TypeError, KeyError, IndexError):
         pass
     return None

@@ -1,12 +1,12 @@
 """The SGLang router, as a child process or an external one: its list of servers and its default routing policy.
 
-The router acts on additions and removals later than it answers, and it calls itself healthy without any server; the
+The router responds before an addition or removal takes effect, and reports itself healthy without any server; the
 methods here return when the change has taken effect.
-The router's own policy, `cache_aware`, looks at tokens: samples of one prompt go to one server, and a conversation
-stays where its first turns were computed as long as its history only grows and no server has far more to do. It ignores
-the session of a request. `manual` sends the first request of a session to the server with the least to do, and all
-others after it. Runs with a custom generate function, whose samples may be conversations, use `manual`, unless
---router-policy says otherwise.
+The router's default policy, `cache_aware`, routes by tokens: samples of one prompt go to one server, and a conversation
+stays on the server of its first turns as long as its history only grows and that server is not overloaded. It ignores
+the session of a request. `manual` sends the first request of a session to the least loaded server and all later ones
+to the same server. Runs with a custom generate function, whose samples may be conversations, use `manual` unless
+--router-policy is given.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from typing import Any
 
 import msgspec
 
-from slimrl.arguments import Arguments
 from slimrl.engines import auth
-from slimrl.engines.http import answers, call, shaped
+from slimrl.engines.http import call, decode_as, is_reachable
 from slimrl.engines.protocol import EngineError, EngineUnavailableError
 from slimrl.engines.sglang.server_args import RESERVED_ROUTER, render_options, router_flags
 from slimrl.processes import POLL_INTERVAL_S, ManagedProcess, importable
@@ -45,13 +44,15 @@ class _Workers(msgspec.Struct):
 
 
 class RouterControl:
-    """What is asked of any router; a subclass says where it is.
+    """HTTP calls to a router; subclasses define its address.
 
-    `key` is shown to the router, and given to it for its calls to the servers.
+    `key` authenticates calls to the router, and the router's calls to the servers.
     """
 
     host: str
     key: str | None = None
+    label = "the SGLang router"
+    is_external = False
 
     @property
     def port(self) -> int:
@@ -64,30 +65,38 @@ class RouterControl:
         return f"http://{self.host}:{self.port}"
 
     def add_worker(self, url: str) -> None:
-        """Registers a server; `wait_ready` tells when it is in use.
+        """Registers a server; `wait_ready` waits until it is in use.
 
-        A server that was there before under the same URL is removed first: its circuit breaker may still be open.
+        Removes an earlier server with the same URL first: its circuit breaker may still be open.
         """
         self.remove_worker(url)
         self._call("POST", "/workers", {"url": url} if self.key is None else {"url": url, "api_key": str(self.key)})
 
     def remove_worker(self, url: str) -> None:
-        """Unregisters a server and returns when it is gone; its requests in flight end normally."""
+        """Unregisters a server and waits until it is removed; its requests in flight end normally."""
         deadline = time.monotonic() + REMOVE_TIMEOUT_S
-        asked: set[str] = set()
+        requested: set[str] = set()
         while worker_ids := {worker["id"] for worker in self.workers() if worker["url"] == url}:
-            for worker_id in worker_ids - asked:
+            for worker_id in worker_ids - requested:
                 self._call("DELETE", f"/workers/{worker_id}")
-            asked |= worker_ids
+            requested |= worker_ids
             if time.monotonic() > deadline:
                 raise EngineUnavailableError(f"the router {self.url} did not remove {url} in {REMOVE_TIMEOUT_S:g} s")
             time.sleep(POLL_INTERVAL_S)
 
     def workers(self) -> list[dict[str, Any]]:
-        """What the router knows of each server: "id", "url", "is_healthy", "load", ..."""
+        """The router's record of each server: "id", "url", "is_healthy", "load", ..."""
         answer = self._call("GET", "/workers")
-        shaped(answer, _Workers, f"{self.url}/workers")
+        decode_as(answer, _Workers, f"{self.url}/workers")
         return answer["workers"]
+
+    def server_urls(self) -> list[str]:
+        """The URLs of the registered servers."""
+        return [worker["url"] for worker in self.workers()]
+
+    def responds(self, timeout_s: float) -> bool:
+        """Whether it responds, with or without servers; never raises."""
+        return is_reachable(f"{self.url}/health", timeout_s)
 
     def is_ready(self, n_workers: int) -> bool:
         """Whether `n_workers` servers are in use."""
@@ -95,18 +104,19 @@ class RouterControl:
             healthy = sum(worker["is_healthy"] for worker in self.workers())
         except EngineError:
             return False
-        return healthy >= n_workers and (n_workers == 0 or answers(f"{self.url}/readiness"))
+        return healthy >= n_workers and (n_workers == 0 or is_reachable(f"{self.url}/readiness"))
 
     def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         return call(method, self.url + path, body, timeout_s=CALL_TIMEOUT_S, key=self.key)
 
 
 class ExternalRouter(RouterControl):
-    """A router of the user's (`--sglang-router-ip`): it is never started or ended here.
+    """Implements `engines.server_protocol.ExternalRouter` (--sglang-router-ip): never started or ended here.
 
-    Servers that were not added here are somebody else's, and stay. `added` are those that were, by another object.
+    Servers that this run did not add are left registered. `added` are servers that the run added by another object.
     """
 
+    is_external = True
     pid = None
     log_path: Path | None = None
 
@@ -120,57 +130,62 @@ class ExternalRouter(RouterControl):
         return self._port
 
     def add_worker(self, url: str) -> None:
-        """As in general; it may be removed from now on."""
+        """Registers a server and records it in `added`."""
         try:
             super().add_worker(url)
         finally:
-            self.added.add(url)  # also where only the answer was lost
+            self.added.add(url)  # even if the call failed: only its response may have been lost
 
     def remove_worker(self, url: str) -> None:
-        """As in general; nothing where somebody else added it."""
+        """Unregisters a server; does nothing if this run did not add it."""
         if url in self.added:
             super().remove_worker(url)
             self.added.discard(url)
 
+    def open(self) -> None:
+        """Calls `check`."""
+        self.check()
+
     def check(self) -> None:
-        """Raises EngineError where nobody answers, or where it sends requests to servers that are not of this run."""
-        named = f"the router {self.url} (--sglang-router-ip, --sglang-router-port)"
+        """Raises EngineError if it does not respond, or has servers that are not of this run."""
+        name = f"the router {self.url} (--sglang-router-ip, --sglang-router-port)"
         try:
-            others = [worker["url"] for worker in self.workers()]
+            others = self.server_urls()
         except EngineError as error:
-            raise EngineUnavailableError(f"{named} cannot be asked for its servers: {error}") from error
+            raise EngineUnavailableError(f"{name} cannot list its servers: {error}") from error
         if others:
             raise EngineError(
-                f"{named} sends requests to {', '.join(others)} already, which the run does not know: take them out, as"
-                " it registers its own servers itself"
+                f"{name} already has the servers {', '.join(others)}, which are not of this run: remove them; the run"
+                " registers its servers itself"
             )
 
     def restart(self, log_path: Path | None) -> None:
-        """Nothing: whoever runs it starts it again, which `wait_alive` waits for."""
+        """Does nothing: its owner restarts it, and `wait_alive` waits for that."""
 
     def wait_alive(self, timeout_s: float) -> None:
-        """Waits until it answers. Raises EngineUnavailableError when the time is over."""
-        self._wait(lambda: answers(f"{self.url}/health"), timeout_s)
+        """Waits until it responds. Raises EngineUnavailableError on timeout."""
+        self._wait(lambda: is_reachable(f"{self.url}/health"), timeout_s)
 
     def wait_ready(self, n_workers: int, timeout_s: float) -> None:
-        """Waits until `n_workers` servers are in use. Raises EngineUnavailableError when the time is over."""
+        """Waits until `n_workers` servers are in use. Raises EngineUnavailableError on timeout."""
         self._wait(lambda: self.is_ready(n_workers), timeout_s)
 
     def poll(self) -> int | None:
-        """None: its process is not ours to see."""
+        """None: its process is not visible from here."""
         return None
 
     def last_log_lines(self, count: int = 20) -> str:
-        """A sentence in place of them."""
-        return f"(the log of {self.url} is with whoever runs it)"
+        """A sentence instead: the log is not accessible."""
+        return f"(the log of the external router {self.url} is not accessible)"
 
     def stop(self, timeout_s: float = 0.0) -> None:
-        """Takes the servers of this run out; the router continues. A router that is gone is passed over."""
+        """Unregisters the servers of this run; the router keeps running. Only logs a router that is gone."""
         try:
             for url in sorted(self.added):
                 self.remove_worker(url)
         except EngineUnavailableError as error:
-            logger.warning("still behind the router %s: %s: %s", self.url, ", ".join(sorted(self.added)), error)
+            servers = ", ".join(sorted(self.added))
+            logger.warning("servers still registered with the router %s: %s: %s", self.url, servers, error)
 
     def _wait(self, done: Callable[[], bool], timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
@@ -182,27 +197,26 @@ class ExternalRouter(RouterControl):
 
 DEFAULTS: dict[str, Any] = {
     "log_level": "warn",
-    # by default a dead server stays in use for more than a minute
+    # with the router's defaults a dead server stays in use for more than a minute
     "health_check_interval_secs": 1,
     "health_failure_threshold": 2,
     "health_success_threshold": 1,
-    # by default up to 64 more requests than on the idlest server follow a shared prefix
+    # with the router's defaults, requests with a shared prefix may pile up to 64 more than the least loaded server has
     "balance_abs_threshold": 10,
     "balance_rel_threshold": 1.2,
-    "prometheus_host": "127.0.0.1",  # its metrics have no key, and the router's own default is all addresses
+    "prometheus_host": "127.0.0.1",  # its metrics need no key, and its default is all addresses
 }
 
 
-# Servers are reached directly; the router would otherwise send its requests through a proxy meant for the internet.
+# The router must reach the servers directly, not through a proxy for the internet.
 NO_PROXY = {"NO_PROXY": "*", "no_proxy": "*"}
 
 
 class RouterProcess(RouterControl):
-    """One router. `options` holds what the user typed after `--router-`, by the router's own names.
+    """Implements `engines.server_protocol.Router`; `options` are by the router's own names (see `router_options`).
 
-    It is called at `host`, where it listens unless `options` have a "host"; who shows no `key` is refused.
-
-    `port` None: a free one is chosen when the process starts. `request_timeout_s` bounds one generation.
+    Clients call it at `host`, where it listens unless `options` have a "host"; calls without `key` are rejected.
+    `port` None: a free port, chosen when the process starts.
     """
 
     def __init__(
@@ -220,56 +234,60 @@ class RouterProcess(RouterControl):
         self._wanted_port = port
         self._options = dict(options or {})
         self._listens_on = self._options.pop("host", host)
-        self._claims: list[PortReservation] = []
+        self._reservations: list[PortReservation] = []
         self._process: ManagedProcess | None = None
 
     @property
     def port(self) -> int:
-        """The HTTP port. Raises RuntimeError before `start` where none was given."""
-        if self._wanted_port is None and not self._claims:
+        """The HTTP port. Raises RuntimeError before `start` if none was given."""
+        if self._wanted_port is None and not self._reservations:
             raise RuntimeError("the router has no port yet: start it first")
-        return self._wanted_port or self._claims[0].first
+        return self._wanted_port or self._reservations[0].first
+
+    def open(self) -> None:
+        """`start`."""
+        self.start()
 
     def start(self) -> None:
-        """Starts the process and returns at once. Raises OSError where a wanted port is taken."""
+        """Starts the process without waiting for it. Raises OSError if the requested port is taken."""
         self._release_ports()
         wanted = self._wanted_port
-        self._claims.append(claim_port(wanted, self.host) if wanted else claim_ports(1, self.host))
-        self._claims.append(claim_ports(1, self.host))
+        self._reservations.append(claim_port(wanted, self.host) if wanted else claim_ports(1, self.host))
+        self._reservations.append(claim_ports(1, self.host))
         self._launch()
 
     def _launch(self) -> None:
         self._process = ManagedProcess(
-            router_command(self._listens_on, self.port, self._claims[1].first, self._options),
+            router_command(self._listens_on, self.port, self._reservations[1].first, self._options),
             name=f"SGLang router {self.url}",
             log_path=self.log_path,
-            environment=importable() | NO_PROXY | auth.for_child(self.key),
+            environment=importable() | NO_PROXY | auth.key_environment(self.key),
         )
         self._process.start()
 
     def restart(self, log_path: Path) -> None:
-        """Restarts it after its end, at the same address and without servers; its output goes into `log_path`."""
-        if not self._claims:
+        """Restarts it after its end, at the same address and without servers, with its output in `log_path`."""
+        if not self._reservations:
             raise RuntimeError("the SGLang router was not started")
-        assert self._process is not None  # with the ports that it has claimed
+        assert self._process is not None  # `start` reserves ports before it creates the process
         self._process.stop()
         self.log_path = Path(log_path)
         self._launch()
 
     def wait_alive(self, timeout_s: float) -> None:
-        """Waits until the router takes calls, with or without servers.
+        """Waits until the router responds, with or without servers.
 
-        Raises ProcessStartError (exit code, last log lines) if it dies or is late.
+        Raises ProcessStartError (exit code, last log lines) if it dies, or on timeout.
         """
-        self._started().wait_until(lambda: answers(f"{self.url}/health"), timeout_s)
+        self._started().wait_until(lambda: is_reachable(f"{self.url}/health"), timeout_s)
 
     def wait_ready(self, n_workers: int, timeout_s: float) -> None:
-        """Waits until `n_workers` servers are in use. Raises ProcessStartError if the router dies or time is over."""
+        """Waits until `n_workers` servers are in use. Raises ProcessStartError if the router dies, or on timeout."""
         self._started().wait_until(lambda: self.is_ready(n_workers), timeout_s)
 
     @property
     def pid(self) -> int:
-        """Process id of the guardian above the router."""
+        """Process id of the subreaper above the router."""
         return self._started().pid
 
     def poll(self) -> int | None:
@@ -277,19 +295,19 @@ class RouterProcess(RouterControl):
         return self._process.poll() if self._process is not None else None
 
     def last_log_lines(self, count: int = 20) -> str:
-        """The end of the router's log."""
+        """The last `count` lines of the router's log."""
         return self._started().last_log_lines(count)
 
     def stop(self, timeout_s: float = 0.0) -> None:
-        """Ends the router and frees its ports. With `timeout_s` it first finishes what is in flight."""
+        """Ends the router and frees its ports; with `timeout_s` it may first finish requests in flight."""
         if self._process is not None:
             self._process.stop(timeout_s)
         self._release_ports()
 
     def _release_ports(self) -> None:
-        for claim in self._claims:
-            claim.release()
-        self._claims.clear()
+        for reservation in self._reservations:
+            reservation.release()
+        self._reservations.clear()
 
     def _started(self) -> ManagedProcess:
         if self._process is None:
@@ -298,7 +316,7 @@ class RouterProcess(RouterControl):
 
 
 def router_command(host: str, port: int, metrics_port: int, options: Mapping[str, Any]) -> list[str]:
-    """The command line. Raises ValueError for an option the router does not have."""
+    """The command line. Raises ValueError for an option that the router does not have or that slimrl sets."""
     managed = {"host": host, "port": port}
     clash = sorted(options.keys() & (RESERVED_ROUTER.keys() - {"request_timeout_secs"}))
     if clash:
@@ -310,8 +328,10 @@ def router_command(host: str, port: int, metrics_port: int, options: Mapping[str
 BY_SESSION: dict[str, Any] = {"policy": "manual", "assignment_mode": "min_load"}
 
 
-def routing_options(args: Arguments) -> dict[str, Any]:
-    """Options of the router, by its own names; the user's go before them."""
-    datasets = args.eval_datasets or []
-    converses = args.custom_generate_function_path or any(one.custom_generate_function_path for one in datasets)
-    return dict(BY_SESSION) if converses and "policy" not in args.router_options else {}
+def router_options(given: Mapping[str, Any], *, request_timeout_s: int, conversations: bool) -> dict[str, Any]:
+    """The router's options by its own names; the user's options, `given`, win.
+
+    `conversations`: requests may belong to multi-turn conversations, each of which must stay on one server.
+    """
+    routing = BY_SESSION if conversations and "policy" not in given else {}
+    return {"request_timeout_secs": request_timeout_s, **routing, **given}

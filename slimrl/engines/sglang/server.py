@@ -1,4 +1,4 @@
-"""One SGLang server as a child process: its command line, its ports and its environment.
+"""One SGLang server as a child process: command line, ports and environment.
 
 The process is `python -m slimrl.engines.sglang.entry server` on a machine with CUDA, and
 `python -m slimrl.engines.sglang.cpu_patches` on any other; both run `sglang.launch_server`. A server over several nodes
@@ -7,7 +7,6 @@ has one such process on each of them (`NodePart`); the first answers requests.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import sys
@@ -16,15 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from slimrl.engines import auth
-from slimrl.engines.http import answers, call
-from slimrl.engines.sglang.launch import ServerLaunch, default_options, server_environment, without_expandable_segments
+from slimrl.engines.http import call, is_reachable
+from slimrl.engines.server_protocol import WHOLE_SERVER, NodePart, ServerLaunch
+from slimrl.engines.sglang.launch import default_options, server_environment, without_expandable_segments
 from slimrl.engines.sglang.server_args import RESERVED, render_options, server_flags
 from slimrl.processes import ManagedProcess, importable
 from slimrl.processes.folders import kernel_cache
 from slimrl.processes.ports import PortReservation, claim_port, claim_ports
 
-# the rendezvous port, and behind it what data-parallel attention uses: 6 sockets, one per data-parallel rank, and the
-# 13th for the handshake between nodes
+# the rendezvous port, followed by those of data-parallel attention: 6 sockets, one per data-parallel rank, and the 13th
+# for the handshake between nodes
 NEIGHBOUR_PORTS = 14
 GRACEFUL_STOP_S = 20.0
 FREEZE_TIMEOUT_S = 60.0
@@ -33,29 +33,14 @@ SHARED_MEMORY_PREFIXES = ("sglang_", "sgl_", "multi_tokenizer_args_", "psm_")  #
 logger = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True)
-class NodePart:
-    """Which part of a server a process is: number `rank` of `count`, one per node, each with as many GPUs.
-
-    `meeting` is the "host:port" on the first node where the ranks of all of them meet, as `claim` there returned it.
-    """
-
-    rank: int = 0
-    count: int = 1
-    meeting: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.rank > 0 and self.meeting is None:
-            raise ValueError(f"part {self.rank} of a server needs the address that part 0 chose")
-
-
 class ServerProcess:
-    """One server of `tensor_parallel_size` times `--sglang-pp-size` GPUs, or the part of it on this machine.
+    """Implements `engines.server_protocol.ServerProcess`.
 
-    `options` holds what the user typed after `--sglang-`, by the engine's own names; they win over slimrl's defaults.
-    It is called at `host`, where it listens unless `options` have a "host"; who shows no `key` is refused. `port` None:
-    a free one is chosen when the process starts. `launch` says what the machine and the run decide; None:
-    a server of its own, on the GPUs that torch sees (importing it takes seconds).
+    It uses `tensor_parallel_size` times `--sglang-pp-size` GPUs, or is the part of such a server on this machine.
+    `options` are the user's --sglang-* options by the engine's names; they win over slimrl's defaults. Clients call it
+    at `host`, where it listens unless `options` have a "host"; calls without `key` are rejected. `port` None: a free
+    port, chosen when the process starts. `launch` has the properties of the machine and the run; None: a standalone
+    server on the GPUs that are visible to torch (which takes seconds to import).
     """
 
     def __init__(
@@ -69,7 +54,7 @@ class ServerProcess:
         options: Mapping[str, Any] | None = None,
         base_gpu_id: int = 0,
         random_seed: int = 0,
-        part: NodePart = NodePart(),
+        part: NodePart = WHOLE_SERVER,
         launch: ServerLaunch | None = None,
         key: str | None = None,
     ) -> None:
@@ -89,15 +74,15 @@ class ServerProcess:
             "skip_server_warmup": True,
             "enable_memory_saver": self._launch.memory_saver,
         }
-        self._claims: list[PortReservation] = []
+        self._reservations: list[PortReservation] = []
         self._process: ManagedProcess | None = None
 
     @property
     def port(self) -> int:
-        """The HTTP port. Raises RuntimeError before `start` where none was given."""
-        if self._wanted_port is None and not self._claims:
+        """The HTTP port. Raises RuntimeError before `start` if none was given."""
+        if self._wanted_port is None and not self._reservations:
             raise RuntimeError("the server has no port yet: start it first")
-        return self._wanted_port or self._claims[0].first
+        return self._wanted_port or self._reservations[0].first
 
     @property
     def url(self) -> str:
@@ -106,55 +91,55 @@ class ServerProcess:
 
     @property
     def started(self) -> bool:
-        """Whether there is, or was, a process."""
+        """Whether its process was started; stays true after its end."""
         return self._process is not None
 
     @property
     def pid(self) -> int:
-        """Process id of the guardian above the server; everything of this server is below it."""
+        """Process id of the subreaper, the root of the server's process tree."""
         return self._started().pid
 
     def claim(self) -> str:
-        """Chooses the ports and holds them until `stop`; returns where the ranks of all nodes meet ("host:port").
+        """Reserves the ports until `stop`; returns the rendezvous "host:port" of the ranks of all nodes.
 
-        Needed before `start` only on the first of several nodes. Raises OSError where a wanted port is taken.
+        Needed before `start` only on the first of several nodes. Raises OSError if the requested port is taken.
         """
         self._release_ports()
         wanted = self._wanted_port
-        self._claims.append(claim_port(wanted, self.host) if wanted else claim_ports(1, self.host))
-        self._claims.append(claim_ports(1 + NEIGHBOUR_PORTS + self._options.get("dp_size", 1), self.host))
-        return self.part.meeting or f"{self.host}:{self._claims[1].first + 1}"
+        self._reservations.append(claim_port(wanted, self.host) if wanted else claim_ports(1, self.host))
+        self._reservations.append(claim_ports(1 + NEIGHBOUR_PORTS + self._options.get("dp_size", 1), self.host))
+        return self.part.rendezvous or f"{self.host}:{self._reservations[1].first + 1}"
 
     def start(self) -> None:
-        """Starts the process and returns at once. Raises OSError where a wanted port is taken."""
-        if not self._claims:
+        """Starts the process without waiting for it. Raises OSError if the requested port is taken."""
+        if not self._reservations:
             self.claim()
-        meeting = rendezvous(self._options, self.host, self._claims[1].first, self.part)
-        managed = self._managed | {"port": self.port} | meeting
+        rendezvous_options = rendezvous(self._options, self.host, self._reservations[1].first, self.part)
+        managed = self._managed | {"port": self.port} | rendezvous_options
         ranks = managed["tp_size"] * self._options.get("pp_size", 1)
         launch = self._launch
         if launch.cuda and launch.memory_saver and (changed := without_expandable_segments(os.environ)):
-            logger.warning("%s: expandable_segments is left out, the memory saver refuses it", ", ".join(changed))
+            logger.warning("%s: removed expandable_segments, the memory saver does not support it", ", ".join(changed))
         self._process = ManagedProcess(
             server_command(managed, self._options, launch),
             name=f"SGLang server {self.url}" + (f" (node {self.part.rank})" if self.part.count > 1 else ""),
             log_path=self.log_path,
             environment=importable()
             | kernel_cache(os.environ)
-            | auth.for_child(self.key)
+            | auth.key_environment(self.key)
             | server_environment(launch, self._options, os.environ, ranks=ranks, base_gpu_id=managed["base_gpu_id"]),
             shared_memory_prefixes=SHARED_MEMORY_PREFIXES,
         )
         self._process.start()
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Waits until the server answers; ask the first of several nodes, which answers when all are ready.
+        """Waits until the server responds; call it on the first of several nodes, which responds when all are ready.
 
-        Raises ProcessStartError (exit code, last log lines) if it dies or is late.
+        Raises ProcessStartError (exit code, last log lines) if it dies, or on timeout.
         """
-        self._started().wait_until(lambda: answers(f"{self.url}/health"), timeout_s)
-        # What exists now lives as long as the server. Otherwise every flush of the cache, two per weight update,
-        # walks through all of it: 0.3 s on the CPU, where a flush collects garbage.
+        self._started().wait_until(lambda: is_reachable(f"{self.url}/health"), timeout_s)
+        # The objects that exist now live as long as the server. Without the freeze every flush of the cache, two per
+        # weight update, would scan all of them: 0.3 s on the CPU, where a flush runs the garbage collector.
         call("POST", f"{self.url}/freeze_gc", timeout_s=FREEZE_TIMEOUT_S, key=self.key)
 
     def poll(self) -> int | None:
@@ -162,23 +147,23 @@ class ServerProcess:
         return self._process.poll() if self._process is not None else None
 
     def last_log_lines(self, count: int = 20) -> str:
-        """The end of the server's log."""
+        """The last `count` lines of the server's log."""
         return self._started().last_log_lines(count)
 
     def stop(self, timeout_s: float | None = None) -> None:
-        """Ends the server and everything it started, and frees its ports.
+        """Ends the server's process tree and frees its ports.
 
-        `timeout_s` is how long it may take to end by itself; default: 0 on the CPU, where SGLang's orderly end takes
-        seconds and releases nothing that killing it would not.
+        `timeout_s` is the time for a graceful exit; default: 0 on the CPU, where SGLang's graceful exit takes seconds
+        and releases nothing more than a kill.
         """
         if self._process is not None:
             self._process.stop((GRACEFUL_STOP_S if self._launch.cuda else 0.0) if timeout_s is None else timeout_s)
         self._release_ports()
 
     def _release_ports(self) -> None:
-        for claim in self._claims:
-            claim.release()
-        self._claims.clear()
+        for reservation in self._reservations:
+            reservation.release()
+        self._reservations.clear()
 
     def _started(self) -> ManagedProcess:
         if self._process is None:
@@ -187,7 +172,7 @@ class ServerProcess:
 
 
 def server_command(managed: Mapping[str, Any], options: Mapping[str, Any], launch: ServerLaunch) -> list[str]:
-    """The command line. `managed` is slimrl's part, `options` the user's; raises ValueError where both set one name."""
+    """The command line of slimrl's `managed` options and the user's; raises ValueError for reserved options."""
     clash = sorted(options.keys() & RESERVED.keys())
     if clash:
         raise ValueError(f"--sglang-{clash[0].replace('_', '-')} is set by slimrl itself ({RESERVED[clash[0]]})")
@@ -197,11 +182,11 @@ def server_command(managed: Mapping[str, Any], options: Mapping[str, Any], launc
     return [sys.executable, "-m", *entry, *render_options({**defaults, **options, **managed}, flags)]
 
 
-def rendezvous(options: Mapping[str, Any], host: str, first_port: int, part: NodePart = NodePart()) -> dict[str, Any]:
-    """Where the ranks meet: one port, and over several nodes or with data-parallel attention its neighbours too."""
+def rendezvous(options: Mapping[str, Any], host: str, first_port: int, part: NodePart = WHOLE_SERVER) -> dict[str, Any]:
+    """The rendezvous options: one port, and consecutive ones on several nodes or with data-parallel attention."""
     settings: dict[str, Any] = {"nccl_port": first_port}
     if part.count > 1 or options.get("enable_dp_attention"):
-        settings["dist_init_addr"] = part.meeting or f"{host}:{first_port + 1}"
+        settings["dist_init_addr"] = part.rendezvous or f"{host}:{first_port + 1}"
     if part.count > 1:
         settings |= {"nnodes": part.count, "node_rank": part.rank}
     return settings

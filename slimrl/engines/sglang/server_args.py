@@ -1,13 +1,14 @@
 """The flags that pass through slimrl to SGLang (`--sglang-<x>`) and to its router (`--router-<x>`).
 
-The tables come from the installed packages, so a new engine version brings its new flags. Flags whose value slimrl
-decides are marked with the reason. `render_options` is the way back: from parsed options to the engine's command line.
-Called by the parser (only when such a flag is typed) and by the server and router processes.
+The tables come from the installed packages, so they include the flags of new engine versions. Flags that slimrl sets
+are marked with the reason. `render_options` is the inverse: from parsed options to the engine's command line.
+Called by the parser (only if such a flag is given) and by the server and router processes.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -17,26 +18,26 @@ from typing import Any, cast
 from slimrl.arguments import PassthroughFlag
 from slimrl.engines.sglang.server_args_parser import DeclaredFlag, read_server_flags
 
-# dest of the server's flag -> what decides it in slimrl; completes "--sglang-x is set by slimrl itself (...)"
+# dest of the server's flag -> how slimrl sets it; completes "--sglang-x is set by slimrl itself (...)"
 RESERVED: dict[str, str] = {
     "model_path": "--hf-checkpoint",
     "tp_size": "--rollout-num-gpus-per-engine",
     "random_seed": "--rollout-seed plus the index of the server",
     "enable_memory_saver": "--offload-rollout",
     "skip_server_warmup": "always on: the first rollout warms the server",
-    "weight_version": "it counts the weight updates",
+    "weight_version": "the number of weight updates",
     "port": "slimrl picks a free port",
     "nccl_port": "slimrl picks a free port",
     "dist_init_addr": "slimrl picks a free port",
-    "nnodes": "the placement decides it",
-    "node_rank": "the placement decides it",
-    "base_gpu_id": "the placement decides it",
-    "gpu_id_step": "the placement decides it",
+    "nnodes": "by the GPU placement",
+    "node_rank": "by the GPU placement",
+    "base_gpu_id": "by the GPU placement",
+    "gpu_id_step": "by the GPU placement",
     "config": "give the flags themselves, each as --sglang-<flag>",
     "use_ray": "slimrl starts the server itself",
-    "admin_api_key": "the key of --sglang-api-key, or one that the run makes, opens every endpoint",
-    "tokenizer_worker_num": "one: SGLang asks for no key where there are several",
-    "grpc_port": "none: SGLang asks for no key there",
+    "admin_api_key": "the key of --sglang-api-key, or a generated one, is valid for every endpoint",
+    "tokenizer_worker_num": "1: with several SGLang does not check the key",
+    "grpc_port": "none: SGLang does not check the key there",
 }
 
 RESERVED_ROUTER: dict[str, str] = {
@@ -48,19 +49,22 @@ RESERVED_ROUTER: dict[str, str] = {
     "pd_disaggregation": "slimrl registers the servers it starts",
     "mini_lb": "the real router is always used",
     "service_discovery": "slimrl registers the servers it starts",
-    "api_key": "--sglang-api-key, or a key that the run makes",
-    "control_plane_api_keys": "--sglang-api-key, or a key that the run makes",
+    "api_key": "--sglang-api-key, or a generated key",
+    "control_plane_api_keys": "--sglang-api-key, or a generated key",
 }
 
-# spellings that recipes still use, for flags that newer servers split in two; the decode half is what they meant
+# Flags that may add an architecture to that of the model's config.json, or replace it.
+CHOOSE_ARCHITECTURE = ("--json-model-override-args", "--model-impl", "--speculative-")
+
+# old names in recipes, of flags that newer servers split into prefill and decode; they set the decode flag
 HISTORICAL = {"cuda-graph-bs": "cuda-graph-bs-decode", "cuda-graph-max-bs": "cuda-graph-max-bs-decode"}
 
 
 def server_flags() -> dict[str, PassthroughFlag]:
     """The server's flags by their name without `--sglang-`, aliases included.
 
-    Values that are not numbers stay as typed (checked where the form is known): the server parses them itself.
-    Raises ModuleNotFoundError where sglang is not installed.
+    Values that are not numbers stay strings (validated if the format is known): the server parses them itself.
+    Raises ModuleNotFoundError if sglang is not installed.
     """
     flags: dict[str, PassthroughFlag] = {}
     for declared in read_server_flags():
@@ -75,7 +79,7 @@ def server_flags() -> dict[str, PassthroughFlag]:
 
 
 def router_flags() -> dict[str, PassthroughFlag]:
-    """The router's flags by their name without `--router-`. Raises ModuleNotFoundError where it is not installed."""
+    """The router's flags by their name without `--router-`. Raises ModuleNotFoundError if it is not installed."""
     from sglang_router.router_args import RouterArgs
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -86,7 +90,7 @@ def router_flags() -> dict[str, PassthroughFlag]:
 def render_options(options: Mapping[str, Any], flags: Mapping[str, PassthroughFlag]) -> list[str]:
     """The command line words for `options` (dest -> value), e.g. {"tp_size": 2} -> ["--tp-size=2"].
 
-    A switch is written only where its value needs it. Raises ValueError for an option the package does not have.
+    A switch is written only if its value needs it. Raises ValueError for an option that the package does not have.
     """
     words: list[str] = []
     for dest, value in options.items():
@@ -142,9 +146,9 @@ def _router_flag(action: argparse.Action) -> PassthroughFlag:
 
 
 def _count(text: str) -> str:
-    """An integer, also as 16k, 2M (thousands) or 16Ki, 2Mi (powers of 1024), kept as typed."""
+    """Validates an integer, also as 16k, 2M (powers of 1000) or 16Ki, 2Mi (powers of 1024); returns it unchanged."""
     if re.fullmatch(r"-?\d+|\d+(\.\d+)?[kMGT]|\d+[KMGT]i", text.strip()) is None:
-        raise ValueError("give an integer, or one with k, M, Ki or Mi behind it")
+        raise ValueError("give an integer, optionally with the suffix k, M, Ki or Mi")
     return text
 
 
@@ -160,7 +164,7 @@ def _json_list(text: str) -> str:
     return text
 
 
-# what a server needs on a machine without CUDA, unless its command line says otherwise
+# a server's defaults on a machine without CUDA
 CPU_DEFAULTS = (
     "--device=cpu",
     "--attention-backend=torch_native",
@@ -168,16 +172,16 @@ CPU_DEFAULTS = (
     "--disable-overlap-schedule",
     "--sleep-on-idle",
 )
-# an allocator for CUDA: without it the server answers calls that release memory, and keeps it
+# a CUDA allocator: without it the server accepts calls that release memory but keeps the memory
 CUDA_ONLY = "--enable-memory-saver"
 KV_CACHE_BYTES = 1 << 30
-KV_CACHE_TOKENS = (8192, 65536)  # least and most
+KV_CACHE_TOKENS = (8192, 65536)  # minimum and maximum
 
 
 def with_defaults(argv: Sequence[str]) -> list[str]:
-    """`argv` behind the defaults: of two equal flags the last one counts. What only CUDA has is left out.
+    """The CPU defaults followed by `argv`, which wins: of two equal flags the last counts. Drops CUDA-only flags.
 
-    Left to itself the server would take most of the machine's memory for its KV cache.
+    Limits the KV cache, which would take most of the machine's memory by default.
     """
     model = _model_path(argv)
     cache = [f"--max-total-tokens={kv_cache_tokens(model)}"] if model is not None else []
@@ -193,16 +197,35 @@ def _model_path(argv: Sequence[str]) -> Path | None:
     return None
 
 
+def unused_model_modules(argv: Sequence[str]) -> list[str]:
+    """The modules of SGLang's models (`sglang.srt.models`) that do not define the architecture of the served model.
+
+    SGLang imports all of them to find one class. Empty, so that it does, if more than `--model-path` may name an
+    architecture, and if no module defines it.
+    """
+    model = _model_path(argv)
+    if model is None or any(word.startswith(CHOOSE_ARCHITECTURE) for word in argv):
+        return []
+    names = json.loads((model / "config.json").read_text()).get("architectures") or []
+    package = importlib.util.find_spec("sglang")
+    if not names or package is None or not package.submodule_search_locations:
+        return []
+    defines = re.compile(rf"^class ({'|'.join(map(re.escape, names))})\b", re.MULTILINE)
+    modules = sorted((Path(package.submodule_search_locations[0]) / "srt" / "models").glob("*.py"))
+    unused = [path.stem for path in modules if not defines.search(path.read_text(errors="replace"))]
+    return unused if len(unused) < len(modules) else []
+
+
 def kv_cache_tokens(model_path: Path) -> int:
-    """Tokens of KV cache that fit into 1 GiB at float32, within the bounds of `KV_CACHE_TOKENS`."""
+    """The number of KV cache tokens that fit into 1 GiB at float32, clamped to `KV_CACHE_TOKENS`."""
     config = json.loads((model_path / "config.json").read_text())
     bytes_per_token = 4 * config["num_hidden_layers"] * _cached_values(config)
-    least, most = KV_CACHE_TOKENS
-    return max(least, min(most, KV_CACHE_BYTES // bytes_per_token))
+    minimum, maximum = KV_CACHE_TOKENS
+    return max(minimum, min(maximum, KV_CACHE_BYTES // bytes_per_token))
 
 
 def _cached_values(config: dict[str, Any]) -> int:
-    """Numbers kept per token and layer: keys and values of each head, or one latent vector and one rotary key."""
+    """Cached values per token and layer: keys and values of each KV head, or for MLA one latent and one rotary key."""
     if "kv_lora_rank" in config:
         return config["kv_lora_rank"] + config["qk_rope_head_dim"]
     heads = config["num_attention_heads"]

@@ -1,9 +1,9 @@
 """Reads SGLang's flags from the source of the installed package, without importing it (importing takes seconds).
 
 SGLang declares a flag as `name: A[type, Arg(help=..., choices=...)] = default` in the classes under
-`srt/arg_groups/fields/` (0.5.17: in `ServerArgs` itself), and a few by hand in `ServerArgs.add_cli_args`. This file
-follows the rules of `sglang.srt.arg_groups.arg_utils.add_cli_args_from_dataclass`; a slow test holds it against the
-real parser, flag by flag. Choices that only exist at run time are left open: the server itself refuses a wrong value.
+`srt/arg_groups/fields/` (0.5.17: in `ServerArgs` itself), and a few explicitly in `ServerArgs.add_cli_args`. This file
+follows the rules of `sglang.srt.arg_groups.arg_utils.add_cli_args_from_dataclass`; a slow test compares it with the
+real parser, flag by flag. Choices computed at run time are not checked here: the server rejects a wrong value.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-# sglang's own actions for retired switches; 0.5.20 has none of them
+# sglang's actions for deprecated switches; 0.5.20 uses none of them
 RETIRED_SWITCHES = ("DeprecatedAction", "DeprecatedStoreConstAction")
 
 
@@ -24,10 +24,10 @@ class UnreadableFlagsError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class DeclaredFlag:
-    """One flag as the engine's own parser would register it.
+    """One flag as the engine's parser registers it.
 
-    `type` is "str", "int", "float" or the name of sglang's own parsing function; `action` is "store", "store_true" or
-    "optional_switch" (also has a `--no-` spelling). `choices` is None where any value goes or where they are computed.
+    `type` is "str", "int", "float" or the name of sglang's parsing function; `action` is "store", "store_true" or
+    "optional_switch" (which also has a `--no-` form). `choices` is None if any value is valid or they are computed.
     """
 
     dest: str
@@ -41,7 +41,7 @@ class DeclaredFlag:
 def read_server_flags() -> list[DeclaredFlag]:
     """Every flag of the installed sglang's server.
 
-    Raises ModuleNotFoundError where sglang is absent and UnreadableFlagsError where its source has another shape.
+    Raises ModuleNotFoundError if sglang is absent and UnreadableFlagsError if its source has an unknown structure.
     """
     package = importlib.util.find_spec("sglang")
     if package is None or not package.submodule_search_locations:
@@ -63,7 +63,7 @@ def read_server_flags() -> list[DeclaredFlag]:
 
 @dataclasses.dataclass(frozen=True)
 class _Module:
-    """What the names of one source file stand for: expressions, classes, or names of other modules."""
+    """The names of one source file: assigned expressions, classes, and imports from other modules."""
 
     assigned: dict[str, ast.expr]
     classes: dict[str, ast.ClassDef]
@@ -99,7 +99,7 @@ class _Modules:
         return self._loaded[path]
 
     def literal(self, node: ast.expr | None, module: _Module) -> Any:
-        """The value of an expression made of literals, sums, and names that lead to such; None where it is not."""
+        """The value of an expression of literals, sums, and names that resolve to such; None for any other."""
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
             left, right = self.literal(node.left, module), self.literal(node.right, module)
             return None if left is None or right is None else [*left, *right]
@@ -151,7 +151,7 @@ def _annotated_flags(module: _Module, modules: _Modules) -> list[DeclaredFlag]:
 
 
 def _annotated_flag(dest: str, annotation: ast.expr, module: _Module, modules: _Modules) -> DeclaredFlag | None:
-    """The flag of `dest: A[type, metadata...]`; None where the field has no metadata or no command-line surface."""
+    """The flag of `dest: A[type, metadata...]`; None if the field has no metadata or no command-line flag."""
     if not (isinstance(annotation, ast.Subscript) and _name(annotation.value) == "A"):
         return None
     assert isinstance(annotation.slice, ast.Tuple)
@@ -205,9 +205,9 @@ def _with_value(
 
 
 def _manual_flags(module: _Module, modules: _Modules) -> list[DeclaredFlag]:
-    """The `parser.add_argument("--x", ...)` calls of `ServerArgs.add_cli_args`, but for retired switches.
+    """The `parser.add_argument("--x", ...)` calls of `ServerArgs.add_cli_args`, without deprecated switches.
 
-    Those are left out that do nothing, and those that write a constant into another flag, which says it better.
+    These either do nothing or set another flag to a constant.
     """
     flags = []
     for node in ast.walk(module.classes["ServerArgs"]):

@@ -1,8 +1,8 @@
-"""Where SGLang's releases differ in what slimrl uses of them, each difference told by what the installed package has.
+"""Differences between SGLang releases that affect slimrl, detected by the contents of the installed package.
 
-A version number is compared only where nothing else tells: a release between two that were run is answered by the same
-questions. What was run is in docs/versions.md. Called by the process of a server on a machine without CUDA and by
-`engines.sglang.control`, which knows what differs in requests; what differs in flags is in `server_args_parser`.
+Version numbers are compared only if nothing else distinguishes the releases; so detection also works for untested
+releases. docs/versions.md lists the tested ones. Used by the server's process on a machine without CUDA and by
+`engines.sglang.control`, which handles differences of the HTTP API; `server_args_parser` handles those of the flags.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-# what slimrl needs -> the modules that may hold it, the newest release's first
+# name that slimrl needs -> the modules that may define it, the newest release's first
 PLACES: dict[str, tuple[str, ...]] = {
     "add_deterministic_attention_backend_choices": (
         "sglang.srt.arg_groups.choices",
@@ -22,30 +22,30 @@ PLACES: dict[str, tuple[str, ...]] = {
     ),
 }
 
-# the first release whose answers say which weights drew which tokens; an older one names the last weights for all
+# the first release that reports the weight version of each token; older ones report only the last version
 VERSIONS_OF_TOKENS_SINCE = (0, 5, 19)
 
 FindClass = Callable[[Any, str, str], Any]
 
 
 class UnknownEngineError(RuntimeError):
-    """The installed sglang holds something that slimrl needs in none of the places known."""
+    """The installed sglang defines a name that slimrl needs in none of the known modules."""
 
 
-def tells_versions_of_tokens(version: str) -> bool:
-    """Whether SGLang `version` ("0.5.20", also "0.5.20.post1") does; a version that is no number is taken as new."""
+def has_per_token_versions(version: str) -> bool:
+    """Whether SGLang `version` ("0.5.20", "0.5.20.post1") reports versions per token; true if it is not a number."""
     numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
     return numbers is None or tuple(map(int, numbers.groups())) >= VERSIONS_OF_TOKENS_SINCE
 
 
 def module_with(name: str) -> ModuleType:
-    """The module of the installed sglang that has `name`, a key of `PLACES`. Raises UnknownEngineError."""
+    """The module of the installed sglang that defines `name`, a key of `PLACES`. Raises UnknownEngineError."""
     for place in PLACES[name]:
         try:
             module = importlib.import_module(place)
         except ModuleNotFoundError as error:
             if error.name != place:
-                raise  # the place is there, and something that it needs is not
+                raise  # the module exists, but one of its imports does not
         else:
             if hasattr(module, name):
                 return module
@@ -54,25 +54,25 @@ def module_with(name: str) -> ModuleType:
     )
 
 
-def admit_references(unpickler: type) -> None:
-    """Lets sglang's `SafeUnpickler` open references to host memory, as weight updates by shared memory make them.
+def allow_shm_unpickling(unpickler: type) -> None:
+    """Lets sglang's `SafeUnpickler` open references to host memory, which weight updates by shared memory contain.
 
-    Up to 0.5.20 it admits them by itself. Later ones have a list of names; references in CUDA memory are on it.
+    Up to 0.5.20 it accepts them. Later releases have a list of allowed names, which covers only CUDA memory.
     """
     if not hasattr(unpickler, "ALLOWED_GLOBALS"):
         return
-    unpickler.find_class = _admitting(unpickler.find_class)  # type: ignore[attr-defined]
+    unpickler.find_class = _with_allowed_names(unpickler.find_class)  # type: ignore[attr-defined]
 
 
-def _admitting(find_class: FindClass) -> FindClass:
+def _with_allowed_names(find_class: FindClass) -> FindClass:
     import torch
     import torch.distributed as dist
 
     functions = torch._C._VariableFunctionsClass  # type: ignore[attr-defined]
-    admitted = {
-        ("builtins", "getattr"): _getattr_of({(functions, "from_file"): torch.from_file}),
+    allowed = {
+        ("builtins", "getattr"): _restricted_getattr({(functions, "from_file"): torch.from_file}),
         ("torch._C", "_VariableFunctionsClass"): functions,
-        # the reference of the receiver's own rank, out of those of several
+        # selects the receiving rank's reference among those of several ranks
         ("builtins", "next"): next,
         ("itertools", "islice"): itertools.islice,
         ("itertools", "starmap"): itertools.starmap,
@@ -80,17 +80,17 @@ def _admitting(find_class: FindClass) -> FindClass:
     }
 
     def either(self: Any, module: str, name: str) -> Any:
-        return admitted[module, name] if (module, name) in admitted else find_class(self, module, name)
+        return allowed[module, name] if (module, name) in allowed else find_class(self, module, name)
 
     return either
 
 
-def _getattr_of(known: dict[tuple[Any, str], Any]) -> Callable[[Any, str], Any]:
-    """A `getattr` that knows these attributes only: the real one would open everything to a pickle."""
+def _restricted_getattr(known: dict[tuple[Any, str], Any]) -> Callable[[Any, str], Any]:
+    """A `getattr` restricted to `known` attributes: the real one would let a pickle access anything."""
 
     def get(owner: Any, name: str) -> Any:
         if (owner, name) not in known:
-            raise RuntimeError(f"a pickle may not ask for the attribute {name!r} of {owner!r}")
+            raise RuntimeError(f"a pickle may not access the attribute {name!r} of {owner!r}")
         return known[owner, name]
 
     return get

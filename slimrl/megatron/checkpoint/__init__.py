@@ -1,1 +1,1 @@
-"""Checkpoints of training: complete or absent."""
+"""Training checkpoints, written atomically."""

@@ -1,10 +1,10 @@
-"""Checkpoint folders on disk: writes them so that each is complete or absent, finds the newest, deletes old ones.
+"""Checkpoint folders on disk: writes them atomically, finds the newest, deletes old ones.
 
 `<dir>/latest_checkpointed_iteration.txt` names the newest complete checkpoint: a number k for the folder
 `iter_000000k`, or `release` for a converted model. A checkpoint is written under `<name>.tmp`, its manifest last, then
-renamed, and only then named in the tracker file; one that is deleted is renamed back before its files are removed.
+renamed, and then named in the tracker file; before a checkpoint's files are deleted, it is renamed back.
 `Retention` (--save-total-limit, --save-retain-interval) keeps the newest complete checkpoint and everything that
-training did not write itself. No megatron-core here.
+training did not write. This module does not import megatron-core.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from typing import Any
 
 import torch
 
-from slimrl.arguments import Arguments
 from slimrl.arguments.checkpoints import (
     MANIFEST_NAME,
     RELEASE,
     REPLACED,
     TRACKER_NAME,
     UNFINISHED,
-    damage,
+    find_corruption,
     folder_name,
     is_ours,
     iteration_of,
     manifest,
     placed,
 )
+from slimrl.arguments.flags.checkpoint import CheckpointArguments
 from slimrl.weights.checkpoint_checksums import CHECKSUMS_NAME, CheckedFolder, Checksums, checksums_text
 from slimrl.weights.safe_pickle import load_plain
 
@@ -52,9 +52,9 @@ class CheckpointFolder:
 def find_checkpoint(load_dir: str | Path | None, step: int | None = None) -> CheckpointFolder | None:
     """The checkpoint that the tracker file in `load_dir` names, or the one of iteration `step`.
 
-    `load_dir` may also be a checkpoint's own folder. None where the folder is absent or holds no tracker file.
-    Raises FileNotFoundError where a named checkpoint is not there, ValueError for an unreadable tracker file or a
-    torn checkpoint.
+    `load_dir` may also be a checkpoint's own folder. None if the folder is absent or has no tracker file. Raises
+    FileNotFoundError if a named checkpoint does not exist, ValueError for an unreadable tracker file or an incomplete
+    checkpoint.
     """
     if load_dir is None:
         return None
@@ -69,14 +69,13 @@ def find_checkpoint(load_dir: str | Path | None, step: int | None = None) -> Che
     path = placed(root, folder_name(step))
     if path is None:
         raise FileNotFoundError(
-            f"{root / folder_name(step)} does not exist, although {root} should hold that checkpoint: give the folder"
-            " or the step of one that exists"
+            f"{root / folder_name(step)} does not exist: give the folder or the step of an existing checkpoint"
         )
     return _whole(path, step)
 
 
 def _whole(path: Path, iteration: int | None) -> CheckpointFolder:
-    if reason := damage(path):
+    if reason := find_corruption(path):
         raise ValueError(f"{path} is not loaded, {reason}: give another checkpoint's step or folder")
     return CheckpointFolder(path, iteration)
 
@@ -91,14 +90,14 @@ def _parse_tracker(tracker: Path) -> int | None:
 
 
 def begin(root: Path, iteration: int | None) -> Path:
-    """An empty folder to write the checkpoint into; what killed runs left in `root` is cleared away."""
+    """An empty folder to write the checkpoint into; leftovers of killed runs in `root` are removed."""
     root.mkdir(parents=True, exist_ok=True)
     for left in sorted(root.iterdir()):
         name = left.name.removesuffix(UNFINISHED).removesuffix(REPLACED)
         if name == left.name or (name != RELEASE and iteration_of(name) is None):
             continue
         if left.name.endswith(REPLACED) and not (root / name).exists():
-            left.rename(root / name)  # the kill fell between the two renames
+            left.rename(root / name)  # killed between the two renames
         else:
             shutil.rmtree(left)
     partial = partial_path(root, iteration)
@@ -107,17 +106,17 @@ def begin(root: Path, iteration: int | None) -> Path:
 
 
 def partial_path(root: Path, iteration: int | None) -> Path:
-    """The folder a checkpoint has while it is written."""
+    """The folder of a checkpoint while it is written."""
     return root / (folder_name(iteration) + UNFINISHED)
 
 
 def write_checksums(partial: Path, known: Mapping[str, Checksums]) -> None:
-    """Store the checksums of every file; those that `known` lacks are made of what was written."""
+    """Store the checksums of every file; those missing from `known` are computed from the files."""
     write_bytes(partial / CHECKSUMS_NAME, checksums_text(partial, known).encode())
 
 
 def write_manifest(partial: Path, iteration: int, **more: Any) -> None:
-    """Write down which files the checkpoint has and how long they are; the last file of a checkpoint of training."""
+    """Write the manifest of files and their lengths; the last file of a training checkpoint."""
     files = {path.name: path.stat().st_size for path in partial.iterdir()}
     write_bytes(partial / MANIFEST_NAME, manifest(iteration, files, **more).encode())
 
@@ -128,7 +127,7 @@ def commit(root: Path, iteration: int | None) -> Path:
     sync_folder(partial)
     discarded = final.with_name(final.name + REPLACED)
     if replaces := final.exists():  # the same rollout trained again after a resume
-        final.rename(discarded)  # found under this name too, should a kill fall here
+        final.rename(discarded)  # this name is found too, if the process is killed here
     partial.rename(final)
     sync_folder(root)
     tracker = root / TRACKER_NAME
@@ -136,18 +135,18 @@ def commit(root: Path, iteration: int | None) -> Path:
     write_bytes(fresh, (RELEASE if iteration is None else str(iteration)).encode())
     fresh.replace(tracker)
     sync_folder(root)
-    if replaces:  # not before the renames are on the disk
+    if replaces:  # only after the renames are on disk
         shutil.rmtree(discarded)
     return final
 
 
 def discard(root: Path, iteration: int | None) -> None:
-    """Remove what was written of a checkpoint that failed, as far as that is possible."""
+    """Remove the files of a failed checkpoint, as far as possible."""
     shutil.rmtree(partial_path(root, iteration), ignore_errors=True)
 
 
 def newest(root: Path) -> str:
-    """A few words about the newest whole checkpoint in `root`, for a run that ends because none could be written."""
+    """Describes the newest complete checkpoint in `root`, for the error of a failed save."""
     try:
         found = find_checkpoint(root)
     except (OSError, ValueError) as error:
@@ -156,13 +155,13 @@ def newest(root: Path) -> str:
 
 
 def own_iterations(root: Path) -> list[int]:
-    """The checkpoints in `root` that training wrote, in rising order; other programs' and converted ones are not."""
+    """The iterations of checkpoints in `root` that training wrote, ascending; not converted or foreign ones."""
     iterations = (iteration_of(path.name) for path in root.iterdir() if is_ours(path))
     return sorted(iteration for iteration in iterations if iteration is not None)
 
 
 def remove(root: Path, iteration: int) -> None:
-    """Delete a checkpoint: first its name, so that a kill leaves no torn one under it."""
+    """Delete a checkpoint; renames it first, so that a kill leaves no incomplete one under its name."""
     partial = partial_path(root, iteration)
     (root / folder_name(iteration)).rename(partial)
     sync_folder(root)
@@ -170,7 +169,7 @@ def remove(root: Path, iteration: int) -> None:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """A file that survives a power cut once this returns. Raises OSError with the path, also where there is no room."""
+    """Write a file durably (fsync). Raises OSError with the path, also for a full disk."""
     try:
         with path.open("wb") as file:
             file.write(content)
@@ -181,7 +180,7 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Have renames inside `folder` survive a power cut."""
+    """Make renames inside `folder` durable (fsync)."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -190,16 +189,16 @@ def sync_folder(folder: Path) -> None:
 
 
 def encode_data_state(data_state: dict[str, Any]) -> bytes:
-    """Where the data source stands, as bytes for the file `data_state.pt`.
+    """The data source's state as bytes for the file `data_state.pt`.
 
-    Raises ValueError where it holds more than plain data: now, not when the run is resumed.
+    Raises ValueError if it has more than plain data, instead of failing when the run is resumed.
     """
     buffer = io.BytesIO()
     torch.save(data_state, buffer)
     try:
         torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
     except pickle.UnpicklingError as error:
-        raise ValueError(f"the data source's state is not plain data and could not be loaded again: {error}") from error
+        raise ValueError(f"the data source's state is not plain data and could not be reloaded: {error}") from error
     return buffer.getvalue()
 
 
@@ -209,7 +208,7 @@ def write_data_state(folder: Path, encoded: bytes) -> None:
 
 
 def read_data_state(folder: Path) -> dict[str, Any] | None:
-    """What `write_data_state` stored, None where nothing was. Raises ValueError for a damaged or unsafe file."""
+    """The state of `write_data_state`, or None. Raises ValueError for a damaged or unsafe file."""
     path = folder / DATA_STATE_NAME
     if not path.is_file():
         return None
@@ -223,20 +222,20 @@ _logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Retention:
-    """`newest` checkpoints stay, and those after a multiple of `interval` rollouts; both None: all stay."""
+    """Keeps the `newest` checkpoints, and those after a multiple of `interval` rollouts; both None: keeps all."""
 
     newest: int | None = None
     interval: int | None = None
 
     @classmethod
-    def from_args(cls, args: Arguments) -> Retention:
-        """What the flags ask for."""
-        return cls(args.save_total_limit, args.save_retain_interval)
+    def from_args(cls, checkpoints: CheckpointArguments) -> Retention:
+        """The retention for the flags."""
+        return cls(checkpoints.save_total_limit, checkpoints.save_retain_interval)
 
     def surplus(self, iterations: Iterable[int], written: int) -> list[int]:
-        """Those of `iterations` that go once `written` is complete, in rising order.
+        """Those of `iterations` to delete once `written` is complete, ascending.
 
-        Iterations above `written`, which an earlier run continued to, are left to be replaced one by one.
+        Iterations above `written`, from an earlier run, stay until they are replaced one by one.
         """
         if self.newest is None and self.interval is None:
             return []
@@ -245,7 +244,7 @@ class Retention:
         return [i for i in older[: len(older) - kept] if self.interval is None or (i + 1) % self.interval != 0]
 
     def apply(self, root: Path, written: int) -> None:
-        """Delete what is surplus in `root`; a folder that cannot be deleted is named in the log and stays."""
+        """Delete surplus checkpoints in `root`; logs folders that cannot be deleted."""
         if self.newest is None and self.interval is None:
             return
         for iteration in self.surplus(own_iterations(root), written):

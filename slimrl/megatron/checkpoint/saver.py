@@ -1,9 +1,9 @@
 """Saves the checkpoints of a run, synchronously or in the background (--async-save), and exports models (--save-hf).
 
 A checkpoint is complete or absent, an error on one rank is raised on all, at most one save is in flight, and a newer
-one never hides an older that failed. In the background a thread per rank writes. The threads communicate through a
-group of their own, so that a checkpoint is complete as soon as its files are, whatever training does meanwhile.
-`ModelExporter` chooses the folder of an export and gathers its tensors from the live model;
+save never hides the failure of an older one. A background save runs in one thread per rank. The threads have their own
+process group, so a checkpoint is complete as soon as its files are written, independent of training.
+`ModelExporter` determines the folder of an export and gathers its tensors from the live model;
 `slimrl.weights.convert.megatron_to_hf` writes them. The trainer owns both.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from slimrl.arguments import Arguments
+from slimrl.arguments.flags.checkpoint import CheckpointArguments
 from slimrl.megatron.checkpoint import folder, io
 from slimrl.megatron.checkpoint.folder import Retention
 from slimrl.megatron.parallel import ParallelState
@@ -40,7 +41,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """The state after rollout `iteration`: what this rank writes, and what rank 0 writes beside it."""
+    """The state after rollout `iteration`: this rank's data, and the common data that rank 0 writes."""
 
     iteration: int
     prepared: io.Prepared
@@ -49,32 +50,36 @@ class Snapshot:
 
 
 class CheckpointSaver:
-    """`save` often, `poll` between two saves, `finish` at the end; each collective over all ranks."""
+    """Call `save`, `poll` between saves, and `finish` at the end; each is collective over all ranks.
+
+    In the background the state is copied to the host first. `release` before it changes waits for that.
+    """
 
     def __init__(self, *, background: bool, retention: Retention, timeout: datetime.timedelta) -> None:
         """`timeout` is the longest wait for another rank's files."""
         self.background = background
         self._retention = retention
         self._timeout = timeout
-        self._writers: dist.ProcessGroup | None = None  # made with the first save: runs without one need no group
+        self._writers: dist.ProcessGroup | None = None  # created by the first save
         self._watchers: dist.ProcessGroup | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
+        self._copied = threading.Event()
+        self._copied.set()
 
     @classmethod
-    def from_args(cls, args: Arguments) -> CheckpointSaver:
-        """What the flags ask for."""
-        timeout = datetime.timedelta(minutes=args.distributed_timeout_minutes)
-        return cls(background=args.async_save, retention=Retention.from_args(args), timeout=timeout)
+    def from_args(cls, checkpoints: CheckpointArguments, timeout: datetime.timedelta) -> CheckpointSaver:
+        """The saver for the flags."""
+        return cls(background=checkpoints.async_save, retention=Retention.from_args(checkpoints), timeout=timeout)
 
     def save(
         self, root: Path, iteration: int, take: Callable[[], Snapshot], export: Callable[[], HfExport] | None = None
     ) -> Path:
-        """Write what `take` gives into `root`; returns the folder that the checkpoint has once it is complete.
+        """Save the snapshot of `take` in `root`; returns the checkpoint's final folder.
 
-        Waits for the save before. What `export` makes is written when the checkpoint is complete. Raises
-        CheckpointError, on every rank, where this save (in the background: the one before) failed on one; what was
-        written of it is removed then, and the checkpoints before stay.
+        Waits for the previous save. The `export` is written after the checkpoint is complete. Raises CheckpointError,
+        on every rank, if this save (in the background: the previous one) failed on a rank; its files are removed, and
+        older checkpoints stay.
         """
         self.finish()
         self._open()
@@ -89,18 +94,19 @@ class CheckpointSaver:
             try:
                 begun = None if export is None else self._begin_export(export)
             except CheckpointError:
-                self._write(root, snapshot, started)  # an export that fails costs no checkpoint
+                self._write(root, snapshot, started)  # first, so that a failed export does not lose the checkpoint
                 raise
+            self._copied.clear()
             self._pending = self._thread.submit(self._write_both, root, snapshot, begun, started)
             if dist.get_rank() == 0:
                 name, blocked = folder.folder_name(iteration), time.perf_counter() - started
-                _logger.info("%s is copied (%.2f s) and written in the background", root / name, blocked)
+                _logger.info("%s is written in the background (training waited %.2f s)", root / name, blocked)
         return root / folder.folder_name(iteration)
 
     def poll(self) -> None:
-        """Raise the error of a save that failed in the background, on all ranks in the same call; never waits for it.
+        """Raise the error of a failed background save, on all ranks in the same call; does not wait for the save.
 
-        Costs one small message between the ranks while a save is in progress, else nothing.
+        Costs one small collective while a save is in progress, otherwise nothing.
         """
         if self._pending is None:
             return
@@ -109,8 +115,15 @@ class CheckpointSaver:
         if done:
             self.finish()
 
+    def release(self) -> None:
+        """Wait until the weights, the optimizer state and their memory may change; call before they do. Not collective.
+
+        Returns at once if no save is in progress, or if the one in progress has its copy.
+        """
+        self._copied.wait()
+
     def finish(self) -> None:
-        """Wait for the save that is in progress. Raises CheckpointError, on every rank, where it failed on one."""
+        """Wait for the save in progress. Raises CheckpointError, on every rank, if it failed on a rank."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
@@ -134,6 +147,7 @@ class CheckpointSaver:
     def _write_both(self, root: Path, snapshot: Snapshot, export: HfExport | None, started: float) -> None:
         """The background thread's work: collective over the writers' group only."""
         try:
+            self._hold(root, snapshot)
             self._write(root, snapshot, started)
         except CheckpointError:
             if export is not None:
@@ -142,19 +156,37 @@ class CheckpointSaver:
         if export is not None:
             self._finish_export(export)
 
+    def _hold(self, root: Path, snapshot: Snapshot) -> None:
+        """Copy the live tensors, and let training change them."""
+
+        def copy() -> None:
+            try:
+                snapshot.prepared.copy_to_host()
+            finally:
+                self._copied.set()
+
+        try:
+            run_on_all_ranks(copy, self._writers)
+        except CheckpointError as error:
+            raise self._failed(root, snapshot, error) from error
+
     def _write(self, root: Path, snapshot: Snapshot, started: float) -> None:
-        """From the snapshot to the tracker file."""
+        """Write the snapshot's files, then the tracker file."""
         partial = folder.partial_path(root, snapshot.iteration)
         try:
             checksums = io.write(snapshot.prepared, partial, self._writers)
             run_on_rank_zero(lambda: self._complete(root, partial, snapshot, checksums, started), self._writers)
         except CheckpointError as error:
-            run_on_rank_zero(lambda: folder.discard(root, snapshot.iteration), self._writers)
-            name = folder.folder_name(snapshot.iteration)
-            raise CheckpointError(
-                f"saving {root / name} failed, older checkpoints are untouched: {error}; of these"
-                f" {folder.newest(root)}: make room, and start again with the same command"
-            ) from error
+            raise self._failed(root, snapshot, error) from error
+
+    def _failed(self, root: Path, snapshot: Snapshot, error: CheckpointError) -> CheckpointError:
+        """Remove the files of the save; returns the error to raise. Collective over the writers' group."""
+        run_on_rank_zero(lambda: folder.discard(root, snapshot.iteration), self._writers)
+        name = folder.folder_name(snapshot.iteration)
+        return CheckpointError(
+            f"saving {root / name} failed, older checkpoints are untouched: {error}; of these"
+            f" {folder.newest(root)}: free some disk space and restart with the same command"
+        )
 
     def _begin_export(self, make: Callable[[], HfExport]) -> HfExport:
         export = run_on_all_ranks(make, self._writers)
@@ -189,18 +221,22 @@ class CheckpointSaver:
 
 
 class ModelExporter:
-    """Makes the exports of a run; every rank of any layout holds the whole model's tensors once while it gathers."""
+    """Creates the exports of a run; each rank gathers every tensor of the whole model once."""
 
-    def __init__(self, args: Arguments, stages: Sequence[GPTModel], parallel: ParallelState) -> None:
-        """Raises FileNotFoundError or ValueError where --hf-checkpoint lacks weights or holds another model's."""
-        origin = Path(args.hf_checkpoint)
+    def __init__(
+        self, template: str, origin: Path, spec: ModelSpec, stages: Sequence[GPTModel], parallel: ParallelState
+    ) -> None:
+        """`template` is --save-hf, `origin` the folder of --hf-checkpoint.
+
+        Raises FileNotFoundError or ValueError if `origin` lacks weights or is another model.
+        """
         self._stages, self._parallel = stages, parallel
-        self._spec, self._family = ModelSpec.from_args(args), family_for(read_hf_config(origin))
+        self._spec, self._family = spec, family_for(read_hf_config(origin))
         self._plan = HfPlan(origin, self._spec, self._family, rank=parallel.rank, world_size=parallel.world_size)
-        self._template = str(args.save_hf)
+        self._template = template
 
     def export(self, rollout_id: int) -> HfExport:
-        """The export of the weights after `rollout_id`. Raises as `HfExport` where its folder cannot be written."""
+        """The export of the weights after `rollout_id`. Raises as `HfExport` if its folder cannot be written."""
         return HfExport(self._plan, Path(self._template.replace("{rollout_id}", str(rollout_id))), self._tensors)
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:

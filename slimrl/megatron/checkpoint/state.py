@@ -1,10 +1,10 @@
-"""The state of a training rank as checkpoint content: taken for saving, restored, or started from other weights.
+"""The state of a training rank as checkpoint content: saved, restored, or initialised from other weights.
 
-Any parallel layout can read a checkpoint; only the random number generators, one entry per rank, are restored in the
-same layout alone. The trainer saves and restores model, optimizer, schedule, random state and data position
-(`checkpoint.saver` writes them); the converters use the model only.
-`load_first_weights` fills a rank's stages from a torch_dist checkpoint or a Hugging Face folder, for a fresh start and
-for the reference. Either kind gives the same weights in every layout.
+Any parallel layout can read a checkpoint, except the random number generators, which have one entry per rank and are
+restored only in the same layout. The trainer saves and restores model, optimizer, schedule, random state and data
+position (`checkpoint.saver` writes them); the converters use the model only.
+`load_initial_weights` fills a rank's stages from a torch_dist checkpoint or a Hugging Face folder, for a new run and
+for the reference. Both give the same weights in every layout.
 """
 
 from __future__ import annotations
@@ -25,14 +25,13 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from slimrl.arguments import Arguments
 from slimrl.arguments.checkpoints import is_hf_model
 from slimrl.megatron import optimizer as adam_state
 from slimrl.megatron.checkpoint import folder as checkpoint_folder
 from slimrl.megatron.checkpoint import io
 from slimrl.megatron.checkpoint.folder import CheckpointFolder, find_checkpoint
 from slimrl.megatron.checkpoint.saver import Snapshot
-from slimrl.megatron.optimizer import after_load, agree_on_step, step_counts
+from slimrl.megatron.optimizer import after_load, step_counts, sync_step_count
 from slimrl.megatron.parallel import ParallelState
 from slimrl.models.families import family_for
 from slimrl.models.model_spec import ModelSpec
@@ -69,7 +68,7 @@ def _capture() -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any]) -> None:
-    """Put every generator back to where `sharded` found it."""
+    """Restore every generator to its state at `sharded`."""
     random.setstate(state["python"])
     kind, keys, *rest = state["numpy"]
     numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), *rest))
@@ -95,17 +94,20 @@ _logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass
 class TrainingState:
-    """The live objects a checkpoint is taken from and put back into."""
+    """The live objects that a checkpoint saves and restores."""
 
-    stages: Sequence[GPTModel]  # the parts of the model that this rank holds
+    stages: Sequence[GPTModel]  # this rank's model chunks
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     parallel: ParallelState
-    trained_weights: str = "every weight trained"  # the flag that chose them, as typed
+    trained_weights: str = "every weight trained"  # the flag that selected them, as typed
+    divisions: dict[bool, io.Division] = dataclasses.field(  # of saves with and without the optimizer
+        default_factory=lambda: {True: io.Division(), False: io.Division()}
+    )
 
 
 def _sharding(parallel: ParallelState) -> dict[str, Any]:
-    """How megatron-core lays out state; its own default for the optimizer cannot be read back in 0.16.1."""
+    """Sharding metadata of megatron-core; its default for the optimizer cannot be loaded in 0.16.1."""
     return {
         "distrib_optim_sharding_type": "fully_reshardable",
         "distrib_optim_fully_reshardable_mem_efficient": False,
@@ -116,12 +118,13 @@ def _sharding(parallel: ParallelState) -> dict[str, Any]:
 
 
 def take_snapshot(
-    state: TrainingState, rollout_id: int, data_state: dict[str, Any] | None, *, with_optimizer: bool, copy: bool
+    state: TrainingState, rollout_id: int, data_state: dict[str, Any] | None, *, with_optimizer: bool
 ) -> Snapshot:
     """The state that resumes after `rollout_id`, for `CheckpointSaver`; collective.
 
-    `data_state` (rank 0's is kept, others may give None) must be plain data: numbers, strings, lists, tuples, dicts,
-    tensors. With `copy` nothing in the snapshot changes when training continues. Raises ValueError for other data.
+    `data_state` (rank 0's is saved, others may pass None) must be plain data: numbers, strings, lists, tuples, dicts,
+    tensors. The snapshot has the live weights and optimizer state, which must not change until they are copied or
+    written. Raises ValueError for other data.
     """
     sharding = _sharding(state.parallel)
     model = _sharded(state.stages, sharding)
@@ -129,7 +132,7 @@ def take_snapshot(
     content["rng_state"] = sharded(state.parallel)
     if with_optimizer:
         content["optimizer"] = state.optimizer.sharded_state_dict(model, is_loading=False, metadata=sharding)
-        agree_on_step(content["optimizer"], step_counts(state.optimizer))
+        sync_step_count(content["optimizer"], step_counts(state.optimizer))
     about = {
         "weight_version": str(rollout_id + 1),  # under which these weights are updated
         "has_optimizer": with_optimizer,
@@ -137,11 +140,11 @@ def take_snapshot(
         "layout": layout(state.parallel),
         "trained_weights": state.trained_weights,
     }
-    prepared = io.prepare(content, {"content": "training", **about}, copy=copy)
+    prepared = io.prepare(content, {"content": "training", **about}, state.divisions[with_optimizer])
     return Snapshot(
         iteration=rollout_id,
         prepared=prepared,
-        # last: a rank that fails here leaves none waiting in a collective
+        # last, so that a rank that fails here leaves no other rank waiting in a collective
         data_state=b"" if data_state is None else checkpoint_folder.encode_data_state(data_state),
         about=about,
     )
@@ -150,10 +153,10 @@ def take_snapshot(
 def load_training_state(
     state: TrainingState, found: CheckpointFolder, *, load_optimizer: bool, load_random_state: bool
 ) -> dict[str, Any] | None:
-    """Put optimizer, schedule and random state back (the model is loaded already); collective.
+    """Restore optimizer, schedule and random state (the model is already loaded); collective.
 
-    Returns the data state, None where the checkpoint has none. Raises ValueError where the checkpoint has no
-    optimizer state or one of the other kind.
+    Returns the data state, or None. Raises ValueError if the checkpoint has no optimizer state or one of the other
+    kind.
     """
     metadata = io.read_training_metadata(found.path)
     wanted: ShardedStateDict = {}
@@ -166,10 +169,10 @@ def load_training_state(
     if load_random_state and same_layout:
         wanted["rng_state"] = sharded(state.parallel)
     elif load_random_state:
-        _logger.info("%s was saved in another parallel layout: its random state is not taken over", found.path)
+        _logger.info("%s was saved in another parallel layout: its random state is not restored", found.path)
     loaded = io.read(wanted, found.path, model_only=False)
     if load_optimizer:
-        adam_state.fit(loaded["optimizer"], state.optimizer)
+        adam_state.convert_step_format(loaded["optimizer"], state.optimizer)
         state.optimizer.load_state_dict(loaded["optimizer"])
         after_load(state.optimizer)
         state.scheduler.load_state_dict(loaded["scheduler"])
@@ -179,14 +182,14 @@ def load_training_state(
 
 
 def _sharded(stages: Sequence[GPTModel], sharding: dict[str, Any] | None = None) -> ShardedStateDict:
-    """The parameters of each stage under its number; in the files they have their names in the whole model."""
+    """The parameters of each stage under its number; in the files they have global names."""
     return {str(number): stage.sharded_state_dict(metadata=sharding) for number, stage in enumerate(stages)}
 
 
 def _check_optimizer(metadata: dict[str, Any], found: CheckpointFolder, state: TrainingState) -> None:
     if not metadata.get("has_optimizer", False):
         raise ValueError(
-            f"{found.path} holds no optimizer state: add --no-load-optim to start with a fresh one, or --finetune"
+            f"{found.path} has no optimizer state: add --no-load-optim to start with a fresh one, or --finetune"
         )
     if metadata["distributed_optimizer"] != state.optimizer.config.use_distributed_optimizer:
         raise ValueError(
@@ -197,19 +200,19 @@ def _check_optimizer(metadata: dict[str, Any], found: CheckpointFolder, state: T
     if trained != state.trained_weights:
         raise ValueError(
             f"{found.path} was saved with {trained}, and this run has {state.trained_weights}: the optimizer's state"
-            " belongs to other weights; choose the same, or add --no-load-optim"
+            " belongs to other weights; train the same weights, or add --no-load-optim"
         )
 
 
 def save_model_only(model: GPTModel, folder: Path) -> Path:
     """Write the model as the converted checkpoint `folder/release`; collective. Returns that folder.
 
-    Only the vocabulary's padding depends on the layout that wrote it, and loading fits it again.
+    Only the vocabulary's padding depends on the layout of the writer, and loading adapts it.
     """
     root = Path(folder)
     run_on_rank_zero(lambda: checkpoint_folder.begin(root, None))
     partial = checkpoint_folder.partial_path(root, None)
-    prepared = io.prepare({"model": _sharded([model])}, {"content": "model"}, copy=False)
+    prepared = io.prepare({"model": _sharded([model])}, {"content": "model"}, io.Division())
     checksums = io.write(prepared, partial)
     run_on_rank_zero(lambda: io.write_common(prepared, partial))
     run_on_rank_zero(lambda: checkpoint_folder.write_checksums(partial, checksums))
@@ -225,17 +228,17 @@ def load_model_only(model: GPTModel, folder: Path, step: int | None = None) -> C
 def load_stages(stages: Sequence[GPTModel], folder: Path, step: int | None = None) -> CheckpointFolder:
     """Fill this rank's `stages` from the checkpoint in `folder` (a checkpoint's root or its own folder); collective.
 
-    Optimizer and other state there is left alone. Raises FileNotFoundError where there is no checkpoint,
-    ValueError where its tensors are not those of this model.
+    Ignores optimizer and other state there. Raises FileNotFoundError if there is no checkpoint, ValueError if its
+    tensors are not those of this model.
     """
     found = find_checkpoint(folder, step)
     if found is None:
         raise FileNotFoundError(
-            f"{folder} holds no checkpoint ({checkpoint_folder.TRACKER_NAME} is missing): convert the model with"
+            f"{folder} has no checkpoint ({checkpoint_folder.TRACKER_NAME} is missing): convert the model with"
             " tools/convert_hf_to_torch_dist.py or give another folder"
         )
     if CheckedFolder.open(found.path) is None and dist.get_rank() == 0:
-        _logger.warning("%s has no checksums: whether its bytes are those that were written is not known", found.path)
+        _logger.warning("%s has no checksums: its integrity was not verified", found.path)
     loaded = io.read({"model": _sharded(stages)}, found.path, model_only=True)
     for number, stage in enumerate(stages):
         _fill(stage, loaded["model"][str(number)], found.path)
@@ -243,31 +246,31 @@ def load_stages(stages: Sequence[GPTModel], folder: Path, step: int | None = Non
 
 
 def _fill(stage: GPTModel, state: dict[str, Any], folder: Path) -> None:
-    """As strict loading, but extra state may be absent on either side: it belongs to the layers, not to the model."""
+    """Strict loading, except that extra state may be absent on either side: it depends on the layer implementation."""
     for name, value in state.items():
         if io.is_extra_state(name):
             check_extra_state(value, f"{folder}: {name}")
     missing, unexpected = stage.load_state_dict(state, strict=False)
-    for names, what in ((missing, "gave nothing for"), (unexpected, "gave values without a place in the model for")):
+    for names, what in ((missing, "has no values for"), (unexpected, "has values that the model does not have, for")):
         wrong = [name for name in names if not io.is_extra_state(name)]
         if wrong:
             raise ValueError(f"{folder} {what} {', '.join(wrong[:5])} ({len(wrong)} in all): the model flags differ")
 
 
-def load_first_weights(
-    args: Arguments, stages: Sequence[GPTModel], parallel: ParallelState, folder: Path, step: int | None
+def load_initial_weights(
+    spec: ModelSpec, stages: Sequence[GPTModel], parallel: ParallelState, folder: Path, step: int | None
 ) -> None:
     """Load the weights in `folder` (of iteration `step`, None for the newest) into the stages of this rank.
 
-    Each rank reads its own part only. Raises FileNotFoundError for an absent checkpoint and ValueError where its
-    tensors are not those of the flags.
+    Each rank reads only its part. Raises FileNotFoundError for an absent checkpoint and ValueError if its tensors are
+    not those of the model.
     """
     if not is_hf_model(folder):
         load_stages(stages, folder, step)
         return
     load_hf_checkpoint(
         stages,
-        ModelSpec.from_args(args),
+        spec,
         family_for(read_hf_config(folder)),
         folder,
         tp_rank=parallel.tp_rank,

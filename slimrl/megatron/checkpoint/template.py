@@ -1,9 +1,8 @@
-"""What megatron-core would store of a model, found out without the memory of its weights.
+"""The checkpoint contents that megatron-core would store for a model, computed without memory for its weights.
 
-Promises the keys, shapes, dtypes and blocks of `sharded_state_dict` for any layer specification: the model is
-built, but no weight has values, and nothing is put on a GPU. A checkpoint is the same with and without Transformer
-Engine, so megatron-core's own layers stand for both. Called by the converter to torch_dist, which fills the values in
-one by one.
+Returns the keys, shapes, dtypes and blocks of `sharded_state_dict` for any layer spec: the model is built, but its
+weights have no values, and nothing is put on a GPU. A checkpoint is the same with and without Transformer Engine, so
+megatron-core's own layers are used. Called by the converter to torch_dist, which fills in the values one by one.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from slimrl.arguments import Arguments
 from slimrl.megatron import parallel
-from slimrl.megatron.model.model_builder import build_model
+from slimrl.megatron.model.model_builder import CustomModel, build_model
 from slimrl.weights.convert.torch_dist_writer import Blueprint, Piece, Weight
 
 _FACTORIES = (
@@ -39,7 +38,7 @@ _INITIALISERS = (torch.nn.init.normal_, torch.Tensor.normal_)  # nothing to fill
 
 
 class _WithoutMemory(TorchFunctionMode):
-    """Makes every new tensor one without memory, also where the caller names a device."""
+    """Creates every new tensor on the meta device, even if the caller names a device."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -52,19 +51,21 @@ class _WithoutMemory(TorchFunctionMode):
 
 
 def model_blueprint(args: Arguments, folder: Path | None = None) -> Blueprint:
-    """What a checkpoint of the model that `args` describe holds, as if one process saved it.
+    """The contents of a checkpoint of the model of `args`, as if one process saved it.
 
-    Opens and closes torch.distributed and megatron-core's groups for this process alone; `args` must ask for no
-    parallelism; its --transformer-impl is not asked. Also writes megatron-core's own small files of a checkpoint into
-    `folder` where it is given.
+    Opens and closes torch.distributed and megatron-core's groups for this process alone. `args` must have no
+    parallelism; --transformer-impl is ignored. If `folder` is given, also writes megatron-core's own small files of a
+    checkpoint into it.
     """
-    # Transformer Engine fills weights without memory on the GPU, unless its layers (--spec may build them) are told so
+    # Transformer Engine (--spec may build its layers) allocates meta weights on the GPU, unless disabled
     args = dataclasses.replace(args, transformer_impl="local", init_model_with_meta_device=True)
-    # a store of this process' own: by an address torch would take that of torchrun, in which nobody would answer
+    # a private store: with an address torch would use torchrun's store, where no other process connects
     state = parallel.initialize(args, rank=0, world_size=1, init_method=dist.HashStore())
     try:
         with _WithoutMemory():
-            model = build_model(args, dataclasses.replace(state, device=torch.device("meta")))
+            model = build_model(
+                args, dataclasses.replace(state, device=torch.device("meta")), CustomModel.from_args(args)
+            )
         stored = model.sharded_state_dict()
         if folder is not None:
             get_default_save_common_strategy().save_common({_CONTENT_METADATA_KEY: {"content": "model"}}, folder)
@@ -88,7 +89,7 @@ def _built(factory: ShardedTensorFactory) -> list[ShardedTensor]:
 
 
 def _cut_like(factory: ShardedTensorFactory) -> Callable[[Tensor], Sequence[Tensor]]:
-    """The factory's own cutting, applied to real values."""
+    """The factory's split, applied to real values."""
     return lambda values: [block.data for block in _built(dataclasses.replace(factory, data=values))]
 
 

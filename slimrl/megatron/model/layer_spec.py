@@ -1,8 +1,8 @@
-"""Which modules a transformer block is built from.
+"""Layer specs: which modules a transformer block is built from.
 
-Promises Transformer Engine's layers where they can run, and otherwise megatron-core's local layers with this
-package's packed attention and sequence-parallel-capable norms; dense layers and layers with experts stand where
---moe-layer-freq puts them. Called by `model.build_model` and `model.build_stages`.
+With --transformer-impl transformer_engine these are Transformer Engine's layers, otherwise megatron-core's local layers
+with this package's packed attention and norms that support sequence parallelism. --moe-layer-freq decides which layers
+are dense and which have experts. Used by `model_builder`.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from slimrl.models.model_spec import expand_layer_pattern
 def block_spec(
     config: TransformerConfig, virtual_stage: int | None = None, post_norms: PostNorms | None = None
 ) -> TransformerBlockSubmodules:
-    """The specification of this rank's transformer block, or of one of its virtual pipeline stages.
+    """The spec of this rank's transformer block, or of one of its virtual pipeline stages.
 
-    Raises ValueError for a normalisation other than RMSNorm where Transformer Engine is absent, and for experts in a
-    form that no table of weights describes.
+    Raises ValueError for a normalisation other than RMSNorm without Transformer Engine, and for experts in a layout
+    that no parameter mapping describes.
     """
     if config.moe_grouped_gemm and config.moe_use_legacy_grouped_gemm:
         raise ValueError(
-            "--moe-use-legacy-grouped-gemm joins all experts of a GPU in one matrix, which no table describes:"
-            " leave it out, --moe-grouped-gemm alone uses Transformer Engine's kernels"
+            "--moe-use-legacy-grouped-gemm joins all experts of a GPU in one matrix, which weight conversion does not"
+            " support: leave it out, --moe-grouped-gemm alone uses Transformer Engine's kernels"
         )
     fused = config.transformer_impl == "transformer_engine"
     if not fused and config.normalization != "RMSNorm":
@@ -49,15 +49,15 @@ def block_spec(
         if moe:
             kinds[moe].submodules.mlp.submodules.router = Router
     first = get_transformer_layer_offset(config, virtual_stage)
-    own = moe_layers(config)[first : first + get_num_layers_to_build(config, virtual_stage)]
-    # A bare layer spec would get megatron-core's own final norm, which refuses sequence parallelism.
-    return TransformerBlockSubmodules(layer_specs=[kinds[moe] for moe in own], layer_norm=norm)
+    local = moe_layers(config)[first : first + get_num_layers_to_build(config, virtual_stage)]
+    # For a bare layer spec megatron-core adds its own final norm, which does not support sequence parallelism.
+    return TransformerBlockSubmodules(layer_specs=[kinds[moe] for moe in local], layer_norm=norm)
 
 
 def block_of(
     config: TransformerConfig, found: ModuleSpec | TransformerBlockSubmodules, virtual_stage: int | None
 ) -> TransformerBlockSubmodules:
-    """The block of layers that --spec describes: whole, or as one layer that stands for all."""
+    """The block that --spec describes, either as a block or as one layer spec used for every layer."""
     if isinstance(found, TransformerBlockSubmodules):
         return found
     if isinstance(found.submodules, TransformerBlockSubmodules):
@@ -69,9 +69,9 @@ def block_of(
 
 
 def moe_layers(config: TransformerConfig) -> tuple[bool, ...]:
-    """Of each layer of the whole model, whether it has experts.
+    """Whether each layer of the whole model has experts.
 
-    Raises ValueError where config.moe_layer_freq is a list that is not of config.num_layers entries.
+    Raises ValueError if config.moe_layer_freq is a list whose length is not config.num_layers.
     """
     if config.num_moe_experts is None:
         return (False,) * config.num_layers
@@ -79,7 +79,7 @@ def moe_layers(config: TransformerConfig) -> tuple[bool, ...]:
 
 
 def _engine_norm() -> type:
-    # Transformer Engine may be absent; its wrapper can be imported only where it is there
+    # imported here because it needs Transformer Engine, which may be absent
     from megatron.core.extensions.transformer_engine import TENorm
 
     return TENorm
@@ -99,7 +99,7 @@ def _engine_layer_spec(config: TransformerConfig, *, moe: bool) -> ModuleSpec:
 def _local_layer_spec(config: TransformerConfig, *, moe: bool) -> ModuleSpec:
     layer = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts if moe else None,
-        # the grouped kernels are those of a GPU; a checkpoint is the same with either
+        # the grouped kernels need a GPU; the checkpoint format is the same with either
         moe_grouped_gemm=False,
         qk_layernorm=config.qk_layernorm,
         normalization=config.normalization,
@@ -120,9 +120,9 @@ def _local_layer_spec(config: TransformerConfig, *, moe: bool) -> ModuleSpec:
 
 
 def _stored_names(config: TransformerConfig, *, moe: bool) -> dict[str, str]:
-    """Under which names a checkpoint keeps the norms: those of Transformer Engine's layers, which read it too.
+    """Checkpoint names of the norms: those of Transformer Engine's layers, so that both can load the checkpoint.
 
-    It fuses a norm with the linear layer behind it, if that is one layer.
+    Transformer Engine fuses a norm with the linear layer after it, if there is exactly one.
     """
     names = {}
     if config.multi_latent_attention:
@@ -130,6 +130,6 @@ def _stored_names(config: TransformerConfig, *, moe: bool) -> dict[str, str]:
             names[f"self_attention.{latent}_layernorm."] = f"self_attention.linear_{latent}_up_proj.layer_norm_"
     else:
         names["input_layernorm."] = "self_attention.linear_qkv.layer_norm_"
-    if not moe:  # behind the norm of a layer with experts stand the router and every expert
+    if not moe:  # in a layer with experts the norm feeds the router and every expert
         names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
     return names

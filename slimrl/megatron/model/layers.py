@@ -1,4 +1,4 @@
-"""Parts of the layer specs that megatron-core lacks: post-norm transformer layer, RMSNorm, padding-aware MoE router.
+"""Modules that megatron-core lacks: a transformer layer with post-norms, RMSNorm, and a padding-aware MoE router.
 
 The layer also normalises the outputs of attention and MLP before they are added to the residual stream (GLM-4). Its
 norms are named `post_self_attn_layernorm` and `post_mlp_layernorm`; the rest is megatron-core's layer.
@@ -6,8 +6,8 @@ norms are named `post_self_attn_layernorm` and `post_mlp_layernorm`; the rest is
 RMSNorm is for specs without Transformer Engine. It marks its weight for the gradient reduction of sequence parallelism,
 which torch's RMSNorm inside megatron-core does not.
 
-The router leaves padding out of the token counts that steer the expert bias. Padding tokens all choose the same few
-experts, so that counting them would push real tokens away from these.
+The router excludes padding from the token counts that update the expert bias. Padding tokens all choose the same few
+experts, so counting them would push real tokens away from those experts.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class PostNorms:
 
 @dataclasses.dataclass
 class PostNormSubmodules(TransformerLayerSubmodules):
-    """What a layer is made of, with the two norms more."""
+    """megatron-core's submodules of a layer, plus the two post-norms."""
 
     post_self_attn_layernorm: ModuleSpec | type = IdentityOp
     post_mlp_layernorm: ModuleSpec | type = IdentityOp
@@ -51,7 +51,7 @@ class PostNormTransformerLayer(TransformerLayer):
         super().__init__(config, submodules, *args, **kwargs)
         self.post_self_attn_layernorm = self._norm(submodules.post_self_attn_layernorm)
         self.post_mlp_layernorm = self._norm(submodules.post_mlp_layernorm)
-        # megatron-core leaves no place between a block and its addition except the addition itself
+        # megatron-core has no hook between a block and its bias-dropout-add, so the latter is wrapped
         self.self_attn_bda: Any = _normalising(self.post_self_attn_layernorm, self.self_attn_bda)
         self.mlp_bda: Any = _normalising(self.post_mlp_layernorm, self.mlp_bda)
 
@@ -62,7 +62,7 @@ class PostNormTransformerLayer(TransformerLayer):
 
 
 def with_post_norms(layer: ModuleSpec, post_norms: PostNorms, norm: ModuleSpec | type) -> ModuleSpec:
-    """`layer` with `norm` after the blocks that `post_norms` names."""
+    """`layer` with `norm` after the blocks that `post_norms` selects."""
     if post_norms == PostNorms():
         return layer
     submodules = PostNormSubmodules(
@@ -74,7 +74,7 @@ def with_post_norms(layer: ModuleSpec, post_norms: PostNorms, norm: ModuleSpec |
 
 
 def _normalising(norm: torch.nn.Module, add: Callable[..., Callable[..., Tensor]]) -> Callable[..., Any]:
-    """`add`, megatron-core's factory of bias-dropout-add functions, of the normalised output instead of the output."""
+    """Wraps `add`, megatron-core's factory of bias-dropout-add functions, to normalise the block's output first."""
 
     def factory(training: bool, fused: bool) -> Callable[[OutputWithBias, Tensor, float], Tensor]:
         def normalise_and_add(output_with_bias: OutputWithBias, residual: Tensor, dropout: float) -> Tensor:
@@ -105,14 +105,14 @@ class RMSNorm(torch.nn.Module):
 class Router(TopKRouter):
     """Chooses the experts of each token; `padding_mask` [tokens, 1] is true where a token is padding."""
 
-    _padding: Tensor | None = None  # of the micro-batch that is being routed
+    _padding: Tensor | None = None  # padding mask of the current micro-batch
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Probabilities and choices, [tokens, experts] each; losses for balance are taken over all tokens."""
+        """Probabilities and routing map, [tokens, experts] each; load-balancing losses include padding tokens."""
         self._padding = padding_mask
         return super().routing(logits)
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        if self._padding is not None:  # 0.16.1 would combine [tokens, experts] with [tokens]
+        if self._padding is not None:  # megatron-core 0.16.1 combines [tokens, experts] with [tokens], which fails
             routing_map = routing_map & ~self._padding.reshape(-1, 1)
         super()._apply_expert_bias(routing_map)

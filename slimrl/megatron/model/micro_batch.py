@@ -1,13 +1,13 @@
-"""Packs the samples of a micro-batch into one sequence and cuts it over context-parallel ranks.
+"""Packs the samples of a micro-batch into one sequence and splits it over context-parallel ranks.
 
 The trainer packs each micro-batch once per rollout. For every response token a `MicroBatch` holds the rank and the row
 of logits that predicts it, its id, and its index in the batch's response columns.
 
-Context parallelism cuts every sequence into 2 x ranks equal pieces. Rank r holds pieces r and 2 x ranks - 1 - r, which
-balances causal attention. Packing and attention take the cut from here.
+Context parallelism splits every sequence into 2 x ranks equal pieces. Rank r holds pieces r and 2 x ranks - 1 - r,
+which balances causal attention. This module defines the split for packing and attention.
 
-`PackedSequences` has the sequence lengths on the host too. A layer that asked the device for a length would wait, in
-every layer, until the device has finished all its work.
+`PackedSequences` also has the sequence lengths on the host. Reading a length from the device would synchronize host and
+device in every layer.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from slimrl.data.train_batch import RolloutBatch, sequence_multiple
 
 
 def local_rows(lengths: Tensor, rank: int, ranks: int) -> Tensor:
-    """Rows of the whole pack that `rank` holds, in its own order; int64 [sum(lengths) / ranks].
+    """Rows of the whole pack that `rank` holds, in that rank's order; int64 [sum(lengths) / ranks].
 
-    `lengths` int64 [sequences], each a multiple of 2 x `ranks` (of 1 where there is one rank).
+    `lengths` int64 [sequences], each a multiple of 2 x `ranks` (any length if there is one rank).
     """
     if ranks == 1:
         return torch.arange(int(lengths.sum()), device=lengths.device)
@@ -36,7 +36,7 @@ def local_rows(lengths: Tensor, rank: int, ranks: int) -> Tensor:
 
 
 def pack_order(lengths: Tensor, ranks: int) -> Tensor:
-    """Where each row of the whole pack stands after all ranks' rows were laid end to end; int64 [sum(lengths)]."""
+    """Index of each row of the whole pack in the concatenation of all ranks' rows; int64 [sum(lengths)]."""
     gathered = torch.cat([local_rows(lengths, rank, ranks) for rank in range(ranks)])
     order = torch.empty_like(gathered)
     order[gathered] = torch.arange(gathered.numel(), device=gathered.device)
@@ -44,22 +44,22 @@ def pack_order(lengths: Tensor, ranks: int) -> Tensor:
 
 
 def ranges(starts: Tensor, lengths: Tensor) -> Tensor:
-    """`starts[i], starts[i] + 1, ...` (`lengths[i]` numbers) for every i, end to end."""
+    """Concatenation of the ranges `starts[i], starts[i] + 1, ...` (`lengths[i]` numbers)."""
     shift = starts - (lengths.cumsum(0) - lengths)
     return torch.repeat_interleave(shift, lengths) + torch.arange(int(lengths.sum()), device=lengths.device)
 
 
 class TokenFrequencies:
-    """The rotary frequencies of one forward pass, gathered by the first layer that asks and read by all others.
+    """The rotary frequencies of one forward pass, gathered by its first layer and reused by the others.
 
-    All layers of a model have the same. The recomputation of a layer finds them here too.
+    They are the same for all layers of a model. Activation recomputation reuses them too.
     """
 
     def __init__(self) -> None:
         self._gathered: tuple[Tensor, float] | None = None
 
     def of(self, positions: Tensor, make: Callable[[], tuple[Tensor, float]]) -> tuple[Tensor, float]:
-        """Rows [tokens, 1, 1, width] at `positions` of what `make` gives, and the scale that it gives beside them."""
+        """Rows [tokens, 1, 1, width] at `positions` of the table that `make` returns, and the scale it returns."""
         if self._gathered is None:
             by_position, scale = make()
             self._gathered = by_position.index_select(0, positions), scale
@@ -68,15 +68,15 @@ class TokenFrequencies:
 
 @dataclasses.dataclass
 class PackedSequences(PackedSeqParams):
-    """megatron-core's boundaries, and what layers without Transformer Engine need beside them."""
+    """megatron-core's sequence boundaries, and the extra fields of layers without Transformer Engine."""
 
     lengths: tuple[int, ...] = ()  # of every sequence of the whole pack
-    order: Tensor | None = None  # `pack_order` on the model's device; None where one rank holds the whole pack
-    positions: Tensor | None = None  # int64 [tokens of this rank]: the place of each in its sequence
+    order: Tensor | None = None  # `pack_order` on the model's device; None if one rank holds the whole pack
+    positions: Tensor | None = None  # int64 [tokens of this rank]: the position of each in its sequence
     frequencies: TokenFrequencies | None = None  # of the forward pass that this object was made for
 
     def token_frequencies(self, make: Callable[[], tuple[Tensor, float]]) -> tuple[Tensor, float]:
-        """The frequencies of this rank's tokens (see `TokenFrequencies.of`); gathered again outside `for_one_pass`."""
+        """The frequencies of this rank's tokens (see `TokenFrequencies.of`); cached only inside `for_one_pass`."""
         assert self.positions is not None  # as `packed_sequences` makes them
         return (self.frequencies or TokenFrequencies()).of(self.positions, make)
 
@@ -84,8 +84,8 @@ class PackedSequences(PackedSeqParams):
 def packed_sequences(lengths: Tensor, ranks: int, device: torch.device, *, rank: int) -> PackedSequences:
     """The boundaries of a pack, on `device`; `lengths` int64 [sequences], on the host, of the whole pack.
 
-    `ranks` context-parallel ranks share the pack, this one is number `rank`; then each length is a multiple of twice
-    as many.
+    `rank` is this rank's index among the `ranks` context-parallel ranks; with more than one, each length must be a
+    multiple of 2 x `ranks`.
     """
     boundaries = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(device, torch.int32)
     longest = int(lengths.max())
@@ -103,16 +103,16 @@ def packed_sequences(lengths: Tensor, ranks: int, device: torch.device, *, rank:
 
 
 def with_lengths(sequences: PackedSeqParams, ranks: int, rank: int) -> PackedSequences:
-    """The same sequences as `packed_sequences` gives them; asks the device where a caller made them otherwise."""
+    """`sequences` as `PackedSequences`; reads the lengths from the device if a caller made a plain PackedSeqParams."""
     if isinstance(sequences, PackedSequences):
         return sequences
     return packed_sequences(sequences.cu_seqlens_q.diff().long().cpu(), ranks, sequences.cu_seqlens_q.device, rank=rank)
 
 
 def for_one_pass(sequences: PackedSeqParams | None) -> PackedSeqParams | None:
-    """The same sequences for one forward pass and its backward pass, whose layers share rotary frequencies.
+    """The same sequences for one forward and backward pass, whose layers share rotary frequencies.
 
-    These are let go of with the pass: a rollout's micro-batches are all kept to its end.
+    The copy frees them with the pass: the micro-batches themselves live until the end of the rollout's training.
     """
     if not isinstance(sequences, PackedSequences):
         return sequences
@@ -120,29 +120,29 @@ def for_one_pass(sequences: PackedSeqParams | None) -> PackedSeqParams | None:
 
 
 def without_boundaries(sequences: PackedSequences) -> PackedSequences:
-    """The same sequences for code that looks rotary frequencies up by boundaries where it finds any."""
-    # fields of megatron-core's PackedSeqParams, which is not read here
+    """The same sequences without boundaries, for code that would use them to look up rotary frequencies."""
+    # mypy does not follow megatron-core's PackedSeqParams, which declares these fields
     return dataclasses.replace(sequences, cu_seqlens_q=None, cu_seqlens_kv=None)  # type: ignore[call-arg]
 
 
 @dataclasses.dataclass(frozen=True)
 class MicroBatch:
-    """One packed forward pass; sequences stand end to end, the last may be padding that nothing reads.
+    """One packed forward pass: sequences end to end; the last one may be padding.
 
-    With context parallelism `tokens` are this rank's share, and so are `padding`, `logit_rows`, `targets` and `own`;
-    the rest is the same on every rank.
+    With context parallelism `tokens`, `padding`, `logit_rows`, `targets` and `own` are this rank's part; the other
+    fields are the same on every rank.
     """
 
     tokens: Tensor  # int64 [1, padded tokens / context-parallel ranks]
     padding: Tensor  # bool like tokens: which of them are padding
     sequences: PackedSequences  # where each sequence starts in the whole pack
-    logit_rows: Tensor  # int64 [own response tokens]: the row of logits that predicts each
-    targets: Tensor  # int64 [own response tokens]: their ids
-    own: Tensor  # int64 [own response tokens]: which of the micro-batch's response tokens they are
-    response_index: Tensor  # int64 [response tokens]: their places in the rank's response columns
+    logit_rows: Tensor  # int64 [this rank's response tokens]: the row of logits that predicts each
+    targets: Tensor  # int64 [this rank's response tokens]: their ids
+    own: Tensor  # int64 [this rank's response tokens]: their indices among the micro-batch's response tokens
+    response_index: Tensor  # int64 [response tokens]: their indices in the rank's response columns
     response_lengths: Tensor  # int64 [samples]
-    rows: tuple[int, ...]  # the samples' places in the rank's batch
-    lengths: tuple[tuple[int, int], ...]  # of each sample and of its response, known to the host
+    rows: tuple[int, ...]  # the samples' indices in the rank's batch
+    lengths: tuple[tuple[int, int], ...]  # of each sample and of its response, on the host
 
 
 def pack_micro_batch(
@@ -154,10 +154,10 @@ def pack_micro_batch(
     context_rank: int = 0,
     context_size: int = 1,
 ) -> MicroBatch:
-    """Pack `rows` of `batch`; each rank's share is padded to a multiple of `length_multiple` tokens.
+    """Pack `rows` of `batch`; each rank's part is padded to a multiple of `length_multiple` tokens.
 
-    The prediction of the token at position t is row t - 1, so a sample of prompt length p and total length n
-    uses the rows p - 1 to n - 2 of its own sequence.
+    Row t - 1 of the logits predicts the token at position t, so a sample of prompt length p and total length n uses
+    the rows p - 1 to n - 2 of its own sequence.
     """
     index = torch.as_tensor(rows, dtype=torch.int64)
     totals, responses = batch.total_lengths[index], batch.response_lengths[index]
@@ -174,15 +174,15 @@ def pack_micro_batch(
     padded = torch.ones_like(tokens, dtype=torch.bool)
     padded[real] = False
     positions = ranges(starts + totals - responses, responses)
-    held = local_rows(lengths, context_rank, context_size)
-    place = torch.full_like(tokens, -1)
-    place[held] = torch.arange(held.numel())
-    logit_rows = place[positions - 1]
+    local = local_rows(lengths, context_rank, context_size)
+    local_index = torch.full_like(tokens, -1)
+    local_index[local] = torch.arange(local.numel())
+    logit_rows = local_index[positions - 1]
     own = (logit_rows >= 0).nonzero().squeeze(1)
 
     return MicroBatch(
-        tokens=tokens[held].unsqueeze(0).to(device),
-        padding=padded[held].unsqueeze(0).to(device),
+        tokens=tokens[local].unsqueeze(0).to(device),
+        padding=padded[local].unsqueeze(0).to(device),
         sequences=packed_sequences(lengths, context_size, device, rank=context_rank),
         logit_rows=logit_rows[own].to(device),
         targets=tokens[positions[own]].to(device),

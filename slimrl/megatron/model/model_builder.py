@@ -1,11 +1,12 @@
-"""Builds the model of a training worker from flags, with a function or layers of the user's where they say so.
+"""Builds the model of a training rank from flags, optionally with a custom model provider or custom layers.
 
-Promises a bare `GPTModel` on this process' device, with vocabulary-parallel logits over the padded vocabulary
-and every parameter marked the way gradient reduction needs. Called by the trainer and by the converters.
+The result is a bare `GPTModel` on this process' device, with vocabulary-parallel logits over the padded vocabulary and
+every parameter marked as gradient reduction needs it. Called by the trainer and by the converters.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -16,8 +17,10 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from slimrl.arguments import Arguments
+from slimrl.arguments.flags.attention import AttentionArguments
+from slimrl.arguments.namespace import Arguments, MegatronArguments
 from slimrl.hooks import HookFailedError, LayerSpec, ModelProvider, accepted, named, naming_calls, resolve
+from slimrl.hooks.base import RunArguments
 from slimrl.megatron.config import transformer_config
 from slimrl.megatron.model.layer_spec import block_of, block_spec
 from slimrl.megatron.model.layers import PostNorms
@@ -25,46 +28,67 @@ from slimrl.megatron.model.output_layer import PolicyModel
 from slimrl.megatron.parallel import ParallelState
 
 
-def build_model(args: Arguments, parallel: ParallelState) -> GPTModel:
+@dataclasses.dataclass(frozen=True)
+class CustomModel:
+    """Custom functions that build the model or its layers; without a path slimrl builds its own."""
+
+    provider_path: str | None = None
+    spec: str | None = None
+    keep_logits: bool = False  # whether a model that gives logits can be trained
+    hook_args: RunArguments | None = None  # passed to the functions
+
+    @classmethod
+    def from_args(cls, args: Arguments) -> CustomModel:
+        """From --custom-model-provider-path and --spec."""
+        spec = None if args.spec is None else ".".join(args.spec)
+        return cls(args.custom_model_provider_path, spec, args.keep_logits, args)
+
+
+_NO_CUSTOM_MODEL = CustomModel()
+
+
+def build_model(flags: MegatronArguments, parallel: ParallelState, custom: CustomModel = _NO_CUSTOM_MODEL) -> GPTModel:
     """This rank's part of the model, freshly initialised, for a layout without virtual pipeline stages.
 
     `parallel.initialize` must have run. The logits of `model(...)` are [1, tokens, padded_vocab_size / tp], in the
     parameters' dtype.
     """
-    return _build_stage(args, transformer_config(args), parallel, None)
+    return _build_stage(flags, transformer_config(flags), parallel, None, custom)
 
 
-def build_stages(args: Arguments, parallel: ParallelState) -> list[GPTModel]:
-    """The parts of the model that this rank holds: one, or one for each of its virtual pipeline stages."""
-    config = transformer_config(args)  # one object: the schedule reads that of the first stage
+def build_stages(
+    flags: MegatronArguments, parallel: ParallelState, custom: CustomModel = _NO_CUSTOM_MODEL
+) -> list[GPTModel]:
+    """This rank's model chunks: one, or one for each of its virtual pipeline stages."""
+    config = transformer_config(flags)  # one object: the schedule reads that of the first stage
     numbers = [None] if parallel.virtual_stages is None else range(parallel.virtual_stages)
-    stages = [_build_stage(args, config, parallel, number) for number in numbers]
-    if args.custom_model_provider_path is not None and not args.untie_embeddings_and_output_weights:
-        _check_tie(args.custom_model_provider_path, stages, parallel)
+    stages = [_build_stage(flags, config, parallel, number, custom) for number in numbers]
+    if custom.provider_path is not None and not flags.untie_embeddings_and_output_weights:
+        _check_tie(custom.provider_path, stages, parallel)
     return stages
 
 
 def _check_tie(path: str, stages: list[GPTModel], parallel: ParallelState) -> None:
-    """A tied weight is on two pipeline stages, which add their gradients up: one without any would be waited for."""
+    """Raises HookFailedError if only one end of the tied weight is frozen: its gradient all-reduce would hang."""
     ends = [stage.shared_embedding_or_output_weight() for stage in stages if stage.pre_process or stage.post_process]
     of_stages: list[list[bool]] = [[] for _ in range(parallel.pp_size)]
     dist.all_gather_object(of_stages, [weight.requires_grad for weight in ends], group=parallel.pp_group)
     if len({trained for found in of_stages for trained in found}) > 1:
         raise HookFailedError(
-            f"--custom-model-provider-path {path} freezes the embedding or the head, which are one weight here: freeze"
-            " shared_embedding_or_output_weight() on both stages"
+            f"--custom-model-provider-path {path} freezes only one of embedding and head, which share one weight:"
+            " freeze shared_embedding_or_output_weight() on both pipeline stages"
         )
 
 
 def policy_model(
-    args: Arguments,
+    args: MegatronArguments,
     config: TransformerConfig,
     pre_process: bool,
     post_process: bool,
     vp_stage: int | None = None,
     layers: TransformerBlockSubmodules | None = None,
 ) -> PolicyModel:
-    """slimrl's own model of a stage, in host memory; `layers` are `own_layers` where None is given."""
+    """slimrl's own model of a stage, in host memory; `layers` defaults to `own_layers`."""
     return PolicyModel(
         config=config,
         transformer_layer_spec=layers if layers is not None else own_layers(args, config, vp_stage),
@@ -83,39 +107,47 @@ def policy_model(
     )
 
 
-def own_layers(args: Arguments, config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """slimrl's own layers of a stage, with all that the flags ask for."""
+def own_layers(args: AttentionArguments, config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """slimrl's own layers of a stage, as the flags configure them."""
     post_norms = PostNorms(self_attention=args.post_self_attn_layernorm, mlp=args.post_mlp_layernorm)
     return block_spec(config, vp_stage, post_norms)
 
 
 def _build_stage(
-    args: Arguments, config: TransformerConfig, parallel: ParallelState, virtual_stage: int | None
+    flags: MegatronArguments,
+    config: TransformerConfig,
+    parallel: ParallelState,
+    virtual_stage: int | None,
+    custom: CustomModel,
 ) -> GPTModel:
     ends = parallel.holds_embedding(virtual_stage), parallel.holds_head(virtual_stage)
-    if args.custom_model_provider_path is not None:
-        where, path = "--custom-model-provider-path", args.custom_model_provider_path
-        model = _provided(where, path, named(where, path, ModelProvider), args, config, ends, virtual_stage)
-    elif args.spec is not None:
-        model = _from_spec(args, config, ends, virtual_stage)
+    if custom.provider_path is not None:
+        where, path = "--custom-model-provider-path", custom.provider_path
+        model = _provided(where, path, named(where, path, ModelProvider), custom, config, ends, virtual_stage)
+    elif custom.spec is not None:
+        model = _from_spec(flags, custom.spec, custom, config, ends, virtual_stage)
     else:
-        model = policy_model(args, config, *ends, virtual_stage)
+        model = policy_model(flags, config, *ends, virtual_stage)
     mark_expert_parameters(model)
     return model.to(parallel.device)
 
 
 def _from_spec(
-    args: Arguments, config: TransformerConfig, ends: tuple[bool, bool], virtual_stage: int | None
+    flags: MegatronArguments,
+    path: str,
+    custom: CustomModel,
+    config: TransformerConfig,
+    ends: tuple[bool, bool],
+    virtual_stage: int | None,
 ) -> GPTModel:
     """The model of the layers that --spec describes."""
-    path = ".".join(args.spec or ())
     found = resolve(path, LayerSpec)
     if not isinstance(found, ModuleSpec):
-        found = named("--spec", path, LayerSpec)(args, config, virtual_stage)
+        found = named("--spec", path, LayerSpec)(custom.hook_args, config, virtual_stage)
     if isinstance(found, ModuleSpec | TransformerBlockSubmodules):
-        return policy_model(args, config, *ends, virtual_stage, block_of(config, found, virtual_stage))
+        return policy_model(flags, config, *ends, virtual_stage, block_of(config, found, virtual_stage))
     if inspect.isroutine(found):
-        return _provided("--spec", path, naming_calls("--spec", path, found), args, config, ends, virtual_stage)
+        return _provided("--spec", path, naming_calls("--spec", path, found), custom, config, ends, virtual_stage)
     raise HookFailedError(
         f"--spec {path} returned a value of type {type(found).__name__}: return a ModuleSpec of a layer,"
         " TransformerBlockSubmodules or a function that builds the model"
@@ -126,28 +158,29 @@ def _provided(
     flag: str,
     path: str,
     function: Callable[..., Any],
-    args: Arguments,
+    custom: CustomModel,
     config: TransformerConfig,
     ends: tuple[bool, bool],
     virtual_stage: int | None,
 ) -> GPTModel:
-    """What a model provider gives; raises HookFailedError where nothing here can train it."""
-    model = function(*ends, **accepted(function, ModelProvider, vp_stage=virtual_stage, args=args, config=config))
+    """The model that a custom provider builds; raises HookFailedError if the trainer cannot train it."""
+    offers = {"vp_stage": virtual_stage, "args": custom.hook_args, "config": config}
+    model = function(*ends, **accepted(function, ModelProvider, **offers))
     if not isinstance(model, GPTModel):
         raise HookFailedError(f"{flag} {path} returned a value of type {type(model).__name__}: return a GPTModel")
-    if not isinstance(model, PolicyModel) and not args.keep_logits:
+    if not isinstance(model, PolicyModel) and not custom.keep_logits:
         raise HookFailedError(
-            f"{flag} {path} returned a plain GPTModel, which gives logits: add --keep-logits, or build it with"
+            f"{flag} {path} returned a plain GPTModel, which outputs logits: add --keep-logits, or build it with"
             " slimrl.megatron.model.policy_model"
         )
     return model
 
 
 def mark_expert_parameters(model: torch.nn.Module) -> None:
-    """Have expert weights reduced over the expert-data-parallel group.
+    """Mark expert weights for gradient reduction over the expert-data-parallel group.
 
-    megatron-core marks them only where expert parallelism is larger than 1; with tensor parallelism alone their
-    gradients would silently stay unreduced, and checkpoints could not change their expert layout.
+    megatron-core marks them only if expert parallelism is larger than 1. With tensor parallelism alone their gradients
+    would silently stay unreduced, and checkpoints could not be loaded in another expert layout.
     """
     for name, parameter in model.named_parameters():
         if ".experts." in name:

@@ -1,9 +1,9 @@
-"""The output layer, which gives log-probabilities and entropies instead of logits where it is asked to.
+"""An output layer that can return log-probabilities and entropies instead of logits.
 
-Promises that such a pass never holds the logits of more than a piece of the vocabulary, computes them for the tokens in
-question only, and has the gradients of the plain layer in every layout. The weight is used inside the layer's own
-forward pass, so that whatever gathers weights before a module runs finds it. Called by the model builder; `forward`
-asks.
+Such a pass never holds the logits of more than a chunk of the vocabulary and computes them only for the tokens to
+score; its gradients equal those of the plain layer in every parallel layout. The weight is used inside the layer's own
+forward pass, so that pre-forward hooks that gather weights (FSDP) apply. Built by `model_builder`; `forward_step`
+requests the scores.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from slimrl.megatron.model.micro_batch import for_one_pass
 
 @dataclasses.dataclass(frozen=True)
 class TokensToScore:
-    """Which log-probabilities are wanted, and how logits become them."""
+    """Which tokens to score, and how their log-probabilities are computed from logits."""
 
     rows: Tensor  # int64 [tokens]: the positions whose logits predict them
     targets: Tensor  # int64 [tokens]: their ids
     vocab_size: int  # without padding
     temperature: float
-    chunk_size: int  # as `output_log_probs` reads it
+    chunk_size: int  # see `output_log_probs`
 
 
 class OutputLayer(ColumnParallelLinear):
@@ -45,7 +45,7 @@ class OutputLayer(ColumnParallelLinear):
     """
 
     def __init__(self, plain: ColumnParallelLinear):
-        """Takes the place of `plain`, with its weight."""
+        """Replaces `plain` and takes over its weight."""
         super().__init__(
             plain.input_size,
             plain.output_size,
@@ -57,45 +57,45 @@ class OutputLayer(ColumnParallelLinear):
             tp_group=plain.tp_group,
         )
         self.weight = plain.weight
-        self._wanted: TokensToScore | None = None
+        self._to_score: TokensToScore | None = None
 
     @contextlib.contextmanager
-    def scoring(self, wanted: TokensToScore) -> Iterator[None]:
-        """Within the block the layer scores `wanted`."""
-        self._wanted = wanted
+    def scoring(self, to_score: TokensToScore) -> Iterator[None]:
+        """Within the block the layer scores `to_score`."""
+        self._to_score = to_score
         try:
             yield
         finally:
-            self._wanted = None
+            self._to_score = None
 
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """As megatron-core's: `input_` is [positions (of this rank), 1, hidden], `weight` that of a tied embedding."""
-        if self._wanted is None:
+        if self._to_score is None:
             return super().forward(input_, weight, runtime_gather_output)
-        scores = self._scores(input_, self.weight if weight is None else weight, self._wanted)
+        scores = self._scores(input_, self.weight if weight is None else weight, self._to_score)
         return torch.stack(scores, dim=1), None
 
-    def _scores(self, hidden: Tensor, weight: Tensor, wanted: TokensToScore) -> tuple[Tensor, Tensor]:
+    def _scores(self, hidden: Tensor, weight: Tensor, to_score: TokensToScore) -> tuple[Tensor, Tensor]:
         if self.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=self.tp_group)
-        rows = hidden[:, 0].index_select(0, wanted.rows)
-        if not self.sequence_parallel:  # backward adds up the ranks' shares of these rows only
+        rows = hidden[:, 0].index_select(0, to_score.rows)
+        if not self.sequence_parallel:  # backward then all-reduces the gradients of these rows only
             rows = copy_to_tensor_model_parallel_region(rows, group=self.tp_group)
         return output_log_probs(
             rows,
             weight,
-            wanted.targets,
-            vocab_size=wanted.vocab_size,
+            to_score.targets,
+            vocab_size=to_score.vocab_size,
             group=self.tp_group,
-            temperature=wanted.temperature,
-            chunk_size=wanted.chunk_size,
+            temperature=to_score.temperature,
+            chunk_size=to_score.chunk_size,
         )
 
 
 class PolicyModel(GPTModel):
-    """megatron-core's GPTModel whose forward pass can be asked for scores of tokens instead of logits."""
+    """megatron-core's GPTModel whose forward pass can return scores of tokens instead of logits."""
 
     def __init__(self, **settings: Any):
         super().__init__(**settings)
@@ -111,7 +111,7 @@ class PolicyModel(GPTModel):
     ) -> Tensor:
         """As GPTModel's; with `wanted` the last stage's output is float32 [2, tokens to score].
 
-        The rows are log-probability and entropy. Other stages give their hidden states as ever.
+        The rows are log-probability and entropy. Other stages return hidden states as usual.
         """
         settings["packed_seq_params"] = for_one_pass(packed_seq_params)
         if wanted is None or not self.post_process:

@@ -1,8 +1,8 @@
 """Rotary embeddings of packed sequences without Transformer Engine's fused kernel.
 
-Promises megatron-core's own arithmetic, bit for bit, without its read of the sequence lengths from the device for
-queries and keys of every layer: the frequencies of all tokens are gathered once per micro-batch, from positions that
-the host laid out. Called by the layer specs; attention with the fused kernel stays as it is.
+The result equals megatron-core's bit for bit. megatron-core reads the sequence lengths from the device for the queries
+and keys of every layer; this module gathers the frequencies of all tokens once per micro-batch, from positions computed
+on the host. Used by the layer specs; attention with the fused kernel is unchanged.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from slimrl.megatron.model.micro_batch import PackedSequences, without_boundarie
 
 
 class _Rotation(NamedTuple):
-    """Frequencies [tokens, 1, 1, width] of a pack's tokens; a pair, as megatron-core's attention expects."""
+    """Frequencies [tokens, 1, 1, width] of a pack's tokens, as the pair that megatron-core's attention expects."""
 
     query: Tensor
     key: Tensor
@@ -61,7 +61,7 @@ class PackedSelfAttention(SelfAttention):
     def _adjust_key_value_for_inference(
         self, inference_context: Any, query: Tensor, key: Tensor, value: Tensor, rotary_pos_emb: Any, *rest: Any
     ) -> tuple[Any, ...]:
-        """The last place before megatron-core rotates; queries and keys are [tokens, 1, heads, width] here."""
+        """Rotates here, the last hook before megatron-core would; queries and keys are [tokens, 1, heads, width]."""
         if not isinstance(rotary_pos_emb, _Rotation):
             return super()._adjust_key_value_for_inference(inference_context, query, key, value, rotary_pos_emb, *rest)
         query, key = (
@@ -78,7 +78,7 @@ class PackedSelfAttention(SelfAttention):
 
 
 class PackedLatentSelfAttention(MLASelfAttention):
-    """megatron-core's latent attention, with frequencies per token and without boundaries to look them up by."""
+    """megatron-core's latent attention, with frequencies per token instead of a lookup by sequence boundaries."""
 
     def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
@@ -96,14 +96,14 @@ class PackedLatentSelfAttention(MLASelfAttention):
         """As megatron-core's: query, key, value and the two compressed vectors."""
         if _laid_out(packed_seq_params, self.config):
             assert packed_seq_params is not None  # `_laid_out`
-            packed_seq_params = without_boundaries(packed_seq_params)  # with them each layer would ask the device
+            packed_seq_params = without_boundaries(packed_seq_params)  # else each layer reads them from the device
         return super().get_query_key_value_tensors(
             hidden_states, key_value_states, position_ids, packed_seq_params, **settings
         )
 
 
 class _FrequenciesOfTokens(torch.nn.Module):
-    """A rotary embedding of latent attention; of a pack it gives [tokens, 1, width], one row per token."""
+    """A rotary embedding of latent attention; for a pack it returns [tokens, 1, width], one row per token."""
 
     def __init__(self, by_position: RotaryEmbedding | YarnRotaryEmbedding):
         super().__init__()
@@ -117,7 +117,7 @@ class _FrequenciesOfTokens(torch.nn.Module):
         transformer_config: TransformerConfig,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> int | PackedSequences:
-        """What `forward` is called with next: the pack itself where its layout is known."""
+        """The argument of the following `forward` call: the pack itself if its layout is known."""
         if _laid_out(packed_seq_params, transformer_config):
             assert packed_seq_params is not None
             return packed_seq_params
@@ -126,38 +126,38 @@ class _FrequenciesOfTokens(torch.nn.Module):
         )
 
     def forward(self, length: int | PackedSequences, packed_seq: bool = False) -> Tensor | tuple[Tensor, float]:
-        """Frequencies; with YaRN also what cosine and sine are multiplied by."""
+        """Frequencies; with YaRN also the factor for cosine and sine."""
         if not isinstance(length, PackedSequences):
             return self.by_position(length, packed_seq=packed_seq)
         yarn = isinstance(self.by_position, YarnRotaryEmbedding)
 
         def make() -> tuple[Tensor, float]:
-            made = self.by_position(length.max_seqlen_q, packed_seq=True)
-            return made if yarn else (made, 1.0)
+            frequencies = self.by_position(length.max_seqlen_q, packed_seq=True)
+            return frequencies if yarn else (frequencies, 1.0)
 
         rows, scale = length.token_frequencies(make)
-        rows = rows.squeeze(1)  # latent attention has packed queries as [tokens, heads, width] when it rotates them
+        rows = rows.squeeze(1)  # latent attention rotates packed queries [tokens, heads, width]
         return (rows, scale) if yarn else rows
 
 
 def with_token_frequencies(layer: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
-    """`layer`, whose self-attention rotates packs as above unless the fused kernel does; the spec is changed."""
+    """`layer`, modified in place to rotate packs with this module's attention unless the fused kernel does."""
     attention = layer.submodules.self_attention
-    own = {SelfAttention: PackedSelfAttention, MLASelfAttention: PackedLatentSelfAttention}
+    packed = {SelfAttention: PackedSelfAttention, MLASelfAttention: PackedLatentSelfAttention}
     if not config.apply_rope_fusion:
-        attention.module = own.get(attention.module, attention.module)
+        attention.module = packed.get(attention.module, attention.module)
     return layer
 
 
 def drop_frequencies() -> None:
-    """Let go of the frequencies by position that megatron-core keeps for the lengths it has seen.
+    """Free the frequencies by position that megatron-core caches on the device, up to 32 lengths per class.
 
-    They are kept per class, up to 32 lengths each, on the device; they are made again where they are needed.
+    They are recomputed when needed.
     """
     for kind in (RotaryEmbedding, YarnRotaryEmbedding):
         kind.forward.cache_clear()
 
 
 def _laid_out(sequences: PackedSeqParams | None, config: TransformerConfig) -> bool:
-    """Whether tokens' positions are known without the device, and the fused kernel does not look them up itself."""
+    """Whether the tokens' positions are known on the host and the fused kernel is not used."""
     return isinstance(sequences, PackedSequences) and not config.apply_rope_fusion

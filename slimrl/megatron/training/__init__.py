@@ -1,1 +1,1 @@
-"""One rank of training: batches in, optimizer steps and metrics out."""
+"""Training on one rank: takes batches, runs optimizer steps, returns metrics."""

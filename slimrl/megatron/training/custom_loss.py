@@ -1,7 +1,7 @@
-"""--loss-type custom_loss: a function of the user's, from one micro-batch's logits to a loss.
+"""--loss-type custom_loss: a custom function from one micro-batch's logits to a loss.
 
-Promises that the function sees whole responses in every layout, and that what it returns is counted as the built-in
-losses are. Made by the trainer once, called by `forward` for each micro-batch.
+The function gets whole responses in every parallel layout, and its result is normalised like the built-in losses.
+The trainer creates it once; `forward_step` calls it for each micro-batch.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ import torch
 from torch import Tensor
 
 from slimrl.algorithms.reduction import masked_mean_per_sample_sum, masked_sum
-from slimrl.arguments import Arguments
+from slimrl.arguments.flags.algorithm import AlgorithmArguments
 from slimrl.hooks import CustomLoss, HookFailedError, named
+from slimrl.hooks.base import RunArguments
 from slimrl.megatron.model.micro_batch import MicroBatch
 from slimrl.megatron.training.loss import named_sums
-from slimrl.megatron.training.loss_metrics import PolicyLossSums
+from slimrl.megatron.training.loss_sums import PolicyLossSums
 
 if TYPE_CHECKING:
+    from slimrl.megatron.training.advantages import RolloutData
     from slimrl.megatron.training.forward_step import LogProbConfig, TrainTensors
-    from slimrl.megatron.training.train_inputs import RolloutData
 
 FLAG = "--custom-loss-function-path"
 
@@ -59,19 +60,26 @@ class LossBatch(dict[str, Any]):
 
 
 class CheckedCustomLoss:
-    """The function of one run, whose answers are checked."""
+    """The custom loss of one run; validates the function's results."""
 
-    def __init__(self, args: Arguments, settings: LogProbConfig) -> None:
-        """Raises HookError where the path leads to nothing that keeps its contract."""
-        self._args = args
+    def __init__(self, algorithm: AlgorithmArguments, settings: LogProbConfig, hook_args: RunArguments) -> None:
+        """`hook_args` is passed to the function.
+
+        Raises HookError if its path does not name a function with the required signature.
+        """
+        path = algorithm.custom_loss_function_path
+        if path is None:
+            raise ValueError(f"--loss-type custom_loss needs {FLAG}")
+        self._hook_args = hook_args
         self._settings = settings
-        self._name = f"{FLAG} {args.custom_loss_function_path}"
-        self._function = named(FLAG, args.custom_loss_function_path, CustomLoss)
+        self._per_token = algorithm.calculate_per_token_loss
+        self._name = f"{FLAG} {path}"
+        self._function = named(FLAG, path, CustomLoss)
 
     def sums(self, logits: Tensor, micro_batch: MicroBatch, columns: TrainTensors, data: RolloutData) -> PolicyLossSums:
-        """The loss of one micro-batch; raises HookFailedError where the function fails or returns something else."""
+        """The loss of one micro-batch; raises HookFailedError if the function fails or returns something else."""
         mask = columns.loss_mask.index_select(0, micro_batch.response_index)
-        per_token = self._args.calculate_per_token_loss
+        per_token = self._per_token
 
         def sum_of_sample_mean(values: Tensor) -> Tensor:
             if per_token:
@@ -79,7 +87,7 @@ class CheckedCustomLoss:
             return masked_mean_per_sample_sum(values, mask, micro_batch.response_lengths)
 
         batch = LossBatch(data, micro_batch, self._settings)
-        loss, metrics = self._checked(self._function(self._args, batch, logits, sum_of_sample_mean))
+        loss, metrics = self._checked(self._function(self._hook_args, batch, logits, sum_of_sample_mean))
         trained_tokens = (mask != 0).sum()
         samples = torch.full_like(trained_tokens, micro_batch.response_lengths.numel())
         with torch.no_grad():
@@ -90,7 +98,7 @@ class CheckedCustomLoss:
                 trained_tokens,
                 {"loss": loss.detach().double().reshape(())},
                 mismatch=gaps.abs().masked_fill(mask == 0, 0.0),
-                own=metrics,
+                custom=metrics,
             )
 
     def _checked(self, answer: Any) -> tuple[Tensor, dict[str, Tensor]]:
@@ -101,7 +109,7 @@ class CheckedCustomLoss:
         loss, metrics = answer
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise HookFailedError(
-                f"{self._name} returned a loss that is no scalar tensor with a gradient: make it from logits, summed by"
+                f"{self._name} returned a loss that is not a scalar tensor with a gradient: use logits, summed by"
                 " sum_of_sample_mean"
             )
         values = {}
@@ -112,13 +120,13 @@ class CheckedCustomLoss:
                     " sum_of_sample_mean"
                 )
             values[name] = torch.as_tensor(value).detach().double().reshape(())
-        return loss.sum(), values  # never a view, whose memory the pipeline's schedule would refuse to free
+        return loss.sum(), values  # not a view, because the pipeline schedule cannot free a view's memory
 
 
 def added_metrics(all_sums: list[PolicyLossSums]) -> dict[str, float]:
-    """The own metrics of a rank's micro-batches, added up. Raises HookFailedError where their names differ."""
-    names = {frozenset(sums.own) for sums in all_sums}
+    """The custom metrics summed over a rank's micro-batches. Raises HookFailedError if their names differ."""
+    names = {frozenset(sums.custom) for sums in all_sums}
     if len(names) > 1:
         odd = sorted(frozenset.union(*names) - frozenset.intersection(*names))
-        raise HookFailedError(f"metrics {', '.join(odd)} of a function of yours are there for some micro-batches only")
-    return {name: math.fsum(float(sums.own[name]) for sums in all_sums) for name in sorted(next(iter(names), ()))}
+        raise HookFailedError(f"custom metrics {', '.join(odd)} were returned for some micro-batches only")
+    return {name: math.fsum(float(sums.custom[name]) for sums in all_sums) for name in sorted(next(iter(names), ()))}

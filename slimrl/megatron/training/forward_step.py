@@ -1,8 +1,8 @@
 """Forward and backward passes over micro-batches, through megatron-core's schedule.
 
-Promises log-probabilities in the batch's response order and gradients divided by the global count, whatever the
-packing and the layout. Called by the trainer; a model is the list of the stages that this rank holds (one, but for
-virtual pipeline stages), each in its gradient-reducing wrapper.
+Guarantees log-probabilities in the batch's response order and gradients divided by the global count, for every packing
+and layout. Called by the trainer; a model is the list of the stages of this rank (one, or one per virtual pipeline
+stage), each in its gradient-reducing wrapper.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ from torch import Tensor
 
 from slimrl.algorithms.log_probs import vocab_parallel_log_probs
 from slimrl.arguments import Arguments
+from slimrl.arguments.flags.moe import MoeArguments
 from slimrl.data.train_batch import RolloutBatch
 from slimrl.megatron.model.micro_batch import MicroBatch
 from slimrl.megatron.model.output_layer import TokensToScore
 from slimrl.megatron.parallel import ParallelState
 from slimrl.megatron.training.loss import PolicyLossConfig, PolicyLossInputs, policy_loss_sums
-from slimrl.megatron.training.loss_metrics import PolicyLossSums
+from slimrl.megatron.training.loss_sums import PolicyLossSums
 from slimrl.megatron.training.nonfinite_guard import broken_samples
 
 
 @dataclasses.dataclass(frozen=True)
 class LogProbConfig:
-    """How hidden states become log-probabilities: with logits that are kept for the backward pass, or without."""
+    """How hidden states become log-probabilities: with logits kept for the backward pass, or without."""
 
     vocab_size: int  # without padding
     temperature: float
-    chunk_size: int  # rows at a time, -1 for as many as take little memory
+    chunk_size: int  # rows at a time, -1 for a size that takes little memory
     keep_logits: bool
     tensor_group: dist.ProcessGroup
     context_group: dist.ProcessGroup
@@ -54,7 +55,7 @@ class LogProbConfig:
         )
 
     def wanted(self, micro_batch: MicroBatch) -> TokensToScore | None:
-        """What to ask of the model: None for logits."""
+        """The model's argument: which tokens to score, None for logits."""
         if self.keep_logits:
             return None
         return TokensToScore(
@@ -68,14 +69,14 @@ class LogProbConfig:
     def __call__(self, output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy, float32 [response tokens] each, from the output of the last stage.
 
-        That is [2, own response tokens], or the logits [1, tokens / cp, vocab / tp] where they are kept. Every
-        context-parallel rank gets all response tokens of the micro-batch; only its own carry a gradient.
+        `output` is [2, response tokens of this rank], or the logits [1, tokens / cp, vocab / tp] if these are kept.
+        Every context-parallel rank gets all response tokens of the micro-batch; only its own carry a gradient.
         """
         log_probs, entropy = self._from_logits(output[0], micro_batch) if self.keep_logits else output
         return self.of_all_ranks(log_probs, entropy, micro_batch)
 
     def of_all_ranks(self, first: Tensor, second: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Columns [response tokens] from [own response tokens] of each context-parallel rank."""
+        """Gather [response tokens] from the response tokens of each context-parallel rank."""
         if self.context_group.size() == 1:
             return first, second
         total = micro_batch.response_index.numel()
@@ -93,10 +94,10 @@ class LogProbConfig:
 
 
 class _GatherContextParallel(torch.autograd.Function):
-    """Columns [total] of which each rank of `group` has the values at `own`; gradients go back to these only.
+    """Columns [total] of which each rank of `group` has the values at `own`; gradients flow back only to these.
 
-    So a loss of the whole columns, computed on every rank, has its exact gradient spread over the ranks, whatever it
-    does with the tokens of a sample.
+    So every rank can compute the loss of whole columns, with any function of the tokens of a sample, and the ranks'
+    gradients together are its exact gradient.
     """
 
     @staticmethod
@@ -118,7 +119,7 @@ class _GatherContextParallel(torch.autograd.Function):
 
 @dataclasses.dataclass(frozen=True)
 class TrainTensors:
-    """What the loss needs beside the model's output, for all samples of this rank: float32 [its response tokens]."""
+    """The loss's inputs except the model's output, for all samples of this rank: float32 [response tokens]."""
 
     old_log_probs: Tensor
     train_log_probs: Tensor
@@ -129,17 +130,26 @@ class TrainTensors:
 
     @classmethod
     def without_policy(cls, loss_mask: Tensor) -> TrainTensors:
-        """The columns of a loss that compares with no other policy; what it does not read is 0."""
+        """The columns of a loss that compares with no other policy; columns that it does not read are 0."""
         none = torch.zeros_like(loss_mask)
         return cls(none, none, none, None, none, loss_mask)
 
-    def inputs(self, micro_batch: MicroBatch, log_probs: Tensor, entropy: Tensor) -> PolicyLossInputs:
-        """The columns of one micro-batch with the model's output."""
-        chosen = {
+    def inputs(
+        self, micro_batch: MicroBatch, log_probs: Tensor, entropy: Tensor, *, on_policy: bool = False
+    ) -> PolicyLossInputs:
+        """The columns of one micro-batch with the model's output.
+
+        With `on_policy`, `log_probs` without its gradient takes the place of the log-probabilities that training
+        computes before the first optimizer step.
+        """
+        chosen: dict[str, Any] = {
             field.name: value if value is None else value.index_select(0, micro_batch.response_index)
             for field in dataclasses.fields(self)
             for value in [getattr(self, field.name)]
         }
+        if on_policy:
+            is_old = self.old_log_probs is self.train_log_probs
+            chosen |= dict.fromkeys(("train_log_probs", *["old_log_probs"] * is_old), log_probs.detach())
         return PolicyLossInputs(
             log_probs=log_probs,
             entropy=entropy,
@@ -149,26 +159,51 @@ class TrainTensors:
         )
 
     def broken_samples(self, batch: RolloutBatch) -> list[str]:
-        """The samples of `batch` that bring a value along which is not finite (see `step_guard.broken_samples`)."""
+        """The samples of `batch` with an input that is not finite (see `nonfinite_guard.broken_samples`)."""
         names = ("advantages", "rollout_log_probs", "train_log_probs", "ref_log_probs")
         columns = {name: value for name in names if (value := getattr(self, name)) is not None}
         return broken_samples(columns, self.loss_mask, batch.response_lengths, batch.sample_ids)
 
 
 def layer_tokens(config: TransformerConfig, micro_batch: MicroBatch) -> int:
-    """Tokens, padding included, that a layer of this rank sees: what megatron-core weighs a layer's own loss by."""
+    """Tokens in a layer of this rank, with padding: megatron-core weights a layer's own loss by this number."""
     return micro_batch.tokens.numel() // (config.tensor_model_parallel_size if config.sequence_parallel else 1)
 
 
+def layers_add_losses(moe: MoeArguments) -> bool:
+    """Whether MoE routers add losses: load balancing or z-loss."""
+    return moe.num_experts is not None and (any(moe.moe_aux_loss_coeff) or bool(moe.moe_z_loss_coeff))
+
+
+def layer_tokens_by_count(
+    config: TransformerConfig,
+    micro_batches: Sequence[MicroBatch],
+    columns: TrainTensors,
+    count: int | None,
+    parallel: ParallelState,
+) -> float:
+    """Tokens in a layer during a step divided by the loss's divisor; collective over data-parallel ranks.
+
+    The divisor is `count`, or the number of trained tokens if it is None. These are counted here, because a custom
+    function may have changed the masks.
+    """
+    seen = sum(layer_tokens(config, micro_batch) for micro_batch in micro_batches)
+    trained = torch.stack([columns.loss_mask[part.response_index].count_nonzero() for part in micro_batches]).sum()
+    totals = torch.stack([torch.full_like(trained, seen), trained])
+    dist.all_reduce(totals, group=parallel.dp_group)
+    seen, trained = totals.tolist()
+    return seen / max(trained if count is None else count, 1)
+
+
 def _forward(stage: Any, micro_batch: MicroBatch, settings: LogProbConfig) -> Tensor:
-    """The last stage's output that `settings` reads; of other stages hidden states.
+    """The last stage's output for `settings`; hidden states on other stages.
 
     Rotary positions restart at every sequence.
     """
     config, padding = stage.module.config, None
     if config.moe_router_enable_expert_bias:
         padding = micro_batch.padding
-        if config.sequence_parallel and not stage.module.pre_process:  # the embedding's stage cuts it itself
+        if config.sequence_parallel and not stage.module.pre_process:  # the embedding's stage splits it itself
             group = stage.module.pg_collection.tp
             padding = padding.chunk(group.size(), dim=1)[group.rank()]
     wanted = settings.wanted(micro_batch)
@@ -178,7 +213,7 @@ def _forward(stage: Any, micro_batch: MicroBatch, settings: LogProbConfig) -> Te
         None,
         packed_seq_params=micro_batch.sequences,
         padding_mask=padding,
-        **({} if wanted is None else {"wanted": wanted}),  # a model of the user's may know nothing of it
+        **({} if wanted is None else {"wanted": wanted}),  # a custom model may lack this parameter
     )
 
 
@@ -190,21 +225,21 @@ def _run(
     *,
     forward_only: bool,
 ) -> list[Any]:
-    """What the last stage made of each micro-batch; empty on ranks of other stages."""
+    """The last stage's result for each micro-batch; empty on ranks of other stages."""
 
     def announced() -> Iterator[MicroBatch]:
         for micro_batch in micro_batches:
             on_micro_batch()
             yield micro_batch
 
-    # Every virtual stage takes each micro-batch once; it begins in the first.
+    # Every virtual stage reads each micro-batch once; the first stage starts it.
     iterators = [announced(), *(iter(micro_batches) for _ in stages[1:])]
     return get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=iterators if len(stages) > 1 else iterators[0],
         model=list(stages),
         num_microbatches=len(micro_batches),
-        # A bound only: pipeline stages tell each other the length of every micro-batch.
+        # An upper bound: pipeline stages send each other the length of every micro-batch.
         seq_length=max(sum(micro_batch.sequences.lengths) for micro_batch in micro_batches),
         micro_batch_size=1,
         forward_only=forward_only,
@@ -213,7 +248,7 @@ def _run(
 
 
 @torch.no_grad()
-def compute_scores(
+def compute_log_probs(
     stages: Sequence[DistributedDataParallel],
     micro_batches: Sequence[MicroBatch],
     settings: LogProbConfig,
@@ -225,10 +260,10 @@ def compute_scores(
 ) -> list[Tensor]:
     """Log-probabilities of every response token of the rank, float32 [response_tokens], without gradient.
 
-    With `with_entropy` the entropies of the distributions too.
+    With `with_entropy` also the entropies of the distributions.
 
-    Equal on all ranks that share these samples (all but data-parallel ones). `on_micro_batch` is called at the begin
-    of each.
+    Equal on all ranks that share these samples (all except data-parallel ranks). `on_micro_batch` is called at the
+    start of each micro-batch.
     """
 
     def collect(micro_batch: MicroBatch, output: Tensor, non_loss_data: bool) -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -259,31 +294,38 @@ def forward_backward(
     on_micro_batch: Callable[[], None],
     *,
     by_tokens: float | None = None,
-    own_loss: Callable[[Tensor, MicroBatch], PolicyLossSums] | None = None,
+    custom_loss_sums: Callable[[Tensor, MicroBatch], PolicyLossSums] | None = None,
+    on_policy: Callable[[MicroBatch, Tensor, Tensor], None] | None = None,
 ) -> list[PolicyLossSums]:
     """Accumulate the gradient of one optimizer step over its micro-batches and reduce it over ranks.
 
-    The gradient is divided by the step's count of the sums. Where layers add losses of their own, which megatron-core
-    weighs by their tokens, it is divided by those and the policy's loss multiplied by `by_tokens`, their number by
-    the count: see `layer_tokens`. `own_loss` makes the sums of the logits and a micro-batch instead of `loss_settings`.
+    The gradient is divided by the step's `count`. If layers add losses, which megatron-core weights by their tokens,
+    the gradient is divided by these tokens instead, and the policy's loss is multiplied by `by_tokens`, the tokens
+    divided by the count (`layer_tokens_by_count`). `custom_loss_sums` computes the sums from the logits and a
+    micro-batch instead of `loss_settings`. `on_policy` is given if the columns lack the trainer's log-probabilities of
+    these micro-batches: this pass's values take their place, and it receives each micro-batch's log-probabilities
+    and entropies, without gradient.
 
-    The sums are equal on ranks that share these samples, but absent where the rank does not hold the last stage.
-    `on_micro_batch` is called at the begin of each.
+    The sums are equal on ranks that share these samples, and empty on ranks without the last stage.
+    `on_micro_batch` is called at the start of each micro-batch.
     """
     counts = log_prob_settings.context_group.rank() == 0
 
     def loss(micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, PolicyLossSums]:
-        if own_loss is not None:
-            sums = own_loss(output, micro_batch)
+        if custom_loss_sums is not None:
+            sums = custom_loss_sums(output, micro_batch)
         else:
             log_probs, entropy = log_prob_settings(output, micro_batch)
-            sums = policy_loss_sums(columns.inputs(micro_batch, log_probs, entropy), loss_settings)
+            if on_policy is not None:
+                on_policy(micro_batch, log_probs.detach(), entropy.detach())
+            inputs = columns.inputs(micro_batch, log_probs, entropy, on_policy=on_policy is not None)
+            sums = policy_loss_sums(inputs, loss_settings)
         value, count = sums.loss, sums.count
         if by_tokens is not None:
             value, count = by_tokens * value, torch.full_like(count, layer_tokens(stages[0].config, micro_batch))
-        # megatron-core adds counts up over context-parallel ranks too, and each of them has the whole count.
+        # megatron-core also sums counts over context-parallel ranks, and each of them has the whole count.
         count = count if counts else torch.zeros_like(count)
-        # A clone: the schedule may continue to divide the loss it is given in place, and a view would follow it.
+        # A clone, because the schedule may divide the returned loss in place, which would change a view.
         return value, count, dataclasses.replace(sums, loss=sums.loss.detach().clone())
 
     def step(iterator: Iterator[MicroBatch], stage: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:

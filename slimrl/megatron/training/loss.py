@@ -1,10 +1,10 @@
-"""The policy loss of one micro-batch, as sums that do not depend on how the batch is cut into micro-batches.
+"""The policy loss of one micro-batch, as sums that do not depend on the split into micro-batches.
 
-Adding the sums over micro-batches and data-parallel ranks and dividing by the added counts gives the loss of the whole
-step. The formulas are in `slimrl.algorithms`.
+The sums over micro-batches and data-parallel ranks, divided by the sum of their counts, are the loss of the step.
+The formulas are in `slimrl.algorithms`.
 
 The off-policy correction (`--custom-tis-function-path`) and the mean (`--custom-pg-loss-reducer-function-path`) may be
-custom functions. What they return must fit the micro-batch; else HookFailedError says what does not.
+custom functions. HookFailedError names a returned value that does not match the micro-batch.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from torch import Tensor
 
 from slimrl.algorithms.estimators import ESTIMATORS, Objective
 from slimrl.algorithms.kl import KLKind, kl_estimate
-from slimrl.algorithms.off_policy import off_policy_sequences, sequence_log_ratio, truncated_importance_weights
+from slimrl.algorithms.off_policy import off_policy_sequence_mask, sequence_log_ratio, truncated_importance_weights
 from slimrl.algorithms.policy_loss import PolicyLoss, cispo_loss, clipped_policy_loss, importance_ratio
 from slimrl.algorithms.reduction import masked_sum, sample_mean_weights
-from slimrl.arguments import Arguments
+from slimrl.arguments.flags.algorithm import AlgorithmArguments
 from slimrl.hooks import CustomTIS, HookFailedError, PgLossReducer, named, naming_calls
-from slimrl.megatron.training.loss_metrics import LossMetricNames, PolicyLossSums, summed
+from slimrl.hooks.base import RunArguments
+from slimrl.megatron.training.loss_sums import LossMetricNames, PolicyLossSums, summed
 
 _TIS = "--custom-tis-function-path"
 _REDUCER = "--custom-pg-loss-reducer-function-path"
@@ -33,7 +34,7 @@ _REDUCER = "--custom-pg-loss-reducer-function-path"
 
 @dataclasses.dataclass(frozen=True)
 class PolicyLossHooks:
-    """The functions, each None where slimrl's own way is taken."""
+    """The custom functions of the policy loss; None for the built-in computation."""
 
     correction: Callable[..., Any] | None = None
     reducer: Callable[..., Any] | None = None
@@ -41,11 +42,11 @@ class PolicyLossHooks:
     reducer_name: str = ""
 
     @classmethod
-    def from_args(cls, args: Arguments) -> PolicyLossHooks:
-        """Raises HookError where a path leads to nothing that keeps its contract."""
-        tis, reducer = args.custom_tis_function_path, args.custom_pg_loss_reducer_function_path
+    def from_args(cls, algorithm: AlgorithmArguments, hook_args: RunArguments) -> PolicyLossHooks:
+        """`hook_args` is the functions' `args`. Raises HookError if a path has no function with that signature."""
+        tis, reducer = algorithm.custom_tis_function_path, algorithm.custom_pg_loss_reducer_function_path
         return cls(
-            correction=None if tis is None else partial(named(_TIS, tis, CustomTIS), args),
+            correction=None if tis is None else partial(named(_TIS, tis, CustomTIS), hook_args),
             reducer=None if reducer is None else named(_REDUCER, reducer, PgLossReducer),
             correction_name=f"{_TIS} {tis}",
             reducer_name=f"{_REDUCER} {reducer}",
@@ -60,7 +61,8 @@ class PolicyLossHooks:
         total_lengths: list[int],
         response_lengths: list[int],
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """The loss, the mask to take means with and values to log, [tokens] each as they came in."""
+        """The corrected loss, the mask for means, and values to log, [tokens] each."""
+        assert self.correction is not None  # checked by the caller
         answer = self.correction(
             pg_loss=loss,
             train_log_probs=list(train_log_probs.split(response_lengths)),
@@ -90,7 +92,8 @@ class PolicyLossHooks:
     def reduced(
         self, loss: Tensor, mask: Tensor, total_lengths: list[int], response_lengths: list[int], per_token: bool
     ) -> Tensor:
-        """The loss as one number."""
+        """The loss as a scalar."""
+        assert self.reducer is not None  # checked by the caller
         reducer = self.reducer(total_lengths, response_lengths, list(mask.split(response_lengths)), per_token)
         if not callable(reducer):
             raise HookFailedError(
@@ -112,9 +115,12 @@ def _kind(value: Any) -> str:
     return f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else f"a value of type {type(value).__name__}"
 
 
+_NO_HOOKS = PolicyLossHooks()
+
+
 @dataclasses.dataclass(frozen=True)
 class PolicyLossConfig:
-    """The flags that shape the loss."""
+    """The flags of the loss."""
 
     eps_clip: float
     eps_clip_high: float
@@ -123,69 +129,69 @@ class PolicyLossConfig:
     kl_loss_coef: float
     kl_loss_type: KLKind
     per_token: bool
-    supervised: bool = False  # the likelihood of the given tokens instead of a policy loss
-    objective: Objective = Objective.CLIPPED_TOKEN_RATIO
+    supervised: bool = False  # likelihood of the given tokens instead of a policy loss
+    objective: Objective = Objective.PPO_CLIP
     unbiased_kl: bool = False
     tis_bounds: tuple[float, float] | None = None  # None: no importance correction
-    opsm_delta: float | None = None  # None: no sequence is left out
-    own: bool = False  # the loss is a function of the user's, which `own_loss` calls
-    own_parts: PolicyLossHooks = PolicyLossHooks()
-    compares_policies: bool = True  # whether there are log-probabilities of other policies
+    opsm_delta: float | None = None  # None: no sequence is masked
+    is_custom_loss: bool = False  # --loss-type custom_loss: `custom_loss.CheckedCustomLoss` computes the sums
+    loss_hooks: PolicyLossHooks = _NO_HOOKS
+    needs_old_log_probs: bool = True  # whether there are log-probabilities of other policies
 
     @classmethod
-    def from_args(cls, args: Arguments) -> PolicyLossConfig:
-        """The settings of a run; a KL loss that is only logged has coefficient 0."""
-        own_parts = PolicyLossHooks.from_args(args)
+    def from_args(cls, algorithm: AlgorithmArguments, loss_hooks: PolicyLossHooks = _NO_HOOKS) -> PolicyLossConfig:
+        """The settings of a run; without --use-kl-loss the KL's coefficient is 0."""
+        bounds = (algorithm.tis_clip_low, algorithm.tis_clip)
         return cls(
-            eps_clip=args.eps_clip,
-            eps_clip_high=args.eps_clip if args.eps_clip_high is None else args.eps_clip_high,
-            eps_clip_c=args.eps_clip_c,
-            entropy_coef=args.entropy_coef,
-            kl_loss_coef=args.kl_loss_coef if args.use_kl_loss else 0.0,
-            kl_loss_type=args.kl_loss_type,
-            per_token=args.calculate_per_token_loss,
-            supervised=args.loss_type == "sft_loss",
-            objective=ESTIMATORS[args.advantage_estimator].objective,
-            unbiased_kl=args.use_unbiased_kl,
-            tis_bounds=(args.tis_clip_low, args.tis_clip) if args.use_tis and own_parts.correction is None else None,
-            opsm_delta=args.opsm_delta if args.use_opsm else None,
-            own=args.loss_type == "custom_loss",
-            own_parts=own_parts,
-            compares_policies=args.compute_advantages_and_returns and args.loss_type != "sft_loss",
+            eps_clip=algorithm.eps_clip,
+            eps_clip_high=algorithm.eps_clip if algorithm.eps_clip_high is None else algorithm.eps_clip_high,
+            eps_clip_c=algorithm.eps_clip_c,
+            entropy_coef=algorithm.entropy_coef,
+            kl_loss_coef=algorithm.kl_loss_coef if algorithm.use_kl_loss else 0.0,
+            kl_loss_type=algorithm.kl_loss_type,
+            per_token=algorithm.calculate_per_token_loss,
+            supervised=algorithm.loss_type == "sft_loss",
+            objective=ESTIMATORS[algorithm.advantage_estimator].objective,
+            unbiased_kl=algorithm.use_unbiased_kl,
+            tis_bounds=bounds if algorithm.use_tis and loss_hooks.correction is None else None,
+            opsm_delta=algorithm.opsm_delta if algorithm.use_opsm else None,
+            is_custom_loss=algorithm.loss_type == "custom_loss",
+            loss_hooks=loss_hooks,
+            needs_old_log_probs=algorithm.compute_advantages_and_returns and algorithm.loss_type != "sft_loss",
         )
 
     @functools.cached_property
     def metric_names(self) -> LossMetricNames:
-        """The names in this loss's sums, for ranks that compute none too: those of the sums of one token of zeros."""
+        """The metric names of this loss, also for ranks without the last stage: computed from one token of zeros."""
         zero = torch.zeros(1)
-        if self.own:
+        if self.is_custom_loss:
             return named_sums(zero.sum(), zero.sum(), zero.sum(), {"loss": zero.sum()}).names
         one = torch.ones(1, dtype=torch.int64)
         inputs = PolicyLossInputs(zero, zero, zero, zero, zero, zero, zero, zero, response_lengths=one)
-        return policy_loss_sums(inputs, dataclasses.replace(self, own_parts=PolicyLossHooks())).names
+        return policy_loss_sums(inputs, dataclasses.replace(self, loss_hooks=_NO_HOOKS)).names
 
 
 @dataclasses.dataclass(frozen=True)
 class PolicyLossInputs:
-    """The response tokens of one micro-batch, samples end to end; float32 [tokens] unless said otherwise."""
+    """The response tokens of one micro-batch, samples concatenated; float32 [tokens] unless stated otherwise."""
 
-    log_probs: Tensor  # of the policy in training, differentiable
+    log_probs: Tensor  # of the policy being trained, differentiable
     entropy: Tensor  # of its distributions, differentiable
-    old_log_probs: Tensor  # the policy the ratio is taken against
+    old_log_probs: Tensor  # of the policy in the ratio's denominator
     train_log_probs: Tensor  # the trainer's before the rollout's first optimizer step
     rollout_log_probs: Tensor  # the engines'
     ref_log_probs: Tensor | None
     advantages: Tensor
     loss_mask: Tensor
     response_lengths: Tensor  # int64 [samples]
-    lengths: tuple[tuple[int, int], ...] = ()  # the whole's and the response's, for functions of the user's
+    lengths: tuple[tuple[int, int], ...] = ()  # (total, response) of each sample, for custom functions
 
 
 def policy_loss_sums(inputs: PolicyLossInputs, settings: PolicyLossConfig) -> PolicyLossSums:
     """Clipped policy loss - entropy_coef * entropy + kl_loss_coef * KL(policy || reference), summed.
 
-    Per token: the sum over trained tokens, counted in trained tokens. Otherwise: the sum over samples of the mean
-    over the sample's trained tokens, counted in samples (also the fully masked ones, which add 0).
+    Per token: the sum over trained tokens; the count is the trained tokens. Otherwise: the sum over samples of the
+    mean over the sample's trained tokens; the count is the samples (fully masked ones add 0 and count).
     """
     inputs = _without_masked_values(inputs)
     if settings.supervised:
@@ -193,9 +199,9 @@ def policy_loss_sums(inputs: PolicyLossInputs, settings: PolicyLossConfig) -> Po
     policy = _policy_loss(inputs, settings)
     corrected, corrections = _corrected(policy.loss, inputs, settings)
     trained_tokens, count = _counts(inputs, settings)
-    corrected, mask, noted = _corrected_by_the_user(corrected, inputs, settings)
+    corrected, mask, noted = _custom_correction(corrected, inputs, settings)
     weights = mask if settings.per_token else sample_mean_weights(mask, inputs.response_lengths)
-    reduced = _reduced_by_the_user(corrected, mask, inputs, settings)
+    reduced = _custom_reduction(corrected, mask, inputs, settings)
     per_token = corrected if reduced is None else torch.zeros_like(corrected)
     per_token, kl = _with_entropy_and_kl(per_token, inputs, settings)
     loss = masked_sum(per_token, weights)
@@ -224,7 +230,7 @@ def policy_loss_sums(inputs: PolicyLossInputs, settings: PolicyLossConfig) -> Po
             weighted,
             mismatch=(inputs.train_log_probs - inputs.rollout_log_probs).abs(),
             ratio_gap=(policy.ratio - 1).abs(),
-            own=summed(noted, weights),
+            custom=summed(noted, weights),
         )
 
 
@@ -236,11 +242,11 @@ def named_sums(
     *,
     mismatch: Tensor | None = None,
     ratio_gap: Tensor | None = None,
-    own: dict[str, Tensor] | None = None,
+    custom: dict[str, Tensor] | None = None,
 ) -> PolicyLossSums:
     """The sums of any loss. `mismatch` is |train - rollout log-probability|, `ratio_gap` |policy / old policy - 1|.
 
-    Both are [tokens], 0 where masked; a loss that does without them reports 0.
+    Both are [tokens], 0 where masked. A loss without them reports 0.
     """
     none = torch.zeros(0, dtype=torch.float64, device=trained_tokens.device)
     mismatch = none if mismatch is None else mismatch
@@ -255,27 +261,27 @@ def named_sums(
             "ratio_max_abs_diff": _largest(ratio_gap).double(),
             "train_rollout_logprob_abs_diff_max": _largest(mismatch).double(),
         },
-        own=own or {},
+        custom=custom or {},
     )
 
 
-def _corrected_by_the_user(
+def _custom_correction(
     loss: Tensor, inputs: PolicyLossInputs, settings: PolicyLossConfig
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """The policy loss per token, the mask to take means with, and values to log, by --custom-tis-function-path."""
-    if settings.own_parts.correction is None:
+    """The policy loss per token, the mask for means, and values to log, from --custom-tis-function-path."""
+    if settings.loss_hooks.correction is None:
         return loss, inputs.loss_mask, {}
     policies = inputs.train_log_probs, inputs.rollout_log_probs
-    return settings.own_parts.corrected(loss, *policies, inputs.loss_mask, *_lists_of_lengths(inputs))
+    return settings.loss_hooks.corrected(loss, *policies, inputs.loss_mask, *_lists_of_lengths(inputs))
 
 
-def _reduced_by_the_user(
+def _custom_reduction(
     loss: Tensor, mask: Tensor, inputs: PolicyLossInputs, settings: PolicyLossConfig
 ) -> Tensor | None:
-    """The policy loss as one number, by --custom-pg-loss-reducer-function-path; None without it."""
-    if settings.own_parts.reducer is None:
+    """The policy loss as a scalar from --custom-pg-loss-reducer-function-path; None without the flag."""
+    if settings.loss_hooks.reducer is None:
         return None
-    return settings.own_parts.reduced(loss, mask, *_lists_of_lengths(inputs), settings.per_token)
+    return settings.loss_hooks.reduced(loss, mask, *_lists_of_lengths(inputs), settings.per_token)
 
 
 def _lists_of_lengths(inputs: PolicyLossInputs) -> tuple[list[int], list[int]]:
@@ -285,7 +291,7 @@ def _lists_of_lengths(inputs: PolicyLossInputs) -> tuple[list[int], list[int]]:
 def _with_entropy_and_kl(
     per_token: Tensor, inputs: PolicyLossInputs, settings: PolicyLossConfig
 ) -> tuple[Tensor, Tensor]:
-    """The loss per token with what the coefficients add to it, and the KL to the reference (0 without one)."""
+    """The loss per token with entropy and KL terms, and the KL to the reference (0 without a reference)."""
     kl = torch.zeros_like(inputs.loss_mask)
     if settings.entropy_coef != 0.0:
         per_token = per_token - settings.entropy_coef * inputs.entropy
@@ -299,14 +305,14 @@ def _with_entropy_and_kl(
 
 
 def _counts(inputs: PolicyLossInputs, settings: PolicyLossConfig) -> tuple[Tensor, Tensor]:
-    """The trained tokens, and what the loss is divided by."""
+    """The number of trained tokens, and the divisor of the loss."""
     trained_tokens = (inputs.loss_mask != 0).sum()
     samples = torch.full_like(trained_tokens, inputs.response_lengths.numel())
     return trained_tokens, trained_tokens if settings.per_token else samples
 
 
 def _supervised_sums(inputs: PolicyLossInputs, settings: PolicyLossConfig) -> PolicyLossSums:
-    """The negative log-likelihood of the trained tokens, summed as the policy loss is."""
+    """The negative log-likelihood of the trained tokens, summed like the policy loss."""
     mask = inputs.loss_mask
     weights = mask if settings.per_token else sample_mean_weights(mask, inputs.response_lengths)
     loss = masked_sum(-inputs.log_probs, weights)
@@ -317,19 +323,19 @@ def _supervised_sums(inputs: PolicyLossInputs, settings: PolicyLossConfig) -> Po
 
 
 def _policy_loss(inputs: PolicyLossInputs, settings: PolicyLossConfig) -> PolicyLoss:
-    """The estimator's own loss per token, before any correction."""
+    """The estimator's loss per token, before any correction."""
     clip = {"eps_clip": settings.eps_clip, "eps_clip_high": settings.eps_clip_high}
-    if settings.objective is Objective.CLIPPED_WEIGHT:
+    if settings.objective is Objective.CISPO:
         return cispo_loss(inputs.log_probs, inputs.old_log_probs, inputs.advantages, **clip)
     log_probs, old_log_probs = inputs.log_probs, inputs.old_log_probs
-    if settings.objective is Objective.CLIPPED_SEQUENCE_RATIO:
+    if settings.objective is Objective.GSPO_CLIP:
         log_probs = sequence_log_ratio(log_probs, old_log_probs, inputs.loss_mask, inputs.response_lengths)
         old_log_probs = torch.zeros_like(log_probs)
     return clipped_policy_loss(log_probs, old_log_probs, inputs.advantages, eps_clip_c=settings.eps_clip_c, **clip)
 
 
 def _corrected(loss: Tensor, inputs: PolicyLossInputs, settings: PolicyLossConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """The policy loss weighted for who drew the samples, and the values to log, [tokens] by name."""
+    """The policy loss with off-policy corrections, and the values to log, [tokens] by name."""
     values: dict[str, Tensor] = {}
     if settings.tis_bounds is not None:
         low, high = settings.tis_bounds
@@ -341,7 +347,7 @@ def _corrected(loss: Tensor, inputs: PolicyLossInputs, settings: PolicyLossConfi
         values["tis_clipfrac"] = (weights != unbounded).to(loss.dtype)
         values["tis_abs"] = (unbounded - 1).abs()
     if settings.opsm_delta is not None:
-        left_out = off_policy_sequences(
+        masked = off_policy_sequence_mask(
             inputs.log_probs,
             inputs.old_log_probs,
             inputs.advantages,
@@ -349,17 +355,19 @@ def _corrected(loss: Tensor, inputs: PolicyLossInputs, settings: PolicyLossConfi
             inputs.response_lengths,
             delta=settings.opsm_delta,
         )
-        loss = loss * (1 - left_out)
-        values["opsm_clipfrac"] = left_out
+        loss = loss * (1 - masked)
+        values["opsm_clipfrac"] = masked
     return loss, values
 
 
 def _without_masked_values(inputs: PolicyLossInputs) -> PolicyLossInputs:
-    """Log-probabilities of masked tokens set to 0: an infinite one would turn the gradient into NaN, even times 0."""
+    """Set log-probabilities of masked tokens to 0: an infinite one makes the gradient NaN, even multiplied by 0."""
     masked = inputs.loss_mask == 0
     names = ("log_probs", "old_log_probs", "train_log_probs", "rollout_log_probs", "ref_log_probs")
     values = {name: getattr(inputs, name) for name in names}
-    kept = {name: value if value is None else value.masked_fill(masked, 0.0) for name, value in values.items()}
+    kept: dict[str, Any] = {
+        name: value if value is None else value.masked_fill(masked, 0.0) for name, value in values.items()
+    }
     return dataclasses.replace(inputs, **kept)
 
 

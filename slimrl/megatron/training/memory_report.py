@@ -1,9 +1,9 @@
-"""How many bytes a training rank holds, by kind, beside what the plan of `--dry-run` estimates.
+"""Bytes on a training rank by kind, compared with the estimate of `--dry-run`.
 
-Promises the standing memory (weights, gradients, optimizer state) exactly, and of the first optimizer step what its
-activations took: on a GPU the allocator's peak above the standing, elsewhere the most that autograd kept for the
-backward pass at one time, because the memory of a process says little there. Later steps are measured on a GPU only,
-where it costs nothing. Called by the trainer.
+Persistent memory (weights, gradients, optimizer state) is exact. Activations are those of the first optimizer step: on
+a GPU the allocator's peak above the persistent memory, on a CPU the most that autograd kept for the backward pass at
+one time, because process memory is not informative there. Later steps are measured on a GPU only, where it is free.
+Called by the trainer.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from slimrl.arguments import Arguments
-from slimrl.arguments.dry_run.memory import training_memory
+from slimrl.arguments.memory.training import StageMemory
 from slimrl.megatron.model.micro_batch import MicroBatch
-from slimrl.megatron.offload import holdings
+from slimrl.megatron.offload import persistent_tensors
 from slimrl.megatron.parallel import ParallelState
 from slimrl.processes.process_info import gib
 
@@ -34,13 +33,20 @@ KINDS = ("parameters", "gradients", "optimizer", "activations")
 
 
 class MemoryReport:
-    """Measures one rank's optimizer steps and says it once, against the plan."""
+    """Measures one rank's optimizer steps and logs the result once, with the planned values."""
 
     def __init__(
-        self, args: Arguments, stages: Sequence[nn.Module], optimizer: MegatronOptimizer, parallel: ParallelState
+        self,
+        plan: Callable[[int], Sequence[StageMemory]],
+        stages: Sequence[nn.Module],
+        optimizer: MegatronOptimizer,
+        parallel: ParallelState,
     ) -> None:
-        """`stages` in the wrappers that reduce their gradients: of Megatron's DDP or of Megatron-FSDP."""
-        self._args = args
+        """`stages` are wrapped in Megatron's DDP or Megatron-FSDP.
+
+        `plan` returns the memory of each pipeline stage for a micro-batch of the given number of tokens per GPU.
+        """
+        self._plan = plan
         self._stages = stages
         self._optimizer = optimizer
         self._parallel = parallel
@@ -50,7 +56,7 @@ class MemoryReport:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Around the forward and backward passes of one optimizer step."""
+        """Context manager around the forward and backward passes of one optimizer step."""
         self._activations = None
         device = self._parallel.device
         if device.type == "cuda":
@@ -67,7 +73,7 @@ class MemoryReport:
             yield
 
     def note(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Takes down the step just done, whose `micro_batches` these are, and logs the first; collective."""
+        """Records the last step, which had these `micro_batches`, and logs the first; collective."""
         if self._activations is None:
             return
         if self._measured_before:
@@ -83,11 +89,11 @@ class MemoryReport:
         most, stages = dict(zip(KINDS, sizes, strict=True)), self._planned(tokens)
         planned = {kind: max(stage[kind] for stage in stages) for kind in KINDS}
         if self._parallel.rank == 0 and self._parallel.world_size > 1:
-            logger.info("the most of any rank: %s", sentence(most, planned, tokens))
+            logger.info("maximum over ranks: %s", sentence(most, planned, tokens))
         self._noted = _named(most, "memory") | _named(planned, "planned_memory")
 
     def take(self) -> dict[str, float]:
-        """What was noted since the last call, equal on all ranks: bytes of the rank that holds most of each kind.
+        """Values recorded since the last call, equal on all ranks: the maximum over ranks of the bytes of each kind.
 
         The standing memory and the plan are told once. Apart from the steps' own metrics, because it depends on where a
         process began: a resumed run has the same metrics as one that was not interrupted.
@@ -105,7 +111,7 @@ class MemoryReport:
                 "optimizer": stage.optimizer,
                 "activations": stage.activations + (max(stage.loss, stage.backward) if on_gpu else 0),
             }
-            for stage in training_memory(self._args, tokens=tokens)
+            for stage in self._plan(tokens)
         ]
 
     def _largest(self, values: list[int]) -> list[int]:
@@ -114,7 +120,7 @@ class MemoryReport:
         return most.tolist()
 
     def _standing(self) -> dict[str, int]:
-        """Bytes of this rank's device memory by kind, each piece of memory once."""
+        """Bytes of this rank's device memory by kind; shared memory counts once."""
         seen: set[int] = set()
         sizes = {}
         for kind, tensors in _held(self._stages, self._optimizer).items():
@@ -127,9 +133,9 @@ class MemoryReport:
 
 
 def _held(stages: Sequence[Any], optimizer: MegatronOptimizer) -> dict[str, list[Tensor]]:
-    """Every tensor that stays from step to step."""
+    """Every tensor that persists from step to step."""
     whole = [stage for stage in stages if isinstance(stage, DistributedDataParallel)]
-    held = holdings(whole, optimizer)
+    held = persistent_tensors(whole, optimizer)
     parameters, gradients, state = list(held["weights"]), list(held["gradients"]), list(held["optimizer"])
     for stage in stages:
         if stage in whole:
@@ -181,7 +187,7 @@ class KeptForBackward(torch.autograd.graph.saved_tensors_hooks):
 
 
 class _Kept:
-    """A tensor in a graph; goes when the graph lets go of it."""
+    """A tensor in a graph; freed when the graph frees it."""
 
     def __init__(self, tensor: Tensor, release: Callable[[], None]) -> None:
         self.tensor = tensor
@@ -192,7 +198,7 @@ class _Kept:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor that is spread over ranks."""
+    """This rank's part of a sharded tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

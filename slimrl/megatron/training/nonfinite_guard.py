@@ -1,7 +1,7 @@
-"""Takes an optimizer step only where loss and gradient are finite, on every rank or on none.
+"""Takes an optimizer step only if loss and gradient are finite, on every rank or on none.
 
-Promises that a step which is not taken leaves no trace: weights, moments, step counters, schedule and router biases
-are as before, bit for bit. Owned and called by the trainer, once per optimizer step.
+A skipped step changes nothing: weights, moments, step counters, schedule and router biases stay the same, bit for bit.
+The trainer calls it once per optimizer step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 from torch import Tensor
 
-from slimrl.arguments import Arguments
+from slimrl.arguments.flags.optimizer import OptimizerArguments
 from slimrl.megatron.parallel import ParallelState
 
 logger = logging.getLogger(__name__)
@@ -27,21 +27,21 @@ _SHOWN_SAMPLES = 8
 
 
 class NonFiniteGuard:
-    """Counts what it skips. `begin` before the backward pass, `step` after the reduction; collective over all ranks."""
+    """Skips and counts bad steps. Call `begin` before backward, `step` after the reduction; collective, all ranks."""
 
     def __init__(
         self,
-        args: Arguments,
+        flags: OptimizerArguments,
         optimizer: MegatronOptimizer,
         stages: Sequence[torch.nn.Module],
         parallel: ParallelState,
     ) -> None:
-        self._ends_the_run = args.check_for_nan_in_loss_and_grad
-        self._most_in_a_row = args.max_skipped_steps
+        self._ends_the_run = flags.check_for_nan_in_loss_and_grad
+        self._most_in_a_row = flags.max_skipped_steps
         self._optimizer = optimizer
         self._parts = getattr(optimizer, "chained_optimizers", [optimizer])
         self._parallel = parallel
-        # megatron-core moves these in the reduction, before anybody knows whether the step will be taken
+        # megatron-core updates these in the reduction, before it is known whether the step is taken
         self._biases = [
             buffer for stage in stages for name, buffer in stage.named_buffers() if name.endswith(".expert_bias")
         ]
@@ -49,20 +49,19 @@ class NonFiniteGuard:
         self._in_a_row = 0
 
     def begin(self) -> None:
-        """Remember what the backward pass itself is going to change."""
+        """Save the state that the backward pass itself changes."""
         self._biases_before = [bias.clone() for bias in self._biases]
 
     def step(self, loss: float, where: str, broken_inputs: Callable[[], list[str]]) -> tuple[bool, float]:
-        """Whether the step was taken, and the norm of the gradient before clipping (NaN where none was computed).
+        """Whether the step was taken, and the gradient norm before clipping (NaN if it was not computed).
 
-        `loss` is the step's, over all ranks; `where` names the step in messages, and `broken_inputs` those of this
-        rank's samples that brought the value along. With --fp16 an overflow that a
-        smaller loss scale can fix is a step that is not taken, and nothing more. Raises FloatingPointError for any
-        other value that is not finite, at once or after --max-skipped-steps in a row.
+        `loss` is the step's, over all ranks; `where` names the step in messages; `broken_inputs` returns this rank's
+        samples with non-finite inputs. With --fp16 an overflow that a smaller loss scale can fix only skips the step.
+        Raises FloatingPointError for any other non-finite value, immediately or after --max-skipped-steps in a row.
         """
         scale = self._adaptive_scale()
         overflow, norm = False, math.nan
-        if math.isfinite(loss) or not self._scales_loss():  # a loss that is not finite is not the loss scale's fault
+        if math.isfinite(loss) or not self._scales_loss():  # a smaller loss scale cannot fix a non-finite loss
             overflow = self._optimizer.prepare_grads()
             norm = math.inf if overflow else float(self._optimizer.get_grad_norm())
         if not self._on_any_rank(not (math.isfinite(loss) and math.isfinite(norm))):
@@ -84,13 +83,13 @@ class NonFiniteGuard:
         self._in_a_row += 1
         if self._ends_the_run:
             raise FloatingPointError(
-                f"{what}; the weights are those from before this step. Resume from the last checkpoint with a lower"
+                f"{what}; the step was not taken. Resume from the last checkpoint with a lower"
                 " --lr or without the samples of this rollout, or skip such steps with"
                 " --no-check-for-nan-in-loss-and-grad"
             )
         if self._in_a_row >= self._most_in_a_row:
             raise FloatingPointError(
-                f"{what}; it is the {self._in_a_row}. step in a row that is not finite (--max-skipped-steps"
+                f"{what}; {self._in_a_row} consecutive steps were not finite (--max-skipped-steps"
                 f" {self._most_in_a_row}): the weights or the data are broken. Resume from an earlier checkpoint"
                 " (--ckpt-step) with a lower --lr"
             )
@@ -98,7 +97,7 @@ class NonFiniteGuard:
             logger.warning("%s: the step is skipped (%d in a row)", what, self._in_a_row)
 
     def _blame(self, broken_inputs: list[str]) -> str:
-        """The samples of all ranks whose own numbers are not finite, as the end of a sentence."""
+        """The samples of all ranks with non-finite inputs, as the end of a sentence."""
         of_ranks: list[list[str]] = [[] for _ in range(self._parallel.world_size)]
         dist.all_gather_object(of_ranks, broken_inputs)
         names = sorted({name for names in of_ranks for name in names})
@@ -111,14 +110,14 @@ class NonFiniteGuard:
         return any(_scaler(part) is not None for part in self._parts)
 
     def _adaptive_scale(self) -> float | None:
-        """The loss scale, where an overflow makes it smaller; None where it is fixed, at its minimum or absent."""
+        """The loss scale if an overflow reduces it; None if it is fixed, at its minimum or absent."""
         scalers = [scaler for part in self._parts if isinstance(scaler := _scaler(part), DynamicGradScaler)]
         scales = [float(scaler.scale) for scaler in scalers if scaler.scale > scaler.min_scale]
         return min(scales, default=None)
 
-    def _on_any_rank(self, verdict: bool) -> bool:
-        """Every rank computes the same score from reduced numbers; were that ever untrue, copies would part."""
-        value = torch.tensor(int(verdict), dtype=torch.int32, device=self._parallel.device)
+    def _on_any_rank(self, flag: bool) -> bool:
+        """Whether `flag` is true on any rank; should be equal on all, but replicas would diverge if it were not."""
+        value = torch.tensor(int(flag), dtype=torch.int32, device=self._parallel.device)
         dist.all_reduce(value, op=dist.ReduceOp.MAX)
         return bool(value)
 

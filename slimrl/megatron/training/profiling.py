@@ -1,4 +1,4 @@
-"""GPU memory snapshots and torch profiler traces of a training rank, where the flags ask for them.
+"""GPU memory snapshots and torch profiler traces of a training rank, if enabled by flags.
 
 `--record-memory-history` (CUDA only) records every allocation with its stack in
 `<--memory-snapshot-dir>/rank<R>-<--memory-snapshot-path>`, for https://docs.pytorch.org/memory_viz. The file is written
@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from slimrl.arguments import Arguments
+from slimrl.arguments.flags.logging import ProfilingArguments
 
 logger = logging.getLogger(__name__)
 
@@ -27,13 +27,13 @@ _ENTRIES = 1_000_000
 
 
 class MemoryHistory:
-    """Records where `--record-memory-history` asks for it. Call `trained` after each rollout, `close` at the end."""
+    """Records with `--record-memory-history`. Call `trained` after each rollout, `close` at the end."""
 
-    def __init__(self, args: Arguments, rank: int) -> None:
-        """Raises ValueError where there is no GPU whose memory could be recorded."""
-        self._records = args.record_memory_history
-        self._rollouts_left = args.memory_snapshot_num_steps
-        self._path = Path(args.memory_snapshot_dir) / f"rank{rank}-{args.memory_snapshot_path}"
+    def __init__(self, profiling: ProfilingArguments, rank: int) -> None:
+        """Raises ValueError if there is no GPU."""
+        self._records = profiling.record_memory_history
+        self._rollouts_left = profiling.memory_snapshot_num_steps
+        self._path = Path(profiling.memory_snapshot_dir) / f"rank{rank}-{profiling.memory_snapshot_path}"
         if not self._records:
             return
         if not torch.cuda.is_available():
@@ -45,14 +45,14 @@ class MemoryHistory:
         torch._C._cuda_attach_out_of_memory_observer(lambda *_: self._write())  # type: ignore[attr-defined]
 
     def trained(self) -> None:
-        """One more rollout was trained on."""
+        """Counts one more trained rollout."""
         if self._records and self._rollouts_left is not None:
             self._rollouts_left -= 1
             if self._rollouts_left == 0:
                 self.close()
 
     def close(self) -> None:
-        """Writes the snapshot, unless that was done, and stops recording."""
+        """Writes the snapshot unless it is already written, and stops recording."""
         if self._records:
             self._records = False
             self._write()
@@ -60,25 +60,25 @@ class MemoryHistory:
 
     def _write(self) -> None:
         torch.cuda.memory._dump_snapshot(str(self._path))
-        logger.info("wrote the record of GPU memory to %s", self._path)
+        logger.info("wrote the GPU memory snapshot to %s", self._path)
 
 
 OVERALL, ACTOR, LOG_PROBS = "train_overall", "train_actor", "train_log_probs"
 
 
 class PartProfiler:
-    """`with profiler.part(ACTOR, rollout_id): ...`: profiles the block where `--profile-*` ask for it."""
+    """`with profiler.part(ACTOR, rollout_id): ...` profiles the block if `--profile-*` select it."""
 
-    def __init__(self, args: Arguments, rank: int) -> None:
-        chosen = args.use_pytorch_profiler and rank in args.profile_ranks
-        self._targets = frozenset(args.profile_target) if chosen else frozenset()
-        self._rollouts = range(args.profile_step_start, args.profile_step_end)
+    def __init__(self, profiling: ProfilingArguments, rank: int, run_dir: str) -> None:
+        chosen = profiling.use_pytorch_profiler and rank in profiling.profile_ranks
+        self._targets = frozenset(profiling.profile_target) if chosen else frozenset()
+        self._rollouts = range(profiling.profile_step_start, profiling.profile_step_end)
         self._rank = rank
-        self._folder = Path(args.run_dir) / "profile"
+        self._folder = Path(run_dir) / "profile"
 
     @contextlib.contextmanager
     def part(self, target: str, rollout_id: int) -> Iterator[None]:
-        """Profiles the block; its file is there when this returns. A block that fails leaves none."""
+        """Profiles the block and writes its file at the end. A block that fails writes none."""
         if target not in self._targets or rollout_id not in self._rollouts:
             yield
             return

@@ -1,7 +1,7 @@
-"""What a rollout was trained on, in one file: every sample with the columns that the loss reads beside the model.
+"""Dump of a rollout's training data: every sample with the columns that the loss reads besides the model.
 
 `--save-debug-train-data` writes it before the first optimizer step; `torch.load(path, weights_only=True)` reads it.
-The samples are in the order of the rollout, whatever the layout of training. Called by the trainer.
+The samples are in the order of the rollout in every parallel layout. Called by the trainer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slimrl.arguments import Arguments
 from slimrl.data.train_batch import RolloutBatch
 from slimrl.megatron.parallel import ParallelState
 from slimrl.megatron.training.forward_step import TrainTensors
@@ -26,32 +25,39 @@ _COLUMNS = ("loss_mask", "train_log_probs", "rollout_log_probs", "ref_log_probs"
 
 
 def save_train_data(
-    args: Arguments, rollout_id: int, batch: RolloutBatch, columns: TrainTensors, parallel: ParallelState
+    template: str,
+    rollout_id: int,
+    batch: RolloutBatch,
+    columns: TrainTensors,
+    parallel: ParallelState,
+    *,
+    with_policy: bool,
 ) -> None:
-    """Writes --save-debug-train-data with `{rollout_id}` filled in; collective over all ranks, of which one writes.
+    """Writes `template` (--save-debug-train-data) with `{rollout_id}` filled in; one rank writes.
 
+    Collective over all ranks.
     `{"format", "rollout_id", "samples"}`; a sample has `sample_id`, `group_id`, `tokens` (int64), `response_length`,
     `reward` (normalised), `raw_reward`, `truncated`, where it was trained (`data_parallel_rank`, `optimizer_step`,
     `micro_batch`), and per response token (float32) `loss_mask`, `train_log_probs`, `rollout_log_probs`,
-    `ref_log_probs` (None without a reference) and `advantages`. Where the loss reads no policy's log-probabilities
-    (SFT), all but the mask are None. A file of that name is replaced. Where the disk has no room, a warning says so.
+    `ref_log_probs` (None without a reference pass) and `advantages`. For losses without policy log-probabilities (SFT),
+    all but the mask are None. An existing file is replaced. A full disk causes a warning.
     """
     if not parallel.is_last_stage or parallel.tp_rank or parallel.cp_rank:
         return
-    own = _samples(batch, columns, parallel.dp_rank, with_policy=args.compute_advantages_and_returns)
+    own = _samples(batch, columns, parallel.dp_rank, with_policy=with_policy)
     gathered: list[Any] | None = [None] * parallel.dp_size if parallel.dp_rank == 0 else None
     dist.gather_object(own, gathered, group=parallel.dp_group, group_dst=0)
     if gathered is None:
         return
     samples = sorted((sample for part in gathered for sample in part), key=lambda sample: sample["sample_id"])
-    path = Path(args.save_debug_train_data.replace("{rollout_id}", str(rollout_id)))
-    content = io.BytesIO()  # torch.save into a file tells of a full disk by an error of its own
+    path = Path(template.replace("{rollout_id}", str(rollout_id)))
+    content = io.BytesIO()  # torch.save into a file hides a full disk behind another error
     torch.save({"format": FORMAT, "rollout_id": rollout_id, "samples": samples}, content)
     OptionalFiles(f"the dump {path}").attempt(lambda: _put(path, content.getbuffer()))
 
 
 def _put(path: Path, content: memoryview) -> None:
-    """The file appears whole or not at all."""
+    """Writes the file atomically."""
     with atomic_file(path) as unfinished:
         unfinished.write_bytes(content)
 
@@ -65,7 +71,7 @@ def _samples(batch: RolloutBatch, columns: TrainTensors, rank: int, *, with_poli
     }
     lengths = batch.response_lengths.tolist()
     tokens = batch.tokens.split(batch.total_lengths.tolist())
-    known = _COLUMNS if with_policy else ("loss_mask",)  # the others are 0 because nothing reads them
+    known = _COLUMNS if with_policy else ("loss_mask",)  # the others are 0 and unused
     split = {name: _parts(getattr(columns, name) if name in known else None, lengths) for name in _COLUMNS}
     return [
         {
@@ -84,7 +90,7 @@ def _samples(batch: RolloutBatch, columns: TrainTensors, rank: int, *, with_poli
 
 
 def _parts(column: Tensor | None, lengths: list[int]) -> list[Tensor | None]:
-    """Copies, one per sample: a part of a tensor would be written with the whole of it."""
+    """Copies, one per sample: torch.save would write the whole storage of a slice."""
     if column is None:
         return [None] * len(lengths)
     return [part.clone() for part in column.detach().cpu().split(lengths)]

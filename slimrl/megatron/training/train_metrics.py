@@ -18,7 +18,7 @@ from torch import Tensor
 
 from slimrl.algorithms.kl import kl_estimate
 from slimrl.algorithms.reduction import sample_mean_weights
-from slimrl.arguments import Arguments
+from slimrl.arguments.flags.algorithm import AlgorithmArguments
 from slimrl.data.train_batch import RolloutBatch
 from slimrl.hooks import HookFailedError
 from slimrl.megatron.parallel import ParallelState
@@ -26,17 +26,15 @@ from slimrl.megatron.training.custom_loss import FLAG as CUSTOM_LOSS
 from slimrl.megatron.training.custom_loss import added_metrics
 from slimrl.megatron.training.forward_step import TrainTensors
 from slimrl.megatron.training.loss import PolicyLossConfig
-from slimrl.megatron.training.loss_metrics import LossMetricNames, PolicyLossSums
+from slimrl.megatron.training.loss_sums import LossMetricNames, PolicyLossSums
 from slimrl.models.model_spec import ModelSpec
 from slimrl.models.parameters import FORWARD_AND_BACKWARD, forward_flops
 
 CORRECT_REWARD = 1.0
-# passes over the model -> what they cost in forward passes
-_PASSES = {"ref_log_probs": 1, "log_probs": 1, "actor_train": FORWARD_AND_BACKWARD}
 
 
 class PhaseTimes:
-    """Seconds of a rollout's phases on this rank; a phase ends when its work on the device is done."""
+    """Seconds of a rollout's phases on this rank; a phase ends when the device has finished its work."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -57,39 +55,51 @@ class PhaseTimes:
         return taken
 
 
-def rollout_report(
-    args: Arguments,
+def rollout_metrics(
+    algorithm: AlgorithmArguments,
+    spec: ModelSpec,
     batch: RolloutBatch,
     columns: TrainTensors,
     returns: Tensor | None,
     entropy: Tensor | None,
     seconds: dict[str, float],
     parallel: ParallelState,
+    *,
+    log_correct_samples: bool,
+    scored_rows: Sequence[int],
 ) -> dict[str, float]:
-    """Means of all samples and speeds, equal on every rank but for the seconds; collective over data-parallel ranks.
+    """Means over all samples, and speeds; equal on every rank except the seconds. Collective over data-parallel ranks.
 
-    `returns` and `entropy` are float32 [response tokens] where they are known; `seconds` by phase (`PhaseTimes`).
+    `scored_rows` are the samples in the policy's pass before training. `returns` and `entropy` are float32 [response
+    tokens] or None; `seconds` by phase (`PhaseTimes`).
     """
     of_every_sample = _plain_sums(batch)
-    spec = ModelSpec.from_args(args)
+    scored = torch.tensor(scored_rows, dtype=torch.int64)
     sums = {
         "samples": float(len(batch)),
         "tokens": float(batch.total_lengths.sum()),
-        "flops": float(forward_flops(spec, batch.total_lengths.tolist(), int(batch.response_lengths.sum()))),
+        "flops": _flops(spec, batch.total_lengths, batch.response_lengths),
+        "scored_flops": _flops(spec, batch.total_lengths[scored], batch.response_lengths[scored]),
         **of_every_sample,
     }
-    if args.compute_advantages_and_returns:
-        sums |= _policy_sums(args, batch, columns, returns, entropy)
+    if algorithm.compute_advantages_and_returns:
+        sums |= _policy_sums(algorithm, batch, columns, returns, entropy, log_correct_samples=log_correct_samples)
     values = torch.tensor(list(sums.values()), dtype=torch.float64, device=parallel.device)
     dist.all_reduce(values, group=parallel.dp_group)
     total = dict(zip(sums, values.tolist(), strict=True))
-    samples, tokens, flops = total.pop("samples"), total.pop("tokens"), total.pop("flops")
+    samples, tokens, flops, scored_flops = (total.pop(name) for name in ("samples", "tokens", "flops", "scored_flops"))
     trained, correct = total.pop("trained", 0.0), total.pop("correct", 0.0)
     of_correct = total.pop("rollout/correct_entropy", 0.0)
     means = {name: value / max(samples if name in of_every_sample else trained, 1.0) for name, value in total.items()}
     if correct:
         means["rollout/correct_entropy"] = of_correct / correct
-    return means | _speeds(seconds, tokens, flops, parallel.world_size)
+    work_of = {"ref_log_probs": flops, "log_probs": scored_flops, "actor_train": FORWARD_AND_BACKWARD * flops}
+    return means | _speeds(seconds, tokens, work_of, parallel.world_size)
+
+
+def _flops(spec: ModelSpec, total_lengths: Tensor, response_lengths: Tensor) -> float:
+    """Of one forward pass over these samples."""
+    return float(forward_flops(spec, total_lengths.tolist(), int(response_lengths.sum())))
 
 
 def _plain_sums(batch: RolloutBatch) -> dict[str, float]:
@@ -104,9 +114,15 @@ def _plain_sums(batch: RolloutBatch) -> dict[str, float]:
 
 
 def _policy_sums(
-    args: Arguments, batch: RolloutBatch, columns: TrainTensors, returns: Tensor | None, entropy: Tensor | None
+    algorithm: AlgorithmArguments,
+    batch: RolloutBatch,
+    columns: TrainTensors,
+    returns: Tensor | None,
+    entropy: Tensor | None,
+    *,
+    log_correct_samples: bool,
 ) -> dict[str, float]:
-    """Sums over samples, those without trained tokens left out, of the means over their trained tokens."""
+    """Sums over samples with trained tokens of the means over their trained tokens."""
     mask, lengths = columns.loss_mask, batch.response_lengths.to(columns.loss_mask.device)
     weights = sample_mean_weights(mask, lengths).double()
     sample_of_token = torch.repeat_interleave(torch.arange(len(batch), device=mask.device), lengths)
@@ -126,22 +142,22 @@ def _policy_sums(
     }
     if columns.ref_log_probs is not None:
         of_samples["rollout/ref_log_probs"] = per_sample(columns.ref_log_probs)
-        of_samples["rollout/kl"] = per_sample(kl_estimate(train, columns.ref_log_probs, args.kl_loss_type))
+        of_samples["rollout/kl"] = per_sample(kl_estimate(train, columns.ref_log_probs, algorithm.kl_loss_type))
     if returns is not None:
         of_samples["rollout/returns"] = per_sample(returns)
     if entropy is not None:
         of_samples["rollout/entropy"] = per_sample(entropy)
-        if args.log_correct_samples:
+        if log_correct_samples:
             correct = (batch.raw_rewards >= CORRECT_REWARD).to(mask.device).double() * trained
             of_samples |= {"correct": correct, "rollout/correct_entropy": of_samples["rollout/entropy"] * correct}
-    if args.get_mismatch_metrics:
+    if algorithm.get_mismatch_metrics:
         of_samples |= _mismatch(per_sample(train), per_sample(rollout), per_sample(_k3(train, rollout)))
     sums = torch.stack([(values * trained).sum() for values in of_samples.values()])
     return dict(zip(of_samples, sums.tolist(), strict=True))
 
 
 def _k3(train: Tensor, rollout: Tensor) -> Tensor:
-    """exp(d) - 1 - d with d = train - rollout: the KL to training's of the engines' policy, who drew the tokens."""
+    """exp(d) - 1 - d, d = train - rollout: the KL of the engines' policy, which sampled, to training's."""
     gap = train - rollout
     return gap.expm1() - gap
 
@@ -157,19 +173,20 @@ def _mismatch(train: Tensor, rollout: Tensor, k3: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _speeds(seconds: dict[str, float], tokens: float, flops: float, world_size: int) -> dict[str, float]:
+def _speeds(seconds: dict[str, float], tokens: float, flops: dict[str, float], world_size: int) -> dict[str, float]:
+    """`flops` by phase; a phase that did not run has no speed."""
     found = {f"perf/{name}_time": value for name, value in seconds.items()}
-    for name, passes in _PASSES.items():
+    for name, work in flops.items():
         if name in seconds:
-            found[f"perf/{name}_tflops"] = passes * flops / seconds[name] / world_size / 1e12
+            found[f"perf/{name}_tflops"] = work / seconds[name] / world_size / 1e12
     if "actor_train" in seconds:
         found["perf/actor_train_tok_per_s"] = tokens / seconds["actor_train"]
     return found
 
 
-# what the trainer and the driver add to a step's metrics afterwards
-_LATER = ("step", "grad_norm", "lr", "skipped", "samples", "global_batch_size", "tokens")
-_LATER_FAMILIES = ("lr-pg_", "memory_", "planned_memory_")
+# metrics that the trainer and the driver add to a step later
+_RESERVED_NAMES = ("step", "grad_norm", "lr", "skipped", "samples", "global_batch_size", "tokens")
+_RESERVED_NAMES_FAMILIES = ("lr-pg_", "memory_", "planned_memory_")
 
 
 def reduce_step(
@@ -177,28 +194,28 @@ def reduce_step(
 ) -> dict[str, float]:
     """The step's metrics by name, equal on every rank; collective over all ranks.
 
-    `sums` are this rank's micro-batches, made with `settings`, of interest only on the last pipeline stage. They are
-    added in float64, so that the numbers printed do not depend on the cut of the batch. Raises HookFailedError, on
-    every rank, where a metric of a function of the user's has a name that is taken.
+    `sums` are those of this rank's micro-batches, computed with `settings`; only the last pipeline stage's are read.
+    They are added in float64, so that printed numbers do not depend on the split of the batch. Raises HookFailedError,
+    on every rank, if a custom metric has the name of a built-in one.
     """
     names = settings.metric_names
     reduced = _reduced(sums, names, parallel)
     count, tokens = max(reduced["count"], 1.0), max(reduced["tokens"], 1.0)
     metrics = {name: reduced[name] / count for name in names.weighted}
-    if settings.compares_policies:
+    if settings.needs_old_log_probs:
         metrics |= {name: reduced[name] / tokens for name in names.by_token}
         metrics |= {name: reduced[name] for name in names.maxima}
-    if settings.own:
-        metrics.pop("ratio_max_abs_diff", None)  # its ratio, if it has one, is its own
-    if settings.own or settings.own_parts.correction is not None:
-        own = _own_metrics(sums, parallel)
+    if settings.is_custom_loss:
+        metrics.pop("ratio_max_abs_diff", None)  # a custom loss may use another ratio
+    if settings.is_custom_loss or settings.loss_hooks.correction is not None:
+        own = _custom_metrics(sums, parallel)
         _check_names(own, metrics, settings)
         metrics |= {name: value / count for name, value in own.items()}
     return metrics | {"tokens": reduced["tokens"]}
 
 
 def _reduced(sums: Sequence[PolicyLossSums], names: LossMetricNames, parallel: ParallelState) -> dict[str, float]:
-    """The metrics by name, added or the largest over micro-batches and ranks; "count" and "tokens" with them."""
+    """The metrics by name, summed or maximised over micro-batches and ranks, with "count" and "tokens"."""
     of_totals = ("count", *names.weighted, *names.by_token, "tokens")
     sizes = [len(of_totals), len(names.maxima)]
     values = torch.zeros(sum(sizes), dtype=torch.float64, device=parallel.device)
@@ -217,18 +234,18 @@ def _reduced(sums: Sequence[PolicyLossSums], names: LossMetricNames, parallel: P
 
 
 def _check_names(own: Iterable[str], metrics: Iterable[str], settings: PolicyLossConfig) -> None:
-    """A user's metric must not take the place of one of slimrl's, which the run is judged and guarded by."""
-    where = CUSTOM_LOSS if settings.own else settings.own_parts.correction_name
-    taken = {*metrics, *_LATER}
+    """Raise HookFailedError if a custom metric would replace a built-in one."""
+    where = CUSTOM_LOSS if settings.is_custom_loss else settings.loss_hooks.correction_name
+    taken = {*metrics, *_RESERVED_NAMES}
     for name in own:
         if "/" in name:
             raise HookFailedError(f"{where} returned a metric {name}, which names another section: leave the / out")
-        if name in taken or name.startswith(_LATER_FAMILIES):
+        if name in taken or name.startswith(_RESERVED_NAMES_FAMILIES):
             raise HookFailedError(f"{where} returned a metric {name}, which slimrl logs: give another name")
 
 
-def _own_metrics(sums: Sequence[PolicyLossSums], parallel: ParallelState) -> dict[str, float]:
-    """What functions of the user's report, whose names only the last stages know, added up over all ranks."""
+def _custom_metrics(sums: Sequence[PolicyLossSums], parallel: ParallelState) -> dict[str, float]:
+    """Custom metrics summed over all ranks; only the last stages know their names."""
     counts = parallel.is_last_stage and parallel.tp_rank == parallel.cp_rank == 0
     of_ranks: list[dict[str, float]] = [{} for _ in range(parallel.world_size)]
     dist.all_gather_object(of_ranks, added_metrics(list(sums)) if counts else {})

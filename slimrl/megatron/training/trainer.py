@@ -1,11 +1,12 @@
 """The training worker: one rank's model, optimizer and schedule, from flags to saved checkpoints.
 
-Promises that a rollout is trained on the same way in every layout, and that a resumed run continues bit for bit.
-Needs no Ray: started once per process, with the same calls in the same order on every rank.
+Guarantees that every parallel layout trains a rollout with the same result, and that a resumed run continues bit for
+bit. Does not need Ray: one trainer per process; every rank makes the same calls in the same order.
 """
 
 from __future__ import annotations
 
+import datetime
 import functools
 import itertools
 import logging
@@ -15,43 +16,50 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from slimrl.arguments import Arguments
 from slimrl.arguments.checkpoints import is_hf_model
+from slimrl.arguments.flags.algorithm import AlgorithmArguments
+from slimrl.arguments.flags.checkpoint import CheckpointArguments
+from slimrl.arguments.flags.rollout import RolloutArguments
+from slimrl.arguments.memory.training import training_memory
 from slimrl.data.train_batch import RolloutBatch
+from slimrl.hooks.base import RunArguments
 from slimrl.megatron import config, data_parallel, parallel, patches
 from slimrl.megatron.checkpoint import state
 from slimrl.megatron.checkpoint.saver import CheckpointSaver, ModelExporter
-from slimrl.megatron.checkpoint.state import CheckpointFolder, TrainingState, load_first_weights
+from slimrl.megatron.checkpoint.state import CheckpointFolder, TrainingState, load_initial_weights
 from slimrl.megatron.model.micro_batch import MicroBatch, pack_micro_batch
-from slimrl.megatron.model.model_builder import build_stages
+from slimrl.megatron.model.model_builder import CustomModel, build_stages
 from slimrl.megatron.offload import State, memory_of
 from slimrl.megatron.optimizer import build_optimizer
 from slimrl.megatron.ref_model import ReferenceWeights
+from slimrl.megatron.training.advantages import (
+    RolloutData,
+    TrainingHooks,
+    after_initialization,
+    build_train_inputs,
+    token_returns,
+)
 from slimrl.megatron.training.custom_loss import CheckedCustomLoss
 from slimrl.megatron.training.forward_step import (
     LogProbConfig,
     TrainTensors,
-    compute_scores,
     forward_backward,
-    layer_tokens,
+    layer_tokens_by_count,
+    layers_add_losses,
 )
-from slimrl.megatron.training.freeze import freeze_parameters, trained_weights
-from slimrl.megatron.training.loss import PolicyLossConfig
-from slimrl.megatron.training.loss_metrics import PolicyLossSums
+from slimrl.megatron.training.freeze import describe_trained_parameters, freeze_parameters
+from slimrl.megatron.training.log_prob_passes import LogProbPasses, RolloutLogProbs
+from slimrl.megatron.training.loss import PolicyLossConfig, PolicyLossHooks
+from slimrl.megatron.training.loss_sums import PolicyLossSums
 from slimrl.megatron.training.memory_report import MemoryReport
 from slimrl.megatron.training.nonfinite_guard import NonFiniteGuard
+from slimrl.megatron.training.pass_plan import PassPlan
 from slimrl.megatron.training.profiling import ACTOR, LOG_PROBS, OVERALL, MemoryHistory, PartProfiler
 from slimrl.megatron.training.train_dump import save_train_data
-from slimrl.megatron.training.train_inputs import (
-    RolloutData,
-    TrainingHooks,
-    after_initialization,
-    judged,
-    token_returns,
-)
-from slimrl.megatron.training.train_metrics import PhaseTimes, reduce_step, rollout_report
+from slimrl.megatron.training.train_metrics import PhaseTimes, reduce_step, rollout_metrics
+from slimrl.models.model_spec import ModelSpec
 from slimrl.observability.tracer import Timeline
 
 logger = logging.getLogger(__name__)
@@ -61,9 +69,9 @@ class MegatronTrainer:
     """One rank of training.
 
     Public state: `start_rollout_id` (the first rollout to train on), `data_state` (as saved with the checkpoint
-    that was resumed, else None), `parallel`, `stages` (the bare GPTModels of this rank: one, but for virtual stages).
-    `memory` puts all of it to sleep and wakes it; a trainer that sleeps refuses to train and to save. `memory_report`
-    has how much it was. `rollout_report` has means and speeds of the rollout trained on last (`rollout_means`).
+    that was resumed, else None), `parallel`, `stages` (the unwrapped GPTModels of this rank: one, or one per virtual
+    stage). `memory` offloads and onloads all of it; an offloaded trainer raises on train and save. `memory_report`
+    measures it. `rollout_metrics` has means and speeds of the last rollout (`train_metrics.rollout_metrics`).
     """
 
     def __init__(
@@ -79,101 +87,148 @@ class MegatronTrainer:
     ):
         """Opens the process groups, builds and loads everything; collective over `world_size` processes.
 
-        `on_progress(done, total)` hears of every micro-batch that `train` begins, in any of its passes.
+        `train` calls `on_progress(done, total)` at the start of every micro-batch, in each of its passes.
 
-        Raises FileNotFoundError where neither --load nor --ref-load holds a checkpoint.
+        Raises FileNotFoundError if neither --load nor --ref-load contains a checkpoint.
         """
-        self.args = args
+        self.hook_args: RunArguments = args
+        self._algorithm: AlgorithmArguments = args
+        self._checkpoints: CheckpointArguments = args
+        self._length_multiple = args.data_pad_size_multiplier * args.tensor_model_parallel_size
+        self._layers_add_losses = layers_add_losses(args)
+        self._rollouts: RolloutArguments = args
+        self._log_correct_samples = args.log_correct_samples
+        self._dump_template = args.save_debug_train_data
+        self._spec = ModelSpec.from_args(args)
         self._on_progress = on_progress
         self._timeline = timeline if timeline is not None else Timeline.off()
-        self._profiler = PartProfiler(args, rank)
+        self._profiler = PartProfiler(args, rank, args.run_dir)
         self._memory_history = MemoryHistory(args, rank)
         self.parallel = parallel.initialize(
-            args, rank=rank, world_size=world_size, local_rank=local_rank, init_method=init_method
+            args,
+            rank=rank,
+            world_size=world_size,
+            local_rank=local_rank,
+            init_method=init_method,
+            timeout_minutes=args.distributed_timeout_minutes,
         )
         for flag in config.kernels_without_effect(args) if rank == 0 else ():
-            logger.warning("%s asks for what this machine does not have: the plain computation is done instead", flag)
+            logger.warning("%s is unavailable on this machine: falling back to the reference kernel", flag)
         if rank == 0:
             patches.warn(args, self.parallel.device)
-        after_initialization(args)
-        self.stages = build_stages(args, self.parallel)
+        after_initialization(args.custom_megatron_init_path, self.hook_args)
+        self.stages = build_stages(args, self.parallel, CustomModel.from_args(args))
         self._reference: ReferenceWeights | data_parallel.ShardedReference | None = self._load_reference()
         resumed = self._load_weights()
         freeze_parameters(args, self.stages)
-        self._wrapped = data_parallel.wrap(args, self.stages, self.parallel.device)
-        self._reference = data_parallel.follow(self._reference, self._wrapped)
-        data_parallel.connect(self._wrapped)
-        self.optimizer = build_optimizer(args, self._wrapped)
-        data_parallel.gather(self._wrapped)
+        self._wrapped = data_parallel.wrap(config.ddp_config(args), self.stages, self.parallel.device)
+        self._reference = data_parallel.shard_reference(self._reference, self._wrapped)
+        data_parallel.install_sync_funcs(self._wrapped)
+        self.optimizer = build_optimizer(config.optimizer_config(args), self._wrapped)
+        data_parallel.all_gather_params(self._wrapped)
         self.stages[0].config.grad_scale_func = self.optimizer.scale_loss
-        self.scheduler = config.parameter_scheduler(args, self.optimizer)
+        self.scheduler = config.parameter_scheduler(
+            args, self.optimizer, num_rollout=args.num_rollout, num_steps_per_rollout=args.num_steps_per_rollout
+        )
         self._times = PhaseTimes(self.parallel.device)
-        self.rollout_report: dict[str, float] = {}
+        self.rollout_metrics: dict[str, float] = {}
         self._guard = NonFiniteGuard(args, self.optimizer, self.stages, self.parallel)
         self.start_rollout_id, self.data_state = self._resume(resumed)
-        self.memory_report = MemoryReport(args, self._wrapped, self.optimizer, self.parallel)
-        self.memory = memory_of(args, self._wrapped, self.optimizer, self.parallel.device)
+        self.memory_report = MemoryReport(
+            lambda tokens: training_memory(args, tokens=tokens), self._wrapped, self.optimizer, self.parallel
+        )
+        self.memory = memory_of(
+            self._wrapped,
+            self.optimizer,
+            self.parallel.device,
+            release=lambda: self._saver.release(),
+            offloads=bool(args.offload_train),
+            suspends=args.offload_train_nccl,
+            paired_stages=args.overlap_p2p_comm and args.virtual_pipeline_model_parallel_size is not None,
+        )
         self._log_prob_settings = LogProbConfig.from_args(args, self.parallel)
-        self._loss_settings = PolicyLossConfig.from_args(args)
-        self._hooks = TrainingHooks(args, self._wrapped, self.optimizer, self.scheduler)
-        self._own_loss = CheckedCustomLoss(args, self._log_prob_settings) if self._loss_settings.own else None
-        self._saver = CheckpointSaver.from_args(args)
-        self._exporter = None if args.save_hf is None else ModelExporter(args, self.stages, self.parallel)
+        self._loss_settings = PolicyLossConfig.from_args(args, PolicyLossHooks.from_args(args, self.hook_args))
+        self._hooks = TrainingHooks(args, self._wrapped, self.optimizer, self.scheduler, self.hook_args)
+        self._passes = LogProbPasses(
+            plan=PassPlan.from_args(args),
+            stages=self._wrapped,
+            reference=self._reference,
+            settings=self._log_prob_settings,
+            hooks=self._hooks,
+            parallel=self.parallel,
+            times=self._times,
+            timeline=self._timeline,
+            with_entropy=args.use_rollout_entropy,
+        )
+        self._custom_loss = (
+            CheckedCustomLoss(args, self._log_prob_settings, self.hook_args)
+            if self._loss_settings.is_custom_loss
+            else None
+        )
+        self._saver = CheckpointSaver.from_args(args, datetime.timedelta(minutes=args.distributed_timeout_minutes))
+        self._exporter: ModelExporter | None = None
+        if args.save_hf is not None:
+            self._exporter = ModelExporter(
+                args.save_hf, Path(args.hf_checkpoint), self._spec, self.stages, self.parallel
+            )
 
     def _load_reference(self) -> ReferenceWeights | None:
-        if not self.args.use_reference or self.args.only_evaluates:
+        if not self._algorithm.use_reference or self._rollouts.eval_only:
             return None
         self._load_from_ref_load()
         return ReferenceWeights(self.stages)
 
     def _load_from_ref_load(self) -> None:
-        if self.args.ref_load is None:
+        folders = self._checkpoints
+        if folders.ref_load is None:
             raise FileNotFoundError(
-                f"--load {self.args.load} holds no checkpoint and --ref-load is not given: convert the model with"
+                f"--load {folders.load} contains no checkpoint and --ref-load is not given: convert the model with"
                 " tools/convert_hf_to_torch_dist.py and give its folder as --ref-load"
             )
-        self._load_first(self.args.ref_load, self.args.ref_ckpt_step)
+        self._load_initial_weights(folders.ref_load, folders.ref_ckpt_step)
 
-    def _load_first(self, folder: str, step: int | None) -> None:
-        load_first_weights(self.args, self.stages, self.parallel, Path(folder), step)
+    def _load_initial_weights(self, folder: str, step: int | None) -> None:
+        load_initial_weights(self._spec, self.stages, self.parallel, Path(folder), step)
 
     def _load_weights(self) -> CheckpointFolder | None:
-        """Load the policy's weights; the checkpoint to resume from, None for a fresh start."""
-        if self.args.load is not None and is_hf_model(Path(self.args.load)):
-            self._load_first(self.args.load, None)
+        """Load the policy's weights; returns the checkpoint to resume from, None for a new run."""
+        if self._checkpoints.load is not None and is_hf_model(Path(self._checkpoints.load)):
+            self._load_initial_weights(self._checkpoints.load, None)
             return None
-        found = state.find_checkpoint(self.args.load, self.args.ckpt_step)
+        found = state.find_checkpoint(self._checkpoints.load, self._checkpoints.ckpt_step)
         if found is None:
-            if self._reference is None:  # with a reference its weights, the same ones, are in place
+            if self._reference is None:  # a reference has already loaded the same weights into the stages
                 self._load_from_ref_load()
             return None
         state.load_stages(self.stages, found.path)
-        return None if self.args.finetune or found.iteration is None else found
+        return None if self._checkpoints.finetune or found.iteration is None else found
 
     def _resume(self, found: CheckpointFolder | None) -> tuple[int, dict[str, Any] | None]:
         first, data_state = 0, None
         if found is not None:
             data_state = state.load_training_state(
-                self._training_state(),
+                self._training_state,
                 found,
-                load_optimizer=not self.args.no_load_optim and not self.args.only_evaluates,
-                load_random_state=not self.args.no_load_rng,
+                load_optimizer=not self._checkpoints.no_load_optim and not self._rollouts.eval_only,
+                load_random_state=not self._checkpoints.no_load_rng,
             )
+            assert found.iteration is not None  # checked by `_load_weights`
             first = found.iteration + 1
-        if self.args.start_rollout_id is not None:
-            first = self.args.start_rollout_id
+        if self._rollouts.start_rollout_id is not None:
+            first = self._rollouts.start_rollout_id
         return first, data_state
 
+    @functools.cached_property
     def _training_state(self) -> TrainingState:
-        chosen = trained_weights(self.args)
+        chosen = describe_trained_parameters(self._algorithm)
         return TrainingState(self.stages, self.optimizer, self.scheduler, self.parallel, chosen)
 
     def train(self, rollout_id: int, batch: RolloutBatch) -> list[dict[str, float]]:
-        """Train on this data-parallel rank's share of one rollout; metrics per optimizer step, equal on every rank.
+        """Train on this data-parallel rank's part of one rollout; metrics per optimizer step, equal on every rank.
 
-        `batch` holds the schedule (see `RolloutBatch`). Collective over all ranks. Raises FloatingPointError where
-        loss or gradient is not finite, as `NonFiniteGuard` says; weights and optimizer are as before that step then.
-        Raises CheckpointError where a save failed in the background.
+        `batch` contains the schedule (see `RolloutBatch`). Collective over all ranks. Raises FloatingPointError if
+        loss or gradient is not finite (see `NonFiniteGuard`); weights and optimizer are then as before that step.
+        Raises CheckpointError if a background save failed.
         """
         with self._profiler.part(OVERALL, rollout_id):
             metrics = self._train(rollout_id, batch)
@@ -182,100 +237,81 @@ class MegatronTrainer:
 
     def _train(self, rollout_id: int, batch: RolloutBatch) -> list[dict[str, float]]:
         self._saver.poll()
+        self._saver.release()
         self.memory.require("training", State.AWAKE)
         with self._times.phase("data_preprocess"):
             steps = [[self._pack(batch, rows) for rows in step] for step in batch.micro_batches]
-        everything = [micro_batch for step in steps for micro_batch in step]
-        passes = 1 + self.args.compute_advantages_and_returns + (self._reference is not None)
+        total = self._passes.count(rollout_id, steps) + sum(map(len, steps))
         count = itertools.count(1)
 
         def advance() -> None:
             self._timeline.mark("micro-batch")
-            self._on_progress(next(count), passes * len(everything))
+            self._on_progress(next(count), total)
 
         with self._profiler.part(LOG_PROBS, rollout_id):
-            columns, data, entropy = self._columns(rollout_id, batch, everything, advance)
-        if self.args.save_debug_train_data is not None:
-            save_train_data(self.args, rollout_id, batch, columns, self.parallel)
+            scores = self._passes.run(rollout_id, steps, batch.loss_mask.numel(), advance)
+            columns, data = build_train_inputs(
+                self._algorithm,
+                self._hooks,
+                rollout_id,
+                batch,
+                scores.train_log_probs,
+                scores.ref_log_probs,
+                self.parallel.dp_group,
+                self.parallel.device,
+            )
+        if self._dump_template is not None:
+            with_policy = self._algorithm.compute_advantages_and_returns
+            save_train_data(self._dump_template, rollout_id, batch, columns, self.parallel, with_policy=with_policy)
         metrics = []
         part = self._profiler.part(ACTOR, rollout_id)
-        with part, self._times.phase("actor_train"), data_parallel.weights_gathered_late(self._wrapped):
+        with part, self._times.phase("actor_train"), data_parallel.overlapped_param_gather(self._wrapped):
             for number, micro_batches in enumerate(steps):
                 samples = batch.samples_per_step[number]
                 with self.memory_report.step(), self._timeline.span("forward and backward", optimizer_step=number):
                     self._begin_step(rollout_id, number)
-                    sums = self._accumulate(micro_batches, columns, data, samples, advance)
+                    sums = self._accumulate(micro_batches, columns, data, scores, samples, advance)
+                scores.complete(micro_batches, self.parallel)
                 where = f"rollout {rollout_id}, optimizer step {number}"
                 with self._timeline.span("optimizer step", optimizer_step=number):
                     step = self._step(sums, where, lambda: columns.broken_samples(batch))
+                if self._reference is not None and columns.ref_log_probs is None:
+                    step.pop("kl_loss", None)  # absent, since it was not computed for this rollout
                 metrics.append(step | {"samples": float(samples), "global_batch_size": float(samples)})
                 self.memory_report.note(micro_batches)
-        self.rollout_report = self._report(batch, columns, entropy)
+        self.rollout_metrics = self._report(batch, columns, scores)
         return metrics
 
-    def _report(self, batch: RolloutBatch, columns: TrainTensors, entropy: Tensor | None) -> dict[str, float]:
-        args, returns = self.args, None
-        if args.compute_advantages_and_returns and self._hooks.advantages is None:
-            returns = token_returns(args, batch, columns.train_log_probs, columns.ref_log_probs)
-        return rollout_report(args, batch, columns, returns, entropy, self._times.take(), self.parallel)
+    def _report(self, batch: RolloutBatch, columns: TrainTensors, scores: RolloutLogProbs) -> dict[str, float]:
+        algorithm, returns = self._algorithm, None
+        if algorithm.compute_advantages_and_returns and self._hooks.advantages is None:
+            returns = token_returns(algorithm, batch, columns.train_log_probs, columns.ref_log_probs)
+        return rollout_metrics(
+            algorithm,
+            self._spec,
+            batch,
+            columns,
+            returns,
+            scores.entropy,
+            self._times.take(),
+            self.parallel,
+            log_correct_samples=self._log_correct_samples,
+            scored_rows=scores.scored_rows,
+        )
 
     def _pack(self, batch: RolloutBatch, rows: list[int]) -> MicroBatch:
-        multiple = self.args.data_pad_size_multiplier * self.parallel.tp_size
         return pack_micro_batch(
             batch,
             rows,
-            length_multiple=multiple,
+            length_multiple=self._length_multiple,
             device=self.parallel.device,
             context_rank=self.parallel.cp_rank,
             context_size=self.parallel.cp_size,
         )
 
-    def _columns(
-        self, rollout_id: int, batch: RolloutBatch, micro_batches: list[MicroBatch], advance: Callable[[], None]
-    ) -> tuple[TrainTensors, RolloutData | None, Tensor | None]:
-        """Everything the loss needs that does not change during the rollout's optimizer steps (see `judged`).
-
-        And with --use-rollout-entropy the entropy at each response token.
-        """
-
-        def scores(store_prefix: str, with_entropy: bool = False) -> list[Tensor]:
-            self._hooks.before_log_probs(store_prefix)
-            length = batch.loss_mask.numel()
-            name = f"{store_prefix}log_probs"
-            with self._times.phase(name), self._timeline.span(name):
-                return compute_scores(
-                    self._wrapped,
-                    micro_batches,
-                    self._log_prob_settings,
-                    length,
-                    self.parallel,
-                    advance,
-                    with_entropy=with_entropy,
-                )
-
-        train_log_probs = ref_log_probs = entropy = None
-        if self.args.compute_advantages_and_returns:
-            if self._reference is not None:
-                with self._reference.loaded_weights():
-                    (ref_log_probs,) = scores("ref_")
-            train_log_probs, *rest = scores("", self.args.use_rollout_entropy)
-            entropy = rest[0] if rest else None
-        parallel = self.parallel
-        columns, data = judged(
-            self.args,
-            self._hooks,
-            rollout_id,
-            batch,
-            train_log_probs,
-            ref_log_probs,
-            parallel.dp_group,
-            parallel.device,
-        )
-        return columns, data, entropy
-
     def _begin_step(self, rollout_id: int, step_id: int) -> None:
         self._guard.begin()
-        # Both are needed: the first clears the reduction buffers, the second the parameters' own gradients.
+        # Both are needed: the first clears the reduction buffers, the second the gradients of the parameters.
         for stage in self._wrapped:
             stage.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -286,13 +322,19 @@ class MegatronTrainer:
         micro_batches: list[MicroBatch],
         columns: TrainTensors,
         data: RolloutData | None,
+        scores: RolloutLogProbs,
         samples: int,
         advance: Callable[[], None],
     ) -> list[PolicyLossSums]:
-        """The gradient of one optimizer step of so many samples, over all ranks."""
-        own_loss = None
-        if self._own_loss is not None:
-            own_loss = functools.partial(self._own_loss.sums, columns=columns, data=data)
+        """Accumulate the gradient of one optimizer step; `samples` counts those of all ranks."""
+        custom_loss_sums = None
+        if self._custom_loss is not None:
+            assert data is not None  # made by `build_train_inputs` for a custom loss
+            custom_loss_sums = functools.partial(self._custom_loss.sums, columns=columns, data=data)
+        weight = None
+        if self._layers_add_losses:
+            count = None if self._loss_settings.per_token else samples
+            weight = layer_tokens_by_count(self.stages[0].config, micro_batches, columns, count, self.parallel)
         return forward_backward(
             self._wrapped,
             micro_batches,
@@ -300,12 +342,13 @@ class MegatronTrainer:
             self._log_prob_settings,
             self._loss_settings,
             advance,
-            by_tokens=self._weight_of_loss(micro_batches, columns, samples) if self._layers_add_losses() else None,
-            own_loss=own_loss,
+            by_tokens=weight,
+            custom_loss_sums=custom_loss_sums,
+            on_policy=None if scores.first_step is None else scores.note,
         )
 
     def _step(self, sums: list[PolicyLossSums], where: str, broken_inputs: Callable[[], list[str]]) -> dict[str, float]:
-        """The optimizer step, unless something is not finite (see `NonFiniteGuard`); the metrics of the whole step."""
+        """Take the optimizer step if all values are finite (see `NonFiniteGuard`); returns the metrics of the step."""
         metrics = reduce_step(sums, self._loss_settings, self.parallel)
         rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         taken, norm = self._guard.step(metrics["loss"], where, broken_inputs)
@@ -314,53 +357,35 @@ class MegatronTrainer:
         metrics |= {f"lr-pg_{number}": rate for number, rate in enumerate(rates)}
         return metrics | {"grad_norm": norm, "lr": rates[0], "skipped": float(not taken)}
 
-    def _layers_add_losses(self) -> bool:
-        """True where routers have losses of their own, for balance or for small logits."""
-        args = self.args
-        return args.num_experts is not None and (any(args.moe_aux_loss_coeff) or bool(args.moe_z_loss_coeff))
-
-    def _weight_of_loss(self, micro_batches: list[MicroBatch], columns: TrainTensors, samples: int) -> float:
-        """Tokens that a layer sees in a step by what the loss is divided by; collective over data-parallel ranks.
-
-        Trained tokens are counted here: a function of the user's may have changed the masks.
-        """
-        seen = sum(layer_tokens(self.stages[0].config, micro_batch) for micro_batch in micro_batches)
-        trained = torch.stack([columns.loss_mask[part.response_index].count_nonzero() for part in micro_batches]).sum()
-        totals = torch.stack([torch.full_like(trained, seen), trained])
-        dist.all_reduce(totals, group=self.parallel.dp_group)
-        seen, trained = totals.tolist()
-        return seen / max(trained if self._loss_settings.per_token else samples, 1)
-
     def save(self, rollout_id: int, data_state: dict[str, Any] | None, save_dir: Path | None = None) -> Path:
         """Write the checkpoint that resumes at `rollout_id + 1` into `save_dir` (--save); returns its folder.
 
-        Collective; `data_state` is rank 0's, others may give None. The checkpoint appears whole or not at all, with
-        --async-save while the trainer continues. Raises ValueError where no folder is given, CheckpointError as
-        `CheckpointSaver.save`.
+        Collective; only rank 0's `data_state` is saved, other ranks may pass None. The checkpoint is written completely
+        or not at all, with --async-save in the background. Raises ValueError if there is no folder, and CheckpointError
+        as `CheckpointSaver.save` does.
         """
         self.memory.require("saving a checkpoint", State.AWAKE)
-        root = save_dir if save_dir is not None else self.args.save
+        root = save_dir if save_dir is not None else self._checkpoints.save
         if root is None:
-            raise ValueError("there is no folder to save to: give --save")
+            raise ValueError("no folder to save to: give --save")
         return self._saver.save(
             Path(root),
             rollout_id,
             lambda: state.take_snapshot(
-                self._training_state(),
+                self._training_state,
                 rollout_id,
                 data_state,
-                with_optimizer=not self.args.no_save_optim,
-                copy=self.args.async_save,
+                with_optimizer=not self._checkpoints.no_save_optim,
             ),
-            None if self._exporter is None else lambda: self._exporter.export(rollout_id),
+            None if self._exporter is None else functools.partial(self._exporter.export, rollout_id),
         )
 
     def finish_saves(self) -> None:
-        """Wait for what --async-save writes. Raises CheckpointError, on every rank, where it failed on one."""
+        """Wait for background saves. Raises CheckpointError on every rank if one rank failed."""
         self._saver.finish()
 
     def close(self) -> None:
-        """Finish saving and leave the process groups; the trainer is of no use afterwards."""
+        """Finish saving and destroy the process groups; the trainer cannot be used afterwards."""
         self._saver.close()
         self._memory_history.close()
         self.memory.close()

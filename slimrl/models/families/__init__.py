@@ -1,13 +1,15 @@
-"""The model families slimrl knows: one `ModelMapping` each, with tensor names and the table of its config.json.
+"""The supported model families: one `ModelMapping` each, with tensor names and the mapping of its config.json.
 
-`family_for` picks the family of a Hugging Face config. Adding a family means adding a file with its `ModelMapping` and
-one entry to `FAMILIES`. Imports neither torch nor transformers: the flag parser reads these tables.
+`family_for` picks the family of a Hugging Face config; `stated_flags` gives the model flags that it determines. Adding
+a family means adding a file with its `ModelMapping` and one entry to `FAMILIES`. Imports neither torch nor
+transformers, because the flag parser uses it.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from slimrl.models.config_rows import Config, FamilyTable
 from slimrl.models.families import deepseek_v3, glm4, llama, qwen
 from slimrl.models.families.param_mapping import ModelMapping, ParamMapping
 
@@ -25,14 +27,17 @@ FAMILIES: tuple[ModelMapping, ...] = (
     qwen.MIMO,
 )
 
-__all__ = ["FAMILIES", "ModelMapping", "ParamMapping", "family_for"]
+TABLES: dict[str, FamilyTable] = {family.model_type: family.config for family in FAMILIES}
+MODEL_TYPES = tuple(TABLES)
+
+__all__ = ["FAMILIES", "MODEL_TYPES", "TABLES", "ModelMapping", "ParamMapping", "family_for", "stated_flags"]
 
 
 def family_for(hf_config: dict[str, Any]) -> ModelMapping:
-    """The table for a config.json, chosen by its `model_type`.
+    """The mapping for a config.json, selected by its `model_type`.
 
-    Raises ValueError naming the known families where there is no table, or where the config asks for a
-    variant that its family's table does not describe.
+    Raises ValueError naming the supported families if there is no mapping, or if the config describes a variant that
+    its family's mapping does not support.
     """
     model_type = hf_config.get("model_type")
     for family in FAMILIES:
@@ -41,6 +46,15 @@ def family_for(hf_config: dict[str, Any]) -> ModelMapping:
             return family
     known = ", ".join(family.model_type for family in FAMILIES)
     raise ValueError(
-        f"config.json has model_type {model_type!r}, for which there is no table of weights;"
-        f" the known ones are {known}: use such a model or add a table under slimrl/models/families"
+        f"config.json has model_type {model_type!r}, for which there is no parameter mapping;"
+        f" supported are {known}: use such a model or add a mapping under slimrl/models/families"
     )
+
+
+def stated_flags(config: Config) -> dict[str, Any]:
+    """Field of `Arguments` to its value in config.json, or None if config.json does not determine the flag.
+
+    Raises KeyError for a model_type without a table.
+    """
+    table = TABLES[config["model_type"]]
+    return {field: row.stated(config) for field, row in table.rows.items()}

@@ -1,4 +1,4 @@
-"""The rows of config.json tables that families share, and `table`, which makes a family's table of them.
+"""The rows of config.json mappings that families share, and `table`, which builds a family's table from them.
 
 `COMMON` has the rows of every family. `EXPERTS` with `SOFTMAX` or `SIGMOID` routing, `LATENT` attention and the tuples
 of unsupported settings are for those that have such layers. Imports neither torch nor transformers: the flag parser
@@ -26,7 +26,7 @@ from slimrl.models.config_rows import (
 
 
 def head_width(default: int | None = None) -> Row:
-    """The width of a head: `default`, or the residual stream's share, where the file has none."""
+    """Head width of config.json; without an entry, `default` or hidden size / heads."""
 
     def read(config: Config) -> int | None:
         hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
@@ -36,7 +36,7 @@ def head_width(default: int | None = None) -> Row:
 
 
 def qkv_bias(default: bool) -> Switch:
-    """Bias on queries, keys and values, as attention_bias says."""
+    """Bias on queries, keys and values, from attention_bias."""
 
     def is_on(config: Config) -> bool:
         return bool(first(config, "attention_bias", default=default))
@@ -49,7 +49,7 @@ def qkv_bias(default: bool) -> Switch:
     )
 
 
-# A family's table is these rows, with its own in place of those of the same flag.
+# Rows of every family; a family's own rows override those of the same flag.
 COMMON: tuple[Row, ...] = (
     value("num_layers", "num_hidden_layers"),
     value("hidden_size", "hidden_size"),
@@ -93,19 +93,19 @@ NO_BIASES = (wrong("mlp_bias", False), wrong("attention_bias", False))
 
 
 def table(*rows: Row, unserved: tuple[Unsupported, ...] = PLAIN_ATTENTION) -> FamilyTable:
-    """`COMMON` with the family's own rows, each in place of that of the same flag."""
+    """`COMMON`, overridden by the family's own rows for the same flag."""
     return FamilyTable({row.field: row for row in (*COMMON, *rows)}, unserved)
 
 
 def _sparse_layers(config: Config) -> list[int] | None:
-    """Qwen's rule: every decoder_sparse_step-th layer (counted from 1), less those of mlp_only_layers."""
+    """Qwen's rule: every decoder_sparse_step-th layer (counted from 1) except those of mlp_only_layers."""
     layers = config.get("num_hidden_layers")
     step, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or []
     return None if layers is None else [int((n + 1) % step == 0 and n not in dense) for n in range(layers)]
 
 
 def layers_after(default: int) -> LayerPattern:
-    """The first layers have no experts; how many, first_k_dense_replace says, or a word for each layer which."""
+    """The first layers are dense: first_k_dense_replace gives their number, or a list names the type of each layer."""
 
     def read(config: Config) -> list[int] | None:
         if kinds := config.get("mlp_layer_types"):
@@ -117,7 +117,7 @@ def layers_after(default: int) -> LayerPattern:
 
 
 def _shared_width(config: Config) -> int | None:
-    """All shared experts are one block, as wide as they are together."""
+    """All shared experts form one block of their total width."""
     count, width = first(config, "n_shared_experts", default=0), config.get("moe_intermediate_size")
     return count * width if count and width else None
 
@@ -129,7 +129,7 @@ EXPERTS: tuple[Row, ...] = (
     not_there("moe_shared_expert_intermediate_size", "a model without shared experts"),
     always("moe_shared_expert_gate", "--moe-shared-expert-gate", False),
 )
-# The weights of the chosen experts either add up to 1 (the same as a softmax over them), or are their share of all.
+# The weights of the chosen experts are either normalised to sum to 1 (a softmax over them), or a softmax over all.
 SOFTMAX: tuple[Row, ...] = (
     LayerPattern("moe_layer_freq", ("decoder_sparse_step and mlp_only_layers",), _sparse_layers),
     computed("moe_router_score_function", "softmax scores, value", lambda _: "softmax"),
@@ -170,7 +170,7 @@ LATENT: tuple[Row, ...] = (
     value("qk_pos_emb_head_dim", "qk_rope_head_dim"),
     value("v_head_dim", "v_head_dim"),
     always("qk_layernorm", "--qk-layernorm", True),
-    # one latent vector serves all heads: neither groups nor the width of a plain head mean anything
+    # one latent vector serves all heads, so query groups and the plain head width do not apply
     computed("num_query_groups", "num_key_value_heads", lambda _: None),
     computed("kv_channels", "head_dim", lambda _: None),
     config_rows.yarn_type(),
@@ -184,7 +184,7 @@ LATENT: tuple[Row, ...] = (
 
 
 def _groups_by_two(config: Config) -> str | None:
-    """transformers ranks a group by its two best experts, Megatron by as many as a token takes from each group."""
+    """transformers scores a group by its two best experts, Megatron by as many as a token takes from each group."""
     groups, chosen = first(config, "n_group", default=1), first(config, "topk_group", default=1)
     taken = config.get("num_experts_per_tok") or 0
     if groups == 1 or taken == 2 * chosen:
@@ -214,6 +214,6 @@ LATENT_ATTENTION = (
 
 
 def latent_table(dense_layers: int) -> FamilyTable:
-    """The table of a family with DeepSeek-V3's layers, whose config class has so many dense layers by default."""
+    """The table of a family with DeepSeek-V3's layers; its config class's default number of dense layers is given."""
     rows = (*EXPERTS, *SIGMOID, *LATENT, layers_after(dense_layers))
     return table(*rows, unserved=(*LATENT_ATTENTION, *SIGMOID_ROUTING))

@@ -1,8 +1,8 @@
 """Tensors and config.json of DeepSeek-V3, R1 and Moonlight (`deepseek_v3`) and of Kimi-K2 (`kimi_k2`).
 
-Latent attention; the first layers are dense, the others have experts chosen by scores with a bias. Kimi-K2 has the same
-architecture under a model_type of its own. The MTP layer after the last one is not trained: its tensors are copied from
-the original folder.
+Latent attention; the first layers are dense, the others have experts selected by biased scores. Kimi-K2 has the same
+architecture under another model_type. The MTP layer after the last one is not trained: its tensors are copied from the
+original folder.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ KIMI_TOY = ToyConfig(
     | ROUTED
     | {"first_k_dense_replace": 1, "n_shared_experts": 1, "rms_norm_eps": 1e-6, "routed_scaling_factor": 2.827}
     | yarn(50000.0, factor=32.0, beta_fast=1.0),
-    # Published files say kimi_k2 and bring code along for it; by their own class they are DeepSeek-V3's.
+    # Published configs have model_type kimi_k2 and include code for it; that class derives from DeepSeek-V3's.
     published=SIGMOID,
 )
 

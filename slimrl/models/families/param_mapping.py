@@ -1,12 +1,12 @@
-"""`ParamMapping` maps a Megatron tensor to its Hugging Face tensors, `ModelMapping` describes a family; shared rows.
+"""`ParamMapping` maps a Megatron tensor to its Hugging Face tensors; `ModelMapping` describes a model family.
 
-A table is data only; `slimrl.weights.reshard` has the arithmetic. Loader, exporter, converters and checks all read it,
-so that they agree on every name. The rows here are those that families share: dense layers, experts, latent attention.
+A mapping is data only; the arithmetic is in `slimrl.weights.reshard`. Loader, exporter, converters and checks all use
+it. This file also has the rows that families share: dense layers, experts, latent attention.
 
 Experts: Hugging Face has one tensor per expert and projection; megatron-core keeps experts one by one (SequentialMLP)
 or grouped (Transformer Engine). Latent attention: config.json says whether queries have a latent. Down-projections are
-replicated over tensor-parallel ranks, up-projections are divided by heads. Rotary channels keep the stored order
-(adjacent pairs), which megatron-core expects too. Engines fuse both down-projections and need them in one update.
+replicated over tensor-parallel ranks, up-projections are sharded by heads. Rotary channels keep the stored order
+(adjacent pairs), as megatron-core expects. Engines fuse both down-projections and need them in one request.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
     from slimrl.models.model_spec import ModelSpec
 
 
-# buffers that some exporters write next to the weights; they follow from the config, so readers skip them
+# buffers that some exporters write next to the weights; they are computed from the config, so readers skip them
 NON_PARAMETER_SUFFIXES = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 
 
 class Layout(Enum):
-    """How the Hugging Face parts of a row make up its Megatron tensor."""
+    """How the Hugging Face tensors of a row form its Megatron tensor."""
 
-    PLAIN = "plain"  # one part, taken as it is
+    PLAIN = "plain"  # one part, unchanged
     QKV = "qkv"  # three parts; per key-value group: its query heads, then its key head, then its value head
     GATE_UP = "gate_up"  # two parts; per tensor-parallel shard: its gate rows, then its up rows
-    PACKED_GATE_UP = "packed_gate_up"  # one part whose first half is the gate; Megatron's side is that of GATE_UP
+    PACKED_GATE_UP = "packed_gate_up"  # one part whose first half is the gate; on Megatron's side as GATE_UP
 
 
 class Layers(Enum):
@@ -57,13 +57,12 @@ class HfTensor:
 class ParamMapping:
     """One Megatron tensor and the Hugging Face tensors it holds.
 
-    `megatron` lists the spellings of the same tensor (layer specs differ in where a norm or an expert lives);
-    exactly one of them exists in a model. `{layer}` stands for the global layer number and `{expert}` for the global
-    expert number, both counted from 0. `layers` says which layers have it, `when` names the property of the model
-    (`ModelSpec.has`) without which there is no such tensor. `shard_dim` is the dimension that tensor parallelism
-    (for an expert: expert tensor parallelism) divides, None for replicated tensors. `fuse_with_next`: the engines only
-    take its tensor together with that of the following row, so both travel in one piece. A first dimension called
-    "vocab" is padded with zero rows on the Megatron side.
+    `megatron` lists the possible names of the tensor (layer specs differ in the module of a norm or an expert); exactly
+    one of them exists in a model. `{layer}` is the global layer number and `{expert}` the global expert number, both
+    counted from 0. `layers` says which layers have it; `when` is the property of the model (`ModelSpec.has`) that the
+    tensor requires. `shard_dim` is the dimension that tensor parallelism (for an expert: expert tensor parallelism)
+    shards, None for replicated tensors. `fuse_with_next`: the engines load its tensor only together with that of the
+    next row, so both are sent in one bucket. A first dimension called "vocab" is padded with zero rows in Megatron.
     """
 
     megatron: tuple[str, ...]
@@ -73,25 +72,25 @@ class ParamMapping:
     layers: Layers = Layers.ALL
     when: str | None = None
     fuse_with_next: bool = False
-    expert: int | None = None  # the expert's number, once `at` has filled it in
+    expert: int | None = None  # the expert's number, set by `at`
 
     @property
     def per_layer(self) -> bool:
-        """Whether the row stands for one tensor in each layer."""
+        """Whether the row describes one tensor per layer."""
         return "{layer}" in self.megatron[0]
 
     @property
     def per_expert(self) -> bool:
-        """Whether the row stands for one tensor in each expert."""
+        """Whether the row describes one tensor per expert."""
         return "{expert}" in self.megatron[0]
 
     @property
     def padded_vocab(self) -> bool:
-        """Whether the Megatron tensor has zero rows after the true vocabulary."""
+        """Whether the Megatron tensor has zero rows after the unpadded vocabulary."""
         return self.hf[0].dims[0] == "vocab"
 
     def at(self, layer: int, expert: int | None = None) -> ParamMapping:
-        """The row of one layer (and one expert), its names filled in."""
+        """The row for one layer (and one expert), with its names filled in."""
         return dataclasses.replace(
             self,
             megatron=tuple(name.format(layer=layer, expert=expert) for name in self.megatron),
@@ -102,10 +101,10 @@ class ParamMapping:
 
 @dataclasses.dataclass(frozen=True)
 class MTPLayers:
-    """Layers of a checkpoint that predict further tokens (MTP), which are not trained here.
+    """Multi-token prediction (MTP) layers of a checkpoint, which slimrl does not train.
 
-    `prefix` begins their tensors' names; `{layer}` counts from the number of decoder layers where
-    `after_decoder`, else from 0. config.json gives their number under `count_key`.
+    `prefix` is the prefix of their tensors' names; `{layer}` counts from the number of decoder layers if
+    `after_decoder`, else from 0. `count_key` is the key of config.json with their number.
     """
 
     prefix: str
@@ -117,8 +116,8 @@ class MTPLayers:
 class ModelMapping:
     """A family: its tensors before the layers, of each layer, after the layers, and the untied head; its config.json.
 
-    `config` says which key of config.json states which model flag. `float32_router`: engines keep the router's weight
-    in float32, whatever the dtype of the others. `toys` are models of the family at toy size, by name.
+    `config` maps keys of config.json to model flags. `float32_router`: engines keep the router's weight in float32,
+    regardless of the model's dtype. `toys` are toy-sized models of the family, by name.
     """
 
     model_type: str
@@ -129,21 +128,21 @@ class ModelMapping:
     head: ParamMapping
     extra_layers: MTPLayers | None = None
     float32_router: bool = False
-    # config entries that must have this value (or be absent), because the table has no rows for others
+    # config entries that must have this value (or be absent), because the mapping has no rows for other values
     fixed_config: tuple[tuple[str, Any], ...] = ()
     toys: Mapping[str, ToyConfig] = dataclasses.field(default_factory=dict)
 
     def check_config(self, hf_config: dict[str, Any]) -> None:
-        """Raises ValueError where the config asks for tensors that this table has no rows for."""
+        """Raises ValueError if the config describes tensors that this mapping has no rows for."""
         for key, value in self.fixed_config:
             if key in hf_config and hf_config[key] != value:
                 raise ValueError(
                     f"config.json of model_type {self.model_type} has {key} = {hf_config[key]!r};"
-                    f" the table of weights describes only {key} = {value!r}: use such a model or extend the table"
+                    f" the parameter mapping supports only {key} = {value!r}: use such a model or extend the mapping"
                 )
 
     def rows(self, spec: ModelSpec) -> Iterator[ParamMapping]:
-        """Every row of a whole model, names filled in, in the order of the forward pass.
+        """Every row of a whole model with names filled in, in the order of the forward pass.
 
         Experts come one after another, each with all of its rows.
         """
@@ -168,13 +167,13 @@ class ModelMapping:
         return [part.name for row in self.rows(spec) for part in row.hf]
 
     def names_with_next(self, spec: ModelSpec) -> frozenset[str]:
-        """The Hugging Face tensors that must reach an engine in one piece with the one after them."""
+        """The Hugging Face tensors that an engine must receive in one request with the next tensor."""
         return frozenset(row.hf[0].name for row in self.rows(spec) if row.fuse_with_next)
 
     def carried_prefixes(self, hf_config: dict[str, Any]) -> tuple[str, ...]:
-        """How the names begin of tensors that are neither loaded nor trained, but kept for the way back.
+        """Name prefixes of tensors that are neither loaded nor trained, but kept for the export.
 
-        Whoever writes a Hugging Face folder copies them from the folder that training started from.
+        The exporter of a Hugging Face folder copies them from the folder that training started from.
         """
         extra = self.extra_layers
         if extra is None:
@@ -275,7 +274,7 @@ ROUTER = ParamMapping(
     hf=(HfTensor(HF_LAYER + "mlp.gate.weight", ("experts", "hidden")),),
     layers=Layers.MOE,
 )
-# a buffer on both sides: it decides which experts are chosen and has no gradient
+# a buffer on both sides: it affects the choice of experts and has no gradient
 EXPERT_BIAS = ParamMapping(
     megatron=(MEGATRON_LAYER + "mlp.router.expert_bias",),
     hf=(HfTensor(HF_LAYER + "mlp.gate.e_score_correction_bias", ("experts",)),),
@@ -313,7 +312,7 @@ SHARED_EXPERT_GATE = ParamMapping(
 
 
 def shared_experts(module: str) -> tuple[ParamMapping, ParamMapping]:
-    """The rows of the shared experts (one block, however many they are) under the Hugging Face name `module`."""
+    """The rows of the shared experts (one block for all of them) under the Hugging Face name `module`."""
     return (
         ParamMapping(
             megatron=(MEGATRON_LAYER + "mlp.shared_experts.linear_fc1.weight",),

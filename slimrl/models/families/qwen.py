@@ -1,6 +1,6 @@
 """Tensors and config.json of Qwen2, Qwen2.5, Qwen3 (dense and with experts) and MiMo.
 
-Qwen2 and Qwen2.5 have biases on queries, keys and values only, and a gated shared expert where there are experts. Qwen3
+Qwen2 and Qwen2.5 have biases on queries, keys and values only, and a gated shared expert in MoE models. Qwen3
 has query and key norms and no biases. MiMo is dense with Qwen2's layers; its MTP layers are not trained: their tensors
 are copied from the original folder.
 """

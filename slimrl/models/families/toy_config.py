@@ -1,7 +1,7 @@
-"""`ToyConfig`: the model of a family at toy size, by the names of transformers; the settings that families share.
+"""`ToyConfig`: a toy-sized model of a family in transformers' names, and the settings that families share.
 
-Settings with a meaning (rotary positions, routing, scaling) have published values; sizes are small, and every count
-divides by 2. `slimrl.tiny.models` adds the sizes that all toys have and builds them. Imports neither torch nor
+Settings such as rotary positions, routing and scaling have published values; sizes are small, and every count is
+divisible by 2. `slimrl.tiny.models` adds the sizes that all toys share and builds them. Imports neither torch nor
 transformers.
 """
 
@@ -14,10 +14,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ToyConfig:
-    """transformers' class, and the arguments of its config class beside those of every toy.
+    """transformers' class, and the arguments of its config class in addition to those of every toy.
 
     `published` are entries of config.json that transformers' own class does not write; `config_code` is the file that
-    published folders of the family bring along for a config class outside transformers (file, class, base class).
+    published folders of the family include for a config class outside transformers (file, class, base class).
     """
 
     architecture: str

@@ -1,4 +1,4 @@
-"""What a metric is, and how a name is found in the one table of all of them (`metric_table`).
+"""The definition of a metric, and the lookup of names in the table of all metrics (`registry`).
 
 Called by the run log, which combines the optimizer steps of a rollout by it, by the docs and by the tests.
 """
@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from typing import Literal
 
 Combine = Literal["mean", "max", "sum", "last"]
+# fields of a step in the summary that are not metrics
+NON_METRIC_FIELDS = {"step", "reward", "weight_version", "seconds", "optimizer_steps", "memory", "by_optimizer_step"}
 # first part of a name -> its horizontal axis
-# what the summary says of a step besides its metrics
-STEP_FACTS = {"step", "reward", "weight_version", "seconds", "optimizer_steps", "memory", "by_optimizer_step"}
 AXES = {
     "train": "train/step",
     "eval": "eval/step",
@@ -31,9 +31,9 @@ AXES = {
 class Metric:
     """One row of the table.
 
-    In `name` `{a,b}` stands for one of these words and `<x>` for anything without a slash. `combine` says what several
-    optimizer steps of one rollout become in `summary.json`; it means nothing outside `train/`. `when` is empty where
-    every run reports it.
+    In `name`, `{a,b}` stands for one of these words and `<x>` for any text without a slash. `combine` reduces the
+    optimizer steps of one rollout to the value in `summary.json`; it applies only under `train/`. `when` is empty if
+    every run reports the metric.
     """
 
     name: str
@@ -60,7 +60,7 @@ def axis_of(name: str) -> str:
 
 
 def metric_of(name: str, table: Sequence[Metric]) -> Metric | None:
-    """The first row that `name` belongs to; None for a name that a user's own function made."""
+    """The first row that matches `name`; None for a name from a custom function."""
     return next((metric for metric in table if metric.pattern.fullmatch(name)), None)
 
 
@@ -69,7 +69,7 @@ def is_known(name: str) -> bool:
     from slimrl.observability.metrics.registry import METRICS
 
     full = name if "/" in name else f"train/{name}"
-    return name in STEP_FACTS or metric_of(full, METRICS) is not None
+    return name in NON_METRIC_FIELDS or metric_of(full, METRICS) is not None
 
 
 def combine_steps(steps: Sequence[dict[str, float]]) -> dict[str, float]:

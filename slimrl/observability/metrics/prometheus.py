@@ -1,4 +1,4 @@
-"""The run's numbers as Prometheus gauges over HTTP, and a file that tells Prometheus where everything is.
+"""The run's metrics as Prometheus gauges over HTTP, and a file with the targets for Prometheus.
 
 One gauge per metric: `slimrl_` and the metric's name with `_` for what Prometheus does not allow, the exact name in the
 label `metric`. Lives in the driver; the server is a thread of its own that reads what was reported last.
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slimrl.arguments import Arguments
+from slimrl.arguments.namespace import ReportArguments
 from slimrl.observability.metrics import metric_of
 from slimrl.observability.metrics.registry import METRICS
 from slimrl.processes.atomic_file import atomic_file
@@ -26,12 +26,12 @@ _ALL_ADDRESSES = ("0.0.0.0", "::", "")
 
 
 class PrometheusError(OSError):
-    """The endpoint cannot be opened; the message says what to do."""
+    """The endpoint cannot be opened; the message has the fix."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """Something to scrape: `address` is host:port."""
+    """A target to scrape: `address` is host:port."""
 
     job: str
     address: str
@@ -43,25 +43,25 @@ def gauge_name(name: str) -> str:
     return "slimrl_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
 
 
-def scrape_targets(args: Arguments, server_urls: Sequence[str], driver: str, router: str) -> list[Target]:
+def scrape_targets(flags: ReportArguments, server_urls: Sequence[str], driver: str, router: str) -> list[Target]:
     """The run, its servers (--sglang-enable-metrics) and its router (--router-prometheus-port).
 
     `driver` and `router` are the addresses of their machines, which stand for "all addresses" (0.0.0.0, ::).
     """
     targets = []
-    if args.prometheus_port is not None:
-        targets.append(Target("slimrl", _address(args.prometheus_host, driver, args.prometheus_port)))
-    if args.sglang_options.get("enable_metrics"):
+    if flags.prometheus_port is not None:
+        targets.append(Target("slimrl", _address(flags.prometheus_host, driver, flags.prometheus_port)))
+    if flags.sglang_options.get("enable_metrics"):
         targets += [Target("sglang", url.partition("://")[2].rstrip("/")) for url in server_urls]
-    router_port = args.router_options.get("prometheus_port")
+    router_port = flags.router_options.get("prometheus_port")
     if router_port is not None and server_urls:
-        host = args.router_options.get("prometheus_host", "127.0.0.1")  # as slimrl.engines.sglang.router starts it
+        host = flags.router_options.get("prometheus_host", "127.0.0.1")  # as slimrl.engines.sglang.router starts it
         targets.append(Target("router", _address(host, router, router_port)))
     return targets
 
 
 def _address(host: str, machine: str, port: int) -> str:
-    """`host:port` as others reach it, where a server listens on `host` of `machine`."""
+    """`host:port` under which others reach a server that listens on `host` of `machine`."""
     host = machine if host in _ALL_ADDRESSES else host
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
@@ -80,7 +80,7 @@ class PrometheusEndpoint:
     """Implements `charts.MetricWriter`: `http://<host>:<port>/metrics` until `close`."""
 
     def __init__(self, host: str, port: int, run: str) -> None:
-        """Opens the port at once. Raises PrometheusError with a sentence where it cannot."""
+        """Opens the port. Raises PrometheusError if it cannot be opened."""
         from prometheus_client import CollectorRegistry, start_http_server
 
         self._run = run
@@ -95,7 +95,7 @@ class PrometheusEndpoint:
             ) from error
 
     def begin(self, starts: Mapping[str, int]) -> None:
-        """Shows where the axes are, so that a run can be seen before its first step."""
+        """Exports the axis positions, so that the run is visible before its first step."""
         for axis, number in starts.items():
             self.add(axis, number, {})
 

@@ -1,7 +1,8 @@
 """The one table of all metrics: names, meanings, units, and how optimizer steps of one rollout combine.
 
-docs/metrics.md is made from it, Prometheus shows its meanings, and tests hold every name that a run writes against it.
-A new metric is a new row here. Names that functions of the user's report are passed on as they are.
+A new metric is a new row here, and a value in `slimrl.megatron.training.loss` or `.train_metrics`, or in
+`slimrl.rollout.metrics`. docs/metrics.md is generated from the table, Prometheus shows its meanings, and tests check
+every name that a run writes against it. Names that custom functions report are passed on unchanged.
 """
 
 from __future__ import annotations
@@ -17,12 +18,17 @@ _FAULTS = "--use-fault-tolerance"
 
 TRAIN = (
     Metric("train/step", "the optimizer step: horizontal axis of train/", "count", "last"),
-    Metric("train/loss", "what is minimised: pg_loss - entropy_coef * entropy_loss + kl_loss_coef * kl_loss"),
+    Metric("train/loss", "training loss: pg_loss - entropy_coef * entropy_loss + kl_loss_coef * kl_loss"),
     Metric("train/pg_loss", "clipped policy-gradient loss"),
     Metric("train/entropy_loss", "mean entropy of the policy's next-token distributions", "nats"),
-    Metric("train/pg_clipfrac", "tokens whose loss a clip decided", "share"),
-    Metric("train/ppo_kl", "mean of old - new log-probability: how far this rollout's steps have moved", "nats"),
-    Metric("train/kl_loss", "KL to the reference model by --kl-loss-type; 0 without a reference", "nats"),
+    Metric("train/pg_clipfrac", "tokens whose loss was clipped", "fraction"),
+    Metric("train/ppo_kl", "mean of old - new log-probability: distance that this rollout's steps have moved", "nats"),
+    Metric(
+        "train/kl_loss",
+        "KL to the reference model by --kl-loss-type; 0 without a reference",
+        "nats",
+        when="not in rollouts that --ref-kl-metric-interval leaves out",
+    ),
     Metric("train/ratio_mean", "mean of policy / old policy; 1 in the first optimizer step"),
     Metric("train/ratio_max_abs_diff", "largest |ratio - 1| of any token", "", "max"),
     Metric(
@@ -31,10 +37,10 @@ TRAIN = (
         "nats",
     ),
     Metric("train/train_rollout_logprob_abs_diff_max", "largest such difference of any trained token", "nats", "max"),
-    Metric("train/tis", "mean of training's over the engines' probability, the weight before its bounds", when=_TIS),
-    Metric("train/tis_clipfrac", "tokens whose weight a bound decided", "share", when=_TIS),
+    Metric("train/tis", "mean ratio of training to engine probability, the weight before clipping", when=_TIS),
+    Metric("train/tis_clipfrac", "tokens whose weight was clipped", "fraction", when=_TIS),
     Metric("train/tis_abs", "mean distance of that weight from 1", when=_TIS),
-    Metric("train/opsm_clipfrac", "tokens that --use-opsm left out", "share", when="--use-opsm"),
+    Metric("train/opsm_clipfrac", "tokens that --use-opsm masked", "fraction", when="--use-opsm"),
     Metric("train/grad_norm", "norm of the gradient over all parameters, before clipping"),
     Metric("train/lr", "learning rate of the optimizer step", "", "last"),
     Metric("train/lr-pg_<group>", "the same of each of the optimizer's parameter groups", "", "last"),
@@ -55,7 +61,7 @@ TRAIN = (
     ),
     Metric(
         "train/memory_{parameters,gradients,optimizer}",
-        "on the rank that holds most of them",
+        "on the rank with the most",
         "bytes",
         "max",
         "with a run's first step",
@@ -69,36 +75,36 @@ TRAIN = (
     ),
     Metric(
         "train/planned_memory_{parameters,gradients,optimizer,activations}",
-        "what --dry-run estimates for them, with micro-batches of this size",
+        "the estimate of --dry-run for them, with micro-batches of this size",
         "bytes",
         "max",
-        "as those",
+        "as above",
     ),
 )
 
 ROLLOUT = (
     Metric("rollout/step", "the rollout: horizontal axis of rollout/, perf/, memory/, multi_turn/, passrate/", "count"),
-    Metric("rollout/raw_reward", "mean reward as judged", "reward"),
+    Metric("rollout/raw_reward", "mean reward as scored", "reward"),
     Metric("rollout/raw_reward_std", "standard deviation (n - 1) over all samples; 0 for one sample", "reward"),
     Metric("rollout/response_len/{mean,median,max,min}", "response tokens of a sample", "tokens"),
     Metric("rollout/prompt_len/mean", "prompt tokens of a sample", "tokens"),
-    Metric("rollout/truncated_ratio", "samples cut off by the length limit", "share"),
-    Metric("rollout/repetition_frac", "responses whose end is one pattern over and over", "share"),
-    Metric("rollout/zero_std/ratio", "groups whose rewards are all equal, which therefore teach nothing", "share"),
+    Metric("rollout/truncated_ratio", "samples cut off by the length limit", "fraction"),
+    Metric("rollout/repetition_frac", "responses that end in a repeated pattern", "fraction"),
+    Metric("rollout/zero_std/ratio", "groups whose rewards are all equal: they contribute no gradient", "fraction"),
     Metric("rollout/zero_std/count_<reward>", "groups in which every sample has that reward", "count"),
     Metric("rollout/reward_failures", "samples whose grader gave no score (counted as reward 0)", "count"),
     Metric(
         "rollout/failed_samples",
-        "samples in which a function of yours raised; their groups were left out",
+        "samples in which a custom function raised; their groups were dropped",
         "count",
         when="--skip-failed-samples",
     ),
     Metric("rollout/faults/servers_lost", "servers that died, hung or did not start", "count", when=_FAULTS),
-    Metric("rollout/faults/servers_replaced", "servers that took the place of a lost one", "count", when=_FAULTS),
-    Metric("rollout/faults/router_restarts", "how often the router was started again", "count", when=_FAULTS),
+    Metric("rollout/faults/servers_replaced", "servers that replaced a lost one", "count", when=_FAULTS),
+    Metric("rollout/faults/router_restarts", "restarts of the router", "count", when=_FAULTS),
     Metric(
         "rollout/faults/requests_resent",
-        "how often a request was sent again because whoever had it was lost, or nobody took it",
+        "requests sent again because their server or the router was lost, or none accepted them",
         "count",
         when=_FAULTS,
     ),
@@ -110,52 +116,55 @@ ROLLOUT = (
     ),
     Metric(
         "rollout/dynamic_filter/carried_over",
-        "groups given back to the data source when the batch was full",
+        "groups returned to the data source when the batch was full",
         "count",
         when="--dynamic-sampling-filter-path",
     ),
     Metric(
         "rollout/partial/continued",
-        "trained samples that were begun in an earlier rollout",
+        "trained samples that started in an earlier rollout",
         "count",
         when="--partial-rollout",
     ),
     Metric(
         "rollout/partial/oldest",
-        "of those the largest distance to the rollout they were begun in; 0 for none",
+        "largest distance of such a sample to the rollout in which it started; 0 for none",
         "rollouts",
         when="--partial-rollout",
     ),
     Metric(
         "rollout/partial/carried_over",
-        "groups given back to the data source when the batch was full",
+        "groups returned to the data source when the batch was full",
         "count",
         when="--partial-rollout",
     ),
     Metric(
         "rollout/partial/unfinished",
-        "samples in them that were cut off or had not begun",
+        "samples of these groups that were aborted or not started",
         "count",
         when="--partial-rollout",
     ),
     Metric(
         "rollout/staleness/{mean,max}",
-        "age of a sample: rollouts between the weights that drew its oldest token and those it trains",
+        "staleness of a sample: rollouts between the weights that sampled its oldest token and those that it trains",
         "rollouts",
     ),
-    Metric("rollout/staleness/count_<n>", "samples of that age", "samples"),
+    Metric("rollout/staleness/count_<n>", "samples of that staleness", "samples"),
     Metric(
         "rollout/staleness/dropped",
-        "finished groups that were too old to be trained on, and were restarted",
+        "finished groups that were too old to train on and were regenerated",
         "count",
         when="--max-weight-staleness",
     ),
-    Metric("rollout/prefix_cache_hit_rate", "prompt tokens that a server had in its cache", "share"),
-    Metric("rollout/avg_cached_tokens_per_sample", "such tokens by trained sample", "tokens"),
-    Metric("rollout/spec_accept_rate", "draft tokens that the model accepted", "share", when="speculative decoding"),
-    Metric("rollout/spec_accept_length", "tokens by pass of the model", "tokens", when="speculative decoding"),
+    Metric("rollout/prefix_cache_hit_rate", "prompt tokens that a server had in its cache", "fraction"),
+    Metric("rollout/avg_cached_tokens_per_sample", "such tokens per trained sample", "tokens"),
+    Metric("rollout/spec_accept_rate", "draft tokens that the model accepted", "fraction", when="speculative decoding"),
+    Metric("rollout/spec_accept_length", "tokens per pass of the model", "tokens", when="speculative decoding"),
     Metric(
-        "rollout/error_cat/<category>", "samples by that entry of their reward", "share", when="--log-reward-category"
+        "rollout/error_cat/<category>",
+        "samples by that entry of their reward",
+        "fraction",
+        when="--log-reward-category",
     ),
     Metric(
         "rollout/correct_length/{p25,p50,p75,p100}",
@@ -163,7 +172,7 @@ ROLLOUT = (
         "tokens",
         when="--log-correct-samples",
     ),
-    Metric("rollout/correct_ratio", "samples with reward 1 or more", "share", when="--log-correct-samples"),
+    Metric("rollout/correct_ratio", "samples with reward 1 or more", "fraction", when="--log-correct-samples"),
     Metric(
         "rollout/correct_entropy",
         "entropy as below, of these samples only",
@@ -171,24 +180,29 @@ ROLLOUT = (
         when=f"--log-correct-samples with {_ENTROPY}",
     ),
     Metric("rollout/rewards", f"{_OF_RANKS}mean: the reward after the group's normalisation", "reward"),
-    Metric("rollout/truncated", f"{_OF_RANKS}mean: 1 where cut off", "share"),
+    Metric("rollout/truncated", f"{_OF_RANKS}mean: 1 if truncated", "fraction"),
     Metric("rollout/response_lengths", f"{_OF_RANKS}mean", "tokens"),
     Metric("rollout/total_lengths", f"{_OF_RANKS}mean: prompt and response", "tokens"),
     Metric(
         "rollout/log_probs",
-        f"{_OF_RANKS}mean over trained tokens, then over the samples that have any: training's",
+        f"{_OF_RANKS}mean over trained tokens, then over the samples that have any: those of training",
         "nats",
     ),
-    Metric("rollout/rollout_log_probs", "the same of the engines'", "nats"),
-    Metric("rollout/ref_log_probs", "the same of the reference model's", "nats", when="with a reference model"),
-    Metric("rollout/kl", "the same of the KL to the reference model (--kl-loss-type)", "nats", when="the same"),
-    Metric("rollout/advantages", "the same of the advantages, after whitening"),
+    Metric("rollout/rollout_log_probs", "the same for the engines' log-probabilities", "nats"),
+    Metric(
+        "rollout/ref_log_probs",
+        "the same for the reference model",
+        "nats",
+        when="with a reference model, every --ref-kl-metric-interval",
+    ),
+    Metric("rollout/kl", "the same for the KL to the reference model (--kl-loss-type)", "nats", when="the same"),
+    Metric("rollout/advantages", "the same for the advantages, after whitening"),
     Metric(
         "rollout/returns",
-        "the same of the returns: the advantages before whitening",
+        "the same for the returns: the advantages before whitening",
         when="without --custom-advantage-function-path",
     ),
-    Metric("rollout/entropy", "the same of the entropy of the next-token distributions", "nats", when=_ENTROPY),
+    Metric("rollout/entropy", "the same for the entropy of the next-token distributions", "nats", when=_ENTROPY),
 )
 
 TURNS = (
@@ -201,20 +215,20 @@ TURNS = (
     Metric(
         "multi_turn/raw_response_length/response_length_clip_ratio",
         "samples with --rollout-max-response-len such tokens or more",
-        "share",
+        "fraction",
         when=_TURNS,
     ),
     Metric(
         "multi_turn/wo_obs_response_length/response_length_{mean,max,min}",
-        "tokens that the model wrote itself (loss mask 1)",
+        "tokens that the model generated (loss mask 1)",
         "tokens",
         when=_TURNS,
     ),
     Metric("multi_turn/round_number_{mean,max,min}", "turns of the model in a sample", "count", when=_TURNS),
     Metric(
         "passrate/pass@<k>",
-        "chance that k of a prompt's samples hold one with reward 1 or more; k = 1, 2, 4, ... and the group's size",
-        "share",
+        "probability that k of a prompt's samples contain one with reward 1 or more; k = 1, 2, 4, ..., group size",
+        "fraction",
         when="--log-passrate",
     ),
 )
@@ -222,62 +236,69 @@ TURNS = (
 EVAL = (
     Metric("eval/step", "rollouts trained on before the evaluation: horizontal axis of eval/", "count"),
     Metric("eval/<name>/response_len/{mean,median,max,min}", "response tokens of a sample", "tokens"),
-    Metric("eval/<name>-truncated_ratio", "samples cut off by the length limit", "share"),
+    Metric("eval/<name>-truncated_ratio", "samples cut off by the length limit", "fraction"),
     Metric("eval/<name>-reward_failures", "samples whose grader gave no score (counted as reward 0)", "count"),
     Metric(
         "eval/<name>-pass@<k>",
-        "chance that k of a prompt's samples hold one with reward 1 or more; k = 1, 2, 4, ... and their number",
-        "share",
+        "probability that k of a prompt's samples contain one with reward 1 or more; k = 1, 2, 4, ..., their number",
+        "fraction",
     ),
     Metric("eval/<name>", "mean reward of the data set: with rewards 0 and 1 the accuracy", "reward"),
 )
 
-_TRAINING = "where something is trained"
+_TRAINING = "with training"
 _LATENCIES = "{mean,median,p99,max,min}"
 PERF = (
-    Metric("perf/generate_time", "the rollout, from its start to the batches that are trained on", "s"),
-    Metric("perf/train_time", "the call of training", "s"),
+    Metric("perf/generate_time", "the rollout, from its start to the training batches", "s"),
+    Metric("perf/train_time", "the train call", "s"),
     Metric("perf/update_weights_time", "the weight update", "s"),
     Metric("perf/{total_time,step_time}", "the step, without save and evaluate", "s"),
     Metric("perf/wait_for_rollout_time", "waiting for generation", "s"),
-    Metric("perf/train_wait_time", "the step without the call of training", "s", when=_TRAINING),
-    Metric("perf/wait_time_ratio", "that part of the step", "share", when=_TRAINING),
-    Metric("perf/{save,evaluate}_time", "of a step that saves or is followed by an evaluation", "s", when="then"),
+    Metric("perf/train_wait_time", "step time minus train_time", "s", when=_TRAINING),
+    Metric("perf/wait_time_ratio", "train_wait_time as a part of the step", "fraction", when=_TRAINING),
+    Metric(
+        "perf/{save,evaluate}_time", "the save or the evaluation after a step", "s", when="after a step with either"
+    ),
     Metric(
         "perf/{release_engines,wake_training,park_training,resume_engines}_time",
-        "moving weights and caches off the GPUs and back",
+        "offloading and onloading of weights and caches",
         "s",
         when="--offload",
     ),
-    Metric("perf/train_tokens_per_second", "trained tokens by perf/train_time, all ranks together", "tokens/s"),
+    Metric("perf/train_tokens_per_second", "trained tokens / perf/train_time, all ranks together", "tokens/s"),
     Metric("perf/update_weights_wire_bytes", "sent by the rank that sent most", "bytes", when="after a weight update"),
     Metric(
         "perf/update_weights_bytes_per_second",
-        "the same by the time of the weight update",
+        "the same divided by the time of the weight update",
         "bytes/s",
         when="after a weight update",
     ),
     Metric("perf/data_preprocess_time", "packing of micro-batches (rank 0)", "s", when=_TRAINING),
-    Metric("perf/{log_probs,ref_log_probs}_time", "pass of the policy, of the reference (rank 0)", "s", when=_TRAINING),
+    Metric(
+        "perf/{log_probs,ref_log_probs}_time",
+        "pass of the policy, of the reference, before the optimizer steps (rank 0)",
+        "s",
+        when="where such a pass runs",
+    ),
     Metric("perf/actor_train_time", "forward, backward and optimizer, all steps (rank 0)", "s", when=_TRAINING),
     Metric(
-        "perf/actor_train_tok_per_s", "prompt and response tokens by that time, all ranks", "tokens/s", when=_TRAINING
+        "perf/actor_train_tok_per_s", "prompt and response tokens / that time, all ranks", "tokens/s", when=_TRAINING
     ),
     Metric(
         "perf/{log_probs,ref_log_probs,actor_train}_tflops",
-        "by training GPU, without padding and recomputation; forward and backward count as three passes",
+        "per training GPU, without padding and recomputation; forward and backward count as three passes",
         "TFLOP/s",
-        when=_TRAINING,
+        when="where such a pass runs",
     ),
     Metric(
         "perf/rollout_time",
-        "generating and judging; with `--max-weight-staleness` the time since the rollout before was handed over (the"
-        " first after a resume takes what the checkpoint held ready, so that its speeds are too high)",
+        "generation and scoring; with `--max-weight-staleness` the time since the previous rollout was handed over (the"
+        " first after a resume uses groups from the checkpoint, so its speeds are too high)",
         "s",
     ),
-    Metric("perf/tokens_per_gpu_per_sec", "response tokens by rollout_time and rollout GPU", "tokens/s"),
+    Metric("perf/tokens_per_gpu_per_sec", "response tokens per rollout_time and rollout GPU", "tokens/s"),
     Metric("perf/effective_tokens_per_gpu_per_sec", "the same without masked tokens", "tokens/s"),
-    Metric("perf/longest_sample_tokens_per_sec", "tokens of the longest response by rollout_time", "tokens/s"),
+    Metric("perf/longest_sample_tokens_per_sec", "tokens of the longest response / rollout_time", "tokens/s"),
     Metric("perf/longest_effective_sample_tokens_per_sec", "the same without masked tokens", "tokens/s"),
     Metric(
         "perf/longest_{sample,effective_sample}_tokens_per_sec_without_non_generation",

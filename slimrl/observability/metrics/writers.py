@@ -19,25 +19,27 @@ import os
 import queue
 import secrets
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from slimrl.arguments import Arguments
-from slimrl.arguments.redact import shown
+from slimrl.arguments.redact import redact
 from slimrl.observability.metrics import AXES
 from slimrl.processes.best_effort_files import OptionalFiles
 
 if TYPE_CHECKING:
     import wandb
-    from torch.utils.tensorboard import SummaryWriter
 
 
 logger = logging.getLogger("slimrl")
 
+FLUSH_S = 10
+EVENT_FILE_VERSION = "brain.Event:2"
 INIT_TIMEOUT_S = 60.0
 FINISH_TIMEOUT_S = 30.0  # what is not sent by then stays on disk, for `wandb sync`
-# how long the end of the run waits: for a run that is open, and for one that is still not
+# maximum wait at the end of the run: for an open W&B run, and for one that is not open yet
 GIVE_UP_AFTER_S = FINISH_TIMEOUT_S + 10.0
 LATE_START_S = 10.0
 DEFAULT_PROJECT = "slimrl"
@@ -45,7 +47,7 @@ DEFAULT_PROJECT = "slimrl"
 
 @dataclasses.dataclass(frozen=True)
 class WandbSettings:
-    """What identifies a run; None leaves it to the package's own environment variables and files."""
+    """The identity of a W&B run; None leaves a field to the package's environment variables and files."""
 
     id: str
     mode: Literal["online", "offline"] | None
@@ -60,7 +62,7 @@ class WandbSettings:
 
     @classmethod
     def from_args(cls, args: Arguments, earlier_id: str | None) -> WandbSettings | None:
-        """None where W&B is not used. `earlier_id` is the run that this folder's summary names, where it continues."""
+        """None if W&B is not used. `earlier_id` is the run in this folder's summary, if it continues."""
         if not args.use_wandb or args.wandb_mode == "disabled":
             return None
         run_id = args.wandb_run_id or earlier_id or secrets.token_hex(4)
@@ -77,7 +79,7 @@ class WandbSettings:
             team=args.wandb_team,
             host=args.wandb_host,
             key=args.wandb_key,
-            config=_config(args),
+            config=_config(dataclasses.asdict(args)),
         )
 
 
@@ -120,16 +122,16 @@ class WandbRun:
             while (row := self._rows.get()) is not None:
                 run.log(row)
             run.finish(exit_code=self._exit_code)
-        except BaseException as error:  # of whatever kind, SystemExit too: charts are no reason to lose a run
+        except BaseException as error:  # also SystemExit: a failing writer must not end the run
             self._give_up(f"{type(error).__name__}: {error}")
-            self._opened.set()  # nobody has to wait for it any more
+            self._opened.set()  # release the waiting threads
 
     def _give_up(self, why: str) -> None:
         if self._failed.is_set():
             return
         self._failed.set()
         logger.warning(
-            "no more is written to W&B, training continues (%s): all numbers are in summary.json; what W&B has kept"
+            "W&B logging stopped, training continues (%s): all numbers are in summary.json; what W&B has kept"
             " lies in %s and is sent by `wandb sync`",
             why,
             self._settings.folder / "wandb",
@@ -154,7 +156,7 @@ def _open(settings: WandbSettings) -> wandb.Run:
             init_timeout=INIT_TIMEOUT_S,
             finish_timeout=FINISH_TIMEOUT_S,
             finish_timeout_raises=True,
-            login_timeout=1,  # nobody is asked for a key at the terminal of a run
+            login_timeout=1,  # do not prompt for a key on the terminal
             console="off",
             silent=True,
             **{name: value for name, value in given.items() if value is not None},
@@ -167,11 +169,10 @@ def _open(settings: WandbSettings) -> wandb.Run:
     return run
 
 
-def _config(args: Arguments) -> dict[str, Any]:
-    """The flags as plain data, without what may be secret."""
-    values = dataclasses.asdict(args)
-    del values["custom"]  # the user's own, which may hold keys of his services
-    return shown(json.loads(json.dumps(values, default=str)))
+def _config(values: dict[str, Any]) -> dict[str, Any]:
+    """The flags as plain data, without possible secrets."""
+    del values["custom"]  # custom settings may contain API keys
+    return redact(json.loads(json.dumps(values, default=str)))
 
 
 def _where(run: wandb.Run) -> str:
@@ -182,19 +183,56 @@ TRAIN_AXIS = "train/step"
 
 
 class MetricWriter(Protocol):
-    """A place for scalars. Its calls come from one thread and in this order."""
+    """A writer of scalars. One thread makes the calls, in this order."""
 
     def begin(self, starts: Mapping[str, int]) -> None:
-        """The run starts or continues at these places of its axes."""
+        """Start or continue the run at these positions of its axes."""
         ...
 
     def add(self, axis: str, number: int, values: Mapping[str, float]) -> None:
-        """Scalars by their full names, at this place of their axis."""
+        """Write scalars by their full names, at this position of their axis."""
         ...
 
     def close(self, *, failed: bool) -> None:
-        """The run is over."""
+        """End the run."""
         ...
+
+
+class EventFile:
+    """A new event file of scalars in `folder`, which is created; without torch, whose import takes the driver a second.
+
+    The records are those of torch's SummaryWriter. Raises ModuleNotFoundError without the package tensorboard.
+
+    Points of earlier files in the folder at or after `first_step` are hidden: they are about to be repeated.
+    """
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._event, self._summary = Event, Summary
+        self._writer = EventFileWriter(str(folder), flush_secs=FLUSH_S)
+        begin = SessionLog(status=SessionLog.START)
+        for event in (
+            Event(step=first_step, file_version=EVENT_FILE_VERSION),
+            Event(step=first_step, session_log=begin),
+        ):
+            event.wall_time = time.time()
+            self._writer.add_event(event)
+
+    def add_scalars(self, values: Mapping[str, float], step: int) -> None:
+        """Adds one point per name at `step`, in one record."""
+        points = [self._summary.Value(tag=name, simple_value=float(value)) for name, value in values.items()]
+        self._writer.add_event(self._event(step=step, wall_time=time.time(), summary=self._summary(value=points)))
+
+    def flush(self) -> None:
+        """Writes what was added. Raises OSError if that fails."""
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Writes what was added and closes the file. Raises OSError if that fails."""
+        self._writer.close()
 
 
 class TensorBoard:
@@ -204,33 +242,31 @@ class TensorBoard:
     """
 
     def __init__(self, folder: Path, *, axes_are_one: bool) -> None:
-        """`axes_are_one` where all axes count the same."""
+        """`axes_are_one`: all axes have the same positions."""
         self._folder = folder
         self._axes_are_one = axes_are_one
-        self._writers: dict[Path, SummaryWriter] = {}  # open ones
+        self._writers: dict[Path, EventFile] = {}  # open ones
         self._files = OptionalFiles(f"TensorBoard's folder {folder}")
 
     def begin(self, starts: Mapping[str, int]) -> None:
-        """Opens the files; raises ModuleNotFoundError with a sentence where tensorboard is missing."""
+        """Opens the files. Raises ModuleNotFoundError with the fix if tensorboard is missing."""
         for axis, first in starts.items():
             if axis in (TRAIN_AXIS, "rollout/step"):
                 self._files.attempt(functools.partial(self._writer, axis, first))
 
     def add(self, axis: str, number: int, values: Mapping[str, float]) -> None:
-        """One point per name. Points that the disk has no room for are missing from the charts."""
+        """Adds one point per name. If the disk is full, the points are lost."""
 
         def write() -> None:
             writer = self._writer(axis, number)
-            for name, value in values.items():
-                writer.add_scalar(name, value, number)
-            if self._files.failing:
-                writer.flush()  # a writer's own thread writes, and would tell of a failure much later
+            writer.add_scalars(values, number)
+            writer.flush()  # otherwise the writer's thread reports a failure, and loses points, much later
 
         if not self._files.attempt(write):
             self._drop()
 
     def close(self, *, failed: bool) -> None:
-        """Writes what is left."""
+        """Writes the remaining points."""
 
         def close() -> None:
             for writer in self._writers.values():
@@ -239,13 +275,13 @@ class TensorBoard:
         if not self._files.attempt(close):
             self._drop()
 
-    def _writer(self, axis: str, first_step: int) -> SummaryWriter:
+    def _writer(self, axis: str, first_step: int) -> EventFile:
         """The open one of this axis; a writer that failed once is never whole again, so there may be a new one."""
         own_folder = axis == TRAIN_AXIS and not self._axes_are_one
         folder = self._folder / "train_steps" if own_folder else self._folder
         if folder not in self._writers:
             if self._files.failing:
-                _probe(folder)  # the threads of a writer that fails print more than anybody wants to read
+                _probe(folder)  # the threads of a failing writer print long tracebacks
             self._writers[folder] = _open_writer(folder, first_step)
         return self._writers[folder]
 
@@ -257,12 +293,12 @@ class TensorBoard:
 
 
 def finite_or_nan(value: float | None) -> float:
-    """A number for places that know NaN but no missing ones."""
+    """A number for formats that have NaN but no missing values."""
     return math.nan if value is None else float(value)
 
 
 def _probe(folder: Path) -> None:
-    """Raises OSError where nothing can be written."""
+    """Raises OSError if the folder is not writable."""
     probe = folder / f".{os.getpid()}.tmp"
     try:
         probe.write_bytes(bytes(1 << 16))
@@ -270,12 +306,10 @@ def _probe(folder: Path) -> None:
         probe.unlink(missing_ok=True)
 
 
-def _open_writer(folder: Path, first_step: int) -> SummaryWriter:
+def _open_writer(folder: Path, first_step: int) -> EventFile:
     try:
-        from torch.utils.tensorboard import SummaryWriter
+        return EventFile(folder, first_step)
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f"--use-tensorboard needs the package tensorboard ({error}): pip install tensorboard, or leave the flag out"
         ) from error
-    # TensorBoard hides points of an earlier process at or after purge_step: they are about to be repeated.
-    return SummaryWriter(str(folder), purge_step=first_step, flush_secs=10)

@@ -1,11 +1,11 @@
-"""Checkpoint state of groups that were taken from the data source and are not trained on yet.
+"""Checkpoint state of groups that were sampled from the data source and are not trained on yet.
 
-A resumed run gets all of them back, whether it is fully asynchronous or not. The rollout loop writes the state, the
+A resumed run restores all of them, whether it is fully asynchronous or not. The rollout loop writes the state, the
 rollout manager reads it.
 
 Columns with an entry per token are packed into text: lists of numbers take many times as long to write, and training
-waits. Custom values become plain data (numbers, text, lists, tuples, dicts). Subclasses and scalars of numpy and torch
-are converted; anything else is rejected with its place in the sample.
+waits for it. Custom values become plain data (numbers, text, lists, tuples, dicts). Subclasses and numpy and torch
+scalars are converted; anything else is rejected with its location in the sample.
 """
 
 from __future__ import annotations
@@ -21,39 +21,39 @@ from slimrl.rollout.dataset.data_source import RolloutDataSource
 
 
 def plain_data(value: Any) -> Any:
-    """An independent copy. Raises TypeError, which says where, for what is none and stands for none."""
+    """An independent copy of `value` as plain data. Raises TypeError with the location of a value that is not."""
     return _plain(value, "")
 
 
-def _plain(value: Any, place: str) -> Any:
+def _plain(value: Any, location: str) -> Any:
     if value is None or isinstance(value, bool):
         return value
     for kind in (str, int, float):
         if isinstance(value, kind):
             return kind.__str__(value) if kind is str else kind(value)
     if isinstance(value, dict):
-        return {_key(key, place): _plain(one, f"{place}[{key!r}]") for key, one in value.items()}
+        return {_key(key, location): _plain(item, f"{location}[{key!r}]") for key, item in value.items()}
     if isinstance(value, list | tuple):
-        made = [_plain(one, f"{place}[{number}]") for number, one in enumerate(value)]
-        return made if isinstance(value, list) else tuple(made)
+        items = [_plain(item, f"{location}[{number}]") for number, item in enumerate(value)]
+        return items if isinstance(value, list) else tuple(items)
     if getattr(value, "shape", None) == () and callable(getattr(value, "item", None)):
-        return _plain(value.item(), place)
+        return _plain(value.item(), location)
     kind = type(value)
-    raise TypeError(f"{place or 'it'} is of type {kind.__module__}.{kind.__qualname__}")
+    raise TypeError(f"{location or 'it'} is of type {kind.__module__}.{kind.__qualname__}")
 
 
-def _key(key: Any, place: str) -> Any:
-    return _plain(key, f"{place}, whose key {key!r}")
+def _key(key: Any, location: str) -> Any:
+    return _plain(key, f"{location}, whose key {key!r}")
 
 
-_KEY = "drawn"  # beside the entries of the data source
-_PACKED = {"tokens": "q", "loss_mask": "b", "rollout_log_probs": "d"}  # as `array` names what is in memory
+_KEY = "drawn"  # checkpoint key, next to the data source's keys
+_PACKED = {"tokens": "q", "loss_mask": "b", "rollout_log_probs": "d"}  # type codes of `array`
 _NAMES = tuple(field.name for field in dataclasses.fields(Sample))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FinishedGroup:
-    """A judged group, the group as it was drawn, and the oldest weights that drew one of its tokens."""
+    """A scored group; `drawn` is the group as sampled from the data source, `oldest` its oldest weight version."""
 
     group: list[Sample]
     drawn: list[Sample]
@@ -62,15 +62,13 @@ class FinishedGroup:
 
 @dataclasses.dataclass(frozen=True)
 class InflightState:
-    """`under_way` are groups as they were drawn."""
+    """All groups not trained on yet; `under_way` are the unfinished ones, as sampled from the data source."""
 
     under_way: list[list[Sample]]
     finished: list[FinishedGroup]
 
     def added_to(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The data source's state with this beside it, as plain JSON data. Raises ValueError as
-        `check_serializable`.
-        """
+        """The data source's state plus this one, as plain JSON data. Raises ValueError like `check_serializable`."""
         entry = {
             "under_way": [_group_as_dicts(group) for group in self.under_way],
             "finished": [
@@ -82,9 +80,10 @@ class InflightState:
 
 
 def restore(data_source: RolloutDataSource, state: dict[str, Any], *, keeps_finished: bool) -> list[FinishedGroup]:
-    """Lets the data source continue at `state`; groups that were in progress are drawn again.
+    """Restores the data source from `state`; unfinished groups are returned to it.
 
-    Returns the finished ones, or with `keeps_finished` false gives them to the data source too, to be trained on next.
+    Returns the finished groups. If `keeps_finished` is False, these go back to the data source too, to be trained on
+    next.
     """
     entry = state.get(_KEY, {"under_way": [], "finished": []})
     data_source.load_state_dict({name: value for name, value in state.items() if name != _KEY})
@@ -98,14 +97,14 @@ def restore(data_source: RolloutDataSource, state: dict[str, Any], *, keeps_fini
 
 
 def check_serializable(samples: Iterable[Sample]) -> None:
-    """Raises ValueError for a sample that no checkpoint could hold: when it comes in, not with the next save."""
+    """Raises ValueError if a sample cannot be saved in a checkpoint: when it finishes, not at the next save."""
     for sample in samples:
         for name in _NAMES:
             _packed(sample, name, _PACKED[name]) if name in _PACKED else _plain_field(sample, name)
 
 
 def _group_as_dicts(group: list[Sample]) -> list[dict[str, Any]]:
-    """What the fields hold; what functions of the user's attach to a sample beside them is no part of it."""
+    """The fields of the samples; attributes that custom functions add to a sample are not saved."""
     return [
         {
             name: _packed(sample, name, code) if (code := _PACKED.get(name)) else _plain_field(sample, name)
@@ -120,15 +119,15 @@ def _plain_field(sample: Sample, name: str) -> Any:
         return plain_data(getattr(sample, name))
     except TypeError as error:
         raise ValueError(
-            f"sample {sample.index}: its {name} cannot be saved in a checkpoint: {error}; have your function or data"
-            " source put numbers, text, lists and dicts there"
+            f"sample {sample.index}: its {name} cannot be saved in a checkpoint: {error}; your function or data"
+            " source may put only numbers, text, lists and dicts there"
         ) from error
 
 
 def _packed(sample: Sample, name: str, code: str) -> Any:
     try:
         return base64.b64encode(array(code, getattr(sample, name)).tobytes()).decode()
-    except (TypeError, OverflowError):  # None, or a function's 1.0 for 1
+    except (TypeError, OverflowError):  # None, or a custom function's 1.0 for 1
         return _plain_field(sample, name)
 
 
@@ -139,5 +138,5 @@ def _samples(group: list[dict[str, Any]]) -> list[Sample]:
 
 
 def _unpacked(column: str | list[Any] | None, code: str) -> list[Any] | None:
-    """A list is one that could not be packed, or comes from a slimrl that packed none."""
+    """A list could not be packed, or comes from a checkpoint of an older slimrl."""
     return array(code, base64.b64decode(column)).tolist() if isinstance(column, str) else column

@@ -1,8 +1,8 @@
-"""How old a sample is when it is trained on, counted in rollouts between the weights that drew it and those it trains.
+"""Staleness of a sample: the number of rollouts between the weights that sampled it and the weights that it trains.
 
-Weight versions are numbers of rollouts trained: rollout r trains the weights r, so a token that the weights v drew is
-r - v old then, and a sample is as old as its oldest token. Pure; used by continuous generation, which keeps the bound
-`--max-weight-staleness`, and for the metrics of every run.
+A weight version is the number of rollouts trained: rollout r trains the weights r. A token sampled by the weights v has
+staleness r - v, and a sample has the staleness of its oldest token. Fully asynchronous generation enforces the bound
+`--max-weight-staleness`; every run reports the metrics. Pure functions.
 """
 
 from __future__ import annotations
@@ -10,61 +10,74 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import overload
 
 from slimrl.data.sample import NO_VERSION, Sample, SampleStatus, clip_spans
 from slimrl.rollout.generation.multi_turn import NON_GENERATION_TIME, TURN_STARTS
 from slimrl.rollout.metrics import START_ROLLOUT_ID
 
-_OF_THE_RESPONSE = (START_ROLLOUT_ID, NON_GENERATION_TIME, TURN_STARTS)
+_RESPONSE_METADATA = (START_ROLLOUT_ID, NON_GENERATION_TIME, TURN_STARTS)
+
+
+@overload
+def oldest_version(sample: Sample, otherwise: int) -> int: ...
+
+
+@overload
+def oldest_version(sample: Sample, otherwise: None = None) -> int | None: ...
 
 
 def oldest_version(sample: Sample, otherwise: int | None = None) -> int | None:
-    """The oldest weights that drew a token of the sample.
+    """The oldest weight version that sampled a token of the sample; None if no version is known.
 
-    Where it is not known of all tokens that are trained on, `otherwise` counts too; None where nothing is known.
+    `otherwise` counts as the version of trained tokens whose version is unknown.
     """
     known = []
-    place = 0
+    start = 0
     for version, count in sample.version_spans:
         if version.isdecimal():
             known.append(int(version))
-        elif otherwise is not None and (version != NO_VERSION or _is_trained(sample, place, place + count)):
+        elif otherwise is not None and (version != NO_VERSION or _is_trained(sample, start, start + count)):
             known.append(otherwise)
-        place += count
+        start += count
     if not known and otherwise is not None:
         return otherwise
     return min(known, default=None)
 
 
 def has_unknown_version(sample: Sample, version: int) -> bool:
-    """Whether a sample to be generated has tokens that no bound can be kept for, where the engines hold `version` now.
+    """Whether an unfinished sample has tokens of unknown staleness; the engines have the weights `version`.
 
-    These are tokens to be trained on that unknown weights drew (in a checkpoint of an older slimrl, say), and tokens of
-    weights that are yet to come (`--start-rollout-id` before the checkpoint's). A response that the data source brings
-    with it, and no engine drew, is none.
+    These are trained tokens of an unknown weight version (from a checkpoint of an older slimrl, say), and tokens of a
+    future version (`--start-rollout-id` before the checkpoint's). A response that comes from the data source, not from
+    an engine, does not count.
     """
-    drawn = sample.version_spans or sample.weight_versions or START_ROLLOUT_ID in sample.metadata
-    if not sample.response_length or not (drawn or sample.status is SampleStatus.ABORTED):
+    sampled = sample.version_spans or sample.weight_versions or START_ROLLOUT_ID in sample.metadata
+    if not sample.response_length or not (sampled or sample.status is SampleStatus.ABORTED):
         return False
-    place = 0
-    for drawn_by, count in clip_spans(sample.version_spans, sample.response_length):
-        if int(drawn_by) > version if drawn_by.isdecimal() else _is_trained(sample, place, place + count):
+    start = 0
+    for span_version, count in clip_spans(sample.version_spans, sample.response_length):
+        if int(span_version) > version if span_version.isdecimal() else _is_trained(sample, start, start + count):
             return True
-        place += count
+        start += count
     return False
 
 
 def staleness_metrics(rollout_id: int, samples: Iterable[Sample]) -> dict[str, float]:
-    """Mean and largest staleness of the samples of a rollout, and how many have each; {} where no version is known."""
+    """Mean, maximum and histogram of the staleness of a rollout's samples; {} if no version is known."""
     oldest = [oldest_version(sample) for sample in samples]
-    ages = [rollout_id - version for version in oldest if version is not None]
-    if not ages:
+    staleness = [rollout_id - version for version in oldest if version is not None]
+    if not staleness:
         return {}
-    counts = {f"rollout/staleness/count_{age}": float(count) for age, count in sorted(Counter(ages).items())}
-    return {"rollout/staleness/mean": sum(ages) / len(ages), "rollout/staleness/max": float(max(ages)), **counts}
+    counts = {f"rollout/staleness/count_{value}": float(count) for value, count in sorted(Counter(staleness).items())}
+    return {
+        "rollout/staleness/mean": sum(staleness) / len(staleness),
+        "rollout/staleness/max": float(max(staleness)),
+        **counts,
+    }
 
 
-def anew(sample: Sample) -> Sample:
+def reset_to_prompt(sample: Sample) -> Sample:
     """The sample as its prompt alone, to be regenerated."""
     if sample.status is SampleStatus.PENDING and sample.response_length == 0:
         return sample
@@ -80,17 +93,17 @@ def anew(sample: Sample) -> Sample:
         reward=None,
         status=SampleStatus.PENDING,
         remove_sample=False,
-        metadata={key: value for key, value in sample.metadata.items() if key not in _OF_THE_RESPONSE},
+        metadata={key: value for key, value in sample.metadata.items() if key not in _RESPONSE_METADATA},
     )
 
 
 def can_train_without_expiring(rollout_id: int, chosen: Sequence[int], waiting: Sequence[int]) -> bool:
-    """Whether rollout `rollout_id` may be the groups `chosen` now, so that no group that waits becomes too old.
+    """Whether rollout `rollout_id` can train the groups `chosen` now without letting a group in flight expire.
 
-    All are last rollouts: the last one that a group is young enough for. `chosen` are the earliest of the finished
-    groups, a full batch, `waiting` those in flight. Of these, the ones that must be trained by rollout d have to fit
-    into the batches of the rollouts after this one up to d. Where they do not, they are waited for, unless all that are
-    chosen have to be trained by d as well: then waiting helps nobody.
+    Groups are given by their deadline: the last rollout that may train them. `chosen` is a full batch of the finished
+    groups with the earliest deadlines, `waiting` the groups in flight. Waiting groups with deadline d or earlier must
+    fit into the batches of the rollouts after this one up to d. If they do not, the rollout waits for them, unless all
+    chosen groups have deadline d or earlier too: then waiting does not help.
     """
     return not any(
         sum(due <= last for due in chosen) < len(chosen)

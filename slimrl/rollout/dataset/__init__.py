@@ -1,1 +1,1 @@
-"""From rows of data sets to groups of samples, resumable."""
+"""Turns dataset rows into groups of samples, resumable."""

@@ -1,7 +1,7 @@
 """Turns data rows into prompts: text or chat messages to token ids, with label and metadata.
 
 Every row becomes exactly one prompt or is rejected with a reason: a bad row, or one above the length limit. Training
-makes prompts as it needs them (`PromptDataset`), evaluation makes all of a set at once; both read a row alike.
+tokenizes prompts on demand (`PromptDataset`), evaluation tokenizes a whole set at once; both read rows the same way.
 
 A training set opens in a fraction of a second per million rows. A thread reads and checks every row once before the
 first training step, and `fingerprint` waits for it. Bad rows are named, counted and limited (`--max-bad-rows`).
@@ -49,14 +49,14 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-BATCH_ROWS = 1024  # rows that are read and tokenised at a time where all of a set are wanted
+BATCH_ROWS = 1024  # rows per read and tokenization when a whole set is processed
 
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """One row of a data set, ready to be sampled from.
+    """One tokenized row of a dataset.
 
-    `content` is what the model is asked: the rendered chat template, or the input column as it stands.
+    `content` is the rendered chat template, or the unchanged input column.
     """
 
     content: str | list[dict[str, Any]]
@@ -65,7 +65,7 @@ class Prompt:
     metadata: dict[str, Any]
 
     def sample(self, *, group_index: int, index: int) -> Sample:
-        """A new sample of this prompt that shares nothing changeable with any other."""
+        """A new sample of this prompt that shares no mutable object with others."""
         return Sample(
             prompt=_independent(self.content),
             group_index=group_index,
@@ -78,22 +78,21 @@ class Prompt:
 
 @dataclasses.dataclass(frozen=True)
 class OverlongPrompt:
-    """What is in the place of a prompt above the length limit."""
+    """Stands for a prompt above the length limit."""
 
     num_tokens: int
 
-    def refusal(self, where: str, form: PromptFormat) -> ValueError:
-        """What --refuse-long-prompts says of the row at `where`."""
+    def error(self, where: str, form: PromptFormat) -> ValueError:
+        """The error of --refuse-long-prompts for the row at `where`."""
         return ValueError(
-            f"{where}: the prompt has {self.num_tokens} tokens and may have {form.max_prompt_len} (the least of the"
-            " limit for prompts and an engine's context): shorten it, or leave out --refuse-long-prompts to pass over"
-            " such rows"
+            f"{where}: the prompt has {self.num_tokens} tokens, more than {form.max_prompt_len} (the smaller one of the"
+            " prompt limit and the engine's context): shorten it, or leave out --refuse-long-prompts to skip such rows"
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class PromptSet:
-    """The prompts of one data set in file order, those above the length limit left out and counted."""
+    """The prompts of one dataset in file order, without the `too_long` ones above the length limit."""
 
     source: str
     prompts: list[Prompt]
@@ -104,7 +103,7 @@ class PromptSet:
 
 
 class PromptTokenizer:
-    """Checks, renders and tokenises rows; `tokenizer` is a transformers tokenizer.
+    """Checks, renders and tokenizes rows; `tokenizer` is a transformers tokenizer.
 
     Token ids equal `tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True)`, or
     `tokenizer(text, add_special_tokens=False)` without a chat template.
@@ -115,25 +114,25 @@ class PromptTokenizer:
         self._tokenizer = tokenizer
 
     def make(self, rows: Sequence[Row]) -> list[Prompt | OverlongPrompt | InvalidRow]:
-        """One result per row, in their order."""
+        """One result per row, in order."""
         contents = [self._content(row) for row in rows]
         token_ids = self._tokenize(contents)
         limit = self._form.max_prompt_len
-        made: list[Prompt | OverlongPrompt | InvalidRow] = []
+        results: list[Prompt | OverlongPrompt | InvalidRow] = []
         for row, content, ids in zip(rows, contents, token_ids, strict=True):
             if isinstance(content, InvalidRow):
-                made.append(content)
+                results.append(content)
             elif isinstance(row, InvalidRow):
-                made.append(row)
+                results.append(row)
             elif limit is not None and len(ids) > limit:
-                made.append(OverlongPrompt(len(ids)))
+                results.append(OverlongPrompt(len(ids)))
             else:
                 label = None if self._form.label_key is None else row[self._form.label_key]
-                made.append(Prompt(content, ids, label, metadata_of(row, self._form)))
-        return made
+                results.append(Prompt(content, ids, label, metadata_of(row, self._form)))
+        return results
 
     def _content(self, row: Row) -> str | list[dict[str, Any]] | InvalidRow:
-        """What the model is asked."""
+        """The prompt of the row, or why it is bad."""
         fault = validate_row(row, self._form)
         if isinstance(row, InvalidRow):
             return row
@@ -150,80 +149,80 @@ class PromptTokenizer:
                 add_generation_prompt=True,
                 **self._form.chat_template_kwargs,
             )
-        except Exception as error:  # the template is the model's own program: it may raise anything
-            return InvalidRow(f"the chat template refuses it: {type(error).__name__}: {error}")
+        except Exception as error:  # the template is the model's code: it may raise anything
+            return InvalidRow(f"the chat template rejects it: {type(error).__name__}: {error}")
 
     def _tokenize(self, contents: list[str | list[dict[str, Any]] | InvalidRow]) -> list[array[int]]:
         """Token ids as unsigned 32-bit arrays: a list of Python integers would take nine times the memory."""
         token_ids = [array("I") for _ in contents]
-        texts = [place for place, content in enumerate(contents) if isinstance(content, str)]
+        texts = [index for index, content in enumerate(contents) if isinstance(content, str)]
         if texts:
-            encoded = self._tokenizer([contents[place] for place in texts], add_special_tokens=False)
-            for place, ids in zip(texts, encoded["input_ids"], strict=True):
-                token_ids[place].extend(ids)
+            encoded = self._tokenizer([contents[index] for index in texts], add_special_tokens=False)
+            for index, ids in zip(texts, encoded["input_ids"], strict=True):
+                token_ids[index].extend(ids)
         return token_ids
 
 
 def open_prompt_rows(data_paths: str | Sequence[str], form: PromptFormat) -> RowSet:
-    """The rows of these files, which have the columns. Raises ValueError where a Parquet file lacks one."""
+    """Opens the rows of these files. Raises ValueError if a Parquet file lacks the input or label column."""
     rows = open_rows(data_paths, form.columns)
     for key, flag in ((form.input_key, "--input-key"), (form.label_key, "--label-key")):
         if rows.columns is not None and key is not None and key not in rows.columns:
             known = ", ".join(map(repr, sorted(rows.columns)))
-            raise ValueError(f"data set {rows.source} has no column {key!r} ({flag}) but {known}: name one of them")
+            raise ValueError(f"dataset {rows.source} has no column {key!r} ({flag}): set {flag} to one of {known}")
     return rows
 
 
 def load_prompts(data_path: str, form: PromptFormat, tokenizer: Any) -> PromptSet:
-    """All prompts of a data set at once.
+    """Loads all prompts of a dataset.
 
-    Raises InvalidRowsError naming every bad row, and ValueError where the length limit leaves no prompt, or refuses
-    one.
+    Raises InvalidRowsError with every bad row, and ValueError if all prompts are too long, or one is with
+    --refuse-long-prompts.
     """
-    rows, maker = open_prompt_rows(data_path, form), PromptTokenizer(form, tokenizer)
+    rows, prompt_tokenizer = open_prompt_rows(data_path, form), PromptTokenizer(form, tokenizer)
     prompts: list[Prompt] = []
     bad: list[str] = []
     for start in range(0, len(rows), BATCH_ROWS):
         numbers = range(start, min(start + BATCH_ROWS, len(rows)))
-        for number, made in zip(numbers, maker.make(rows.read(numbers)), strict=True):
-            if isinstance(made, InvalidRow):
-                bad.append(f"{rows.where(number)}: {made.reason}")
-            elif isinstance(made, Prompt):
-                prompts.append(made)
+        for number, result in zip(numbers, prompt_tokenizer.make(rows.read(numbers)), strict=True):
+            if isinstance(result, InvalidRow):
+                bad.append(f"{rows.where(number)}: {result.reason}")
+            elif isinstance(result, Prompt):
+                prompts.append(result)
             elif form.refuse_too_long:
-                raise made.refusal(rows.where(number), form)
+                raise result.error(rows.where(number), form)
     if bad:
         raise bad_rows_error(data_path, bad, 0, "fix or remove them")
     if not prompts:
         raise ValueError(
-            f"data set {data_path}: all {len(rows)} prompts are longer than the limit of {form.max_prompt_len} tokens"
-            " (--eval-max-prompt-len, or an engine's context): raise the limit or give shorter prompts"
+            f"dataset {data_path}: all {len(rows)} prompts are longer than the limit of {form.max_prompt_len} tokens"
+            " (--eval-max-prompt-len, or an engine's context): raise the limit or use shorter prompts"
         )
     too_long = len(rows) - len(prompts)
     if too_long:
         logger.warning(
-            "%s: left out %d of %d prompts, longer than %d tokens", data_path, too_long, len(rows), form.max_prompt_len
+            "%s: skipped %d of %d prompts, longer than %d tokens", data_path, too_long, len(rows), form.max_prompt_len
         )
     return PromptSet(data_path, prompts, too_long)
 
 
 def _independent(value: Any) -> Any:
-    """A deep copy; texts and numbers, which cannot change, as they are (a deep copy costs microseconds)."""
+    """A deep copy; immutable texts and numbers are returned unchanged (a deep copy costs microseconds)."""
     if value is None or isinstance(value, str | int | float):
         return value
     return copy.deepcopy(value)
 
 
-_CHECKED_AT_ONCE = 20_000  # rows; takes less than a tenth of a second
+_CHECKED_SYNCHRONOUSLY = 20_000  # rows; takes less than a tenth of a second
 
 
 class PromptDataset:
-    """Prompts by row number. `max_bad` rows may be bad: they are left out and logged."""
+    """Prompts by row number. Up to `max_bad` rows may be bad: they are skipped and logged."""
 
     def __init__(self, data_paths: Sequence[str], form: PromptFormat, tokenizer: Any, max_bad: int) -> None:
         self.form = form
         self._rows = open_prompt_rows(data_paths, form)
-        self._maker = PromptTokenizer(form, tokenizer)
+        self._prompt_tokenizer = PromptTokenizer(form, tokenizer)
         self._max_bad = max_bad
         self._bad: dict[int, str] = {}
         self._lock = threading.Lock()
@@ -239,53 +238,51 @@ class PromptDataset:
 
     @property
     def source(self) -> str:
-        """The paths, as they were given."""
+        """The paths as given on the command line."""
         return self._rows.source
 
     @property
     def bad_rows(self) -> dict[int, str]:
-        """Bad rows found so far, each with what is wrong with it."""
+        """Bad rows found so far, with reasons."""
         return dict(self._bad)
 
     def check(self) -> None:
-        """Reads every row in a thread, which few rows are waited for. Raises InvalidRowsError where too many are
-        bad.
-        """
+        """Starts a thread that checks every row; waits for it if there are few. Raises InvalidRowsError."""
         self._check = WorkerThread(self._read_all)
-        if len(self._rows) <= _CHECKED_AT_ONCE:
+        if len(self._rows) <= _CHECKED_SYNCHRONOUSLY:
             self._check.result()
 
     @property
     def fingerprint(self) -> str:
-        """Of the bytes of all rows, wherever they lie; waits for `check`, which must be in progress."""
+        """Hash of the bytes of all rows, independent of the files' paths; waits for `check`, which must be running."""
         if self._check is None:
             raise RuntimeError(f"the rows of {self.source} are not being checked: call check() first")
         return self._check.result()
 
     def prompts(self, rows: Sequence[int]) -> list[Prompt | OverlongPrompt | None]:
-        """One result for each of these rows; None is a bad row. Raises InvalidRowsError where that is one too many."""
+        """One result per row; None for a bad row. Raises InvalidRowsError if there are too many bad rows."""
         if self._check is not None:
             self._check.raise_if_failed()
-        made = self._maker.make(self._rows.read(rows))
-        for row, result in zip(rows, made, strict=True):
+        results = self._prompt_tokenizer.make(self._rows.read(rows))
+        for row, result in zip(rows, results, strict=True):
             if isinstance(result, InvalidRow):
-                self._note_bad({row: result.reason})
-        return [None if isinstance(result, InvalidRow) else result for result in made]
+                self._add_bad_rows({row: result.reason})
+        return [None if isinstance(result, InvalidRow) else result for result in results]
 
     def count_usable(self) -> int:
-        """How many rows make prompts within the limit: makes all of them once, a few minutes for a million."""
+        """Number of prompts within the limit; tokenizes all rows, a few minutes for a million."""
         usable = 0
         for start in range(0, len(self), BATCH_ROWS):
-            made = self.prompts(range(start, min(start + BATCH_ROWS, len(self))))
-            usable += sum(isinstance(prompt, Prompt) for prompt in made)
+            prompts = self.prompts(range(start, min(start + BATCH_ROWS, len(self))))
+            usable += sum(isinstance(prompt, Prompt) for prompt in prompts)
         return usable
 
     def restore_bad(self, bad: dict[int, str]) -> None:
-        """Counts rows that an earlier run found bad."""
-        self._note_bad(bad)
+        """Adds rows that an earlier run found bad."""
+        self._add_bad_rows(bad)
 
     def _read_all(self) -> str:
-        """Parses every row and looks at its columns; returns the fingerprint. Runs in a thread."""
+        """Parses every row and checks its columns; returns the fingerprint. Runs in a thread."""
         digest = hashlib.blake2b(digest_size=16)
         bad, row = {}, 0
         for block in self._rows.blocks(digest):
@@ -294,18 +291,18 @@ class PromptDataset:
                 if fault is not None:
                     bad[row] = fault
                 row += 1
-        self._note_bad(bad)
+        self._add_bad_rows(bad)
         return digest.hexdigest()
 
-    def _note_bad(self, found: dict[int, str]) -> None:
-        with self._lock:  # both the thread that checks and the one that draws come here
+    def _add_bad_rows(self, found: dict[int, str]) -> None:
+        with self._lock:  # called from the checking thread and from the rollout's thread
             new = sorted(row for row in found if row not in self._bad)
             self._bad.update((row, found[row]) for row in new)
             bad = sorted(self._bad)
         if len(bad) > self._max_bad:
             named = [f"{self._rows.where(row)}: {self._bad[row]}" for row in bad]
-            fix = "fix or remove them, or raise --max-bad-rows to leave that many out"
+            fix = "fix or remove them, or raise --max-bad-rows to skip that many"
             raise bad_rows_error(self.source, named, self._max_bad, fix)
         for row in new:
             where = self._rows.where(row)
-            logger.warning("left out a bad row (at most %d may be bad): %s: %s", self._max_bad, where, found[row])
+            logger.warning("skipping a bad row (at most %d may be bad): %s: %s", self._max_bad, where, found[row])

@@ -1,1 +1,1 @@
-"""Published data sets, from the layouts they are published in to the rows that `--prompt-data` reads."""
+"""Converts published datasets to the rows that `--prompt-data` reads."""

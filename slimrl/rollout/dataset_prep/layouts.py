@@ -1,8 +1,8 @@
-"""Row layouts of published data sets: preference pairs, and problems with an answer that can be checked.
+"""Row layouts of published datasets: preference pairs, and problems with a verifiable answer.
 
-A pair becomes `prompt` (messages that end with the user's), `chosen` and `rejected` (texts of the assistant). A problem
-becomes `prompt`, `label` and `metadata`. The layout is recognised by the columns, not by the name of the set: one set
-is published in several layouts.
+A pair becomes `prompt` (messages that end with the user's), `chosen` and `rejected` (assistant texts). A problem
+becomes `prompt`, `label` and `metadata`. The columns determine the layout, not the name of the dataset: a dataset may
+be published in several layouts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ROLES = {"Human": "user", "Assistant": "assistant", "prompter": "user"}
 
 
 class SkippedRowError(ValueError):
-    """A row that is in order and says nothing about which answer is better."""
+    """A valid row that does not say which answer is better."""
 
 
 Pair = dict[str, Any]
@@ -28,7 +28,7 @@ Messages = list[dict[str, Any]]
 
 
 def preference_row(row: dict[str, Any]) -> Pair:
-    """The pair of one row. Raises SkippedRowError for a tie, ValueError for what is wrong with the row."""
+    """The pair of one row. Raises SkippedRowError for a tie, ValueError for a bad row."""
     columns = set(row)
     if {"question", "answer_0", "answer_1", "score_0", "score_1"} <= columns:
         return _comparison(row)
@@ -36,16 +36,16 @@ def preference_row(row: dict[str, Any]) -> Pair:
         return _arena(row)
     if {"chosen", "rejected"} <= columns:
         return _chosen(row)
-    raise ValueError(f"its columns {sorted(columns)} are of no layout known here")
+    raise ValueError(f"its columns {sorted(columns)} match no known layout")
 
 
 def is_tree(row: dict[str, Any]) -> bool:
-    """True for a message of a tree of conversations (oasst), whose pairs lie across rows."""
+    """True for a message of a conversation tree (oasst), whose pairs span several rows."""
     return {"message_id", "parent_id", "role", "text", "rank"} <= set(row)
 
 
 def tree_pairs(rows: list[dict[str, Any]]) -> Iterator[Pair]:
-    """The best answer of each place in the trees, paired with each answer ranked below it (rank 0 is the best)."""
+    """The best answer to each message of the trees, paired with each lower-ranked answer (rank 0 is the best)."""
     by_id = {row["message_id"]: row for row in rows}
     answers: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
@@ -85,7 +85,7 @@ def _arena(row: dict[str, Any]) -> Pair:
     winner = sides.pop(row["winner"])
     (loser,) = sides.values()
     if len(winner) != 2 or len(loser) != 2:
-        raise SkippedRowError("a conversation of several turns, of which nobody said which turn was better")
+        raise SkippedRowError("a conversation of several turns without a preference per turn")
     if winner[0]["content"] != loser[0]["content"]:
         raise ValueError("its two conversations begin with different questions")
     return _pair(_clean(winner[:1]), winner[1]["content"], loser[1]["content"])
@@ -105,7 +105,7 @@ def _chosen(row: dict[str, Any]) -> Pair:
     common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False)))
     prompt = chosen[: len(chosen) - 1]
     if len(chosen) != len(rejected) or common < len(prompt):
-        # conversational sets may hold the prompt apart and only the answers here
+        # conversational datasets may have the prompt in another column and only the answers here
         if isinstance(row.get("prompt"), list) and len(chosen) == len(rejected) == 1:
             return _pair(_clean(row["prompt"]), chosen[0]["content"], rejected[0]["content"])
         raise ValueError("its two conversations differ before their last answer")
@@ -147,27 +147,27 @@ INSTRUCTION = "Reason step by step, and give the final answer in \\boxed{}."
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One problem; `asks_for_form` tells that the prompt says itself in which form it wants the answer."""
+    """One problem; `has_instruction` is True if the prompt itself specifies the answer format."""
 
     messages: list[dict[str, Any]]
     label: str
     metadata: dict[str, Any]
-    asks_for_form: bool
+    has_instruction: bool
 
 
 def problem_row(row: dict[str, Any], instruction: str | None) -> dict[str, Any]:
-    """`prompt` (messages), `label` and, where there is any, `metadata`.
+    """`prompt` (messages), `label` and, if any, `metadata`.
 
-    `instruction` is put behind the last message; None puts INSTRUCTION behind a bare problem, and nothing elsewhere.
-    Raises ValueError for columns of no known layout, and where an answer is missing.
+    `instruction` is appended to the last message; None appends INSTRUCTION to problems without one of their own.
+    Raises ValueError for columns of an unknown layout, and for a missing answer.
     """
     problem = _problem(row)
-    words = ("" if problem.asks_for_form else INSTRUCTION) if instruction is None else instruction
+    suffix = ("" if problem.has_instruction else INSTRUCTION) if instruction is None else instruction
     messages = [dict(message) for message in problem.messages]
-    if words:
-        messages[-1]["content"] = f"{messages[-1]['content']}\n{words}"
-    made = {"prompt": messages, "label": problem.label}
-    return {**made, "metadata": problem.metadata} if problem.metadata else made
+    if suffix:
+        messages[-1]["content"] = f"{messages[-1]['content']}\n{suffix}"
+    converted = {"prompt": messages, "label": problem.label}
+    return {**converted, "metadata": problem.metadata} if problem.metadata else converted
 
 
 def _problem(row: dict[str, Any]) -> Problem:
@@ -187,12 +187,12 @@ def _problem(row: dict[str, Any]) -> Problem:
         metadata = {"subject": row.get("type"), "level": row.get("level")}
         kept = {key: value for key, value in metadata.items() if value is not None}
         return Problem(_user(row["problem"]), answer, kept, False)
-    if {"question", "answer"} <= columns:  # GSM8K: the working, then the answer behind four signs
+    if {"question", "answer"} <= columns:  # GSM8K: the solution, then the answer after ####
         _, mark, answer = str(row["answer"]).rpartition("####")
         if not mark or not answer.strip():
-            raise ValueError("its answer has no part behind ####")
+            raise ValueError("its answer has no part after ####")
         return Problem(_user(row["question"]), answer.strip().replace(",", ""), {}, False)
-    raise ValueError(f"its columns {sorted(columns)} are of no layout known here")
+    raise ValueError(f"its columns {sorted(columns)} match no known layout")
 
 
 def _user(text: Any) -> list[dict[str, Any]]:

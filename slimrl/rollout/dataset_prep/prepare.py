@@ -1,8 +1,7 @@
-"""From a published data set (file, folder or Hugging Face id) to one `.jsonl` file per split.
+"""Converts a published dataset (file, folder or Hugging Face id) to one `.jsonl` file per split.
 
-A file appears complete or not at all, and nothing is overwritten. Every row that is read is counted: written, repeated,
-skipped or bad. Each row comes with its address; one that is not a JSON object is a InvalidRow. tools/prepare_data.py
-calls it.
+Files are written atomically and never overwritten. Every row is counted as written, repeated, skipped or bad. Rows that
+are not a JSON object are `InvalidRow`s. tools/prepare_data.py calls it.
 """
 
 from __future__ import annotations
@@ -24,24 +23,24 @@ from slimrl.rollout.dataset_prep.layouts import SkippedRowError, is_tree, prefer
 
 SPLITS = ("train", "test", "validation")
 _KINDS = (".parquet", ".jsonl", ".jsonl.gz", ".json")
-# what describes a set and is beside its rows
+# files that describe a dataset and have no rows
 _NOT_DATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "metadata.json")
 _SET_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def local_folder(source: str) -> Path:
-    """`source` where it exists, else the folder into which the data set of that id was downloaded.
+    """`source` if it exists, else the folder into which the dataset of that id was downloaded.
 
-    Raises FileNotFoundError where there is neither.
+    Raises FileNotFoundError if neither exists.
     """
     path = Path(source)
     if path.exists():
         return path
     if not _SET_ID.fullmatch(source):
         raise FileNotFoundError(
-            f"--input {source} does not exist: give a file, a folder, or the id of a data set like openai/gsm8k"
+            f"--input {source} does not exist: give a file, a folder, or the id of a dataset like openai/gsm8k"
         )
-    # imported here: it takes a moment, and most runs name a folder
+    # imported here: it is slow, and most runs give a folder
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
@@ -50,17 +49,17 @@ def local_folder(source: str) -> Path:
     except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
         reason = str(error).strip().splitlines()[0]
         raise FileNotFoundError(
-            f"--input {source} is no folder here, and the data set of that id could not be downloaded ({reason}): check"
-            " the spelling and the network, or give a folder"
+            f"--input {source} is not a local folder, and the dataset of that id could not be downloaded ({reason}):"
+            " check the spelling and the network, or give a folder"
         ) from error
 
 
 def files_by_split(path: Path, parts: Sequence[str], folders: Sequence[str]) -> dict[str, list[Path]]:
-    """The data files at `path` by split; a file that names no split is of "train".
+    """The data files at `path` by split; a file whose path names no split belongs to "train".
 
-    Only `folders` of it are looked at, where there are any. Else, where it holds a folder named in `parts`, only the
-    first such one is: published sets often hold the same rows in several ways. Raises FileNotFoundError where there is
-    no such folder or no data file.
+    Searches only `folders`, if given. Otherwise searches only the first folder of `parts` that exists, if any:
+    published datasets often have the same rows in several formats. Raises FileNotFoundError if there is no such folder
+    or no data file.
     """
     if path.is_file():
         return {_split_of(Path(path.name)): [path]}
@@ -75,12 +74,12 @@ def files_by_split(path: Path, parts: Sequence[str], folders: Sequence[str]) -> 
             if file.name.endswith(_KINDS) and file.name not in _NOT_DATA and not hidden and file.is_file():
                 found.setdefault(_split_of(inner), []).append(file)
     if not found:
-        raise FileNotFoundError(f"--input {path} holds no {', '.join(_KINDS)} file: give the folder of the data set")
+        raise FileNotFoundError(f"--input {path} has no {', '.join(_KINDS)} file: give the folder of the dataset")
     return found
 
 
 def read_file(path: Path) -> Iterator[tuple[str, Row]]:
-    """Each row of a file with its address, in order. A `.json` file holds one row or a list of them."""
+    """Each row of a file with its location, in order. A `.json` file has one row or a list of rows."""
     if path.name.endswith(".jsonl.gz"):
         with gzip.open(path) as file:
             for number, line in enumerate(file, 1):
@@ -101,7 +100,7 @@ def read_file(path: Path) -> Iterator[tuple[str, Row]]:
 
 
 def _split_of(path: Path) -> str:
-    """By the name of the file, else by the folder nearest to it."""
+    """The split in the file's name, else in the name of the nearest folder."""
     for part in reversed(path.parts):
         for split in SPLITS:
             if re.match(rf"{split}(?![a-z])", part.lower()):
@@ -123,10 +122,10 @@ def _parsed(text: bytes) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class PublicSet:
-    """A set that is known by name: where it is published, and what its prepared files are called."""
+    """A predefined dataset: its Hugging Face id, and the names of its prepared files."""
 
-    hub_id: str | None  # None: there are many, the user names one
-    parts: tuple[str, ...] = ()  # folders of which the first that is there holds all rows
+    hub_id: str | None  # None: given on the command line
+    parts: tuple[str, ...] = ()  # folders; the first one that exists has all rows
     file_name: str | None = None  # None: by split, train.jsonl and so on
     holds_pairs: bool = False
 
@@ -142,17 +141,17 @@ PUBLIC_SETS = {
 
 @dataclasses.dataclass
 class ConversionReport:
-    """What became of the rows of one file; `read` is the sum of the others, except for trees of messages."""
+    """Row counts of one file; `read` is the sum of the others, except for message trees."""
 
     path: Path
     read: int = 0
     written: int = 0
     repeated: int = 0
-    left_out: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    skipped: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     bad: list[str] = dataclasses.field(default_factory=list)
 
     def __str__(self) -> str:
-        counts = {"repetitions": self.repeated, **self.left_out, "bad": len(self.bad)}
+        counts = {"repetitions": self.repeated, **self.skipped, "bad": len(self.bad)}
         others = ", ".join(f"{name}: {count}" for name, count in counts.items() if count)
         return f"{self.path}: {self.written} of {self.read} rows" + (f" ({others})" if others else "")
 
@@ -167,12 +166,12 @@ def prepare(
     max_bad: int,
     keys: dict[str, str],
 ) -> list[ConversionReport]:
-    """Writes the files of a set into `folder`; only `folders` of it are read, where there are any.
+    """Writes the files of a dataset into `folder`; reads only the subfolders `folders`, if given.
 
-    `instruction` is that of `problem_row`, `keys` renames the columns written, `max_bad` rows of a file may be bad.
+    `instruction` is that of `problem_row`, `keys` renames the written columns, `max_bad` rows of a file may be bad.
 
-    Raises FileExistsError where one of them is there already, FileNotFoundError where the set is not, and
-    InvalidRowsError where more than `max_bad` rows of a file are bad; then nothing is left of that file.
+    Raises FileExistsError if a target file exists, FileNotFoundError if the dataset does not exist, and
+    InvalidRowsError if more than `max_bad` rows of a file are bad; that file is not written then.
     """
     splits = files_by_split(local_folder(source), known.parts, folders)
     if known.file_name is not None:
@@ -180,13 +179,13 @@ def prepare(
     targets = {split: folder / (split if split.endswith(".jsonl") else f"{split}.jsonl") for split in splits}
     for target in targets.values():
         if target.exists():
-            raise FileExistsError(f"{target} is there already: remove it, or give another --output-dir")
+            raise FileExistsError(f"{target} already exists: remove it, or give another --output-dir")
     folder.mkdir(parents=True, exist_ok=True)
     if known.holds_pairs:
         return [_write_file(target, splits[split], _pairs, max_bad, keys) for split, target in targets.items()]
 
-    def problems(files: list[Path], account: ConversionReport) -> Iterator[dict[str, Any]]:
-        return _each(files, account, lambda row: problem_row(row, instruction))
+    def problems(files: list[Path], report: ConversionReport) -> Iterator[dict[str, Any]]:
+        return _each(files, report, lambda row: problem_row(row, instruction))
 
     return [_write_file(target, splits[split], problems, max_bad, keys) for split, target in targets.items()]
 
@@ -197,50 +196,50 @@ Convert = Callable[[list[Path], ConversionReport], Iterator[dict[str, Any]]]
 def _write_file(
     target: Path, files: list[Path], convert: Convert, max_bad: int, keys: dict[str, str]
 ) -> ConversionReport:
-    account = ConversionReport(target)
+    report = ConversionReport(target)
     seen: set[bytes] = set()
     partial = target.with_name(f".{target.name}.partial")
     try:
         with partial.open("wb") as out:
-            for row in convert(files, account):
+            for row in convert(files, report):
                 line = orjson.dumps({keys.get(key, key): value for key, value in row.items()})
                 digest = hashlib.blake2b(line, digest_size=16).digest()
                 if digest in seen:
-                    account.repeated += 1
+                    report.repeated += 1
                     continue
                 seen.add(digest)
-                account.written += 1
+                report.written += 1
                 out.write(line + b"\n")
-        if len(account.bad) > max_bad:
-            fix = "raise --max-bad-rows to leave that many out, or give the set in another layout"
-            raise bad_rows_error(", ".join(map(str, files[:3])), account.bad, max_bad, fix)
+        if len(report.bad) > max_bad:
+            fix = "raise --max-bad-rows to skip that many, or give the dataset in another layout"
+            raise bad_rows_error(", ".join(map(str, files[:3])), report.bad, max_bad, fix)
         partial.rename(target)
     finally:
         partial.unlink(missing_ok=True)
-    return account
+    return report
 
 
 def _each(
-    files: list[Path], account: ConversionReport, convert: Callable[[dict[str, Any]], dict[str, Any]]
+    files: list[Path], report: ConversionReport, convert: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> Iterator[dict[str, Any]]:
     for where, row in (numbered for file in files for numbered in read_file(file)):
-        account.read += 1
+        report.read += 1
         try:
             if isinstance(row, InvalidRow):
                 raise ValueError(row.reason)
             yield convert(row)
         except SkippedRowError as reason:
-            account.left_out[str(reason)] += 1
+            report.skipped[str(reason)] += 1
         except ValueError as error:
-            account.bad.append(f"{where}: {error}")
+            report.bad.append(f"{where}: {error}")
         except (KeyError, TypeError, AttributeError) as error:
-            account.bad.append(f"{where}: a column of it has another shape than in this layout ({error!r})")
+            report.bad.append(f"{where}: a column does not have the structure of this layout ({error!r})")
 
 
-def _pairs(files: list[Path], account: ConversionReport) -> Iterator[dict[str, Any]]:
+def _pairs(files: list[Path], report: ConversionReport) -> Iterator[dict[str, Any]]:
     first = next((row for file in files for _, row in read_file(file) if not isinstance(row, InvalidRow)), {})
     if not is_tree(first):
-        yield from _each(files, account, preference_row)
+        yield from _each(files, report, preference_row)
         return
-    rows = list(_each(files, account, dict))
+    rows = list(_each(files, report, dict))
     yield from tree_pairs(rows)

@@ -1,1 +1,1 @@
-"""Filters that a rollout can be given by import path."""
+"""Built-in filters, selected by import path."""

@@ -1,17 +1,21 @@
-"""What a dynamic sampling filter may answer."""
+"""The result of a dynamic sampling filter, and the wrapper that calls it."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
+from slimrl.data.sample import Sample
+from slimrl.hooks import DynamicSamplingFilter, naming, resolve
+from slimrl.hooks.base import RunArguments
+
 
 @dataclasses.dataclass(frozen=True)
 class DynamicFilterOutput:
     """Whether a group is trained on; `reason` names the drop in `rollout/dynamic_filter/drop_<reason>`.
 
-    A dropped group with `keep_when_insufficient` is trained on after all where the prompts that were sent out do not
-    fill the rollout; no more are sent out then. With `--max-weight-staleness` there are always more: it stays dropped.
+    A dropped group with `keep_when_insufficient` is trained on if the submitted prompts do not fill the rollout; no
+    more prompts are submitted then. With `--max-weight-staleness` prompts are always submitted: it stays dropped.
     """
 
     keep: bool
@@ -19,13 +23,31 @@ class DynamicFilterOutput:
     keep_when_insufficient: bool = False
 
     @classmethod
-    def of(cls, verdict: Any) -> DynamicFilterOutput:
-        """From what a filter returned: this class, an object with `keep` and `reason`, a bool or a scalar tensor.
+    def of(cls, returned: Any) -> DynamicFilterOutput:
+        """Converts a filter's result: this class, an object with `keep` and `reason`, a bool or a scalar tensor.
 
-        Raises TypeError for anything else, None included.
+        Raises TypeError for anything else, including None.
         """
-        keep = getattr(verdict, "keep", verdict)
+        keep = getattr(returned, "keep", returned)
         if keep is None or isinstance(keep, str | list | tuple | dict):
-            raise TypeError(f"it returned {verdict!r}: return a bool, a scalar tensor or DynamicFilterOutput")
-        reason = getattr(verdict, "reason", None)
-        return cls(bool(keep), reason, bool(getattr(verdict, "keep_when_insufficient", False)))
+            raise TypeError(f"the filter returned {returned!r}: return a bool, a scalar tensor or DynamicFilterOutput")
+        reason = getattr(returned, "reason", None)
+        return cls(bool(keep), reason, bool(getattr(returned, "keep_when_insufficient", False)))
+
+
+class GroupFilter:
+    """Calls `--dynamic-sampling-filter-path` on a finished group; `str()` is flag and path."""
+
+    def __init__(self, path: str, hook_args: RunArguments) -> None:
+        """`hook_args` is passed to the function. Raises HookError if the path cannot be resolved."""
+        self._named = ("--dynamic-sampling-filter-path", path)
+        self._function = resolve(path, DynamicSamplingFilter)
+        self._hook_args = hook_args
+
+    def __call__(self, group: list[Sample]) -> DynamicFilterOutput:
+        """Raises HookFailedError if the function fails or returns anything else."""
+        with naming(*self._named):
+            return DynamicFilterOutput.of(self._function(self._hook_args, group))
+
+    def __str__(self) -> str:
+        return " ".join(self._named)

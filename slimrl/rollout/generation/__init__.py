@@ -1,1 +1,1 @@
-"""From a pending sample to a finished, scored one."""
+"""Generates and scores samples."""

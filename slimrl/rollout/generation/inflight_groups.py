@@ -1,10 +1,10 @@
-"""The groups of one rollout that are in flight, and the dynamic sampling filter on those that finish.
+"""Groups in flight, and the dynamic sampling filter on the finished ones.
 
-Groups come out in the order in which they finish. No task outlives `cancel`. Ending a rollout early returns, once,
-every group that was submitted and not handed out. With `--partial-rollout` such groups keep what was generated.
+`InflightGroups` returns groups in the order in which they finish. No task outlives `cancel`. Ending a rollout early
+returns every remaining group exactly once. With `--partial-rollout` these groups keep their generated tokens.
 
-A dynamic sampling filter that drops too many groups in a row ends the run with an error. Groups are sorted by index
-afterwards, so that the batch does not depend on the order in which they finished.
+A dynamic sampling filter that drops too many groups in a row ends the run with an error. Accepted groups are sorted by
+index at the end, so that the batch does not depend on the order in which they finished.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import copy
 import dataclasses
 from collections import Counter
 from collections.abc import Callable
+from typing import cast
 
-from slimrl.arguments import Arguments
+from slimrl.arguments.flags.rollout import RolloutArguments
 from slimrl.data.sample import Sample
 from slimrl.engines.protocol import StoppableEngine
-from slimrl.hooks import DynamicSamplingFilter, naming
 from slimrl.rollout.async_utils import cancel_and_wait, gather_or_cancel
-from slimrl.rollout.filter_hub.base_types import DynamicFilterOutput
+from slimrl.rollout.filter_hub.base_types import DynamicFilterOutput, GroupFilter
 from slimrl.rollout.generation.sample_generator import FailedSamples, SampleConfig, SampleError, SampleGenerator
 from slimrl.rollout.metrics import START_ROLLOUT_ID
 from slimrl.rollout.sampling import SamplingConfig
@@ -28,141 +28,143 @@ from slimrl.rollout.sampling import SamplingConfig
 
 @dataclasses.dataclass(eq=False)
 class GroupTask:
-    """One group in flight; `made` is what became of each sample, `drawn` the group as the data source gave it.
+    """One group in flight: `original` is the group as the data source returned it, `samples` its results so far.
 
-    `drawn` is empty where no group is ever regenerated. `generated` is set when no sample waits for an engine.
-    `left_out` is a group in which a sample failed (`--skip-failed-samples`).
+    `original` is empty if groups are never regenerated. `generated` is set when no sample waits for an engine.
+    `skipped` marks a group in which a sample failed (`--skip-failed-samples`).
     """
 
-    drawn: list[Sample]
-    made: list[list[Sample]]
+    original: list[Sample]
+    samples: list[list[Sample]]
     generating: int
     generated: asyncio.Event
-    task: asyncio.Task[None] | None = None
-    left_out: bool = False
+    task: asyncio.Task[None] = dataclasses.field(init=False)  # set by `InflightGroups.submit`
+    skipped: bool = False
 
     def group(self) -> list[Sample]:
-        """The samples as far as they have come."""
-        return [sample for samples in self.made for sample in samples]
+        """All samples, unfinished ones with their tokens so far."""
+        return [sample for samples in self.samples for sample in samples]
 
 
 class InflightGroups:
-    """Groups in flight. `len()` counts those that were launched and not handed out."""
+    """Groups in flight. `len()` counts those that were submitted and not returned yet."""
 
     def __init__(
         self,
-        args: Arguments,
+        rollout: RolloutArguments,
         rollout_id: int,
-        maker: SampleGenerator,
+        generator: SampleGenerator,
+        config: SampleConfig,
         engine: StoppableEngine,
-        plan: SamplingConfig,
+        sampling: SamplingConfig,
         *,
-        keep_drawn: bool = False,
-        sample_ended: Callable[[], None] = lambda: None,
+        keep_original: bool = False,
+        on_sample_generated: Callable[[], None] = lambda: None,
     ) -> None:
-        """`keep_drawn` keeps groups as they were drawn in any case; `sample_ended` hears of each generated sample."""
-        self._args = args
-        self._sample_ended = sample_ended
+        """`keep_original` keeps a copy of every group as submitted; `on_sample_generated` is called once per sample."""
+        self._rollout = rollout
+        self._on_sample_generated = on_sample_generated
         self.rollout_id = rollout_id
-        self._maker = maker
+        self._sample_generator = generator
         self._engine = engine
-        self._plan = plan
-        self._policy = SampleConfig.for_training(args)
-        self.failed = FailedSamples(args)
-        self._may_start_again = keep_drawn or args.dynamic_sampling_filter_path is not None and not args.partial_rollout
-        self._flights: set[GroupTask] = set()
+        self._sampling = sampling
+        self._config = config
+        self.failed = FailedSamples(rollout)
+        has_filter = rollout.dynamic_sampling_filter_path is not None
+        self._keep_original = keep_original or has_filter and not rollout.partial_rollout
+        self._tasks: set[GroupTask] = set()
         self._finished: asyncio.Queue[GroupTask] = asyncio.Queue()
 
     def __len__(self) -> int:
-        return len(self._flights)
+        return len(self._tasks)
 
-    def launch(self, group: list[Sample]) -> GroupTask:
-        """Sends a group out. With `--mask-offpolicy-in-partial-rollout` what it has already is not trained on."""
-        drawn = [_copy_of(sample) for sample in group] if self._may_start_again else []
-        if self._args.mask_offpolicy_in_partial_rollout:
+    def submit(self, group: list[Sample]) -> GroupTask:
+        """Starts a group. With `--mask-offpolicy-in-partial-rollout` its existing tokens are masked out of training."""
+        original = [_copy_of(sample) for sample in group] if self._keep_original else []
+        if self._rollout.mask_offpolicy_in_partial_rollout:
             for sample in group:
                 sample.loss_mask = [0] * sample.response_length
-        flight = GroupTask(drawn, [[sample] for sample in group], len(group), asyncio.Event())
-        flight.task = asyncio.create_task(self._make_group(flight))
-        flight.task.add_done_callback(lambda _: self._end(flight))
-        self._flights.add(flight)
-        return flight
+        group_task = GroupTask(original, [[sample] for sample in group], len(group), asyncio.Event())
+        group_task.task = asyncio.create_task(self._generate_group(group_task))
+        group_task.task.add_done_callback(lambda _: self._on_done(group_task))
+        self._tasks.add(group_task)
+        return group_task
 
     async def next(self) -> list[Sample] | None:
-        """The next group to finish, None for one that is `left_out`. Raises SampleError."""
-        flight = await self.next_flight()
-        return None if flight.left_out else flight.group()
+        """The next group to finish; None if it was skipped. Raises SampleError."""
+        group_task = await self.next_task()
+        return None if group_task.skipped else group_task.group()
 
-    async def next_flight(self) -> GroupTask:
-        """The same, with all that is known of it."""
-        flight = await self._finished.get()
-        self._flights.discard(flight)
-        self._check(flight)
-        return flight
+    async def next_task(self) -> GroupTask:
+        """Like `next`, but returns the group's task."""
+        group_task = await self._finished.get()
+        self._tasks.discard(group_task)
+        self._check(group_task)
+        return group_task
 
-    async def land(self) -> list[list[Sample]]:
-        """Ends what is still in flight and gives it back, to be drawn again.
+    async def abort_and_collect(self) -> list[list[Sample]]:
+        """Aborts everything in flight and returns the groups, to be sampled again.
 
-        With `--partial-rollout`, groups come back as far as they have come; else finished ones whole (again with
-        `--discard-surplus-groups`) and the others as they were drawn. Raises SampleError.
+        With `--partial-rollout`, groups keep the tokens generated so far. Otherwise finished groups are returned
+        complete, unless `--discard-surplus-groups` is set, and all others as submitted. Raises SampleError.
         """
-        if not self._flights:
+        if not self._tasks:
             return []
-        partial = self._args.partial_rollout
+        partial = self._rollout.partial_rollout
         if partial:
             await self._engine.stop()
-            await asyncio.gather(*(flight.generated.wait() for flight in self._flights))
-        ended = [flight for flight in self._flights if flight.task.done()]
-        under_way = [flight for flight in self._flights if not flight.task.done()]
-        await cancel_and_wait(flight.task for flight in under_way)
+            await asyncio.gather(*(group_task.generated.wait() for group_task in self._tasks))
+        done = [group_task for group_task in self._tasks if group_task.task.done()]
+        running = [group_task for group_task in self._tasks if not group_task.task.done()]
+        await cancel_and_wait(group_task.task for group_task in running)
         if not partial:
             await self._engine.stop()
-        for flight in ended:
-            self._check(flight)
-        ended = [flight for flight in ended if not flight.left_out]
-        self._flights.clear()
-        whole = ended + under_way if partial else [] if self._args.discard_surplus_groups else ended
-        groups = [flight.group() for flight in whole]
+        for group_task in done:
+            self._check(group_task)
+        done = [group_task for group_task in done if not group_task.skipped]
+        self._tasks.clear()
+        kept = done + running if partial else [] if self._rollout.discard_surplus_groups else done
+        groups = [group_task.group() for group_task in kept]
         for sample in (sample for group in groups for sample in group if sample.response_length):
             sample.metadata.setdefault(START_ROLLOUT_ID, self.rollout_id)
-        return groups + [flight.drawn for flight in ended + under_way if flight not in whole]
+        return groups + [group_task.original for group_task in done + running if group_task not in kept]
 
     async def cancel(self) -> None:
-        """Ends every task; what they had is lost."""
-        await cancel_and_wait(flight.task for flight in self._flights)
+        """Cancels every task; their samples are lost."""
+        await cancel_and_wait(group_task.task for group_task in self._tasks)
 
-    def _check(self, flight: GroupTask) -> None:
-        """Notes what became of a group that has ended. Raises SampleError unless that is skipped."""
+    def _check(self, group_task: GroupTask) -> None:
+        """Marks a failed group as skipped. Raises SampleError if the failure may not be skipped."""
         try:
-            flight.task.result()
+            group_task.task.result()
         except SampleError as error:
             self.failed.skip(error)
-            flight.left_out = True
+            group_task.skipped = True
 
-    def _end(self, flight: GroupTask) -> None:
-        flight.generated.set()  # a task that fails or is cancelled does not come to it
-        self._finished.put_nowait(flight)
+    def _on_done(self, group_task: GroupTask) -> None:
+        group_task.generated.set()  # a failed or cancelled task has not set it
+        self._finished.put_nowait(group_task)
 
-    async def _make_group(self, flight: GroupTask) -> None:
-        await gather_or_cancel(self._make_sample(flight, place) for place in range(len(flight.made)))
-        if self._args.group_rm and not self._engine.stopped:
-            await self._maker.judge([sample for made in flight.made for sample in made], self._policy)
+    async def _generate_group(self, group_task: GroupTask) -> None:
+        await gather_or_cancel(self._generate_sample(group_task, index) for index in range(len(group_task.samples)))
+        if self._sample_generator.scores_groups and not self._engine.stopped:
+            await self._sample_generator.score(group_task.group(), self._config)
 
-    async def _make_sample(self, flight: GroupTask, place: int) -> None:
-        sample = flight.made[place][0]
-        params = self._plan.params(sample, sample.index)
-        made = await self._maker.generate(sample, params, self._policy, self.rollout_id)
-        flight.made[place] = made
-        flight.generating -= 1
-        self._sample_ended()
-        if flight.generating == 0:
-            flight.generated.set()
-        if not self._args.group_rm and not self._engine.stopped:
-            await self._maker.judge(made, self._policy)
+    async def _generate_sample(self, group_task: GroupTask, index: int) -> None:
+        sample = group_task.samples[index][0]
+        params = self._sampling.params(sample, sample.index)
+        generated = await self._sample_generator.generate(sample, params, self._config, self.rollout_id)
+        group_task.samples[index] = generated
+        group_task.generating -= 1
+        self._on_sample_generated()
+        if group_task.generating == 0:
+            group_task.generated.set()
+        if not self._sample_generator.scores_groups and not self._engine.stopped:
+            await self._sample_generator.score(generated, self._config)
 
 
 def _copy_of(sample: Sample) -> Sample:
-    """An independent copy; several times faster than copying field by field whatever it holds."""
+    """An independent copy; several times faster than a deep copy of every field."""
     copied = copy.copy(sample)
     for name in ("tokens", "loss_mask", "rollout_log_probs", "weight_versions"):
         column = getattr(sample, name)
@@ -175,17 +177,16 @@ def _copy_of(sample: Sample) -> Sample:
     return copied
 
 
-MAX_CONSECUTIVE_DROPS = 16  # so many rollouts' groups dropped in a row, or a whole epoch: the filter never passes
+MAX_CONSECUTIVE_DROPS = 16  # in rollouts' groups; the limit is at least one epoch
 
 
 class DynamicSampler:
-    """Groups by the dynamic sampling filter's score, in the order they finished."""
+    """Applies the dynamic sampling filter to groups in the order in which they finish."""
 
-    def __init__(self, args: Arguments, keep: DynamicSamplingFilter | None, hopeless: int) -> None:
-        """`keep` is None where every group is accepted; `hopeless` drops in a row end the run."""
-        self._args = args
+    def __init__(self, keep: GroupFilter | None, max_drops: int) -> None:
+        """`keep` None accepts every group; `max_drops` drops in a row end the run."""
         self._keep = keep
-        self._hopeless = hopeless
+        self._max_drops = max_drops
         self._dropped_in_a_row = 0
         self._dropped: list[tuple[str, list[Sample]]] = []
         self._reserve: list[tuple[str, list[Sample]]] = []
@@ -202,38 +203,38 @@ class DynamicSampler:
         return dict(Counter(reason for reason, _ in self._dropped + self._reserve))
 
     def add(self, group: list[Sample]) -> bool:
-        """Accepts (True) or drops a finished group. Raises RuntimeError after `hopeless` drops, no keep between."""
-        verdict = DynamicFilterOutput(True) if self._keep is None else self._judge(self._keep, group)
-        if verdict.keep:
+        """Accepts (True) or drops a finished group. Raises RuntimeError after `max_drops` drops in a row."""
+        output = DynamicFilterOutput(True) if self._keep is None else self._keep(group)
+        if output.keep:
             self._dropped_in_a_row = 0
             self.accepted.append(group)
             return True
-        dropped = self._reserve if verdict.keep_when_insufficient else self._dropped
-        dropped.append((verdict.reason or "unnamed", group))
+        dropped = self._reserve if output.keep_when_insufficient else self._dropped
+        dropped.append((output.reason or "unnamed", group))
         self._dropped_in_a_row += 1
-        if self._dropped_in_a_row >= self._hopeless:
+        if self._dropped_in_a_row >= self._max_drops:
             raise RuntimeError(
-                f"--dynamic-sampling-filter-path {self._args.dynamic_sampling_filter_path} dropped"
+                f"{self._keep} dropped"
                 f" {self._dropped_in_a_row} groups in a row ({self.drops}): the data is too easy, too hard or wrongly"
-                " judged for this model; change the data, the reward or the filter"
+                " scored for this model; change the data, the reward or the filter"
             )
         return False
 
     def fill_from_reserve(self, missing: int) -> bool:
-        """Accepts up to `missing` dropped groups that their filter lets pass where there are too few; False for none.
+        """Accepts up to `missing` groups that were dropped with `keep_when_insufficient`; False if there are none.
 
-        The first to finish go first.
+        Groups that finished earlier are accepted first.
         """
         chosen, self._reserve = self._reserve[:missing], self._reserve[missing:]
         self.accepted += [group for _, group in chosen]
         return bool(chosen)
 
-    def _judge(self, keep: DynamicSamplingFilter, group: list[Sample]) -> DynamicFilterOutput:
-        with naming("--dynamic-sampling-filter-path", self._args.dynamic_sampling_filter_path):
-            return DynamicFilterOutput.of(keep(self._args, group))
+
+def sort_by_index(groups: list[list[Sample]]) -> list[list[Sample]]:
+    """The groups, and the samples within them, sorted by index."""
+    ordered = [sorted(group, key=_index) for group in groups]
+    return sorted(ordered, key=lambda group: _index(group[0]))
 
 
-def in_order(groups: list[list[Sample]]) -> list[list[Sample]]:
-    """Groups and the samples within them by index, whatever order they finished in."""
-    ordered = [sorted(group, key=lambda sample: sample.index) for group in groups]
-    return sorted(ordered, key=lambda group: group[0].index)
+def _index(sample: Sample) -> int:
+    return cast("int", sample.index)  # every data source sets it

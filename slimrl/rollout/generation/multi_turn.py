@@ -1,23 +1,27 @@
-"""Building a response: appending engine output and tool output, the multi-turn tool loop, stop strings, stop tokens.
+"""Builds responses: appends engine and tool output, runs the multi-turn tool loop, applies stop strings and tokens.
 
-Token in, token out: engine output is never tokenised again, so that training sees the very tokens that were sampled.
-The built-in generation and functions of `--custom-generate-function-path` use it.
+Token in, token out: engine output is never tokenized again, so that training uses exactly the sampled tokens.
+The built-in generation and functions of `--custom-generate-function-path` use this module.
 
-An engine looks for stop strings only in what it adds. `end_at_stop_string` finds those that begin before the seam of a
-continued response; cutting a response changes neither its text nor where it stops. `stop_tokens` are the end tokens
-that engines know: an aborted request may end with one, and must not be continued after it.
+When an aborted response is continued, the engine searches only the new text for stop strings. `end_at_stop_string`
+finds a stop string that starts before the abort, so that an abort changes neither the text nor where it stops.
+An engine may also report an abort for a response that was complete. `complete_if_stopped` finds the end token
+(`stop_tokens`) or the stop string, so that nothing is generated after it.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 from typing import Any
 
+from slimrl.data.packed import PackedColumn
 from slimrl.data.sample import NO_VERSION, Sample, SampleStatus, Span, add_span, clip_spans
 from slimrl.engines.protocol import EngineClient, Generation
+from slimrl.renamed_modules import current_name
 
 _TOKENS_PER_CHARACTER = 4  # at most: one for each byte of UTF-8
 
@@ -25,10 +29,9 @@ _TOKENS_PER_CHARACTER = 4  # at most: one for each byte of UTF-8
 def end_at_stop_string(
     sample: Sample, new_tokens: int, stop: list[str] | str | None, decode: Callable[[list[int]], str]
 ) -> None:
-    """Fills in `sample.response` as one text, and cuts behind a stop string that reaches over the seam.
+    """Sets `sample.response` and truncates the sample after a stop string that starts before the last `new_tokens`.
 
-    `new_tokens` are the last tokens of the sample, just added. The token that completes the stop string stays, as
-    where an engine finds it itself.
+    The token that completes the stop string is kept, as engines do.
     """
     response = sample.tokens[sample.prompt_length :]
     stops = [stop] if isinstance(stop, str) else stop or []
@@ -38,6 +41,7 @@ def end_at_stop_string(
         response = response[:kept]
         sample.tokens = sample.tokens[: len(sample.tokens) - surplus]
         sample.response_length = kept
+        assert sample.loss_mask is not None and sample.rollout_log_probs is not None  # set by `append_generation`
         sample.loss_mask = sample.loss_mask[:kept]
         sample.rollout_log_probs = sample.rollout_log_probs[:kept]
         sample.version_spans = clip_spans(sample.version_spans, kept)
@@ -45,8 +49,23 @@ def end_at_stop_string(
     sample.response = decode(response)
 
 
+def complete_if_stopped(
+    sample: Sample,
+    generation: Generation,
+    stop: list[str] | str | None,
+    end_tokens: Collection[int],
+    decode: Callable[[list[int]], str],
+) -> None:
+    """Sets the status of an aborted sample to COMPLETED if `generation`, its last part, had reached its end."""
+    if sample.status is not SampleStatus.ABORTED or not generation.new_tokens:
+        return
+    stops = [stop] if isinstance(stop, str) else stop or []
+    if generation.token_ids[-1] in end_tokens or (stops and _until(decode(generation.token_ids), stops) is not None):
+        sample.status = SampleStatus.COMPLETED
+
+
 def _tokens_to_stop(response: list[int], seam: int, stops: list[str], decode: Callable[[list[int]], str]) -> int | None:
-    """Tokens up to the one that completes a stop string which begins before the seam; None where there is none."""
+    """Number of tokens up to the end of a stop string that starts before token `seam`; None if there is none."""
     reach = max(map(len, stops), default=0)  # characters
     if reach == 0:
         return None
@@ -57,14 +76,14 @@ def _tokens_to_stop(response: list[int], seam: int, stops: list[str], decode: Ca
         begins = (text.find(stop, max(len(before) - len(stop) + 1, 0)) for stop in stops)
         if any(0 <= begin < len(before) for begin in begins):
             return end
-        if len(text) >= len(before) + reach:  # what comes now begins behind the seam, where the engine looks itself
+        if len(text) >= len(before) + reach:  # later matches start after the seam: the engine finds those
             return None
     return None
 
 
-# metadata of a sample: seconds in which it waited for its tools, and not for an engine
+# metadata of a sample: seconds spent waiting for tools
 NON_GENERATION_TIME = "non_generation_time"
-# metadata of a sample of several turns: the response tokens before each of the model's turns
+# metadata of a multi-turn sample: for each turn of the model, the number of response tokens before it
 TURN_STARTS = "turn_starts"
 
 _STATUS_OF_FINISH_REASON = {
@@ -75,29 +94,30 @@ _STATUS_OF_FINISH_REASON = {
 
 
 def append_generation(sample: Sample, generation: Generation) -> None:
-    """Adds what an engine answered, to be trained on, and the status that follows; the text is left as it is.
+    """Appends an engine's output as tokens to train on and sets the status; does not update the text.
 
-    Raises ValueError where the answer breaks the protocol.
+    Raises ValueError if the output breaks the protocol.
     """
-    new_tokens = len(generation.token_ids)
-    if new_tokens != len(generation.log_probs):
-        raise ValueError(f"the engine returned {new_tokens} tokens with {len(generation.log_probs)} log-probs")
+    new_tokens, log_probs = generation.new_tokens, len(generation.column("log_probs"))
+    if new_tokens != log_probs:
+        raise ValueError(f"the engine returned {new_tokens} tokens with {log_probs} log-probs")
     if generation.finish_reason not in _STATUS_OF_FINISH_REASON:
-        raise ValueError(f"the engine ended with the unknown finish reason {generation.finish_reason!r}")
+        raise ValueError(f"the engine returned the unknown finish reason {generation.finish_reason!r}")
     spans = generation.version_spans or [[generation.weight_version, new_tokens]]
-    _append(sample, generation.token_ids, generation.log_probs, spans, trained=True)
+    if not _append_packed(sample, generation, spans):
+        _append(sample, generation.token_ids, generation.log_probs, spans, trained=True)
     if new_tokens:
         sample.weight_versions.append(generation.weight_version)
     sample.status = _STATUS_OF_FINISH_REASON[generation.finish_reason]
 
 
-def append_observation(sample: Sample, token_ids: list[int]) -> None:
-    """Adds what no model wrote: not trained on, with log-probability 0; the text is left as it is."""
+def append_tool_output(sample: Sample, token_ids: list[int]) -> None:
+    """Appends tool tokens: not trained on, with log-probability 0; does not update the text."""
     spans: list[Span] = [[NO_VERSION, len(token_ids)]]
     _append(sample, token_ids, [0.0] * len(token_ids), spans, trained=False)
 
 
-async def converse(
+async def multi_turn_generate(
     sample: Sample,
     sampling_params: dict[str, Any],
     *,
@@ -107,16 +127,17 @@ async def converse(
     stop: list[str],
     max_calls: int,
 ) -> Sample:
-    """The model and a tool take turns until the model ends by itself or the sample is full.
+    """Alternates between model and tool until the model ends its turn without a tool call or the sample is full.
 
-    The model writes until one of the strings `stop`; `tool` is given that turn's text up to and with the stop string
-    and answers with the text to continue from, or with None to end the sample. The sample is truncated where it has no
-    room (`max_new_tokens` counts tokens of both sides) or wants more than `max_calls` calls. An aborted sample comes
-    back ABORTED and may be given in again. A sample's `session_id` keeps its turns on one server.
+    The model generates until one of the strings `stop`. `tool` receives that turn's text, including the stop string,
+    and returns the text to append, or None to end the sample. The sample is truncated when it reaches
+    `max_new_tokens` (model and tool tokens) or makes more than `max_calls` calls. An aborted sample is returned
+    ABORTED and can be continued by another call. A sample's `session_id` keeps its turns on one server.
     """
-    own_stop = sampling_params["stop"] or []
-    params = {**sampling_params, "stop": [*stop, *([own_stop] if isinstance(own_stop, str) else own_stop)]}
+    run_stop = sampling_params["stop"] or []
+    params = {**sampling_params, "stop": [*stop, *([run_stop] if isinstance(run_stop, str) else run_stop)]}
     end = sample.response_length + sampling_params["max_new_tokens"]
+    end_tokens = stop_tokens(tokenizer.name_or_path, tokenizer).union(params.get("stop_token_ids") or ())
     starts: list[int] = sample.metadata.setdefault(TURN_STARTS, [sample.response_length])
 
     def decode(token_ids: list[int]) -> str:
@@ -134,8 +155,9 @@ async def converse(
         params["max_new_tokens"] = end - sample.response_length
         generation = await engine.generate(sample.tokens, params, session_id=sample.session_id)
         append_generation(sample, generation)
-        if continued and generation.token_ids:
-            end_at_stop_string(sample, len(generation.token_ids), params["stop"], decode)
+        complete_if_stopped(sample, generation, params["stop"], end_tokens, decode)
+        if continued and generation.new_tokens:
+            end_at_stop_string(sample, generation.new_tokens, params["stop"], decode)
         if sample.status is not SampleStatus.COMPLETED:
             break
         call = _until(decode(sample.tokens[sample.prompt_length + starts[-1] :]), stop)
@@ -151,10 +173,26 @@ async def converse(
             sample.status = SampleStatus.TRUNCATED
             break
         token_ids = tokenizer(answer, add_special_tokens=False)["input_ids"]
-        append_observation(sample, token_ids[: end - sample.response_length])
+        append_tool_output(sample, token_ids[: end - sample.response_length])
         starts.append(sample.response_length)
     sample.response = decode(sample.tokens[sample.prompt_length :])
     return sample
+
+
+def _append_packed(sample: Sample, generation: Generation, spans: list[Span]) -> bool:
+    """Like `_append` for a sample without a response yet, if the generation is packed; otherwise returns False."""
+    token_ids, log_probs = generation.column("token_ids"), generation.column("log_probs")
+    packed = isinstance(token_ids, PackedColumn) and isinstance(log_probs, PackedColumn)
+    if not packed or sample.response_length or sample.column("loss_mask") or sample.column("rollout_log_probs"):
+        return False
+    sample.version_spans = []
+    for version, count in spans:
+        add_span(sample.version_spans, version, count)
+    sample.pack("tokens", token_ids.after(sample.tokens))
+    sample.response_length = len(token_ids)
+    sample.pack("loss_mask", PackedColumn(b"\1" * len(token_ids), "u1"))
+    sample.pack("rollout_log_probs", log_probs)
+    return True
 
 
 def _append(sample: Sample, token_ids: list[int], log_probs: list[float], spans: list[Span], *, trained: bool) -> None:
@@ -168,17 +206,28 @@ def _append(sample: Sample, token_ids: list[int], log_probs: list[float], spans:
 
 
 def _until(text: str, stop: list[str]) -> str | None:
-    """`text` up to and with the first of the stop strings; None where there is none."""
+    """`text` up to the end of the first stop string; None if there is none."""
     ends = [text.index(string) + len(string) for string in stop if string in text]
     return text[: min(ends)] if ends else None
 
 
 def stop_tokens(model_folder: str | None, tokenizer: Any) -> frozenset[int]:
-    """End-of-sequence ids of the tokenizer, and of config.json and generation_config.json where they are there."""
-    found = [tokenizer.eos_token_id]
+    """End-of-sequence ids of the tokenizer, and of config.json and generation_config.json if they exist."""
+    own = tokenizer.eos_token_id
+    return _stop_tokens_of(model_folder or "").union([] if own is None else [own])
+
+
+@functools.lru_cache(maxsize=16)
+def _stop_tokens_of(model_folder: str) -> frozenset[int]:
+    found: list[int] = []
     for name in ("config.json", "generation_config.json"):
-        path = Path(model_folder or "") / name
-        if model_folder is not None and path.is_file():
+        path = Path(model_folder) / name
+        if model_folder and path.is_file():
             ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
             found += ids if isinstance(ids, list) else [ids]
     return frozenset(token for token in found if token is not None)
+
+
+def __getattr__(name: str) -> Any:
+    """Custom functions may import names of earlier versions."""
+    return globals()[current_name(__name__, name)]

@@ -4,8 +4,8 @@ The rollout loop and evaluation run one asyncio task per sample. Every failure b
 sample, its prompt and the cause.
 
 With `--skip-failed-samples`, samples in which a custom function raised are skipped, counted and logged, up to
-`--max-failed-samples`. Failures of an engine, a grader, a reward service or slimrl itself are never skipped, also where
-a custom function was the one that met them.
+`--max-failed-samples`. Failures of an engine, a grader, a reward service or slimrl itself are never skipped, even if
+they surface in a custom function.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import inspect
 import logging
 from contextlib import AbstractContextManager
@@ -20,16 +21,24 @@ from typing import Any, cast
 
 from slimrl import hooks
 from slimrl.arguments import Arguments
+from slimrl.arguments.flags.rollout import RolloutArguments
+from slimrl.arguments.namespace import PromptArguments
 from slimrl.data.sample import Sample, SampleStatus, clip_spans, unserved_field
 from slimrl.engines.protocol import EngineClient, ServiceError, StoppableEngine
+from slimrl.hooks.base import RunArguments
 from slimrl.rollout.async_utils import ends_from_outside
-from slimrl.rollout.generation.multi_turn import append_generation, end_at_stop_string, stop_tokens
+from slimrl.rollout.generation.multi_turn import (
+    append_generation,
+    complete_if_stopped,
+    end_at_stop_string,
+    stop_tokens,
+)
 from slimrl.rollout.generation.sample_tracker import (
     GENERATION,
     CustomGenerateCall,
+    RouterAccess,
     SampleTrace,
     SampleTracker,
-    router_url,
 )
 from slimrl.rollout.rm_hub import RewardConfig, RewardScorer
 
@@ -39,7 +48,7 @@ logger = logging.getLogger(__name__)
 class SampleError(RuntimeError):
     """Generation or reward of one sample failed; the message names the sample, the prompt and the cause.
 
-    `by_hook` tells whether a function of the user's is to blame.
+    `by_hook` is True if a custom function caused it.
     """
 
     def __init__(self, text: str, *, by_hook: bool = False) -> None:
@@ -48,34 +57,34 @@ class SampleError(RuntimeError):
 
 
 class FailedSamples:
-    """Counts the samples that were skipped since the rollout before."""
+    """Counts the samples skipped since the previous rollout."""
 
-    def __init__(self, args: Arguments) -> None:
-        """By `--skip-failed-samples` and `--max-failed-samples`."""
-        self._skips = args.skip_failed_samples
-        self._limit = args.max_failed_samples
+    def __init__(self, rollout: RolloutArguments) -> None:
+        """Reads `--skip-failed-samples` and `--max-failed-samples`."""
+        self._skips = rollout.skip_failed_samples
+        self._limit = rollout.max_failed_samples
         self.count = 0
 
     def skip(self, error: SampleError) -> None:
-        """Counts a failure. Raises it where it may not be skipped, and with the limit where there are too many."""
+        """Counts a failure. Raises `error` if it may not be skipped, SampleError above `--max-failed-samples`."""
         if not (self._skips and error.by_hook):
             raise error
         self.count += 1
         if self.count > self._limit:
             raise SampleError(
-                f"{error}\nit is failure number {self.count} in this rollout, more than --max-failed-samples"
-                f" {self._limit}: fix the function, or allow more"
+                f"{error}\nthis is failure number {self.count} in this rollout, more than --max-failed-samples"
+                f" {self._limit}: fix the function, or raise the limit"
             ) from error
-        logger.warning("its group is left out (--skip-failed-samples): %s", error)
+        logger.warning("skipping the group (--skip-failed-samples): %s", error)
 
     def take_metrics(self) -> dict[str, float]:
-        """The count, where failures may be skipped; the next rollout's begins."""
+        """Returns the count as a metric if failures may be skipped, and resets it."""
         count, self.count = self.count, 0
         return {"rollout/failed_samples": float(count)} if self._skips else {}
 
 
 def is_infra_error(error: BaseException) -> bool:
-    """Whether a `ServiceError` or a lack of memory is the error, led to it, or is in a group of errors that did."""
+    """Whether the error, its causes or its exception groups contain a `ServiceError` or a MemoryError."""
     seen: set[int] = set()
     pending: list[BaseException | None] = [error]
     while pending:
@@ -94,119 +103,155 @@ _FINISHED = (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)
 
 @dataclasses.dataclass(frozen=True)
 class SampleConfig:
-    """What differs between data sets when their samples are made."""
+    """Per-dataset settings of generation and reward."""
 
     reward_rule: RewardConfig
     custom_generate_path: str | None
     evaluation: bool
 
     @classmethod
-    def for_training(cls, args: Arguments) -> SampleConfig:
+    def for_training(cls, flags: PromptArguments) -> SampleConfig:
         """From the rollout flags."""
-        rule = RewardConfig(args.custom_rm_path, args.rm_type)
-        return cls(rule, args.custom_generate_function_path, evaluation=False)
+        rule = RewardConfig(flags.custom_rm_path, flags.rm_type)
+        return cls(rule, flags.custom_generate_function_path, evaluation=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class GeneratorConfig:
+    """Settings shared by all samples of a run."""
+
+    hf_checkpoint: str
+    sample_hook_paths: tuple[str, ...]
+    scores_groups: bool  # the reward function gets a whole group in one call
+    has_custom_sample_conversion: bool  # whether a custom function decides how many training rows a sample becomes
+    router: RouterAccess
+    hook_args: RunArguments  # passed to custom functions
+
+    @classmethod
+    def from_args(cls, args: Arguments) -> GeneratorConfig:
+        """Reads the flags."""
+        return cls(
+            hf_checkpoint=args.hf_checkpoint,
+            sample_hook_paths=tuple(args.rollout_sample_hook_path),
+            scores_groups=args.group_rm,
+            has_custom_sample_conversion=args.custom_convert_samples_to_train_data_path is not None,
+            router=RouterAccess.from_args(args),
+            hook_args=args,
+        )
 
 
 class SampleGenerator:
-    """Generates and judges samples with one engine, one tokenizer and one scorer."""
+    """Generates and scores samples with one engine client, one tokenizer and one scorer."""
 
     def __init__(
-        self, args: Arguments, tokenizer: Any, engine: StoppableEngine, scorer: RewardScorer, trace: SampleTrace
+        self,
+        config: GeneratorConfig,
+        tokenizer: Any,
+        engine: StoppableEngine,
+        scorer: RewardScorer,
+        trace: SampleTrace,
     ) -> None:
-        self._args = args
+        self.scores_groups = config.scores_groups
+        self._config = config
+        self._hook_args = config.hook_args
         self._tokenizer = tokenizer
         self._engine = engine
         self._scorer = scorer
-        self._stop_tokens = stop_tokens(args.hf_checkpoint, tokenizer)
+        self._stop_tokens = stop_tokens(config.hf_checkpoint, tokenizer)
         self._trace = trace
         self._functions: dict[str, tuple[hooks.CustomGenerate, tuple[str, ...]]] = {}
-        self._sample_hooks = [(path, hooks.resolve(path, hooks.SampleHook)) for path in args.rollout_sample_hook_path]
+        self._sample_hooks = [(path, hooks.resolve(path, hooks.SampleHook)) for path in config.sample_hook_paths]
         self.finished = 0
-        self.under_way = SampleTracker(trace.stage)
+        self.tracker = SampleTracker(trace.stage)
 
-    def check(self, policy: SampleConfig, source: str) -> None:
-        """Raises where a policy's functions or reward type cannot be used."""
-        policy.reward_rule.check(source)
-        if policy.custom_generate_path is not None:
-            self._function(policy.custom_generate_path)
+    def check(self, config: SampleConfig, source: str) -> None:
+        """Raises an error if the functions or the reward type of `config` cannot be used."""
+        config.reward_rule.check(source)
+        if config.custom_generate_path is not None:
+            self._function(config.custom_generate_path)
 
-    async def make(self, sample: Sample, params: dict[str, Any], policy: SampleConfig, rollout_id: int) -> list[Sample]:
-        """The finished sample with its reward; several where a custom function may fan out. Raises SampleError."""
-        samples = await self.generate(sample, params, policy, rollout_id)
-        await self.judge(samples, policy)
+    async def generate_and_score(
+        self, sample: Sample, params: dict[str, Any], config: SampleConfig, rollout_id: int
+    ) -> list[Sample]:
+        """The finished sample with its reward; several if a custom function fans out. Raises SampleError."""
+        samples = await self.generate(sample, params, config, rollout_id)
+        await self.score(samples, config)
         return samples
 
     async def generate(
-        self, sample: Sample, params: dict[str, Any], policy: SampleConfig, rollout_id: int
+        self, sample: Sample, params: dict[str, Any], config: SampleConfig, rollout_id: int
     ) -> list[Sample]:
-        """The generated sample, seen by `--rollout-sample-hook-path`; several where a custom function fans out.
+        """The generated sample, after `--rollout-sample-hook-path`; several if a custom function fans out.
 
-        One that is finished already comes back as it is. Once the engine is stopped, samples come back ABORTED with
-        what they have. Raises SampleError.
+        A sample that is already finished is returned unchanged. Once the engine is stopped, samples come back ABORTED
+        with the tokens they have. Raises SampleError.
         """
         if sample.status in _FINISHED:
             return [sample]
-        engine = self._trace.engine_for(self._engine, sample, rollout_id, policy.evaluation)
-        work, path = self._generate(sample, params, policy, engine), policy.custom_generate_path
-        made = await self._named(sample, GENERATION, work, path and f"--custom-generate-function-path {path}")
-        return [await self._hooked(part, policy, rollout_id) if part.status in _FINISHED else part for part in made]
+        engine = self._trace.engine_for(self._engine, sample, rollout_id, config.evaluation)
+        work, path = self._generate(sample, params, config, engine), config.custom_generate_path
+        generated = await self._run(sample, GENERATION, work, path and f"--custom-generate-function-path {path}")
+        return [
+            await self._run_sample_hooks(part, config, rollout_id) if part.status in _FINISHED else part
+            for part in generated
+        ]
 
-    async def judge(self, samples: list[Sample], policy: SampleConfig) -> None:
-        """Fills in the rewards that finished samples lack; with `--group-rm` in one call. Raises SampleError."""
-        if self._args.group_rm:
-            await self._judge_together(
-                [made for made in samples if made.status in _FINISHED and made.reward is None], policy
+    async def score(self, samples: list[Sample], config: SampleConfig) -> None:
+        """Sets the reward of finished samples without one; with `--group-rm` in one call. Raises SampleError."""
+        if self.scores_groups:
+            await self._score_group(
+                [sample for sample in samples if sample.status in _FINISHED and sample.reward is None], config
             )
             return
-        for made in samples:
-            if made.status in _FINISHED and made.reward is None:
-                judging, path = self._scorer.score(made, policy.reward_rule), _reward_path(made, policy)
-                made.reward = await self._named(made, "the reward", judging, path)
-        self.finished += all(made.reward is not None for made in samples)
+        for sample in samples:
+            if sample.status in _FINISHED and sample.reward is None:
+                work, path = self._scorer.score(sample, config.reward_rule), _reward_path(sample, config)
+                sample.reward = await self._run(sample, "the reward", work, path)
+        self.finished += all(sample.reward is not None for sample in samples)
 
-    async def _judge_together(self, samples: list[Sample], policy: SampleConfig) -> None:
+    async def _score_group(self, samples: list[Sample], config: SampleConfig) -> None:
         if samples:
-            judging = self._scorer.score_group(samples, policy.reward_rule)
-            path = _reward_path(samples[0], policy)
-            rewards = await self._named(samples[0], "the reward of the group", judging, path)
-            for made, reward in zip(samples, rewards, strict=True):
-                made.reward = reward
+            work = self._scorer.score_group(samples, config.reward_rule)
+            path = _reward_path(samples[0], config)
+            rewards = await self._run(samples[0], "the reward of the group", work, path)
+            for sample, reward in zip(samples, rewards, strict=True):
+                sample.reward = reward
         self.finished += len(samples)
 
     async def _generate(
-        self, sample: Sample, params: dict[str, Any], policy: SampleConfig, engine: EngineClient
+        self, sample: Sample, params: dict[str, Any], config: SampleConfig, engine: EngineClient
     ) -> list[Sample]:
-        if policy.custom_generate_path is None:
+        if config.custom_generate_path is None:
             await self._continue(sample, params, engine)
-            made: Any = [sample]
+            generated: Any = [sample]
         else:
-            function, names = self._function(policy.custom_generate_path)
-            kind = "eval-sample" if policy.evaluation else "sample"
+            function, names = self._function(config.custom_generate_path)
+            kind = "eval-sample" if config.evaluation else "sample"
             sample.session_id = sample.session_id or f"{kind}-{sample.index}"  # it may be a conversation
-            offers = {"engine": engine, "tokenizer": self._tokenizer, "evaluation": policy.evaluation}
-            making = self._making(sample, engine)
+            offered = {"engine": engine, "tokenizer": self._tokenizer, "evaluation": config.evaluation}
+            call = self._custom_call(sample, engine)
             self._scorer.begin()
-            with making.going_on():
-                made = await function(self._args, sample, params, **{name: offers[name] for name in names})
-            made = made if isinstance(made, list) else [made]
-            if not made or not all(isinstance(part, Sample) for part in made):
-                kinds = sorted({f"{type(part).__module__}.{type(part).__qualname__}" for part in made})
+            with call.active():
+                generated = await function(self._hook_args, sample, params, **{name: offered[name] for name in names})
+            generated = generated if isinstance(generated, list) else [generated]
+            if not generated or not all(isinstance(part, Sample) for part in generated):
+                kinds = sorted({f"{type(part).__module__}.{type(part).__qualname__}" for part in generated})
                 raise TypeError(
-                    f"{policy.custom_generate_path} must return a Sample (slimrl.data.sample.Sample) or a list of them,"
-                    f" not {', '.join(kinds) or 'none'}: {made!r}"
+                    f"{config.custom_generate_path} must return a Sample (slimrl.data.sample.Sample) or a list of them,"
+                    f" not {', '.join(kinds) or 'none'}: {generated!r}"
                 )
-            for part in made:
-                making.tell_versions(part)
-            if len(made) > 1 and not policy.evaluation:
-                self._require_rows_of_ones_own(policy.custom_generate_path, len(made))
-        for part in made:
+            for part in generated:
+                call.record_versions(part)
+            if len(generated) > 1 and not config.evaluation:
+                self._require_custom_rows(config.custom_generate_path, len(generated))
+        for part in generated:
             _check(part, may_be_aborted=self._engine.stopped)
-        return made
+        return generated
 
-    def _making(self, sample: Sample, engine: EngineClient) -> CustomGenerateCall:
-        """What helpers written for slime need to know of the sample."""
+    def _custom_call(self, sample: Sample, engine: EngineClient) -> CustomGenerateCall:
+        """The context of this sample for helpers written for slime."""
         return CustomGenerateCall(
-            router_url=router_url(self._args),
+            router_url=self._config.router.url,
             engine=engine,
             stopped=lambda: self._engine.stopped,
             continue_sample=lambda part, params: self._continue(part, params, engine),
@@ -214,18 +259,18 @@ class SampleGenerator:
             before=dataclasses.replace(sample, weight_versions=list(sample.weight_versions)),
         )
 
-    def _require_rows_of_ones_own(self, path: str, count: int) -> None:
-        """An optimizer step takes --global-batch-size samples, and the run has planned its steps with one for each."""
-        if self._args.custom_convert_samples_to_train_data_path is None:
+    def _require_custom_rows(self, path: str, count: int) -> None:
+        """Raises TypeError without a custom conversion: the optimizer steps are planned with one row per sample."""
+        if not self._config.has_custom_sample_conversion:
             raise TypeError(
-                f"{path} returned {count} samples for one, and a rollout has --rollout-batch-size x"
-                " --n-samples-per-prompt of them: return one sample (slimrl.rollout.generation.multi_turn makes one of"
-                " several turns), or give --custom-convert-samples-to-train-data-path, a function that makes the rows"
+                f"{path} returned {count} samples for one, but a rollout has --rollout-batch-size x"
+                " --n-samples-per-prompt samples: return one sample (slimrl.rollout.generation.multi_turn puts several"
+                " turns into one), or set --custom-convert-samples-to-train-data-path to a function that makes the rows"
                 " to train on"
             )
 
     async def _continue(self, sample: Sample, params: dict[str, Any], engine: EngineClient) -> None:
-        """Lets the engine continue `sample` in place, up to `max_new_tokens` more tokens."""
+        """Continues `sample` in place with the engine, by up to `max_new_tokens` tokens."""
         if not sample.tokens:
             raise ValueError("the prompt has no tokens: messages need --apply-chat-template")
         sample.loss_mask, sample.rollout_log_probs = sample.loss_mask or [], sample.rollout_log_probs or []
@@ -235,14 +280,13 @@ class SampleGenerator:
         continued = sample.response_length > 0
         generation = await engine.generate(sample.tokens, params, session_id=sample.session_id)
         append_generation(sample, generation)
-        if not generation.token_ids:
+        if not generation.new_tokens:
             return
-        ends = self._stop_tokens.union(params["stop_token_ids"] or ())
-        if sample.status is SampleStatus.ABORTED and generation.token_ids[-1] in ends:
-            sample.status = SampleStatus.COMPLETED  # it was cut off in the moment in which it ended
-        if continued:  # characters and stop strings may reach over the place where it was cut
-            new_tokens = len(generation.token_ids)
-            end_at_stop_string(sample, new_tokens, params["stop"], lambda ids: self._decode(ids, params))
+        decode = functools.partial(self._decode, params=params)
+        end_tokens = self._stop_tokens.union(params["stop_token_ids"] or ())
+        complete_if_stopped(sample, generation, params["stop"], end_tokens, decode)
+        if continued:  # a character or a stop string may span the abort
+            end_at_stop_string(sample, generation.new_tokens, params["stop"], decode)
         else:
             sample.response = generation.text or self._decode(generation.token_ids, params)
 
@@ -253,33 +297,33 @@ class SampleGenerator:
             spaces_between_special_tokens=params["spaces_between_special_tokens"],
         )
 
-    async def _hooked(self, sample: Sample, policy: SampleConfig, rollout_id: int) -> Sample:
+    async def _run_sample_hooks(self, sample: Sample, config: SampleConfig, rollout_id: int) -> Sample:
         for path, hook in self._sample_hooks:
             name = f"--rollout-sample-hook-path {path}"
-            sample = await self._named(sample, name, self._hook(hook, sample, policy, rollout_id), name)
+            sample = await self._run(sample, name, self._call_sample_hook(hook, sample, config, rollout_id), name)
         return sample
 
-    async def _hook(self, hook: Any, sample: Sample, policy: SampleConfig, rollout_id: int) -> Sample:
-        told = hooks.accepted(hook, hooks.SampleHook, rollout_id=rollout_id, evaluation=policy.evaluation)
-        returned = hook(self._args, sample, **told)
+    async def _call_sample_hook(self, hook: Any, sample: Sample, config: SampleConfig, rollout_id: int) -> Sample:
+        keywords = hooks.accepted(hook, hooks.SampleHook, rollout_id=rollout_id, evaluation=config.evaluation)
+        returned = hook(self._hook_args, sample, **keywords)
         if inspect.isawaitable(returned):
             returned = await returned
         if returned is None:
             return sample
         if not isinstance(returned, Sample):
-            raise TypeError(f"it must return a Sample or None, not {returned!r}")
+            raise TypeError(f"the hook must return a Sample or None, not {returned!r}")
         _check(returned, may_be_aborted=False)
         return returned
 
-    async def _named(self, sample: Sample, stage: str, work: Any, function: str | None) -> Any:
-        """The result of `work`, whose errors become a SampleError; `function` is the user's own that does the work."""
+    async def _run(self, sample: Sample, stage: str, work: Any, function: str | None) -> Any:
+        """Awaits `work` and turns its errors into a SampleError; `function` is the custom function, if any."""
         task = asyncio.current_task()
         try:
-            with self.under_way.at(sample, stage), _of_hook(function):
+            with self.tracker.at(sample, stage, task), _hook_context(function):
                 return await work
         except SampleError:
             raise
-        except BaseException as error:  # user code and engines may raise anything; nothing is swallowed
+        except BaseException as error:  # custom code and engines may raise anything; nothing is swallowed
             if ends_from_outside(error, task):
                 raise
             prompt = str(sample.prompt)
@@ -300,27 +344,29 @@ class SampleGenerator:
         return self._functions[path]
 
 
-def _of_hook(function: str | None) -> AbstractContextManager[None]:
+def _hook_context(function: str | None) -> AbstractContextManager[None]:
     return contextlib.nullcontext() if function is None else hooks.in_hook()
 
 
-def _reward_path(sample: Sample, policy: SampleConfig) -> str | None:
-    """The user's function that judges the sample, with its flag."""
-    path = sample.custom_rm_path or policy.reward_rule.custom_rm_path
+def _reward_path(sample: Sample, config: SampleConfig) -> str | None:
+    """Flag and path of the custom reward function that scores the sample; None if built in."""
+    path = sample.custom_rm_path or config.reward_rule.custom_rm_path
     return path and f"--custom-rm-path {path}"
 
 
 def _check(sample: Sample, *, may_be_aborted: bool) -> None:
-    """Raises ValueError where a generated sample breaks an invariant that training relies on."""
-    sample.status = SampleStatus(sample.status)  # functions of the user's may write it as text
-    if unserved := unserved_field(sample):
-        raise ValueError(unserved)
+    """Raises ValueError if a generated sample breaks an invariant that training relies on."""
+    sample.status = SampleStatus(sample.status)  # custom functions may set it as text
+    if unsupported := unserved_field(sample):
+        raise ValueError(unsupported)
     if sample.status not in _FINISHED and not (may_be_aborted and sample.status is SampleStatus.ABORTED):
-        raise ValueError(f"it came back {sample.status.value}: it must be completed or truncated")
-    if not 0 <= sample.response_length < len(sample.tokens):
-        raise ValueError(f"response_length {sample.response_length} does not fit its {len(sample.tokens)} tokens")
-    for name, column in (("loss_mask", sample.loss_mask), ("rollout_log_probs", sample.rollout_log_probs)):
+        raise ValueError(f"the sample's status is {sample.status.value}: it must be completed or truncated")
+    tokens = len(sample.column("tokens"))
+    if not 0 <= sample.response_length < tokens:
+        raise ValueError(f"response_length {sample.response_length} does not fit {tokens} tokens")
+    for name in ("loss_mask", "rollout_log_probs"):
+        column = sample.column(name)
         if column is not None and len(column) != sample.response_length:
-            raise ValueError(f"{name} has {len(column)} entries and the response {sample.response_length} tokens")
-    if sample.version_spans:  # functions that cut or lengthen a response need not know of them
+            raise ValueError(f"{name} has {len(column)} entries but the response has {sample.response_length} tokens")
+    if sample.version_spans:  # custom functions may shorten or lengthen a response without updating them
         sample.version_spans = clip_spans(sample.version_spans, sample.response_length)

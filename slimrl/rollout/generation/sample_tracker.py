@@ -1,12 +1,12 @@
 """Tracks samples in work: stages for the watchdog, timeline spans, a blocked event loop, the current sample.
 
 Stages: which samples are in work, since when, and at which line. The driver's watchdog reads them from another thread.
-The blocked-loop check tells a busy event loop from one that a custom function blocks, and names its line.
+The blocked-loop check distinguishes a busy event loop from one that a custom function blocks, and names its line.
 
-Timeline: one span per engine request, from when it was sent, with the wait before that in `waited_ms`; at most
-`--timeline-requests` spans per track and rollout, the others are counted.
+Timeline: one span per engine request, from the time it was sent, with the wait before that in `waited_ms`. Each track
+shows at most `--timeline-requests` spans per rollout; the others are counted.
 
-Current sample: helpers such as `slime.utils.http_utils.post` get a URL and a payload only. A context variable, set
+Current sample: helpers such as `slime.utils.http_utils.post` receive only a URL and a payload. A context variable, set
 around each call of a custom function, gives them engine and sample, also in tasks that the function starts.
 """
 
@@ -25,7 +25,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 from slimrl.arguments import Arguments
 from slimrl.data.sample import Sample, add_span
@@ -38,7 +38,7 @@ _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "
 
 @dataclasses.dataclass(frozen=True)
 class ActiveSample:
-    """One unfinished sample: its stage ("generation", "the reward", ...), how long in it, and the line it waits in."""
+    """One unfinished sample: its stage ("generation", "the reward", ...), the time in it, and the line it waits at."""
 
     index: int
     group_index: int
@@ -47,7 +47,7 @@ class ActiveSample:
     line: str
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True, eq=False)  # a frozen one costs more to create
 class _Work:
     sample: Sample
     stage: str
@@ -55,51 +55,68 @@ class _Work:
     task: asyncio.Task[object] | None
 
 
+class _Stage:
+    """The context of `SampleTracker.at`; a class costs less than a generator, and every sample has two."""
+
+    __slots__ = ("_on_end", "_work", "_works")
+
+    def __init__(self, work: _Work, works: dict[int, _Work], on_end: Callable[[Sample, str, float], None]) -> None:
+        self._work = work
+        self._works = works
+        self._on_end = on_end
+
+    def __enter__(self) -> None:
+        # not by sample: custom functions may work on one sample in several tasks
+        self._works[id(self._work)] = self._work
+
+    def __exit__(self, *error: object) -> None:
+        del self._works[id(self._work)]
+        self._on_end(self._work.sample, self._work.stage, self._work.since)
+
+
 class SampleTracker:
-    """`with under_way.at(sample, "generation"): await ...`; `where` may be called from any thread."""
+    """`with tracker.at(sample, "generation"): await ...`; `snapshot` may be called from any thread."""
 
     def __init__(self, on_end: Callable[[Sample, str, float], None] = lambda sample, stage, since: None) -> None:
-        """`on_end` hears of each piece of work that is over: its sample, its stage, and since when (time.monotonic)."""
+        """`on_end` is called at the end of each stage with sample, stage and start time (time.monotonic)."""
         self._work: dict[int, _Work] = {}
         self._on_end = on_end
 
-    @contextlib.contextmanager
-    def at(self, sample: Sample, stage: str) -> Iterator[None]:
-        """The sample is in `stage` within this block, in the task that runs it."""
-        work = _Work(sample, stage, time.monotonic(), asyncio.current_task())
-        self._work[id(work)] = work  # not by sample: functions of the user may work on one in several tasks
-        try:
-            yield
-        finally:
-            del self._work[id(work)]
-            self._on_end(sample, stage, work.since)
+    def at(self, sample: Sample, stage: str, task: asyncio.Task[Any] | None = None) -> _Stage:
+        """Marks the sample as being in `stage` within the `with` block, in `task`, by default the current one."""
+        return _Stage(_Work(sample, stage, time.monotonic(), task or asyncio.current_task()), self._work, self._on_end)
 
-    def where(self) -> list[ActiveSample]:
-        """All of them, the one that has been in its stage for longest first."""
+    def snapshot(self) -> list[ActiveSample]:
+        """All samples in work, the one longest in its stage first."""
         work = sorted(self._work.copy().values(), key=lambda entry: entry.since)
         now = time.monotonic()
+        # data sources set both indices of each sample
         return [
             ActiveSample(
-                entry.sample.index, entry.sample.group_index, entry.stage, now - entry.since, awaited_line(entry.task)
+                cast("int", entry.sample.index),
+                cast("int", entry.sample.group_index),
+                entry.stage,
+                now - entry.since,
+                awaited_line(entry.task),
             )
             for entry in work
         ]
 
 
 def awaited_line(task: asyncio.Task[object] | None) -> str:
-    """ "hooks.py:31 generate": the innermost line of the task's coroutines outside of libraries; "" for none."""
+    """ "hooks.py:31 generate": the innermost line of the task's coroutines outside libraries; "" if there is none."""
     coroutine = task.get_coro() if task is not None else None
     found = ""
     while inspect.iscoroutine(coroutine):
-        if (frame := coroutine.cr_frame) is not None and _is_own(frame):
+        if (frame := coroutine.cr_frame) is not None and _outside_libraries(frame):
             found = shown(frame)
         coroutine = coroutine.cr_await
     return found
 
 
 def running_line(frame: FrameType | None) -> str:
-    """The same for a thread that is at `frame`."""
-    while frame is not None and not _is_own(frame):
+    """Like `awaited_line`, for a thread whose current frame is `frame`."""
+    while frame is not None and not _outside_libraries(frame):
         frame = frame.f_back
     return "" if frame is None else shown(frame)
 
@@ -109,7 +126,7 @@ def shown(frame: FrameType) -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}"
 
 
-def _is_own(frame: FrameType) -> bool:
+def _outside_libraries(frame: FrameType) -> bool:
     return not frame.f_code.co_filename.startswith((*_LIBRARIES, "<"))
 
 
@@ -128,40 +145,42 @@ class SampleTrace:
 
     @classmethod
     def off(cls) -> SampleTrace:
-        """One that shows nothing."""
+        """A trace that records nothing."""
         return cls(Timeline.off(), 0)
 
     def begin(self) -> None:
-        """Counts from 0 again, and says what the timeline does not show of the time before."""
+        """Resets the counts, and notes in the timeline how many spans were omitted since the last call."""
         for track, seen in self._seen.items():
             if seen > self._limit:
-                self._timeline.remark(f"{seen - self._limit:,} of {seen:,} {track} are not shown (--timeline-requests)")
+                self._timeline.annotate(
+                    f"{seen - self._limit:,} of {seen:,} {track} are not shown (--timeline-requests)"
+                )
         self._seen.clear()
 
     def engine_for(self, engine: EngineClient, sample: Sample, rollout_id: int, evaluation: bool) -> EngineClient:
-        """`engine`, whose requests are shown as this sample's."""
+        """`engine` wrapped so that its requests are recorded for this sample."""
         if not self._timeline.records:
             return engine
         facts = {"sample": sample.index, "group": sample.group_index, "rollout": rollout_id}
         return _TracedEngine(engine, self, sample.index, facts | ({"evaluation": True} if evaluation else {}))
 
     def stage(self, sample: Sample, stage: str, since_s: float) -> None:
-        """A piece of work on a sample, begun at `since_s` (time.monotonic), is over."""
-        if stage != GENERATION:  # which its requests show
+        """Records a stage of a sample that began at `since_s` (time.monotonic) and has just ended."""
+        if stage != GENERATION:  # recorded as requests
             track = REWARDS if stage.startswith("the reward") else stage
             self.show(track, sample.index, int(since_s * 1e9), time.monotonic_ns(), {})
 
     def show(self, track: str, index: int | None, start_ns: int, end_ns: int, facts: dict[str, Any]) -> None:
-        """A span of this sample's, unless the track is full."""
+        """Records a span of sample `index`, unless the track is full."""
         if not self._timeline.records:
             return
         self._seen[track] += 1
         if self._seen[track] <= self._limit:
-            self._timeline.beside(track, f"sample {index}", start_ns, end_ns, **facts)
+            self._timeline.add_span(track, f"sample {index}", start_ns, end_ns, **facts)
 
 
 class _TracedEngine:
-    """The engine as one sample sees it."""
+    """An engine client that records the requests of one sample."""
 
     def __init__(self, engine: EngineClient, trace: SampleTrace, index: int | None, facts: dict[str, Any]) -> None:
         self._engine = engine
@@ -173,19 +192,19 @@ class _TracedEngine:
     async def generate(
         self, input_ids: list[int], sampling_params: dict[str, Any], session_id: str | None = None
     ) -> Generation:
-        """As the engine's."""
-        asked = self._asked()
+        """See `EngineClient`."""
+        asked = self._start_request()
         answer: Generation | None = None
         try:
             answer = await self._engine.generate(input_ids, sampling_params, session_id)
             return answer
         finally:
-            self._answered_ns = time.monotonic_ns()
-            self._show(asked, len(input_ids), answer)
+            self._answered_ns = answered = time.monotonic_ns()
+            self._show(asked, answered, len(input_ids), answer)
 
     async def ask(self, path: str, payload: dict[str, Any], session_id: str | None = None) -> Any:
-        """As the engine's; shown without what only the answer tells."""
-        asked = self._asked()
+        """See `EngineClient`; recorded without the values of the response."""
+        asked = self._start_request()
         try:
             return await self._engine.ask(path, payload, session_id)
         finally:
@@ -193,89 +212,96 @@ class _TracedEngine:
             self._trace.show(REQUESTS, self._index, asked, self._answered_ns, {**self._facts, "path": path})
 
     async def abort_all(self) -> None:
-        """As the engine's."""
+        """See `EngineClient`."""
         await self._engine.abort_all()
 
-    def _asked(self) -> int:
+    def _start_request(self) -> int:
         asked = time.monotonic_ns()
         if self._answered_ns is not None:
             self._trace.show(TOOLS, self._index, self._answered_ns, asked, {})
         return asked
 
-    def _show(self, asked: int, prompt_tokens: int, answer: Generation | None) -> None:
+    def _show(self, asked: int, answered: int, prompt_tokens: int, answer: Generation | None) -> None:
         facts = {**self._facts, "prompt_tokens": prompt_tokens, "finish": "failed"}
         sent = asked
         if answer is not None:
-            if answer.finish_reason == "abort" and not answer.token_ids:
-                return  # no engine was asked
+            if answer.finish_reason == "abort" and not answer.new_tokens:
+                return  # no request was sent
             sent = max(asked, answer.sent_ns)
-            facts |= {"tokens": len(answer.token_ids), "finish": answer.finish_reason}
+            facts |= {"tokens": answer.new_tokens, "finish": answer.finish_reason}
             facts |= {"version": answer.weight_version, WAITED_MS: round((sent - asked) / 1e6, 3)}
-        self._trace.show(REQUESTS, self._index, sent, self._answered_ns, facts)
+        self._trace.show(REQUESTS, self._index, sent, answered, facts)
 
 
-_PATIENCE_S = 2.0
-_LOOK_INTERVAL_S = 1.0
+_TIMEOUT_S = 2.0
+_POLL_INTERVAL_S = 1.0
 
 ENDED = "no line, it was ended"
 
 
 class LoopMonitor:
-    """Made inside the event loop that it watches."""
+    """Monitors the event loop in which it is created."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
 
     async def ended(self) -> str:
-        """Pending while the loop runs; then what ended it, as far as that can be known."""
+        """Waits until the loop has ended, then returns the probable reason."""
         while self._loop.is_running():
-            await asyncio.sleep(_LOOK_INTERVAL_S)
+            await asyncio.sleep(_POLL_INTERVAL_S)
         return (
             "the event loop of the rollout manager was ended: a callback in it raised SystemExit or KeyboardInterrupt,"
-            " as sys.exit() does; in functions of your own raise an Exception instead"
+            " as sys.exit() does; raise an Exception in custom functions instead"
         )
 
     async def blocked_line(self) -> str:
-        """The line that blocks the loop, "" where it turns. Where it does not, all stacks are written to stderr."""
+        """The line that blocks the loop, "" if the loop responds. If it is blocked, writes all stacks to stderr."""
         if not self._loop.is_running():
             return ENDED
-        turn = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop)
+        probe = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop)
         try:
-            await asyncio.wait_for(asyncio.wrap_future(turn), _PATIENCE_S)
+            await asyncio.wait_for(asyncio.wrap_future(probe), _TIMEOUT_S)
         except TimeoutError:
-            faulthandler.dump_traceback(file=sys.__stderr__)
+            faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr)
             return running_line(sys._current_frames().get(self._thread)) or "an unknown line"
         return ""
 
 
 _headers: contextvars.ContextVar[tuple[str, dict[str, str]]] = contextvars.ContextVar("slimrl_router_headers")
-_current: contextvars.ContextVar[CustomGenerateCall] = contextvars.ContextVar("slimrl_making")
+_current: contextvars.ContextVar[CustomGenerateCall] = contextvars.ContextVar("slimrl_custom_generate_call")
 
 
-def router_url(args: Arguments) -> str:
-    """Where functions of the user's find the engines, without a path."""
-    return f"http://{args.sglang_router_ip}:{args.sglang_router_port}"
+@dataclasses.dataclass(frozen=True)
+class RouterAccess:
+    """The router's address for custom functions, `url` without a path, and its API key."""
 
+    url: str
+    key: str | None = dataclasses.field(default=None, repr=False)
 
-def begin_calls(args: Arguments) -> None:
-    """From now on calls of this task to the run's router bring its key along, where there is one."""
-    key = args.sglang_options.get("api_key")
-    _headers.set((router_url(args), {"Authorization": f"Bearer {key}"} if key else {}))
+    @classmethod
+    def from_args(cls, args: Arguments) -> RouterAccess:
+        """The router of the run."""
+        return cls(f"http://{args.sglang_router_ip}:{args.sglang_router_port}", args.sglang_options.get("api_key"))
+
+    def begin_calls(self) -> None:
+        """Makes calls of the current task to the run's router send its API key, if it has one."""
+        _headers.set((self.url, {"Authorization": f"Bearer {self.key}"} if self.key else {}))
 
 
 def own_headers(url: str) -> dict[str, str]:
-    """What a call to `url` must bring along: nothing where that is no address of the run's router."""
-    own, headers = _headers.get(("", {}))
-    return headers if own and url.startswith(f"{own}/") else {}
+    """The headers that a call to `url` must send: none unless `url` is on the run's router."""
+    router_url, headers = _headers.get(("", {}))
+    return headers if router_url and url.startswith(f"{router_url}/") else {}
 
 
 @dataclasses.dataclass(frozen=True)
 class CustomGenerateCall:
-    """`router_url` is where the function believes the engines to be; `stopped` says whether the rollout is full.
+    """One call of a custom generate function, for helpers that it calls.
 
-    `continue_sample(sample, sampling_params)` is the built-in generation. `before` is the sample as the function got
-    it, and `versions` are the weights of the answers since then.
+    `router_url` is the router address that the function uses; `stopped` returns whether the rollout is full.
+    `continue_sample(sample, sampling_params)` is the built-in generation. `before` is the sample as passed to the
+    function, `versions` the weight versions of the responses since then.
     """
 
     router_url: str
@@ -288,12 +314,12 @@ class CustomGenerateCall:
 
     @classmethod
     def current(cls) -> CustomGenerateCall | None:
-        """Of the sample that this task belongs to; None outside of a function that generates one."""
+        """The call that this task belongs to; None outside a custom generate function."""
         return _current.get(None)
 
     @contextlib.contextmanager
-    def going_on(self) -> Iterator[None]:
-        """Within the block it is the current one of this task, and of those that begin in it."""
+    def active(self) -> Iterator[None]:
+        """Makes this the current call within the block, also in tasks that the block starts."""
         token = _current.set(self)
         try:
             yield
@@ -301,17 +327,17 @@ class CustomGenerateCall:
             _current.reset(token)
 
     async def ask(self, url: str, payload: dict[str, Any]) -> Any:
-        """What the engines answer to a POST to `url`, which begins with `router_url`."""
+        """Sends a POST to `url`, which begins with `router_url`, and returns the engine's response."""
         answer = await self.engine.ask(url.removeprefix(self.router_url), payload, self.session_id)
         meta = answer.get("meta_info") if isinstance(answer, Mapping) else None
         if isinstance(meta, Mapping) and meta.get("weight_version"):
             self.versions.append(str(meta["weight_version"]))
         return answer
 
-    def tell_versions(self, sample: Sample) -> None:
-        """Notes on a finished sample which weights answered, where the function noted nothing itself.
+    def record_versions(self, sample: Sample) -> None:
+        """Sets the weight versions of a finished sample if the function did not.
 
-        Which of them drew which token is only known where all answers came from the same.
+        The version of each token is known only if all responses have the same version.
         """
         if not self.versions or len(sample.weight_versions) > len(self.before.weight_versions):
             return

@@ -1,4 +1,4 @@
-"""Rewards: built-in graders by `--rm-type`, the user's own by `--custom-rm-path`, one door `async_rm`."""
+"""Rewards: built-in graders by `--rm-type`, custom functions by `--custom-rm-path`; entry point `async_rm`."""
 
 from slimrl.rollout.rm_hub.scorer import RewardConfig, RewardScorer, async_rm, batched_async_rm
 

@@ -1,6 +1,6 @@
-"""The choice letters that a text speaks of, and what it says of each: it is the answer, it is not, or nothing.
+"""Extracts from a text which choice letters it mentions, and whether it says that a letter is, or is not, the answer.
 
-A letter alone says nothing: "(B), (C), (D) are not" names three. What stands before and behind it in its sentence does.
+A letter alone means nothing: "(B), (C), (D) are not" names three. The text before and after it in its sentence decides.
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ import dataclasses
 import re
 
 MAX_CHARS = 20_000
-_BEFORE_CHARS, _BEHIND_CHARS, _GAP_CHARS = 80, 60, 20
+_BEFORE_CHARS, _AFTER_CHARS, _GAP_CHARS = 80, 60, 20
 
 _DRESS = r"[\s*_$`\\({\[]*(?:\\?(?:text|textbf|mathbf|mathrm|boxed)\s*\{[\s(*]*)?"
 _MENTION = re.compile(
     r"\((?P<parenthesised>[A-J])\)|(?<![A-Za-z0-9_À-ɏ'’°\\])(?P<bare>[A-J])(?![A-Za-z0-9_À-ɏ'’]|-\w)"
     r"|(?<=[\s(*:])(?P<small>[a-j])(?=[\s*_$]*(?:[).}\]\n]|$))"
 )
-# `A` and `I` are words too, unless what follows could not follow these
+# `A` and `I` are also words, unless the following text cannot follow these words
 _NO_ARTICLE = re.compile(
     r"[)*_\]}$.:;,<]|\s*$|\s*\n"
     r"|\s+(?:is|are|and|or|nor|was|were|would|cannot|can|could|seems?|looks|because|since|but|as|has)\b"
 )
-# no bracket opens between them: "C (A is wrong)" is no list
+# no opening bracket in between: "C (A is wrong)" is not a list
 _JOIN = re.compile(r"[\s*_)\]}$]*(?:[,;/&][\s,;/&*_\[$]*)?(?:\b(?:and|(?P<or>or|nor|oder|ou)|und|et|y)\b[\s*_\[$]*)?")
 _KEY = (
     r"(?:answer|choice|option|selection|conclusion|vote|exception|odd one(?: out)?|(?:correct|right|best) one"
@@ -65,7 +65,7 @@ _DENIED_BEFORE = re.compile(
     r"|correct|right|of)\b)*$",
     re.IGNORECASE,
 )
-# "A and C, but not B" may be said of what the question asks the exception of
+# "A and C, but not B" may answer a question for the exception
 _NEGATED_BEFORE = re.compile(
     r"(?:(?<!but )(?<!except )\b(?:not|cannot|never|neither|wrong answer is|nicht|pas)|n['’]t|不是|不选)"
     r"(?:\s|[*_(:]|\b(?:be|been|the|answer|options?|choices?|letter|either|is|to|simply|it|think|believe|that|correct"
@@ -77,7 +77,7 @@ _ADVERBS = (
     r"(?:\s+(?:all|also|both|clearly|therefore|thus|then|definitely|certainly|simply|indeed|actually|likely|probably"
     r"|most))*"
 )
-# what is between a letter and what is said of it: neither another letter nor the beginning of another clause
+# the text between a letter and its predicate: neither another letter nor the start of another clause
 _OTHER_LETTER = r"(?<![A-Za-z0-9°])[A-J](?![A-Za-z0-9])"
 _GAP = (
     rf"(?:(?:(?!{_OTHER_LETTER}|\b(?:because|since|as|while|whereas|and|but|so|although|though|if|when|for)\b)"
@@ -94,20 +94,20 @@ _DENIAL = (
     r"|wrong|false|eliminated|excluded|impossible|invalid|rejected|discarded|(?:far\s+|much\s+)?too\b)"
     r"|:\s*(?:false|wrong|incorrect|no\b))"
 )
-_DENIED_BEHIND = re.compile(rf"[)*_\]}}$\s]*{_GAP}{_DENIAL}", re.IGNORECASE)
-_DENIED_AT_ONCE = re.compile(rf"[)*_\]}}$\s]*(?:but\s+(?:that|this|it)\s+)?{_DENIAL}", re.IGNORECASE)
+_DENIED_AFTER = re.compile(rf"[)*_\]}}$\s]*{_GAP}{_DENIAL}", re.IGNORECASE)
+_DENIED_DIRECTLY = re.compile(rf"[)*_\]}}$\s]*(?:but\s+(?:that|this|it)\s+)?{_DENIAL}", re.IGNORECASE)
 _NOT_THE_ANSWER = re.compile(
     r"[)*_\]}$\s]*(?:is|can|could|was)(?:\s+not|n['’]t|not)(?:\s+(?:be|the|correct|right|best))*"
     r"\s+(?:answer|option|choice)\b",
     re.IGNORECASE,
 )
-_AFFIRMED_BEHIND = re.compile(
+_AFFIRMED_AFTER = re.compile(
     rf"[)*_\]}}$\s]*{_GAP_BEFORE_PRAISE}"
     rf"(?:(?:is|must\s+be|remains|seems|fits|looks){_ADVERBS}(?:\s+(?:the|only|single|one|an?))*\s+"
     r"(?:correct|right|true|best|answer|accurate|valid|only\s+(?:one|option|choice))\b|:\s*(?:true|correct)\b)",
     re.IGNORECASE,
 )
-_THE_ANSWER_BEHIND = re.compile(
+_THE_ANSWER_AFTER = re.compile(
     rf"[)*_\]}}$\s]*{_GAP}(?:is|must\s+be|remains|seems){_ADVERBS}\s+(?:the|my|our)(?:\s+(?:only|single|correct|right|best))*"
     r"\s+(?:(?:final\s+)?(?:answer|option|choice)|one)\b(?!\s+(?:that|which|with|for|of|in|where|when))",
     re.IGNORECASE,
@@ -117,7 +117,7 @@ _VERB = re.compile(
     r"|contradict)(?:n['’]t)?\b|(?!this|thus|always|respectively)[a-z]{3,}s\b)"
 )
 _REASON = re.compile(r"\s*,?\s*(?:because|since|as|for|due|given|not|rather|instead|and not)\b")
-_RETHOUGHT = re.compile(
+_RETRACTED = re.compile(
     r"\b(?:wait|actually|hmm+|oops|second thought|correction|reconsider\w*|made (?:a|an) \w*\s?(?:mistake|error)"
     r"|i was (?:wrong|mistaken)|(?:that|this)(?: is|['’]s) (?:wrong|incorrect|not right))\b"
     r"|(?:[.!]\s|\n)\s{0,3}no[,:!—]",
@@ -128,11 +128,11 @@ _SENTENCE_END = re.compile(r"[.!?](?=\s|$)|\n\s*\n|\n(?=\s*(?:[-*]\s|\(?[A-J][).
 
 @dataclasses.dataclass(frozen=True)
 class Statement:
-    """What is said of `letters`: `says` is "is", "is not", "open" (it is one of them) or "named".
+    """What the text says of `letters`: `says` is "is", "is not", "open" (it is one of them) or "named".
 
-    `weight` is 3 where the answer or choice is spoken of, 2 where the one false statement is, and 1 where a letter is
-    only called true, correct, false or the like. `rethought` says that the text between the statement before and this
-    one takes something back ("wait", "actually").
+    `weight` is 3 for a statement about the answer or choice, 2 for one about the single false statement, and 1 if a
+    letter is only called true, correct, false or the like. `rethought`: the text between the previous statement and
+    this one retracts something ("wait", "actually").
     """
 
     letters: list[str]
@@ -142,18 +142,18 @@ class Statement:
 
 
 def statements(text: str, letters: list[str]) -> list[Statement]:
-    """What the last `MAX_CHARS` characters say of each choice, in order; letters in a list are spoken of together."""
+    """The statements in the last `MAX_CHARS` characters, in order; letters in a list share one statement."""
     text = text[-MAX_CHARS:]
     found, last = [], 0
     for group, start, end in _groups(text, letters):
-        rethought = _RETHOUGHT.search(text, last, start) is not None
+        rethought = _RETRACTED.search(text, last, start) is not None
         found.append(dataclasses.replace(_statement(text, group, start, end), rethought=rethought))
         last = end
     return found
 
 
 def _groups(text: str, letters: list[str]) -> list[tuple[list[str], int, int]]:
-    """Letters that are joined by commas, `and` or `or`, with the places where they begin and end."""
+    """Letters joined by commas, `and` or `or`, with their start and end positions."""
     groups: list[list[re.Match[str]]] = []
     for match in _MENTION.finditer(text):
         if _letter(match) not in letters or not _is_mention(text, match):
@@ -173,10 +173,11 @@ def _letter(match: re.Match[str]) -> str:
 
 
 def _clauses(text: str, group: list[re.Match[str]]) -> list[list[re.Match[str]]]:
-    """A list of letters, cut where another clause begins: "the answer is C and D is not", "it is: C, D fails"."""
+    """A list of letters, split where another clause begins: "the answer is C and D is not", "it is: C, D fails"."""
     if len(group) < 2 or not _VERB.match(text, group[-1].end()):
         return [group]
     join = _JOIN.fullmatch(text, group[0].end(), group[1].start())
+    assert join is not None  # `_groups` joined them
     if join["or"] or not _STATED.search(text[max(0, group[0].start() - _BEFORE_CHARS) : group[0].start()]):
         return [group]
     return [group[:1], group[1:]]
@@ -192,7 +193,7 @@ def _is_mention(text: str, match: re.Match[str]) -> bool:
 
 
 def _says_answer(before: str) -> bool:
-    """Whether the text ends in "answer is" or the like, which a letter has to follow."""
+    """Whether the text ends in "answer is" or the like."""
     return _SAID.search(before) is not None
 
 
@@ -200,32 +201,32 @@ def _statement(text: str, letters: list[str], start: int, end: int) -> Statement
     before = text[max(0, start - _BEFORE_CHARS) : start]
     ends = list(_SENTENCE_END.finditer(before))
     # a heading and the letter below it belong together
-    own = before[ends[-1].end() :] if ends and not _says_answer(before) else before
-    behind = text[end : end + _BEHIND_CHARS]
-    last = _SENTENCE_END.search(behind)
-    behind = behind if last is None else behind[: last.start()]
-    stated = _STATED.search(own) is not None
-    if _DENIED_BEFORE.search(own):
-        return Statement(letters, "is not", 3 if _NEGATED_BEFORE.search(own) else 1)
-    if (_DENIED_AT_ONCE if stated else _DENIED_BEHIND).match(behind):
-        return Statement(letters, "is not", 3 if stated or _NOT_THE_ANSWER.match(behind) else 1)
-    named_only = bool(_NAMED_ONLY.search(own) and behind.strip(" .*_)}$\\")) and not _REASON.match(behind)
-    if len(set(letters)) > 1 or _OPEN_BEFORE.search(own):
-        return Statement(letters, "open" if _says_answer(own) and not named_only else "named")
-    weight = _affirmed(own, behind, stated=stated, named_only=named_only)
+    prefix = before[ends[-1].end() :] if ends and not _says_answer(before) else before
+    suffix = text[end : end + _AFTER_CHARS]
+    last = _SENTENCE_END.search(suffix)
+    suffix = suffix if last is None else suffix[: last.start()]
+    stated = _STATED.search(prefix) is not None
+    if _DENIED_BEFORE.search(prefix):
+        return Statement(letters, "is not", 3 if _NEGATED_BEFORE.search(prefix) else 1)
+    if (_DENIED_DIRECTLY if stated else _DENIED_AFTER).match(suffix):
+        return Statement(letters, "is not", 3 if stated or _NOT_THE_ANSWER.match(suffix) else 1)
+    named_only = bool(_NAMED_ONLY.search(prefix) and suffix.strip(" .*_)}$\\")) and not _REASON.match(suffix)
+    if len(set(letters)) > 1 or _OPEN_BEFORE.search(prefix):
+        return Statement(letters, "open" if _says_answer(prefix) and not named_only else "named")
+    weight = _affirmed(prefix, suffix, stated=stated, named_only=named_only)
     return Statement(letters, "is", weight) if weight else Statement(letters, "named")
 
 
-def _affirmed(own: str, behind: str, *, stated: bool, named_only: bool) -> int:
-    """With how much weight a letter between `own` and `behind` is called right; 0: it is not."""
-    but = _BUT.search(own) and not behind.strip(" .*_)")
-    if stated or _SAID_BEFORE.search(own) or _CHOSEN.search(own) or but or _THE_ANSWER_BEHIND.match(behind):
+def _affirmed(prefix: str, suffix: str, *, stated: bool, named_only: bool) -> int:
+    """The weight with which the text calls a letter between `prefix` and `suffix` right; 0 if it does not."""
+    but = _BUT.search(prefix) and not suffix.strip(" .*_)")
+    if stated or _SAID_BEFORE.search(prefix) or _CHOSEN.search(prefix) or but or _THE_ANSWER_AFTER.match(suffix):
         return 3
-    if _FALSE_ONE.search(own):
+    if _FALSE_ONE.search(prefix):
         return 2
-    if _AFFIRMED_BEHIND.match(behind):
+    if _AFFIRMED_AFTER.match(suffix):
         return 1
-    if named_only or not _AFFIRMED_BEFORE.search(own) or _NAMED_ANSWER.search(own) and _VERB.match(behind):
+    if named_only or not _AFFIRMED_BEFORE.search(prefix) or _NAMED_ANSWER.search(prefix) and _VERB.match(suffix):
         return 0
     # "so B", but "so A holds" only says something of A
-    return 1 if re.match(r"[)*_\]}$\s]*[a-z]", behind) and not _REASON.match(behind) else 3
+    return 1 if re.match(r"[)*_\]}$\s]*[a-z]", suffix) and not _REASON.match(suffix) else 3

@@ -1,7 +1,7 @@
-"""Graders in a few processes of their own, each killed when one answer takes too long.
+"""A pool of grader processes; a process is killed when an answer takes too long.
 
-A response can make any parser hang, so nothing that grades it runs in the caller's process. One thread of the pool
-serves all grader processes. They start when first needed and end with the pool or its process.
+A response can make any parser hang, so graders do not run in the caller's process. One thread of the pool serves all
+grader processes. They start on demand and end with the pool or its process.
 
 Requests and replies are JSON lines over pipes, replies in the order of the requests (`grader_worker` is the other end).
 A `GraderProcess` never blocks and starts no thread.
@@ -33,12 +33,12 @@ _CHUNK = 1 << 16
 
 
 class GraderProcess:
-    """Runs `script`; the oldest request in it has `time_limit_s` seconds from the moment it is its turn."""
+    """Runs `script`; each request has `time_limit_s` seconds from the time when it is the oldest."""
 
     def __init__(self, script: Path, time_limit_s: float) -> None:
         self._time_limit_s = time_limit_s
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
-        # -P keeps the script's folder, which holds modules of its own names, out of the import path.
+        # -P keeps the script's folder out of the import path: its modules would shadow others
         root = str(Path(__file__).resolve().parents[3])
         path = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH")) if part)
         self._process = subprocess.Popen(
@@ -49,23 +49,25 @@ class GraderProcess:
             bufsize=0,
             env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         )
-        for pipe in (self._process.stdin, self._process.stdout):
+        assert self._process.stdin is not None and self._process.stdout is not None  # PIPE
+        self._pipes = self._process.stdin, self._process.stdout
+        for pipe in self._pipes:
             os.set_blocking(pipe.fileno(), False)
         self._outgoing = b""
         self._incoming = bytearray()
         self._deadline = time.monotonic() + START_LIMIT_S
         self.ready = False
-        self.waiting: deque[Any] = deque()  # what was asked and is not answered, oldest first
+        self.waiting: deque[Any] = deque()  # requests without a reply, oldest first
 
     @property
     def input_fd(self) -> int:
-        """Where requests are written."""
-        return self._process.stdin.fileno()
+        """The descriptor to write requests to."""
+        return self._pipes[0].fileno()
 
     @property
     def output_fd(self) -> int:
-        """Where replies are read."""
-        return self._process.stdout.fileno()
+        """The descriptor to read replies from."""
+        return self._pipes[1].fileno()
 
     @property
     def has_output(self) -> bool:
@@ -74,24 +76,24 @@ class GraderProcess:
 
     @property
     def deadline(self) -> float:
-        """When it has to be killed (`time.monotonic`); infinite while it has nothing to do."""
+        """When it must be killed (`time.monotonic`); infinite while it is idle."""
         return self._deadline if self.waiting or not self.ready else float("inf")
 
     def ask(self, request: Any, line: bytes) -> None:
-        """Queues one request for the next `flush`; `request` comes back with its reply."""
+        """Queues one request for the next `flush`; `replies` returns `request` with its reply."""
         if not self.waiting and self.ready:
             self._deadline = time.monotonic() + self._time_limit_s
         self.waiting.append(request)
         self._outgoing += line
 
     def flush(self) -> None:
-        """Writes what the pipe takes."""
-        with contextlib.suppress(BlockingIOError, BrokenPipeError):  # a dead process is seen where it is read
+        """Writes queued requests without blocking."""
+        with contextlib.suppress(BlockingIOError, BrokenPipeError):  # `replies` detects a dead process
             written = os.write(self.input_fd, memoryview(self._outgoing)[:_CHUNK])
             self._outgoing = self._outgoing[written:]
 
     def replies(self) -> list[tuple[Any, dict[str, Any]]] | None:
-        """What has been answered since the last call, with the requests; None where the process has ended."""
+        """New replies with their requests; None if the process has ended."""
         try:
             chunk = os.read(self.output_fd, _CHUNK)
         except BlockingIOError:
@@ -112,41 +114,41 @@ class GraderProcess:
         return answered
 
     def kill(self) -> int:
-        """Ends the process at once, frees its pipes and returns its exit code."""
+        """Kills the process, closes its pipes and returns its exit code."""
         self._process.kill()
         code = self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout):
+        for stream in self._pipes:
             with contextlib.suppress(BrokenPipeError):
                 stream.close()
         return code
 
     def ended(self) -> tuple[int, str]:
-        """Exit code and last words of a process that ended by itself; frees it."""
+        """Exit code and the end of the stderr of a process that ended by itself; closes its files."""
         code = self._process.wait()
         self._errors.seek(0)
-        words = self._errors.read().decode(errors="replace").strip()[-500:]
+        stderr = self._errors.read().decode(errors="replace").strip()[-500:]
         self.kill()
         self._errors.close()
-        return code, words
+        return code, stderr
 
 
 WORKER = Path(__file__).with_name("grader_worker.py")
 TIME_LIMIT_S = 5.0
-# Requests sent ahead to one process: enough to hide the way there and back, few to wait behind a slow one.
+# Requests queued in one process: enough to hide the round trip, few enough not to wait behind a slow one.
 _AHEAD = 4
 
 
 class GraderFailure(Exception):
-    """A grader gave no score: it ran out of time or memory, died, or failed on the answer."""
+    """A grader returned no score: it ran out of time or memory, died, or failed on the answer."""
 
 
 class GraderUnavailable(ServiceError):
-    """Graders do not start at all, or the pool was closed: no answer can be judged."""
+    """Graders do not start, or the pool was closed: no answer can be graded."""
 
 
 @dataclasses.dataclass(eq=False)
 class _Request:
-    """One line for a grader and the future of whoever waits for its reply."""
+    """One line for a grader and the future of its reply."""
 
     line: bytes
     future: asyncio.Future[dict[str, Any]]
@@ -166,12 +168,13 @@ class GraderPool:
         self._closed = False
 
     async def grade(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The grader's reply. Raises GraderFailure where there is none within the time limit, or an `error`.
+        """The grader's reply. Raises GraderFailure after the time limit, or if the reply is an `error`.
 
-        Raises GraderUnavailable where graders cannot be started or the pool is closed.
+        Raises GraderUnavailable if graders cannot be started or the pool is closed.
         """
         line = encoded(request) + b"\n"
-        future = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        future = loop.create_future()
         with self._lock:
             if self._closed:
                 raise GraderUnavailable("the grader pool was closed")
@@ -179,16 +182,21 @@ class GraderPool:
                 self._thread = threading.Thread(target=self._run, name="slimrl-graders", daemon=True)
                 self._thread.start()
             self._queue.append(_Request(line, future))
-            first = len(self._queue) == 1  # the thread empties the queue, or looks again when a grader is free
-        if first:
-            os.eventfd_write(self._wake, 1)
+            first = len(self._queue) == 1  # else the thread is awake, or checks the queue when a grader is free
+        if first:  # after the other tasks that are ready, so that one write announces the requests of all
+            loop.call_soon(self._announce)
         reply = await future
         if "error" in reply:
             raise GraderFailure(f"the grader failed: {reply['error']}")
         return reply
 
+    def _announce(self) -> None:
+        with self._lock:
+            if not self._closed:
+                os.eventfd_write(self._wake, 1)
+
     def close(self) -> None:
-        """Kills every grader; whoever waits gets GraderUnavailable."""
+        """Kills every grader; waiting callers get GraderUnavailable."""
         with self._lock:
             if self._closed:
                 return
@@ -208,7 +216,7 @@ class GraderPool:
 
 
 class _Dispatcher:
-    """The pool's thread: hands requests to processes and replies to their futures."""
+    """The pool's thread: passes requests to processes and replies to futures."""
 
     def __init__(self, script: Path, time_limit_s: float, size: int, queue: deque[_Request], wake: int) -> None:
         self._script = script
@@ -220,7 +228,7 @@ class _Dispatcher:
         self._results: defaultdict[asyncio.AbstractEventLoop, list[tuple[Any, Any]]] = defaultdict(list)
 
     def step(self) -> None:
-        """Waits for the next event and does what it asks for."""
+        """Waits for the next event and handles it."""
         deadline = min((process.deadline for process in self._processes), default=float("inf"))
         poll = select.poll()  # select() cannot watch descriptors above 1023
         poll.register(self._wake, select.POLLIN)
@@ -237,7 +245,7 @@ class _Dispatcher:
             if process.output_fd in events:
                 self._receive(process)
             elif time.monotonic() >= process.deadline:
-                self._give_up(process)
+                self._time_out(process)
         self._assign()
         for process in self._processes:
             if process.has_output:
@@ -245,7 +253,7 @@ class _Dispatcher:
         self._deliver()
 
     def stop(self) -> None:
-        """Kills every process; what waits gets GraderUnavailable."""
+        """Kills every process; waiting requests get GraderUnavailable."""
         for process in self._processes:
             for request in process.waiting:
                 self._finish(request, GraderUnavailable("the grader pool was closed"))
@@ -274,23 +282,23 @@ class _Dispatcher:
             return
         self._processes.remove(process)
         waiting, started = process.waiting, process.ready
-        code, words = process.ended()
+        code, stderr = process.ended()
         if not started:
-            error = GraderUnavailable(f"graders do not start: exit code {code}, last words: {words or 'none'}")
+            error = GraderUnavailable(f"graders do not start: exit code {code}, stderr: {stderr or 'none'}")
             for request in [*waiting, *self._queue]:
                 self._finish(request, error)
             self._queue.clear()
             return
-        self._blame(waiting, f"the grader process died grading, exit code {code}{': ' if words else ''}{words}")
+        self._fail_oldest(waiting, f"the grader process died grading, exit code {code}{': ' if stderr else ''}{stderr}")
 
-    def _give_up(self, process: GraderProcess) -> None:
+    def _time_out(self, process: GraderProcess) -> None:
         self._processes.remove(process)
-        doing = "grading" if process.ready else "starting"
+        phase = "grading" if process.ready else "starting"
         process.kill()
-        self._blame(process.waiting, f"the grader took more than {self._time_limit_s:g} s {doing} and was killed")
+        self._fail_oldest(process.waiting, f"the grader took more than {self._time_limit_s:g} s {phase} and was killed")
 
-    def _blame(self, waiting: deque[_Request], reason: str) -> None:
-        """The oldest request failed; those behind it go to another process."""
+    def _fail_oldest(self, waiting: deque[_Request], reason: str) -> None:
+        """Fails the oldest request and requeues the others for another process."""
         if waiting:
             self._finish(waiting.popleft(), GraderFailure(reason))
         self._queue.extendleft(reversed(waiting))
@@ -300,18 +308,18 @@ class _Dispatcher:
 
     def _deliver(self) -> None:
         for loop, results in self._results.items():
-            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the loop was closed
                 loop.call_soon_threadsafe(_set_results, results)
         self._results.clear()
 
 
 def default_size() -> int:
-    """Graders for this machine: a quarter of its cores, at least two, at most sixteen."""
+    """Number of graders for this machine: a quarter of its cores, at least two, at most sixteen."""
     return max(2, min(16, (os.cpu_count() or 1) // 4))
 
 
 def encoded(request: dict[str, Any]) -> bytes:
-    """The request as JSON. Half characters (lone surrogates), which are no text, become question marks."""
+    """The request as JSON; lone surrogates, which are not valid text, become question marks."""
     try:
         return orjson.dumps(request, option=orjson.OPT_SERIALIZE_NUMPY)
     except orjson.JSONEncodeError:

@@ -1,8 +1,8 @@
-"""The process that judges answers by rule; started by the grader pool.
+"""The process that grades answers by rule; started by the grader pool.
 
-Reads one JSON request `{"rule", ...}` per line and answers `{"value": ...}` or `{"error": str}`. It may hang or
-swallow memory on a hostile answer: the pool kills it on a time limit, the kernel on a memory limit. Computer algebra
-is loaded when the first answer needs it, and told, because loading takes longer than grading may.
+Reads one JSON request `{"rule", ...}` per line and replies `{"value": ...}` or `{"error": str}`. An adversarial answer
+may make it hang or use too much memory: the pool enforces a time limit, the kernel a memory limit. Computer algebra is
+loaded when the first answer needs it, and announced to the pool, because loading takes longer than the time limit.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ MEMORY_LIMIT_BYTES = 2 << 30
 
 
 def main() -> None:
-    """Answers requests until the input closes."""
+    """Processes requests until the input closes."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a busy grader must not outlive a killed parent
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     sys.set_int_max_str_digits(0)
     replies = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what a library prints must not be between the replies
+    os.dup2(2, 1)  # output of libraries must not mix with the replies
     from slimrl.rollout.rm_hub import rule_graders
 
     rule_graders.load_graders()
@@ -35,10 +35,10 @@ def main() -> None:
     reply: dict[str, Any]
     for line in sys.stdin.buffer:
         try:
-            reply = {"value": rule_graders.judge(json.loads(line), algebra)}
+            reply = {"value": rule_graders.grade(json.loads(line), algebra)}
         except MemoryError:
             reply = {"error": f"MemoryError: the answer needs more than {MEMORY_LIMIT_BYTES >> 20} MiB"}
-        except Exception as error:  # whatever a library makes of a hostile answer is the answer's failure
+        except Exception as error:  # a library may raise anything on an adversarial answer
             reply = {"error": f"{type(error).__name__}: {error}"[:300]}
         print(json.dumps(reply), file=replies)
 
@@ -46,18 +46,18 @@ def main() -> None:
 class _Algebra:
     """`algebra.equal`, imported at its first use."""
 
-    def __init__(self, tell: Callable[[dict[str, Any]], None]) -> None:
-        self._tell = tell
+    def __init__(self, notify: Callable[[dict[str, Any]], None]) -> None:
+        self._notify = notify
         self._equal: Callable[[str, str], bool] | None = None
 
     def __call__(self, answer: str, label: str) -> bool:
         if self._equal is None:
-            self._tell({"loading": True})
+            self._notify({"loading": True})
             from slimrl.rollout.rm_hub.math_equivalence import sympy_equal as algebra
 
             algebra.warm_up()
             self._equal = algebra.equal
-            self._tell({"loaded": True})
+            self._notify({"loaded": True})
         return self._equal(answer, label)
 
 

@@ -1,9 +1,9 @@
 """Verifiable instructions, as in IFEval (Zhou et al., 2023) and IFBench: format, counts, content, language.
 
-`of_metadata` reads and checks the instructions of a sample: `metadata.instruction_id_list`, with the values of each in
-`metadata.kwargs`. `followed` checks a response against them.
+`of_metadata` reads and validates the instructions of a sample: `metadata.instruction_id_list`, with the arguments of
+each in `metadata.kwargs`. `followed` checks a response against them.
 
-Nothing is downloaded. Languages are told by py3langid, whose model of 97 languages comes with the package.
+Nothing is downloaded. py3langid detects languages; its model of 97 languages is part of the package.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ _FENCE = re.compile(r"```(?:json)?\s*(.*?)\s*```", re.DOTALL | re.IGNORECASE)
 
 
 def number_of_bullets(response: str, num_bullets: int) -> bool:
-    """Exactly so many lines that begin with `*` or `-`."""
+    """Exactly `num_bullets` lines that begin with `*` or `-`."""
     return len(re.findall(r"(?m)^\s*(?:\*(?!\*)|-(?!-))\s*\S", response)) == num_bullets
 
 
 def number_of_highlights(response: str, num_highlights: int) -> bool:
-    """At least so many stretches between single or double asterisks."""
+    """At least `num_highlights` texts between single or double asterisks."""
     found = [first or second for first, second in _HIGHLIGHT.findall(response)]
     return sum(bool(text.strip()) for text in found) >= num_highlights
 
 
 def number_of_sections(response: str, section_spliter: str, num_sections: int) -> bool:
-    """At least so many sections that begin with the word and a number, `Section 1`."""
+    """At least `num_sections` sections that begin with the word and a number, `Section 1`."""
     return len(re.findall(rf"\s?{re.escape(section_spliter.strip())}\s?\d+\s?", response)) >= num_sections
 
 
 def number_of_placeholders(response: str, num_placeholders: int) -> bool:
-    """At least so many names in square brackets, `[address]`."""
+    """At least `num_placeholders` names in square brackets, `[address]`."""
     return len(re.findall(r"\[[^\[\]\n]*\]", response)) >= num_placeholders
 
 
@@ -52,7 +52,7 @@ def has_title(response: str) -> bool:
 
 
 def is_json(response: str) -> bool:
-    """The whole response is JSON; a Markdown fence around it does not count."""
+    """The whole response is JSON; a surrounding Markdown fence is ignored."""
     fenced = _FENCE.fullmatch(response.strip())
     try:
         json.loads(response if fenced is None else fenced[1])
@@ -92,7 +92,7 @@ def words(text: str) -> list[str]:
 
 
 def sentences(text: str) -> list[str]:
-    """The sentences, split behind `.`, `!` and `?` where a new one can start, and at blank lines."""
+    """The sentences, split after `.`, `!` and `?` where a new one can start, and at blank lines."""
     found = []
     for block in re.split(r"\n\s*\n", text):
         start = 0
@@ -112,9 +112,9 @@ def paragraphs(text: str, separator: str = r"\n\s*\n") -> list[str]:
 
 
 def holds(count: int, relation: str, wanted: int) -> bool:
-    """Whether `count` stands in `relation` to `wanted`. Raises ValueError on a relation that is not known."""
+    """Whether `count` `relation` `wanted` is true. Raises ValueError for an unknown relation."""
     relation = relation.strip().casefold()
-    for names, verdict in (
+    for names, result in (
         (_AT_LEAST, count >= wanted),
         (_LESS_THAN, count < wanted),
         (_AT_MOST, count <= wanted),
@@ -122,12 +122,12 @@ def holds(count: int, relation: str, wanted: int) -> bool:
         (_EXACTLY, count == wanted),
     ):
         if relation in names:
-            return verdict
-    raise ValueError(f"the relation {relation!r} is not known: use 'at least', 'less than', 'at most' or 'exactly'")
+            return result
+    raise ValueError(f"the relation {relation!r} is unknown: use 'at least', 'less than', 'at most' or 'exactly'")
 
 
 def occurrences(text: str, phrase: str) -> int:
-    """How often a word or phrase stands in the text as such, whatever its case."""
+    """Number of occurrences of a word or phrase as whole words, ignoring case."""
     return len(re.findall(rf"(?<!\w){re.escape(phrase)}(?!\w)", text, re.IGNORECASE))
 
 
@@ -145,12 +145,12 @@ def number_of_sentences(response: str, num_sentences: int, relation: str = "at l
 
 
 def number_of_paragraphs(response: str, num_paragraphs: int) -> bool:
-    """Paragraphs are divided by `***`."""
+    """Paragraphs are separated by `***`."""
     return len(paragraphs(response, r"\s*\*\*\*\s*")) == num_paragraphs
 
 
 def first_word_of_paragraph(response: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
-    """Paragraphs are divided by blank lines; the word counts without punctuation and case."""
+    """Paragraphs are separated by blank lines; punctuation and case of the word are ignored."""
     parts = paragraphs(response, r"\n\n")
     if len(parts) != num_paragraphs or not 1 <= nth_paragraph <= len(parts):
         return False
@@ -185,14 +185,14 @@ COUNT_CHECKS: dict[str, Callable[..., bool]] = {
 def is_language(text: str, code: str) -> bool:
     """Whether the text is in the language of this ISO 639-1 code (`zh-cn` counts as `zh`).
 
-    Raises ValueError where the code is not one of the languages that can be told.
+    Raises ValueError if py3langid does not support the language.
     """
-    import py3langid  # 5 MB of model: only for the few samples that ask about a language
+    import py3langid  # loads a 5 MB model, which few samples need
 
     code = code.casefold().split("-")[0]
     if code not in {language for language, _ in py3langid.rank("")}:
-        raise ValueError(f"the language {code!r} is not known: give an ISO 639-1 code such as 'en'")
-    # capitals are rare in what the model has seen
+        raise ValueError(f"the language {code!r} is unknown: give an ISO 639-1 code such as 'en'")
+    # capitals are rare in the model's training data
     return py3langid.classify(text.lower())[0] == code
 
 
@@ -205,7 +205,7 @@ def has_no_forbidden_words(response: str, forbidden_words: list[str]) -> bool:
 
 
 def in_language(response: str, language: str) -> bool:
-    """`language` is an ISO 639-1 code. Raises ValueError where it is not one that can be told."""
+    """`language` is an ISO 639-1 code. Raises ValueError if it is not supported."""
     return is_language(response, language)
 
 
@@ -235,7 +235,7 @@ def repeats_prompt(response: str, prompt_to_repeat: str) -> bool:
 
 
 def gives_two_responses(response: str) -> bool:
-    """Two different texts with `******` between them, which may also stand at either end."""
+    """Two different texts separated by `******`, which may also be at either end."""
     parts = response.split("******")
     if any(not part.strip() for part in parts[1:-1]):
         return False
@@ -278,33 +278,33 @@ def known_instructions() -> list[str]:
 
 
 def of_metadata(metadata: dict[str, Any]) -> list[dict[str, Any]]:
-    """The instructions of a sample as `{"id", "values"}`, checked. Raises ValueError where one cannot be judged."""
+    """The validated instructions of a sample as `{"id", "values"}`. Raises ValueError if one cannot be checked."""
     ids, values = metadata.get("instruction_id_list"), metadata.get("kwargs")
     if not isinstance(ids, list) or not ids:
         raise ValueError(
-            "metadata.instruction_id_list is missing or empty, and ifeval rewards need it: check --metadata-key"
+            "metadata.instruction_id_list is missing or empty, but ifeval rewards need it: check --metadata-key"
         )
     values = [None] * len(ids) if values is None else values
     if not isinstance(values, list) or len(values) != len(ids):
-        raise ValueError(f"metadata.kwargs has not one entry for each of the {len(ids)} instructions: fix the row")
+        raise ValueError(f"metadata.kwargs must have one entry for each of the {len(ids)} instructions: fix the row")
     return [_checked(name, given or {}) for name, given in zip(ids, values, strict=True)]
 
 
 def followed(response: str, instructions: list[dict[str, Any]]) -> list[bool]:
     """Whether the response follows each instruction; an empty response follows none."""
     return [
-        bool(response.strip()) and bool(_CHECKS[wanted["id"]](response, **wanted["values"])) for wanted in instructions
+        bool(response.strip()) and bool(_CHECKS[instruction["id"]](response, **instruction["values"]))
+        for instruction in instructions
     ]
 
 
 def _checked(name: str, given: dict[str, Any]) -> dict[str, Any]:
     if name not in _CHECKS:
         raise ValueError(
-            f"metadata.instruction_id_list has {name!r}, which is not known: use one of"
-            f" {', '.join(known_instructions())}"
+            f"metadata.instruction_id_list has {name!r}, which is unknown: use one of {', '.join(known_instructions())}"
         )
     parameters = list(inspect.signature(_CHECKS[name]).parameters.values())[1:]
-    # data sets give every instruction the keys of all of them, null where they mean nothing
+    # datasets give every instruction the keys of all of them, null if unused
     values = {
         parameter.name: given[parameter.name] for parameter in parameters if given.get(parameter.name) is not None
     }

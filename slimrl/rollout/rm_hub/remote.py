@@ -1,8 +1,8 @@
 """Rewards from a service over HTTP (`--rm-type remote_rm --rm-url ...`).
 
-Promises that a request which the service refuses is never repeated, that prompts and responses are sent to no other
-address than the one given (redirects are refused), that every wait is bounded, and that what goes wrong is an error
-that names the service, never a reward of 0. Owned by the reward scorer.
+A request that the service rejects is never repeated. Prompts and responses are sent only to the given address:
+redirects are rejected. Every wait is bounded. A failure is an error that names the service, never a reward of 0. Owned
+by the reward scorer.
 """
 
 from __future__ import annotations
@@ -26,22 +26,21 @@ _TOO_MANY_REQUESTS = 429
 
 
 class RemoteRewardError(ServiceError):
-    """The reward service gave no reward; the message names its address and the cause."""
+    """The reward service returned no reward; the message names its address and the cause."""
 
 
 class RemoteRefused(RemoteRewardError):
-    """The service answered 3xx or 4xx: the address or the request itself is wrong, so it was sent once."""
+    """The service returned HTTP 3xx or 4xx: the address or the request is wrong, so it is not retried."""
 
 
 class RemoteUnreachable(RemoteRewardError):
-    """The service failed, was too slow or could not be reached, every time it was asked."""
+    """The service failed, timed out or could not be reached in every attempt."""
 
 
 class RemoteReward:
-    """Posts `{"prompt", "response", "label"}` to one address and takes the JSON reply as the reward.
+    """Posts `{"prompt", "response", "label"}` to one address; the JSON response is the reward.
 
-    `name` stands for the address in messages. `ask` posts anything else to it, for rewards of another form.
-    `key` is shown to it.
+    `name` replaces the address in messages. `ask` posts other JSON. `key` is sent as the bearer token.
     """
 
     def __init__(
@@ -63,17 +62,17 @@ class RemoteReward:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def reward(self, sample: Sample, response: str | None = None) -> float | dict[str, Any]:
-        """The reward of a sample, `response` standing in for its response where given.
+        """The reward of a sample; `response` replaces its response if given.
 
-        Raises RemoteRefused on a 3xx or 4xx, RemoteUnreachable when all attempts failed, RemoteRewardError on a reply
-        that is neither a number nor a JSON object.
+        Raises RemoteRefused for HTTP 3xx or 4xx, RemoteUnreachable if all attempts fail, RemoteRewardError if the
+        response is neither a number nor a JSON object.
         """
         text = sample.response if response is None else response
         body = encoded({"prompt": sample.prompt, "response": text, "label": sample.label})
         return self._parsed(await self.ask(body))
 
     async def ask(self, body: bytes) -> bytes:
-        """What the service answers to this JSON. Raises RemoteRefused and RemoteUnreachable as `reward` does."""
+        """Posts this JSON and returns the response. Raises RemoteRefused and RemoteUnreachable like `reward`."""
         cause = ""
         for attempt in range(ATTEMPTS):
             if attempt:
@@ -87,15 +86,15 @@ class RemoteReward:
             ) as error:
                 cause = f"{type(error).__name__}: {error}"
             except TimeoutError:
-                cause = f"no reply within {self._time_limit_s:g} s"
+                cause = f"no response within {self._time_limit_s:g} s"
             except _Busy as error:
                 cause = str(error)
         raise RemoteUnreachable(
-            f"{self._name} gave no reward in {ATTEMPTS} attempts, the last time: {cause}; check the service"
+            f"{self._name} returned no reward in {ATTEMPTS} attempts, last error: {cause}; check the service"
         )
 
     def close(self) -> None:
-        """Ends the connections: at once, or where their loop runs as soon as it comes to it."""
+        """Closes the connections; if their event loop is running, asynchronously."""
         session, loop, self._session = self._session, self._loop, None
         if session is None or loop is None or loop.is_closed():
             return
@@ -110,22 +109,21 @@ class RemoteReward:
         ) as reply:
             if 300 <= reply.status < 400:
                 raise RemoteRefused(
-                    f"{self._name} redirects (HTTP {reply.status}) to {reply.headers.get('Location', 'nowhere')!r}, and"
-                    " prompts and responses go to no other address than the one given: give --rm-url the address that"
-                    " answers itself"
+                    f"{self._name} redirects (HTTP {reply.status}) to {reply.headers.get('Location', 'nowhere')!r}, but"
+                    " prompts and responses are sent only to the given address: set --rm-url to the final address"
                 )
             content = bytearray()
             async for chunk in reply.content.iter_chunked(1 << 16):
                 content += chunk
                 if len(content) > MAX_REPLY_BYTES:
                     raise RemoteRewardError(
-                        f"{self._name} answered more than {MAX_REPLY_BYTES} bytes: send the reward alone"
+                        f"{self._name} returned more than {MAX_REPLY_BYTES} bytes: return only the reward"
                     )
             shown = content[:300].decode(errors="replace")
             if reply.status == _TOO_MANY_REQUESTS or reply.status >= 500:
                 raise _Busy(f"HTTP {reply.status}: {shown}")
             if reply.status != 200:
-                raise RemoteRefused(f"{self._name} answered HTTP {reply.status}: {shown}; fix the request")
+                raise RemoteRefused(f"{self._name} returned HTTP {reply.status}: {shown}; fix the request")
         return bytes(content)
 
     def _open_session(self) -> aiohttp.ClientSession:
@@ -142,13 +140,13 @@ class RemoteReward:
         try:
             reward = orjson.loads(content)
         except orjson.JSONDecodeError as error:
-            raise RemoteRewardError(f"{self._name} answered {content[:300]!r}, which is not JSON") from error
+            raise RemoteRewardError(f"{self._name} returned {content[:300]!r}, which is not JSON") from error
         if isinstance(reward, dict):
             return reward
         if isinstance(reward, bool) or not isinstance(reward, int | float):
-            raise RemoteRewardError(f"{self._name} answered {reward!r}: it must be a number or an object")
+            raise RemoteRewardError(f"{self._name} returned {reward!r}: it must be a number or an object")
         return float(reward)
 
 
 class _Busy(Exception):
-    """The service may answer later: 5xx or 429."""
+    """A retryable response: HTTP 5xx or 429."""

@@ -1,11 +1,11 @@
 """Rewards from a reward model on SGLang servers (`--rm-type reward_model --rm-model ...`).
 
-Sends token ids to `/classify` and takes the one number of the reply, a logit of any sign. At most `--rm-concurrency`
-requests are in flight per server, and every wait is bounded. Samples of a lost server are scored by another. A failure
-is an error that names the server, never a reward of 0.
+Sends token ids to `/classify`; the reward is the single number of the response, a logit of any sign. At most
+`--rm-concurrency` requests are in flight per server, and every wait is bounded. If a server is lost, another one scores
+its samples. A failure is an error that names the server, never a reward of 0.
 
-The ids are those of the conversation or the text by the reward model's own tokenizer, or the policy's ids. Only the
-policy's end-of-turn tokens are cut off, since a chat template adds its own, and only special tokens of the reward
+The ids are those of the conversation or the text with the reward model's tokenizer, or the policy's ids. Only the
+policy's end-of-turn tokens are removed, since a chat template adds its own, and only special tokens of the reward
 model's template or tokenizer are added.
 """
 
@@ -24,7 +24,7 @@ from typing import Any
 import orjson
 
 from slimrl.arguments import Arguments
-from slimrl.arguments.engines import TOKENIZER_FILES, RewardModelConfig
+from slimrl.arguments.served_models import TOKENIZER_FILES, RewardModelConfig
 from slimrl.data.sample import Sample
 from slimrl.rollout.dataset.prompt_dataset import MESSAGES_KEY
 from slimrl.rollout.rm_hub.remote import RemoteReward, RemoteRewardError, RemoteUnreachable
@@ -33,7 +33,7 @@ from slimrl.rollout.rm_hub.remote import RemoteReward, RemoteRewardError, Remote
 class RewardInput:
     """`tokenizer` is the reward model's, `form` one of `conversation`, `text` and `tokens`.
 
-    `endings` are the policy's special tokens, which may be at the end of a response's text.
+    `endings` are the policy's special tokens, which may end a response's text.
     """
 
     def __init__(self, tokenizer: Any, form: str, endings: Sequence[str]) -> None:
@@ -43,36 +43,36 @@ class RewardInput:
 
     @classmethod
     def open(cls, folder: str, form: str | None, policy_folder: str, *, trust: tuple[bool, bool]) -> RewardInput:
-        """Loads the tokenizer; `form` None chooses (see `choose_format`). Raises ValueError where the form cannot be.
+        """Loads the tokenizer; `form` None selects one (see `choose_format`). Raises ValueError if it is impossible.
 
-        `trust` says whether code of the reward model's and of the policy's tokenizer may be run.
+        `trust`: whether code of the reward model's and of the policy's tokenizer may be run.
         """
         from transformers import AutoTokenizer
 
         if not any((Path(folder) / name).is_file() for name in TOKENIZER_FILES):
-            raise ValueError(f"--rm-model {folder} has no tokenizer: copy it there, it reads with its own")
-        own = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust[0])
+            raise ValueError(f"--rm-model {folder} has no tokenizer: copy the reward model's tokenizer files there")
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust[0])
         policy = AutoTokenizer.from_pretrained(policy_folder, trust_remote_code=trust[1])
-        return cls(own, choose_format(own, policy, form, folder), policy.all_special_tokens)
+        return cls(tokenizer, choose_format(tokenizer, policy, form, folder), policy.all_special_tokens)
 
     def token_ids(self, sample: Sample) -> list[int]:
-        """The ids that are scored; the score is that of the last one. Raises ValueError where there is none."""
+        """The ids to score; the reward model scores the last one. Raises ValueError if there are none."""
         if self.form == "tokens":
             ids = sample.tokens
         elif self.form == "text":
             if not isinstance(sample.prompt, str):
                 raise ValueError(
-                    f"sample {sample.index}: its prompt is a list of messages, which --rm-input text cannot join to a"
-                    " response: give --rm-input conversation, or --apply-chat-template"
+                    f"sample {sample.index}: its prompt is a list of messages, which --rm-input text cannot concatenate"
+                    " with a response: use --rm-input conversation, or --apply-chat-template"
                 )
             ids = self._tokenizer(sample.prompt + self.response(sample))["input_ids"]
         else:
-            messages = [*asked(sample), {"role": "assistant", "content": self.response(sample)}]
+            messages = [*prompt_messages(sample), {"role": "assistant", "content": self.response(sample)}]
             text = self._tokenizer.apply_chat_template(messages, tokenize=False)
             ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         if not ids:
             raise ValueError(
-                f"sample {sample.index}: its prompt and response are empty, which no reward model can read"
+                f"sample {sample.index}: its prompt and response are empty, so that there is nothing to score"
             )
         return ids
 
@@ -85,14 +85,14 @@ class RewardInput:
 
 
 def choose_format(tokenizer: Any, policy_tokenizer: Any, form: str | None, folder: str) -> str:
-    """The form asked for, or else the conversation where the model has a chat template, tokens where they mean the same
-    as the policy's, and text otherwise.
+    """The requested form; by default "conversation" if the model has a chat template, else "tokens" if its vocabulary
+    equals the policy's, else "text".
 
-    Raises ValueError where the form asked for cannot be had.
+    Raises ValueError if the requested form is impossible.
     """
     if form == "conversation" and not tokenizer.chat_template:
         raise ValueError(
-            f"--rm-input conversation: the tokenizer of --rm-model {folder} has no chat template: give one, or text"
+            f"--rm-input conversation: the tokenizer of --rm-model {folder} has no chat template: add one, or use text"
         )
     if form in ("conversation", "text"):
         return form
@@ -101,40 +101,40 @@ def choose_format(tokenizer: Any, policy_tokenizer: Any, form: str | None, folde
     same = tokenizer.get_vocab() == policy_tokenizer.get_vocab()
     if form == "tokens" and not same:
         raise ValueError(
-            f"--rm-input tokens: the tokenizer of --rm-model {folder} is not the policy's, the same ids mean other"
-            " tokens there: leave it out, or give conversation or text"
+            f"--rm-input tokens: the tokenizer of --rm-model {folder} has another vocabulary than the policy's: leave"
+            " --rm-input out, or use conversation or text"
         )
     return "tokens" if same else "text"
 
 
-def asked(sample: Sample) -> list[dict[str, Any]]:
-    """The messages that the sample answers; a prompt that is text is one of the user."""
+def prompt_messages(sample: Sample) -> list[dict[str, Any]]:
+    """The messages of the prompt; a text prompt is one user message."""
     messages = sample.metadata.get(MESSAGES_KEY, sample.prompt)
     return [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
 
 
 logger = logging.getLogger(__name__)
 
-AVOIDED_S = 60.0  # for so long a server that could not be reached is asked only where all others fail, too
+AVOIDED_S = 60.0  # an unreachable server is used only as the last choice for this long
 
 
 class RewardModelError(RemoteRewardError):
-    """The reward model cannot score a sample, or answered something that is no reward."""
+    """The reward model cannot score a sample, or its response is not a reward."""
 
 
 @dataclasses.dataclass(eq=False)
 class _Server:
-    """One server, how many requests it has, and until when (`time.monotonic`) it is asked only if no other can be."""
+    """One server, its requests in flight, and until when (`time.monotonic`) it is used only as the last choice."""
 
     url: str
     service: RemoteReward
-    turns: asyncio.Semaphore
+    slots: asyncio.Semaphore
     in_flight: int = 0
     avoided_until: float = 0.0
 
 
 class RewardModel:
-    """Scores samples on the server with the fewest requests; `reward_input` says what is read of them."""
+    """Scores samples on the server with the fewest requests; `reward_input` converts them to token ids."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class RewardModel:
         vocabulary: int | None,
         key: str | None = None,
     ) -> None:
-        """`concurrency` is per server; ids from `vocabulary` on are refused, because a server would die of them."""
+        """`concurrency` is per server; ids >= `vocabulary` are rejected, because they would crash a server."""
         self._servers = [
             _Server(
                 url,
@@ -156,27 +156,32 @@ class RewardModel:
         ]
         self._input = reward_input
         self._vocabulary = math.inf if vocabulary is None else vocabulary
-        self._turns = asyncio.Semaphore(concurrency * len(urls))
-        # one thread: a tokenizer is not made for several, and the rollout's loop has other work
+        self._slots = asyncio.Semaphore(concurrency * len(urls))
+        # one thread: tokenizers are not thread-safe, and the rollout's loop must not block
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="slimrl-reward-tokens")
 
     @classmethod
     def from_args(cls, args: Arguments) -> RewardModel:
-        """The reward model at `--rm-url`. Raises ValueError where its folder or tokenizer does not suit."""
+        """The reward model at `--rm-url`. Raises ValueError if its folder or tokenizer is unsuitable."""
+        assert args.rm_model is not None and args.rm_url is not None  # checked by the caller
         config = RewardModelConfig.read(Path(args.rm_model))
-        own, policy = (bool(flags.get("trust_remote_code")) for flags in (args.rm_server_options, args.sglang_options))
-        reward_input = RewardInput.open(args.rm_model, args.rm_input, args.hf_checkpoint, trust=(own, policy))
+        trust_model, trust_policy = (
+            bool(flags.get("trust_remote_code")) for flags in (args.rm_server_options, args.sglang_options)
+        )
+        reward_input = RewardInput.open(
+            args.rm_model, args.rm_input, args.hf_checkpoint, trust=(trust_model, trust_policy)
+        )
         urls = addresses(args.rm_url)
-        logger.info("reward model %s at %s reads: %s", args.rm_model, ", ".join(urls), reward_input.form)
+        logger.info("reward model %s at %s, input: %s", args.rm_model, ", ".join(urls), reward_input.form)
         key = args.rm_server_options.get("api_key")
         return cls(urls, reward_input, concurrency=args.rm_concurrency, vocabulary=config.vocabulary, key=key)
 
     async def reward(self, sample: Sample) -> float:
         """The reward of a sample.
 
-        Raises RewardModelError on a sample that cannot be read or a reply that is no single finite number,
-        RemoteRefused on a 3xx or 4xx (as for a sample longer than the model's context), RemoteUnreachable when all
-        attempts on all servers failed.
+        Raises RewardModelError for a sample that cannot be tokenized or a response that is not one finite number,
+        RemoteRefused for HTTP 3xx or 4xx (such as a sample longer than the model's context), RemoteUnreachable if all
+        attempts on all servers fail.
         """
         loop = asyncio.get_running_loop()
         try:
@@ -185,56 +190,56 @@ class RewardModel:
             raise RewardModelError(str(error)) from error
         if max(token_ids) >= self._vocabulary:
             raise RewardModelError(
-                f"sample {sample.index}: token {max(token_ids)} is none of the {self._vocabulary} that the reward model"
-                " has: its tokenizer is not the model's, copy both from one place"
+                f"sample {sample.index}: token {max(token_ids)} is outside the reward model's vocabulary of"
+                f" {self._vocabulary}: its tokenizer does not match the model, copy both from the same checkpoint"
             )
-        async with self._turns:
+        async with self._slots:
             return await self._ask_any(orjson.dumps({"input_ids": token_ids}))
 
     async def _ask_any(self, body: bytes) -> float:
-        """The reward by the first server that can be reached."""
-        left = list(self._servers)
+        """The reward from the first reachable server."""
+        remaining = list(self._servers)
         while True:
             now = time.monotonic()
-            server = min(left, key=lambda one: (one.avoided_until > now, one.in_flight))
-            left.remove(server)
+            server = min(remaining, key=lambda one: (one.avoided_until > now, one.in_flight))
+            remaining.remove(server)
             server.in_flight += 1
             try:
-                async with server.turns:
+                async with server.slots:
                     return reward_of(await server.service.ask(body), server.url)
             except RemoteUnreachable as error:
                 server.avoided_until = time.monotonic() + AVOIDED_S
-                if not left:
+                if not remaining:
                     raise
-                logger.warning("%s; another server is asked", error)
+                logger.warning("%s; retrying on another server", error)
             finally:
                 server.in_flight -= 1
 
     def close(self) -> None:
-        """Ends the connections and the thread."""
+        """Closes the connections and the thread."""
         self._tokenizing.shutdown(wait=False, cancel_futures=True)
         for server in self._servers:
             server.service.close()
 
 
 def addresses(url: str) -> list[str]:
-    """The servers that `--rm-url` names."""
+    """The server addresses in `--rm-url`."""
     return [part.strip().rstrip("/") for part in url.split(",") if part.strip()]
 
 
 def reward_of(reply: bytes, url: str) -> float:
-    """The one number of a reply to `/classify`. Raises RewardModelError on anything else."""
+    """The single number of a `/classify` response. Raises RewardModelError for anything else."""
     try:
         answer = orjson.loads(reply)
     except orjson.JSONDecodeError as error:
-        raise RewardModelError(f"the reward model's server {url} answered {reply[:300]!r}, not JSON") from error
+        raise RewardModelError(f"the reward model's server {url} returned {reply[:300]!r}, not JSON") from error
     scores = answer.get("embedding") if isinstance(answer, dict) else None
     if not isinstance(scores, list) or len(scores) != 1:
         shown = f"{len(scores)} numbers" if isinstance(scores, list) else repr(answer)[:300]
         raise RewardModelError(
-            f"the reward model's server {url} answered {shown} for one response: serve a model with one label, started"
+            f"the reward model's server {url} returned {shown} for one response: serve a model with one label, started"
             " with --is-embedding"
         )
     if not isinstance(scores[0], int | float) or not math.isfinite(scores[0]):
-        raise RewardModelError(f"the reward model's server {url} answered {scores[0]!r}, which is no finite number")
+        raise RewardModelError(f"the reward model's server {url} returned {scores[0]!r}, which is not a finite number")
     return float(scores[0])

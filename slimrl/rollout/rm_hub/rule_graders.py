@@ -1,9 +1,9 @@
 """The rule-based graders by name: pure functions of text, run in a grader process.
 
-`registry` packs a request, `grader_worker` calls `judge`; a rule's row in `slimrl.data.reward_table` names its function
-(response, request, algebra). Here are the parts that the rules use: the final answer of a response (its last
-`\\boxed{...}`, and the end of its own text), multiple choice as in GPQA (the letter that a response settles on, or the
-choice that it spells out), and word overlap, the F1 score of SQuAD (Rajpurkar et al., 2016).
+`rule_reward` builds a request, `grader_worker` calls `grade`; a rule's row in `slimrl.data.reward_registry` names its
+function (response, request, algebra). The rules share these parts: the final answer of a response (its last
+`\\boxed{...}`, without trailing special tokens), multiple choice as in GPQA (the letter of the final answer, or the
+choice that the response spells out), and word overlap, the F1 score of SQuAD (Rajpurkar et al., 2016).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from slimrl.data.reward_table import REWARDS, load, reward_of
+from slimrl.data.reward_registry import REWARDS, known_reward, load
 from slimrl.rollout.rm_hub import ifeval
 from slimrl.rollout.rm_hub.choice_letters import Statement, statements
 from slimrl.rollout.rm_hub.math_equivalence import answers_equal
@@ -27,7 +27,7 @@ _CLOSED = {"yes", "no", "noanswer"}
 def f1(answer: str, label: str) -> float:
     """2 PR / (P + R) over the words of both, counted with repeats, in [0, 1].
 
-    Case, punctuation and articles do not count. Where one side is just yes, no or noanswer, the other has to be too.
+    Case, punctuation and articles do not count. If one side is just yes, no or noanswer, the other must be the same.
     """
     words, expected = normalized(answer), normalized(label)
     if words == expected:
@@ -42,7 +42,7 @@ def f1(answer: str, label: str) -> float:
 
 
 def normalized(text: str) -> list[str]:
-    """The words that count."""
+    """The words in lower case, without punctuation and articles."""
     return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()
 
 
@@ -53,9 +53,9 @@ _MARKERS = ("\\boxed", "\\fbox")
 
 
 def last_boxed(text: str) -> str | None:
-    """The content of the last `\\boxed{...}` or `\\fbox{...}` (or `\\boxed 5`, `\\boxed5`), None where there is none.
+    """The content of the last `\\boxed{...}` or `\\fbox{...}` (or `\\boxed 5`, `\\boxed5`); None if there is none.
 
-    A last box that is never closed (a truncated response) counts as no answer. Time linear in the text.
+    An unclosed last box (a truncated response) counts as no answer. Time is linear in the text.
     """
     start, marker = max((text.rfind(marker), marker) for marker in _MARKERS)
     if start < 0:
@@ -63,7 +63,7 @@ def last_boxed(text: str) -> str | None:
     after = text[start + len(marker) :]
     rest = after.lstrip()
     if not rest.startswith("{"):
-        # letters behind the marker make another command of it
+        # with letters after the marker it is another command
         word = None if after[:1].isalpha() else _UNBRACED.match(rest)
         return None if word is None else word[0]
     depth = 0
@@ -78,7 +78,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def without_special_tokens(text: str) -> str:
-    """The text without the tokens, such as `<|im_end|>`, by which a model ends it."""
+    """The text without special tokens at its end, such as `<|im_end|>`."""
     start, end = text[:-_END_CHARS], text[-_END_CHARS:].rstrip()
     while (token := _SPECIAL_TOKEN.search(end)) is not None:
         end = end[: token.start()].rstrip()
@@ -92,11 +92,11 @@ _PARENTHESISED = re.compile(r"\(([A-Z])\)")
 _POINTED_AT = re.compile(r"(?:^|[:=→;,—–-])[\s*(]*([B-HJ])[)*]*[.!]?\s*$")
 
 
-def question(label: Any, metadata: dict[str, Any]) -> dict[str, Any]:
-    """What judging needs of a sample: `letters` in use, the right `letter`, and the `choices` by letter.
+def gpqa_question(label: Any, metadata: dict[str, Any]) -> dict[str, Any]:
+    """The grading inputs of a sample: `letters` in use, the right `letter`, and the `choices` by letter.
 
     The right answer is `metadata.correct_letter`, or the label: a letter, the number of a choice from 0, or a choice's
-    text. Choices are `metadata.choices`, a list or a dict by letter. Raises ValueError where they do not fit.
+    text. Choices are `metadata.choices`, a list or a dict by letter. Raises ValueError if the label matches no choice.
     """
     choices = metadata.get("choices") or []
     if not isinstance(choices, dict):
@@ -106,14 +106,14 @@ def question(label: Any, metadata: dict[str, Any]) -> dict[str, Any]:
     letter = _right_letter(metadata.get("correct_letter", label), letters, choices)
     if letter is None:
         raise ValueError(
-            f"the label is {label!r}, and gpqa rewards need one of the letters {', '.join(letters)}, the number of a"
+            f"the label is {label!r}, but gpqa rewards need one of the letters {', '.join(letters)}, the number of a"
             " choice or its text (metadata.choices): check --label-key and --metadata-key"
         )
     return {"letters": letters, "letter": letter, "choices": choices}
 
 
-def is_right(response: str, question: dict[str, Any]) -> bool:
-    """Whether the response settles on the right letter, or, naming none, spells out the right choice and no other."""
+def is_correct_choice(response: str, question: dict[str, Any]) -> bool:
+    """Whether the response chooses the right letter, or, without a letter, spells out the right choice and no other."""
     letter = chosen_letter(response, question["letters"])
     if letter is not None:
         return letter == question["letter"]
@@ -131,8 +131,9 @@ def is_right(response: str, question: dict[str, Any]) -> bool:
 
 
 def chosen_letter(response: str, letters: list[str]) -> str | None:
-    """The letter of the last box, else of the last line that is one, else the one that the text last calls the answer
-    without taking it back, else the last one in parentheses or at the end of the last line that it does not deny.
+    """The chosen letter, from the first of: the last box, a last line that is just a letter, the letter that the text
+    last calls the answer without retracting it, the last letter in parentheses or at the end of the last line that the
+    text does not deny. None if there is none.
     """
     boxed = last_boxed(response)
     for pattern, text in (
@@ -147,11 +148,11 @@ def chosen_letter(response: str, letters: list[str]) -> str | None:
     last = lines[-1] if lines else ""
     if (match := _ALONE.fullmatch(last)) and match[1].upper() in letters:
         return match[1].upper()
-    said = statements(response, letters)
-    settled, denied = _settled(said)
+    found_statements = statements(response, letters)
+    settled, denied = _settled(found_statements)
     if settled is not None:
         return settled
-    if any(statement.says == "open" for statement in said[-1:]):
+    if any(statement.says == "open" for statement in found_statements[-1:]):
         return None
     for pattern, text in ((_PARENTHESISED, response), (_LEADING, last), (_POINTED_AT, last)):
         found = [letter for letter in pattern.findall(text) if letter in letters]
@@ -160,13 +161,13 @@ def chosen_letter(response: str, letters: list[str]) -> str | None:
     return None
 
 
-def _settled(said: list[Statement]) -> tuple[str | None, set[str]]:
-    """The letter that was last called the answer and not taken back, and those that were last said not to be it.
+def _settled(found: list[Statement]) -> tuple[str | None, set[str]]:
+    """The letter last called the answer and not retracted, and the letters last called not the answer.
 
-    What is only said to be true or false does not replace what was called the answer, unless that was taken back.
+    A letter that is only called true or false does not replace one called the answer, unless that was retracted.
     """
     settled, weight, denied = None, 0, set()
-    for statement in said:
+    for statement in found:
         weight = min(weight, 1) if statement.rethought else weight
         if statement.says == "is" and statement.weight >= weight:
             (settled,), weight = set(statement.letters), statement.weight
@@ -209,34 +210,34 @@ _EMPHASIS = re.compile(r"(?<![\w)}])\*\*|\*\*(?![\w({\\])|^[*_`\s]+|[*_`\s]+$")
 _TEXT_COMMAND = re.compile(r"\\text[a-z]*\s*\{([^{}]*)\}")
 
 
-def judge(request: dict[str, Any], algebra: Algebra) -> float | dict[str, Any]:
+def grade(request: dict[str, Any], algebra: Algebra) -> float | dict[str, Any]:
     """The reward of `request["response"]` by `request["rule"]`.
 
-    With `boxed` only the content of its last box is judged, and a response without one is wrong.
+    With `boxed` only the content of its last box is graded, and a response without one is wrong.
     """
     response = request["response"]
     if request["boxed"]:
         response = last_boxed(response)
         if response is None:
-            return wrong(request["rule"])
-    return load(reward_of(request["rule"]).grader)(response, request, algebra)
+            return wrong_answer_reward(request["rule"])
+    return load(known_reward(request["rule"]).grader)(response, request, algebra)
 
 
 def load_graders() -> None:
-    """Imports every grader, so that none is imported within the time limit of an answer."""
+    """Imports every grader, so that imports do not count towards an answer's time limit."""
     for row in REWARDS:
         if row.grader:
             load(row.grader)
 
 
-def wrong(rule: str) -> float | dict[str, Any]:
+def wrong_answer_reward(rule: str) -> float | dict[str, Any]:
     """The reward of an answer that is wrong, missing, or without a score."""
-    reward = reward_of(rule).wrong
+    reward = known_reward(rule).wrong
     return dict(reward) if isinstance(reward, Mapping) else reward
 
 
 def after_thinking(response: str) -> str | None:
-    """What follows the last end-of-thinking marker; None where the response never ends its thinking."""
+    """The text after the last end-of-thinking marker; None without such a marker."""
     for marker in THINKING_ENDS:
         _, found, rest = response.rpartition(marker)
         if found:
@@ -245,26 +246,26 @@ def after_thinking(response: str) -> str | None:
 
 
 def math(response: str, request: dict[str, Any], algebra: Algebra) -> float:
-    """Whether the last box means the same as the label."""
+    """1.0 if the last box is equivalent to the label."""
     answer = response if request["boxed"] else last_boxed(response)
     return float(answer is not None and answers_equal(answer, request["label"], algebra))
 
 
 def deepscaler(response: str, request: dict[str, Any], algebra: Algebra) -> float:
-    """The same of what follows the thinking."""
+    """`math` of the text after the thinking."""
     if not request["boxed"]:
         response = after_thinking(response) or ""
     return math(response, request, algebra)
 
 
 def dapo(response: str, request: dict[str, Any], algebra: Algebra) -> float | dict[str, Any]:
-    """Whether the last answer line means the same as the label."""
+    """Grades the last answer line against the label."""
     if request["boxed"]:
         pred = response.strip()
     else:
         found = _ANSWER_LINE.findall(without_special_tokens(response[-DAPO_TAIL_CHARS:]))
         if not found:
-            return wrong("dapo")
+            return wrong_answer_reward("dapo")
         pred = _EMPHASIS.sub("", found[-1].strip())
     boxed = last_boxed(pred)
     pred = pred if boxed is None else boxed
@@ -273,19 +274,19 @@ def dapo(response: str, request: dict[str, Any], algebra: Algebra) -> float | di
 
 
 def best_f1(response: str, request: dict[str, Any], algebra: Algebra) -> float:
-    """`f1` with the label, or with the best of several."""
+    """The best `f1` over the labels."""
     if request["boxed"]:
         response = _TEXT_COMMAND.sub(r"\1", response)
     return max(f1(response, label) for label in request["label"])
 
 
 def gpqa(response: str, request: dict[str, Any], algebra: Algebra) -> float:
-    """Whether the right choice is settled on after the thinking."""
+    """1.0 if the right choice is the answer after the thinking."""
     rest = after_thinking(response)
-    return float(is_right(response if rest is None else rest, request["question"]))
+    return float(is_correct_choice(response if rest is None else rest, request["question"]))
 
 
 def follows_instructions(response: str, request: dict[str, Any], algebra: Algebra) -> float:
-    """Whether every instruction is followed after the thinking."""
+    """1.0 if the text after the thinking follows every instruction."""
     rest = after_thinking(response)
     return float(all(ifeval.followed(response if rest is None else rest, request["instructions"])))

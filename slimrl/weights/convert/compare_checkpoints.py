@@ -1,7 +1,7 @@
-"""Whether a torch_dist checkpoint and a Hugging Face folder hold the same model, tensor by tensor.
+"""Compares a torch_dist checkpoint with a Hugging Face folder, tensor by tensor.
 
-Promises to miss nothing: every tensor of either side is compared or named as being on one side only. Reads a few
-rows or one layer's tensors at a time. Called by `tools/check_checkpoint.py`.
+Every tensor of either side is compared or reported as being on one side only. Reads a few rows or one layer's tensors
+at a time. Called by `tools/check_checkpoint.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by th
 
 @dataclasses.dataclass(frozen=True)
 class TensorPair:
-    """One Hugging Face tensor on both sides; the difference is None where the shapes do not allow one."""
+    """One Hugging Face tensor on both sides; the difference is None if the shapes differ."""
 
     name: str
     stored_shape: tuple[int, ...]
@@ -38,7 +38,7 @@ class TensorPair:
     max_difference: float | None
 
     def is_equal(self, tolerance: float) -> bool:
-        """Same dtype and shape, and no element further apart than `tolerance`."""
+        """Whether dtype and shape are the same and no element differs by more than `tolerance`."""
         return (
             self.stored_dtype == self.hf_dtype and self.max_difference is not None and self.max_difference <= tolerance
         )
@@ -54,11 +54,11 @@ class Comparison:
     not_converted: tuple[str, ...]  # of layers that are kept in Hugging Face folders only
 
     def worst(self) -> list[TensorPair]:
-        """The pairs, those that differ most first."""
+        """The pairs, sorted by descending difference."""
         return sorted(self.pairs, key=_badness, reverse=True)
 
     def is_equal(self, tolerance: float = 0.0) -> bool:
-        """No tensor differs, none is on one side only, and there is at least one."""
+        """Whether no tensor differs, none is on one side only, and there is at least one."""
         one_sided = self.only_stored or self.only_hf
         return bool(self.pairs) and not one_sided and all(pair.is_equal(tolerance) for pair in self.pairs)
 
@@ -70,10 +70,10 @@ def _badness(pair: TensorPair) -> tuple[bool, float, bool]:
 def compare_checkpoints(
     input_dir: Path, hf_dir: Path, on_start: Callable[[int], Callable[[int], object]] = lambda n: lambda done: None
 ) -> Comparison:
-    """Compares the checkpoint folder `input_dir` with `hf_dir`, whose config.json chooses the family.
+    """Compares the checkpoint folder `input_dir` with `hf_dir`, whose config.json determines the family.
 
-    `on_start` is told the bytes of the folder's tensors, and what it returns those of each compared part. Raises
-    FileNotFoundError or ValueError for a folder that is no such checkpoint.
+    `on_start` is called with the bytes of the folder's tensors, and its result with those of each compared part. Raises
+    FileNotFoundError or ValueError for a folder that is not such a checkpoint.
     """
     config = read_hf_config(hf_dir)
     family, spec = family_for(config), ModelSpec.from_hf_config(config)
@@ -126,7 +126,7 @@ class _Comparer:
         self._on_compared = on_compared
 
     def pairs(self, row: ParamMapping, stored: StoredTensor) -> Iterator[TensorPair]:
-        """The tensors of one row, those without a Hugging Face tensor left out."""
+        """The tensors of one row, without those that have no Hugging Face tensor."""
         sizes = hf_shapes(row, self._spec)
         wanted = {part.name: size for part, size in zip(row.hf, sizes, strict=True)}
         if row.hf == self._embedding and self._head is not None:
@@ -153,7 +153,7 @@ class _Comparer:
         return {part.name: tensor for part, tensor in zip(row.hf, parts, strict=True)}
 
     def _vocabulary(self, stored: StoredTensor, theirs: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """A table of the vocabulary in runs of rows, without its padding."""
+        """Embedding or head in runs of rows, without padding."""
         step = max(1, _RUN_BYTES * len(theirs) // max(1, theirs.nbytes))
         for begin in range(0, len(theirs), step):
             rows = slice(begin, min(begin + step, len(theirs)))
@@ -166,7 +166,7 @@ class _Comparer:
 
 
 def max_difference(first: Tensor, second: Tensor) -> float:
-    """The largest absolute difference of two elements at the same place; infinite where only one is a number."""
+    """The largest absolute difference of corresponding elements; infinite if only one of them is NaN."""
     highest = 0.0
     for one, other in zip(first.reshape(-1).split(_RUN_ELEMENTS), second.reshape(-1).split(_RUN_ELEMENTS), strict=True):
         if one.dtype == other.dtype and not (one.view(bits := _BITS[one.itemsize]) != other.view(bits)).any():

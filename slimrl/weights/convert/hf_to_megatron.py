@@ -1,11 +1,11 @@
 """Loads a Hugging Face checkpoint into a Megatron model, or converts it to a torch_dist checkpoint without a model.
 
-Both follow the family's table. Every parameter is written exactly once and every stored tensor is used, or an error
-names the tensor.
+Both use the family's parameter mapping. Every parameter is written exactly once and every stored tensor is used, or an
+error names the tensor.
 
-Loading: each rank reads its own slices of the memory-mapped files; there is no communication. Converting: the result is
-what megatron-core's save of the loaded model would be, entry by entry; one weight at a time is in memory, the folder
-appears complete or not at all, and several processes may share the work.
+Loading: each rank reads its slices of the memory-mapped files, without communication. Converting: the result equals
+megatron-core's save of the loaded model, entry by entry; one weight at a time is in memory, the folder appears
+atomically, and several processes may share the work.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ def load_hf_checkpoint(
 ) -> None:
     """Fills the parameters of `model` (a bare GPTModel of any pipeline stage, or its chunks), casting to their dtype.
 
-    `tp_rank` of `tp_size` divides what all tokens pass, `etp_rank` of `etp_size` each expert; which experts this rank
-    holds is read off the model. `progress` is handed the rows to load and passes them on, for example tqdm.
-    Raises FileNotFoundError for missing files and ValueError for a tensor missing, left over or of another
-    shape than the flags describe, naming it.
+    `tp_rank` of `tp_size` shards dense weights, `etp_rank` of `etp_size` each expert; the model determines which
+    experts this rank holds. `progress` wraps the iterable of rows to load, for example tqdm.
+    Raises FileNotFoundError for missing files and ValueError naming a tensor that is missing, unexpected or of another
+    shape than the flags describe.
     """
     check_tensor_parallel(spec, tp_size, etp_size)
     parameters = global_tensors(model)
@@ -66,19 +66,19 @@ def load_hf_checkpoint(
             rank, size = (tp_rank, tp_size) if row.expert is None else (etp_rank, etp_size)
             shard = to_shard(row, parts, spec, rank=rank, size=size)
             name = find(row, parameters)
-            assert name is not None  # `_local_rows` gives those that are there
+            assert name is not None  # `_local_rows` returns only rows that this rank has
             _copy(shard, parameters.pop(name), row)
     if parameters:
         raise ValueError(
             f"the model has {listed(parameters)}, which no tensor of {hf_dir} fills: the model flags describe"
-            f" something that the table of {family.model_type} does not name"
+            f" something that the parameter mapping of {family.model_type} does not have"
         )
 
 
 def check_checkpoint(checkpoint: HfCheckpoint, spec: ModelSpec, family: ModelMapping) -> None:
-    """Raises ValueError where the stored names, shapes or a redundant head do not fit the family and sizes.
+    """Raises ValueError if the stored names, shapes or a redundant head do not match the family and sizes.
 
-    Layers that predict further tokens are left alone: `ModelMapping.carried_prefixes` names them.
+    Ignores multi-token prediction layers (`ModelMapping.carried_prefixes`).
     """
     where = str(checkpoint.folder)
     carried = family.carried_prefixes(read_hf_config(checkpoint.folder))
@@ -106,13 +106,13 @@ def _local_rows(family: ModelMapping, spec: ModelSpec, parameters: dict[str, Ten
 def _copy(shard: Tensor, parameter: Tensor, row: ParamMapping) -> None:
     if shard.shape != parameter.shape:
         raise ValueError(
-            f"{row.megatron[0]} has shape {list(parameter.shape)} in the model but its table makes"
-            f" {list(shard.shape)}: the model was not built from the same flags"
+            f"{row.megatron[0]} has shape {list(parameter.shape)} in the model but {list(shard.shape)} by its mapping:"
+            " the model was not built from the same flags"
         )
     parameter.copy_(shard)
 
 
-_ROWS_BYTES = 16 * 1024**2  # the vocabulary's tables are stored in blocks of about this many bytes
+_ROWS_BYTES = 16 * 1024**2  # embedding and head are stored in blocks of about this many bytes
 
 
 def hf_to_torch_dist(
@@ -127,13 +127,14 @@ def hf_to_torch_dist(
     group: ConversionGroup | None = None,
     on_start: Callable[[int], Callable[[int], object]] = lambda nbytes: lambda written: None,
 ) -> Path:
-    """Writes `save_dir/release` and the tracker file that names it; returns the former.
+    """Writes `save_dir/release` and the tracker file that names it; returns `save_dir/release`.
 
-    `blueprint_into` says what the checkpoint holds, and writes megatron-core's own small files into the folder it
-    is given. `on_start` is told the bytes of the whole checkpoint, and what it returns those of each written block.
+    `blueprint_into` returns the checkpoint's contents and writes megatron-core's own small files into the folder that
+    is passed to it. `on_start` is called with the bytes of the whole checkpoint, and its result with those of each
+    written block.
     Raises FileExistsError for an existing, not empty `save_dir` without `force`, FileNotFoundError for missing
-    inputs, ValueError naming a tensor that is missing, left over or of another shape, for a disk too full, or, with
-    `force`, for a `save_dir` that holds anything but a converted checkpoint (checkpoints of training, for example).
+    inputs, ValueError naming a tensor that is missing, unexpected or of another shape, for too little disk space, or,
+    with `force`, for a `save_dir` with anything but a converted checkpoint (training checkpoints, for example).
     """
     group = group or ConversionGroup()
     check_apart(save_dir, "--save", hf_dir, "--hf-checkpoint")
@@ -171,7 +172,7 @@ def hf_to_torch_dist(
 
 
 def _commit(folder: AtomicDir, checksums: Mapping[str, Checksums]) -> None:
-    """The checksums, the tracker file, then the whole folder under its name."""
+    """Writes the checksums and the tracker file, then renames the folder to its final name."""
     release = folder.partial / RELEASE
     (release / CHECKSUMS_NAME).write_text(checksums_text(release, checksums), encoding="utf-8")
     (folder.partial / TRACKER_NAME).write_text(RELEASE, encoding="utf-8")
@@ -179,7 +180,7 @@ def _commit(folder: AtomicDir, checksums: Mapping[str, Checksums]) -> None:
 
 
 class _Source:
-    """The model's weights by their Megatron names, out of the Hugging Face files."""
+    """The model's weights by their Megatron names, from the Hugging Face files."""
 
     def __init__(self, checkpoint: HfCheckpoint, blueprint: Blueprint, spec: ModelSpec, family: ModelMapping) -> None:
         self._checkpoint = checkpoint
@@ -197,22 +198,22 @@ class _Source:
         if unfilled := names - self._rows.keys():
             raise ValueError(
                 f"the model has {listed(unfilled)}, which no tensor of {checkpoint.folder} fills: the model flags"
-                f" describe something that the table of {family.model_type} does not name"
+                f" describe something that the parameter mapping of {family.model_type} does not have"
             )
 
     def in_rows(self, blueprint: Blueprint) -> Blueprint:
-        """The blueprint with the vocabulary's tables, the largest weights, in runs of rows."""
+        """The blueprint with embedding and head, the largest weights, split into runs of rows."""
         weights: list[Weight] = []
         for weight in blueprint.weights:
             weights += weight.in_rows(_ROWS_BYTES) if self._rows[weight.name].padded_vocab else [weight]
         return dataclasses.replace(blueprint, weights=tuple(weights))
 
     def read(self, weight: Weight) -> Tensor:
-        """Its values in the dtype they are stored in; a view of the mapped file where nothing changes."""
+        """Its values in the stored dtype; a view of the mapped file if no conversion is needed."""
         row, spec = self._rows[weight.name], self._spec
         parts = [self._checkpoint.tensor(part.name) for part in row.hf]
         if weight.rows is not None:
-            # rows behind the true vocabulary are padding, as for a table of this run's length
+            # rows after the unpadded vocabulary are padding, as for a matrix of this run's length
             begin, end = weight.rows
             parts = [part[begin:end] for part in parts]
             spec = dataclasses.replace(spec, padded_vocab_size=end - begin)

@@ -1,7 +1,7 @@
-"""Writes a Hugging Face folder from a torch_dist checkpoint (converter), or from the weights in training (export).
+"""Writes a Hugging Face folder from a torch_dist checkpoint (converter), or from the trainer's weights (export).
 
-The folder appears complete or not at all. It has every tensor of the original folder exactly once, in the original's
-dtypes, with the original's tokenizer and config.
+The folder appears atomically. It has every tensor of the original folder exactly once, in the original's dtypes, with
+the original's tokenizer and config.
 
 The converter needs no model and no GPU, holds a few rows or one layer's tensors at a time, and several processes may
 share the work. The export runs when a checkpoint is saved: all ranks take part, each writes its own files, and a rank
@@ -39,12 +39,12 @@ from slimrl.weights.safetensors_writer import (
 )
 
 _WORKERS = 2  # threads of one process; each holds one part of one weight at a time
-_ROWS_BYTES = 8 * 1024**2  # the vocabulary's tables, the largest tensors, are read in runs of about this many bytes
+_ROWS_BYTES = 8 * 1024**2  # embedding and head, the largest tensors, are read in runs of about this many bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """A weight to carry over: from the checkpoint by its row, or by name from the original where it lacks it."""
+    """A weight to copy: from the checkpoint by its row, or by name from the original if the checkpoint lacks it."""
 
     specs: tuple[TensorSpec, ...]
     row: ParamMapping | None = None
@@ -66,13 +66,13 @@ def torch_dist_to_hf(
 ) -> None:
     """Writes the checkpoint `input_dir` as the Hugging Face folder `output_dir`, modelled on `origin_hf_dir`.
 
-    `vocab_size` keeps that many rows of the embedding (default: what the origin's config.json says) and is
-    written to the new config.json. `model_name` chooses the family instead of config.json's model_type.
-    `add_missing` takes tensors that the checkpoint lacks, or the family's table has no row for, from the origin.
-    `on_start` is told the bytes this process writes, and what it returns the bytes of each finished part.
+    `vocab_size` keeps that many rows of the embedding (default: that of the origin's config.json) and is written to the
+    new config.json. `model_name` selects the family instead of config.json's model_type. `add_missing` copies tensors
+    that the checkpoint or the family's mapping lacks from the origin. `on_start` is called with the bytes that this
+    process writes, and its result with the bytes of each finished part.
     Raises FileExistsError for an existing output folder without `force`, FileNotFoundError for missing inputs,
-    ValueError naming a tensor that is missing, left over or of a wrong shape, saying that the disk is too full or,
-    with `force`, naming files in the output folder that are not of a converted model.
+    ValueError naming a tensor that is missing, unexpected or of a wrong shape, for too little disk space or, with
+    `force`, naming files in the output folder that do not belong to a converted model.
     """
     group = group or ConversionGroup()
     check_apart(output_dir, "--output-dir", origin_hf_dir, "--origin-hf-dir")
@@ -110,13 +110,13 @@ def torch_dist_to_hf(
 
 
 def family_named(model_name: str) -> ModelMapping:
-    """The family of a name as users write it ("qwen3moe", "Qwen3MoeForCausalLM"), by its model_type."""
+    """The family of a user-written name ("qwen3moe", "Qwen3MoeForCausalLM"), by its model_type."""
     wanted = _plain(model_name)
     for family in FAMILIES:
         if _plain(family.model_type) == wanted:
             return family
     known = ", ".join(family.model_type for family in FAMILIES)
-    raise ValueError(f"--model-name {model_name} is none of the families known: give one of {known}, or leave it out")
+    raise ValueError(f"--model-name {model_name} is not a supported family: give one of {known}, or leave it out")
 
 
 def _plain(name: str) -> str:
@@ -133,7 +133,7 @@ def _jobs(
     *,
     add_missing: bool,
 ) -> list[_Job]:
-    """All there is to write; refuses a checkpoint or an origin of another model before anything is written."""
+    """All weights to write; raises for a checkpoint or an origin of another model before anything is written."""
     carried = family.carried_prefixes(config)
     if not add_missing:
         check_hf_names(origin.names, family, spec, str(origin.folder), carried)
@@ -156,7 +156,7 @@ def _jobs(
 def _places(
     checkpoint: TorchDistCheckpoint, family: ModelMapping, spec: ModelSpec, *, add_missing: bool
 ) -> dict[ParamMapping, StoredTensor | None]:
-    """Where each row lies, None for one to be taken from the origin."""
+    """Location of each row, None if it is copied from the origin."""
     places: dict[ParamMapping, StoredTensor | None] = {}
     unused = checkpoint.sizes
     for row in family.rows(spec):
@@ -176,7 +176,7 @@ def _places(
             rows = f"at least {spec.vocab_size} rows" if too_few else f"shape {list(wanted)}"
             raise ValueError(
                 f"{checkpoint.folder}: {row.megatron[0]} has shape {list(found.shape)} but --origin-hf-dir"
-                f"{' (or --vocab-size)' if row.padded_vocab else ''} asks for {rows}: give the matching origin"
+                f"{' (or --vocab-size)' if row.padded_vocab else ''} requires {rows}: give the matching origin"
             )
         elements = 1
         for length in found.shape:
@@ -184,14 +184,14 @@ def _places(
         unused[found.key] -= elements
     if left_over := [key for key, elements in unused.items() if elements]:
         raise ValueError(
-            f"{checkpoint.folder} holds {listed(left_over)} beyond the {family.model_type} model of {spec.num_layers}"
-            " layers in --origin-hf-dir: give the origin that the checkpoint was converted from"
+            f"{checkpoint.folder} has {listed(left_over)}, which the {family.model_type} model of {spec.num_layers}"
+            " layers in --origin-hf-dir does not have: give the origin that the checkpoint was converted from"
         )
     return places
 
 
 class _Conversion:
-    """Carries weights over in a few threads, each holding one part of one weight."""
+    """Copies weights in a few threads, each holding one part of one weight."""
 
     def __init__(
         self,
@@ -232,7 +232,7 @@ class _Conversion:
                 thread.result()
 
     def _parts(self, job: _Job) -> Iterator[tuple[_Job, slice | None]]:
-        """A table of the vocabulary in runs of rows, anything else whole."""
+        """Embedding and head in runs of rows, other weights whole."""
         if job.stored is None or job.row is None or not job.row.padded_vocab:
             yield job, None
             return
@@ -246,10 +246,10 @@ class _Conversion:
         if job.stored is None or job.row is None:
             tensors = [self._origin.tensor(spec.name) for spec in job.specs]
         elif rows is not None:
-            # the padding lies behind these rows, which are the same on both sides
+            # padding comes after these rows, which are the same on both sides
             tensors = [self._checkpoint.read(job.stored, rows, scratch.empty)] * len(job.specs)
         else:
-            # a checkpoint holds what one tensor-parallel rank of one would have
+            # a checkpoint has the full weights, like a tensor-parallel rank of size 1
             tensors = from_shards(job.row, [self._checkpoint.read(job.stored, None, scratch.empty)], self._spec)
         for spec, tensor in zip(job.specs, tensors, strict=True):
             if spec.name in writer:
@@ -257,7 +257,7 @@ class _Conversion:
 
 
 class HfPlan:
-    """Which tensors the exports of a run hold, in which files, and which of them this rank writes."""
+    """The tensors and files of a run's exports, and which files this rank writes."""
 
     def __init__(
         self,
@@ -269,7 +269,7 @@ class HfPlan:
         world_size: int = 1,
         max_shard_bytes: int = MAX_SHARD_BYTES,
     ) -> None:
-        """Raises FileNotFoundError or ValueError where the original lacks weights, or holds another model's."""
+        """Raises FileNotFoundError or ValueError if the original lacks weights or is another model."""
         self.origin = Path(origin_hf_dir)
         self.config = read_hf_config(self.origin)
         self.beside = companions(self.origin)
@@ -280,7 +280,7 @@ class HfPlan:
             shapes: dict[str, tuple[int, ...]] = {}
             for row in family.rows(spec):
                 shapes |= dict(zip([part.name for part in row.hf], hf_shapes(row, spec), strict=True))
-            self.twice = {} if head is None else {family.embedding.hf[0].name: head}  # tied, and stored all the same
+            self.twice = {} if head is None else {family.embedding.hf[0].name: head}  # tied, but stored
             shapes |= {copy: shapes[name] for name, copy in self.twice.items()}
             self.carried = [name for name in stored.names if name not in shapes and name.startswith(carried)]
             shapes |= {name: stored.shape(name) for name in self.carried}
@@ -293,13 +293,13 @@ class HfPlan:
 
 
 class HfExport:
-    """One folder: `begin` and `commit` on one rank, `collect` and `write` on all, in the order begin to commit."""
+    """One export: `begin` on one rank, `collect` and `write` on all, then `commit` on one rank."""
 
     def __init__(self, plan: HfPlan, folder: Path, tensors: Callable[[], Iterable[tuple[str, Tensor]]]) -> None:
         """`tensors` gathers the (name, full tensor) pairs of the whole model, each valid until the next; collective.
 
-        An export that is there already, of the same rollout before a resume, is replaced. Raises FileExistsError,
-        NotADirectoryError or ValueError for what else is in the way of `folder`.
+        An existing export of the same rollout, from before a resume, is replaced. Raises FileExistsError,
+        NotADirectoryError or ValueError if something else exists at `folder`.
         """
         needed = sum(shard.nbytes for shard in plan.shards)
         self._plan = plan
@@ -310,15 +310,15 @@ class HfExport:
 
     @property
     def path(self) -> Path:
-        """Where it will lie."""
+        """The final folder."""
         return self._folder.folder
 
     def begin(self) -> None:
-        """Make the partial folder."""
+        """Create the partial folder."""
         self._folder.open()
 
     def collect(self, *, copy: bool) -> None:
-        """Take this rank's share of the weights of now; collective over all ranks.
+        """Take this rank's part of the current weights; collective over all ranks.
 
         With `copy` they are kept in host memory for `write`, else written at once.
         """
@@ -341,7 +341,7 @@ class HfExport:
             self._writer.write(name, tensor.detach().cpu())
 
     def write(self) -> None:
-        """Write what is left of this rank's files, and see that they are on the disk."""
+        """Write the rest of this rank's files and flush them to disk."""
         if not self._plan.own_shards:
             return
         writer, self._writer = self._writer or ShardWriter(self._folder.partial, self._plan.own_shards), None
@@ -359,7 +359,7 @@ class HfExport:
                 os.close(descriptor)
 
     def commit(self) -> None:
-        """Add tokenizer, index and config, and put the folder in its place."""
+        """Add tokenizer, index and config, and rename the folder to its final name."""
         finish(self._folder.partial, self._plan.shards, self._plan.beside, self._plan.config)
         self._folder.commit()
 

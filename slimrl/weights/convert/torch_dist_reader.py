@@ -1,6 +1,6 @@
 """Reads tensors out of a torch_dist checkpoint, whole, one layer, one expert or some rows at a time.
 
-Promises to read straight into the tensor that is asked for, without process group, model or a copy of the file.
+Reads directly into the requested tensor, without a process group, a model or a copy of the file.
 Megatron-core stores the layers of a homogeneous model stacked along a first dimension under one key, or one by
 one, and a layer's experts stacked along the next; all of these are found by a single tensor's name.
 """
@@ -39,7 +39,7 @@ _EXPERT = re.compile(r"(.*\.experts\.)(?:local_experts\.(\d+)\.(.*)|(linear_fc[1
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies: a key, and the place (layer, expert) in it where several are stacked."""
+    """Location of a tensor: a key, and the index (layer, expert) in it if several are stacked."""
 
     key: str
     place: tuple[int, ...]
@@ -48,13 +48,13 @@ class StoredTensor:
 
 
 class Scratch:
-    """Memory of one thread for one tensor after another; the next one overwrites the one before."""
+    """Reusable memory of one thread; each tensor overwrites the previous one."""
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def empty(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
-        """A tensor of any content, valid until the next call."""
+        """An uninitialised tensor, valid until the next call."""
         size = math.prod(shape) * dtype.itemsize
         if size > len(self._bytes):
             self._bytes = torch.empty(size, dtype=torch.uint8)
@@ -70,9 +70,9 @@ class _Block:
 
 
 def resolve_checkpoint(folder: Path) -> Path:
-    """The checkpoint that `folder` is, or that the tracker file in it names.
+    """The checkpoint `folder`, or the one that its tracker file names.
 
-    Raises FileNotFoundError where there is neither.
+    Raises FileNotFoundError if there is neither.
     """
     folder = Path(folder)
     tracker = folder / TRACKER_NAME
@@ -82,7 +82,7 @@ def resolve_checkpoint(folder: Path) -> Path:
     found = folder / (f"iter_{int(named):07d}" if named.isdigit() else named)
     if not named or not found.is_dir():
         shown = found.name if named else "no folder"
-        raise FileNotFoundError(f"{tracker} names {shown}, which is not there: give the folder of a checkpoint")
+        raise FileNotFoundError(f"{tracker} names {shown}, which does not exist: give the folder of a checkpoint")
     return found
 
 
@@ -90,9 +90,9 @@ class TorchDistCheckpoint:
     """One checkpoint folder (`iter_...` or `release`); threads may share one."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises FileNotFoundError for a folder that is no checkpoint, naming the ones inside it.
+        """Raises FileNotFoundError for a folder that is not a checkpoint, naming the ones inside it.
 
-        Raises ValueError for damaged metadata, and UnsafePickleError for metadata that would run something.
+        Raises ValueError for damaged metadata, and UnsafePickleError for metadata that would execute code.
         """
         self.folder = Path(folder)
         if not (self.folder / METADATA_NAME).is_file():
@@ -115,16 +115,16 @@ class TorchDistCheckpoint:
 
     @property
     def checked(self) -> CheckedFolder | None:
-        """Its files with their checksums, which every reading compares; None where the checkpoint has none."""
+        """Its files with their checksums, which every read verifies; None if the checkpoint has none."""
         return self._checked
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The number of elements under each key of the model; optimizer and other state is left out."""
+        """The number of elements of each key of the model, without optimizer and other state."""
         return {key: entry.size.numel() for key, entry in self._tensors.items()}
 
     def find(self, name: str) -> StoredTensor | None:
-        """The tensor of a Megatron name (layers and experts by number), None where the checkpoint has none."""
+        """The tensor of a Megatron name (layers and experts by number), or None."""
         for key, place in _spellings(name):
             entry = self._tensors.get(key)
             if entry is None or len(place) > len(entry.size):
@@ -136,10 +136,10 @@ class TorchDistCheckpoint:
     def read(
         self, stored: StoredTensor, rows: slice | None = None, empty: Callable[..., Tensor] = torch.empty
     ) -> Tensor:
-        """The tensor's values in the dtype they are stored in, or only those of some rows (`slice(begin, end)`).
+        """The tensor's values in the stored dtype, or only those of some rows (`slice(begin, end)`).
 
-        `empty(shape, dtype=...)` makes the tensor that is filled; that of a `Scratch` saves making memory again.
-        Raises ValueError where the files do not hold what the metadata says.
+        `empty(shape, dtype=...)` allocates the result; that of a `Scratch` reuses memory.
+        Raises ValueError if the files do not match the metadata.
         """
         shape = list(stored.shape)
         first = 0
@@ -153,11 +153,11 @@ class TorchDistCheckpoint:
         chunks = self._chunks(stored)
         filled = sum(self._read_block(stored.key, chunk, wanted, begin) for chunk in chunks)
         if filled != target.numel():
-            raise ValueError(f"{self.folder}: {stored.key} is stored in part only: the checkpoint is damaged")
+            raise ValueError(f"{self.folder}: {stored.key} is only partly stored: the checkpoint is damaged")
         return target
 
     def _chunks(self, stored: StoredTensor) -> list[ChunkStorageMetadata]:
-        """The blocks at a tensor's place; found by an index, as a key may hold those of thousands of tensors."""
+        """The blocks of a tensor, found by an index because a key may have those of thousands of tensors."""
         depth = len(stored.place)
         with self._lock:
             by_place = self._chunks_by_place.get((stored.key, depth))
@@ -171,7 +171,7 @@ class TorchDistCheckpoint:
         return by_place.get(stored.place, [])
 
     def _read_block(self, key: str, chunk: ChunkStorageMetadata, wanted: Tensor, begin: tuple[int, ...]) -> int:
-        """Fills what `chunk` has of `wanted`, which starts at `begin` of the whole; returns the elements filled."""
+        """Copies the part of `chunk` that is in `wanted`, which starts at `begin`; returns the elements copied."""
         low = [max(a, b) for a, b in zip(chunk.offsets, begin, strict=True)]
         high = [
             min(a + length, b + size)
@@ -192,7 +192,7 @@ class TorchDistCheckpoint:
         return target.numel()
 
     def _fill(self, block: _Block, position: int, target: Tensor) -> None:
-        """Reads `target`'s bytes, from element `position` of the block on."""
+        """Reads `target`'s bytes, starting at element `position` of the block."""
         view = target.view(-1).view(torch.uint8).numpy().data
         begin = block.begin + position * target.dtype.itemsize
         descriptor = os.open(block.path, os.O_RDONLY)
@@ -207,7 +207,7 @@ class TorchDistCheckpoint:
             raise ValueError(f"{block.path} ends early: the checkpoint is damaged")
 
     def _locate(self, key: str, chunk: ChunkStorageMetadata) -> _Block:
-        """Where the values of a stored block begin: it is a small archive that torch.save made."""
+        """Byte offset of the values of a stored block, which is a small archive of torch.save."""
         with self._lock:
             known = self._blocks.get((key, chunk.offsets))
         if known is not None:
@@ -222,11 +222,11 @@ class TorchDistCheckpoint:
         if not path.is_file():
             raise ValueError(f"{path}, which holds {key}, does not exist: the checkpoint is incomplete")
         with path.open("rb") as file:
-            # on the meta device only the archive's directory is read, and says where the values are
+            # on the meta device only the archive's directory is read, which has the offset of the values
             archive = cast("IO[bytes]", _create_file_view(file, info.offset, info.length))
             try:
                 empty = torch.load(archive, map_location="meta", weights_only=True)
-            except RuntimeError as error:  # torch's reader of archives has no error of its own
+            except RuntimeError as error:  # torch's archive reader has no specific error
                 reason = str(error).splitlines()[0].partition(". ")[0]
                 raise ValueError(f"{path}: {key} cannot be read ({reason}): the checkpoint is damaged") from error
         if empty.shape != chunk.sizes or not empty.is_contiguous():
@@ -254,7 +254,7 @@ def _contiguous_begin(part: list[slice], sizes: torch.Size) -> int | None:
 
 
 def _spellings(name: str) -> list[tuple[str, tuple[int, ...]]]:
-    """The keys under which a checkpoint may hold the tensor of this name, each with its place there."""
+    """The possible keys of the tensor of this name, each with its index there."""
     found: list[tuple[str, tuple[int, ...]]] = [(name, ())]
     if match := _EXPERT.fullmatch(name):
         prefix, number, rest, grouped, grouped_number = match.groups()

@@ -1,8 +1,8 @@
 """Writes a torch_dist checkpoint tensor by tensor, so that no more than a few tensors are ever in memory.
 
-Owns the planning (which process and which file gets which tensor) and the writing; torch.distributed.checkpoint
-owns the format and, over several processes, the one metadata file. Called by the converter to torch_dist, which
-hands in a `Blueprint` (what megatron-core would store) and a function that reads one weight at a time.
+This module plans which process and which file gets which tensor, and writes them; torch.distributed.checkpoint defines
+the format and writes the common metadata file. The converter to torch_dist passes in a `Blueprint` (what megatron-core
+would store) and a function that reads one weight at a time.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.utils.serialization import config as serialization_config
 
-from slimrl.weights.checkpoint_checksums import BlockHasher, ChecksummingWriter, Checksums, behind_torch
+from slimrl.weights.checkpoint_checksums import BlockHasher, ChecksummingWriter, Checksums, reraise_write_error
 from slimrl.weights.safetensors_writer import WRITE_BYTES
+from slimrl.weights.tensor_bytes import with_own_storage
 
 MAX_FILE_BYTES = 5 * 1024**3
 WRITERS = 2  # threads of one process; each writes its own files and holds one weight at a time
@@ -40,7 +41,7 @@ WRITERS = 2  # threads of one process; each writes its own files and holds one w
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """One stored block: the part of the tensor `key` (of shape `full`) that begins at `offsets`."""
+    """One stored block: the part of the tensor `key` (of shape `full`) that starts at `offsets`."""
 
     key: str
     offsets: tuple[int, ...]
@@ -58,7 +59,7 @@ class Piece:
 class Weight:
     """One weight of the model, by its Megatron name, and the blocks that `cut` makes of its values, in order.
 
-    `rows` (begin, end) narrows it to some of its rows: a large weight may be given as several of these.
+    `rows` (begin, end) restricts it to some of its rows: a large weight may be split into several of these.
     """
 
     name: str
@@ -72,7 +73,7 @@ class Weight:
         return sum(piece.nbytes for piece in self.pieces)
 
     def in_rows(self, max_bytes: int) -> Iterator[Weight]:
-        """The weight as several of about `max_bytes` each; it must be stored as one block, as it is."""
+        """The weight split into parts of about `max_bytes` each; it must be stored as one unchanged block."""
         (piece,) = self.pieces
         axis = next((dim for dim, size in enumerate(piece.sizes) if size > 1), 0)  # not one that was prepended
         count = piece.sizes[axis]
@@ -87,7 +88,7 @@ class Weight:
 
 @dataclasses.dataclass(frozen=True)
 class Blueprint:
-    """What a checkpoint of one model holds: its weights, and small further objects as bytes by key."""
+    """Contents of a checkpoint: the model's weights, and other small objects as bytes by key."""
 
     weights: tuple[Weight, ...]
     objects: Mapping[str, bytes]
@@ -108,13 +109,14 @@ def write_torch_dist(
     max_file_bytes: int = MAX_FILE_BYTES,
     on_written: Callable[[int], object] = lambda nbytes: None,
 ) -> dict[str, Checksums]:
-    """Writes this process' share of `blueprint` into the existing `folder`; process 0 adds the metadata.
+    """Writes this process' part of `blueprint` into the existing `folder`; process 0 adds the metadata.
 
-    Returns the checksums of all processes' files by name in process 0, in the others nothing.
+    Returns the checksums of all processes' files by name in process 0, and nothing in the others.
 
-    `read` gives the values of one weight (or of its `rows`) in the stored dtype; several threads call it. With
-    `world_size` > 1 torch.distributed must be open, and every process must hand in the same blueprint. Files are
-    closed once they exceed `max_file_bytes`. `on_written` is told the bytes of each finished block, from any thread.
+    `read` returns the values of one weight (or of its `rows`) in the stored dtype; several threads call it. With
+    `world_size` > 1 torch.distributed must be initialised, and every process must pass the same blueprint. Files are
+    closed once they exceed `max_file_bytes`. `on_written` is called with the bytes of each finished block, from any
+    thread.
     Raises what `read` raises, in the process where it happened, and RuntimeError in the others.
     """
     planner = _Planner(blueprint, read, rank=rank, world_size=world_size)
@@ -129,13 +131,13 @@ def write_torch_dist(
 
 
 def _first_cause(problem: CheckpointException, rank: int) -> BaseException:
-    """This process' own error where it has one, else whose error ended the writing."""
+    """This process' own error if it has one, else an error that names the failed process."""
     failed, (cause, _) = min(problem.failures.items(), key=lambda failure: failure[0] != rank)
     return cause if failed == rank else RuntimeError(f"process {failed} failed: {cause}")
 
 
 class _Planner(SavePlanner):
-    """The plan of one process: whole weights, the largest first dealt to the process with the least so far."""
+    """The plan of one process: whole weights, largest first, each assigned to the process with the fewest bytes."""
 
     def __init__(
         self, blueprint: Blueprint, read: Callable[[Weight], Tensor], *, rank: int = 0, world_size: int = 1
@@ -145,7 +147,7 @@ class _Planner(SavePlanner):
         self._read = read
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        """The blueprint says everything; there is no state dict."""
+        """Ignores the state dict: the blueprint is complete."""
 
     def create_local_plan(self) -> SavePlan:
         objects = [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in self._objects]
@@ -161,7 +163,7 @@ class _Planner(SavePlanner):
         return io.BytesIO(self._objects[write_item.index.fqn])
 
     def blocks(self, weight: Weight) -> Iterator[tuple[WriteItem, Tensor]]:
-        """Reads one weight and yields its blocks, each with a storage of its own."""
+        """Reads one weight and yields its blocks, each in a separate storage."""
         blocks = weight.cut(self._read(weight))
         for piece, block in zip(weight.pieces, blocks, strict=True):
             if block.dtype != piece.dtype or block.numel() != torch.Size(piece.sizes).numel():
@@ -169,7 +171,7 @@ class _Planner(SavePlanner):
                     f"{piece.key} has shape {list(block.shape)} of {block.dtype} and not {list(piece.sizes)} of"
                     f" {piece.dtype}: the model was not built from the same flags"
                 )
-            yield _item(piece), _with_own_storage(block.detach().reshape(piece.sizes))
+            yield _item(piece), with_own_storage(block.detach().reshape(piece.sizes))
 
 
 def _share(weights: Sequence[Weight], rank: int, world_size: int) -> list[Weight]:
@@ -182,15 +184,6 @@ def _share(weights: Sequence[Weight], rank: int, world_size: int) -> list[Weight
         if owner == rank:
             mine.append(number)
     return [weights[number] for number in sorted(mine)]
-
-
-def _with_own_storage(block: Tensor) -> Tensor:
-    """The same values in a storage that has nothing else: torch.save writes a view's whole storage."""
-    block = block.contiguous()
-    if block.untyped_storage().nbytes() == block.nbytes:
-        return block
-    raw = block.view(-1).view(torch.uint8).numpy()  # the storage made from it begins and ends with the block
-    return torch.from_numpy(raw).view(block.dtype).view(block.shape)
 
 
 def _item(piece: Piece) -> WriteItem:
@@ -207,7 +200,7 @@ def _item(piece: Piece) -> WriteItem:
 
 
 class _StreamWriter(ChecksummingWriter):
-    """torch's file writer with its writing replaced: torch's own keeps a whole file's tensors until it is closed."""
+    """torch's file writer, except that tensors are not kept in memory until their file is closed."""
 
     def __init__(
         self, folder: Path, planner: _Planner, max_file_bytes: int, on_written: Callable[[int], object]
@@ -219,7 +212,7 @@ class _StreamWriter(ChecksummingWriter):
         self._stopped = threading.Event()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Writes the plan's objects and weights; returns where each lies."""
+        """Writes the plan's objects and weights; returns the location of each."""
         names = _FileNames(Path(self.path), plan.storage_data.prefix)
         results = self._write_objects([item for item in plan.items if item.type is WriteItemType.BYTE_IO], names)
         queue = _Queue(self._planner.weights)
@@ -245,8 +238,8 @@ class _StreamWriter(ChecksummingWriter):
         return results
 
     def _write_files(self, queue: _Queue, names: _FileNames) -> list[WriteResult]:
-        """One thread's work: weights off the queue into a file after another, until none is left."""
-        # torch.load never looks at the archive's checksums, and making them takes as long as the copying
+        """One thread: writes weights from the queue into one file after another until the queue is empty."""
+        # torch.load ignores the archive's checksums, and computing them takes as long as the copying
         with serialization_config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
             return self._write_until_empty(queue, names)
 
@@ -260,7 +253,7 @@ class _StreamWriter(ChecksummingWriter):
                         torch.save(block, cast("IO[bytes]", stream))
                         results.append(_result(item, path, begin, stream.tell()))
                         self._on_written(block.nbytes)
-                    del block  # or it would stay in memory while the next one is read
+                    del block  # frees it before the next one is read
                     weight = queue.next() if stream.tell() < self._max_file_bytes else None
             if self._stopped.is_set():
                 break
@@ -268,14 +261,14 @@ class _StreamWriter(ChecksummingWriter):
 
 
 class _Queue:
-    """Hands out weights to threads, each once."""
+    """Queue of weights for the threads."""
 
     def __init__(self, weights: Sequence[Weight]) -> None:
         self._weights = iter(weights)
         self._lock = threading.Lock()
 
     def next(self) -> Weight | None:
-        """The next weight, None where all are taken."""
+        """The next weight, or None if all are taken."""
         with self._lock:
             return next(self._weights, None)
 
@@ -291,17 +284,17 @@ class _FileNames:
 
     @contextlib.contextmanager
     def new_file(self) -> Iterator[tuple[Path, _NewFile]]:
-        """A new path, and the file there to write to."""
+        """A new path, and the file opened there for writing."""
         with self._lock:
             self._count += 1
             path = self._folder / f"{self._prefix}{self._count - 1}.distcp"
-        with _NewFile(path) as stream, behind_torch(stream.failures):
+        with _NewFile(path) as stream, reraise_write_error(stream.failures):
             yield path, stream
         self.checksums[path.name] = stream.hasher.finish()
 
 
 class _NewFile:
-    """A file to write from its begin on, in small calls (see WRITE_BYTES)."""
+    """A file to write sequentially, in small calls (see WRITE_BYTES)."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
@@ -332,7 +325,7 @@ class _NewFile:
         return done
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Does nothing: no data is buffered."""
 
     def tell(self) -> int:
         """The bytes written so far."""

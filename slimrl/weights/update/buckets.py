@@ -1,10 +1,9 @@
-"""Packs tensors into flat byte buckets of bounded size for a weight update, and the transports that send them.
+"""Packs tensors into flat byte buckets of bounded size for a weight update; interface of the transports that send them.
 
 Every tensor is in exactly one bucket, in order and without gaps, so that a receiver finds each by its byte offset. The
 last bucket is marked as the last.
 
-`Transport` is the interface of the ways to send a bucket. A weight update runs several of them side by side; the
-failure of one does not end the others.
+A weight update may run several `Transport`s in parallel; if one fails, the others continue.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from slimrl.weights.update.engine_control import WeightSyncError
+from slimrl.weights.update.engine_fanout import WeightSyncError
 
 Unit = list[tuple[str, Tensor]]
 
@@ -47,14 +46,14 @@ class Bucket:
 
 
 class BufferAllocator(Protocol):
-    """Gives out the memory that buckets are packed into."""
+    """Allocates the memory that buckets are packed into."""
 
     def take(self, num_bytes: int) -> Tensor:
-        """A uint8 tensor of exactly `num_bytes`; the one taken before (of two in turn: before that) is given up."""
+        """A uint8 tensor of exactly `num_bytes`; invalidates the previous one (double buffer: the one before that)."""
 
 
 class ReusedBuffer:
-    """One private buffer, allocated once at the size of the largest bucket asked for so far."""
+    """One private buffer of the size of the largest bucket requested so far."""
 
     def __init__(self, device: torch.device) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
@@ -67,7 +66,7 @@ class ReusedBuffer:
 
 
 class DoubleBuffer:
-    """Two buffers used in turn, so that one can be packed while the other is still being read."""
+    """Two alternating buffers, so that one can be packed while the other is still being read."""
 
     def __init__(self, first: BufferAllocator, second: BufferAllocator) -> None:
         self._pair = (first, second)
@@ -80,7 +79,7 @@ class DoubleBuffer:
         return buffer.take(num_bytes)
 
     def rewind(self) -> None:
-        """Begins with the first again, so that the same buckets meet the same buffer: not both must be the largest."""
+        """Starts with the first buffer again, so that only one of them must grow to the largest bucket."""
         self._taken = 0
 
 
@@ -90,11 +89,11 @@ def iter_buckets(
     buffers: BufferAllocator,
     fuse_with_next: Collection[str] = (),
 ) -> Iterator[Bucket]:
-    """Buckets of at most `max_bytes`; a larger tensor travels alone in a bucket of its own size.
+    """Yields buckets of at most `max_bytes`; a larger tensor gets a bucket of its own size.
 
     A tensor named in `fuse_with_next` is in the same bucket as the one after it. A bucket is valid until the next one
-    is asked for; with two buffers in turn until the one after that is. Each yielded tensor is copied before the next is
-    asked for. Raises ValueError where `max_bytes` is not positive or there is no tensor at all.
+    is requested; with a `DoubleBuffer`, until the one after that. Each input tensor is copied before the next one is
+    requested. Raises ValueError if `max_bytes` is not positive or there is no tensor.
     """
     if max_bytes <= 0:
         raise ValueError(f"--update-weight-buffer-size is {max_bytes}: it counts bytes and must be positive")
@@ -117,21 +116,23 @@ def iter_buckets(
 
 
 def _units(named_tensors: Iterable[tuple[str, Tensor]], fuse_with_next: Collection[str]) -> Iterator[Unit]:
-    """The tensors one by one, or several where they must stay together."""
+    """The tensors one by one, or several together if they must be in one bucket."""
     unit: Unit = []
     for name, tensor in named_tensors:
         if name in fuse_with_next:
-            unit.append((name, tensor.clone()))  # it is only valid until the next one is asked for
+            unit.append((name, tensor.clone()))  # it is valid only until the next one is requested
         else:
             yield [*unit, (name, tensor)]
             unit = []
     if unit:
-        raise ValueError(f"{unit[-1][0]} must travel with the tensor after it, and there is none: the table is wrong")
+        raise ValueError(
+            f"{unit[-1][0]} must be in the same bucket as the next tensor, but it is the last: the mapping is wrong"
+        )
 
 
 def _fits(unit: Unit, start: int, capacity: int) -> bool:
     if start == 0:
-        return True  # the capacity was made for it
+        return True  # the capacity is at least the unit's size
     for _, tensor in unit:
         # a view of another dtype must start at a multiple of its item size
         if start % tensor.itemsize or start + tensor.nbytes > capacity:
@@ -141,45 +142,43 @@ def _fits(unit: Unit, start: int, capacity: int) -> bool:
 
 
 class Transport(Protocol):
-    """One way to bring buckets to some of the servers."""
+    """One way to send buckets to some of the servers."""
 
     @property
     def buffer(self) -> BufferAllocator:
-        """Where the next bucket is put together."""
+        """Memory for the next bucket."""
 
     def start(self, bucket: Bucket) -> None:
-        """Begins to send a bucket, which must stay as it is until `finish`; raises as that."""
+        """Starts sending a bucket, which must not change until `finish`; raises the same errors as `finish`."""
 
     def finish(self) -> None:
-        """Returns once every server has the bucket started last, if any is in progress.
+        """Waits until every server has the last started bucket, if any is in progress.
 
         Raises WeightSyncError naming each server that failed.
         """
 
     def release(self) -> None:
-        """Gives up what was kept for later pipeline stages of the servers: every one has read it."""
+        """Frees memory kept for the servers' later pipeline stages, after all of them have read it."""
 
     def reset(self) -> None:
-        """Gives up what a failed weight update left, so that the next can begin; never raises for a server that is
-        gone.
-        """
+        """Cleans up after a failed weight update, so that the next can start; never raises for a dead server."""
 
     def close(self) -> None:
-        """Gives up what stays open between weight updates."""
+        """Closes what stays open between weight updates."""
 
     def leave(self) -> None:
         """Leaves process groups among trainers, after `close` on all of them."""
 
 
 class TransportGroup:
-    """The transports of one weight update, each until its first failure."""
+    """The transports of one weight update; a transport is not used again after its first failure."""
 
     def __init__(self, transports: Sequence[Transport]) -> None:
         self._working = list(transports)
         self._errors: list[WeightSyncError] = []
 
     def run(self, step: Callable[[Transport], None]) -> None:
-        """`step` on each transport that has not failed yet."""
+        """Runs `step` on each transport that has not failed yet."""
         for transport in tuple(self._working):
             try:
                 step(transport)
@@ -188,6 +187,6 @@ class TransportGroup:
                 self._errors.append(error)
 
     def raise_first(self) -> None:
-        """The first failure, if there was one."""
+        """Raises the first failure, if any."""
         if self._errors:
             raise self._errors[0]

@@ -1,6 +1,6 @@
-"""Who sends to which engine: pure arithmetic on GPUs and nodes, the same on every trainer rank.
+"""Which trainer rank sends weights to which engine, computed from GPUs and nodes alike on every trainer rank.
 
-GPUs count from the trainer's first; GPU n belongs to trainer rank n where there is such a rank. An engine may be on
+GPU numbers start at the trainer's first GPU; GPU n belongs to trainer rank n if that rank exists. An engine may span
 several nodes.
 """
 
@@ -10,25 +10,27 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from slimrl.engines.backend import SGLANG
+
 if TYPE_CHECKING:
     import torch
     from torch import distributed as dist
 
 
 class RankGroups(Protocol):
-    """What a weight update asks of a training rank's place; `slimrl.megatron.parallel.ParallelState` is one."""
+    """The process groups of a training rank that a weight update uses; `megatron.parallel.ParallelState` is one."""
 
     @property
     def rank(self) -> int:
-        """Of this process among all trainers."""
+        """Global rank of this process."""
 
     @property
     def world_size(self) -> int:
-        """Number of trainers."""
+        """Number of trainer ranks."""
 
     @property
     def device(self) -> torch.device:
-        """Where its weights are."""
+        """Device of the rank's weights."""
 
     @property
     def tp_group(self) -> dist.ProcessGroup:
@@ -49,11 +51,11 @@ class RankGroups(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class EngineEndpoint:
-    """One server: its URL and its GPUs, one per rank: all tensor-parallel ranks of the first pipeline stage first.
+    """One server: its URL and its GPUs, one per rank, with the tensor-parallel ranks of the first pipeline stage first.
 
-    `nodes` has the node of each GPU, by any name; left out, all engines are on one machine. `tensor_parallel_size`
-    left out is the number of GPUs. `life` counts how often another server took this place, maybe at the same URL.
-    `key` is what it asks for in every call.
+    `nodes` has the name of each GPU's node; without it, all engines are on one machine. `tensor_parallel_size` defaults
+    to the number of GPUs. `life` counts the server's restarts, possibly at the same URL. `key` is its API key, `engine`
+    its row in `engines.backend`.
     """
 
     url: str
@@ -62,6 +64,7 @@ class EngineEndpoint:
     tensor_parallel_size: int | None = None
     life: int = 0
     key: str | None = dataclasses.field(default=None, repr=False)
+    engine: str = SGLANG
 
     @property
     def node_of(self) -> dict[int, str]:
@@ -70,20 +73,21 @@ class EngineEndpoint:
 
     @property
     def tensor_parallel(self) -> int:
-        """Ranks that divide each tensor among them."""
+        """Number of ranks that shard each tensor."""
         return self.tensor_parallel_size or len(self.gpus)
 
     @property
     def has_stages(self) -> bool:
-        """Whether the engine's layers are divided into pipeline stages."""
+        """Whether the engine has pipeline stages."""
         return self.tensor_parallel < len(self.gpus)
 
 
 @dataclasses.dataclass(frozen=True)
 class SenderMap:
-    """`sharing` has, by number of the engine, the trainer rank that shares its memory with each rank of the engine.
+    """Which trainer ranks send to each engine, by index of the engine.
 
-    `remote` are the engines that share none.
+    `sharing` has, for each rank of an engine, the trainer rank that shares its memory with it. `remote` are the engines
+    without shared memory.
     """
 
     sharing: dict[int, tuple[int, ...]]
@@ -91,24 +95,25 @@ class SenderMap:
 
     @property
     def senders(self) -> set[int]:
-        """Every trainer rank that sends to some engine."""
+        """All trainer ranks that send to an engine."""
         ranks = {rank for senders in self.sharing.values() for rank in senders}
         return ranks | ({0} if self.remote else set())
 
 
-def split_roles(engines: Sequence[EngineEndpoint]) -> SenderMap:
-    """No engine shares a GPU with the trainer: rank 0 sends to all. Raises ValueError as `check_without_stages`."""
+def split_senders(engines: Sequence[EngineEndpoint]) -> SenderMap:
+    """Senders if no engine shares a GPU with the trainer: rank 0 sends to all. Raises as `check_without_stages`."""
     check_without_stages(engines)
     return SenderMap({}, tuple(range(len(engines))))
 
 
-def colocated_roles(engines: Sequence[EngineEndpoint], world_size: int, *, host_memory: bool) -> SenderMap:
-    """Who sends where GPUs are shared.
+def colocated_senders(engines: Sequence[EngineEndpoint], world_size: int, *, host_memory: bool) -> SenderMap:
+    """Senders if the trainer and the engines share GPUs.
 
-    Host memory of one rank can be opened by every process of its node: on each of an engine's nodes its first trainer
-    rank serves all of the engine's ranks there, and rank 0 those on its node that have no trainer. Device memory is
-    opened on its own GPU only: each GPU's rank serves that GPU. An engine with a rank that nobody can serve so counts
-    as remote. Raises ValueError where that is an engine with pipeline stages, or one on the GPU of rank 0.
+    Every process of a node can open the host memory of one rank: on each node of an engine, the engine's first trainer
+    rank there sends to all of its ranks, and rank 0 sends to the ranks on its own node that have no trainer. Device
+    memory can be opened on its own GPU only: each GPU's trainer rank sends to that GPU. An engine with a rank that no
+    trainer rank can reach this way is remote. Raises ValueError for a remote engine with pipeline stages, or on the GPU
+    of rank 0.
     """
     sharing: dict[int, tuple[int, ...]] = {}
     remote: list[int] = []
@@ -130,7 +135,7 @@ def colocated_roles(engines: Sequence[EngineEndpoint], world_size: int, *, host_
 
 
 def _on_node(engines: Sequence[EngineEndpoint], engine: EngineEndpoint, world_size: int) -> list[int | None]:
-    """For each GPU of the engine a trainer rank on the same node, None where there is none."""
+    """For each GPU of the engine a trainer rank on the same node, or None."""
     ranks: dict[str, int] = {}
     for gpu, node in engine.node_of.items():
         if gpu < world_size:
@@ -142,10 +147,10 @@ def _on_node(engines: Sequence[EngineEndpoint], engine: EngineEndpoint, world_si
 
 
 def check_without_stages(engines: Sequence[EngineEndpoint]) -> None:
-    """Raises ValueError for an engine with pipeline stages, to which weights go through shared memory only.
+    """Raises ValueError for an engine with pipeline stages, which can receive weights through shared memory only.
 
-    SGLang 0.5.20 gives the ranks of every stage the same places in a broadcast, and answers when the first stage has
-    read a file that later ones are still to read.
+    SGLang 0.5.20 assigns the ranks of every stage the same ranks in a broadcast, and acknowledges a file when the first
+    stage has read it and later stages have not.
     """
     for engine in engines:
         if engine.has_stages:
@@ -155,10 +160,10 @@ def check_without_stages(engines: Sequence[EngineEndpoint]) -> None:
             )
 
 
-def partners(rank: int, groups: Sequence[Sequence[int]]) -> set[int]:
-    """The ranks that must export weights together with `rank`: all that some chain of `groups` links to it.
+def export_ranks(rank: int, groups: Sequence[Sequence[int]]) -> set[int]:
+    """The ranks that must export weights together with `rank`: all that are linked to it by a chain of `groups`.
 
-    `groups` are those that divide the model, of every rank: tensor, pipeline, expert and expert tensor parallel.
+    `groups` are the tensor, pipeline, expert and expert tensor parallel groups of every rank.
     """
     found: set[int] = set()
     reached = {rank}

@@ -1,8 +1,8 @@
-"""Weights to servers through files: one Hugging Face folder per weight update on storage that both sides see.
+"""Weight transport through files: one Hugging Face folder per weight update, on storage that both sides can access.
 
-Trainer rank 0 writes; a function of the user's may then see the files on every rank; servers read the finished folder,
-which is removed once all have. Several runs may share `--update-weight-disk-dir`: each writes into a folder of its own
-there, which goes with the run.
+Trainer rank 0 writes the folder; a custom function may then run on it on every rank; the servers read it, and it is
+removed. Several runs may share `--update-weight-disk-dir`: each writes into its own subfolder, which it removes at its
+end.
 """
 
 from __future__ import annotations
@@ -13,41 +13,39 @@ import socket
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
+from slimrl.engines.server_protocol import WeightControl
 from slimrl.hooks import HookFailedError, UpdateWeightPostWrite, named
+from slimrl.hooks.base import RunArguments
 from slimrl.platform.collective_errors import RankSync
 from slimrl.weights.safetensors_writer import INDEX_NAME, Shard, ShardWriter, TensorSpec, index_text, shard_of
 from slimrl.weights.update.buckets import Bucket, ReusedBuffer
-from slimrl.weights.update.engine_control import ServerControl, WeightSyncError, on_all
+from slimrl.weights.update.engine_fanout import WeightSyncError, call_all
 from slimrl.weights.update.topology import EngineEndpoint
-
-if TYPE_CHECKING:
-    from slimrl.arguments import Arguments
 
 
 class DiskTransport:
-    """Writes buckets into `<folder>/slimrl-<machine>-<process>-<random>/weight_v000001`, a file each.
+    """Writes one file per bucket into `<folder>/slimrl-<machine>-<process>-<random>/weight_v000001`.
 
-    `begin` names the version, `start` writes, `deliver` has the servers load.
+    `begin` sets the version, `start` writes a bucket, `deliver` makes the servers load the folder.
     """
 
-    def __init__(self, servers: list[ServerControl], folder: Path, device: torch.device) -> None:
+    def __init__(self, servers: list[WeightControl], folder: Path, device: torch.device) -> None:
         self.buffer = ReusedBuffer(device)
         self._servers = servers
-        # the name says whose folder it is, to whoever finds one that a killed run left
+        # the name identifies the process, in case a killed run leaves the folder behind
         self._own = Path(folder) / f"slimrl-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._written: list[Shard] = []
         self.folder = self._own / "weights"
 
     def begin(self, version: str) -> None:
-        """The next weight update writes into a folder of its own."""
+        """Sets the folder of the next weight update."""
         self.folder = self._own / f"weight_v{version:0>6}"
 
     def start(self, bucket: Bucket) -> None:
-        """Writes a bucket; raises OSError where the folder cannot be written."""
+        """Writes a bucket; raises OSError if the folder cannot be written."""
         folder = self.folder
         folder.mkdir(parents=True, exist_ok=True)
         shard = shard_of(
@@ -62,9 +60,9 @@ class DiskTransport:
             (folder / INDEX_NAME).write_text(index_text(self._written), encoding="utf-8")
 
     def deliver(self) -> None:
-        """Returns once every server has loaded the folder, which is gone then. Raises WeightSyncError naming others."""
+        """Makes every server load the folder, then removes it. Raises WeightSyncError naming failed servers."""
         folder = self.folder
-        on_all(
+        call_all(
             self._servers,
             lambda server: server.update_weights_from_disk(str(folder), weight_version=None, flush_cache=False),
             f"loading weights from {folder}",
@@ -73,10 +71,10 @@ class DiskTransport:
         self._written = []
 
     def finish(self) -> None:
-        """Nothing is in progress: `start` returns when the bucket is written."""
+        """Does nothing: `start` returns when the bucket is written."""
 
     def release(self) -> None:
-        """Nothing is kept: servers with pipeline stages are not sent to in this way."""
+        """Does nothing: servers with pipeline stages do not use this transport."""
 
     def reset(self) -> None:
         """Removes the files of a weight update that failed."""
@@ -88,13 +86,13 @@ class DiskTransport:
         self.reset()
 
     def leave(self) -> None:
-        """Nothing: there are no groups."""
+        """Does nothing: there are no process groups."""
 
 
 class Delivery:
-    """What is between the last written file and the servers that read it, on every trainer rank.
+    """The collective steps between the last written file and the servers' load, on every trainer rank.
 
-    `transport` is that of the lead, None on the others; `post_write` is called with the folder on each.
+    `transport` is that of rank 0, None on the others; `post_write` is called with the folder on each rank.
     """
 
     def __init__(
@@ -105,15 +103,15 @@ class Delivery:
         self._post_write = post_write
 
     def begin(self, version: str) -> None:
-        """Before the first bucket of an attempt."""
+        """Called before the first bucket of an attempt."""
         if self._transport is not None:
             self._transport.begin(version)
 
     def finish(self) -> None:
-        """After the last; collective. Raises WeightSyncError on every rank, for a function that failed finally."""
+        """Called after the last bucket; collective. Raises WeightSyncError on every rank; a failed hook is final."""
         if self._post_write is not None:
             folder = self._ranks.run_on_rank_zero(lambda: str(self._lead.folder))
-            self._ranks.run_on_all_ranks(lambda: self._shown(Path(folder)))
+            self._ranks.run_on_all_ranks(lambda: self._call_post_write(Path(folder)))
         self._ranks.run_on_rank_zero(lambda: self._lead.deliver())
 
     @property
@@ -121,7 +119,7 @@ class Delivery:
         assert self._transport is not None
         return self._transport
 
-    def _shown(self, folder: Path) -> None:
+    def _call_post_write(self, folder: Path) -> None:
         try:
             if self._post_write is not None:
                 self._post_write(folder)
@@ -129,10 +127,11 @@ class Delivery:
             raise WeightSyncError(str(error), final=True) from error
 
 
-def post_write(args: Arguments, engines: Sequence[EngineEndpoint]) -> Callable[[Path], None] | None:
-    """What `--custom-update-weight-post-write-path` asks for."""
-    path = args.custom_update_weight_post_write_path
+def post_write(
+    path: str | None, engines: Sequence[EngineEndpoint], *, hook_args: RunArguments
+) -> Callable[[Path], None] | None:
+    """The function of `--custom-update-weight-post-write-path`, if any; `hook_args` is its first argument."""
     if path is None:
         return None
     function = named("--custom-update-weight-post-write-path", path, UpdateWeightPostWrite)
-    return lambda folder: function(args, folder, list(engines))
+    return lambda folder: function(hook_args, folder, list(engines))

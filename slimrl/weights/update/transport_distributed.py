@@ -1,10 +1,10 @@
 """Weight transport to servers on other GPUs: trainer rank 0 broadcasts buckets to every engine rank.
 
-The trainer is rank 0 of the group, the servers' ranks follow. A server that rejects a bucket instead of receiving it is
-an error within the time limit, which names the server.
+The trainer is rank 0 of the group, followed by the servers' ranks. If a server rejects a bucket, the transport raises
+an error that names the server, within the time limit.
 
-`listening_store` is a torch TCPStore that listens on one address only; torch itself would listen on all of them. It is
-for process groups across processes that share no folder.
+`listening_store` is a torch TCPStore that listens on one address only, whereas torch's own listens on all addresses. It
+is for process groups whose processes share no folder.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from torch.distributed.distributed_c10d import (
     _world,
 )
 
+from slimrl.engines.server_protocol import WeightControl
 from slimrl.weights.update.buckets import Bucket, DoubleBuffer, ReusedBuffer
-from slimrl.weights.update.engine_control import ServerControl, WeightSyncError, on_all, results
+from slimrl.weights.update.engine_fanout import WeightSyncError, call_all, collect_results
 
 BACKLOG = 2048
 
@@ -38,7 +39,7 @@ BACKLOG = 2048
 def listening_store(
     host: str, timeout: datetime.timedelta, *, world_size: int | None = None, port: int = 0
 ) -> TCPStore:
-    """The store's server and its first client, on `host` and a free port (or `port`); it does not wait for others."""
+    """A TCPStore server and its first client on `host` and a free port (or `port`); does not wait for more clients."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind, protocol) as listener:
         listener.bind(address)
@@ -64,17 +65,17 @@ WHAT = "updating weights from a broadcast"
 
 @dataclasses.dataclass(frozen=True)
 class _Flight:
-    """A bucket in progress: our broadcast, once it has begun, and each server's answer."""
+    """A bucket in flight: the trainer's broadcast, and each server's response."""
 
     work: Future[dist.Work]
     answers: list[Future[None]]
 
 
 class DistributedTransport:
-    """The sending end, on trainer rank 0. The group is opened by the first `start` and used until `close`."""
+    """The sender, on trainer rank 0. The first `start` opens the process group, which is used until `close`."""
 
     def __init__(
-        self, servers: list[ServerControl], engine_sizes: list[int], device: torch.device, timeout_s: float
+        self, servers: list[WeightControl], engine_sizes: list[int], device: torch.device, timeout_s: float
     ) -> None:
         """`engine_sizes` are the tensor-parallel sizes of the servers, in their order."""
         self.buffer = DoubleBuffer(ReusedBuffer(device), ReusedBuffer(device))
@@ -88,68 +89,70 @@ class DistributedTransport:
         self._pool = self._new_pool()
 
     def _new_pool(self) -> ThreadPoolExecutor:
-        """Room for every server's answer, our broadcast, and leaving the group."""
+        """One thread for each server's response, one for the broadcast, and one for leaving the group."""
         return ThreadPoolExecutor(max_workers=len(self._servers) + 2, thread_name_prefix="weight-broadcast")
 
     def start(self, bucket: Bucket) -> None:
-        """Begins the broadcast. Raises WeightSyncError naming a server that does not join the group."""
+        """Starts the broadcast. Raises WeightSyncError naming a server that does not join the group."""
         if self._group is None:
-            # a name of its own each time: a server may still hold a group that a failed weight update left
+            # a new name each time: a server may still have the group of a failed weight update
             self._group_name = f"slimrl-{uuid.uuid4().hex[:12]}"
             self._group = self._connect()
         answers = [self._pool.submit(self._receive, server, bucket) for server in self._servers]
-        # In a thread: the first one makes NCCL's communicator, and that waits, without a limit, for every server. One
-        # that refuses the bucket never comes.
+        # In a thread: the first broadcast creates NCCL's communicator, which waits for every server without a time
+        # limit, and a server that rejects the bucket never joins.
         self._flight = _Flight(self._pool.submit(self._broadcast, self._group, bucket.flat), answers)
 
     def finish(self) -> None:
-        """Returns once every server has loaded the bucket started last.
+        """Waits until every server has loaded the last started bucket.
 
-        Raises WeightSyncError naming the server that refused it, or the time limit.
+        Raises WeightSyncError naming the server that rejected it, or the time limit.
         """
         if self._flight is None:
             return
         self._wait(self._flight)
-        results(self._servers, self._flight.answers, WHAT)
+        collect_results(self._servers, self._flight.answers, WHAT)
         self._flight = None
 
     def release(self) -> None:
-        """Nothing is kept: servers with pipeline stages are not sent to in this way."""
+        """Keeps no memory for later stages, because servers with pipeline stages do not use this transport."""
         self.buffer.rewind()
 
     def reset(self) -> None:
-        """Leaves the group after a failure, with whatever is still pending on it; the next `start` opens another."""
+        """Leaves the group, aborting pending broadcasts; the next `start` opens a new one."""
         failed, self._flight = self._flight is not None, None
         if self._group is None:
             return
         group, self._group = self._group, None
         if failed and self._backend == "nccl":
-            # ends our pending broadcast, which would else hold the device, and this process, for ever
+            # aborts the pending broadcast, which would otherwise block the device and this process forever
             _abort_process_group(group)
-            # one that has not begun, because the communicator is still being made, keeps its thread
+            # a broadcast that still waits for its communicator keeps its thread, so the pool is replaced
             self._pool.shutdown(wait=False)
             self._pool = self._new_pool()
         leaving = self._pool.submit(
-            on_all,
+            call_all,
             self._servers,
             lambda server: server.destroy_weights_update_group(self._group_name, timeout_s=LEAVE_TIMEOUT_S),
             "leaving the weight update group",
         )
         if self._backend == "nccl" and not failed:
-            dist.destroy_process_group(group)  # beside the servers: each end of a communicator waits for the others
+            dist.destroy_process_group(
+                group
+            )  # together with the servers: each end of a communicator waits for the others
         with contextlib.suppress(WeightSyncError):
             leaving.result()
         if self._backend != "nccl":
-            # after the servers: their leaving ends what is pending here on gloo, which has no abort of its own
+            # after the servers: gloo has no abort, and pending operations here end when the servers leave
             dist.destroy_process_group(group)
 
     def close(self) -> None:
-        """Leaves the group; servers that are gone already are passed over."""
+        """Leaves the group; ignores servers that are already dead."""
         self.reset()
-        self._pool.shutdown(wait=False)  # a call to a server that hangs ends with its own time limit
+        self._pool.shutdown(wait=False)  # a call to a hung server ends with its own time limit
 
     def leave(self) -> None:
-        """Nothing: the group with the servers was left by `close`."""
+        """Does nothing: `close` left the group with the servers."""
 
     @staticmethod
     def _broadcast(group: dist.ProcessGroup, flat: torch.Tensor) -> dist.Work:
@@ -157,10 +160,10 @@ class DistributedTransport:
         options.rootRank = 0
         if flat.device.type != "cuda":
             return group.broadcast([flat], options)
-        with torch.cuda.device(flat.device):  # threads have current devices of their own
+        with torch.cuda.device(flat.device):  # the current device is per thread
             return group.broadcast([flat], options)
 
-    def _receive(self, server: ServerControl, bucket: Bucket) -> None:
+    def _receive(self, server: WeightControl, bucket: Bucket) -> None:
         server.update_weights_from_distributed(
             names=[entry.name for entry in bucket.entries],
             dtypes=[str(entry.dtype).removeprefix("torch.") for entry in bucket.entries],
@@ -172,7 +175,7 @@ class DistributedTransport:
         )
 
     def _wait(self, flight: _Flight) -> None:
-        """Waits for the broadcast, unless a server fails meanwhile: it would never arrive."""
+        """Waits for the broadcast; stops if a server fails meanwhile, because the broadcast would never complete."""
         deadline = time.monotonic() + self._timeout_s
         while not _completed(flight.work):
             if any(answer.done() and answer.exception() is not None for answer in flight.answers):
@@ -181,31 +184,31 @@ class DistributedTransport:
                 waiting = [s.url for s, f in zip(self._servers, flight.answers, strict=True) if not f.done()]
                 raise WeightSyncError(
                     f"the broadcast of weights to {', '.join(waiting)} took more than {self._timeout_s:g} s:"
-                    " look into the logs of those servers",
+                    " look at the logs of those servers",
                     final=True,
                 )
             time.sleep(POLL_INTERVAL_S)
         try:
             flight.work.result().wait()
-        except RuntimeError as error:  # the connection to a server broke, and the error does not say to which
+        except RuntimeError as error:  # the connection to a server broke; the error does not name the server
             self._raise_failed(flight)
-            raise WeightSyncError(f"{WHAT} failed here: {error}") from error
+            raise WeightSyncError(f"{WHAT} failed on the trainer: {error}") from error
 
     def _raise_failed(self, flight: _Flight) -> None:
-        """Raises WeightSyncError naming the servers that have failed by now; returns where none has."""
-        wait(flight.answers, FAILURE_GRACE_S)  # others may be about to fail for the same reason
+        """Raises WeightSyncError naming the servers that have failed so far, if any."""
+        wait(flight.answers, FAILURE_GRACE_S)  # other servers may be about to fail for the same reason
         done = [(s, f) for s, f in zip(self._servers, flight.answers, strict=True) if f.done()]
-        results([s for s, _ in done], [f for _, f in done], WHAT)
+        collect_results([s for s, _ in done], [f for _, f in done], WHAT)
 
     def _connect(self) -> dist.ProcessGroup:
-        """Opens the store, has every server join, and joins as rank 0."""
+        """Opens the store, makes every server join, and joins as rank 0."""
         world_size = 1 + sum(self._engine_sizes)
         address = own_address([server.url for server in self._servers])
         timeout = datetime.timedelta(seconds=self._timeout_s)
         store = listening_store(address, timeout, world_size=world_size)
         offsets = {server.url: 1 + sum(self._engine_sizes[:index]) for index, server in enumerate(self._servers)}
         joining = self._pool.submit(
-            on_all,
+            call_all,
             self._servers,
             lambda server: server.init_weights_update_group(
                 master_address=address,
@@ -220,24 +223,24 @@ class DistributedTransport:
         try:
             group = join_group(store, self._backend, self._group_name, rank=0, world_size=world_size, timeout=timeout)
         except dist.DistError as error:
-            joining.result()  # a server's refusal says more than our own time-out
-            raise WeightSyncError(f"joining the weight update group failed here: {error}") from error
+            joining.result()  # a server's error is more informative than the trainer's time-out
+            raise WeightSyncError(f"joining the weight update group failed on the trainer: {error}") from error
         joining.result()
         return group
 
 
 def _completed(work: Future[dist.Work]) -> bool:
-    """Whether a broadcast has ended, or failed to begin."""
+    """Whether a broadcast has completed, or failed to start."""
     return work.done() and (work.exception() is not None or work.result().is_completed())
 
 
 def join_group(
     store: Store, backend: str, name: str, *, rank: int, world_size: int, timeout: datetime.timedelta
 ) -> dist.ProcessGroup:
-    """A process group next to the default one, over ranks that are not all in the default one.
+    """A process group besides the default one, with ranks that are not all in the default one.
 
-    torch has no public call for it. The far end reaches the same keys because both put the group's name
-    before them and leave the rest to the same torch function.
+    torch has no public function for it. Both ends use the same store keys, because both prefix them with the group's
+    name and call the same torch function.
     """
     group: dist.ProcessGroup
     group, _ = _new_process_group_helper(
@@ -254,15 +257,15 @@ def join_group(
 
 
 def own_address(urls: list[str]) -> str:
-    """This machine's address as the servers see it: the one it would speak to them from.
+    """This machine's address for the servers: the source address of connections to them.
 
-    The loopback address only where all of them are reached by it.
+    The loopback address only if all servers are reached through it.
     """
     addresses: list[str] = []
     for url in urls:
         parts = urlsplit(url)
         family, kind, protocol, _, target = socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
-            probe.connect(target)  # a datagram socket only chooses its route; nothing is sent
+            probe.connect(target)  # a datagram socket only selects its route; nothing is sent
             addresses.append(probe.getsockname()[0])
     return next((address for address in addresses if not address.startswith("127.") and address != "::1"), addresses[0])

@@ -1,13 +1,13 @@
-"""Weight transport to servers on the same GPUs: buckets in shared memory, references to them by HTTP.
+"""Weight transport to servers on the same GPUs: buckets in shared memory, references to them over HTTP.
 
-On CUDA a bucket is a device allocation, opened by an IPC handle with the GPU's UUID, since sender and receiver may
-number GPUs differently. On the CPU it is an anonymous file opened through /proc, which is gone with its last user, even
-after SIGKILL. It gets pages of 2 MiB, asked for explicitly (Linux 6.1 and later): mapping pages of 4 KiB again for each
+On CUDA a bucket is a device allocation, opened by an IPC handle with the GPU's UUID, because sender and receiver may
+number GPUs differently. On the CPU it is an anonymous file opened through /proc, which disappears with its last user,
+even after SIGKILL. It explicitly requests pages of 2 MiB (Linux 6.1 and later): mapping 4 KiB pages again for each
 bucket was measured at 6 GB/s instead of 16.
 
-On CUDA an engine rank gets the reference of the trainer rank on the same GPU, on the CPU that of one on its node. The
-trainer rank of an engine's first rank talks to its server. A server that answers has read the bucket, except for later
-pipeline stages: for those the memory is kept until `release`.
+On CUDA an engine rank gets the reference of the trainer rank on the same GPU, on the CPU that of a trainer rank on its
+node. The trainer rank of an engine's first rank calls the server. The server responds when it has read the bucket,
+except for later pipeline stages: the memory is kept for them until `release`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing import reductions
 
+from slimrl.engines.server_protocol import WeightControl
 from slimrl.weights.update.buckets import Bucket, Entry
-from slimrl.weights.update.engine_control import ServerControl, WeightSyncError, results
+from slimrl.weights.update.engine_fanout import WeightSyncError, collect_results
 
 LARGE = 2 * 1024**2
 _MADV_COLLAPSE = 25
@@ -40,10 +41,10 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 def collapse(descriptor: int, begin: int) -> int:
-    """Collapses what has been written of the file from byte `begin` on, in whole large pages; returns their end.
+    """Collapses the file's written bytes from `begin` on into whole huge pages; returns the end of these pages.
 
-    The file must have been written from its start without gaps, and nobody may be reading. Content stays as it is, also
-    where the kernel has no large pages to give: then the file merely keeps its small ones.
+    The file must have been written from its start without gaps, and no process may be reading it. The content is
+    unchanged; if the kernel has no free huge pages, the file keeps its small ones.
     """
     end = os.fstat(descriptor).st_blocks * 512 // LARGE * LARGE
     if end <= begin:
@@ -53,7 +54,7 @@ def collapse(descriptor: int, begin: int) -> int:
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    # a mapping at a multiple of the large page: reserved with room to spare, then laid into that
+    # a mapping aligned to the huge page size: reserve a larger range, then map inside it
     reserved = libc.mmap(None, end - begin + LARGE, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
     if reserved == _FAILED:
         return end
@@ -65,14 +66,14 @@ def collapse(descriptor: int, begin: int) -> int:
     return end
 
 
-_DEVICE_ARGUMENT = 6  # place of the device number in what `reduce_tensor` returns for a CUDA tensor
+_DEVICE_ARGUMENT = 6  # index of the device number in the arguments that `reduce_tensor` returns for a CUDA tensor
 
-# a function and its arguments: called in a process on the same machine, it opens the memory
+# a function and its arguments; calling it in a process on the same machine opens the memory
 Reference = tuple[Callable[..., Tensor], tuple[Any, ...]]
 
 
 class _Call:
-    """Unpickles as the result of a function call; the class itself never reaches the receiver."""
+    """Unpickles as the result of a function call; the receiver does not need this class."""
 
     def __init__(self, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
         self._call = (function, tuple(arguments))
@@ -88,20 +89,20 @@ class SharedBuffer(Protocol):
         """See `BufferAllocator.take`."""
 
     def reference(self) -> Reference:
-        """How another process opens the buffer taken last."""
+        """Reference with which another process opens the buffer taken last."""
 
     def release(self) -> None:
-        """Gives up what was kept for receivers that may read late: now all have read."""
+        """Frees memory kept for slow receivers, after all of them have read it."""
 
     def close(self) -> None:
-        """Gives the memory up."""
+        """Frees the memory."""
 
 
 class HostSharedBuffer:
-    """One anonymous file in host memory, used again for every bucket that fits.
+    """One anonymous file in host memory, reused for every bucket that fits.
 
-    With `keep` every bucket has a file of its own, kept until `release`: the whole model's bytes during a weight
-    update. What is used again gets large pages.
+    With `keep` every bucket has its own file, kept until `release`: the whole model's bytes during a weight update.
+    A reused file gets huge pages.
     """
 
     def __init__(self, *, keep: bool = False) -> None:
@@ -117,7 +118,7 @@ class HostSharedBuffer:
             self._kept.append(self._descriptor)
             self._descriptor = None
         if self._descriptor is None or self._buffer.numel() < num_bytes:
-            self._forget()
+            self._free()
             self._descriptor = os.memfd_create("slimrl-weights", os.MFD_CLOEXEC)
             os.ftruncate(self._descriptor, num_bytes)
             self._buffer = torch.from_file(self._path(), shared=True, size=num_bytes, dtype=torch.uint8)
@@ -136,14 +137,14 @@ class HostSharedBuffer:
         while self._kept:
             os.close(self._kept.pop())
         if self._keep:
-            self._forget()
+            self._free()
 
     def close(self) -> None:
         """See `SharedBuffer.close`."""
         self.release()
-        self._forget()
+        self._free()
 
-    def _forget(self) -> None:
+    def _free(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
         if self._descriptor is not None:
             os.close(self._descriptor)
@@ -154,7 +155,7 @@ class HostSharedBuffer:
 
 
 class SharedDoubleBuffer:
-    """Two shared buffers used in turn, so that one can be packed while receivers read the other."""
+    """Two alternating shared buffers, so that one can be packed while receivers read the other."""
 
     def __init__(self, first: SharedBuffer, second: SharedBuffer) -> None:
         self._pair = (first, second)
@@ -170,7 +171,7 @@ class SharedDoubleBuffer:
         return self._last.reference()
 
     def release(self) -> None:
-        """See `SharedBuffer.release`; the first is next again, so that the same buckets meet the same buffer."""
+        """See `SharedBuffer.release`; starts with the first again, so that only one must grow to the largest bucket."""
         for buffer in self._pair:
             buffer.release()
         self._last = self._pair[1]
@@ -182,10 +183,10 @@ class SharedDoubleBuffer:
 
 
 class CudaSharedBuffer:
-    """A fresh device allocation per bucket: an IPC handle may be opened only once by each receiver.
+    """A new device allocation per bucket, because each receiver may open an IPC handle only once.
 
-    The caching allocator gives the same memory again once the receiver has let go of it: one bucket's worth is taken
-    beyond those in use where receivers have read when they answer, and what is right where they read later.
+    The caching allocator reuses the memory once the receiver has closed it: this takes one extra bucket if receivers
+    respond after reading, and as many as needed if they read later.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -206,7 +207,7 @@ class CudaSharedBuffer:
         return function, tuple(named)
 
     def release(self) -> None:
-        """See `SharedBuffer.release`; torch itself keeps what others have open, training can have the rest."""
+        """See `SharedBuffer.release`; torch keeps allocations that other processes have open and frees the rest."""
         self.close()
 
     def close(self) -> None:
@@ -218,9 +219,9 @@ class CudaSharedBuffer:
 def serialize(bucket: Bucket, references: Sequence[Reference]) -> str:
     """The bucket as SGLang's "flattened_bucket" payload: a pickle in base64 that holds references, no weights.
 
-    With several references, which must call the same function, each receiver opens that of its rank in its own
-    torch.distributed world. Made of classes from torch and the standard library only, which the server's unpickler
-    admits.
+    With several references, which must call the same function, each receiver opens the one of its rank in its own
+    torch.distributed world. The pickle uses only classes of torch and the standard library, which the server's
+    unpickler allows.
     """
     payload = {
         "flattened_tensor": _Call(*references[0]) if len(references) == 1 else _of_own_rank(references),
@@ -230,7 +231,7 @@ def serialize(bucket: Bucket, references: Sequence[Reference]) -> str:
 
 
 def _of_own_rank(references: Sequence[Reference]) -> _Call:
-    """Unpickles as the receiver's own reference, opened; the others stay arguments, because opening them would fail."""
+    """Unpickles as the opened reference of the receiver's rank; the others are not opened, because that would fail."""
     function = references[0][0]
     arguments = [arguments for _, arguments in references]
     from_own_rank = _Call(itertools.islice, (arguments, _Call(dist.get_rank, ()), None))
@@ -244,7 +245,7 @@ def _metadata(entry: Entry) -> types.SimpleNamespace:
         dtype=entry.dtype,
         start_idx=entry.start,
         end_idx=entry.end,
-        numel=entry.end - entry.start,  # counted in bytes, as the flat tensor is
+        numel=entry.end - entry.start,  # in bytes: the flat tensor is uint8
     )
 
 
@@ -253,19 +254,19 @@ LOAD_FORMAT = "flattened_bucket"
 
 @dataclasses.dataclass(frozen=True)
 class EngineLink:
-    """One engine and, for each of its ranks, the trainer rank that supplies its memory.
+    """One engine and, for each of its ranks, the trainer rank that sends to it.
 
-    `group` is a gloo group of the suppliers, None where there is only one.
+    `group` is a gloo group of the senders, None if there is only one.
     """
 
-    server: ServerControl
+    server: WeightControl
     tensor_parallel_size: int
     senders: tuple[int, ...]
     group: dist.ProcessGroup | None
 
     @property
     def leader(self) -> int:
-        """The trainer rank that speaks to the server."""
+        """The trainer rank that calls the server."""
         return self.senders[0]
 
     @property
@@ -274,19 +275,19 @@ class EngineLink:
         return len(self.senders) > self.tensor_parallel_size
 
     def payloads(self, bucket: Bucket, own: Reference) -> list[str] | None:
-        """One payload per tensor-parallel rank on the leader, None on the others; collective over the suppliers."""
+        """One payload per tensor-parallel rank on the leader, None on the others; collective over the senders."""
         references = self._references(own)
         if references is None:
             return None
-        of_ranks = [references[rank] for rank in self.senders]
+        by_engine_rank = [references[rank] for rank in self.senders]
         size = self.tensor_parallel_size
         if self.has_stages and len(references) > 1:
-            # SGLang gives every stage the same payloads: each rank finds its own reference among all of them
-            return [serialize(bucket, of_ranks)] * size
-        return [serialize(bucket, [reference]) for reference in of_ranks[:size]]
+            # SGLang passes the same payloads to every stage: each rank selects its own reference from all of them
+            return [serialize(bucket, by_engine_rank)] * size
+        return [serialize(bucket, [reference]) for reference in by_engine_rank[:size]]
 
     def _references(self, own: Reference) -> dict[int, Reference] | None:
-        """By trainer rank, on the leader."""
+        """References by trainer rank, on the leader; None on other ranks."""
         if self.group is None:
             return {self.leader: own}
         members = sorted(set(self.senders))
@@ -295,7 +296,7 @@ class EngineLink:
         return None if gathered is None else dict(zip(members, gathered, strict=True))
 
     def share_error(self, error: WeightSyncError | None) -> WeightSyncError | None:
-        """The leader's error on every supplier; returns only once all of them have come here."""
+        """Returns the leader's error on every sender, once all of them have called this."""
         if self.group is None:
             return error
         box = [None if error is None else (str(error), error.final)]
@@ -304,12 +305,12 @@ class EngineLink:
 
 
 class TensorTransport:
-    """Sends buckets to the engines that this rank supplies; the buckets must be packed into `buffer`."""
+    """Sends buckets to the engines of this rank's links; the buckets must be packed into `buffer`."""
 
     def __init__(self, links: list[EngineLink], device: torch.device) -> None:
         self._links = links
         self._pool = ThreadPoolExecutor(max_workers=len(links), thread_name_prefix="weight-references")
-        self._calls: list[tuple[ServerControl, Future[None]]] | None = None
+        self._calls: list[tuple[WeightControl, Future[None]]] | None = None
         keep = any(link.has_stages for link in links)
 
         def make() -> SharedBuffer:
@@ -318,7 +319,7 @@ class TensorTransport:
         self.buffer: SharedBuffer = SharedDoubleBuffer(make(), make())
 
     def start(self, bucket: Bucket) -> None:
-        """Tells every engine of this rank where the bucket is; collective over the suppliers of each engine."""
+        """Sends every engine of this rank a reference to the bucket; collective over the senders of each engine."""
         self._calls = []
         for link in self._links:
             payloads = link.payloads(bucket, self.buffer.reference())
@@ -326,17 +327,17 @@ class TensorTransport:
                 self._calls.append((link.server, self._pool.submit(_load, link.server, payloads)))
 
     def finish(self) -> None:
-        """Returns once every engine of this rank has copied the bucket started last.
+        """Waits until every engine of this rank has copied the last started bucket.
 
-        Of an engine with pipeline stages the first has. Collective over the suppliers of each engine. Raises
-        WeightSyncError, on all of them, naming the server.
+        For an engine with pipeline stages, waits for the first stage only. Collective over the senders of each engine.
+        Raises WeightSyncError, on all of them, naming the server.
         """
         if self._calls is None:
             return
         calls, self._calls = self._calls, None
         error: WeightSyncError | None = None
         try:
-            results([s for s, _ in calls], [call for _, call in calls], "updating weights from shared tensors")
+            collect_results([s for s, _ in calls], [call for _, call in calls], "updating weights from shared tensors")
         except WeightSyncError as failed:
             error = failed
         errors = [link.share_error(error) for link in self._links]
@@ -345,24 +346,24 @@ class TensorTransport:
             raise first
 
     def release(self) -> None:
-        """Gives up what was kept for later pipeline stages: every one has read it."""
+        """Frees memory kept for later pipeline stages, after all of them have read it."""
         self.buffer.release()
 
     def reset(self) -> None:
-        """Nothing is left by a failed weight update but memory that later stages may still read."""
+        """Drops the calls of a failed weight update; keeps memory that later pipeline stages may still read."""
         self._calls = None
 
     def close(self) -> None:
-        """Gives the shared memory up."""
+        """Frees the shared memory."""
         self._pool.shutdown()
         self.buffer.close()
 
     def leave(self) -> None:
-        """Leaves the groups of suppliers."""
+        """Leaves the process groups of senders."""
         for link in self._links:
             if link.group is not None:
                 dist.destroy_process_group(link.group)
 
 
-def _load(server: ServerControl, payloads: list[str]) -> None:
+def _load(server: WeightControl, payloads: list[str]) -> None:
     server.update_weights_from_tensor(payloads, load_format=LOAD_FORMAT, weight_version=None, flush_cache=False)

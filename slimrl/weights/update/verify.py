@@ -1,12 +1,12 @@
-"""Checks of weight updates: a cheap one of every update, and a full one with --check-weight-update-equal.
+"""Checks of weight updates: a cheap one in every update, and a full one with --check-weight-update-equal.
 
-The full check compares every tensor of every server bit for bit. It lays the trainer's tensors out as the engine's
-ranks hold them (joined, divided, padded), hashes them and compares with the hashes that each server computes over its
-own memory; buckets and transports have no part in it. Servers hash host memory with SHA-256 and GPU memory with a tiled
-32-bit mix, both over raw bytes. Layouts and formulas were read from SGLang 0.5.20 and are reimplemented here.
+The full check compares every tensor of every server bit for bit. It converts the trainer's tensors to the layout of the
+engine's ranks (fused, sharded, padded), hashes them and compares with the hashes that each server computes over its own
+memory; it does not use buckets or transports. Servers hash host memory with SHA-256 and GPU memory with a tiled 32-bit
+mix, both over raw bytes. Layouts and formulas are reimplemented from SGLang 0.5.20.
 
-The cheap check runs in every update, bucket by bucket: names, order, shapes and bytes must be those of the family's
-table. It takes microseconds per tensor and does not look at values.
+The cheap check runs on every bucket: names, order, shapes and byte offsets must match the family's parameter mapping.
+It takes microseconds per tensor and does not check values.
 """
 
 from __future__ import annotations
@@ -14,27 +14,29 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from slimrl.engines.server_protocol import WeightControl
 from slimrl.models.families import ModelMapping, ParamMapping
 from slimrl.models.families.param_mapping import Layout
 from slimrl.models.model_spec import ModelSpec
 from slimrl.weights.reshard import hf_shapes, listed
 from slimrl.weights.update.buckets import Bucket
-from slimrl.weights.update.engine_control import WeightSyncError
+from slimrl.weights.update.engine_fanout import WeightSyncError, call_all
 
 VOCAB_MULTIPLE = 64  # the engine pads its vocabulary to a multiple of this
-HOST_FFN_MULTIPLE = 32  # on the CPU it pads each rank's part of the inner width of every MLP, too
+HOST_FFN_MULTIPLE = 32  # on the CPU it also pads each rank's part of the FFN width of every MLP to a multiple of this
 FFN_WIDTHS = ("ffn", "moe_ffn", "shared_ffn")
 
 
 @dataclasses.dataclass(frozen=True)
 class EngineLayout:
-    """How many ranks divide an engine's tensors, and whether they are in host memory."""
+    """How many ranks shard an engine's tensors, and whether they are in host memory."""
 
     size: int
     on_host: bool
@@ -42,9 +44,9 @@ class EngineLayout:
 
 @dataclasses.dataclass(frozen=True)
 class EngineTensor:
-    """A tensor of the engine: its name, how many rows of the table make it up, whether they are stacked or joined.
+    """A tensor of the engine: its name, how many rows of the mapping form it, whether they are stacked or concatenated.
 
-    `dtype` None: that of the rows.
+    `dtype` None means that of the rows.
     """
 
     name: str
@@ -53,12 +55,12 @@ class EngineTensor:
     dtype: torch.dtype | None = None
 
     def join(self, shards: list[Tensor]) -> Tensor:
-        """The tensor, from what each of its rows gives."""
+        """The tensor, from the shards of its rows."""
         return (torch.stack(shards) if self.stacked else torch.cat(shards)).to(self.dtype or shards[0].dtype)
 
 
 def engine_tensor(row: ParamMapping, spec: ModelSpec, family: ModelMapping) -> EngineTensor:
-    """Where the engine keeps a row's tensors."""
+    """The engine tensor that holds a row's tensors."""
     name = row.hf[0].name
     if name.endswith(".mlp.gate.weight") and family.float32_router:
         return EngineTensor(name, dtype=torch.float32)
@@ -78,9 +80,9 @@ def engine_tensor(row: ParamMapping, spec: ModelSpec, family: ModelMapping) -> E
 
 
 def engine_shard(row: ParamMapping, parts: list[Tensor], spec: ModelSpec, layout: EngineLayout, rank: int) -> Tensor:
-    """The row's tensor on engine rank `rank`: its parts one after another, each padded and divided among the ranks.
+    """The row's tensor on engine rank `rank`: its parts concatenated, each zero-padded and sharded over the ranks.
 
-    Padding is with zeros. Key and value heads are repeated where there are fewer than ranks.
+    Key and value heads are replicated if there are fewer of them than ranks.
     """
     described = [part.dims for part in row.hf]
     if row.layout is Layout.PACKED_GATE_UP:
@@ -98,7 +100,7 @@ def engine_shard(row: ParamMapping, parts: list[Tensor], spec: ModelSpec, layout
 
 
 def _padded_length(dimension: str, length: int, row: ParamMapping, spec: ModelSpec, layout: EngineLayout) -> int:
-    """What the engine makes of a dimension's `length`."""
+    """The engine's padded size of a dimension of `length`."""
     if dimension == "vocab":
         padded = _rounded_up(length, VOCAB_MULTIPLE)
         return padded if padded % layout.size == 0 else _rounded_up(length, VOCAB_MULTIPLE * layout.size)
@@ -106,7 +108,7 @@ def _padded_length(dimension: str, length: int, row: ParamMapping, spec: ModelSp
         return length
     multiple = HOST_FFN_MULTIPLE * layout.size
     if spec.experts is not None and ".shared_experts." in row.hf[0].name:
-        # so many experts of the routed ones' width, which is rounded up before it is multiplied
+        # the shared width is a multiple of the routed experts' width, which the engine pads before multiplying
         routed = spec.experts.ffn_hidden_size
         return spec.experts.shared_ffn_hidden_size // routed * _rounded_up(routed, multiple)
     return _rounded_up(length, multiple)
@@ -141,8 +143,8 @@ def device_checksum(tensor: Tensor) -> str:
     """The GPU checksum in hex, computed on the tensor's own device.
 
     With the bytes as 32-bit words v_i, per tile of 8192 words and for each of two lanes:
-    h = fmix(sum_i fmix(v_i ^ (i * P + s) ^ rotl(i, r)) ^ n_bytes); the tiles' 64-bit values (lane 1 above
-    lane 2) are added, and the sum is finished by splitmix64's mix.
+    h = fmix(sum_i fmix(v_i ^ (i * P + s) ^ rotl(i, r)) ^ n_bytes); the tiles' 64-bit values (lane 1 in the upper
+    half) are summed, and splitmix64's mix finishes the sum.
     """
     words = _words(tensor)
     count = words.numel()
@@ -199,13 +201,13 @@ def expected_checksums(
     *,
     on_host: bool,
 ) -> dict[int, list[Checksums]]:
-    """For each tensor-parallel size, the checksums by engine name on each of its ranks.
+    """For each tensor-parallel size, the checksums by engine tensor name on each of its ranks.
 
-    `named_tensors` are all HF tensors in table order; it is consumed to the end.
+    `named_tensors` are all HF tensors in the order of the mapping; the iterator is consumed.
     """
     checksum = host_checksum if on_host else device_checksum
     expected: dict[int, list[Checksums]] = {size: [{} for _ in range(size)] for size in set(engine_sizes)}
-    # what is there of tensors that several rows make up, by (name, size, rank)
+    # shards of engine tensors that several rows form, by (name, size, rank)
     waiting: dict[tuple[str, int, int], list[Tensor]] = {}
     tensors = iter(named_tensors)
     for row in family.rows(spec):
@@ -219,62 +221,85 @@ def expected_checksums(
                 if len(shards) == target.rows:
                     checksums[target.name] = checksum(target.join(waiting.pop((target.name, size, rank))))
     if (extra := next(tensors, None)) is not None:
-        raise ValueError(f"{extra[0]} is not in the table of {family.model_type}: the exporter and the table differ")
+        raise ValueError(
+            f"{extra[0]} is not in the parameter mapping of {family.model_type}: the exporter and the mapping differ"
+        )
     return expected
+
+
+def check_servers(
+    servers: Sequence[WeightControl], sizes: Sequence[int], expected: Callable[[], dict[int, list[Checksums]]]
+) -> None:
+    """Compares the weights of every server with the trainer's; `sizes` are the servers' tensor-parallel sizes.
+
+    The servers hash their memory while `expected` hashes the trainer's. Raises WeightSyncError naming every server that
+    differs or fails.
+    """
+    with ThreadPoolExecutor(max_workers=1) as background:
+        reported = background.submit(call_all, servers, lambda server: server.weights_checksum(), "computing checksums")
+        wanted = expected()
+    wrong = []
+    for server, size, report in zip(servers, sizes, reported.result(), strict=True):
+        try:
+            check_server(server.url, report, wanted[size])
+        except WeightSyncError as error:
+            wrong.append(str(error))
+    if wrong:
+        raise WeightSyncError("; ".join(wrong))
 
 
 def check_server(url: str, reported: list[dict[str, Any]], expected: list[Checksums]) -> None:
     """Raises WeightSyncError naming the server and the tensors that differ, are unknown or were not reported."""
     if len(reported) != len(expected):
         raise WeightSyncError(
-            f"{url} reports checksums of {len(reported)} ranks and {len(expected)} were expected:"
-            " the check needs engines that are only tensor parallel"
+            f"{url} reports checksums of {len(reported)} ranks instead of {len(expected)}:"
+            " --check-weight-update-equal needs engines with tensor parallelism only"
         )
     for report in reported:
         rank = report["parallelism_info"]["tp_rank"]
-        own, wanted = report["checksums"], expected[rank]
-        if own.keys() != wanted.keys():
-            only_there, only_here = own.keys() - wanted.keys(), wanted.keys() - own.keys()
+        actual, wanted = report["checksums"], expected[rank]
+        if actual.keys() != wanted.keys():
+            only_engine, only_trainer = actual.keys() - wanted.keys(), wanted.keys() - actual.keys()
             raise WeightSyncError(
-                f"{url} rank {rank} and the trainer name different tensors: only there {listed(only_there) or 'none'},"
-                f" only here {listed(only_here) or 'none'}"
+                f"{url} rank {rank} and the trainer have different tensors: only on the server"
+                f" {listed(only_engine) or 'none'}, only on the trainer {listed(only_trainer) or 'none'}"
             )
-        if different := [name for name, value in wanted.items() if own[name] != value]:
+        if different := [name for name, value in wanted.items() if actual[name] != value]:
             raise WeightSyncError(
                 f"{url} rank {rank}: {len(different)} of {len(wanted)} tensors differ from the trainer's after the"
-                f" update: {listed(different)}; if it is all of them, compare --sglang-dtype with --bf16"
+                f" update: {listed(different)}; if all differ, compare --sglang-dtype with --bf16"
             )
 
 
 class Manifest:
-    """All tensors of one weight update, ticked off bucket by bucket."""
+    """The expected tensors of one weight update, checked off bucket by bucket."""
 
     def __init__(self, family: ModelMapping, spec: ModelSpec) -> None:
         self._model_type = family.model_type
-        self._awaited = iter(
+        self._expected = iter(
             (part.name, dims)
             for row in family.rows(spec)
             for part, dims in zip(row.hf, hf_shapes(row, spec), strict=True)
         )
 
     def check_off(self, bucket: Bucket) -> None:
-        """Raises ValueError at the first tensor that is not the next one of the table, or not at its place."""
-        place = 0
+        """Raises ValueError at the first tensor that is not the next one of the mapping, or not at its byte offset."""
+        offset = 0
         for entry in bucket.entries:
-            name, dims = next(self._awaited, ("nothing", ()))
+            name, dims = next(self._expected, ("nothing", ()))
             num_bytes = math.prod(dims) * entry.dtype.itemsize
-            if (entry.name, entry.shape) != (name, dims) or (entry.start, entry.end) != (place, place + num_bytes):
+            if (entry.name, entry.shape) != (name, dims) or (entry.start, entry.end) != (offset, offset + num_bytes):
                 raise ValueError(
-                    f"a bucket holds {entry.name} {list(entry.shape)} in bytes {entry.start} to {entry.end}, where"
-                    f" the table of {self._model_type} has {name} {list(dims)} in {place} to {place + num_bytes}:"
-                    " the exporter and the table differ"
+                    f"a bucket has {entry.name} {list(entry.shape)} in bytes {entry.start} to {entry.end}, but the"
+                    f" mapping of {self._model_type} has {name} {list(dims)} in {offset} to {offset + num_bytes}:"
+                    " the exporter and the mapping differ"
                 )
-            place = entry.end
-        if place != bucket.flat.numel():
-            raise ValueError(f"a bucket of {bucket.flat.numel()} bytes holds tensors of {place}: it was packed wrongly")
+            offset = entry.end
+        if offset != bucket.flat.numel():
+            raise ValueError(f"a bucket of {bucket.flat.numel()} bytes has {offset} bytes of tensors: wrongly packed")
 
     def close(self) -> None:
-        """Raises ValueError where a tensor is missing."""
-        missing = next(self._awaited, None)
+        """Raises ValueError if a tensor is missing."""
+        missing = next(self._expected, None)
         if missing is not None:
-            raise ValueError(f"{missing[0]} of the table of {self._model_type} was not sent: the exporter left it out")
+            raise ValueError(f"{missing[0]} of the mapping of {self._model_type} was not sent: the exporter omitted it")

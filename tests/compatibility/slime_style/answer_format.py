@@ -1,4 +1,4 @@
-"""A helper beside a user's module, found because their folder is importable."""
+"""A helper next to a user's module, importable because their folder is on the path."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""A correction for the mismatch between engine and trainer as it is written for slime, settings from its YAML."""
+"""A correction for the mismatch between engine and trainer, written for slime, with settings from its YAML."""
 
 import torch
 from slime.backends.megatron_utils.cp_utils import all_gather_with_cp, slice_log_prob_with_cp

@@ -1,4 +1,4 @@
-"""A user's agent as it is written for slime: text goes to the router, tokens and masks are put together by hand."""
+"""A user's agent written for slime: it sends text to the router and assembles tokens and masks by hand."""
 
 import asyncio
 

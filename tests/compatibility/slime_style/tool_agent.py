@@ -1,4 +1,4 @@
-"""Another one: token ids go to the router, and the sample keeps its own books."""
+"""Another agent written for slime: it sends token ids to the router, and the sample tracks its own tokens."""
 
 from answer_format import last_digit
 from slime.rollout.rm_hub.math_dapo_utils import compute_score

@@ -1,4 +1,4 @@
-"""Whether two short mathematical answers mean the same: `answers_equal` is the one door."""
+"""Equivalence of two short mathematical answers; the entry point is `answers_equal`."""
 
 from slimrl.rollout.rm_hub.math_equivalence.equivalence import answers_equal
 

@@ -1,6 +1,6 @@
-"""Whether the arithmetic in a chain of equalities holds: `2(3) + 4 = 10` does, `5 = 6` does not.
+"""Checks the arithmetic in a chain of equalities: `2(3) + 4 = 10` holds, `5 = 6` does not.
 
-Only what is plain arithmetic is evaluated, in time bounded by its digits; everything else counts as holding.
+Only plain arithmetic is evaluated, in time bounded by its digits; everything else counts as holding.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Number = Fraction | float
 
 @dataclasses.dataclass(frozen=True)
 class _Quantity:
-    """The value of a term, the unit that it has, and its text without the unit."""
+    """The value of a term, its unit, and its text without the unit."""
 
     value: Number
     unit: str | None
@@ -41,14 +41,14 @@ class _Quantity:
 
 
 def holds(answer: str) -> bool:
-    """Whether no two terms of a chain of equalities, as `clean` leaves it, have different values.
+    """Whether all terms of a chain of equalities (output of `clean`) have the same value.
 
-    Behind the first sign of rounding nothing has to be exact; of values modulo a number the remainders are compared.
+    Terms after the first rounding sign are not checked; for values modulo a number the remainders are compared.
     """
     chain = parse.relation(answer)
     if chain is None:
         return True
-    exact = next((place for place, sign in enumerate(chain.signs) if sign != "="), len(chain.signs))
+    exact = next((index for index, sign in enumerate(chain.signs) if sign != "="), len(chain.signs))
     terms, modulus = chain.terms[: exact + 1], 0
     congruent = _MODULUS.search(terms[-1])
     if congruent is not None:
@@ -56,16 +56,16 @@ def holds(answer: str) -> bool:
     quantities = [quantity for term in terms if (quantity := _quantity(term)) is not None]
     try:
         return all(_agree(one, other, modulus) for one, other in pairwise(quantities))
-    except OverflowError:  # a root beside a number that no floating-point number comes near
+    except OverflowError:  # a root next to a number too large for floating point
         return True
 
 
 def value(text: str) -> Number | None:
-    """The value of plain arithmetic, exact unless it holds roots; None for anything else and what is too large."""
+    """The value of plain arithmetic, exact unless it has roots; None for anything else and for too large numbers."""
     if not _MIXED.search(text) and (number := rational(text)) is not None:
         return number
     if _MIXED.search(text):
-        return None  # `2\\frac{1}{2}` is a mixed number here and a product there
+        return None  # `2\\frac{1}{2}` may be a mixed number or a product
     tokens, position = [], 0
     while position < len(text):
         match = _TOKEN.match(text, position)
@@ -100,21 +100,22 @@ def _agree(one: _Quantity, other: _Quantity, modulus: int) -> bool:
         return not isinstance(difference, Fraction) or difference % modulus == 0
     places = max(len(part.text.partition(".")[2]) for part in (one, other))
     if places and None in (rational(one.text), rational(other.text)):
-        return True  # the decimals that a term is worked out from, or comes to, may have been rounded
+        return True  # the decimals may have been rounded
     return places > 0 and difference * 2 <= Fraction(1, 10**places)
 
 
 def _may_be_converted(one: _Quantity, other: _Quantity) -> bool:
-    """Whether two sides with different units may be the same amount: `2 hours = 120`, `50\\% = 0.5`."""
+    """Whether two sides with different units may be the same quantity: `2 hours = 120`, `50\\% = 0.5`."""
     if one.unit is not None and other.unit is not None:
         return measure(one.unit) != measure(other.unit)
-    if measure(one.unit or other.unit)[0] in ("share", "angle"):
+    unit = one.unit or other.unit
+    if unit is not None and measure(unit)[0] in ("share", "angle"):
         return True
     return one.unit is not None and _PLAIN_NUMBER.fullmatch(one.text) is not None
 
 
 class _Reader:
-    """Reads sums of products of powers by recursive descent; ValueError where the text is no plain arithmetic."""
+    """Evaluates sums of products of powers by recursive descent; raises ValueError if it is not plain arithmetic."""
 
     def __init__(self, tokens: list[str]) -> None:
         self.tokens, self.position, self.depth = [*tokens, ""], 0, 0
@@ -133,7 +134,7 @@ class _Reader:
 
     def _expect(self, token: str) -> None:
         if self._next() != token:
-            raise ValueError(f"{self._next()!r} stands where {token!r} is due")
+            raise ValueError(f"found {self._next()!r}, expected {token!r}")
         self.position += 1
 
     def _sum(self) -> Number:
@@ -152,7 +153,7 @@ class _Reader:
                 total = _bounded(total * factor if sign == "*" else total / factor)
             elif self._next() in ("(", "{", "[") or self._next().startswith(("\\frac", "\\sqrt", "\\binom")):
                 if divided:
-                    raise ValueError("`6/2(3)` may be read both ways")
+                    raise ValueError("`6/2(3)` is ambiguous")
                 total = _bounded(total * self._power())
             else:
                 return total
@@ -172,7 +173,7 @@ class _Reader:
         self._take()
         exponent = self._atom()
         if self._next() in ("^", "!"):
-            raise ValueError("a power of a power may be read both ways")
+            raise ValueError("a power of a power is ambiguous")
         return sign * _raised(base, exponent)
 
     def _atom(self) -> Number:
@@ -193,7 +194,7 @@ class _Reader:
         elif token[:1].isdigit() or token[:1] == ".":
             inner = Fraction(token.removesuffix("."))
         else:
-            raise ValueError(f"{token!r} is no number")
+            raise ValueError(f"{token!r} is not a number")
         self.depth -= 1
         return inner
 
@@ -211,7 +212,7 @@ def _bounded(number: Number) -> Number:
 
 
 def _raised(base: Number, exponent: Number) -> Number:
-    """A power; exact for whole exponents, and for roots that are rational."""
+    """A power; exact for integer exponents and rational roots."""
     if not isinstance(base, Fraction) or not isinstance(exponent, Fraction):
         return _real(float(base) ** float(exponent))
     if exponent.denominator == 1:

@@ -1,6 +1,6 @@
-"""Deciding whether two answers mean the same: spelling, exact numbers, then shape by shape, then computer algebra.
+"""Decides whether two answers are equivalent: by spelling, exact numbers, structure, then computer algebra.
 
-Called in a grader's process. Algebra is only asked about single values and relations that nothing cheaper decides.
+Called in a grader process. Algebra is used only for single values and relations that no cheaper check decides.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Algebra = Callable[[str, str], bool]
 
 
 def answers_equal(answer: str, label: str, algebra: Algebra) -> bool:
-    """Whether `answer` means what `label` means.
+    """Whether `answer` is equivalent to `label`.
 
-    `algebra(answer, label)` decides about LaTeX expressions and relations; what it raises passes through. Answers of
-    more than `MAX_CHARS` characters, and nested more than `MAX_DEPTH` deep, are equal only where they are spelled so.
+    `algebra(answer, label)` compares LaTeX expressions and relations; its exceptions pass through. Answers longer than
+    `MAX_CHARS` characters, or nested deeper than `MAX_DEPTH`, are equal only if their spelling is.
     """
     if answer.strip() == label.strip():
         return bool(answer.strip())
@@ -48,7 +48,7 @@ def answers_equal(answer: str, label: str, algebra: Algebra) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Comparison:
-    """Compares texts as `clean` leaves them; `depth` counts how deep inside brackets they stand."""
+    """Compares outputs of `clean`; `depth` is the nesting depth of the texts in brackets."""
 
     algebra: Algebra
     depth: int = 0
@@ -72,7 +72,7 @@ class _Comparison:
             for text, value in zip((answer, label), values, strict=True)
         ]
         if plain != [answer, label] and self._deeper().equal(*plain):
-            return True  # `1,024` is a number, and may still be a list
+            return True  # `1,024` is a number, but may also be a list
         for decide in (
             self._numbers,
             self._other_bases,
@@ -84,13 +84,13 @@ class _Comparison:
             self._lists,
             self._values,
         ):
-            verdict = decide(answer, label)
-            if verdict is not None:
-                return verdict
+            result = decide(answer, label)
+            if result is not None:
+                return result
         return self._without_degrees(answer, label) or self.algebra(answer, label)
 
     def _without_degrees(self, answer: str, label: str) -> bool:
-        """Whether the two are the same where one says that it is in degrees: `180 - x` and `180^\\circ - x`."""
+        """Whether the two are equal if one of them is in degrees: `180 - x` and `180^\\circ - x`."""
         signs = "^\\circ" in answer, "^\\circ" in label
         if signs[0] == signs[1] or _TRIGONOMETRIC.search(answer + label):
             return False
@@ -107,34 +107,34 @@ class _Comparison:
         return self._values(answer, label)
 
     def _other_bases(self, answer: str, label: str) -> bool | None:
-        """Numbers with their base, `1010_2`: the same digits in the same base, or left out, or the decimal number."""
+        """Numbers with a base, `1010_2`: equal to the same digits in this base or without one, and to the decimal."""
         prefixed = [_HEXADECIMAL.fullmatch(text) for text in (answer, label)]
         if any(prefixed):
             return self._prefixed(prefixed, answer, label)
-        bases = [_BASED.fullmatch(text) for text in (answer, label)]
-        if None not in bases:
-            return bases[0].groups() == bases[1].groups()
-        based, plain = (bases[0], label) if bases[0] is not None else (bases[1], answer)
+        first, second = _BASED.fullmatch(answer), _BASED.fullmatch(label)
+        if first is not None and second is not None:
+            return first.groups() == second.groups()
+        based, plain = (first, label) if first is not None else (second, answer)
         if based is None or not plain.isdecimal() or not 2 <= int(based[2][:3]) <= 36:
             return None
         return based[1] == plain or _in_decimals(based[1], int(based[2][:3])) == int(plain)
 
     def _prefixed(self, prefixed: list[re.Match[str] | None], answer: str, label: str) -> bool:
-        """`0x10` as the number 16, or as digits in base 16 where the other has a base; never as the digits 10."""
+        """`0x10` as the number 16, or as digits in base 16 if the other has a base; never as the digits 10."""
         texts = [answer, label]
         based = any(map(_BASED.fullmatch, texts))
-        for place, match in enumerate(prefixed):
+        for index, match in enumerate(prefixed):
             if match is not None:
                 digits = f"{match[2].lstrip('0').upper() or 0}_16" if based else str(int(match[2], 16))
-                texts[place] = match[1] + digits
+                texts[index] = match[1] + digits
         return self._deeper().equal(*texts)
 
     def _matrices(self, answer: str, label: str) -> bool | None:
         first, second = parse.matrix(answer), parse.matrix(label)
-        if first is None and second is None:
-            return None
-        if first is None or second is None:
-            return self._vector(first or second, label if first is not None else answer)
+        if first is None:
+            return None if second is None else self._vector(second, answer)
+        if second is None:
+            return self._vector(first, label)
         if [len(row) for row in first] != [len(row) for row in second]:
             return False
         inner = self._deeper()
@@ -142,7 +142,7 @@ class _Comparison:
         return all(inner.equal(one, other) for one, other in pairs)
 
     def _vector(self, rows: list[list[str]], other: str) -> bool | None:
-        """A matrix of one column or one row against a tuple; None where the other is neither."""
+        """Compares a matrix of one column or row with a tuple; None if the other is not a tuple."""
         entries = sum(rows, [])
         items = parse.bracketed(other)
         if items is None or items.brackets == "{}" or len(items.items) != len(entries):
@@ -168,22 +168,23 @@ class _Comparison:
         if first is not None and second is not None:
             if first == second or text_answers.with_digits(first) == text_answers.with_digits(second):
                 return True
-            lists = parse.bare_list(answer), parse.bare_list(label)
-            if None not in lists and all(text_answers.as_words(item) for part in lists for item in part.items):
+            lists = [found for text in (answer, label) if (found := parse.bare_list(text)) is not None]
+            if len(lists) == 2 and all(text_answers.as_words(item) for part in lists for item in part.items):
                 return self._unordered(lists[0].items, lists[1].items)
             with_units = split_unit(answer), split_unit(label)
             if all(rational(value) is not None for value, _ in with_units):
                 return None
             return False
-        spoken, other = (first, label) if first is not None else (second, answer)
-        value = text_answers.number_word(spoken)
+        words, other = (first, label) if first is not None else (second, answer)
+        assert words is not None  # exactly one of the two is None
+        value = text_answers.number_word(words)
         if value is not None:
             return value == rational(split_unit(other)[0])
-        if spoken == "infinitely many":
+        if words == "infinitely many":
             return tight(other) == "\\infty" or None
-        if spoken == "no solution":
+        if words == "no solution":
             return tight(other) == "\\emptyset" or None
-        if spoken == "all real numbers":
+        if words == "all real numbers":
             return tight(other) in ("\\mathbb{R}", "(-\\infty,\\infty)", "(-\\infty,+\\infty)") or None
         return None
 
@@ -203,13 +204,13 @@ class _Comparison:
         return intervals.equal(first, second, self._deeper().equal)
 
     def _assignments(self, answer: str, label: str) -> bool | None:
-        verdict = self._values_given(answer, label)
-        return equality_chains.holds(answer) if verdict else verdict
+        equal = self._assigned_values(answer, label)
+        return equality_chains.holds(answer) if equal else equal
 
-    def _values_given(self, answer: str, label: str) -> bool | None:
+    def _assigned_values(self, answer: str, label: str) -> bool | None:
         first, second = _assigned(answer), _assigned(label)
         if second is not None and not parse.is_name(second[0]):
-            return None  # a label that is an equation asks for an equation
+            return None  # a label that is an equation requires an equation
         if first is None and second is None:
             return None
         if first is not None and second is not None:
@@ -218,7 +219,9 @@ class _Comparison:
             if tight(first[0]) != tight(second[0]):
                 return self.algebra(answer, label) if _has_letters(first[1]) or _has_letters(second[1]) else False
             return self._deeper().equal(first[1], second[1])
-        (_, value), other = (first, label) if first is not None else (second, answer)
+        assigned, other = (first, label) if first is not None else (second, answer)
+        assert assigned is not None  # exactly one of the two is None
+        value = assigned[1]
         if parse.relation(other) is not None and parse.bare_list(other) is None:
             return None
         pair = (value, other) if first is not None else (other, value)
@@ -226,12 +229,12 @@ class _Comparison:
 
     def _lists(self, answer: str, label: str) -> bool | None:
         first, second = _items(answer), _items(label)
-        if first is None and second is None:
-            return None
-        if first is None or second is None:
-            if first is not None:
-                return _stands_for_its_item(first) and self._deeper().equal(first.items[0], label)
-            return _stands_for_its_item(second) and self._deeper().equal(answer, second.items[0])
+        if first is None:
+            if second is None:
+                return None
+            return _equals_its_item(second) and self._deeper().equal(answer, second.items[0])
+        if second is None:
+            return _equals_its_item(first) and self._deeper().equal(first.items[0], label)
         if (len(first.items) == 1) != (len(second.items) == 1):
             pair = (first.items[0], label) if len(first.items) == 1 else (answer, second.items[0])
             return self._deeper().equal(*pair)
@@ -245,7 +248,7 @@ class _Comparison:
         if kinds == {""}:
             return self._unordered(first.items, second.items)
         if len(kinds) == 2 and "" not in kinds and len(first.items) == 2 and kinds != {"()", "<>"}:
-            return False  # a point is no interval, and (0, 1] is not [0, 1)
+            return False  # a point is not an interval, and (0, 1] is not [0, 1)
         return self._ordered(first.items, second.items)
 
     def _values(self, answer: str, label: str) -> bool | None:
@@ -260,10 +263,11 @@ class _Comparison:
             return same(value, other) if factor == 1 else self._scaled(value, factor, other)
         if unit is not None:
             return self._one_unit(value, unit, other) or self._as_letters(answer, label)
+        assert other_unit is not None  # at least one of the two is not None
         return self._one_unit(other, other_unit, value) or self._as_letters(answer, label)
 
     def _one_unit(self, value: str, unit: str, bare: str) -> bool:
-        """A value with a unit against one without: the unit may go without saying, or be worked in."""
+        """Compares a value with a unit to one without: the unit may be implied, or converted into the number."""
         kind, size = measure(unit)
         if self._deeper().equal(value, bare):
             return True
@@ -274,13 +278,13 @@ class _Comparison:
         return False
 
     def _as_letters(self, answer: str, label: str) -> bool:
-        """Letters that look like a unit may be variables: `5 m` and `5m`, `2 x h` and `2hx`."""
+        """Compares with apparent units as variables: `5 m` and `5m`, `2 x h` and `2hx`."""
         return "\\text" not in answer + label and self.algebra(answer, label)
 
     def _scaled(self, value: str, factor: Fraction, other: str) -> bool:
-        values = rational(value), rational(other)
-        if None not in values:
-            return values[0] * factor == values[1]
+        known, expected = rational(value), rational(other)
+        if known is not None and expected is not None:
+            return known * factor == expected
         return self.algebra(f"({value})\\cdot\\frac{{{factor.numerator}}}{{{factor.denominator}}}", other)
 
     def _ordered(self, first: list[str], second: list[str]) -> bool:
@@ -288,7 +292,7 @@ class _Comparison:
         return len(first) == len(second) and all(inner.equal(*pair) for pair in zip(first, second, strict=True))
 
     def _unordered(self, first: list[str], second: list[str], *, repeated: bool = False) -> bool:
-        """Whether the two hold the same values; with `repeated` a value may stand more often on one side."""
+        """Whether the two have the same values; with `repeated` the number of repetitions may differ."""
         inner = self._deeper()
         if not repeated and len(first) != len(second):
             return False
@@ -313,36 +317,36 @@ def _in_decimals(digits: str, base: int) -> int | None:
 
 
 def _assigned(text: str) -> tuple[str, str] | None:
-    """The name and the value of `name = value`, of a chain of equalities its last value; of `name \\in set` the set."""
+    """Name and value of `name = value`; of a chain of equalities, the last value; of `name \\in set`, the set."""
     chain = parse.relation(text)
     if chain is None or parse.bare_list(text) is not None:
         return None
     named = parse.is_name(chain.terms[0])
     if named and chain.signs == ["\\in"]:
         return chain.terms[0], chain.terms[-1]
-    # an equation that ends in 0 has no value, unless it gives something the name of 0
+    # an equation that ends in 0 assigns no value, unless its left side is a name
     equalities = all(sign in ("=", "\\approx", "\\simeq", "\\equiv") for sign in chain.signs)
     if not equalities or (not named and chain.terms[-1] == "0"):
         return None
-    # what stands before the first rounding is exact
-    exact = next((place for place, sign in enumerate(chain.signs) if sign != "="), len(chain.signs))
+    # terms before the first rounding sign are exact
+    exact = next((index for index, sign in enumerate(chain.signs) if sign != "="), len(chain.signs))
     if not named and chain.signs == ["="] and parse.is_name(chain.terms[1]) and rational(chain.terms[0]) is not None:
         return chain.terms[1], chain.terms[0]
     return chain.terms[0], chain.terms[exact] if exact or not (named or not chain.terms[0]) else chain.terms[-1]
 
 
 def _has_letters(text: str) -> bool:
-    """Whether a value may depend on something: letters other than those of commands."""
+    """Whether a value has letters outside LaTeX commands, so that it may depend on a variable."""
     return re.search(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", text)) is not None
 
 
-def _stands_for_its_item(items: parse.Items) -> bool:
-    """Whether brackets around one value may be left out, as those around the empty set may not."""
+def _equals_its_item(items: parse.Items) -> bool:
+    """Whether brackets around a single item may be omitted; not those around the empty set."""
     return len(items.items) == 1 and not (items.brackets == "{}" and tight(items.items[0]) == "\\emptyset")
 
 
 def _is_set_or_relation(answer: str, label: str) -> bool:
-    """Whether algebra may find two sets of numbers in what is no list of intervals: an intersection, `x^2 < 4`."""
+    """Whether algebra may interpret both texts as sets of numbers: an intersection, `x^2 < 4`."""
     return all(
         parse.relation(text) or parse.bracketed(text) or re.search(r"\\c[au]p|\\setminus", text)
         for text in (answer, label)
@@ -350,7 +354,7 @@ def _is_set_or_relation(answer: str, label: str) -> bool:
 
 
 def _items(text: str) -> parse.Items | None:
-    """The values of a list, set or tuple, with both values of every `\\pm`; None where it is a single value."""
+    """The values of a list, set or tuple, with both values of every `\\pm`; None for a single value."""
     items = parse.bare_list(text)
     if items is None:
         items = parse.bracketed(text) or parse.union_of_sets(text) or parse.point(text)

@@ -26,7 +26,7 @@ _VARIABLE = re.compile(r"\\?[A-Za-z]+(?:_(?:\w|\{\w*\}))?(?:\([a-z]\))?")
 
 @dataclasses.dataclass(frozen=True)
 class Interval:
-    """One stretch of the real line; the ends are text."""
+    """One interval of the real line; the ends are text."""
 
     low: str
     high: str
@@ -38,7 +38,7 @@ Same = Callable[[str, str], bool]
 
 
 def union(text: str) -> list[Interval] | None:
-    """The intervals that the text names, in its order; None where it is no set of real numbers."""
+    """The intervals in the text, in its order; None if it is not a set of real numbers."""
     builder = _BUILDER.fullmatch(text)
     if builder is not None:
         text = builder[2]
@@ -55,7 +55,7 @@ def union(text: str) -> list[Interval] | None:
 
 
 def is_set_of_reals(text: str) -> bool:
-    """Whether the text can be nothing but a set of real numbers, as `(1, 2)`, which may be a point, cannot."""
+    """Whether the text is unambiguously a set of real numbers; `(1, 2)` is not, it may be a point."""
     text = _without_words(text)
     if _OPERATION.search(text) or _REALS.match(text) or _FRENCH.fullmatch(text) and text[0] == "]":
         return True
@@ -73,7 +73,7 @@ def _without_words(text: str) -> str:
 
 
 def as_text(intervals: list[Interval]) -> str:
-    """The union in brackets, for reading by algebra."""
+    """The union in interval notation, as input for algebra."""
     return "\\cup ".join(
         f"{'[' if one.low_closed else '('}{one.low},{one.high}{']' if one.high_closed else ')'}" for one in intervals
     )
@@ -141,12 +141,13 @@ def _inequalities(text: str) -> list[Interval] | None:
         name = items[0].split("\\ne")[0]
         items = [items[0], *(f"{name}\\ne {item}" for item in items[1:])]
     excluded = [part.split("\\ne")[1].strip() for part in items if "\\ne" in part]
-    pieces = [_inequality(part) for part in items if "\\ne" not in part]
-    if any(piece is None or len(piece) != 1 for piece in pieces):
+    found = [_inequality(part) for part in items if "\\ne" not in part]
+    pieces = [piece[0] for piece in found if piece is not None and len(piece) == 1]
+    if len(pieces) < len(found):
         return None
     if not pieces:
         return _all_but(excluded)
-    whole = [pieces[0][0]] if len(pieces) == 1 else _overlap([piece[0] for piece in pieces])
+    whole = pieces if len(pieces) == 1 else _overlap(pieces)
     return whole if whole is None or not excluded else _without(whole, excluded)
 
 
@@ -198,21 +199,21 @@ def _all_but(points: list[str]) -> list[Interval] | None:
 
 
 def _without(intervals: list[Interval], points: list[str]) -> list[Interval] | None:
-    """One interval without points inside it, all of them known numbers."""
+    """One interval minus points inside it; None unless all of them are known numbers."""
     (whole,) = intervals
     low, high = _end(whole.low), _end(whole.high)
     values = sorted({value for point in points if (value := rational(point)) is not None})
     if low is None or high is None or not values or not all(low < value < high for value in values):
         return None
     ends = [whole.low, *(str(value) for value in values), whole.high]
-    stretches = [_interval(one, other, False, False) for one, other in zip(ends, ends[1:], strict=False)]
-    stretches[0] = dataclasses.replace(stretches[0], low_closed=whole.low_closed)
-    stretches[-1] = dataclasses.replace(stretches[-1], high_closed=whole.high_closed)
-    return stretches
+    pieces = [_interval(one, other, False, False) for one, other in zip(ends, ends[1:], strict=False)]
+    pieces[0] = dataclasses.replace(pieces[0], low_closed=whole.low_closed)
+    pieces[-1] = dataclasses.replace(pieces[-1], high_closed=whole.high_closed)
+    return pieces
 
 
 def _overlap(intervals: list[Interval]) -> list[Interval] | None:
-    """Two half-lines that overlap, such as x > 1 and x < 3."""
+    """The intersection of two overlapping half-lines, such as x > 1 and x < 3."""
     if len(intervals) != 2:
         return None
     below = [interval for interval in intervals if _INFINITE.fullmatch(interval.low)]
@@ -223,9 +224,10 @@ def _overlap(intervals: list[Interval]) -> list[Interval] | None:
 
 
 def _merged(intervals: list[Interval]) -> list[Interval]:
-    """Intervals that touch or overlap put together, where all their ends are known numbers."""
-    known = [(_end(interval.low), _end(interval.high), interval) for interval in intervals]
-    if len(intervals) < 2 or any(low is None or high is None for low, high, _ in known):
+    """Merges intervals that touch or overlap, if all their ends are known numbers."""
+    ends = [(_end(interval.low), _end(interval.high), interval) for interval in intervals]
+    known = [(low, high, interval) for low, high, interval in ends if low is not None and high is not None]
+    if len(intervals) < 2 or len(known) < len(intervals):
         return intervals
     known.sort(key=lambda entry: (entry[0], not entry[2].low_closed))
     merged = [known[0]]

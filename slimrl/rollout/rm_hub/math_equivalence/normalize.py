@@ -1,6 +1,6 @@
-"""One spelling for answers that differ only in how they are typed: Unicode, LaTeX layout, delimiters, old commands.
+"""Normalizes the spelling of answers: Unicode, LaTeX layout, delimiters, obsolete commands.
 
-Promises time linear in the text, and that no change of meaning hides in a change of spelling.
+Takes linear time and never changes the meaning.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _SPACED_THOUSANDS = re.compile(r"(?<![\d.,/])\d{1,3}(?:(?:\\,|\\ |~|\\;| )\d{3})
 _DOTTED_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:\.\d{3}){2,}(?![\d.,])")
 _MARKED_THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|\{\\,\}|,\\!\s*|\\,)(?=\d{3}(?!\d))")
 _DECIMAL_COMMA = re.compile(r"(?<![\d.,}])(\d+)\{,\}(\d{1,2}(?!\d)|\d{4,})|(?<![\d.,}])0\{,\}(\d+)")
-# `$25$ km`, `\(3\) and \(4\)`: mathematics in a sentence, of which the signs around it say nothing
+# `$25$ km`, `\(3\) and \(4\)`: inline mathematics, whose delimiters have no meaning
 _INLINE = re.compile(r"(?<!\\)\$([^$]*?)(?<!\\)\$|(?<!\\)\\\(((?:(?!\\[()]).)*)\\\)")
 _CIS = r"\\(?:cis(?![a-zA-Z])|(?:operatorname|text|mathrm)\s*\{\s*cis\s*\})"
 _ARGUMENT = r"(\([^()]*\)|\{[^{}]*\}|\\[dt]?frac\{[^{}]*\}\{[^{}]*\}|\d+(?:\.\d+)?(?:\s*\^\s*\{?\\circ\}?)?)"
@@ -139,7 +139,7 @@ _QUALIFIER = re.compile(
     r"(?<=\S)\s*,?\s*(?:\\text\s*\{[^{}]*\}\s*|where\s+|for\s+)?[a-zA-Z]\s*\\in\s*\\mathbb\s*\{?[ZNQRC]\}?(?:\^\+|_\+)?$"
 )
 _WHOLE_LIST = re.compile(r"\\text\s*\{((?:[^{}]*(?:,|\band\b|\bor\b)|\s*[-+$]?\.?\d)[^{}]*)\}")
-# most answers hold no command, and then half of the rules have nothing to do
+# most answers have no LaTeX command, so that half of the rules can be skipped
 _RULES = tuple((pattern, replacement, pattern.pattern.startswith("\\\\")) for pattern, replacement in _SYNONYMS)
 _TIDY = (
     (re.compile(r"\s*([+\-*/=<>,;()\[\]{}^_|%!])\s*"), r"\1"),
@@ -160,9 +160,9 @@ _ARC = re.compile(
 
 
 def clean(text: str) -> str:
-    """`text` with one spelling for each symbol and single spaces, still readable as LaTeX.
+    """`text` with one spelling per symbol and single spaces, still valid LaTeX.
 
-    Delimiters and boxes around the whole are gone; spaces that LaTeX ignores beside operators too.
+    Removes delimiters and boxes around the whole text, and spaces around operators.
     """
     text = _unwrapped(_from_unicode(text))
     if "$" in text or "\\(" in text:
@@ -177,7 +177,7 @@ def clean(text: str) -> str:
         text = _ARC.sub(_degrees, text)
     text = _SPACING.sub(" ", _LAYOUT.sub("", text))
     for pattern, replacement, of_commands in _RULES:
-        # to search first is cheaper than to replace nothing
+        # a failed search is cheaper than a substitution without a match
         if (not of_commands or "\\" in text) and pattern.search(text):
             text = pattern.sub(replacement, text)
     if re.search(r"[<>=]|\\[lg]e(?![a-zA-Z])", text):
@@ -195,7 +195,7 @@ def clean(text: str) -> str:
 
 
 def tight(text: str) -> str:
-    """`text` as `clean` gives it, without the spaces that mean nothing: for comparing spellings."""
+    """The output of `clean` without insignificant spaces, for comparing spellings."""
     for pattern, replacement in _TIDY:
         if pattern.search(text):
             text = pattern.sub(replacement, text)
@@ -227,7 +227,7 @@ def _unwrapped(text: str) -> str:
 
 
 def _text_lead(text: str) -> re.Match[str] | None:
-    """`\\text{The answer is }` before the answer itself."""
+    """Matches `\\text{The answer is }` before the answer."""
     lead = _TEXT_LEAD.match(text)
     return lead if lead is not None and _LEAD.match(lead[1]) else None
 
@@ -247,7 +247,7 @@ def _is_shown(character: str) -> bool:
 
 
 def _degrees(match: re.Match[str]) -> str:
-    """Degrees, minutes and perhaps seconds of arc as a fraction of degrees."""
+    """Degrees, minutes and optional seconds of arc as a fraction of degrees."""
     degrees, minutes, seconds = (int(part or 0) for part in match.groups())
     return f"\\frac{{{3600 * degrees + 60 * minutes + seconds}}}{{3600}}^\\circ"
 

@@ -1,6 +1,7 @@
-"""The shape of an answer: lists, sets, tuples, matrices, relations; what is inside stays text.
+"""Parses the structure of an answer: lists, sets, tuples, matrices, relations; their elements stay text.
 
-Works on text as `spelling.clean` leaves it; every function is linear in it and returns None where the shape is absent.
+The input is the output of `normalize.clean`. Every function takes linear time and returns None if the text does not
+have the structure.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def matrix(text: str) -> list[list[str]] | None:
 
 
 def bracketed(text: str) -> Items | None:
-    """What is in one pair of brackets that encloses the whole text; one item where there is no comma."""
+    """The items in one pair of brackets that encloses the whole text; one item if there is no comma."""
     tokens = _TOKEN.findall(text)
     if len(tokens) < 2 or tokens[0] not in _ENDS or tokens[-1] not in _CLOSING:
         return None
@@ -83,7 +84,7 @@ def bracketed(text: str) -> Items | None:
 
 
 def bare_list(text: str) -> Items | None:
-    """Values side by side, joined by commas, `and` or `or`."""
+    """Values without brackets, joined by commas, `and` or `or`."""
     cases = _CASES.fullmatch(text)
     if cases is not None:
         text = re.sub(r"\\\\(?:\[[^\]]*\])?", ",", cases[1]).replace("&", "")
@@ -92,7 +93,7 @@ def bare_list(text: str) -> Items | None:
 
 
 def _without_thousands(text: str) -> str:
-    """The text without the commas inside numbers, where those between values have a space behind them."""
+    """The text without commas inside numbers, if the commas between values are followed by a space."""
     return _THOUSANDS.sub("", text) if ", " in text else text
 
 
@@ -111,7 +112,7 @@ def _says_or(match: re.Match[str]) -> bool:
 
 
 def relation(text: str) -> Relation | None:
-    """A chain of terms with signs between them, at least one."""
+    """A chain of terms with at least one relation sign."""
     terms, signs, start = [], [], 0
     for position, token in _outside(text):
         if _RELATION.fullmatch(token):
@@ -124,12 +125,12 @@ def relation(text: str) -> Relation | None:
 
 
 def is_name(text: str) -> bool:
-    """Whether the text is what a value is given to: `x`, `f(x)`, `\\angle ABC`, `(x, y)`, a word."""
+    """Whether the text is a name that a value can be assigned to: `x`, `f(x)`, `\\angle ABC`, `(x, y)`, a word."""
     return bool(NAME.fullmatch(text) or _NAMES.fullmatch(text)) or bool(re.fullmatch(r"\\text\s*\{[^{}]*\}", text))
 
 
 def split(text: str, separators: str) -> list[str]:
-    """The parts between separators that are in no bracket."""
+    """The parts between separators outside brackets."""
     parts, start = [], 0
     for position, token in _outside(text):
         if token in separators:
@@ -141,20 +142,21 @@ def split(text: str, separators: str) -> list[str]:
 def union_of_sets(text: str) -> Items | None:
     """The elements of finite sets joined by `\\cup`."""
     parts = [bracketed(part) for part in split_union(text)]
-    if len(parts) < 2 or any(part is None or part.brackets != "{}" for part in parts):
+    sets = [part for part in parts if part is not None and part.brackets == "{}"]
+    if len(parts) < 2 or len(sets) < len(parts):
         return None
-    return Items("{}", [item for part in parts for item in part.items])
+    return Items("{}", [item for part in sets for item in part.items])
 
 
 def point(text: str) -> Items | None:
-    """The coordinates of a point with a name, `P(3, 4)`."""
+    """The coordinates of a named point, `P(3, 4)`."""
     named = re.fullmatch(r"[A-Z]\s*(\(.*\))", text)
     items = None if named is None else bracketed(named[1])
     return items if items is not None and len(items.items) > 1 else None
 
 
 def split_union(text: str) -> list[str]:
-    """The parts between `\\cup` signs that are in no bracket."""
+    """The parts between `\\cup` signs outside brackets."""
     parts, start = [], 0
     for position, token in _outside(text):
         if token == "\\cup":
@@ -164,7 +166,7 @@ def split_union(text: str) -> list[str]:
 
 
 def both_signs(text: str) -> list[str]:
-    """The two values of an answer with `\\pm`; the answer itself where it has none."""
+    """The two values of an answer with `\\pm`; otherwise the answer itself."""
     if "\\pm" not in text and "\\mp" not in text:
         return [text]
     upper = re.sub(r"\\pm(?![a-zA-Z])", "+", re.sub(r"\\mp(?![a-zA-Z])", "-", text))
@@ -173,7 +175,7 @@ def both_signs(text: str) -> list[str]:
 
 
 def _outside(text: str) -> list[tuple[int, str]]:
-    """Tokens that are in no bracket, with their places."""
+    """Tokens outside brackets, with their positions."""
     found, depth, position = [], 0, 0
     for token in _TOKEN.findall(text):
         if token in _CLOSING:

@@ -1,15 +1,16 @@
 """Numbers and units in math answers: exact rationals, and units or currencies that are split off and converted.
 
-Numbers are integers, decimals, fractions, mixed numbers and powers of ten. None is built with more digits than its
-spelling has, except for powers of ten, which are bounded.
+Numbers are integers, decimals, fractions, mixed numbers and powers of ten. No number has more digits than its spelling,
+except powers of ten, which are bounded.
 
-The table has the units of short answers. Units that it knows are converted; others are compared as words.
+The table has the units of short answers. Its units are converted; others are compared as words.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from fractions import Fraction
 
 _LENGTHS = {
@@ -26,7 +27,7 @@ _MASSES = {
     "mg milligram": "1/1000000", "g gram": "1/1000", "kg kilogram": "1", "t ton tonne": "1000",
     "lb pound": "45359237/100000000", "oz ounce": "45359237/1600000000",
 }  # fmt: skip
-_OTHERS = {
+_OTHERS: dict[str, Mapping[str, str | None]] = {
     "angle": {"deg degree \\circ": "1", "rad radian": None},
     "money": {
         "$ dollar usd": "1",
@@ -49,7 +50,7 @@ _OTHERS = {
     "amount": {"mol mole": "1"},
     "speed": {"mph": "1", "mi/h": "1", "kph kmh kmph": "25146/15625"},
 }
-# Single letters and words that are more often a variable, a name or a list are units only where the text says so.
+# Single letters and words that are more often a variable, a name or a list are units only if marked as such.
 _NEEDS_SPACE = re.compile(r"[a-z]{1,2}")
 
 _TEXT_UNIT = re.compile(r"\\text\{\s*([^{}\\]*?)\s*\}")
@@ -75,7 +76,7 @@ Measure = tuple[str, Fraction | None]  # kind, and size in the kind's base unit;
 
 
 def split_unit(text: str) -> tuple[str, str | None]:
-    """The value and the unit as written (None: there is none) of an answer as `clean` leaves it."""
+    """The value and the unit as written (None if absent) of an answer, an output of `clean`."""
     head = _CURRENCY_HEAD.match(text)
     if head is not None:
         return head[1] + text[head.end() :], (head[2] or "$").casefold()
@@ -95,19 +96,20 @@ def split_unit(text: str) -> tuple[str, str | None]:
 
 
 def _summed(text: str) -> tuple[str, str] | None:
-    """`2 hours 30 minutes` and `5 feet, 6 inches` in their first unit; None for anything else."""
+    """The sum of `2 hours 30 minutes` or `5 feet, 6 inches` in the first unit; None for anything else."""
     plain = _TEXT_UNIT.sub(r" \1 ", text)
     if _SUM.fullmatch(plain.strip()) is None:
         return None
     parts = [(Fraction(value), unit, *measure(unit)) for value, unit in _SUMMAND.findall(plain)]
-    if len({kind for _, _, kind, _ in parts}) > 1 or any(size is None for *_, size in parts):
+    sizes = [size for *_, size in parts if size is not None]
+    if len({kind for _, _, kind, _ in parts}) > 1 or len(sizes) < len(parts):
         return None
-    total = sum(value * size for value, _, _, size in parts) / parts[0][3]
+    total = sum((part[0] * size for part, size in zip(parts, sizes, strict=True)), Fraction(0)) / sizes[0]
     return (str(total.numerator) if total.denominator == 1 else f"{total.numerator}/{total.denominator}"), parts[0][1]
 
 
 def conversion(first: str, second: str) -> Fraction | None:
-    """How many of `second` one `first` is; None where they measure different things or are different words."""
+    """The number of `second` in one `first`; None for different kinds of units or different words."""
     one, other = measure(first), measure(second)
     if one[0] != other[0]:
         return None
@@ -117,7 +119,7 @@ def conversion(first: str, second: str) -> Fraction | None:
 
 
 def measure(unit: str) -> Measure:
-    """What a unit measures and how much of it it is."""
+    """The kind and size of a unit."""
     text = re.sub(r"\s+", " ", unit.replace("^\\circ", "\\circ")).strip(" .").replace("per ", "/")
     text = re.sub(r"\s*/\s*", "/", _INVERSE.sub(_divided, text))
     if text in _TABLE:
@@ -159,7 +161,7 @@ def _singular(word: str) -> str:
 
 
 def _is_plain_unit(text: str, tail: re.Match[str]) -> bool:
-    """Whether letters behind a number, not marked as text, are a unit: known ones, or two words and more."""
+    """Whether letters after a number, not marked as text, are a unit: known ones, or two words and more."""
     words = re.sub(_UNIT_POWER, "", tail[1]).replace("/", " ").split()
     before = text[: tail.start()].rstrip()
     if not before or not (before[-1].isdigit() or before[-1] in ")}") or "\\" in tail[1]:
@@ -176,7 +178,7 @@ def _is_plain_unit(text: str, tail: re.Match[str]) -> bool:
 
 
 def _table() -> dict[str, Measure]:
-    groups = {"length": _LENGTHS, "time": _TIMES, "mass": _MASSES, **_OTHERS}
+    groups: dict[str, Mapping[str, str | None]] = {"length": _LENGTHS, "time": _TIMES, "mass": _MASSES, **_OTHERS}
     table: dict[str, Measure] = {}
     for kind, units in groups.items():
         for names, size in units.items():
@@ -213,12 +215,12 @@ _BRACKETED = re.compile(r"([+-]*)[({]([^(){}]*)[)}]")
 
 
 def at_once(text: str) -> Fraction | None:
-    """The value of a plain number, decimal or fraction that needs no cleaning, which most answers are."""
+    """The value of a plain number, decimal or fraction without cleaning, as most answers are."""
     return rational(text.strip().strip("$").replace("\\dfrac", "\\frac"))
 
 
 def rational(text: str) -> Fraction | None:
-    """The exact value of a number spelled as `clean` leaves it; None for anything else, division by zero included."""
+    """The exact value of a number, an output of `clean`; None for anything else, including division by zero."""
     text = text.strip()
     plain = _NUMBER.fullmatch(text)
     if plain is not None:
@@ -239,7 +241,7 @@ def _ratio(match: re.Match[str]) -> Fraction | None:
         return None
     value = _any_sign(numerator) / bottom
     if whole is not None:
-        if parts[0] is None or value < 0:  # "3 1/2" is written with a space, and is another pattern's
+        if parts[0] is None or value < 0:  # "3 1/2" is written with a space and matches `_MIXED`
             return None
         value += int(whole)
     return _signed(signs, value)

@@ -1,7 +1,7 @@
-"""Equality of expressions and relations by computer algebra: math-verify reads the LaTeX, SymPy computes.
+"""Equality of expressions and relations by computer algebra: math-verify parses the LaTeX, SymPy computes.
 
-What is read is bounded before it is evaluated, but an integral or a limit may still hang or fill the memory: it runs
-in a grader's process, under its limits.
+The size of an expression is checked before its evaluation, but an integral or a limit may still hang or fill the
+memory: this runs in a grader process, under its limits.
 """
 
 from __future__ import annotations
@@ -35,35 +35,35 @@ _COMMAND_OR_LETTER = re.compile(r"\\(?:begin|end)\{[a-zA-Z]*\}|\\[a-zA-Z]+|[a-zA
 _CONJUGATE = re.compile(r"\\(?:overline|bar)\s*\{([^{}]*(?<![a-zA-Z])i(?![a-zA-Z])[^{}]*)\}")
 _UNIT = re.compile(r"(?<![a-zA-Z\\])i(?![a-zA-Z])")
 _LINEAR = re.compile(r"(?<![\d.}])(\d+)/(\d+)(?=[a-zA-Z\\])")
-# units are split off before algebra is asked, and the library would take the `h` of `\\pi r^2 h` for one
+# units are split off earlier, and the library would treat the `h` of `\\pi r^2 h` as one
 _NORMALIZATION = NormalizationConfig(units=False, malformed_operators=True, nits=True)
 _WHOLE = [LatexExtractionConfig(boxed_match_priority=0, normalization_config=_NORMALIZATION)]
 _CONSTANTS = {"i": sympy.I, "e": sympy.E}
 
 
-# what takes as many steps as its arguments say
+# functions whose number of steps grows with their arguments
 _COUNTED = (sympy.binomial, sympy.gamma, sympy.Product, sympy.fibonacci, sympy.harmonic)
 
 
 class TooLarge(Exception):
-    """An expression whose evaluation would take more digits or steps than an answer deserves."""
+    """An expression whose evaluation would take too many digits or steps."""
 
 
 def warm_up() -> None:
-    """Reads one expression, so that the parser's tables are built before a time limit runs."""
-    for library in ("math_verify", "latex2sympy2_extended"):  # which log every answer that they cannot read
+    """Parses one expression, so that the parser's tables are built before a time limit runs."""
+    for library in ("math_verify", "latex2sympy2_extended"):  # they log every answer that they cannot parse
         logging.getLogger(library).setLevel(logging.CRITICAL)
     equal("\\frac{x+1}{2}", "\\sqrt{2}")
 
 
 def equal(answer: str, label: str) -> bool:
-    """Whether two expressions have the same value for all values of their letters, or two relations the same meaning.
+    """Whether two expressions are equal for all values of their variables, or two relations are equivalent.
 
-    Text that cannot be read as mathematics is unequal. Raises TooLarge, and whatever SymPy raises on a hostile text.
+    Text that cannot be parsed is unequal. Raises TooLarge, and any exception of SymPy on adversarial text.
     """
     if max(len(answer), len(label)) > MAX_CHARS:
         raise TooLarge(f"an expression has more than {MAX_CHARS} characters")
-    first, second = map(_read, _told_apart(answer, label))
+    first, second = map(_read, _distinguish_case(answer, label))
     if first is None or second is None:
         return False
     if isinstance(first, sympy.Expr) and isinstance(second, sympy.Expr) and not _is_matrix(first, second):
@@ -78,11 +78,11 @@ def equal(answer: str, label: str) -> bool:
     except (TypeError, ValueError, KeyError, AttributeError):
         if _kind(first) == _kind(second):
             raise
-        return False  # a point and a line, a set and an inequation: not even to be subtracted
+        return False  # different kinds, such as a point and a line: they cannot be subtracted
 
 
-def _told_apart(answer: str, label: str) -> tuple[str, str]:
-    """The two texts with capitals renamed where the same letter is in small too: the parser takes no notice."""
+def _distinguish_case(answer: str, label: str) -> tuple[str, str]:
+    """Renames capital letters that also occur in lower case, because the parser ignores case."""
     letters = set(_COMMAND_OR_LETTER.findall(answer + " " + label))
     clash = {letter for letter in letters if letter.isupper() and letter.lower() in letters}
     if not clash:
@@ -128,7 +128,7 @@ def _check_size(expression: sympy.Basic) -> None:
 
 
 def _log10(expression: sympy.Basic) -> float:
-    """The size of a constant as a power of ten, from above; letters count as one."""
+    """An upper bound of log10 of a constant; variables count as 1."""
     if expression.is_Integer or expression.is_Rational:
         return float(sympy.log(abs(expression) + 1, 10))
     parts = [_log10(part) for part in expression.args]
@@ -142,7 +142,7 @@ def _log10(expression: sympy.Basic) -> float:
 
 
 def _plain(expression: Any) -> Any:
-    """One symbol for each letter, e and i as numbers, odd roots of negative numbers as the real ones."""
+    """One symbol per letter, e and i as numbers, odd roots of negative numbers as real roots."""
     if not isinstance(expression, sympy.Basic):
         return expression
     letters = {
@@ -183,7 +183,7 @@ def _same_value(first: sympy.Expr, second: sympy.Expr) -> bool:
 
 
 def _agree(first: sympy.Expr, second: sympy.Expr) -> bool:
-    """Whether two expressions agree to `DIGITS / 2` digits wherever both are real (anywhere, if they never are)."""
+    """Whether two expressions agree to `DIGITS / 2` digits at all points where both are real (or at all, if none)."""
     letters = sorted(first.free_symbols | second.free_symbols, key=str)
     real: list[bool] = []
     others: list[bool] = []
@@ -202,7 +202,7 @@ def _kind(value: Any) -> type | None:
 
 
 def _as_set(value: Any) -> sympy.Set | None:
-    """The real numbers that a set holds, or that fulfil inequalities of one letter."""
+    """A set, or the solution set of inequalities in one real variable."""
     if isinstance(value, sympy.Set):
         return value.doit()
     if not isinstance(value, sympy.Basic) or len(value.free_symbols) != 1:
@@ -219,7 +219,7 @@ def _as_set(value: Any) -> sympy.Set | None:
 
 
 def _points(letters: list[sympy.Symbol]) -> list[dict[sympy.Symbol, sympy.Rational]]:
-    """Points to compare at, the same every time: half of them with positive coordinates only."""
+    """Points for comparison, always the same; half of them have only positive coordinates."""
     generator = random.Random(0)
     low = [-4000 if number % 2 else 1 for number in range(_POINTS)]
     count = _POINTS if letters else 1
@@ -229,7 +229,7 @@ def _points(letters: list[sympy.Symbol]) -> list[dict[sympy.Symbol, sympy.Ration
 
 
 def _proportional(first: sympy.Eq, second: sympy.Eq) -> bool:
-    """Whether the two sides' differences are one another's constant multiple."""
+    """Whether the differences of the two equations' sides are constant multiples of each other."""
     one, other = ((relation.lhs - relation.rhs).doit() for relation in (first, second))
     if one.free_symbols != other.free_symbols or not one.free_symbols:
         return False

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 _TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
 _MATH = re.compile(r"[\\^_=<>+*/{}|]")
-_SEPARATORS = re.compile(r"(?:[\s,.;:!?'\"()\[\]`]|-(?!\d)|(?<=\w)-)+")  # the sign of a number stays
+_SEPARATORS = re.compile(r"(?:[\s,.;:!?'\"()\[\]`]|-(?!\d)|(?<=\w)-)+")  # keeps the sign of a number
 _NO_WORDS = {"and", "sin", "cos", "tan", "log", "cot", "sec", "csc", "gcd", "lcm", "max", "min", "mod"}
 _ARTICLES = {"a", "an", "the"}
 _CHOICE = re.compile(r"(?:(?:[Oo]ption|[Cc]hoice)\s+)?(?:\(([A-Za-z])\)|([A-Z])(?=[.):]))[.):]*\s*(\S.*)?")
@@ -35,9 +35,9 @@ _TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ni
 
 
 def as_words(text: str) -> str | None:
-    """The words of an answer that is words: case, articles and punctuation do not matter. None where it is not words.
+    """The normalized words of an answer in words: without case, articles and punctuation. None for other answers.
 
-    `text` as `clean` leaves it.
+    `text` is the output of `clean`.
     """
     marked = "\\text" in text
     plain = _TEXT.sub(r" \1 ", text)
@@ -57,17 +57,17 @@ def _is_word(word: str) -> bool:
 
 
 def _says_something(word: str) -> bool:
-    """Whether a word is more than a number or what joins numbers."""
+    """Whether a word is neither a number nor a conjunction."""
     return word not in ("and", "or") and not word.lstrip("+-").isdecimal()
 
 
 def plain(text: str) -> str:
-    """The text without marks for words, spaces and case."""
+    """The text without `\\text` commands, spaces and case."""
     return "".join(_TEXT.sub(r"\1", text).split()).casefold()
 
 
 def choice(text: str) -> tuple[str, str] | None:
-    """The letter of a multiple-choice answer such as `B`, `(B)`, `B.` or `(B) 5`, and what it says beside it."""
+    """The letter of a multiple-choice answer such as `B`, `(B)`, `B.` or `(B) 5`, and the text after it."""
     shown = _TEXT.sub(r"\1", text).strip()
     if _PLAIN_CHOICE.fullmatch(shown):
         return shown.upper(), ""
@@ -79,7 +79,7 @@ def choice(text: str) -> tuple[str, str] | None:
 
 
 def with_digits(words: str) -> str:
-    """The words with a number at their beginning in digits, `six feet` as `6 feet`."""
+    """The words with a leading number in digits, `six feet` as `6 feet`."""
     parts = words.split()
     if parts[0] not in _ONES and parts[0] not in _TENS:
         return words
@@ -91,23 +91,23 @@ def with_digits(words: str) -> str:
 
 
 def number_word(words: str) -> Fraction | None:
-    """The number that words up to nine hundred ninety-nine thousand nine hundred ninety-nine name."""
+    """The value of a number word up to 999,999; None if it is not a number word."""
     parts = words.split()
     part = _PARTS.get(parts[-1]) or _PARTS.get(parts[-1].removesuffix("s")) if len(parts) == 2 else None
     if part is not None and parts[0] in _ONES:
         return Fraction(_ONES.index(parts[0]), part)
     thousands, found, rest = words.partition(" thousand")
     if found:
-        pair = _below_thousand(thousands), _below_thousand(rest.strip()) if rest.strip() else Fraction(0)
-        return None if None in pair else 1000 * pair[0] + pair[1]
+        high, low = _below_thousand(thousands), _below_thousand(rest.strip()) if rest.strip() else Fraction(0)
+        return None if high is None or low is None else 1000 * high + low
     return _below_thousand(words)
 
 
 def _below_thousand(words: str) -> Fraction | None:
     hundreds, found, rest = words.partition(" hundred")
     if found:
-        parts = _below_hundred(hundreds), _below_hundred(rest.removeprefix(" and").strip() or "zero")
-        return None if None in parts or not 0 < parts[0] < 10 else 100 * parts[0] + parts[1]
+        high, low = _below_hundred(hundreds), _below_hundred(rest.removeprefix(" and").strip() or "zero")
+        return None if high is None or low is None or not 0 < high < 10 else 100 * high + low
     return _below_hundred(words)
 
 

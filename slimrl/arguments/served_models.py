@@ -1,0 +1,146 @@
+"""What config.json says about the models of SGLang servers: the reward model, and the context length of the engines.
+
+`RewardModelConfig` describes the folder of --rm-model; `starts_reward_servers` says whether slimrl starts its servers.
+`take_context_of_engines` sets how many tokens an engine takes, prompt and response together:
+--sglang-context-length, else the length of the model, read as SGLang 0.5.20 reads it. It runs before the validation
+rules.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from slimrl.arguments.namespace import Arguments
+from slimrl.models import config_rows
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")  # one of them is in a folder with a tokenizer
+# the classes of SGLang that give numbers in place of tokens; one number of a response is its reward
+ARCHITECTURES = (
+    "Gemma2ForSequenceClassification",
+    "InternLM2ForRewardModel",
+    "LlamaForSequenceClassification",
+    "LlamaForSequenceClassificationWithNormal_Weights",
+    "Qwen2ForRewardModel",
+    "Qwen2ForSequenceClassification",
+    "Qwen3ForRewardModel",
+    "Qwen3ForSequenceClassification",
+)
+_SEVERAL_LABELS = "LlamaForSequenceClassificationWithNormal_Weights"  # weighs its labels to one number itself
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardModelConfig:
+    """Values from config.json; `context` and `vocabulary` are None if missing."""
+
+    architecture: str
+    labels: int
+    context: int | None
+    vocabulary: int | None
+
+    @classmethod
+    def read(cls, folder: Path) -> RewardModelConfig:
+        """Raises ValueError, a sentence, where the folder has no readable config.json."""
+        path = folder / "config.json"
+        try:
+            config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"--rm-model {folder} has no readable config.json ({error}): copy the model again."
+            ) from error
+        labels = config.get("num_labels") or len(config.get("id2label") or {}) or 1
+        scaled = config.get("rope_scaling") is not None
+        return cls(
+            architecture=(config.get("architectures") or ["nothing"])[0],
+            labels=labels,
+            context=None if scaled else config.get("max_position_embeddings"),
+            vocabulary=config.get("vocab_size"),
+        )
+
+    @property
+    def fault(self) -> str | None:
+        """Why a server cannot give one number for a response; None if it can."""
+        if self.architecture not in ARCHITECTURES:
+            return f"is a {self.architecture}, and a reward model is one of {', '.join(ARCHITECTURES)}"
+        if self.labels != 1 and self.architecture != _SEVERAL_LABELS:
+            return f"has {self.labels} labels, and a reward model has one"
+        return None
+
+
+def starts_reward_servers(args: Arguments) -> bool:
+    """Whether slimrl starts the servers of the reward model: --rm-model is given and --rm-url is not."""
+    return args.rm_model is not None and args.rm_url is None and not args.debug_train_only
+
+
+def reward_gpus(args: Arguments) -> int:
+    """GPUs of the reward model's servers, after those of training and rollout."""
+    return args.rm_num_gpus if starts_reward_servers(args) else 0
+
+
+# names of config.json for the longest sequence, in the server's order
+_KEYS = ("max_sequence_length", "seq_length", "max_seq_len", "model_max_length", "max_position_embeddings")
+_UNITS = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+# A server rejects prompts within this many tokens of its context with HTTP 400, including continued responses.
+RESERVED_TOKENS = 6
+
+
+def take_context_of_engines(args: Arguments) -> None:
+    """Set `engine_context_len`; it stays None if it is not known, or if the engine truncates prompts itself."""
+    if args.debug_train_only or args.rollout_external_engine_addrs or args.sglang_options.get("allow_auto_truncate"):
+        return
+    given = args.sglang_options.get("context_length")
+    try:
+        context = context_of_model(args) if given is None else tokens(given)
+    except ValueError:
+        return  # the server's own parser reports it
+    cache = args.sglang_options.get("max_total_tokens")
+    if isinstance(cache, int):
+        context = cache if context is None else min(context, cache)
+    if context is not None and context > RESERVED_TOKENS + 1:
+        args.engine_context_len = context - RESERVED_TOKENS
+
+
+def context_of_model(args: Arguments) -> int | None:
+    """The context length of the model of --hf-checkpoint in tokens; None if config.json has none.
+
+    Applies --sglang-json-model-override-args.
+    """
+    if args.hf_checkpoint is None:
+        return None
+    try:
+        config = json.loads((Path(args.hf_checkpoint) / "config.json").read_text(encoding="utf-8"))
+        changes = json.loads(args.sglang_options.get("json_model_override_args") or "{}")
+    except (OSError, TypeError, ValueError):
+        return None  # another rule's problem, or the server's
+    if not isinstance(config, dict) or not isinstance(changes, dict):
+        return None
+    for key, value in changes.items():
+        is_part = key.endswith("_config") and isinstance(value, dict) and isinstance(config.get(key), dict)
+        config[key] = {**config[key], **value} if is_part else value
+    text = config.get("text_config")
+    return stated_context(text if isinstance(text, dict) else config)
+
+
+def stated_context(config: Mapping[str, Any]) -> int | None:
+    """The longest sequence of a config.json, with the factor of a rope scaling that does not count its own."""
+    settings = config_rows.settings(config)
+    factor = settings.get("factor") or 1
+    if "original_max_position_embeddings" in settings or config_rows.kind(config) == "llama3":
+        factor = 1
+    longest = next((config[key] for key in _KEYS if isinstance(config.get(key), int)), None)
+    return None if longest is None else int(factor * longest)
+
+
+def tokens(given: int | str) -> int:
+    """A number as SGLang reads it: 32768, "32k" (thousands) or "32Ki" (powers of 1024). Raises ValueError."""
+    text = str(given).strip()
+    unit = next((unit for unit in sorted(_UNITS, key=len, reverse=True) if text.endswith(unit)), "")
+    return int(float(text.removesuffix(unit)) * _UNITS.get(unit, 1))
+
+
+def least(*limits: int | None) -> int | None:
+    """The least of the limits that there are."""
+    return min((limit for limit in limits if limit is not None), default=None)

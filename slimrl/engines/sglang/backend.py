@@ -1,0 +1,86 @@
+"""SGLang's row in the table of engines (`engines.backend`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from slimrl.arguments.parser import PassthroughTables
+    from slimrl.engines.backend import (
+        ClientFactory,
+        ControlFactory,
+        ExternalRouterFactory,
+        RouterFactory,
+        ServerFactory,
+        ServerInspector,
+    )
+
+
+class SglangBackend:
+    """Implements `EngineBackend`."""
+
+    title = "SGLang"
+    packages = ("sglang", "sglang_router")
+
+    @property
+    def server(self) -> ServerFactory:
+        """One server, or its part on a node."""
+        from slimrl.engines.sglang.server import ServerProcess
+
+        return ServerProcess
+
+    @property
+    def router(self) -> RouterFactory:
+        """The SGLang router as a child process."""
+        from slimrl.engines.sglang.router import RouterProcess
+
+        return RouterProcess
+
+    @property
+    def external_router(self) -> ExternalRouterFactory:
+        """An external SGLang router."""
+        from slimrl.engines.sglang.router import ExternalRouter
+
+        return ExternalRouter
+
+    @property
+    def client(self) -> ClientFactory:
+        """Generation through the router."""
+        from slimrl.engines.sglang.client import RouterClient
+
+        return RouterClient
+
+    @property
+    def control(self) -> ControlFactory:
+        """Weights, memory and load of one server."""
+        from slimrl.engines.sglang.control import ServerControl
+
+        return ServerControl
+
+    @property
+    def inspect(self) -> ServerInspector:
+        """Checks whether an external SGLang server can serve the run."""
+        from slimrl.engines.sglang.external_server_check import inspect
+
+        return inspect
+
+    def router_options(
+        self, given: Mapping[str, Any], *, request_timeout_s: int, conversations: bool
+    ) -> dict[str, Any]:
+        """See `router.router_options`."""
+        from slimrl.engines.sglang.router import router_options
+
+        return router_options(given, request_timeout_s=request_timeout_s, conversations=conversations)
+
+    def flags(self) -> PassthroughTables:
+        """--sglang-<x> and --router-<x>, read from the installed packages when one is given."""
+        from slimrl.engines.sglang.server_args import router_flags, server_flags
+
+        return {"sglang": server_flags, "router": router_flags}
+
+    def cpu_options(self, words: Sequence[str]) -> list[str]:
+        """See `server_args.with_defaults`."""
+        from slimrl.engines.sglang.server_args import with_defaults
+
+        return with_defaults(words)

@@ -1,0 +1,119 @@
+"""The log-probabilities of a rollout's samples under the weights before the rollout.
+
+Either passes before the first optimizer step or that step itself compute them; `PassPlan` decides. Used by the trainer;
+collective over all ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from slimrl.megatron.data_parallel import ShardedReference, Stage
+from slimrl.megatron.model.micro_batch import MicroBatch
+from slimrl.megatron.parallel import ParallelState
+from slimrl.megatron.ref_model import ReferenceWeights
+from slimrl.megatron.training.advantages import TrainingHooks
+from slimrl.megatron.training.forward_step import LogProbConfig, compute_log_probs
+from slimrl.megatron.training.pass_plan import PassPlan
+from slimrl.megatron.training.train_metrics import PhaseTimes
+from slimrl.observability.tracer import Timeline
+
+Steps = Sequence[Sequence[MicroBatch]]  # micro-batches of each optimizer step
+
+
+@dataclasses.dataclass
+class RolloutLogProbs:
+    """Float32 [response tokens of the rank] each; None if neither a pass nor a step computes it.
+
+    While `first_step` is set, `train_log_probs` and `entropy` are 0 at the samples of the first optimizer step. The
+    step's forward pass calls `note` for every micro-batch, and `complete` then fills the values in.
+    """
+
+    train_log_probs: Tensor | None = None
+    ref_log_probs: Tensor | None = None
+    entropy: Tensor | None = None
+    scored_rows: list[int] = dataclasses.field(default_factory=list)  # samples in the policy's pass
+    first_step: Tensor | None = None  # [columns, response tokens], values from `note`
+
+    def note(self, micro_batch: MicroBatch, log_probs: Tensor, entropy: Tensor) -> None:
+        """Store the last stage's values of one micro-batch of the first step, without gradient."""
+        assert self.first_step is not None
+        for row, values in zip(self.first_step, (log_probs, entropy), strict=False):
+            row[micro_batch.response_index] = values
+
+    def complete(self, micro_batches: Sequence[MicroBatch], parallel: ParallelState) -> None:
+        """Copy the values of the first step into the columns, on all ranks that share these samples."""
+        if self.first_step is None:
+            return
+        index = torch.cat([micro_batch.response_index for micro_batch in micro_batches])
+        found = parallel.from_last_stage(self.first_step[:, index])
+        for column, values in zip((self.train_log_probs, self.entropy), found, strict=False):
+            assert column is not None  # as many as there are rows
+            column[index] = values
+        self.first_step = None
+
+
+@dataclasses.dataclass
+class LogProbPasses:
+    """Runs the passes of `plan` over a rollout."""
+
+    plan: PassPlan
+    stages: Sequence[Stage]
+    reference: ReferenceWeights | ShardedReference | None
+    settings: LogProbConfig
+    hooks: TrainingHooks
+    parallel: ParallelState
+    times: PhaseTimes
+    timeline: Timeline
+    with_entropy: bool  # also compute the policy's entropy
+
+    def count(self, rollout_id: int, steps: Steps) -> int:
+        """Micro-batches in all passes over this rollout."""
+        reference = self.plan.runs_reference_pass(rollout_id) * sum(map(len, steps))
+        return reference + sum(len(steps[number]) for number in self.plan.steps_with_pass(len(steps)))
+
+    def run(self, rollout_id: int, steps: Steps, response_tokens: int, advance: Callable[[], None]) -> RolloutLogProbs:
+        """Run the passes; `advance` is called at the start of each micro-batch."""
+        scores = RolloutLogProbs()
+        if not self.plan.needs_old_log_probs:
+            return scores
+        if self.reference is not None and self.plan.runs_reference_pass(rollout_id):
+            everything = [micro_batch for step in steps for micro_batch in step]
+            with self.reference.loaded_weights():
+                (scores.ref_log_probs,) = self._pass("ref_", everything, response_tokens, advance, with_entropy=False)
+        chosen = [micro_batch for number in self.plan.steps_with_pass(len(steps)) for micro_batch in steps[number]]
+        columns = list(torch.zeros(1 + self.with_entropy, response_tokens, device=self.parallel.device))
+        if chosen:
+            columns = self._pass("", chosen, response_tokens, advance, with_entropy=self.with_entropy)
+        scores.train_log_probs, *rest = columns
+        scores.entropy = rest[0] if rest else None
+        scores.scored_rows = [row for micro_batch in chosen for row in micro_batch.rows]
+        if self.plan.reuses_first_step:
+            scores.first_step = torch.zeros(len(columns), response_tokens, device=self.parallel.device)
+        return scores
+
+    def _pass(
+        self,
+        store_prefix: str,
+        micro_batches: Sequence[MicroBatch],
+        response_tokens: int,
+        advance: Callable[[], None],
+        *,
+        with_entropy: bool,
+    ) -> list[Tensor]:
+        self.hooks.before_log_probs(store_prefix)
+        name = f"{store_prefix}log_probs"
+        with self.times.phase(name), self.timeline.span(name):
+            return compute_log_probs(
+                self.stages,
+                micro_batches,
+                self.settings,
+                response_tokens,
+                self.parallel,
+                advance,
+                with_entropy=with_entropy,
+            )

@@ -1,0 +1,181 @@
+"""Runs the calls of a weight update (`engines.server_protocol.WeightControl`) on all servers in parallel.
+
+Errors name their server. After a failed update, `probe_all` returns the weight version of each server, or the reason
+that it does not answer. `traced` records the duration of each call in the server's own row of the timeline.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Literal, ParamSpec, TypeVar
+
+from slimrl.engines.protocol import EngineError, EngineTimeoutError
+from slimrl.engines.server_protocol import RunningRequests, WeightControl
+from slimrl.observability.tracer import Timeline
+from slimrl.platform.collective_errors import SyncError
+
+Inputs = ParamSpec("Inputs")
+Result = TypeVar("Result")
+
+
+class WeightSyncError(SyncError):
+    """A weight update of the servers failed; they may hold a mixture of old and new weights."""
+
+
+def call_all(servers: Sequence[WeightControl], call: Callable[[WeightControl], Result], what: str) -> list[Result]:
+    """Runs `call` on all servers in parallel and waits for all; returns the results in the order of `servers`.
+
+    Raises WeightSyncError naming every server that failed.
+    """
+    if not servers:
+        return []
+    with ThreadPoolExecutor(max_workers=len(servers)) as pool:
+        return collect_results(servers, [pool.submit(call, server) for server in servers], what)
+
+
+def collect_results(servers: Sequence[WeightControl], futures: Sequence[Future[Result]], what: str) -> list[Result]:
+    """The results of calls in progress; raises WeightSyncError naming every server that failed.
+
+    The error is final if a server timed out, because that server may still be processing the call.
+    """
+    errors = {server.url: future.exception() for server, future in zip(servers, futures, strict=True)}
+    failed = [f"{url}: {error}" for url, error in errors.items() if error is not None]
+    if failed:
+        causes = [error for error in errors.values() if error is not None]
+        late = any(isinstance(error, EngineTimeoutError) for error in causes)
+        raise WeightSyncError(f"{what} failed on {'; '.join(failed)}", final=late) from causes[0]
+    return [future.result() for future in futures]
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerState:
+    """State of a server after a failed weight update: the version it reports, or why it does not answer."""
+
+    url: str
+    version: str | None
+    error: str | None
+
+    def __str__(self) -> str:
+        if self.error is None:
+            return f"{self.url} is stopped and reports version {self.version!r}"
+        return f"{self.url} does not answer ({self.error})"
+
+
+def probe_all(servers: Sequence[WeightControl]) -> list[ServerState]:
+    """The current state of each server; never raises for one that does not answer."""
+
+    def state(server: WeightControl) -> ServerState:
+        try:
+            return ServerState(server.url, server.weight_version(), None)
+        except EngineError as error:
+            return ServerState(server.url, None, str(error))
+
+    return call_all(servers, state, "asking for the weight version")
+
+
+TRACK = "calls from training"
+
+
+def traced(server: WeightControl, timeline: Timeline) -> WeightControl:
+    """`server` with every call recorded in `timeline`; `server` itself if the timeline is off."""
+    return _TracedServer(server, timeline) if timeline.records else server
+
+
+class _TracedServer:
+    def __init__(self, server: WeightControl, timeline: Timeline) -> None:
+        self._server = server
+        self._timeline = timeline
+
+    @property
+    def url(self) -> str:
+        return self._server.url
+
+    def begin_weight_update(self, running: RunningRequests) -> None:
+        self._record(self._server.begin_weight_update, running)
+
+    def commit_weight_update(self, version: str, running: RunningRequests) -> None:
+        self._record(self._server.commit_weight_update, version, running)
+
+    def continue_(self) -> None:
+        self._record(self._server.continue_)
+
+    def flush_pipeline(self) -> None:
+        self._record(self._server.flush_pipeline)
+
+    def weight_version(self) -> str:
+        return self._record(self._server.weight_version)
+
+    def update_weights_from_tensor(
+        self, serialized: list[str], *, load_format: str | None, weight_version: str | None, flush_cache: bool
+    ) -> None:
+        self._record(
+            self._server.update_weights_from_tensor,
+            serialized,
+            load_format=load_format,
+            weight_version=weight_version,
+            flush_cache=flush_cache,
+        )
+
+    def init_weights_update_group(
+        self,
+        *,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        group_name: str,
+        backend: Literal["nccl", "gloo"],
+    ) -> None:
+        self._record(
+            self._server.init_weights_update_group,
+            master_address=master_address,
+            master_port=master_port,
+            rank_offset=rank_offset,
+            world_size=world_size,
+            group_name=group_name,
+            backend=backend,
+        )
+
+    def destroy_weights_update_group(self, group_name: str, *, timeout_s: float | None = None) -> None:
+        self._record(self._server.destroy_weights_update_group, group_name, timeout_s=timeout_s)
+
+    def update_weights_from_distributed(
+        self,
+        names: list[str],
+        dtypes: list[str],
+        shapes: list[list[int]],
+        *,
+        group_name: str,
+        load_format: str | None,
+        weight_version: str | None,
+        flush_cache: bool,
+    ) -> None:
+        self._record(
+            self._server.update_weights_from_distributed,
+            names,
+            dtypes,
+            shapes,
+            group_name=group_name,
+            load_format=load_format,
+            weight_version=weight_version,
+            flush_cache=flush_cache,
+        )
+
+    def update_weights_from_disk(self, model_path: str, *, weight_version: str | None, flush_cache: bool) -> None:
+        self._record(
+            self._server.update_weights_from_disk, model_path, weight_version=weight_version, flush_cache=flush_cache
+        )
+
+    def weights_checksum(self) -> list[dict[str, Any]]:
+        return self._record(self._server.weights_checksum)
+
+    def _record(self, call: Callable[Inputs, Result], *arguments: Inputs.args, **options: Inputs.kwargs) -> Result:
+        started = time.monotonic_ns()
+        try:
+            return call(*arguments, **options)
+        finally:
+            server, name = f"server {self._server.url}", call.__name__.rstrip("_")
+            self._timeline.add_span(TRACK, name, started, time.monotonic_ns(), process=server)

@@ -1,0 +1,355 @@
+"""Rules about the learning algorithm, evaluation and hooks.
+
+The recipe and its variants pass, each violation is one error.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from slimrl.arguments import read_args
+
+# rule -> (flags that pass when appended to the recipe, flags that do not with their error)
+CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
+    "trained_weights_have_one_list": (
+        ["--freeze-params-name-list embedding router", r"--only-train-params-name-list layers\\.3[0-5]\\."],
+        [
+            (
+                "--only-train-params-name-list mlp --freeze-params-name-list embedding router",
+                "--only-train-params-name-list mlp and --freeze-params-name-list embedding router exclude each other:"
+                " give one.",
+            ),
+            (
+                "--freeze-params-name-list",
+                "--freeze-params-name-list is given without a regular expression: give at least one, or leave it out.",
+            ),
+            (
+                "--freeze-params-name-list layers[",
+                "--freeze-params-name-list layers[ is not a regular expression (unterminated character set at position"
+                " 6).",
+            ),
+        ],
+    ),
+    "kernels_are_installed": (
+        ["--transformer-impl local"],
+        [
+            (
+                "--transformer-impl transformer_engine",
+                "--transformer-impl transformer_engine needs a package that is not installed: install"
+                " transformer_engine, or leave the flag out.",
+            )
+        ],
+    ),
+    "estimator_has_what_it_needs": (
+        [
+            "--advantage-estimator reinforce_plus_plus --gamma 0.99",
+            "--advantage-estimator reinforce_plus_plus_baseline --normalize-advantages",
+            "--advantage-estimator gspo --eps-clip 4e-4 --eps-clip-high 4e-4",
+        ],
+        [
+            (
+                "--gamma 0.99",
+                "--gamma 0.99 discounts the returns of reinforce_plus_plus and --advantage-estimator is grpo: leave it"
+                " out.",
+            ),
+        ],
+    ),
+    "log_prob_passes_have_a_use": (
+        [
+            "--compute-old-log-probs always",
+            "--use-kl-loss --kl-loss-coef 0 --ref-kl-metric-interval 10",
+            "--use-kl-loss --kl-loss-coef 0 --rollout-data-postprocess-path examples.training.leave_out_sure_tokens"
+            " --ref-kl-metric-interval 1",
+        ],
+        [
+            (
+                "--use-kl-loss --kl-loss-coef 0.1 --ref-kl-metric-interval 10",
+                "--ref-kl-metric-interval 10 is not used: --kl-loss-coef 0.1 needs the reference for every rollout."
+                " Leave it out.",
+            ),
+            (
+                "--kl-loss-coef 0 --kl-coef 0.1 --ref-kl-metric-interval 10",
+                "--ref-kl-metric-interval 10 is not used: --kl-coef 0.1 needs the reference for every rollout. Leave it"
+                " out.",
+            ),
+            (
+                "--use-kl-loss --kl-loss-coef 0 --rollout-data-postprocess-path examples.training.leave_out_sure_tokens"
+                " --ref-kl-metric-interval 2",
+                "--ref-kl-metric-interval 2 leaves out log-probabilities that --rollout-data-postprocess-path"
+                " examples.training.leave_out_sure_tokens may read: leave the interval out.",
+            ),
+            ("--ref-kl-metric-interval 0", "--ref-kl-metric-interval 0 is too small: it must be at least 1."),
+        ],
+    ),
+    "off_policy_corrections_are_consistent": (
+        ["--use-tis --tis-clip 3 --tis-clip-low 0.5", "--use-opsm --opsm-delta 1e-3", "--use-unbiased-kl"],
+        [
+            (
+                "--use-tis --use-rollout-logprobs",
+                "--use-tis and --use-rollout-logprobs would correct the same difference twice: give one.",
+            ),
+            ("--use-tis --tis-clip-low 2", "--tis-clip-low 2 is not below --tis-clip 2: lower it."),
+            ("--tis-clip 3", "--tis-clip belongs to --use-tis: add it, or leave --tis-clip out."),
+            ("--opsm-delta 1e-3", "--opsm-delta belongs to --use-opsm: add it, or leave --opsm-delta out."),
+        ],
+    ),
+    "supervised_training_is_consistent": (
+        [],
+        [
+            (
+                "--disable-compute-advantages-and-returns",
+                "--disable-compute-advantages-and-returns leaves --loss-type policy_loss without advantages: leave it"
+                " out.",
+            ),
+            ("--loss-type sft_loss", "--use-kl-loss has no effect with --loss-type sft_loss: leave it out."),
+        ],
+    ),
+    "precision_is_single": (
+        ["--bf16", "--fp16"],
+        [("--bf16 --fp16", "--bf16 and --fp16 exclude each other: give one, or neither for fp32.")],
+    ),
+    "kl_is_counted_once": (
+        ["--kl-coef 0.01", "--kl-loss-coef 0.01"],
+        [
+            (
+                "--kl-coef 0.01 --kl-loss-coef 0.02",
+                "--kl-coef 0.01 and --kl-loss-coef 0.02 would count the KL twice: set one of them to 0.",
+            )
+        ],
+    ),
+    "groups_can_be_compared": (
+        ["--n-samples-per-prompt 1 --disable-rewards-normalization"],
+        [
+            (
+                "--n-samples-per-prompt 1",
+                "--n-samples-per-prompt 1 leaves grpo nothing to compare and every advantage would be 0: give at least"
+                " 2, or add --disable-rewards-normalization.",
+            )
+        ],
+    ),
+    "clip_range_is_ordered": (
+        ["--eps-clip-c 3"],
+        [
+            (
+                "--eps-clip-c 1.2",
+                "--eps-clip-c 1.2 is not above 1 + --eps-clip-high = 1.28: raise it, or leave it out.",
+            ),
+            (
+                "--advantage-estimator cispo --eps-clip-c 3",
+                "--eps-clip-c 3 bounds a loss that --advantage-estimator cispo does not have (--eps-clip-high already"
+                " bounds its weights): leave it out.",
+            ),
+        ],
+    ),
+    "schedule_is_complete": (
+        [
+            "--lr-warmup-iters 5 --lr-decay-iters 6",
+            "--min-lr 1e-6",
+            "--lr-decay-style WSD --lr-wsd-decay-iters 9 --lr-wsd-decay-style linear",
+            "--decoupled-lr 1e-5 --decoupled-min-lr 1e-6",
+        ],
+        [
+            ("--min-lr 1e-5", "--min-lr 1e-05 is above --lr 1e-06: lower it."),
+            ("--lr-warmup-init 1e-5", "--lr-warmup-init 1e-05 is above --lr 1e-06: lower it."),
+            (
+                "--lr-warmup-iters 5 --lr-warmup-fraction 0.1",
+                "--lr-warmup-fraction 0.1 and --lr-warmup-iters 5 both set the warm-up: give one.",
+            ),
+            (
+                "--lr-warmup-iters 5 --lr-decay-iters 5",
+                "--lr-warmup-iters 5 is not below --lr-decay-iters 5: the decay begins after the warm-up.",
+            ),
+            (
+                "--lr-decay-style WSD",
+                "--lr-decay-style WSD needs --lr-wsd-decay-iters: give the optimizer steps of the decay at the end.",
+            ),
+            (
+                "--lr-wsd-decay-iters 9",
+                "--lr-wsd-decay-iters 9 belongs to --lr-decay-style WSD: add it, or leave --lr-wsd-decay-iters out.",
+            ),
+            (
+                "--decoupled-min-lr 1e-7",
+                "--decoupled-min-lr 1e-07 belongs to --decoupled-lr: add it, or leave --decoupled-min-lr out.",
+            ),
+        ],
+    ),
+    "lengths_fit_the_context": (
+        ["--rollout-max-context-len 100", "--rollout-max-context-len 100 --rollout-max-prompt-len 99"],
+        [
+            (
+                "--rollout-max-context-len 100 --rollout-max-prompt-len 100",
+                "--rollout-max-prompt-len 100 leaves no room for a response in --rollout-max-context-len 100: give at"
+                " most 99.",
+            )
+        ],
+    ),
+    "hooks_keep_their_contracts": (
+        [
+            "--custom-rm-path slimrl_test_hooks.judge",
+            "--dynamic-sampling-filter-path slimrl_test_hooks.keep",
+            "--rollout-sample-hook-path slimrl_test_hooks.judge slimrl_test_hooks.keep",
+            "--buffer-filter-path slime.rollout.filter_hub.buffer_filters.pop_first",
+            "--eval-function-path slime.rollout.sglang_rollout.generate_rollout",
+            "--custom-generate-function-path slimrl_test_hooks.generate",
+        ],
+        [
+            (
+                "--rollout-sample-hook-path slimrl_test_hooks.judge slimrl_test_hooks.generate",
+                "--rollout-sample-hook-path slimrl_test_hooks.generate: slimrl_test_hooks.generate(args, sample,"
+                " sampling_params, *, engine) cannot be called as needed (missing a required argument:"
+                " 'sampling_params'): expected async or ordinary f(args, sample).",
+            ),
+            *[
+                (
+                    f"{flag} slimrl_test_hooks.judg",
+                    f"{flag} slimrl_test_hooks.judg: module slimrl_test_hooks has no judg: did you mean judge?",
+                )
+                for flag in (
+                    "--buffer-filter-path",
+                    "--eval-function-path",
+                    "--rollout-sample-filter-path",
+                    "--rollout-all-samples-process-path",
+                    "--custom-rollout-log-function-path",
+                    "--custom-eval-rollout-log-function-path",
+                    "--custom-convert-samples-to-train-data-path",
+                )
+            ],
+            (
+                "--custom-rm-path slimrl_test_hooks.judg",
+                "--custom-rm-path slimrl_test_hooks.judg: module slimrl_test_hooks has no judg: did you mean judge?",
+            ),
+            (
+                "--custom-rm-path slimrl_test_hooks.keep",
+                "--custom-rm-path slimrl_test_hooks.keep: slimrl_test_hooks.keep is not async: expected async"
+                " f(args, sample).",
+            ),
+        ],
+    ),
+    "eval_only_has_an_evaluation": (
+        ["--num-rollout 0"],
+        [
+            (
+                "--num-rollout 0 --skip-eval-before-train",
+                "--skip-eval-before-train skips the only evaluation of --num-rollout 0: leave one of them out.",
+            ),
+        ],
+    ),
+}
+
+# rules whose violation is a removed flag or another config.json: tested below, or in a separate file
+TESTED_APART = {
+    "reward_is_given",
+    "evaluation_has_data",
+    "evaluation_sets_have_a_reward",
+    "shape_is_possible",
+    "model_agrees_with_hf_config",
+    "remote_code_is_trusted",
+}
+
+HOOKS = """
+async def judge(args, sample, **kwargs):
+    return 1.0
+
+def keep(args, samples, **kwargs):
+    return True
+
+async def generate(args, sample, sampling_params, *, engine):
+    return sample
+"""
+
+
+@pytest.fixture
+def in_a_folder_with_hooks(tmp_path, monkeypatch):
+    (tmp_path / "slimrl_test_hooks.py").write_text(HOOKS)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.parametrize(("rule", "more"), [(rule, more) for rule, (good, _) in CASES.items() for more in good])
+def test_valid_flags_are_accepted(recipe, rule, more, in_a_folder_with_hooks):
+    _, problems = read_args(recipe.line(more))
+    assert [str(problem) for problem in problems] == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "more", "sentence"), [(rule, *case) for rule, (_, bad) in CASES.items() for case in bad]
+)
+def test_each_violation_is_one_error(recipe, rule, more, sentence, in_a_folder_with_hooks):
+    _, problems = read_args(recipe.line(more))
+    assert [str(problem) for problem in problems] == [sentence.format(dir=recipe.dir)]
+
+
+def test_kl_coefficient_without_its_loss_is_rejected(recipe):
+    _, problems = read_args(recipe.line("--kl-loss-coef 0.1", without="--use-kl-loss"))
+    assert [str(problem) for problem in problems] == [
+        "--kl-loss-coef 0.1 is the weight of a loss that is off: add --use-kl-loss, or leave it out."
+    ]
+
+
+def test_kl_interval_without_a_computed_kl_is_rejected(recipe):
+    _, problems = read_args(recipe.line("--ref-kl-metric-interval 2", without="--use-kl-loss"))
+    assert [str(problem) for problem in problems] == [
+        "--ref-kl-metric-interval 2 belongs to --use-kl-loss: add it, or leave the interval out."
+    ]
+
+
+def test_forced_pass_is_rejected_for_supervised_training(recipe):
+    line = recipe.line("--loss-type sft_loss --compute-old-log-probs always", without="--use-kl-loss")
+    assert [str(problem) for problem in read_args(line)[1]] == [
+        "--compute-old-log-probs always computes what --loss-type sft_loss without advantages does not read: leave it"
+        " out."
+    ]
+
+
+def test_evaluation_only_needs_eval_data_but_no_training_data(recipe):
+    for flag in ("--prompt-data", "--rollout-max-response-len", "--rollout-batch-size", "--n-samples-per-prompt"):
+        assert read_args(recipe.line("--num-rollout 0", without=flag))[1] == []
+    _, problems = read_args(recipe.line("--num-rollout 0", without="--eval-interval"))
+    assert [str(problem) for problem in problems] == [
+        "--num-rollout 0 only evaluates, and no evaluation is configured: give --eval-interval 1 and evaluation sets,"
+        " or raise --num-rollout."
+    ]
+
+
+def test_disabled_features_are_noted(recipe):
+    args, _ = read_args(recipe.line("--tensor-model-parallel-size 1 --num-epoch 3"))
+    assert not args.sequence_parallel
+    assert args.notes == [
+        "--sequence-parallel is off: it needs --tensor-model-parallel-size above 1.",
+        "--num-epoch 3 is ignored: --num-rollout 3000 takes precedence.",
+    ]
+    args, _ = read_args(recipe.line(without="--eval-interval"))
+    assert args.notes == ["no evaluation will run: evaluation sets are given without --eval-interval."]
+
+
+@pytest.mark.parametrize(
+    ("flags", "notes"),
+    [
+        ("--partial-rollout --over-sampling-batch-size 64", []),
+        ("--partial-rollout", ["--partial-rollout has no effect: only --rollout-batch-size"]),
+        (
+            "--over-sampling-batch-size 64",
+            ["--over-sampling-batch-size 64 is ignored: without --dynamic-sampling-filter-path"],
+        ),
+        ("--partial-rollout --dynamic-sampling-filter-path slimrl_test_hooks.keep", []),
+        ("--over-sampling-batch-size 64 --dynamic-sampling-filter-path slimrl_test_hooks.keep", []),
+    ],
+)
+def test_sampling_flags_without_effect_are_noted(recipe, in_a_folder_with_hooks, flags, notes):
+    args, problems = read_args(recipe.line(flags))
+    assert problems == []
+    assert [any(note.startswith(start) for note in args.notes) for start in notes] == [True] * len(notes)
+    assert len(args.notes) == len(notes)
+
+
+@pytest.mark.parametrize(
+    ("more", "on"),
+    [
+        ("--advantage-estimator reinforce_plus_plus", True),
+        ("--advantage-estimator reinforce_plus_plus_baseline", True),
+        ("--advantage-estimator grpo", False),
+        ("--advantage-estimator grpo --normalize-advantages", True),
+        ("--advantage-estimator reinforce_plus_plus --loss-type sft_loss", False),
+    ],
+)
+def test_estimators_defined_with_whitened_advantages_whiten_them(recipe, more, on):
+    assert read_args(recipe.line(more))[0].normalize_advantages is on

@@ -1,0 +1,126 @@
+"""How `scripts/test.sh` distributes the tests over its worker processes, and which tests its default run skips.
+
+A file's tests stay together and in order, since they share fixtures. Files with slow tests come first, so that no
+worker waits for a long one at the end. Full runs and tests with a Ray cluster form one unit: they search for leftover
+processes and files, and several at once would need more memory than a small machine has.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import fnmatch
+import gc
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import hypothesis
+import pytest
+
+if TYPE_CHECKING:
+    from xdist.scheduler import LoadScopeScheduling
+hypothesis.settings.register_profile("slimrl", deadline=None)  # examples are slow on a busy machine
+hypothesis.settings.load_profile("slimrl")
+
+ROOT = Path(__file__).resolve().parent.parent
+WHOLE_RUNS = (
+    "tests/end_to_end/",
+    "tests/cluster/test_engine_over_nodes.py",
+    "tests/scripts/test_quickstart.py",
+    "tests/scripts/test_ray.py",
+    "tests/scripts/test_ray_nodes.py",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExtendedTest:
+    """A row of extended.toml."""
+
+    tests: str  # a file, or a function of it as pytest names it
+    seconds: int
+    instead: str
+    ids: tuple[str, ...] = ("*",)
+
+    def has(self, nodeid: str) -> bool:
+        """Whether this row selects the test."""
+        function, _, case = nodeid.partition("[")
+        if self.tests not in (function, function.partition("::")[0]):
+            return False
+        return any(fnmatch.fnmatchcase(case.removesuffix("]"), pattern) for pattern in self.ids)
+
+
+def extended_tests() -> list[ExtendedTest]:
+    """The rows of extended.toml."""
+    rows = tomllib.loads(Path(__file__).with_name("extended.toml").read_text())["tests"]
+    return [ExtendedTest(**row | {"ids": tuple(row.get("ids", ["*"]))}) for row in rows]
+
+
+def unit_of(nodeid: str) -> str:
+    """The unit of tests that one worker runs in sequence: those of a file, or of all files with full runs."""
+    return "whole runs" if nodeid.startswith(WHOLE_RUNS) else nodeid.partition("::")[0]
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks extended tests; sorts full runs first, then files with slow tests, then the others in pytest's order."""
+    rows = extended_tests()
+    named: set[ExtendedTest] = set()
+    for item in items:
+        of_item = {row for row in rows if row.has(item.nodeid)}
+        named |= of_item
+        if of_item:
+            assert item.get_closest_marker("slow"), f"{item.nodeid} of extended.toml is not marked slow"
+            item.add_marker("extended")
+    if config.args_source is pytest.Config.ArgsSource.TESTPATHS and len(named) < len(rows):
+        raise pytest.UsageError(f"extended.toml names no test: {[row.tests for row in rows if row not in named]}")
+    slow_units = {unit_of(item.nodeid) for item in items if item.get_closest_marker("slow")}
+
+    def place(item: pytest.Item) -> int:
+        unit = unit_of(item.nodeid)
+        return 2 if unit not in slow_units else int(unit != "whole runs")
+
+    items.sort(key=place)
+
+
+def pytest_collection_finish() -> None:
+    """Freezes what was imported and collected: garbage collections need not traverse it, which takes a tenth of CPU."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadScopeScheduling:
+    """Sends a file, or all full runs, to one worker at a time."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByUnit(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return unit_of(nodeid)
+
+    config.option.loadscopereorder = False  # in the order of `pytest_collection_modifyitems`
+    return ByUnit(config, log)
+
+
+@pytest.fixture(scope="session")
+def additions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output of tools/make_tiny_model.py with seed 0: made once for all workers, not to be changed."""
+    base = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent
+    with open(base / "additions.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (base / "additions").exists():
+            command = [
+                sys.executable,
+                ROOT / "tools/make_tiny_model.py",
+                "--output-dir",
+                base / "additions",
+                "--seed",
+                "0",
+            ]
+            subprocess.run(command, check=True, timeout=300)
+    return base / "additions"
