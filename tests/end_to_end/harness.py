@@ -135,6 +135,11 @@ def reset_signals() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
+def temporary_folder() -> Path:
+    """A new folder for the TMPDIR of one run; `Started` removes it."""
+    return Path(tempfile.mkdtemp(prefix="slimrl-", dir="/tmp"))  # short: Ray's sockets are in it
+
+
 def start(
     entry: str,
     flags: list[str],
@@ -143,6 +148,7 @@ def start(
     home: Path,
     *,
     environment: dict[str, str] | None = None,
+    temporary: Path | None = None,
 ) -> Started:
     """Starts `python <entry> <flags>` in `folder`, with `environment` added to a minimal one."""
     return launch(
@@ -153,6 +159,7 @@ def start(
         path="/usr/local/bin:/usr/bin:/bin",
         home=home,
         more=environment,
+        temporary=temporary,
     )
 
 
@@ -165,10 +172,11 @@ def launch(
     path: str,
     home: Path,
     more: dict[str, str] | None = None,
+    temporary: Path | None = None,
 ) -> Started:
     """Starts a command with a minimal environment (and `more`), its own temporary folder and process group."""
     mark = uuid.uuid4().hex
-    temporary = Path(tempfile.mkdtemp(prefix="slimrl-", dir="/tmp"))  # short: Ray's sockets are in it
+    temporary = temporary or temporary_folder()
     environment = {"PATH": path, "HOME": str(home), "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1", MARK: mark}
     before = shared_memory()
     with open(log, "w") as output:

@@ -6,8 +6,6 @@ import json
 import re
 import signal
 import time
-import uuid
-from pathlib import Path
 
 import pytest
 
@@ -22,12 +20,14 @@ def test_stopped_rank_is_named_with_the_line_where_its_peer_waits(tiny, tmp_path
     data = tmp_path / "conversations.jsonl"
     data.write_text("".join(json.dumps({"messages": conversation(number % 10)}) + "\n" for number in range(8)))
     limits = {"watchdog_report_seconds": 2, "num_rollout": 100000}
-    killed = Path("/dev/shm", f"{stale_resources.PREFIX}{uuid.uuid4().hex}")  # leftovers of runs that were killed here
+    temporary = harness.temporary_folder()  # of this run alone: a test beside this one would remove leftovers elsewhere
+    killed = temporary / f"{stale_resources.PREFIX}killed"
     killed.mkdir()
     stale_resources.own(killed).release()
     secret = "s3ntinel" + "x" * 8
     limits |= {"train_env_vars": json.dumps({"MY_KEY": secret})}
-    started = harness.start("train.py", tiny.flags(prompt_data=data, **FLAGS | limits), tmp_path, "hangs", tiny.home)
+    flags = tiny.flags(prompt_data=data, **FLAGS | limits)
+    started = harness.start("train.py", flags, tmp_path, "hangs", tiny.home, temporary=temporary)
     started.wait_for_line("step 1 |", 150)
     assert re.search(f"removed leftovers of killed runs: .*{killed}", started.log.read_text()) and not killed.exists()
     ranks = [
