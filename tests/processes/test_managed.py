@@ -7,6 +7,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from pathlib import Path
@@ -183,7 +184,11 @@ def test_watcher_wakes_for_a_new_file_and_not_for_a_written_one(tmp_path):
         os.close(descriptor)
 
 
-def test_leftovers_of_a_killed_subreaper_are_removed_by_the_next_start(tmp_path):
+def test_leftovers_of_a_killed_subreaper_are_removed_by_the_next_start(tmp_path, monkeypatch):
+    private = tmp_path / "private"  # a run beside this test removes what it finds in the common temporary folder
+    private.mkdir()
+    monkeypatch.setenv("TMPDIR", str(private))
+    monkeypatch.setattr(tempfile, "tempdir", str(private))
     process = managed(tmp_path, TREE)
     process.start()
     pids, folder, memory = tree_of(process.log_path)
