@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 from slimrl.algorithms.estimators import ESTIMATORS
+from slimrl.algorithms.preference_losses import PREFERENCE_LOSSES
 from slimrl.arguments.namespace import Arguments
 from slimrl.hooks import own_path
 from slimrl.models.model_spec import expand_layer_pattern
@@ -146,8 +147,10 @@ def _batch(args: Arguments) -> None:
         args.debug_train_only = True
     if args.update_weights_in_flight is None:
         args.update_weights_in_flight = args.max_weight_staleness is not None
-    if args.loss_type == "sft_loss":
+    if args.loss_type == "sft_loss" or args.trains_on_pairs:
         args.compute_advantages_and_returns = False
+    if args.preference_beta is None and args.preference_loss in PREFERENCE_LOSSES:
+        args.preference_beta = PREFERENCE_LOSSES[args.preference_loss].beta
     estimator = ESTIMATORS.get(args.advantage_estimator)  # None for one that the rules reject
     if estimator is not None and estimator.whitens and args.compute_advantages_and_returns:
         args.normalize_advantages = True

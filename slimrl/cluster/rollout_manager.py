@@ -345,16 +345,16 @@ class RolloutManager:
     def _schedule(self, batch: Any) -> list[Any]:
         from slimrl.data.train_batch import schedule_batch
 
-        args = self._args
         return schedule_batch(
             batch,
             data_parallel_size=self._data_parallel_size,
-            context_parallel_size=args.context_parallel_size,
-            micro_batch_group=args.microbatch_group_size_per_vp_stage or 1,
-            global_batch_size=args.global_batch_size,
-            micro_batch_size=args.micro_batch_size,
-            max_tokens_per_micro_batch=args.max_tokens_per_gpu if args.use_dynamic_batch_size else None,
-            balance=args.balance_data,
+            context_parallel_size=self._args.context_parallel_size,
+            micro_batch_group=self._args.microbatch_group_size_per_vp_stage or 1,
+            global_batch_size=self._args.global_batch_size,
+            micro_batch_size=self._args.micro_batch_size,
+            max_tokens_per_micro_batch=self._args.max_tokens_per_gpu if self._args.use_dynamic_batch_size else None,
+            balance=self._args.balance_data,
+            samples_together=self._args.samples_together,
         )
 
     async def evaluate(self, rollout_id: int) -> dict[str, EvaluationReport]:

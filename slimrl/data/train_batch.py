@@ -2,7 +2,7 @@
 
 `schedule_batch` splits a rollout into optimizer steps, data-parallel ranks and micro-batches. Invariants:
 deterministic; every sample exactly once; steps of `global_batch_size` samples in order; the same number of
-micro-batches on every rank; none empty; none above the cap, except a single sample that is longer.
+micro-batches on every rank; none empty; none above the cap, except a single sample (or pair) that is longer.
 A row of the schedule is the k-th micro-batch of every rank: ranks that exchange data in every layer process it
 together. The rollout manager builds the batches.
 """
@@ -241,6 +241,7 @@ def schedule_batch(
     max_tokens_per_micro_batch: int | None,
     balance: bool,
     break_even_tokens: int = DEFAULT_BREAK_EVEN_TOKENS,
+    samples_together: int = 1,
 ) -> list[RolloutBatch]:
     """One batch per data-parallel rank with its rows and schedule; see the module's invariants.
 
@@ -250,32 +251,36 @@ def schedule_batch(
     multiple of `micro_batch_group` micro-batches per step, as virtual pipeline stages require. `balance` evens out the
     cost `length + length**2 / break_even_tokens` (linear layers + attention) over the ranks, in total and in each row;
     without it the micro-batches are in the order of their first samples. `samples_per_step` and `tokens_per_step` count
-    the samples and the trained tokens of all ranks.
+    the samples and the trained tokens of all ranks. A group is `samples_together` consecutive samples (2: the pairs of
+    a preference loss) and stays together, in order, in one micro-batch.
 
-    Raises ValueError if the samples do not divide into steps, ranks or micro-batches.
+    Raises ValueError if the samples do not divide into steps, ranks, micro-batches or groups.
     """
     if len(batch) == 0 or len(batch) % global_batch_size:
         raise ValueError(
             f"the rollout has {len(batch)} samples, which is not a multiple of --global-batch-size"
             f" {global_batch_size}: every sample must belong to an optimizer step"
         )
-    lengths = batch.total_lengths.tolist()
-    costs = [length + length * length / break_even_tokens for length in lengths]
+    lengths, size = batch.total_lengths.tolist(), samples_together
+    _check_groups(batch, size, global_batch_size)
+    costs = _sums([length + length * length / break_even_tokens for length in lengths], size)
     multiple = sequence_multiple(context_parallel_size)
-    padded = [-(-length // multiple) * multiple for length in lengths]
+    padded = _sums([-(-length // multiple) * multiple for length in lengths], size)
     if max_tokens_per_micro_batch is None:
+        if micro_batch_size % size:
+            raise ValueError(f"--micro-batch-size {micro_batch_size} divides pairs: give an even number of samples")
         _check_static(global_batch_size, data_parallel_size, micro_batch_size, micro_batch_group)
     else:
         cap = max_tokens_per_micro_batch * context_parallel_size
 
     steps = []  # [step][rank][micro-batch] -> rows of the whole batch
-    for start in range(0, len(batch), global_batch_size):
-        rows = range(start, start + global_batch_size)
+    for start in range(0, len(batch) // size, global_batch_size // size):
+        groups = range(start, start + global_batch_size // size)
         if max_tokens_per_micro_batch is None:
-            ranks = _fixed_size(rows, costs, micro_batch_size, data_parallel_size, balance)
+            ranks = _fixed_size(groups, costs, micro_batch_size // size, data_parallel_size, balance)
         else:
-            ranks = _under_cap(rows, padded, costs, cap, data_parallel_size, micro_batch_group, balance)
-        steps.append(ranks)
+            ranks = _under_cap(groups, padded, costs, cap, data_parallel_size, micro_batch_group, balance)
+        steps.append([[_samples_of(groups, size) for groups in rank] for rank in ranks])
 
     trained = _trained_tokens(batch)
     starts = range(0, len(batch), global_batch_size)
@@ -286,6 +291,30 @@ def schedule_batch(
         per_rank[-1].samples_per_step = [global_batch_size] * len(steps)
         per_rank[-1].tokens_per_step = list(tokens_per_step)
     return per_rank
+
+
+def _check_groups(batch: RolloutBatch, size: int, global_batch_size: int) -> None:
+    """Raise ValueError if the samples of a group of `size` > 1 are not next to each other in one optimizer step."""
+    if size == 1:
+        return
+    if global_batch_size % size:
+        raise ValueError(f"--global-batch-size {global_batch_size} divides pairs: give an even number of samples")
+    ids = batch.group_ids.tolist()
+    groups = [ids[start : start + size] for start in range(0, len(ids), size)]
+    if any(len(set(group)) > 1 for group in groups) or len({group[0] for group in groups}) < len(groups):
+        raise ValueError(
+            f"the rollout's samples are not {len(groups)} groups of {size}: return each pair as one group, the"
+            " preferred response first"
+        )
+
+
+def _sums(values: Sequence[Any], size: int) -> list[Any]:
+    """The sums of `size` consecutive values each."""
+    return [sum(values[start : start + size]) for start in range(0, len(values), size)]
+
+
+def _samples_of(groups: Sequence[int], size: int) -> list[int]:
+    return [group * size + position for group in groups for position in range(size)]
 
 
 def _check_static(global_batch_size: int, data_parallel_size: int, micro_batch_size: int, group: int) -> None:

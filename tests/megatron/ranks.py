@@ -98,6 +98,7 @@ def share_of(trainer: Any, rollout: RolloutBatch) -> RolloutBatch:
         micro_batch_size=args.micro_batch_size,
         max_tokens_per_micro_batch=args.max_tokens_per_gpu if args.use_dynamic_batch_size else None,
         balance=args.balance_data,
+        samples_together=args.samples_together,
     )[trainer.parallel.dp_rank]
 
 

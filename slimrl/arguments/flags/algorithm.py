@@ -7,6 +7,8 @@ import re
 from typing import Literal
 
 from slimrl.algorithms.estimators import DEFAULT, ESTIMATORS, Returns
+from slimrl.algorithms.preference_losses import DEFAULT as DEFAULT_PREFERENCE_LOSS
+from slimrl.algorithms.preference_losses import PAIR, PREFERENCE_LOSSES
 from slimrl.arguments.flag import flag
 
 _ESTIMATORS = tuple(ESTIMATORS)
@@ -24,8 +26,38 @@ def _regular_expression(text: str) -> str:
     return text
 
 
+_BETAS = ", ".join(f"{name} {row.beta:g}" for name, row in PREFERENCE_LOSSES.items())
+_SMOOTHED = ", ".join(name for name, row in PREFERENCE_LOSSES.items() if row.smooths)
+
+
 @dataclasses.dataclass
-class AlgorithmArguments:
+class PreferenceArguments:
+    """Losses of pairs of responses (DPO and its relatives), with --loss-type preference_loss."""
+
+    preference_loss: str = flag(
+        DEFAULT_PREFERENCE_LOSS,
+        "loss of a pair of a preferred and a rejected response; sigmoid is DPO",
+        choices=tuple(PREFERENCE_LOSSES),
+    )
+    preference_beta: float = flag(
+        None,
+        f"beta of the preference loss: scale of the implicit rewards; lambda of orpo (by loss: {_BETAS})",
+        above=0,
+    )
+    preference_label_smoothing: float = flag(
+        0.0, f"assumed probability that the two responses of a pair are exchanged, below 0.5 ({_SMOOTHED})", at_least=0
+    )
+    preference_reference_free: bool = flag(
+        False, "leave the reference model out of the preference loss: its log-probabilities count as equal"
+    )
+    preference_nll_coef: float = flag(
+        0.0, "weight of the preferred response's mean negative log-likelihood in the preference loss", at_least=0
+    )
+    simpo_gamma: float = flag(1.0, "target reward margin of --preference-loss simpo", at_least=0)
+
+
+@dataclasses.dataclass
+class AlgorithmArguments(PreferenceArguments):
     """Advantages and losses."""
 
     advantage_estimator: str = flag(
@@ -38,7 +70,7 @@ class AlgorithmArguments:
     loss_type: str = flag(
         "policy_loss",
         "training loss",
-        choices=("policy_loss", "sft_loss", "custom_loss"),
+        choices=("policy_loss", "sft_loss", "preference_loss", "custom_loss"),
     )
     custom_loss_function_path: str | None = flag(
         None, "loss of --loss-type custom_loss (dotted import path); implies --keep-logits"
@@ -164,9 +196,21 @@ class AlgorithmArguments:
     )
 
     @property
+    def trains_on_pairs(self) -> bool:
+        """True if the loss is that of pairs of responses."""
+        return self.loss_type == "preference_loss"
+
+    @property
+    def samples_together(self) -> int:
+        """Consecutive samples whose loss is computed together, in one micro-batch."""
+        return PAIR if self.trains_on_pairs else 1
+
+    @property
     def use_reference(self) -> bool:
-        """True if the reference model is needed: a KL penalty, or a KL loss (even one that is only logged)."""
-        return self.kl_coef != 0.0 or self.use_kl_loss
+        """True if the reference model is needed: a KL penalty, a KL loss (even one that is only logged), or pairs."""
+        row = PREFERENCE_LOSSES.get(self.preference_loss) if self.trains_on_pairs else None
+        compares = row is not None and row.has_reference and not self.preference_reference_free
+        return self.kl_coef != 0.0 or self.use_kl_loss or compares
 
 
 _OPD = "distillation is unsupported; use --use-kl-loss with the teacher as --ref-load"

@@ -263,7 +263,7 @@ def _kl(algorithm: AlgorithmArguments, log_probs: Tensor, ref_log_probs: Tensor 
 
 def _as_columns(algorithm: AlgorithmArguments, columns: dict[str, Tensor]) -> TrainTensors:
     if "log_probs" not in columns:
-        return TrainTensors.without_policy(columns["loss_masks"])
+        return TrainTensors.without_policy(columns["loss_masks"], columns.get("ref_log_probs"))
     return TrainTensors(
         old_log_probs=columns["rollout_log_probs" if algorithm.use_rollout_logprobs else "log_probs"],
         train_log_probs=columns["log_probs"],

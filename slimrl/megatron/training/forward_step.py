@@ -129,10 +129,10 @@ class TrainTensors:
     loss_mask: Tensor
 
     @classmethod
-    def without_policy(cls, loss_mask: Tensor) -> TrainTensors:
-        """The columns of a loss that compares with no other policy; columns that it does not read are 0."""
+    def without_policy(cls, loss_mask: Tensor, ref_log_probs: Tensor | None = None) -> TrainTensors:
+        """The columns of a loss that compares with no older policy; columns that it does not read are 0."""
         none = torch.zeros_like(loss_mask)
-        return cls(none, none, none, None, none, loss_mask)
+        return cls(none, none, none, ref_log_probs, none, loss_mask)
 
     def inputs(
         self, micro_batch: MicroBatch, log_probs: Tensor, entropy: Tensor, *, on_policy: bool = False

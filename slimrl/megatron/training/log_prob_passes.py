@@ -79,12 +79,12 @@ class LogProbPasses:
     def run(self, rollout_id: int, steps: Steps, response_tokens: int, advance: Callable[[], None]) -> RolloutLogProbs:
         """Run the passes; `advance` is called at the start of each micro-batch."""
         scores = RolloutLogProbs()
-        if not self.plan.needs_old_log_probs:
-            return scores
         if self.reference is not None and self.plan.runs_reference_pass(rollout_id):
             everything = [micro_batch for step in steps for micro_batch in step]
             with self.reference.loaded_weights():
                 (scores.ref_log_probs,) = self._pass("ref_", everything, response_tokens, advance, with_entropy=False)
+        if not self.plan.needs_old_log_probs:
+            return scores
         chosen = [micro_batch for number in self.plan.steps_with_pass(len(steps)) for micro_batch in steps[number]]
         columns = list(torch.zeros(1 + self.with_entropy, response_tokens, device=self.parallel.device))
         if chosen:

@@ -22,6 +22,7 @@ from slimrl.algorithms.estimators import ESTIMATORS, Objective
 from slimrl.algorithms.kl import KLKind, kl_estimate
 from slimrl.algorithms.off_policy import off_policy_sequence_mask, sequence_log_ratio, truncated_importance_weights
 from slimrl.algorithms.policy_loss import PolicyLoss, cispo_loss, clipped_policy_loss, importance_ratio
+from slimrl.algorithms.preference_losses import PAIR_METRICS
 from slimrl.algorithms.reduction import masked_sum, sample_mean_weights
 from slimrl.arguments.flags.algorithm import AlgorithmArguments
 from slimrl.hooks import CustomTIS, HookFailedError, PgLossReducer, named, naming_calls
@@ -134,6 +135,7 @@ class PolicyLossConfig:
     unbiased_kl: bool = False
     tis_bounds: tuple[float, float] | None = None  # None: no importance correction
     opsm_delta: float | None = None  # None: no sequence is masked
+    pair_metrics: tuple[str, ...] = ()  # of a preference loss, whose sums `preference_loss` computes
     is_custom_loss: bool = False  # --loss-type custom_loss: `custom_loss.CheckedCustomLoss` computes the sums
     loss_hooks: PolicyLossHooks = _NO_HOOKS
     needs_old_log_probs: bool = True  # whether there are log-probabilities of other policies
@@ -155,6 +157,7 @@ class PolicyLossConfig:
             unbiased_kl=algorithm.use_unbiased_kl,
             tis_bounds=bounds if algorithm.use_tis and loss_hooks.correction is None else None,
             opsm_delta=algorithm.opsm_delta if algorithm.use_opsm else None,
+            pair_metrics=PAIR_METRICS if algorithm.trains_on_pairs else (),
             is_custom_loss=algorithm.loss_type == "custom_loss",
             loss_hooks=loss_hooks,
             needs_old_log_probs=algorithm.compute_advantages_and_returns and algorithm.loss_type != "sft_loss",
@@ -164,8 +167,9 @@ class PolicyLossConfig:
     def metric_names(self) -> LossMetricNames:
         """The metric names of this loss, also for ranks without the last stage: computed from one token of zeros."""
         zero = torch.zeros(1)
-        if self.is_custom_loss:
-            return named_sums(zero.sum(), zero.sum(), zero.sum(), {"loss": zero.sum()}).names
+        if self.is_custom_loss or self.pair_metrics:
+            own = dict.fromkeys(("loss", *self.pair_metrics), zero.sum())
+            return named_sums(zero.sum(), zero.sum(), zero.sum(), own).names
         one = torch.ones(1, dtype=torch.int64)
         inputs = PolicyLossInputs(zero, zero, zero, zero, zero, zero, zero, zero, response_lengths=one)
         return policy_loss_sums(inputs, dataclasses.replace(self, loss_hooks=_NO_HOOKS)).names

@@ -26,7 +26,7 @@ class PassPlan:
     @classmethod
     def from_args(cls, args: Arguments) -> PassPlan:
         """The plan of a run."""
-        only_logged = args.kl_coef == 0 and args.kl_loss_coef == 0
+        only_logged = args.kl_coef == 0 and args.kl_loss_coef == 0 and not args.trains_on_pairs
         reasons = {
             "--compute-old-log-probs always": args.compute_old_log_probs == "always",
             "--ci-test": args.ci_test,  # it compares the two forward passes
@@ -53,7 +53,7 @@ class PassPlan:
             needs_old_log_probs=args.compute_advantages_and_returns,
             reasons=tuple(flag for flag, given in reasons.items() if given),
             steps=args.num_steps_per_rollout or 1,
-            has_reference=args.use_reference and args.compute_advantages_and_returns,
+            has_reference=args.use_reference and (args.compute_advantages_and_returns or args.trains_on_pairs),
             reference_interval=args.ref_kl_metric_interval if only_logged else 1,
         )
 
@@ -74,6 +74,8 @@ class PassPlan:
 
     def sentence(self) -> str:
         """What runs and why, for the log."""
+        if not self.needs_old_log_probs and self.has_reference:
+            return f"{self._reference()}; no pass of the policy: no advantages are computed"
         if not self.needs_old_log_probs:
             return "no log-probability pass runs before the optimizer steps: no advantages are computed"
         return f"{self._policy()}; {self._reference()}"

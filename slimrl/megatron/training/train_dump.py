@@ -39,8 +39,9 @@ def save_train_data(
     `{"format", "rollout_id", "samples"}`; a sample has `sample_id`, `group_id`, `tokens` (int64), `response_length`,
     `reward` (normalised), `raw_reward`, `truncated`, where it was trained (`data_parallel_rank`, `optimizer_step`,
     `micro_batch`), and per response token (float32) `loss_mask`, `train_log_probs`, `rollout_log_probs`,
-    `ref_log_probs` (None without a reference pass) and `advantages`. For losses without policy log-probabilities (SFT),
-    all but the mask are None. An existing file is replaced. A full disk causes a warning.
+    `ref_log_probs` (None without a reference pass) and `advantages`. For losses without policy log-probabilities (SFT,
+    pairs), `train_log_probs`, `rollout_log_probs` and `advantages` are None. An existing file is replaced. A full disk
+    causes a warning.
     """
     if not parallel.is_last_stage or parallel.tp_rank or parallel.cp_rank:
         return
@@ -71,7 +72,7 @@ def _samples(batch: RolloutBatch, columns: TrainTensors, rank: int, *, with_poli
     }
     lengths = batch.response_lengths.tolist()
     tokens = batch.tokens.split(batch.total_lengths.tolist())
-    known = _COLUMNS if with_policy else ("loss_mask",)  # the others are 0 and unused
+    known = _COLUMNS if with_policy else ("loss_mask", "ref_log_probs")  # the others are 0 and unused
     split = {name: _parts(getattr(columns, name) if name in known else None, lengths) for name in _COLUMNS}
     return [
         {

@@ -31,6 +31,7 @@ from slimrl.models.model_spec import ModelSpec
 from slimrl.models.parameters import FORWARD_AND_BACKWARD, forward_flops
 
 CORRECT_REWARD = 1.0
+_LARGEST_EXPONENT = 700.0  # exp of more overflows
 
 
 class PhaseTimes:
@@ -202,6 +203,8 @@ def reduce_step(
     reduced = _reduced(sums, names, parallel)
     count, tokens = max(reduced["count"], 1.0), max(reduced["tokens"], 1.0)
     metrics = {name: reduced[name] / count for name in names.weighted}
+    if settings.supervised:
+        metrics["perplexity"] = math.exp(metrics["loss"]) if metrics["loss"] < _LARGEST_EXPONENT else math.inf
     if settings.needs_old_log_probs:
         metrics |= {name: reduced[name] / tokens for name in names.by_token}
         metrics |= {name: reduced[name] for name in names.maxima}

@@ -33,6 +33,7 @@ from slimrl.megatron.model.micro_batch import MicroBatch, pack_micro_batch
 from slimrl.megatron.model.model_builder import CustomModel, build_stages
 from slimrl.megatron.offload import State, memory_of
 from slimrl.megatron.optimizer import build_optimizer
+from slimrl.megatron.preference_loss import PairLoss
 from slimrl.megatron.ref_model import ReferenceWeights
 from slimrl.megatron.training.advantages import (
     RolloutData,
@@ -165,6 +166,7 @@ class MegatronTrainer:
             if self._loss_settings.is_custom_loss
             else None
         )
+        self._pair_loss = PairLoss.from_args(args, self._log_prob_settings)
         self._saver = CheckpointSaver.from_args(args, datetime.timedelta(minutes=args.distributed_timeout_minutes))
         self._exporter: ModelExporter | None = None
         if args.save_hf is not None:
@@ -331,6 +333,8 @@ class MegatronTrainer:
         if self._custom_loss is not None:
             assert data is not None  # made by `build_train_inputs` for a custom loss
             custom_loss_sums = functools.partial(self._custom_loss.sums, columns=columns, data=data)
+        elif self._pair_loss is not None:
+            custom_loss_sums = functools.partial(self._pair_loss.sums, columns=columns)
         weight = None
         if self._layers_add_losses:
             count = None if self._loss_settings.per_token else samples

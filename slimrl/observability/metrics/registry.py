@@ -15,10 +15,34 @@ _MISMATCH = "--get-mismatch-metrics"
 _TIS = "--use-tis"
 _ENTROPY = "--use-rollout-entropy"
 _FAULTS = "--use-fault-tolerance"
+_SFT = "--loss-type sft_loss"
+_PAIRS = "--loss-type preference_loss"
 
 TRAIN = (
     Metric("train/step", "the optimizer step: horizontal axis of train/", "count", "last"),
-    Metric("train/loss", "training loss: pg_loss - entropy_coef * entropy_loss + kl_loss_coef * kl_loss"),
+    Metric(
+        "train/loss",
+        "training loss: pg_loss - entropy_coef * entropy_loss + kl_loss_coef * kl_loss; or that of another --loss-type",
+    ),
+    Metric("train/perplexity", "exp of train/loss", when=_SFT),
+    Metric(
+        "train/pair_accuracy",
+        "pairs whose preferred response has the higher implicit reward; 0 while policy and reference are equal",
+        "fraction",
+        when=_PAIRS,
+    ),
+    Metric("train/reward_margin", "mean of chosen - rejected implicit reward of a pair", when=_PAIRS),
+    Metric(
+        "train/{chosen,rejected}_reward",
+        "mean implicit reward of the preferred and of the other responses",
+        when=_PAIRS,
+    ),
+    Metric(
+        "train/{chosen,rejected}_log_probs",
+        "mean log-probability of such a response: the sum over its trained tokens",
+        "nats",
+        when=_PAIRS,
+    ),
     Metric("train/pg_loss", "clipped policy-gradient loss"),
     Metric("train/entropy_loss", "mean entropy of the policy's next-token distributions", "nats"),
     Metric("train/pg_clipfrac", "tokens whose loss was clipped", "fraction"),

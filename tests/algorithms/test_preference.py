@@ -1,0 +1,162 @@
+"""Preference losses against their papers' formulas, written again with Python floats, and derivatives by hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from slimrl.algorithms.preference import PreferenceConfig, ResponseScores, pair_losses
+from slimrl.algorithms.preference_losses import PREFERENCE_LOSSES
+
+# per pair: sum of the policy's log-probabilities, of the reference's, number of tokens; chosen, then rejected
+PAIRS = (
+    ((-12.5, -14.0, 7), (-9.25, -8.5, 4)),
+    ((-30.0, -21.0, 11), (-41.0, -52.0, 20)),
+    ((-0.4, -0.3, 1), (-2.0, -6.5, 3)),
+    ((-8.0, -8.0, 5), (-16.0, -16.0, 5)),
+)
+Side = tuple[float, float, int]
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+def log_odds(mean: float) -> float:
+    probability = math.exp(mean)
+    return math.log(probability / (1 - probability))
+
+
+def gap(side: Side) -> float:
+    return side[0] - side[1]
+
+
+def mean_gap(side: Side) -> float:
+    return gap(side) / side[2]
+
+
+def mean(side: Side) -> float:
+    return side[0] / side[2]
+
+
+# (loss, its derivative by the two sums of log-probabilities, the two rewards) of a pair
+Expected = tuple[float, float, float, float, float]
+
+
+def dpo(chosen: Side, rejected: Side, *, beta: float, wrong: float = 0.0) -> Expected:
+    margin = beta * (gap(chosen) - gap(rejected))
+    loss = -(1 - wrong) * math.log(sigmoid(margin)) - wrong * math.log(sigmoid(-margin))
+    slope = beta * (sigmoid(margin) - (1 - wrong))
+    return loss, slope, -slope, beta * gap(chosen), beta * gap(rejected)
+
+
+def without_reference(chosen: Side, rejected: Side, *, beta: float) -> Expected:
+    return dpo((chosen[0], 0.0, chosen[2]), (rejected[0], 0.0, rejected[2]), beta=beta)
+
+
+def dpo_norm(chosen: Side, rejected: Side, *, beta: float) -> Expected:
+    margin = beta * (mean_gap(chosen) - mean_gap(rejected))
+    slope = beta * (sigmoid(margin) - 1)
+    rewards = beta * mean_gap(chosen), beta * mean_gap(rejected)
+    return -math.log(sigmoid(margin)), slope / chosen[2], -slope / rejected[2], *rewards
+
+
+def robust(chosen: Side, rejected: Side, *, beta: float, wrong: float) -> Expected:
+    right, *_ = dpo(chosen, rejected, beta=beta)
+    flipped, *_ = dpo(rejected, chosen, beta=beta)
+    margin = beta * (gap(chosen) - gap(rejected))
+    slope = beta * (-(1 - wrong) * sigmoid(-margin) - wrong * sigmoid(margin)) / (1 - 2 * wrong)
+    loss = ((1 - wrong) * right - wrong * flipped) / (1 - 2 * wrong)
+    return loss, slope, -slope, beta * gap(chosen), beta * gap(rejected)
+
+
+def hinge(chosen: Side, rejected: Side, *, beta: float) -> Expected:
+    margin = beta * (gap(chosen) - gap(rejected))
+    slope = -beta if margin < 1 else 0.0
+    return max(0.0, 1 - margin), slope, -slope, beta * gap(chosen), beta * gap(rejected)
+
+
+def ipo(chosen: Side, rejected: Side, *, beta: float) -> Expected:
+    distance = mean_gap(chosen) - mean_gap(rejected) - 1 / (2 * beta)
+    slopes = 2 * distance / chosen[2], -2 * distance / rejected[2]
+    return distance**2, *slopes, beta * mean_gap(chosen), beta * mean_gap(rejected)
+
+
+def simpo(chosen: Side, rejected: Side, *, beta: float, gamma: float) -> Expected:
+    distance = beta * mean(chosen) - beta * mean(rejected) - gamma
+    slope = beta * (sigmoid(distance) - 1)
+    rewards = beta * mean(chosen), beta * mean(rejected)
+    return -math.log(sigmoid(distance)), slope / chosen[2], -slope / rejected[2], *rewards
+
+
+def orpo(chosen: Side, rejected: Side, *, beta: float) -> Expected:
+    ratio = log_odds(mean(chosen)) - log_odds(mean(rejected))
+    loss = -mean(chosen) - beta * math.log(sigmoid(ratio))
+    # the derivative of log odds by the mean log-probability is 1 / (1 - P)
+    slopes = [beta * (sigmoid(ratio) - 1) / (1 - math.exp(mean(side))) for side in (chosen, rejected)]
+    gradients = (slopes[0] - 1) / chosen[2], -slopes[1] / rejected[2]
+    return loss, *gradients, beta * mean(chosen), beta * mean(rejected)
+
+
+CASES: dict[str, tuple[Callable[..., Expected], PreferenceConfig, dict[str, Any]]] = {
+    "sigmoid": (dpo, PreferenceConfig("sigmoid", 0.1), {"beta": 0.1}),
+    "cDPO": (dpo, PreferenceConfig("sigmoid", 0.3, label_smoothing=0.2), {"beta": 0.3, "wrong": 0.2}),
+    "no reference": (without_reference, PreferenceConfig("sigmoid", 0.1, reference_free=True), {"beta": 0.1}),
+    "sigmoid_norm": (dpo_norm, PreferenceConfig("sigmoid_norm", 5.0), {"beta": 5.0}),
+    "robust": (robust, PreferenceConfig("robust", 0.1, label_smoothing=0.3), {"beta": 0.1, "wrong": 0.3}),
+    "hinge": (hinge, PreferenceConfig("hinge", 0.2), {"beta": 0.2}),
+    "ipo": (ipo, PreferenceConfig("ipo", 0.1), {"beta": 0.1}),
+    "simpo": (simpo, PreferenceConfig("simpo", 2.0, gamma=1.2), {"beta": 2.0, "gamma": 1.2}),
+    "orpo": (orpo, PreferenceConfig("orpo", 0.25), {"beta": 0.25}),
+}
+
+
+def scores(sides: list[Side], *, reference: bool = True) -> ResponseScores:
+    sums, references, tokens = (torch.tensor(column, dtype=torch.float64) for column in zip(*sides, strict=True))
+    return ResponseScores(sums.requires_grad_(), tokens, references if reference else None)
+
+
+def test_every_loss_of_the_table_has_a_case():
+    assert {settings.name for _, settings, _ in CASES.values()} == set(PREFERENCE_LOSSES)
+
+
+@pytest.mark.parametrize(("formula", "settings", "values"), CASES.values(), ids=CASES)
+def test_loss_and_gradient_are_those_of_the_paper(formula, settings, values):
+    chosen, rejected = (scores([pair[place] for pair in PAIRS]) for place in range(2))
+    found = pair_losses(chosen, rejected, settings)
+    gradients = torch.autograd.grad(found.loss.sum(), (chosen.log_probs, rejected.log_probs))
+    columns = (found.loss, *gradients, found.chosen_reward, found.rejected_reward)
+    expected = [formula(*pair, **values) for pair in PAIRS]
+    for column, wanted in zip(columns, zip(*expected, strict=True), strict=True):
+        assert column.tolist() == pytest.approx(wanted, rel=1e-12, abs=1e-14)
+    assert found.margin.tolist() == pytest.approx([row[3] - row[4] for row in expected], rel=1e-12, abs=1e-14)
+
+
+def test_likelihood_of_the_chosen_response_is_added_with_its_weight():
+    chosen, rejected = (scores([pair[place] for pair in PAIRS]) for place in range(2))
+    plain, with_likelihood = (
+        pair_losses(chosen, rejected, PreferenceConfig("hinge", 0.1, nll_coef=weight)).loss for weight in (0.0, 0.5)
+    )
+    expected = [-0.5 * mean(pair[0]) for pair in PAIRS]
+    assert (with_likelihood - plain).tolist() == pytest.approx(expected, rel=1e-12)
+
+
+def test_gradient_is_finite_where_probabilities_round_to_one_or_zero():
+    sides = [(0.0, 0.0, 3), (-5000.0, -1.0, 2)]
+    for settings in (entry[1] for entry in CASES.values()):
+        chosen, rejected = scores(sides), scores(sides[::-1])
+        found = pair_losses(chosen, rejected, settings)
+        gradients = torch.autograd.grad(found.loss.sum(), (chosen.log_probs, rejected.log_probs))
+        assert all(torch.isfinite(values).all() for values in (found.loss, *gradients)), settings.name
+
+
+@pytest.mark.parametrize("name", [row.name for row in PREFERENCE_LOSSES.values() if row.has_reference])
+def test_missing_reference_is_an_error_unless_the_loss_needs_none(name):
+    chosen, rejected = (scores([pair[place] for pair in PAIRS], reference=False) for place in range(2))
+    with pytest.raises(ValueError, match="compares with a reference model"):
+        pair_losses(chosen, rejected, PreferenceConfig(name, 0.1))
+    assert pair_losses(chosen, rejected, PreferenceConfig(name, 0.1, reference_free=True)).loss.shape == (4,)

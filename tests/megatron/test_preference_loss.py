@@ -1,0 +1,202 @@
+"""Training on pairs gives, in every layout, the loss, metrics and weights of float64 autograd on transformers' model.
+
+The reference here shares no code with slimrl: one pair at a time, the loss written as in its paper.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from slimrl.algorithms.preference import PreferenceConfig
+from slimrl.megatron.preference_loss import preference_loss_sums
+from slimrl.observability.metrics import is_known
+from tests.megatron import layouts, ranks, reference, tiny
+from tests.megatron.layouts import (
+    CP2,
+    DYNAMIC,
+    EP2,
+    FULL,
+    OVERLAP,
+    PP2,
+    SETTINGS,
+    SPREAD,
+    TP2,
+    TP2_SP,
+    VIRTUAL,
+    Layout,
+)
+
+PAIRS_OF_MICRO_BATCHES = {"micro_batch_size": 2}
+LAYOUTS = {
+    "1 rank": (Layout(1, PAIRS_OF_MICRO_BATCHES), "dense"),
+    "1 rank, packed": (Layout(1, DYNAMIC), "dense"),
+    "1 rank, logits kept": (Layout(1, {"keep_logits": True, "micro_batch_size": 4}), "dense"),
+    "DP2": (Layout(2, PAIRS_OF_MICRO_BATCHES), "dense"),
+    "DP2, distributed optimizer, packed, balanced": (
+        Layout(2, OVERLAP | DYNAMIC | {"balance_data": True}),
+        "dense",
+    ),
+    "TP2": (Layout(2, TP2 | PAIRS_OF_MICRO_BATCHES), "dense"),
+    "TP2 SP, packed": (Layout(2, TP2_SP | DYNAMIC | FULL), "dense"),
+    "PP2": (Layout(2, PP2 | PAIRS_OF_MICRO_BATCHES), "dense"),
+    "PP2 virtual, packed": (Layout(2, VIRTUAL | DYNAMIC, 4), "dense"),
+    "CP2": (Layout(2, CP2 | PAIRS_OF_MICRO_BATCHES), "dense"),
+    "CP2, packed": (Layout(2, CP2 | DYNAMIC), "MLA"),
+    "EP2, packed": (Layout(2, EP2 | SPREAD | DYNAMIC), "MoE"),
+}
+
+
+@dataclasses.dataclass
+class Truth:
+    """What float64 autograd makes of a rollout: metrics by step, then the final state."""
+
+    steps: list[dict[str, float]]
+    weights: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+
+
+def dpo(margin: Tensor, chosen: Tensor, rejected: Tensor) -> Tensor:
+    return -logsigmoid(0.5 * margin)
+
+
+def orpo(margin: Tensor, chosen: Tensor, rejected: Tensor) -> Tensor:
+    odds = [mean.exp() / (1 - mean.exp()) for mean in (chosen, rejected)]
+    return -chosen - 0.25 * logsigmoid(odds[0].log() - odds[1].log())
+
+
+def train_plainly(policy: Any, anchor: Any, rollout: Any, loss_of: Any, steps: int) -> Truth:
+    """Trains transformers' float64 model: `loss_of` gets the margin of the sums, and the policy's two means."""
+    model, frozen = reference.load_model(policy), reference.load_model(anchor)
+    samples = reference._split(rollout)
+    masters = dict(model.named_parameters())
+    load = reference._ExpertLoad(model)
+    adam = reference._adam(masters, SETTINGS)
+    truth = Truth([], {}, {})
+    size = len(samples) // steps
+    for step in range(steps):
+        adam.zero_grad()
+        notes = []
+        for row in range(step * size, (step + 1) * size, 2):
+            pair = samples[row : row + 2]
+            if not all(float(sample["mask"].sum()) for sample in pair):
+                notes.append([0.0] * 5)  # a response without trained tokens
+                continue
+            masks = [sample["mask"] for sample in pair]
+            own = [reference._log_probs(model, sample, SETTINGS.temperature)[0] @ sample["mask"] for sample in pair]
+            with torch.no_grad():
+                old = [
+                    reference._log_probs(frozen, sample, SETTINGS.temperature)[0] @ sample["mask"] for sample in pair
+                ]
+            gaps = [mine - its for mine, its in zip(own, old, strict=True)]
+            means = [mine / mask.sum() for mine, mask in zip(own, masks, strict=True)]
+            loss = loss_of(gaps[0] - gaps[1], *means)
+            (loss / (size // 2)).backward()
+            notes.append([float(value.detach()) for value in (loss, gaps[0] > gaps[1], gaps[0], own[0], own[1])])
+        norm = torch.nn.utils.clip_grad_norm_(masters.values(), SETTINGS.clip_grad)
+        adam.step()
+        load.move_biases(SETTINGS.bias_rate)
+        names = ("loss", "pair_accuracy", "chosen_gap", "chosen_log_probs", "rejected_log_probs")
+        sums = zip(names, map(sum, zip(*notes, strict=True)), strict=True)
+        truth.steps.append({name: value / len(notes) for name, value in sums} | {"grad_norm": float(norm)})
+    trained = {name: value.detach() for name, value in masters.items()} | load.biases()
+    truth.weights = reference._as_published(trained)
+    truth.gradients = reference._as_published({name: p.grad for name, p in masters.items() if p.grad is not None})
+    return truth
+
+
+class Pairs(layouts.Models):
+    """The models of the layouts, and a rollout of pairs of uneven lengths, of which the first has no trained token."""
+
+    def __init__(self, folder: Any) -> None:
+        super().__init__(folder)
+        self.rollout = tiny.recorded_rollout(seed=5, samples=16)
+        self.rollout.group_ids = torch.arange(16) // 2
+        self._found: dict[Any, Truth] = {}
+
+    def trained(self, kind: str, layers: int, loss_of: Any, steps: int) -> Truth:
+        """The truth, computed once."""
+        key = (kind, layers, loss_of, steps)
+        if key not in self._found:
+            folders = [self.folder(kind, layers, role) for role in ("policy", "reference")]
+            self._found[key] = train_plainly(*folders, self.rollout, loss_of, steps)
+        return self._found[key]
+
+    def flags(self, layout: Layout, kind: str, **changes: Any) -> Any:
+        """The flags of a run that trains on the pairs."""
+        args = self.args(layout, kind)
+        own = dict(loss_type="preference_loss", compute_advantages_and_returns=False, preference_beta=0.5)
+        off = dict(use_kl_loss=False, kl_loss_coef=0.0, entropy_coef=0.0)
+        return dataclasses.replace(args, **(own | off | changes))
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
+    return Pairs(tmp_path_factory.mktemp("pairs"))
+
+
+@pytest.fixture(scope="module")
+def pools(one_rank: Any, two_ranks: Any) -> dict[int, Any]:
+    return {1: one_rank, 2: two_ranks}
+
+
+def assert_as_truth(args: Any, result: ranks.StepResult, truth: Truth) -> None:
+    for found, true in zip(result.metrics, truth.steps, strict=True):
+        for name in set(true) & set(found):
+            assert found[name] == pytest.approx(true[name], rel=2e-5, abs=1e-5), name
+        if "chosen_reward" in found and args.preference_loss == "sigmoid":
+            assert found["chosen_reward"] == pytest.approx(0.5 * true["chosen_gap"], rel=2e-5, abs=1e-5)
+            assert found["reward_margin"] == pytest.approx(found["chosen_reward"] - found["rejected_reward"], rel=1e-9)
+        assert "entropy_loss" not in found and "ratio_mean" not in found and found["skipped"] == 0.0
+    assert layouts.relative_error(result.weights, truth.weights) < 1e-5
+    if not args.use_distributed_optimizer:
+        assert layouts.relative_error(result.gradients, truth.gradients) < 5e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_dpo_trains_like_plain_autograd_in_every_layout(name: str, pairs: Pairs, pools: Any):
+    layout, kind = LAYOUTS[name]
+    args = pairs.flags(layout, kind)
+    result = layouts.train(pools[layout.ranks], args, pairs.rollout)
+    assert_as_truth(args, result, pairs.trained(kind, layout.layers, dpo, 2))
+
+
+@pytest.mark.slow
+def test_loss_without_a_reference_runs_no_pass_of_one(pairs: Pairs, pools: Any):
+    args = pairs.flags(Layout(2, CP2 | DYNAMIC), "dense", preference_loss="orpo", preference_beta=0.25)
+    result = layouts.train(pools[2], args, pairs.rollout)
+    assert_as_truth(args, result, pairs.trained("dense", 2, orpo, 2))
+    with_reference = layouts.train(pools[2], pairs.flags(Layout(2, CP2 | DYNAMIC), "dense"), pairs.rollout)
+    assert with_reference.progress[-1][1] == 2 * result.progress[-1][1]
+
+
+def test_sums_do_not_depend_on_the_split_into_micro_batches():
+    generator = torch.Generator().manual_seed(0)
+    lengths = [3, 5, 1, 4, 6, 2]
+    scores, anchors = (-torch.rand(sum(lengths), generator=generator) for _ in range(2))
+    mask = torch.ones(sum(lengths))
+    mask[4] = 0.0
+    settings = PreferenceConfig("simpo", 2.0, gamma=0.5, nll_coef=0.1)
+
+    def sums(samples: slice) -> Any:
+        ends = [sum(lengths[:place]) for place in range(7)]
+        tokens = slice(ends[samples.start], ends[samples.stop])
+        chosen = scores[tokens].requires_grad_()
+        found = preference_loss_sums(chosen, anchors[tokens], mask[tokens], lengths[samples], settings)
+        return found, torch.autograd.grad(found.loss, chosen)[0]
+
+    whole, gradient = sums(slice(0, 6))
+    parts = [sums(slice(start, start + 2)) for start in (0, 2, 4)]
+    assert torch.allclose(torch.cat([part for _, part in parts]), gradient, rtol=1e-6)
+    assert gradient[4] == 0.0 and gradient.count_nonzero() == sum(lengths) - 1
+    for name, value in whole.weighted.items():
+        added = sum(float(part.weighted[name]) for part, _ in parts)
+        assert float(value) == pytest.approx(added, rel=1e-12)
+        assert is_known(name)
+    assert int(whole.count) == 6 and float(whole.trained_tokens) == sum(lengths) - 1
