@@ -32,6 +32,7 @@ CONTRACTS = {  # custom functions and classes receive it, and so do functions th
     "rollout/rm_hub/scorer.py": {"async_rm", "batched_async_rm"},
     "rollout/rollout_function.py": {"generate_rollout"},
     "rollout/sft_rollout.py": {"generate_rollout"},
+    "rollout/preference_rollout.py": {"generate_rollout"},
 }
 
 

@@ -20,6 +20,7 @@ from slimrl.arguments.flag import Bounds, Problem, ended
 from slimrl.arguments.flags.rollout import DEFAULT_ROLLOUT_FUNCTION
 from slimrl.arguments.namespace import Arguments, EvalDataset, PromptArguments
 from slimrl.arguments.served_models import least
+from slimrl.data.preference_pairs import PairColumns
 from slimrl.data.prompt_format import PromptFormat
 
 _FIELDS = {field.name: typing.get_type_hints(EvalDataset)[field.name] for field in dataclasses.fields(EvalDataset)}
@@ -210,17 +211,19 @@ def _entries_of_flag(words: list[str], problems: list[Problem]) -> list[dict[str
 
 def training_prompt_format(args: PromptArguments) -> PromptFormat:
     """The row format of `--prompt-data`."""
+    pair = PairColumns(args.chosen_key, args.rejected_key, args.apply_chat_template) if args.reads_pairs else None
     return PromptFormat(
         input_key=args.input_key,
         label_key=args.label_key,
         metadata_key=args.metadata_key,
         tool_key=args.tool_key,
-        apply_chat_template=args.apply_chat_template,
+        apply_chat_template=args.apply_chat_template and pair is None,  # pairs are rendered with their answers
         chat_template_kwargs=args.apply_chat_template_kwargs,
         max_prompt_len=least(args.rollout_max_prompt_len, _engine_limit(args)),
         refuse_too_long=args.refuse_long_prompts,
         keep_messages=args.custom_generate_function_path is not None or args.has_custom_rollout_function,
         keep_conversation=args.rm_model is not None,
+        pair=pair,
         reward_rule=_rule(args, args.rm_type, args.custom_rm_path, args.custom_generate_function_path),
     )
 

@@ -154,7 +154,7 @@ def _parquet_rows(path: Path, form: PromptFormat, rows: slice, deadline: float) 
     except pyarrow.ArrowInvalid as error:
         raise ValueError(f"is not a Parquet file ({error})") from error
     names = file.schema_arrow.names
-    lacking = [key for key in (form.input_key, form.label_key) if key is not None and key not in names]
+    lacking = [key for key in form.required if key not in names]
     if lacking or not file.metadata.num_rows:
         if file.metadata.num_rows:
             yield f"{path}: row 1", dict.fromkeys(names)

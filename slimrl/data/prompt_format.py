@@ -11,6 +11,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from slimrl.data.preference_pairs import PairColumns, pair_of
 from slimrl.data.reward_registry import reward_of
 
 TOOLS_KEY = "tools"
@@ -54,12 +55,21 @@ class PromptFormat:
     keep_messages: bool  # allow untokenized messages, for custom generate functions
     keep_conversation: bool = False  # store the messages of a rendered prompt in the metadata (`MESSAGES_KEY`)
     refuse_too_long: bool = False  # longer prompts end the run
+    pair: PairColumns | None = None  # rows are preference pairs, and the prompt may be a part of their answers
     reward_rule: str | None = None  # the built-in reward that compares with the label; None: none, or unknown
 
     @property
     def columns(self) -> list[str]:
         """Every column that is read."""
-        return [key for key in (self.input_key, self.label_key, self.metadata_key, self.tool_key) if key is not None]
+        answers = () if self.pair is None else (self.pair.chosen, self.pair.rejected)
+        keys = (self.input_key, self.label_key, self.metadata_key, self.tool_key, *answers)
+        return [key for key in keys if key is not None]
+
+    @property
+    def required(self) -> dict[str, str]:
+        """The columns that every row has, with the flag of each."""
+        own = {self.input_key: "--input-key"} if self.pair is None else self.pair.flags
+        return own if self.label_key is None else {**own, self.label_key: "--label-key"}
 
 
 def validate_row(row: Row, form: PromptFormat) -> str | None:
@@ -71,6 +81,9 @@ def validate_row(row: Row, form: PromptFormat) -> str | None:
         if form.label_key is not None and form.label_key not in row:
             raise ValueError(f"no column {form.label_key!r} (--label-key); it has {sorted(row)}")
         content = row.get(form.input_key)
+        if form.pair is not None:
+            pair_of(row, form.input_key, form.pair)
+            return None
         if not content:
             state = "an empty" if form.input_key in row else "no"
             raise ValueError(f"{state} column {form.input_key!r} (--input-key); it has {sorted(row)}")

@@ -90,6 +90,7 @@ class RunLog:
         self._steps_per_rollout = steps_per_rollout
         self._count_train_steps = count_train_steps
         self._compares_groups = compares_groups
+        self._supervised = supervised
         run = {
             "name": self.run_dir.name,
             "command": shlex.join(sys.argv),
@@ -117,7 +118,7 @@ class RunLog:
             "tensorboard": args.tensorboard_dir if args.use_tensorboard else None,
         }
         per_rollout = args.num_steps_per_rollout or 1
-        supervised = args.loss_type == "sft_loss"
+        supervised = args.loss_type in ("sft_loss", "preference_loss")
         charts: list[MetricWriter] = []
         if args.use_tensorboard and args.tensorboard_dir is not None:
             one = args.wandb_always_use_train_step or per_rollout == 1
@@ -181,7 +182,8 @@ class RunLog:
         """Report a finished step: summary, TensorBoard, one line. Raises KeyError if the reward is missing."""
         train, seconds = self._put(record)
         self._chart(record, train, seconds)
-        line = step_line(record, train, seconds, compares_groups=self._compares_groups)
+        options = {"compares_groups": self._compares_groups, "supervised": self._supervised}
+        line = step_line(record, train, seconds, **options)
         logger.info("%s", line, extra={SHORT: short_step(line)})
 
     def _put(self, record: StepRecord) -> tuple[dict[str, float], dict[str, float]]:
@@ -307,24 +309,45 @@ def evaluation_words(name: str, score: float, metrics: Mapping[str, float]) -> s
     return f"{name} {score:.4g}" + (f" ({', '.join(known)})" if known else "")
 
 
+_SHOWN = {
+    "loss": "loss",
+    "perplexity": "ppl",
+    "pair_accuracy": "accuracy",
+    "reward_margin": "margin",
+    "grad_norm": "grad",
+    "kl_loss": "kl",
+    "train_rollout_logprob_abs_diff_mean": "logprob diff",
+}
+_SHORT_PHASES = {"generate": "generate", "train": "train", "update_weights": "update", "total": "total"}
+_SHOWN_SECONDS = 0.05  # a shorter phase of supervised training is left out
+
+
 def step_line(
-    record: StepRecord, train: dict[str, float], seconds: dict[str, float], *, compares_groups: bool = False
+    record: StepRecord,
+    train: dict[str, float],
+    seconds: dict[str, float],
+    *,
+    compares_groups: bool = False,
+    supervised: bool = False,
 ) -> str:
-    """`step 12 | reward 0.83 | loss -0.0021 | grad 0.41 | kl 0.0003 | ... | generate 1.2s ... | version 12`."""
-    shown = {
-        "loss": "loss",
-        "grad_norm": "grad",
-        "kl_loss": "kl",
-        "train_rollout_logprob_abs_diff_mean": "logprob diff",
-    }
-    parts = [f"step {record.step}", f"reward {record.rollout[REWARD]:.4g}"]
-    parts += [f"{label} {train[name]:.3g}" for name, label in shown.items() if name in train]
-    short = {"generate": "generate", "train": "train", "update_weights": "update", "total": "total"}
+    """`step 12 | reward 0.83 | loss -0.0021 | grad 0.41 | kl 0.0003 | ... | generate 1.2s ... | version 12`.
+
+    A `supervised` step has no reward, and only the phases that took time:
+    `step 12 | loss 1.7 | ppl 5.47 | grad 0.41 | 8192 tokens | train 1.2s total 1.3s`.
+    """
+    parts = [f"step {record.step}", *([] if supervised else [f"reward {record.rollout[REWARD]:.4g}"])]
+    parts += [f"{label} {train[name]:.3g}" for name, label in _SHOWN.items() if name in train]
+    if supervised and "tokens" in train:
+        parts.append(f"{train['tokens']:.0f} tokens")
     if train.get("skipped"):
         parts.append(f"SKIPPED {train['skipped']:g} of {len(record.train)} optimizer steps")
     parts += _sample_warnings(record.rollout, compares_groups)
-    parts.append(" ".join(f"{label} {seconds[phase]:.1f}s" for phase, label in short.items()))
-    return " | ".join([*parts, f"version {record.weight_version}"])
+    least = _SHOWN_SECONDS if supervised else 0.0
+    phases = [phase for phase in _SHORT_PHASES if phase == "total" or seconds[phase] >= least]
+    parts.append(" ".join(f"{_SHORT_PHASES[phase]} {seconds[phase]:.1f}s" for phase in phases))
+    if record.weight_version or not supervised:
+        parts.append(f"version {record.weight_version}")
+    return " | ".join(parts)
 
 
 def _sample_warnings(rollout: Mapping[str, float], compares_groups: bool) -> list[str]:

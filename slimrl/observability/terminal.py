@@ -144,6 +144,7 @@ class ByteBar:
 
 _BETWEEN = " | "
 _TOTAL = "total "  # the last of the phases' seconds
+_PHASES = ("generate", "train", "update", "total")  # any of them may be the first
 # Parts of a step's line by their first word, in the order of their removal; all others stay.
 _LEFT_OUT = ("kl", "grad", "loss", "diff")
 _CUT = "..."
@@ -156,7 +157,7 @@ def short_step(line: str, width: int = TERMINAL_WIDTH) -> str:
         first = part.split(" ", 1)[0]
         if first == "version":
             continue
-        parts.append(part.rpartition(_TOTAL)[2] if first == "generate" else _two_digits(part))
+        parts.append(part.rpartition(_TOTAL)[2] if first in _PHASES else _two_digits(part))
     for word in _LEFT_OUT:
         if len(_BETWEEN.join(parts)) > width:
             parts = [part for part in parts if not part.startswith(f"{word} ")]

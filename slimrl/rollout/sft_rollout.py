@@ -90,11 +90,16 @@ def generate_rollout(
         raise ValueError("the SFT rollout function has no evaluation: leave --eval-interval out")
     groups = data_source.get_samples(args.rollout_batch_size)
     for sample in (sample for group in groups for sample in group):
-        _fill(sample, tokenizer, TURN_MARKS[args.loss_mask_type], args.apply_chat_template_kwargs)
+        fill_conversation(sample, tokenizer, TURN_MARKS[args.loss_mask_type], args.apply_chat_template_kwargs)
     return RolloutOutput(groups, {})
 
 
-def _fill(sample: Sample, tokenizer: Any, marks: TurnMarks, template_options: dict[str, Any]) -> None:
+def fill_conversation(sample: Sample, tokenizer: Any, marks: TurnMarks, template_options: dict[str, Any]) -> None:
+    """Tokenizes the messages in `sample.prompt` and fills in response and loss mask; reward 0.
+
+    `template_options` are keyword arguments of the chat template. Raises ValueError, which names the sample, if there
+    is nothing to train on.
+    """
     name = f"--prompt-data, sample {sample.index}"
     messages = sample.prompt
     if not isinstance(messages, list):

@@ -57,6 +57,32 @@ def test_step_line_fits_and_drops_numbers_before_warnings(step, rollout, train, 
     assert len("12:34:56 ") + len(shown) <= 100
 
 
+SLOW_ONLY = {"generate": 0.01, "train": 0.4, "update_weights": 0.0, "total": 0.42}
+
+
+@pytest.mark.parametrize(
+    ("train", "full", "short"),
+    [
+        (
+            {"loss": 1.7, "perplexity": 5.4739, "grad_norm": 0.4123, "tokens": 8192.0},
+            "step 12 | loss 1.7 | ppl 5.47 | grad 0.412 | 8192 tokens | train 0.4s total 0.4s",
+            "step 12 | loss 1.7 | ppl 5.47 | grad 0.41 | 8192 tokens | 0.4s",
+        ),
+        (
+            {"loss": 0.51, "pair_accuracy": 0.9375, "reward_margin": 1.25, "grad_norm": 3.0, "tokens": 640.0},
+            "step 12 | loss 0.51 | accuracy 0.938 | margin 1.25 | grad 3 | 640 tokens | train 0.4s total 0.4s",
+            "step 12 | loss 0.51 | accuracy 0.938 | margin 1.25 | grad 3 | 640 tokens | 0.4s",
+        ),
+    ],
+    ids=["SFT", "pairs"],
+)
+def test_supervised_step_line_has_no_reward_and_no_phase_without_time(train, full, short):
+    record = StepRecord(12, "", {"rollout/raw_reward": 0.0}, [train], SLOW_ONLY)
+    shown = step_line(record, train, SLOW_ONLY, supervised=True)
+    assert shown == full
+    assert short_step(shown) == short
+
+
 def test_line_of_many_eval_datasets_has_their_scores_and_is_truncated():
     fits = "evaluation after 30 steps | addition 1 (5 tokens, 0% truncated)"
     assert short_evaluation(fits) == fits

@@ -74,7 +74,10 @@ def test_supervised_run_reports_its_loss(tmp_path):
     assert outcome_line(summary) == expected
 
 
-@pytest.mark.parametrize(("loss", "supervised"), [("sft_loss", True), ("policy_loss", False), ("custom_loss", False)])
+@pytest.mark.parametrize(
+    ("loss", "supervised"),
+    [("sft_loss", True), ("preference_loss", True), ("policy_loss", False), ("custom_loss", False)],
+)
 def test_run_kind_follows_from_its_loss(loss, supervised, tmp_path):
     args = read_args(["--loss-type", loss, "--run-name", "one", "--runs-dir", str(tmp_path)])[0]
     with RunLog.open(args, versions={}) as log:

@@ -39,6 +39,8 @@ class DataArguments:
     )
     input_key: str = flag("input", "column with the prompt: a string or a list of messages")
     label_key: str | None = flag(None, "column with the reference answer (no label)")
+    chosen_key: str = flag("chosen", "column with the preferred answer of a preference pair")
+    rejected_key: str = flag("rejected", "column with the rejected answer of a preference pair")
     metadata_key: str = flag("metadata", "column copied to Sample.metadata if the row has it")
     tool_key: str = flag("tools", "column with tool schemas for the chat template, if the row has it")
     apply_chat_template: bool = flag(False, "render the prompt with the tokenizer's chat template")

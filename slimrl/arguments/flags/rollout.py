@@ -14,6 +14,8 @@ from slimrl.data.reward_registry import rm_types
 # slime's path: `slimrl.renamed_modules` maps it to slimrl.rollout.rollout_function
 DEFAULT_ROLLOUT_FUNCTION = "slimrl.rollout.sglang_rollout.generate_rollout"
 
+PREFERENCE_ROLLOUT_FUNCTION = "slimrl.rollout.preference_rollout.generate_rollout"
+
 
 @dataclasses.dataclass
 class RolloutArguments:
@@ -139,6 +141,11 @@ class RolloutArguments:
     def rollout_gpus(self) -> int:
         """GPUs that this run reserves for engines: 0 with external engines."""
         return 0 if self.rollout_external_engine_addrs else self.rollout_num_gpus or 0  # type: ignore[attr-defined] # of ClusterArguments
+
+    @property
+    def reads_pairs(self) -> bool:
+        """True if the rows of --prompt-data are preference pairs."""
+        return self.rollout_function_path == PREFERENCE_ROLLOUT_FUNCTION
 
     @property
     def has_custom_rollout_function(self) -> bool:

@@ -13,6 +13,8 @@ from slimrl.arguments.flags.rollout import DEFAULT_ROLLOUT_FUNCTION
 from slimrl.arguments.namespace import Arguments
 from slimrl.arguments.validation.rule import Context
 
+_BEFORE_LOG_PROB = "--custom-megatron-before-log-prob-hook-path"
+
 
 def hooks_keep_their_contracts(args: Arguments, context: Context) -> Iterator[Problem]:
     """Every hook can be imported and has the signature of its contract."""
@@ -130,9 +132,10 @@ def parts_of_the_policy_loss_have_one(args: Arguments, context: Context) -> Iter
         )
     for flag, path in (
         ("--custom-advantage-function-path", args.custom_advantage_function_path),
-        ("--custom-megatron-before-log-prob-hook-path", args.custom_megatron_before_log_prob_hook_path),
+        (_BEFORE_LOG_PROB, args.custom_megatron_before_log_prob_hook_path),
     ):
-        if path is not None and not args.compute_advantages_and_returns:
+        called = args.trains_on_pairs and args.use_reference and flag == _BEFORE_LOG_PROB  # by the reference's pass
+        if path is not None and not args.compute_advantages_and_returns and not called:
             yield Problem(
                 flag,
                 f"{flag} {path} is never called: --loss-type {args.loss_type} computes no log-probabilities before"

@@ -151,8 +151,10 @@ def _column_problems(one: _DataSet, path: Path, look: FilePreview) -> Iterator[P
     # a Parquet file has the same columns in every row
     if look.columns is None or (len(look.bad) <= one.allowed and path.suffix != ".parquet"):
         return
-    for name, column in ((one.names["input"], one.form.input_key), (one.names["label"], one.form.label_key)):
-        if column is not None and column not in look.columns:
+    spelled = dict(zip(_OF_TRAINING.values(), one.names.values(), strict=True))
+    for column, flag in one.form.required.items():
+        name = spelled.get(flag, flag)
+        if column not in look.columns:
             yield Problem(
                 one.flag,
                 f"{one.flag} {path}{one.note} has no column {column!r} ({name}) but"

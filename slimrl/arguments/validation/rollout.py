@@ -263,7 +263,7 @@ def groups_can_be_compared(args: Arguments, context: Context) -> Iterator[Proble
         return
     if args.custom_advantage_function_path is not None:  # which also gets the raw rewards
         return
-    if args.loss_type == "sft_loss" or args.eval_only or args.debug_rollout_only:
+    if args.loss_type == "sft_loss" or args.trains_on_pairs or args.eval_only or args.debug_rollout_only:
         return
     estimator = ESTIMATORS.get(args.advantage_estimator)
     if estimator is None or not estimator.is_group_relative or not args.rewards_normalization:

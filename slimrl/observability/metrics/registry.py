@@ -22,7 +22,7 @@ TRAIN = (
     Metric("train/step", "the optimizer step: horizontal axis of train/", "count", "last"),
     Metric(
         "train/loss",
-        "training loss: pg_loss - entropy_coef * entropy_loss + kl_loss_coef * kl_loss; or that of another --loss-type",
+        "training loss: pg_loss - entropy_coef * entropy_loss + kl_loss_coef * kl_loss, or that of another --loss-type",
     ),
     Metric("train/perplexity", "exp of train/loss", when=_SFT),
     Metric(

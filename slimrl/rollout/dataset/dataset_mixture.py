@@ -15,9 +15,16 @@ from typing import Any
 from slimrl.arguments.eval_datasets import training_prompt_format
 from slimrl.arguments.namespace import PromptArguments
 from slimrl.data.dataset_spec import DataMix
+from slimrl.data.prompt_format import PromptFormat
 from slimrl.rollout.dataset.prompt_dataset import OverlongPrompt, Prompt, PromptDataset
 
 logger = logging.getLogger(__name__)
+
+
+def _columns(form: PromptFormat) -> dict[str, str | None]:
+    """The columns of prompt and label, or of pairs, by flag; a resumed run reads the same ones."""
+    answers = {} if form.pair is None else {flag: column for column, flag in form.pair.flags.items()}
+    return {"--input-key": form.input_key, "--label-key": form.label_key, **answers}
 
 
 class EpochSampler:
@@ -63,7 +70,7 @@ class EpochSampler:
             "source": self.rows.source,
             "num_rows": len(self.rows),
             "fingerprint": self.rows.fingerprint,
-            "columns": {"--input-key": form.input_key, "--label-key": form.label_key},
+            "columns": _columns(form),
             "epoch": self.epoch,
             "position": self._position,
             "idle": self._idle,
@@ -80,11 +87,11 @@ class EpochSampler:
                 f" {state['source']} ({state['num_rows']} rows): the rows differ; use the same data, restore a changed"
                 " file, or start a new run"
             )
-        given = {"--input-key": rows.form.input_key, "--label-key": rows.form.label_key}
+        given = _columns(rows.form)
         for flag, saved in state["columns"].items():
-            if given[flag] != saved:
+            if given.get(flag) != saved:
                 raise ValueError(
-                    f"{flag} is {given[flag]} but was {saved} when the checkpoint was saved: use the saved value"
+                    f"{flag} is {given.get(flag)} but was {saved} when the checkpoint was saved: use the saved value"
                 )
         rows.restore_bad({row: reason for row, reason in state["bad_rows"]})
         self.epoch, self._position, self._idle = state["epoch"], state["position"], state["idle"]

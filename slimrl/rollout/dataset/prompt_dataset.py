@@ -18,6 +18,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
+from slimrl.data.preference_pairs import PAIR_KEY, pair_of
 from slimrl.data.prompt_format import (
     MESSAGES_KEY,
     TOOLS_KEY,
@@ -128,7 +129,10 @@ class PromptTokenizer:
                 results.append(OverlongPrompt(len(ids)))
             else:
                 label = None if self._form.label_key is None else row[self._form.label_key]
-                results.append(Prompt(content, ids, label, metadata_of(row, self._form)))
+                metadata = metadata_of(row, self._form)
+                if self._form.pair is not None:
+                    metadata = {**metadata, PAIR_KEY: pair_of(row, self._form.input_key, self._form.pair).answers}
+                results.append(Prompt(content, ids, label, metadata))
         return results
 
     def _content(self, row: Row) -> str | list[dict[str, Any]] | InvalidRow:
@@ -138,6 +142,8 @@ class PromptTokenizer:
             return row
         if fault is not None:
             return InvalidRow(fault)
+        if self._form.pair is not None:
+            return pair_of(row, self._form.input_key, self._form.pair).prompt
         content = row[self._form.input_key]
         if not self._form.apply_chat_template:
             return content
@@ -166,8 +172,8 @@ class PromptTokenizer:
 def open_prompt_rows(data_paths: str | Sequence[str], form: PromptFormat) -> RowSet:
     """Opens the rows of these files. Raises ValueError if a Parquet file lacks the input or label column."""
     rows = open_rows(data_paths, form.columns)
-    for key, flag in ((form.input_key, "--input-key"), (form.label_key, "--label-key")):
-        if rows.columns is not None and key is not None and key not in rows.columns:
+    for key, flag in form.required.items():
+        if rows.columns is not None and key not in rows.columns:
             known = ", ".join(map(repr, sorted(rows.columns)))
             raise ValueError(f"dataset {rows.source} has no column {key!r} ({flag}): set {flag} to one of {known}")
     return rows

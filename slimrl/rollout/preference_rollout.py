@@ -1,0 +1,90 @@
+"""Preference pairs as a rollout function: each row of --prompt-data is a group of two samples, for preference losses.
+
+    --rollout-function-path slimrl.rollout.preference_rollout.generate_rollout --loss-type preference_loss
+    --n-samples-per-prompt 2 --debug-train-only
+
+A row has a prompt (`--input-key`), a preferred and a rejected answer (`--chosen-key`, `--rejected-key`); see
+`slimrl.data.preference_pairs`. Messages are rendered with the chat template once as a whole, prompt and answer, as in
+supervised training, and the assistant's turns of the answer are trained on, including the end-of-turn marker. Plain
+text is tokenized as prompt and answer, the answer with the tokenizer's end token.
+
+The first sample of a group is the preferred answer (reward 1), the second the other one (reward 0).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slimrl.data.preference_pairs import PAIR_KEY, SIDES
+from slimrl.data.sample import Sample, SampleStatus
+from slimrl.hooks.base import RunArguments
+from slimrl.rollout.dataset.data_source import RolloutDataSource
+from slimrl.rollout.rollout_function import RolloutOutput
+from slimrl.rollout.sft_rollout import TURN_MARKS, TurnMarks, fill_conversation
+
+SIDE_KEY = "preference"  # of Sample.metadata: the side of its pair
+
+
+def generate_rollout(
+    args: RunArguments,
+    rollout_id: int,
+    data_source: RolloutDataSource,
+    *,
+    evaluation: bool = False,
+    tokenizer: Any = None,
+) -> RolloutOutput:
+    """The next `--rollout-batch-size` pairs, tokenized, with their loss masks.
+
+    `tokenizer` is the run's, a fast one. Raises ValueError if called for an evaluation, and for a pair that cannot be
+    trained on.
+    """
+    if evaluation:
+        raise ValueError("the preference rollout function has no evaluation: leave --eval-interval out")
+    groups = data_source.get_samples(args.rollout_batch_size)
+    for group in groups:
+        _fill_pair(group, tokenizer, TURN_MARKS[args.loss_mask_type], args.apply_chat_template_kwargs)
+    return RolloutOutput(groups, {})
+
+
+def _fill_pair(group: list[Sample], tokenizer: Any, marks: TurnMarks, template_options: dict[str, Any]) -> None:
+    name = f"--prompt-data, group {group[0].group_index}"
+    if len(group) != len(SIDES) or any(PAIR_KEY not in sample.metadata for sample in group):
+        raise ValueError(
+            f"{name} is not a pair: give --n-samples-per-prompt 2, and in a custom --data-source-path put both answers"
+            f" into metadata[{PAIR_KEY!r}]"
+        )
+    for sample, side in zip(group, SIDES, strict=True):
+        answer = sample.metadata.pop(PAIR_KEY)[side]
+        if isinstance(answer, str):
+            _fill_text(sample, answer, tokenizer)
+        else:
+            sample.prompt = [_not_trained(message) for message in sample.prompt] + answer
+            fill_conversation(sample, tokenizer, marks, template_options)
+        sample.reward = float(side == SIDES[0])
+        sample.metadata[SIDE_KEY] = side
+    first, second = group
+    if first.tokens == second.tokens:
+        raise ValueError(f"{name}: its two answers have the same tokens: remove it from the data")
+    if first.tokens[: first.prompt_length] != second.tokens[: second.prompt_length]:
+        raise ValueError(f"{name}: the chat template renders its prompt differently before its two answers: remove it")
+
+
+def _not_trained(message: Any) -> dict[str, Any]:
+    """A message of the prompt: an earlier turn of the assistant is not trained on."""
+    return {**message, "step_loss_mask": 0} if message["role"] == "assistant" else message
+
+
+def _fill_text(sample: Sample, answer: str, tokenizer: Any) -> None:
+    """Prompt and answer are tokenized apart, as in generation; the answer ends with the end token."""
+    ids = tokenizer([sample.prompt, answer], add_special_tokens=False)["input_ids"]
+    end = tokenizer.eos_token_id
+    if not ids[0]:
+        raise ValueError(f"--prompt-data, sample {sample.index}: its prompt has no token")
+    if end is not None and ids[1][-1:] != [end]:
+        ids[1].append(end)
+    sample.tokens = ids[0] + ids[1]
+    sample.response_length = len(ids[1])
+    sample.loss_mask = [1] * len(ids[1])
+    sample.response = answer
+    sample.rollout_log_probs = [0.0] * len(ids[1])  # not sampled, and no preference loss reads them
+    sample.status = SampleStatus.COMPLETED

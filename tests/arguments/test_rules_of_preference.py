@@ -1,0 +1,201 @@
+"""Rules about training on pairs: a command line that passes, and each violation with its one error."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from slimrl.arguments import read_args
+
+ROLLOUT = "slimrl.rollout.preference_rollout.generate_rollout"
+# removed from the recipe, whose estimator and rewards a preference loss does not have
+REMOVED = (
+    "--advantage-estimator",
+    "--use-kl-loss",
+    "--kl-loss-coef",
+    "--kl-loss-type",
+    "--kl-coef",
+    "--entropy-coef",
+    "--eps-clip",
+    "--eps-clip-high",
+    "--eval-interval",
+    "--eval-prompt-data",
+    "--n-samples-per-eval-prompt",
+    "--eval-max-response-len",
+    "--eval-top-p",
+    "--label-key",
+    "--rm-type",
+    "--rollout-max-response-len",
+)
+PAIRS = f"--loss-type preference_loss --rollout-function-path {ROLLOUT} --n-samples-per-prompt 2 --debug-train-only"
+
+# rule -> (flags that pass when appended to a line that trains on pairs, flags that do not with their error)
+CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
+    "preference_flags_have_their_loss": (
+        [
+            "--preference-beta 0.5 --preference-label-smoothing 0.1 --preference-nll-coef 0.2",
+            "--preference-loss robust --preference-label-smoothing 0.1",
+            "--preference-loss simpo --simpo-gamma 0.5",
+            "--preference-loss ipo --preference-reference-free",
+            "--chosen-key chosen --rejected-key rejected",
+        ],
+        [
+            ("--simpo-gamma 0.5", "--simpo-gamma has no effect with --preference-loss sigmoid: leave it out."),
+            (
+                "--preference-loss hinge --preference-label-smoothing 0.1",
+                "--preference-label-smoothing has no effect with --preference-loss hinge: leave it out.",
+            ),
+            (
+                "--preference-loss orpo --preference-reference-free",
+                "--preference-reference-free has no effect with --preference-loss orpo: leave it out.",
+            ),
+            (
+                "--preference-label-smoothing 0.5",
+                "--preference-label-smoothing 0.5 says that most pairs are exchanged: give less than 0.5, or exchange"
+                " the columns.",
+            ),
+            ("--preference-beta 0", "--preference-beta 0 is too small: it must be above 0."),
+            (
+                "--preference-loss dpo",
+                "--preference-loss dpo is not sigmoid, sigmoid_norm, robust, hinge, ipo, simpo or orpo.",
+            ),
+            (
+                "--chosen-key preferred",
+                "--prompt-data {dir}/pairs.jsonl has no column 'preferred' (--chosen-key) but 'prompt', 'chosen',"
+                " 'rejected': set --chosen-key to one of them.",
+            ),
+        ],
+    ),
+    "preference_training_is_consistent": (
+        ["--custom-megatron-before-log-prob-hook-path examples.training.check_weights"],
+        [
+            *(
+                (flag, f"{flag.split()[0]} has no effect with --loss-type preference_loss: leave it out.")
+                for flag in (
+                    "--use-kl-loss",
+                    "--kl-coef 0.1",
+                    "--entropy-coef 0.1",
+                    "--use-tis",
+                    "--use-opsm",
+                    "--use-rollout-logprobs",
+                    "--get-mismatch-metrics",
+                    "--use-rollout-entropy",
+                    "--normalize-advantages",
+                    "--calculate-per-token-loss",
+                    "--rollout-max-prompt-len 100",
+                    "--advantage-estimator gspo",
+                    "--eps-clip 0.1",
+                )
+            ),
+            (
+                "--loss-type sft_loss",
+                f"--rollout-function-path {ROLLOUT} makes pairs of a preferred and a rejected answer, and --loss-type"
+                " sft_loss trains on single samples: give --loss-type preference_loss.",
+            ),
+            (
+                "--eval-interval 5 --eval-prompt-data pairs {dir}/train.jsonl --eval-input-key prompt",
+                f"--eval-interval 5 evaluates with --rollout-function-path {ROLLOUT}, which has no evaluation: leave it"
+                " out, or give --eval-function-path.",
+            ),
+        ],
+    ),
+    "pairs_are_whole": (
+        ["--micro-batch-size 2", "--num-steps-per-rollout 4", "--micro-batch-size 4"],
+        [
+            (
+                "--n-samples-per-prompt 4",
+                "--n-samples-per-prompt 4 is not 2, the responses of a pair: give 2.",
+            ),
+            (
+                "--micro-batch-size 1",
+                "--micro-batch-size 1 divides pairs, whose two samples are in one forward pass: give an even number,"
+                " or --use-dynamic-batch-size.",
+            ),
+            (
+                "--num-steps-per-rollout 16",
+                "--global-batch-size 4 does not give every one of 4 data-parallel ranks whole pairs: choose a multiple"
+                " of 8.",
+            ),
+        ],
+    ),
+}
+
+
+@pytest.fixture
+def pairs(recipe):
+    """A command line that trains on pairs; flags are appended to it."""
+    row = {"prompt": "1+1", "chosen": "2", "rejected": "3"}
+    (recipe.dir / "pairs.jsonl").write_text(json.dumps(row) + "\n")
+
+    def line(more: str) -> list[str]:
+        found = recipe.line(f"{PAIRS} --prompt-data {{dir}}/pairs.jsonl {more}")
+        static = "--micro-batch-size" in more
+        for flag in [*REMOVED, *(["--use-dynamic-batch-size", "--max-tokens-per-gpu"] if static else [])]:
+            found = without(found, flag, keep=flag in more)
+        return found
+
+    return line
+
+
+def without(line: list[str], flag: str, *, keep: bool) -> list[str]:
+    """The line without the first occurrence of a flag; all later ones stay."""
+    start = line.index(flag)
+    if keep and line.count(flag) == 1:
+        return line
+    end = next((place for place in range(start + 1, len(line)) if line[place].startswith("--")), len(line))
+    return line[:start] + line[end:]
+
+
+@pytest.mark.parametrize("more", [more for good, _ in CASES.values() for more in good])
+def test_valid_flags_are_accepted(pairs, more):
+    assert [str(problem) for problem in read_args(pairs(more))[1]] == []
+
+
+@pytest.mark.parametrize(("more", "sentence"), [case for _, bad in CASES.values() for case in bad])
+def test_each_violation_is_one_error(pairs, recipe, more, sentence):
+    assert [str(problem) for problem in read_args(pairs(more))[1]] == [sentence.format(dir=recipe.dir)]
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        (
+            "--preference-loss ipo",
+            "--preference-loss belongs to --loss-type preference_loss: add it, or leave --preference-loss out.",
+        ),
+        (
+            "--rejected-key worse",
+            f"--rejected-key belongs to --rollout-function-path {ROLLOUT}: add it, or leave --rejected-key out.",
+        ),
+    ],
+)
+def test_flags_of_pairs_are_rejected_with_a_policy_loss(recipe, more, sentence):
+    assert [str(problem) for problem in read_args(recipe.line(more))[1]] == [sentence]
+
+
+def test_built_in_rollout_makes_no_pairs(pairs):
+    default = "slimrl.rollout.sglang_rollout.generate_rollout"
+    _, problems = read_args(pairs(f"--rollout-function-path {default} --rollout-max-response-len 8"))
+    assert (
+        "--loss-type preference_loss needs pairs, and the built-in rollout samples single responses: give"
+        f" --rollout-function-path {ROLLOUT}, or a function that returns groups of the preferred and the rejected"
+        " response."
+    ) in [str(problem) for problem in problems]
+
+
+@pytest.mark.parametrize(
+    ("more", "beta", "reference"),
+    [
+        ("", 0.1, True),
+        ("--preference-loss sigmoid_norm", 5.0, True),
+        ("--preference-loss simpo", 2.0, False),
+        ("--preference-loss simpo --preference-beta 3", 3.0, False),
+        ("--preference-reference-free", 0.1, False),
+    ],
+)
+def test_beta_and_reference_follow_from_the_loss(pairs, more, beta, reference):
+    args, problems = read_args(pairs(more))
+    assert problems == []
+    assert (args.preference_beta, args.use_reference, args.samples_together) == (beta, reference, 2)
+    assert not args.compute_advantages_and_returns

@@ -1,0 +1,95 @@
+"""Training on pairs: margins grow, and the preference holds for pairs that the run never saw."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.end_to_end import harness
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+SEED = int(os.environ.get("SLIMRL_TEST_SEED", "1"))  # other seeds are run by hand
+STEPS, PAIRS = 16, 16
+FLAGS = {
+    "rollout_function_path": "slimrl.rollout.preference_rollout.generate_rollout",
+    "loss_type": "preference_loss",
+    "debug_train_only": True,
+    "rollout_batch_size": PAIRS,
+    "n_samples_per_prompt": 2,
+    "num_rollout": STEPS,
+    "actor_num_gpus_per_node": 2,
+    "lr": 3e-4,
+} | dict.fromkeys(
+    ("rm_type", "label_key", "apply_chat_template", "use_kl_loss", "kl_loss_coef", "kl_loss_type", "eps_clip")
+    + ("advantage_estimator", "eps_clip_high", "rollout_max_response_len")
+    + ("sglang_enable_deterministic_inference", "sglang_disable_radix_cache")
+)
+
+
+def pair(draw: random.Random) -> dict[str, object]:
+    """An answer of even digits is preferred to one of odd digits."""
+
+    def digits(choices: str) -> str:
+        return "".join(draw.choices(choices, k=draw.randint(1, 4)))
+
+    prompt = [{"role": "user", "content": f"say {draw.randrange(1000)}"}]
+    return {"prompt": prompt, "chosen": digits("02468"), "rejected": digits("13579")}
+
+
+def log_probs(folder: Path, rows: list[dict[str, object]]) -> list[tuple[float, float]]:
+    """Of both answers with their end token, from transformers; tokens are found by tokenizing piece by piece."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    found = []
+    for row in rows:
+        (message,) = row["prompt"]
+        start = f"<|im_start|>user\n{message['content']}<|im_end|>\n<|im_start|>assistant\n"
+        values = []
+        for side in ("chosen", "rejected"):
+            pieces = (start, f"{row[side]}<|im_end|>", "\n")
+            before, answer, after = (tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in pieces)
+            with torch.no_grad():
+                scores = model(torch.tensor([[*before, *answer, *after]])).logits[0].log_softmax(-1)
+            values.append(sum(scores[len(before) + place - 1, token].item() for place, token in enumerate(answer)))
+        found.append((values[0], values[1]))
+    return found
+
+
+def test_preference_of_unseen_pairs_is_learned(tiny, tmp_path):
+    draw = random.Random(SEED)
+    rows = [pair(draw) for _ in range(STEPS * PAIRS)]
+    seen = {row["prompt"][0]["content"] for row in rows}
+    unseen = [row for row in (pair(draw) for _ in range(400)) if row["prompt"][0]["content"] not in seen]
+    data = tmp_path / "pairs.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    saving = {"save": tmp_path / "checkpoints", "save_hf": tmp_path / "hf_{rollout_id}", "rollout_shuffle": False}
+    flags = tiny.flags(prompt_data=data, **FLAGS, **saving)
+    done = harness.start("train.py", flags, tmp_path, "pairs", tiny.home).finish(200)
+    assert done.code == 0, done.output[-6000:]
+    assert done.left == []
+
+    first, last = done.summary["steps"][0], done.summary["steps"][-1]
+    assert first["loss"] == pytest.approx(math.log(2), rel=1e-6)
+    assert (first["reward_margin"], first["pair_accuracy"]) == (0.0, 0.0)  # policy and reference are equal
+    scores = log_probs(tiny.model, rows[:PAIRS])
+    for place, name in enumerate(("chosen_log_probs", "rejected_log_probs")):
+        assert first[name] == pytest.approx(sum(score[place] for score in scores) / PAIRS, rel=1e-5)
+    margins = done.steps("reward_margin")
+    assert last["loss"] < 0.3 and sum(margins[-4:]) > sum(margins[4:8]) > sum(margins[:4])
+    assert "reward 0" not in done.output and " | accuracy " in done.output
+
+    before, after = (log_probs(folder, unseen) for folder in (tiny.model, tmp_path / f"hf_{STEPS - 1}"))
+    gaps = [
+        (own[0] - old[0]) - (own[1] - old[1]) for own, old in zip(after, before, strict=True)
+    ]  # the margin without beta
+    accuracy = sum(gap > 0 for gap in gaps) / len(gaps)
+    print(f"seed {SEED}: held-out accuracy {accuracy:.3f} of {len(gaps)}, margin {0.1 * sum(gaps) / len(gaps):.3f}")
+    assert len(gaps) > 200 and accuracy >= 0.95

@@ -1,0 +1,174 @@
+"""Rows of preference data become groups of two samples; a row that is no pair is rejected by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from slimrl.data.preference_pairs import PAIR_KEY, PairColumns, pair_of
+from slimrl.rollout.dataset.data_source import RolloutDataSource
+from slimrl.rollout.preference_rollout import generate_rollout
+
+QUESTION = {"role": "user", "content": "1+1"}
+RIGHT, WRONG = {"role": "assistant", "content": "two"}, {"role": "assistant", "content": "three"}
+EARLIER = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+
+
+@pytest.fixture
+def source_of(make_args, write_rows, tokenizer):
+    """The flags and the data source of one rollout over rows of pairs."""
+
+    def open_rows(rows, **overrides):
+        values = {
+            "prompt_data": write_rows(rows),
+            "input_key": "prompt",
+            "label_key": None,
+            "rm_type": None,
+            "rollout_function_path": "slimrl.rollout.preference_rollout.generate_rollout",
+            "loss_type": "preference_loss",
+            "rollout_batch_size": len(rows),
+            "n_samples_per_prompt": 2,
+        }
+        args = make_args(**{**values, **overrides})
+        return args, RolloutDataSource(args, tokenizer)
+
+    return open_rows
+
+
+@pytest.fixture
+def groups_of(source_of, tokenizer):
+    """The groups of one rollout over rows of pairs."""
+
+    def run(rows, **overrides):
+        args, source = source_of(rows, **overrides)
+        return generate_rollout(args, 0, source, tokenizer=tokenizer).groups
+
+    return run
+
+
+def parts(tokenizer, sample) -> tuple[str, str]:
+    """The text before the first trained token, and that of the trained tokens."""
+    response = sample.tokens[len(sample.tokens) - sample.response_length :]
+    trained = [token for token, chosen in zip(response, sample.loss_mask, strict=True) if chosen]
+    return tokenizer.decode(sample.tokens[: sample.prompt_length]), tokenizer.decode(trained)
+
+
+LAYOUTS = {
+    "prompt of messages, answers as text": {"prompt": [*EARLIER, QUESTION], "chosen": "two", "rejected": "three"},
+    "prompt and answers of messages": {"prompt": [*EARLIER, QUESTION], "chosen": [RIGHT], "rejected": [WRONG]},
+    "answers of one message": {"prompt": [*EARLIER, QUESTION], "chosen": RIGHT, "rejected": WRONG},
+    "whole conversations": {"chosen": [*EARLIER, QUESTION, RIGHT], "rejected": [*EARLIER, QUESTION, WRONG]},
+    "whole conversations beside their prompt": {
+        "prompt": "1+1",
+        "chosen": [*EARLIER, QUESTION, RIGHT],
+        "rejected": [*EARLIER, QUESTION, WRONG],
+    },
+}
+
+
+@pytest.mark.parametrize("row", LAYOUTS.values(), ids=LAYOUTS)
+def test_answers_are_trained_after_the_same_prompt(groups_of, tokenizer, row):
+    ((better, worse),) = groups_of([row])
+    prompt = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nhello<|im_end|>\n<|im_start|>user\n1+1<|im_end|>\n"
+    assert parts(tokenizer, better) == (f"{prompt}<|im_start|>assistant\n", "two<|im_end|>")
+    assert parts(tokenizer, worse) == (f"{prompt}<|im_start|>assistant\n", "three<|im_end|>")
+    assert better.group_index == worse.group_index and (better.reward, worse.reward) == (1.0, 0.0)
+    assert [sample.metadata["preference"] for sample in (better, worse)] == ["chosen", "rejected"]
+    assert PAIR_KEY not in better.metadata
+
+
+def test_conversation_tokens_are_those_of_the_template_applied_once(groups_of, tokenizer):
+    ((better, _),) = groups_of([LAYOUTS["prompt and answers of messages"]])
+    rendered = tokenizer.apply_chat_template([*EARLIER, QUESTION, RIGHT], tokenize=False)
+    assert better.tokens == tokenizer(rendered, add_special_tokens=False)["input_ids"]
+
+
+def test_every_turn_of_an_answer_is_trained_on(groups_of, tokenizer):
+    again = [{"role": "user", "content": "sure?"}, {"role": "assistant", "content": "yes"}]
+    ((better, _),) = groups_of([{"chosen": [QUESTION, RIGHT, *again], "rejected": [QUESTION, WRONG]}])
+    assert parts(tokenizer, better)[1] == "two<|im_end|>yes<|im_end|>"
+
+
+def test_plain_text_is_tokenized_as_prompt_and_answer_with_the_end_token(groups_of, tokenizer):
+    row = {"prompt": "1+1=", "chosen": "2", "rejected": "3<|im_end|>"}
+    ((better, worse),) = groups_of([row])
+    assert parts(tokenizer, better) == ("1+1=", "2<|im_end|>")
+    assert parts(tokenizer, worse) == ("1+1=", "3<|im_end|>")
+    ((chat, _),) = groups_of([row], apply_chat_template=True)
+    assert parts(tokenizer, chat) == ("<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n", "2<|im_end|>")
+
+
+def test_other_columns_hold_the_answers(groups_of, tokenizer):
+    row = {"question": "q", "better": "a", "worse": "b"}
+    ((better, _),) = groups_of([row], input_key="question", chosen_key="better", rejected_key="worse")
+    assert parts(tokenizer, better) == ("q", "a<|im_end|>")
+
+
+def test_prompt_that_the_template_renders_differently_is_rejected(source_of, tokenizer):
+    args, source = source_of([{"prompt": [QUESTION], "chosen": [RIGHT], "rejected": [WRONG]}])
+
+    class LaterTurnsChangeEarlierOnes:
+        def apply_chat_template(self, messages, **options):
+            text = tokenizer.apply_chat_template(messages, **options)
+            return text.replace("1+1", "1 + 1") if "three" in text else text
+
+        def __call__(self, *texts, **options):
+            return tokenizer(*texts, **options)
+
+    with pytest.raises(ValueError, match="group 0: the chat template renders its prompt differently"):
+        generate_rollout(args, 0, source, tokenizer=LaterTurnsChangeEarlierOnes())
+
+
+def test_group_of_another_size_is_rejected(groups_of):
+    with pytest.raises(ValueError, match="group 0 is not a pair: give --n-samples-per-prompt 2"):
+        groups_of([{"prompt": "q", "chosen": "a", "rejected": "b"}], n_samples_per_prompt=3)
+
+
+COLUMNS = PairColumns("chosen", "rejected", as_chat=False)
+BAD = [
+    ({"prompt": "q", "chosen": "a"}, "no column 'rejected' (--rejected-key); it has ['chosen', 'prompt']"),
+    ({"prompt": "q", "chosen": " ", "rejected": "b"}, "an empty column 'chosen' (--chosen-key)"),
+    ({"prompt": "q", "chosen": "a", "rejected": []}, "an empty column 'rejected' (--rejected-key)"),
+    ({"prompt": "q", "chosen": "a", "rejected": "a"}, "'chosen' and 'rejected' are equal"),
+    ({"chosen": "a", "rejected": "b"}, "no column 'prompt' (--input-key) for the prompt"),
+    ({"prompt": "", "chosen": "a", "rejected": "b"}, "an empty column 'prompt' (--input-key) for the prompt"),
+    ({"prompt": "q", "chosen": 1, "rejected": 2}, "'chosen' must be text or a list of"),
+    ({"prompt": [RIGHT], "chosen": "a", "rejected": "b"}, "the prompt ends with a message of the assistant"),
+    (
+        {"chosen": [QUESTION, RIGHT], "rejected": [{"role": "user", "content": "1 + 1"}, WRONG]},
+        "the prompts of 'chosen' and 'rejected' differ",
+    ),
+    ({"chosen": [*EARLIER, QUESTION, RIGHT], "rejected": EARLIER}, "the prompts of 'chosen' and 'rejected' differ"),
+    (
+        {"prompt": "another", "chosen": [QUESTION, RIGHT], "rejected": [QUESTION, WRONG]},
+        "the prompt differs: column 'prompt' is not the beginning of the conversations",
+    ),
+    (
+        {"prompt": [QUESTION], "chosen": [RIGHT, QUESTION], "rejected": [WRONG]},
+        "'chosen' does not end with a message of the assistant that has content",
+    ),
+    (
+        {"prompt": [QUESTION], "chosen": [RIGHT], "rejected": [{"role": "assistant", "content": " "}]},
+        "'rejected' does not end with a message of the assistant that has content",
+    ),
+]
+
+
+@pytest.mark.parametrize(("row", "reason"), BAD)
+def test_row_that_is_no_pair_is_rejected_with_the_reason(row, reason):
+    with pytest.raises(ValueError) as caught:
+        pair_of(row, "prompt", COLUMNS)
+    assert str(caught.value).startswith(reason)
+
+
+def test_bad_row_is_named_with_its_line(groups_of):
+    good = {"prompt": "q", "chosen": "a", "rejected": "b"}
+    with pytest.raises(ValueError, match=r"train.jsonl:2: 'chosen' and 'rejected' are equal"):
+        groups_of([good, {**good, "chosen": "b"}])
+
+
+def test_resumed_run_needs_the_same_answer_columns(source_of):
+    rows = [{"prompt": "q", "chosen": "a", "rejected": "b", "other": "c"}]
+    state = source_of(rows)[1].state_dict()
+    source_of(rows)[1].load_state_dict(state)
+    with pytest.raises(ValueError, match="--rejected-key is other but was rejected"):
+        source_of(rows, rejected_key="other")[1].load_state_dict(state)
