@@ -16,7 +16,7 @@ from typing import Any
 from slimrl.rollout.rm_hub.rule_graders import last_boxed
 
 _TURN = re.compile(r"\n\n(Human|Assistant):")
-_ROLES = {"Human": "user", "Assistant": "assistant", "prompter": "user"}
+_ROLES = {"Human": "user", "Assistant": "assistant", "prompter": "user", "human": "user", "gpt": "assistant"}
 
 
 class SkippedRowError(ValueError):
@@ -34,6 +34,12 @@ def preference_row(row: dict[str, Any]) -> Pair:
         return _comparison(row)
     if {"conversation_a", "conversation_b", "winner"} <= columns:
         return _arena(row)
+    if {"conversations", "chosen", "rejected"} <= columns:
+        return _spoken(row)
+    if {"instruction", "chosen", "rejected"} <= columns:
+        texts = [row["instruction"], row.get("input")]
+        question = "\n".join(text for text in texts if isinstance(text, str) and text.strip())
+        return _pair([{"role": "user", "content": question}], row["chosen"], row["rejected"])
     if {"chosen", "rejected"} <= columns:
         return _chosen(row)
     raise ValueError(f"its columns {sorted(columns)} match no known layout")
@@ -89,6 +95,20 @@ def _arena(row: dict[str, Any]) -> Pair:
     if winner[0]["content"] != loser[0]["content"]:
         raise ValueError("its two conversations begin with different questions")
     return _pair(_clean(winner[:1]), winner[1]["content"], loser[1]["content"])
+
+
+def _spoken(row: dict[str, Any]) -> Pair:
+    """ShareGPT's messages, as LLaMA-Factory reads them: `from` and `value`, each answer one message."""
+    messages = [{"role": _ROLES.get(part["from"], part["from"]), "content": part["value"]} for part in _parts_of(row)]
+    answers = [row[side]["value"] if isinstance(row[side], dict) else row[side] for side in ("chosen", "rejected")]
+    return _pair(messages, *answers)
+
+
+def _parts_of(row: dict[str, Any]) -> list[dict[str, Any]]:
+    found = row["conversations"]
+    if not isinstance(found, list) or not found:
+        raise ValueError("it has no prompt")
+    return found
 
 
 def _chosen(row: dict[str, Any]) -> Pair:

@@ -141,6 +141,13 @@ HH_PAIR = {
     **PAIR,
     "prompt": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}, USER],
 }
+
+
+def gpt(text):
+    return {"from": "gpt", "value": text}
+
+
+SPOKEN = [{"from": "human", "value": "Hi"}, gpt("Hello."), {"from": "human", "value": "What is 3+4?"}]
 QUESTION = {"dataset": "eli5", "id": "1", "full_text": "What is 3+4?"}
 ARENA = {"model_a": "x", "model_b": "y", "conversation_a": [USER, WRONG], "conversation_b": [USER, ANSWER], "turn": 1}
 
@@ -152,6 +159,8 @@ ARENA = {"model_a": "x", "model_b": "y", "conversation_a": [USER, WRONG], "conve
         ("data/train_prefs.parquet", {"prompt": "x", "chosen": [USER, ANSWER], "rejected": [USER, WRONG]}, PAIR),
         ("train.jsonl", {"prompt": [USER], "chosen": [ANSWER], "rejected": [WRONG]}, PAIR),
         ("train.jsonl", {"prompt": "What is 3+4?", "chosen": "Seven.", "rejected": "Eight."}, PAIR),
+        ("alpaca.json", {"instruction": "What is 3+4?", "input": "", "chosen": "Seven.", "rejected": "Eight."}, PAIR),
+        ("sharegpt.json", {"conversations": SPOKEN, "chosen": gpt("Seven."), "rejected": gpt("Eight.")}, HH_PAIR),
         (
             "comparisons.jsonl",
             {"question": QUESTION, "answer_0": "Eight.", "score_0": -0.5, "answer_1": "Seven.", "score_1": 0.5},
