@@ -37,6 +37,7 @@ LOSSES: dict[str, dict[str, Any]] = {
     "corrected for who drew": {"use_tis": True, "use_opsm": True, "opsm_delta": 0.1},
     "unbiased KL": {"use_unbiased_kl": True, "use_kl_loss": True, "kl_loss_coef": 0.1},
     "supervised": {"loss_type": "sft_loss"},
+    "pairs": {"loss_type": "preference_loss"},
 }
 
 
@@ -49,6 +50,7 @@ def train_nowhere(
     from slimrl.megatron import parallel
     from slimrl.megatron.model.micro_batch import pack_micro_batch
     from slimrl.megatron.model.model_builder import build_model
+    from slimrl.megatron.preference_loss import PairLoss
     from slimrl.megatron.training import forward_step
     from slimrl.megatron.training.log_prob_passes import RolloutLogProbs
     from slimrl.megatron.training.loss import PolicyLossConfig, policy_loss_sums
@@ -73,8 +75,12 @@ def train_nowhere(
             output = model(micro_batch.tokens, None, None, packed_seq_params=packed, wanted=wanted)
             log_probs, entropy = settings(output, micro_batch)
             scores.note(micro_batch, log_probs.detach(), entropy.detach())
-            inputs = columns.inputs(micro_batch, log_probs, entropy, on_policy=True)
-            sums = policy_loss_sums(inputs, PolicyLossConfig.from_args(args))
+            pairs = PairLoss.from_args(args, settings)
+            if pairs is None:
+                inputs = columns.inputs(micro_batch, log_probs, entropy, on_policy=True)
+                sums = policy_loss_sums(inputs, PolicyLossConfig.from_args(args))
+            else:
+                sums = pairs.sums(output, micro_batch, columns)
             sums.loss.backward()
         cuda.current_device = host
         return dict(transfers.found)

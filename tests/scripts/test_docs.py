@@ -42,7 +42,7 @@ OTHERS = {
         "--cuda-graph-backend-prefill",
         "--enable-draft-weights-cpu-backup",
     ),  # sglang.launch_server
-    *("--pretrain", "--l2", "--vllm", "--critic"),  # OpenRLHF
+    *("--pretrain", "--l2", "--vllm", "--critic", "--ipo"),  # OpenRLHF
     "--learning-rate",  # TRL
     "--durations",  # pytest
 }
