@@ -31,6 +31,7 @@ from slimrl.megatron.checkpoint import folder as checkpoint_folder
 from slimrl.megatron.checkpoint import io
 from slimrl.megatron.checkpoint.folder import CheckpointFolder, find_checkpoint
 from slimrl.megatron.checkpoint.saver import Snapshot
+from slimrl.megatron.model.value_model import HEAD, OUTPUT_LAYER
 from slimrl.megatron.optimizer import after_load, step_counts, sync_step_count
 from slimrl.megatron.parallel import ParallelState
 from slimrl.models.families import family_for
@@ -257,6 +258,29 @@ def _fill(stage: GPTModel, state: dict[str, Any], folder: Path) -> None:
             raise ValueError(f"{folder} {what} {', '.join(wrong[:5])} ({len(wrong)} in all): the model flags differ")
 
 
+def load_value_weights(spec: ModelSpec, stages: Sequence[GPTModel], parallel: ParallelState, folder: Path) -> None:
+    """Load the weights in `folder`, a critic's or a policy's, into `stages` with a value head; collective.
+
+    A policy has no value head: the new one keeps its zeros. `folder` is a checkpoint's own, or a Hugging Face folder.
+    Raises as `load_initial_weights`.
+    """
+    if is_hf_model(folder):
+        _load_hf(spec, stages, parallel, folder, without=(HEAD,))
+        return
+    found = CheckpointFolder(folder, None)
+    has_head = HEAD in io.stored_names(folder)
+    if has_head:
+        load_stages(stages, found.path)
+        return
+    wanted = _sharded(stages)
+    for part in wanted.values():
+        part.pop(HEAD, None)
+    loaded = io.read({"model": wanted}, folder, model_only=True, ignored=(OUTPUT_LAYER,))["model"]
+    for number, stage in enumerate(stages):
+        heads = {name: value for name, value in stage.state_dict().items() if name == HEAD}
+        _fill(stage, loaded[str(number)] | heads, folder)
+
+
 def load_initial_weights(
     spec: ModelSpec, stages: Sequence[GPTModel], parallel: ParallelState, folder: Path, step: int | None
 ) -> None:
@@ -268,6 +292,12 @@ def load_initial_weights(
     if not is_hf_model(folder):
         load_stages(stages, folder, step)
         return
+    _load_hf(spec, stages, parallel, folder)
+
+
+def _load_hf(
+    spec: ModelSpec, stages: Sequence[GPTModel], parallel: ParallelState, folder: Path, without: Sequence[str] = ()
+) -> None:
     load_hf_checkpoint(
         stages,
         spec,
@@ -277,4 +307,5 @@ def load_initial_weights(
         tp_size=parallel.tp_size,
         etp_rank=parallel.etp_rank,
         etp_size=parallel.etp_size,
+        without=without,
     )
