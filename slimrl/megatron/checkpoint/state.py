@@ -119,9 +119,16 @@ def _sharding(parallel: ParallelState) -> dict[str, Any]:
 
 
 def take_snapshot(
-    state: TrainingState, rollout_id: int, data_state: dict[str, Any] | None, *, with_optimizer: bool
+    state: TrainingState,
+    rollout_id: int,
+    data_state: dict[str, Any] | None,
+    *,
+    with_optimizer: bool,
+    saved_with: str | None = None,
 ) -> Snapshot:
     """The state that resumes after `rollout_id`, for `CheckpointSaver`; collective.
+
+    `saved_with` is the same text in checkpoints that belong together: policy and critic.
 
     `data_state` (rank 0's is saved, others may pass None) must be plain data: numbers, strings, lists, tuples, dicts,
     tensors. The snapshot has the live weights and optimizer state, which must not change until they are copied or
@@ -140,6 +147,7 @@ def take_snapshot(
         "distributed_optimizer": state.optimizer.config.use_distributed_optimizer,
         "layout": layout(state.parallel),
         "trained_weights": state.trained_weights,
+        **({} if saved_with is None else {"saved_with": saved_with}),
     }
     prepared = io.prepare(content, {"content": "training", **about}, state.divisions[with_optimizer])
     return Snapshot(

@@ -8,7 +8,9 @@ micro-batches. Its process groups are the policy's. Collective over all ranks.
 from __future__ import annotations
 
 import dataclasses
+import datetime
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -17,10 +19,18 @@ from torch import Tensor
 from slimrl.algorithms.reduction import masked_sum, sample_mean_weights
 from slimrl.algorithms.value_loss import clipped_value_loss
 from slimrl.arguments import Arguments
-from slimrl.arguments.checkpoints import critic_start
+from slimrl.arguments.checkpoints import CRITIC, Found, critic_start
 from slimrl.data.train_batch import RolloutBatch
 from slimrl.megatron import data_parallel
-from slimrl.megatron.checkpoint.state import CheckpointFolder, load_training_state, load_value_weights
+from slimrl.megatron.checkpoint import io
+from slimrl.megatron.checkpoint.folder import Retention
+from slimrl.megatron.checkpoint.saver import CheckpointSaver
+from slimrl.megatron.checkpoint.state import (
+    CheckpointFolder,
+    load_training_state,
+    load_value_weights,
+    take_snapshot,
+)
 from slimrl.megatron.model.micro_batch import MicroBatch
 from slimrl.megatron.model.model_builder import build_value_stages
 from slimrl.megatron.parallel import ParallelState
@@ -138,7 +148,7 @@ def critic_arguments(args: Arguments) -> Arguments:
 
 
 class Critic:
-    """The critic of one rank. `model` is what is trained; offloading it and saving it are the caller's."""
+    """The critic of one rank. `model` is what is trained; offloading it is the caller's."""
 
     def __init__(self, args: Arguments, parallel: ParallelState, resumed: CheckpointFolder | None) -> None:
         """Builds and loads the critic; `resumed` is the policy's checkpoint that this run continues.
@@ -156,8 +166,28 @@ class Critic:
         self.model = TrainedModel.build(own, stages, parallel)
         self.state = self.model.training_state(parallel, "every weight trained")
         if resumed is not None:
+            _check_pair(resumed, start)
             found = CheckpointFolder(start.folder, start.iteration)
             load_training_state(self.state, found, load_optimizer=not args.no_load_optim, load_random_state=False)
+        self._with_optimizer = not args.no_save_optim
+        self._root = None if args.critic_save is None else Path(args.critic_save)
+        timeout = datetime.timedelta(minutes=args.distributed_timeout_minutes)
+        # its checkpoints are deleted with the policy's, which must never be without theirs
+        self.saver = CheckpointSaver(background=args.async_save, retention=Retention(), timeout=timeout)
+
+    def save(self, policy_root: Path, rollout_id: int, saved_with: str) -> None:
+        """Writes its checkpoint into --critic-save, or beside the policy's; collective.
+
+        The policy's checkpoint of the same rollout, with the same `saved_with`, must become complete after this one
+        (`saver.finish`). Raises CheckpointError as `CheckpointSaver.save` does.
+        """
+        self.saver.save(
+            self._root if self._root is not None else policy_root / CRITIC,
+            rollout_id,
+            lambda: take_snapshot(
+                self.state, rollout_id, None, with_optimizer=self._with_optimizer, saved_with=saved_with
+            ),
+        )
 
     def values(self, micro_batches: Sequence[MicroBatch], response_tokens: int, advance: Callable[[], None]) -> Tensor:
         """The value of every response token of the rank, float32 [response_tokens], without gradient.
@@ -206,3 +236,13 @@ class Critic:
             config = self.model.stages[0].config
             weight = layer_tokens_by_count(config, micro_batches, columns.loss_mask, count, self._parallel)
         return forward_backward(self.model.wrapped, micro_batches, self._scores, sums_of, advance, by_tokens=weight)
+
+
+def _check_pair(policy: CheckpointFolder, critic: Found) -> None:
+    """Raises ValueError if the two checkpoints were not saved together: a run may have ended between the two."""
+    names = [io.read_training_metadata(folder).get("saved_with") for folder in (policy.path, critic.folder)]
+    if names[0] != names[1]:
+        raise ValueError(
+            f"{critic.folder} was not saved together with {policy.path}: resume from an earlier rollout with"
+            " --ckpt-step, or start anew from the weights with --finetune"
+        )

@@ -10,6 +10,7 @@ import datetime
 import functools
 import itertools
 import logging
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from slimrl.data.train_batch import RolloutBatch
 from slimrl.hooks.base import RunArguments
 from slimrl.megatron import config, data_parallel, parallel, patches
 from slimrl.megatron.checkpoint import state
+from slimrl.megatron.checkpoint.folder import Retention
 from slimrl.megatron.checkpoint.saver import CheckpointSaver, ModelExporter
 from slimrl.megatron.checkpoint.start import PolicyStart
 from slimrl.megatron.checkpoint.state import CheckpointFolder, TrainingState
@@ -138,7 +140,7 @@ class MegatronTrainer:
             [stage for model in trained for stage in model.wrapped],
             [model.optimizer for model in trained],
             self.parallel.device,
-            release=lambda: self._saver.release(),
+            release=lambda: self._release_saved(),
             offloads=bool(args.offload_train),
             suspends=args.offload_train_nccl,
             paired_stages=args.overlap_p2p_comm and args.virtual_pipeline_model_parallel_size is not None,
@@ -162,7 +164,12 @@ class MegatronTrainer:
             if self._loss_settings.is_custom_loss
             else None
         )
-        self._saver = CheckpointSaver.from_args(args, datetime.timedelta(minutes=args.distributed_timeout_minutes))
+        beside = [] if self._critic is None or args.critic_save is None else [Path(args.critic_save)]
+        self._saver = CheckpointSaver(
+            background=args.async_save,
+            retention=Retention.from_args(args, *beside),
+            timeout=datetime.timedelta(minutes=args.distributed_timeout_minutes),
+        )
         self._exporter: ModelExporter | None = None
         if args.save_hf is not None:
             self._exporter = ModelExporter(
@@ -200,7 +207,7 @@ class MegatronTrainer:
 
     def _train(self, rollout_id: int, batch: RolloutBatch) -> list[dict[str, float]]:
         self._saver.poll()
-        self._saver.release()
+        self._release_saved()
         self.memory.require("training", State.AWAKE)
         with self._times.phase("data_preprocess"):
             steps = [[self._pack(batch, rows) for rows in step] for step in batch.micro_batches]
@@ -363,6 +370,11 @@ class MegatronTrainer:
         root = save_dir if save_dir is not None else self._checkpoints.save
         if root is None:
             raise ValueError("no folder to save to: give --save")
+        saved_with = None
+        if self._critic is not None:
+            saved_with = uuid.uuid4().hex
+            self._saver.finish()  # of both: the critic's next save may not begin before
+            self._critic.save(Path(root), rollout_id, saved_with)
         return self._saver.save(
             Path(root),
             rollout_id,
@@ -371,9 +383,17 @@ class MegatronTrainer:
                 rollout_id,
                 data_state,
                 with_optimizer=not self._checkpoints.no_save_optim,
+                saved_with=saved_with,
             ),
             None if self._exporter is None else functools.partial(self._exporter.export, rollout_id),
+            after=(lambda: None) if self._critic is None else self._critic.saver.finish,
         )
+
+    def _release_saved(self) -> None:
+        """Wait until weights and optimizer states may change."""
+        self._saver.release()
+        if self._critic is not None:
+            self._critic.saver.release()
 
     def finish_saves(self) -> None:
         """Wait for background saves. Raises CheckpointError on every rank if one rank failed."""
@@ -382,6 +402,8 @@ class MegatronTrainer:
     def close(self) -> None:
         """Finish saving and destroy the process groups; the trainer cannot be used afterwards."""
         self._saver.close()
+        if self._critic is not None:
+            self._critic.saver.close()
         self._memory_history.close()
         self.memory.close()
         if torch.cuda.is_available():
