@@ -18,7 +18,7 @@ from slimrl.arguments.flags.algorithm import AlgorithmArguments
 from slimrl.megatron.model.micro_batch import MicroBatch
 from slimrl.megatron.training.forward_step import LogProbConfig, TrainTensors
 from slimrl.megatron.training.loss import named_sums
-from slimrl.megatron.training.loss_sums import PolicyLossSums
+from slimrl.megatron.training.loss_sums import LossSums
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,7 @@ class PairLoss:
         )
         return cls(settings, scores)
 
-    def sums(self, output: Tensor, micro_batch: MicroBatch, columns: TrainTensors) -> PolicyLossSums:
+    def sums(self, output: Tensor, micro_batch: MicroBatch, columns: TrainTensors) -> LossSums:
         """The sums of one micro-batch from the last stage's output."""
         log_probs, _ = self.scores(output, micro_batch)
         index, reference = micro_batch.response_index, columns.ref_log_probs
@@ -63,7 +63,7 @@ def preference_loss_sums(
     loss_mask: Tensor,
     response_lengths: Sequence[int],
     settings: PreferenceConfig,
-) -> PolicyLossSums:
+) -> LossSums:
     """Sums over the samples of a micro-batch; each of the two samples of a pair counts the loss of the pair.
 
     So the sum divided by the samples is the mean over pairs. Tensors are float32 [response tokens] with samples end to

@@ -315,6 +315,7 @@ _SHOWN = {
     "pair_accuracy": "accuracy",
     "reward_margin": "margin",
     "grad_norm": "grad",
+    "critic-value_loss": "value loss",
     "kl_loss": "kl",
     "train_rollout_logprob_abs_diff_mean": "logprob diff",
 }
