@@ -22,7 +22,7 @@ FLAGS = {
     "n_samples_per_prompt": 2,
     "num_rollout": STEPS,
     "actor_num_gpus_per_node": 2,
-    "lr": 3e-4,
+    "lr": 2e-3,
 } | dict.fromkeys(
     ("rm_type", "label_key", "apply_chat_template", "use_kl_loss", "kl_loss_coef", "kl_loss_type", "eps_clip")
     + ("advantage_estimator", "eps_clip_high", "rollout_max_response_len")
