@@ -186,6 +186,14 @@ def _speeds(seconds: dict[str, float], tokens: float, flops: dict[str, float], w
     return found
 
 
+def step_counts(batch: RolloutBatch) -> list[dict[str, float]]:
+    """Samples and trained tokens of each optimizer step, over all data-parallel ranks."""
+    return [
+        {"samples": float(samples), "global_batch_size": float(samples), "tokens": float(tokens)}
+        for samples, tokens in zip(batch.samples_per_step, batch.tokens_per_step, strict=True)
+    ]
+
+
 # metrics that the trainer and the driver add to a step later
 _RESERVED_NAMES = ("step", "grad_norm", "lr", "skipped", "samples", "global_batch_size", "tokens")
 _RESERVED_NAMES_FAMILIES = ("lr-pg_", "memory_", "planned_memory_")
