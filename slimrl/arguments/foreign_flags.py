@@ -131,7 +131,7 @@ _ROWS: dict[str, tuple[str, str | None, str]] = {
     "actor-rollout-ref.rollout.val-kwargs.n": (VERL, "--n-samples-per-eval-prompt", ""),
     "actor-rollout-ref.rollout.val-kwargs.temperature": (VERL, "--eval-temperature", ""),
     # verl: algorithm, rewards, trainer
-    "algorithm.adv-estimator": (VERL, "--advantage-estimator", ""),
+    "algorithm.adv-estimator": (VERL, "--advantage-estimator", "ppo for gae"),
     "algorithm.gamma": (VERL, "--gamma", ""),
     "algorithm.lam": (VERL, "--lambd", ""),
     "critic.optim.lr": (VERL, "--critic-lr", ""),

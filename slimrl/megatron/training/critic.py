@@ -41,9 +41,9 @@ from slimrl.megatron.training.forward_step import (
     layers_add_losses,
     score_tokens,
 )
-from slimrl.megatron.training.loss_sums import LossMetricNames, LossSums, summed
+from slimrl.megatron.training.loss.loss_sums import LossMetricNames, LossSums, summed
 from slimrl.megatron.training.nonfinite_guard import broken_samples
-from slimrl.megatron.training.train_metrics import PhaseTimes, reduce_sums
+from slimrl.megatron.training.reporting.train_metrics import PhaseTimes, reduce_sums
 from slimrl.megatron.training.trained_model import TrainedModel
 from slimrl.models.model_spec import ModelSpec
 from slimrl.observability.tracer import Timeline

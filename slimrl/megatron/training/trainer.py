@@ -43,7 +43,6 @@ from slimrl.megatron.training.advantages import (
     build_train_inputs,
 )
 from slimrl.megatron.training.critic import Critic, ValueColumns
-from slimrl.megatron.training.custom_loss import CheckedCustomLoss
 from slimrl.megatron.training.forward_step import (
     LogProbConfig,
     TrainTensors,
@@ -54,13 +53,14 @@ from slimrl.megatron.training.forward_step import (
 )
 from slimrl.megatron.training.freeze import describe_trained_parameters, freeze_parameters
 from slimrl.megatron.training.log_prob_passes import LogProbPasses, RolloutLogProbs
-from slimrl.megatron.training.loss import PolicyLossConfig, PolicyLossHooks
-from slimrl.megatron.training.loss_sums import LossSums
-from slimrl.megatron.training.memory_report import MemoryReport
+from slimrl.megatron.training.loss.custom_loss import CheckedCustomLoss
+from slimrl.megatron.training.loss.loss_sums import LossSums
+from slimrl.megatron.training.loss.policy_loss import PolicyLossConfig, PolicyLossHooks
 from slimrl.megatron.training.pass_plan import PassPlan
-from slimrl.megatron.training.profiling import ACTOR, LOG_PROBS, OVERALL, MemoryHistory, PartProfiler
-from slimrl.megatron.training.train_dump import save_train_data
-from slimrl.megatron.training.train_metrics import PhaseTimes, reduce_step, rollout_metrics, step_counts
+from slimrl.megatron.training.reporting.memory_report import MemoryReport
+from slimrl.megatron.training.reporting.profiling import ACTOR, LOG_PROBS, OVERALL, MemoryHistory, PartProfiler
+from slimrl.megatron.training.reporting.train_dump import save_train_data
+from slimrl.megatron.training.reporting.train_metrics import PhaseTimes, reduce_step, rollout_metrics, step_counts
 from slimrl.megatron.training.trained_model import TrainedModel
 from slimrl.models.model_spec import ModelSpec
 from slimrl.observability.tracer import Timeline

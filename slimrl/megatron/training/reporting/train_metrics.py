@@ -22,11 +22,11 @@ from slimrl.arguments.flags.algorithm import AlgorithmArguments
 from slimrl.data.train_batch import RolloutBatch
 from slimrl.hooks import HookFailedError
 from slimrl.megatron.parallel import ParallelState
-from slimrl.megatron.training.custom_loss import FLAG as CUSTOM_LOSS
-from slimrl.megatron.training.custom_loss import added_metrics
 from slimrl.megatron.training.forward_step import TrainTensors
-from slimrl.megatron.training.loss import PolicyLossConfig
-from slimrl.megatron.training.loss_sums import LossMetricNames, LossSums
+from slimrl.megatron.training.loss.custom_loss import FLAG as CUSTOM_LOSS
+from slimrl.megatron.training.loss.custom_loss import added_metrics
+from slimrl.megatron.training.loss.loss_sums import LossMetricNames, LossSums
+from slimrl.megatron.training.loss.policy_loss import PolicyLossConfig
 from slimrl.models.model_spec import ModelSpec
 from slimrl.models.parameters import FORWARD_AND_BACKWARD, forward_flops
 
