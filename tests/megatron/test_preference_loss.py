@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from slimrl.algorithms.preference import PreferenceConfig
-from slimrl.megatron.preference_loss import preference_loss_sums
+from slimrl.megatron.training.loss.preference_loss import preference_loss_sums
 from slimrl.observability.metrics import is_known
 from tests.megatron import layouts, ranks, reference, tiny
 from tests.megatron.layouts import (

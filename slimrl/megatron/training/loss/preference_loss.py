@@ -17,8 +17,8 @@ from slimrl.algorithms.preference_losses import PAIR, PREFERENCE_LOSSES
 from slimrl.arguments.flags.algorithm import AlgorithmArguments
 from slimrl.megatron.model.micro_batch import MicroBatch
 from slimrl.megatron.training.forward_step import LogProbConfig, TrainTensors
-from slimrl.megatron.training.loss import named_sums
-from slimrl.megatron.training.loss_sums import LossSums
+from slimrl.megatron.training.loss.loss_sums import LossSums
+from slimrl.megatron.training.loss.policy_loss import named_sums
 
 
 @dataclasses.dataclass(frozen=True)
