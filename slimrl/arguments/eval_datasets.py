@@ -230,17 +230,20 @@ def training_prompt_format(args: PromptArguments) -> PromptFormat:
 
 def eval_prompt_format(args: PromptArguments, dataset: EvalDataset) -> PromptFormat:
     """The row format of an evaluation set."""
+    holds_pairs = args.reads_pairs and args.debug_train_only  # held-out ones
+    pair = PairColumns(args.chosen_key, args.rejected_key, dataset.apply_chat_template) if holds_pairs else None
     return PromptFormat(
         input_key=dataset.input_key,
         label_key=dataset.label_key,
         metadata_key=dataset.metadata_key,
         tool_key=dataset.tool_key,
-        apply_chat_template=dataset.apply_chat_template,
+        apply_chat_template=dataset.apply_chat_template and pair is None,
         chat_template_kwargs=dataset.apply_chat_template_kwargs,
         max_prompt_len=least(dataset.max_prompt_len, _engine_limit(args)),
         refuse_too_long=args.refuse_long_prompts,
-        keep_messages=dataset.custom_generate_function_path is not None,
+        keep_messages=dataset.custom_generate_function_path is not None or pair is not None,
         keep_conversation=args.rm_model is not None,
+        pair=pair,
         reward_rule=_rule(args, dataset.rm_type, dataset.custom_rm_path, dataset.custom_generate_function_path),
     )
 

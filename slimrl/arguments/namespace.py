@@ -197,6 +197,11 @@ class Arguments(
         return self.rollout_batch_size if part is None else max(1, int(self.rollout_batch_size * part))
 
     @property
+    def evaluates_pairs(self) -> bool:
+        """True if training evaluates held-out pairs; then no engine evaluates."""
+        return self.reads_pairs and self.debug_train_only and self.eval_interval is not None
+
+    @property
     def run_path(self) -> Path:
         """`run_dir` as a Path."""
         return Path(self.run_dir)

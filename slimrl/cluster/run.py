@@ -35,6 +35,7 @@ from slimrl.observability.terminal import ProgressBar
 from slimrl.observability.tracer import Timeline
 from slimrl.processes.folders import only_run_in
 from slimrl.processes.process_info import resident_gib
+from slimrl.rollout.evaluate import EvaluationReport
 
 logger = logging.getLogger("slimrl")
 
@@ -221,15 +222,17 @@ class Run:
 
     def evaluate_before_training(self) -> None:
         """Evaluates the initial (or just loaded) model."""
-        if self.args.eval_interval and not self.args.skip_eval_before_train and not self.args.debug_train_only:
+        if self._has_evaluation and not self.args.skip_eval_before_train:
             self._evaluate(self.rollout_ids.start, "before")
+
+    @property
+    def _has_evaluation(self) -> bool:
+        return bool(self.args.eval_interval) and (not self.args.debug_train_only or self.args.evaluates_pairs)
 
     def should_evaluate(self, rollout_id: int) -> bool:
         """Whether to evaluate after this rollout."""
-        if not self.args.eval_interval or self.args.debug_train_only:
-            return False
-        done = rollout_id + 1
-        return done == self.rollout_ids.stop or done % self.args.eval_interval == 0
+        done, interval = rollout_id + 1, self.args.eval_interval
+        return self._has_evaluation and (done == self.rollout_ids.stop or bool(interval and done % interval == 0))
 
     def evaluate_if_due(self, rollout_id: int) -> None:
         """Evaluates on `--eval-interval` and after the last rollout."""
@@ -242,8 +245,12 @@ class Run:
             self._trainers_idle(),
             self._progress("evaluate", self._manager.progress) as update,
         ):
-            target = self._manager.waiting_for(f"evaluation after {step} rollouts")
-            results = self._supervisor.get([self._manager.evaluate(step)], target, update)[0]
+            if self._trainers is not None and self.args.evaluates_pairs:
+                found = self._trainers.evaluate_pairs()
+                results = {name: EvaluationReport.of_pairs(name, metrics) for name, metrics in found.items()}
+            else:
+                target = self._manager.waiting_for(f"evaluation after {step} rollouts")
+                results = self._supervisor.get([self._manager.evaluate(step)], target, update)[0]
         self._log.evaluation(when, step, results)
         if step > self.rollout_ids.start:
             self._log.phase(step - 1, "evaluate", self._seconds["evaluate"])

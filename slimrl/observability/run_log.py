@@ -300,6 +300,7 @@ def evaluation_words(name: str, score: float, metrics: Mapping[str, float]) -> s
     passes = [key for key in metrics if key.startswith(f"eval/{name}-pass@")]
     most = max(passes, key=lambda key: int(key.rpartition("@")[2]), default=None)
     known = [] if most is None or most.endswith("@1") else [f"{most.rpartition('-')[2]} {metrics[most]:.3g}"]
+    known += [f"{kind} {metrics[key]:.3g}" for kind, key in _of_pairs(name).items() if key in metrics]
     if (length := metrics.get(f"eval/{name}/response_len/mean")) is not None:
         known.append(f"{length:.4g} tokens")
     if (truncated := metrics.get(f"eval/{name}-truncated_ratio")) is not None:
@@ -307,6 +308,10 @@ def evaluation_words(name: str, score: float, metrics: Mapping[str, float]) -> s
     if failures := metrics.get(f"eval/{name}-reward_failures"):
         known.append(f"NO SCORE on {failures:g} answers")
     return f"{name} {score:.4g}" + (f" ({', '.join(known)})" if known else "")
+
+
+def _of_pairs(name: str) -> dict[str, str]:
+    return {"loss": f"eval/{name}-loss", "margin": f"eval/{name}-reward_margin"}
 
 
 _SHOWN = {

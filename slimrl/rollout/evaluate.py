@@ -72,6 +72,13 @@ class EvaluationReport:
     mean_reward: float
     scalars: dict[str, float]
 
+    @classmethod
+    def of_pairs(cls, name: str, metrics: dict[str, float]) -> EvaluationReport:
+        """Of a set of held-out pairs: its score is the accuracy. `metrics` are those of an optimizer step."""
+        accuracy = metrics["pair_accuracy"]
+        values = {f"eval/{name}-{kind}": metrics[kind] for kind in ("loss", "reward_margin")}
+        return cls(accuracy, {f"eval/{name}": accuracy, **values})
+
     def metrics(self) -> dict[str, float]:
         """Scalars under their full names, `eval/...`."""
         return self.scalars

@@ -13,14 +13,20 @@ The first sample of a group is the preferred answer (reward 1), the second the o
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from slimrl.arguments.eval_datasets import eval_prompt_format
+from slimrl.arguments.namespace import EvalDataset, PromptArguments
 from slimrl.data.preference_pairs import PAIR_KEY, SIDES
 from slimrl.data.sample import Sample, SampleStatus
 from slimrl.hooks.base import RunArguments
 from slimrl.rollout.dataset.data_source import RolloutDataSource
+from slimrl.rollout.dataset.prompt_dataset import load_prompts
 from slimrl.rollout.rollout_function import RolloutOutput
 from slimrl.rollout.sft_rollout import TURN_MARKS, TurnMarks, fill_conversation
+
+if TYPE_CHECKING:
+    from slimrl.data.train_batch import RolloutBatch
 
 SIDE_KEY = "preference"  # of Sample.metadata: the side of its pair
 
@@ -39,15 +45,42 @@ def generate_rollout(
     trained on.
     """
     if evaluation:
-        raise ValueError("the preference rollout function has no evaluation: leave --eval-interval out")
+        raise ValueError("training evaluates held-out pairs itself, with --debug-train-only")
     groups = data_source.get_samples(args.rollout_batch_size)
     for group in groups:
         _fill_pair(group, tokenizer, TURN_MARKS[args.loss_mask_type], args.apply_chat_template_kwargs)
     return RolloutOutput(groups, {})
 
 
-def _fill_pair(group: list[Sample], tokenizer: Any, marks: TurnMarks, template_options: dict[str, Any]) -> None:
-    name = f"--prompt-data, group {group[0].group_index}"
+def held_out_pairs(args: PromptArguments, dataset: EvalDataset, tokenizer: Any) -> RolloutBatch:
+    """All pairs of an evaluation set, two samples each, without a schedule.
+
+    Raises InvalidRowsError with every bad row, ValueError for a pair that cannot be scored.
+    """
+    import torch  # not in the driver, which only looks for `generate_rollout`
+
+    from slimrl.data.train_batch import batch_from_samples
+
+    form = eval_prompt_format(args, dataset)
+    options = dataset.apply_chat_template_kwargs
+    samples: list[Sample] = []
+    for number, prompt in enumerate(load_prompts(dataset.path, form, tokenizer).prompts):
+        places = range(len(samples), len(samples) + len(SIDES))
+        group = [prompt.sample(group_index=number, index=place) for place in places]
+        _fill_pair(group, tokenizer, TURN_MARKS[args.loss_mask_type], options, flag=f"evaluation set {dataset.name}")
+        samples += group
+    rewards = torch.tensor([sample.reward_value() for sample in samples])
+    return batch_from_samples(samples, rewards, rewards)
+
+
+def _fill_pair(
+    group: list[Sample],
+    tokenizer: Any,
+    marks: TurnMarks,
+    template_options: dict[str, Any],
+    flag: str = "--prompt-data",
+) -> None:
+    name = f"{flag}, group {group[0].group_index}"
     if len(group) != len(SIDES) or any(PAIR_KEY not in sample.metadata for sample in group):
         raise ValueError(
             f"{name} is not a pair: give --n-samples-per-prompt 2, and in a custom --data-source-path put both answers"
@@ -56,7 +89,7 @@ def _fill_pair(group: list[Sample], tokenizer: Any, marks: TurnMarks, template_o
     for sample, side in zip(group, SIDES, strict=True):
         answer = sample.metadata.pop(PAIR_KEY)[side]
         if isinstance(answer, str):
-            _fill_text(sample, answer, tokenizer)
+            _fill_text(sample, answer, tokenizer, name)
         else:
             sample.prompt = [_not_trained(message) for message in sample.prompt] + answer
             fill_conversation(sample, tokenizer, marks, template_options)
@@ -74,12 +107,12 @@ def _not_trained(message: Any) -> dict[str, Any]:
     return {**message, "step_loss_mask": 0} if message["role"] == "assistant" else message
 
 
-def _fill_text(sample: Sample, answer: str, tokenizer: Any) -> None:
+def _fill_text(sample: Sample, answer: str, tokenizer: Any, name: str) -> None:
     """Prompt and answer are tokenized apart, as in generation; the answer ends with the end token."""
     ids = tokenizer([sample.prompt, answer], add_special_tokens=False)["input_ids"]
     end = tokenizer.eos_token_id
     if not ids[0]:
-        raise ValueError(f"--prompt-data, sample {sample.index}: its prompt has no token")
+        raise ValueError(f"{name}: its prompt has no token")
     if end is not None and ids[1][-1:] != [end]:
         ids[1].append(end)
     sample.tokens = ids[0] + ids[1]

@@ -29,6 +29,7 @@ REMOVED = (
     "--rollout-max-response-len",
 )
 PAIRS = f"--loss-type preference_loss --rollout-function-path {ROLLOUT} --n-samples-per-prompt 2 --debug-train-only"
+HELD_OUT = "--eval-interval 5 --eval-prompt-data held-out {dir}/pairs.jsonl"
 
 # rule -> (flags that pass when appended to a line that trains on pairs, flags that do not with their error)
 CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
@@ -68,7 +69,7 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
         ],
     ),
     "preference_training_is_consistent": (
-        ["--custom-megatron-before-log-prob-hook-path examples.training.check_weights"],
+        ["--custom-megatron-before-log-prob-hook-path examples.training.check_weights", HELD_OUT],
         [
             *(
                 (flag, f"{flag.split()[0]} has no effect with --loss-type preference_loss: leave it out.")
@@ -94,9 +95,13 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
                 " sft_loss trains on single samples: give --loss-type preference_loss.",
             ),
             (
-                "--eval-interval 5 --eval-prompt-data pairs {dir}/train.jsonl --eval-input-key prompt",
-                f"--eval-interval 5 evaluates with --rollout-function-path {ROLLOUT}, which has no evaluation: leave it"
-                " out, or give --eval-function-path.",
+                f"{HELD_OUT} --eval-temperature 0.5",
+                "--eval-temperature has no effect on the evaluation of held-out pairs: leave it out.",
+            ),
+            (
+                "--eval-interval 5 --eval-prompt-data half {dir}/half.jsonl --eval-input-key prompt",
+                "--eval-prompt-data {dir}/half.jsonl (set half) has no column 'rejected' (--rejected-key) but 'prompt',"
+                " 'chosen': set --rejected-key to one of them.",
             ),
         ],
     ),
@@ -127,6 +132,7 @@ def pairs(recipe):
     """A command line that trains on pairs; flags are appended to it."""
     row = {"prompt": "1+1", "chosen": "2", "rejected": "3"}
     (recipe.dir / "pairs.jsonl").write_text(json.dumps(row) + "\n")
+    (recipe.dir / "half.jsonl").write_text(json.dumps({"prompt": "1+1", "chosen": "2"}) + "\n")
 
     def line(more: str) -> list[str]:
         found = recipe.line(f"{PAIRS} --prompt-data {{dir}}/pairs.jsonl {more}")
@@ -182,6 +188,14 @@ def test_built_in_rollout_makes_no_pairs(pairs):
         f" --rollout-function-path {ROLLOUT}, or a function that returns groups of the preferred and the rejected"
         " response."
     ) in [str(problem) for problem in problems]
+
+
+def test_held_out_pairs_are_evaluated_without_engines_only(pairs):
+    line = [word for word in pairs(f"{HELD_OUT} --rollout-max-response-len 8") if word != "--debug-train-only"]
+    assert (
+        "--eval-interval 5 evaluates held-out pairs in training, which needs --debug-train-only: add it, or give"
+        " --eval-function-path for an evaluation by engines."
+    ) in [str(problem) for problem in read_args(line)[1]]
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,10 @@ def held_out_gaps(tiny, tmp_path, seed: int) -> list[float]:
     unseen = [row for row in (pair(draw) for _ in range(400)) if row["prompt"][0]["content"] not in seen]
     data = tmp_path / "pairs.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    saving = {"save": tmp_path / "checkpoints", "save_hf": tmp_path / "hf_{rollout_id}", "rollout_shuffle": False}
+    held_out = tmp_path / "held-out.jsonl"
+    held_out.write_text("".join(json.dumps(row) + "\n" for row in unseen))
+    saving = {"eval_interval": 8, "eval_prompt_data": ["unseen", held_out], "eval_input_key": "prompt"}
+    saving |= {"save": tmp_path / "checkpoints", "save_hf": tmp_path / "hf_{rollout_id}", "rollout_shuffle": False}
     flags = tiny.flags(prompt_data=data, **FLAGS, **saving)
     done = harness.start("train.py", flags, tmp_path, "pairs", tiny.home).finish(200)
     assert done.code == 0, done.output[-6000:]
@@ -91,4 +94,15 @@ def held_out_gaps(tiny, tmp_path, seed: int) -> list[float]:
     assert "reward 0" not in done.output and " | accuracy " in done.output
 
     before, after = (log_probs(folder, unseen) for folder in (tiny.model, tmp_path / f"hf_{STEPS - 1}"))
-    return [(own[0] - old[0]) - (own[1] - old[1]) for own, old in zip(after, before, strict=True)]
+    gaps = [(own[0] - old[0]) - (own[1] - old[1]) for own, old in zip(after, before, strict=True)]
+    history = done.summary["eval"]["history"]
+    assert [entry["step"] for entry in history] == [0, STEPS // 2, STEPS]
+    assert history[0]["metrics"]["eval/unseen-loss"] == pytest.approx(math.log(2), rel=1e-6)
+    expected = {
+        "eval/unseen": sum(gap > 0 for gap in gaps) / len(gaps),
+        "eval/unseen-loss": sum(math.log1p(math.exp(-0.1 * gap)) for gap in gaps) / len(gaps),
+        "eval/unseen-reward_margin": 0.1 * sum(gaps) / len(gaps),
+    }
+    assert history[-1]["metrics"] == pytest.approx(expected, rel=1e-4)
+    assert 0.0 < history[1]["scores"]["unseen"] <= history[-1]["scores"]["unseen"]
+    return gaps

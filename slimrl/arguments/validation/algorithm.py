@@ -191,12 +191,37 @@ def preference_training_is_consistent(args: Arguments, context: Context) -> Iter
             f" --rollout-function-path {PREFERENCE_ROLLOUT_FUNCTION}, or a function that returns groups of the"
             " preferred and the rejected response.",
         )
-    if args.reads_pairs and args.eval_interval is not None and args.eval_function_path is None:
-        yield Problem(
-            "--eval-interval",
-            f"--eval-interval {args.eval_interval} evaluates with --rollout-function-path {path}, which has no"
-            " evaluation: leave it out, or give --eval-function-path.",
-        )
+    if args.reads_pairs and args.eval_interval is not None:
+        yield from _held_out_problems(args, context)
+
+
+_OF_EVAL_SAMPLES = (
+    "n_samples_per_eval_prompt",
+    "eval_temperature",
+    "eval_top_p",
+    "eval_top_k",
+    "eval_max_response_len",
+    "eval_max_prompt_len",
+    "eval_max_context_len",
+    "eval_min_new_tokens",
+    "eval_function_path",
+)
+
+
+def _held_out_problems(args: Arguments, context: Context) -> Iterator[Problem]:
+    """Training evaluates held-out pairs if no engine runs, and samples nothing."""
+    if not args.debug_train_only:
+        if args.eval_function_path is None:
+            yield Problem(
+                "--eval-interval",
+                f"--eval-interval {args.eval_interval} evaluates held-out pairs in training, which needs"
+                " --debug-train-only: add it, or give --eval-function-path for an evaluation by engines.",
+            )
+        return
+    for name in _OF_EVAL_SAMPLES:
+        if name in context.given:
+            flag = "--" + name.replace("_", "-")
+            yield Problem(flag, f"{flag} has no effect on the evaluation of held-out pairs: leave it out.")
 
 
 def _without_effect_on_pairs(args: Arguments, context: Context) -> list[tuple[str, bool]]:

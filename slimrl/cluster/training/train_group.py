@@ -154,6 +154,10 @@ class TrainWorker:
         batch: bytes = ray.get(batches[self._start.data_parallel_rank])
         return self._call(Rank.train, rollout_id, pickle.PickleBuffer(batch))
 
+    def evaluate_pairs(self) -> dict[str, dict[str, float]]:
+        """The metrics of every set of held-out pairs, by name."""
+        return self._call(Rank.evaluate_pairs)
+
     def sleep(self, keep_weights: bool) -> dict[Part, int]:
         """Offloads the rank, with or without its weights; returns the offloaded bytes by part."""
         return self._call(Rank.sleep, keep_weights)
@@ -267,6 +271,10 @@ class TrainGroup:
         """Trains on one rollout (`batches`: one object per data-parallel rank); metrics per optimizer step."""
         calls = [worker.train.remote(rollout_id, batches) for worker in self.workers]
         return self._supervisor.get(calls, _target(self.workers, f"training on rollout {rollout_id}"), progress)[0]
+
+    def evaluate_pairs(self) -> dict[str, dict[str, float]]:
+        """The metrics of every set of held-out pairs, by name."""
+        return self._get([worker.evaluate_pairs.remote() for worker in self.workers], "evaluating held-out pairs")[0]
 
     def memory(self) -> list[ray.ObjectRef]:
         """References to the memory of every rank, GiB by name."""

@@ -30,8 +30,11 @@ from slimrl.processes.imports import uncollected
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+    from slimrl.arguments import Arguments
+    from slimrl.data.train_batch import RolloutBatch
     from slimrl.engines.server_protocol import RunningRequests
     from slimrl.megatron.offload import Part
+    from slimrl.megatron.parallel import ParallelState
     from slimrl.weights.update.weight_updater import WeightUpdater
 
 
@@ -45,6 +48,7 @@ class Rank:
         self.timeline.add_process_start()
         self._updater: WeightUpdater | None = None
         self._store: Store | None = None
+        self._held_out: dict[str, RolloutBatch] | None = None  # this rank's part of each set, from the first evaluation
         self._rendezvous_timeout = datetime.timedelta(minutes=setup.args.distributed_timeout_minutes)
 
     def open_store(self, host: str | None) -> Rendezvous:
@@ -112,6 +116,15 @@ class Rank:
             raise
         return [first | self._trainer.rollout_metrics | self._trainer.memory_report.take(), *others]
 
+    def evaluate_pairs(self) -> dict[str, dict[str, float]]:
+        """The metrics of every set of held-out pairs, by name."""
+        from slimrl.megatron.offload import State
+
+        self._trainer.memory.require("an evaluation", State.AWAKE)
+        if self._held_out is None:
+            self._held_out = held_out_shares(self._setup.args, self._trainer.parallel)
+        return {name: self._trainer.evaluate_pairs(share) for name, share in self._held_out.items()}
+
     def sleep(self, keep_weights: bool) -> dict[Part, int]:
         """Offloads this rank, with or without its weights; returns the offloaded bytes by part."""
         return self._trainer.memory.sleep(keep_weights=keep_weights)
@@ -147,6 +160,37 @@ class Rank:
         if self._updater is not None:
             self._updater.close()
         self._trainer.close()
+
+
+def held_out_shares(args: Arguments, parallel: ParallelState) -> dict[str, RolloutBatch]:
+    """A data-parallel rank's part of each evaluation set of pairs, with a schedule; every rank reads the whole files.
+
+    Micro-batches have at most `--max-tokens-per-gpu` tokens, without it as many as the longest of a training batch may.
+    Raises ValueError if a row is no pair, or if there are fewer pairs than micro-batches.
+    """
+    from transformers import AutoTokenizer
+
+    from slimrl.data.train_batch import schedule_batch
+    from slimrl.rollout.preference_rollout import held_out_pairs
+
+    trust = bool(args.sglang_options.get("trust_remote_code"))
+    tokenizer = AutoTokenizer.from_pretrained(args.hf_checkpoint, trust_remote_code=trust)
+    shares = {}
+    for dataset in args.eval_datasets:
+        batch = held_out_pairs(args, dataset, tokenizer)
+        longest = -(-int(batch.total_lengths.max()) * args.micro_batch_size // parallel.cp_size)
+        shares[dataset.name] = schedule_batch(
+            batch,
+            data_parallel_size=parallel.dp_size,
+            context_parallel_size=parallel.cp_size,
+            micro_batch_group=args.microbatch_group_size_per_vp_stage or 1,
+            global_batch_size=len(batch),
+            micro_batch_size=args.micro_batch_size,
+            max_tokens_per_micro_batch=args.max_tokens_per_gpu if args.use_dynamic_batch_size else longest,
+            balance=args.balance_data,
+            samples_together=args.samples_together,
+        )[parallel.dp_rank]
+    return shares
 
 
 def serve(connection: Connection) -> None:

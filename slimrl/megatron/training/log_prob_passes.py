@@ -104,6 +104,23 @@ class LogProbPasses:
             scores.first_step = torch.zeros(len(columns), response_tokens, device=self.parallel.device)
         return scores
 
+    def score(self, micro_batches: Sequence[MicroBatch], response_tokens: int) -> tuple[Tensor, Tensor | None]:
+        """Log-probabilities of the policy and of the reference, if there is one, of samples that are not trained on.
+
+        Float32 [response_tokens]. Their time is in no phase of a rollout.
+        """
+
+        def scored(store_prefix: str) -> Tensor:
+            self.hooks.before_log_probs(store_prefix)
+            parts = (self.stages, micro_batches, self.settings, response_tokens, self.parallel)
+            return score_tokens(*parts, lambda: None)[0]
+
+        if self.reference is None:
+            return scored(""), None
+        with self.reference.loaded_weights():
+            reference = scored("ref_")
+        return scored(""), reference
+
     def _pass(
         self,
         store_prefix: str,

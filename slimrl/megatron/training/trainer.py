@@ -52,6 +52,7 @@ from slimrl.megatron.training.forward_step import (
     policy_sums,
 )
 from slimrl.megatron.training.freeze import describe_trained_parameters, freeze_parameters
+from slimrl.megatron.training.held_out import held_out_metrics
 from slimrl.megatron.training.log_prob_passes import LogProbPasses, RolloutLogProbs
 from slimrl.megatron.training.loss.custom_loss import CheckedCustomLoss
 from slimrl.megatron.training.loss.loss_sums import LossSums
@@ -302,6 +303,11 @@ class MegatronTrainer:
             log_correct_samples=self._log_correct_samples,
             scored_rows=scores.scored_rows,
         )
+
+    def evaluate_pairs(self, batch: RolloutBatch) -> dict[str, float]:
+        """The metrics of pairs that are not trained on; `batch` as for `train`. Collective over all ranks."""
+        micro_batches = [self._pack(batch, rows) for step in batch.micro_batches for rows in step]
+        return held_out_metrics(self._passes, self._pair_loss, self._loss_settings, batch, micro_batches)
 
     def _pack(self, batch: RolloutBatch, rows: list[int]) -> MicroBatch:
         return pack_micro_batch(

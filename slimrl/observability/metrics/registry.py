@@ -282,7 +282,13 @@ EVAL = (
         "probability that k of a prompt's samples contain one with reward 1 or more; k = 1, 2, 4, ..., their number",
         "fraction",
     ),
-    Metric("eval/<name>", "mean reward of the data set: with rewards 0 and 1 the accuracy", "reward"),
+    Metric("eval/<name>-loss", "mean loss of held-out pairs", when=_PAIRS),
+    Metric("eval/<name>-reward_margin", "mean of their chosen - rejected implicit reward", when=_PAIRS),
+    Metric(
+        "eval/<name>",
+        "mean reward of the data set: with rewards 0 and 1 the accuracy; the accuracy of held-out pairs",
+        "reward",
+    ),
 )
 
 _TRAINING = "with training"
