@@ -27,13 +27,13 @@ from pathlib import Path
 LIMIT_S = 120.0  # for the tests of one mutation
 REPOSITORY = Path(__file__).resolve().parents[1]
 # modules with a test file of the same name
-_NAMESAKES = "algorithms/kl algorithms/reduction"
+_NAMESAKES = "algorithms/kl algorithms/reduction algorithms/preference"
 # other modules, and the test files that should detect a fault in them, fastest first
 _OTHERS = (
     ("algorithms/off_policy algorithms/policy_loss", "algorithms/off_policy algorithms/policy_loss"),
     ("algorithms/returns", "algorithms/returns algorithms/advantages"),
     ("algorithms/log_probs", "algorithms/log_probs algorithms/output_log_probs"),
-    ("data/train_batch", "data/train_batch data/packing rollout/group_reward"),
+    ("data/train_batch", "data/train_batch data/packing data/pair_packing rollout/group_reward"),
     ("data/sample", "data/version_spans compatibility/slime_modules"),
     ("data/bin_packing", "data/bin_packing data/packing"),
     ("data/parquet", "data/parquet data/readers"),
@@ -44,6 +44,7 @@ _OTHERS = (
     ("rollout/asynchronous/inflight_state rollout/metrics rollout/dataset/data_source",
      "rollout/metrics rollout/drawn rollout/buffer rollout/partial rollout/accounting"),
     ("rollout/sft_rollout", "data/loss_mask rollout/sft_rollout"),
+    ("data/preference_pairs rollout/preference_rollout", "rollout/preference_rollout"),
     ("weights/update/buckets", "weights/buckets"),
     ("weights/reshard weights/update/verify",
      "weights/layout weights/experts weights/engine_layout weights/hf_export weights/manifest"),

@@ -246,6 +246,7 @@ class Run:
             self._progress("evaluate", self._manager.progress) as update,
         ):
             if self._trainers is not None and self.args.evaluates_pairs:
+                self._colocated.onload_trainer()
                 found = self._trainers.evaluate_pairs()
                 results = {name: EvaluationReport.of_pairs(name, metrics) for name, metrics in found.items()}
             else:

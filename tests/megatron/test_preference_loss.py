@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from slimrl.algorithms.preference import PreferenceConfig
+from slimrl.algorithms.preference_losses import PAIR_METRICS
 from slimrl.megatron.training.loss.preference_loss import preference_loss_sums
 from slimrl.observability.metrics import is_known
 from tests.megatron import layouts, ranks, reference, tiny
@@ -174,6 +175,34 @@ def test_loss_without_a_reference_runs_no_pass_of_one(pairs: Pairs, pools: Any):
     assert_as_truth(args, result, pairs.trained("dense", 2, orpo, 2))
     with_reference = layouts.train(pools[2], pairs.flags(Layout(2, CP2 | DYNAMIC), "dense"), pairs.rollout)
     assert with_reference.progress[-1][1] == 2 * result.progress[-1][1]
+
+
+def evaluate_and_train(rank: int, world_size: int, init_method: str, args: Any, rollout: Any) -> Any:
+    """The metrics of an evaluation of the pairs, of the optimizer step on them, and of an evaluation after it."""
+    trainer = ranks.start(rank, world_size, init_method, args)
+    share = ranks.share_of(trainer, rollout)
+    before = trainer.evaluate_pairs(share)
+    (trained,) = trainer.train(0, share)
+    speeds = trainer.rollout_metrics
+    after = trainer.evaluate_pairs(share)
+    trainer.close()
+    return before, trained, after, speeds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    ["1 rank", "DP2, distributed optimizer, packed, balanced", "TP2 SP, packed", "PP2 virtual, packed", "CP2, packed"],
+)
+def test_evaluation_gives_the_metrics_of_training_on_the_same_pairs(name: str, pairs: Pairs, pools: Any):
+    layout, kind = LAYOUTS[name]
+    args = dataclasses.replace(pairs.flags(layout, kind), num_steps_per_rollout=1)
+    (before, trained, after, speeds), *others = pools[layout.ranks].run(evaluate_and_train, args, pairs.rollout)
+    assert all((before, after) == (other[0], other[2]) for other in others)
+    assert before == pytest.approx({name: trained[name] for name in before}, rel=1e-6)
+    assert set(before) == {"loss", "tokens", *PAIR_METRICS}
+    assert after["loss"] < before["loss"] and after["reward_margin"] > before["reward_margin"]
+    assert "perf/log_probs_time" not in speeds
 
 
 def test_sums_do_not_depend_on_the_split_into_micro_batches():

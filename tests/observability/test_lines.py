@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from slimrl.observability.run_log import RunLog, StepRecord, step_line
+from slimrl.observability.run_log import RunLog, StepRecord, evaluation_words, step_line
 from slimrl.observability.terminal import TERMINAL_WIDTH, setup_logging, short_evaluation, short_step
 from tests.observability.test_run_log import Result
 
@@ -86,6 +86,8 @@ def test_supervised_step_line_has_no_reward_and_no_phase_without_time(train, ful
 def test_line_of_many_eval_datasets_has_their_scores_and_is_truncated():
     fits = "evaluation after 30 steps | addition 1 (5 tokens, 0% truncated)"
     assert short_evaluation(fits) == fits
+    pairs = {"eval/held-out": 0.9375, "eval/held-out-loss": 0.2151, "eval/held-out-reward_margin": 1.5}
+    assert evaluation_words("held-out", 0.9375, pairs) == "held-out 0.9375 (loss 0.215, margin 1.5)"
     many = " | ".join(["evaluation after 30 steps", *(f"set{n} 0.5 (pass@16 0.625, 812 tokens)" for n in range(4))])
     assert short_evaluation(many) == "evaluation after 30 steps | set0 0.5 | set1 0.5 | set2 0.5 | set3 0.5"
     assert len(short_evaluation(many * 5)) == TERMINAL_WIDTH
