@@ -132,6 +132,12 @@ BAD = [
     ({"chosen": "a", "rejected": "b"}, "no column 'prompt' (--input-key) for the prompt"),
     ({"prompt": "", "chosen": "a", "rejected": "b"}, "an empty column 'prompt' (--input-key) for the prompt"),
     ({"prompt": "q", "chosen": 1, "rejected": 2}, "'chosen' must be text or a list of"),
+    ({"prompt": "q", "chosen": [QUESTION, 3], "rejected": "b"}, "'chosen' must be text or a list of"),
+    ({"prompt": [QUESTION, RIGHT], "chosen": "a", "rejected": "b"}, "the prompt ends with a message of the assistant"),
+    (
+        {"prompt": [QUESTION], "chosen": [RIGHT], "rejected": [QUESTION, WRONG]},
+        "the prompts of 'chosen' and 'rejected' differ",
+    ),
     ({"prompt": [RIGHT], "chosen": "a", "rejected": "b"}, "the prompt ends with a message of the assistant"),
     (
         {"chosen": [QUESTION, RIGHT], "rejected": [{"role": "user", "content": "1 + 1"}, WRONG]},
