@@ -143,6 +143,9 @@ recipe_tiny() {
    )
    if [[ " ${ROLLOUT_ARGS[*]} " == *' --loss-type sft_loss '* ]]; then
       ROLLOUT_ARGS+=(--prompt-data "$TOY/messages.jsonl" --num-epoch 1 --rollout-batch-size 400 --global-batch-size 400)
+   elif [[ " ${ROLLOUT_ARGS[*]} " == *' --loss-type preference_loss '* ]]; then
+      ROLLOUT_ARGS+=(--prompt-data "$TOY/pairs.jsonl" --num-rollout 4)
+      EVAL_ARGS=(--eval-interval 2 --eval-prompt-data held-out "$TOY/eval-pairs.jsonl")
    else
       recipe_tiny_rollouts "$TOY"
    fi
@@ -168,6 +171,9 @@ recipe_make_toy() {
    fi
    if [[ " ${ROLLOUT_ARGS[*]} " == *' --loss-type sft_loss '* ]]; then
       recipe_conversations <"$TOY/train.jsonl" >"$TOY/messages.jsonl"
+   elif [[ " ${ROLLOUT_ARGS[*]} " == *' --loss-type preference_loss '* ]]; then
+      recipe_pairs <"$TOY/train.jsonl" >"$TOY/pairs.jsonl"
+      recipe_pairs <"$TOY/eval.jsonl" >"$TOY/eval-pairs.jsonl"
    fi
 }
 
@@ -205,6 +211,16 @@ recipe_tiny_rollouts() {
    # Its config class is not in transformers; it is code in the model's folder.
    if [[ $FAMILY == mimo ]]; then SGLANG_ARGS+=(--sglang-trust-remote-code); fi
    MISC_ARGS+=(--check-weight-update-equal)
+}
+
+# Converts problems to pairs of the solution and a wrong answer, for preference training.
+recipe_pairs() {
+   python3 -c '
+import json, sys
+for row in map(json.loads, sys.stdin):
+    answers = {"chosen": row["label"], "rejected": str(int(row["label"]) + 1)}
+    print(json.dumps({"prompt": row["prompt"], **{side: f"\\boxed{{{text}}}" for side, text in answers.items()}}))
+'
 }
 
 # Converts problems to conversations with the solution, for supervised training.

@@ -45,7 +45,7 @@ def prepare(line: list[str], model: str) -> None:
     data = (word for word in line if word.endswith((".jsonl", ".parquet")) and not word.startswith("{run_dir}"))
     for path in map(Path, data):
         path.parent.mkdir(parents=True, exist_ok=True)
-        row = {"prompt": "1+1", "messages": "1+1", "label": "2"}
+        row = {"prompt": "1+1", "messages": "1+1", "label": "2", "chosen": "2", "rejected": "3"}
         if path.suffix == ".parquet":
             pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), path)
         else:
