@@ -1,4 +1,4 @@
-"""Setting names of other frameworks (verl, OpenRLHF, TRL, ms-swift), and short forms, with slimrl's flag for each.
+"""Setting names of other frameworks (slime, verl, OpenRLHF, TRL, ms-swift) and short forms, with slimrl's flags.
 
 One table: the name, its owner, slimrl's flag, and a clause that completes the error. Names are compared without leading
 dashes and plus signs, with dashes for underscores. The parser looks up words that are not slimrl flags.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import re
 
-VERL, OPENRLHF, TRL, SWIFT = "verl's", "OpenRLHF's", "TRL's", "ms-swift's"
+SLIME, VERL, OPENRLHF, TRL, SWIFT = "slime's", "verl's", "OpenRLHF's", "TRL's", "ms-swift's"
 HF = "transformers'"
 FORMER = "a former name"
 SHORT = "a short form"
@@ -40,6 +40,10 @@ class ForeignFlag:
 _ROWS: dict[str, tuple[str, str | None, str]] = {
     # former names of slimrl flags
     "slot-memory-gib": (FORMER, "--gpu-memory-gib", ""),
+    # keys of slime's example of corrections for the mismatch between engines and training
+    "tis-upper-bound": (SLIME, "--tis-clip", ""),
+    "tis-lower-bound": (SLIME, "--tis-clip-low", ""),
+    "tis-batch-normalize": (SLIME, None, "weights are not divided by their mean; leave it out"),
     # short forms
     "tp": (SHORT, "--tensor-model-parallel-size", "and --rollout-num-gpus-per-engine for the engines"),
     "tp-size": (SHORT, "--tensor-model-parallel-size", "and --rollout-num-gpus-per-engine for the engines"),
@@ -137,6 +141,11 @@ _ROWS: dict[str, tuple[str, str | None, str]] = {
     "algorithm.use-kl-in-reward": (VERL, "--kl-coef", "above 0"),
     "algorithm.kl-ctrl.kl-coef": (VERL, "--kl-coef", ""),
     "algorithm.norm-adv-by-std-in-grpo": (VERL, "--disable-grpo-std-normalization", "for False"),
+    "algorithm.rollout-correction.rollout-is": (VERL, "--tis-level", "with --use-tis"),
+    "algorithm.rollout-correction.rollout-is-threshold": (VERL, "--tis-clip", "with --use-tis"),
+    "algorithm.rollout-correction.rollout-rs": (VERL, "--rs-level", "with --use-rs"),
+    "algorithm.rollout-correction.rollout-rs-threshold": (VERL, "--rs-upper-bound", "and --rs-lower-bound"),
+    "algorithm.rollout-correction.rollout-token-veto-threshold": (VERL, "--rs-veto-threshold", "with --use-rs"),
     "reward-model.model.path": (VERL, "--rm-model", ""),
     "custom-reward-function.path": (VERL, "--custom-rm-path", "package.module.function"),
     "custom-reward-function.name": (VERL, "--custom-rm-path", "package.module.function"),

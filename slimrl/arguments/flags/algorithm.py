@@ -12,6 +12,7 @@ from slimrl.arguments.flag import flag
 _ESTIMATORS = tuple(ESTIMATORS)
 _WHITENED = " and ".join(name for name, row in ESTIMATORS.items() if row.whitens)
 _DISCOUNTED = " and ".join(name for name, row in ESTIMATORS.items() if row.returns is Returns.DISCOUNTED)
+_LEVELS = ("token", "sequence", "geometric")
 _RETURNS = "it belongs to a critic, and slimrl has none; leave it out"
 _REPLAY = "routing replay is unsupported; leave it out"
 
@@ -122,9 +123,33 @@ class AlgorithmArguments:
     )
     tis_clip: float = flag(2.0, "upper bound of the weight of --use-tis", above=0)
     tis_clip_low: float = flag(0.0, "lower bound of the weight of --use-tis", at_least=0)
+    tis_level: Literal["token", "sequence", "geometric"] = flag(
+        "token",
+        "ratio of --use-tis: of a token, of a response (the product over its trained tokens), or its geometric mean",
+        choices=_LEVELS,
+    )
+    tis_mode: Literal["truncate", "mask"] = flag(
+        "truncate",
+        "what --use-tis does with a ratio outside its bounds: take the bound, or weight 0 (IcePop, MIS)",
+        choices=("truncate", "mask"),
+    )
+    use_rs: bool = flag(
+        False,
+        "leave tokens or samples out of the loss by the ratio of training to engine probability (rejection sampling)",
+    )
+    rs_level: Literal["token", "sequence", "geometric"] = flag(
+        "token",
+        "ratio of --use-rs, as --tis-level; sequence and geometric reject whole samples",
+        choices=_LEVELS,
+    )
+    rs_lower_bound: float | None = flag(None, "lower bound of the ratio of --use-rs (no bound)", above=0)
+    rs_upper_bound: float | None = flag(None, "upper bound of the ratio of --use-rs (no bound)", above=0)
+    rs_veto_threshold: float | None = flag(
+        None, "--use-rs rejects samples with a token whose ratio is below this (no veto)", above=0, below=1
+    )
     custom_tis_function_path: str | None = flag(
         None,
-        "function that corrects the policy loss with --use-tis (dotted import path; the clipped weight)",
+        "function that corrects the policy loss with --use-tis (dotted import path; the weight, and --use-rs)",
     )
     get_mismatch_metrics: bool = flag(
         False, "log KL and perplexities between engines and training for the same samples (train/mismatch_...)"

@@ -72,11 +72,38 @@ def off_policy_corrections_are_consistent(args: Arguments, context: Context) -> 
     for flag, name, switch, on in (
         ("--tis-clip", "tis_clip", "--use-tis", args.use_tis),
         ("--tis-clip-low", "tis_clip_low", "--use-tis", args.use_tis),
+        ("--tis-level", "tis_level", "--use-tis", args.use_tis),
+        ("--tis-mode", "tis_mode", "--use-tis", args.use_tis),
+        ("--rs-level", "rs_level", "--use-rs", args.use_rs),
+        ("--rs-lower-bound", "rs_lower_bound", "--use-rs", args.use_rs),
+        ("--rs-upper-bound", "rs_upper_bound", "--use-rs", args.use_rs),
+        ("--rs-veto-threshold", "rs_veto_threshold", "--use-rs", args.use_rs),
         ("--opsm-delta", "opsm_delta", "--use-opsm", args.use_opsm),
         ("--use-unbiased-kl", "use_unbiased_kl", "--use-kl-loss", args.use_kl_loss),
     ):
         if name in context.given and not on:
             yield Problem(flag, f"{flag} belongs to {switch}: add it, or leave {flag} out.")
+
+
+def rejection_has_bounds(args: Arguments, context: Context) -> Iterator[Problem]:
+    """--use-rs has a bound or a veto, and its bounds are ordered; a custom correction may read them as it likes."""
+    if not args.use_rs or args.custom_tis_function_path is not None:
+        return
+    low, high, veto = args.rs_lower_bound, args.rs_upper_bound, args.rs_veto_threshold
+    if low is None and high is None and veto is None:
+        yield Problem(
+            "--use-rs",
+            "--use-rs has no bound and rejects nothing: give --rs-lower-bound, --rs-upper-bound or"
+            " --rs-veto-threshold.",
+        )
+    if low is None and high is None and "rs_level" in context.given:
+        yield Problem(
+            "--rs-level",
+            f"--rs-level {args.rs_level} is the level of bounds, and none is given: give --rs-lower-bound or"
+            " --rs-upper-bound, or leave it out.",
+        )
+    if low is not None and high is not None and low >= high:
+        yield Problem("--rs-lower-bound", f"--rs-lower-bound {low:g} is not below --rs-upper-bound {high:g}: lower it.")
 
 
 def log_prob_passes_have_a_use(args: Arguments, context: Context) -> Iterator[Problem]:
@@ -127,6 +154,7 @@ def supervised_training_is_consistent(args: Arguments, context: Context) -> Iter
         ("--kl-coef", args.kl_coef != 0),
         ("--entropy-coef", args.entropy_coef != 0),
         ("--use-tis", args.use_tis),
+        ("--use-rs", args.use_rs),
         ("--use-opsm", args.use_opsm),
         ("--use-rollout-logprobs", args.use_rollout_logprobs),
         ("--normalize-advantages", args.normalize_advantages),

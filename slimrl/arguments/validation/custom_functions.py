@@ -107,7 +107,7 @@ def custom_loss_has_its_function(args: Arguments, context: Context) -> Iterator[
         )
     if not own:
         return
-    for flag, given in (("--use-tis", args.use_tis), ("--use-opsm", args.use_opsm)):
+    for flag, given in (("--use-tis", args.use_tis), ("--use-rs", args.use_rs), ("--use-opsm", args.use_opsm)):
         if given:
             yield Problem(flag, f"{flag} corrects the policy loss, and --loss-type is custom_loss: leave it out.")
 

@@ -19,6 +19,7 @@ class LossMetricNames:
 
     weighted: tuple[str, ...]
     by_token: tuple[str, ...]
+    by_sample: tuple[str, ...]
     maxima: tuple[str, ...]
 
 
@@ -32,12 +33,14 @@ class PolicyLossSums:
     weighted: dict[str, Tensor]  # summed like the loss, divided by `count`
     by_token: dict[str, Tensor]  # summed over trained tokens, divided by their number
     maxima: dict[str, Tensor]
+    by_sample: dict[str, Tensor] = dataclasses.field(default_factory=dict)  # summed, divided by `trained_samples`
+    trained_samples: Tensor | None = None  # float64 scalar: samples with trained tokens; None without `by_sample`
     custom: dict[str, Tensor] = dataclasses.field(default_factory=dict)  # from custom functions, divided by `count`
 
     @property
     def names(self) -> LossMetricNames:
         """The names of the metrics, without those of custom functions."""
-        return LossMetricNames(tuple(self.weighted), tuple(self.by_token), tuple(self.maxima))
+        return LossMetricNames(tuple(self.weighted), tuple(self.by_token), tuple(self.by_sample), tuple(self.maxima))
 
 
 def summed(values: dict[str, Tensor], weights: Tensor) -> dict[str, Tensor]:

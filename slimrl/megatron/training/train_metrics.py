@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slimrl.algorithms.kl import kl_estimate
+from slimrl.algorithms.off_policy import effective_share
 from slimrl.algorithms.reduction import sample_mean_weights
 from slimrl.arguments.flags.algorithm import AlgorithmArguments
 from slimrl.data.train_batch import RolloutBatch
@@ -204,9 +205,12 @@ def reduce_step(
     metrics = {name: reduced[name] / count for name in names.weighted}
     if settings.needs_old_log_probs:
         metrics |= {name: reduced[name] / tokens for name in names.by_token}
+        metrics |= {name: reduced[name] / max(reduced["trained_samples"], 1.0) for name in names.by_sample}
         metrics |= {name: reduced[name] for name in names.maxima}
     if settings.is_custom_loss:
         metrics.pop("ratio_max_abs_diff", None)  # a custom loss may use another ratio
+    if "tis_weight" in metrics:
+        metrics["tis_ess"] = effective_share(metrics["tis_weight"], metrics["tis_weight_square"])
     if settings.is_custom_loss or settings.loss_hooks.correction is not None:
         own = _custom_metrics(sums, parallel)
         _check_names(own, metrics, settings)
@@ -215,8 +219,8 @@ def reduce_step(
 
 
 def _reduced(sums: Sequence[PolicyLossSums], names: LossMetricNames, parallel: ParallelState) -> dict[str, float]:
-    """The metrics by name, summed or maximised over micro-batches and ranks, with "count" and "tokens"."""
-    of_totals = ("count", *names.weighted, *names.by_token, "tokens")
+    """The metrics by name, summed or maximised over micro-batches and ranks, with the numbers that divide them."""
+    of_totals = ("count", *names.weighted, *names.by_token, *names.by_sample, "tokens", "trained_samples")
     sizes = [len(of_totals), len(names.maxima)]
     values = torch.zeros(sum(sizes), dtype=torch.float64, device=parallel.device)
     if parallel.is_last_stage:
@@ -224,7 +228,9 @@ def _reduced(sums: Sequence[PolicyLossSums], names: LossMetricNames, parallel: P
         for entry in sums:
             if entry.names != names:
                 raise ValueError(f"a micro-batch's loss has the metrics {entry.names}, and its settings {names}")
-            added = {"count": entry.count, "tokens": entry.trained_tokens, **entry.weighted, **entry.by_token}
+            samples = torch.zeros_like(totals[0]) if entry.trained_samples is None else entry.trained_samples
+            added = {"count": entry.count, "tokens": entry.trained_tokens, "trained_samples": samples}
+            added |= {**entry.weighted, **entry.by_token, **entry.by_sample}
             totals += torch.stack([added[name].double() for name in of_totals])
             torch.maximum(maxima, torch.stack([entry.maxima[name] for name in names.maxima]), out=maxima)
         if parallel.dp_size > 1:

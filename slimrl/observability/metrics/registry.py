@@ -13,6 +13,8 @@ _OF_RANKS = "the trainer's rollout columns, "  # of all samples that are trained
 _TURNS = "--log-multi-turn"
 _MISMATCH = "--get-mismatch-metrics"
 _TIS = "--use-tis"
+_RS = "--use-rs"
+_OF_LEVEL = "{}, over trained tokens; over samples with --tis-level sequence and geometric"
 _ENTROPY = "--use-rollout-entropy"
 _FAULTS = "--use-fault-tolerance"
 
@@ -40,6 +42,25 @@ TRAIN = (
     Metric("train/tis", "mean ratio of training to engine probability, the weight before clipping", when=_TIS),
     Metric("train/tis_clipfrac", "tokens whose weight was clipped", "fraction", when=_TIS),
     Metric("train/tis_abs", "mean distance of that weight from 1", when=_TIS),
+    Metric(
+        "train/tis_clipped_samples",
+        "samples with a token whose weight was clipped or masked, of those with trained tokens",
+        "fraction",
+        when=_TIS,
+    ),
+    Metric("train/tis_weight", _OF_LEVEL.format("mean weight, clipped or masked"), when=_TIS),
+    Metric("train/tis_weight_square", _OF_LEVEL.format("mean square of that weight"), when=_TIS),
+    Metric(
+        "train/tis_ess",
+        "effective sample size of these weights (Kish), tis_weight^2 / tis_weight_square",
+        "fraction",
+        when=_TIS,
+    ),
+    Metric("train/rs_masked_tokens", "trained tokens that --use-rs rejected", "fraction", when=_RS),
+    Metric("train/rs_masked_samples", "samples of which it rejected every trained token", "fraction", when=_RS),
+    Metric(
+        "train/rs_vetoed_samples", "samples with a token below the threshold", "fraction", when="--rs-veto-threshold"
+    ),
     Metric("train/opsm_clipfrac", "tokens that --use-opsm masked", "fraction", when="--use-opsm"),
     Metric("train/grad_norm", "norm of the gradient over all parameters, before clipping"),
     Metric("train/lr", "learning rate of the optimizer step", "", "last"),
