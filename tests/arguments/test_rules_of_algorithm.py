@@ -90,7 +90,41 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             ),
             ("--use-tis --tis-clip-low 2", "--tis-clip-low 2 is not below --tis-clip 2: lower it."),
             ("--tis-clip 3", "--tis-clip belongs to --use-tis: add it, or leave --tis-clip out."),
+            ("--tis-level sequence", "--tis-level belongs to --use-tis: add it, or leave --tis-level out."),
+            ("--tis-mode mask", "--tis-mode belongs to --use-tis: add it, or leave --tis-mode out."),
+            (
+                "--rs-veto-threshold 1e-4",
+                "--rs-veto-threshold belongs to --use-rs: add it, or leave --rs-veto-threshold out.",
+            ),
             ("--opsm-delta 1e-3", "--opsm-delta belongs to --use-opsm: add it, or leave --opsm-delta out."),
+        ],
+    ),
+    "rejection_has_bounds": (
+        [
+            "--use-rs --rs-level sequence --rs-lower-bound 0.5 --rs-upper-bound 2",
+            "--use-tis --tis-level geometric --tis-mode mask --use-rs --rs-veto-threshold 1e-4",
+            "--use-rs --rs-upper-bound 2 --use-rollout-logprobs",
+            "--use-tis --use-rs --custom-tis-function-path examples.policy_loss.reject",
+        ],
+        [
+            (
+                "--use-rs",
+                "--use-rs has no bound and rejects nothing: give --rs-lower-bound, --rs-upper-bound or"
+                " --rs-veto-threshold.",
+            ),
+            (
+                "--use-rs --rs-level geometric --rs-veto-threshold 1e-4",
+                "--rs-level geometric is the level of bounds, and none is given: give --rs-lower-bound or"
+                " --rs-upper-bound, or leave it out.",
+            ),
+            (
+                "--use-rs --rs-lower-bound 2 --rs-upper-bound 0.5",
+                "--rs-lower-bound 2 is not below --rs-upper-bound 0.5: lower it.",
+            ),
+            (
+                "--use-rs --rs-upper-bound 2 --rs-veto-threshold 1",
+                "--rs-veto-threshold 1 is too large: it must be below 1.",
+            ),
         ],
     ),
     "supervised_training_is_consistent": (
