@@ -127,6 +127,28 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             ),
         ],
     ),
+    "overlong_penalty_is_complete": (
+        [
+            "--overlong-buffer-len 512",
+            "--overlong-buffer-len 512 --overlong-penalty-factor 0.5 --mask-truncated-samples",
+        ],
+        [
+            (
+                "--overlong-penalty-factor 0.5",
+                "--overlong-penalty-factor belongs to --overlong-buffer-len: add it, or leave"
+                " --overlong-penalty-factor out.",
+            ),
+            (
+                "--overlong-buffer-len 512 --rollout-max-response-len 256",
+                "--overlong-buffer-len 512 is above --rollout-max-response-len 256: lower it.",
+            ),
+            (
+                "--overlong-buffer-len 512 --custom-reward-post-process-path examples.reward.leave_one_out",
+                "--overlong-buffer-len 512 has no effect, because --custom-reward-post-process-path"
+                " examples.reward.leave_one_out makes the training rewards: leave it out, and subtract the penalty there.",
+            ),
+        ],
+    ),
     "supervised_training_is_consistent": (
         [],
         [

@@ -134,6 +134,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
     algorithm.estimator_has_what_it_needs,
     algorithm.off_policy_corrections_are_consistent,
     algorithm.rejection_has_bounds,
+    algorithm.overlong_penalty_is_complete,
     algorithm.supervised_training_is_consistent,
     custom_functions.custom_loss_has_its_function,
     custom_functions.parts_of_the_policy_loss_have_one,

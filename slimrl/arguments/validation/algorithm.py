@@ -106,6 +106,34 @@ def rejection_has_bounds(args: Arguments, context: Context) -> Iterator[Problem]
         yield Problem("--rs-lower-bound", f"--rs-lower-bound {low:g} is not below --rs-upper-bound {high:g}: lower it.")
 
 
+def overlong_penalty_is_complete(args: Arguments, context: Context) -> Iterator[Problem]:
+    """The penalty of long responses has a buffer within the longest one, and reaches the training rewards."""
+    buffer, longest = args.overlong_buffer_len, args.rollout_max_response_len
+    if buffer is None:
+        if "overlong_penalty_factor" in context.given:
+            yield Problem(
+                "--overlong-penalty-factor",
+                "--overlong-penalty-factor belongs to --overlong-buffer-len: add it, or leave"
+                " --overlong-penalty-factor out.",
+            )
+        return
+    if longest is not None and buffer > longest:
+        yield Problem(
+            "--overlong-buffer-len",
+            f"--overlong-buffer-len {buffer} is above --rollout-max-response-len {longest}: lower it.",
+        )
+    for flag, path in (
+        ("--custom-reward-post-process-path", args.custom_reward_post_process_path),
+        ("--custom-convert-samples-to-train-data-path", args.custom_convert_samples_to_train_data_path),
+    ):
+        if path is not None:
+            yield Problem(
+                "--overlong-buffer-len",
+                f"--overlong-buffer-len {buffer} has no effect, because {flag} {path} makes the training rewards: leave"
+                " it out, and subtract the penalty there.",
+            )
+
+
 def log_prob_passes_have_a_use(args: Arguments, context: Context) -> Iterator[Problem]:
     """A forced pass belongs to a loss that compares policies; a rarer reference pass to a KL that is only logged."""
     if args.compute_old_log_probs == "always" and not args.compute_advantages_and_returns:
@@ -159,6 +187,7 @@ def supervised_training_is_consistent(args: Arguments, context: Context) -> Iter
         ("--use-rollout-logprobs", args.use_rollout_logprobs),
         ("--normalize-advantages", args.normalize_advantages),
         ("--rollout-max-prompt-len", args.rollout_max_prompt_len is not None),
+        ("--overlong-buffer-len", args.overlong_buffer_len is not None),
     ):
         if given:
             yield Problem(flag, f"{flag} has no effect with --loss-type sft_loss: leave it out.")

@@ -110,6 +110,13 @@ ROLLOUT = (
     Metric("rollout/response_len/{mean,median,max,min}", "response tokens of a sample", "tokens"),
     Metric("rollout/prompt_len/mean", "prompt tokens of a sample", "tokens"),
     Metric("rollout/truncated_ratio", "samples cut off by the length limit", "fraction"),
+    Metric(
+        "rollout/overlong_penalty",
+        "mean of what is added to the training rewards of long responses",
+        "reward",
+        when="--overlong-buffer-len",
+    ),
+    Metric("rollout/overlong_ratio", "samples with that penalty", "fraction", when="--overlong-buffer-len"),
     Metric("rollout/repetition_frac", "responses that end in a repeated pattern", "fraction"),
     Metric("rollout/zero_std/ratio", "groups whose rewards are all equal: they contribute no gradient", "fraction"),
     Metric("rollout/zero_std/count_<reward>", "groups in which every sample has that reward", "count"),
