@@ -1,7 +1,8 @@
-"""Discounted returns, and rewards normalised within a prompt's group.
+"""Discounted returns, generalised advantages, and rewards normalised within a prompt's group.
 
-Returns are equation 3.9 of Sutton and Barto 2018. Group-normalised rewards are GRPO's (Shao et al. 2024, DeepSeekMath,
-section 4.1), or Dr. GRPO's (Liu et al. 2025) without the division by the standard deviation.
+Returns are equation 3.9 of Sutton and Barto 2018, advantages those of Schulman et al. 2016 (GAE). Group-normalised
+rewards are GRPO's (Shao et al. 2024, DeepSeekMath, section 4.1), or Dr. GRPO's (Liu et al. 2025) without the division
+by the standard deviation.
 """
 
 from __future__ import annotations
@@ -20,19 +21,57 @@ def discounted_returns(rewards: Tensor, lengths: Tensor, gamma: float) -> Tensor
     """
     if int(lengths.sum()) != rewards.numel():
         raise ValueError(f"the lengths add up to {int(lengths.sum())} tokens and there are {rewards.numel()} rewards")
-    if rewards.numel() == 0:
-        return rewards.to(torch.float32)
-    lengths = lengths.to(rewards.device)
+    return _discounted_sums(rewards.double(), lengths.to(rewards.device), gamma).to(torch.float32)
+
+
+def _discounted_sums(terms: Tensor, lengths: Tensor, factor: float) -> Tensor:
+    """`S_t = x_t + factor * S_(t+1)` within each sample; float64 [tokens] from float64 [tokens]."""
+    if terms.numel() == 0:
+        return terms
     longest = int(lengths.max())
-    inside = torch.arange(longest, device=rewards.device) < lengths.unsqueeze(1)
-    values = rewards.new_zeros(inside.shape, dtype=torch.float64)
-    values[inside] = rewards.to(torch.float64)
+    inside = torch.arange(longest, device=terms.device) < lengths.unsqueeze(1)
+    values = terms.new_zeros(inside.shape)
+    values[inside] = terms
     # after the pass with step k, each value is the discounted sum over 2k tokens starting at its own
     step = 1
     while step < longest:
-        values[:, :-step] += gamma**step * values[:, step:].clone()
+        values[:, :-step] += factor**step * values[:, step:].clone()
         step *= 2
-    return values[inside].to(torch.float32)
+    return values[inside]
+
+
+def generalized_advantages(
+    rewards: Tensor, values: Tensor, mask: Tensor, lengths: Tensor, *, gamma: float, lambd: float
+) -> tuple[Tensor, Tensor]:
+    """Advantages and returns of the trained tokens; Schulman et al. 2016 (GAE), equations 11, 12 and 16.
+
+    `delta_t = r_t + gamma * V_(t+1) - V_t` and `A_t = delta_t + gamma * lambd * A_(t+1)` within each sample, where the
+    value after the last token is 0; the returns, the targets of the values, are `A_t + V_t`. A token with mask 0, such
+    as a tool's answer, is no action: it takes part in no sum, its two results are 0, and the trained token before it is
+    followed by the next trained token. Its reward must be 0.
+
+    `rewards`, `values` and `mask` [tokens] hold samples end to end; `lengths` [n] (integers) is the number of tokens of
+    each. Returns float32 [tokens] each, accumulated in float64. Raises ValueError if the lengths do not add up.
+    """
+    if not rewards.numel() == values.numel() == mask.numel() == int(lengths.sum()):
+        raise ValueError(
+            f"{rewards.numel()} rewards, {values.numel()} values and {mask.numel()} mask entries came with lengths"
+            f" that add up to {int(lengths.sum())}: give one each per token"
+        )
+    lengths = lengths.to(mask.device)
+    trained = mask != 0
+    rows = torch.arange(lengths.numel(), device=mask.device)
+    sample_of_token = torch.repeat_interleave(rows, lengths, output_size=mask.numel())[trained]
+    chosen = values[trained].double()
+    following = torch.zeros_like(chosen)
+    same = sample_of_token[1:] == sample_of_token[:-1]
+    following[:-1] = torch.where(same, chosen[1:], 0.0)
+    deltas = rewards[trained].double() + gamma * following - chosen
+    actions = torch.bincount(sample_of_token, minlength=lengths.numel())
+    advantages = torch.zeros(mask.numel(), dtype=torch.float64, device=mask.device)
+    advantages[trained] = _discounted_sums(deltas, actions, gamma * lambd)
+    returns = torch.where(trained, advantages + values.double(), 0.0)
+    return advantages.to(torch.float32), returns.to(torch.float32)
 
 
 def reward_at_last_token(rewards: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from slimrl.arguments.flags.algorithm import AlgorithmArguments, DistillationArg
 from slimrl.arguments.flags.attention import AttentionArguments, PositionArguments
 from slimrl.arguments.flags.checkpoint import CheckpointArguments
 from slimrl.arguments.flags.cluster import ClusterArguments
+from slimrl.arguments.flags.critic import CriticArguments
 from slimrl.arguments.flags.data import DataArguments, TrainBatchArguments
 from slimrl.arguments.flags.engine import EngineArguments, WeightUpdateArguments
 from slimrl.arguments.flags.kernels import KernelArguments
@@ -159,6 +160,7 @@ class Arguments(
     EvalArguments,
     TrainBatchArguments,
     AlgorithmArguments,
+    CriticArguments,
     DistillationArguments,
     OptimizerArguments,
     WeightUpdateArguments,

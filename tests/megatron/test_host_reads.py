@@ -126,7 +126,7 @@ def count_reads(
     from slimrl.megatron.training import log_prob_passes
     from slimrl.megatron.training import trainer as training
 
-    modules = {"compute_log_probs": log_prob_passes, "forward_backward": training}
+    modules = {"score_tokens": log_prob_passes, "forward_backward": training}
     counts = {name: (collections.Counter(), []) for name in modules}
 
     def watch(name: str) -> None:

@@ -11,9 +11,9 @@ from slimrl.arguments.flag import flag
 
 _ESTIMATORS = tuple(ESTIMATORS)
 _WHITENED = " and ".join(name for name, row in ESTIMATORS.items() if row.whitens)
-_DISCOUNTED = " and ".join(name for name, row in ESTIMATORS.items() if row.returns is Returns.DISCOUNTED)
+_DISCOUNTED = " and ".join(name for name, row in ESTIMATORS.items() if row.returns is not Returns.BROADCAST)
+_WITH_CRITIC = " and ".join(name for name, row in ESTIMATORS.items() if row.has_critic)
 _LEVELS = ("token", "sequence", "geometric")
-_RETURNS = "it belongs to a critic, and slimrl has none; leave it out"
 _REPLAY = "routing replay is unsupported; leave it out"
 
 
@@ -32,9 +32,7 @@ class AlgorithmArguments:
     advantage_estimator: str = flag(
         DEFAULT,
         "advantage estimator",
-        choices=(*_ESTIMATORS, "ppo"),
-        not_served="slimrl has no critic; use reinforce_plus_plus, which computes returns without one",
-        served=tuple(name for name in _ESTIMATORS if name != DEFAULT),
+        choices=_ESTIMATORS,
     )
     loss_type: str = flag(
         "policy_loss",
@@ -59,9 +57,7 @@ class AlgorithmArguments:
         off=("--disable-compute-advantages-and-returns",),
     )
     gamma: float = flag(1.0, f"discount factor of the returns of {_DISCOUNTED}", at_least=0, at_most=1)
-    lambd: float = flag(1.0, "lambda of generalised advantage estimation", not_served=_RETURNS)
-    value_clip: float = flag(0.2, "clip of the value loss", not_served=_RETURNS)
-    num_critic_only_steps: int = flag(0, "rollouts that train the critic only (count)", not_served=_RETURNS)
+    lambd: float = flag(1.0, f"lambda of the generalised advantages of {_WITH_CRITIC}", at_least=0, at_most=1)
     eps_clip: float = flag(0.2, "lower clip of the policy ratio: 1 - this", at_least=0)
     eps_clip_high: float = flag(None, "upper clip of the policy ratio: 1 + this (--eps-clip)", at_least=0)
     eps_clip_c: float | None = flag(
@@ -187,6 +183,12 @@ class AlgorithmArguments:
     rollout_data_postprocess_path: str | None = flag(
         None, "function that may change a rank's part of a rollout before its optimizer steps (dotted import path)"
     )
+
+    @property
+    def use_critic(self) -> bool:
+        """True if a critic is trained beside the policy."""
+        estimator = ESTIMATORS.get(self.advantage_estimator)  # None for one that the rules reject
+        return estimator is not None and estimator.has_critic and self.compute_advantages_and_returns
 
     @property
     def use_reference(self) -> bool:

@@ -15,16 +15,16 @@ from slimrl.algorithms.reduction import masked_sum
 
 @dataclasses.dataclass(frozen=True)
 class LossMetricNames:
-    """The metrics in `PolicyLossSums`, in its order."""
+    """The metrics in `LossSums`, in its order."""
 
     weighted: tuple[str, ...]
     by_token: tuple[str, ...]
-    by_sample: tuple[str, ...]
     maxima: tuple[str, ...]
+    by_sample: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
-class PolicyLossSums:
+class LossSums:
     """One micro-batch's terms of the step's sums; only `loss` carries a gradient."""
 
     loss: Tensor  # scalar
@@ -40,7 +40,7 @@ class PolicyLossSums:
     @property
     def names(self) -> LossMetricNames:
         """The names of the metrics, without those of custom functions."""
-        return LossMetricNames(tuple(self.weighted), tuple(self.by_token), tuple(self.by_sample), tuple(self.maxima))
+        return LossMetricNames(tuple(self.weighted), tuple(self.by_token), tuple(self.maxima), tuple(self.by_sample))
 
 
 def summed(values: dict[str, Tensor], weights: Tensor) -> dict[str, Tensor]:
