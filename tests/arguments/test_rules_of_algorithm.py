@@ -82,7 +82,12 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
         ],
     ),
     "off_policy_corrections_are_consistent": (
-        ["--use-tis --tis-clip 3 --tis-clip-low 0.5", "--use-opsm --opsm-delta 1e-3", "--use-unbiased-kl"],
+        [
+            "--use-tis --tis-clip 3 --tis-clip-low 0.5",
+            "--use-opsm --opsm-delta 1e-3",
+            "--use-unbiased-kl",
+            "--positive-example-loss-coef 0.1 --positive-example-reward 0",
+        ],
         [
             (
                 "--use-tis --use-rollout-logprobs",
@@ -91,6 +96,11 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             ("--use-tis --tis-clip-low 2", "--tis-clip-low 2 is not below --tis-clip 2: lower it."),
             ("--tis-clip 3", "--tis-clip belongs to --use-tis: add it, or leave --tis-clip out."),
             ("--tis-level sequence", "--tis-level belongs to --use-tis: add it, or leave --tis-level out."),
+            (
+                "--positive-example-reward 0.5",
+                "--positive-example-reward belongs to --positive-example-loss-coef: add it, or leave"
+                " --positive-example-reward out.",
+            ),
             ("--tis-mode mask", "--tis-mode belongs to --use-tis: add it, or leave --tis-mode out."),
             (
                 "--rs-veto-threshold 1e-4",
@@ -145,7 +155,8 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             (
                 "--overlong-buffer-len 512 --custom-reward-post-process-path examples.reward.leave_one_out",
                 "--overlong-buffer-len 512 has no effect, because --custom-reward-post-process-path"
-                " examples.reward.leave_one_out makes the training rewards: leave it out, and subtract the penalty there.",
+                " examples.reward.leave_one_out makes the training rewards: leave it out, and subtract the penalty"
+                " there.",
             ),
         ],
     ),

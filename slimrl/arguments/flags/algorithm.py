@@ -64,6 +64,12 @@ class AlgorithmArguments:
         None, "bound of the dual clip for negative advantages, above 1 (no dual clip)", above=1
     )
     entropy_coef: float = flag(0.0, "weight of the entropy bonus")
+    positive_example_loss_coef: float = flag(
+        0.0, "weight of an added likelihood loss on samples with a high reward (VAPO)", at_least=0
+    )
+    positive_example_reward: float = flag(
+        1.0, "smallest raw reward of the samples of --positive-example-loss-coef (reward)"
+    )
     use_kl_loss: bool = flag(False, "add the KL to the reference model as a loss; with coefficient 0 it is only logged")
     kl_loss_coef: float = flag(0.0, "weight of the KL loss")
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = flag(

@@ -26,7 +26,7 @@ from slimrl.algorithms.reduction import masked_sum, sample_mean_weights
 from slimrl.arguments.flags.algorithm import AlgorithmArguments
 from slimrl.hooks import CustomTIS, HookFailedError, PgLossReducer, named, naming_calls
 from slimrl.hooks.base import RunArguments
-from slimrl.megatron.training.loss_sums import LossMetricNames, LossSums, summed
+from slimrl.megatron.training.loss_sums import LossMetricNames, LossSums, named_sums, summed
 
 _TIS = "--custom-tis-function-path"
 _REDUCER = "--custom-pg-loss-reducer-function-path"
@@ -134,6 +134,7 @@ class PolicyLossConfig:
     unbiased_kl: bool = False
     weighting: off_policy.ImportanceWeighting | None = None  # None: no importance weights
     rejection: off_policy.Rejection | None = None  # None: no token or sample is rejected
+    positive_coef: float = 0.0  # of the likelihood loss on positive examples
     opsm_delta: float | None = None  # None: no sequence is masked
     is_custom_loss: bool = False  # --loss-type custom_loss: `custom_loss.CheckedCustomLoss` computes the sums
     loss_hooks: PolicyLossHooks = _NO_HOOKS
@@ -142,12 +143,12 @@ class PolicyLossConfig:
     @classmethod
     def from_args(cls, algorithm: AlgorithmArguments, loss_hooks: PolicyLossHooks = _NO_HOOKS) -> PolicyLossConfig:
         """The settings of a run; without --use-kl-loss the KL's coefficient is 0."""
-        given = algorithm
         weighting = off_policy.ImportanceWeighting(
-            given.tis_clip_low, given.tis_clip, given.tis_level, given.tis_mode == "mask"
+            algorithm.tis_clip_low, algorithm.tis_clip, algorithm.tis_level, algorithm.tis_mode == "mask"
         )
-        bounds = (given.rs_lower_bound, given.rs_upper_bound)
-        rejection = off_policy.Rejection(given.rs_level, *bounds, given.rs_veto_threshold)
+        rejection = off_policy.Rejection(
+            algorithm.rs_level, algorithm.rs_lower_bound, algorithm.rs_upper_bound, algorithm.rs_veto_threshold
+        )
         corrects = loss_hooks.correction is None  # a custom function replaces both
         return cls(
             eps_clip=algorithm.eps_clip,
@@ -162,6 +163,7 @@ class PolicyLossConfig:
             unbiased_kl=algorithm.use_unbiased_kl,
             weighting=weighting if algorithm.use_tis and corrects else None,
             rejection=rejection if algorithm.use_rs and corrects else None,
+            positive_coef=algorithm.positive_example_loss_coef,
             opsm_delta=algorithm.opsm_delta if algorithm.use_opsm else None,
             is_custom_loss=algorithm.loss_type == "custom_loss",
             loss_hooks=loss_hooks,
@@ -175,7 +177,9 @@ class PolicyLossConfig:
         if self.is_custom_loss:
             return named_sums(zero.sum(), zero.sum(), zero.sum(), {"loss": zero.sum()}).names
         one = torch.ones(1, dtype=torch.int64)
-        inputs = PolicyLossInputs(zero, zero, zero, zero, zero, zero, zero, zero, response_lengths=one)
+        inputs = PolicyLossInputs(
+            zero, zero, zero, zero, zero, zero, zero, zero, response_lengths=one, positive_weights=zero
+        )
         return policy_loss_sums(inputs, dataclasses.replace(self, loss_hooks=_NO_HOOKS)).names
 
 
@@ -193,11 +197,13 @@ class PolicyLossInputs:
     loss_mask: Tensor
     response_lengths: Tensor  # int64 [samples]
     lengths: tuple[tuple[int, int], ...] = ()  # (total, response) of each sample, for custom functions
+    positive_weights: Tensor | None = None  # 0 outside positive examples; see `advantages.positive_example_weights`
 
 
 def policy_loss_sums(inputs: PolicyLossInputs, settings: PolicyLossConfig) -> LossSums:
     """Clipped policy loss - entropy_coef * entropy + kl_loss_coef * KL(policy || reference), summed.
 
+    With positive_coef also the likelihood loss of positive examples, weighted to be a mean over their tokens.
     Per token: the sum over trained tokens; the count is the trained tokens. Otherwise: the sum over samples of the
     mean over the sample's trained tokens; the count is the samples (fully masked ones add 0 and count).
     """
@@ -210,11 +216,17 @@ def policy_loss_sums(inputs: PolicyLossInputs, settings: PolicyLossConfig) -> Lo
     corrected, mask, noted = _custom_correction(corrected, correction.mask, inputs, settings)
     weights = mask if settings.per_token else sample_mean_weights(mask, inputs.response_lengths)
     reduced = _custom_reduction(corrected, mask, inputs, settings)
+    positive = None
+    if settings.positive_coef != 0.0:
+        assert inputs.positive_weights is not None  # from `build_train_inputs`
+        positive = masked_sum(-inputs.log_probs, mask * inputs.positive_weights)
     per_token = corrected if reduced is None else torch.zeros_like(corrected)
     per_token, kl = _with_entropy_and_kl(per_token, inputs, settings)
     loss = masked_sum(per_token, weights)
     if reduced is not None:
         loss = loss + reduced
+    if positive is not None:
+        loss = loss + settings.positive_coef * positive
 
     with torch.no_grad():
         values = {
@@ -231,6 +243,9 @@ def policy_loss_sums(inputs: PolicyLossInputs, settings: PolicyLossConfig) -> Lo
         if reduced is not None:
             weighted["loss"] = weighted["loss"] + reduced
             weighted["pg_loss"] = reduced.detach().double()
+        if positive is not None:
+            weighted["positive_example_loss"] = positive.detach().double()
+            weighted["loss"] = weighted["loss"] + settings.positive_coef * positive
         return named_sums(
             loss,
             count,
@@ -241,40 +256,6 @@ def policy_loss_sums(inputs: PolicyLossInputs, settings: PolicyLossConfig) -> Lo
             correction=correction,
             custom=summed(noted, weights),
         )
-
-
-def named_sums(
-    loss: Tensor,
-    count: Tensor,
-    trained_tokens: Tensor,
-    weighted: dict[str, Tensor],
-    *,
-    mismatch: Tensor | None = None,
-    ratio_gap: Tensor | None = None,
-    correction: off_policy.Correction = off_policy.NO_CORRECTION,
-    custom: dict[str, Tensor] | None = None,
-) -> LossSums:
-    """The sums of any loss. `mismatch` is |train - rollout log-probability|, `ratio_gap` |policy / old policy - 1|.
-
-    Both are [tokens], 0 where masked. A loss without them reports 0. `correction` adds its sums.
-    """
-    none = torch.zeros(0, dtype=torch.float64, device=trained_tokens.device)
-    mismatch = none if mismatch is None else mismatch
-    ratio_gap = none if ratio_gap is None else ratio_gap
-    return LossSums(
-        loss=loss,
-        count=count.to(torch.int32),
-        trained_tokens=trained_tokens.double(),
-        weighted=weighted,
-        by_token={"train_rollout_logprob_abs_diff_mean": mismatch.double().sum()} | correction.by_token,
-        by_sample=correction.by_sample,
-        trained_samples=correction.trained_samples,
-        maxima={
-            "ratio_max_abs_diff": _largest(ratio_gap).double(),
-            "train_rollout_logprob_abs_diff_max": _largest(mismatch).double(),
-        },
-        custom=custom or {},
-    )
 
 
 def _custom_correction(
@@ -383,7 +364,3 @@ def _without_masked_values(inputs: PolicyLossInputs) -> PolicyLossInputs:
         name: value if value is None else value.masked_fill(masked, 0.0) for name, value in values.items()
     }
     return dataclasses.replace(inputs, **kept)
-
-
-def _largest(values: Tensor) -> Tensor:
-    return values.max() if values.numel() else values.new_zeros(())

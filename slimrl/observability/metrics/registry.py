@@ -21,7 +21,11 @@ _CRITIC = "with a critic (--advantage-estimator ppo)"
 
 TRAIN = (
     Metric("train/step", "the optimizer step: horizontal axis of train/", "count", "last"),
-    Metric("train/loss", "training loss: pg_loss - entropy_coef * entropy_loss + kl_loss_coef * kl_loss"),
+    Metric(
+        "train/loss",
+        "training loss: pg_loss - entropy_coef * entropy_loss + kl_loss_coef * kl_loss, and with"
+        " --positive-example-loss-coef the weighted positive_example_loss",
+    ),
     Metric("train/pg_loss", "clipped policy-gradient loss"),
     Metric("train/entropy_loss", "mean entropy of the policy's next-token distributions", "nats"),
     Metric("train/pg_clipfrac", "tokens whose loss was clipped", "fraction"),
@@ -31,6 +35,12 @@ TRAIN = (
         "KL to the reference model by --kl-loss-type; 0 without a reference",
         "nats",
         when="not in rollouts that --ref-kl-metric-interval leaves out",
+    ),
+    Metric(
+        "train/positive_example_loss",
+        "mean negative log-likelihood of the trained tokens of samples with a high reward",
+        "nats",
+        when="--positive-example-loss-coef",
     ),
     Metric("train/ratio_mean", "mean of policy / old policy; 1 in the first optimizer step"),
     Metric("train/ratio_max_abs_diff", "largest |ratio - 1| of any token", "", "max"),
