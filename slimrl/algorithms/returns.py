@@ -15,7 +15,7 @@ def discounted_returns(rewards: Tensor, lengths: Tensor, gamma: float) -> Tensor
     """`R_t = r_t + gamma * R_(t+1)` within each sample; Sutton & Barto 2018, equation 3.9.
 
     `rewards` [tokens] holds samples end to end; `lengths` [n] (integers) is the number of tokens of each. Returns
-    float32 [tokens], accumulated in float64, in log2(longest sample) passes over a padded matrix [n, longest].
+    float32 [tokens], accumulated in float64.
 
     Raises ValueError if the lengths do not add up to the number of rewards.
     """
@@ -24,20 +24,33 @@ def discounted_returns(rewards: Tensor, lengths: Tensor, gamma: float) -> Tensor
     return _discounted_sums(rewards.double(), lengths.to(rewards.device), gamma).to(torch.float32)
 
 
+_BLOCK = 16  # tokens: larger blocks cost more multiplications, smaller ones more levels
+
+
 def _discounted_sums(terms: Tensor, lengths: Tensor, factor: float) -> Tensor:
-    """`S_t = x_t + factor * S_(t+1)` within each sample; float64 [tokens] from float64 [tokens]."""
-    if terms.numel() == 0:
+    """`S_t = x_t + factor * S_(t+1)` within each sample; float64 [tokens] from float64 [tokens].
+
+    Blocks of each sample are summed by one matrix product. The sums from the starts of blocks are the same problem with
+    a block as a token, and are added to the blocks before.
+    """
+    if terms.numel() == 0 or int(lengths.max()) == 1:
         return terms
-    longest = int(lengths.max())
-    inside = torch.arange(longest, device=terms.device) < lengths.unsqueeze(1)
-    values = terms.new_zeros(inside.shape)
-    values[inside] = terms
-    # after the pass with step k, each value is the discounted sum over 2k tokens starting at its own
-    step = 1
-    while step < longest:
-        values[:, :-step] += factor**step * values[:, step:].clone()
-        step *= 2
-    return values[inside]
+    blocks = (lengths + _BLOCK - 1) // _BLOCK
+    total = int(blocks.sum())
+    shift = (blocks.cumsum(0) - blocks) * _BLOCK - (lengths.cumsum(0) - lengths)
+    place = torch.arange(terms.numel(), device=terms.device)
+    place += torch.repeat_interleave(shift, lengths, output_size=terms.numel())
+    padded = terms.new_zeros(total * _BLOCK).index_copy_(0, place, terms).view(total, _BLOCK)
+    position = torch.arange(_BLOCK, device=terms.device)
+    distance = position[:, None] - position
+    weights = torch.where(distance >= 0, factor ** distance.clamp(min=0).double(), 0.0)
+    sums = padded @ weights
+    if int(blocks.max()) > 1:
+        from_start = _discounted_sums(sums[:, 0].contiguous(), blocks, factor**_BLOCK)
+        following = torch.cat([from_start[1:], from_start.new_zeros(1)])
+        following[(blocks.cumsum(0) - 1)[blocks > 0]] = 0.0
+        sums.addr_(following, factor ** (_BLOCK - position).double())
+    return sums.view(-1).index_select(0, place)
 
 
 def generalized_advantages(
@@ -59,19 +72,19 @@ def generalized_advantages(
             f" that add up to {int(lengths.sum())}: give one each per token"
         )
     lengths = lengths.to(mask.device)
-    trained = mask != 0
+    trained = (mask != 0).nonzero().squeeze(1)
     rows = torch.arange(lengths.numel(), device=mask.device)
-    sample_of_token = torch.repeat_interleave(rows, lengths, output_size=mask.numel())[trained]
-    chosen = values[trained].double()
-    following = torch.zeros_like(chosen)
-    same = sample_of_token[1:] == sample_of_token[:-1]
-    following[:-1] = torch.where(same, chosen[1:], 0.0)
-    deltas = rewards[trained].double() + gamma * following - chosen
+    sample_of_token = torch.repeat_interleave(rows, lengths, output_size=mask.numel()).index_select(0, trained)
     actions = torch.bincount(sample_of_token, minlength=lengths.numel())
-    advantages = torch.zeros(mask.numel(), dtype=torch.float64, device=mask.device)
-    advantages[trained] = _discounted_sums(deltas, actions, gamma * lambd)
-    returns = torch.where(trained, advantages + values.double(), 0.0)
-    return advantages.to(torch.float32), returns.to(torch.float32)
+    chosen = values.index_select(0, trained).double()
+    following = torch.cat([chosen[1:], chosen.new_zeros(1)])[: chosen.numel()]
+    following[(actions.cumsum(0) - 1)[actions > 0]] = 0.0
+    deltas = rewards.index_select(0, trained).double().add_(following, alpha=gamma).sub_(chosen)
+    advantages = _discounted_sums(deltas, actions, gamma * lambd)
+    both = torch.zeros(2, mask.numel(), dtype=torch.float32, device=mask.device)
+    both[0].index_copy_(0, trained, advantages.float())
+    both[1].index_copy_(0, trained, advantages.add_(chosen).float())
+    return both[0], both[1]
 
 
 def reward_at_last_token(rewards: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:

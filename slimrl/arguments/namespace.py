@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from slimrl.arguments.flag import FlagSpec, flag_specs
-from slimrl.arguments.flags.algorithm import AlgorithmArguments, DistillationArguments
+from slimrl.arguments.flags.algorithm import AlgorithmArguments, CriticArguments, DistillationArguments
 from slimrl.arguments.flags.attention import AttentionArguments, PositionArguments
 from slimrl.arguments.flags.checkpoint import CheckpointArguments
 from slimrl.arguments.flags.cluster import ClusterArguments
-from slimrl.arguments.flags.critic import CriticArguments
 from slimrl.arguments.flags.data import DataArguments, TrainBatchArguments
 from slimrl.arguments.flags.engine import EngineArguments, WeightUpdateArguments
 from slimrl.arguments.flags.kernels import KernelArguments

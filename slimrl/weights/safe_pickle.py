@@ -211,7 +211,7 @@ def _plain() -> list[_Admitted]:
 
 
 def _enum_member(*asked: Any) -> enum.Enum:
-    """Replaces getattr, with which Python 3.11.0 to 3.11.3 write a member of an enum; its class is on the allow-list."""
+    """Replaces getattr, with which Python 3.11.0 to 3.11.3 write a member of an enum; its class must be allowed too."""
     if len(asked) == 2 and isinstance(asked[0], enum.EnumMeta) and asked[1] in asked[0].__members__:
         return asked[0][asked[1]]
     raise pickle.UnpicklingError("WeightsUnpickler error: getattr of something else than an enum")

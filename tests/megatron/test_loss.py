@@ -10,8 +10,8 @@ import torch
 
 from slimrl.algorithms.estimators import Objective
 from slimrl.algorithms.off_policy import ImportanceWeighting, Rejection
-from slimrl.megatron.training.loss import PolicyLossConfig, PolicyLossInputs, policy_loss_sums
-from slimrl.megatron.training.loss_sums import LossSums
+from slimrl.megatron.training.loss.loss_sums import LossSums
+from slimrl.megatron.training.loss.policy_loss import PolicyLossConfig, PolicyLossInputs, policy_loss_sums
 from slimrl.observability.metrics import metric_of
 from slimrl.observability.metrics.registry import TRAIN
 

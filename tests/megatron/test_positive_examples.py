@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from slimrl.data.train_batch import RolloutBatch
-from slimrl.megatron.training.loss import PolicyLossConfig, PolicyLossInputs, policy_loss_sums
+from slimrl.megatron.training.loss.policy_loss import PolicyLossConfig, PolicyLossInputs, policy_loss_sums
 from tests.megatron import layouts, ranks, reference
 from tests.megatron.layouts import CP2, DYNAMIC, PP2, SPREAD, TP2_SP, Layout
 

@@ -1,4 +1,4 @@
-"""Flags of the learning algorithm (advantages, policy loss, KL), and of on-policy distillation (unsupported)."""
+"""Flags of the algorithm (advantages, policy loss, KL, critic), and of on-policy distillation (unsupported)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from slimrl.arguments.flag import flag
 _ESTIMATORS = tuple(ESTIMATORS)
 _WHITENED = " and ".join(name for name, row in ESTIMATORS.items() if row.whitens)
 _DISCOUNTED = " and ".join(name for name, row in ESTIMATORS.items() if row.returns is not Returns.BROADCAST)
-_WITH_CRITIC = " and ".join(name for name, row in ESTIMATORS.items() if row.has_critic)
+WITH_CRITIC = tuple(name for name, row in ESTIMATORS.items() if row.has_critic)
+_WITH_CRITIC = " and ".join(WITH_CRITIC)
 _LEVELS = ("token", "sequence", "geometric")
 _REPLAY = "routing replay is unsupported; leave it out"
 
@@ -200,6 +201,42 @@ class AlgorithmArguments:
     def use_reference(self) -> bool:
         """True if the reference model is needed: a KL penalty, or a KL loss (even one that is only logged)."""
         return self.kl_coef != 0.0 or self.use_kl_loss
+
+
+@dataclasses.dataclass
+class CriticArguments:
+    """The critic (with --advantage-estimator ppo).
+
+    It is a model of the policy's sizes with a value head, trained by the policy's GPUs. Flags that are not here apply
+    to both.
+    """
+
+    value_clip: float = flag(0.2, "clip of the value loss: the distance from the value before the rollout", at_least=0)
+    num_critic_only_steps: int = flag(0, "rollouts at the start that train the critic only (count)", at_least=0)
+    critic_lr: float = flag(None, "learning rate of the critic after warm-up (--lr)", at_least=0)
+    critic_lr_warmup_iters: int = flag(
+        None, "optimizer steps of the critic's linear warm-up (as the policy's)", at_least=0
+    )
+    critic_load: str | None = flag(
+        None,
+        "folder of the critic's weights: a critic's checkpoint, or a model (torch_dist or Hugging Face), whose head is"
+        " then new (path; on resuming --critic-save, at the start --ref-load or --load)",
+    )
+    critic_save: str | None = flag(
+        None, "folder for the critic's checkpoints, written at each of --save (path; the folder critic in --save)"
+    )
+    critic_num_nodes: int | None = flag(
+        None,
+        "nodes of the critic (those of the policy)",
+        at_least=1,
+        not_served="the critic trains on the policy's GPUs; leave it out",
+    )
+    critic_num_gpus_per_node: int | None = flag(
+        None,
+        "GPUs of the critic on each node (those of the policy)",
+        at_least=1,
+        not_served="the critic trains on the policy's GPUs; leave it out",
+    )
 
 
 _OPD = "distillation is unsupported; use --use-kl-loss with the teacher as --ref-load"

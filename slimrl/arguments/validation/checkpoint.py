@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from slimrl.arguments.checkpoints import REPLACED, find_corruption, folder_name, is_hf_model, placed
+from slimrl.arguments.checkpoints import CRITIC, REPLACED, find_corruption, folder_name, is_hf_model, placed
 from slimrl.arguments.checkpoints import TRACKER_NAME as TRACKER
 from slimrl.arguments.flag import Problem
 from slimrl.arguments.hf_config import disagreements
@@ -56,7 +56,7 @@ def ref_load_is_a_checkpoint(args: Arguments, context: Context) -> Iterator[Prob
                 " Hugging Face folder itself.",
             )
         else:
-            yield from _checkpoint_problems("--ref-load", folder, "--ref-ckpt-step", args.ref_ckpt_step)
+            yield from checkpoint_problems("--ref-load", folder, "--ref-ckpt-step", args.ref_ckpt_step)
 
 
 def load_is_a_checkpoint_or_new(args: Arguments, context: Context) -> Iterator[Problem]:
@@ -69,7 +69,7 @@ def load_is_a_checkpoint_or_new(args: Arguments, context: Context) -> Iterator[P
     if folder.exists() and not folder.is_dir():
         yield Problem("--load", f"--load {folder} is a file: give the checkpoint's folder.")
     elif not _is_fresh(folder):
-        yield from _checkpoint_problems("--load", folder, "--ckpt-step", args.ckpt_step)
+        yield from checkpoint_problems("--load", folder, "--ckpt-step", args.ckpt_step)
     elif args.ckpt_step is not None:
         yield Problem(
             "--ckpt-step",
@@ -166,13 +166,15 @@ def saved_apart_from_a_model(args: Arguments, context: Context) -> Iterator[Prob
 
 
 def _is_fresh(folder: Path) -> bool:
-    """True if the folder has no checkpoint: it is absent, or has only hidden and unfinished files."""
+    """True if the folder has no checkpoint: it is absent, or has only hidden and unfinished files, and the critic's."""
     if not folder.exists():
         return True
-    return folder.is_dir() and all(path.name.startswith(".") or path.suffix == ".tmp" for path in folder.iterdir())
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else [""]
+    return all(name.startswith(".") or name.endswith(".tmp") or name == CRITIC for name in names)
 
 
-def _checkpoint_problems(flag: str, folder: Path, step_flag: str, step: int | None) -> Iterator[Problem]:
+def checkpoint_problems(flag: str, folder: Path, step_flag: str, step: int | None) -> Iterator[Problem]:
+    """What is wrong with the existing `folder` of `flag`, from which iteration `step` (None: the newest) is loaded."""
     if (folder / _COMPLETE).is_file():
         if step is not None and folder.name != f"iter_{step:07d}":
             yield Problem(

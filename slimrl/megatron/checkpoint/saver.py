@@ -44,7 +44,7 @@ class Snapshot:
 
     iteration: int
     prepared: io.Prepared
-    data_state: bytes
+    data_state: bytes  # empty: none is saved
     about: dict[str, Any]  # for the manifest
 
 
@@ -216,7 +216,8 @@ class CheckpointSaver:
         self, root: Path, partial: Path, snapshot: Snapshot, checksums: Mapping[str, Checksums], started: float
     ) -> None:
         io.write_common(snapshot.prepared, partial)
-        folder.write_data_state(partial, snapshot.data_state)
+        if snapshot.data_state:
+            folder.write_data_state(partial, snapshot.data_state)
         folder.write_checksums(partial, checksums)
         folder.write_manifest(partial, snapshot.iteration, **snapshot.about)
         final = folder.commit(root, snapshot.iteration)

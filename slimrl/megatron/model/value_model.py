@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequence_parallel_region
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
 from slimrl.megatron.model.micro_batch import for_one_pass
@@ -63,6 +64,14 @@ class ValueModel(GPTModel):
         output: Tensor = super().forward(*inputs, packed_seq_params=for_one_pass(packed_seq_params), **settings)
         self._rows = None
         return output
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> ShardedStateDict:
+        """The modules' own; GPTModel's and LanguageModule's would look for an output layer."""
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        state: ShardedStateDict = super(LanguageModule, self).sharded_state_dict(prefix, sharded_offsets, metadata)
+        return state
 
     def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         """Replaces megatron-core's, which computes logits."""

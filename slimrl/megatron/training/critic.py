@@ -41,11 +41,12 @@ from slimrl.megatron.training.forward_step import (
     layers_add_losses,
     score_tokens,
 )
-from slimrl.megatron.training.loss_sums import LossMetricNames, LossSums, summed
+from slimrl.megatron.training.loss.loss_sums import LossMetricNames, LossSums, summed
 from slimrl.megatron.training.nonfinite_guard import broken_samples
-from slimrl.megatron.training.train_metrics import reduce_sums
+from slimrl.megatron.training.reporting.train_metrics import PhaseTimes, reduce_sums
 from slimrl.megatron.training.trained_model import TrainedModel
 from slimrl.models.model_spec import ModelSpec
+from slimrl.observability.tracer import Timeline
 
 PREFIX = "critic-"  # of its metrics, as in slime
 _METRICS = ("value_loss", "value_clipfrac")
@@ -150,12 +151,19 @@ def critic_arguments(args: Arguments) -> Arguments:
 class Critic:
     """The critic of one rank. `model` is what is trained; offloading it is the caller's."""
 
-    def __init__(self, args: Arguments, parallel: ParallelState, resumed: CheckpointFolder | None) -> None:
+    def __init__(
+        self,
+        args: Arguments,
+        parallel: ParallelState,
+        resumed: CheckpointFolder | None,
+        times: PhaseTimes,
+        timeline: Timeline,
+    ) -> None:
         """Builds and loads the critic; `resumed` is the policy's checkpoint that this run continues.
 
         Raises FileNotFoundError without weights to load, or without the critic that belongs to `resumed`.
         """
-        self._parallel = parallel
+        self._parallel, self._times, self._timeline = parallel, times, timeline
         self._scores = ValueScores(parallel.cp_group)
         self._settings = ValueLossConfig(args.value_clip, args.calculate_per_token_loss)
         self._layers_add_losses = layers_add_losses(args)
@@ -189,14 +197,15 @@ class Critic:
             ),
         )
 
-    def values(self, micro_batches: Sequence[MicroBatch], response_tokens: int, advance: Callable[[], None]) -> Tensor:
-        """The value of every response token of the rank, float32 [response_tokens], without gradient.
+    def values(self, steps: Sequence[Sequence[MicroBatch]], batch: RolloutBatch, advance: Callable[[], None]) -> Tensor:
+        """The value of every response token of the rank, float32 [response tokens], without gradient.
 
-        `advance` is called at the start of each micro-batch.
+        `steps` are the micro-batches of each optimizer step. `advance` is called at the start of each.
         """
-        (values,) = score_tokens(
-            self.model.wrapped, micro_batches, self._scores, response_tokens, self._parallel, advance
-        )
+        everything = [micro_batch for step in steps for micro_batch in step]
+        tokens = batch.loss_mask.numel()
+        with self._times.phase("values"), self._timeline.span("values"):
+            (values,) = score_tokens(self.model.wrapped, everything, self._scores, tokens, self._parallel, advance)
         return values
 
     def train(
@@ -212,7 +221,8 @@ class Critic:
         Raises FloatingPointError if loss or gradient is not finite (see `NonFiniteGuard`).
         """
         metrics = []
-        with data_parallel.overlapped_param_gather(self.model.wrapped):
+        phase, span = self._times.phase("critic_train"), self._timeline.span("critic")
+        with phase, span, data_parallel.overlapped_param_gather(self.model.wrapped):
             for number, micro_batches in enumerate(steps):
                 self.model.begin_step()
                 sums = self._accumulate(micro_batches, columns, batch.samples_per_step[number], advance)

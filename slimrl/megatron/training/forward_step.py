@@ -26,8 +26,8 @@ from slimrl.megatron.data_parallel import Stage
 from slimrl.megatron.model.micro_batch import MicroBatch
 from slimrl.megatron.model.output_layer import TokensToScore
 from slimrl.megatron.parallel import ParallelState
-from slimrl.megatron.training.loss import PolicyLossConfig, PolicyLossInputs, policy_loss_sums
-from slimrl.megatron.training.loss_sums import LossSums
+from slimrl.megatron.training.loss.loss_sums import LossSums
+from slimrl.megatron.training.loss.policy_loss import PolicyLossConfig, PolicyLossInputs, policy_loss_sums
 from slimrl.megatron.training.nonfinite_guard import broken_samples
 
 

@@ -19,7 +19,7 @@ from slimrl.megatron.ref_model import ReferenceWeights
 from slimrl.megatron.training.advantages import TrainingHooks
 from slimrl.megatron.training.forward_step import LogProbConfig, score_tokens
 from slimrl.megatron.training.pass_plan import PassPlan
-from slimrl.megatron.training.train_metrics import PhaseTimes
+from slimrl.megatron.training.reporting.train_metrics import PhaseTimes
 from slimrl.observability.tracer import Timeline
 
 Steps = Sequence[Sequence[MicroBatch]]  # micro-batches of each optimizer step

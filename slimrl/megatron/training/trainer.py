@@ -43,7 +43,6 @@ from slimrl.megatron.training.advantages import (
     build_train_inputs,
 )
 from slimrl.megatron.training.critic import Critic, ValueColumns
-from slimrl.megatron.training.custom_loss import CheckedCustomLoss
 from slimrl.megatron.training.forward_step import (
     LogProbConfig,
     TrainTensors,
@@ -54,13 +53,14 @@ from slimrl.megatron.training.forward_step import (
 )
 from slimrl.megatron.training.freeze import describe_trained_parameters, freeze_parameters
 from slimrl.megatron.training.log_prob_passes import LogProbPasses, RolloutLogProbs
-from slimrl.megatron.training.loss import PolicyLossConfig, PolicyLossHooks
-from slimrl.megatron.training.loss_sums import LossSums
-from slimrl.megatron.training.memory_report import MemoryReport
+from slimrl.megatron.training.loss.custom_loss import CheckedCustomLoss
+from slimrl.megatron.training.loss.loss_sums import LossSums
+from slimrl.megatron.training.loss.policy_loss import PolicyLossConfig, PolicyLossHooks
 from slimrl.megatron.training.pass_plan import PassPlan
-from slimrl.megatron.training.profiling import ACTOR, LOG_PROBS, OVERALL, MemoryHistory, PartProfiler
-from slimrl.megatron.training.train_dump import save_train_data
-from slimrl.megatron.training.train_metrics import PhaseTimes, reduce_step, rollout_metrics
+from slimrl.megatron.training.reporting.memory_report import MemoryReport
+from slimrl.megatron.training.reporting.profiling import ACTOR, LOG_PROBS, OVERALL, MemoryHistory, PartProfiler
+from slimrl.megatron.training.reporting.train_dump import save_train_data
+from slimrl.megatron.training.reporting.train_metrics import PhaseTimes, reduce_step, rollout_metrics, step_counts
 from slimrl.megatron.training.trained_model import TrainedModel
 from slimrl.models.model_spec import ModelSpec
 from slimrl.observability.tracer import Timeline
@@ -127,9 +127,11 @@ class MegatronTrainer:
         self._policy = TrainedModel.build(args, self.stages, self.parallel, reference)
         self._reference, self._wrapped = self._policy.reference, self._policy.wrapped
         self.optimizer, self.scheduler = self._policy.optimizer, self._policy.scheduler
-        self._critic = Critic(args, self.parallel, resumed) if args.use_critic and not args.eval_only else None
-        self._critic_only_rollouts = args.num_critic_only_steps
         self._times = PhaseTimes(self.parallel.device)
+        self._critic: Critic | None = None
+        if args.use_critic and not args.eval_only:
+            self._critic = Critic(args, self.parallel, resumed, self._times, self._timeline)
+        self._critic_only_rollouts = args.num_critic_only_steps
         self.rollout_metrics: dict[str, float] = {}
         self.start_rollout_id, self.data_state = self._resume(resumed)
         self.memory_report = MemoryReport(
@@ -225,7 +227,7 @@ class MegatronTrainer:
             self._on_progress(next(count), total)
 
         with self._profiler.part(LOG_PROBS, rollout_id):
-            values = self._values(steps, batch, advance)
+            values = None if self._critic is None else self._critic.values(steps, batch, advance)
             scores = self._passes.run(rollout_id, steps, batch.loss_mask.numel(), advance, trains=trains_policy)
             columns, data = build_train_inputs(
                 self._algorithm,
@@ -241,40 +243,17 @@ class MegatronTrainer:
         if self._dump_template is not None:
             with_policy = self._algorithm.compute_advantages_and_returns
             save_train_data(self._dump_template, rollout_id, batch, columns, self.parallel, with_policy=with_policy)
-        metrics = self._train_critic(rollout_id, steps, batch, columns, advance)
+        metrics = step_counts(batch)
+        if self._critic is not None:
+            assert columns.values is not None and columns.returns is not None  # of `build_train_inputs`
+            inputs = ValueColumns(columns.values, columns.returns, columns.loss_mask)
+            of_critic = self._critic.train(steps, inputs, batch, rollout_id, advance)
+            metrics = [counts | own for counts, own in zip(metrics, of_critic, strict=True)]
         if trains_policy:
             of_policy = self._train_policy(rollout_id, steps, batch, columns, data, scores, advance)
             metrics = [other | own for own, other in zip(of_policy, metrics, strict=True)]
         self.rollout_metrics = self._report(batch, columns, scores)
         return metrics
-
-    def _values(self, steps: list[list[MicroBatch]], batch: RolloutBatch, advance: Callable[[], None]) -> Tensor | None:
-        """The critic's values before the rollout's first optimizer step, None without a critic."""
-        if self._critic is None:
-            return None
-        everything = [micro_batch for step in steps for micro_batch in step]
-        with self._times.phase("values"), self._timeline.span("values"):
-            return self._critic.values(everything, batch.loss_mask.numel(), advance)
-
-    def _train_critic(
-        self,
-        rollout_id: int,
-        steps: list[list[MicroBatch]],
-        batch: RolloutBatch,
-        columns: TrainTensors,
-        advance: Callable[[], None],
-    ) -> list[dict[str, float]]:
-        """The critic's optimizer steps; metrics of each, which are only counts without a critic."""
-        counts = [
-            {"samples": float(samples), "global_batch_size": float(samples)} for samples in batch.samples_per_step
-        ]
-        if self._critic is None:
-            return counts
-        assert columns.values is not None and columns.returns is not None  # of `build_train_inputs`
-        inputs = ValueColumns(columns.values, columns.returns, columns.loss_mask)
-        with self._times.phase("critic_train"), self._timeline.span("critic"):
-            found = self._critic.train(steps, inputs, batch, rollout_id, advance)
-        return [own | other for own, other in zip(counts, found, strict=True)]
 
     def _train_policy(
         self,

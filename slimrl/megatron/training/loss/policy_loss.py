@@ -26,7 +26,7 @@ from slimrl.algorithms.reduction import masked_sum, sample_mean_weights
 from slimrl.arguments.flags.algorithm import AlgorithmArguments
 from slimrl.hooks import CustomTIS, HookFailedError, PgLossReducer, named, naming_calls
 from slimrl.hooks.base import RunArguments
-from slimrl.megatron.training.loss_sums import LossMetricNames, LossSums, named_sums, summed
+from slimrl.megatron.training.loss.loss_sums import LossMetricNames, LossSums, named_sums, summed
 
 _TIS = "--custom-tis-function-path"
 _REDUCER = "--custom-pg-loss-reducer-function-path"

@@ -23,11 +23,11 @@ from slimrl.arguments.flags.algorithm import AlgorithmArguments
 from slimrl.data.train_batch import RolloutBatch
 from slimrl.hooks import HookFailedError
 from slimrl.megatron.parallel import ParallelState
-from slimrl.megatron.training.custom_loss import FLAG as CUSTOM_LOSS
-from slimrl.megatron.training.custom_loss import added_metrics
 from slimrl.megatron.training.forward_step import TrainTensors
-from slimrl.megatron.training.loss import PolicyLossConfig
-from slimrl.megatron.training.loss_sums import LossMetricNames, LossSums
+from slimrl.megatron.training.loss.custom_loss import FLAG as CUSTOM_LOSS
+from slimrl.megatron.training.loss.custom_loss import added_metrics
+from slimrl.megatron.training.loss.loss_sums import LossMetricNames, LossSums
+from slimrl.megatron.training.loss.policy_loss import PolicyLossConfig
 from slimrl.models.model_spec import ModelSpec
 from slimrl.models.parameters import FORWARD_AND_BACKWARD, forward_flops
 
@@ -185,6 +185,14 @@ def _speeds(seconds: dict[str, float], tokens: float, flops: dict[str, float], w
     if "actor_train" in seconds:
         found["perf/actor_train_tok_per_s"] = tokens / seconds["actor_train"]
     return found
+
+
+def step_counts(batch: RolloutBatch) -> list[dict[str, float]]:
+    """Samples and trained tokens of each optimizer step, over all data-parallel ranks."""
+    return [
+        {"samples": float(samples), "global_batch_size": float(samples), "tokens": float(tokens)}
+        for samples, tokens in zip(batch.samples_per_step, batch.tokens_per_step, strict=True)
+    ]
 
 
 # metrics that the trainer and the driver add to a step later
