@@ -144,6 +144,8 @@ _ROWS: dict[str, tuple[str, str | None, str]] = {
     "trainer.critic-warmup": (VERL, "--num-critic-only-steps", ""),
     "algorithm.use-kl-in-reward": (VERL, "--kl-coef", "above 0"),
     "algorithm.kl-ctrl.kl-coef": (VERL, "--kl-coef", ""),
+    "algorithm.kl-ctrl.target-kl": (VERL, "--kl-target", "in nats per response, not per token"),
+    "algorithm.kl-ctrl.horizon": (VERL, "--kl-horizon", "with --kl-target"),
     "algorithm.norm-adv-by-std-in-grpo": (VERL, "--disable-grpo-std-normalization", "for False"),
     "algorithm.rollout-correction.rollout-is": (VERL, "--tis-level", "with --use-tis"),
     "algorithm.rollout-correction.rollout-is-threshold": (VERL, "--tis-clip", "with --use-tis"),

@@ -184,6 +184,26 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             )
         ],
     ),
+    "kl_target_has_a_coefficient": (
+        ["--kl-loss-coef 0 --kl-coef 0.1 --kl-target 6 --kl-horizon 20000"],
+        [
+            ("--kl-horizon 20000", "--kl-horizon belongs to --kl-target: add it, or leave --kl-horizon out."),
+            (
+                "--kl-target 6",
+                "--kl-target 6 has no coefficient to move: give --kl-coef above 0, its first value.",
+            ),
+            (
+                "--kl-loss-coef 0 --kl-coef 0.1 --kl-target 6 --kl-horizon 10",
+                "--kl-horizon 10 is below the 256 samples of a rollout, and --kl-coef would jump: raise it.",
+            ),
+            (
+                "--kl-loss-coef 0 --kl-coef 0.1 --kl-target 6 --custom-advantage-function-path"
+                " examples.advantages.discounted",
+                "--kl-target 6 moves the penalty of the built-in advantages, and --custom-advantage-function-path"
+                " examples.advantages.discounted replaces them: leave it out.",
+            ),
+        ],
+    ),
     "groups_can_be_compared": (
         ["--n-samples-per-prompt 1 --disable-rewards-normalization"],
         [

@@ -77,6 +77,13 @@ class AlgorithmArguments:
         "k1", "KL estimator of the loss and of --kl-coef", choices=("k1", "k2", "k3", "low_var_kl")
     )
     kl_coef: float = flag(0.0, "weight of the KL penalty inside the advantage; needs --ref-load")
+    kl_target: float | None = flag(
+        None,
+        "move --kl-coef after every rollout so that the KL of a response to the reference approaches this (nats per"
+        " response; constant coefficient)",
+        above=0,
+    )
+    kl_horizon: float = flag(10000.0, "samples in which --kl-target changes --kl-coef by its whole error", above=0)
     ref_kl_metric_interval: int = flag(
         1,
         "compute the reference's log-probabilities every that many rollouts, where the KL of --use-kl-loss is only"

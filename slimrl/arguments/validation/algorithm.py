@@ -26,6 +26,33 @@ def kl_is_counted_once(args: Arguments, context: Context) -> Iterator[Problem]:
         )
 
 
+def kl_target_has_a_coefficient(args: Arguments, context: Context) -> Iterator[Problem]:
+    """An adaptive coefficient starts above 0, stays there, and reaches the advantages."""
+    target = args.kl_target
+    if target is None:
+        if "kl_horizon" in context.given:
+            yield Problem("--kl-horizon", "--kl-horizon belongs to --kl-target: add it, or leave --kl-horizon out.")
+        return
+    if args.kl_coef <= 0:
+        yield Problem(
+            "--kl-target",
+            f"--kl-target {target:g} has no coefficient to move: give --kl-coef above 0, its first value.",
+        )
+    samples = (args.rollout_batch_size or 0) * (args.n_samples_per_prompt or 0)
+    if args.kl_horizon < samples:
+        yield Problem(
+            "--kl-horizon",
+            f"--kl-horizon {args.kl_horizon:g} is below the {samples} samples of a rollout, and --kl-coef would jump:"
+            " raise it.",
+        )
+    if args.custom_advantage_function_path is not None:
+        yield Problem(
+            "--kl-target",
+            f"--kl-target {target:g} moves the penalty of the built-in advantages, and --custom-advantage-function-path"
+            f" {args.custom_advantage_function_path} replaces them: leave it out.",
+        )
+
+
 def clip_range_is_ordered(args: Arguments, context: Context) -> Iterator[Problem]:
     """The dual clip bounds the ratio beyond the ordinary upper clip."""
     if args.eps_clip_c is None or args.eps_clip_high is None:

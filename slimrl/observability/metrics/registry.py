@@ -246,6 +246,8 @@ ROLLOUT = (
         when="with a reference model, every --ref-kl-metric-interval",
     ),
     Metric("rollout/kl", "the same for the KL to the reference model (--kl-loss-type)", "nats", when="the same"),
+    Metric("rollout/sample_kl", "mean over samples of that KL, summed over trained tokens", "nats", when="--kl-target"),
+    Metric("rollout/kl_coef", "coefficient of the KL penalty in this rollout", when="--kl-target"),
     Metric("rollout/advantages", "the same for the advantages, after whitening"),
     Metric(
         "rollout/returns",

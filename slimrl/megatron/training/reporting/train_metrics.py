@@ -18,7 +18,7 @@ from torch import Tensor
 
 from slimrl.algorithms.kl import kl_estimate
 from slimrl.algorithms.off_policy import effective_share
-from slimrl.algorithms.reduction import sample_mean_weights
+from slimrl.algorithms.reduction import sample_mean_weights, sums_per_sample
 from slimrl.arguments.flags.algorithm import AlgorithmArguments
 from slimrl.data.train_batch import RolloutBatch
 from slimrl.hooks import HookFailedError
@@ -144,6 +144,8 @@ def _policy_sums(
     if columns.ref_log_probs is not None:
         of_samples["rollout/ref_log_probs"] = per_sample(columns.ref_log_probs)
         of_samples["rollout/kl"] = per_sample(kl_estimate(train, columns.ref_log_probs, algorithm.kl_loss_type))
+        if algorithm.kl_target is not None:
+            of_samples["rollout/sample_kl"] = of_samples["rollout/kl"] * sums_per_sample((mask != 0).double(), lengths)
     if returns is not None:
         of_samples["rollout/returns"] = per_sample(returns)
     if columns.values is not None:
