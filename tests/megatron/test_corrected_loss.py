@@ -16,7 +16,7 @@ from slimrl.data.train_batch import RolloutBatch
 from slimrl.megatron.training.loss.policy_loss import PolicyLossConfig, PolicyLossInputs, policy_loss_sums
 from slimrl.megatron.training.reporting.train_metrics import reduce_step
 from tests.megatron import layouts, ranks, reference
-from tests.megatron.layouts import CP2, DYNAMIC, PP2, SPREAD, TP2_SP, Layout
+from tests.megatron.layouts import CP2, DYNAMIC, PP2, SPREAD, Layout
 
 SETTINGS = PolicyLossConfig(
     eps_clip=0.2,
@@ -187,7 +187,6 @@ def test_metrics_of_the_step_are_shares_of_tokens_and_samples():
 
 
 LAYOUTS = {
-    "TP2 SP": Layout(2, TP2_SP),
     "PP2": Layout(2, PP2),
     "CP2, packed": Layout(2, CP2 | DYNAMIC),
     "DP2, packed": Layout(2, SPREAD | DYNAMIC),

@@ -12,7 +12,7 @@ import torch
 from slimrl.data.train_batch import RolloutBatch
 from slimrl.megatron.training.loss.policy_loss import PolicyLossConfig, PolicyLossInputs, policy_loss_sums
 from tests.megatron import layouts, ranks, reference
-from tests.megatron.layouts import CP2, DYNAMIC, PP2, SPREAD, TP2_SP, Layout
+from tests.megatron.layouts import CP2, DYNAMIC, PP2, SPREAD, Layout
 
 COEF = 0.1  # VAPO's
 LENGTHS = (3, 2, 4)
@@ -86,7 +86,6 @@ def by_hand(models: layouts.Models, rollout: RolloutBatch, rows: range) -> float
 
 
 LAYOUTS = {
-    "TP2 SP": Layout(2, TP2_SP),
     "PP2": Layout(2, PP2),
     "CP2, packed": Layout(2, CP2 | DYNAMIC),
     "DP2, packed": Layout(2, SPREAD | DYNAMIC),
