@@ -226,8 +226,8 @@ class CriticArguments:
     )
     critic_load: str | None = flag(
         None,
-        "folder of the critic's weights: a critic's checkpoint, or a model (torch_dist or Hugging Face), whose head is"
-        " then new (path; on resuming --critic-save, at the start --ref-load or --load)",
+        "folder of the critic's weights: a critic's checkpoint, a reward model, or a model (torch_dist or Hugging Face)"
+        " whose head is then new (path; on resuming --critic-save, at the start --ref-load or --load)",
     )
     critic_save: str | None = flag(
         None, "folder for the critic's checkpoints, written at each of --save (path; the folder critic in --save)"
