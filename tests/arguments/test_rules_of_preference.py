@@ -85,6 +85,7 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
                     "--normalize-advantages",
                     "--calculate-per-token-loss",
                     "--rollout-max-prompt-len 100",
+                    "--positive-example-loss-coef 0.1",
                     "--advantage-estimator gspo",
                     "--eps-clip 0.1",
                 )

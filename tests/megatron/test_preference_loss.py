@@ -181,10 +181,10 @@ def evaluate_and_train(rank: int, world_size: int, init_method: str, args: Any, 
     """The metrics of an evaluation of the pairs, of the optimizer step on them, and of an evaluation after it."""
     trainer = ranks.start(rank, world_size, init_method, args)
     share = ranks.share_of(trainer, rollout)
-    before = trainer.evaluate_pairs(share)
+    before = trainer.pairs.evaluate(share)
     (trained,) = trainer.train(0, share)
     speeds = trainer.rollout_metrics
-    after = trainer.evaluate_pairs(share)
+    after = trainer.pairs.evaluate(share)
     trainer.close()
     return before, trained, after, speeds
 

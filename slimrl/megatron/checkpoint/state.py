@@ -102,6 +102,7 @@ class TrainingState:
     scheduler: OptimizerParamScheduler
     parallel: ParallelState
     trained_weights: str = "every weight trained"  # the flag that selected them, as typed
+    numbers: dict[str, float] = dataclasses.field(default_factory=dict)  # of the run, by name; restored in place
     divisions: dict[bool, io.Division] = dataclasses.field(  # of saves with and without the optimizer
         default_factory=lambda: {True: io.Division(), False: io.Division()}
     )
@@ -147,6 +148,7 @@ def take_snapshot(
         "distributed_optimizer": state.optimizer.config.use_distributed_optimizer,
         "layout": layout(state.parallel),
         "trained_weights": state.trained_weights,
+        **({} if not state.numbers else {"numbers": dict(state.numbers)}),
         **({} if saved_with is None else {"saved_with": saved_with}),
     }
     prepared = io.prepare(content, {"content": "training", **about}, state.divisions[with_optimizer])
@@ -187,6 +189,8 @@ def load_training_state(
         state.scheduler.load_state_dict(loaded["scheduler"])
     if load_random_state and same_layout:
         restore(loaded["rng_state"])
+    saved = metadata.get("numbers", {})
+    state.numbers.update({name: saved[name] for name in state.numbers.keys() & saved.keys()})
     return checkpoint_folder.read_data_state(found.path)
 
 

@@ -6,6 +6,7 @@ bit. Does not need Ray: one trainer per process; every rank makes the same calls
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import functools
 import itertools
@@ -52,12 +53,12 @@ from slimrl.megatron.training.forward_step import (
     policy_sums,
 )
 from slimrl.megatron.training.freeze import describe_trained_parameters, freeze_parameters
-from slimrl.megatron.training.held_out import held_out_metrics
+from slimrl.megatron.training.kl_controller import KLController
 from slimrl.megatron.training.log_prob_passes import LogProbPasses, RolloutLogProbs
 from slimrl.megatron.training.loss.custom_loss import CheckedCustomLoss
 from slimrl.megatron.training.loss.loss_sums import LossSums
 from slimrl.megatron.training.loss.policy_loss import PolicyLossConfig, PolicyLossHooks
-from slimrl.megatron.training.loss.preference_loss import PairLoss
+from slimrl.megatron.training.pair_training import PairTraining
 from slimrl.megatron.training.pass_plan import PassPlan
 from slimrl.megatron.training.reporting.memory_report import MemoryReport
 from slimrl.megatron.training.reporting.profiling import ACTOR, LOG_PROBS, OVERALL, MemoryHistory, PartProfiler
@@ -76,7 +77,7 @@ class MegatronTrainer:
     Public state: `start_rollout_id` (the first rollout to train on), `data_state` (as saved with the checkpoint
     that was resumed, else None), `parallel`, `stages` (the unwrapped GPTModels of this rank: one, or one per virtual
     stage). `memory` offloads and onloads all of it; an offloaded trainer raises on train and save. `memory_report`
-    measures it. `rollout_metrics` has means and speeds of the last rollout (`train_metrics.rollout_metrics`).
+    measures it. `rollout_metrics` has means and speeds of the last rollout; `pairs` evaluates pairs, None without them.
     """
 
     def __init__(
@@ -130,6 +131,7 @@ class MegatronTrainer:
         self._reference, self._wrapped = self._policy.reference, self._policy.wrapped
         self.optimizer, self.scheduler = self._policy.optimizer, self._policy.scheduler
         self._times = PhaseTimes(self.parallel.device)
+        self._kl = KLController(args, self.parallel.device)
         self._critic: Critic | None = None
         if args.use_critic and not args.eval_only:
             self._critic = Critic(args, self.parallel, resumed, self._times, self._timeline)
@@ -168,7 +170,7 @@ class MegatronTrainer:
             if self._loss_settings.is_custom_loss
             else None
         )
-        self._pair_loss = PairLoss.from_args(args, self._log_prob_settings)
+        self.pairs = PairTraining.from_args(args, self._passes, self._loss_settings, self._pack)
         beside = [] if self._critic is None or args.critic_save is None else [Path(args.critic_save)]
         self._saver = CheckpointSaver(
             background=args.async_save,
@@ -196,7 +198,8 @@ class MegatronTrainer:
 
     @functools.cached_property
     def _training_state(self) -> TrainingState:
-        return self._policy.training_state(self.parallel, describe_trained_parameters(self._algorithm))
+        state = self._policy.training_state(self.parallel, describe_trained_parameters(self._algorithm))
+        return dataclasses.replace(state, numbers=self._kl.numbers)
 
     def train(self, rollout_id: int, batch: RolloutBatch) -> list[dict[str, float]]:
         """Train on this data-parallel rank's part of one rollout; metrics per optimizer step, equal on every rank.
@@ -233,7 +236,7 @@ class MegatronTrainer:
             values = None if self._critic is None else self._critic.values(steps, batch, advance)
             scores = self._passes.run(rollout_id, steps, batch.loss_mask.numel(), advance, trains=trains_policy)
             columns, data = build_train_inputs(
-                self._algorithm,
+                self._kl.applied_to(self._algorithm),
                 self._hooks,
                 rollout_id,
                 batch,
@@ -256,6 +259,8 @@ class MegatronTrainer:
             of_policy = self._train_policy(rollout_id, steps, batch, columns, data, scores, advance)
             metrics = [other | own for own, other in zip(of_policy, metrics, strict=True)]
         self.rollout_metrics = self._report(batch, columns, scores)
+        if trains_policy:
+            self._kl.after_rollout(self.rollout_metrics, sum(batch.samples_per_step))
         return metrics
 
     def _train_policy(
@@ -304,11 +309,6 @@ class MegatronTrainer:
             scored_rows=scores.scored_rows,
         )
 
-    def evaluate_pairs(self, batch: RolloutBatch) -> dict[str, float]:
-        """The metrics of pairs that are not trained on; `batch` as for `train`. Collective over all ranks."""
-        micro_batches = [self._pack(batch, rows) for step in batch.micro_batches for rows in step]
-        return held_out_metrics(self._passes, self._pair_loss, self._loss_settings, batch, micro_batches)
-
     def _pack(self, batch: RolloutBatch, rows: list[int]) -> MicroBatch:
         return pack_micro_batch(
             batch,
@@ -333,8 +333,8 @@ class MegatronTrainer:
         if self._custom_loss is not None:
             assert data is not None  # made by `build_train_inputs` for a custom loss
             sums_of = functools.partial(self._custom_loss.sums, columns=columns, data=data)
-        elif self._pair_loss is not None:
-            sums_of = functools.partial(self._pair_loss.sums, columns=columns)
+        elif self.pairs is not None:
+            sums_of = functools.partial(self.pairs.loss.sums, columns=columns)
         else:
             on_policy = None if scores.first_step is None else scores.note
             sums_of = policy_sums(columns, self._log_prob_settings, self._loss_settings, on_policy)

@@ -9,11 +9,14 @@ functions report are passed on unchanged.
 from __future__ import annotations
 
 from slimrl.observability.metrics import Metric
+from slimrl.observability.metrics.speed_rows import MEMORY, PERF
 
 _OF_RANKS = "the trainer's rollout columns, "  # of all samples that are trained on
 _TURNS = "--log-multi-turn"
 _MISMATCH = "--get-mismatch-metrics"
 _TIS = "--use-tis"
+_RS = "--use-rs"
+_OF_LEVEL = "{}, over trained tokens; over samples with --tis-level sequence and geometric"
 _ENTROPY = "--use-rollout-entropy"
 _FAULTS = "--use-fault-tolerance"
 _SFT = "--loss-type sft_loss"
@@ -24,7 +27,8 @@ TRAIN = (
     Metric("train/step", "the optimizer step: horizontal axis of train/", "count", "last"),
     Metric(
         "train/loss",
-        "training loss: pg_loss - entropy_coef * entropy_loss + kl_loss_coef * kl_loss, or that of another --loss-type",
+        "training loss: pg_loss - entropy_coef * entropy_loss + kl_loss_coef * kl_loss, and with"
+        " --positive-example-loss-coef the weighted positive_example_loss; or that of another --loss-type",
     ),
     Metric("train/perplexity", "exp of train/loss", when=_SFT),
     Metric(
@@ -55,6 +59,12 @@ TRAIN = (
         "nats",
         when="not in rollouts that --ref-kl-metric-interval leaves out",
     ),
+    Metric(
+        "train/positive_example_loss",
+        "mean negative log-likelihood of the trained tokens of samples with a high reward",
+        "nats",
+        when="--positive-example-loss-coef",
+    ),
     Metric("train/ratio_mean", "mean of policy / old policy; 1 in the first optimizer step"),
     Metric("train/ratio_max_abs_diff", "largest |ratio - 1| of any token", "", "max"),
     Metric(
@@ -66,6 +76,25 @@ TRAIN = (
     Metric("train/tis", "mean ratio of training to engine probability, the weight before clipping", when=_TIS),
     Metric("train/tis_clipfrac", "tokens whose weight was clipped", "fraction", when=_TIS),
     Metric("train/tis_abs", "mean distance of that weight from 1", when=_TIS),
+    Metric(
+        "train/tis_clipped_samples",
+        "samples with a token whose weight was clipped or masked, of those with trained tokens",
+        "fraction",
+        when=_TIS,
+    ),
+    Metric("train/tis_weight", _OF_LEVEL.format("mean weight, clipped or masked"), when=_TIS),
+    Metric("train/tis_weight_square", _OF_LEVEL.format("mean square of that weight"), when=_TIS),
+    Metric(
+        "train/tis_ess",
+        "effective sample size of these weights (Kish), tis_weight^2 / tis_weight_square",
+        "fraction",
+        when=_TIS,
+    ),
+    Metric("train/rs_masked_tokens", "trained tokens that --use-rs rejected", "fraction", when=_RS),
+    Metric("train/rs_masked_samples", "samples of which it rejected every trained token", "fraction", when=_RS),
+    Metric(
+        "train/rs_vetoed_samples", "samples with a token below the threshold", "fraction", when="--rs-veto-threshold"
+    ),
     Metric("train/opsm_clipfrac", "tokens that --use-opsm masked", "fraction", when="--use-opsm"),
     Metric("train/grad_norm", "norm of the gradient over all parameters, before clipping"),
     Metric("train/lr", "learning rate of the optimizer step", "", "last"),
@@ -126,6 +155,13 @@ ROLLOUT = (
     Metric("rollout/response_len/{mean,median,max,min}", "response tokens of a sample", "tokens"),
     Metric("rollout/prompt_len/mean", "prompt tokens of a sample", "tokens"),
     Metric("rollout/truncated_ratio", "samples cut off by the length limit", "fraction"),
+    Metric(
+        "rollout/overlong_penalty",
+        "mean of what is added to the training rewards of long responses",
+        "reward",
+        when="--overlong-buffer-len",
+    ),
+    Metric("rollout/overlong_ratio", "samples with that penalty", "fraction", when="--overlong-buffer-len"),
     Metric("rollout/repetition_frac", "responses that end in a repeated pattern", "fraction"),
     Metric("rollout/zero_std/ratio", "groups whose rewards are all equal: they contribute no gradient", "fraction"),
     Metric("rollout/zero_std/count_<reward>", "groups in which every sample has that reward", "count"),
@@ -233,6 +269,8 @@ ROLLOUT = (
         when="with a reference model, every --ref-kl-metric-interval",
     ),
     Metric("rollout/kl", "the same for the KL to the reference model (--kl-loss-type)", "nats", when="the same"),
+    Metric("rollout/sample_kl", "mean over samples of that KL, summed over trained tokens", "nats", when="--kl-target"),
+    Metric("rollout/kl_coef", "coefficient of the KL penalty in this rollout", when="--kl-target"),
     Metric("rollout/advantages", "the same for the advantages, after whitening"),
     Metric(
         "rollout/returns",
@@ -290,83 +328,6 @@ EVAL = (
         "mean reward of the data set: with rewards 0 and 1 the accuracy; the accuracy of held-out pairs",
         "reward",
     ),
-)
-
-_TRAINING = "with training"
-_LATENCIES = "{mean,median,p99,max,min}"
-PERF = (
-    Metric("perf/generate_time", "the rollout, from its start to the training batches", "s"),
-    Metric("perf/train_time", "the train call", "s"),
-    Metric("perf/update_weights_time", "the weight update", "s"),
-    Metric("perf/{total_time,step_time}", "the step, without save and evaluate", "s"),
-    Metric("perf/wait_for_rollout_time", "waiting for generation", "s"),
-    Metric("perf/train_wait_time", "step time minus train_time", "s", when=_TRAINING),
-    Metric("perf/wait_time_ratio", "train_wait_time as a part of the step", "fraction", when=_TRAINING),
-    Metric(
-        "perf/{save,evaluate}_time", "the save or the evaluation after a step", "s", when="after a step with either"
-    ),
-    Metric(
-        "perf/{release_engines,wake_training,park_training,resume_engines}_time",
-        "offloading and onloading of weights and caches",
-        "s",
-        when="--offload",
-    ),
-    Metric("perf/train_tokens_per_second", "trained tokens / perf/train_time, all ranks together", "tokens/s"),
-    Metric("perf/update_weights_wire_bytes", "sent by the rank that sent most", "bytes", when="after a weight update"),
-    Metric(
-        "perf/update_weights_bytes_per_second",
-        "the same divided by the time of the weight update",
-        "bytes/s",
-        when="after a weight update",
-    ),
-    Metric("perf/data_preprocess_time", "packing of micro-batches (rank 0)", "s", when=_TRAINING),
-    Metric(
-        "perf/{log_probs,ref_log_probs}_time",
-        "pass of the policy, of the reference, before the optimizer steps (rank 0)",
-        "s",
-        when="where such a pass runs",
-    ),
-    Metric("perf/values_time", "pass of the critic before the optimizer steps (rank 0)", "s", when=_CRITIC),
-    Metric("perf/critic_train_time", "the critic's forward, backward and optimizer, all steps", "s", when=_CRITIC),
-    Metric("perf/actor_train_time", "forward, backward and optimizer, all steps (rank 0)", "s", when=_TRAINING),
-    Metric(
-        "perf/actor_train_tok_per_s", "prompt and response tokens / that time, all ranks", "tokens/s", when=_TRAINING
-    ),
-    Metric(
-        "perf/{log_probs,ref_log_probs,actor_train}_tflops",
-        "per training GPU, without padding and recomputation; forward and backward count as three passes",
-        "TFLOP/s",
-        when="where such a pass runs",
-    ),
-    Metric(
-        "perf/rollout_time",
-        "generation and scoring; with `--max-weight-staleness` the time since the previous rollout was handed over (the"
-        " first after a resume uses groups from the checkpoint, so its speeds are too high)",
-        "s",
-    ),
-    Metric("perf/tokens_per_gpu_per_sec", "response tokens per rollout_time and rollout GPU", "tokens/s"),
-    Metric("perf/effective_tokens_per_gpu_per_sec", "the same without masked tokens", "tokens/s"),
-    Metric("perf/longest_sample_tokens_per_sec", "tokens of the longest response / rollout_time", "tokens/s"),
-    Metric("perf/longest_effective_sample_tokens_per_sec", "the same without masked tokens", "tokens/s"),
-    Metric(
-        "perf/longest_{sample,effective_sample}_tokens_per_sec_without_non_generation",
-        "these without the time in which that sample waited for its tools",
-        "tokens/s",
-        when="tools",
-    ),
-    Metric("perf/non_generation_time/{mean,median,max,min}", "a sample's time in tools", "s", when="tools"),
-    Metric(f"perf/request/e2e_latency/{_LATENCIES}", "a server's time for a request, queue included", "s"),
-    Metric(
-        f"perf/request/queue_time/{_LATENCIES}",
-        "of that in the server's queue",
-        "s",
-        when="--sglang-enable-metrics",
-    ),
-)
-
-MEMORY = (
-    Metric("memory/<process>_rss_gib", "resident memory, by process (docs/health.md)", "GiB"),
-    Metric("memory/rank<r>_cuda_{allocated,peak,reserved,device_used}_gib", "GPU memory of a rank", "GiB", when="GPUs"),
 )
 
 SECTIONS = {
