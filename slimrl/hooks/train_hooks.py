@@ -14,9 +14,10 @@ data-parallel rank's model-parallel group:
 | `rollout_log_probs`, `log_probs` | float32 [response]: the engines', and training's before the first step |
 | `ref_log_probs` | float32 [response]: the reference model's, with --use-kl-loss or --kl-coef |
 | `kl` | float32 [response]: the KL estimate of --kl-coef, else 0 |
+| `values` | float32 [response]: the critic's, before the first step; absent without a critic |
 | `advantages`, `returns` | float32 [response]; equal without a critic, unless a custom function sets them |
 
-The last three lines, and `log_probs`, are absent with --disable-compute-advantages-and-returns. A hook may add lists
+The last four lines, and `log_probs`, are absent with --disable-compute-advantages-and-returns. A hook may add lists
 with an entry per sample; they are passed on, up to the `batch` of a custom loss.
 """
 

@@ -345,8 +345,9 @@ def step_line(
     parts += [f"{label} {train[name]:.3g}" for name, label in _SHOWN.items() if name in train]
     if supervised and "tokens" in train:
         parts.append(f"{train['tokens']:.0f} tokens")
-    if train.get("skipped"):
-        parts.append(f"SKIPPED {train['skipped']:g} of {len(record.train)} optimizer steps")
+    for name, whose in (("skipped", ""), ("critic-skipped", " of the critic")):
+        if train.get(name):
+            parts.append(f"SKIPPED {train[name]:g} of {len(record.train)} optimizer steps{whose}")
     parts += _sample_warnings(record.rollout, compares_groups)
     least = _SHOWN_SECONDS if supervised else 0.0
     phases = [phase for phase in _SHORT_PHASES if phase == "total" or seconds[phase] >= least]
