@@ -240,6 +240,8 @@ def _checkpoints(plan: Plan) -> Iterator[str]:
         rows.append(("weights", start.flag, f"{start.weights.folder} ({start.weights.name})"))
     if start.reference is not None:
         rows.append(("reference", "--ref-load", f"{start.reference.folder} ({start.reference.name})"))
+    if start.teacher is not None and not args.eval_only:
+        rows.append(("teacher", "--opd-teacher-load", f"{start.teacher.folder} ({start.teacher.name})"))
     if args.load is not None and start.flag != "--load":
         rows.append(("resume from", "--load", f"{args.load} has no checkpoint yet: a fresh start"))
     if args.eval_only:
@@ -346,8 +348,13 @@ def _stage_rows(stages: Sequence[StageMemory]) -> Iterator[tuple[str, list[int]]
 
 
 def _host_reason(plan: Plan) -> str:
-    reasons = ["the reference model"] if plan.args.use_reference and not plan.args.eval_only else []
-    return " and ".join(reasons + (["optimizer state and gradients"] if plan.args.optimizer_cpu_offload else []))
+    args, trains = plan.args, not plan.args.eval_only
+    reasons = {
+        "the reference model": trains and args.use_reference,
+        "the teacher": trains and args.has_megatron_teacher,
+        "optimizer state and gradients": args.optimizer_cpu_offload,
+    }
+    return " and ".join(reason for reason, given in reasons.items() if given)
 
 
 def _engine(plan: Plan) -> Iterator[str]:

@@ -33,7 +33,7 @@ class StageMemory:
     loss: int  # the output layer's logits or pieces of them and its gradients, last stage only
     backward: int  # of the layer that the backward pass is at
     weight_update: int  # two buckets of new weights, and what is gathered then: none of the three above is there
-    host: int  # in host memory: reference weights; with --optimizer-cpu-offload state and gradients
+    host: int  # in host memory: weights of reference and teacher; with --optimizer-cpu-offload state and gradients
 
     @property
     def resident(self) -> int:
@@ -75,7 +75,8 @@ def _stage(
     offloaded = int(state * args.optimizer_offload_fraction) if args.optimizer_cpu_offload else 0
     copied = offloaded * FP32 // max(_state_bytes(args), 1)  # gradients go where the state is, in float32
     held = _shared_out(args, groups, dense, expert, "optim_grads_params") * element
-    has_reference, trains = args.use_reference and not args.eval_only, not args.eval_only
+    trains = not args.eval_only
+    host_models = trains * (args.use_reference + args.has_megatron_teacher)  # each also has room for the policy
     gathered = (dense + expert) * element - held  # Megatron-FSDP holds weights whole between two passes
     return StageMemory(
         layers=parts[number],
@@ -88,7 +89,7 @@ def _stage(
         loss=_output_bytes(args, spec, setting) if last and trains else 0,
         backward=trains * working_bytes(spec, setting, parts[number]),
         weight_update=gathered + _bucket_bytes(args, weights.total * element),
-        host=offloaded + copied + (2 * weights.total * element if has_reference else 0),
+        host=offloaded + copied + 2 * host_models * weights.total * element,
     )
 
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slimrl.algorithms.distillation import TeacherTerm
 from slimrl.algorithms.estimators import ESTIMATORS, Returns
 from slimrl.algorithms.kl import kl_estimate
 from slimrl.algorithms.returns import discounted_returns, reward_at_last_token
@@ -34,12 +35,15 @@ def token_advantages(
     log_probs: Tensor,
     ref_log_probs: Tensor | None,
     group: dist.ProcessGroup,
+    penalty: Tensor | None = None,
 ) -> Tensor:
-    """`token_returns`; with --normalize-advantages whitened over the trained tokens of all data-parallel ranks.
+    """`token_returns` - `penalty`; with --normalize-advantages whitened over the trained tokens of all data-parallel
+    ranks.
 
-    `group` contains these ranks.
+    `group` contains these ranks; `penalty` is [response tokens].
     """
     returns = token_returns(algorithm, batch, log_probs, ref_log_probs)
+    returns = returns if penalty is None else returns - penalty
     return whitened(returns, batch.loss_mask.to(returns.device), group) if algorithm.normalize_advantages else returns
 
 
@@ -150,22 +154,26 @@ def build_train_inputs(
     ref_log_probs: Tensor | None,
     group: dist.ProcessGroup,
     device: torch.device,
+    teacher: TeacherTerm | None = None,
 ) -> tuple[TrainTensors, RolloutData | None]:
     """The loss's inputs except the model's output, and the same as a dict for custom functions (None without these).
 
     `log_probs` [response tokens of the rank] is None for a loss without advantages; `group` contains the data-parallel
-    ranks. Raises HookFailedError if a custom function raises or leaves entries that do not match the samples.
+    ranks; `teacher` is that of --use-opd. Raises HookFailedError if a custom function raises or leaves entries that do
+    not match the samples.
     """
     columns = {"loss_masks": batch.loss_mask.to(device, copy=True)}
     if log_probs is not None:
         columns |= {"log_probs": log_probs, "rollout_log_probs": batch.rollout_log_probs.to(device, copy=True)}
     if ref_log_probs is not None:
         columns["ref_log_probs"] = ref_log_probs
+    if teacher is not None:
+        columns["teacher_log_probs"] = teacher.log_probs
     data = _as_dict(batch, columns, device) if hooks.see_rollout_data else None
     if log_probs is not None:
         if data is not None:
             data["kl"] = _split(_kl(algorithm, log_probs, ref_log_probs), batch)
-        columns["advantages"] = _advantages(algorithm, hooks, batch, columns, data, group)
+        columns["advantages"] = _advantages(algorithm, hooks, batch, columns, data, group, teacher)
     if hooks.postprocess is not None:
         assert data is not None  # `see_rollout_data`
         hooks.postprocess(rollout_id, data)
@@ -183,10 +191,15 @@ def _advantages(
     columns: dict[str, Tensor],
     data: RolloutData | None,
     group: dist.ProcessGroup,
+    teacher: TeacherTerm | None,
 ) -> Tensor:
-    """Advantages from the custom function or the estimator; also stored in `data`."""
+    """Advantages from the custom function or the estimator, less the teacher's penalty; also stored in `data`."""
+    penalty = None
+    if teacher is not None:
+        student = columns["rollout_log_probs" if algorithm.use_rollout_logprobs else "log_probs"]
+        penalty = teacher.penalty(student, columns["loss_masks"])
     if hooks.advantages is None:
-        values = token_advantages(algorithm, batch, columns["log_probs"], columns.get("ref_log_probs"), group)
+        values = token_advantages(algorithm, batch, columns["log_probs"], columns.get("ref_log_probs"), group, penalty)
     else:
         assert data is not None  # `see_rollout_data`
         hooks.advantages(data)
@@ -194,6 +207,7 @@ def _advantages(
         _check_unchanged(data, batch, where)
         values = _joined(data, "advantages", batch, where, columns["log_probs"].device)
         data.setdefault("returns", data["advantages"])
+        values = values if penalty is None else values - penalty
         if algorithm.normalize_advantages:
             values = whitened(values, columns["loss_masks"], group)
     if data is not None:
@@ -271,4 +285,5 @@ def _as_columns(algorithm: AlgorithmArguments, columns: dict[str, Tensor]) -> Tr
         ref_log_probs=columns.get("ref_log_probs"),
         advantages=columns["advantages"],
         loss_mask=columns["loss_masks"],
+        teacher_log_probs=columns.get("teacher_log_probs"),
     )

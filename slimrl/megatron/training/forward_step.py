@@ -127,6 +127,7 @@ class TrainTensors:
     ref_log_probs: Tensor | None
     advantages: Tensor
     loss_mask: Tensor
+    teacher_log_probs: Tensor | None = None  # already in the advantages; the loss does not read them
 
     @classmethod
     def without_policy(cls, loss_mask: Tensor) -> TrainTensors:
@@ -145,6 +146,7 @@ class TrainTensors:
         chosen: dict[str, Any] = {
             field.name: value if value is None else value.index_select(0, micro_batch.response_index)
             for field in dataclasses.fields(self)
+            if field.name != "teacher_log_probs"
             for value in [getattr(self, field.name)]
         }
         if on_policy:
@@ -160,7 +162,7 @@ class TrainTensors:
 
     def broken_samples(self, batch: RolloutBatch) -> list[str]:
         """The samples of `batch` with an input that is not finite (see `nonfinite_guard.broken_samples`)."""
-        names = ("advantages", "rollout_log_probs", "train_log_probs", "ref_log_probs")
+        names = ("advantages", "rollout_log_probs", "train_log_probs", "ref_log_probs", "teacher_log_probs")
         columns = {name: value for name in names if (value := getattr(self, name)) is not None}
         return broken_samples(columns, self.loss_mask, batch.response_lengths, batch.sample_ids)
 

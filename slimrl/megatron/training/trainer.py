@@ -34,6 +34,7 @@ from slimrl.megatron.model.model_builder import CustomModel, build_stages
 from slimrl.megatron.offload import State, memory_of
 from slimrl.megatron.optimizer import build_optimizer
 from slimrl.megatron.ref_model import ReferenceWeights
+from slimrl.megatron.teacher import Teacher
 from slimrl.megatron.training.advantages import (
     RolloutData,
     TrainingHooks,
@@ -118,11 +119,13 @@ class MegatronTrainer:
             patches.warn(args, self.parallel.device)
         after_initialization(args.custom_megatron_init_path, self.hook_args)
         self.stages = build_stages(args, self.parallel, CustomModel.from_args(args))
+        teacher = Teacher.load(args, self._spec, self.stages, self.parallel)  # before the weights that stay loaded
         self._reference: ReferenceWeights | data_parallel.ShardedReference | None = self._load_reference()
         resumed = self._load_weights()
         freeze_parameters(args, self.stages)
         self._wrapped = data_parallel.wrap(config.ddp_config(args), self.stages, self.parallel.device)
         self._reference = data_parallel.shard_reference(self._reference, self._wrapped)
+        teacher = teacher.sharded(self._wrapped)
         data_parallel.install_sync_funcs(self._wrapped)
         self.optimizer = build_optimizer(config.optimizer_config(args), self._wrapped)
         data_parallel.all_gather_params(self._wrapped)
@@ -153,6 +156,7 @@ class MegatronTrainer:
             plan=PassPlan.from_args(args),
             stages=self._wrapped,
             reference=self._reference,
+            teacher=teacher,
             settings=self._log_prob_settings,
             hooks=self._hooks,
             parallel=self.parallel,
@@ -249,7 +253,7 @@ class MegatronTrainer:
             self._on_progress(next(count), total)
 
         with self._profiler.part(LOG_PROBS, rollout_id):
-            scores = self._passes.run(rollout_id, steps, batch.loss_mask.numel(), advance)
+            scores = self._passes.run(rollout_id, steps, batch, advance)
             columns, data = build_train_inputs(
                 self._algorithm,
                 self._hooks,
@@ -259,6 +263,7 @@ class MegatronTrainer:
                 scores.ref_log_probs,
                 self.parallel.dp_group,
                 self.parallel.device,
+                scores.teacher,
             )
         if self._dump_template is not None:
             with_policy = self._algorithm.compute_advantages_and_returns

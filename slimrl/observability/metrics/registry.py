@@ -14,6 +14,7 @@ _TURNS = "--log-multi-turn"
 _MISMATCH = "--get-mismatch-metrics"
 _TIS = "--use-tis"
 _ENTROPY = "--use-rollout-entropy"
+_OPD = "--use-opd"
 _FAULTS = "--use-fault-tolerance"
 
 TRAIN = (
@@ -196,6 +197,13 @@ ROLLOUT = (
         when="with a reference model, every --ref-kl-metric-interval",
     ),
     Metric("rollout/kl", "the same for the KL to the reference model (--kl-loss-type)", "nats", when="the same"),
+    Metric("rollout/teacher_log_probs", "the same for the teacher's log-probabilities", "nats", when=_OPD),
+    Metric(
+        "rollout/opd_reverse_kl",
+        "the same for the sampled reverse KL to the teacher, student - teacher log-probability",
+        "nats",
+        when=_OPD,
+    ),
     Metric("rollout/advantages", "the same for the advantages, after whitening"),
     Metric(
         "rollout/returns",
@@ -275,8 +283,8 @@ PERF = (
     ),
     Metric("perf/data_preprocess_time", "packing of micro-batches (rank 0)", "s", when=_TRAINING),
     Metric(
-        "perf/{log_probs,ref_log_probs}_time",
-        "pass of the policy, of the reference, before the optimizer steps (rank 0)",
+        "perf/{log_probs,ref_log_probs,teacher_log_probs}_time",
+        "pass of the policy, of the reference, of the teacher, before the optimizer steps (rank 0)",
         "s",
         when="where such a pass runs",
     ),
@@ -285,7 +293,7 @@ PERF = (
         "perf/actor_train_tok_per_s", "prompt and response tokens / that time, all ranks", "tokens/s", when=_TRAINING
     ),
     Metric(
-        "perf/{log_probs,ref_log_probs,actor_train}_tflops",
+        "perf/{log_probs,ref_log_probs,teacher_log_probs,actor_train}_tflops",
         "per training GPU, without padding and recomputation; forward and backward count as three passes",
         "TFLOP/s",
         when="where such a pass runs",

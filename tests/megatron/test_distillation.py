@@ -1,0 +1,166 @@
+"""On-policy distillation in the training ranks: the teacher's log-probabilities and their term of the advantages."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slimrl.megatron.training.pass_plan import PassPlan
+from slimrl.observability.metrics.registry import METRICS
+from tests.megatron import layouts, ranks, reference, tiny
+from tests.megatron.layouts import CP2, DYNAMIC, EP2, PP2, SPREAD, TP2_SP, Layout
+from tests.megatron.test_sharding import fsdp
+
+COEF = 0.7
+SETTINGS = dataclasses.replace(layouts.SETTINGS, teacher_coef=COEF)
+LAYOUTS = {
+    "1 rank": (Layout(1, {}), "dense"),
+    "DP2, packed": (Layout(2, SPREAD | DYNAMIC), "dense"),
+    "TP2 SP": (Layout(2, TP2_SP), "dense"),
+    "PP2, packed": (Layout(2, PP2 | DYNAMIC), "dense"),
+    "CP2": (Layout(2, CP2), "dense"),
+    "EP2": (Layout(2, EP2), "MLA"),
+    "DP2, Megatron-FSDP": (Layout(2, fsdp("optim_grads_params")), "dense"),
+}
+
+
+@dataclasses.dataclass
+class Distilled:
+    """Rank 0 after one rollout."""
+
+    result: ranks.StepResult
+    report: dict[str, float]
+    host_bytes: int
+
+
+def train(rank: int, world_size: int, init_method: str, args: Any, rollout: Any) -> Distilled:
+    trainer = ranks.start(rank, world_size, init_method, args)
+    metrics = trainer.train(0, ranks.share_of(trainer, rollout))
+    own = [trainer._reference, trainer._passes.teacher.weights]
+    taken = sum(one.host_bytes for one in own if hasattr(one, "host_bytes"))
+    gradients = {} if args.use_megatron_fsdp else ranks.export(trainer, "main_grad")
+    result = ranks.StepResult(metrics, ranks.export(trainer), gradients, [], None)
+    found = Distilled(result, trainer.rollout_metrics, taken)
+    trainer.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> layouts.Models:
+    return layouts.Models(tmp_path_factory.mktemp("distillation"))
+
+
+@pytest.fixture(scope="module")
+def pools(one_rank: Any, two_ranks: Any) -> dict[int, Any]:
+    return {1: one_rank, 2: two_ranks}
+
+
+def teacher_of(models: layouts.Models, kind: str) -> Path:
+    """A third set of weights, neither the policy's nor the reference's."""
+    folder = models._folder / f"{kind}-teacher"
+    return folder if folder.exists() else layouts.save(kind, folder, seed=3, layers=2)
+
+
+def distilled(models: layouts.Models, layout: Layout, kind: str, **changes: Any) -> Any:
+    """The flags of a run with a reference and a teacher."""
+    teacher = {"use_opd": True, "opd_type": "megatron", "opd_kl_coef": COEF}
+    args = dataclasses.replace(models.args(layout, kind), **teacher, opd_teacher_load=str(teacher_of(models, kind)))
+    return dataclasses.replace(args, **changes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_distils_like_plain_autograd(name: str, models: Any, pools: Any):
+    layout, kind = LAYOUTS[name]
+    folders = [models.folder(kind, 2, role) for role in ("policy", "reference")]
+    truth = reference.train(*folders, models.rollout, SETTINGS, teacher_of(models, kind))
+    assert layouts.relative_error(truth.weights, models.truth(kind, 2, layouts.SETTINGS).weights) > 1e-3
+    args = distilled(models, layout, kind)
+    found, *others = pools[layout.ranks].run(train, args, models.rollout)
+    assert all(other.result.metrics == found.result.metrics for other in others)
+    away = layouts.differences(args if found.result.gradients else spread(args), found.result, truth)
+    assert max(away.loss, away.grad_norm, away.weights, away.gradients or 0.0) < 1e-5
+
+
+def spread(args: Any) -> Any:
+    """The same flags, without whole gradients to compare."""
+    return dataclasses.replace(args, use_distributed_optimizer=True)
+
+
+@pytest.mark.slow
+def test_logged_reverse_kl_is_the_mean_over_trained_tokens_of_every_sample(models: Any, pools: Any):
+    args = distilled(models, Layout(2, CP2 | DYNAMIC), "dense")
+    found = pools[2].run(train, args, models.rollout)[0].report
+    student, teacher = (
+        reference.load_model(folder) for folder in (models.folder("dense", 2, "policy"), teacher_of(models, "dense"))
+    )
+    gaps, values = [], []
+    with torch.no_grad():
+        for sample in reference._split(models.rollout):
+            if not sample["mask"].any():
+                continue
+            own, other = (reference._log_probs(model, sample, 0.8)[0] for model in (student, teacher))
+            gaps.append(((own - other) * sample["mask"]).sum() / sample["mask"].sum())
+            values.append((other * sample["mask"]).sum() / sample["mask"].sum())
+    assert found["rollout/opd_reverse_kl"] == pytest.approx(float(torch.stack(gaps).mean()), rel=1e-5)
+    assert found["rollout/teacher_log_probs"] == pytest.approx(float(torch.stack(values).mean()), rel=1e-5)
+    assert found["perf/teacher_log_probs_tflops"] > 0
+    assert {"rollout/opd_reverse_kl", "rollout/teacher_log_probs"} <= {metric.name for metric in METRICS}
+
+
+@pytest.mark.slow
+def test_teacher_of_the_students_weights_changes_nothing(models: Any, pools: Any):
+    layout = Layout(1, {"compute_old_log_probs": "always"})
+    with_teacher = distilled(models, layout, "dense", opd_teacher_load=str(models.folder("dense", 2, "policy")))
+    found, plain = (
+        pools[1].run(train, args, models.rollout)[0] for args in (with_teacher, models.args(layout, "dense"))
+    )
+    assert found.report["rollout/opd_reverse_kl"] == 0.0
+    assert layouts.relative_error(found.result.weights, {n: w.double() for n, w in plain.result.weights.items()}) == 0.0
+    assert found.host_bytes == 2 * plain.host_bytes  # what the memory plan counts: as much again as the reference
+
+
+@pytest.mark.slow
+def test_whitening_and_the_engines_log_probs_apply_to_the_penalty(models: Any, pools: Any):
+    layout = Layout(1, {"normalize_advantages": True, "use_rollout_logprobs": True})
+    args = distilled(models, layout, "dense", use_kl_loss=False, kl_loss_coef=0.0)
+    found = pools[1].run(train, args, models.rollout)[0].report
+    rollout, teacher = models.rollout, reference.load_model(teacher_of(models, "dense"))
+    lengths = rollout.response_lengths.tolist()
+    with torch.no_grad():
+        parts = reference._split(rollout)
+        scored = torch.cat([reference._log_probs(teacher, sample, 0.8)[0] for sample in parts])
+    gap = rollout.rollout_log_probs.double() - scored
+    advantages = torch.repeat_interleave(rollout.rewards.double(), rollout.response_lengths) - COEF * gap
+    trained = rollout.loss_mask != 0
+    advantages = (advantages - advantages[trained].mean()) / advantages[trained].std()
+    means = [
+        float(part[mask != 0].mean())
+        for part, mask in zip(advantages.split(lengths), rollout.loss_mask.split(lengths), strict=True)
+        if mask.any()
+    ]
+    assert found["rollout/advantages"] == pytest.approx(sum(means) / len(means), abs=1e-5)
+
+
+@pytest.mark.slow
+def test_teacher_of_another_shape_is_rejected_by_name(models: Any, pools: Any, tmp_path: Path):
+    folder = layouts.save("dense", tmp_path / "deeper", seed=3, layers=4)
+    args = distilled(models, Layout(1, {}), "dense", opd_teacher_load=str(folder))
+    with pytest.raises(Exception, match=rf"--opd-teacher-load {folder} is not a teacher for --opd-type megatron"):
+        pools[1].run(train, args, models.rollout)
+
+
+def test_plan_names_the_pass_of_the_teacher():
+    flags = {"use_opd": True, "opd_type": "megatron", "num_steps_per_rollout": 1}
+    assert PassPlan.from_args(tiny.tiny_args(**flags)).sentence() == (
+        "a pass computes the old log-probabilities of all samples (--use-opd); no reference model; a pass of the"
+        " teacher for every rollout"
+    )
+    plan = PassPlan.from_args(tiny.tiny_args(**flags, use_rollout_logprobs=True))
+    assert plan.reuses_first_step and plan.has_teacher  # the penalty compares the engines' values with the teacher's
+    served = PassPlan.from_args(tiny.tiny_args(**{**flags, "opd_type": "sglang"}))
+    assert not served.has_teacher and served.reasons == ("--use-opd",)
