@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from slimrl.arguments.dry_run.plan import Plan, loop_rows, option_words
 from slimrl.arguments.layout import dense_axes, expert_axes, rank_lists
 from slimrl.arguments.memory.training import StageMemory
+from slimrl.arguments.served_models import served_role
 from slimrl.processes.process_info import gib
 
 # groups are listed rank by rank up to this world size; beyond it the first group of each kind is shown
@@ -311,8 +312,10 @@ def _reward_servers(plan: Plan) -> Iterator[str]:
     if not servers:
         return
     places = "; ".join(_where(plan, gpus) for gpus in servers[:LISTED])
-    yield f"reward model: {len(servers)} {'server' if len(servers) == 1 else 'servers'} more, at {places}"
-    words = [f"--model-path {args.rm_model}", f"--tp-size {args.rm_num_gpus_per_engine}", "--is-embedding"]
+    role = served_role(args)
+    yield f"{role}: {len(servers)} {'server' if len(servers) == 1 else 'servers'} more, at {places}"
+    words = [f"--model-path {args.rm_model}", f"--tp-size {args.rm_num_gpus_per_engine}"]
+    words += [] if args.has_served_teacher else ["--is-embedding"]
     yield f"with: {' '.join([*words, *option_words(args.rm_server_options)])}"
     yield f"at most {args.rm_concurrency} requests in flight per server (--rm-concurrency)"
 
@@ -330,7 +333,7 @@ def _memory(plan: Plan) -> Iterator[str]:
             yield f"in host memory while engines generate, per GPU: {gib(parked)} (weights, optimizer state)"
     yield from _engine(plan)
     if plan.reward_weights is not None:
-        yield f"reward model: weights {gib(plan.reward_weights)} of each of its GPUs"
+        yield f"{served_role(plan.args)}: weights {gib(plan.reward_weights)} of each of its GPUs"
     if plan.gpu is None:
         yield "the memory of a GPU is not known here: --gpu-memory-gib compares with it"
     else:

@@ -179,7 +179,7 @@ class DistillationArguments:
     use_opd: bool = flag(
         False, "on-policy distillation: subtract the reverse KL to a teacher from the advantage of each token"
     )
-    opd_type: Literal["sglang", "megatron"] | None = flag(
+    opd_type: str | None = flag(
         None,
         "where the teacher of --use-opd runs: on SGLang servers (--rm-model, --rm-url), or in the training ranks"
         " (--opd-teacher-load)",

@@ -56,7 +56,7 @@ def ref_load_is_a_checkpoint(args: Arguments, context: Context) -> Iterator[Prob
                 " Hugging Face folder itself.",
             )
         else:
-            yield from _checkpoint_problems("--ref-load", folder, "--ref-ckpt-step", args.ref_ckpt_step)
+            yield from checkpoint_problems("--ref-load", folder, "--ref-ckpt-step", args.ref_ckpt_step)
 
 
 def load_is_a_checkpoint_or_new(args: Arguments, context: Context) -> Iterator[Problem]:
@@ -69,7 +69,7 @@ def load_is_a_checkpoint_or_new(args: Arguments, context: Context) -> Iterator[P
     if folder.exists() and not folder.is_dir():
         yield Problem("--load", f"--load {folder} is a file: give the checkpoint's folder.")
     elif not _is_fresh(folder):
-        yield from _checkpoint_problems("--load", folder, "--ckpt-step", args.ckpt_step)
+        yield from checkpoint_problems("--load", folder, "--ckpt-step", args.ckpt_step)
     elif args.ckpt_step is not None:
         yield Problem(
             "--ckpt-step",
@@ -172,7 +172,8 @@ def _is_fresh(folder: Path) -> bool:
     return folder.is_dir() and all(path.name.startswith(".") or path.suffix == ".tmp" for path in folder.iterdir())
 
 
-def _checkpoint_problems(flag: str, folder: Path, step_flag: str, step: int | None) -> Iterator[Problem]:
+def checkpoint_problems(flag: str, folder: Path, step_flag: str, step: int | None) -> Iterator[Problem]:
+    """Why `folder`, which exists, has no checkpoint of this step; None for the one that its tracker file names."""
     if (folder / _COMPLETE).is_file():
         if step is not None and folder.name != f"iter_{step:07d}":
             yield Problem(
