@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from slimrl.arguments import read_args
-from tests.arguments.conftest import QWEN3_4B_CONFIG, complete_model, make_checkpoint, write_tokenizer
+from slimrl.arguments.served_models import reward_gpus, starts_reward_servers
+from tests.arguments.conftest import QWEN3_4B_CONFIG, complete_model, make_checkpoint
 
 MEGATRON = "--use-opd --opd-type megatron --opd-teacher-load {dir}/teacher"
 SERVED = "--rollout-temperature 1 --use-opd --opd-type sglang"
@@ -166,8 +167,6 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
     ),
 }
 
-TESTED_APART: set[str] = set()
-
 
 def write_model(folder: Path, *, tokens: int = 151669, config: str | None = None, **changes: object) -> None:
     folder.mkdir()
@@ -213,9 +212,7 @@ def test_each_violation_is_one_error(teachers, more, sentence):
 
 def test_supervised_training_has_no_teacher(teachers):
     line = teachers.line(f"{MEGATRON} --loss-type sft_loss", without="--use-kl-loss")
-    assert sentences(line) == [
-        "--use-opd changes advantages and --loss-type sft_loss has none: leave one of them out."
-    ]
+    assert sentences(line) == ["--use-opd changes advantages and --loss-type sft_loss has none: leave one of them out."]
     custom = "--loss-type custom_loss --custom-loss-function-path examples.losses.high_entropy"
     line = teachers.line(f"{MEGATRON} {custom} --disable-compute-advantages-and-returns", without="--use-kl-loss")
     assert (
@@ -241,14 +238,11 @@ def test_vocabularies_are_compared_by_the_ids_of_their_tokens(teachers):
     assert "has another vocabulary" in sentences(line)[0]
     (other / "tokenizer.json").unlink()  # another format, which cannot be compared here
     assert sentences(line) == []
-    write_tokenizer(other, 3)
 
 
-def test_external_teacher_of_a_run_without_training_needs_no_gpus(teachers):
+def test_evaluation_starts_no_teacher(teachers):
     args, problems = read_args(teachers.line(f"{MODEL} --num-rollout 0"))
     assert problems == []
-    from slimrl.arguments.served_models import reward_gpus, starts_reward_servers
-
-    assert not starts_reward_servers(args) and reward_gpus(args) == 0  # an evaluation asks no teacher
+    assert not starts_reward_servers(args) and reward_gpus(args) == 0
     args, _ = read_args(teachers.line(MODEL))
     assert starts_reward_servers(args) and reward_gpus(args) == 1

@@ -146,6 +146,37 @@ def test_whitening_and_the_engines_log_probs_apply_to_the_penalty(models: Any, p
     assert found["rollout/advantages"] == pytest.approx(sum(means) / len(means), abs=1e-5)
 
 
+def train_rollouts(rank: int, world_size: int, init_method: str, args: Any, rollouts: list[Any], stop: int) -> Any:
+    """Trains up to rollout `stop`, offloaded before each rollout if the flags say so, and saves."""
+    trainer = ranks.start(rank, world_size, init_method, args)
+    first, metrics = trainer.start_rollout_id, []
+    for rollout_id in range(first, stop):
+        if args.offload_train:
+            trainer.memory.sleep()
+            trainer.memory.wake()
+        metrics.append(trainer.train(rollout_id, ranks.share_of(trainer, rollouts[rollout_id])))
+    if args.save is not None:
+        trainer.save(stop - 1, {})
+    result = first, metrics, ranks.export(trainer)
+    trainer.close()
+    return result
+
+
+@pytest.mark.slow
+def test_resumed_and_offloaded_run_distils_bit_for_bit_like_an_uninterrupted_one(
+    models: Any, pools: Any, tmp_path: Path
+):
+    rollouts = [tiny.recorded_rollout(seed) for seed in range(4)]
+    policy = str(models.folder("dense", 2, "policy"))
+    args = distilled(models, Layout(2, SPREAD), "dense", num_rollout=4, ref_load=policy, load=None)
+    _, expected, weights = pools[2].run(train_rollouts, args, rollouts, 4)[0]
+    args = dataclasses.replace(args, offload_train=True, save=str(tmp_path), load=str(tmp_path))
+    first, before, _ = pools[2].run(train_rollouts, args, rollouts, 2)[0]
+    second, after, found = pools[2].run(train_rollouts, args, rollouts, 4)[0]
+    assert (first, second) == (0, 2) and before + after == expected
+    assert all(torch.equal(value, found[name]) for name, value in weights.items())
+
+
 @pytest.mark.slow
 def test_teacher_of_another_shape_is_rejected_by_name(models: Any, pools: Any, tmp_path: Path):
     folder = layouts.save("dense", tmp_path / "deeper", seed=3, layers=4)

@@ -80,7 +80,7 @@ def _gpus(plan: Plan) -> Iterator[str]:
         rows.append(("engines", len(every), _where(plan, every)))
     if where.reward:
         every = range(where.reward[0].start, where.reward[-1].stop)
-        rows.append(("reward model", len(every), _where(plan, every)))
+        rows.append((served_role(plan.args), len(every), _where(plan, every)))
     yield from table(rows)
     nodes = len(where.nodes_of(range(len(where.places))))
     shared = f", both roles on the same ones, {_turns(plan)}" if plan.colocated else ""
