@@ -32,7 +32,9 @@ class Teacher:
     kl_coef: float
 
     @classmethod
-    def load(cls, args: Arguments, spec: ModelSpec, stages: Sequence[GPTModel], parallel: ParallelState) -> Teacher:
+    def from_args(
+        cls, args: Arguments, spec: ModelSpec, stages: Sequence[GPTModel], parallel: ParallelState
+    ) -> Teacher:
         """Reads the weights of --opd-teacher-load, which stay in `stages` too; collective over all ranks.
 
         Raises FileNotFoundError for an absent checkpoint, and ValueError if its tensors are not the student's.

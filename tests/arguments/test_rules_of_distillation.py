@@ -120,6 +120,7 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
         [
             URL,
             f"{URL},https://10.0.0.2:30000",
+            URL + ' --rm-server-options {{"api_key":"key"}}',
             MODEL,
             f"{MODEL} --rm-url http://10.0.0.1:30000",
             f"{MODEL} --rm-num-gpus 4 --rm-num-gpus-per-engine 2",
@@ -138,6 +139,11 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             (
                 f"{URL} --rm-num-gpus 2",
                 "--rm-num-gpus belongs to the servers of --rm-model: give that folder, or leave --rm-num-gpus out.",
+            ),
+            (
+                URL + ' --rm-server-options {{"tp_size":2}}',
+                "--rm-server-options belongs to the servers of --rm-model: give that folder, or leave"
+                " --rm-server-options out.",
             ),
             (
                 f"{MODEL} --rm-num-gpus 3 --rm-num-gpus-per-engine 2",

@@ -162,7 +162,10 @@ def teacher_on_servers_is_reachable(args: Arguments, context: Context) -> Iterat
                 "--opd-type sglang needs a teacher: give its folder, --rm-model, or the address of its server,"
                 " --rm-url.",
             )
-        for name in sorted({"rm_num_gpus", "rm_num_gpus_per_engine", "rm_server_options"} & context.given):
+        unused = {"rm_num_gpus", "rm_num_gpus_per_engine", "rm_server_options"}
+        if args.rm_url is not None and args.rm_server_options.keys() <= {"api_key"}:  # of an external server
+            unused.discard("rm_server_options")
+        for name in sorted(unused & context.given):
             flag = "--" + name.replace("_", "-")
             yield Problem(flag, f"{flag} belongs to the servers of --rm-model: give that folder, or leave {flag} out.")
         return

@@ -128,7 +128,7 @@ class TrainingHooks:
         return self._custom_loss or self.advantages is not None or self.postprocess is not None
 
     def before_log_probs(self, store_prefix: str) -> None:
-        """Call the hook; `store_prefix` is "ref_" while the reference's weights are loaded."""
+        """Call the hook; `store_prefix` is "ref_" or "teacher_" while the weights of that model are loaded."""
         if self._before_log_prob is not None:
             self._before_log_prob(self._model, store_prefix)
 

@@ -119,7 +119,7 @@ class MegatronTrainer:
             patches.warn(args, self.parallel.device)
         after_initialization(args.custom_megatron_init_path, self.hook_args)
         self.stages = build_stages(args, self.parallel, CustomModel.from_args(args))
-        teacher = Teacher.load(args, self._spec, self.stages, self.parallel)  # before the weights that stay loaded
+        teacher = Teacher.from_args(args, self._spec, self.stages, self.parallel)  # before the weights that stay loaded
         self._reference: ReferenceWeights | data_parallel.ShardedReference | None = self._load_reference()
         resumed = self._load_weights()
         freeze_parameters(args, self.stages)
