@@ -133,7 +133,8 @@ def _packed(sample: Sample, name: str, code: str) -> Any:
 
 def _samples(group: list[dict[str, Any]]) -> list[Sample]:
     return [
-        Sample.from_dict({**data, **{name: _unpacked(data[name], _PACKED[name]) for name in _PACKED}}) for data in group
+        Sample.from_dict(data | {name: _unpacked(data[name], code) for name, code in _PACKED.items() if name in data})
+        for data in group
     ]
 
 
