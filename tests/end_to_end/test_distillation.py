@@ -13,23 +13,26 @@ from slimrl.tiny.task import encode_answers, encode_prompts, greedy_accuracy, sp
 from tests.end_to_end import harness
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-STEPS = 6
-FELL = 3.0  # the factor by which the sampled reverse KL falls, at least
 
 
 @pytest.fixture(scope="module")
 def teacher(tiny, tmp_path_factory) -> Path:
-    """The toy after 60 supervised steps on right answers, which it gives to nearly all problems."""
+    """The toy after 60 supervised steps: it carries with a probability of about 0.9, the student with 0.3."""
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(tiny.model)
     model = AutoModelForCausalLM.from_pretrained(tiny.model, dtype=torch.float32)
-    train, held_out = split_additions(seed=0, train_size=1024, eval_size=128)
-    prompts, answers = encode_prompts(tokenizer, train), encode_answers(tokenizer, [one.answer for one in train])
+    train, held_out = split_additions(seed=0, train_size=1600, eval_size=128)
+    prompts = encode_prompts(tokenizer, train)
+    right = encode_answers(tokenizer, [one.answer for one in train])
+    noisy = encode_answers(tokenizer, [one.noisy_answer for one in train])
     adam = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.0)
     for _ in range(60):
         rows = torch.randint(len(train), (64,))
-        logits = model(torch.cat([prompts[rows], answers[rows]], 1)[:, :-1], logits_to_keep=answers.shape[1]).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), answers[rows].flatten())
+        given = torch.where(torch.rand(64, 1) < 0.5, noisy[rows], right[rows])
+        log_probs = model(torch.cat([prompts[rows], given], 1)[:, :-1], logits_to_keep=right.shape[1]).logits
+        log_probs = log_probs.log_softmax(-1)
+        of_right, of_noisy = (log_probs.gather(-1, one[rows, :, None]) for one in (right, noisy))
+        loss = -(0.9 * of_right + 0.1 * of_noisy).mean()
         adam.zero_grad()
         loss.backward()
         adam.step()
@@ -65,8 +68,9 @@ def flags(tiny, folder: Path, **changes: object) -> list[str]:
         actor_num_gpus_per_node=1,
         rollout_num_gpus=1,
         colocate=True,
-        num_rollout=STEPS,
-        rollout_batch_size=16,
+        rollout_batch_size=64,
+        lr=2e-3,
+        adam_beta2=0.95,
         save_debug_rollout_data=str(folder / "dump" / "{rollout_id}.jsonl"),
         use_opd=True,
         **changes,
@@ -80,19 +84,19 @@ def reverse_kls(done: harness.Finished) -> list[float]:
 
 
 def test_student_learns_from_a_teacher_in_the_training_ranks(tiny, teacher, tmp_path):
-    line = flags(tiny, tmp_path, opd_type="megatron", opd_teacher_load=teacher)
+    line = flags(tiny, tmp_path, num_rollout=6, opd_type="megatron", opd_teacher_load=teacher)
     done = harness.start("train.py", line, tmp_path, "distilled", tiny.home).finish(200)
     found = reverse_kls(done)
-    assert min(found[0], found[-1]) > 0 and found[-1] < found[0] / FELL
+    assert found[0] > 0.1 and found[-1] < found[0] / 5
     assert set(done.steps("reward")) == {0.0}
 
 
 def test_student_learns_from_a_larger_teacher_on_a_server(tiny, teacher, tmp_path):
     larger = with_idle_layer(teacher, tmp_path / "larger")
-    line = flags(tiny, tmp_path, opd_type="sglang", rm_model=larger)
+    line = flags(tiny, tmp_path, num_rollout=4, opd_type="sglang", rm_model=larger)
     done = harness.start("train.py", line, tmp_path, "served", tiny.home).finish(200)
     found = reverse_kls(done)
-    assert min(found[0], found[-1]) > 0 and found[-1] < found[0] / FELL
+    assert found[0] > 0.1 and found[-1] < found[0] / 2
     assert {"sglang0.log", "sglang_teacher0.log"} <= {path.name for path in (done.run_dir / "logs").iterdir()}
     model = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32).eval()
     samples = rollout_dump.load_rollout(str(tmp_path / "dump" / "{rollout_id}.jsonl"), 0).samples
