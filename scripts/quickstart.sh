@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# GRPO end to end on this machine's CPU, with real engines, in a few minutes.
+# GRPO or PPO end to end on this machine's CPU, with real engines, in a few minutes.
 #
-#    bash scripts/quickstart.sh [--seed N] [--split | --async] [--run-name NAME] [-- more flags of train.py]
+#    bash scripts/quickstart.sh [--seed N] [--split | --async] [--ppo] [--run-name NAME] [-- more flags of train.py]
 #
 # Starts Ray, meanwhile creates a tiny Qwen3 and an addition task and converts it for Megatron, submits train.py as a Ray
 # job, converts the trained model back to Hugging Face and shows the result. All files are in runs/quickstart.
@@ -9,6 +9,7 @@
 #   --seed N         of the model, the data and the run (default 0)
 #   --split          training and generation on separate GPUs, instead of alternating on the same ones
 #   --async          as --split, and the next rollout is generated during training
+#   --ppo            PPO with a critic instead of GRPO
 #   --run-name NAME  write to runs/NAME (default quickstart); if that exists, to runs/NAME_attempt_N
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
@@ -20,6 +21,7 @@ source scripts/lib/ray.sh
 SEED=0
 WANTED_NAME=quickstart
 PLACEMENT=colocated
+ALGORITHM=grpo
 need_value() { (($# > 1)) || fail 2 "$1 needs a value; see --help"; }
 while (($#)); do
    case $1 in
@@ -27,6 +29,7 @@ while (($#)); do
       --run-name) need_value "$@" && WANTED_NAME=$2 && shift 2 ;;
       --split) PLACEMENT='split' && shift ;;
       --async) PLACEMENT=async && shift ;;
+      --ppo) ALGORITHM=ppo && shift ;;
       --) shift && break ;;
       -h | --help) sed -n '2,/^set /{s/^# \{0,1\}//;/^set /!p}' "$0" && exit ;;
       *) fail 2 "unknown option $1; see --help (flags of train.py go after --)" ;;
@@ -99,6 +102,15 @@ GRPO_ARGS=(
    --eps-clip 0.2
    --eps-clip-high 0.28
 )
+if [[ $ALGORITHM == ppo ]]; then
+   GRPO_ARGS+=(
+      --advantage-estimator ppo
+      --gamma 1
+      --lambd 0.95
+      --normalize-advantages
+      --critic-lr 3e-3
+   )
+fi
 
 OPTIMIZER_ARGS=(
    --optimizer adam

@@ -12,6 +12,8 @@ EDGE = {"arguments", "cluster"}  # command lines and actors
 BUILDERS = {  # called once by an actor or a tool: they pass every component its part
     "engines/auth.py": {"with_key", "key_of"},
     "megatron/checkpoint/template.py": {"model_blueprint"},
+    "megatron/training/critic.py": {"Critic.__init__", "critic_arguments"},
+    "megatron/training/trained_model.py": {"TrainedModel.build"},
     "megatron/training/trainer.py": {"MegatronTrainer.__init__"},
     "observability/run_log.py": {"RunLog.open"},
     "rollout/dataset/custom_data_source.py": {"open_data_source"},

@@ -25,6 +25,7 @@ class Returns(Enum):
 
     BROADCAST = "broadcast"  # every token has the sample's reward
     DISCOUNTED = "discounted"  # the reward is at the last trained token; a token's value is its return under --gamma
+    GENERALIZED = "generalized"  # the same rewards, less a critic's values (GAE), under --gamma and --lambd
 
 
 class Objective(Enum):
@@ -56,6 +57,11 @@ class Estimator:
         """Whether a sample's advantage depends on the other samples of its prompt."""
         return self.baseline is not Baseline.NONE
 
+    @property
+    def has_critic(self) -> bool:
+        """Whether a critic is trained beside the policy, whose values the advantages are relative to."""
+        return self.returns is Returns.GENERALIZED
+
 
 DEFAULT = "grpo"
 _ROWS = (
@@ -78,6 +84,13 @@ _ROWS = (
         "Ahmadian et al. 2024 (Back to Basics), equation 8; Kool et al. 2019",
         baseline=Baseline.LEAVE_ONE_OUT,
         normalizes_by_std=False,
+    ),
+    Estimator(
+        "ppo",
+        "Schulman et al. 2017 (PPO), equations 7 and 11; Schulman et al. 2016 (GAE)",
+        baseline=Baseline.NONE,
+        normalizes_by_std=False,
+        returns=Returns.GENERALIZED,
     ),
 )
 ESTIMATORS: dict[str, Estimator] = {row.name: row for row in _ROWS}

@@ -1,7 +1,8 @@
-"""Discounted returns, and rewards normalised within a prompt's group.
+"""Discounted returns, generalised advantages, and rewards normalised within a prompt's group.
 
-Returns are equation 3.9 of Sutton and Barto 2018. Group-normalised rewards are GRPO's (Shao et al. 2024, DeepSeekMath,
-section 4.1), or Dr. GRPO's (Liu et al. 2025) without the division by the standard deviation.
+Returns are equation 3.9 of Sutton and Barto 2018, advantages those of Schulman et al. 2016 (GAE). Group-normalised
+rewards are GRPO's (Shao et al. 2024, DeepSeekMath, section 4.1), or Dr. GRPO's (Liu et al. 2025) without the division
+by the standard deviation.
 """
 
 from __future__ import annotations
@@ -14,25 +15,76 @@ def discounted_returns(rewards: Tensor, lengths: Tensor, gamma: float) -> Tensor
     """`R_t = r_t + gamma * R_(t+1)` within each sample; Sutton & Barto 2018, equation 3.9.
 
     `rewards` [tokens] holds samples end to end; `lengths` [n] (integers) is the number of tokens of each. Returns
-    float32 [tokens], accumulated in float64, in log2(longest sample) passes over a padded matrix [n, longest].
+    float32 [tokens], accumulated in float64.
 
     Raises ValueError if the lengths do not add up to the number of rewards.
     """
     if int(lengths.sum()) != rewards.numel():
         raise ValueError(f"the lengths add up to {int(lengths.sum())} tokens and there are {rewards.numel()} rewards")
-    if rewards.numel() == 0:
-        return rewards.to(torch.float32)
-    lengths = lengths.to(rewards.device)
-    longest = int(lengths.max())
-    inside = torch.arange(longest, device=rewards.device) < lengths.unsqueeze(1)
-    values = rewards.new_zeros(inside.shape, dtype=torch.float64)
-    values[inside] = rewards.to(torch.float64)
-    # after the pass with step k, each value is the discounted sum over 2k tokens starting at its own
-    step = 1
-    while step < longest:
-        values[:, :-step] += gamma**step * values[:, step:].clone()
-        step *= 2
-    return values[inside].to(torch.float32)
+    return _discounted_sums(rewards.double(), lengths.to(rewards.device), gamma).to(torch.float32)
+
+
+_BLOCK = 16  # tokens: larger blocks cost more multiplications, smaller ones more levels
+
+
+def _discounted_sums(terms: Tensor, lengths: Tensor, factor: float) -> Tensor:
+    """`S_t = x_t + factor * S_(t+1)` within each sample; float64 [tokens] from float64 [tokens].
+
+    Blocks of each sample are summed by one matrix product. The sums from the starts of blocks are the same problem with
+    a block as a token, and are added to the blocks before.
+    """
+    if terms.numel() == 0 or int(lengths.max()) == 1:
+        return terms
+    blocks = (lengths + _BLOCK - 1) // _BLOCK
+    total = int(blocks.sum())
+    shift = (blocks.cumsum(0) - blocks) * _BLOCK - (lengths.cumsum(0) - lengths)
+    place = torch.arange(terms.numel(), device=terms.device)
+    place += torch.repeat_interleave(shift, lengths, output_size=terms.numel())
+    padded = terms.new_zeros(total * _BLOCK).index_copy_(0, place, terms).view(total, _BLOCK)
+    position = torch.arange(_BLOCK, device=terms.device)
+    distance = position[:, None] - position
+    weights = torch.where(distance >= 0, factor ** distance.clamp(min=0).double(), 0.0)
+    sums = padded @ weights
+    if int(blocks.max()) > 1:
+        from_start = _discounted_sums(sums[:, 0].contiguous(), blocks, factor**_BLOCK)
+        following = torch.cat([from_start[1:], from_start.new_zeros(1)])
+        following[(blocks.cumsum(0) - 1)[blocks > 0]] = 0.0
+        sums.addr_(following, factor ** (_BLOCK - position).double())
+    return sums.view(-1).index_select(0, place)
+
+
+def generalized_advantages(
+    rewards: Tensor, values: Tensor, mask: Tensor, lengths: Tensor, *, gamma: float, lambd: float
+) -> tuple[Tensor, Tensor]:
+    """Advantages and returns of the trained tokens; Schulman et al. 2016 (GAE), equations 11, 12 and 16.
+
+    `delta_t = r_t + gamma * V_(t+1) - V_t` and `A_t = delta_t + gamma * lambd * A_(t+1)` within each sample, where the
+    value after the last token is 0; the returns, the targets of the values, are `A_t + V_t`. A token with mask 0, such
+    as a tool's answer, is no action: it takes part in no sum, its two results are 0, and the trained token before it is
+    followed by the next trained token. Its reward must be 0.
+
+    `rewards`, `values` and `mask` [tokens] hold samples end to end; `lengths` [n] (integers) is the number of tokens of
+    each. Returns float32 [tokens] each, accumulated in float64. Raises ValueError if the lengths do not add up.
+    """
+    if not rewards.numel() == values.numel() == mask.numel() == int(lengths.sum()):
+        raise ValueError(
+            f"{rewards.numel()} rewards, {values.numel()} values and {mask.numel()} mask entries came with lengths"
+            f" that add up to {int(lengths.sum())}: give one each per token"
+        )
+    lengths = lengths.to(mask.device)
+    trained = (mask != 0).nonzero().squeeze(1)
+    rows = torch.arange(lengths.numel(), device=mask.device)
+    sample_of_token = torch.repeat_interleave(rows, lengths, output_size=mask.numel()).index_select(0, trained)
+    actions = torch.bincount(sample_of_token, minlength=lengths.numel())
+    chosen = values.index_select(0, trained).double()
+    following = torch.cat([chosen[1:], chosen.new_zeros(1)])[: chosen.numel()]
+    following[(actions.cumsum(0) - 1)[actions > 0]] = 0.0
+    deltas = rewards.index_select(0, trained).double().add_(following, alpha=gamma).sub_(chosen)
+    advantages = _discounted_sums(deltas, actions, gamma * lambd)
+    both = torch.zeros(2, mask.numel(), dtype=torch.float32, device=mask.device)
+    both[0].index_copy_(0, trained, advantages.float())
+    both[1].index_copy_(0, trained, advantages.add_(chosen).float())
+    return both[0], both[1]
 
 
 def reward_at_last_token(rewards: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:

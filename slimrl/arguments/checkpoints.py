@@ -17,6 +17,7 @@ from slimrl.arguments.namespace import Arguments
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
 MANIFEST_NAME = "slimrl_checkpoint.json"  # written last into each checkpoint of training: its files and their bytes
 RELEASE = "release"
+CRITIC = "critic"  # the folder of the critic's checkpoints in that of the policy's
 UNFINISHED = ".tmp"  # ends the name of a checkpoint that is being written, or being deleted
 REPLACED = ".old"  # ends the name of a whole one while another takes its place
 _PROGRAM = "slimrl"
@@ -165,4 +166,30 @@ def start_of(args: Arguments) -> ResumePlan:
         resumed=resumed,
         load=args.load,
         teacher=find(args.opd_teacher_load, args.opd_teacher_ckpt_step) if args.has_megatron_teacher else None,
+    )
+
+
+def critic_start(args: Arguments, resumed: int | None) -> Found:
+    """The weights that the critic starts from; `resumed` is the iteration at which the policy resumes, else None.
+
+    A resumed run continues with the critic of the same iteration, in --critic-load, --critic-save or beside --load. A
+    new one starts from --critic-load, or from the policy's weights. Raises FileNotFoundError if there is none.
+    """
+    if resumed is None:
+        own = find(args.critic_load, None)
+        weights = own if args.critic_load is not None else start_of(args).weights
+        if weights is None:
+            raise FileNotFoundError(f"--critic-load {args.critic_load} has no weights: give a folder that has some")
+        return weights
+    assert args.load is not None  # it has the policy's checkpoint
+    load = Path(args.load)
+    beside = (load.parent if iteration_of(load.name) is not None else load) / CRITIC
+    roots = [Path(root) for root in (args.critic_load, args.critic_save) if root is not None]
+    for root in (*roots, beside):
+        if (path := placed(root, folder_name(resumed))) is not None:
+            return Found(path, resumed)
+    raise FileNotFoundError(
+        f"--load {args.load} continues after rollout {resumed}, and there is no critic of that rollout in"
+        f" {' or '.join(dict.fromkeys(map(str, (*roots, beside))))}: give the folder of the critic's checkpoints as"
+        " --critic-load, or start anew from the weights with --finetune"
     )

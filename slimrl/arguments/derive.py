@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 from slimrl.algorithms.estimators import ESTIMATORS
+from slimrl.arguments.checkpoints import CRITIC
 from slimrl.arguments.namespace import Arguments
 from slimrl.hooks import own_path
 from slimrl.models.model_spec import expand_layer_pattern
@@ -153,6 +154,17 @@ def _batch(args: Arguments) -> None:
         args.normalize_advantages = True
     if args.loss_type == "custom_loss":
         args.keep_logits = True  # the custom function gets them
+    _critic(args)
+
+
+def _critic(args: Arguments) -> None:
+    """The critic's schedule and folder, by default the policy's."""
+    if args.critic_lr is None:
+        args.critic_lr = args.lr
+    if args.critic_lr_warmup_iters is None:
+        args.critic_lr_warmup_iters = args.lr_warmup_iters
+    if args.critic_save is None and args.save is not None and args.use_critic:
+        args.critic_save = str(Path(args.save) / CRITIC)
 
 
 def _lengths(args: Arguments) -> None:

@@ -74,10 +74,10 @@ class Capability:
 # A flag belongs to the first matching row.
 CAPABILITIES = (
     Capability(
-        "A critic (PPO)",
-        "advantage_estimator lambd value_clip num_critic_only_steps",
-        "There is no value function. All estimators take their baseline from other samples or have none"
-        " ([algorithms.md](algorithms.md)).",
+        "A critic on GPUs of its own",
+        "critic_num_*",
+        "The critic of PPO trains on the policy's GPUs ([algorithms.md](algorithms.md#ppo)).",
+        in_readme=False,
     ),
     Capability(
         "Multimodal models",

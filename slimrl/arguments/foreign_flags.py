@@ -15,7 +15,7 @@ FORMER = "a former name"
 SHORT = "a short form"
 CRITIC = "a critic flag"
 _LORA = "all weights are trained, adapters are unsupported; leave it out"
-_CRITIC = "no estimator has a critic; leave it out"
+_CRITIC = "the flags of a critic are those of its group in docs/flags.md, for example --critic-lr"
 _VLLM = "the engines are SGLang servers; leave it out"
 _PACKED = "samples are always packed without padding; leave it out"
 
@@ -131,9 +131,13 @@ _ROWS: dict[str, tuple[str, str | None, str]] = {
     "actor-rollout-ref.rollout.val-kwargs.n": (VERL, "--n-samples-per-eval-prompt", ""),
     "actor-rollout-ref.rollout.val-kwargs.temperature": (VERL, "--eval-temperature", ""),
     # verl: algorithm, rewards, trainer
-    "algorithm.adv-estimator": (VERL, "--advantage-estimator", ""),
+    "algorithm.adv-estimator": (VERL, "--advantage-estimator", "ppo for gae"),
     "algorithm.gamma": (VERL, "--gamma", ""),
     "algorithm.lam": (VERL, "--lambd", ""),
+    "critic.optim.lr": (VERL, "--critic-lr", ""),
+    "critic.cliprange-value": (VERL, "--value-clip", ""),
+    "critic.model.path": (VERL, "--critic-load", ""),
+    "trainer.critic-warmup": (VERL, "--num-critic-only-steps", ""),
     "algorithm.use-kl-in-reward": (VERL, "--kl-coef", "above 0"),
     "algorithm.kl-ctrl.kl-coef": (VERL, "--kl-coef", ""),
     "algorithm.norm-adv-by-std-in-grpo": (VERL, "--disable-grpo-std-normalization", "for False"),
@@ -171,6 +175,9 @@ _ROWS: dict[str, tuple[str, str | None, str]] = {
     "max-new-tokens": (OPENRLHF, "--rollout-max-response-len", ""),
     "zero-stage": (OPENRLHF, "--use-distributed-optimizer", "on by default; --use-megatron-fsdp shards more"),
     "actor-learning-rate": (OPENRLHF, "--lr", ""),
+    "critic-learning-rate": (OPENRLHF, "--critic-lr", ""),
+    "critic-pretrain": (OPENRLHF, "--critic-load", ""),
+    "freezing-actor-steps": (OPENRLHF, "--num-critic-only-steps", "in rollouts"),
     "init-kl-coef": (OPENRLHF, "--kl-coef", ""),
     "kl-estimator": (OPENRLHF, "--kl-loss-type", ""),
     "eps-clip-low-high": (OPENRLHF, "--eps-clip-high", "with --eps-clip"),

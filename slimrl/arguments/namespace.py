@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from slimrl.arguments.flag import FlagSpec, flag_specs
-from slimrl.arguments.flags.algorithm import AlgorithmArguments, DistillationArguments
+from slimrl.arguments.flags.algorithm import AlgorithmArguments, CriticArguments, DistillationArguments
 from slimrl.arguments.flags.attention import AttentionArguments, PositionArguments
 from slimrl.arguments.flags.checkpoint import CheckpointArguments
 from slimrl.arguments.flags.cluster import ClusterArguments
@@ -165,6 +165,7 @@ class Arguments(
     EvalArguments,
     TrainBatchArguments,
     AlgorithmArguments,
+    CriticArguments,
     DistillationArguments,
     OptimizerArguments,
     WeightUpdateArguments,

@@ -268,7 +268,7 @@ INSTEAD = {
     "slime.utils.data": "slimrl.rollout.dataset.data_source samples prompts, slimrl.data.readers reads files",
     "slime.utils.http_utils.init_http_client": "post needs no initialization: leave it out",
     "slime.utils.logging_utils": "return metrics from --custom-rollout-log-function-path (docs/observability.md)",
-    "slime.utils.ppo_utils.get_advantages_and_returns": "there is no critic",
+    "slime.utils.ppo_utils.get_advantages_and_returns": "use generalized_advantages of slimrl.algorithms.returns",
     "slime.utils.ppo_utils.calculate_log_probs_and_entropy": "batch.scores(logits) gives both (docs/hooks.md)",
     "slime.utils.trace_utils": "slimrl records requests and rewards on the timeline by itself (docs/timeline.md)",
     "slime.utils.wandb_utils": "return metrics from --custom-rollout-log-function-path (docs/observability.md)",

@@ -317,7 +317,7 @@ class TrainingMemory:
 
 def memory_of(
     stages: Sequence[DistributedDataParallel],
-    optimizer: MegatronOptimizer,
+    optimizers: Sequence[MegatronOptimizer],
     device: torch.device,
     *,
     release: Callable[[], object],
@@ -343,11 +343,11 @@ def memory_of(
         gathered.clear()
         drop_frequencies()
 
-    return TrainingMemory(lambda: persistent_tensors(stages, optimizer), device, suspended, drop_scratch)
+    return TrainingMemory(lambda: persistent_tensors(stages, optimizers), device, suspended, drop_scratch)
 
 
 def persistent_tensors(
-    stages: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer
+    stages: Sequence[DistributedDataParallel], optimizers: Sequence[MegatronOptimizer]
 ) -> dict[Part, list[Tensor]]:
     """Every tensor that persists between rollouts, by part."""
     buffers = [buffer for stage in stages for buffer in (*stage.buffers, *stage.expert_parallel_buffers)]
@@ -355,12 +355,13 @@ def persistent_tensors(
     weights = [buffer.param_data for buffer in buffers if buffer.param_data is not None]
     weights += parameters
     weights += [tensor for stage in stages for tensor in stage.module.buffers()]
-    main = [parameter for adam in _adams(optimizer) for group in adam.param_groups for parameter in group["params"]]
+    adams = [adam for optimizer in optimizers for adam in _adams(optimizer)]
+    main = [parameter for adam in adams for group in adam.param_groups for parameter in group["params"]]
     gradients = [buffer.grad_data for buffer in buffers if buffer.grad_data is not None]
     # shards of a distributed optimizer are not leaves: their gradients are parts of the buffers
     leaves = [parameter for parameter in (*parameters, *main) if parameter.is_leaf]
     gradients += [parameter.grad for parameter in leaves if parameter.grad is not None]
-    states = [value for adam in _adams(optimizer) for state in adam.state.values() for value in state.values()]
+    states = [value for adam in adams for state in adam.state.values() for value in state.values()]
     kept = [value for value in states if isinstance(value, Tensor)]
     return {"weights": weights, "gradients": gradients, "optimizer": main + kept}
 

@@ -91,6 +91,17 @@ def stage_weights(spec: ModelSpec, split: Split, layers: Sequence[int], *, first
     return weights
 
 
+def critic_weights(spec: ModelSpec, split: Split, layers: Sequence[int], *, first: bool, last: bool) -> Weights:
+    """The same of a critic: a row of the hidden size in place of the output matrix."""
+    plain = dataclasses.replace(spec, tied=True, mtp_layers=0)
+    weights = stage_weights(plain, split, layers, first=first, last=last)
+    if not last:
+        return weights
+    has_matrix = _has_output_matrix(plain, first)
+    body = weights.dense[:-1] if has_matrix else weights.dense
+    return Weights((*body, spec.hidden_size), weights.expert)
+
+
 def _has_output_matrix(spec: ModelSpec, first: bool) -> bool:
     """If tied, the last stage needs a copy of the embedding unless it has the embedding itself."""
     return not spec.tied or not (first or spec.mtp_layers)

@@ -62,7 +62,9 @@ class RunChecks:
                     self._at_most(step, "ratio_max_abs_diff", KL_TOLERANCE, where)
                     if self.fresh and rollout_id == 0:
                         self._at_most(step, "kl_loss", KL_TOLERANCE, where)
-            self._grad_norm(step["grad_norm"], rollout_id, number, where)
+            for role, name in (("actor", "grad_norm"), ("critic", "critic-grad_norm")):
+                if name in step:
+                    self._grad_norm(step[name], role, rollout_id, number, where)
 
     def _check_finite(self, step: dict[str, float], where: str) -> None:
         broken = [f"{name} {value}" for name, value in step.items() if not math.isfinite(value)]
@@ -73,13 +75,13 @@ class RunChecks:
         if name in step and abs(step[name]) > bound:
             raise RunCheckError(f"--ci-test, {where}: {name} is {step[name]:.3g} and must be at most {bound:g}")
 
-    def _grad_norm(self, norm: float, rollout_id: int, step_id: int, where: str) -> None:
-        if self.save_grad_norm is not None:
-            path = _filled(self.save_grad_norm, rollout_id, step_id)
+    def _grad_norm(self, norm: float, role: str, rollout_id: int, step_id: int, where: str) -> None:
+        if self.save_grad_norm is not None and _has_role(self.save_grad_norm, role):
+            path = _filled(self.save_grad_norm, role, rollout_id, step_id)
             with atomic_file(path) as unfinished:
                 unfinished.write_text(repr(norm) + "\n")
-        if self.load_grad_norm is not None:
-            path = _filled(self.load_grad_norm, rollout_id, step_id)
+        if self.load_grad_norm is not None and _has_role(self.load_grad_norm, role):
+            path = _filled(self.load_grad_norm, role, rollout_id, step_id)
             kept = _kept_norm(path)
             if not math.isclose(norm, kept, rel_tol=GRAD_NORM_TOLERANCE):
                 raise RunCheckError(
@@ -87,9 +89,13 @@ class RunChecks:
                 )
 
 
-def _filled(template: str, rollout_id: int, step_id: int) -> Path:
-    """`{role}` is there for slime's sake, which trains a critic too."""
-    values = {"{role}": "actor", "{rollout_id}": str(rollout_id), "{step_id}": str(step_id)}
+def _has_role(template: str, role: str) -> bool:
+    """A template without `{role}` is for the policy alone."""
+    return role == "actor" or "{role}" in template
+
+
+def _filled(template: str, role: str, rollout_id: int, step_id: int) -> Path:
+    values = {"{role}": role, "{rollout_id}": str(rollout_id), "{step_id}": str(step_id)}
     for name, value in values.items():
         template = template.replace(name, value)
     return Path(template)

@@ -314,6 +314,7 @@ def step_line(
     shown = {
         "loss": "loss",
         "grad_norm": "grad",
+        "critic-value_loss": "value loss",
         "kl_loss": "kl",
         "train_rollout_logprob_abs_diff_mean": "logprob diff",
     }

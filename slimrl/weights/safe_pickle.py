@@ -109,8 +109,8 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
             return vars(torch)[name]
-        if (module, name) == ("builtins", "getattr"):
-            return self._enum_member  # as Python 3.11.0 to 3.11.3 write a member of an enum
+        if f"{module}.{name}" in _GETATTR:
+            return self._enum_member
         if (module, name) not in self._admitted:
             raise _refused(self._where, f"{module}.{name}")
         if (module, name) == ("torch.storage", "_load_from_bytes"):
@@ -118,10 +118,10 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
     def _enum_member(self, *asked: Any) -> enum.Enum:
-        """Replaces getattr; the class itself was found on the allow-list."""
-        if len(asked) == 2 and isinstance(asked[0], enum.EnumMeta) and asked[1] in asked[0].__members__:
-            return asked[0][asked[1]]
-        raise _refused(self._where, "builtins.getattr")
+        try:
+            return _enum_member(*asked)
+        except pickle.UnpicklingError:
+            raise _refused(self._where, "builtins.getattr") from None
 
 
 def read_metadata(folder: str | Path) -> Metadata:
@@ -193,6 +193,7 @@ def _complaint(error: pickle.UnpicklingError) -> str:
     return f"more than plain data ({reason[1].strip() if reason else str(error).splitlines()[0]})"
 
 
+_GETATTR = ("builtins.getattr", "getattr", "__builtin__.getattr")  # by pickle's protocol and reader
 _Admitted = Callable[..., Any] | tuple[Callable[..., Any], str]
 
 
@@ -206,7 +207,14 @@ def _plain() -> list[_Admitted]:
     types.append((lambda *factory: {}, "collections.defaultdict"))  # torch cannot fill a defaultdict
     # not imported here: if Megatron is not loaded, none of its classes are needed
     enums = [(module.ModelType, f"{name}.ModelType") for name in _MODEL_TYPES if (module := sys.modules.get(name))]
-    return [*numpys, *types, *enums]
+    return [*numpys, *types, *enums, *((_enum_member, name) for name in _GETATTR)]
+
+
+def _enum_member(*asked: Any) -> enum.Enum:
+    """Replaces getattr, with which Python 3.11.0 to 3.11.3 write a member of an enum; its class must be allowed too."""
+    if len(asked) == 2 and isinstance(asked[0], enum.EnumMeta) and asked[1] in asked[0].__members__:
+        return asked[0][asked[1]]
+    raise pickle.UnpicklingError("WeightsUnpickler error: getattr of something else than an enum")
 
 
 def _refused(where: str, what: str) -> UnsafePickleError:

@@ -1,11 +1,13 @@
-"""Discounted returns against the recurrence itself."""
+"""Discounted returns and generalised advantages against their definitions."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 import torch
 
-from slimrl.algorithms.returns import discounted_returns, reward_at_last_token
+from slimrl.algorithms.returns import discounted_returns, generalized_advantages, reward_at_last_token
 
 
 @pytest.mark.parametrize("gamma", [1.0, 0.9, 0.0])
@@ -45,3 +47,44 @@ def test_reward_is_placed_at_the_last_trained_token():
 def test_reward_may_be_at_the_first_token():
     placed = reward_at_last_token(torch.tensor([2.0, 3.0]), torch.tensor([1.0, 0.0, 1.0]), torch.tensor([2, 1]))
     assert placed.tolist() == [2.0, 0.0, 3.0]
+
+
+def by_definition(rewards: list[float], values: list[float], gamma: float, lambd: float) -> tuple[list[float], ...]:
+    """Equation 16 of the paper as it is written: a sum over all later differences, for one sample of trained tokens."""
+    following = [*values, 0.0][1:]
+    deltas = [r + gamma * after - v for r, after, v in zip(rewards, following, values, strict=True)]
+    advantages = [
+        math.fsum((gamma * lambd) ** k * delta for k, delta in enumerate(deltas[start:]))
+        for start in range(len(deltas))
+    ]
+    return advantages, [advantage + value for advantage, value in zip(advantages, values, strict=True)]
+
+
+@pytest.mark.parametrize(("gamma", "lambd"), [(1.0, 1.0), (0.99, 0.95), (1.0, 0.0), (0.0, 1.0)])
+def test_generalized_advantages_follow_their_definition_over_trained_tokens(gamma: float, lambd: float):
+    torch.manual_seed(1)
+    lengths = torch.tensor([7, 1, 0, 90, 4])
+    mask = (torch.rand(int(lengths.sum())) < 0.7).float()
+    mask[-4:] = 0.0  # the last sample is fully masked
+    rewards, values = torch.randn(mask.numel()) * mask, torch.randn(mask.numel())
+    wanted_advantages, wanted_returns = torch.zeros_like(mask), torch.zeros_like(mask)
+    for rows in torch.arange(mask.numel()).split(lengths.tolist()):
+        rows = rows[mask[rows] != 0]
+        found = by_definition(rewards[rows].tolist(), values[rows].tolist(), gamma, lambd)
+        wanted_advantages[rows], wanted_returns[rows] = map(torch.tensor, found)
+    advantages, returns = generalized_advantages(rewards, values, mask, lengths, gamma=gamma, lambd=lambd)
+    torch.testing.assert_close(advantages, wanted_advantages, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(returns, wanted_returns, rtol=1e-6, atol=1e-6)
+
+
+def test_undiscounted_advantages_are_the_reward_less_the_value():
+    values = torch.tensor([0.5, -1.0, 2.0])
+    rewards, mask = torch.tensor([0.0, 0.0, 3.0]), torch.ones(3)
+    advantages, returns = generalized_advantages(rewards, values, mask, torch.tensor([3]), gamma=1.0, lambd=1.0)
+    assert advantages.tolist() == [2.5, 4.0, 1.0]
+    assert returns.tolist() == [3.0, 3.0, 3.0]
+
+
+def test_advantages_of_columns_of_different_lengths_are_refused():
+    with pytest.raises(ValueError, match="2 rewards, 3 values and 2 mask entries came with lengths that add up to 2"):
+        generalized_advantages(torch.zeros(2), torch.zeros(3), torch.ones(2), torch.tensor([2]), gamma=1.0, lambd=1.0)

@@ -49,8 +49,8 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
         [
             (
                 "--gamma 0.99",
-                "--gamma 0.99 discounts the returns of reinforce_plus_plus and --advantage-estimator is grpo: leave it"
-                " out.",
+                "--gamma 0.99 discounts the returns of reinforce_plus_plus and ppo and --advantage-estimator is grpo:"
+                " leave it out.",
             ),
         ],
     ),

@@ -19,7 +19,7 @@ from slimrl.compatibility.rollout_helpers import (
     run,
 )
 from slimrl.data.sample import Sample
-from slimrl.megatron.training.loss import PolicyLossHooks
+from slimrl.megatron.training.loss.policy_loss import PolicyLossHooks
 from slimrl.rollout.rollout_function import rollout_output
 
 

@@ -14,7 +14,12 @@ import torch
 from examples import advantages, logs, losses, policy_loss, reward, rollouts, samples, supervised, training
 from slimrl.data.sample import Sample, SampleStatus
 from slimrl.hooks import HookFailedError
-from slimrl.megatron.training.loss import PolicyLossConfig, PolicyLossHooks, PolicyLossInputs, policy_loss_sums
+from slimrl.megatron.training.loss.policy_loss import (
+    PolicyLossConfig,
+    PolicyLossHooks,
+    PolicyLossInputs,
+    policy_loss_sums,
+)
 from slimrl.rollout.convert_samples import RewardProcessing, compute_rewards, training_batch
 from slimrl.rollout.evaluate import EvalResult
 from slimrl.rollout.rollout_function import RolloutOutput

@@ -114,17 +114,24 @@ def train_once(
     return result if rank == 0 else metrics
 
 
-def local_state(trainer: Any) -> dict[str, Tensor]:
-    """Every tensor of this rank that affects training."""
+def local_state(model: Any) -> dict[str, Tensor]:
+    """Every tensor of this rank that affects training; `model` has stages and optimizer."""
     tensors = {}
-    for number, stage in enumerate(trainer.stages):
+    for number, stage in enumerate(model.stages):
         named = (*stage.named_parameters(), *stage.named_buffers())
         tensors |= {f"weight {number} {name}": value.detach().clone() for name, value in named}
-    for part, optimizer in enumerate(trainer.optimizer.chained_optimizers):
+    for part, optimizer in enumerate(model.optimizer.chained_optimizers):
         for index, (parameter, state) in enumerate(optimizer.optimizer.state.items()):
             tensors[f"main parameter {part} {index}"] = parameter.detach().clone()
             tensors |= {f"{key} {part} {index}": value.clone() for key, value in state.items()}
     return tensors
+
+
+def critic_state(trainer: Any) -> dict[str, Tensor]:
+    """The same of its critic; empty without one."""
+    if trainer._critic is None:
+        return {}
+    return {f"critic {name}": value for name, value in local_state(trainer._critic.model).items()}
 
 
 # recomputable part of the model -> suffixes of the modules that its computation calls

@@ -31,7 +31,7 @@ def advantages(group: Any, **changes: Any) -> tuple[torch.Tensor, Any]:
     batch = tiny.recorded_rollout(0, samples=4)
     log_probs = torch.linspace(-2, -1, batch.loss_mask.numel())
     args = tiny.tiny_args(kl_loss_type="k1", **changes)
-    return token_advantages(args, batch, log_probs, log_probs - 0.5, group), batch
+    return token_advantages(args, batch, log_probs, log_probs - 0.5, None, group)[0], batch
 
 
 def test_every_token_has_the_reward_of_its_sample(lone_group: Any):

@@ -8,9 +8,9 @@ import torch
 from slimrl.hooks import HookFailedError
 from slimrl.megatron.model.micro_batch import pack_micro_batch
 from slimrl.megatron.training.advantages import TrainingHooks, build_train_inputs
-from slimrl.megatron.training.custom_loss import CheckedCustomLoss
-from slimrl.megatron.training.loss import PolicyLossConfig, PolicyLossHooks
-from slimrl.megatron.training.train_metrics import _check_names
+from slimrl.megatron.training.loss.custom_loss import CheckedCustomLoss
+from slimrl.megatron.training.loss.policy_loss import PolicyLossConfig, PolicyLossHooks
+from slimrl.megatron.training.reporting.train_metrics import _check_names
 from tests.megatron import tiny
 
 
@@ -28,7 +28,7 @@ def test_invalid_loss_result_is_rejected(function: str, sentence: str):
     )
     rollout, device = tiny.recorded_rollout(seed=5), torch.device("cpu")
     columns, data = build_train_inputs(
-        args, TrainingHooks(args, [], None, None, args), 0, rollout, None, None, None, device
+        args, TrainingHooks(args, [], None, None, args), 0, rollout, None, None, None, None, device
     )
     micro_batch = pack_micro_batch(rollout, [1], length_multiple=1, device=device)
     logits = torch.zeros(*micro_batch.tokens.shape, 128, requires_grad=True)

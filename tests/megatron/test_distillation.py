@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from slimrl.algorithms.distillation import TeacherTerm
+from slimrl.megatron.training.advantages import TrainingHooks, build_train_inputs
+from slimrl.megatron.training.forward_step import TrainTensors
 from slimrl.megatron.training.pass_plan import PassPlan
 from slimrl.observability.metrics.registry import METRICS
 from tests.megatron import layouts, ranks, reference, tiny
@@ -24,7 +27,8 @@ LAYOUTS = {
     "PP2, packed": (Layout(2, PP2 | DYNAMIC), "dense"),
     "CP2": (Layout(2, CP2), "dense"),
     "EP2": (Layout(2, EP2), "MLA"),
-    "DP2, Megatron-FSDP": (Layout(2, fsdp("optim_grads_params")), "dense"),
+    "DP2, Megatron-FSDP of all": (Layout(2, fsdp("optim_grads_params")), "dense"),
+    "DP2, Megatron-FSDP of the optimizer's state": (Layout(2, fsdp("optim")), "MoE"),
 }
 
 
@@ -183,6 +187,36 @@ def test_teacher_of_another_shape_is_rejected_by_name(models: Any, pools: Any, t
     args = distilled(models, Layout(1, {}), "dense", opd_teacher_load=str(folder))
     with pytest.raises(Exception, match=rf"--opd-teacher-load {folder} is not a teacher for --opd-type megatron"):
         pools[1].run(train, args, models.rollout)
+
+
+def train_inputs(teacher: TeacherTerm | None, **flags: Any) -> TrainTensors:
+    rollout, args = tiny.recorded_rollout(seed=5), tiny.tiny_args(use_opd=teacher is not None, **flags)
+    hooks = TrainingHooks(args, [], None, None, args)
+    log_probs, values = torch.full_like(rollout.loss_mask, -1.5), torch.linspace(-1, 1, rollout.loss_mask.numel())
+    values = values if args.use_critic else None
+    device = torch.device("cpu")
+    columns, _ = build_train_inputs(args, hooks, 0, rollout, log_probs, None, values, None, device, teacher)
+    return columns
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "reinforce_plus_plus", "ppo"])
+def test_every_estimator_keeps_its_returns_and_takes_the_term_off_each_advantage(estimator: str):
+    scores = torch.linspace(-3, -0.1, tiny.recorded_rollout(seed=5).loss_mask.numel())
+    flags = {"advantage_estimator": estimator, "gamma": 0.9 if estimator != "grpo" else 1.0}
+    plain, distilled = (train_inputs(teacher, **flags) for teacher in (None, TeacherTerm(scores, COEF)))
+    expected = (COEF * (-1.5 - scores)).masked_fill(plain.loss_mask == 0, 0.0)
+    torch.testing.assert_close(plain.advantages - distilled.advantages, expected)
+    assert torch.equal(plain.returns, distilled.returns)  # a critic learns the returns of the reward alone
+
+
+def test_value_of_the_teacher_that_is_not_finite_names_the_sample():
+    rollout = tiny.recorded_rollout(seed=5)
+    scores = torch.full_like(rollout.loss_mask, -1.0)
+    trained = int(rollout.loss_mask.nonzero()[-1])
+    scores[trained] = torch.nan
+    columns = train_inputs(TeacherTerm(scores, COEF))
+    found = columns.broken_samples(rollout)
+    assert any("7" in sentence and "teacher_log_probs" in sentence for sentence in found), found
 
 
 def test_plan_names_the_pass_of_the_teacher():

@@ -51,7 +51,7 @@ def train_nowhere(
     from slimrl.megatron.model.model_builder import build_model
     from slimrl.megatron.training import forward_step
     from slimrl.megatron.training.log_prob_passes import RolloutLogProbs
-    from slimrl.megatron.training.loss import PolicyLossConfig, policy_loss_sums
+    from slimrl.megatron.training.loss.policy_loss import PolicyLossConfig, policy_loss_sums
 
     plain = tiny.tiny_args()
     state = parallel.initialize(plain, rank=rank, world_size=world_size, local_rank=rank, init_method=init_method)
@@ -117,7 +117,7 @@ def count_reads(
     from slimrl.megatron.training import log_prob_passes
     from slimrl.megatron.training import trainer as training
 
-    modules = {"compute_log_probs": log_prob_passes, "forward_backward": training}
+    modules = {"score_tokens": log_prob_passes, "forward_backward": training}
     counts = {name: (collections.Counter(), []) for name in modules}
 
     def watch(name: str) -> None:

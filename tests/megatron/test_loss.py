@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from slimrl.algorithms.estimators import Objective
-from slimrl.megatron.training.loss import PolicyLossConfig, PolicyLossInputs, policy_loss_sums
-from slimrl.megatron.training.loss_sums import PolicyLossSums
+from slimrl.megatron.training.loss.loss_sums import LossSums
+from slimrl.megatron.training.loss.policy_loss import PolicyLossConfig, PolicyLossInputs, policy_loss_sums
 from slimrl.observability.metrics import metric_of
 from slimrl.observability.metrics.registry import TRAIN
 
@@ -102,7 +102,7 @@ def test_splitting_the_batch_between_samples_changes_nothing(per_token: bool):
     settings = dataclasses.replace(SETTINGS, per_token=per_token)
     inputs = two_samples()
 
-    def part(tokens: slice, samples: slice) -> PolicyLossSums:
+    def part(tokens: slice, samples: slice) -> LossSums:
         cut = {field.name: getattr(inputs, field.name)[tokens] for field in dataclasses.fields(inputs)[:-2]}
         return policy_loss_sums(PolicyLossInputs(**cut, response_lengths=inputs.response_lengths[samples]), settings)
 

@@ -13,7 +13,7 @@ from tests.megatron import ranks, tiny
 
 
 def test_shared_storage_of_saved_tensors_counts_once():
-    from slimrl.megatron.training.memory_report import KeptForBackward
+    from slimrl.megatron.training.reporting.memory_report import KeptForBackward
 
     weight = torch.ones(8, 8, requires_grad=True)
     with KeptForBackward({weight.untyped_storage().data_ptr()}) as kept:
@@ -24,7 +24,7 @@ def test_shared_storage_of_saved_tensors_counts_once():
 
 
 def test_memory_freed_by_backward_is_not_counted():
-    from slimrl.megatron.training.memory_report import KeptForBackward
+    from slimrl.megatron.training.reporting.memory_report import KeptForBackward
 
     weight = torch.ones(8, 8, requires_grad=True)
     with KeptForBackward({weight.untyped_storage().data_ptr()}) as kept:
@@ -35,7 +35,7 @@ def test_memory_freed_by_backward_is_not_counted():
 
 
 def test_message_shows_measured_and_planned_memory():
-    from slimrl.megatron.training.memory_report import sentence
+    from slimrl.megatron.training.reporting.memory_report import sentence
 
     measured = {"parameters": 2**30, "gradients": 2**31, "optimizer": 3 * 2**29, "activations": 5 * 2**20}
     assert sentence(measured, measured | {"activations": 2**21}, 4096) == (

@@ -55,7 +55,7 @@ def train(
         first_rollout=trainer.start_rollout_id,
         data_state=trainer.data_state,
         metrics=metrics,
-        state=ranks.local_state(trainer),
+        state=ranks.local_state(trainer) | ranks.critic_state(trainer),
         step_counts=step_counts(trainer.optimizer),
         random_numbers=draw(),
         weights=ranks.export(trainer),
@@ -93,6 +93,14 @@ PP2 = {"pipeline_model_parallel_size": 2}
 VIRTUAL = PP2 | {"virtual_pipeline_model_parallel_size": 2, "microbatch_group_size_per_vp_stage": 2}
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 EP2 = {"expert_model_parallel_size": 2}
+PPO = {
+    "advantage_estimator": "ppo",
+    "gamma": 0.99,
+    "lambd": 0.9,
+    "critic_lr": 5e-3,
+    "critic_lr_warmup_iters": 2,
+    "num_critic_only_steps": 1,
+}
 
 # name: ranks, model, flags
 LAYOUTS = {
@@ -104,6 +112,8 @@ LAYOUTS = {
     "PP2 virtual": (2, "deep_models", VIRTUAL),
     "CP2 with the distributed optimizer": (2, "models", SPREAD | {"context_parallel_size": 2}),
     "EP2 with the distributed optimizer": (2, "expert_models", SPREAD | EP2),
+    "PPO, DP2 with the distributed optimizer": (2, "models", SPREAD | PPO),
+    "PPO, PP2 virtual, saved in the background": (2, "deep_models", VIRTUAL | PPO | {"async_save": True}),
 }
 
 
@@ -130,7 +140,7 @@ def test_killed_run_resumes_bit_for_bit(
         assert before.metrics + after.metrics == complete.metrics
         assert complete.state.keys() == after.state.keys()
         assert [name for name, value in complete.state.items() if not torch.equal(value, after.state[name])] == []
-        assert after.step_counts == complete.step_counts == {2.0 * ROLLOUTS}
+        assert after.step_counts == complete.step_counts == {2.0 * (ROLLOUTS - args.num_critic_only_steps)}
         assert after.random_numbers == complete.random_numbers
 
 

@@ -11,7 +11,7 @@ import torch
 from slimrl.hooks import HookFailedError
 from slimrl.megatron.training.advantages import TrainingHooks, build_train_inputs
 from slimrl.megatron.training.forward_step import TrainTensors
-from slimrl.megatron.training.train_dump import _samples
+from slimrl.megatron.training.reporting.train_dump import _samples
 from tests.megatron import tiny
 
 
@@ -19,7 +19,7 @@ def postprocessed(function: str, rollout: Any) -> tuple[TrainTensors, Any]:
     args = tiny.tiny_args(rollout_data_postprocess_path=f"tests.megatron.custom_functions.{function}")
     hooks = TrainingHooks(args, [], None, None, args)
     log_probs = torch.zeros_like(rollout.loss_mask)
-    return build_train_inputs(args, hooks, 0, rollout, log_probs, None, None, torch.device("cpu"))
+    return build_train_inputs(args, hooks, 0, rollout, log_probs, None, None, None, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("function", ["swap_tokens", "swap_tokens_in_place", "shorten"])

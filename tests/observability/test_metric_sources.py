@@ -40,9 +40,10 @@ def is_made(name: str) -> bool:
     """Whether a string or an f-string produces the name, with or without the part before its first slash."""
     plain, patterns = texts()
     bare = PREFIXES.sub("", name)
-    # phase times and process memory are composed of separate words
-    words = {name, bare, bare.removesuffix("_time"), re.sub(r"^(rank1|memory|planned_memory)_", "", bare)}
-    return bool(words & plain) or any(pattern.fullmatch(word) for word in (name, bare) for pattern in patterns)
+    # phase times, process memory and the critic's metrics are composed of separate words
+    inner = re.sub(r"^(rank1_|memory_|planned_memory_|critic-)", "", bare)
+    words = {name, bare, bare.removesuffix("_time"), inner}
+    return bool(words & plain) or any(pattern.fullmatch(word) for word in (name, bare, inner) for pattern in patterns)
 
 
 @pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.name)

@@ -214,6 +214,22 @@ def test_unknown_class_is_rejected_by_name_with_advice():
     assert "numpy" not in str(error.value) and "defaultdict" not in str(error.value)
 
 
+class _Attribute:
+    """Is written as a call of getattr with an allowed class."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return getattr, (collections.OrderedDict, self.name)
+
+
+@pytest.mark.parametrize("name", ["fromkeys", "__init__", "absent"])
+def test_attribute_of_anything_but_an_enum_is_rejected(name: str):
+    with pytest.raises(UnsafePickleError, match="getattr of something else than an enum"):
+        through_a_file({"value": _Attribute(name)})
+
+
 def test_object_array_is_rejected_without_advice_to_run_it():
     with pytest.raises(UnsafePickleError, match=r"the entry asks for more than plain data \(.*ObjectDType") as error:
         through_a_file(numpy.array([{}], dtype=object))

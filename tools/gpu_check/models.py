@@ -44,8 +44,8 @@ class RandomTrainer(MegatronTrainer):
         self.args = args
         super().__init__(args, rank=0, world_size=1, local_rank=0, init_method=torch.distributed.HashStore())
 
-    def _load_weights(self) -> None:
-        return None
+    def _load_weights(self) -> tuple[None, None]:
+        return None, None
 
 
 def scheduled(args: Arguments, rollout: RolloutBatch) -> RolloutBatch:

@@ -200,6 +200,7 @@ def stage_sum(stage: StageMemory) -> str:
         "weights": stage.weights,
         "gradients": stage.gradients,
         "optimizer": stage.optimizer,
+        "critic": stage.critic + stage.critic_gradients,
         "activations": stage.activations,
         "loss and backward": max(stage.loss, stage.backward),
     }

@@ -329,7 +329,7 @@ def _memory(plan: Plan) -> Iterator[str]:
         if any(stage.host for stage in stages):
             yield f"in host memory, per GPU: {gib(max(stage.host for stage in stages))} ({_host_reason(plan)})"
         if plan.args.offload_train:
-            parked = max(stage.weights + stage.optimizer for stage in stages)
+            parked = max(stage.weights + stage.optimizer + stage.critic for stage in stages)
             yield f"in host memory while engines generate, per GPU: {gib(parked)} (weights, optimizer state)"
     yield from _engine(plan)
     if plan.reward_weights is not None:
@@ -345,6 +345,8 @@ def _stage_rows(stages: Sequence[StageMemory]) -> Iterator[tuple[str, list[int]]
     yield "weights", [stage.weights for stage in stages]
     yield "gradients", [stage.gradients for stage in stages]
     yield "optimizer state", [stage.optimizer for stage in stages]
+    if any(stage.critic for stage in stages):
+        yield "critic, with gradients and state", [stage.critic + stage.critic_gradients for stage in stages]
     yield "activations kept", [stage.activations for stage in stages]
     yield "loss, or one layer's backward", [max(stage.loss, stage.backward) for stage in stages]
     yield "at the peak", [stage.total for stage in stages]

@@ -1,4 +1,4 @@
-"""Flags of the learning algorithm (advantages, policy loss, KL), and of on-policy distillation."""
+"""Flags of the algorithm (advantages, policy loss, KL, critic), and of on-policy distillation."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from slimrl.arguments.flag import flag
 
 _ESTIMATORS = tuple(ESTIMATORS)
 _WHITENED = " and ".join(name for name, row in ESTIMATORS.items() if row.whitens)
-_DISCOUNTED = " and ".join(name for name, row in ESTIMATORS.items() if row.returns is Returns.DISCOUNTED)
-_RETURNS = "it belongs to a critic, and slimrl has none; leave it out"
+_DISCOUNTED = " and ".join(name for name, row in ESTIMATORS.items() if row.returns is not Returns.BROADCAST)
+WITH_CRITIC = tuple(name for name, row in ESTIMATORS.items() if row.has_critic)
+_WITH_CRITIC = " and ".join(WITH_CRITIC)
 _REPLAY = "routing replay is unsupported; leave it out"
 
 
@@ -31,9 +32,7 @@ class AlgorithmArguments:
     advantage_estimator: str = flag(
         DEFAULT,
         "advantage estimator",
-        choices=(*_ESTIMATORS, "ppo"),
-        not_served="slimrl has no critic; use reinforce_plus_plus, which computes returns without one",
-        served=tuple(name for name in _ESTIMATORS if name != DEFAULT),
+        choices=_ESTIMATORS,
     )
     loss_type: str = flag(
         "policy_loss",
@@ -58,9 +57,7 @@ class AlgorithmArguments:
         off=("--disable-compute-advantages-and-returns",),
     )
     gamma: float = flag(1.0, f"discount factor of the returns of {_DISCOUNTED}", at_least=0, at_most=1)
-    lambd: float = flag(1.0, "lambda of generalised advantage estimation", not_served=_RETURNS)
-    value_clip: float = flag(0.2, "clip of the value loss", not_served=_RETURNS)
-    num_critic_only_steps: int = flag(0, "rollouts that train the critic only (count)", not_served=_RETURNS)
+    lambd: float = flag(1.0, f"lambda of the generalised advantages of {_WITH_CRITIC}", at_least=0, at_most=1)
     eps_clip: float = flag(0.2, "lower clip of the policy ratio: 1 - this", at_least=0)
     eps_clip_high: float = flag(None, "upper clip of the policy ratio: 1 + this (--eps-clip)", at_least=0)
     eps_clip_c: float | None = flag(
@@ -164,9 +161,51 @@ class AlgorithmArguments:
     )
 
     @property
+    def use_critic(self) -> bool:
+        """True if a critic is trained beside the policy."""
+        estimator = ESTIMATORS.get(self.advantage_estimator)  # None for one that the rules reject
+        return estimator is not None and estimator.has_critic and self.compute_advantages_and_returns
+
+    @property
     def use_reference(self) -> bool:
         """True if the reference model is needed: a KL penalty, or a KL loss (even one that is only logged)."""
         return self.kl_coef != 0.0 or self.use_kl_loss
+
+
+@dataclasses.dataclass
+class CriticArguments:
+    """The critic (with --advantage-estimator ppo).
+
+    It is a model of the policy's sizes with a value head, trained by the policy's GPUs. Flags that are not here apply
+    to both.
+    """
+
+    value_clip: float = flag(0.2, "clip of the value loss: the distance from the value before the rollout", at_least=0)
+    num_critic_only_steps: int = flag(0, "rollouts at the start that train the critic only (count)", at_least=0)
+    critic_lr: float = flag(None, "learning rate of the critic after warm-up (--lr)", at_least=0)
+    critic_lr_warmup_iters: int = flag(
+        None, "optimizer steps of the critic's linear warm-up (as the policy's)", at_least=0
+    )
+    critic_load: str | None = flag(
+        None,
+        "folder of the critic's weights: a critic's checkpoint, or a model (torch_dist or Hugging Face), whose head is"
+        " then new (path; on resuming --critic-save, at the start --ref-load or --load)",
+    )
+    critic_save: str | None = flag(
+        None, "folder for the critic's checkpoints, written at each of --save (path; the folder critic in --save)"
+    )
+    critic_num_nodes: int | None = flag(
+        None,
+        "nodes of the critic (those of the policy)",
+        at_least=1,
+        not_served="the critic trains on the policy's GPUs; leave it out",
+    )
+    critic_num_gpus_per_node: int | None = flag(
+        None,
+        "GPUs of the critic on each node (those of the policy)",
+        at_least=1,
+        not_served="the critic trains on the policy's GPUs; leave it out",
+    )
 
 
 @dataclasses.dataclass

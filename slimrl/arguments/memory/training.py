@@ -14,7 +14,7 @@ from slimrl.arguments.memory.batch import largest_micro_batch
 from slimrl.arguments.namespace import Arguments
 from slimrl.models.activation_memory import Setting, output_bytes, saved_bytes, working_bytes
 from slimrl.models.model_spec import ModelSpec
-from slimrl.models.parameters import Split, Weights, buffer_elements, stage_weights
+from slimrl.models.parameters import Split, Weights, buffer_elements, critic_weights, stage_weights
 
 _DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 FP32 = 4
@@ -32,13 +32,15 @@ class StageMemory:
     activations: int  # kept for the backward pass, of all micro-batches in flight
     loss: int  # the output layer's logits or pieces of them and its gradients, last stage only
     backward: int  # of the layer that the backward pass is at
+    critic: int  # its weights and optimizer state; 0 without one
+    critic_gradients: int
     weight_update: int  # two buckets of new weights, and what is gathered then: none of the three above is there
     host: int  # in host memory: weights of reference and teacher; with --optimizer-cpu-offload state and gradients
 
     @property
     def resident(self) -> int:
         """What stays all the time."""
-        return self.weights + self.gradients + self.optimizer
+        return self.weights + self.gradients + self.optimizer + self.critic + self.critic_gradients
 
     @property
     def total(self) -> int:
@@ -72,6 +74,8 @@ def _stage(
     weights = stage_weights(spec, split, parts[number], first=first, last=last)
     dense, expert = _buffers(args, groups, weights)
     state = _optimizer_bytes(args, groups, dense, expert)
+    of_critic = critic_weights(spec, split, parts[number], first=first, last=last)
+    critic, critic_gradients = _critic_bytes(args, groups, of_critic)
     offloaded = int(state * args.optimizer_offload_fraction) if args.optimizer_cpu_offload else 0
     copied = offloaded * FP32 // max(_state_bytes(args), 1)  # gradients go where the state is, in float32
     held = _shared_out(args, groups, dense, expert, "optim_grads_params") * element
@@ -87,10 +91,25 @@ def _stage(
         activations=trains
         * int(saved_bytes(spec, setting, parts[number], last=last) * _in_flight(args, groups, number)),
         loss=_output_bytes(args, spec, setting) if last and trains else 0,
+        critic=critic,
+        critic_gradients=critic_gradients,
         backward=trains * working_bytes(spec, setting, parts[number]),
         weight_update=gathered + _bucket_bytes(args, weights.total * element),
         host=offloaded + copied + 2 * host_models * weights.total * element,
     )
+
+
+def _critic_bytes(args: Arguments, groups: Groups, weights: Weights) -> tuple[int, int]:
+    """Weights and optimizer state on the device, and gradients; --optimizer-cpu-offload moves state of both models."""
+    if not args.use_critic or args.eval_only:
+        return 0, 0
+    dense, expert = _buffers(args, groups, weights)
+    state = _optimizer_bytes(args, groups, dense, expert)
+    if args.optimizer_cpu_offload:
+        state -= int(state * args.optimizer_offload_fraction)
+    held = _shared_out(args, groups, dense, expert, "optim_grads_params") * parameter_bytes(args)
+    gradients = _shared_out(args, groups, dense, expert, "optim_grads", "optim_grads_params") * gradient_bytes(args)
+    return held + state, gradients
 
 
 def _bucket_bytes(args: Arguments, weights: int) -> int:

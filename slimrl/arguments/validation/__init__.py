@@ -1,7 +1,7 @@
 """Every check between flags, files and GPUs, in one table of rules.
 
-A rule is in the file that is named like that of its flag in `slimrl.arguments.flags`. Bounds and choices of a single
-flag are in its declaration there.
+A rule is in the file that is named like that of its flag in `slimrl.arguments.flags`, or like the theme of the flag.
+Bounds and choices of a single flag are in its declaration there.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from slimrl.arguments.validation import (
     algorithm,
     checkpoint,
     cluster,
+    critic,
     custom_functions,
     data,
     distillation,
     engine,
     logging,
     model,
-    moe,
     optimizer,
     parallel,
     rollout,
@@ -31,10 +31,10 @@ MODEL_RULES: tuple[Rule, ...] = (
     model.shape_is_possible,
     model.latent_flags_have_latent_attention,
     model.latent_attention_is_plain_otherwise,
-    moe.expert_flags_have_experts,
-    moe.router_can_choose_experts,
-    moe.router_is_consistent,
-    moe.moe_layer_pattern_is_complete,
+    model.expert_flags_have_experts,
+    model.router_can_choose_experts,
+    model.router_is_consistent,
+    model.moe_layer_pattern_is_complete,
     model.precision_is_single,
     checkpoint.hf_checkpoint_exists,
     model.model_agrees_with_hf_config,
@@ -70,6 +70,10 @@ TRAINING_RULES: tuple[Rule, ...] = (
     checkpoint.saved_apart_from_a_model,
     checkpoint.retention_fits_saving,
     checkpoint.exports_have_a_place,
+    critic.critic_flags_have_a_critic,
+    critic.critic_can_be_built,
+    critic.critic_has_weights,
+    critic.critic_is_saved_apart,
     cluster.rollout_has_gpus,
     engine.external_engines_exclude_local_engine_flags,
     engine.router_has_an_address,

@@ -48,8 +48,8 @@ def clip_range_is_ordered(args: Arguments, context: Context) -> Iterator[Problem
 def estimator_has_what_it_needs(args: Arguments, context: Context) -> Iterator[Problem]:
     """A discount belongs to the estimators with discounted returns."""
     estimator = ESTIMATORS.get(args.advantage_estimator)
-    if args.gamma != 1 and estimator is not None and estimator.returns is not Returns.DISCOUNTED:
-        discounted = " and ".join(name for name, row in ESTIMATORS.items() if row.returns is Returns.DISCOUNTED)
+    if args.gamma != 1 and estimator is not None and estimator.returns is Returns.BROADCAST:
+        discounted = " and ".join(name for name, row in ESTIMATORS.items() if row.returns is not Returns.BROADCAST)
         yield Problem(
             "--gamma",
             f"--gamma {args.gamma:g} discounts the returns of {discounted} and --advantage-estimator is"

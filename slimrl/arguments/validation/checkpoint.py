@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from slimrl.arguments.checkpoints import REPLACED, find_corruption, folder_name, is_hf_model, placed
+from slimrl.arguments.checkpoints import CRITIC, REPLACED, find_corruption, folder_name, is_hf_model, placed
 from slimrl.arguments.checkpoints import TRACKER_NAME as TRACKER
 from slimrl.arguments.flag import Problem
 from slimrl.arguments.hf_config import disagreements
@@ -166,14 +166,15 @@ def saved_apart_from_a_model(args: Arguments, context: Context) -> Iterator[Prob
 
 
 def _is_fresh(folder: Path) -> bool:
-    """True if the folder has no checkpoint: it is absent, or has only hidden and unfinished files."""
+    """True if the folder has no checkpoint: it is absent, or has only hidden and unfinished files, and the critic's."""
     if not folder.exists():
         return True
-    return folder.is_dir() and all(path.name.startswith(".") or path.suffix == ".tmp" for path in folder.iterdir())
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else [""]
+    return all(name.startswith(".") or name.endswith(".tmp") or name == CRITIC for name in names)
 
 
 def checkpoint_problems(flag: str, folder: Path, step_flag: str, step: int | None) -> Iterator[Problem]:
-    """Why `folder`, which exists, has no checkpoint of this step; None for the one that its tracker file names."""
+    """What is wrong with the existing `folder` of `flag`, from which iteration `step` (None: the newest) is loaded."""
     if (folder / _COMPLETE).is_file():
         if step is not None and folder.name != f"iter_{step:07d}":
             yield Problem(

@@ -226,11 +226,12 @@ class Retention:
 
     newest: int | None = None
     interval: int | None = None
+    beside: tuple[Path, ...] = ()  # folders with further checkpoints of the same iterations, deleted with them
 
     @classmethod
-    def from_args(cls, checkpoints: CheckpointArguments) -> Retention:
+    def from_args(cls, checkpoints: CheckpointArguments, *beside: Path) -> Retention:
         """The retention for the flags."""
-        return cls(checkpoints.save_total_limit, checkpoints.save_retain_interval)
+        return cls(checkpoints.save_total_limit, checkpoints.save_retain_interval, beside)
 
     def surplus(self, iterations: Iterable[int], written: int) -> list[int]:
         """Those of `iterations` to delete once `written` is complete, ascending.
@@ -244,11 +245,12 @@ class Retention:
         return [i for i in older[: len(older) - kept] if self.interval is None or (i + 1) % self.interval != 0]
 
     def apply(self, root: Path, written: int) -> None:
-        """Delete surplus checkpoints in `root`; logs folders that cannot be deleted."""
+        """Delete surplus checkpoints in `root` and `beside` it; logs folders that cannot be deleted."""
         if self.newest is None and self.interval is None:
             return
-        for iteration in self.surplus(own_iterations(root), written):
-            try:
-                remove(root, iteration)
-            except OSError as error:
-                _logger.warning("an old checkpoint could not be deleted: %s", error)
+        for place in (root, *self.beside):
+            for iteration in self.surplus(own_iterations(place), written):
+                try:
+                    remove(place, iteration)
+                except OSError as error:
+                    _logger.warning("an old checkpoint could not be deleted: %s", error)

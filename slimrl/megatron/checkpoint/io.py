@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import io
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -172,11 +173,18 @@ def read_training_metadata(folder: Path) -> dict[str, Any]:
     return dist_checkpointing.load_content_metadata(str(folder)) or {}
 
 
-def read(state: ShardedStateDict, folder: Path, *, model_only: bool) -> dict[str, Any]:
+def stored_names(folder: Path) -> set[str]:
+    """The names of everything stored in the checkpoint `folder`."""
+    _check(folder, METADATA_NAME)
+    return set(read_metadata(folder).state_dict_metadata)
+
+
+def read(state: ShardedStateDict, folder: Path, *, model_only: bool, ignored: Collection[str] = ()) -> dict[str, Any]:
     """`state` with its tensors loaded from `folder`, which any layout may have written; collective over all ranks.
 
     Extra state of modules may be absent on either side and is then omitted from the result. Raises ValueError if the
-    checkpoint lacks requested tensors, has other model tensors, or is damaged or unsafe to open.
+    checkpoint lacks requested tensors, has model tensors that are neither requested nor `ignored`, or is damaged or
+    unsafe to open.
     """
     dict_list_map_inplace(_merged_in_place, state)
     strategy = get_default_load_sharded_strategy(str(folder))
@@ -191,7 +199,9 @@ def read(state: ShardedStateDict, folder: Path, *, model_only: bool) -> dict[str
         rank, (cause, _) = min(error.failures.items())
         raise ValueError(f"{folder} is not loaded, rank {rank}: {cause}") from error
     left_over = sorted(
-        key for key in absent_here if not is_extra_state(key) and not any(part in key for part in _NOT_MODEL)
+        key
+        for key in absent_here
+        if not is_extra_state(key) and key not in ignored and not any(part in key for part in _NOT_MODEL)
     )
     missing = sorted(key for key in absent_there if not is_extra_state(key))
     if missing:

@@ -24,7 +24,6 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from slimrl.arguments.flags.checkpoint import CheckpointArguments
 from slimrl.megatron.checkpoint import folder, io
 from slimrl.megatron.checkpoint.folder import Retention
 from slimrl.megatron.parallel import ParallelState
@@ -45,7 +44,7 @@ class Snapshot:
 
     iteration: int
     prepared: io.Prepared
-    data_state: bytes
+    data_state: bytes  # empty: none is saved
     about: dict[str, Any]  # for the manifest
 
 
@@ -64,25 +63,29 @@ class CheckpointSaver:
         self._watchers: dist.ProcessGroup | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
+        self._after: Callable[[], None] = lambda: None
         self._copied = threading.Event()
         self._copied.set()
 
-    @classmethod
-    def from_args(cls, checkpoints: CheckpointArguments, timeout: datetime.timedelta) -> CheckpointSaver:
-        """The saver for the flags."""
-        return cls(background=checkpoints.async_save, retention=Retention.from_args(checkpoints), timeout=timeout)
-
     def save(
-        self, root: Path, iteration: int, take: Callable[[], Snapshot], export: Callable[[], HfExport] | None = None
+        self,
+        root: Path,
+        iteration: int,
+        take: Callable[[], Snapshot],
+        export: Callable[[], HfExport] | None = None,
+        after: Callable[[], None] = lambda: None,
     ) -> Path:
         """Save the snapshot of `take` in `root`; returns the checkpoint's final folder.
 
-        Waits for the previous save. The `export` is written after the checkpoint is complete. Raises CheckpointError,
+        Waits for the previous save. The `export` is written after the checkpoint is complete. `after` waits for another
+        save, without which this one must not become complete; it raises CheckpointError on every rank or on none. In
+        the background it is called by the thread. Raises CheckpointError,
         on every rank, if this save (in the background: the previous one) failed on a rank; its files are removed, and
         older checkpoints stay.
         """
         self.finish()
         self._open()
+        self._after = after
         started = time.perf_counter()
         run_on_rank_zero(lambda: folder.begin(root, iteration), self._writers)
         snapshot = run_on_all_ranks(take, self._writers)
@@ -175,6 +178,7 @@ class CheckpointSaver:
         partial = folder.partial_path(root, snapshot.iteration)
         try:
             checksums = io.write(snapshot.prepared, partial, self._writers)
+            self._after()
             run_on_rank_zero(lambda: self._complete(root, partial, snapshot, checksums, started), self._writers)
         except CheckpointError as error:
             raise self._failed(root, snapshot, error) from error
@@ -212,7 +216,8 @@ class CheckpointSaver:
         self, root: Path, partial: Path, snapshot: Snapshot, checksums: Mapping[str, Checksums], started: float
     ) -> None:
         io.write_common(snapshot.prepared, partial)
-        folder.write_data_state(partial, snapshot.data_state)
+        if snapshot.data_state:
+            folder.write_data_state(partial, snapshot.data_state)
         folder.write_checksums(partial, checksums)
         folder.write_manifest(partial, snapshot.iteration, **snapshot.about)
         final = folder.commit(root, snapshot.iteration)

@@ -31,6 +31,7 @@ from slimrl.megatron.checkpoint import folder as checkpoint_folder
 from slimrl.megatron.checkpoint import io
 from slimrl.megatron.checkpoint.folder import CheckpointFolder, find_checkpoint
 from slimrl.megatron.checkpoint.saver import Snapshot
+from slimrl.megatron.model.value_model import HEAD, OUTPUT_LAYER
 from slimrl.megatron.optimizer import after_load, step_counts, sync_step_count
 from slimrl.megatron.parallel import ParallelState
 from slimrl.models.families import family_for
@@ -118,9 +119,16 @@ def _sharding(parallel: ParallelState) -> dict[str, Any]:
 
 
 def take_snapshot(
-    state: TrainingState, rollout_id: int, data_state: dict[str, Any] | None, *, with_optimizer: bool
+    state: TrainingState,
+    rollout_id: int,
+    data_state: dict[str, Any] | None,
+    *,
+    with_optimizer: bool,
+    saved_with: str | None = None,
 ) -> Snapshot:
     """The state that resumes after `rollout_id`, for `CheckpointSaver`; collective.
+
+    `saved_with` is the same text in checkpoints that belong together: policy and critic.
 
     `data_state` (rank 0's is saved, others may pass None) must be plain data: numbers, strings, lists, tuples, dicts,
     tensors. The snapshot has the live weights and optimizer state, which must not change until they are copied or
@@ -139,6 +147,7 @@ def take_snapshot(
         "distributed_optimizer": state.optimizer.config.use_distributed_optimizer,
         "layout": layout(state.parallel),
         "trained_weights": state.trained_weights,
+        **({} if saved_with is None else {"saved_with": saved_with}),
     }
     prepared = io.prepare(content, {"content": "training", **about}, state.divisions[with_optimizer])
     return Snapshot(
@@ -257,6 +266,29 @@ def _fill(stage: GPTModel, state: dict[str, Any], folder: Path) -> None:
             raise ValueError(f"{folder} {what} {', '.join(wrong[:5])} ({len(wrong)} in all): the model flags differ")
 
 
+def load_value_weights(spec: ModelSpec, stages: Sequence[GPTModel], parallel: ParallelState, folder: Path) -> None:
+    """Load the weights in `folder`, a critic's or a policy's, into `stages` with a value head; collective.
+
+    A policy has no value head: the new one keeps its zeros. `folder` is a checkpoint's own, or a Hugging Face folder.
+    Raises as `load_initial_weights`.
+    """
+    if is_hf_model(folder):
+        _load_hf(spec, stages, parallel, folder, without=(HEAD,))
+        return
+    found = CheckpointFolder(folder, None)
+    has_head = HEAD in io.stored_names(folder)
+    if has_head:
+        load_stages(stages, found.path)
+        return
+    wanted = _sharded(stages)
+    for part in wanted.values():
+        part.pop(HEAD, None)
+    loaded = io.read({"model": wanted}, folder, model_only=True, ignored=(OUTPUT_LAYER,))["model"]
+    for number, stage in enumerate(stages):
+        heads = {name: value for name, value in stage.state_dict().items() if name == HEAD}
+        _fill(stage, loaded[str(number)] | heads, folder)
+
+
 def load_initial_weights(
     spec: ModelSpec, stages: Sequence[GPTModel], parallel: ParallelState, folder: Path, step: int | None
 ) -> None:
@@ -268,6 +300,12 @@ def load_initial_weights(
     if not is_hf_model(folder):
         load_stages(stages, folder, step)
         return
+    _load_hf(spec, stages, parallel, folder)
+
+
+def _load_hf(
+    spec: ModelSpec, stages: Sequence[GPTModel], parallel: ParallelState, folder: Path, without: Sequence[str] = ()
+) -> None:
     load_hf_checkpoint(
         stages,
         spec,
@@ -277,4 +315,5 @@ def load_initial_weights(
         tp_size=parallel.tp_size,
         etp_rank=parallel.etp_rank,
         etp_size=parallel.etp_size,
+        without=without,
     )

@@ -1,4 +1,4 @@
-"""Builds the model of a training rank from flags, optionally with a custom model provider or custom layers.
+"""Builds the models of a training rank from flags, the policy optionally with a custom provider or custom layers.
 
 The result is a bare `GPTModel` on this process' device, with vocabulary-parallel logits over the padded vocabulary and
 every parameter marked as gradient reduction needs it. Called by the trainer and by the converters.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from slimrl.megatron.config import transformer_config
 from slimrl.megatron.model.layer_spec import block_of, block_spec
 from slimrl.megatron.model.layers import PostNorms
 from slimrl.megatron.model.output_layer import PolicyModel
+from slimrl.megatron.model.value_model import ValueModel
 from slimrl.megatron.parallel import ParallelState
 
 
@@ -61,11 +62,26 @@ def build_stages(
 ) -> list[GPTModel]:
     """This rank's model chunks: one, or one for each of its virtual pipeline stages."""
     config = transformer_config(flags)  # one object: the schedule reads that of the first stage
-    numbers = [None] if parallel.virtual_stages is None else range(parallel.virtual_stages)
-    stages = [_build_stage(flags, config, parallel, number, custom) for number in numbers]
+    stages = [_build_stage(flags, config, parallel, number, custom) for number in _stage_numbers(parallel)]
     if custom.provider_path is not None and not flags.untie_embeddings_and_output_weights:
         _check_tie(custom.provider_path, stages, parallel)
     return stages
+
+
+def build_value_stages(flags: MegatronArguments, parallel: ParallelState) -> list[GPTModel]:
+    """This rank's chunks of a model of the same sizes with a value head (`value_model`)."""
+    config = transformer_config(flags)
+    stages: list[GPTModel] = []
+    for number in _stage_numbers(parallel):
+        ends = parallel.holds_embedding(number), parallel.holds_head(number)
+        model = ValueModel(**_settings(flags, config, *ends, number, own_layers(flags, config, number)))
+        mark_expert_parameters(model)
+        stages.append(model.to(parallel.device))
+    return stages
+
+
+def _stage_numbers(parallel: ParallelState) -> Iterable[int | None]:
+    return [None] if parallel.virtual_stages is None else range(parallel.virtual_stages)
 
 
 def _check_tie(path: str, stages: list[GPTModel], parallel: ParallelState) -> None:
@@ -89,22 +105,35 @@ def policy_model(
     layers: TransformerBlockSubmodules | None = None,
 ) -> PolicyModel:
     """slimrl's own model of a stage, in host memory; `layers` defaults to `own_layers`."""
-    return PolicyModel(
-        config=config,
-        transformer_layer_spec=layers if layers is not None else own_layers(args, config, vp_stage),
-        vocab_size=args.padded_vocab_size,
-        max_sequence_length=args.max_position_embeddings,
-        pre_process=pre_process,
-        post_process=post_process,
-        parallel_output=True,
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-        position_embedding_type=args.position_embedding_type,
-        rotary_percent=args.rotary_percent,
-        rotary_base=args.rotary_base,
-        rope_scaling=args.use_rope_scaling,
-        rope_scaling_factor=args.rope_scaling_factor,
-        vp_stage=vp_stage,
-    )
+    chosen = layers if layers is not None else own_layers(args, config, vp_stage)
+    return PolicyModel(**_settings(args, config, pre_process, post_process, vp_stage, chosen))
+
+
+def _settings(
+    args: MegatronArguments,
+    config: TransformerConfig,
+    pre_process: bool,
+    post_process: bool,
+    vp_stage: int | None,
+    layers: TransformerBlockSubmodules,
+) -> dict[str, Any]:
+    """The arguments of a GPTModel of a stage."""
+    return {
+        "config": config,
+        "transformer_layer_spec": layers,
+        "vocab_size": args.padded_vocab_size,
+        "max_sequence_length": args.max_position_embeddings,
+        "pre_process": pre_process,
+        "post_process": post_process,
+        "parallel_output": True,
+        "share_embeddings_and_output_weights": not args.untie_embeddings_and_output_weights,
+        "position_embedding_type": args.position_embedding_type,
+        "rotary_percent": args.rotary_percent,
+        "rotary_base": args.rotary_base,
+        "rope_scaling": args.use_rope_scaling,
+        "rope_scaling_factor": args.rope_scaling_factor,
+        "vp_stage": vp_stage,
+    }
 
 
 def own_layers(args: AttentionArguments, config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:

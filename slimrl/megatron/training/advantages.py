@@ -20,7 +20,7 @@ from torch import Tensor
 from slimrl.algorithms.distillation import TeacherTerm
 from slimrl.algorithms.estimators import ESTIMATORS, Returns
 from slimrl.algorithms.kl import kl_estimate
-from slimrl.algorithms.returns import discounted_returns, reward_at_last_token
+from slimrl.algorithms.returns import discounted_returns, generalized_advantages, reward_at_last_token
 from slimrl.arguments.flags.algorithm import AlgorithmArguments
 from slimrl.data.train_batch import RolloutBatch
 from slimrl.hooks import BeforeLogProb, BeforeTrainStep, CustomAdvantage, Hook, HookFailedError, MegatronInit, named
@@ -34,24 +34,33 @@ def token_advantages(
     batch: RolloutBatch,
     log_probs: Tensor,
     ref_log_probs: Tensor | None,
+    values: Tensor | None,
     group: dist.ProcessGroup,
     penalty: Tensor | None = None,
-) -> Tensor:
-    """`token_returns` - `penalty`; with --normalize-advantages whitened over the trained tokens of all data-parallel
-    ranks.
+) -> tuple[Tensor, Tensor]:
+    """Advantages and `token_returns`; both float32 [response tokens of the rank].
 
-    `group` contains these ranks; `penalty` is [response tokens].
+    `penalty` [response tokens] is subtracted from the advantages. With --normalize-advantages the advantages are
+    whitened over the trained tokens of all data-parallel ranks, which `group` contains. `values` are the critic's, of
+    an estimator that has one; without one, the advantages are the returns, less the penalty.
     """
-    returns = token_returns(algorithm, batch, log_probs, ref_log_probs)
-    returns = returns if penalty is None else returns - penalty
-    return whitened(returns, batch.loss_mask.to(returns.device), group) if algorithm.normalize_advantages else returns
+    advantages, returns = token_returns(algorithm, batch, log_probs, ref_log_probs, values)
+    advantages = advantages if penalty is None else advantages - penalty
+    if algorithm.normalize_advantages:
+        advantages = whitened(advantages, batch.loss_mask.to(advantages.device), group)
+    return advantages, returns
 
 
 def token_returns(
-    algorithm: AlgorithmArguments, batch: RolloutBatch, log_probs: Tensor, ref_log_probs: Tensor | None
-) -> Tensor:
-    """Float32 [response tokens of the rank]; the rewards are already normalised by group.
+    algorithm: AlgorithmArguments,
+    batch: RolloutBatch,
+    log_probs: Tensor,
+    ref_log_probs: Tensor | None,
+    values: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Advantages before whitening, and returns: [response tokens of the rank]; rewards are already normalised by group.
 
+    - `Returns.GENERALIZED` (PPO): generalised advantages of the rewards that follow, and the targets of the critic.
     - `Returns.DISCOUNTED` (REINFORCE++, Hu 2025, equations 3 and 4): the discounted return of the reward at the last
       trained token and of -kl_coef * KL_t at every trained token.
     - `Returns.BROADCAST`: the sample's reward - kl_coef * KL_t.
@@ -61,10 +70,17 @@ def token_returns(
     penalty = torch.zeros_like(log_probs)
     if algorithm.kl_coef != 0.0 and ref_log_probs is not None:
         penalty = algorithm.kl_coef * kl_estimate(log_probs, ref_log_probs, algorithm.kl_loss_type)
-    if ESTIMATORS[algorithm.advantage_estimator].returns is Returns.DISCOUNTED:
-        rewards = reward_at_last_token(batch.rewards.to(device), mask, lengths) - penalty.masked_fill(mask == 0, 0.0)
-        return discounted_returns(rewards, lengths, algorithm.gamma)
-    return torch.repeat_interleave(batch.rewards.to(device), lengths) - penalty
+    kind = ESTIMATORS[algorithm.advantage_estimator].returns
+    if kind is Returns.BROADCAST:
+        returns = torch.repeat_interleave(batch.rewards.to(device), lengths) - penalty
+        return returns, returns
+    rewards = reward_at_last_token(batch.rewards.to(device), mask, lengths) - penalty.masked_fill(mask == 0, 0.0)
+    if kind is Returns.DISCOUNTED:
+        returns = discounted_returns(rewards, lengths, algorithm.gamma)
+        return returns, returns
+    if values is None:
+        raise ValueError(f"--advantage-estimator {algorithm.advantage_estimator} needs the values of a critic")
+    return generalized_advantages(rewards, values, mask, lengths, gamma=algorithm.gamma, lambd=algorithm.lambd)
 
 
 def whitened(values: Tensor, mask: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -152,28 +168,31 @@ def build_train_inputs(
     batch: RolloutBatch,
     log_probs: Tensor | None,
     ref_log_probs: Tensor | None,
+    values: Tensor | None,
     group: dist.ProcessGroup,
     device: torch.device,
     teacher: TeacherTerm | None = None,
 ) -> tuple[TrainTensors, RolloutData | None]:
     """The loss's inputs except the model's output, and the same as a dict for custom functions (None without these).
 
-    `log_probs` [response tokens of the rank] is None for a loss without advantages; `group` contains the data-parallel
-    ranks; `teacher` is that of --use-opd. Raises HookFailedError if a custom function raises or leaves entries that do
-    not match the samples.
+    `log_probs` [response tokens of the rank] is None for a loss without advantages, `values` without a critic,
+    `teacher` without --use-opd; `group` contains the data-parallel ranks. Raises HookFailedError if a custom function
+    raises or leaves entries that do not match the samples.
     """
     columns = {"loss_masks": batch.loss_mask.to(device, copy=True)}
     if log_probs is not None:
         columns |= {"log_probs": log_probs, "rollout_log_probs": batch.rollout_log_probs.to(device, copy=True)}
     if ref_log_probs is not None:
         columns["ref_log_probs"] = ref_log_probs
+    if values is not None:
+        columns["values"] = values
     if teacher is not None:
         columns["teacher_log_probs"] = teacher.log_probs
     data = _as_dict(batch, columns, device) if hooks.see_rollout_data else None
     if log_probs is not None:
         if data is not None:
             data["kl"] = _split(_kl(algorithm, log_probs, ref_log_probs), batch)
-        columns["advantages"] = _advantages(algorithm, hooks, batch, columns, data, group, teacher)
+        columns |= _advantages(algorithm, hooks, batch, columns, data, group, teacher)
     if hooks.postprocess is not None:
         assert data is not None  # `see_rollout_data`
         hooks.postprocess(rollout_id, data)
@@ -192,28 +211,34 @@ def _advantages(
     data: RolloutData | None,
     group: dist.ProcessGroup,
     teacher: TeacherTerm | None,
-) -> Tensor:
-    """Advantages from the custom function or the estimator, less the teacher's penalty; also stored in `data`."""
+) -> dict[str, Tensor]:
+    """Advantages, less the teacher's penalty, and returns from the custom function or the estimator.
+
+    They are also stored in `data`.
+    """
     penalty = None
     if teacher is not None:
         student = columns["rollout_log_probs" if algorithm.use_rollout_logprobs else "log_probs"]
         penalty = teacher.penalty(student, columns["loss_masks"])
     if hooks.advantages is None:
-        values = token_advantages(algorithm, batch, columns["log_probs"], columns.get("ref_log_probs"), group, penalty)
+        policies = columns["log_probs"], columns.get("ref_log_probs")
+        advantages, returns = token_advantages(algorithm, batch, *policies, columns.get("values"), group, penalty)
     else:
         assert data is not None  # `see_rollout_data`
         hooks.advantages(data)
         where = f"{ADVANTAGE} {algorithm.custom_advantage_function_path}"
         _check_unchanged(data, batch, where)
-        values = _joined(data, "advantages", batch, where, columns["log_probs"].device)
+        device = columns["log_probs"].device
+        advantages = _joined(data, "advantages", batch, where, device)
         data.setdefault("returns", data["advantages"])
-        values = values if penalty is None else values - penalty
+        returns = _joined(data, "returns", batch, where, device)
+        advantages = advantages if penalty is None else advantages - penalty
         if algorithm.normalize_advantages:
-            values = whitened(values, columns["loss_masks"], group)
+            advantages = whitened(advantages, columns["loss_masks"], group)
+    found = {"advantages": advantages, "returns": returns}
     if data is not None:
-        data["advantages"] = _split(values, batch)
-        data.setdefault("returns", data["advantages"])
-    return values
+        data |= {name: _split(value, batch) for name, value in found.items()}
+    return found
 
 
 def _as_dict(batch: RolloutBatch, columns: dict[str, Tensor], device: torch.device) -> RolloutData:
@@ -285,5 +310,7 @@ def _as_columns(algorithm: AlgorithmArguments, columns: dict[str, Tensor]) -> Tr
         ref_log_probs=columns.get("ref_log_probs"),
         advantages=columns["advantages"],
         loss_mask=columns["loss_masks"],
+        returns=columns["returns"],
+        values=columns.get("values"),
         teacher_log_probs=columns.get("teacher_log_probs"),
     )

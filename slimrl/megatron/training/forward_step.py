@@ -10,11 +10,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
@@ -23,11 +22,12 @@ from slimrl.algorithms.log_probs import vocab_parallel_log_probs
 from slimrl.arguments import Arguments
 from slimrl.arguments.flags.moe import MoeArguments
 from slimrl.data.train_batch import RolloutBatch
+from slimrl.megatron.data_parallel import Stage
 from slimrl.megatron.model.micro_batch import MicroBatch
 from slimrl.megatron.model.output_layer import TokensToScore
 from slimrl.megatron.parallel import ParallelState
-from slimrl.megatron.training.loss import PolicyLossConfig, PolicyLossInputs, policy_loss_sums
-from slimrl.megatron.training.loss_sums import PolicyLossSums
+from slimrl.megatron.training.loss.loss_sums import LossSums
+from slimrl.megatron.training.loss.policy_loss import PolicyLossConfig, PolicyLossInputs, policy_loss_sums
 from slimrl.megatron.training.nonfinite_guard import broken_samples
 
 
@@ -73,14 +73,12 @@ class LogProbConfig:
         Every context-parallel rank gets all response tokens of the micro-batch; only its own carry a gradient.
         """
         log_probs, entropy = self._from_logits(output[0], micro_batch) if self.keep_logits else output
-        return self.of_all_ranks(log_probs, entropy, micro_batch)
+        first, second = self.of_all_ranks(micro_batch, log_probs, entropy)
+        return first, second
 
-    def of_all_ranks(self, first: Tensor, second: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    def of_all_ranks(self, micro_batch: MicroBatch, *columns: Tensor) -> tuple[Tensor, ...]:
         """Gather [response tokens] from the response tokens of each context-parallel rank."""
-        if self.context_group.size() == 1:
-            return first, second
-        total = micro_batch.response_index.numel()
-        return _GatherContextParallel.apply(first, second, micro_batch.own, total, self.context_group)
+        return gather_context_parallel(micro_batch, self.context_group, *columns)
 
     def _from_logits(self, logits: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         return vocab_parallel_log_probs(
@@ -93,6 +91,15 @@ class LogProbConfig:
         )
 
 
+def gather_context_parallel(micro_batch: MicroBatch, group: dist.ProcessGroup, *columns: Tensor) -> tuple[Tensor, ...]:
+    """Columns [response tokens] of the micro-batch from those of each context-parallel rank of `group`."""
+    if group.size() == 1:
+        return columns
+    total = micro_batch.response_index.numel()
+    gathered: tuple[Tensor, ...] = _GatherContextParallel.apply(micro_batch.own, total, group, *columns)
+    return gathered
+
+
 class _GatherContextParallel(torch.autograd.Function):
     """Columns [total] of which each rank of `group` has the values at `own`; gradients flow back only to these.
 
@@ -101,20 +108,35 @@ class _GatherContextParallel(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, first: Tensor, second: Tensor, own: Tensor, total: int, group: dist.ProcessGroup
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, own: Tensor, total: int, group: dist.ProcessGroup, *columns: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(own)
         ctx.set_materialize_grads(False)
-        columns = first.new_zeros(2, total)
-        columns[:, own] = torch.stack([first, second])
-        dist.all_reduce(columns, group=group)
-        return columns[0].clone(), columns[1].clone()
+        whole = columns[0].new_zeros(len(columns), total)
+        whole[:, own] = torch.stack(columns)
+        dist.all_reduce(whole, group=group)
+        return tuple(column.clone() for column in whole)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         (own,) = ctx.saved_tensors
-        return *(None if gradient is None else gradient[own] for gradient in gradients), None, None, None
+        return None, None, None, *(None if gradient is None else gradient[own] for gradient in gradients)
+
+
+class TokenScores(Protocol):
+    """How the last stage's output becomes columns over response tokens: log-probabilities, or a critic's values."""
+
+    @property
+    def context_group(self) -> dist.ProcessGroup:
+        """The context-parallel ranks, each of which has a part of every sample."""
+        ...
+
+    def wanted(self, micro_batch: MicroBatch) -> Any:
+        """The model's argument: which tokens to score, None for its plain output."""
+        ...
+
+    def __call__(self, output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, ...]:
+        """Float32 [response tokens of the micro-batch] each, differentiable in `output`."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +149,8 @@ class TrainTensors:
     ref_log_probs: Tensor | None
     advantages: Tensor
     loss_mask: Tensor
+    returns: Tensor | None = None  # targets of the critic's values
+    values: Tensor | None = None  # the critic's, before the rollout's first optimizer step
     teacher_log_probs: Tensor | None = None  # already in the advantages; the loss does not read them
 
     @classmethod
@@ -146,7 +170,7 @@ class TrainTensors:
         chosen: dict[str, Any] = {
             field.name: value if value is None else value.index_select(0, micro_batch.response_index)
             for field in dataclasses.fields(self)
-            if field.name != "teacher_log_probs"
+            if field.name not in ("returns", "values", "teacher_log_probs")
             for value in [getattr(self, field.name)]
         }
         if on_policy:
@@ -180,7 +204,7 @@ def layers_add_losses(moe: MoeArguments) -> bool:
 def layer_tokens_by_count(
     config: TransformerConfig,
     micro_batches: Sequence[MicroBatch],
-    columns: TrainTensors,
+    loss_mask: Tensor,
     count: int | None,
     parallel: ParallelState,
 ) -> float:
@@ -190,14 +214,14 @@ def layer_tokens_by_count(
     function may have changed the masks.
     """
     seen = sum(layer_tokens(config, micro_batch) for micro_batch in micro_batches)
-    trained = torch.stack([columns.loss_mask[part.response_index].count_nonzero() for part in micro_batches]).sum()
+    trained = torch.stack([loss_mask[part.response_index].count_nonzero() for part in micro_batches]).sum()
     totals = torch.stack([torch.full_like(trained, seen), trained])
     dist.all_reduce(totals, group=parallel.dp_group)
     seen, trained = totals.tolist()
     return seen / max(trained if count is None else count, 1)
 
 
-def _forward(stage: Any, micro_batch: MicroBatch, settings: LogProbConfig) -> Tensor:
+def _forward(stage: Any, micro_batch: MicroBatch, settings: TokenScores) -> Tensor:
     """The last stage's output for `settings`; hidden states on other stages.
 
     Rotary positions restart at every sequence.
@@ -220,7 +244,7 @@ def _forward(stage: Any, micro_batch: MicroBatch, settings: LogProbConfig) -> Te
 
 
 def _run(
-    stages: Sequence[DistributedDataParallel],
+    stages: Sequence[Stage],
     micro_batches: Sequence[MicroBatch],
     forward_step: Callable[[Iterator[MicroBatch], torch.nn.Module], tuple[Tensor, Callable[..., Any]]],
     on_micro_batch: Callable[[], None],
@@ -250,78 +274,64 @@ def _run(
 
 
 @torch.no_grad()
-def compute_log_probs(
-    stages: Sequence[DistributedDataParallel],
+def score_tokens(
+    stages: Sequence[Stage],
     micro_batches: Sequence[MicroBatch],
-    settings: LogProbConfig,
+    scores: TokenScores,
     response_tokens: int,
     parallel: ParallelState,
     on_micro_batch: Callable[[], None],
     *,
-    with_entropy: bool = False,
+    columns: int = 1,
 ) -> list[Tensor]:
-    """Log-probabilities of every response token of the rank, float32 [response_tokens], without gradient.
-
-    With `with_entropy` also the entropies of the distributions.
+    """The first `columns` of `scores` for every response token of the rank, float32 [response_tokens], no gradient.
 
     Equal on all ranks that share these samples (all except data-parallel ranks). `on_micro_batch` is called at the
     start of each micro-batch.
     """
 
-    def collect(micro_batch: MicroBatch, output: Tensor, non_loss_data: bool) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        return micro_batch.response_index, settings(output, micro_batch)
+    def collect(micro_batch: MicroBatch, output: Tensor, non_loss_data: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
+        return micro_batch.response_index, scores(output, micro_batch)
 
     def step(iterator: Iterator[MicroBatch], stage: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         micro_batch = next(iterator)
-        return _forward(stage, micro_batch, settings), partial(collect, micro_batch)
+        return _forward(stage, micro_batch, scores), partial(collect, micro_batch)
 
     for stage in stages:
         stage.eval()
     pieces = _run(stages, micro_batches, step, on_micro_batch, forward_only=True)
     for stage in stages:
         stage.train()
-    result = torch.zeros(1 + with_entropy, response_tokens, device=parallel.device)
-    for index, scores in pieces:
-        for row, values in zip(result, scores, strict=False):
+    result = torch.zeros(columns, response_tokens, device=parallel.device)
+    for index, found in pieces:
+        for row, values in zip(result, found, strict=False):
             row[index] = values
     return list(parallel.from_last_stage(result))
 
 
 def forward_backward(
-    stages: Sequence[DistributedDataParallel],
+    stages: Sequence[Stage],
     micro_batches: Sequence[MicroBatch],
-    columns: TrainTensors,
-    log_prob_settings: LogProbConfig,
-    loss_settings: PolicyLossConfig,
+    scores: TokenScores,
+    sums_of: Callable[[Tensor, MicroBatch], LossSums],
     on_micro_batch: Callable[[], None],
     *,
     by_tokens: float | None = None,
-    custom_loss_sums: Callable[[Tensor, MicroBatch], PolicyLossSums] | None = None,
-    on_policy: Callable[[MicroBatch, Tensor, Tensor], None] | None = None,
-) -> list[PolicyLossSums]:
+) -> list[LossSums]:
     """Accumulate the gradient of one optimizer step over its micro-batches and reduce it over ranks.
 
-    The gradient is divided by the step's `count`. If layers add losses, which megatron-core weights by their tokens,
-    the gradient is divided by these tokens instead, and the policy's loss is multiplied by `by_tokens`, the tokens
-    divided by the count (`layer_tokens_by_count`). `custom_loss_sums` computes the sums from the logits and a
-    micro-batch instead of `loss_settings`. `on_policy` is given if the columns lack the trainer's log-probabilities of
-    these micro-batches: this pass's values take their place, and it receives each micro-batch's log-probabilities
-    and entropies, without gradient.
+    `sums_of` computes the loss's sums from the last stage's output and its micro-batch. The gradient is divided by the
+    step's `count`. If layers add losses, which megatron-core weights by their tokens, the gradient is divided by these
+    tokens instead, and the loss is multiplied by `by_tokens`, the tokens divided by the count
+    (`layer_tokens_by_count`).
 
     The sums are equal on ranks that share these samples, and empty on ranks without the last stage.
     `on_micro_batch` is called at the start of each micro-batch.
     """
-    counts = log_prob_settings.context_group.rank() == 0
+    counts = scores.context_group.rank() == 0
 
-    def loss(micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, PolicyLossSums]:
-        if custom_loss_sums is not None:
-            sums = custom_loss_sums(output, micro_batch)
-        else:
-            log_probs, entropy = log_prob_settings(output, micro_batch)
-            if on_policy is not None:
-                on_policy(micro_batch, log_probs.detach(), entropy.detach())
-            inputs = columns.inputs(micro_batch, log_probs, entropy, on_policy=on_policy is not None)
-            sums = policy_loss_sums(inputs, loss_settings)
+    def loss(micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, LossSums]:
+        sums = sums_of(output, micro_batch)
         value, count = sums.loss, sums.count
         if by_tokens is not None:
             value, count = by_tokens * value, torch.full_like(count, layer_tokens(stages[0].config, micro_batch))
@@ -332,6 +342,28 @@ def forward_backward(
 
     def step(iterator: Iterator[MicroBatch], stage: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         micro_batch = next(iterator)
-        return _forward(stage, micro_batch, log_prob_settings), partial(loss, micro_batch)
+        return _forward(stage, micro_batch, scores), partial(loss, micro_batch)
 
     return _run(stages, micro_batches, step, on_micro_batch, forward_only=False)
+
+
+def policy_sums(
+    columns: TrainTensors,
+    scores: LogProbConfig,
+    loss: PolicyLossConfig,
+    on_policy: Callable[[MicroBatch, Tensor, Tensor], None] | None = None,
+) -> Callable[[Tensor, MicroBatch], LossSums]:
+    """`forward_backward`'s `sums_of` for the policy loss.
+
+    `on_policy` is given if the columns lack the trainer's log-probabilities of these micro-batches: the pass's own
+    values take their place, and it receives each micro-batch's log-probabilities and entropies, without gradient.
+    """
+
+    def sums_of(output: Tensor, micro_batch: MicroBatch) -> LossSums:
+        log_probs, entropy = scores(output, micro_batch)
+        if on_policy is not None:
+            on_policy(micro_batch, log_probs.detach(), entropy.detach())
+        inputs = columns.inputs(micro_batch, log_probs, entropy, on_policy=on_policy is not None)
+        return policy_loss_sums(inputs, loss)
+
+    return sums_of

@@ -20,9 +20,9 @@ from slimrl.megatron.parallel import ParallelState
 from slimrl.megatron.ref_model import ReferenceWeights
 from slimrl.megatron.teacher import Teacher
 from slimrl.megatron.training.advantages import TrainingHooks
-from slimrl.megatron.training.forward_step import LogProbConfig, compute_log_probs
+from slimrl.megatron.training.forward_step import LogProbConfig, score_tokens
 from slimrl.megatron.training.pass_plan import PassPlan
-from slimrl.megatron.training.train_metrics import PhaseTimes
+from slimrl.megatron.training.reporting.train_metrics import PhaseTimes
 from slimrl.observability.tracer import Timeline
 
 Steps = Sequence[Sequence[MicroBatch]]  # micro-batches of each optimizer step
@@ -76,15 +76,22 @@ class LogProbPasses:
     timeline: Timeline
     with_entropy: bool  # also compute the policy's entropy
 
-    def count(self, rollout_id: int, steps: Steps) -> int:
+    def count(self, rollout_id: int, steps: Steps, *, trains: bool = True) -> int:
         """Micro-batches in all passes over this rollout."""
         others = self.plan.runs_reference_pass(rollout_id) + self.plan.has_teacher
-        return others * sum(map(len, steps)) + sum(
-            len(steps[number]) for number in self.plan.steps_with_pass(len(steps))
-        )
+        scored = self._steps_with_pass(len(steps), trains)
+        return others * sum(map(len, steps)) + sum(len(steps[number]) for number in scored)
 
-    def run(self, rollout_id: int, steps: Steps, batch: RolloutBatch, advance: Callable[[], None]) -> RolloutLogProbs:
-        """Run the passes over `batch`; `advance` is called at the start of each micro-batch."""
+    def _steps_with_pass(self, steps: int, trains: bool) -> range:
+        return self.plan.steps_with_pass(steps) if trains else range(steps)
+
+    def run(
+        self, rollout_id: int, steps: Steps, batch: RolloutBatch, advance: Callable[[], None], *, trains: bool = True
+    ) -> RolloutLogProbs:
+        """Run the passes over `batch`; `advance` is called at the start of each micro-batch.
+
+        Without `trains` no optimizer step of the policy follows that could compute log-probabilities itself.
+        """
         scores, response_tokens = RolloutLogProbs(), batch.loss_mask.numel()
         if not self.plan.needs_old_log_probs:
             return scores
@@ -97,14 +104,14 @@ class LogProbPasses:
         if self.reference is not None and self.plan.runs_reference_pass(rollout_id):
             with self.reference.loaded_weights():
                 (scores.ref_log_probs,) = self._pass("ref_", everything, response_tokens, advance, with_entropy=False)
-        chosen = [micro_batch for number in self.plan.steps_with_pass(len(steps)) for micro_batch in steps[number]]
+        chosen = [micro_batch for number in self._steps_with_pass(len(steps), trains) for micro_batch in steps[number]]
         columns = list(torch.zeros(1 + self.with_entropy, response_tokens, device=self.parallel.device))
         if chosen:
             columns = self._pass("", chosen, response_tokens, advance, with_entropy=self.with_entropy)
         scores.train_log_probs, *rest = columns
         scores.entropy = rest[0] if rest else None
         scores.scored_rows = [row for micro_batch in chosen for row in micro_batch.rows]
-        if self.plan.reuses_first_step:
+        if self.plan.reuses_first_step and trains:
             scores.first_step = torch.zeros(len(columns), response_tokens, device=self.parallel.device)
         return scores
 
@@ -120,12 +127,12 @@ class LogProbPasses:
         self.hooks.before_log_probs(store_prefix)
         name = f"{store_prefix}log_probs"
         with self.times.phase(name), self.timeline.span(name):
-            return compute_log_probs(
+            return score_tokens(
                 self.stages,
                 micro_batches,
                 self.settings,
                 response_tokens,
                 self.parallel,
                 advance,
-                with_entropy=with_entropy,
+                columns=1 + with_entropy,
             )

@@ -10,15 +10,16 @@ import datetime
 import functools
 import itertools
 import logging
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from slimrl.arguments import Arguments
-from slimrl.arguments.checkpoints import is_hf_model
 from slimrl.arguments.flags.algorithm import AlgorithmArguments
 from slimrl.arguments.flags.checkpoint import CheckpointArguments
 from slimrl.arguments.flags.rollout import RolloutArguments
@@ -27,12 +28,13 @@ from slimrl.data.train_batch import RolloutBatch
 from slimrl.hooks.base import RunArguments
 from slimrl.megatron import config, data_parallel, parallel, patches
 from slimrl.megatron.checkpoint import state
+from slimrl.megatron.checkpoint.folder import Retention
 from slimrl.megatron.checkpoint.saver import CheckpointSaver, ModelExporter
-from slimrl.megatron.checkpoint.state import CheckpointFolder, TrainingState, load_initial_weights
+from slimrl.megatron.checkpoint.start import PolicyStart
+from slimrl.megatron.checkpoint.state import CheckpointFolder, TrainingState
 from slimrl.megatron.model.micro_batch import MicroBatch, pack_micro_batch
 from slimrl.megatron.model.model_builder import CustomModel, build_stages
 from slimrl.megatron.offload import State, memory_of
-from slimrl.megatron.optimizer import build_optimizer
 from slimrl.megatron.ref_model import ReferenceWeights
 from slimrl.megatron.teacher import Teacher
 from slimrl.megatron.training.advantages import (
@@ -40,26 +42,27 @@ from slimrl.megatron.training.advantages import (
     TrainingHooks,
     after_initialization,
     build_train_inputs,
-    token_returns,
 )
-from slimrl.megatron.training.custom_loss import CheckedCustomLoss
+from slimrl.megatron.training.critic import Critic, ValueColumns
 from slimrl.megatron.training.forward_step import (
     LogProbConfig,
     TrainTensors,
     forward_backward,
     layer_tokens_by_count,
     layers_add_losses,
+    policy_sums,
 )
 from slimrl.megatron.training.freeze import describe_trained_parameters, freeze_parameters
 from slimrl.megatron.training.log_prob_passes import LogProbPasses, RolloutLogProbs
-from slimrl.megatron.training.loss import PolicyLossConfig, PolicyLossHooks
-from slimrl.megatron.training.loss_sums import PolicyLossSums
-from slimrl.megatron.training.memory_report import MemoryReport
-from slimrl.megatron.training.nonfinite_guard import NonFiniteGuard
+from slimrl.megatron.training.loss.custom_loss import CheckedCustomLoss
+from slimrl.megatron.training.loss.loss_sums import LossSums
+from slimrl.megatron.training.loss.policy_loss import PolicyLossConfig, PolicyLossHooks
 from slimrl.megatron.training.pass_plan import PassPlan
-from slimrl.megatron.training.profiling import ACTOR, LOG_PROBS, OVERALL, MemoryHistory, PartProfiler
-from slimrl.megatron.training.train_dump import save_train_data
-from slimrl.megatron.training.train_metrics import PhaseTimes, reduce_step, rollout_metrics
+from slimrl.megatron.training.reporting.memory_report import MemoryReport
+from slimrl.megatron.training.reporting.profiling import ACTOR, LOG_PROBS, OVERALL, MemoryHistory, PartProfiler
+from slimrl.megatron.training.reporting.train_dump import save_train_data
+from slimrl.megatron.training.reporting.train_metrics import PhaseTimes, reduce_step, rollout_metrics, step_counts
+from slimrl.megatron.training.trained_model import TrainedModel
 from slimrl.models.model_spec import ModelSpec
 from slimrl.observability.tracer import Timeline
 
@@ -119,32 +122,29 @@ class MegatronTrainer:
             patches.warn(args, self.parallel.device)
         after_initialization(args.custom_megatron_init_path, self.hook_args)
         self.stages = build_stages(args, self.parallel, CustomModel.from_args(args))
+        self._start = PolicyStart(args, self._spec, self.stages, self.parallel)
         teacher = Teacher.from_args(args, self._spec, self.stages, self.parallel)  # before the weights that stay loaded
-        self._reference: ReferenceWeights | data_parallel.ShardedReference | None = self._load_reference()
-        resumed = self._load_weights()
+        reference, resumed = self._load_weights()
         freeze_parameters(args, self.stages)
-        self._wrapped = data_parallel.wrap(config.ddp_config(args), self.stages, self.parallel.device)
-        self._reference = data_parallel.shard_reference(self._reference, self._wrapped)
-        teacher = teacher.sharded(self._wrapped)
-        data_parallel.install_sync_funcs(self._wrapped)
-        self.optimizer = build_optimizer(config.optimizer_config(args), self._wrapped)
-        data_parallel.all_gather_params(self._wrapped)
-        self.stages[0].config.grad_scale_func = self.optimizer.scale_loss
-        self.scheduler = config.parameter_scheduler(
-            args, self.optimizer, num_rollout=args.num_rollout, num_steps_per_rollout=args.num_steps_per_rollout
-        )
+        self._policy = TrainedModel.build(args, self.stages, self.parallel, reference)
+        self._reference, self._wrapped = self._policy.reference, self._policy.wrapped
+        self.optimizer, self.scheduler = self._policy.optimizer, self._policy.scheduler
         self._times = PhaseTimes(self.parallel.device)
+        self._critic: Critic | None = None
+        if args.use_critic and not args.eval_only:
+            self._critic = Critic(args, self.parallel, resumed, self._times, self._timeline)
+        self._critic_only_rollouts = args.num_critic_only_steps
         self.rollout_metrics: dict[str, float] = {}
-        self._guard = NonFiniteGuard(args, self.optimizer, self.stages, self.parallel)
         self.start_rollout_id, self.data_state = self._resume(resumed)
         self.memory_report = MemoryReport(
             lambda tokens: training_memory(args, tokens=tokens), self._wrapped, self.optimizer, self.parallel
         )
+        trained = [self._policy, *([] if self._critic is None else [self._critic.model])]
         self.memory = memory_of(
-            self._wrapped,
-            self.optimizer,
+            [stage for model in trained for stage in model.wrapped],
+            [model.optimizer for model in trained],
             self.parallel.device,
-            release=lambda: self._saver.release(),
+            release=lambda: self._release_saved(),
             offloads=bool(args.offload_train),
             suspends=args.offload_train_nccl,
             paired_stages=args.overlap_p2p_comm and args.virtual_pipeline_model_parallel_size is not None,
@@ -156,7 +156,7 @@ class MegatronTrainer:
             plan=PassPlan.from_args(args),
             stages=self._wrapped,
             reference=self._reference,
-            teacher=teacher,
+            teacher=teacher.sharded(self._wrapped),
             settings=self._log_prob_settings,
             hooks=self._hooks,
             parallel=self.parallel,
@@ -164,68 +164,36 @@ class MegatronTrainer:
             timeline=self._timeline,
             with_entropy=args.use_rollout_entropy,
         )
-        self._custom_loss = (
-            CheckedCustomLoss(args, self._log_prob_settings, self.hook_args)
-            if self._loss_settings.is_custom_loss
-            else None
+        is_custom = self._loss_settings.is_custom_loss
+        self._custom_loss = CheckedCustomLoss(args, self._log_prob_settings, self.hook_args) if is_custom else None
+        beside = [] if self._critic is None or args.critic_save is None else [Path(args.critic_save)]
+        self._saver = CheckpointSaver(
+            background=args.async_save,
+            retention=Retention.from_args(args, *beside),
+            timeout=datetime.timedelta(minutes=args.distributed_timeout_minutes),
         )
-        self._saver = CheckpointSaver.from_args(args, datetime.timedelta(minutes=args.distributed_timeout_minutes))
         self._exporter: ModelExporter | None = None
         if args.save_hf is not None:
             self._exporter = ModelExporter(
                 args.save_hf, Path(args.hf_checkpoint), self._spec, self.stages, self.parallel
             )
 
-    def _load_reference(self) -> ReferenceWeights | None:
-        if not self._algorithm.use_reference or self._rollouts.eval_only:
-            return None
-        self._load_from_ref_load()
-        return ReferenceWeights(self.stages)
-
-    def _load_from_ref_load(self) -> None:
-        folders = self._checkpoints
-        if folders.ref_load is None:
-            raise FileNotFoundError(
-                f"--load {folders.load} contains no checkpoint and --ref-load is not given: convert the model with"
-                " tools/convert_hf_to_torch_dist.py and give its folder as --ref-load"
-            )
-        self._load_initial_weights(folders.ref_load, folders.ref_ckpt_step)
-
-    def _load_initial_weights(self, folder: str, step: int | None) -> None:
-        load_initial_weights(self._spec, self.stages, self.parallel, Path(folder), step)
-
-    def _load_weights(self) -> CheckpointFolder | None:
-        """Load the policy's weights; returns the checkpoint to resume from, None for a new run."""
-        if self._checkpoints.load is not None and is_hf_model(Path(self._checkpoints.load)):
-            self._load_initial_weights(self._checkpoints.load, None)
-            return None
-        found = state.find_checkpoint(self._checkpoints.load, self._checkpoints.ckpt_step)
-        if found is None:
-            if self._reference is None:  # a reference has already loaded the same weights into the stages
-                self._load_from_ref_load()
-            return None
-        state.load_stages(self.stages, found.path)
-        return None if self._checkpoints.finetune or found.iteration is None else found
+    def _load_weights(self) -> tuple[ReferenceWeights | None, CheckpointFolder | None]:
+        """Load the reference's weights, then the policy's; also returns the checkpoint to resume from."""
+        reference = None
+        if self._algorithm.use_reference and not self._rollouts.eval_only:
+            self._start.load_reference()
+            reference = ReferenceWeights(self.stages)
+        return reference, self._start.load_weights(has_reference=reference is not None)
 
     def _resume(self, found: CheckpointFolder | None) -> tuple[int, dict[str, Any] | None]:
-        first, data_state = 0, None
-        if found is not None:
-            data_state = state.load_training_state(
-                self._training_state,
-                found,
-                load_optimizer=not self._checkpoints.no_load_optim and not self._rollouts.eval_only,
-                load_random_state=not self._checkpoints.no_load_rng,
-            )
-            assert found.iteration is not None  # checked by `_load_weights`
-            first = found.iteration + 1
-        if self._rollouts.start_rollout_id is not None:
-            first = self._rollouts.start_rollout_id
-        return first, data_state
+        with_optimizer = not self._rollouts.eval_only
+        first, data_state = self._start.resume(self._training_state, found, with_optimizer=with_optimizer)
+        return (first if self._rollouts.start_rollout_id is None else self._rollouts.start_rollout_id), data_state
 
     @functools.cached_property
     def _training_state(self) -> TrainingState:
-        chosen = describe_trained_parameters(self._algorithm)
-        return TrainingState(self.stages, self.optimizer, self.scheduler, self.parallel, chosen)
+        return self._policy.training_state(self.parallel, describe_trained_parameters(self._algorithm))
 
     def train(self, rollout_id: int, batch: RolloutBatch) -> list[dict[str, float]]:
         """Train on this data-parallel rank's part of one rollout; metrics per optimizer step, equal on every rank.
@@ -241,11 +209,17 @@ class MegatronTrainer:
 
     def _train(self, rollout_id: int, batch: RolloutBatch) -> list[dict[str, float]]:
         self._saver.poll()
-        self._saver.release()
+        self._release_saved()
         self.memory.require("training", State.AWAKE)
         with self._times.phase("data_preprocess"):
             steps = [[self._pack(batch, rows) for rows in step] for step in batch.micro_batches]
-        total = self._passes.count(rollout_id, steps) + sum(map(len, steps))
+        trains_policy = rollout_id >= self._critic_only_rollouts
+        critic_passes = 0 if self._critic is None else 2 * sum(map(len, steps))
+        total = (
+            critic_passes
+            + self._passes.count(rollout_id, steps, trains=trains_policy)
+            + trains_policy * sum(map(len, steps))
+        )
         count = itertools.count(1)
 
         def advance() -> None:
@@ -253,7 +227,8 @@ class MegatronTrainer:
             self._on_progress(next(count), total)
 
         with self._profiler.part(LOG_PROBS, rollout_id):
-            scores = self._passes.run(rollout_id, steps, batch, advance)
+            values = None if self._critic is None else self._critic.values(steps, batch, advance)
+            scores = self._passes.run(rollout_id, steps, batch, advance, trains=trains_policy)
             columns, data = build_train_inputs(
                 self._algorithm,
                 self._hooks,
@@ -261,6 +236,7 @@ class MegatronTrainer:
                 batch,
                 scores.train_log_probs,
                 scores.ref_log_probs,
+                values,
                 self.parallel.dp_group,
                 self.parallel.device,
                 scores.teacher,
@@ -268,31 +244,53 @@ class MegatronTrainer:
         if self._dump_template is not None:
             with_policy = self._algorithm.compute_advantages_and_returns
             save_train_data(self._dump_template, rollout_id, batch, columns, self.parallel, with_policy=with_policy)
+        metrics = step_counts(batch)
+        if self._critic is not None:
+            assert columns.values is not None and columns.returns is not None  # of `build_train_inputs`
+            inputs = ValueColumns(columns.values, columns.returns, columns.loss_mask)
+            of_critic = self._critic.train(steps, inputs, batch, rollout_id, advance)
+            metrics = [counts | own for counts, own in zip(metrics, of_critic, strict=True)]
+        if trains_policy:
+            of_policy = self._train_policy(rollout_id, steps, batch, columns, data, scores, advance)
+            metrics = [other | own for own, other in zip(of_policy, metrics, strict=True)]
+        self.rollout_metrics = self._report(batch, columns, scores)
+        return metrics
+
+    def _train_policy(
+        self,
+        rollout_id: int,
+        steps: list[list[MicroBatch]],
+        batch: RolloutBatch,
+        columns: TrainTensors,
+        data: RolloutData | None,
+        scores: RolloutLogProbs,
+        advance: Callable[[], None],
+    ) -> list[dict[str, float]]:
+        """The policy's optimizer steps; metrics of each."""
         metrics = []
         part = self._profiler.part(ACTOR, rollout_id)
         with part, self._times.phase("actor_train"), data_parallel.overlapped_param_gather(self._wrapped):
             for number, micro_batches in enumerate(steps):
                 samples = batch.samples_per_step[number]
                 with self.memory_report.step(), self._timeline.span("forward and backward", optimizer_step=number):
-                    self._begin_step(rollout_id, number)
+                    self._policy.begin_step()
+                    self._hooks.before_step(rollout_id, number)
                     sums = self._accumulate(micro_batches, columns, data, scores, samples, advance)
                 scores.complete(micro_batches, self.parallel)
                 where = f"rollout {rollout_id}, optimizer step {number}"
                 with self._timeline.span("optimizer step", optimizer_step=number):
-                    step = self._step(sums, where, lambda: columns.broken_samples(batch))
+                    step = reduce_step(sums, self._loss_settings, self.parallel)
+                    step |= self._policy.step(step["loss"], where, lambda: columns.broken_samples(batch))
                 if self._reference is not None and columns.ref_log_probs is None:
                     step.pop("kl_loss", None)  # absent, since it was not computed for this rollout
-                metrics.append(step | {"samples": float(samples), "global_batch_size": float(samples)})
+                metrics.append(step)
                 self.memory_report.note(micro_batches)
-        self.rollout_metrics = self._report(batch, columns, scores)
         return metrics
 
     def _report(self, batch: RolloutBatch, columns: TrainTensors, scores: RolloutLogProbs) -> dict[str, float]:
-        algorithm, returns = self._algorithm, None
-        if algorithm.compute_advantages_and_returns and self._hooks.advantages is None:
-            returns = token_returns(algorithm, batch, columns.train_log_probs, columns.ref_log_probs)
+        returns = columns.returns if self._hooks.advantages is None else None
         return rollout_metrics(
-            algorithm,
+            self._algorithm,
             self._spec,
             batch,
             columns,
@@ -314,14 +312,6 @@ class MegatronTrainer:
             context_size=self.parallel.cp_size,
         )
 
-    def _begin_step(self, rollout_id: int, step_id: int) -> None:
-        self._guard.begin()
-        # Both are needed: the first clears the reduction buffers, the second the gradients of the parameters.
-        for stage in self._wrapped:
-            stage.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        self._hooks.before_step(rollout_id, step_id)
-
     def _accumulate(
         self,
         micro_batches: list[MicroBatch],
@@ -330,37 +320,24 @@ class MegatronTrainer:
         scores: RolloutLogProbs,
         samples: int,
         advance: Callable[[], None],
-    ) -> list[PolicyLossSums]:
+    ) -> list[LossSums]:
         """Accumulate the gradient of one optimizer step; `samples` counts those of all ranks."""
-        custom_loss_sums = None
+        sums_of: Callable[[Tensor, MicroBatch], LossSums]
         if self._custom_loss is not None:
             assert data is not None  # made by `build_train_inputs` for a custom loss
-            custom_loss_sums = functools.partial(self._custom_loss.sums, columns=columns, data=data)
+            sums_of = functools.partial(self._custom_loss.sums, columns=columns, data=data)
+        else:
+            on_policy = None if scores.first_step is None else scores.note
+            sums_of = policy_sums(columns, self._log_prob_settings, self._loss_settings, on_policy)
         weight = None
         if self._layers_add_losses:
             count = None if self._loss_settings.per_token else samples
-            weight = layer_tokens_by_count(self.stages[0].config, micro_batches, columns, count, self.parallel)
+            weight = layer_tokens_by_count(
+                self.stages[0].config, micro_batches, columns.loss_mask, count, self.parallel
+            )
         return forward_backward(
-            self._wrapped,
-            micro_batches,
-            columns,
-            self._log_prob_settings,
-            self._loss_settings,
-            advance,
-            by_tokens=weight,
-            custom_loss_sums=custom_loss_sums,
-            on_policy=None if scores.first_step is None else scores.note,
+            self._wrapped, micro_batches, self._log_prob_settings, sums_of, advance, by_tokens=weight
         )
-
-    def _step(self, sums: list[PolicyLossSums], where: str, broken_inputs: Callable[[], list[str]]) -> dict[str, float]:
-        """Take the optimizer step if all values are finite (see `NonFiniteGuard`); returns the metrics of the step."""
-        metrics = reduce_step(sums, self._loss_settings, self.parallel)
-        rates = [float(group["lr"]) for group in self.optimizer.param_groups]
-        taken, norm = self._guard.step(metrics["loss"], where, broken_inputs)
-        if taken:
-            self.scheduler.step(1)
-        metrics |= {f"lr-pg_{number}": rate for number, rate in enumerate(rates)}
-        return metrics | {"grad_norm": norm, "lr": rates[0], "skipped": float(not taken)}
 
     def save(self, rollout_id: int, data_state: dict[str, Any] | None, save_dir: Path | None = None) -> Path:
         """Write the checkpoint that resumes at `rollout_id + 1` into `save_dir` (--save); returns its folder.
@@ -373,6 +350,11 @@ class MegatronTrainer:
         root = save_dir if save_dir is not None else self._checkpoints.save
         if root is None:
             raise ValueError("no folder to save to: give --save")
+        saved_with = None
+        if self._critic is not None:
+            saved_with = uuid.uuid4().hex
+            self._saver.finish()  # of both: the critic's next save may not begin before
+            self._critic.save(Path(root), rollout_id, saved_with)
         return self._saver.save(
             Path(root),
             rollout_id,
@@ -381,9 +363,17 @@ class MegatronTrainer:
                 rollout_id,
                 data_state,
                 with_optimizer=not self._checkpoints.no_save_optim,
+                saved_with=saved_with,
             ),
             None if self._exporter is None else functools.partial(self._exporter.export, rollout_id),
+            after=(lambda: None) if self._critic is None else self._critic.saver.finish,
         )
+
+    def _release_saved(self) -> None:
+        """Wait until weights and optimizer states may change."""
+        self._saver.release()
+        if self._critic is not None:
+            self._critic.saver.release()
 
     def finish_saves(self) -> None:
         """Wait for background saves. Raises CheckpointError on every rank if one rank failed."""
@@ -392,6 +382,8 @@ class MegatronTrainer:
     def close(self) -> None:
         """Finish saving and destroy the process groups; the trainer cannot be used afterwards."""
         self._saver.close()
+        if self._critic is not None:
+            self._critic.saver.close()
         self._memory_history.close()
         self.memory.close()
         if torch.cuda.is_available():

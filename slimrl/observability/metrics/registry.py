@@ -1,8 +1,9 @@
 """The one table of all metrics: names, meanings, units, and how optimizer steps of one rollout combine.
 
-A new metric is a new row here, and a value in `slimrl.megatron.training.loss` or `.train_metrics`, or in
-`slimrl.rollout.metrics`. docs/metrics.md is generated from the table, Prometheus shows its meanings, and tests check
-every name that a run writes against it. Names that custom functions report are passed on unchanged.
+A new metric is a new row here, and a value in `slimrl.megatron.training.loss.policy_loss`, in
+`slimrl.megatron.training.reporting.train_metrics` or in `slimrl.rollout.metrics`. docs/metrics.md is generated from the
+table, Prometheus shows its meanings, and tests check every name that a run writes against it. Names that custom
+functions report are passed on unchanged.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ _TIS = "--use-tis"
 _ENTROPY = "--use-rollout-entropy"
 _OPD = "--use-opd"
 _FAULTS = "--use-fault-tolerance"
+_CRITIC = "with a critic (--advantage-estimator ppo)"
 
 TRAIN = (
     Metric("train/step", "the optimizer step: horizontal axis of train/", "count", "last"),
@@ -50,6 +52,16 @@ TRAIN = (
     Metric(
         "train/{samples,global_batch_size}", "samples of the optimizer step, over all data-parallel ranks", "samples"
     ),
+    Metric("train/critic-value_loss", "clipped value loss of the critic", when=_CRITIC),
+    Metric(
+        "train/critic-value_clipfrac", "tokens whose value moved by more than --value-clip", "fraction", when=_CRITIC
+    ),
+    Metric(
+        "train/critic-explained_variance",
+        "1 - variance of (return - value) / variance of the returns, over trained tokens; 1 is perfect",
+        when=_CRITIC,
+    ),
+    Metric("train/critic-{grad_norm,lr,lr-pg_<group>,skipped}", "as the policy's, of the critic", when=_CRITIC),
     Metric("train/mismatch_kl", "mean of the engines' - training's log-probability (k1)", "nats", when=_MISMATCH),
     Metric("train/mismatch_k3_kl", "the same KL by the estimator that is never negative (k3)", "nats", when=_MISMATCH),
     Metric(
@@ -210,6 +222,9 @@ ROLLOUT = (
         "the same for the returns: the advantages before whitening",
         when="without --custom-advantage-function-path",
     ),
+    Metric(
+        "rollout/values", "the same for the critic's values before the rollout's first optimizer step", when=_CRITIC
+    ),
     Metric("rollout/entropy", "the same for the entropy of the next-token distributions", "nats", when=_ENTROPY),
 )
 
@@ -288,6 +303,8 @@ PERF = (
         "s",
         when="where such a pass runs",
     ),
+    Metric("perf/values_time", "pass of the critic before the optimizer steps (rank 0)", "s", when=_CRITIC),
+    Metric("perf/critic_train_time", "the critic's forward, backward and optimizer, all steps", "s", when=_CRITIC),
     Metric("perf/actor_train_time", "forward, backward and optimizer, all steps (rank 0)", "s", when=_TRAINING),
     Metric(
         "perf/actor_train_tok_per_s", "prompt and response tokens / that time, all ranks", "tokens/s", when=_TRAINING

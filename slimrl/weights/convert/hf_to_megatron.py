@@ -11,7 +11,7 @@ atomically, and several processes may share the work.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -48,17 +48,19 @@ def load_hf_checkpoint(
     tp_size: int = 1,
     etp_rank: int = 0,
     etp_size: int = 1,
+    without: Collection[str] = (),
     progress: Callable[[Sequence[ParamMapping]], Iterable[ParamMapping]] = iter,
 ) -> None:
     """Fills the parameters of `model` (a bare GPTModel of any pipeline stage, or its chunks), casting to their dtype.
 
     `tp_rank` of `tp_size` shards dense weights, `etp_rank` of `etp_size` each expert; the model determines which
-    experts this rank holds. `progress` wraps the iterable of rows to load, for example tqdm.
+    experts this rank holds. Parameters named in `without` stay as they are: the checkpoint does not have them.
+    `progress` wraps the iterable of rows to load, for example tqdm.
     Raises FileNotFoundError for missing files and ValueError naming a tensor that is missing, unexpected or of another
     shape than the flags describe.
     """
     check_tensor_parallel(spec, tp_size, etp_size)
-    parameters = global_tensors(model)
+    parameters = {name: value for name, value in global_tensors(model).items() if name not in without}
     with HfCheckpoint(hf_dir) as checkpoint:
         check_checkpoint(checkpoint, spec, family)
         for row in progress(_local_rows(family, spec, parameters)):

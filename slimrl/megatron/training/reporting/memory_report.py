@@ -135,7 +135,7 @@ class MemoryReport:
 def _held(stages: Sequence[Any], optimizer: MegatronOptimizer) -> dict[str, list[Tensor]]:
     """Every tensor that persists from step to step."""
     whole = [stage for stage in stages if isinstance(stage, DistributedDataParallel)]
-    held = persistent_tensors(whole, optimizer)
+    held = persistent_tensors(whole, [optimizer])
     parameters, gradients, state = list(held["weights"]), list(held["gradients"]), list(held["optimizer"])
     for stage in stages:
         if stage in whole:

@@ -26,7 +26,7 @@ from slimrl.algorithms.reduction import masked_sum, sample_mean_weights
 from slimrl.arguments.flags.algorithm import AlgorithmArguments
 from slimrl.hooks import CustomTIS, HookFailedError, PgLossReducer, named, naming_calls
 from slimrl.hooks.base import RunArguments
-from slimrl.megatron.training.loss_sums import LossMetricNames, PolicyLossSums, summed
+from slimrl.megatron.training.loss.loss_sums import LossMetricNames, LossSums, summed
 
 _TIS = "--custom-tis-function-path"
 _REDUCER = "--custom-pg-loss-reducer-function-path"
@@ -187,7 +187,7 @@ class PolicyLossInputs:
     lengths: tuple[tuple[int, int], ...] = ()  # (total, response) of each sample, for custom functions
 
 
-def policy_loss_sums(inputs: PolicyLossInputs, settings: PolicyLossConfig) -> PolicyLossSums:
+def policy_loss_sums(inputs: PolicyLossInputs, settings: PolicyLossConfig) -> LossSums:
     """Clipped policy loss - entropy_coef * entropy + kl_loss_coef * KL(policy || reference), summed.
 
     Per token: the sum over trained tokens; the count is the trained tokens. Otherwise: the sum over samples of the
@@ -243,7 +243,7 @@ def named_sums(
     mismatch: Tensor | None = None,
     ratio_gap: Tensor | None = None,
     custom: dict[str, Tensor] | None = None,
-) -> PolicyLossSums:
+) -> LossSums:
     """The sums of any loss. `mismatch` is |train - rollout log-probability|, `ratio_gap` |policy / old policy - 1|.
 
     Both are [tokens], 0 where masked. A loss without them reports 0.
@@ -251,7 +251,7 @@ def named_sums(
     none = torch.zeros(0, dtype=torch.float64, device=trained_tokens.device)
     mismatch = none if mismatch is None else mismatch
     ratio_gap = none if ratio_gap is None else ratio_gap
-    return PolicyLossSums(
+    return LossSums(
         loss=loss,
         count=count.to(torch.int32),
         trained_tokens=trained_tokens.double(),
@@ -311,7 +311,7 @@ def _counts(inputs: PolicyLossInputs, settings: PolicyLossConfig) -> tuple[Tenso
     return trained_tokens, trained_tokens if settings.per_token else samples
 
 
-def _supervised_sums(inputs: PolicyLossInputs, settings: PolicyLossConfig) -> PolicyLossSums:
+def _supervised_sums(inputs: PolicyLossInputs, settings: PolicyLossConfig) -> LossSums:
     """The negative log-likelihood of the trained tokens, summed like the policy loss."""
     mask = inputs.loss_mask
     weights = mask if settings.per_token else sample_mean_weights(mask, inputs.response_lengths)

@@ -17,8 +17,8 @@ from slimrl.arguments.flags.algorithm import AlgorithmArguments
 from slimrl.hooks import CustomLoss, HookFailedError, named
 from slimrl.hooks.base import RunArguments
 from slimrl.megatron.model.micro_batch import MicroBatch
-from slimrl.megatron.training.loss import named_sums
-from slimrl.megatron.training.loss_sums import PolicyLossSums
+from slimrl.megatron.training.loss.loss_sums import LossSums
+from slimrl.megatron.training.loss.policy_loss import named_sums
 
 if TYPE_CHECKING:
     from slimrl.megatron.training.advantages import RolloutData
@@ -56,7 +56,7 @@ class LossBatch(dict[str, Any]):
         return logits[0].index_select(0, self._micro_batch.logit_rows)
 
     def whole(self, values: Tensor) -> Tensor:
-        return self._settings.of_all_ranks(values, torch.zeros_like(values), self._micro_batch)[0]
+        return self._settings.of_all_ranks(self._micro_batch, values)[0]
 
 
 class CheckedCustomLoss:
@@ -76,7 +76,7 @@ class CheckedCustomLoss:
         self._name = f"{FLAG} {path}"
         self._function = named(FLAG, path, CustomLoss)
 
-    def sums(self, logits: Tensor, micro_batch: MicroBatch, columns: TrainTensors, data: RolloutData) -> PolicyLossSums:
+    def sums(self, logits: Tensor, micro_batch: MicroBatch, columns: TrainTensors, data: RolloutData) -> LossSums:
         """The loss of one micro-batch; raises HookFailedError if the function fails or returns something else."""
         mask = columns.loss_mask.index_select(0, micro_batch.response_index)
         per_token = self._per_token
@@ -123,7 +123,7 @@ class CheckedCustomLoss:
         return loss.sum(), values  # not a view, because the pipeline schedule cannot free a view's memory
 
 
-def added_metrics(all_sums: list[PolicyLossSums]) -> dict[str, float]:
+def added_metrics(all_sums: list[LossSums]) -> dict[str, float]:
     """The custom metrics summed over a rank's micro-batches. Raises HookFailedError if their names differ."""
     names = {frozenset(sums.custom) for sums in all_sums}
     if len(names) > 1:

@@ -15,7 +15,7 @@ from slimrl.algorithms.reduction import masked_sum
 
 @dataclasses.dataclass(frozen=True)
 class LossMetricNames:
-    """The metrics in `PolicyLossSums`, in its order."""
+    """The metrics in `LossSums`, in its order."""
 
     weighted: tuple[str, ...]
     by_token: tuple[str, ...]
@@ -23,7 +23,7 @@ class LossMetricNames:
 
 
 @dataclasses.dataclass(frozen=True)
-class PolicyLossSums:
+class LossSums:
     """One micro-batch's terms of the step's sums; only `loss` carries a gradient."""
 
     loss: Tensor  # scalar

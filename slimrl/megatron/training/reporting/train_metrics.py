@@ -23,11 +23,11 @@ from slimrl.arguments.flags.algorithm import AlgorithmArguments
 from slimrl.data.train_batch import RolloutBatch
 from slimrl.hooks import HookFailedError
 from slimrl.megatron.parallel import ParallelState
-from slimrl.megatron.training.custom_loss import FLAG as CUSTOM_LOSS
-from slimrl.megatron.training.custom_loss import added_metrics
 from slimrl.megatron.training.forward_step import TrainTensors
-from slimrl.megatron.training.loss import PolicyLossConfig
-from slimrl.megatron.training.loss_sums import LossMetricNames, PolicyLossSums
+from slimrl.megatron.training.loss.custom_loss import FLAG as CUSTOM_LOSS
+from slimrl.megatron.training.loss.custom_loss import added_metrics
+from slimrl.megatron.training.loss.loss_sums import LossMetricNames, LossSums
+from slimrl.megatron.training.loss.policy_loss import PolicyLossConfig
 from slimrl.models.model_spec import ModelSpec
 from slimrl.models.parameters import FORWARD_AND_BACKWARD, forward_flops
 
@@ -151,6 +151,8 @@ def _policy_sums(
         of_samples["rollout/opd_reverse_kl"] = per_sample(gap)
     if returns is not None:
         of_samples["rollout/returns"] = per_sample(returns)
+    if columns.values is not None:
+        of_samples["rollout/values"] = per_sample(columns.values)
     if entropy is not None:
         of_samples["rollout/entropy"] = per_sample(entropy)
         if log_correct_samples:
@@ -190,14 +192,20 @@ def _speeds(seconds: dict[str, float], tokens: float, flops: dict[str, float], w
     return found
 
 
+def step_counts(batch: RolloutBatch) -> list[dict[str, float]]:
+    """Samples and trained tokens of each optimizer step, over all data-parallel ranks."""
+    return [
+        {"samples": float(samples), "global_batch_size": float(samples), "tokens": float(tokens)}
+        for samples, tokens in zip(batch.samples_per_step, batch.tokens_per_step, strict=True)
+    ]
+
+
 # metrics that the trainer and the driver add to a step later
 _RESERVED_NAMES = ("step", "grad_norm", "lr", "skipped", "samples", "global_batch_size", "tokens")
 _RESERVED_NAMES_FAMILIES = ("lr-pg_", "memory_", "planned_memory_")
 
 
-def reduce_step(
-    sums: Sequence[PolicyLossSums], settings: PolicyLossConfig, parallel: ParallelState
-) -> dict[str, float]:
+def reduce_step(sums: Sequence[LossSums], settings: PolicyLossConfig, parallel: ParallelState) -> dict[str, float]:
     """The step's metrics by name, equal on every rank; collective over all ranks.
 
     `sums` are those of this rank's micro-batches, computed with `settings`; only the last pipeline stage's are read.
@@ -206,21 +214,36 @@ def reduce_step(
     """
     names = settings.metric_names
     reduced = _reduced(sums, names, parallel)
-    count, tokens = max(reduced["count"], 1.0), max(reduced["tokens"], 1.0)
-    metrics = {name: reduced[name] / count for name in names.weighted}
-    if settings.needs_old_log_probs:
-        metrics |= {name: reduced[name] / tokens for name in names.by_token}
-        metrics |= {name: reduced[name] for name in names.maxima}
+    metrics = _means(reduced, names)
+    if not settings.needs_old_log_probs:
+        metrics = {name: metrics[name] for name in names.weighted}
     if settings.is_custom_loss:
         metrics.pop("ratio_max_abs_diff", None)  # a custom loss may use another ratio
     if settings.is_custom_loss or settings.loss_hooks.correction is not None:
         own = _custom_metrics(sums, parallel)
         _check_names(own, metrics, settings)
-        metrics |= {name: value / count for name, value in own.items()}
+        metrics |= {name: value / max(reduced["count"], 1.0) for name, value in own.items()}
     return metrics | {"tokens": reduced["tokens"]}
 
 
-def _reduced(sums: Sequence[PolicyLossSums], names: LossMetricNames, parallel: ParallelState) -> dict[str, float]:
+def reduce_sums(sums: Sequence[LossSums], names: LossMetricNames, parallel: ParallelState) -> dict[str, float]:
+    """The metrics `names` of a step, equal on every rank; collective over all ranks.
+
+    `sums` are those of this rank's micro-batches; only the last pipeline stage's are read.
+    """
+    return _means(_reduced(sums, names, parallel), names)
+
+
+def _means(reduced: dict[str, float], names: LossMetricNames) -> dict[str, float]:
+    count, tokens = max(reduced["count"], 1.0), max(reduced["tokens"], 1.0)
+    return {
+        **{name: reduced[name] / count for name in names.weighted},
+        **{name: reduced[name] / tokens for name in names.by_token},
+        **{name: reduced[name] for name in names.maxima},
+    }
+
+
+def _reduced(sums: Sequence[LossSums], names: LossMetricNames, parallel: ParallelState) -> dict[str, float]:
     """The metrics by name, summed or maximised over micro-batches and ranks, with "count" and "tokens"."""
     of_totals = ("count", *names.weighted, *names.by_token, "tokens")
     sizes = [len(of_totals), len(names.maxima)]
@@ -232,7 +255,8 @@ def _reduced(sums: Sequence[PolicyLossSums], names: LossMetricNames, parallel: P
                 raise ValueError(f"a micro-batch's loss has the metrics {entry.names}, and its settings {names}")
             added = {"count": entry.count, "tokens": entry.trained_tokens, **entry.weighted, **entry.by_token}
             totals += torch.stack([added[name].double() for name in of_totals])
-            torch.maximum(maxima, torch.stack([entry.maxima[name] for name in names.maxima]), out=maxima)
+            if names.maxima:
+                torch.maximum(maxima, torch.stack([entry.maxima[name] for name in names.maxima]), out=maxima)
         if parallel.dp_size > 1:
             dist.all_reduce(totals, group=parallel.dp_group)
             dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=parallel.dp_group)
@@ -250,7 +274,7 @@ def _check_names(own: Iterable[str], metrics: Iterable[str], settings: PolicyLos
             raise HookFailedError(f"{where} returned a metric {name}, which slimrl logs: give another name")
 
 
-def _custom_metrics(sums: Sequence[PolicyLossSums], parallel: ParallelState) -> dict[str, float]:
+def _custom_metrics(sums: Sequence[LossSums], parallel: ParallelState) -> dict[str, float]:
     """Custom metrics summed over all ranks; only the last stages know their names."""
     counts = parallel.is_last_stage and parallel.tp_rank == parallel.cp_rank == 0
     of_ranks: list[dict[str, float]] = [{} for _ in range(parallel.world_size)]

@@ -1,0 +1,69 @@
+"""Loads the weights and the state that a run starts with, into the stages of one training rank; collective."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.core.models.gpt import GPTModel
+
+from slimrl.arguments.checkpoints import is_hf_model
+from slimrl.arguments.flags.checkpoint import CheckpointArguments
+from slimrl.megatron.checkpoint import state
+from slimrl.megatron.checkpoint.state import CheckpointFolder, TrainingState, load_initial_weights
+from slimrl.megatron.parallel import ParallelState
+from slimrl.models.model_spec import ModelSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyStart:
+    """The start of the policy, by the flags of checkpoints."""
+
+    folders: CheckpointArguments
+    spec: ModelSpec
+    stages: Sequence[GPTModel]
+    parallel: ParallelState
+
+    def load_reference(self) -> None:
+        """Loads the weights of --ref-load. Raises FileNotFoundError without that flag."""
+        folders = self.folders
+        if folders.ref_load is None:
+            raise FileNotFoundError(
+                f"--load {folders.load} contains no checkpoint and --ref-load is not given: convert the model with"
+                " tools/convert_hf_to_torch_dist.py and give its folder as --ref-load"
+            )
+        load_initial_weights(self.spec, self.stages, self.parallel, Path(folders.ref_load), folders.ref_ckpt_step)
+
+    def load_weights(self, *, has_reference: bool) -> CheckpointFolder | None:
+        """Loads the policy's weights; returns the checkpoint to resume from, None for a new run.
+
+        `has_reference`: the stages have the weights of --ref-load.
+        """
+        load = self.folders.load
+        if load is not None and is_hf_model(Path(load)):
+            load_initial_weights(self.spec, self.stages, self.parallel, Path(load), None)
+            return None
+        found = state.find_checkpoint(load, self.folders.ckpt_step)
+        if found is None:
+            if not has_reference:
+                self.load_reference()
+            return None
+        state.load_stages(self.stages, found.path)
+        return None if self.folders.finetune or found.iteration is None else found
+
+    def resume(
+        self, training: TrainingState, found: CheckpointFolder | None, *, with_optimizer: bool
+    ) -> tuple[int, dict[str, Any] | None]:
+        """Restores optimizer, schedule and random state from `found`; returns the next rollout and the data state."""
+        if found is None:
+            return 0, None
+        data_state = state.load_training_state(
+            training,
+            found,
+            load_optimizer=with_optimizer and not self.folders.no_load_optim,
+            load_random_state=not self.folders.no_load_rng,
+        )
+        assert found.iteration is not None  # checked by `load_weights`
+        return found.iteration + 1, data_state

@@ -1,0 +1,258 @@
+"""The critic of PPO: a model of the policy's sizes with a value head, trained by the policy's ranks.
+
+Before the policy's optimizer steps it gives a value for every response token of the rollout; the advantages and its own
+targets, the returns, follow from these (`advantages`). Then it takes as many optimizer steps as the policy, on the same
+micro-batches. Its process groups are the policy's. Collective over all ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slimrl.algorithms.reduction import masked_sum, sample_mean_weights
+from slimrl.algorithms.value_loss import clipped_value_loss
+from slimrl.arguments import Arguments
+from slimrl.arguments.checkpoints import CRITIC, Found, critic_start
+from slimrl.data.train_batch import RolloutBatch
+from slimrl.megatron import data_parallel
+from slimrl.megatron.checkpoint import io
+from slimrl.megatron.checkpoint.folder import Retention
+from slimrl.megatron.checkpoint.saver import CheckpointSaver
+from slimrl.megatron.checkpoint.state import (
+    CheckpointFolder,
+    load_training_state,
+    load_value_weights,
+    take_snapshot,
+)
+from slimrl.megatron.model.micro_batch import MicroBatch
+from slimrl.megatron.model.model_builder import build_value_stages
+from slimrl.megatron.parallel import ParallelState
+from slimrl.megatron.training.forward_step import (
+    forward_backward,
+    gather_context_parallel,
+    layer_tokens_by_count,
+    layers_add_losses,
+    score_tokens,
+)
+from slimrl.megatron.training.loss.loss_sums import LossMetricNames, LossSums, summed
+from slimrl.megatron.training.nonfinite_guard import broken_samples
+from slimrl.megatron.training.reporting.train_metrics import PhaseTimes, reduce_sums
+from slimrl.megatron.training.trained_model import TrainedModel
+from slimrl.models.model_spec import ModelSpec
+from slimrl.observability.tracer import Timeline
+
+PREFIX = "critic-"  # of its metrics, as in slime
+_METRICS = ("value_loss", "value_clipfrac")
+_SPREAD = ("returns", "returns_squared", "errors", "errors_squared")
+
+
+@dataclasses.dataclass(frozen=True)
+class ValueScores:
+    """The values of a micro-batch's response tokens: `TokenScores` of a `ValueModel`.
+
+    The value of a token comes from the position before it, which has read the text up to the token and not the token:
+    V(s_t) of Schulman et al. 2016, where s_t is the prompt and the response's tokens before t.
+    """
+
+    context_group: dist.ProcessGroup
+
+    def wanted(self, micro_batch: MicroBatch) -> Tensor:
+        """The positions whose values are computed, int64 [response tokens of this rank]."""
+        return micro_batch.logit_rows
+
+    def __call__(self, output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, ...]:
+        """Float32 [response tokens of the micro-batch]."""
+        return gather_context_parallel(micro_batch, self.context_group, output)
+
+
+@dataclasses.dataclass(frozen=True)
+class ValueColumns:
+    """What the value loss of a rollout reads; float32 [response tokens of the rank] each."""
+
+    old_values: Tensor  # before the rollout's first optimizer step
+    returns: Tensor
+    loss_mask: Tensor
+
+    def broken_samples(self, batch: RolloutBatch) -> list[str]:
+        """The samples of `batch` with an input that is not finite (see `nonfinite_guard.broken_samples`)."""
+        columns = {"values": self.old_values, "returns": self.returns}
+        return broken_samples(columns, self.loss_mask, batch.response_lengths, batch.sample_ids)
+
+
+@dataclasses.dataclass(frozen=True)
+class ValueLossConfig:
+    """The flags of the value loss."""
+
+    value_clip: float
+    per_token: bool  # mean over all tokens of the step, as the policy's loss, instead of over the samples' means
+
+    metric_names = LossMetricNames(_METRICS, _SPREAD, ())
+
+
+def value_loss_sums(
+    values: Tensor, columns: ValueColumns, micro_batch: MicroBatch, settings: ValueLossConfig
+) -> LossSums:
+    """The clipped value loss of one micro-batch, summed as the policy's; `values` float32 [response tokens]."""
+    index = micro_batch.response_index
+    old_values, returns, mask = (
+        column.index_select(0, index) for column in (columns.old_values, columns.returns, columns.loss_mask)
+    )
+    loss, clipped = clipped_value_loss(values, old_values, returns, value_clip=settings.value_clip)
+    weights = mask if settings.per_token else sample_mean_weights(mask, micro_batch.response_lengths)
+    trained_tokens = (mask != 0).sum()
+    samples = torch.full_like(trained_tokens, micro_batch.response_lengths.numel())
+    total = masked_sum(loss, weights)
+    with torch.no_grad():
+        errors = returns - values
+        spread = {
+            "returns": returns,
+            "returns_squared": returns.double().square(),
+            "errors": errors,
+            "errors_squared": errors.double().square(),
+        }
+        return LossSums(
+            loss=total,
+            count=(trained_tokens if settings.per_token else samples).to(torch.int32),
+            trained_tokens=trained_tokens.double(),
+            weighted=summed({"value_loss": loss, "value_clipfrac": clipped}, weights),
+            by_token=summed(spread, (mask != 0).to(mask.dtype)),
+            maxima={},
+        )
+
+
+def explained_variance(means: dict[str, float]) -> float:
+    """`1 - Var(R - V) / Var(R)` over the trained tokens; 0 if all returns are equal.
+
+    1 for perfect values, 0 for values no better than a constant, negative for worse ones. `means` over tokens by name.
+    """
+    of_returns = means["returns_squared"] - means["returns"] ** 2
+    of_errors = means["errors_squared"] - means["errors"] ** 2
+    return 1.0 - of_errors / of_returns if of_returns > 0 else 0.0
+
+
+def critic_arguments(args: Arguments) -> Arguments:
+    """The flags as they apply to the critic: its own schedule; every weight of it is trained."""
+    return dataclasses.replace(
+        args,
+        lr=args.critic_lr,
+        lr_warmup_iters=args.critic_lr_warmup_iters,
+        lr_warmup_fraction=None if args.critic_lr_warmup_iters else args.lr_warmup_fraction,
+        untie_embeddings_and_output_weights=True,
+    )
+
+
+class Critic:
+    """The critic of one rank. `model` is what is trained; offloading it is the caller's."""
+
+    def __init__(
+        self,
+        args: Arguments,
+        parallel: ParallelState,
+        resumed: CheckpointFolder | None,
+        times: PhaseTimes,
+        timeline: Timeline,
+    ) -> None:
+        """Builds and loads the critic; `resumed` is the policy's checkpoint that this run continues.
+
+        Raises FileNotFoundError without weights to load, or without the critic that belongs to `resumed`.
+        """
+        self._parallel, self._times, self._timeline = parallel, times, timeline
+        self._scores = ValueScores(parallel.cp_group)
+        self._settings = ValueLossConfig(args.value_clip, args.calculate_per_token_loss)
+        self._layers_add_losses = layers_add_losses(args)
+        own = critic_arguments(args)
+        stages = build_value_stages(own, parallel)
+        start = critic_start(args, None if resumed is None else resumed.iteration)
+        load_value_weights(ModelSpec.from_args(args), stages, parallel, start.folder)
+        self.model = TrainedModel.build(own, stages, parallel)
+        self.state = self.model.training_state(parallel, "every weight trained")
+        if resumed is not None:
+            _check_pair(resumed, start)
+            found = CheckpointFolder(start.folder, start.iteration)
+            load_training_state(self.state, found, load_optimizer=not args.no_load_optim, load_random_state=False)
+        self._with_optimizer = not args.no_save_optim
+        self._root = None if args.critic_save is None else Path(args.critic_save)
+        timeout = datetime.timedelta(minutes=args.distributed_timeout_minutes)
+        # its checkpoints are deleted with the policy's, which must never be without theirs
+        self.saver = CheckpointSaver(background=args.async_save, retention=Retention(), timeout=timeout)
+
+    def save(self, policy_root: Path, rollout_id: int, saved_with: str) -> None:
+        """Writes its checkpoint into --critic-save, or beside the policy's; collective.
+
+        The policy's checkpoint of the same rollout, with the same `saved_with`, must become complete after this one
+        (`saver.finish`). Raises CheckpointError as `CheckpointSaver.save` does.
+        """
+        self.saver.save(
+            self._root if self._root is not None else policy_root / CRITIC,
+            rollout_id,
+            lambda: take_snapshot(
+                self.state, rollout_id, None, with_optimizer=self._with_optimizer, saved_with=saved_with
+            ),
+        )
+
+    def values(self, steps: Sequence[Sequence[MicroBatch]], batch: RolloutBatch, advance: Callable[[], None]) -> Tensor:
+        """The value of every response token of the rank, float32 [response tokens], without gradient.
+
+        `steps` are the micro-batches of each optimizer step. `advance` is called at the start of each.
+        """
+        everything = [micro_batch for step in steps for micro_batch in step]
+        tokens = batch.loss_mask.numel()
+        with self._times.phase("values"), self._timeline.span("values"):
+            (values,) = score_tokens(self.model.wrapped, everything, self._scores, tokens, self._parallel, advance)
+        return values
+
+    def train(
+        self,
+        steps: Sequence[Sequence[MicroBatch]],
+        columns: ValueColumns,
+        batch: RolloutBatch,
+        rollout_id: int,
+        advance: Callable[[], None],
+    ) -> list[dict[str, float]]:
+        """Takes the optimizer steps of one rollout; metrics of each, equal on every rank.
+
+        Raises FloatingPointError if loss or gradient is not finite (see `NonFiniteGuard`).
+        """
+        metrics = []
+        phase, span = self._times.phase("critic_train"), self._timeline.span("critic")
+        with phase, span, data_parallel.overlapped_param_gather(self.model.wrapped):
+            for number, micro_batches in enumerate(steps):
+                self.model.begin_step()
+                sums = self._accumulate(micro_batches, columns, batch.samples_per_step[number], advance)
+                found = reduce_sums(sums, self._settings.metric_names, self._parallel)
+                taken = {name: found[name] for name in _METRICS} | {"explained_variance": explained_variance(found)}
+                where = f"rollout {rollout_id}, optimizer step {number} of the critic"
+                step = self.model.step(taken["value_loss"], where, lambda: columns.broken_samples(batch))
+                metrics.append({PREFIX + name: value for name, value in (taken | step).items()})
+        return metrics
+
+    def _accumulate(
+        self, micro_batches: Sequence[MicroBatch], columns: ValueColumns, samples: int, advance: Callable[[], None]
+    ) -> list[LossSums]:
+        def sums_of(output: Tensor, micro_batch: MicroBatch) -> LossSums:
+            (values,) = self._scores(output, micro_batch)
+            return value_loss_sums(values, columns, micro_batch, self._settings)
+
+        weight = None
+        if self._layers_add_losses:
+            count = None if self._settings.per_token else samples
+            config = self.model.stages[0].config
+            weight = layer_tokens_by_count(config, micro_batches, columns.loss_mask, count, self._parallel)
+        return forward_backward(self.model.wrapped, micro_batches, self._scores, sums_of, advance, by_tokens=weight)
+
+
+def _check_pair(policy: CheckpointFolder, critic: Found) -> None:
+    """Raises ValueError if the two checkpoints were not saved together: a run may have ended between the two."""
+    names = [io.read_training_metadata(folder).get("saved_with") for folder in (policy.path, critic.folder)]
+    if names[0] != names[1]:
+        raise ValueError(
+            f"{critic.folder} was not saved together with {policy.path}: resume from an earlier rollout with"
+            " --ckpt-step, or start anew from the weights with --finetune"
+        )

@@ -1,0 +1,1 @@
+"""What a training rank measures and writes down: metrics, memory, profiles, dumps."""

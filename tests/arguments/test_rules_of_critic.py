@@ -1,0 +1,125 @@
+"""Rules about the critic. The recipe with a critic and its variants pass, each violation is one error."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from slimrl.arguments import read_args
+from slimrl.arguments.checkpoints import MANIFEST_NAME, TRACKER_NAME
+
+# rule -> (flags that pass when appended to the recipe, flags that do not with their error)
+CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
+    "critic_flags_have_a_critic": (
+        [
+            "--advantage-estimator ppo --gamma 0.99 --lambd 0.95 --value-clip 0.5 --normalize-advantages",
+            "--advantage-estimator ppo --critic-lr 1e-5 --critic-lr-warmup-iters 5 --num-critic-only-steps 3",
+        ],
+        [
+            (
+                "--lambd 0.95",
+                "--lambd 0.95 belongs to a critic and --advantage-estimator is grpo: give --advantage-estimator ppo, or"
+                " leave --lambd out.",
+            ),
+            (
+                "--critic-load elsewhere",
+                "--critic-load elsewhere belongs to a critic and --advantage-estimator is grpo: give"
+                " --advantage-estimator ppo, or leave --critic-load out.",
+            ),
+            (
+                "--advantage-estimator ppo --loss-type custom_loss --custom-loss-function-path"
+                " tests.megatron.custom_functions.loss --disable-compute-advantages-and-returns",
+                "--advantage-estimator ppo trains a critic, and --loss-type custom_loss without advantages has no use"
+                " for one: leave it out.",
+            ),
+        ],
+    ),
+    "critic_can_be_built": (
+        ["--advantage-estimator ppo --only-train-params-name-list mlp"],
+        [
+            (
+                "--advantage-estimator ppo --custom-model-provider-path tests.megatron.custom_functions.half_frozen",
+                "--custom-model-provider-path tests.megatron.custom_functions.half_frozen builds the policy, and the"
+                " critic of --advantage-estimator ppo would have other layers: leave it out, or use an estimator"
+                " without a critic.",
+            ),
+        ],
+    ),
+    "critic_is_saved_apart": (
+        ["--advantage-estimator ppo --critic-save {dir}/ckpt/value-model"],
+        [
+            (
+                "--advantage-estimator ppo --critic-save {dir}/ckpt",
+                "--critic-save {dir}/ckpt is also --save, where the policy's checkpoints have the same names:"
+                " give another folder, or leave it out for the folder critic in it.",
+            ),
+        ],
+    ),
+    "critic_has_weights": (
+        ["--advantage-estimator ppo --debug-rollout-only"],
+        [
+            (
+                "--advantage-estimator ppo --critic-load {dir}/nowhere",
+                "--critic-load {dir}/nowhere does not exist (only {dir} of it does): give the folder of a critic's"
+                " checkpoints or of a model.",
+            )
+        ],
+    ),
+}
+PASS = [(rule, line) for rule, (lines, _) in CASES.items() for line in lines]
+FAIL = [(rule, *case) for rule, (_, cases) in CASES.items() for case in cases]
+
+
+@pytest.mark.parametrize(("rule", "line"), PASS)
+def test_valid_variant_passes(rule, line, recipe):
+    assert [str(problem) for problem in read_args(recipe.line(line))[1]] == []
+
+
+@pytest.mark.parametrize(("rule", "line", "sentence"), FAIL)
+def test_violation_is_one_error(rule, line, sentence, recipe):
+    assert [problem.sentence for problem in read_args(recipe.line(line))[1]] == [sentence.format(dir=recipe.dir)]
+
+
+def checkpoint(root, name):
+    """The files of a checkpoint that slimrl wrote, without contents."""
+    folder = root / name
+    folder.mkdir(parents=True)
+    for file in ("metadata.json", ".metadata"):
+        (folder / file).write_text("{}")
+    content = {"program": "slimrl", "iteration": int(name[5:]), "files": {}}
+    (folder / MANIFEST_NAME).write_text(json.dumps(content))
+    (root / TRACKER_NAME).write_text(str(int(name[5:])))
+
+
+def test_resumed_run_needs_the_critic_of_the_same_rollout(recipe, tmp_path):
+    saved = tmp_path / "saved"
+    flags = recipe.line(f"--advantage-estimator ppo --load {saved} --save {saved}")
+    checkpoint(saved, "iter_0000004")
+    checkpoint(saved / "critic", "iter_0000003")
+    (problem,) = read_args(flags)[1]
+    assert problem.sentence == (
+        f"--load {saved} continues after rollout 4, and there is no critic of that rollout in {saved}/critic: give the"
+        " folder of the critic's checkpoints as --critic-load, or start anew from the weights with --finetune."
+    )
+    checkpoint(saved / "critic", "iter_0000004")
+    assert read_args(flags)[1] == []
+
+
+def test_folder_with_only_the_critic_of_a_killed_first_save_is_a_fresh_start(recipe, tmp_path):
+    saved = tmp_path / "saved"
+    checkpoint(saved / "critic", "iter_0000001")
+    assert read_args(recipe.line(f"--advantage-estimator ppo --load {saved} --save {saved}"))[1] == []
+
+
+def test_schedule_and_folder_of_the_critic_are_the_policys_by_default(recipe):
+    args, problems = read_args(recipe.line("--advantage-estimator ppo --lr 2e-6 --lr-warmup-iters 7"))
+    assert problems == []
+    assert (args.critic_lr, args.critic_lr_warmup_iters, args.critic_save) == (2e-6, 7, f"{recipe.dir}/ckpt/critic")
+
+
+def test_folder_of_the_critic_without_a_folder_of_the_policy_is_an_error(recipe):
+    _, problems = read_args(recipe.line("--advantage-estimator ppo --critic-save x", without="--save"))
+    assert "--critic-save x is written whenever --save is, which is missing: give --save, or leave it out." in map(
+        str, problems
+    )

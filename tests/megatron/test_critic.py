@@ -1,0 +1,211 @@
+"""The critic in every layout against transformers and autograd in float64, from values to trained weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.megatron import layouts, ranks, reference
+from tests.megatron.layouts import CP2, DYNAMIC, EP2, ETP2, FULL, OVERLAP, PP2, SPREAD, TP2_SP, VIRTUAL, Layout
+from tests.megatron.test_sharding import fsdp
+
+pytestmark = pytest.mark.slow
+
+GAMMA, LAMBD, VALUE_CLIP, LR = 0.97, 0.9, 0.05, 2e-3
+SETTINGS = dataclasses.replace(layouts.SETTINGS, lr=LR)
+LAYOUTS = {
+    "1 rank": (Layout(1, {}), "dense"),
+    "1 rank, packed, recomputed": (Layout(1, DYNAMIC | FULL), "MLA"),
+    "TP2 SP": (Layout(2, TP2_SP), "dense"),
+    "TP2 SP, packed": (Layout(2, TP2_SP | DYNAMIC), "MoE"),
+    "PP2, packed": (Layout(2, PP2 | DYNAMIC), "dense"),
+    "PP2 virtual, packed": (Layout(2, VIRTUAL | DYNAMIC, 4), "dense"),
+    "CP2, packed": (Layout(2, CP2 | DYNAMIC), "dense"),
+    "DP2, overlapped, packed": (Layout(2, SPREAD | OVERLAP | DYNAMIC), "dense"),
+    "EP2, packed": (Layout(2, EP2 | SPREAD | DYNAMIC), "MoE"),
+    "ETP2 TP2 SP, packed": (Layout(2, ETP2 | DYNAMIC), "MLA"),
+    "DP2, Megatron-FSDP": (Layout(2, fsdp("optim_grads_params")), "dense"),
+}
+
+
+@dataclasses.dataclass
+class Trained:
+    """What one rank has of its samples before and after a rollout, and the metrics of its optimizer steps."""
+
+    samples: list[int]
+    values: list[list[Tensor]]  # before and after, by sample
+    metrics: list[dict[str, float]]
+    report: dict[str, float]
+
+
+def train(rank: int, world_size: int, init_method: str, args: Any, rollout: Any, head: Tensor) -> Trained:
+    """Trains policy and critic on one rollout, the critic from a given head."""
+    trainer = ranks.start(rank, world_size, init_method, args)
+    critic = trainer._critic
+    set_head(critic, head)
+    batch = ranks.share_of(trainer, rollout)
+    steps = [[trainer._pack(batch, rows) for rows in step] for step in batch.micro_batches]
+
+    def values() -> list[Tensor]:
+        return list(critic.values(steps, batch, lambda: None).cpu().split(batch.response_lengths.tolist()))
+
+    before = values()
+    metrics = trainer.train(0, batch)
+    result = Trained(batch.sample_ids.tolist(), [before, values()], metrics, trainer.rollout_metrics)
+    trainer.close()
+    return result
+
+
+@torch.no_grad()
+def set_head(critic: Any, head: Tensor) -> None:
+    """Sets the weights of the value head, also in the optimizer's copies."""
+    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+
+    for stage, wrapped in zip(critic.model.stages, critic.model.wrapped, strict=True):
+        if stage.post_process:
+            stage.value_head.weight.copy_(head)
+        if isinstance(wrapped, FullyShardedDataParallel):
+            buffer = wrapped.param_and_grad_buffer
+            for name, parameter in buffer.optimizer_named_parameters:
+                if name.endswith("value_head.weight"):
+                    local = parameter.to_local()
+                    local.copy_(head.flatten()[parameter.megatron_fsdp_slice].view(local.shape))
+            buffer.copy_main_weights_to_model_weights()
+
+
+class Truth(nn.Module):
+    """A transformers model without its output layer, and a row of weights: float64."""
+
+    def __init__(self, folder: Path, head: Tensor):
+        super().__init__()
+        self.body = reference.load_model(folder).model
+        self.head = nn.Parameter(head.double())
+
+    def values(self, tokens: Tensor, response: int) -> Tensor:
+        """The value of each response token, from the position before it."""
+        hidden = self.body(tokens[None]).last_hidden_state[0, -response - 1 : -1]
+        return hidden @ self.head[0]
+
+
+def advantages_of(reward: float, values: list[float], mask: list[float]) -> list[float]:
+    """Generalised advantages by their definition: sums of discounted differences over the trained tokens."""
+    trained = [position for position, weight in enumerate(mask) if weight]
+    differences = []
+    for order, position in enumerate(trained):
+        last = order == len(trained) - 1
+        following = 0.0 if last else values[trained[order + 1]]
+        differences.append((reward if last else 0.0) + GAMMA * following - values[position])
+    found = [0.0] * len(mask)
+    for order, position in enumerate(trained):
+        found[position] = sum((GAMMA * LAMBD) ** k * d for k, d in enumerate(differences[order:]))
+    return found
+
+
+@dataclasses.dataclass
+class TrueResult:
+    values: list[list[Tensor]]
+    losses: list[float]
+    norms: list[float]
+    clipped: list[float]
+    advantages: float  # mean over samples of the mean over trained tokens
+
+
+def truth(folder: Path, head: Tensor, rollout: Any) -> TrueResult:
+    """The same training with transformers: the mean over samples of the means over trained tokens."""
+    model = Truth(folder, head)
+    samples = reference._split(rollout)
+    adam = reference._adam(dict(model.named_parameters()), SETTINGS)
+
+    def values() -> list[Tensor]:
+        with torch.no_grad():
+            return [model.values(sample["tokens"], sample["mask"].numel()) for sample in samples]
+
+    old = values()
+    advantages = [
+        torch.tensor(advantages_of(float(s["reward"]), v.tolist(), s["mask"].tolist()), dtype=torch.float64)
+        for s, v in zip(samples, old, strict=True)
+    ]
+    result = TrueResult([old], [], [], [], 0.0)
+    sums = [((a * s["mask"]).sum(), s["mask"].sum()) for a, s in zip(advantages, samples, strict=True)]
+    means = [float(total / trained) for total, trained in sums if trained > 0]
+    result.advantages = sum(means) / len(means)
+    size = len(samples) // SETTINGS.steps
+    for step in range(SETTINGS.steps):
+        adam.zero_grad()
+        total = clipped = 0.0
+        for row in range(step * size, (step + 1) * size):
+            mask, returns = samples[row]["mask"], advantages[row] + old[row]
+            now = model.values(samples[row]["tokens"], mask.numel())
+            held = torch.minimum(torch.maximum(now, old[row] - VALUE_CLIP), old[row] + VALUE_CLIP)
+            loss = torch.maximum((now - returns) ** 2, (held - returns) ** 2)
+            divisor = max(float(mask.sum()), 1.0) * size
+            ((loss * mask).sum() / divisor).backward()
+            total += float((loss * mask).sum() / divisor)
+            clipped += float((((now - old[row]).abs() > VALUE_CLIP) * mask).sum() / divisor)
+        result.losses.append(total)
+        result.clipped.append(clipped)
+        result.norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), SETTINGS.clip_grad)))
+        adam.step()
+    result.values.append(values())
+    return result
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> layouts.Models:
+    return layouts.Models(tmp_path_factory.mktemp("critic"))
+
+
+@pytest.fixture(scope="module")
+def truths(models: Any) -> dict[tuple[str, int], TrueResult]:
+    return {}
+
+
+@pytest.fixture(scope="module")
+def head() -> Tensor:
+    return 0.3 * torch.randn(1, 64, generator=torch.Generator().manual_seed(11))
+
+
+@pytest.fixture(scope="module")
+def pools(one_rank: Any, two_ranks: Any) -> dict[int, Any]:
+    return {1: one_rank, 2: two_ranks}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_critic_is_trained_as_by_plain_autograd(name: str, models: Any, truths: Any, head: Tensor, pools: Any):
+    layout, kind = LAYOUTS[name]
+    args = models.args(layout, kind, SETTINGS)
+    args = dataclasses.replace(
+        args,
+        advantage_estimator="ppo",
+        gamma=GAMMA,
+        lambd=LAMBD,
+        value_clip=VALUE_CLIP,
+        critic_lr=LR,
+        critic_lr_warmup_iters=0,
+        moe_router_bias_update_rate=0.0,
+        lr=0.0,
+    )
+    found = pools[layout.ranks].run(train, args, models.rollout, head)
+    folder = models.folder(kind, layout.layers, "reference")  # a fresh start's --ref-load, unless --load has weights
+    folder = models.folder(kind, layout.layers, "policy") if args.load is not None else folder
+    key = kind, layout.layers
+    if key not in truths:
+        truths[key] = truth(folder, head, models.rollout)
+    true = truths[key]
+
+    ids = models.rollout.sample_ids.tolist()
+    for rank in found:
+        for when in (0, 1):
+            for sample, values in zip(rank.samples, rank.values[when], strict=True):
+                wanted = true.values[when][ids.index(sample)]
+                torch.testing.assert_close(values.double(), wanted, rtol=2e-4, atol=2e-4 if when else 2e-5)
+        assert [step["critic-value_loss"] for step in rank.metrics] == pytest.approx(true.losses, rel=1e-4)
+        assert [step["critic-grad_norm"] for step in rank.metrics] == pytest.approx(true.norms, rel=1e-4)
+        assert [step["critic-value_clipfrac"] for step in rank.metrics] == pytest.approx(true.clipped, abs=0.02)
+        assert rank.report["rollout/advantages"] == pytest.approx(true.advantages, rel=1e-4, abs=1e-6)
+    assert max(true.clipped) > 0.05  # so that the clip is tested
