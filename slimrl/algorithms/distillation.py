@@ -1,9 +1,9 @@
 """On-policy distillation: the student learns from a teacher's log-probabilities of the tokens that it sampled itself.
 
 The reverse KL of a sequence is E_{y ~ student} sum_t [log student(y_t | y_<t) - log teacher(y_t | y_<t)]; its sampled
-terms, with the sign of a reward, are the advantages of a policy gradient (Agarwal et al. 2024, arXiv:2306.13649,
-equation 5 with the reverse KL; Lu 2025, "On-Policy Distillation", Thinking Machines Lab). No term is discounted into
-earlier tokens.
+terms, with the sign of a reward, are the advantages of a policy gradient (on-policy data and the reverse KL of Agarwal
+et al. 2024, arXiv:2306.13649; in this form Lu 2025, "On-Policy Distillation", Thinking Machines Lab). No term is
+discounted into earlier tokens.
 """
 
 from __future__ import annotations

@@ -18,7 +18,12 @@ MODEL = f"{SERVED} --rm-model {{dir}}/served"
 
 CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
     "distillation_has_its_switch": (
-        [MEGATRON, f"{MEGATRON} --opd-kl-coef 0.5 --rm-type zero --n-samples-per-prompt 1"],
+        [
+            MEGATRON,
+            f"{MEGATRON} --opd-kl-coef 0.5 --rm-type zero --n-samples-per-prompt 1",
+            "--rm-type zero --custom-advantage-function-path examples.advantages.discounted",
+            "--rm-type zero --debug-rollout-only",
+        ],
         [
             *(
                 (f"--{flag} {value}", f"--{flag} {value} belongs to --use-opd: add it, or leave --{flag} out.")

@@ -28,7 +28,7 @@ def distillation_has_its_switch(args: Arguments, context: Context) -> Iterator[P
         for name in (name for name in _ONLY_WITH_IT if name in context.given):
             flag = "--" + name.replace("_", "-")
             yield Problem(flag, f"{flag} {getattr(args, name)} belongs to --use-opd: add it, or leave {flag} out.")
-        if args.rm_type == _ZERO and args.custom_rm_path is None and not args.eval_only:
+        if args.rm_type == _ZERO and not _has_other_signal(args):
             yield Problem(
                 "--rm-type",
                 "--rm-type zero gives every response the same reward and --use-opd is off, so that nothing would be"
@@ -47,6 +47,12 @@ def distillation_has_its_switch(args: Arguments, context: Context) -> Iterator[P
             "--use-opd",
             f"--use-opd changes advantages and {cause} has none: leave one of them out.",
         )
+
+
+def _has_other_signal(args: Arguments) -> bool:
+    """Whether something besides --rm-type may be learned from, or nothing is learned anyway."""
+    paths = (args.custom_rm_path, args.custom_reward_post_process_path, args.custom_advantage_function_path)
+    return any(paths) or args.eval_only or args.debug_rollout_only
 
 
 def teacher_in_training_is_a_checkpoint(args: Arguments, context: Context) -> Iterator[Problem]:
