@@ -209,3 +209,77 @@ def test_critic_is_trained_as_by_plain_autograd(name: str, models: Any, truths: 
         assert [step["critic-value_clipfrac"] for step in rank.metrics] == pytest.approx(true.clipped, abs=0.02)
         assert rank.report["rollout/advantages"] == pytest.approx(true.advantages, rel=1e-4, abs=1e-6)
     assert max(true.clipped) > 0.05  # so that the clip is tested
+
+
+def saving(models: Any, folder: Path, **changes: Any) -> Any:
+    args = models.args(Layout(1, {}), "dense", SETTINGS)
+    more = {"save": str(folder), "critic_save": str(folder / "critic"), **changes}
+    return dataclasses.replace(
+        args, advantage_estimator="ppo", critic_lr=LR, critic_lr_warmup_iters=0, num_rollout=3, **more
+    )
+
+
+def save_without_its_critic(rank: int, world_size: int, init_method: str, args: Any, rollout: Any) -> str:
+    """Saves twice in the background; the critic's second save fails. Returns the error."""
+    from slimrl.platform.collective_errors import CheckpointError
+
+    trainer = ranks.start(rank, world_size, init_method, args)
+    trainer.save(0, {"offset": 0})
+    trainer.finish_saves()
+
+    def fails() -> None:
+        raise CheckpointError("the critic's disk is full")
+
+    trainer._critic.saver.finish = fails
+    trainer._critic.save = lambda *_: None
+    trainer.save(1, {"offset": 1})
+    try:
+        trainer.finish_saves()
+        error = ""
+    except CheckpointError as caught:
+        error = str(caught)
+    del trainer._critic.saver.finish
+    trainer.close()
+    return error
+
+
+def test_policy_is_not_saved_without_its_critic(models: Any, one_rank: Any, tmp_path: Path):
+    (error,) = one_rank.run(save_without_its_critic, saving(models, tmp_path, async_save=True), models.rollout)
+    assert "the critic's disk is full" in error and f"{tmp_path}/iter_0000000 is whole" in error
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "0"
+    assert not (tmp_path / "iter_0000001").exists()
+
+
+def save_once(rank: int, world_size: int, init_method: str, args: Any) -> None:
+    trainer = ranks.start(rank, world_size, init_method, args)
+    trainer.save(0, {"offset": 0})
+    trainer.close()
+
+
+def test_policy_does_not_resume_with_a_critic_of_another_save(models: Any, one_rank: Any, tmp_path: Path):
+    for name in ("one", "other"):
+        one_rank.run(save_once, saving(models, tmp_path / name))
+    mixed = saving(models, tmp_path / "one", load=str(tmp_path / "one"), critic_load=str(tmp_path / "other/critic"))
+    with pytest.raises(RuntimeError, match="other/critic/iter_0000000 was not saved together with .*one/iter_0000000"):
+        one_rank.run(save_once, mixed)
+
+
+def head_of(rank: int, world_size: int, init_method: str, args: Any, head: Tensor | None) -> Tensor:
+    """The critic's head at the start of a run; with `head` it is set and saved."""
+    trainer = ranks.start(rank, world_size, init_method, args)
+    if head is not None:
+        set_head(trainer._critic, head)
+        trainer.save(0, {"offset": 0})
+    found = trainer._critic.model.stages[-1].value_head.weight.detach().clone()
+    trainer.close()
+    return found
+
+
+def test_new_run_starts_from_a_critics_checkpoint_or_with_a_new_head(
+    models: Any, one_rank: Any, tmp_path: Path, head: Tensor
+):
+    one_rank.run(head_of, saving(models, tmp_path), head)
+    (from_critic,) = one_rank.run(head_of, saving(models, tmp_path / "x", critic_load=str(tmp_path / "critic")), None)
+    assert torch.equal(from_critic, head)
+    (from_policy,) = one_rank.run(head_of, saving(models, tmp_path / "x", critic_load=str(tmp_path)), None)
+    assert from_policy.count_nonzero() == 0

@@ -46,5 +46,5 @@ def test_quickstart_rejects_an_invalid_option_before_any_work(arguments, sentenc
 def test_quickstart_prints_help():
     shown = run("bash", "scripts/quickstart.sh", "--help")
     assert shown.returncode == 0
-    for option in ("--seed", "--split", "--async", "--run-name"):
+    for option in ("--seed", "--split", "--async", "--ppo", "--run-name"):
         assert option in shown.stdout

@@ -61,7 +61,8 @@ TRAIN = (
         "1 - variance of (return - value) / variance of the returns, over trained tokens; 1 is perfect",
         when=_CRITIC,
     ),
-    Metric("train/critic-{grad_norm,lr,lr-pg_<group>,skipped}", "as the policy's, of the critic", when=_CRITIC),
+    Metric("train/critic-{grad_norm,lr,skipped}", "as the policy's, of the critic", when=_CRITIC),
+    Metric("train/critic-lr-pg_<group>", "the same of each of its optimizer's parameter groups", "", "last", _CRITIC),
     Metric("train/mismatch_kl", "mean of the engines' - training's log-probability (k1)", "nats", when=_MISMATCH),
     Metric("train/mismatch_k3_kl", "the same KL by the estimator that is never negative (k3)", "nats", when=_MISMATCH),
     Metric(

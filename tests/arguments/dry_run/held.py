@@ -21,7 +21,7 @@ class Held:
 
 
 def held_bytes(rank: int, world_size: int, init_method: str, args: Arguments) -> Held:
-    """Returns the bytes that one rank holds before its first step."""
+    """Returns the bytes that one rank holds before its first step, of the critic if there is one."""
     from megatron.core.distributed import DistributedDataParallel
 
     from slimrl.megatron import config, parallel
@@ -29,7 +29,8 @@ def held_bytes(rank: int, world_size: int, init_method: str, args: Arguments) ->
     from slimrl.megatron.optimizer import build_optimizer
 
     state = parallel.initialize(args, rank=rank, world_size=world_size, local_rank=rank, init_method=init_method)
-    stages = model_builder.build_stages(args, state)
+    build = model_builder.build_value_stages if args.use_critic else model_builder.build_stages
+    stages = build(args, state)
     wrapped = [DistributedDataParallel(stage.config, config.ddp_config(args), stage) for stage in stages]
     optimizer = build_optimizer(config.optimizer_config(args), wrapped)
     buffers = [buffer for stage in wrapped for buffer in (*stage.buffers, *stage.expert_parallel_buffers)]

@@ -9,7 +9,7 @@ import pytest
 from slimrl.arguments.dry_run.plan import estimate
 from slimrl.arguments.layout import stage_layers
 from slimrl.models.model_spec import ModelSpec
-from slimrl.models.parameters import Split, stage_weights
+from slimrl.models.parameters import Split, critic_weights, stage_weights
 from tests.arguments.dry_run.held import held_bytes
 from tests.megatron.launch import RankPool
 from tests.megatron.tiny import tiny_args
@@ -84,6 +84,34 @@ def test_every_weight_tensor_has_the_counted_size(held, name):
         weights = stage_weights(shape, split, stages[number], first=number == 0, last=number == len(stages) - 1)
         assert sorted(weights.dense) == sorted(one.dense)
         assert sorted(weights.expert) == sorted(one.expert)
+
+
+CRITICS = ("fp32", "bf16, distributed", "bf16, tensor", "bf16, stages", "bf16, experts", "bf16, latent")
+
+
+@pytest.fixture(scope="module")
+def held_by_critics():
+    with RankPool(WORLD) as pool:
+        return {name: pool.run(held_bytes, critic_args(name)) for name in CRITICS}
+
+
+def critic_args(name):
+    return dataclasses.replace(case_args(name), advantage_estimator="ppo")
+
+
+@pytest.mark.parametrize("name", CRITICS)
+def test_planned_memory_of_a_critic_matches_the_bytes_of_a_rank(held_by_critics, name):
+    args, held = critic_args(name), held_by_critics[name]
+    shape, parts, stages = ModelSpec.from_args(args), stage_layers(args), estimate(args).stages
+    split = Split(args.tensor_model_parallel_size, 1, args.expert_model_parallel_size)
+    for rank, one in enumerate(held):
+        number = rank if len(stages) > 1 else 0
+        assert one.gradients == stages[number].critic_gradients
+        weights = critic_weights(shape, split, parts[number], first=number == 0, last=number == len(parts) - 1)
+        assert sorted(weights.dense) == sorted(one.dense)
+        assert sorted(weights.expert) == sorted(one.expert)
+    largest = max(one.optimizer for one in held) if len(stages) == 1 else held[0].optimizer
+    assert largest + held[0].weights == stages[0].critic
 
 
 def test_distributed_optimizer_shards_add_up_to_the_full_state(held):
