@@ -18,6 +18,7 @@ class Baseline(Enum):
     NONE = "none"
     GROUP_MEAN = "group mean"  # of all samples of the prompt
     LEAVE_ONE_OUT = "leave one out"  # the mean of the prompt's other samples
+    LENGTH_WEIGHTED = "length weighted"  # the mean of all, each with the weight of its trained tokens
 
 
 class Returns(Enum):
@@ -83,6 +84,12 @@ _ROWS = (
         "rloo",
         "Ahmadian et al. 2024 (Back to Basics), equation 8; Kool et al. 2019",
         baseline=Baseline.LEAVE_ONE_OUT,
+        normalizes_by_std=False,
+    ),
+    Estimator(
+        "opo",
+        "Hao et al. 2025 (On-Policy RL with Optimal Reward Baseline), section 3.2",
+        baseline=Baseline.LENGTH_WEIGHTED,
         normalizes_by_std=False,
     ),
     Estimator(

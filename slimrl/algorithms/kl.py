@@ -7,6 +7,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+# Bound of the relative error of `next_kl_coef`.
+_MAX_KL_ERROR = 0.2
+
 KLKind = Literal["k1", "k2", "k3", "low_var_kl"]
 
 # Beyond this log-ratio k3 is far above its clamp, and exp would overflow and give NaN gradients.
@@ -37,3 +40,13 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: KLKind) -> Tenso
         bounded = difference.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
         return (torch.expm1(-bounded) + bounded).clamp(-_MAX_LOW_VAR_KL, _MAX_LOW_VAR_KL)
     raise ValueError(f"unknown KL estimator {kind!r}: choose one of {', '.join(get_args(KLKind))}")
+
+
+def next_kl_coef(coef: float, kl: float, *, target: float, samples: int, horizon: float) -> float:
+    """The coefficient of the KL penalty after `samples` samples with a mean KL of `kl`.
+
+    `coef * (1 + e * samples / horizon)` with `e = clip(kl / target - 1, -0.2, 0.2)`: Ziegler et al. 2019, section 2.2,
+    whose gain K of a step is `samples / horizon`. `kl` and `target` in nats per response.
+    """
+    error = min(max(kl / target - 1.0, -_MAX_KL_ERROR), _MAX_KL_ERROR)
+    return coef * (1.0 + error * samples / horizon)

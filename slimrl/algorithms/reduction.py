@@ -33,6 +33,14 @@ def sample_mean_weights(mask: Tensor, lengths: Tensor) -> Tensor:
     return mask / counts[sample_of_token]
 
 
+def sums_per_sample(values: Tensor, lengths: Tensor) -> Tensor:
+    """The sum of each sample's `values` [tokens], which holds samples of these `lengths` end to end; [n]."""
+    lengths = lengths.to(values.device)
+    rows = torch.arange(lengths.numel(), device=values.device)
+    sample_of_token = torch.repeat_interleave(rows, lengths, output_size=values.numel())
+    return values.new_zeros(lengths.numel()).index_add(0, sample_of_token, values)
+
+
 def masked_mean_per_sample_sum(values: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
     """Sum over samples of the mean of their unmasked `values`; a fully masked sample contributes 0.
 

@@ -112,6 +112,7 @@ def group_normalized_rewards(
     center: bool = True,
     scale_by_std: bool = True,
     leave_one_out: bool = False,
+    weights: Tensor | None = None,
     eps: float = 1e-6,
 ) -> Tensor:
     """GRPO's `A_i = (r_i - mean(group)) / (std(group) + eps)`; `rewards`, `group_ids` [n] -> float32 [n].
@@ -120,20 +121,30 @@ def group_normalized_rewards(
     `scale_by_std=False` omits the division (Liu et al. 2025, Dr. GRPO); `center=False` omits the subtraction.
     `leave_one_out` subtracts the mean of the group's other samples, `A_i = n / (n - 1) * (r_i - mean(group))` for a
     group of n (RLOO: Ahmadian et al. 2024, equation 8).
+    With `weights` [n] the mean is `sum(w_j r_j) / sum(w_j)`; response lengths give OPO's baseline, the one of least
+    variance if every token has a gradient of the same norm (Hao et al. 2025, section 3.2). A group whose weights are
+    all 0 has the plain mean. Not with `leave_one_out`.
     Samples with equal ids form a group; they need not be adjacent, and groups may differ in size.
 
     A group of one sample, or whose rewards are all equal, is not divided by its zero standard deviation: with `center`
-    the result is exactly 0, without it the rewards. Raises ValueError if the shapes differ.
+    the result is exactly 0, without it the rewards. Raises ValueError if the shapes differ, or for weights with
+    `leave_one_out`.
     """
     if rewards.shape != group_ids.shape or rewards.dim() != 1:
         raise ValueError(
             f"rewards have shape {list(rewards.shape)} and group ids {list(group_ids.shape)}: both must be [n]"
         )
+    if weights is not None and leave_one_out:
+        raise ValueError("a mean without the sample itself has no weights: give weights or leave_one_out")
     values = rewards.to(torch.float64)
     groups, group_of = torch.unique(group_ids, return_inverse=True)
     zeros = values.new_zeros(groups.numel())
     counts = zeros.index_add(0, group_of, torch.ones_like(values))
     mean = zeros.index_add(0, group_of, values) / counts
+    if weights is not None:
+        of_groups = zeros.index_add(0, group_of, weights.to(values))
+        weighted = zeros.index_add(0, group_of, weights.to(values) * values)
+        mean = torch.where(of_groups > 0, weighted / of_groups, mean)
     deviation = values - mean[group_of]
 
     # The rounded mean of equal rewards may differ from them, so the range identifies groups of equal rewards.

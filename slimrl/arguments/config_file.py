@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from slimrl.arguments.flag import FlagSpec, Problem, ended
+from slimrl.arguments.foreign_flags import other_word
 from slimrl.arguments.parser import ParsedLine, PassthroughTables, nearest_flag, parse_line
 
 
@@ -85,7 +86,7 @@ def read_config_file(path: str, specs: list[FlagSpec], passthrough: PassthroughT
     for key, value in mapping.items():
         plain = str(key).removeprefix("--").replace("-", "_")
         if plain == _OWN:
-            _take_own(value, path, parsed)
+            _take_own(value, path, by_key, parsed)
         elif plain == _THIS_FILE:
             _complain(parsed, path, f"{key} cannot name another file from within one: put its flags in here")
         elif plain in by_key:
@@ -108,9 +109,12 @@ def _specs_by_key(specs: list[FlagSpec]) -> dict[str, tuple[FlagSpec, bool]]:
     return by_key | {name: (spec, True) for spec in specs for name in [spec.dest, *plain(spec.on)]}
 
 
-def _take_own(value: Any, path: str, parsed: ParsedLine) -> None:
+def _take_own(value: Any, path: str, flags: Iterable[str], parsed: ParsedLine) -> None:
     if isinstance(value, dict):
         parsed.values[_OWN] = value
+        for name in sorted(set(map(str, value)).intersection(flags)):
+            complaint = f"{name} under {_OWN} is a flag, and args.{name} would have the flag's value: move it out"
+            _complain(parsed, path, f"{complaint} of {_OWN}, or rename it")
     else:
         _complain(parsed, path, f"{_OWN} must be a mapping of your own settings, each with a name")
 
@@ -177,6 +181,8 @@ def _pass_through(
 
 
 def _unknown(key: str, plain: str, known: Iterable[str]) -> str:
+    if (word := other_word(plain)) is not None:
+        return f"{word.sentence(key).removesuffix('.')} (settings of custom hooks: under {_OWN})"
     nearest = nearest_flag(plain, list(known))
     fix = f"did you mean {nearest}?" if nearest else "docs/flags.md lists all flags"
     return f"{key} is not a flag: put settings of custom hooks under {_OWN}; {fix}"

@@ -1,4 +1,4 @@
-"""Setting names of other frameworks (verl, OpenRLHF, TRL, ms-swift), and short forms, with slimrl's flag for each.
+"""Setting names of other frameworks (slime, verl, OpenRLHF, TRL, ms-swift) and short forms, with slimrl's flags.
 
 One table: the name, its owner, slimrl's flag, and a clause that completes the error. Names are compared without leading
 dashes and plus signs, with dashes for underscores. The parser looks up words that are not slimrl flags.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import re
 
-VERL, OPENRLHF, TRL, SWIFT = "verl's", "OpenRLHF's", "TRL's", "ms-swift's"
+SLIME, VERL, OPENRLHF, TRL, SWIFT = "slime's", "verl's", "OpenRLHF's", "TRL's", "ms-swift's"
 HF = "transformers'"
 FORMER = "a former name"
 SHORT = "a short form"
@@ -40,6 +40,10 @@ class ForeignFlag:
 _ROWS: dict[str, tuple[str, str | None, str]] = {
     # former names of slimrl flags
     "slot-memory-gib": (FORMER, "--gpu-memory-gib", ""),
+    # keys of slime's example of corrections for the mismatch between engines and training
+    "tis-upper-bound": (SLIME, "--tis-clip", ""),
+    "tis-lower-bound": (SLIME, "--tis-clip-low", ""),
+    "tis-batch-normalize": (SLIME, None, "weights are not divided by their mean; leave it out"),
     # short forms
     "tp": (SHORT, "--tensor-model-parallel-size", "and --rollout-num-gpus-per-engine for the engines"),
     "tp-size": (SHORT, "--tensor-model-parallel-size", "and --rollout-num-gpus-per-engine for the engines"),
@@ -140,8 +144,18 @@ _ROWS: dict[str, tuple[str, str | None, str]] = {
     "trainer.critic-warmup": (VERL, "--num-critic-only-steps", ""),
     "algorithm.use-kl-in-reward": (VERL, "--kl-coef", "above 0"),
     "algorithm.kl-ctrl.kl-coef": (VERL, "--kl-coef", ""),
+    "algorithm.kl-ctrl.target-kl": (VERL, "--kl-target", "in nats per response, not per token"),
+    "algorithm.kl-ctrl.horizon": (VERL, "--kl-horizon", "with --kl-target"),
     "algorithm.norm-adv-by-std-in-grpo": (VERL, "--disable-grpo-std-normalization", "for False"),
+    "algorithm.rollout-correction.rollout-is": (VERL, "--tis-level", "with --use-tis"),
+    "algorithm.rollout-correction.rollout-is-threshold": (VERL, "--tis-clip", "with --use-tis"),
+    "algorithm.rollout-correction.rollout-rs": (VERL, "--rs-level", "with --use-rs"),
+    "algorithm.rollout-correction.rollout-rs-threshold": (VERL, "--rs-upper-bound", "and --rs-lower-bound"),
+    "algorithm.rollout-correction.rollout-token-veto-threshold": (VERL, "--rs-veto-threshold", "with --use-rs"),
     "reward-model.model.path": (VERL, "--rm-model", ""),
+    "reward-model.overlong-buffer.enable": (VERL, "--overlong-buffer-len", "in tokens; without it there is no penalty"),
+    "reward-model.overlong-buffer.len": (VERL, "--overlong-buffer-len", ""),
+    "reward-model.overlong-buffer.penalty-factor": (VERL, "--overlong-penalty-factor", ""),
     "custom-reward-function.path": (VERL, "--custom-rm-path", "package.module.function"),
     "custom-reward-function.name": (VERL, "--custom-rm-path", "package.module.function"),
     "trainer.total-epochs": (VERL, "--num-epoch", ""),
@@ -215,6 +229,7 @@ _ROWS: dict[str, tuple[str, str | None, str]] = {
     "logging-steps": (HF, None, "every step is logged; leave it out"),
     "deepspeed": (HF, None, "Megatron trains; --use-megatron-fsdp shards weights"),
     "fsdp": (HF, "--use-megatron-fsdp", ""),
+    "mask-truncated-completions": (TRL, "--mask-truncated-samples", ""),
     "num-generations": (TRL, "--n-samples-per-prompt", ""),
     "max-prompt-length": (TRL, "--rollout-max-prompt-len", ""),
     "max-completion-length": (TRL, "--rollout-max-response-len", ""),

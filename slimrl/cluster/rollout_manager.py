@@ -308,14 +308,14 @@ class RolloutManager:
         data_state = output.data_state or (self._data_source.state_dict() if saved else None)
         samples = [sample for group in groups for sample in group]
         check_failure_rate(samples, self._args.rm_failure_limit, f"rollout {rollout_id}")
-        from slimrl.rollout.convert_samples import RewardProcessing, compute_rewards, training_batch
+        from slimrl.rollout.convert_samples import RewardProcessing, compute_rewards, remove_truncated, training_batch
 
+        remove_truncated(samples, asked=self._args.mask_truncated_samples)
         rewards = compute_rewards(RewardProcessing.from_args(self._args), samples)
         reported = RolloutMetricsConfig.from_args(self._args)
-        metrics = rollout_metrics(reported, samples, rewards.raw.tolist(), seconds) | self._request_metrics(
-            len(samples)
-        )
-        metrics |= {**staleness_metrics(rollout_id, samples), **output.metrics, **await self._fault_metrics()}
+        metrics = rollout_metrics(reported, samples, rewards.raw.tolist(), seconds)
+        metrics |= self._request_metrics(len(samples)) | staleness_metrics(rollout_id, samples)
+        metrics |= {**output.metrics, **await self._fault_metrics()}
         await asyncio.to_thread(self._dump, rollout_id, samples, metrics, [self._args.reward_key] * len(samples))
         batches = self._schedule(training_batch(self._args, samples, rewards, hook_args=self._args))
         versions = {version for sample in samples for version in sample.weight_versions}

@@ -248,7 +248,8 @@ OFFERS = (
 # other imports of slime's examples (modules, or names of the modules above), with the alternative
 INSTEAD = {
     "slime.agent": "slimrl.rollout.generation.multi_turn.multi_turn_generate alternates model and tool (docs/hooks.md)",
-    "slime.backends.megatron_utils.loss": "batch.scores(logits) gives log-probabilities and entropy (docs/hooks.md)",
+    "slime.backends.megatron_utils.loss": "batch.scores(logits) gives log-probabilities and entropy (docs/hooks.md);"
+    " icepop_function is --use-tis --tis-mode mask",
     "slime.backends.sglang_utils": "custom functions get the keyword argument engine (docs/hooks.md)",
     "slime.ray": "custom functions get everything they need as arguments (docs/hooks.md)",
     "slime.rollout.filter_hub.base_types.MetricGatherer": "slimrl counts the reasons of filters (docs/metrics.md)",

@@ -15,7 +15,7 @@ import math
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from slimrl.data.packed import PackedFields
+from slimrl.data.packed import PackedColumn, PackedFields
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -94,8 +94,11 @@ class SlimeSample(PackedFields):
 
     @property
     def effective_response_length(self) -> int:
-        """Response tokens that are trained on."""
-        return self.response_length if self.loss_mask is None else sum(self.loss_mask)
+        """Response tokens that are trained on, unless `remove_sample` is set."""
+        mask = self.column("loss_mask")
+        if isinstance(mask, PackedColumn):
+            return int(mask.values.sum())
+        return self.response_length if mask is None else sum(mask)
 
     def get_reward_value(self, args: Any) -> float:
         """The reward to train on, by `args.reward_key` if it is a dict. Raises ValueError like `reward_value`."""

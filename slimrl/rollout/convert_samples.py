@@ -20,6 +20,7 @@ from torch import Tensor
 
 from slimrl.algorithms.estimators import ESTIMATORS, Baseline, Estimator
 from slimrl.algorithms.returns import group_normalized_rewards
+from slimrl.algorithms.reward_shaping import OverlongPenalty
 from slimrl.arguments import Arguments
 from slimrl.arguments.namespace import ConversionArguments
 from slimrl.data.sample import Sample, SampleStatus
@@ -44,6 +45,7 @@ class RewardProcessing:
     estimator: Estimator
     normalizes: bool
     scales_by_std: bool
+    overlong: OverlongPenalty | None
     custom_path: str | None  # custom function that replaces the processing
     hook_args: RunArguments  # passed to that function
 
@@ -56,6 +58,9 @@ class RewardProcessing:
             estimator=estimator,
             normalizes=args.rewards_normalization and estimator.is_group_relative,
             scales_by_std=args.grpo_std_normalization and estimator.normalizes_by_std,
+            overlong=OverlongPenalty.if_given(
+                args.rollout_max_response_len, args.overlong_buffer_len, args.overlong_penalty_factor
+            ),
             custom_path=args.custom_reward_post_process_path,
             hook_args=args,
         )
@@ -64,8 +69,9 @@ class RewardProcessing:
 def compute_rewards(config: RewardProcessing, samples: list[Sample]) -> Rewards:
     """Raw rewards (the `--reward-key` entry of dict rewards) and training rewards.
 
-    `group_index` identifies the groups, whatever their size and position. `--custom-reward-post-process-path` computes
-    both instead. Raises ValueError if a sample has no finite reward, or the custom function returns a wrong number.
+    Training rewards are the raw ones with the penalty of --overlong-buffer-len, normalized within groups. `group_index`
+    identifies the groups, whatever their size and position. `--custom-reward-post-process-path` computes both instead.
+    Raises ValueError if a sample has no finite reward, or the custom function returns a wrong number.
     """
     if (path := config.custom_path) is not None:
         process = named("--custom-reward-post-process-path", path, RewardPostProcess)
@@ -79,14 +85,20 @@ def compute_rewards(config: RewardProcessing, samples: list[Sample]) -> Rewards:
         _check_finite(path, samples, raw, normalized)
         return Rewards(raw, normalized)
     raw = torch.tensor([sample.reward_value(config.key) for sample in samples], dtype=torch.float32)
+    shaped = raw.clone()
+    if config.overlong is not None:
+        shaped += torch.tensor([config.overlong(sample.response_length) for sample in samples])
     if not config.normalizes:
-        return Rewards(raw, raw.clone())
+        return Rewards(raw, shaped)
     group_ids = torch.tensor([sample.group_index for sample in samples], dtype=torch.int64)
+    baseline = config.estimator.baseline
+    weights = [sample.effective_response_length for sample in samples] if baseline is Baseline.LENGTH_WEIGHTED else None
     normalized = group_normalized_rewards(
-        raw,
+        shaped,
         group_ids,
         scale_by_std=config.scales_by_std,
-        leave_one_out=config.estimator.baseline is Baseline.LEAVE_ONE_OUT,
+        leave_one_out=baseline is Baseline.LEAVE_ONE_OUT,
+        weights=None if weights is None else torch.tensor(weights),
     )
     return Rewards(raw, normalized)
 
@@ -103,6 +115,12 @@ def _check_finite(path: str, samples: list[Sample], raw: Tensor, normalized: Ten
 _FLAG = "--custom-convert-samples-to-train-data-path"
 _NEEDED = ("tokens", "response_lengths", "rewards", "loss_masks", "rollout_log_probs")
 _OTHERS = ("raw_reward", "truncated", "sample_indices", "rollout_ids", "total_lengths", "teacher_log_probs")
+
+
+def remove_truncated(samples: list[Sample], *, asked: bool) -> None:
+    """With --mask-truncated-samples, sets `remove_sample` of those that the length limit cut off."""
+    for sample in samples if asked else ():
+        sample.remove_sample = sample.remove_sample or sample.status is SampleStatus.TRUNCATED
 
 
 def training_batch(

@@ -12,8 +12,8 @@ import zlib
 from collections import Counter
 from collections.abc import Sequence
 
+from slimrl.algorithms.reward_shaping import OverlongPenalty
 from slimrl.arguments import Arguments
-from slimrl.data.packed import PackedColumn
 from slimrl.data.sample import Sample, SampleStatus
 from slimrl.rollout.generation.multi_turn import NON_GENERATION_TIME, TURN_STARTS
 from slimrl.rollout.rm_hub.scorer import REWARD_FAILURE_KEY
@@ -127,6 +127,7 @@ class RolloutMetricsConfig:
     category: str | None
     gpus: int | None
     max_response_len: int
+    overlong: OverlongPenalty | None
 
     @classmethod
     def from_args(cls, args: Arguments) -> RolloutMetricsConfig:
@@ -139,6 +140,9 @@ class RolloutMetricsConfig:
             category=args.log_reward_category,
             gpus=args.rollout_num_gpus,
             max_response_len=args.rollout_max_response_len,
+            overlong=OverlongPenalty.if_given(
+                args.rollout_max_response_len, args.overlong_buffer_len, args.overlong_penalty_factor
+            ),
         )
 
 
@@ -157,17 +161,14 @@ def rollout_metrics(
         metrics |= category_metrics(samples, config.category)
     if config.correct_samples:
         metrics |= correct_metrics(samples, raw_rewards)
+    if config.overlong is not None:
+        metrics |= overlong_metrics(samples, config.overlong)
     return metrics
 
 
 def trained_tokens(sample: Sample) -> int:
     """Response tokens that are trained on."""
-    if sample.remove_sample:
-        return 0
-    mask = sample.column("loss_mask")
-    if isinstance(mask, PackedColumn):
-        return int(mask.values.sum())
-    return sample.response_length if mask is None else sum(mask)
+    return 0 if sample.remove_sample else sample.effective_response_length
 
 
 def throughput(samples: list[Sample], seconds: float, gpus: int | None) -> dict[str, float]:
@@ -220,6 +221,15 @@ def _rounds(sample: Sample) -> int:
     if ROUND_NUMBER in sample.metadata:
         return int(sample.metadata[ROUND_NUMBER])
     return len(sample.metadata.get(TURN_STARTS, [0]))
+
+
+def overlong_metrics(samples: list[Sample], penalty: OverlongPenalty) -> dict[str, float]:
+    """The mean of what is added to the rewards for long responses, and the share of samples with a penalty."""
+    penalties = [penalty(sample.response_length) for sample in samples]
+    return {
+        "rollout/overlong_penalty": mean(penalties),
+        "rollout/overlong_ratio": sum(value < 0 for value in penalties) / len(penalties),
+    }
 
 
 def category_metrics(samples: list[Sample], key: str) -> dict[str, float]:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from slimrl.algorithms.kl import kl_estimate
+from slimrl.algorithms.kl import kl_estimate, next_kl_coef
 
 LOG_PROBS = torch.tensor([-1.0, -2.0])
 REF_LOG_PROBS = torch.tensor([-1.2, -1.5])
@@ -56,3 +56,12 @@ def test_k3_keeps_its_precision_near_zero():
 def test_unknown_estimator_is_rejected_with_the_choices():
     with pytest.raises(ValueError, match="unknown KL estimator 'k4'.*k1, k2, k3, low_var_kl"):
         kl_estimate(LOG_PROBS, REF_LOG_PROBS, "k4")
+
+
+@pytest.mark.parametrize(
+    ("kl", "factor"),
+    [(6.0, 1.0), (6.6, 1 + 0.1 * 0.1), (5.4, 1 - 0.1 * 0.1), (60.0, 1.02), (0.0, 0.98), (-3.0, 0.98), (7.2, 1.02)],
+)
+def test_adaptive_coefficient_moves_by_the_bounded_relative_error(kl: float, factor: float):
+    """Ziegler et al. 2019, section 2.2, with their gain of 0.1: 1,000 samples of a horizon of 10,000."""
+    assert next_kl_coef(0.2, kl, target=6.0, samples=1000, horizon=10_000) == pytest.approx(0.2 * factor, rel=1e-12)

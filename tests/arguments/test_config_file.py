@@ -78,6 +78,15 @@ def test_json_file_may_not_name_a_flag_twice(recipe: Recipe):
         ("custom: {a: 1, a: 2}", "a is given twice: keep one of them."),
         ("lr: 1e-6\n--lr: 2e-6", "--lr is given twice, in two spellings: keep one of them."),
         ("custom: 3", "custom must be a mapping of your own settings, each with a name."),
+        (
+            "custom: {tis_level: sequence}",
+            "tis_level under custom is a flag, and args.tis_level would have the flag's value: move it out of custom,"
+            " or rename it.",
+        ),
+        (
+            "tis_upper_bound: 2.0",
+            "tis_upper_bound is slime's name: use --tis-clip (settings of custom hooks: under custom).",
+        ),
         ("custom_config_path: b.yaml", "custom_config_path cannot name another file from within one"),
         ("sglang_mem_fraction_static: null", "sglang_mem_fraction_static: null is no value: give one"),
         ("sglang_mem_fraction_static: false", "--sglang-mem-fraction-static needs a value and none is given"),

@@ -60,6 +60,11 @@ def test_common_flags_of_four_frameworks_are_covered():
             "trainer.balance_batch is verl's name and has no counterpart: flags are written --flag value, and"
             " docs/flags.md lists all of them.",
         ),
+        ("--tis-upper-bound 2.0", "--tis-upper-bound is slime's name: use --tis-clip."),
+        (
+            "algorithm.rollout_correction.rollout_rs=sequence",
+            "algorithm.rollout_correction.rollout_rs is verl's name: use --rs-level, with --use-rs.",
+        ),
         ("--pretrain Qwen/Qwen3-4B", "--pretrain is OpenRLHF's name: use --hf-checkpoint."),
         (
             "--per_device_train_batch_size 4",

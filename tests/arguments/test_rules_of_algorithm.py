@@ -82,7 +82,12 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
         ],
     ),
     "off_policy_corrections_are_consistent": (
-        ["--use-tis --tis-clip 3 --tis-clip-low 0.5", "--use-opsm --opsm-delta 1e-3", "--use-unbiased-kl"],
+        [
+            "--use-tis --tis-clip 3 --tis-clip-low 0.5",
+            "--use-opsm --opsm-delta 1e-3",
+            "--use-unbiased-kl",
+            "--positive-example-loss-coef 0.1 --positive-example-reward 0",
+        ],
         [
             (
                 "--use-tis --use-rollout-logprobs",
@@ -90,7 +95,69 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             ),
             ("--use-tis --tis-clip-low 2", "--tis-clip-low 2 is not below --tis-clip 2: lower it."),
             ("--tis-clip 3", "--tis-clip belongs to --use-tis: add it, or leave --tis-clip out."),
+            ("--tis-level sequence", "--tis-level belongs to --use-tis: add it, or leave --tis-level out."),
+            (
+                "--positive-example-reward 0.5",
+                "--positive-example-reward belongs to --positive-example-loss-coef: add it, or leave"
+                " --positive-example-reward out.",
+            ),
+            ("--tis-mode mask", "--tis-mode belongs to --use-tis: add it, or leave --tis-mode out."),
+            (
+                "--rs-veto-threshold 1e-4",
+                "--rs-veto-threshold belongs to --use-rs: add it, or leave --rs-veto-threshold out.",
+            ),
             ("--opsm-delta 1e-3", "--opsm-delta belongs to --use-opsm: add it, or leave --opsm-delta out."),
+        ],
+    ),
+    "rejection_has_bounds": (
+        [
+            "--use-rs --rs-level sequence --rs-lower-bound 0.5 --rs-upper-bound 2",
+            "--use-tis --tis-level geometric --tis-mode mask --use-rs --rs-veto-threshold 1e-4",
+            "--use-rs --rs-upper-bound 2 --use-rollout-logprobs",
+            "--use-tis --use-rs --custom-tis-function-path examples.policy_loss.reject",
+        ],
+        [
+            (
+                "--use-rs",
+                "--use-rs has no bound and rejects nothing: give --rs-lower-bound, --rs-upper-bound or"
+                " --rs-veto-threshold.",
+            ),
+            (
+                "--use-rs --rs-level geometric --rs-veto-threshold 1e-4",
+                "--rs-level geometric is the level of bounds, and none is given: give --rs-lower-bound or"
+                " --rs-upper-bound, or leave it out.",
+            ),
+            (
+                "--use-rs --rs-lower-bound 2 --rs-upper-bound 0.5",
+                "--rs-lower-bound 2 is not below --rs-upper-bound 0.5: lower it.",
+            ),
+            (
+                "--use-rs --rs-upper-bound 2 --rs-veto-threshold 1",
+                "--rs-veto-threshold 1 is too large: it must be below 1.",
+            ),
+        ],
+    ),
+    "overlong_penalty_is_complete": (
+        [
+            "--overlong-buffer-len 512",
+            "--overlong-buffer-len 512 --overlong-penalty-factor 0.5 --mask-truncated-samples",
+        ],
+        [
+            (
+                "--overlong-penalty-factor 0.5",
+                "--overlong-penalty-factor belongs to --overlong-buffer-len: add it, or leave"
+                " --overlong-penalty-factor out.",
+            ),
+            (
+                "--overlong-buffer-len 512 --rollout-max-response-len 256",
+                "--overlong-buffer-len 512 is above --rollout-max-response-len 256: lower it.",
+            ),
+            (
+                "--overlong-buffer-len 512 --custom-reward-post-process-path examples.reward.leave_one_out",
+                "--overlong-buffer-len 512 has no effect, because --custom-reward-post-process-path"
+                " examples.reward.leave_one_out makes the training rewards: leave it out, and subtract the penalty"
+                " there.",
+            ),
         ],
     ),
     "supervised_training_is_consistent": (
@@ -115,6 +182,26 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
                 "--kl-coef 0.01 --kl-loss-coef 0.02",
                 "--kl-coef 0.01 and --kl-loss-coef 0.02 would count the KL twice: set one of them to 0.",
             )
+        ],
+    ),
+    "kl_target_has_a_coefficient": (
+        ["--kl-loss-coef 0 --kl-coef 0.1 --kl-target 6 --kl-horizon 20000"],
+        [
+            ("--kl-horizon 20000", "--kl-horizon belongs to --kl-target: add it, or leave --kl-horizon out."),
+            (
+                "--kl-target 6",
+                "--kl-target 6 has no coefficient to move: give --kl-coef above 0, its first value.",
+            ),
+            (
+                "--kl-loss-coef 0 --kl-coef 0.1 --kl-target 6 --kl-horizon 10",
+                "--kl-horizon 10 is below the 256 samples of a rollout, and --kl-coef would jump: raise it.",
+            ),
+            (
+                "--kl-loss-coef 0 --kl-coef 0.1 --kl-target 6 --custom-advantage-function-path"
+                " examples.advantages.discounted",
+                "--kl-target 6 moves the penalty of the built-in advantages, and --custom-advantage-function-path"
+                " examples.advantages.discounted replaces them: leave it out.",
+            ),
         ],
     ),
     "groups_can_be_compared": (

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.megatron import layouts, ranks, reference
+from tests.megatron import layouts, ranks, reference, tiny
 from tests.megatron.layouts import CP2, DYNAMIC, EP2, ETP2, FULL, OVERLAP, PP2, SPREAD, TP2_SP, VIRTUAL, Layout
 from tests.megatron.test_sharding import fsdp
 
@@ -283,3 +283,49 @@ def test_new_run_starts_from_a_critics_checkpoint_or_with_a_new_head(
     assert torch.equal(from_critic, head)
     (from_policy,) = one_rank.run(head_of, saving(models, tmp_path / "x", critic_load=str(tmp_path)), None)
     assert from_policy.count_nonzero() == 0
+
+
+def values_at_start(rank: int, world_size: int, init_method: str, args: Any, rollout: Any) -> tuple[list[int], Any]:
+    """The critic's values before training, by sample."""
+    trainer = ranks.start(rank, world_size, init_method, args)
+    batch = ranks.share_of(trainer, rollout)
+    steps = [[trainer._pack(batch, rows) for rows in step] for step in batch.micro_batches]
+    values = trainer._critic.values(steps, batch, lambda: None).cpu().split(batch.response_lengths.tolist())
+    trainer.close()
+    return batch.sample_ids.tolist(), list(values)
+
+
+def save_classifier(folder: Path, labels: int) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    torch.manual_seed(3)
+    config = tiny.config_of_qwen3(layers=2, tied=False)
+    config.num_labels = labels
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+
+
+@pytest.mark.parametrize("layout", [TP2_SP, PP2], ids=["TP2 SP", "PP2"])
+def test_critic_starts_from_a_reward_model(layout: dict[str, Any], models: Any, two_ranks: Any, tmp_path: Path):
+    from transformers import AutoModelForSequenceClassification
+
+    save_classifier(tmp_path / "reward", labels=1)
+    args = dataclasses.replace(saving(models, tmp_path / "saved", critic_load=str(tmp_path / "reward")), **layout)
+    ids, found = two_ranks.run(values_at_start, args, models.rollout)[0]
+    true = AutoModelForSequenceClassification.from_pretrained(tmp_path / "reward", dtype=torch.float64)
+    model = Truth.__new__(Truth)
+    nn.Module.__init__(model)
+    model.body, model.head = true.model, true.score.weight
+    samples = dict(zip(models.rollout.sample_ids.tolist(), reference._split(models.rollout), strict=True))
+    for sample, values in zip(ids, found, strict=True):
+        with torch.no_grad():
+            wanted = model.values(samples[sample]["tokens"], samples[sample]["mask"].numel())
+        torch.testing.assert_close(values.double(), wanted, rtol=2e-5, atol=2e-5)
+
+
+def test_classifier_with_several_outputs_is_no_critic(models: Any, one_rank: Any, tmp_path: Path):
+    save_classifier(tmp_path / "classes", labels=3)
+    args = saving(models, tmp_path / "saved", critic_load=str(tmp_path / "classes"))
+    with pytest.raises(
+        RuntimeError, match=r"score.weight has shape \[3, 64\] and a value head \[1, 64\]: give a class"
+    ):
+        one_rank.run(values_at_start, args, models.rollout)

@@ -35,6 +35,15 @@ LOSSES: dict[str, dict[str, Any]] = {
     "GSPO": {"advantage_estimator": "gspo"},
     "CISPO": {"advantage_estimator": "cispo"},
     "corrected for who drew": {"use_tis": True, "use_opsm": True, "opsm_delta": 0.1},
+    "rejected": {
+        "use_tis": True,
+        "tis_level": "sequence",
+        "tis_mode": "mask",
+        "use_rs": True,
+        "rs_level": "geometric",
+        "rs_upper_bound": 2.0,
+        "rs_veto_threshold": 1e-4,
+    },
     "unbiased KL": {"use_unbiased_kl": True, "use_kl_loss": True, "kl_loss_coef": 0.1},
     "supervised": {"loss_type": "sft_loss"},
 }

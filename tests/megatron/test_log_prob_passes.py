@@ -47,6 +47,13 @@ LAYOUTS = {
 # what reads the old log-probabilities, or those of training, within the loss or after it
 READERS: dict[str, dict[str, Any]] = {
     "TIS": {"use_tis": True, "tis_clip": 1.5, "get_mismatch_metrics": True, "use_rollout_entropy": True},
+    "MIS, rejection": {
+        "use_tis": True,
+        "tis_level": "geometric",
+        "tis_mode": "mask",
+        "use_rs": True,
+        "rs_upper_bound": 3.0,
+    },
     "custom TIS": {"use_tis": True, "custom_tis_function_path": "tests.megatron.custom_functions.without_first_tokens"},
     "GSPO, OPSM": {"advantage_estimator": "gspo", "use_opsm": True},
     "CISPO, unbiased KL": {"advantage_estimator": "cispo", "use_unbiased_kl": True, "calculate_per_token_loss": True},

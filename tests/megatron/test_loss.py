@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from slimrl.algorithms.estimators import Objective
+from slimrl.algorithms.off_policy import ImportanceWeighting, Rejection
 from slimrl.megatron.training.loss.loss_sums import LossSums
 from slimrl.megatron.training.loss.policy_loss import PolicyLossConfig, PolicyLossInputs, policy_loss_sums
 from slimrl.observability.metrics import metric_of
@@ -103,7 +104,7 @@ def test_splitting_the_batch_between_samples_changes_nothing(per_token: bool):
     inputs = two_samples()
 
     def part(tokens: slice, samples: slice) -> LossSums:
-        cut = {field.name: getattr(inputs, field.name)[tokens] for field in dataclasses.fields(inputs)[:-2]}
+        cut = {field.name: getattr(inputs, field.name)[tokens] for field in dataclasses.fields(inputs)[:-3]}
         return policy_loss_sums(PolicyLossInputs(**cut, response_lengths=inputs.response_lengths[samples]), settings)
 
     whole = policy_loss_sums(inputs, settings)
@@ -145,7 +146,9 @@ def test_gspo_clips_the_sequence_ratio():
 
 
 def test_importance_weights_multiply_the_policy_loss_and_are_logged():
-    settings = dataclasses.replace(SETTINGS, entropy_coef=0.0, kl_loss_coef=0.0, tis_bounds=(0.0, 1.01))
+    settings = dataclasses.replace(
+        SETTINGS, entropy_coef=0.0, kl_loss_coef=0.0, weighting=ImportanceWeighting(0.0, 1.01)
+    )
     sums = policy_loss_sums(two_samples(), settings)
     weights = [math.exp(-0.01), 1.01, math.exp(-0.02)]  # the second, exp(0.03), is bounded
     expected = (-2.0 * weights[0] - 2.6 * weights[1]) / 2 + weights[2]
@@ -207,7 +210,9 @@ VARIANTS = {
     "policy": {},
     "GSPO": {"objective": Objective.GSPO_CLIP},
     "CISPO": {"objective": Objective.CISPO, "per_token": True},
-    "corrected": {"tis_bounds": (0.0, 2.0), "opsm_delta": 0.1},
+    "corrected": {"weighting": ImportanceWeighting(0.0, 2.0), "opsm_delta": 0.1},
+    "rejected": {"weighting": ImportanceWeighting(0.5, 2.0, "sequence"), "rejection": Rejection("token", high=2.0)},
+    "vetoed": {"rejection": Rejection(veto=0.1)},
     "supervised": {"supervised": True},
 }
 
@@ -224,6 +229,7 @@ def test_loss_sums_are_in_the_metric_registry(changes):
     assert {kind: {row.combine for row in found} for kind, found in rows.items()} == {
         "weighted": {"mean"},
         "by_token": {"mean"},
+        "by_sample": {"mean"} if names.by_sample else set(),
         "maxima": {"max"},
     }
 

@@ -15,10 +15,17 @@ VOCAB_SIZE = 117  # padded to 128: eleven columns that must not count
 
 def save_qwen3(folder: Path, *, seed: int, tied: bool = True, layers: int = 2) -> Path:
     """A randomly initialised model as a Hugging Face folder; weights large enough to make logits matter."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3ForCausalLM
 
     torch.manual_seed(seed)
-    return _save(Qwen3ForCausalLM(Qwen3Config(**_SHAPE, num_hidden_layers=layers, tie_word_embeddings=tied)), folder)
+    return _save(Qwen3ForCausalLM(config_of_qwen3(layers=layers, tied=tied)), folder)
+
+
+def config_of_qwen3(*, layers: int, tied: bool) -> Any:
+    """The configuration of that model."""
+    from transformers import Qwen3Config
+
+    return Qwen3Config(**_SHAPE, num_hidden_layers=layers, tie_word_embeddings=tied)
 
 
 def save_qwen3_moe(folder: Path, *, seed: int, layers: int = 2) -> Path:

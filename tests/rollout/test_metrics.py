@@ -175,6 +175,10 @@ def test_each_estimator_uses_its_own_baseline(make_args):
     assert normalized("rloo") == pytest.approx([0.75, -0.75, 0.0])
     assert normalized("reinforce_plus_plus_baseline") == pytest.approx([0.5, -0.5, 0.0])
     assert normalized("reinforce_plus_plus") == [1.0, 0.0, 0.5]
+    for one, (length, mask) in zip(samples, [(2, None), (6, [1, 0, 1, 1, 1, 0]), (4, None)], strict=True):
+        one.response_length, one.loss_mask = length, mask
+    mean = (2 * 1.0 + 4 * 0.0 + 4 * 0.5) / 10  # by trained tokens
+    assert normalized("opo") == pytest.approx([1.0 - mean, -mean, 0.5 - mean])
 
 
 def test_reward_key_selects_the_entry(make_args):

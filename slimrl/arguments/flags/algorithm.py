@@ -14,6 +14,7 @@ _WHITENED = " and ".join(name for name, row in ESTIMATORS.items() if row.whitens
 _DISCOUNTED = " and ".join(name for name, row in ESTIMATORS.items() if row.returns is not Returns.BROADCAST)
 WITH_CRITIC = tuple(name for name, row in ESTIMATORS.items() if row.has_critic)
 _WITH_CRITIC = " and ".join(WITH_CRITIC)
+_LEVELS = ("token", "sequence", "geometric")
 _REPLAY = "routing replay is unsupported; leave it out"
 
 
@@ -64,12 +65,25 @@ class AlgorithmArguments:
         None, "bound of the dual clip for negative advantages, above 1 (no dual clip)", above=1
     )
     entropy_coef: float = flag(0.0, "weight of the entropy bonus")
+    positive_example_loss_coef: float = flag(
+        0.0, "weight of an added likelihood loss on samples with a high reward (VAPO)", at_least=0
+    )
+    positive_example_reward: float = flag(
+        1.0, "smallest raw reward of the samples of --positive-example-loss-coef (reward)"
+    )
     use_kl_loss: bool = flag(False, "add the KL to the reference model as a loss; with coefficient 0 it is only logged")
     kl_loss_coef: float = flag(0.0, "weight of the KL loss")
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = flag(
         "k1", "KL estimator of the loss and of --kl-coef", choices=("k1", "k2", "k3", "low_var_kl")
     )
     kl_coef: float = flag(0.0, "weight of the KL penalty inside the advantage; needs --ref-load")
+    kl_target: float | None = flag(
+        None,
+        "move --kl-coef after every rollout so that the KL of a response to the reference approaches this (nats per"
+        " response; constant coefficient)",
+        above=0,
+    )
+    kl_horizon: float = flag(10000.0, "samples in which --kl-target changes --kl-coef by its whole error", above=0)
     ref_kl_metric_interval: int = flag(
         1,
         "compute the reference's log-probabilities every that many rollouts, where the KL of --use-kl-loss is only"
@@ -119,9 +133,33 @@ class AlgorithmArguments:
     )
     tis_clip: float = flag(2.0, "upper bound of the weight of --use-tis", above=0)
     tis_clip_low: float = flag(0.0, "lower bound of the weight of --use-tis", at_least=0)
+    tis_level: Literal["token", "sequence", "geometric"] = flag(
+        "token",
+        "ratio of --use-tis: of a token, of a response (the product over its trained tokens), or its geometric mean",
+        choices=_LEVELS,
+    )
+    tis_mode: Literal["truncate", "mask"] = flag(
+        "truncate",
+        "what --use-tis does with a ratio outside its bounds: take the bound, or weight 0 (IcePop, MIS)",
+        choices=("truncate", "mask"),
+    )
+    use_rs: bool = flag(
+        False,
+        "leave tokens or samples out of the loss by the ratio of training to engine probability (rejection sampling)",
+    )
+    rs_level: Literal["token", "sequence", "geometric"] = flag(
+        "token",
+        "ratio of --use-rs, as --tis-level; sequence and geometric reject whole samples",
+        choices=_LEVELS,
+    )
+    rs_lower_bound: float | None = flag(None, "lower bound of the ratio of --use-rs (no bound)", above=0)
+    rs_upper_bound: float | None = flag(None, "upper bound of the ratio of --use-rs (no bound)", above=0)
+    rs_veto_threshold: float | None = flag(
+        None, "--use-rs rejects samples with a token whose ratio is below this (no veto)", above=0, below=1
+    )
     custom_tis_function_path: str | None = flag(
         None,
-        "function that corrects the policy loss with --use-tis (dotted import path; the clipped weight)",
+        "function that corrects the policy loss with --use-tis (dotted import path; the weight, and --use-rs)",
     )
     get_mismatch_metrics: bool = flag(
         False, "log KL and perplexities between engines and training for the same samples (train/mismatch_...)"
@@ -188,8 +226,8 @@ class CriticArguments:
     )
     critic_load: str | None = flag(
         None,
-        "folder of the critic's weights: a critic's checkpoint, or a model (torch_dist or Hugging Face), whose head is"
-        " then new (path; on resuming --critic-save, at the start --ref-load or --load)",
+        "folder of the critic's weights: a critic's checkpoint, a reward model, or a model (torch_dist or Hugging Face)"
+        " whose head is then new (path; on resuming --critic-save, at the start --ref-load or --load)",
     )
     critic_save: str | None = flag(
         None, "folder for the critic's checkpoints, written at each of --save (path; the folder critic in --save)"

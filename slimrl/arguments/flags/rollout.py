@@ -86,6 +86,18 @@ class RolloutArguments:
     rollout_sample_filter_path: str | None = flag(
         None, "function that excludes samples from training by setting remove_sample (dotted import path)"
     )
+    mask_truncated_samples: bool = flag(
+        False, "do not train on responses that the length limit cut off (DAPO's overlong filtering)"
+    )
+    overlong_buffer_len: int | None = flag(
+        None,
+        "subtract up to --overlong-penalty-factor from the training reward of responses whose length is within that"
+        " many tokens of --rollout-max-response-len (DAPO's soft overlong punishment; no penalty)",
+        at_least=1,
+    )
+    overlong_penalty_factor: float = flag(
+        1.0, "penalty of a response of --rollout-max-response-len tokens (reward)", above=0
+    )
     rollout_all_samples_process_path: str | None = flag(
         None, "function called with all scored groups of a rollout, including dropped ones (dotted import path)"
     )

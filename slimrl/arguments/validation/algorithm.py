@@ -26,6 +26,33 @@ def kl_is_counted_once(args: Arguments, context: Context) -> Iterator[Problem]:
         )
 
 
+def kl_target_has_a_coefficient(args: Arguments, context: Context) -> Iterator[Problem]:
+    """An adaptive coefficient starts above 0, stays there, and reaches the advantages."""
+    target = args.kl_target
+    if target is None:
+        if "kl_horizon" in context.given:
+            yield Problem("--kl-horizon", "--kl-horizon belongs to --kl-target: add it, or leave --kl-horizon out.")
+        return
+    if args.kl_coef <= 0:
+        yield Problem(
+            "--kl-target",
+            f"--kl-target {target:g} has no coefficient to move: give --kl-coef above 0, its first value.",
+        )
+    samples = (args.rollout_batch_size or 0) * (args.n_samples_per_prompt or 0)
+    if args.kl_horizon < samples:
+        yield Problem(
+            "--kl-horizon",
+            f"--kl-horizon {args.kl_horizon:g} is below the {samples} samples of a rollout, and --kl-coef would jump:"
+            " raise it.",
+        )
+    if args.custom_advantage_function_path is not None:
+        yield Problem(
+            "--kl-target",
+            f"--kl-target {target:g} moves the penalty of the built-in advantages, and --custom-advantage-function-path"
+            f" {args.custom_advantage_function_path} replaces them: leave it out.",
+        )
+
+
 def clip_range_is_ordered(args: Arguments, context: Context) -> Iterator[Problem]:
     """The dual clip bounds the ratio beyond the ordinary upper clip."""
     if args.eps_clip_c is None or args.eps_clip_high is None:
@@ -72,11 +99,72 @@ def off_policy_corrections_are_consistent(args: Arguments, context: Context) -> 
     for flag, name, switch, on in (
         ("--tis-clip", "tis_clip", "--use-tis", args.use_tis),
         ("--tis-clip-low", "tis_clip_low", "--use-tis", args.use_tis),
+        ("--tis-level", "tis_level", "--use-tis", args.use_tis),
+        ("--tis-mode", "tis_mode", "--use-tis", args.use_tis),
+        (
+            "--positive-example-reward",
+            "positive_example_reward",
+            "--positive-example-loss-coef",
+            args.positive_example_loss_coef != 0,
+        ),
+        ("--rs-level", "rs_level", "--use-rs", args.use_rs),
+        ("--rs-lower-bound", "rs_lower_bound", "--use-rs", args.use_rs),
+        ("--rs-upper-bound", "rs_upper_bound", "--use-rs", args.use_rs),
+        ("--rs-veto-threshold", "rs_veto_threshold", "--use-rs", args.use_rs),
         ("--opsm-delta", "opsm_delta", "--use-opsm", args.use_opsm),
         ("--use-unbiased-kl", "use_unbiased_kl", "--use-kl-loss", args.use_kl_loss),
     ):
         if name in context.given and not on:
             yield Problem(flag, f"{flag} belongs to {switch}: add it, or leave {flag} out.")
+
+
+def rejection_has_bounds(args: Arguments, context: Context) -> Iterator[Problem]:
+    """--use-rs has a bound or a veto, and its bounds are ordered; a custom correction may read them as it likes."""
+    if not args.use_rs or args.custom_tis_function_path is not None:
+        return
+    low, high, veto = args.rs_lower_bound, args.rs_upper_bound, args.rs_veto_threshold
+    if low is None and high is None and veto is None:
+        yield Problem(
+            "--use-rs",
+            "--use-rs has no bound and rejects nothing: give --rs-lower-bound, --rs-upper-bound or"
+            " --rs-veto-threshold.",
+        )
+    if low is None and high is None and "rs_level" in context.given:
+        yield Problem(
+            "--rs-level",
+            f"--rs-level {args.rs_level} is the level of bounds, and none is given: give --rs-lower-bound or"
+            " --rs-upper-bound, or leave it out.",
+        )
+    if low is not None and high is not None and low >= high:
+        yield Problem("--rs-lower-bound", f"--rs-lower-bound {low:g} is not below --rs-upper-bound {high:g}: lower it.")
+
+
+def overlong_penalty_is_complete(args: Arguments, context: Context) -> Iterator[Problem]:
+    """The penalty of long responses has a buffer within the longest one, and reaches the training rewards."""
+    buffer, longest = args.overlong_buffer_len, args.rollout_max_response_len
+    if buffer is None:
+        if "overlong_penalty_factor" in context.given:
+            yield Problem(
+                "--overlong-penalty-factor",
+                "--overlong-penalty-factor belongs to --overlong-buffer-len: add it, or leave"
+                " --overlong-penalty-factor out.",
+            )
+        return
+    if longest is not None and buffer > longest:
+        yield Problem(
+            "--overlong-buffer-len",
+            f"--overlong-buffer-len {buffer} is above --rollout-max-response-len {longest}: lower it.",
+        )
+    for flag, path in (
+        ("--custom-reward-post-process-path", args.custom_reward_post_process_path),
+        ("--custom-convert-samples-to-train-data-path", args.custom_convert_samples_to_train_data_path),
+    ):
+        if path is not None:
+            yield Problem(
+                "--overlong-buffer-len",
+                f"--overlong-buffer-len {buffer} has no effect, because {flag} {path} makes the training rewards: leave"
+                " it out, and subtract the penalty there.",
+            )
 
 
 def log_prob_passes_have_a_use(args: Arguments, context: Context) -> Iterator[Problem]:
@@ -127,10 +215,13 @@ def supervised_training_is_consistent(args: Arguments, context: Context) -> Iter
         ("--kl-coef", args.kl_coef != 0),
         ("--entropy-coef", args.entropy_coef != 0),
         ("--use-tis", args.use_tis),
+        ("--use-rs", args.use_rs),
+        ("--positive-example-loss-coef", args.positive_example_loss_coef != 0),
         ("--use-opsm", args.use_opsm),
         ("--use-rollout-logprobs", args.use_rollout_logprobs),
         ("--normalize-advantages", args.normalize_advantages),
         ("--rollout-max-prompt-len", args.rollout_max_prompt_len is not None),
+        ("--overlong-buffer-len", args.overlong_buffer_len is not None),
     ):
         if given:
             yield Problem(flag, f"{flag} has no effect with --loss-type sft_loss: leave it out.")

@@ -107,9 +107,15 @@ def custom_loss_has_its_function(args: Arguments, context: Context) -> Iterator[
         )
     if not own:
         return
-    for flag, given in (("--use-tis", args.use_tis), ("--use-opsm", args.use_opsm)):
+    for flag, given in (("--use-tis", args.use_tis), ("--use-rs", args.use_rs), ("--use-opsm", args.use_opsm)):
         if given:
             yield Problem(flag, f"{flag} corrects the policy loss, and --loss-type is custom_loss: leave it out.")
+    if args.positive_example_loss_coef != 0:
+        yield Problem(
+            "--positive-example-loss-coef",
+            f"--positive-example-loss-coef {args.positive_example_loss_coef:g} adds to the policy loss, and --loss-type"
+            " is custom_loss: leave it out.",
+        )
 
 
 def parts_of_the_policy_loss_have_one(args: Arguments, context: Context) -> Iterator[Problem]:

@@ -31,10 +31,10 @@ from slimrl.megatron.checkpoint import folder as checkpoint_folder
 from slimrl.megatron.checkpoint import io
 from slimrl.megatron.checkpoint.folder import CheckpointFolder, find_checkpoint
 from slimrl.megatron.checkpoint.saver import Snapshot
-from slimrl.megatron.model.value_model import HEAD, OUTPUT_LAYER
 from slimrl.megatron.optimizer import after_load, step_counts, sync_step_count
 from slimrl.megatron.parallel import ParallelState
 from slimrl.models.families import family_for
+from slimrl.models.families.param_mapping import OUTPUT_LAYER, VALUE_HEAD
 from slimrl.models.model_spec import ModelSpec
 from slimrl.platform.collective_errors import run_on_rank_zero
 from slimrl.weights.checkpoint_checksums import CheckedFolder
@@ -102,6 +102,7 @@ class TrainingState:
     scheduler: OptimizerParamScheduler
     parallel: ParallelState
     trained_weights: str = "every weight trained"  # the flag that selected them, as typed
+    numbers: dict[str, float] = dataclasses.field(default_factory=dict)  # of the run, by name; restored in place
     divisions: dict[bool, io.Division] = dataclasses.field(  # of saves with and without the optimizer
         default_factory=lambda: {True: io.Division(), False: io.Division()}
     )
@@ -147,6 +148,7 @@ def take_snapshot(
         "distributed_optimizer": state.optimizer.config.use_distributed_optimizer,
         "layout": layout(state.parallel),
         "trained_weights": state.trained_weights,
+        **({} if not state.numbers else {"numbers": dict(state.numbers)}),
         **({} if saved_with is None else {"saved_with": saved_with}),
     }
     prepared = io.prepare(content, {"content": "training", **about}, state.divisions[with_optimizer])
@@ -187,6 +189,8 @@ def load_training_state(
         state.scheduler.load_state_dict(loaded["scheduler"])
     if load_random_state and same_layout:
         restore(loaded["rng_state"])
+    saved = metadata.get("numbers", {})
+    state.numbers.update({name: saved[name] for name in state.numbers.keys() & saved.keys()})
     return checkpoint_folder.read_data_state(found.path)
 
 
@@ -269,23 +273,24 @@ def _fill(stage: GPTModel, state: dict[str, Any], folder: Path) -> None:
 def load_value_weights(spec: ModelSpec, stages: Sequence[GPTModel], parallel: ParallelState, folder: Path) -> None:
     """Load the weights in `folder`, a critic's or a policy's, into `stages` with a value head; collective.
 
-    A policy has no value head: the new one keeps its zeros. `folder` is a checkpoint's own, or a Hugging Face folder.
+    A policy has no value head: the new one keeps its zeros. `folder` is a checkpoint's own, or a Hugging Face folder,
+    also of a classifier with one output, such as a reward model.
     Raises as `load_initial_weights`.
     """
     if is_hf_model(folder):
-        _load_hf(spec, stages, parallel, folder, without=(HEAD,))
+        _load_hf(spec, stages, parallel, folder, value_head=True)
         return
     found = CheckpointFolder(folder, None)
-    has_head = HEAD in io.stored_names(folder)
+    has_head = VALUE_HEAD in io.stored_names(folder)
     if has_head:
         load_stages(stages, found.path)
         return
     wanted = _sharded(stages)
     for part in wanted.values():
-        part.pop(HEAD, None)
+        part.pop(VALUE_HEAD, None)
     loaded = io.read({"model": wanted}, folder, model_only=True, ignored=(OUTPUT_LAYER,))["model"]
     for number, stage in enumerate(stages):
-        heads = {name: value for name, value in stage.state_dict().items() if name == HEAD}
+        heads = {name: value for name, value in stage.state_dict().items() if name == VALUE_HEAD}
         _fill(stage, loaded[str(number)] | heads, folder)
 
 
@@ -304,7 +309,7 @@ def load_initial_weights(
 
 
 def _load_hf(
-    spec: ModelSpec, stages: Sequence[GPTModel], parallel: ParallelState, folder: Path, without: Sequence[str] = ()
+    spec: ModelSpec, stages: Sequence[GPTModel], parallel: ParallelState, folder: Path, value_head: bool = False
 ) -> None:
     load_hf_checkpoint(
         stages,
@@ -315,5 +320,5 @@ def _load_hf(
         tp_size=parallel.tp_size,
         etp_rank=parallel.etp_rank,
         etp_size=parallel.etp_size,
-        without=without,
+        value_head=value_head,
     )

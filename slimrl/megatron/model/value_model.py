@@ -19,9 +19,6 @@ from torch import Tensor, nn
 
 from slimrl.megatron.model.micro_batch import for_one_pass
 
-HEAD = "value_head.weight"
-OUTPUT_LAYER = "output_layer.weight"  # of a policy, which a critic does not have
-
 
 class ValueHead(nn.Module):
     """[positions (of this rank), 1, hidden] -> float32 [rows]."""

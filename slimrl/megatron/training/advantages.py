@@ -9,6 +9,7 @@ docs/hooks.md lists when each is called. Custom losses are in `custom_loss`, cus
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from torch import Tensor
 from slimrl.algorithms.distillation import TeacherTerm
 from slimrl.algorithms.estimators import ESTIMATORS, Returns
 from slimrl.algorithms.kl import kl_estimate
+from slimrl.algorithms.reduction import sums_per_sample
 from slimrl.algorithms.returns import discounted_returns, generalized_advantages, reward_at_last_token
 from slimrl.arguments.flags.algorithm import AlgorithmArguments
 from slimrl.data.train_batch import RolloutBatch
@@ -200,7 +202,38 @@ def build_train_inputs(
     if data is not None and (hooks.advantages is not None or hooks.postprocess is not None):
         flag = POSTPROCESS if hooks.postprocess is not None else ADVANTAGE
         columns = {name: _joined(data, name, batch, flag, device) for name in columns}
-    return _as_columns(algorithm, columns), data
+    tensors = _as_columns(algorithm, columns)
+    if log_probs is not None and algorithm.positive_example_loss_coef != 0.0:
+        weights = positive_example_weights(algorithm, batch, tensors.loss_mask, group)
+        tensors = dataclasses.replace(tensors, positive_weights=weights)
+    return tensors, data
+
+
+def positive_example_weights(
+    algorithm: AlgorithmArguments, batch: RolloutBatch, mask: Tensor, group: dist.ProcessGroup
+) -> Tensor:
+    """Weights [response tokens] with which the loss of a step has the mean over the tokens of its positive examples.
+
+    Yue et al. 2025 (VAPO), section 4.3: a mean over all trained tokens of the samples whose raw reward is at least
+    --positive-example-reward. A step's loss is divided by its count, so the weight of these tokens is this count
+    divided by their number, both of the whole step. `group` contains the data-parallel ranks; collective.
+    """
+    device, lengths = mask.device, batch.response_lengths.to(mask.device)
+    trained = sums_per_sample((mask != 0).double(), lengths)
+    positive = (batch.raw_rewards.to(device) >= algorithm.positive_example_reward).double()
+    step_of_sample = torch.zeros(len(batch), dtype=torch.int64)
+    for number, micro_batches in enumerate(batch.micro_batches):
+        for rows in micro_batches:
+            step_of_sample[rows] = number
+    step_of_sample = step_of_sample.to(device)
+    totals = torch.zeros(len(batch.micro_batches), 2, dtype=torch.float64, device=device)
+    totals.index_add_(0, step_of_sample, torch.stack([trained, positive * trained], dim=1))
+    dist.all_reduce(totals, group=group)
+    counts = torch.tensor(batch.samples_per_step, dtype=torch.float64, device=device)
+    counts = totals[:, 0] if algorithm.calculate_per_token_loss else counts
+    of_samples = positive * (counts / totals[:, 1].clamp(min=1.0))[step_of_sample]
+    repeated = torch.repeat_interleave(of_samples, lengths, output_size=mask.numel())
+    return repeated.masked_fill(mask == 0, 0.0).to(torch.float32)
 
 
 def _advantages(

@@ -150,6 +150,7 @@ class TrainTensors:
     advantages: Tensor
     loss_mask: Tensor
     returns: Tensor | None = None  # targets of the critic's values
+    positive_weights: Tensor | None = None  # of the likelihood loss on positive examples
     values: Tensor | None = None  # the critic's, before the rollout's first optimizer step
     teacher_log_probs: Tensor | None = None  # already in the advantages; the loss does not read them
 

@@ -6,6 +6,7 @@ bit. Does not need Ray: one trainer per process; every rank makes the same calls
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import functools
 import itertools
@@ -53,6 +54,7 @@ from slimrl.megatron.training.forward_step import (
     policy_sums,
 )
 from slimrl.megatron.training.freeze import describe_trained_parameters, freeze_parameters
+from slimrl.megatron.training.kl_controller import KLController
 from slimrl.megatron.training.log_prob_passes import LogProbPasses, RolloutLogProbs
 from slimrl.megatron.training.loss.custom_loss import CheckedCustomLoss
 from slimrl.megatron.training.loss.loss_sums import LossSums
@@ -130,6 +132,7 @@ class MegatronTrainer:
         self._reference, self._wrapped = self._policy.reference, self._policy.wrapped
         self.optimizer, self.scheduler = self._policy.optimizer, self._policy.scheduler
         self._times = PhaseTimes(self.parallel.device)
+        self._kl = KLController(args, self.parallel.device)
         self._critic: Critic | None = None
         if args.use_critic and not args.eval_only:
             self._critic = Critic(args, self.parallel, resumed, self._times, self._timeline)
@@ -193,7 +196,8 @@ class MegatronTrainer:
 
     @functools.cached_property
     def _training_state(self) -> TrainingState:
-        return self._policy.training_state(self.parallel, describe_trained_parameters(self._algorithm))
+        state = self._policy.training_state(self.parallel, describe_trained_parameters(self._algorithm))
+        return dataclasses.replace(state, numbers=self._kl.numbers)
 
     def train(self, rollout_id: int, batch: RolloutBatch) -> list[dict[str, float]]:
         """Train on this data-parallel rank's part of one rollout; metrics per optimizer step, equal on every rank.
@@ -230,7 +234,7 @@ class MegatronTrainer:
             values = None if self._critic is None else self._critic.values(steps, batch, advance)
             scores = self._passes.run(rollout_id, steps, batch, advance, trains=trains_policy)
             columns, data = build_train_inputs(
-                self._algorithm,
+                self._kl.applied_to(self._algorithm),
                 self._hooks,
                 rollout_id,
                 batch,
@@ -254,6 +258,8 @@ class MegatronTrainer:
             of_policy = self._train_policy(rollout_id, steps, batch, columns, data, scores, advance)
             metrics = [other | own for own, other in zip(of_policy, metrics, strict=True)]
         self.rollout_metrics = self._report(batch, columns, scores)
+        if trains_policy:
+            self._kl.after_rollout(self.rollout_metrics, sum(batch.samples_per_step))
         return metrics
 
     def _train_policy(

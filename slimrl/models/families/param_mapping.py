@@ -183,6 +183,9 @@ class ModelMapping:
         return tuple(extra.prefix.format(layer=first + number) for number in range(count))
 
 
+VALUE_HEAD = "value_head.weight"  # of a critic, in place of OUTPUT_LAYER
+OUTPUT_LAYER = "output_layer.weight"
+CLASSIFIER_HEAD = "score.weight"  # of Hugging Face's classifiers, in place of the output layer
 HF_LAYER = "model.layers.{layer}."
 MEGATRON_LAYER = "decoder.layers.{layer}."
 
@@ -263,7 +266,7 @@ FINAL_NORM = ParamMapping(
     hf=(HfTensor("model.norm.weight", ("hidden",)),),
 )
 HEAD = ParamMapping(
-    megatron=("output_layer.weight",),
+    megatron=(OUTPUT_LAYER,),
     hf=(HfTensor("lm_head.weight", ("vocab", "hidden")),),
     shard_dim=0,
 )

@@ -14,6 +14,8 @@ _OF_RANKS = "the trainer's rollout columns, "  # of all samples that are trained
 _TURNS = "--log-multi-turn"
 _MISMATCH = "--get-mismatch-metrics"
 _TIS = "--use-tis"
+_RS = "--use-rs"
+_OF_LEVEL = "{}, over trained tokens; over samples with --tis-level sequence and geometric"
 _ENTROPY = "--use-rollout-entropy"
 _OPD = "--use-opd"
 _FAULTS = "--use-fault-tolerance"
@@ -21,7 +23,11 @@ _CRITIC = "with a critic (--advantage-estimator ppo)"
 
 TRAIN = (
     Metric("train/step", "the optimizer step: horizontal axis of train/", "count", "last"),
-    Metric("train/loss", "training loss: pg_loss - entropy_coef * entropy_loss + kl_loss_coef * kl_loss"),
+    Metric(
+        "train/loss",
+        "training loss: pg_loss - entropy_coef * entropy_loss + kl_loss_coef * kl_loss, and with"
+        " --positive-example-loss-coef the weighted positive_example_loss",
+    ),
     Metric("train/pg_loss", "clipped policy-gradient loss"),
     Metric("train/entropy_loss", "mean entropy of the policy's next-token distributions", "nats"),
     Metric("train/pg_clipfrac", "tokens whose loss was clipped", "fraction"),
@@ -31,6 +37,12 @@ TRAIN = (
         "KL to the reference model by --kl-loss-type; 0 without a reference",
         "nats",
         when="not in rollouts that --ref-kl-metric-interval leaves out",
+    ),
+    Metric(
+        "train/positive_example_loss",
+        "mean negative log-likelihood of the trained tokens of samples with a high reward",
+        "nats",
+        when="--positive-example-loss-coef",
     ),
     Metric("train/ratio_mean", "mean of policy / old policy; 1 in the first optimizer step"),
     Metric("train/ratio_max_abs_diff", "largest |ratio - 1| of any token", "", "max"),
@@ -43,6 +55,25 @@ TRAIN = (
     Metric("train/tis", "mean ratio of training to engine probability, the weight before clipping", when=_TIS),
     Metric("train/tis_clipfrac", "tokens whose weight was clipped", "fraction", when=_TIS),
     Metric("train/tis_abs", "mean distance of that weight from 1", when=_TIS),
+    Metric(
+        "train/tis_clipped_samples",
+        "samples with a token whose weight was clipped or masked, of those with trained tokens",
+        "fraction",
+        when=_TIS,
+    ),
+    Metric("train/tis_weight", _OF_LEVEL.format("mean weight, clipped or masked"), when=_TIS),
+    Metric("train/tis_weight_square", _OF_LEVEL.format("mean square of that weight"), when=_TIS),
+    Metric(
+        "train/tis_ess",
+        "effective sample size of these weights (Kish), tis_weight^2 / tis_weight_square",
+        "fraction",
+        when=_TIS,
+    ),
+    Metric("train/rs_masked_tokens", "trained tokens that --use-rs rejected", "fraction", when=_RS),
+    Metric("train/rs_masked_samples", "samples of which it rejected every trained token", "fraction", when=_RS),
+    Metric(
+        "train/rs_vetoed_samples", "samples with a token below the threshold", "fraction", when="--rs-veto-threshold"
+    ),
     Metric("train/opsm_clipfrac", "tokens that --use-opsm masked", "fraction", when="--use-opsm"),
     Metric("train/grad_norm", "norm of the gradient over all parameters, before clipping"),
     Metric("train/lr", "learning rate of the optimizer step", "", "last"),
@@ -103,6 +134,13 @@ ROLLOUT = (
     Metric("rollout/response_len/{mean,median,max,min}", "response tokens of a sample", "tokens"),
     Metric("rollout/prompt_len/mean", "prompt tokens of a sample", "tokens"),
     Metric("rollout/truncated_ratio", "samples cut off by the length limit", "fraction"),
+    Metric(
+        "rollout/overlong_penalty",
+        "mean of what is added to the training rewards of long responses",
+        "reward",
+        when="--overlong-buffer-len",
+    ),
+    Metric("rollout/overlong_ratio", "samples with that penalty", "fraction", when="--overlong-buffer-len"),
     Metric("rollout/repetition_frac", "responses that end in a repeated pattern", "fraction"),
     Metric("rollout/zero_std/ratio", "groups whose rewards are all equal: they contribute no gradient", "fraction"),
     Metric("rollout/zero_std/count_<reward>", "groups in which every sample has that reward", "count"),
@@ -210,6 +248,8 @@ ROLLOUT = (
         when="with a reference model, every --ref-kl-metric-interval",
     ),
     Metric("rollout/kl", "the same for the KL to the reference model (--kl-loss-type)", "nats", when="the same"),
+    Metric("rollout/sample_kl", "mean over samples of that KL, summed over trained tokens", "nats", when="--kl-target"),
+    Metric("rollout/kl_coef", "coefficient of the KL penalty in this rollout", when="--kl-target"),
     Metric("rollout/teacher_log_probs", "the same for the teacher's log-probabilities", "nats", when=_OPD),
     Metric(
         "rollout/opd_reverse_kl",

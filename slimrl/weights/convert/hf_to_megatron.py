@@ -11,7 +11,7 @@ atomically, and several processes may share the work.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from slimrl.arguments.checkpoints import RELEASE, TRACKER_NAME
 from slimrl.models.families import ModelMapping, ParamMapping
+from slimrl.models.families.param_mapping import CLASSIFIER_HEAD, VALUE_HEAD
 from slimrl.models.model_spec import ModelSpec
 from slimrl.platform.collective_errors import ConversionGroup
 from slimrl.weights.atomic_dir import AtomicDir, check_apart, check_space, partial_path
@@ -48,21 +49,28 @@ def load_hf_checkpoint(
     tp_size: int = 1,
     etp_rank: int = 0,
     etp_size: int = 1,
-    without: Collection[str] = (),
+    value_head: bool = False,
     progress: Callable[[Sequence[ParamMapping]], Iterable[ParamMapping]] = iter,
 ) -> None:
     """Fills the parameters of `model` (a bare GPTModel of any pipeline stage, or its chunks), casting to their dtype.
 
     `tp_rank` of `tp_size` shards dense weights, `etp_rank` of `etp_size` each expert; the model determines which
-    experts this rank holds. Parameters named in `without` stay as they are: the checkpoint does not have them.
-    `progress` wraps the iterable of rows to load, for example tqdm.
+    experts this rank holds. `progress` wraps the iterable of rows to load, for example tqdm. With `value_head` the
+    model has one instead of an output layer: it is loaded from a classifier's, and kept as it is without one.
     Raises FileNotFoundError for missing files and ValueError naming a tensor that is missing, unexpected or of another
     shape than the flags describe.
     """
     check_tensor_parallel(spec, tp_size, etp_size)
-    parameters = {name: value for name, value in global_tensors(model).items() if name not in without}
+    parameters = global_tensors(model)
+    head = parameters.pop(VALUE_HEAD, None) if value_head else None
     with HfCheckpoint(hf_dir) as checkpoint:
-        check_checkpoint(checkpoint, spec, family)
+        is_classifier = value_head and CLASSIFIER_HEAD in checkpoint.names
+        if is_classifier:  # it has no output layer, as if that were the embedding
+            spec = dataclasses.replace(spec, tied=True)
+            _check_value_head(checkpoint, spec)
+        check_checkpoint(checkpoint, spec, family, besides=(CLASSIFIER_HEAD,) if is_classifier else ())
+        if is_classifier and head is not None:
+            head.copy_(checkpoint.tensor(CLASSIFIER_HEAD))
         for row in progress(_local_rows(family, spec, parameters)):
             parts = [checkpoint.tensor(part.name) for part in row.hf]
             rank, size = (tp_rank, tp_size) if row.expert is None else (etp_rank, etp_size)
@@ -77,13 +85,24 @@ def load_hf_checkpoint(
         )
 
 
-def check_checkpoint(checkpoint: HfCheckpoint, spec: ModelSpec, family: ModelMapping) -> None:
+def _check_value_head(checkpoint: HfCheckpoint, spec: ModelSpec) -> None:
+    shape = checkpoint.shape(CLASSIFIER_HEAD)
+    if shape != (1, spec.hidden_size):
+        raise ValueError(
+            f"{checkpoint.folder}: {CLASSIFIER_HEAD} has shape {list(shape)} and a value head [1, {spec.hidden_size}]:"
+            " give a classifier with one output (num_labels 1), such as a reward model"
+        )
+
+
+def check_checkpoint(
+    checkpoint: HfCheckpoint, spec: ModelSpec, family: ModelMapping, besides: tuple[str, ...] = ()
+) -> None:
     """Raises ValueError if the stored names, shapes or a redundant head do not match the family and sizes.
 
-    Ignores multi-token prediction layers (`ModelMapping.carried_prefixes`).
+    Ignores the names `besides` and multi-token prediction layers (`ModelMapping.carried_prefixes`).
     """
     where = str(checkpoint.folder)
-    carried = family.carried_prefixes(read_hf_config(checkpoint.folder))
+    carried = (*family.carried_prefixes(read_hf_config(checkpoint.folder)), *besides)
     check_hf_names(checkpoint.names, family, spec, where, carried)
     shapes = {name: checkpoint.shape(name) for name in checkpoint.names}
     check_hf_shapes(shapes, family, spec, where)

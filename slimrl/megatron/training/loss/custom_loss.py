@@ -17,8 +17,7 @@ from slimrl.arguments.flags.algorithm import AlgorithmArguments
 from slimrl.hooks import CustomLoss, HookFailedError, named
 from slimrl.hooks.base import RunArguments
 from slimrl.megatron.model.micro_batch import MicroBatch
-from slimrl.megatron.training.loss.loss_sums import LossSums
-from slimrl.megatron.training.loss.policy_loss import named_sums
+from slimrl.megatron.training.loss.loss_sums import LossSums, named_sums
 
 if TYPE_CHECKING:
     from slimrl.megatron.training.advantages import RolloutData

@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slimrl.algorithms import off_policy
 from slimrl.algorithms.estimators import ESTIMATORS, Objective
 from slimrl.algorithms.kl import KLKind, kl_estimate
-from slimrl.algorithms.off_policy import off_policy_sequence_mask, sequence_log_ratio, truncated_importance_weights
 from slimrl.algorithms.policy_loss import PolicyLoss, cispo_loss, clipped_policy_loss, importance_ratio
 from slimrl.algorithms.reduction import masked_sum, sample_mean_weights
 from slimrl.arguments.flags.algorithm import AlgorithmArguments
 from slimrl.hooks import CustomTIS, HookFailedError, PgLossReducer, named, naming_calls
 from slimrl.hooks.base import RunArguments
-from slimrl.megatron.training.loss.loss_sums import LossMetricNames, LossSums, summed
+from slimrl.megatron.training.loss.loss_sums import LossMetricNames, LossSums, named_sums, summed
 
 _TIS = "--custom-tis-function-path"
 _REDUCER = "--custom-pg-loss-reducer-function-path"
@@ -132,7 +132,9 @@ class PolicyLossConfig:
     supervised: bool = False  # likelihood of the given tokens instead of a policy loss
     objective: Objective = Objective.PPO_CLIP
     unbiased_kl: bool = False
-    tis_bounds: tuple[float, float] | None = None  # None: no importance correction
+    weighting: off_policy.ImportanceWeighting | None = None  # None: no importance weights
+    rejection: off_policy.Rejection | None = None  # None: no token or sample is rejected
+    positive_coef: float = 0.0  # of the likelihood loss on positive examples
     opsm_delta: float | None = None  # None: no sequence is masked
     is_custom_loss: bool = False  # --loss-type custom_loss: `custom_loss.CheckedCustomLoss` computes the sums
     loss_hooks: PolicyLossHooks = _NO_HOOKS
@@ -141,7 +143,13 @@ class PolicyLossConfig:
     @classmethod
     def from_args(cls, algorithm: AlgorithmArguments, loss_hooks: PolicyLossHooks = _NO_HOOKS) -> PolicyLossConfig:
         """The settings of a run; without --use-kl-loss the KL's coefficient is 0."""
-        bounds = (algorithm.tis_clip_low, algorithm.tis_clip)
+        weighting = off_policy.ImportanceWeighting(
+            algorithm.tis_clip_low, algorithm.tis_clip, algorithm.tis_level, algorithm.tis_mode == "mask"
+        )
+        rejection = off_policy.Rejection(
+            algorithm.rs_level, algorithm.rs_lower_bound, algorithm.rs_upper_bound, algorithm.rs_veto_threshold
+        )
+        corrects = loss_hooks.correction is None  # a custom function replaces both
         return cls(
             eps_clip=algorithm.eps_clip,
             eps_clip_high=algorithm.eps_clip if algorithm.eps_clip_high is None else algorithm.eps_clip_high,
@@ -153,7 +161,9 @@ class PolicyLossConfig:
             supervised=algorithm.loss_type == "sft_loss",
             objective=ESTIMATORS[algorithm.advantage_estimator].objective,
             unbiased_kl=algorithm.use_unbiased_kl,
-            tis_bounds=bounds if algorithm.use_tis and loss_hooks.correction is None else None,
+            weighting=weighting if algorithm.use_tis and corrects else None,
+            rejection=rejection if algorithm.use_rs and corrects else None,
+            positive_coef=algorithm.positive_example_loss_coef,
             opsm_delta=algorithm.opsm_delta if algorithm.use_opsm else None,
             is_custom_loss=algorithm.loss_type == "custom_loss",
             loss_hooks=loss_hooks,
@@ -167,7 +177,9 @@ class PolicyLossConfig:
         if self.is_custom_loss:
             return named_sums(zero.sum(), zero.sum(), zero.sum(), {"loss": zero.sum()}).names
         one = torch.ones(1, dtype=torch.int64)
-        inputs = PolicyLossInputs(zero, zero, zero, zero, zero, zero, zero, zero, response_lengths=one)
+        inputs = PolicyLossInputs(
+            zero, zero, zero, zero, zero, zero, zero, zero, response_lengths=one, positive_weights=zero
+        )
         return policy_loss_sums(inputs, dataclasses.replace(self, loss_hooks=_NO_HOOKS)).names
 
 
@@ -185,11 +197,13 @@ class PolicyLossInputs:
     loss_mask: Tensor
     response_lengths: Tensor  # int64 [samples]
     lengths: tuple[tuple[int, int], ...] = ()  # (total, response) of each sample, for custom functions
+    positive_weights: Tensor | None = None  # 0 outside positive examples; see `advantages.positive_example_weights`
 
 
 def policy_loss_sums(inputs: PolicyLossInputs, settings: PolicyLossConfig) -> LossSums:
     """Clipped policy loss - entropy_coef * entropy + kl_loss_coef * KL(policy || reference), summed.
 
+    With positive_coef also the likelihood loss of positive examples, weighted to be a mean over their tokens.
     Per token: the sum over trained tokens; the count is the trained tokens. Otherwise: the sum over samples of the
     mean over the sample's trained tokens; the count is the samples (fully masked ones add 0 and count).
     """
@@ -197,16 +211,22 @@ def policy_loss_sums(inputs: PolicyLossInputs, settings: PolicyLossConfig) -> Lo
     if settings.supervised:
         return _supervised_sums(inputs, settings)
     policy = _policy_loss(inputs, settings)
-    corrected, corrections = _corrected(policy.loss, inputs, settings)
+    corrected, correction, corrections = _corrected(policy.loss, inputs, settings)
     trained_tokens, count = _counts(inputs, settings)
-    corrected, mask, noted = _custom_correction(corrected, inputs, settings)
+    corrected, mask, noted = _custom_correction(corrected, correction.mask, inputs, settings)
     weights = mask if settings.per_token else sample_mean_weights(mask, inputs.response_lengths)
     reduced = _custom_reduction(corrected, mask, inputs, settings)
+    positive = None
+    if settings.positive_coef != 0.0:
+        assert inputs.positive_weights is not None  # from `build_train_inputs`
+        positive = masked_sum(-inputs.log_probs, mask * inputs.positive_weights)
     per_token = corrected if reduced is None else torch.zeros_like(corrected)
     per_token, kl = _with_entropy_and_kl(per_token, inputs, settings)
     loss = masked_sum(per_token, weights)
     if reduced is not None:
         loss = loss + reduced
+    if positive is not None:
+        loss = loss + settings.positive_coef * positive
 
     with torch.no_grad():
         values = {
@@ -223,6 +243,9 @@ def policy_loss_sums(inputs: PolicyLossInputs, settings: PolicyLossConfig) -> Lo
         if reduced is not None:
             weighted["loss"] = weighted["loss"] + reduced
             weighted["pg_loss"] = reduced.detach().double()
+        if positive is not None:
+            weighted["positive_example_loss"] = positive.detach().double()
+            weighted["loss"] = weighted["loss"] + settings.positive_coef * positive
         return named_sums(
             loss,
             count,
@@ -230,49 +253,19 @@ def policy_loss_sums(inputs: PolicyLossInputs, settings: PolicyLossConfig) -> Lo
             weighted,
             mismatch=(inputs.train_log_probs - inputs.rollout_log_probs).abs(),
             ratio_gap=(policy.ratio - 1).abs(),
+            correction=correction,
             custom=summed(noted, weights),
         )
 
 
-def named_sums(
-    loss: Tensor,
-    count: Tensor,
-    trained_tokens: Tensor,
-    weighted: dict[str, Tensor],
-    *,
-    mismatch: Tensor | None = None,
-    ratio_gap: Tensor | None = None,
-    custom: dict[str, Tensor] | None = None,
-) -> LossSums:
-    """The sums of any loss. `mismatch` is |train - rollout log-probability|, `ratio_gap` |policy / old policy - 1|.
-
-    Both are [tokens], 0 where masked. A loss without them reports 0.
-    """
-    none = torch.zeros(0, dtype=torch.float64, device=trained_tokens.device)
-    mismatch = none if mismatch is None else mismatch
-    ratio_gap = none if ratio_gap is None else ratio_gap
-    return LossSums(
-        loss=loss,
-        count=count.to(torch.int32),
-        trained_tokens=trained_tokens.double(),
-        weighted=weighted,
-        by_token={"train_rollout_logprob_abs_diff_mean": mismatch.double().sum()},
-        maxima={
-            "ratio_max_abs_diff": _largest(ratio_gap).double(),
-            "train_rollout_logprob_abs_diff_max": _largest(mismatch).double(),
-        },
-        custom=custom or {},
-    )
-
-
 def _custom_correction(
-    loss: Tensor, inputs: PolicyLossInputs, settings: PolicyLossConfig
+    loss: Tensor, mask: Tensor, inputs: PolicyLossInputs, settings: PolicyLossConfig
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """The policy loss per token, the mask for means, and values to log, from --custom-tis-function-path."""
     if settings.loss_hooks.correction is None:
-        return loss, inputs.loss_mask, {}
+        return loss, mask, {}
     policies = inputs.train_log_probs, inputs.rollout_log_probs
-    return settings.loss_hooks.corrected(loss, *policies, inputs.loss_mask, *_lists_of_lengths(inputs))
+    return settings.loss_hooks.corrected(loss, *policies, mask, *_lists_of_lengths(inputs))
 
 
 def _custom_reduction(
@@ -329,25 +322,27 @@ def _policy_loss(inputs: PolicyLossInputs, settings: PolicyLossConfig) -> Policy
         return cispo_loss(inputs.log_probs, inputs.old_log_probs, inputs.advantages, **clip)
     log_probs, old_log_probs = inputs.log_probs, inputs.old_log_probs
     if settings.objective is Objective.GSPO_CLIP:
-        log_probs = sequence_log_ratio(log_probs, old_log_probs, inputs.loss_mask, inputs.response_lengths)
+        log_probs = off_policy.sequence_log_ratio(log_probs, old_log_probs, inputs.loss_mask, inputs.response_lengths)
         old_log_probs = torch.zeros_like(log_probs)
     return clipped_policy_loss(log_probs, old_log_probs, inputs.advantages, eps_clip_c=settings.eps_clip_c, **clip)
 
 
-def _corrected(loss: Tensor, inputs: PolicyLossInputs, settings: PolicyLossConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """The policy loss with off-policy corrections, and the values to log, [tokens] by name."""
-    values: dict[str, Tensor] = {}
-    if settings.tis_bounds is not None:
-        low, high = settings.tis_bounds
-        weights, unbounded = truncated_importance_weights(
-            inputs.train_log_probs, inputs.rollout_log_probs, low=low, high=high
-        )
-        loss = loss * weights
-        values["tis"] = unbounded
-        values["tis_clipfrac"] = (weights != unbounded).to(loss.dtype)
-        values["tis_abs"] = (unbounded - 1).abs()
+def _corrected(
+    loss: Tensor, inputs: PolicyLossInputs, settings: PolicyLossConfig
+) -> tuple[Tensor, off_policy.Correction, dict[str, Tensor]]:
+    """The policy loss with off-policy corrections, the correction, and the values to log, [tokens] by name."""
+    correction = off_policy.off_policy_correction(
+        inputs.train_log_probs,
+        inputs.rollout_log_probs,
+        inputs.loss_mask,
+        inputs.response_lengths,
+        weighting=settings.weighting,
+        rejection=settings.rejection,
+    )
+    loss = loss if correction.weights is None else loss * correction.weights
+    values = dict(correction.values)
     if settings.opsm_delta is not None:
-        masked = off_policy_sequence_mask(
+        masked = off_policy.off_policy_sequence_mask(
             inputs.log_probs,
             inputs.old_log_probs,
             inputs.advantages,
@@ -357,7 +352,7 @@ def _corrected(loss: Tensor, inputs: PolicyLossInputs, settings: PolicyLossConfi
         )
         loss = loss * (1 - masked)
         values["opsm_clipfrac"] = masked
-    return loss, values
+    return loss, correction, values
 
 
 def _without_masked_values(inputs: PolicyLossInputs) -> PolicyLossInputs:
@@ -369,7 +364,3 @@ def _without_masked_values(inputs: PolicyLossInputs) -> PolicyLossInputs:
         name: value if value is None else value.masked_fill(masked, 0.0) for name, value in values.items()
     }
     return dataclasses.replace(inputs, **kept)
-
-
-def _largest(values: Tensor) -> Tensor:
-    return values.max() if values.numel() else values.new_zeros(())

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from slimrl.algorithms.distillation import sampled_reverse_kl
 from slimrl.algorithms.kl import kl_estimate
-from slimrl.algorithms.reduction import sample_mean_weights
+from slimrl.algorithms.off_policy import effective_share
+from slimrl.algorithms.reduction import sample_mean_weights, sums_per_sample
 from slimrl.arguments.flags.algorithm import AlgorithmArguments
 from slimrl.data.train_batch import RolloutBatch
 from slimrl.hooks import HookFailedError
@@ -145,6 +146,8 @@ def _policy_sums(
     if columns.ref_log_probs is not None:
         of_samples["rollout/ref_log_probs"] = per_sample(columns.ref_log_probs)
         of_samples["rollout/kl"] = per_sample(kl_estimate(train, columns.ref_log_probs, algorithm.kl_loss_type))
+        if algorithm.kl_target is not None:
+            of_samples["rollout/sample_kl"] = of_samples["rollout/kl"] * sums_per_sample((mask != 0).double(), lengths)
     if columns.teacher_log_probs is not None:
         of_samples["rollout/teacher_log_probs"] = per_sample(columns.teacher_log_probs)
         gap = sampled_reverse_kl(columns.old_log_probs, columns.teacher_log_probs)
@@ -219,6 +222,8 @@ def reduce_step(sums: Sequence[LossSums], settings: PolicyLossConfig, parallel: 
         metrics = {name: metrics[name] for name in names.weighted}
     if settings.is_custom_loss:
         metrics.pop("ratio_max_abs_diff", None)  # a custom loss may use another ratio
+    if "tis_weight" in metrics:
+        metrics["tis_ess"] = effective_share(metrics["tis_weight"], metrics["tis_weight_square"])
     if settings.is_custom_loss or settings.loss_hooks.correction is not None:
         own = _custom_metrics(sums, parallel)
         _check_names(own, metrics, settings)
@@ -236,16 +241,18 @@ def reduce_sums(sums: Sequence[LossSums], names: LossMetricNames, parallel: Para
 
 def _means(reduced: dict[str, float], names: LossMetricNames) -> dict[str, float]:
     count, tokens = max(reduced["count"], 1.0), max(reduced["tokens"], 1.0)
+    samples = max(reduced["trained_samples"], 1.0)
     return {
         **{name: reduced[name] / count for name in names.weighted},
         **{name: reduced[name] / tokens for name in names.by_token},
+        **{name: reduced[name] / samples for name in names.by_sample},
         **{name: reduced[name] for name in names.maxima},
     }
 
 
 def _reduced(sums: Sequence[LossSums], names: LossMetricNames, parallel: ParallelState) -> dict[str, float]:
-    """The metrics by name, summed or maximised over micro-batches and ranks, with "count" and "tokens"."""
-    of_totals = ("count", *names.weighted, *names.by_token, "tokens")
+    """The metrics by name, summed or maximised over micro-batches and ranks, with the numbers that divide them."""
+    of_totals = ("count", *names.weighted, *names.by_token, *names.by_sample, "tokens", "trained_samples")
     sizes = [len(of_totals), len(names.maxima)]
     values = torch.zeros(sum(sizes), dtype=torch.float64, device=parallel.device)
     if parallel.is_last_stage:
@@ -253,7 +260,9 @@ def _reduced(sums: Sequence[LossSums], names: LossMetricNames, parallel: Paralle
         for entry in sums:
             if entry.names != names:
                 raise ValueError(f"a micro-batch's loss has the metrics {entry.names}, and its settings {names}")
-            added = {"count": entry.count, "tokens": entry.trained_tokens, **entry.weighted, **entry.by_token}
+            samples = torch.zeros_like(totals[0]) if entry.trained_samples is None else entry.trained_samples
+            added = {"count": entry.count, "tokens": entry.trained_tokens, "trained_samples": samples}
+            added |= {**entry.weighted, **entry.by_token, **entry.by_sample}
             totals += torch.stack([added[name].double() for name in of_totals])
             if names.maxima:
                 torch.maximum(maxima, torch.stack([entry.maxima[name] for name in names.maxima]), out=maxima)

@@ -1,0 +1,103 @@
+"""--kl-target: the coefficient follows the measured KL, alike in every layout, and continues after a resume."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.megatron import layouts, ranks, reference
+from tests.megatron.layouts import DYNAMIC, PP2, SPREAD, Layout
+
+COEF, TARGET, HORIZON = 0.05, 3.0, 40.0
+FLAGS = {"kl_coef": COEF, "kl_loss_coef": 0.0, "use_kl_loss": False, "kl_target": TARGET, "kl_horizon": HORIZON}
+Reports = list[dict[str, float]]
+
+
+def reports_of(
+    rank: int, world_size: int, init_method: str, args: Any, rollout: Any, rollouts: range, save: Path | None = None
+) -> tuple[Reports, dict[str, torch.Tensor]]:
+    """The rollouts' reports without speeds, and the weights after them; saves after the last one."""
+    trainer = ranks.start(rank, world_size, init_method, args)
+    assert trainer.start_rollout_id == rollouts.start
+    reports = []
+    for rollout_id in rollouts:
+        steps = trainer.train(rollout_id, ranks.share_of(trainer, rollout))
+        report = trainer.rollout_metrics | {f"loss of step {number}": step["loss"] for number, step in enumerate(steps)}
+        reports.append({name: value for name, value in report.items() if not name.startswith("perf/")})
+    if save is not None:
+        trainer.save(rollouts[-1], None, save)
+    weights = ranks.export(trainer)
+    trainer.close()
+    return reports, weights
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> layouts.Models:
+    return layouts.Models(tmp_path_factory.mktemp("kl"))
+
+
+def arguments(models: layouts.Models, layout: Layout, **more: Any) -> Any:
+    settings = dataclasses.replace(layouts.SETTINGS, steps=1)
+    return dataclasses.replace(models.args(layout, "dense", settings), **(FLAGS | more))
+
+
+def kl_by_hand(models: layouts.Models) -> float:
+    """The mean over samples of the k3 estimates, summed over trained tokens, by transformers in float64."""
+    policy, anchor = (
+        reference.load_model(models.folder("dense", Layout(1, {}).layers, role)) for role in ("policy", "reference")
+    )
+    sums = []
+    with torch.no_grad():
+        for sample in reference._split(models.rollout):
+            log_probs, ref = (
+                reference._log_probs(model, sample, layouts.SETTINGS.temperature)[0] for model in (policy, anchor)
+            )
+            gap = (log_probs - ref)[sample["mask"] > 0]
+            sums.append(math.fsum((torch.exp(-gap) - 1 + gap).tolist()))
+    return math.fsum(sums) / sum(total > 0 for total in sums)
+
+
+@pytest.mark.slow
+def test_coefficient_follows_the_formula_in_every_layout(models: Any, one_rank: Any, two_ranks: Any):
+    samples = len(models.rollout)
+    (found, _), *_ = one_rank.run(reports_of, arguments(models, Layout(1, {})), models.rollout, range(3))
+    assert found[0]["rollout/sample_kl"] == pytest.approx(kl_by_hand(models), rel=1e-4)
+    coef = COEF
+    for report in found:
+        assert report["rollout/kl_coef"] == pytest.approx(coef, rel=1e-12)
+        error = min(max(report["rollout/sample_kl"] / TARGET - 1, -0.2), 0.2)
+        coef *= 1 + error * samples / HORIZON
+    assert found[2]["rollout/kl_coef"] != COEF
+    for layout in (Layout(2, PP2), Layout(2, SPREAD | DYNAMIC)):
+        for reports, _ in two_ranks.run(reports_of, arguments(models, layout), models.rollout, range(3)):
+            for report, expected in zip(reports, found, strict=True):
+                assert report == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.slow
+def test_resumed_run_continues_with_its_coefficient(models: Any, one_rank: Any, tmp_path: Path):
+    args = arguments(models, Layout(1, {}))
+    ((whole, weights),) = one_rank.run(reports_of, args, models.rollout, range(4))
+    one_rank.run(reports_of, args, models.rollout, range(2), tmp_path)
+    resumed = dataclasses.replace(args, load=str(tmp_path))
+    ((rest, last),) = one_rank.run(reports_of, resumed, models.rollout, range(2, 4))
+    assert rest == whole[2:] and rest[0]["rollout/kl_coef"] != COEF
+    assert all(torch.equal(value, last[name]) for name, value in weights.items())
+    # a run without a target has the coefficient of its flag
+    constant = dataclasses.replace(resumed, kl_target=None)
+    ((plain, _),) = one_rank.run(reports_of, constant, models.rollout, range(2, 3))
+    assert "rollout/kl_coef" not in plain[0]
+
+
+@pytest.mark.slow
+def test_checkpoint_without_a_coefficient_starts_with_that_of_the_flag(models: Any, one_rank: Any, tmp_path: Path):
+    args = arguments(models, Layout(1, {}), kl_target=None)
+    one_rank.run(reports_of, args, models.rollout, range(1), tmp_path)
+    resumed = arguments(models, Layout(1, {}), load=str(tmp_path))
+    ((found, _),) = one_rank.run(reports_of, resumed, models.rollout, range(1, 2))
+    assert found[0]["rollout/kl_coef"] == COEF
