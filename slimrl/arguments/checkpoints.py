@@ -172,24 +172,27 @@ def start_of(args: Arguments) -> ResumePlan:
 def critic_start(args: Arguments, resumed: int | None) -> Found:
     """The weights that the critic starts from; `resumed` is the iteration at which the policy resumes, else None.
 
-    A resumed run continues with the critic of the same iteration, in --critic-load, --critic-save or beside --load. A
-    new one starts from --critic-load, or from the policy's weights. Raises FileNotFoundError if there is none.
+    A resumed run continues with the critic of the same iteration, in --critic-save, beside --load or in --critic-load.
+    A new one starts from --critic-load; without it, or while it is an empty --critic-save, from the policy's weights.
+    Raises FileNotFoundError if there is none.
     """
     if resumed is None:
         own = find(args.critic_load, None)
-        weights = own if args.critic_load is not None else start_of(args).weights
+        is_fresh = args.critic_load is None or (own is None and args.critic_load == args.critic_save)
+        weights = start_of(args).weights if is_fresh else own
         if weights is None:
             raise FileNotFoundError(f"--critic-load {args.critic_load} has no weights: give a folder that has some")
         return weights
     assert args.load is not None  # it has the policy's checkpoint
     load = Path(args.load)
     beside = (load.parent if iteration_of(load.name) is not None else load) / CRITIC
-    roots = [Path(root) for root in (args.critic_load, args.critic_save) if root is not None]
-    for root in (*roots, beside):
+    roots = [*(Path(root) for root in (args.critic_save,) if root is not None), beside]
+    roots += [Path(root) for root in (args.critic_load,) if root is not None]
+    for root in roots:
         if (path := placed(root, folder_name(resumed))) is not None:
             return Found(path, resumed)
     raise FileNotFoundError(
         f"--load {args.load} continues after rollout {resumed}, and there is no critic of that rollout in"
-        f" {' or '.join(dict.fromkeys(map(str, (*roots, beside))))}: give the folder of the critic's checkpoints as"
-        " --critic-load, or start anew from the weights with --finetune"
+        f" {' or '.join(dict.fromkeys(map(str, roots)))}: give the folder of its checkpoints as --critic-load; or, for"
+        " a policy that had no critic, --finetune, which starts anew from its weights with a new critic"
     )

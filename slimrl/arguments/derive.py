@@ -161,8 +161,6 @@ def _critic(args: Arguments) -> None:
     """The critic's schedule and folder, by default the policy's."""
     if args.critic_lr is None:
         args.critic_lr = args.lr
-    if args.critic_lr_warmup_iters is None:
-        args.critic_lr_warmup_iters = args.lr_warmup_iters
     if args.critic_save is None and args.save is not None and args.use_critic:
         args.critic_save = str(Path(args.save) / CRITIC)
 

@@ -15,7 +15,7 @@ FORMER = "a former name"
 SHORT = "a short form"
 CRITIC = "a critic flag"
 _LORA = "all weights are trained, adapters are unsupported; leave it out"
-_CRITIC = "the flags of a critic are those of its group in docs/flags.md, for example --critic-lr"
+_CRITIC = "leave it out; docs/flags.md lists the flags of a critic, for example --critic-lr"
 _VLLM = "the engines are SGLang servers; leave it out"
 _PACKED = "samples are always packed without padding; leave it out"
 

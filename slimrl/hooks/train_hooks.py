@@ -15,6 +15,7 @@ data-parallel rank's model-parallel group:
 | `ref_log_probs` | float32 [response]: the reference model's, with --use-kl-loss or --kl-coef |
 | `teacher_log_probs` | float32 [response]: the teacher's, with --use-opd |
 | `kl` | float32 [response]: the KL estimate of --kl-coef, else 0 |
+| `values` | float32 [response]: the critic's, before the first step; absent without a critic |
 | `advantages`, `returns` | float32 [response]; equal without a critic, unless a custom function sets them |
 
 The last four lines, and `log_probs`, are absent with --disable-compute-advantages-and-returns. A hook may add lists

@@ -219,13 +219,13 @@ def _results_table(summary: dict[str, Any]) -> Table:
     steps, rewards = reward_curve(summary)
     if steps:
         table.add_row("reward of the rollouts (first, last)", _number(rewards[0]), _number(rewards[-1]))
-    gaps = [step["train_rollout_logprob_abs_diff_max"] for step in summary["steps"]]
+    gaps = [step.get("train_rollout_logprob_abs_diff_max") for step in summary["steps"]]
     gaps = [gap for gap in gaps if gap is not None]
     if gaps:
         table.add_row("largest |train - rollout logprob|", "", f"{max(gaps):.1e}")
-    skipped = sum(step.get("skipped") or 0 for step in summary["steps"])
-    if skipped:
-        table.add_row("optimizer steps skipped (not finite)", "", f"{skipped:g}")
+    for name, whose in (("skipped", ""), ("critic-skipped", " of the critic")):
+        if skipped := sum(step.get(name) or 0 for step in summary["steps"]):
+            table.add_row(f"optimizer steps{whose} skipped (not finite)", "", f"{skipped:g}")
     ages = [step["rollout/staleness/mean"] for step in summary["steps"] if "rollout/staleness/mean" in step]
     if ages and (oldest := max(step.get("rollout/staleness/max") or 0 for step in summary["steps"])):
         table.add_row(

@@ -321,8 +321,9 @@ def step_line(
     parts = [f"step {record.step}", f"reward {record.rollout[REWARD]:.4g}"]
     parts += [f"{label} {train[name]:.3g}" for name, label in shown.items() if name in train]
     short = {"generate": "generate", "train": "train", "update_weights": "update", "total": "total"}
-    if train.get("skipped"):
-        parts.append(f"SKIPPED {train['skipped']:g} of {len(record.train)} optimizer steps")
+    for name, whose in (("skipped", ""), ("critic-skipped", " of the critic")):
+        if train.get(name):
+            parts.append(f"SKIPPED {train[name]:g} of {len(record.train)} optimizer steps{whose}")
     parts += _sample_warnings(record.rollout, compares_groups)
     parts.append(" ".join(f"{label} {seconds[phase]:.1f}s" for phase, label in short.items()))
     return " | ".join([*parts, f"version {record.weight_version}"])

@@ -1,4 +1,4 @@
-"""The clipped value loss against numbers by hand and against finite differences."""
+"""The clipped value loss and its gradient against numbers by hand."""
 
 from __future__ import annotations
 

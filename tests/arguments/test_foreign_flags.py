@@ -90,8 +90,8 @@ def test_common_flags_of_four_frameworks_are_covered():
         ),
         (
             "--critic-num-gpus 8",
-            "--critic-num-gpus is a critic flag and has no counterpart: the flags of a critic are those of its group in"
-            " docs/flags.md, for example --critic-lr.",
+            "--critic-num-gpus is a critic flag and has no counterpart: leave it out; docs/flags.md lists the flags of"
+            " a critic, for example --critic-lr.",
         ),
         ("--critic_learning_rate 9e-6", "--critic_learning_rate is OpenRLHF's name: use --critic-lr."),
         ("critic.optim.lr=1e-5", "critic.optim.lr is verl's name: use --critic-lr."),

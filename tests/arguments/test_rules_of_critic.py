@@ -7,7 +7,7 @@ import json
 import pytest
 
 from slimrl.arguments import read_args
-from slimrl.arguments.checkpoints import MANIFEST_NAME, TRACKER_NAME
+from slimrl.arguments.checkpoints import MANIFEST_NAME, TRACKER_NAME, critic_start
 
 # rule -> (flags that pass when appended to the recipe, flags that do not with their error)
 CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
@@ -53,6 +53,32 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
                 "--advantage-estimator ppo --critic-save {dir}/ckpt",
                 "--critic-save {dir}/ckpt is also --save, where the policy's checkpoints have the same names:"
                 " give another folder, or leave it out for the folder critic in it.",
+            ),
+            (
+                "--advantage-estimator ppo --critic-save {dir}/ref",
+                "--critic-save {dir}/ref holds --ref-load {dir}/ref: give another folder, or leave it out for the"
+                " folder critic in --save.",
+            ),
+        ],
+    ),
+    "critic_schedule_is_complete": (
+        ["--advantage-estimator ppo --critic-lr 1e-5 --min-lr 1e-6 --lr-decay-iters 50 --critic-lr-warmup-iters 5"],
+        [
+            (
+                "--advantage-estimator ppo --critic-lr 1e-7 --min-lr 5e-7",
+                "--min-lr 5e-07 is above --critic-lr 1e-07: lower it.",
+            ),
+            (
+                "--advantage-estimator ppo --critic-lr 1e-7 --lr-warmup-init 5e-7",
+                "--lr-warmup-init 5e-07 is above --critic-lr 1e-07: lower it.",
+            ),
+            (
+                "--advantage-estimator ppo --critic-lr-warmup-iters 50 --lr-decay-iters 20",
+                "--critic-lr-warmup-iters 50 is not below --lr-decay-iters 20: the decay begins after the warm-up.",
+            ),
+            (
+                "--advantage-estimator ppo --num-critic-only-steps 3000",
+                "--num-critic-only-steps 3000 is not below --num-rollout 3000: the policy would never be trained.",
             ),
         ],
     ),
@@ -100,7 +126,8 @@ def test_resumed_run_needs_the_critic_of_the_same_rollout(recipe, tmp_path):
     (problem,) = read_args(flags)[1]
     assert problem.sentence == (
         f"--load {saved} continues after rollout 4, and there is no critic of that rollout in {saved}/critic: give the"
-        " folder of the critic's checkpoints as --critic-load, or start anew from the weights with --finetune."
+        " folder of its checkpoints as --critic-load; or, for a policy that had no critic, --finetune, which starts"
+        " anew from its weights with a new critic."
     )
     checkpoint(saved / "critic", "iter_0000004")
     assert read_args(flags)[1] == []
@@ -115,7 +142,24 @@ def test_folder_with_only_the_critic_of_a_killed_first_save_is_a_fresh_start(rec
 def test_schedule_and_folder_of_the_critic_are_the_policys_by_default(recipe):
     args, problems = read_args(recipe.line("--advantage-estimator ppo --lr 2e-6 --lr-warmup-iters 7"))
     assert problems == []
-    assert (args.critic_lr, args.critic_lr_warmup_iters, args.critic_save) == (2e-6, 7, f"{recipe.dir}/ckpt/critic")
+    assert (args.critic_lr, args.critic_lr_warmup_iters, args.critic_save) == (2e-6, None, f"{recipe.dir}/ckpt/critic")
+
+
+def test_critic_of_this_run_comes_before_the_one_that_it_started_from(recipe, tmp_path):
+    saved, earlier = tmp_path / "saved", tmp_path / "earlier"
+    for root in (saved, saved / "critic", earlier):
+        checkpoint(root, "iter_0000004")
+    line = f"--advantage-estimator ppo --load {saved} --save {saved} --critic-load {earlier}"
+    args, problems = read_args(recipe.line(line))
+    assert problems == [] and critic_start(args, 4).folder == saved / "critic/iter_0000004"
+    for number in (0, 8):  # the number of the first rollout is the user's, the critic that of the checkpoint
+        assert read_args(recipe.line(f"{line} --start-rollout-id {number}"))[1] == []
+
+
+def test_folder_that_is_loaded_from_and_saved_to_may_be_empty_at_first(recipe, tmp_path):
+    new = tmp_path / "critics"
+    args, problems = read_args(recipe.line(f"--advantage-estimator ppo --critic-load {new} --critic-save {new}"))
+    assert problems == [] and critic_start(args, None).folder == recipe.dir / "ref/release"
 
 
 def test_folder_of_the_critic_without_a_folder_of_the_policy_is_an_error(recipe):

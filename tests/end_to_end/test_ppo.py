@@ -27,8 +27,6 @@ def flags_of(tiny, folder):
         load=folder / "checkpoints",
         save_interval=1,
         save_total_limit=2,
-        ci_test=True,
-        ci_train_rollout_logprob_abs_diff_threshold=1e-5,
     )
 
 
@@ -47,7 +45,7 @@ def test_critic_trains_beside_the_policy_and_resumes_with_it(tiny, tmp_path):
     assert "grad_norm" not in first and first["critic-grad_norm"] > 0  # only the critic took its step
     assert all(step["grad_norm"] > 0 and step["critic-grad_norm"] > 0 for step in others)
     assert first["rollout/values"] == 0 and done.steps("rollout/values")[-1] != 0
-    assert done.steps("rollout/log_probs")[0] < 0  # of the pass that runs because no step of the policy follows
+    assert done.steps("rollout/log_probs")[0] < -0.01  # of the pass that runs because no step of the policy follows
     unknown = [name for name in first if "/" in name and metric_of(name, METRICS) is None]
     unknown += [name for name in others[0] if "critic-" in name and metric_of(f"train/{name}", METRICS) is None]
     assert unknown == []

@@ -75,9 +75,8 @@ def _stage(
     dense, expert = _buffers(args, groups, weights)
     state = _optimizer_bytes(args, groups, dense, expert)
     of_critic = critic_weights(spec, split, parts[number], first=first, last=last)
-    critic, critic_gradients = _critic_bytes(args, groups, of_critic)
-    offloaded = int(state * args.optimizer_offload_fraction) if args.optimizer_cpu_offload else 0
-    copied = offloaded * FP32 // max(_state_bytes(args), 1)  # gradients go where the state is, in float32
+    critic, critic_gradients, of_critic_on_host = _critic_bytes(args, groups, of_critic)
+    offloaded, copied = _offloaded_bytes(args, state)
     held = _shared_out(args, groups, dense, expert, "optim_grads_params") * element
     trains = not args.eval_only
     host_models = trains * (args.use_reference + args.has_megatron_teacher)  # each also has room for the policy
@@ -95,21 +94,28 @@ def _stage(
         critic_gradients=critic_gradients,
         backward=trains * working_bytes(spec, setting, parts[number]),
         weight_update=gathered + _bucket_bytes(args, weights.total * element),
-        host=offloaded + copied + 2 * host_models * weights.total * element,
+        host=offloaded + copied + of_critic_on_host + 2 * host_models * weights.total * element,
     )
 
 
-def _critic_bytes(args: Arguments, groups: Groups, weights: Weights) -> tuple[int, int]:
-    """Weights and optimizer state on the device, and gradients; --optimizer-cpu-offload moves state of both models."""
+def _critic_bytes(args: Arguments, groups: Groups, weights: Weights) -> tuple[int, int, int]:
+    """Weights and optimizer state on the device, gradients, and what --optimizer-cpu-offload moves to the host.
+
+    With Megatron-FSDP the weights are whole outside of the critic's own passes.
+    """
     if not args.use_critic or args.eval_only:
-        return 0, 0
+        return 0, 0, 0
     dense, expert = _buffers(args, groups, weights)
     state = _optimizer_bytes(args, groups, dense, expert)
-    if args.optimizer_cpu_offload:
-        state -= int(state * args.optimizer_offload_fraction)
-    held = _shared_out(args, groups, dense, expert, "optim_grads_params") * parameter_bytes(args)
+    offloaded, copied = _offloaded_bytes(args, state)
     gradients = _shared_out(args, groups, dense, expert, "optim_grads", "optim_grads_params") * gradient_bytes(args)
-    return held + state, gradients
+    return (dense + expert) * parameter_bytes(args) + state - offloaded, gradients, offloaded + copied
+
+
+def _offloaded_bytes(args: Arguments, state: int) -> tuple[int, int]:
+    """Of --optimizer-cpu-offload: the state on the host, and the gradients copied to it, in float32."""
+    offloaded = int(state * args.optimizer_offload_fraction) if args.optimizer_cpu_offload else 0
+    return offloaded, offloaded * FP32 // max(_state_bytes(args), 1)
 
 
 def _bucket_bytes(args: Arguments, weights: int) -> int:

@@ -74,6 +74,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
     critic.critic_can_be_built,
     critic.critic_has_weights,
     critic.critic_is_saved_apart,
+    critic.critic_schedule_is_complete,
     cluster.rollout_has_gpus,
     engine.external_engines_exclude_local_engine_flags,
     engine.router_has_an_address,

@@ -39,7 +39,7 @@ def weights_have_a_source(args: Arguments, context: Context) -> Iterator[Problem
         return
     elif args.load is None:
         yield Problem("--ref-load", "there are no weights to start from: give --ref-load (or --load to resume).")
-    elif _is_fresh(Path(args.load)):
+    elif is_fresh(Path(args.load)):
         yield Problem(
             "--load", f"--load {args.load} has no checkpoint yet and --ref-load is missing: give the initial weights."
         )
@@ -68,7 +68,7 @@ def load_is_a_checkpoint_or_new(args: Arguments, context: Context) -> Iterator[P
     folder = Path(args.load)
     if folder.exists() and not folder.is_dir():
         yield Problem("--load", f"--load {folder} is a file: give the checkpoint's folder.")
-    elif not _is_fresh(folder):
+    elif not is_fresh(folder):
         yield from checkpoint_problems("--load", folder, "--ckpt-step", args.ckpt_step)
     elif args.ckpt_step is not None:
         yield Problem(
@@ -146,8 +146,9 @@ def exports_have_a_place(args: Arguments, context: Context) -> Iterator[Problem]
 
 
 def hf_models_agree(args: Arguments, context: Context) -> Iterator[Problem]:
-    """Hugging Face folders given as --load or --ref-load agree with the model flags."""
-    for flag, value in (("--load", args.load), ("--ref-load", args.ref_load)):
+    """Hugging Face folders given as --load, --ref-load or --critic-load agree with the model flags."""
+    critic = ("--critic-load", args.critic_load if args.use_critic else None)
+    for flag, value in (("--load", args.load), ("--ref-load", args.ref_load), critic):
         if value is None or value == args.hf_checkpoint or args.debug_rollout_only or not is_hf_model(Path(value)):
             continue
         try:
@@ -165,7 +166,7 @@ def saved_apart_from_a_model(args: Arguments, context: Context) -> Iterator[Prob
         yield Problem("--save", f"--save {args.save} is a Hugging Face model: give another folder.")
 
 
-def _is_fresh(folder: Path) -> bool:
+def is_fresh(folder: Path) -> bool:
     """True if the folder has no checkpoint: it is absent, or has only hidden and unfinished files, and the critic's."""
     if not folder.exists():
         return True

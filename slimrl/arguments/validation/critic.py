@@ -9,7 +9,7 @@ from slimrl.arguments.checkpoints import critic_start, is_hf_model, start_of
 from slimrl.arguments.flag import Problem
 from slimrl.arguments.flags.algorithm import WITH_CRITIC
 from slimrl.arguments.namespace import Arguments
-from slimrl.arguments.validation.checkpoint import checkpoint_problems
+from slimrl.arguments.validation.checkpoint import checkpoint_problems, is_fresh
 from slimrl.arguments.validation.rule import Context, absent
 
 _FLAGS = (
@@ -66,7 +66,7 @@ def critic_has_weights(args: Arguments, context: Context) -> Iterator[Problem]:
     """--critic-load is a checkpoint or a model; a resumed run finds the critic of the same rollout."""
     if not args.use_critic or args.debug_rollout_only or args.eval_only or context.broken:
         return
-    if args.critic_load is not None:
+    if args.critic_load is not None and not (args.critic_load == args.critic_save and is_fresh(Path(args.critic_load))):
         folder = Path(args.critic_load)
         if not folder.is_dir():
             yield Problem(
@@ -81,7 +81,7 @@ def critic_has_weights(args: Arguments, context: Context) -> Iterator[Problem]:
     try:
         start = start_of(args)
         if start.weights is not None:  # else another rule reports it
-            critic_start(args, start.first_rollout - 1 if start.resumed else None)
+            critic_start(args, start.weights.iteration if start.resumed else None)
     except FileNotFoundError as error:
         yield Problem("--critic-load", f"{error}.")
 
@@ -96,7 +96,7 @@ def critic_is_saved_apart(args: Arguments, context: Context) -> Iterator[Problem
             "--critic-save",
             f"--critic-save {folder} is written whenever --save is, which is missing: give --save, or leave it out.",
         )
-    elif folder.absolute() == Path(args.save).absolute():
+    elif folder.resolve() == Path(args.save).resolve():
         yield Problem(
             "--critic-save",
             f"--critic-save {folder} is also --save, where the policy's checkpoints have the same names: give another"
@@ -104,3 +104,41 @@ def critic_is_saved_apart(args: Arguments, context: Context) -> Iterator[Problem
         )
     elif is_hf_model(folder):
         yield Problem("--critic-save", f"--critic-save {folder} is a Hugging Face model: give another folder.")
+    elif args.ref_load is not None and folder.resolve() in (
+        Path(args.ref_load).resolve(),
+        *Path(args.ref_load).resolve().parents,
+    ):
+        yield Problem(
+            "--critic-save",
+            f"--critic-save {folder} holds --ref-load {args.ref_load}: give another folder, or leave it out for the"
+            " folder critic in --save.",
+        )
+
+
+def critic_schedule_is_complete(args: Arguments, context: Context) -> Iterator[Problem]:
+    """The flags of the schedule fit the critic's own learning rate and warm-up, too."""
+    if not args.use_critic or args.critic_lr is None:
+        return
+    for flag, value, given in (
+        ("--min-lr", args.min_lr, args.min_lr > args.critic_lr and args.min_lr <= args.lr),
+        (
+            "--lr-warmup-init",
+            args.lr_warmup_init,
+            args.lr_warmup_init > args.critic_lr and args.lr_warmup_init <= args.lr,
+        ),
+    ):
+        if given:
+            yield Problem(flag, f"{flag} {value:g} is above --critic-lr {args.critic_lr:g}: lower it.")
+    warmup = args.critic_lr_warmup_iters
+    if warmup is not None and args.lr_decay_iters is not None and warmup >= args.lr_decay_iters:
+        yield Problem(
+            "--critic-lr-warmup-iters",
+            f"--critic-lr-warmup-iters {warmup} is not below --lr-decay-iters {args.lr_decay_iters}: the decay begins"
+            " after the warm-up.",
+        )
+    if args.num_rollout is not None and 0 < args.num_rollout <= args.num_critic_only_steps:
+        yield Problem(
+            "--num-critic-only-steps",
+            f"--num-critic-only-steps {args.num_critic_only_steps} is not below --num-rollout {args.num_rollout}: the"
+            " policy would never be trained.",
+        )

@@ -263,7 +263,8 @@ def _advantages(
         _check_unchanged(data, batch, where)
         device = columns["log_probs"].device
         advantages = _joined(data, "advantages", batch, where, device)
-        data.setdefault("returns", data["advantages"])
+        if "values" not in columns:  # with a critic they are its targets, which only the function knows
+            data.setdefault("returns", data["advantages"])
         returns = _joined(data, "returns", batch, where, device)
         advantages = advantages if penalty is None else advantages - penalty
         if algorithm.normalize_advantages:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -139,11 +140,12 @@ def explained_variance(means: dict[str, float]) -> float:
 
 def critic_arguments(args: Arguments) -> Arguments:
     """The flags as they apply to the critic: its own schedule; every weight of it is trained."""
+    warmup = args.critic_lr_warmup_iters
     return dataclasses.replace(
         args,
         lr=args.critic_lr,
-        lr_warmup_iters=args.critic_lr_warmup_iters,
-        lr_warmup_fraction=None if args.critic_lr_warmup_iters else args.lr_warmup_fraction,
+        lr_warmup_iters=args.lr_warmup_iters if warmup is None else warmup,
+        lr_warmup_fraction=args.lr_warmup_fraction if warmup is None else None,
         untie_embeddings_and_output_weights=True,
     )
 
@@ -183,12 +185,15 @@ class Critic:
         # its checkpoints are deleted with the policy's, which must never be without theirs
         self.saver = CheckpointSaver(background=args.async_save, retention=Retention(), timeout=timeout)
 
-    def save(self, policy_root: Path, rollout_id: int, saved_with: str) -> None:
-        """Writes its checkpoint into --critic-save, or beside the policy's; collective.
+    def save(self, policy_root: Path, rollout_id: int) -> str:
+        """Writes its checkpoint into --critic-save, or beside the policy's; collective. Returns its `saved_with`.
 
-        The policy's checkpoint of the same rollout, with the same `saved_with`, must become complete after this one
+        The policy's checkpoint of the same rollout has the same `saved_with` and must become complete after this one
         (`saver.finish`). Raises CheckpointError as `CheckpointSaver.save` does.
         """
+        named: list[str] = [uuid.uuid4().hex]
+        dist.broadcast_object_list(named, src=0)  # the same on all ranks, as all metadata
+        (saved_with,) = named
         self.saver.save(
             self._root if self._root is not None else policy_root / CRITIC,
             rollout_id,
@@ -196,6 +201,7 @@ class Critic:
                 self.state, rollout_id, None, with_optimizer=self._with_optimizer, saved_with=saved_with
             ),
         )
+        return saved_with
 
     def values(self, steps: Sequence[Sequence[MicroBatch]], batch: RolloutBatch, advance: Callable[[], None]) -> Tensor:
         """The value of every response token of the rank, float32 [response tokens], without gradient.

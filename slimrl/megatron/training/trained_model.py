@@ -40,8 +40,12 @@ class TrainedModel:
         stages: list[GPTModel],
         parallel: ParallelState,
         reference: ReferenceWeights | None = None,
+        untrained_rollouts: int = 0,
     ) -> TrainedModel:
-        """Wraps `stages`, whose weights are loaded, and makes the optimizer of `args`."""
+        """Wraps `stages`, whose weights are loaded, and makes the optimizer of `args`.
+
+        The schedule leaves out `untrained_rollouts`, in which this model takes no step.
+        """
         wrapped = data_parallel.wrap(config.ddp_config(args), stages, parallel.device)
         sharded = data_parallel.shard_reference(reference, wrapped)
         data_parallel.install_sync_funcs(wrapped)
@@ -49,7 +53,10 @@ class TrainedModel:
         data_parallel.all_gather_params(wrapped)
         stages[0].config.grad_scale_func = optimizer.scale_loss
         scheduler = config.parameter_scheduler(
-            args, optimizer, num_rollout=args.num_rollout, num_steps_per_rollout=args.num_steps_per_rollout
+            args,
+            optimizer,
+            num_rollout=None if args.num_rollout is None else args.num_rollout - untrained_rollouts,
+            num_steps_per_rollout=args.num_steps_per_rollout,
         )
         guard = NonFiniteGuard(args, optimizer, stages, parallel)
         return cls(stages, wrapped, sharded, optimizer, scheduler, guard)

@@ -11,7 +11,6 @@ import datetime
 import functools
 import itertools
 import logging
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -128,7 +127,8 @@ class MegatronTrainer:
         teacher = Teacher.from_args(args, self._spec, self.stages, self.parallel)  # before the weights that stay loaded
         reference, resumed = self._load_weights()
         freeze_parameters(args, self.stages)
-        self._policy = TrainedModel.build(args, self.stages, self.parallel, reference)
+        self._critic_only_rollouts = args.num_critic_only_steps if args.use_critic else 0
+        self._policy = TrainedModel.build(args, self.stages, self.parallel, reference, self._critic_only_rollouts)
         self._reference, self._wrapped = self._policy.reference, self._policy.wrapped
         self.optimizer, self.scheduler = self._policy.optimizer, self._policy.scheduler
         self._times = PhaseTimes(self.parallel.device)
@@ -136,7 +136,6 @@ class MegatronTrainer:
         self._critic: Critic | None = None
         if args.use_critic and not args.eval_only:
             self._critic = Critic(args, self.parallel, resumed, self._times, self._timeline)
-        self._critic_only_rollouts = args.num_critic_only_steps
         self.rollout_metrics: dict[str, float] = {}
         self.start_rollout_id, self.data_state = self._resume(resumed)
         self.memory_report = MemoryReport(
@@ -358,9 +357,8 @@ class MegatronTrainer:
             raise ValueError("no folder to save to: give --save")
         saved_with = None
         if self._critic is not None:
-            saved_with = uuid.uuid4().hex
             self._saver.finish()  # of both: the critic's next save may not begin before
-            self._critic.save(Path(root), rollout_id, saved_with)
+            saved_with = self._critic.save(Path(root), rollout_id)
         return self._saver.save(
             Path(root),
             rollout_id,

@@ -205,7 +205,7 @@ def step_counts(batch: RolloutBatch) -> list[dict[str, float]]:
 
 # metrics that the trainer and the driver add to a step later
 _RESERVED_NAMES = ("step", "grad_norm", "lr", "skipped", "samples", "global_batch_size", "tokens")
-_RESERVED_NAMES_FAMILIES = ("lr-pg_", "memory_", "planned_memory_")
+_RESERVED_NAMES_FAMILIES = ("lr-pg_", "memory_", "planned_memory_", "critic-")
 
 
 def reduce_step(sums: Sequence[LossSums], settings: PolicyLossConfig, parallel: ParallelState) -> dict[str, float]:
