@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 ALIASES = {
     "slimrl.rollout.data_source": "slimrl.rollout.dataset.data_source",
+    "slimrl.rollout.on_policy_distillation": "slimrl.compatibility.distillation",
     "slimrl.rollout.sglang_rollout": "slimrl.rollout.rollout_function",
 }
 RENAMED = {

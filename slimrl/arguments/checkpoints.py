@@ -120,6 +120,7 @@ class ResumePlan:
     first_rollout: int
     resumed: bool
     load: str | None
+    teacher: Found | None = None  # of --opd-type megatron
 
     @property
     def sentence(self) -> str:
@@ -164,6 +165,7 @@ def start_of(args: Arguments) -> ResumePlan:
         first_rollout=first if args.start_rollout_id is None else args.start_rollout_id,
         resumed=resumed,
         load=args.load,
+        teacher=find(args.opd_teacher_load, args.opd_teacher_ckpt_step) if args.has_megatron_teacher else None,
     )
 
 

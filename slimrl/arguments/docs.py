@@ -85,12 +85,6 @@ CAPABILITIES = (
         "Prompts and responses are text.",
     ),
     Capability(
-        "Distillation",
-        "use_opd opd_*",
-        "There is no distillation loss. The closest alternative is `--use-kl-loss` with the teacher as `--ref-load`"
-        " ([algorithms.md](algorithms.md#kl)).",
-    ),
-    Capability(
         "Other attention and layer types",
         "linear_* attention_output_gate use_gated_attention experimental_attention_variant qwen_gdn_backend dsa_*"
         " freeze_indexer allgather_cp is_hybrid_model *mamba_* hetero* hetereo* softmax_type window_* no_rope_freq"

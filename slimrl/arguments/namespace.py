@@ -122,6 +122,11 @@ class SamplingArguments(RolloutArguments, DerivedEngine):
 
 
 @dataclasses.dataclass
+class ConversionArguments(RolloutArguments, DistillationArguments):
+    """The flags of the conversion of samples to training data."""
+
+
+@dataclasses.dataclass
 class PromptArguments(
     SamplingArguments, DataArguments, RolloutArguments, RewardArguments, DebugArguments, DerivedEngine
 ):
@@ -133,13 +138,14 @@ class ReportArguments(LoggingArguments, WandbArguments, PrometheusArguments, Der
     """The flags of reporting."""
 
 
-_COMPOSITES = (MegatronArguments, SamplingArguments, PromptArguments, ReportArguments)
+_COMPOSITES = (MegatronArguments, SamplingArguments, ConversionArguments, PromptArguments, ReportArguments)
 
 
 @dataclasses.dataclass
 class Arguments(
     MegatronArguments,
     PromptArguments,
+    ConversionArguments,
     ReportArguments,
     ClusterArguments,
     ModelArguments,

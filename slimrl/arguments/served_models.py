@@ -71,12 +71,27 @@ class RewardModelConfig:
 
 
 def starts_reward_servers(args: Arguments) -> bool:
-    """Whether slimrl starts the servers of the reward model: --rm-model is given and --rm-url is not."""
-    return args.rm_model is not None and args.rm_url is None and not args.debug_train_only
+    """Whether slimrl starts the servers of the reward model or teacher: --rm-model is given and --rm-url is not.
+
+    An evaluation needs no teacher.
+    """
+    used = not args.debug_train_only and not (args.has_served_teacher and args.eval_only)
+    return args.rm_model is not None and args.rm_url is None and used
+
+
+def served_role(args: Arguments) -> str:
+    """What the servers of --rm-model and --rm-url are in messages."""
+    return "teacher" if args.has_served_teacher else "reward model"
+
+
+def served_vocabulary(folder: Path) -> int | None:
+    """The number of token ids of the model in `folder`, by its config.json; None if it does not say."""
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return (config.get("text_config") or config).get("vocab_size")
 
 
 def reward_gpus(args: Arguments) -> int:
-    """GPUs of the reward model's servers, after those of training and rollout."""
+    """GPUs of the servers of the reward model or teacher, after those of training and rollout."""
     return args.rm_num_gpus if starts_reward_servers(args) else 0
 
 

@@ -120,6 +120,19 @@ OFFERS = (
         "like `--rm-type gpqa`",
     ),
     Offer(
+        "slime.rollout.on_policy_distillation",
+        "reward_func",
+        f"{_HERE}.distillation:reward_func",
+        "the reward is 0, as after slime's `post_process_rewards`; `--use-opd --opd-type sglang` asks the teacher at"
+        " `--rm-url` without it",
+    ),
+    Offer(
+        "slime.rollout.on_policy_distillation",
+        "post_process_rewards",
+        f"{_HERE}.distillation:post_process_rewards",
+        "all rewards are 0; `sample.teacher_log_probs` is already set",
+    ),
+    Offer(
         "slime.rollout.filter_hub.base_types",
         "DynamicFilterOutput",
         "slimrl.rollout.filter_hub.base_types:DynamicFilterOutput",

@@ -197,6 +197,14 @@ REWARDS = (
         boxed=False,
     ),
     BuiltInReward(
+        "zero",
+        "none: for training on a teacher alone (`--use-opd`)",
+        "0",
+        NONE,
+        fast_path=f"{_RULE_GRADING}:zero",
+        boxed=False,
+    ),
+    BuiltInReward(
         "random", "a coin flip, reproducible per sample", "1 or 0", NONE, fast_path=f"{_RULE_GRADING}:coin_flip"
     ),
 )

@@ -55,11 +55,10 @@ def format_spans(spans: list[Span]) -> str:
 # unsupported fields of slime's Sample -> what to do instead of setting them
 NOT_SERVED = {
     "generate_function_path": "give the evaluation set a custom_generate_function_path (--eval-config)",
-    "mopd_teacher_log_probs": "distillation from teachers is unsupported",
+    "mopd_teacher_log_probs": "distillation has one teacher, whose values are teacher_log_probs",
     "multimodal_inputs": "images, videos and audio are unsupported: leave it None",
     "multimodal_train_inputs": "images, videos and audio are unsupported: leave it None",
     "rollout_routed_experts": "routing replay is unsupported: leave it None",
-    "teacher_log_probs": "distillation from teachers is unsupported",
     "train_metadata": "put it into metadata, which --rollout-sample-filter-path and reward functions receive",
 }
 _STATUS_BY_FINISH = {"stop": "completed", "length": "truncated", "abort": "aborted"}
@@ -188,7 +187,7 @@ class Sample(SlimeSample):
     """One prompt with one response.
 
     Invariants once generated: `len(tokens) == prompt length + response_length` and
-    `len(loss_mask) == len(rollout_log_probs) == response_length` if these are set.
+    `len(loss_mask) == len(rollout_log_probs) == len(teacher_log_probs) == response_length` if these are set.
     `version_spans` record which weights sampled which tokens of the response (see the module; empty if unknown);
     `weight_versions` has one entry per request, the version that it ended with.
     Log-probabilities are natural logarithms of the sampling policy at temperature-scaled logits.
@@ -203,6 +202,7 @@ class Sample(SlimeSample):
     response_length: int = 0
     loss_mask: list[int] | None = dataclasses.field(default_factory=_nothing)
     rollout_log_probs: list[float] | None = dataclasses.field(default_factory=_nothing)
+    teacher_log_probs: list[float] | None = dataclasses.field(default_factory=_nothing)
     weight_versions: list[str] = dataclasses.field(default_factory=list)
     version_spans: list[Span] = dataclasses.field(default_factory=list)
     reward: float | dict[str, Any] | None = None
@@ -212,7 +212,7 @@ class Sample(SlimeSample):
     custom_rm_path: str | None = None
     metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
 
-    PACKABLE: ClassVar[frozenset[str]] = frozenset({"tokens", "loss_mask", "rollout_log_probs"})
+    PACKABLE: ClassVar[frozenset[str]] = frozenset({"tokens", "loss_mask", "rollout_log_probs", "teacher_log_probs"})
 
     # slime's name
     Status: ClassVar[type[SampleStatus]] = SampleStatus

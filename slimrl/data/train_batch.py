@@ -28,6 +28,7 @@ from slimrl.data.sample import Sample, SampleStatus
 
 _TOKEN_COLUMNS = ("tokens",)
 _RESPONSE_COLUMNS = ("loss_mask", "rollout_log_probs")
+_OPTIONAL_RESPONSE_COLUMNS = ("teacher_log_probs",)  # None if the run does not have it
 _SAMPLE_COLUMNS = (
     "total_lengths",
     "response_lengths",
@@ -64,6 +65,7 @@ class RolloutBatch:
     micro_batches: list[list[list[int]]] = dataclasses.field(default_factory=list)  # [step][micro-batch] -> rows
     samples_per_step: list[int] = dataclasses.field(default_factory=list)  # global
     tokens_per_step: list[int] = dataclasses.field(default_factory=list)  # trained tokens, global
+    teacher_log_probs: Tensor | None = None  # float32 [sum(response_lengths)], from the server of a teacher
 
     def __len__(self) -> int:
         return self.total_lengths.numel()
@@ -86,16 +88,23 @@ class RolloutBatch:
         chosen = index.tolist()
         columns: dict[str, Any] = {
             **{name: _chosen(getattr(self, name), self.total_lengths, chosen) for name in _TOKEN_COLUMNS},
-            **{name: _chosen(getattr(self, name), self.response_lengths, chosen) for name in _RESPONSE_COLUMNS},
+            **{
+                name: _chosen(getattr(self, name), self.response_lengths, chosen)
+                for name in (*_RESPONSE_COLUMNS, *self._optional_columns())
+            },
             **{name: getattr(self, name)[index] for name in _SAMPLE_COLUMNS},
         }
         return RolloutBatch(**columns)
+
+    def _optional_columns(self) -> list[str]:
+        return [name for name in _OPTIONAL_RESPONSE_COLUMNS if getattr(self, name) is not None]
 
     def save(self, path: str | Path) -> None:
         """Write one safetensors file, the schedule in its metadata as JSON; replaces `path` atomically."""
         from safetensors.torch import save_file
 
-        columns = {name: getattr(self, name).contiguous() for name in _tensor_columns()}
+        names = (*_tensor_columns(), *self._optional_columns())
+        columns = {name: getattr(self, name).contiguous() for name in names}
         schedule = json.dumps({name: getattr(self, name) for name in _SCHEDULE_COLUMNS})
         unfinished = f"{path}.{os.getpid()}.tmp"
         save_file(columns, unfinished, metadata={"format": _FILE_FORMAT, "schedule": schedule})
@@ -110,7 +119,8 @@ class RolloutBatch:
             metadata = file.metadata() or {}
             if metadata.get("format") != _FILE_FORMAT:
                 raise ValueError(f"{path} is not a rollout batch: its format is {metadata.get('format')!r}")
-            columns = {name: file.get_tensor(name) for name in _tensor_columns()}
+            optional = [name for name in _OPTIONAL_RESPONSE_COLUMNS if name in file.keys()]  # noqa: SIM118 - no mapping
+            columns = {name: file.get_tensor(name) for name in (*_tensor_columns(), *optional)}
         return cls(**columns, **json.loads(metadata["schedule"]))
 
 
@@ -140,7 +150,20 @@ def batch_from_samples(samples: list[Sample], raw_rewards: Tensor, rewards: Tens
         group_ids=torch.tensor([sample.group_index for sample in samples], dtype=torch.int64),
         sample_ids=torch.tensor([sample.index for sample in samples], dtype=torch.int64),
         truncated=torch.tensor([sample.status is SampleStatus.TRUNCATED for sample in samples], dtype=torch.bool),
+        teacher_log_probs=_teacher_log_probs(samples, response_lengths),
     )
+
+
+def _teacher_log_probs(samples: list[Sample], lengths: list[int]) -> Tensor | None:
+    """The column, or None if no sample has it. Raises ValueError if only some samples have it."""
+    answered = [sample for sample in samples if sample.response_length]
+    lacking = [sample for sample in answered if sample.column("teacher_log_probs") is None]
+    if lacking and len(lacking) < len(answered):
+        raise ValueError(
+            f"{len(lacking)} of {len(answered)} samples have no teacher_log_probs, the first is sample"
+            f" {lacking[0].index}: give one log-probability per response token of each sample"
+        )
+    return None if lacking or not answered else _column(samples, "teacher_log_probs", lengths, np.float32)
 
 
 def _name(sample: Sample, position: int) -> str:
@@ -159,7 +182,7 @@ def _check(sample: Sample, position: int) -> None:
         )
     if sample.column("rollout_log_probs") is None and sample.response_length:
         raise ValueError(f"{name} has no rollout_log_probs: give one log-probability per response token")
-    for field in _RESPONSE_COLUMNS:
+    for field in (*_RESPONSE_COLUMNS, *_OPTIONAL_RESPONSE_COLUMNS):
         values = sample.column(field)
         if values is not None and len(values) != sample.response_length:
             raise ValueError(f"{name} has {len(values)} {field} for {sample.response_length} response tokens")

@@ -13,6 +13,7 @@ data-parallel rank's model-parallel group:
 | `truncated`, `sample_indices`, `rollout_ids` | bool; int; int, the same for all samples of a prompt |
 | `rollout_log_probs`, `log_probs` | float32 [response]: the engines', and training's before the first step |
 | `ref_log_probs` | float32 [response]: the reference model's, with --use-kl-loss or --kl-coef |
+| `teacher_log_probs` | float32 [response]: the teacher's, with --use-opd |
 | `kl` | float32 [response]: the KL estimate of --kl-coef, else 0 |
 | `values` | float32 [response]: the critic's, before the first step; absent without a critic |
 | `advantages`, `returns` | float32 [response]; equal without a critic, unless a custom function sets them |
@@ -84,8 +85,8 @@ class CustomLoss(Hook, Protocol):
 class CustomAdvantage(Hook, Protocol):
     """`--custom-advantage-function-path`: sets `rollout_data["advantages"]`, and `["returns"]` if they differ.
 
-    Called on every rank with its own samples; samples of one prompt may be on several ranks. --normalize-advantages is
-    applied to the result, --kl-coef is not: use `kl`.
+    Called on every rank with its own samples; samples of one prompt may be on several ranks. --normalize-advantages and
+    the penalty of --use-opd are applied to the result, --kl-coef is not: use `kl`.
     """
 
     def __call__(self, args: RunArguments, rollout_data: dict[str, Any]) -> None:
@@ -178,8 +179,8 @@ class MegatronInit(Hook, Protocol):
 class BeforeLogProb(Hook, Protocol):
     """`--custom-megatron-before-log-prob-hook-path`: runs on every rank before each log-probability pass.
 
-    `model` is the list of this rank's wrapped model chunks, `store_prefix` is "ref_" for the reference model's weights
-    and "" for the policy's.
+    `model` is the list of this rank's wrapped model chunks, `store_prefix` is "ref_" for the reference model's weights,
+    "teacher_" for the teacher's and "" for the policy's.
     """
 
     def __call__(self, args: RunArguments, model: list[Any], store_prefix: str) -> None: ...

@@ -222,3 +222,28 @@ def _tokens(contents: dict[str, Any]) -> tuple[int | None, str | None]:
         return None, None
     numbers = [number for number in ids if isinstance(number, int)]
     return (max(numbers) + 1, source) if numbers else (None, None)
+
+
+def same_vocabulary(first: Path, second: Path) -> bool | None:
+    """Whether the tokenizer.json of both folders give every token the same id; None if one of them cannot be read."""
+    contents = []
+    for folder in (first, second):
+        try:
+            contents.append((folder / "tokenizer.json").read_bytes())
+        except OSError:
+            return None
+    if contents[0] == contents[1]:
+        return True
+    try:
+        one, other = (_ids(json.loads(content)) for content in contents)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return None
+    return one == other
+
+
+def _ids(content: dict[str, Any]) -> dict[str, int]:
+    """The id of each token of a tokenizer.json; pieces of unigram models are numbered by position."""
+    vocabulary = content["model"]["vocab"]
+    if isinstance(vocabulary, list):
+        vocabulary = {piece: number for number, (piece, _) in enumerate(vocabulary)}
+    return vocabulary | {entry["content"]: entry["id"] for entry in content.get("added_tokens") or []}

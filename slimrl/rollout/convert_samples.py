@@ -5,7 +5,8 @@
 `response_lengths` (number of response tokens), `rewards` (those trained on), `loss_masks` (0 or 1 per response token),
 `rollout_log_probs` (the engine's, per response token). Optional: `raw_reward` (before normalization; default
 `rewards`), `truncated` (by the length limit; default no), `sample_indices` and `rollout_ids` (ids of the sample and its
-group; default the row's number), `total_lengths` (number of tokens, checked against `tokens`).
+group; default the row's number), `total_lengths` (number of tokens, checked against `tokens`), `teacher_log_probs`
+(per response token; required with `--opd-type sglang`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from slimrl.algorithms.estimators import ESTIMATORS, Baseline, Estimator
 from slimrl.algorithms.returns import group_normalized_rewards
 from slimrl.algorithms.reward_shaping import OverlongPenalty
 from slimrl.arguments import Arguments
-from slimrl.arguments.flags.rollout import RolloutArguments
+from slimrl.arguments.namespace import ConversionArguments
 from slimrl.data.sample import Sample, SampleStatus
 from slimrl.data.train_batch import RolloutBatch, batch_from_samples
 from slimrl.hooks import ConvertSamples, RewardPostProcess, named, naming, resolve
@@ -113,7 +114,7 @@ def _check_finite(path: str, samples: list[Sample], raw: Tensor, normalized: Ten
 
 _FLAG = "--custom-convert-samples-to-train-data-path"
 _NEEDED = ("tokens", "response_lengths", "rewards", "loss_masks", "rollout_log_probs")
-_OTHERS = ("raw_reward", "truncated", "sample_indices", "rollout_ids", "total_lengths")
+_OTHERS = ("raw_reward", "truncated", "sample_indices", "rollout_ids", "total_lengths", "teacher_log_probs")
 
 
 def remove_truncated(samples: list[Sample], *, asked: bool) -> None:
@@ -123,18 +124,34 @@ def remove_truncated(samples: list[Sample], *, asked: bool) -> None:
 
 
 def training_batch(
-    rollout: RolloutArguments, samples: list[Sample], rewards: Rewards, *, hook_args: RunArguments
+    flags: ConversionArguments, samples: list[Sample], rewards: Rewards, *, hook_args: RunArguments
 ) -> RolloutBatch:
     """The rows of one rollout, without a schedule. Raises ValueError for samples or columns that cannot be trained on.
 
     `rewards` are those of `samples`; a custom conversion function, called with `hook_args`, returns its own.
     """
-    path = rollout.custom_convert_samples_to_train_data_path
+    path = flags.custom_convert_samples_to_train_data_path
     if path is None:
-        return batch_from_samples(samples, rewards.raw, rewards.normalized)
+        return _with_teacher(flags, batch_from_samples(samples, rewards.raw, rewards.normalized))
     function = resolve(path, ConvertSamples)
     with naming(_FLAG, path):
-        return batch_from_columns(function(hook_args, samples))
+        return _with_teacher(flags, batch_from_columns(function(hook_args, samples)))
+
+
+def _with_teacher(flags: ConversionArguments, batch: RolloutBatch) -> RolloutBatch:
+    """The batch, if it has the teacher's log-probabilities exactly where training reads them; else ValueError."""
+    given = batch.teacher_log_probs is not None
+    if flags.has_served_teacher and not given and batch.loss_mask.numel():
+        raise ValueError(
+            "no sample has teacher_log_probs, which --use-opd --opd-type sglang trains on: give --rm-model or --rm-url,"
+            " or set them in a custom function"
+        )
+    if given and not flags.has_served_teacher:
+        raise ValueError(
+            "the samples have teacher_log_probs, which only --use-opd --opd-type sglang reads: add these flags, or"
+            " leave the values None"
+        )
+    return batch
 
 
 def batch_from_columns(columns: Any) -> RolloutBatch:
@@ -158,6 +175,7 @@ def batch_from_columns(columns: Any) -> RolloutBatch:
             response_length=int(columns["response_lengths"][row]),
             loss_mask=list(columns["loss_masks"][row]),
             rollout_log_probs=list(columns["rollout_log_probs"][row]),
+            teacher_log_probs=list(columns["teacher_log_probs"][row]) if "teacher_log_probs" in columns else None,
             status=_status(columns, row),
         )
         for row in range(count)

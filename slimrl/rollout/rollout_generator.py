@@ -163,7 +163,9 @@ class RolloutGenerator:
             returned = await custom(
                 rollout_id, data_source, evaluation=False, tokenizer=self._tokenizer, generator=self
             )
-        return self._config.expected.checked(returned)
+        output = self._config.expected.checked(returned)
+        await self._sample_generator.ask_teacher([sample for group in output.groups for sample in group])
+        return output
 
     async def evaluate(self, rollout_id: int) -> dict[str, EvalResult]:
         """Results of all evaluation sets by name; uses a custom `--eval-function-path` (`--rollout-function-path`)."""

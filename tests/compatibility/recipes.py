@@ -189,6 +189,19 @@ RECIPES: dict[str, Recipe] = {
  --rollout-num-gpus-per-engine 2 --use-wandb --wandb-project slime --wandb-group llama
  --wandb-key 0123456789abcdef --log-passrate --log-multi-turn""",
     ),
+    "qwen3-4B, distilled from a teacher on an SGLang server": Recipe(
+        "qwen3-4B",
+        f"""{CKPT} {MATH} {GRPO} {ADAM} {MISC} {ONE_NODE} {layout(2, 1, 1, 1, 9216)} --rollout-num-gpus-per-engine 1
+ --custom-rm-path slime.rollout.on_policy_distillation.reward_func
+ --custom-reward-post-process-path slime.rollout.on_policy_distillation.post_process_rewards
+ --rm-url http://10.0.0.7:13141/generate --use-opd --opd-type sglang --opd-kl-coef 1.0""",
+    ),
+    "qwen3-4B, distilled from a teacher in the training ranks": Recipe(
+        "qwen3-4B",
+        f"""{CKPT} {MATH} {EVAL} {GRPO} {ADAM} {MISC} {ONE_NODE} {layout(2, 1, 1, 1, 9216)}
+ --rollout-num-gpus-per-engine 1 --use-opd --opd-type megatron --opd-kl-coef 1.0
+ --opd-teacher-load {{data}}/torch_dist""",
+    ),
     "a mistyped flag": Recipe(
         "qwen3-4B",
         f"""{CKPT} {MATH} {EVAL} {GRPO} {ADAM} {ONE_NODE} {layout(2, 1, 1, 1, 9216)} --rollout-num-gpus-per-engine 2

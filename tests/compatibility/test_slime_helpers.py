@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slimrl.arguments import Arguments
-from slimrl.compatibility import graders, loss_helpers
+from slimrl.compatibility import distillation, graders, loss_helpers
 from slimrl.compatibility.loss_helpers import MultiTurnLossMaskGenerator, get_response_lengths
 from slimrl.compatibility.rollout_helpers import (
     RolloutFnEvalOutput,
@@ -120,3 +120,12 @@ def test_small_helpers():
     assert RolloutFnEvalOutput({"set": {}}).data == {"set": {}}
     with pytest.raises(ValueError, match="metrics \\['a'\\] of an evaluation belong to no evaluation set"):
         RolloutFnEvalOutput({}, {"a": 1})
+
+
+def test_rewards_of_distillation_are_zero_and_need_a_teacher():
+    samples = [Sample(index=index) for index in range(3)]
+    args = Arguments(use_opd=True, opd_type="sglang")
+    assert run(distillation.reward_func(args, samples[0])) == 0.0
+    assert distillation.post_process_rewards(args, samples) == ([0.0] * 3, [0.0] * 3)
+    with pytest.raises(ValueError, match="needs a teacher: add --use-opd --opd-type sglang"):
+        run(distillation.reward_func(Arguments(use_opd=True, opd_type="megatron"), samples[0]))

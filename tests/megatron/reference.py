@@ -37,6 +37,7 @@ class ReferenceSettings:
     frozen: str | None = None  # regular expression for the names of frozen weights in transformers' model
     bias_rate: float = 0.0  # step size of the expert bias
     rounded: bool = False  # whether the weights are rounded to bfloat16 first
+    teacher_coef: float = 0.0  # of the sampled reverse KL to a teacher, within the advantage
     compute_dtype: torch.dtype = torch.float64  # of weights and activations; sums over samples and Adam are float64
 
 
@@ -94,7 +95,13 @@ def _balance(logits: Tensor, chosen: int) -> Tensor:
     return experts * (choices.mean(0) / chosen * probabilities.mean(0)).sum()
 
 
-def train(policy_dir: Path, reference_dir: Path, batch: RolloutBatch, settings: ReferenceSettings) -> ReferenceResult:
+def train(
+    policy_dir: Path,
+    reference_dir: Path,
+    batch: RolloutBatch,
+    settings: ReferenceSettings,
+    teacher_dir: Path | None = None,
+) -> ReferenceResult:
     """Trains the policy on the rollout's samples, in `settings.steps` equal steps in order."""
     policy, samples = _prepare(policy_dir, settings), _split(batch)
     masters = {name: nn.Parameter(p.detach().double()) for name, p in policy.named_parameters()}
@@ -104,6 +111,11 @@ def train(policy_dir: Path, reference_dir: Path, batch: RolloutBatch, settings: 
     with torch.no_grad():
         old = [_log_probs(policy, sample, settings.temperature)[0] for sample in samples]
         ref = [_log_probs(anchor, sample, settings.temperature)[0] for sample in samples]
+        if teacher_dir is not None:
+            teacher = _prepare(teacher_dir, settings)
+            for sample, log_probs in zip(samples, old, strict=True):
+                gap = log_probs - _log_probs(teacher, sample, settings.temperature)[0]
+                sample["reward"] = sample["reward"] - settings.teacher_coef * gap  # a value for each token
     for name, parameter in policy.named_parameters():
         parameter.requires_grad_(settings.frozen is None or re.search(settings.frozen, name) is None)
     adam = _adam(masters, settings)

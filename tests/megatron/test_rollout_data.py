@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -46,8 +47,9 @@ def test_supervised_train_dump_has_no_policy_log_probs():
     rollout = tiny.recorded_rollout(seed=5)
     rollout.micro_batches = [[[row] for row in range(8)]]
     columns = TrainTensors.without_policy(rollout.loss_mask)
+    columns = dataclasses.replace(columns, teacher_log_probs=rollout.rollout_log_probs)
     for with_policy in (False, True):
         sample = _samples(rollout, columns, 0, with_policy=with_policy)[1]
         assert torch.equal(sample["loss_mask"], rollout.loss_mask.split(rollout.response_lengths.tolist())[1])
-        names = ("train_log_probs", "rollout_log_probs", "advantages")
-        assert [sample[name] is not None for name in names] == [with_policy] * 3
+        names = ("train_log_probs", "rollout_log_probs", "teacher_log_probs", "advantages")
+        assert [sample[name] is not None for name in names] == [with_policy] * 4

@@ -47,7 +47,10 @@ def finished_sample(**changes) -> Sample:
 def test_groups_round_trip_through_a_checkpoint(make_args, tokenizer):
     source = RolloutDataSource(make_args(), tokenizer)
     (under_way,) = source.get_samples(1)
-    ones = [finished_sample(), finished_sample(loss_mask=None, rollout_log_probs=None, tokens=[])]
+    ones = [
+        finished_sample(teacher_log_probs=[-0.5, -2.0, -1e-9]),
+        finished_sample(loss_mask=None, rollout_log_probs=None, tokens=[]),
+    ]
     odd = finished_sample(loss_mask=[1.0, 0.0, 1.0], rollout_log_probs=[None, -1.0, -2.0])  # attached by a function
     state = InflightState([under_way], [FinishedGroup([*ones, odd], under_way, 3)]).added_to(source.state_dict())
     resumed = RolloutDataSource(make_args(), tokenizer)
@@ -63,7 +66,8 @@ def test_column_is_base64_of_eight_bytes_per_token_and_lists_are_also_read(make_
     assert np.frombuffer(base64.b64decode(packed["tokens"]), "<i8").tolist() == [150_000, 3, 0, 2**31, 7]
     assert np.frombuffer(base64.b64decode(packed["rollout_log_probs"]), "<f8").tolist() == [-0.1, -1e-300, -17.25]
     assert np.frombuffer(base64.b64decode(packed["loss_mask"]), "i1").tolist() == [1, 0, 1]
-    state["drawn"]["under_way"] = [[finished_sample().to_dict()]]
+    older = {name: value for name, value in finished_sample().to_dict().items() if name != "teacher_log_probs"}
+    state["drawn"]["under_way"] = [[older]]
     resumed = RolloutDataSource(make_args(), tokenizer)
     inflight_state.restore(resumed, state, keeps_finished=True)
     assert resumed.get_samples(1) == [[finished_sample()]]

@@ -10,6 +10,7 @@ from slimrl.arguments.dry_run.plan import Plan
 from slimrl.arguments.flag import Problem
 from slimrl.arguments.memory.training import StageMemory
 from slimrl.arguments.namespace import Arguments
+from slimrl.arguments.served_models import served_role
 from slimrl.models.hf_folder import weights_fault
 from slimrl.processes.process_info import gib
 
@@ -37,7 +38,7 @@ def _gpus(plan: Plan) -> Iterator[Problem]:
 def _roles(plan: Plan) -> str:
     train, engines = len(plan.placement.train), sum(map(len, plan.placement.engines))
     reward = sum(map(len, plan.placement.reward))
-    own = f", {reward} for the reward model" if reward else ""
+    own = f", {reward} for the {served_role(plan.args)}" if reward else ""
     return f"{train} for training, {engines} for engines" + (", the same ones" if plan.colocated else "") + own
 
 
@@ -48,7 +49,7 @@ def _groups_on_one_node(plan: Plan) -> Iterator[Problem]:
     )
     engines = [(f"engine {index}", "--rollout-num-gpus-per-engine", gpus) for index, gpus in enumerate(where.engines)]
     engines += [
-        (f"server {index} of the reward model", "--rm-num-gpus-per-engine", gpus)
+        (f"server {index} of the {served_role(plan.args)}", "--rm-num-gpus-per-engine", gpus)
         for index, gpus in enumerate(where.reward)
     ]
     for name, flag, gpus in engines:
@@ -115,7 +116,7 @@ def _memory(plan: Plan) -> Iterator[Problem]:
     if plan.reward_weights is not None and plan.reward_weights > gpu.bytes:
         yield Problem(
             "--rm-num-gpus-per-engine",
-            f"the reward model's weights take {gib(plan.reward_weights)} of a GPU that has {have}: raise"
+            f"the {served_role(plan.args)}'s weights take {gib(plan.reward_weights)} of a GPU that has {have}: raise"
             " --rm-num-gpus-per-engine.",
         )
     if engine is None:
@@ -188,7 +189,7 @@ def _shortage(plan: Plan) -> str | None:
     return (
         f"this machine has no GPU and {gib(host)} of memory; {len(plan.placement.train)} training GPUs take"
         f" {gib(train)} and {len(plan.placement.engines)} engines {gib(rollout)}"
-        + (f", the reward model {gib(reward)}" if reward else "")
+        + (f", the {served_role(plan.args)} {gib(reward)}" if reward else "")
         + f", per machine {gib(need)}"
     )
 

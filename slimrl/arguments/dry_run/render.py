@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from slimrl.arguments.dry_run.plan import Plan, loop_rows, option_words
 from slimrl.arguments.layout import dense_axes, expert_axes, rank_lists
 from slimrl.arguments.memory.training import StageMemory
+from slimrl.arguments.served_models import served_role
 from slimrl.processes.process_info import gib
 
 # groups are listed rank by rank up to this world size; beyond it the first group of each kind is shown
@@ -79,7 +80,7 @@ def _gpus(plan: Plan) -> Iterator[str]:
         rows.append(("engines", len(every), _where(plan, every)))
     if where.reward:
         every = range(where.reward[0].start, where.reward[-1].stop)
-        rows.append(("reward model", len(every), _where(plan, every)))
+        rows.append((served_role(plan.args), len(every), _where(plan, every)))
     yield from table(rows)
     nodes = len(where.nodes_of(range(len(where.places))))
     shared = f", both roles on the same ones, {_turns(plan)}" if plan.colocated else ""
@@ -240,6 +241,8 @@ def _checkpoints(plan: Plan) -> Iterator[str]:
         rows.append(("weights", start.flag, f"{start.weights.folder} ({start.weights.name})"))
     if start.reference is not None:
         rows.append(("reference", "--ref-load", f"{start.reference.folder} ({start.reference.name})"))
+    if start.teacher is not None and not args.eval_only:
+        rows.append(("teacher", "--opd-teacher-load", f"{start.teacher.folder} ({start.teacher.name})"))
     if args.load is not None and start.flag != "--load":
         rows.append(("resume from", "--load", f"{args.load} has no checkpoint yet: a fresh start"))
     if args.eval_only:
@@ -309,8 +312,10 @@ def _reward_servers(plan: Plan) -> Iterator[str]:
     if not servers:
         return
     places = "; ".join(_where(plan, gpus) for gpus in servers[:LISTED])
-    yield f"reward model: {len(servers)} {'server' if len(servers) == 1 else 'servers'} more, at {places}"
-    words = [f"--model-path {args.rm_model}", f"--tp-size {args.rm_num_gpus_per_engine}", "--is-embedding"]
+    role = served_role(args)
+    yield f"{role}: {len(servers)} {'server' if len(servers) == 1 else 'servers'} more, at {places}"
+    words = [f"--model-path {args.rm_model}", f"--tp-size {args.rm_num_gpus_per_engine}"]
+    words += [] if args.has_served_teacher else ["--is-embedding"]
     yield f"with: {' '.join([*words, *option_words(args.rm_server_options)])}"
     yield f"at most {args.rm_concurrency} requests in flight per server (--rm-concurrency)"
 
@@ -328,7 +333,7 @@ def _memory(plan: Plan) -> Iterator[str]:
             yield f"in host memory while engines generate, per GPU: {gib(parked)} (weights, optimizer state)"
     yield from _engine(plan)
     if plan.reward_weights is not None:
-        yield f"reward model: weights {gib(plan.reward_weights)} of each of its GPUs"
+        yield f"{served_role(plan.args)}: weights {gib(plan.reward_weights)} of each of its GPUs"
     if plan.gpu is None:
         yield "the memory of a GPU is not known here: --gpu-memory-gib compares with it"
     else:
@@ -348,8 +353,13 @@ def _stage_rows(stages: Sequence[StageMemory]) -> Iterator[tuple[str, list[int]]
 
 
 def _host_reason(plan: Plan) -> str:
-    reasons = ["the reference model"] if plan.args.use_reference and not plan.args.eval_only else []
-    return " and ".join(reasons + (["optimizer state and gradients"] if plan.args.optimizer_cpu_offload else []))
+    args, trains = plan.args, not plan.args.eval_only
+    reasons = {
+        "the reference model": trains and args.use_reference,
+        "the teacher": trains and args.has_megatron_teacher,
+        "optimizer state and gradients": args.optimizer_cpu_offload,
+    }
+    return " and ".join(reason for reason, given in reasons.items() if given)
 
 
 def _engine(plan: Plan) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Flags of the algorithm (advantages, policy loss, KL, critic), and of on-policy distillation (unsupported)."""
+"""Flags of the algorithm (advantages, policy loss, KL, critic), and of on-policy distillation."""
 
 from __future__ import annotations
 
@@ -290,15 +290,38 @@ class CriticArguments:
     )
 
 
-_OPD = "distillation is unsupported; use --use-kl-loss with the teacher as --ref-load"
-
-
 @dataclasses.dataclass
 class DistillationArguments:
-    """On-policy distillation."""
+    """On-policy distillation: a teacher's log-probabilities of the responses that the trained model, the student, gave.
 
-    use_opd: bool = flag(False, "train on a teacher's log-probabilities", not_served=_OPD)
-    opd_type: str | None = flag(None, "backend of the teacher", choices=("sglang", "megatron"), not_served=_OPD)
-    opd_kl_coef: float = flag(1.0, "weight of the reverse KL to the teacher", not_served=_OPD)
-    opd_teacher_load: str | None = flag(None, "the teacher's checkpoint", not_served=_OPD)
-    opd_teacher_ckpt_step: int | None = flag(None, "iteration to read from it", not_served=_OPD)
+    At most one of `has_megatron_teacher` and `has_served_teacher` is true.
+    """
+
+    use_opd: bool = flag(
+        False, "on-policy distillation: subtract the reverse KL to a teacher from the advantage of each token"
+    )
+    opd_type: str | None = flag(
+        None,
+        "where the teacher of --use-opd runs: on SGLang servers (--rm-model, --rm-url), or in the training ranks"
+        " (--opd-teacher-load)",
+        choices=("sglang", "megatron"),
+    )
+    opd_kl_coef: float = flag(1.0, "weight of the reverse KL of --use-opd; with 0 it is only logged", at_least=0)
+    opd_teacher_load: str | None = flag(
+        None,
+        "torch_dist or Hugging Face folder of the teacher of --opd-type megatron, with the student's architecture and"
+        " vocabulary (path)",
+    )
+    opd_teacher_ckpt_step: int | None = flag(
+        None, "iteration to load from --opd-teacher-load (the one in its tracker file)", at_least=0
+    )
+
+    @property
+    def has_megatron_teacher(self) -> bool:
+        """True if the training ranks compute the teacher's log-probabilities."""
+        return self.use_opd and self.opd_type == "megatron"
+
+    @property
+    def has_served_teacher(self) -> bool:
+        """True if SGLang servers compute the teacher's log-probabilities."""
+        return self.use_opd and self.opd_type == "sglang"

@@ -220,18 +220,19 @@ class RewardArguments:
     )
     rm_url: str | None = flag(
         None,
-        "address of the reward service of --rm-type remote_rm; with --rm-model the addresses of external SGLang servers"
-        " of that model, separated by commas",
+        "address of the reward service of --rm-type remote_rm; with --rm-model or --opd-type sglang the addresses of"
+        " external SGLang servers of the reward model or teacher, separated by commas",
     )
     rm_model: str | None = flag(
         None,
-        "reward model of --rm-type reward_model (Hugging Face folder, a sequence classifier with one label); without"
-        " --rm-url slimrl starts its servers on dedicated GPUs",
+        "reward model of --rm-type reward_model (Hugging Face folder, a sequence classifier with one label), or teacher"
+        " of --opd-type sglang (a language model with the student's tokenizer); without --rm-url slimrl starts its"
+        " servers on dedicated GPUs",
     )
-    rm_num_gpus: int = flag(1, "GPUs of the reward model's servers, after those of training and rollout", at_least=1)
-    rm_num_gpus_per_engine: int = flag(1, "GPUs per server of the reward model", at_least=1)
+    rm_num_gpus: int = flag(1, "GPUs of the servers of --rm-model, after those of training and rollout", at_least=1)
+    rm_num_gpus_per_engine: int = flag(1, "GPUs per server of --rm-model", at_least=1)
     rm_server_options: dict[str, Any] = flag(
-        {}, 'SGLang flags of the reward model\'s servers (JSON object), as in {"mem_fraction_static": 0.8}'
+        {}, 'SGLang flags of the servers of --rm-model (JSON object), as in {"mem_fraction_static": 0.8}'
     )
     rm_input: str | None = flag(
         None,
@@ -240,7 +241,7 @@ class RewardArguments:
         " text)",
         choices=("conversation", "text", "tokens"),
     )
-    rm_concurrency: int = flag(64, "requests in flight per server of the reward model", at_least=1)
+    rm_concurrency: int = flag(64, "requests in flight per server of the reward model or teacher", at_least=1)
     rm_failure_limit: float = flag(
         1.0,
         "end the run if graders could not score at least this fraction of a rollout's samples; above 1: never",

@@ -35,7 +35,7 @@ class StageMemory:
     critic: int  # its weights and optimizer state; 0 without one
     critic_gradients: int
     weight_update: int  # two buckets of new weights, and what is gathered then: none of the three above is there
-    host: int  # in host memory: reference weights; with --optimizer-cpu-offload state and gradients
+    host: int  # in host memory: weights of reference and teacher; with --optimizer-cpu-offload state and gradients
 
     @property
     def resident(self) -> int:
@@ -78,7 +78,8 @@ def _stage(
     critic, critic_gradients, of_critic_on_host = _critic_bytes(args, groups, of_critic)
     offloaded, copied = _offloaded_bytes(args, state)
     held = _shared_out(args, groups, dense, expert, "optim_grads_params") * element
-    has_reference, trains = args.use_reference and not args.eval_only, not args.eval_only
+    trains = not args.eval_only
+    host_models = trains * (args.use_reference + args.has_megatron_teacher)  # each also has room for the policy
     gathered = (dense + expert) * element - held  # Megatron-FSDP holds weights whole between two passes
     return StageMemory(
         layers=parts[number],
@@ -93,7 +94,7 @@ def _stage(
         critic_gradients=critic_gradients,
         backward=trains * working_bytes(spec, setting, parts[number]),
         weight_update=gathered + _bucket_bytes(args, weights.total * element),
-        host=offloaded + copied + of_critic_on_host + (2 * weights.total * element if has_reference else 0),
+        host=offloaded + copied + of_critic_on_host + 2 * host_models * weights.total * element,
     )
 
 

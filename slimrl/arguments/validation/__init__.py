@@ -1,7 +1,7 @@
 """Every check between flags, files and GPUs, in one table of rules.
 
-A rule is in the file that is named like that of its flag in `slimrl.arguments.flags`. Bounds and choices of a single
-flag are in its declaration there.
+A rule is in the file that is named like that of its flag in `slimrl.arguments.flags`, or like the theme of the flag.
+Bounds and choices of a single flag are in its declaration there.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from slimrl.arguments.validation import (
     critic,
     custom_functions,
     data,
+    distillation,
     engine,
     logging,
     model,
-    moe,
     optimizer,
     parallel,
     rollout,
@@ -31,10 +31,10 @@ MODEL_RULES: tuple[Rule, ...] = (
     model.shape_is_possible,
     model.latent_flags_have_latent_attention,
     model.latent_attention_is_plain_otherwise,
-    moe.expert_flags_have_experts,
-    moe.router_can_choose_experts,
-    moe.router_is_consistent,
-    moe.moe_layer_pattern_is_complete,
+    model.expert_flags_have_experts,
+    model.router_can_choose_experts,
+    model.router_is_consistent,
+    model.moe_layer_pattern_is_complete,
     model.precision_is_single,
     checkpoint.hf_checkpoint_exists,
     model.model_agrees_with_hf_config,
@@ -146,6 +146,10 @@ TRAINING_RULES: tuple[Rule, ...] = (
     algorithm.preference_flags_have_their_loss,
     algorithm.preference_training_is_consistent,
     algorithm.pairs_are_whole,
+    distillation.distillation_has_its_switch,
+    distillation.teacher_in_training_is_a_checkpoint,
+    distillation.teacher_on_servers_is_comparable,
+    distillation.teacher_on_servers_is_reachable,
     custom_functions.custom_loss_has_its_function,
     custom_functions.parts_of_the_policy_loss_have_one,
     custom_functions.custom_model_is_one,

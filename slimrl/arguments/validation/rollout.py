@@ -169,8 +169,8 @@ def lengths_fit_the_context(args: Arguments, context: Context) -> Iterator[Probl
 
 def reward_service_has_an_address(args: Arguments, context: Context) -> Iterator[Problem]:
     """remote_rm needs --rm-url, an HTTP address."""
-    if args.rm_model is not None:
-        return  # the address of the reward model's server
+    if args.rm_model is not None or args.has_served_teacher:
+        return  # the address of the reward model's server, or of the teacher's
     if args.rm_url is None:
         users = _graded_by(args, GradedBy.SERVICE)
         if users:
@@ -183,6 +183,8 @@ def reward_service_has_an_address(args: Arguments, context: Context) -> Iterator
 
 def reward_model_is_complete(args: Arguments, context: Context) -> Iterator[Problem]:
     """reward_model has a model with one output and enough context; reward model flags have a model."""
+    if args.has_served_teacher:
+        return  # the servers are the teacher's
     if args.rm_model is None:
         users = _graded_by(args, GradedBy.REWARD_MODEL)
         if users:
@@ -265,6 +267,8 @@ def groups_can_be_compared(args: Arguments, context: Context) -> Iterator[Proble
         return
     if args.loss_type == "sft_loss" or args.trains_on_pairs or args.eval_only or args.debug_rollout_only:
         return
+    if args.use_opd and args.rm_type == "zero" and args.custom_rm_path is None:  # the teacher alone
+        return
     estimator = ESTIMATORS.get(args.advantage_estimator)
     if estimator is None or not estimator.is_group_relative or not args.rewards_normalization:
         return
@@ -286,7 +290,8 @@ def reward_is_given(args: Arguments, context: Context) -> Iterator[Problem]:
     if own_samples or {"rm_type", "custom_rm_path"} & context.broken:
         return
     if args.rm_type is None and args.custom_rm_path is None:
-        yield Problem("--rm-type", "no reward for the responses: give --rm-type or --custom-rm-path.")
+        alone = " (--rm-type zero: train on the teacher alone)" if args.use_opd else ""
+        yield Problem("--rm-type", f"no reward for the responses: give --rm-type or --custom-rm-path{alone}.")
 
 
 _TRAINING = ("hf_checkpoint", "prompt_data", "rollout_batch_size", "rollout_max_response_len")

@@ -1,4 +1,6 @@
-"""The servers of the reward model (--rm-model): SGLang on dedicated GPUs, separate from the engines of the policy.
+"""The servers of --rm-model: SGLang on dedicated GPUs, separate from the engines of the policy.
+
+The model is a reward model, or with `--use-opd --opd-type sglang` the teacher, a language model.
 
 The rollout manager owns them. They start and end with the engines; the death of one ends the run with a message that
 names it. They have no router and receive no weight updates.
@@ -20,7 +22,7 @@ import numpy
 from safetensors.numpy import save_file
 
 from slimrl.arguments import Arguments
-from slimrl.arguments.served_models import RewardModelConfig
+from slimrl.arguments.served_models import RewardModelConfig, served_role
 from slimrl.cluster.engines.engine import Engine, EngineActorConfig, ServerSettings
 from slimrl.cluster.launch import Launch
 from slimrl.cluster.placement import GpuBundles
@@ -60,14 +62,15 @@ def servable_folder(model: Path, architecture: str, into: Path) -> Path:
 
 
 READY_TIMEOUT_S = 900.0
-ROLE = "_reward"
+ROLES = {"reward model": "_reward", "teacher": "_teacher"}  # in the names of logs
 
 
 @dataclasses.dataclass
 class RewardServers:
-    """Running servers; empty without a reward model or with an external one."""
+    """Running servers; empty without a model to serve or with an external one."""
 
     engines: list[Engine]
+    role: str = "reward model"
     closing: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
 
     @classmethod
@@ -78,17 +81,17 @@ class RewardServers:
         config = EngineActorConfig(
             Path(args.run_dir).absolute() / "logs", args.log_level, launch.environment, Path.cwd()
         )
-        folder = Path(args.rm_model).absolute()
-        architecture = RewardModelConfig.read(folder).architecture
-        model = await asyncio.to_thread(
-            servable_folder, folder, architecture, Path(args.run_dir).absolute() / "rm_model"
-        )
+        model = Path(args.rm_model).absolute()
+        if not args.has_served_teacher:
+            architecture = RewardModelConfig.read(model).architecture
+            links = Path(args.run_dir).absolute() / "rm_model"
+            model = await asyncio.to_thread(servable_folder, model, architecture, links)
         engines = [
             Engine(server_settings(args, model, index, launch), parts, gpus, config)
             for index, parts in enumerate(gpus.reward_engines)
         ]
         await asyncio.gather(*(engine.start(READY_TIMEOUT_S) for engine in engines))
-        return cls(engines)
+        return cls(engines, served_role(args))
 
     def reachable(self, args: Arguments) -> Arguments:
         """`args` with the servers' URLs as `--rm-url`, if there are servers."""
@@ -107,7 +110,7 @@ class RewardServers:
         end = await engine.watch()
         if self.closing.is_set():
             await asyncio.Event().wait()  # a regular shutdown: `others` has the message
-        return f"the reward model's server {engine.settings.index} has ended, responses cannot be scored: {end}"
+        return f"the {self.role}'s server {engine.settings.index} has ended, responses cannot be scored: {end}"
 
     async def memory(self) -> dict[str, float]:
         """Resident memory of every server in GiB, by name."""
@@ -128,10 +131,10 @@ def server_settings(args: Arguments, model: Path, index: int, launch: Launch) ->
         model_path=str(model),
         tensor_parallel_size=args.rm_num_gpus_per_engine // int(options.get("pp_size", 1)),
         random_seed=args.rollout_seed + index,
-        options={**options, "is_embedding": True},
+        options=options if args.has_served_teacher else {**options, "is_embedding": True},
         memory_saver=False,
         cuda=launch.machine.cuda,
-        role=ROLE,
+        role=ROLES[served_role(args)],
         bind=launch.bind,
         key=options.get(OPTION),
     )

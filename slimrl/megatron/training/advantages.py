@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slimrl.algorithms.distillation import TeacherTerm
 from slimrl.algorithms.estimators import ESTIMATORS, Returns
 from slimrl.algorithms.kl import kl_estimate
 from slimrl.algorithms.reduction import sums_per_sample
@@ -37,14 +38,16 @@ def token_advantages(
     ref_log_probs: Tensor | None,
     values: Tensor | None,
     group: dist.ProcessGroup,
+    penalty: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Advantages and `token_returns`; both float32 [response tokens of the rank].
 
-    With --normalize-advantages the advantages are whitened over the trained tokens of all data-parallel ranks, which
-    `group` contains. `values` are the critic's, of an estimator that has one; without one, the advantages are the
-    returns.
+    `penalty` [response tokens] is subtracted from the advantages. With --normalize-advantages the advantages are
+    whitened over the trained tokens of all data-parallel ranks, which `group` contains. `values` are the critic's, of
+    an estimator that has one; without one, the advantages are the returns, less the penalty.
     """
     advantages, returns = token_returns(algorithm, batch, log_probs, ref_log_probs, values)
+    advantages = advantages if penalty is None else advantages - penalty
     if algorithm.normalize_advantages:
         advantages = whitened(advantages, batch.loss_mask.to(advantages.device), group)
     return advantages, returns
@@ -143,7 +146,7 @@ class TrainingHooks:
         return self._custom_loss or self.advantages is not None or self.postprocess is not None
 
     def before_log_probs(self, store_prefix: str) -> None:
-        """Call the hook; `store_prefix` is "ref_" while the reference's weights are loaded."""
+        """Call the hook; `store_prefix` is "ref_" or "teacher_" while the weights of that model are loaded."""
         if self._before_log_prob is not None:
             self._before_log_prob(self._model, store_prefix)
 
@@ -170,12 +173,13 @@ def build_train_inputs(
     values: Tensor | None,
     group: dist.ProcessGroup,
     device: torch.device,
+    teacher: TeacherTerm | None = None,
 ) -> tuple[TrainTensors, RolloutData | None]:
     """The loss's inputs except the model's output, and the same as a dict for custom functions (None without these).
 
-    `log_probs` [response tokens of the rank] is None for a loss without advantages, `values` without a critic; `group`
-    contains the data-parallel ranks. Raises HookFailedError if a custom function raises or leaves entries that do not
-    match the samples.
+    `log_probs` [response tokens of the rank] is None for a loss without advantages, `values` without a critic,
+    `teacher` without --use-opd; `group` contains the data-parallel ranks. Raises HookFailedError if a custom function
+    raises or leaves entries that do not match the samples.
     """
     columns = {"loss_masks": batch.loss_mask.to(device, copy=True)}
     if log_probs is not None:
@@ -184,11 +188,13 @@ def build_train_inputs(
         columns["ref_log_probs"] = ref_log_probs
     if values is not None:
         columns["values"] = values
+    if teacher is not None:
+        columns["teacher_log_probs"] = teacher.log_probs
     data = _as_dict(batch, columns, device) if hooks.see_rollout_data else None
     if log_probs is not None:
         if data is not None:
             data["kl"] = _split(_kl(algorithm, log_probs, ref_log_probs), batch)
-        columns |= _advantages(algorithm, hooks, batch, columns, data, group)
+        columns |= _advantages(algorithm, hooks, batch, columns, data, group, teacher)
     if hooks.postprocess is not None:
         assert data is not None  # `see_rollout_data`
         hooks.postprocess(rollout_id, data)
@@ -237,11 +243,19 @@ def _advantages(
     columns: dict[str, Tensor],
     data: RolloutData | None,
     group: dist.ProcessGroup,
+    teacher: TeacherTerm | None,
 ) -> dict[str, Tensor]:
-    """Advantages and returns from the custom function or the estimator; also stored in `data`."""
+    """Advantages, less the teacher's penalty, and returns from the custom function or the estimator.
+
+    They are also stored in `data`.
+    """
+    penalty = None
+    if teacher is not None:
+        student = columns["rollout_log_probs" if algorithm.use_rollout_logprobs else "log_probs"]
+        penalty = teacher.penalty(student, columns["loss_masks"])
     if hooks.advantages is None:
         policies = columns["log_probs"], columns.get("ref_log_probs")
-        advantages, returns = token_advantages(algorithm, batch, *policies, columns.get("values"), group)
+        advantages, returns = token_advantages(algorithm, batch, *policies, columns.get("values"), group, penalty)
     else:
         assert data is not None  # `see_rollout_data`
         hooks.advantages(data)
@@ -252,6 +266,7 @@ def _advantages(
         if "values" not in columns:  # with a critic they are its targets, which only the function knows
             data.setdefault("returns", data["advantages"])
         returns = _joined(data, "returns", batch, where, device)
+        advantages = advantages if penalty is None else advantages - penalty
         if algorithm.normalize_advantages:
             advantages = whitened(advantages, columns["loss_masks"], group)
     found = {"advantages": advantages, "returns": returns}
@@ -331,4 +346,5 @@ def _as_columns(algorithm: AlgorithmArguments, columns: dict[str, Tensor]) -> Tr
         loss_mask=columns["loss_masks"],
         returns=columns["returns"],
         values=columns.get("values"),
+        teacher_log_probs=columns.get("teacher_log_probs"),
     )

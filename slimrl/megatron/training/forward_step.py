@@ -152,6 +152,7 @@ class TrainTensors:
     returns: Tensor | None = None  # targets of the critic's values
     positive_weights: Tensor | None = None  # of the likelihood loss on positive examples
     values: Tensor | None = None  # the critic's, before the rollout's first optimizer step
+    teacher_log_probs: Tensor | None = None  # already in the advantages; the loss does not read them
 
     @classmethod
     def without_policy(cls, loss_mask: Tensor, ref_log_probs: Tensor | None = None) -> TrainTensors:
@@ -170,7 +171,7 @@ class TrainTensors:
         chosen: dict[str, Any] = {
             field.name: value if value is None else value.index_select(0, micro_batch.response_index)
             for field in dataclasses.fields(self)
-            if field.name not in ("returns", "values")
+            if field.name not in ("returns", "values", "teacher_log_probs")
             for value in [getattr(self, field.name)]
         }
         if on_policy:
@@ -186,7 +187,7 @@ class TrainTensors:
 
     def broken_samples(self, batch: RolloutBatch) -> list[str]:
         """The samples of `batch` with an input that is not finite (see `nonfinite_guard.broken_samples`)."""
-        names = ("advantages", "rollout_log_probs", "train_log_probs", "ref_log_probs")
+        names = ("advantages", "rollout_log_probs", "train_log_probs", "ref_log_probs", "teacher_log_probs")
         columns = {name: value for name in names if (value := getattr(self, name)) is not None}
         return broken_samples(columns, self.loss_mask, batch.response_lengths, batch.sample_ids)
 

@@ -12,10 +12,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from slimrl.algorithms.distillation import TeacherTerm
+from slimrl.data.train_batch import RolloutBatch
 from slimrl.megatron.data_parallel import ShardedReference, Stage
 from slimrl.megatron.model.micro_batch import MicroBatch
 from slimrl.megatron.parallel import ParallelState
 from slimrl.megatron.ref_model import ReferenceWeights
+from slimrl.megatron.teacher import Teacher
 from slimrl.megatron.training.advantages import TrainingHooks
 from slimrl.megatron.training.forward_step import LogProbConfig, score_tokens
 from slimrl.megatron.training.pass_plan import PassPlan
@@ -35,6 +38,7 @@ class RolloutLogProbs:
 
     train_log_probs: Tensor | None = None
     ref_log_probs: Tensor | None = None
+    teacher: TeacherTerm | None = None
     entropy: Tensor | None = None
     scored_rows: list[int] = dataclasses.field(default_factory=list)  # samples in the policy's pass
     first_step: Tensor | None = None  # [columns, response tokens], values from `note`
@@ -64,6 +68,7 @@ class LogProbPasses:
     plan: PassPlan
     stages: Sequence[Stage]
     reference: ReferenceWeights | ShardedReference | None
+    teacher: Teacher
     settings: LogProbConfig
     hooks: TrainingHooks
     parallel: ParallelState
@@ -73,22 +78,29 @@ class LogProbPasses:
 
     def count(self, rollout_id: int, steps: Steps, *, trains: bool = True) -> int:
         """Micro-batches in all passes over this rollout."""
-        reference = self.plan.runs_reference_pass(rollout_id) * sum(map(len, steps))
-        return reference + sum(len(steps[number]) for number in self._steps_with_pass(len(steps), trains))
+        others = self.plan.runs_reference_pass(rollout_id) + self.plan.has_teacher
+        scored = self._steps_with_pass(len(steps), trains)
+        return others * sum(map(len, steps)) + sum(len(steps[number]) for number in scored)
 
     def _steps_with_pass(self, steps: int, trains: bool) -> range:
         return self.plan.steps_with_pass(steps) if trains else range(steps)
 
     def run(
-        self, rollout_id: int, steps: Steps, response_tokens: int, advance: Callable[[], None], *, trains: bool = True
+        self, rollout_id: int, steps: Steps, batch: RolloutBatch, advance: Callable[[], None], *, trains: bool = True
     ) -> RolloutLogProbs:
-        """Run the passes; `advance` is called at the start of each micro-batch.
+        """Run the passes over `batch`; `advance` is called at the start of each micro-batch.
 
         Without `trains` no optimizer step of the policy follows that could compute log-probabilities itself.
         """
-        scores = RolloutLogProbs()
+        scores, response_tokens = RolloutLogProbs(), batch.loss_mask.numel()
+        everything = [micro_batch for step in steps for micro_batch in step]
+        if self.plan.needs_old_log_probs:
+            computed = None
+            if self.teacher.weights is not None:
+                with self.teacher.weights.loaded_weights():
+                    (computed,) = self._pass("teacher_", everything, response_tokens, advance, with_entropy=False)
+            scores.teacher = self.teacher.term(batch, computed, self.parallel.device)
         if self.reference is not None and self.plan.runs_reference_pass(rollout_id):
-            everything = [micro_batch for step in steps for micro_batch in step]
             with self.reference.loaded_weights():
                 (scores.ref_log_probs,) = self._pass("ref_", everything, response_tokens, advance, with_entropy=False)
         if not self.plan.needs_old_log_probs:

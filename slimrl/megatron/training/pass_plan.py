@@ -22,6 +22,7 @@ class PassPlan:
     steps: int  # optimizer steps per rollout, as planned
     has_reference: bool
     reference_interval: int  # the reference's pass runs every that many rollouts
+    has_teacher: bool = False  # the teacher's pass runs for every rollout
 
     @classmethod
     def from_args(cls, args: Arguments) -> PassPlan:
@@ -32,6 +33,7 @@ class PassPlan:
             "--ci-test": args.ci_test,  # it compares the two forward passes
             # these read the values before the first step; the penalty of the first is a part of the advantages
             "--kl-coef": args.kl_coef != 0,
+            "--use-opd": args.use_opd and not args.use_rollout_logprobs,
             "--loss-type custom_loss": args.loss_type == "custom_loss",
             "--custom-advantage-function-path": args.custom_advantage_function_path,
             "--rollout-data-postprocess-path": args.rollout_data_postprocess_path,
@@ -55,6 +57,7 @@ class PassPlan:
             steps=args.num_steps_per_rollout or 1,
             has_reference=args.use_reference and (args.compute_advantages_and_returns or args.trains_on_pairs),
             reference_interval=args.ref_kl_metric_interval if only_logged else 1,
+            has_teacher=args.has_megatron_teacher and args.compute_advantages_and_returns,
         )
 
     @property
@@ -78,7 +81,8 @@ class PassPlan:
             return f"{self._reference()}; no pass of the policy: no advantages are computed"
         if not self.needs_old_log_probs:
             return "no log-probability pass runs before the optimizer steps: no advantages are computed"
-        return f"{self._policy()}; {self._reference()}"
+        teacher = "; a pass of the teacher for every rollout" if self.has_teacher else ""
+        return f"{self._policy()}; {self._reference()}{teacher}"
 
     def _policy(self) -> str:
         if self.reasons:

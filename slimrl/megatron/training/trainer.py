@@ -36,6 +36,7 @@ from slimrl.megatron.model.micro_batch import MicroBatch, pack_micro_batch
 from slimrl.megatron.model.model_builder import CustomModel, build_stages
 from slimrl.megatron.offload import State, memory_of
 from slimrl.megatron.ref_model import ReferenceWeights
+from slimrl.megatron.teacher import Teacher
 from slimrl.megatron.training.advantages import (
     RolloutData,
     TrainingHooks,
@@ -124,6 +125,7 @@ class MegatronTrainer:
         after_initialization(args.custom_megatron_init_path, self.hook_args)
         self.stages = build_stages(args, self.parallel, CustomModel.from_args(args))
         self._start = PolicyStart(args, self._spec, self.stages, self.parallel)
+        teacher = Teacher.from_args(args, self._spec, self.stages, self.parallel)  # before the weights that stay loaded
         reference, resumed = self._load_weights()
         freeze_parameters(args, self.stages)
         self._critic_only_rollouts = args.num_critic_only_steps if args.use_critic else 0
@@ -157,6 +159,7 @@ class MegatronTrainer:
             plan=PassPlan.from_args(args),
             stages=self._wrapped,
             reference=self._reference,
+            teacher=teacher.sharded(self._wrapped),
             settings=self._log_prob_settings,
             hooks=self._hooks,
             parallel=self.parallel,
@@ -164,11 +167,8 @@ class MegatronTrainer:
             timeline=self._timeline,
             with_entropy=args.use_rollout_entropy,
         )
-        self._custom_loss = (
-            CheckedCustomLoss(args, self._log_prob_settings, self.hook_args)
-            if self._loss_settings.is_custom_loss
-            else None
-        )
+        is_custom = self._loss_settings.is_custom_loss
+        self._custom_loss = CheckedCustomLoss(args, self._log_prob_settings, self.hook_args) if is_custom else None
         self.pairs = PairTraining.from_args(args, self._passes, self._loss_settings, self._pack)
         beside = [] if self._critic is None or args.critic_save is None else [Path(args.critic_save)]
         self._saver = CheckpointSaver(
@@ -233,7 +233,7 @@ class MegatronTrainer:
 
         with self._profiler.part(LOG_PROBS, rollout_id):
             values = None if self._critic is None else self._critic.values(steps, batch, advance)
-            scores = self._passes.run(rollout_id, steps, batch.loss_mask.numel(), advance, trains=trains_policy)
+            scores = self._passes.run(rollout_id, steps, batch, advance, trains=trains_policy)
             columns, data = build_train_inputs(
                 self._kl.applied_to(self._algorithm),
                 self._hooks,
@@ -244,6 +244,7 @@ class MegatronTrainer:
                 values,
                 self.parallel.dp_group,
                 self.parallel.device,
+                scores.teacher,
             )
         if self._dump_template is not None:
             with_policy = self._algorithm.compute_advantages_and_returns

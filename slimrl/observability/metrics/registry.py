@@ -18,6 +18,7 @@ _TIS = "--use-tis"
 _RS = "--use-rs"
 _OF_LEVEL = "{}, over trained tokens; over samples with --tis-level sequence and geometric"
 _ENTROPY = "--use-rollout-entropy"
+_OPD = "--use-opd"
 _FAULTS = "--use-fault-tolerance"
 _SFT = "--loss-type sft_loss"
 _PAIRS = "--loss-type preference_loss"
@@ -273,6 +274,13 @@ ROLLOUT = (
     Metric("rollout/kl", "the same for the KL to the reference model (--kl-loss-type)", "nats", when="the same"),
     Metric("rollout/sample_kl", "mean over samples of that KL, summed over trained tokens", "nats", when="--kl-target"),
     Metric("rollout/kl_coef", "coefficient of the KL penalty in this rollout", when="--kl-target"),
+    Metric("rollout/teacher_log_probs", "the same for the teacher's log-probabilities", "nats", when=_OPD),
+    Metric(
+        "rollout/opd_reverse_kl",
+        "the same for the sampled reverse KL to the teacher, student - teacher log-probability",
+        "nats",
+        when=_OPD,
+    ),
     Metric("rollout/advantages", "the same for the advantages, after whitening"),
     Metric(
         "rollout/returns",

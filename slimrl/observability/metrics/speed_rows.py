@@ -34,8 +34,8 @@ PERF = (
     ),
     Metric("perf/data_preprocess_time", "packing of micro-batches (rank 0)", "s", when=_TRAINING),
     Metric(
-        "perf/{log_probs,ref_log_probs}_time",
-        "pass of the policy, of the reference, before the optimizer steps (rank 0)",
+        "perf/{log_probs,ref_log_probs,teacher_log_probs}_time",
+        "pass of the policy, of the reference, of the teacher, before the optimizer steps (rank 0)",
         "s",
         when="where such a pass runs",
     ),
@@ -46,7 +46,7 @@ PERF = (
         "perf/actor_train_tok_per_s", "prompt and response tokens / that time, all ranks", "tokens/s", when=_TRAINING
     ),
     Metric(
-        "perf/{log_probs,ref_log_probs,actor_train}_tflops",
+        "perf/{log_probs,ref_log_probs,teacher_log_probs,actor_train}_tflops",
         "per training GPU, without padding and recomputation; forward and backward count as three passes",
         "TFLOP/s",
         when="where such a pass runs",

@@ -47,7 +47,7 @@ def _key(key: Any, location: str) -> Any:
 
 
 _KEY = "drawn"  # checkpoint key, next to the data source's keys
-_PACKED = {"tokens": "q", "loss_mask": "b", "rollout_log_probs": "d"}  # type codes of `array`
+_PACKED = {"tokens": "q", "loss_mask": "b", "rollout_log_probs": "d", "teacher_log_probs": "d"}  # type codes of `array`
 _NAMES = tuple(field.name for field in dataclasses.fields(Sample))
 
 
@@ -133,7 +133,8 @@ def _packed(sample: Sample, name: str, code: str) -> Any:
 
 def _samples(group: list[dict[str, Any]]) -> list[Sample]:
     return [
-        Sample.from_dict({**data, **{name: _unpacked(data[name], _PACKED[name]) for name in _PACKED}}) for data in group
+        Sample.from_dict(data | {name: _unpacked(data[name], code) for name, code in _PACKED.items() if name in data})
+        for data in group
     ]
 
 

@@ -26,7 +26,7 @@ from slimrl.arguments.namespace import PromptArguments
 from slimrl.data.sample import Sample, SampleStatus, clip_spans, unserved_field
 from slimrl.engines.protocol import EngineClient, ServiceError, StoppableEngine
 from slimrl.hooks.base import RunArguments
-from slimrl.rollout.async_utils import ends_from_outside
+from slimrl.rollout.async_utils import ends_from_outside, gather_or_cancel
 from slimrl.rollout.generation.multi_turn import (
     append_generation,
     complete_if_stopped,
@@ -197,7 +197,12 @@ class SampleGenerator:
         ]
 
     async def score(self, samples: list[Sample], config: SampleConfig) -> None:
-        """Sets the reward of finished samples without one; with `--group-rm` in one call. Raises SampleError."""
+        """Sets the reward of finished samples without one; with `--group-rm` in one call. Raises SampleError.
+
+        In training also the log-probabilities of a teacher on servers (`ask_teacher`).
+        """
+        if not config.evaluation:
+            await self.ask_teacher(samples)
         if self.scores_groups:
             await self._score_group(
                 [sample for sample in samples if sample.status in _FINISHED and sample.reward is None], config
@@ -208,6 +213,16 @@ class SampleGenerator:
                 work, path = self._scorer.score(sample, config.reward_rule), _reward_path(sample, config)
                 sample.reward = await self._run(sample, "the reward", work, path)
         self.finished += all(sample.reward is not None for sample in samples)
+
+    async def ask_teacher(self, samples: list[Sample]) -> None:
+        """Sets the teacher's log-probabilities of finished samples (`--opd-type sglang`). Raises SampleError."""
+        if not self._scorer.has_teacher:
+            return
+        await gather_or_cancel(
+            self._run(sample, "the teacher's log-probabilities", self._scorer.ask_teacher(sample), None)
+            for sample in samples
+            if sample.status in _FINISHED
+        )
 
     async def _score_group(self, samples: list[Sample], config: SampleConfig) -> None:
         if samples:
@@ -364,7 +379,7 @@ def _check(sample: Sample, *, may_be_aborted: bool) -> None:
     tokens = len(sample.column("tokens"))
     if not 0 <= sample.response_length < tokens:
         raise ValueError(f"response_length {sample.response_length} does not fit {tokens} tokens")
-    for name in ("loss_mask", "rollout_log_probs"):
+    for name in ("loss_mask", "rollout_log_probs", "teacher_log_probs"):
         column = sample.column(name)
         if column is not None and len(column) != sample.response_length:
             raise ValueError(f"{name} has {len(column)} entries but the response has {sample.response_length} tokens")

@@ -51,6 +51,7 @@ class RemoteReward:
         first_pause_s: float = FIRST_PAUSE_S,
         name: str | None = None,
         key: str | None = None,
+        max_reply_bytes: int = MAX_REPLY_BYTES,
     ) -> None:
         self._url = url
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
@@ -58,6 +59,7 @@ class RemoteReward:
         self._timeout = aiohttp.ClientTimeout(total=time_limit_s)
         self._time_limit_s = time_limit_s
         self._first_pause_s = first_pause_s
+        self._max_reply_bytes = max_reply_bytes
         self._session: aiohttp.ClientSession | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -115,9 +117,9 @@ class RemoteReward:
             content = bytearray()
             async for chunk in reply.content.iter_chunked(1 << 16):
                 content += chunk
-                if len(content) > MAX_REPLY_BYTES:
+                if len(content) > self._max_reply_bytes:
                     raise RemoteRewardError(
-                        f"{self._name} returned more than {MAX_REPLY_BYTES} bytes: return only the reward"
+                        f"{self._name} returned more than {self._max_reply_bytes} bytes: return only the reward"
                     )
             shown = content[:300].decode(errors="replace")
             if reply.status == _TOO_MANY_REQUESTS or reply.status >= 500:

@@ -12,10 +12,8 @@ model's template or tokenizer are added.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import math
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,7 +25,8 @@ from slimrl.arguments import Arguments
 from slimrl.arguments.served_models import TOKENIZER_FILES, RewardModelConfig
 from slimrl.data.sample import Sample
 from slimrl.rollout.dataset.prompt_dataset import MESSAGES_KEY
-from slimrl.rollout.rm_hub.remote import RemoteReward, RemoteRewardError, RemoteUnreachable
+from slimrl.rollout.rm_hub.remote import RemoteRewardError
+from slimrl.rollout.rm_hub.server_pool import ServerPool, addresses
 
 
 class RewardInput:
@@ -115,22 +114,9 @@ def prompt_messages(sample: Sample) -> list[dict[str, Any]]:
 
 logger = logging.getLogger(__name__)
 
-AVOIDED_S = 60.0  # an unreachable server is used only as the last choice for this long
-
 
 class RewardModelError(RemoteRewardError):
     """The reward model cannot score a sample, or its response is not a reward."""
-
-
-@dataclasses.dataclass(eq=False)
-class _Server:
-    """One server, its requests in flight, and until when (`time.monotonic`) it is used only as the last choice."""
-
-    url: str
-    service: RemoteReward
-    slots: asyncio.Semaphore
-    in_flight: int = 0
-    avoided_until: float = 0.0
 
 
 class RewardModel:
@@ -146,17 +132,9 @@ class RewardModel:
         key: str | None = None,
     ) -> None:
         """`concurrency` is per server; ids >= `vocabulary` are rejected, because they would crash a server."""
-        self._servers = [
-            _Server(
-                url,
-                RemoteReward(f"{url}/classify", name=f"the reward model's server {url}", key=key),
-                asyncio.Semaphore(concurrency),
-            )
-            for url in urls
-        ]
+        self._pool = ServerPool(urls, "/classify", owner="the reward model", concurrency=concurrency, key=key)
         self._input = reward_input
         self._vocabulary = math.inf if vocabulary is None else vocabulary
-        self._slots = asyncio.Semaphore(concurrency * len(urls))
         # one thread: tokenizers are not thread-safe, and the rollout's loop must not block
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="slimrl-reward-tokens")
 
@@ -193,38 +171,12 @@ class RewardModel:
                 f"sample {sample.index}: token {max(token_ids)} is outside the reward model's vocabulary of"
                 f" {self._vocabulary}: its tokenizer does not match the model, copy both from the same checkpoint"
             )
-        async with self._slots:
-            return await self._ask_any(orjson.dumps({"input_ids": token_ids}))
-
-    async def _ask_any(self, body: bytes) -> float:
-        """The reward from the first reachable server."""
-        remaining = list(self._servers)
-        while True:
-            now = time.monotonic()
-            server = min(remaining, key=lambda one: (one.avoided_until > now, one.in_flight))
-            remaining.remove(server)
-            server.in_flight += 1
-            try:
-                async with server.slots:
-                    return reward_of(await server.service.ask(body), server.url)
-            except RemoteUnreachable as error:
-                server.avoided_until = time.monotonic() + AVOIDED_S
-                if not remaining:
-                    raise
-                logger.warning("%s; retrying on another server", error)
-            finally:
-                server.in_flight -= 1
+        return await self._pool.ask(orjson.dumps({"input_ids": token_ids}), reward_of)
 
     def close(self) -> None:
         """Closes the connections and the thread."""
         self._tokenizing.shutdown(wait=False, cancel_futures=True)
-        for server in self._servers:
-            server.service.close()
-
-
-def addresses(url: str) -> list[str]:
-    """The server addresses in `--rm-url`."""
-    return [part.strip().rstrip("/") for part in url.split(",") if part.strip()]
+        self._pool.close()
 
 
 def reward_of(reply: bytes, url: str) -> float:

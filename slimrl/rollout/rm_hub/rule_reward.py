@@ -101,6 +101,11 @@ def coin_flip(sample: Sample, request: dict[str, Any]) -> float:
     return float(sampling_seed("random reward", sample.index if sample.index is not None else sample.response) % 2)
 
 
+def zero(sample: Sample, request: dict[str, Any]) -> float:
+    """0 for every response."""
+    return 0.0
+
+
 def true_answer(sample: Sample) -> str:
     """The true answer as text; a label may be a number, or have its answer in a box."""
     text = str(sample.label)

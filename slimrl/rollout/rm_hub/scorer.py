@@ -32,6 +32,7 @@ from slimrl.rollout.rm_hub.rule_reward import Reward
 if TYPE_CHECKING:
     from slimrl.rollout.rm_hub.remote import RemoteReward
     from slimrl.rollout.rm_hub.reward_model import RewardModel
+    from slimrl.rollout.rm_hub.teacher import ServedTeacher
 
 
 async def with_timeout(time_limit_s: float, path: str, call: Awaitable[Any]) -> Any:
@@ -108,6 +109,7 @@ class RewardScorer:
         *,
         remote: RemoteReward | None = None,
         model: RewardModel | None = None,
+        teacher: ServedTeacher | None = None,
         custom_time_limit_s: float = CUSTOM_TIME_LIMIT_S,
     ) -> None:
         """`router` and `hook_args` are for custom functions: the router that they may call, and their arguments."""
@@ -116,6 +118,7 @@ class RewardScorer:
         self._hook_args = hook_args
         self._remote = remote
         self._model = model
+        self._teacher = teacher
         self._custom_time_limit_s = custom_time_limit_s
         self._functions: dict[tuple[str, type], Callable[..., Any]] = {}
 
@@ -128,8 +131,12 @@ class RewardScorer:
         custom_time_limit_s: float = CUSTOM_TIME_LIMIT_S,
     ) -> RewardScorer:
         """The scorer for the flags."""
-        remote = model = None
-        if args.rm_url is not None and args.rm_model is not None:  # --rm-url is its server's address
+        remote = model = teacher = None
+        if args.has_served_teacher:  # --rm-url is its server's address
+            from slimrl.rollout.rm_hub.teacher import ServedTeacher  # imports an HTTP client
+
+            teacher = ServedTeacher.from_args(args)
+        elif args.rm_url is not None and args.rm_model is not None:  # --rm-url is its server's address
             from slimrl.rollout.rm_hub.reward_model import RewardModel  # imports tokenizers and an HTTP client
 
             model = RewardModel.from_args(args)
@@ -143,6 +150,7 @@ class RewardScorer:
             args,
             remote=remote,
             model=model,
+            teacher=teacher,
             custom_time_limit_s=custom_time_limit_s,
         )
 
@@ -178,6 +186,16 @@ class RewardScorer:
             rewards.update(zip(indices, scored, strict=True))
         return [rewards[index] for index in range(len(samples))]
 
+    @property
+    def has_teacher(self) -> bool:
+        """Whether there is a teacher on servers (`--opd-type sglang`)."""
+        return self._teacher is not None
+
+    async def ask_teacher(self, sample: Sample) -> None:
+        """Sets the teacher's log-probabilities of a finished sample that has none. Raises RemoteRewardError."""
+        if self._teacher is not None and sample.column("teacher_log_probs") is None:
+            await self._teacher.fill(sample)
+
     def begin(self) -> None:
         """Makes `async_rm` use this scorer in the current task, and in tasks that it starts."""
         _current_scorer.set(self)
@@ -190,6 +208,8 @@ class RewardScorer:
             self._remote.close()
         if self._model is not None:
             self._model.close()
+        if self._teacher is not None:
+            self._teacher.close()
 
     def _function(self, path: str, contract: type) -> Callable[..., Any]:
         if (path, contract) not in self._functions:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -115,6 +116,29 @@ def test_reward_model_that_does_not_fit_is_rejected(recipe, reward_model_folder)
     assert sentence.startswith(
         "server 0 of the reward model would get the GPUs 8 to 9: 1 of the 9 on node 0, 1 of the 1"
     )
+
+
+def test_teacher_is_shown_where_it_runs(recipe, tmp_path):
+    make_checkpoint(recipe.dir / "teacher", "iter_0000007")
+    ranks = f"--use-opd --opd-type megatron --opd-teacher-load {recipe.dir}/teacher --bf16"
+    flat = re.sub(r"[ ]+", " ", render(plan_of(recipe, ranks)))
+    assert f"teacher --opd-teacher-load {recipe.dir}/teacher/iter_0000007 (after rollout 7)" in flat
+    # two copies of the weights of each of two models
+    assert "in host memory, per GPU: 14.99 GiB (the reference model and the teacher)" in flat
+    folder = tmp_path / "larger"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"]}))
+    shutil.copy(recipe.dir / "hf" / "tokenizer.json", folder)
+    safetensors(folder / "model.safetensors", {"model.layers.0.mlp.up_proj.weight": [50, 40]})
+    served = f"--rollout-temperature 1 --use-opd --opd-type sglang --rm-model {folder}"
+    plan = plan_of(recipe, f"{served} --gpu-memory-gib 80")
+    flat = re.sub(r"[ ]+", " ", render(plan))
+    assert "teacher 1 1: 0" in flat and "teacher: 1 server more, at 1: 0" in flat
+    assert f"with: --model-path {folder} --tp-size 1\n" in flat
+    assert re.search(r"\n teacher: weights \S+ \S+ of each of its GPUs\n", flat)
+    assert plan.reward_weights == 2000 * 2
+    (sentence,) = sentences(plan_of(recipe, served, around=PlanContext(Machine((), None), nodes=[8])))
+    assert "1 for the teacher)" in sentence
 
 
 def test_async_program_shows_that_generation_runs_ahead(recipe):

@@ -67,6 +67,13 @@ def test_reference_model_takes_two_copies_of_the_weights_in_host_memory():
     assert only_stage(QWEN3_4B, TP2, bf16=True, use_kl_loss=True).host == 2 * 2 * GPU
 
 
+def test_teacher_in_the_training_ranks_takes_as_much_as_a_reference_model():
+    teacher = {"use_opd": True, "opd_type": "megatron"}
+    assert only_stage(QWEN3_4B, TP2, bf16=True, **teacher).host == 2 * 2 * GPU
+    assert only_stage(QWEN3_4B, TP2, bf16=True, use_kl_loss=True, **teacher).host == 2 * (2 * 2 * GPU)
+    assert only_stage(QWEN3_4B, TP2, bf16=True, use_opd=True, opd_type="sglang").host == 0
+
+
 def test_sgd_keeps_one_moment_and_state_precision_can_be_reduced():
     assert only_stage(QWEN3_4B, TP2, bf16=True, optimizer="sgd").optimizer == 8 * GPU
     narrow = dict(use_precision_aware_optimizer=True, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")

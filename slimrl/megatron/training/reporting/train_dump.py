@@ -21,7 +21,7 @@ from slimrl.processes.atomic_file import atomic_file
 from slimrl.processes.best_effort_files import OptionalFiles
 
 FORMAT = "slimrl-train-data-1"
-_COLUMNS = ("loss_mask", "train_log_probs", "rollout_log_probs", "ref_log_probs", "advantages")
+_COLUMNS = ("loss_mask", "train_log_probs", "rollout_log_probs", "ref_log_probs", "teacher_log_probs", "advantages")
 
 
 def save_train_data(
@@ -39,9 +39,9 @@ def save_train_data(
     `{"format", "rollout_id", "samples"}`; a sample has `sample_id`, `group_id`, `tokens` (int64), `response_length`,
     `reward` (normalised), `raw_reward`, `truncated`, where it was trained (`data_parallel_rank`, `optimizer_step`,
     `micro_batch`), and per response token (float32) `loss_mask`, `train_log_probs`, `rollout_log_probs`,
-    `ref_log_probs` (None without a reference pass) and `advantages`. For losses without policy log-probabilities (SFT,
-    pairs), `train_log_probs`, `rollout_log_probs` and `advantages` are None. An existing file is replaced. A full disk
-    causes a warning.
+    `ref_log_probs` and `teacher_log_probs` (None without such a model) and `advantages`. For losses without policy
+    log-probabilities (SFT, pairs), `train_log_probs`, `rollout_log_probs` and `advantages` are None. An existing file
+    is replaced. A full disk causes a warning.
     """
     if not parallel.is_last_stage or parallel.tp_rank or parallel.cp_rank:
         return

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slimrl.algorithms.distillation import sampled_reverse_kl
 from slimrl.algorithms.kl import kl_estimate
 from slimrl.algorithms.off_policy import effective_share
 from slimrl.algorithms.reduction import sample_mean_weights, sums_per_sample
@@ -95,7 +96,8 @@ def rollout_metrics(
     means = {name: value / max(samples if name in of_every_sample else trained, 1.0) for name, value in total.items()}
     if correct:
         means["rollout/correct_entropy"] = of_correct / correct
-    work_of = {"ref_log_probs": flops, "log_probs": scored_flops, "actor_train": FORWARD_AND_BACKWARD * flops}
+    work_of = {"teacher_log_probs": flops, "ref_log_probs": flops, "log_probs": scored_flops}
+    work_of["actor_train"] = FORWARD_AND_BACKWARD * flops
     return means | _speeds(seconds, tokens, work_of, parallel.world_size)
 
 
@@ -147,6 +149,10 @@ def _policy_sums(
         of_samples["rollout/kl"] = per_sample(kl_estimate(train, columns.ref_log_probs, algorithm.kl_loss_type))
         if algorithm.kl_target is not None:
             of_samples["rollout/sample_kl"] = of_samples["rollout/kl"] * sums_per_sample((mask != 0).double(), lengths)
+    if columns.teacher_log_probs is not None:
+        of_samples["rollout/teacher_log_probs"] = per_sample(columns.teacher_log_probs)
+        gap = sampled_reverse_kl(columns.old_log_probs, columns.teacher_log_probs)
+        of_samples["rollout/opd_reverse_kl"] = per_sample(gap)
     if returns is not None:
         of_samples["rollout/returns"] = per_sample(returns)
     if columns.values is not None:

@@ -1,0 +1,221 @@
+"""Rules about on-policy distillation: its switch, its teacher, and the rewards that it leaves out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from slimrl.arguments.checkpoints import is_hf_model
+from slimrl.arguments.flag import Problem
+from slimrl.arguments.flags.rollout import DEFAULT_ROLLOUT_FUNCTION
+from slimrl.arguments.hf_config import disagreements
+from slimrl.arguments.namespace import Arguments
+from slimrl.arguments.served_models import ARCHITECTURES, RewardModelConfig, starts_reward_servers
+from slimrl.arguments.validation.checkpoint import checkpoint_problems
+from slimrl.arguments.validation.rule import Context, absent
+from slimrl.data.reward_registry import GradedBy, reward_of
+from slimrl.models.hf_folder import same_vocabulary, weights_fault
+
+_ZERO = "zero"  # the --rm-type without a reward
+_ONLY_WITH_IT = ("opd_type", "opd_kl_coef", "opd_teacher_load", "opd_teacher_ckpt_step")
+
+
+def distillation_has_its_switch(args: Arguments, context: Context) -> Iterator[Problem]:
+    """--use-opd and its flags come together, and there is a policy loss with advantages."""
+    if not args.use_opd:
+        for name in (name for name in _ONLY_WITH_IT if name in context.given):
+            flag = "--" + name.replace("_", "-")
+            yield Problem(flag, f"{flag} {getattr(args, name)} belongs to --use-opd: add it, or leave {flag} out.")
+        if args.rm_type == _ZERO and not _has_other_signal(args):
+            yield Problem(
+                "--rm-type",
+                "--rm-type zero gives every response the same reward and --use-opd is off, so that nothing would be"
+                " learned: choose another reward, or add --use-opd.",
+            )
+        return
+    if args.opd_type is None and "opd_type" not in context.broken:
+        yield Problem(
+            "--opd-type",
+            "--use-opd needs a teacher: give --opd-type megatron with --opd-teacher-load, or --opd-type sglang with"
+            " --rm-model or --rm-url.",
+        )
+    if args.loss_type == "sft_loss" or not args.compute_advantages_and_returns:
+        cause = "--disable-compute-advantages-and-returns" if args.loss_type != "sft_loss" else "--loss-type sft_loss"
+        yield Problem(
+            "--use-opd",
+            f"--use-opd changes advantages and {cause} has none: leave one of them out.",
+        )
+
+
+def _has_other_signal(args: Arguments) -> bool:
+    """Whether something besides --rm-type may be learned from, or nothing is learned anyway."""
+    paths = (args.custom_rm_path, args.custom_reward_post_process_path, args.custom_advantage_function_path)
+    return any(paths) or args.eval_only or args.debug_rollout_only
+
+
+def teacher_in_training_is_a_checkpoint(args: Arguments, context: Context) -> Iterator[Problem]:
+    """--opd-type megatron has the checkpoint of a teacher like the student, which is not deleted."""
+    if not args.use_opd or {"opd_type", "opd_teacher_load"} & context.broken:
+        return
+    step = args.opd_teacher_ckpt_step
+    if args.opd_type == "sglang":
+        for flag, value in (("--opd-teacher-load", args.opd_teacher_load), ("--opd-teacher-ckpt-step", step)):
+            if value is not None:
+                yield Problem(
+                    flag,
+                    f"{flag} {value} belongs to --opd-type megatron: leave it out; the teacher of --opd-type sglang is"
+                    " --rm-model or at --rm-url.",
+                )
+        return
+    if args.opd_type is None:
+        return
+    if args.opd_teacher_load is None:
+        yield Problem("--opd-teacher-load", "--opd-type megatron needs a teacher: give its folder, --opd-teacher-load.")
+        return
+    if args.debug_rollout_only:
+        return
+    folder = Path(args.opd_teacher_load)
+    if not folder.is_dir():
+        yield Problem(
+            "--opd-teacher-load",
+            f"--opd-teacher-load {folder} {absent(folder)}: make it with tools/convert_hf_to_torch_dist.py, or give the"
+            " Hugging Face folder itself.",
+        )
+        return
+    yield from checkpoint_problems("--opd-teacher-load", folder, "--opd-teacher-ckpt-step", step)
+    if is_hf_model(folder):
+        yield from _like_the_student(args, folder)
+    deletes = args.save_retain_interval is not None or args.save_total_limit is not None
+    if (
+        deletes
+        and args.save is not None
+        and Path(args.save).absolute() in (folder.absolute(), folder.absolute().parent)
+    ):
+        yield Problem(
+            "--opd-teacher-load",
+            f"--opd-teacher-load {folder} is in --save {args.save}, where --save-total-limit and --save-retain-interval"
+            " delete: copy the teacher to another folder.",
+        )
+
+
+def _like_the_student(args: Arguments, folder: Path) -> Iterator[Problem]:
+    """A Hugging Face teacher has the architecture and the tokenizer of the student."""
+    try:
+        config: Any = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except ValueError as error:
+        yield Problem(
+            "--opd-teacher-load",
+            f"--opd-teacher-load {folder}/config.json is not JSON ({error}): copy the model again.",
+        )
+        return
+    found = [problem.sentence.rpartition(": ")[0] for problem in disagreements(args, config)]
+    if found:
+        yield Problem(
+            "--opd-teacher-load",
+            f"--opd-teacher-load {folder} has another architecture than the student ({'; '.join(found)}): use"
+            " --opd-type sglang, which takes any with the student's tokenizer.",
+        )
+    yield from _same_tokenizer("--opd-teacher-load", args, folder)
+
+
+def _same_tokenizer(flag: str, args: Arguments, folder: Path) -> Iterator[Problem]:
+    if args.hf_checkpoint is not None and same_vocabulary(folder, Path(args.hf_checkpoint)) is False:
+        yield Problem(
+            flag,
+            f"{flag} {folder} has another vocabulary than --hf-checkpoint {args.hf_checkpoint}, so that it would score"
+            " other tokens: give a teacher with the student's tokenizer.",
+        )
+
+
+def teacher_on_servers_is_comparable(args: Arguments, context: Context) -> Iterator[Problem]:
+    """The teacher of --opd-type sglang has --rm-url to itself, and the student's temperature."""
+    if not args.has_served_teacher:
+        return
+    row = None if args.rm_type is None or "rm_type" in context.broken else reward_of(args.rm_type)
+    if row is not None and row.by is not GradedBy.RULE and args.custom_rm_path is None:
+        yield Problem(
+            "--rm-type",
+            f"--rm-type {args.rm_type} needs --rm-url or --rm-model, which are the teacher of --opd-type sglang: choose"
+            " another reward (zero for none), or use --opd-type megatron.",
+        )
+    if args.rollout_temperature != 1 and "rollout_temperature" not in context.broken:
+        yield Problem(
+            "--rollout-temperature",
+            f"--rollout-temperature {args.rollout_temperature:g} scales the student's log-probabilities and not those"
+            " of a teacher on SGLang servers: give 1, or use --opd-type megatron.",
+        )
+    if args.rm_input is not None:
+        yield Problem(
+            "--rm-input",
+            f"--rm-input {args.rm_input} is for a reward model, and the teacher of --opd-type sglang reads the"
+            " student's token ids: leave it out.",
+        )
+
+
+def teacher_on_servers_is_reachable(args: Arguments, context: Context) -> Iterator[Problem]:
+    """The teacher of --opd-type sglang has servers, or a custom function that may set its log-probabilities."""
+    if not args.has_served_teacher or {"rm_model", "rm_url"} & context.broken:
+        return
+    for address in (args.rm_url or "http://").split(","):
+        if not address.strip().startswith(("http://", "https://")):
+            yield Problem("--rm-url", f"--rm-url {address} is not an address: begin it with http:// or https://.")
+    if args.rm_model is None:
+        if args.rm_url is None and not args.debug_train_only and not _may_set_log_probs(args):
+            yield Problem(
+                "--rm-model",
+                "--opd-type sglang needs a teacher: give its folder, --rm-model, or the address of its server,"
+                " --rm-url.",
+            )
+        unused = {"rm_num_gpus", "rm_num_gpus_per_engine", "rm_server_options"}
+        if args.rm_url is not None and args.rm_server_options.keys() <= {"api_key"}:  # of an external server
+            unused.discard("rm_server_options")
+        for name in sorted(unused & context.given):
+            flag = "--" + name.replace("_", "-")
+            yield Problem(flag, f"{flag} belongs to the servers of --rm-model: give that folder, or leave {flag} out.")
+        return
+    if starts_reward_servers(args) and args.rm_num_gpus % args.rm_num_gpus_per_engine:
+        yield Problem(
+            "--rm-num-gpus",
+            f"--rm-num-gpus {args.rm_num_gpus} is not a multiple of --rm-num-gpus-per-engine"
+            f" {args.rm_num_gpus_per_engine}: choose a multiple.",
+        )
+    yield from _served_folder(args, Path(args.rm_model))
+
+
+def _may_set_log_probs(args: Arguments) -> bool:
+    """Whether a custom function can set the teacher's log-probabilities of the samples."""
+    paths = (
+        args.custom_rm_path,
+        args.custom_generate_function_path,
+        args.custom_reward_post_process_path,
+        args.custom_convert_samples_to_train_data_path,
+        args.rollout_sample_hook_path,
+    )
+    return any(paths) or args.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION
+
+
+def _served_folder(args: Arguments, folder: Path) -> Iterator[Problem]:
+    """--rm-model is a language model with the student's tokenizer and room for its responses."""
+    try:
+        config = RewardModelConfig.read(folder)
+    except ValueError as error:
+        yield Problem("--rm-model", str(error))
+        return
+    if config.architecture in ARCHITECTURES:
+        yield Problem(
+            "--rm-model",
+            f"--rm-model {folder} is a {config.architecture}, and the teacher of --opd-type sglang is a language model:"
+            " give another.",
+        )
+    if starts_reward_servers(args) and not args.dry_run and (fault := weights_fault(folder)) is not None:
+        yield Problem("--rm-model", f"--rm-model {folder} {fault}.")
+    yield from _same_tokenizer("--rm-model", args, folder)
+    longest = args.rollout_max_response_len
+    if config.context is not None and longest is not None and longest >= config.context:
+        yield Problem(
+            "--rm-model",
+            f"--rm-model {folder} has a context of {config.context} tokens (max_position_embeddings), and a response"
+            f" may have {longest} (--rollout-max-response-len): lower that, or give a teacher with a longer context.",
+        )

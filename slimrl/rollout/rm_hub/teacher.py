@@ -1,0 +1,120 @@
+"""The teacher's log-probabilities of sampled tokens, from SGLang servers (`--use-opd --opd-type sglang`).
+
+Sends the token ids of prompt and response to `/generate` with `max_new_tokens` 0: the server only prefills, and returns
+the log-probability of each response token given the tokens before it, at temperature 1. The ids are the student's, so
+teacher and student need the same tokenizer. If a server is lost, another one answers. A failure is an error that names
+the server.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+
+from slimrl.arguments import Arguments
+from slimrl.arguments.served_models import served_vocabulary
+from slimrl.data.packed import PackedColumn
+from slimrl.data.sample import Sample
+from slimrl.rollout.rm_hub.remote import RemoteRewardError
+from slimrl.rollout.rm_hub.server_pool import ServerPool, addresses
+
+logger = logging.getLogger(__name__)
+
+PATH = "/generate"
+TIME_LIMIT_S = 600.0  # a request may wait for the prefill of others
+MAX_REPLY_BYTES = 1 << 28  # about 30 bytes per token of the response
+_LOWEST_LOG_PROB = -1e30  # servers clamp -inf to the lowest number of the type
+
+
+class TeacherError(RemoteRewardError):
+    """A sample cannot be sent to the teacher, or the response has no log-probability for each of its tokens."""
+
+
+class ServedTeacher:
+    """The teacher on the servers at `urls`."""
+
+    def __init__(self, urls: list[str], *, concurrency: int, vocabulary: int | None, key: str | None = None) -> None:
+        """`concurrency` is per server; ids >= `vocabulary` are rejected: the teacher has another tokenizer."""
+        self._pool = ServerPool(
+            [url.removesuffix(PATH) for url in urls],
+            PATH,
+            owner="the teacher",
+            concurrency=concurrency,
+            key=key,
+            time_limit_s=TIME_LIMIT_S,
+            max_reply_bytes=MAX_REPLY_BYTES,
+        )
+        self._vocabulary = math.inf if vocabulary is None else vocabulary
+
+    @classmethod
+    def from_args(cls, args: Arguments) -> ServedTeacher | None:
+        """The teacher at `--rm-url`; None without an address: a custom function sets the log-probabilities."""
+        if args.rm_url is None:
+            return None
+        urls, key = addresses(args.rm_url), args.rm_server_options.get("api_key")
+        logger.info("teacher %s at %s", args.rm_model or "", ", ".join(urls))
+        vocabulary = None if args.rm_model is None else served_vocabulary(Path(args.rm_model))
+        return cls(urls, concurrency=args.rm_concurrency, vocabulary=vocabulary, key=key)
+
+    async def fill(self, sample: Sample) -> None:
+        """Sets `teacher_log_probs` of a finished sample, one for each response token.
+
+        Raises TeacherError for a token outside the teacher's vocabulary or an unusable response, RemoteRefused for
+        HTTP 3xx or 4xx (such as a sample longer than the teacher's context), RemoteUnreachable if all attempts on all
+        servers fail.
+        """
+        if sample.response_length == 0:
+            sample.teacher_log_probs = []
+            return
+        column = sample.column("tokens")
+        token_ids = column.tolist() if isinstance(column, PackedColumn) else column  # the sample's stay packed
+        if max(token_ids) >= self._vocabulary:
+            raise TeacherError(
+                f"sample {sample.index}: token {max(token_ids)} is outside the teacher's vocabulary of"
+                f" {self._vocabulary}: --opd-type sglang needs a teacher with the student's tokenizer"
+            )
+        # the first of the returned tokens has no log-probability: begin with the last one of the prompt
+        request = {
+            "input_ids": token_ids,
+            "sampling_params": {"max_new_tokens": 0, "temperature": 0},
+            "return_logprob": True,
+            "logprob_start_len": sample.prompt_length - 1,
+        }
+        expected = token_ids[sample.prompt_length :]
+        values = await self._pool.ask(orjson.dumps(request), lambda reply, url: log_probs_of(reply, url, expected))
+        sample.pack("teacher_log_probs", PackedColumn(np.array(values, np.float64).tobytes(), "f8"))
+
+    def close(self) -> None:
+        """Closes the connections."""
+        self._pool.close()
+
+
+def log_probs_of(reply: bytes, url: str, token_ids: list[int]) -> list[float]:
+    """The log-probabilities of `token_ids`, the last input tokens, in a response of `/generate`.
+
+    Raises TeacherError for anything else.
+    """
+    try:
+        answer: Any = orjson.loads(reply)
+        entries = answer["meta_info"]["input_token_logprobs"][-len(token_ids) :]
+        values, found = [float(entry[0]) for entry in entries], [entry[1] for entry in entries]
+    except (orjson.JSONDecodeError, KeyError, TypeError, IndexError, ValueError) as error:
+        raise TeacherError(
+            f"the teacher's server {url} returned {reply[:300]!r}, without a log-probability for each of"
+            f" {len(token_ids)} input tokens ({type(error).__name__}): serve a language model with SGLang"
+        ) from error
+    # SGLang reports an id of 0 in place of the last one of the vocabulary
+    if len(found) != len(token_ids) or any(a not in (b, 0) for a, b in zip(found, token_ids, strict=True)):
+        raise TeacherError(
+            f"the teacher's server {url} returned log-probabilities of {len(found)} other tokens than the"
+            f" {len(token_ids)} that it was sent: --rm-url must be an SGLang server"
+        )
+    broken = next((value for value in values if not _LOWEST_LOG_PROB <= value <= 1e-3), None)
+    if broken is not None:
+        raise TeacherError(f"the teacher's server {url} returned {broken}, which is not a log-probability")
+    return values

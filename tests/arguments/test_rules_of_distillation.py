@@ -1,0 +1,259 @@
+"""Rules about on-policy distillation: each violation is one error."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from slimrl.arguments import read_args
+from slimrl.arguments.served_models import reward_gpus, starts_reward_servers
+from tests.arguments.conftest import QWEN3_4B_CONFIG, complete_model, make_checkpoint
+
+MEGATRON = "--use-opd --opd-type megatron --opd-teacher-load {dir}/teacher"
+SERVED = "--rollout-temperature 1 --use-opd --opd-type sglang"
+URL = f"{SERVED} --rm-url http://10.0.0.1:30000/generate"
+MODEL = f"{SERVED} --rm-model {{dir}}/served"
+
+CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
+    "distillation_has_its_switch": (
+        [
+            MEGATRON,
+            f"{MEGATRON} --opd-kl-coef 0.5 --rm-type zero --n-samples-per-prompt 1",
+            "--rm-type zero --custom-advantage-function-path examples.advantages.discounted",
+            "--rm-type zero --debug-rollout-only",
+        ],
+        [
+            *(
+                (f"--{flag} {value}", f"--{flag} {value} belongs to --use-opd: add it, or leave --{flag} out.")
+                for flag, value in (
+                    ("opd-type", "megatron"),
+                    ("opd-kl-coef", "0.5"),
+                    ("opd-teacher-load", "{dir}/teacher"),
+                    ("opd-teacher-ckpt-step", "3"),
+                )
+            ),
+            (
+                "--rm-type zero",
+                "--rm-type zero gives every response the same reward and --use-opd is off, so that nothing would be"
+                " learned: choose another reward, or add --use-opd.",
+            ),
+            (
+                "--use-opd",
+                "--use-opd needs a teacher: give --opd-type megatron with --opd-teacher-load, or --opd-type sglang with"
+                " --rm-model or --rm-url.",
+            ),
+            (f"{MEGATRON} --opd-kl-coef -1", "--opd-kl-coef -1 is too small: it must be at least 0."),
+            (
+                f"{MEGATRON} --n-samples-per-prompt 1",
+                "--n-samples-per-prompt 1 leaves grpo nothing to compare and every advantage would be 0: give at least"
+                " 2, or add --disable-rewards-normalization.",
+            ),
+        ],
+    ),
+    "teacher_in_training_is_a_checkpoint": (
+        [
+            f"{MEGATRON} --opd-teacher-ckpt-step 7",
+            "--use-opd --opd-type megatron --opd-teacher-load {dir}/like",
+            f"{MEGATRON} --use-kl-loss --kl-loss-coef 0.1",
+        ],
+        [
+            (
+                "--use-opd --opd-type megatron",
+                "--opd-type megatron needs a teacher: give its folder, --opd-teacher-load.",
+            ),
+            (
+                "--use-opd --opd-type megatron --opd-teacher-load {dir}/nowhere",
+                "--opd-teacher-load {dir}/nowhere does not exist (only {dir} of it does): make it with"
+                " tools/convert_hf_to_torch_dist.py, or give the Hugging Face folder itself.",
+            ),
+            (
+                f"{MEGATRON} --opd-teacher-ckpt-step 3",
+                "--opd-teacher-ckpt-step 3 is not in --opd-teacher-load {dir}/teacher, which has iter_0000007: choose"
+                " one.",
+            ),
+            (
+                "--use-opd --opd-type megatron --opd-teacher-load {dir}/served",
+                "--opd-teacher-load {dir}/served has another architecture than the student (--num-layers is 36 and"
+                " config.json says num_hidden_layers 40): use --opd-type sglang, which takes any with the student's"
+                " tokenizer.",
+            ),
+            (
+                "--use-opd --opd-type megatron --opd-teacher-load {dir}/other",
+                "--opd-teacher-load {dir}/other has another vocabulary than --hf-checkpoint {dir}/hf, so that it would"
+                " score other tokens: give a teacher with the student's tokenizer.",
+            ),
+            (
+                "--use-opd --opd-type megatron --opd-teacher-load {dir}/broken",
+                "--opd-teacher-load {dir}/broken/config.json is not JSON (Expecting value: line 1 column 1 (char 0)):"
+                " copy the model again.",
+            ),
+            (
+                f"{MEGATRON} --save {{dir}}/teacher --load {{dir}}/teacher --save-total-limit 2",
+                "--opd-teacher-load {dir}/teacher is in --save {dir}/teacher, where --save-total-limit and"
+                " --save-retain-interval delete: copy the teacher to another folder.",
+            ),
+            (
+                f"{URL} --opd-teacher-load {{dir}}/teacher",
+                "--opd-teacher-load {dir}/teacher belongs to --opd-type megatron: leave it out; the teacher of"
+                " --opd-type sglang is --rm-model or at --rm-url.",
+            ),
+        ],
+    ),
+    "teacher_on_servers_is_comparable": (
+        [f"{URL} --rm-type zero", f"{URL} --rm-type math"],
+        [
+            (
+                f"{URL} --rm-type remote_rm",
+                "--rm-type remote_rm needs --rm-url or --rm-model, which are the teacher of --opd-type sglang: choose"
+                " another reward (zero for none), or use --opd-type megatron.",
+            ),
+            (
+                f"{URL} --rollout-temperature 0.8",
+                "--rollout-temperature 0.8 scales the student's log-probabilities and not those of a teacher on SGLang"
+                " servers: give 1, or use --opd-type megatron.",
+            ),
+            (
+                f"{URL} --rm-input text",
+                "--rm-input text is for a reward model, and the teacher of --opd-type sglang reads the student's token"
+                " ids: leave it out.",
+            ),
+        ],
+    ),
+    "teacher_on_servers_is_reachable": (
+        [
+            URL,
+            f"{URL},https://10.0.0.2:30000",
+            URL + ' --rm-server-options {{"api_key":"key"}}',
+            MODEL,
+            f"{MODEL} --rm-url http://10.0.0.1:30000",
+            f"{MODEL} --rm-num-gpus 4 --rm-num-gpus-per-engine 2",
+            f"{SERVED} --custom-rm-path examples.reward.judge",
+        ],
+        [
+            (
+                SERVED,
+                "--opd-type sglang needs a teacher: give its folder, --rm-model, or the address of its server,"
+                " --rm-url.",
+            ),
+            (
+                f"{SERVED} --rm-url 10.0.0.1:30000",
+                "--rm-url 10.0.0.1:30000 is not an address: begin it with http:// or https://.",
+            ),
+            (
+                f"{URL} --rm-num-gpus 2",
+                "--rm-num-gpus belongs to the servers of --rm-model: give that folder, or leave --rm-num-gpus out.",
+            ),
+            (
+                URL + ' --rm-server-options {{"tp_size":2}}',
+                "--rm-server-options belongs to the servers of --rm-model: give that folder, or leave"
+                " --rm-server-options out.",
+            ),
+            (
+                f"{MODEL} --rm-num-gpus 3 --rm-num-gpus-per-engine 2",
+                "--rm-num-gpus 3 is not a multiple of --rm-num-gpus-per-engine 2: choose a multiple.",
+            ),
+            (
+                f"{SERVED} --rm-model {{dir}}/judge",
+                "--rm-model {dir}/judge is a Qwen3ForSequenceClassification, and the teacher of --opd-type sglang is a"
+                " language model: give another.",
+            ),
+            (
+                f"{SERVED} --rm-model {{dir}}/other",
+                "--rm-model {dir}/other has another vocabulary than --hf-checkpoint {dir}/hf, so that it would score"
+                " other tokens: give a teacher with the student's tokenizer.",
+            ),
+            (
+                f"{SERVED} --rm-model {{dir}}/short",
+                "--rm-model {dir}/short has a context of 4096 tokens (max_position_embeddings), and a response may have"
+                " 8192 (--rollout-max-response-len): lower that, or give a teacher with a longer context.",
+            ),
+            (
+                f"{SERVED} --rm-model {{dir}}/bare",
+                "--rm-model {dir}/bare has no weights (no .safetensors file), which the engines load: copy them there"
+                " too.",
+            ),
+        ],
+    ),
+}
+
+
+def write_model(folder: Path, *, tokens: int = 151669, config: str | None = None, **changes: object) -> None:
+    folder.mkdir()
+    complete_model(folder, tokens=tokens)
+    (folder / "config.json").write_text(config or json.dumps(QWEN3_4B_CONFIG | changes))
+
+
+@pytest.fixture
+def teachers(recipe):
+    """Folders of teachers beside the student's."""
+    make_checkpoint(recipe.dir / "teacher", "iter_0000007")
+    folders = {
+        "like": {},
+        "served": {"num_hidden_layers": 40},
+        "other": {"tokens": 151670},
+        "broken": {"config": "?"},
+        "judge": {"architectures": ["Qwen3ForSequenceClassification"]},
+        "short": {"max_position_embeddings": 4096},
+        "bare": {},
+    }
+    for name, changes in folders.items():
+        write_model(recipe.dir / name, **changes)
+    (recipe.dir / "bare" / "pytorch_model.bin").unlink()
+    for name in ("like", "served", "other", "broken"):  # what makes the folder one with weights
+        header = b'{"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}'
+        (recipe.dir / name / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    return recipe
+
+
+def sentences(line: list[str]) -> list[str]:
+    return [str(problem) for problem in read_args(line)[1]]
+
+
+@pytest.mark.parametrize("more", [more for good, _ in CASES.values() for more in good])
+def test_valid_flags_are_accepted(teachers, more):
+    assert sentences(teachers.line(more)) == []
+
+
+@pytest.mark.parametrize(("more", "sentence"), [case for _, bad in CASES.values() for case in bad])
+def test_each_violation_is_one_error(teachers, more, sentence):
+    assert sentences(teachers.line(more)) == [sentence.format(dir=teachers.dir)]
+
+
+def test_supervised_training_has_no_teacher(teachers):
+    line = teachers.line(f"{MEGATRON} --loss-type sft_loss", without="--use-kl-loss")
+    assert sentences(line) == ["--use-opd changes advantages and --loss-type sft_loss has none: leave one of them out."]
+    custom = "--loss-type custom_loss --custom-loss-function-path examples.losses.high_entropy"
+    line = teachers.line(f"{MEGATRON} {custom} --disable-compute-advantages-and-returns", without="--use-kl-loss")
+    assert (
+        "--use-opd changes advantages and --disable-compute-advantages-and-returns has none: leave one of them out."
+        in sentences(line)
+    )
+
+
+def test_missing_reward_names_the_one_for_a_teacher_alone(teachers):
+    assert sentences(teachers.line(MEGATRON, without="--rm-type"))[0] == (
+        "no reward for the responses: give --rm-type or --custom-rm-path (--rm-type zero: train on the teacher alone)."
+    )
+
+
+def test_vocabularies_are_compared_by_the_ids_of_their_tokens(teachers):
+    other = teachers.dir / "other"
+    line = teachers.line(f"{SERVED} --rm-model {other}")
+    content = json.loads((teachers.dir / "hf" / "tokenizer.json").read_text())
+    (other / "tokenizer.json").write_text(json.dumps(content, indent=1))  # other bytes, equal ids
+    assert sentences(line) == []
+    content["model"]["vocab"] = {"a": 1, "b": 0}
+    (other / "tokenizer.json").write_text(json.dumps(content))
+    assert "has another vocabulary" in sentences(line)[0]
+    (other / "tokenizer.json").unlink()  # another format, which cannot be compared here
+    assert sentences(line) == []
+
+
+def test_evaluation_starts_no_teacher(teachers):
+    args, problems = read_args(teachers.line(f"{MODEL} --num-rollout 0"))
+    assert problems == []
+    assert not starts_reward_servers(args) and reward_gpus(args) == 0
+    args, _ = read_args(teachers.line(MODEL))
+    assert starts_reward_servers(args) and reward_gpus(args) == 1

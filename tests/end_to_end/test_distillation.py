@@ -1,0 +1,107 @@
+"""On-policy distillation of the toy: it learns to carry from a teacher alone, without any reward."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from slimrl.observability import rollout_dump
+from slimrl.tiny.task import encode_answers, encode_prompts, greedy_accuracy, split_additions
+from tests.end_to_end import harness
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def teacher(tiny, tmp_path_factory) -> Path:
+    """The toy after 60 supervised steps: it carries with a probability of about 0.9, the student with 0.3."""
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(tiny.model)
+    model = AutoModelForCausalLM.from_pretrained(tiny.model, dtype=torch.float32)
+    train, held_out = split_additions(seed=0, train_size=1600, eval_size=128)
+    prompts = encode_prompts(tokenizer, train)
+    right = encode_answers(tokenizer, [one.answer for one in train])
+    noisy = encode_answers(tokenizer, [one.noisy_answer for one in train])
+    adam = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.0)
+    for _ in range(60):
+        rows = torch.randint(len(train), (64,))
+        given = torch.where(torch.rand(64, 1) < 0.5, noisy[rows], right[rows])
+        log_probs = model(torch.cat([prompts[rows], given], 1)[:, :-1], logits_to_keep=right.shape[1]).logits
+        log_probs = log_probs.log_softmax(-1)
+        of_right, of_noisy = (log_probs.gather(-1, one[rows, :, None]) for one in (right, noisy))
+        loss = -(0.9 * of_right + 0.1 * of_noisy).mean()
+        adam.zero_grad()
+        loss.backward()
+        adam.step()
+    assert greedy_accuracy(model.eval(), tokenizer, held_out) > 0.8
+    folder = tmp_path_factory.mktemp("teacher") / "toy"
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def with_idle_layer(teacher: Path, folder: Path) -> Path:
+    """The same function by a larger model: a third layer that adds nothing to its input."""
+    model = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32)
+    config = model.config.__class__(**{**model.config.to_dict(), "num_hidden_layers": 3, "layer_types": None})
+    larger = AutoModelForCausalLM.from_config(config)
+    weights = larger.state_dict() | model.state_dict()
+    for name in weights:
+        if name.startswith("model.layers.2.") and name.endswith(("o_proj.weight", "down_proj.weight")):
+            weights[name] = torch.zeros_like(weights[name])
+    larger.load_state_dict(weights)
+    larger.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(teacher).save_pretrained(folder)
+    return folder
+
+
+def flags(tiny, folder: Path, **changes: object) -> list[str]:
+    return tiny.flags(
+        rm_type="zero",
+        label_key=None,
+        use_kl_loss=None,
+        kl_loss_coef=None,
+        kl_loss_type=None,
+        actor_num_gpus_per_node=1,
+        rollout_num_gpus=1,
+        colocate=True,
+        rollout_batch_size=64,
+        lr=2e-3,
+        adam_beta2=0.95,
+        save_debug_rollout_data=str(folder / "dump" / "{rollout_id}.jsonl"),
+        use_opd=True,
+        **changes,
+    )
+
+
+def reverse_kls(done: harness.Finished) -> list[float]:
+    assert done.code == 0, done.output[-6000:]
+    assert done.left == []
+    return done.steps("rollout/opd_reverse_kl")
+
+
+def test_student_learns_from_a_teacher_in_the_training_ranks(tiny, teacher, tmp_path):
+    line = flags(tiny, tmp_path, num_rollout=6, opd_type="megatron", opd_teacher_load=teacher)
+    done = harness.start("train.py", line, tmp_path, "distilled", tiny.home).finish(200)
+    found = reverse_kls(done)
+    assert found[0] > 0.1 and found[-1] < found[0] / 5
+    assert set(done.steps("reward")) == {0.0}
+
+
+def test_student_learns_from_a_larger_teacher_on_a_server(tiny, teacher, tmp_path):
+    larger = with_idle_layer(teacher, tmp_path / "larger")
+    line = flags(tiny, tmp_path, num_rollout=4, opd_type="sglang", rm_model=larger)
+    done = harness.start("train.py", line, tmp_path, "served", tiny.home).finish(200)
+    found = reverse_kls(done)
+    assert found[0] > 0.1 and found[-1] < found[0] / 2
+    assert {"sglang0.log", "sglang_teacher0.log"} <= {path.name for path in (done.run_dir / "logs").iterdir()}
+    model = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32).eval()
+    samples = rollout_dump.load_rollout(str(tmp_path / "dump" / "{rollout_id}.jsonl"), 0).samples
+    for sample in samples[::7]:
+        with torch.no_grad():
+            logits = model(torch.tensor([sample.tokens])).logits[0, sample.prompt_length - 1 : -1]
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(sample.tokens)[sample.prompt_length :, None])[:, 0]
+        assert sample.teacher_log_probs == pytest.approx(expected.tolist(), abs=1e-4)
