@@ -46,6 +46,9 @@ class Pair:
 
 def pair_of(row: dict[str, Any], input_key: str, columns: PairColumns) -> Pair:
     """The pair of a row. Raises ValueError, which completes "<file>:<line>: ...", if it has none."""
+    keys = columns.chosen, columns.rejected
+    if keys[0] == keys[1]:
+        raise ValueError(f"--chosen-key and --rejected-key are both {keys[0]!r}: name the columns of the two answers")
     sides = [_column(row, key, flag) for key, flag in columns.flags.items()]
     if sides[0] == sides[1]:
         raise ValueError(f"{columns.chosen!r} and {columns.rejected!r} are equal: a pair needs two different answers")
@@ -53,7 +56,7 @@ def pair_of(row: dict[str, Any], input_key: str, columns: PairColumns) -> Pair:
     texts = all(isinstance(value, str) for value in (prompt, *sides))
     if texts and prompt and not columns.as_chat:
         return Pair(prompt, *sides)
-    chosen, rejected = (_messages(side, key) for side, key in zip(sides, columns.flags, strict=True))
+    chosen, rejected = (_messages(side, key) for side, key in zip(sides, keys, strict=True))
     if chosen[0]["role"] == rejected[0]["role"] == "assistant":
         if not prompt:
             state = "an empty" if input_key in row else "no"

@@ -92,7 +92,9 @@ def compute_rewards(config: RewardProcessing, samples: list[Sample]) -> Rewards:
         return Rewards(raw, shaped)
     group_ids = torch.tensor([sample.group_index for sample in samples], dtype=torch.int64)
     baseline = config.estimator.baseline
-    weights = [sample.effective_response_length for sample in samples] if baseline is Baseline.LENGTH_WEIGHTED else None
+    weights = None
+    if baseline is Baseline.LENGTH_WEIGHTED:
+        weights = [0 if sample.remove_sample else sample.effective_response_length for sample in samples]
     normalized = group_normalized_rewards(
         shaped,
         group_ids,

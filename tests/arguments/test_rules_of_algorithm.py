@@ -144,6 +144,11 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
         ],
         [
             (
+                "--mask-truncated-samples --custom-convert-samples-to-train-data-path slimrl_test_hooks.convert",
+                "--mask-truncated-samples has no effect, because --custom-convert-samples-to-train-data-path"
+                " slimrl_test_hooks.convert makes the loss masks: leave it out, and mask them there.",
+            ),
+            (
                 "--overlong-penalty-factor 0.5",
                 "--overlong-penalty-factor belongs to --overlong-buffer-len: add it, or leave"
                 " --overlong-penalty-factor out.",
@@ -188,6 +193,13 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
         ["--kl-loss-coef 0 --kl-coef 0.1 --kl-target 6 --kl-horizon 20000"],
         [
             ("--kl-horizon 20000", "--kl-horizon belongs to --kl-target: add it, or leave --kl-horizon out."),
+            (
+                "--kl-loss-coef 0 --kl-coef 0.1 --kl-target 6 --kl-horizon 20000 --loss-type custom_loss"
+                " --custom-loss-function-path tests.megatron.custom_functions.loss"
+                " --disable-compute-advantages-and-returns",
+                "--kl-target 6 moves a penalty of advantages, which this --loss-type custom_loss does not have: leave"
+                " it out.",
+            ),
             (
                 "--kl-target 6",
                 "--kl-target 6 has no coefficient to move: give --kl-coef above 0, its first value.",
@@ -342,6 +354,9 @@ def keep(args, samples, **kwargs):
 
 async def generate(args, sample, sampling_params, *, engine):
     return sample
+
+def convert(args, samples):
+    return {}
 """
 
 

@@ -23,6 +23,7 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             f"{MEGATRON} --opd-kl-coef 0.5 --rm-type zero --n-samples-per-prompt 1",
             "--rm-type zero --custom-advantage-function-path examples.advantages.discounted",
             "--rm-type zero --debug-rollout-only",
+            "--rm-type zero --overlong-buffer-len 512",
         ],
         [
             *(

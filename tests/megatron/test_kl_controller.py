@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.megatron import layouts, ranks, reference
+from tests.megatron import layouts, ranks, reference, tiny
 from tests.megatron.layouts import DYNAMIC, PP2, SPREAD, Layout
 
 COEF, TARGET, HORIZON = 0.05, 3.0, 40.0
@@ -101,3 +101,25 @@ def test_checkpoint_without_a_coefficient_starts_with_that_of_the_flag(models: A
     resumed = arguments(models, Layout(1, {}), load=str(tmp_path))
     ((found, _),) = one_rank.run(reports_of, resumed, models.rollout, range(1, 2))
     assert found[0]["rollout/kl_coef"] == COEF
+
+
+def test_value_that_is_not_finite_leaves_the_coefficient(one_rank: Any):
+    found = one_rank.run(coefficients_after, [math.nan, math.inf, 12.0])[0]
+    # at twice the target the error is clipped to 0.2
+    assert found == [0.1, 0.1, pytest.approx(0.1 * (1 + 0.2 * 100 / 1000))]
+
+
+def coefficients_after(rank: int, world_size: int, init_method: str, values: list[float]) -> list[float]:
+    """The coefficient after each rollout with these KL values."""
+    import torch.distributed as dist
+
+    from slimrl.megatron.training.kl_controller import KLController
+
+    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world_size)
+    controller = KLController(tiny.tiny_args(kl_coef=0.1, kl_target=6.0, kl_horizon=1000), torch.device("cpu"))
+    found = []
+    for value in values:
+        controller.after_rollout({"rollout/sample_kl": value}, samples=100)
+        found.append(next(iter(controller.numbers.values())))
+    dist.destroy_process_group()
+    return found

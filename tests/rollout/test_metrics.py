@@ -179,6 +179,9 @@ def test_each_estimator_uses_its_own_baseline(make_args):
         one.response_length, one.loss_mask = length, mask
     mean = (2 * 1.0 + 4 * 0.0 + 4 * 0.5) / 10  # by trained tokens
     assert normalized("opo") == pytest.approx([1.0 - mean, -mean, 0.5 - mean])
+    samples[2].remove_sample = True  # it has no trained tokens
+    mean = (2 * 1.0 + 4 * 0.0) / 6
+    assert normalized("opo") == pytest.approx([1.0 - mean, -mean, 0.5 - mean])
 
 
 def test_reward_key_selects_the_entry(make_args):

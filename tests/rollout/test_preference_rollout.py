@@ -178,3 +178,8 @@ def test_resumed_run_needs_the_same_answer_columns(source_of):
     source_of(rows)[1].load_state_dict(state)
     with pytest.raises(ValueError, match="--rejected-key is other but was rejected"):
         source_of(rows, rejected_key="other")[1].load_state_dict(state)
+
+
+def test_both_answers_from_one_column_are_rejected_by_flag():
+    with pytest.raises(ValueError, match="--chosen-key and --rejected-key are both 'chosen': name the columns"):
+        pair_of({"prompt": "q", "chosen": "a"}, "prompt", PairColumns("chosen", "chosen", as_chat=False))

@@ -60,6 +60,7 @@ def test_histogram_counts_samples_by_staleness_in_rollouts():
 
 def test_sample_is_reset_to_its_prompt():
     old = sample(("4", 2))
+    old.teacher_log_probs = [-1.0, -2.0]
     fresh = reset_to_prompt(old)
     assert fresh == Sample("p", tokens=[0, 0, 0])
     assert reset_to_prompt(fresh) is fresh and old.response_length == 2

@@ -48,6 +48,12 @@ def kl_target_has_a_coefficient(args: Arguments, context: Context) -> Iterator[P
             f"--kl-horizon {args.kl_horizon:g} is below the {samples} samples of a rollout, and --kl-coef would jump:"
             " raise it.",
         )
+    if not args.compute_advantages_and_returns:
+        yield Problem(
+            "--kl-target",
+            f"--kl-target {target:g} moves a penalty of advantages, which this --loss-type {args.loss_type} does not"
+            " have: leave it out.",
+        )
     if args.custom_advantage_function_path is not None:
         yield Problem(
             "--kl-target",
@@ -143,7 +149,14 @@ def rejection_has_bounds(args: Arguments, context: Context) -> Iterator[Problem]
 
 
 def overlong_penalty_is_complete(args: Arguments, context: Context) -> Iterator[Problem]:
-    """The penalty of long responses has a buffer within the longest one, and reaches the training rewards."""
+    """The penalty of long responses has a buffer within the longest one; it and their mask reach the training data."""
+    convert = args.custom_convert_samples_to_train_data_path
+    if args.mask_truncated_samples and convert is not None:
+        yield Problem(
+            "--mask-truncated-samples",
+            "--mask-truncated-samples has no effect, because --custom-convert-samples-to-train-data-path"
+            f" {convert} makes the loss masks: leave it out, and mask them there.",
+        )
     buffer, longest = args.overlong_buffer_len, args.rollout_max_response_len
     if buffer is None:
         if "overlong_penalty_factor" in context.given:
@@ -225,6 +238,7 @@ def supervised_training_is_consistent(args: Arguments, context: Context) -> Iter
         ("--normalize-advantages", args.normalize_advantages),
         ("--rollout-max-prompt-len", args.rollout_max_prompt_len is not None),
         ("--overlong-buffer-len", args.overlong_buffer_len is not None),
+        ("--mask-truncated-samples", args.mask_truncated_samples),
     ):
         if given:
             yield Problem(flag, f"{flag} has no effect with --loss-type sft_loss: leave it out.")
@@ -332,6 +346,7 @@ def _without_effect_on_pairs(args: Arguments, context: Context) -> list[tuple[st
         ("--calculate-per-token-loss", args.calculate_per_token_loss),
         ("--rollout-max-prompt-len", args.rollout_max_prompt_len is not None and args.reads_pairs),
         ("--overlong-buffer-len", args.overlong_buffer_len is not None),
+        ("--mask-truncated-samples", args.mask_truncated_samples),
     )
     named = ("advantage_estimator", "gamma", "eps_clip", "eps_clip_high", "eps_clip_c")
     return [*switches, *(("--" + name.replace("_", "-"), name in context.given) for name in named)]

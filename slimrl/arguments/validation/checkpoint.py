@@ -32,6 +32,7 @@ def weights_have_a_source(args: Arguments, context: Context) -> Iterator[Problem
         return
     if args.ref_load is None and args.use_reference and not args.eval_only:
         cause = f"--kl-coef {args.kl_coef:g}" if args.kl_coef != 0 else "--use-kl-loss"
+        cause = f"--preference-loss {args.preference_loss}" if args.trains_on_pairs else cause
         yield Problem(
             "--ref-load", f"{cause} compares with a reference model and --ref-load is missing: give its checkpoint."
         )

@@ -104,15 +104,13 @@ def critic_is_saved_apart(args: Arguments, context: Context) -> Iterator[Problem
         )
     elif is_hf_model(folder):
         yield Problem("--critic-save", f"--critic-save {folder} is a Hugging Face model: give another folder.")
-    elif args.ref_load is not None and folder.resolve() in (
-        Path(args.ref_load).resolve(),
-        *Path(args.ref_load).resolve().parents,
-    ):
-        yield Problem(
-            "--critic-save",
-            f"--critic-save {folder} holds --ref-load {args.ref_load}: give another folder, or leave it out for the"
-            " folder critic in --save.",
-        )
+    for flag, value in (("--ref-load", args.ref_load), ("--opd-teacher-load", args.opd_teacher_load)):
+        if value is not None and folder.resolve() in (Path(value).resolve(), *Path(value).resolve().parents):
+            yield Problem(
+                "--critic-save",
+                f"--critic-save {folder} holds {flag} {value}: give another folder, or leave it out for the folder"
+                " critic in --save.",
+            )
 
 
 def critic_schedule_is_complete(args: Arguments, context: Context) -> Iterator[Problem]:

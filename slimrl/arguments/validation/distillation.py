@@ -41,8 +41,9 @@ def distillation_has_its_switch(args: Arguments, context: Context) -> Iterator[P
             "--use-opd needs a teacher: give --opd-type megatron with --opd-teacher-load, or --opd-type sglang with"
             " --rm-model or --rm-url.",
         )
-    if args.loss_type == "sft_loss" or not args.compute_advantages_and_returns:
-        cause = "--disable-compute-advantages-and-returns" if args.loss_type != "sft_loss" else "--loss-type sft_loss"
+    if not args.compute_advantages_and_returns:
+        is_given = args.loss_type not in ("sft_loss", "preference_loss")  # these two have no advantages anyway
+        cause = "--disable-compute-advantages-and-returns" if is_given else f"--loss-type {args.loss_type}"
         yield Problem(
             "--use-opd",
             f"--use-opd changes advantages and {cause} has none: leave one of them out.",
@@ -52,7 +53,8 @@ def distillation_has_its_switch(args: Arguments, context: Context) -> Iterator[P
 def _has_other_signal(args: Arguments) -> bool:
     """Whether something besides --rm-type may be learned from, or nothing is learned anyway."""
     paths = (args.custom_rm_path, args.custom_reward_post_process_path, args.custom_advantage_function_path)
-    return any(paths) or args.eval_only or args.debug_rollout_only
+    learns_otherwise = args.loss_type != "policy_loss" or args.overlong_buffer_len is not None
+    return any(paths) or learns_otherwise or args.eval_only or args.debug_rollout_only
 
 
 def teacher_in_training_is_a_checkpoint(args: Arguments, context: Context) -> Iterator[Problem]:

@@ -123,6 +123,7 @@ class Rank:
         pairs = self._trainer.pairs
         assert pairs is not None  # of --loss-type preference_loss, which --rollout-function-path needs here
         self._trainer.memory.require("an evaluation", State.AWAKE)
+        self._trainer.release_saved()  # the reference's weights are about to take the place of the policy's
         if self._held_out is None:
             self._held_out = held_out_shares(self._setup.args, self._trainer.parallel)
         return {name: pairs.evaluate(share) for name, share in self._held_out.items()}

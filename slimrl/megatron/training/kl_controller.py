@@ -36,5 +36,7 @@ class KLController:
         # sums on a device may be rounded differently by each rank
         kl = torch.tensor(metrics["rollout/sample_kl"], dtype=torch.float64, device=self._device)
         dist.broadcast(kl, src=0)
+        if not kl.isfinite():  # of a step that was skipped for that: the coefficient would never be finite again
+            return
         moved = next_kl_coef(coef, float(kl), target=self._target, samples=samples, horizon=self._horizon)
         self.numbers[_COEF] = moved

@@ -147,7 +147,7 @@ class MegatronTrainer:
             [stage for model in trained for stage in model.wrapped],
             [model.optimizer for model in trained],
             self.parallel.device,
-            release=lambda: self._release_saved(),
+            release=lambda: self.release_saved(),
             offloads=bool(args.offload_train),
             suspends=args.offload_train_nccl,
             paired_stages=args.overlap_p2p_comm and args.virtual_pipeline_model_parallel_size is not None,
@@ -214,7 +214,7 @@ class MegatronTrainer:
 
     def _train(self, rollout_id: int, batch: RolloutBatch) -> list[dict[str, float]]:
         self._saver.poll()
-        self._release_saved()
+        self.release_saved()
         self.memory.require("training", State.AWAKE)
         with self._times.phase("data_preprocess"):
             steps = [[self._pack(batch, rows) for rows in step] for step in batch.micro_batches]
@@ -377,7 +377,7 @@ class MegatronTrainer:
             after=(lambda: None) if self._critic is None else self._critic.saver.finish,
         )
 
-    def _release_saved(self) -> None:
+    def release_saved(self) -> None:
         """Wait until weights and optimizer states may change."""
         self._saver.release()
         if self._critic is not None:

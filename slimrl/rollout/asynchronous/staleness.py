@@ -88,6 +88,7 @@ def reset_to_prompt(sample: Sample) -> Sample:
         response_length=0,
         loss_mask=None,
         rollout_log_probs=None,
+        teacher_log_probs=None,
         weight_versions=[],
         version_spans=[],
         reward=None,
