@@ -124,7 +124,7 @@ def _rate(judge: Callable[[str, str], bool], pairs: Sequence[Pair], seconds: flo
         judge(answer, label)
         if (used := time.process_time() - started) > seconds:
             return done / used
-    raise AssertionError("an endless loop ended")
+    raise AssertionError("an infinite loop ended")
 
 
 async def _pool_rate(pairs: Sequence[Pair], seconds: float) -> tuple[float, float]:

@@ -111,7 +111,7 @@ def test_configs_are_built_from_the_namespace_only_at_the_boundary():
 def test_namespace_for_hooks_is_only_passed_on():
     attributes = [(below(path), node) for path in SOURCES for node in attributes_of(path)]
     read = [f"{path}: {ast.unparse(node)}" for path, node in attributes if is_for_hooks(node.value)]
-    assert not read, "hook_args is for functions of the user's: take the value as a parameter"
+    assert not read, "hook_args is for custom functions: take the value as a parameter"
 
 
 def test_no_component_stores_the_namespace():

@@ -193,16 +193,16 @@ def test_hf_folder_gives_initial_weights_when_its_shape_matches_the_flags(recipe
 def test_torn_checkpoint_is_rejected_with_its_damage(recipe):
     make_checkpoint(recipe.dir / "ckpt", "iter_0000001", latest="1")
     folder = recipe.dir / "ckpt" / "iter_0000001"
-    mend = "; choose another checkpoint, or copy it again."
+    remedy = "; choose another checkpoint, or copy it again."
     (folder / "__0_0.distcp").write_text("a")
-    sentence = f"--load: {folder} is not loaded, it is incomplete: __0_0.distcp has 1 bytes of 3{mend}"
+    sentence = f"--load: {folder} is not loaded, it is incomplete: __0_0.distcp has 1 bytes of 3{remedy}"
     (folder / "metadata.json").touch()
     assert sentences(recipe.line()) == [sentence]
     assert sentences(recipe.line("--ckpt-step 1")) == [sentence]
     assert sentences(recipe.line(f"--load {folder}")) == [sentence]
     (folder / "__0_0.distcp").unlink()
     assert sentences(recipe.line()) == [
-        f"--load: {folder} is not loaded, it is incomplete: __0_0.distcp is missing{mend}"
+        f"--load: {folder} is not loaded, it is incomplete: __0_0.distcp is missing{remedy}"
     ]
 
 

@@ -8,7 +8,7 @@ from slimrl.arguments import read_args
 from slimrl.arguments.validation import rollout
 
 SPLIT = "--actor-num-nodes 1 --actor-num-gpus-per-node 2 --rollout-num-gpus 6"
-ENDLESS = "--max-weight-staleness 2 generates fully asynchronously"
+BOUNDED = "--max-weight-staleness 2 generates fully asynchronously"
 
 
 def problems(recipe, more, entry="train_async.py"):
@@ -47,21 +47,21 @@ def test_features_that_run_during_training_are_accepted(recipe, more, in_flight)
     [
         (
             "--max-weight-staleness 2 --partial-rollout",
-            f"{ENDLESS} and never interrupts responses at the end of a rollout: leave --partial-rollout out.",
+            f"{BOUNDED} and never interrupts responses at the end of a rollout: leave --partial-rollout out.",
         ),
         (
             "--max-weight-staleness 2 --discard-surplus-groups",
-            f"{ENDLESS} and has no surplus groups: leave --discard-surplus-groups out; groups that are too old are"
+            f"{BOUNDED} and has no surplus groups: leave --discard-surplus-groups out; groups that are too old are"
             f" regenerated.",
         ),
         (
             "--max-weight-staleness 2 --over-sampling-batch-size 64",
-            f"{ENDLESS}: the number of groups in flight follows from --max-weight-staleness and"
+            f"{BOUNDED}: the number of groups in flight follows from --max-weight-staleness and"
             f" --sglang-server-concurrency; leave --over-sampling-batch-size 64 out.",
         ),
         (
             "--max-weight-staleness 2 --rollout-function-path slimrl.rollout.sft_rollout.generate_rollout",
-            f"{ENDLESS}, and --rollout-function-path slimrl.rollout.sft_rollout.generate_rollout makes one rollout at"
+            f"{BOUNDED}, and --rollout-function-path slimrl.rollout.sft_rollout.generate_rollout makes one rollout at"
             f" a time: leave one of the two out; --custom-generate-function-path generates single samples.",
         ),
         (

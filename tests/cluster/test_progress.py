@@ -27,7 +27,7 @@ def test_unresponsive_process_leaves_the_progress_bar_unchanged(monkeypatch):
     bar, progress = Bar(), {"generation of rollout 3": (3, 8)}
     monkeypatch.setattr(run, "ProgressBar", lambda *_, **__: bar)
     monkeypatch.setattr(run, "poll_actors", lambda asked: [progress.get(one) for one in asked])
-    for question in ("generation of rollout 3", "nobody who answers", "generation of rollout 3"):
+    for question in ("generation of rollout 3", "no answer", "generation of rollout 3"):
         with Run._progress(None, "generate", lambda question=question: question) as update:
             update()
     assert bar.shown == [(3, 8), (3, 8)]

@@ -38,7 +38,7 @@ class RankOnBrokenDevice:
     def wake(self) -> None: ...
 
     def sleep(self) -> None:
-        sys.exit("a layer of the user's")
+        sys.exit("a custom layer")
 
 
 def answers_of(rank, methods, monkeypatch):
@@ -100,6 +100,6 @@ def test_batch_is_passed_as_serialized_bytes_without_pickling_it_again():
 def test_system_exit_in_a_rank_is_an_error_like_any_other(monkeypatch):
     answers = answers_of(RankOnBrokenDevice, ("sleep", "prepare"), monkeypatch)
     ((kind, (summary, trace)),) = answers["sleep"]
-    assert (kind, summary) == ("error", "SystemExit: a layer of the user's")
+    assert (kind, summary) == ("error", "SystemExit: a custom layer")
     assert "in sleep" in trace
     assert answers["prepare"][-1] == ("value", "ready")

@@ -87,7 +87,7 @@ def test_time_limit_ends_the_wait_with_the_report(clock):
 
 
 def test_disabled_watchdog_waits_forever(clock):
-    wait = Wait(WatchdogConfig(0.0, None), WaitTarget("anything", lambda _: pytest.fail("nobody is to be asked")))
+    wait = Wait(WatchdogConfig(0.0, None), WaitTarget("anything", lambda _: pytest.fail("no rank is to be asked")))
     assert wait.remaining() is None
     clock.now += 1e9
     wait.check([0])

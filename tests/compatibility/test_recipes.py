@@ -50,8 +50,8 @@ def test_slime_recipe_is_accepted_except_for_named_unsupported_flags(recipe: Rec
     _, problems = read_args(line, entry=recipe.entry, passthrough=TABLES)
     assert {problem.flag for problem in problems} == set(recipe.refused), [str(problem) for problem in problems]
     for problem in problems:
-        mend = ("use", "give", "leave", "lower", "divide", "did you mean", "ends and can be resumed")
-        assert any(word in str(problem) for word in mend), problem
+        remedy = ("use", "give", "leave", "lower", "divide", "did you mean", "ends and can be resumed")
+        assert any(word in str(problem) for word in remedy), problem
 
 
 @pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES.values() if recipe.refused], ids=lambda r: r.model)

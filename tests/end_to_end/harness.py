@@ -20,6 +20,7 @@ import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "SLIMRL_TEST_RUN"  # inherited by every process of a run, so that leftovers can be found
+CLEAN_UP_WAIT = 5.0  # seconds that files in /dev/shm get to be mapped or removed before a run's clean-up removes them
 
 
 @dataclasses.dataclass
@@ -78,16 +79,22 @@ class Started:
         temporary = {name for name in os.listdir(self.temporary) if not name.startswith("torchinductor_")}
         return sorted(temporary | self._left_shared_memory())
 
-    def _left_shared_memory(self, timeout: float = 5.0) -> set[str]:
-        """New files of /dev/shm that stay: those of concurrent tests are soon mapped or removed."""
+    def _left_shared_memory(self, timeout: float = 20.0) -> set[str]:
+        """New files of /dev/shm that stay.
+
+        Those of concurrent tests are soon mapped or removed; a concurrent run that is killed needs `CLEAN_UP_WAIT` for
+        it. What appears after the first look is not of this run, whose processes have ended.
+        """
         deadline = time.monotonic() + timeout
-        while (left := shared_memory() - self.shared_memory) and time.monotonic() < deadline:
+        left = shared_memory() - self.shared_memory
+        while left and time.monotonic() < deadline:
             time.sleep(0.2)
+            left &= shared_memory()
         return left
 
     def _clean_up(self) -> None:
         shutil.rmtree(self.temporary, ignore_errors=True)
-        for name in self._left_shared_memory():
+        for name in self._left_shared_memory(CLEAN_UP_WAIT):
             Path("/dev/shm", name).unlink(missing_ok=True)
 
 

@@ -59,7 +59,7 @@ def test_line_is_the_sample_as_plain_data(tmp_path):
         score: float
 
     (sample, *_) = make_samples()
-    sample.metadata["verdict"] = Score(0.5)
+    sample.metadata["score"] = Score(0.5)
     sample.scratch = "an attribute of a user's own, which no reader knows"
     path = save_rollout(str(tmp_path / "{rollout_id}"), 0, [sample])
     assert json.loads(path.read_text().splitlines()[1]) == json.loads(json.dumps(sample.to_dict()))

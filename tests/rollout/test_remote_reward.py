@@ -145,7 +145,7 @@ def test_invalid_reply_is_an_error(text, message):
     assert message in str(error) and len(asked) == 1
 
 
-def test_endless_reply_is_cut_off():
+def test_reply_without_an_end_is_cut_off():
     error, _ = ask((200, "1" * (MAX_REPLY_BYTES + 1)))
     assert f"returned more than {MAX_REPLY_BYTES} bytes" in str(error)
 

@@ -58,8 +58,8 @@ class Client:
         self.submitted: dict[str, str] = {}
 
     def __call__(self, address: str) -> "Client":
-        if address == "http://nobody":
-            raise ConnectionError("nobody answers")
+        if address == "http://unreachable":
+            raise ConnectionError("no server answers")
         return self
 
     def submit_job(self, **job: str) -> str:
@@ -84,7 +84,7 @@ class Client:
         ("http://head", [JobStatus.RUNNING, JobStatus.SUCCEEDED], 0, ["lost the job's output"]),
         ("http://head", [JobStatus.RUNNING], 1, ["lost the job's output", "has ended or is unreachable: gone"]),
         ("http://head", [JobStatus.FAILED], 1, ["lost the job's output", "the job ended before its command"]),
-        ("http://nobody", [], 1, ["did not accept the job: nobody answers"]),
+        ("http://unreachable", [], 1, ["did not accept the job: no server answers"]),
     ],
 )
 def test_lost_cluster_is_one_error_and_a_job_is_awaited(address, statuses, code, said, capsys, caplog, monkeypatch):

@@ -132,7 +132,7 @@ class WandbRun:
         self._failed.set()
         logger.warning(
             "W&B logging stopped, training continues (%s): all numbers are in summary.json; what W&B has kept"
-            " lies in %s and is sent by `wandb sync`",
+            " is in %s and is sent by `wandb sync`",
             why,
             self._settings.folder / "wandb",
         )

@@ -1,4 +1,4 @@
-"""The built-in data source: an endless, exactly resumable sequence of sample groups, and a buffer of waiting groups.
+"""The built-in data source: an infinite, exactly resumable sequence of sample groups, and a buffer of waiting groups.
 
 Each prompt is sampled once per epoch of its set. A restored state gives the same next groups. `--data-source-path`
 replaces it by a custom class (`slimrl.rollout.dataset.custom_data_source`).
@@ -77,7 +77,7 @@ _STATE_VERSION = 2
 
 
 class RolloutDataSource:
-    """Endless groups of samples; `group_index` and `index` run over the whole training.
+    """Groups of samples without a last one; `group_index` and `index` run over the whole training.
 
     Custom classes may inherit it (`--data-source-path`), so its constructor takes the same arguments as theirs. With
     `--disable-rollout-global-dataset` there are no prompts: samples are blank, and custom functions fill them.

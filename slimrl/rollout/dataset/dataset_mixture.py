@@ -28,7 +28,7 @@ def _columns(form: PromptFormat) -> dict[str, str | None]:
 
 
 class EpochSampler:
-    """An endless sequence of one set's prompts. `number` is the set's position in the mix, from 0."""
+    """An infinite sequence of one set's prompts. `number` is the set's position in the mix, from 0."""
 
     def __init__(self, rows: PromptDataset, *, shuffle: bool, seed: int, number: int) -> None:
         self.rows = rows
@@ -138,7 +138,7 @@ class EpochSampler:
 
 
 class DatasetMixture:
-    """An endless sequence of prompts."""
+    """An infinite sequence of prompts."""
 
     def __init__(self, flags: PromptArguments, tokenizer: Any) -> None:
         mix = DataMix.parse(flags.prompt_data or ())

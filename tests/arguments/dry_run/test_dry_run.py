@@ -252,14 +252,16 @@ def test_each_piece_of_advice_makes_the_plan_fit(recipe, gibibytes, placement):
     found = [problem.sentence for problem in plan_errors(plan) if problem.sentence.startswith("training needs")]
     if not found or "no supported flag" in found[0]:
         return
-    mends = re.split(r", | or ", found[0].rpartition("; ")[2].removesuffix("."))
-    assert mends
-    for mend in mends if "together" not in found[0] else []:
-        flags = " ".join(re.findall(r"--[a-z-]+(?: to \d+| [a-z0-9]+)?", mend)).replace(" to ", " ").replace(" and", "")
+    remedies = re.split(r", | or ", found[0].rpartition("; ")[2].removesuffix("."))
+    assert remedies
+    for remedy in remedies if "together" not in found[0] else []:
+        flags = (
+            " ".join(re.findall(r"--[a-z-]+(?: to \d+| [a-z0-9]+)?", remedy)).replace(" to ", " ").replace(" and", "")
+        )
         if "--max-tokens-per-gpu" in flags:
             continue
-        mended = plan_of(recipe, f"{base} --gpu-memory-gib {gibibytes} {flags}", placement=placement)
-        assert not [one for one in plan_errors(mended) if one.sentence.startswith("training needs")], mend
+        corrected = plan_of(recipe, f"{base} --gpu-memory-gib {gibibytes} {flags}", placement=placement)
+        assert not [one for one in plan_errors(corrected) if one.sentence.startswith("training needs")], remedy
 
 
 def test_advice_about_the_cache_fraction_is_omitted_when_no_fraction_suffices(recipe):
