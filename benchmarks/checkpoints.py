@@ -76,25 +76,28 @@ def main() -> None:
         shutil.rmtree(root)
 
 
-def model_flags(hidden: int, layers: int) -> dict[str, Any]:
-    """A Qwen3 of these sizes."""
+def model_flags(
+    hidden: int, layers: int, *, head_size: int = 64, vocabulary: int = 16384, positions: int = 512
+) -> dict[str, Any]:
+    """A Qwen3 of these sizes, with two query heads per KV head."""
+    heads = hidden // head_size
     return dict(
         num_layers=layers,
         hidden_size=hidden,
         ffn_hidden_size=4 * hidden,
-        num_attention_heads=hidden // 64,
+        num_attention_heads=heads,
         group_query_attention=True,
-        num_query_groups=hidden // 128,
-        kv_channels=64,
-        vocab_size=16384,
-        padded_vocab_size=16384,
+        num_query_groups=heads // 2,
+        kv_channels=head_size,
+        vocab_size=vocabulary,
+        padded_vocab_size=vocabulary,
         normalization="RMSNorm",
         norm_epsilon=1e-6,
         qk_layernorm=True,
         swiglu=True,
         add_bias_linear=False,
         rotary_base=10000,
-        max_position_embeddings=512,
+        max_position_embeddings=positions,
     )
 
 

@@ -42,6 +42,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=5.0, help="for each measurement")
     add_json_option(parser)
     options = parser.parse_args()
+    logging.disable(logging.CRITICAL)
     ratios = {}
     files = {path.name: _read(path) for path in options.pairs}
     pairs = [pair for own in files.values() for pair in own]
@@ -150,5 +151,4 @@ async def _pool_rate(pairs: Sequence[Pair], seconds: float) -> tuple[float, floa
 
 
 if __name__ == "__main__":
-    logging.disable(logging.CRITICAL)
     main()

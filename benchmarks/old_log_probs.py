@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+from checkpoints import model_flags
 
 from slimrl.arguments import Arguments
 from slimrl.data.train_batch import RolloutBatch, schedule_batch
@@ -38,20 +39,7 @@ def arguments(folder: Path, mode: str, steps: int) -> Arguments:
     """The model and its training, from the checkpoint in `folder`."""
     return Arguments(
         compute_old_log_probs=mode,
-        num_layers=6,
-        hidden_size=256,
-        ffn_hidden_size=1024,
-        num_attention_heads=4,
-        group_query_attention=True,
-        num_query_groups=2,
-        kv_channels=64,
-        vocab_size=VOCABULARY,
-        padded_vocab_size=VOCABULARY,
-        normalization="RMSNorm",
-        qk_layernorm=True,
-        swiglu=True,
-        add_bias_linear=False,
-        max_position_embeddings=4096,
+        **model_flags(hidden=256, layers=6, vocabulary=VOCABULARY, positions=4096),
         expert_tensor_parallel_size=1,
         num_rollout=10000,
         num_steps_per_rollout=steps,

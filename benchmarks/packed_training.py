@@ -19,6 +19,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from checkpoints import model_flags
 from megatron.core.models.gpt import GPTModel
 from ratios import add_json_option, write_ratios
 from torch import Tensor
@@ -32,20 +33,7 @@ from slimrl.megatron.model.micro_batch import PackedSequences, packed_sequences
 
 VOCABULARY = 1024
 MODEL = dict(
-    num_layers=2,
-    hidden_size=128,
-    ffn_hidden_size=512,
-    num_attention_heads=4,
-    group_query_attention=True,
-    num_query_groups=2,
-    kv_channels=32,
-    vocab_size=VOCABULARY,
-    padded_vocab_size=VOCABULARY,
-    normalization="RMSNorm",
-    qk_layernorm=True,
-    swiglu=True,
-    add_bias_linear=False,
-    max_position_embeddings=32768,
+    **model_flags(hidden=128, layers=2, head_size=32, vocabulary=VOCABULARY, positions=32768),
     expert_tensor_parallel_size=1,
     use_distributed_optimizer=False,
 )
