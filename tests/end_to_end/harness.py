@@ -20,6 +20,7 @@ import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "SLIMRL_TEST_RUN"  # inherited by every process of a run, so that leftovers can be found
+LEFT_WAIT = 20.0  # seconds after which a file in /dev/shm is a leftover
 CLEAN_UP_WAIT = 5.0  # seconds that files in /dev/shm get to be mapped or removed before a run's clean-up removes them
 
 
@@ -77,9 +78,9 @@ class Started:
     def _left_files(self) -> list[str]:
         # compiled kernels are kept deliberately, for the next server
         temporary = {name for name in os.listdir(self.temporary) if not name.startswith("torchinductor_")}
-        return sorted(temporary | self._left_shared_memory())
+        return sorted(temporary | self._left_shared_memory(LEFT_WAIT))
 
-    def _left_shared_memory(self, timeout: float = 20.0) -> set[str]:
+    def _left_shared_memory(self, timeout: float) -> set[str]:
         """New files of /dev/shm that stay.
 
         Those of concurrent tests are soon mapped or removed; a concurrent run that is killed needs `CLEAN_UP_WAIT` for
@@ -215,29 +216,43 @@ def places_of(text: str, *folders: Path) -> list[str]:
 
 def shared_memory() -> set[str]:
     """Files in /dev/shm that no live process has mapped or open, which are leftovers of dead processes."""
-    files = {path.name for path in Path("/dev/shm").iterdir() if path.is_file()}
-    return files - _in_use(Path("/proc").iterdir())
+    files = _inodes()
+    used = _in_use(Path("/proc").iterdir())
+    return {name for name, inode in files.items() if inode not in used}
 
 
 def shared_memory_of(pids: list[int]) -> set[str]:
     """Names in /dev/shm that these processes or none use, excluding those of other processes on this machine."""
-    names = set(os.listdir("/dev/shm"))
+    files = _inodes()
     of_all, own = _in_use(Path("/proc").iterdir()), _in_use(Path("/proc", str(pid)) for pid in pids)
-    return (names - of_all) | (names & own)
+    return {name for name, inode in files.items() if inode not in of_all or inode in own}
 
 
-def _in_use(processes: Iterable[Path]) -> set[str]:
+def _inodes() -> dict[str, int]:
+    """The inode of every file in /dev/shm, by name."""
+    found = {}
+    for path in Path("/dev/shm").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            if path.is_file():
+                found[path.name] = path.stat().st_ino
+    return found
+
+
+def _in_use(processes: Iterable[Path]) -> set[int]:
+    """Inodes of files in /dev/shm that these processes have mapped or open.
+
+    Not names: `sem_open` maps a file under a temporary name, which it replaces by the semaphore's afterwards.
+    """
     used = set()
     for process in processes:
         if not process.name.isdigit():
             continue
         with contextlib.suppress(OSError):
             lines = (process / "maps").read_text().splitlines()
-            used |= {line.split("/dev/shm/", 1)[1].split("/")[0] for line in lines if " /dev/shm/" in line}
+            used |= {int(line.split(maxsplit=5)[4]) for line in lines if " /dev/shm/" in line}
         with contextlib.suppress(OSError):
             for link in (process / "fd").iterdir():
                 with contextlib.suppress(OSError):
-                    target = os.readlink(link)
-                    if target.startswith("/dev/shm/"):
-                        used.add(Path(target).name)
+                    if os.readlink(link).startswith("/dev/shm/"):
+                        used.add(link.stat().st_ino)
     return used
