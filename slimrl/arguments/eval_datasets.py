@@ -224,6 +224,8 @@ def training_prompt_format(args: PromptArguments) -> PromptFormat:
         keep_messages=args.custom_generate_function_path is not None or args.has_custom_rollout_function,
         keep_conversation=args.rm_model is not None,
         pair=pair,
+        input_template=args.input_template,
+        truncation=args.rollout_truncate_prompt,
         reward_rule=_rule(args, args.rm_type, args.custom_rm_path, args.custom_generate_function_path),
     )
 
@@ -244,6 +246,7 @@ def eval_prompt_format(args: PromptArguments, dataset: EvalDataset) -> PromptFor
         keep_messages=dataset.custom_generate_function_path is not None or pair is not None,
         keep_conversation=args.rm_model is not None,
         pair=pair,
+        input_template=None if dataset.apply_chat_template else args.input_template,
         reward_rule=_rule(args, dataset.rm_type, dataset.custom_rm_path, dataset.custom_generate_function_path),
     )
 

@@ -82,8 +82,8 @@ _ROWS: dict[str, tuple[str, str | None, str]] = {
     "data.filter-overlong-prompts": (VERL, "--rollout-max-prompt-len", "longer prompts are skipped"),
     "data.truncation": (
         VERL,
-        "--refuse-long-prompts",
-        "prompts are never truncated: long ones are skipped or rejected",
+        "--rollout-truncate-prompt",
+        "left, right or middle; --refuse-long-prompts for error",
     ),
     # verl: model and training
     "actor-rollout-ref.model.path": (VERL, "--hf-checkpoint", ""),

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import ray
 
+from slimrl.algorithms.reward_shaping import RunningMoments
 from slimrl.arguments import Arguments
 from slimrl.cluster import ray_session
 from slimrl.cluster.engines.engine_group import EngineGroup
@@ -119,6 +120,7 @@ class RolloutManager:
         self._opening = asyncio.Lock()
         self._tokenizer: Any = None
         self._data_source: Any = None
+        self._moments = RunningMoments()  # of the rewards
 
     async def start(self, gpus: GpuBundles | None, launch: Launch) -> list[EngineEndpoint]:
         """Starts the engines and returns their endpoints; none if `gpus` is None (replay of recorded rollouts)."""
@@ -222,6 +224,7 @@ class RolloutManager:
     async def load_data_state(self, state: dict[str, Any]) -> None:
         """Restores the data source from a checkpoint's state."""
         stream = self._generator.continuous if self._generator is not None else None
+        state = self._moments.restored(state)
         finished = inflight_state.restore(self._data_source, state, keeps_finished=stream is not None)
         if stream is not None:
             stream.restore(finished)
@@ -311,10 +314,11 @@ class RolloutManager:
         from slimrl.rollout.convert_samples import RewardProcessing, compute_rewards, remove_truncated, training_batch
 
         remove_truncated(samples, asked=self._args.mask_truncated_samples)
-        rewards = compute_rewards(RewardProcessing.from_args(self._args), samples)
+        rewards = compute_rewards(RewardProcessing.from_args(self._args), samples, self._moments)
         reported = RolloutMetricsConfig.from_args(self._args)
         metrics = rollout_metrics(reported, samples, rewards.raw.tolist(), seconds)
-        metrics |= self._request_metrics(len(samples)) | staleness_metrics(rollout_id, samples)
+        metrics |= {} if self._client is None else self._client.requests.take(len(samples))
+        metrics |= staleness_metrics(rollout_id, samples) | self._moments.metrics(reported=self._args.normalize_reward)
         metrics |= {**output.metrics, **await self._fault_metrics()}
         await asyncio.to_thread(self._dump, rollout_id, samples, metrics, [self._args.reward_key] * len(samples))
         batches = self._schedule(training_batch(self._args, samples, rewards, hook_args=self._args))
@@ -326,14 +330,10 @@ class RolloutManager:
             metrics=reported_metrics(
                 self._args, rollout_id, samples, metrics, output.metrics, seconds, hook_args=self._args
             ),
-            data_state=data_state,
+            data_state=None if data_state is None else self._moments.added_to(data_state),
             weight_version=",".join(sorted(versions, key=lambda version: (len(version), version))),
             seconds=time.perf_counter() - started,
         )
-
-    def _request_metrics(self, samples: int) -> dict[str, float]:
-        """Metrics of the requests since the previous rollout, as reported by the servers."""
-        return {} if self._client is None else self._client.requests.take(samples)
 
     async def _fault_metrics(self) -> dict[str, float]:
         """Counts of lost and replaced servers since the previous rollout."""

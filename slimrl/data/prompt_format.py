@@ -56,6 +56,8 @@ class PromptFormat:
     keep_conversation: bool = False  # store the messages of a rendered prompt in the metadata (`MESSAGES_KEY`)
     refuse_too_long: bool = False  # longer prompts end the run
     pair: PairColumns | None = None  # rows are preference pairs, and the prompt may be a part of their answers
+    input_template: str | None = None  # text around the prompt, instead of a chat template; {} stands for the prompt
+    truncation: str | None = None  # shorten longer prompts: left, right or middle is cut out
     reward_rule: str | None = None  # the built-in reward that compares with the label; None: none, or unknown
 
     @property
@@ -90,6 +92,8 @@ def validate_row(row: Row, form: PromptFormat) -> str | None:
         if form.apply_chat_template:
             if not isinstance(content, str) and not _are_messages(content):
                 raise ValueError(f'{form.input_key!r} must be text or a list of {{"role", "content"}} messages')
+        elif not isinstance(content, str) and form.input_template is not None:
+            raise ValueError(f"{form.input_key!r} holds {type(content).__name__}: --input-template takes text")
         elif not isinstance(content, str) and not form.keep_messages:
             raise ValueError(f"{form.input_key!r} holds {type(content).__name__}: messages need --apply-chat-template")
         if form.label_key is not None and form.reward_rule is not None:
@@ -116,6 +120,20 @@ def label_fault(rule: str, label: Any) -> str | None:
 def messages_of(content: Any) -> list[dict[str, Any]]:
     """The messages of a row's input column; text becomes one user message."""
     return [{"role": "user", "content": content}] if isinstance(content, str) else content
+
+
+def in_template(template: str, text: str) -> str:
+    """The template with `text` for its {}; other braces, and those of the text, are unchanged."""
+    return text.join(template.split("{}", 1))
+
+
+def truncated(token_ids: Sequence[int], limit: int, cut: str) -> list[int]:
+    """The `limit` token ids that remain of more; `cut` is what is cut out: "left", "right" or "middle".
+
+    "middle" keeps one token more of the end than of the beginning if the limit is odd.
+    """
+    head = {"left": 0, "right": limit, "middle": limit // 2}[cut]
+    return [*token_ids[:head], *token_ids[len(token_ids) - (limit - head) :]]
 
 
 def _are_messages(content: Any) -> bool:
@@ -148,6 +166,6 @@ def metadata_of(row: dict[str, Any], form: PromptFormat) -> dict[str, Any]:
     if not isinstance(metadata, dict):
         raise ValueError(f"{form.metadata_key!r} (--metadata-key) must be an object, not {type(metadata).__name__}")
     tools = tools_of(row, form)
-    if form.keep_conversation and form.apply_chat_template:
+    if form.keep_conversation and (form.apply_chat_template or form.input_template is not None):
         metadata = {MESSAGES_KEY: messages_of(row.get(form.input_key)), **metadata}
     return metadata if tools is None else {**metadata, TOOLS_KEY: tools}

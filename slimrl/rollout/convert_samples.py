@@ -20,7 +20,7 @@ from torch import Tensor
 
 from slimrl.algorithms.estimators import ESTIMATORS, Baseline, Estimator
 from slimrl.algorithms.returns import group_normalized_rewards
-from slimrl.algorithms.reward_shaping import OverlongPenalty
+from slimrl.algorithms.reward_shaping import OverlongPenalty, RunningMoments
 from slimrl.arguments import Arguments
 from slimrl.arguments.namespace import ConversionArguments
 from slimrl.data.sample import Sample, SampleStatus
@@ -45,6 +45,7 @@ class RewardProcessing:
     estimator: Estimator
     normalizes: bool
     scales_by_std: bool
+    over_run: bool  # normalized by the moments of all rewards of the run
     overlong: OverlongPenalty | None
     custom_path: str | None  # custom function that replaces the processing
     hook_args: RunArguments  # passed to that function
@@ -58,6 +59,7 @@ class RewardProcessing:
             estimator=estimator,
             normalizes=args.rewards_normalization and estimator.is_group_relative,
             scales_by_std=args.grpo_std_normalization and estimator.normalizes_by_std,
+            over_run=args.normalize_reward,
             overlong=OverlongPenalty.if_given(
                 args.rollout_max_response_len, args.overlong_buffer_len, args.overlong_penalty_factor
             ),
@@ -66,11 +68,13 @@ class RewardProcessing:
         )
 
 
-def compute_rewards(config: RewardProcessing, samples: list[Sample]) -> Rewards:
+def compute_rewards(config: RewardProcessing, samples: list[Sample], moments: RunningMoments | None = None) -> Rewards:
     """Raw rewards (the `--reward-key` entry of dict rewards) and training rewards.
 
-    Training rewards are the raw ones with the penalty of --overlong-buffer-len, normalized within groups. `group_index`
-    identifies the groups, whatever their size and position. `--custom-reward-post-process-path` computes both instead.
+    Training rewards are the raw ones, with --normalize-reward normalized by `moments`, with the penalty of
+    --overlong-buffer-len, normalized within groups. `moments`, those of the run, first take the raw rewards into
+    account. `group_index` identifies the groups, whatever their size and position.
+    `--custom-reward-post-process-path` computes both instead, without `moments`.
     Raises ValueError if a sample has no finite reward, or the custom function returns a wrong number.
     """
     if (path := config.custom_path) is not None:
@@ -84,8 +88,13 @@ def compute_rewards(config: RewardProcessing, samples: list[Sample]) -> Rewards:
             )
         _check_finite(path, samples, raw, normalized)
         return Rewards(raw, normalized)
-    raw = torch.tensor([sample.reward_value(config.key) for sample in samples], dtype=torch.float32)
+    scored = [sample.reward_value(config.key) for sample in samples]
+    raw = torch.tensor(scored, dtype=torch.float32)
     shaped = raw.clone()
+    moments = RunningMoments() if moments is None else moments
+    moments.add(scored)
+    if config.over_run:
+        shaped = torch.tensor(moments.normalized(scored), dtype=torch.float32)
     if config.overlong is not None:
         shaped += torch.tensor([config.overlong(sample.response_length) for sample in samples])
     if not config.normalizes:

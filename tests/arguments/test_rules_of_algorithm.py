@@ -137,6 +137,33 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             ),
         ],
     ),
+    "normalized_rewards_have_a_use": (
+        [
+            "--normalize-reward --advantage-estimator reinforce_plus_plus",
+            "--normalize-reward --advantage-estimator rloo",
+            "--normalize-reward --disable-grpo-std-normalization",
+            "--normalize-reward --disable-rewards-normalization",
+        ],
+        [
+            (
+                "--normalize-reward",
+                "--normalize-reward has no effect, because --advantage-estimator grpo divides by the standard deviation"
+                " of each group: leave it out, or add --disable-grpo-std-normalization.",
+            ),
+            (
+                "--normalize-reward --advantage-estimator rloo"
+                " --custom-reward-post-process-path examples.reward.leave_one_out",
+                "--normalize-reward has no effect with --custom-reward-post-process-path examples.reward.leave_one_out,"
+                " which does not train on the built-in rewards: leave it out.",
+            ),
+            (
+                "--normalize-reward --advantage-estimator rloo"
+                " --custom-convert-samples-to-train-data-path slimrl_test_hooks.convert",
+                "--normalize-reward has no effect with --custom-convert-samples-to-train-data-path"
+                " slimrl_test_hooks.convert, which does not train on the built-in rewards: leave it out.",
+            ),
+        ],
+    ),
     "overlong_penalty_is_complete": (
         [
             "--overlong-buffer-len 512",

@@ -19,6 +19,8 @@ from slimrl.data.preflight import preview_file
 BLANK = "--disable-rollout-global-dataset"
 OWN_FUNCTION = "--rollout-function-path slimrl.rollout.sft_rollout.generate_rollout"
 
+TESTED_APART = ("templates_have_their_fields", "truncated_prompts_have_a_limit")
+
 # rule -> (flags that pass when appended to the recipe, flags that do not with their error)
 CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
     "data_files_exist": (
@@ -369,4 +371,74 @@ def test_epochs_of_a_dataset_mixture_give_no_run_length(recipe):
     mixed = "--prompt-data {dir}/train.jsonl=0.5 {dir}/aime-2024.jsonl=0.5 --num-epoch 1"
     assert sentences(recipe.line(mixed, without="--num-rollout")) == [
         "--num-epoch 1 is ambiguous for a mixture by probability, whose sets have different epochs: give --num-rollout."
+    ]
+
+
+# templates and truncation ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def text_line(recipe):
+    """The recipe over text prompts, without a chat template."""
+    for name in ("train", "aime-2024"):
+        (recipe.dir / f"{name}.jsonl").write_text(json.dumps({"prompt": "1+1", "label": "2"}) + "\n")
+    return [word for word in recipe.line(without="--eval-interval") if word != "--apply-chat-template"]
+
+
+def test_input_template_has_one_field_and_real_line_breaks(text_line):
+    template = "Human: {}\nAssistant: "
+    assert sentences([*text_line, "--input-template", template]) == []
+    assert read_args([*text_line, "--input-template", template])[0].input_template == template
+    for wrong, end in (
+        ("Human: ", "has 0 times {}: write it once."),
+        ("{} {}", "has 2 times {}: write it once."),
+        (r"{}\n", "has a backslash and an n, not a line break: write $'...' around it in the shell."),
+    ):
+        assert sentences([*text_line, "--input-template", wrong]) == [f"--input-template {wrong!r} {end}"]
+
+
+def test_input_template_excludes_a_chat_template_and_messages(recipe, text_line):
+    assert sentences([*text_line, "--apply-chat-template", "--input-template", "{}:"]) == [
+        "--input-template has no effect with --apply-chat-template, which forms the prompt itself: leave one out."
+    ]
+    (recipe.dir / "train.jsonl").write_text(json.dumps({"prompt": [{"role": "user", "content": "1"}], "label": "2"}))
+    (sentence,) = sentences([*text_line, "--input-template", "{}:"])
+    assert "'prompt' holds list: --input-template takes text" in sentence
+
+
+def test_template_of_the_reward_model_has_both_fields_and_a_reward_model(text_line, tmp_path):
+    template = ["--rm-input-template", "Human: {prompt}\nAssistant: {response}"]
+    (tmp_path / "judge").mkdir()
+    config = {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "LABEL_0"}, "vocab_size": 10}
+    (tmp_path / "judge/config.json").write_text(json.dumps(config))
+    (tmp_path / "judge/tokenizer.json").touch()
+    served = [*text_line, "--rm-type", "reward_model", "--rm-model", str(tmp_path / "judge")]
+    assert sentences([*served, *template]) == []
+    assert sentences([*served, "--rm-input-template", "{prompt}"]) == [
+        "--rm-input-template '{prompt}' has 0 times {response}: write it once."
+    ]
+    assert sentences([*served, *template, "--rm-input", "text"]) == [
+        "--rm-input-template is a form of input of its own, and --rm-input text another: leave one out."
+    ]
+    assert sentences([*text_line, *template]) == [
+        "--rm-input-template belongs to a reward model, and there is none: give --rm-type reward_model and --rm-model,"
+        " or leave it out."
+    ]
+
+
+def test_truncation_needs_a_limit_and_leaves_the_end_of_a_chat_template(recipe, text_line):
+    right, limit = ["--rollout-truncate-prompt", "right"], ["--rollout-max-prompt-len", "1024"]
+    assert sentences([*text_line, *right, *limit]) == []
+    assert sentences([*recipe.line("--rollout-truncate-prompt left"), *limit]) == []
+    assert sentences([*recipe.line(), *right, *limit]) == [
+        "--rollout-truncate-prompt right would cut off the end of the chat template, where the response begins: give"
+        " left or middle."
+    ]
+    assert sentences([*text_line, *right, *limit, "--refuse-long-prompts"]) == [
+        "--rollout-truncate-prompt right has no effect with --refuse-long-prompts: leave one of the two out."
+    ]
+    assert sentences([*text_line, *right]) == []  # the engine's context is the limit
+    custom = ["--rollout-function-path", "examples.rollouts.counted"]  # which has its own requests
+    assert sentences([*text_line, *right, *custom]) == [
+        "--rollout-truncate-prompt right has no length to cut prompts to: give --rollout-max-prompt-len."
     ]

@@ -19,6 +19,7 @@ def flags_of(tiny, folder):
         lambd=0.95,
         critic_lr=3e-3,
         num_critic_only_steps=1,
+        normalize_reward=True,
         colocate=True,
         actor_num_gpus_per_node=2,
         tensor_model_parallel_size=2,
@@ -46,6 +47,9 @@ def test_critic_trains_beside_the_policy_and_resumes_with_it(tiny, tmp_path):
     assert all(step["grad_norm"] > 0 and step["critic-grad_norm"] > 0 for step in others)
     assert first["rollout/values"] == 0 and done.steps("rollout/values")[-1] != 0
     assert done.steps("rollout/log_probs")[0] < -0.01  # of the pass that runs because no step of the policy follows
+    means = done.steps("reward")  # rollouts of one size: the run's mean is the mean of theirs
+    running = [sum(means[: number + 1]) / (number + 1) for number in range(ROLLOUTS)]
+    assert done.steps("rollout/running_reward/mean") == pytest.approx(running, abs=1e-6)
     unknown = [name for name in first if "/" in name and metric_of(name, METRICS) is None]
     unknown += [name for name in others[0] if "critic-" in name and metric_of(f"train/{name}", METRICS) is None]
     assert unknown == []

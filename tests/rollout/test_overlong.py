@@ -1,12 +1,17 @@
-"""Long responses: DAPO's penalty in the training rewards, and truncated samples without training."""
+"""Training rewards: DAPO's penalty of long responses, the run's moments, and truncated samples without training."""
 
 from __future__ import annotations
 
-import pytest
+import io
 
-from slimrl.algorithms.reward_shaping import OverlongPenalty
+import numpy
+import pytest
+import torch
+
+from slimrl.algorithms.reward_shaping import OverlongPenalty, RunningMoments
 from slimrl.arguments import Arguments
 from slimrl.data.sample import Sample, SampleStatus
+from slimrl.megatron.checkpoint.folder import encode_data_state
 from slimrl.rollout.convert_samples import RewardProcessing, compute_rewards, remove_truncated, training_batch
 from slimrl.rollout.metrics import RolloutMetricsConfig, rollout_metrics
 
@@ -69,3 +74,70 @@ def test_truncated_samples_are_not_trained_on_and_count_in_their_group(make_args
     batch = training_batch(args, samples, rewards, hook_args=args)
     assert batch.loss_mask.tolist() == [1.0] * 3 + [0.0] * 5
     assert batch.rewards.tolist() == [0.5, -0.5]
+
+
+# --normalize-reward ---------------------------------------------------------------------------------------------------
+
+
+def rewards_of_run(rollouts: int = 7) -> list[list[float]]:
+    """Rollouts of different sizes whose mean is far above their deviation, where naive sums lose digits."""
+    random = numpy.random.default_rng(20240702)
+    return [(1e6 + random.normal(0.3, 2.0, size=3 + 5 * number)).tolist() for number in range(rollouts)]
+
+
+def test_running_moments_equal_one_pass_of_numpy_over_all_rewards():
+    moments, seen = RunningMoments(), []
+    for rewards in rewards_of_run():
+        moments.add(rewards)
+        seen += rewards
+        everything = numpy.array(seen, numpy.float64)
+        assert moments.count == everything.size
+        assert moments.mean == pytest.approx(everything.mean(), rel=1e-15)
+        assert moments.std == pytest.approx(everything.std(ddof=1), rel=1e-9)
+        expected = (numpy.array(rewards) - everything.mean()) / (everything.std(ddof=1) + 1e-8)
+        assert moments.normalized(rewards) == pytest.approx(expected, rel=1e-8, abs=1e-8)
+
+
+def test_equal_rewards_normalize_to_zero():
+    moments = RunningMoments()
+    assert (moments.count, moments.mean, moments.std, moments.normalized([2.0])) == (0, 0.0, 0.0, [0.0])
+    moments.add([0.1] * 3)
+    assert moments.std < 1e-16 and moments.normalized([0.1]) == pytest.approx([0.0], abs=1e-8)
+    moments.add([])
+    assert moments.count == 3
+
+
+def test_rewards_continue_bit_equal_from_a_checkpoint(make_args):
+    processing = RewardProcessing.from_args(
+        make_args(advantage_estimator="ppo", normalize_reward=True, rollout_max_response_len=10)
+    )
+    rollouts = [[sample(reward, 2) for reward in rewards] for rewards in rewards_of_run()]
+    whole, first, resumed = RunningMoments(), RunningMoments(), RunningMoments()
+    results = [compute_rewards(processing, rollout, whole) for rollout in rollouts]
+    for rollout in rollouts[:3]:
+        compute_rewards(processing, rollout, first)
+    saved = io.BytesIO(encode_data_state(first.added_to({"next_index": 5})))
+    assert resumed.restored(torch.load(saved, weights_only=True)) == {"next_index": 5}
+    for rollout, expected in zip(rollouts[3:], results[3:], strict=True):
+        found = compute_rewards(processing, rollout, resumed)
+        assert torch.equal(found.normalized, expected.normalized) and torch.equal(found.raw, expected.raw)
+    assert resumed.added_to({}) == whole.added_to({})
+
+
+def test_state_without_moments_begins_anew():
+    moments = RunningMoments()
+    moments.add([1.0, 2.0])
+    assert moments.restored({"next_index": 5}) == {"next_index": 5} and moments.count == 0
+
+
+def test_normalized_rewards_precede_penalty_and_group(make_args):
+    flags = {"normalize_reward": True, "grpo_std_normalization": False, "rollout_max_response_len": 10}
+    args = make_args(**flags, overlong_buffer_len=4, overlong_penalty_factor=0.5)
+    samples = [sample(3.0, 6), sample(1.0, 8), sample(0.0, 10)]
+    moments = RunningMoments()
+    moments.add([5.0, -1.0])
+    found = compute_rewards(RewardProcessing.from_args(args), samples, moments)
+    scale = numpy.std([5.0, -1.0, 3.0, 1.0, 0.0], ddof=1)
+    shaped = (numpy.array([3.0, 1.0, 0.0]) - 1.6) / scale + [0.0, -0.25, -0.5]
+    assert found.raw.tolist() == [3.0, 1.0, 0.0]
+    assert found.normalized.tolist() == pytest.approx(shaped - shaped.mean(), abs=1e-6)

@@ -5,6 +5,7 @@ import logging
 import pyarrow.parquet
 import pytest
 
+from slimrl.data.prompt_format import MESSAGES_KEY, truncated
 from slimrl.rollout.dataset.prompt_dataset import PromptDataset, PromptFormat, load_prompts
 
 FORMAT = {
@@ -67,6 +68,36 @@ def test_overlong_prompts_are_skipped_and_counted(write_rows, tokenizer, caplog)
     assert [prompt.label for prompt in kept.prompts] == [3, 4]
     assert kept.too_long == 3
     assert "skipped 3 of 5 prompts, longer than 4 tokens" in caplog.text
+
+
+def test_text_in_a_template_keeps_braces_and_the_original_for_the_reward_model(write_rows, tokenizer):
+    path = write_rows([{"prompt": "{1}+{}=", "label": "2"}])
+    form = prompt_format(apply_chat_template=False, input_template="Q: {}\nA {x}:", keep_conversation=True)
+    (prompt,) = load_prompts(path, form, tokenizer).prompts
+    assert prompt.content == "Q: {1}+{}=\nA {x}:"
+    assert prompt.token_ids.tolist() == tokenizer(prompt.content, add_special_tokens=False)["input_ids"]
+    assert prompt.metadata[MESSAGES_KEY] == [{"role": "user", "content": "{1}+{}="}]
+
+
+@pytest.mark.parametrize(
+    ("cut", "kept"),
+    [("left", "6789"), ("right", "1234"), ("middle", "1289")],
+)
+def test_long_prompts_are_shortened_at_the_side_that_is_given(write_rows, tokenizer, cut, kept):
+    path = write_rows([{"prompt": text, "label": 1} for text in ("123", "123456789", "1234")])
+    form = prompt_format(apply_chat_template=False, max_prompt_len=4, truncation=cut)
+    found = load_prompts(path, form, tokenizer)
+    assert [prompt.content for prompt in found.prompts] == ["123", kept, "1234"]
+    assert [prompt.token_ids.tolist() for prompt in found.prompts] == [
+        tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("123", kept, "1234")
+    ]
+    assert [prompt.metadata for prompt in found.prompts] == [{}, {"prompt_tokens_cut": 5}, {}]
+    assert found.too_long == 0
+
+
+def test_odd_limit_keeps_more_of_the_end():
+    assert truncated(list(range(10)), 3, "middle") == [0, 8, 9]
+    assert truncated(list(range(10)), 1, "middle") == [9]
 
 
 def test_overlong_prompt_is_rejected_with_the_flag(write_rows, tokenizer):

@@ -8,7 +8,7 @@ import pytest
 from aiohttp import web
 
 from slimrl.data.sample import Sample
-from slimrl.rollout.dataset.prompt_dataset import PromptFormat, PromptTokenizer
+from slimrl.rollout.dataset.prompt_dataset import MESSAGES_KEY, PromptFormat, PromptTokenizer
 from slimrl.rollout.rm_hub import RewardConfig, RewardScorer
 from slimrl.rollout.rm_hub.remote import RemoteRefused, RemoteReward, RemoteUnreachable
 from slimrl.rollout.rm_hub.reward_model import (
@@ -116,6 +116,16 @@ def test_reward_model_reads_the_messages_of_a_rendered_prompt(tokenizer):
     assert sample.prompt.endswith("<|im_start|>assistant\n")
     assert prompt_messages(sample) == messages
     assert prompt_messages(SAMPLE) == [{"role": "user", "content": "1+1="}]
+
+
+def test_template_puts_prompt_and_response_where_it_says(tokenizer):
+    asked = RewardInput(tokenizer, "template", ["<|im_end|>"], "1{response}+{prompt}=")
+    sample = Sample(prompt="Q: 4:", response="2{prompt}<|im_end|>", tokens=[5, 6], response_length=1)
+    sample.metadata[MESSAGES_KEY] = [{"role": "user", "content": "3{response}"}]  # without --input-template
+    assert asked.token_ids(sample) == tokenizer("12{prompt}+3{response}=")["input_ids"]
+    sample.metadata[MESSAGES_KEY] *= 2
+    with pytest.raises(ValueError, match="has 2 messages, and --rm-input-template takes one text"):
+        asked.token_ids(sample)
 
 
 def test_requests_are_balanced_over_servers_within_their_limit(tokenizer):

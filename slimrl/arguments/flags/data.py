@@ -47,6 +47,11 @@ class DataArguments:
     apply_chat_template_kwargs: dict[str, Any] = flag(
         {}, "keyword arguments of the chat template (JSON object), for example enable_thinking"
     )
+    input_template: str | None = flag(
+        None,
+        "text around a text prompt, in which {} stands for the prompt, instead of a chat template; also of evaluation"
+        " sets without one (the prompt unchanged)",
+    )
     multimodal_keys: dict[str, Any] | None = flag(
         None,
         "columns of images and other media (JSON object: kind -> column)",

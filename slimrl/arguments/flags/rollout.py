@@ -47,6 +47,12 @@ class RolloutArguments:
     rollout_max_prompt_len: int | None = flag(
         None, "skip prompts longer than this (tokens; --rollout-max-context-len - 1, else no limit)", at_least=1
     )
+    rollout_truncate_prompt: str | None = flag(
+        None,
+        "shorten longer training prompts by cutting out tokens at the left, the right or in the middle (they are"
+        " skipped)",
+        choices=("left", "right", "middle"),
+    )
     rollout_max_context_len: int | None = flag(
         None, "maximum length of prompt plus response (tokens; no limit)", at_least=2
     )
@@ -241,6 +247,11 @@ class RewardArguments:
         " text)",
         choices=("conversation", "text", "tokens"),
     )
+    rm_input_template: str | None = flag(
+        None,
+        "text that the reward model reads, in which {prompt} and {response} stand for those, instead of a chat template"
+        " (--rm-input)",
+    )
     rm_concurrency: int = flag(64, "requests in flight per server of the reward model or teacher", at_least=1)
     rm_failure_limit: float = flag(
         1.0,
@@ -252,6 +263,11 @@ class RewardArguments:
         None, "processes of built-in graders (a quarter of the cores, 2 to 16)", at_least=1
     )
     reward_key: str | None = flag(None, "entry of a dict reward to train on")
+    normalize_reward: bool = flag(
+        False,
+        "normalize rewards by the mean and standard deviation of all rewards of the run so far, which checkpoints"
+        " contain",
+    )
     custom_reward_post_process_path: str | None = flag(
         None, "function that turns raw rewards into training rewards (dotted import path; group normalisation)"
     )

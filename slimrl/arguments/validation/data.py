@@ -92,6 +92,72 @@ def prompts_have_one_source(args: Arguments, context: Context) -> Iterator[Probl
         )
 
 
+def templates_have_their_fields(args: Arguments, context: Context) -> Iterator[Problem]:
+    """A text template has each field once and real line breaks, and no other flag says the same."""
+    for flag, template, fields in (
+        ("--input-template", args.input_template, ("{}",)),
+        ("--rm-input-template", args.rm_input_template, ("{prompt}", "{response}")),
+    ):
+        if template is None:
+            continue
+        for field in fields:
+            if (count := template.count(field)) != 1:
+                yield Problem(flag, f"{flag} {template!r} has {count} times {field}: write it once.")
+        if "\\n" in template:
+            yield Problem(
+                flag,
+                f"{flag} {template!r} has a backslash and an n, not a line break: write $'...' around it in the shell.",
+            )
+    if args.input_template is not None:
+        for other, value, given in (
+            ("--apply-chat-template", "", args.apply_chat_template),
+            ("--rollout-function-path", f" {args.rollout_function_path}", args.reads_pairs),
+            ("--loss-type", f" {args.loss_type}", args.loss_type == "sft_loss"),
+        ):
+            if given:
+                yield Problem(
+                    "--input-template",
+                    f"--input-template has no effect with {other}{value}, which forms the prompt itself: leave one"
+                    " out.",
+                )
+    if args.rm_input_template is not None and args.rm_input is not None:
+        yield Problem(
+            "--rm-input-template",
+            f"--rm-input-template is a form of input of its own, and --rm-input {args.rm_input} another: leave one"
+            " out.",
+        )
+    if args.rm_input_template is not None and (args.rm_model is None or args.has_served_teacher):
+        yield Problem(
+            "--rm-input-template",
+            "--rm-input-template belongs to a reward model, and there is none: give --rm-type reward_model and"
+            " --rm-model, or leave it out.",
+        )
+
+
+def truncated_prompts_have_a_limit(args: Arguments, context: Context) -> Iterator[Problem]:
+    """--rollout-truncate-prompt has a length to cut to, and keeps what the chat template puts at the end."""
+    cut = args.rollout_truncate_prompt
+    if cut is None or "rollout_truncate_prompt" in context.broken:
+        return
+    flag = f"--rollout-truncate-prompt {cut}"
+    if training_prompt_format(args).max_prompt_len is None:
+        yield Problem(
+            "--rollout-truncate-prompt", f"{flag} has no length to cut prompts to: give --rollout-max-prompt-len."
+        )
+    if cut == "right" and args.apply_chat_template:
+        yield Problem(
+            "--rollout-truncate-prompt",
+            f"{flag} would cut off the end of the chat template, where the response begins: give left or middle.",
+        )
+    for other, given in (
+        ("--refuse-long-prompts", args.refuse_long_prompts),
+        (f"--rollout-function-path {args.rollout_function_path}", args.reads_pairs),
+        (f"--loss-type {args.loss_type}", args.loss_type == "sft_loss"),
+    ):
+        if given:
+            yield Problem("--rollout-truncate-prompt", f"{flag} has no effect with {other}: leave one of the two out.")
+
+
 def _set_problems(one: _DataSet, *, seconds: float) -> Iterator[Problem]:
     """The problems of a set's paths, or else of its rows."""
     looks: list[FilePreview] = []

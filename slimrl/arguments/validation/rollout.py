@@ -280,6 +280,31 @@ def groups_can_be_compared(args: Arguments, context: Context) -> Iterator[Proble
         )
 
 
+def normalized_rewards_have_a_use(args: Arguments, context: Context) -> Iterator[Problem]:
+    """--normalize-reward scales rewards that training reads, and that no later division by a deviation undoes."""
+    if not args.normalize_reward:
+        return
+    for flag, value, given in (
+        ("--custom-reward-post-process-path", args.custom_reward_post_process_path, True),
+        ("--custom-convert-samples-to-train-data-path", args.custom_convert_samples_to_train_data_path, True),
+        ("--loss-type", args.loss_type, args.loss_type not in ("policy_loss", "custom_loss")),
+    ):
+        if given and value is not None:
+            yield Problem(
+                "--normalize-reward",
+                f"--normalize-reward has no effect with {flag} {value}, which does not train on the built-in rewards:"
+                " leave it out.",
+            )
+    estimator = ESTIMATORS.get(args.advantage_estimator)
+    grouped = estimator is not None and estimator.is_group_relative and args.rewards_normalization
+    if grouped and estimator.normalizes_by_std and args.grpo_std_normalization:
+        yield Problem(
+            "--normalize-reward",
+            f"--normalize-reward has no effect, because --advantage-estimator {args.advantage_estimator} divides by the"
+            " standard deviation of each group: leave it out, or add --disable-grpo-std-normalization.",
+        )
+
+
 def reward_is_given(args: Arguments, context: Context) -> Iterator[Problem]:
     """Responses have a reward, unless a custom function makes the samples."""
     own_samples = (

@@ -155,6 +155,9 @@ ROLLOUT = (
     Metric("rollout/step", "the rollout: horizontal axis of rollout/, perf/, memory/, multi_turn/, passrate/", "count"),
     Metric("rollout/raw_reward", "mean reward as scored", "reward"),
     Metric("rollout/raw_reward_std", "standard deviation (n - 1) over all samples; 0 for one sample", "reward"),
+    Metric(
+        "rollout/running_reward/{mean,std}", "of all rewards of the run so far", "reward", when="--normalize-reward"
+    ),
     Metric("rollout/response_len/{mean,median,max,min}", "response tokens of a sample", "tokens"),
     Metric("rollout/prompt_len/mean", "prompt tokens of a sample", "tokens"),
     Metric("rollout/truncated_ratio", "samples cut off by the length limit", "fraction"),

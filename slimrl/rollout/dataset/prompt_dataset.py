@@ -1,6 +1,7 @@
 """Turns data rows into prompts: text or chat messages to token ids, with label and metadata.
 
-Every row becomes exactly one prompt or is rejected with a reason: a bad row, or one above the length limit. Training
+Every row becomes exactly one prompt or is rejected with a reason: a bad row, or one above the length limit, which
+--rollout-truncate-prompt shortens instead. Training
 tokenizes prompts on demand (`PromptDataset`), evaluation tokenizes a whole set at once; both read rows the same way.
 
 A training set opens in a fraction of a second per million rows. A thread reads and checks every row once before the
@@ -26,9 +27,11 @@ from slimrl.data.prompt_format import (
     PromptFormat,
     Row,
     bad_rows_error,
+    in_template,
     messages_of,
     metadata_of,
     tools_of,
+    truncated,
     validate_row,
 )
 from slimrl.data.readers import RowSet, open_rows
@@ -50,6 +53,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+CUT_KEY = "prompt_tokens_cut"  # metadata: tokens cut out of a prompt by --rollout-truncate-prompt
 BATCH_ROWS = 1024  # rows per read and tokenization when a whole set is processed
 
 
@@ -57,7 +61,7 @@ BATCH_ROWS = 1024  # rows per read and tokenization when a whole set is processe
 class Prompt:
     """One tokenized row of a dataset.
 
-    `content` is the rendered chat template, or the unchanged input column.
+    `content` is the rendered chat template, the text in --input-template, or the unchanged input column.
     """
 
     content: str | list[dict[str, Any]]
@@ -125,15 +129,27 @@ class PromptTokenizer:
                 results.append(content)
             elif isinstance(row, InvalidRow):
                 results.append(row)
-            elif limit is not None and len(ids) > limit:
+            elif limit is not None and len(ids) > limit and self._form.truncation is None:
                 results.append(OverlongPrompt(len(ids)))
             else:
                 label = None if self._form.label_key is None else row[self._form.label_key]
                 metadata = metadata_of(row, self._form)
                 if self._form.pair is not None:
                     metadata = {**metadata, PAIR_KEY: pair_of(row, self._form.input_key, self._form.pair).answers}
-                results.append(Prompt(content, ids, label, metadata))
+                prompt = Prompt(content, ids, label, metadata)
+                results.append(prompt if limit is None or len(ids) <= limit else self._shortened(prompt, limit))
         return results
+
+    def _shortened(self, prompt: Prompt, limit: int) -> Prompt:
+        """The prompt cut to `limit` tokens, with the text of those; the metadata tells how many were cut out."""
+        assert self._form.truncation is not None  # checked by the caller
+        kept = truncated(prompt.token_ids, limit, self._form.truncation)
+        return dataclasses.replace(
+            prompt,
+            content=self._tokenizer.decode(kept),
+            token_ids=array("I", kept),
+            metadata={**prompt.metadata, CUT_KEY: len(prompt.token_ids) - limit},
+        )
 
     def _content(self, row: Row) -> str | list[dict[str, Any]] | InvalidRow:
         """The prompt of the row, or why it is bad."""
@@ -146,7 +162,8 @@ class PromptTokenizer:
             return pair_of(row, self._form.input_key, self._form.pair).prompt
         content = row[self._form.input_key]
         if not self._form.apply_chat_template:
-            return content
+            template = self._form.input_template
+            return content if template is None else in_template(template, content)
         try:
             return self._tokenizer.apply_chat_template(
                 messages_of(content),

@@ -30,21 +30,32 @@ from slimrl.rollout.rm_hub.server_pool import ServerPool, addresses
 
 
 class RewardInput:
-    """`tokenizer` is the reward model's, `form` one of `conversation`, `text` and `tokens`.
+    """`tokenizer` is the reward model's, `form` one of `conversation`, `text`, `tokens` and `template`.
 
-    `endings` are the policy's special tokens, which may end a response's text.
+    `endings` are the policy's special tokens, which may end a response's text. `template` is a text with {prompt} and
+    {response}, for the form of that name.
     """
 
-    def __init__(self, tokenizer: Any, form: str, endings: Sequence[str]) -> None:
+    def __init__(self, tokenizer: Any, form: str, endings: Sequence[str], template: str | None = None) -> None:
         self.form = form
         self._tokenizer = tokenizer
         self._endings = tuple(endings)
+        self._template = template
 
     @classmethod
-    def open(cls, folder: str, form: str | None, policy_folder: str, *, trust: tuple[bool, bool]) -> RewardInput:
-        """Loads the tokenizer; `form` None selects one (see `choose_format`). Raises ValueError if it is impossible.
+    def open(
+        cls,
+        folder: str,
+        form: str | None,
+        policy_folder: str,
+        *,
+        trust: tuple[bool, bool],
+        template: str | None = None,
+    ) -> RewardInput:
+        """Loads the tokenizer; `form` None selects one (see `choose_format`), or "template" if there is one.
 
-        `trust`: whether code of the reward model's and of the policy's tokenizer may be run.
+        Raises ValueError if the form is impossible. `trust`: whether code of the reward model's and of the policy's
+        tokenizer may be run.
         """
         from transformers import AutoTokenizer
 
@@ -52,7 +63,8 @@ class RewardInput:
             raise ValueError(f"--rm-model {folder} has no tokenizer: copy the reward model's tokenizer files there")
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust[0])
         policy = AutoTokenizer.from_pretrained(policy_folder, trust_remote_code=trust[1])
-        return cls(tokenizer, choose_format(tokenizer, policy, form, folder), policy.all_special_tokens)
+        chosen = choose_format(tokenizer, policy, form, folder) if template is None else "template"
+        return cls(tokenizer, chosen, policy.all_special_tokens, template)
 
     def token_ids(self, sample: Sample) -> list[int]:
         """The ids to score; the reward model scores the last one. Raises ValueError if there are none."""
@@ -65,6 +77,8 @@ class RewardInput:
                     " with a response: use --rm-input conversation, or --apply-chat-template"
                 )
             ids = self._tokenizer(sample.prompt + self.response(sample))["input_ids"]
+        elif self._template is not None:
+            ids = self._tokenizer(self._in_template(self._template, sample))["input_ids"]
         else:
             messages = [*prompt_messages(sample), {"role": "assistant", "content": self.response(sample)}]
             text = self._tokenizer.apply_chat_template(messages, tokenize=False)
@@ -74,6 +88,18 @@ class RewardInput:
                 f"sample {sample.index}: its prompt and response are empty, so that there is nothing to score"
             )
         return ids
+
+    def _in_template(self, template: str, sample: Sample) -> str:
+        """The prompt as in the data, without the policy's template, and the response."""
+        messages = prompt_messages(sample)
+        if len(messages) != 1 or not isinstance(messages[0]["content"], str):
+            raise ValueError(
+                f"sample {sample.index}: its prompt has {len(messages)} messages, and --rm-input-template takes one"
+                " text: use --rm-input conversation"
+            )
+        before, after = template.split("{response}")  # one of the two has the prompt
+        prompt = messages[0]["content"]
+        return self.response(sample).join(prompt.join(part.split("{prompt}")) for part in (before, after))
 
     def response(self, sample: Sample) -> str:
         """The response's text without the special tokens at its end."""
@@ -147,7 +173,11 @@ class RewardModel:
             bool(flags.get("trust_remote_code")) for flags in (args.rm_server_options, args.sglang_options)
         )
         reward_input = RewardInput.open(
-            args.rm_model, args.rm_input, args.hf_checkpoint, trust=(trust_model, trust_policy)
+            args.rm_model,
+            args.rm_input,
+            args.hf_checkpoint,
+            trust=(trust_model, trust_policy),
+            template=args.rm_input_template,
         )
         urls = addresses(args.rm_url)
         logger.info("reward model %s at %s, input: %s", args.rm_model, ", ".join(urls), reward_input.form)
