@@ -90,9 +90,12 @@ def served_vocabulary(folder: Path) -> int | None:
     return (config.get("text_config") or config).get("vocab_size")
 
 
-def reward_gpus(args: Arguments) -> int:
-    """GPUs of the servers of the reward model or teacher, after those of training and rollout."""
-    return args.rm_num_gpus if starts_reward_servers(args) else 0
+def reward_gpus(args: Arguments, others: int) -> range:
+    """GPUs of the servers of the reward model or teacher, in GPU order: after the `others`, of training and rollout, or
+    the first of those.
+    """
+    first = 0 if args.rm_colocate else others
+    return range(first, first + (args.rm_num_gpus if starts_reward_servers(args) else 0))
 
 
 # names of config.json for the longest sequence, in the server's order

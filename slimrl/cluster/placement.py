@@ -20,9 +20,10 @@ from slimrl.arguments import Arguments
 from slimrl.arguments.served_models import reward_gpus
 from slimrl.cluster.ray_session import InsufficientGpusError
 
-# Fractions of one GPU: a train worker and an engine can share it (colocated), two of the same kind cannot.
+# Fractions of one GPU: a train worker, an engine and a server of the reward model can share it (colocated).
 TRAIN_SHARE = 0.6
-ENGINE_SHARE = 0.4
+ENGINE_SHARE = 0.3
+REWARD_SHARE = 0.1
 PLACEMENT_TIMEOUT_S = 600.0
 
 
@@ -42,19 +43,22 @@ class PlacementPlan:
 
 
 def plan_gpus(args: Arguments) -> PlacementPlan:
-    """Colocated: training and rollout start at GPU 0. Separate: training first, then rollout. Reward model last."""
+    """Colocated: training and rollout start at GPU 0. Separate: training first, then rollout.
+
+    The reward model comes last, with --rm-colocate it starts at GPU 0.
+    """
     train = 0 if args.debug_rollout_only else args.actor_num_nodes * args.actor_num_gpus_per_node
     rollout = 0 if args.debug_train_only else args.rollout_gpus
     per_engine = args.rollout_num_gpus_per_engine
     first = 0 if args.colocate else train
     others = max(train, first + rollout)
-    total = others + reward_gpus(args)
+    reward = reward_gpus(args, others)
     return PlacementPlan(
-        total,
+        max(others, reward.stop),
         range(train),
         range(first, first + rollout),
         per_engine,
-        range(others, total),
+        reward,
         args.rm_num_gpus_per_engine,
     )
 

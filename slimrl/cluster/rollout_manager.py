@@ -130,8 +130,8 @@ class RolloutManager:
             await self._open_data()
             return []
         self._phase = "starting the servers (logs: sglang*.log and router.log next to this log)"
-        engines = self._start_engines(gpus, launch)
-        reward_servers = RewardServers.start(self._args, gpus, launch)
+        engines = asyncio.ensure_future(self._start_engines(gpus, launch))
+        reward_servers = RewardServers.start(self._args, gpus, launch, engines)
         with self._timeline.span("start of the servers"):
             # concurrently: each takes seconds
             _, self._reward_servers, _ = await asyncio.gather(engines, reward_servers, self._open_data())
@@ -202,15 +202,15 @@ class RolloutManager:
         return await self._recovery.weight_update_failed(urls)
 
     async def release_memory(self) -> None:
-        """Releases the GPU memory of every server; no request may be running."""
+        """Releases the GPU memory of every server on shared GPUs; no request may be running."""
+        await asyncio.to_thread(self._reward_servers.gpu_memory.release)
         await (asyncio.to_thread(self._memory.release) if self._recovery is None else self._recovery.release_memory())
 
     async def resume_memory(self, tags: Sequence[str]) -> None:
-        """Reallocates the memory of `tags` on every server."""
-        if self._recovery is not None:
-            await self._recovery.resume_memory(tags)
-            return
-        await asyncio.to_thread(self._memory.resume, tags)
+        """Reallocates the memory of `tags` on these servers."""
+        await asyncio.to_thread(self._reward_servers.gpu_memory.resume, tags)
+        recovery = self._recovery
+        await (asyncio.to_thread(self._memory.resume, tags) if recovery is None else recovery.resume_memory(tags))
 
     async def address(self) -> str:
         """The address of this machine, which also runs the router."""

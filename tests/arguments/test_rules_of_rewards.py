@@ -5,6 +5,10 @@ import json
 import pytest
 
 from slimrl.arguments import read_args
+from tests.arguments.conftest import SPLIT
+
+
+TESTED_APART = ("reward_model_shares_gpus",)
 
 
 def sentences(line: list[str]) -> list[str]:
@@ -117,3 +121,21 @@ def test_reward_model_sets_the_reward_address(recipe, write_reward_model):
     ]
     (sentence,) = sentences([*recipe.line("--rm-type remote_rm"), "--rm-model", str(write_reward_model())])
     assert "needs --rm-url, which with --rm-model is the address of that model's server" in sentence
+
+
+def test_reward_model_shares_the_gpus_of_a_colocated_run(recipe, write_reward_model):
+    served = ["--rm-type", "reward_model", "--rm-model", str(write_reward_model()), "--rm-colocate"]
+    assert sentences([*recipe.line(), *served, "--rm-num-gpus", "8"]) == []
+    assert sentences([*recipe.line(), *served, "--rm-num-gpus", "9"]) == [
+        "--rm-num-gpus 9 is more than the 8 GPUs that --rm-colocate shares: lower it."
+    ]
+    assert sentences([*recipe.line(placement=SPLIT), *served]) == [
+        "--rm-colocate needs --colocate: add it, or leave --rm-colocate out.",
+        "--rm-colocate needs --offload-rollout: leave --no-offload-rollout out, or leave --rm-colocate out.",
+    ]
+    assert sentences([*recipe.line("--no-offload-rollout"), *served]) == [
+        "--rm-colocate needs --offload-rollout: leave --no-offload-rollout out, or leave --rm-colocate out."
+    ]
+    assert sentences([*recipe.line(), *served, "--rm-url", "http://a:1"]) == [
+        "--rm-colocate needs --rm-model: give it, without --rm-url, or leave --rm-colocate out."
+    ]

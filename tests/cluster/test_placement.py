@@ -10,7 +10,16 @@ from ray._raylet import AuthenticationMode
 
 from slimrl.arguments import Arguments
 from slimrl.cluster import ray_session as ray_session_module
-from slimrl.cluster.placement import ENGINE_SHARE, TRAIN_SHARE, GpuBundle, GpuBundles, engine_parts, in_order, plan_gpus
+from slimrl.cluster.placement import (
+    ENGINE_SHARE,
+    REWARD_SHARE,
+    TRAIN_SHARE,
+    GpuBundle,
+    GpuBundles,
+    engine_parts,
+    in_order,
+    plan_gpus,
+)
 from slimrl.cluster.ray_session import InsufficientGpusError, _own_signal_handler, check_gpus, ray_session
 from slimrl.cluster.supervisor import ProcessDiedError, Supervisor
 from slimrl.cluster.watchdog import WaitTarget, WatchdogConfig, poll_actors
@@ -28,6 +37,7 @@ def flags(**changes):
         "rm_model": None,
         "rm_url": None,
         "rm_num_gpus": 3,
+        "rm_colocate": False,
         "rm_num_gpus_per_engine": 1,
     }
     return Arguments(**{**values, **changes})
@@ -47,6 +57,12 @@ def test_colocated_roles_share_gpus_from_the_first():
 def test_reward_model_comes_last_and_shares_no_gpu(colocate, reward):
     plan = plan_gpus(flags(colocate=colocate, rm_model="judge"))
     assert list(plan.reward) == reward and plan.total == reward[-1] + 1 and plan.rollout.stop == reward[0]
+
+
+def test_colocated_reward_model_has_the_first_shared_gpus():
+    plan = plan_gpus(flags(colocate=True, rm_model="judge", rm_colocate=True))
+    assert list(plan.reward) == [0, 1, 2] and plan.total == 6 and list(plan.rollout) == [0, 1, 2, 3, 4, 5]
+    assert TRAIN_SHARE + ENGINE_SHARE + REWARD_SHARE == pytest.approx(1.0)  # of a GPU that all three use
 
 
 @pytest.mark.parametrize("changes", [{}, {"rm_url": "http://a:1"}, {"debug_train_only": True}])

@@ -38,7 +38,7 @@ def _gpus(plan: Plan) -> Iterator[Problem]:
 def _roles(plan: Plan) -> str:
     train, engines = len(plan.placement.train), sum(map(len, plan.placement.engines))
     reward = sum(map(len, plan.placement.reward))
-    own = f", {reward} for the {served_role(plan.args)}" if reward else ""
+    own = f", {reward} for the {served_role(plan.args)}" if reward and not plan.args.rm_colocate else ""
     return f"{train} for training, {engines} for engines" + (", the same ones" if plan.colocated else "") + own
 
 
@@ -123,6 +123,12 @@ def _memory(plan: Plan) -> Iterator[Problem]:
         return
     fraction = plan.engine_settings.fraction
     static = int(gpu.bytes * fraction)
+    if plan.args.rm_colocate and plan.reward_weights is not None and static + plan.reward_weights > gpu.bytes:
+        yield Problem(
+            "--sglang-mem-fraction-static",
+            f"an engine's GPU has {fraction:g} x {have} = {gib(static)} for the engine, and the {served_role(plan.args)}"
+            f" of --rm-colocate has weights of {gib(plan.reward_weights)} on it: lower --sglang-mem-fraction-static.",
+        )
     if engine.tokens is not None and engine.tokens < plan.micro_batch.longest_sample:
         yield Problem(
             "--rollout-num-gpus-per-engine",

@@ -236,6 +236,11 @@ class RewardArguments:
         " servers on dedicated GPUs",
     )
     rm_num_gpus: int = flag(1, "GPUs of the servers of --rm-model, after those of training and rollout", at_least=1)
+    rm_colocate: bool = flag(
+        False,
+        "with --colocate: the servers of --rm-model are on the first --rm-num-gpus of the shared GPUs; during training"
+        " their memory is released and their weights are in host memory (dedicated GPUs)",
+    )
     rm_num_gpus_per_engine: int = flag(1, "GPUs per server of --rm-model", at_least=1)
     rm_server_options: dict[str, Any] = flag(
         {}, 'SGLang flags of the servers of --rm-model (JSON object), as in {"mem_fraction_static": 0.8}'

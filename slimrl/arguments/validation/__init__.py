@@ -82,6 +82,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
     cluster.training_gpus_fit_the_node,
     engine.engines_fill_their_gpus,
     engine.engine_sizes_are_counts,
+    engine.reward_model_shares_gpus,
     engine.engines_fill_whole_nodes,
     engine.engine_stages_divide,
     engine.engine_stages_can_be_updated,

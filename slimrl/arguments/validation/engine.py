@@ -60,6 +60,25 @@ def engine_sizes_are_counts(args: Arguments, context: Context) -> Iterator[Probl
             yield Problem(flag, f"{flag} {size} is below 1: give at least 1, or leave it out.")
 
 
+def reward_model_shares_gpus(args: Arguments, context: Context) -> Iterator[Problem]:
+    """--rm-colocate needs shared GPUs whose memory is released in turn, and servers that fit on them."""
+    if not args.rm_colocate:
+        return
+    for flag, value, fix in (
+        ("--colocate", args.colocate, "add it"),
+        ("--offload-rollout", args.offload_rollout, "leave --no-offload-rollout out"),
+        ("--rm-model", args.rm_model is not None and args.rm_url is None, "give it, without --rm-url"),
+    ):
+        if not value:
+            yield Problem("--rm-colocate", f"--rm-colocate needs {flag}: {fix}, or leave --rm-colocate out.")
+    if args.colocate and args.rm_num_gpus > args.actor_num_gpus:
+        yield Problem(
+            "--rm-num-gpus",
+            f"--rm-num-gpus {args.rm_num_gpus} is more than the {args.actor_num_gpus} GPUs that --rm-colocate shares:"
+            " lower it.",
+        )
+
+
 def engines_fill_whole_nodes(args: Arguments, context: Context) -> Iterator[Problem]:
     """An engine that is larger than a node has all GPUs of its nodes."""
     per_engine, per_node = args.rollout_num_gpus_per_engine, args.num_gpus_per_node

@@ -28,7 +28,7 @@ from slimrl.cluster.network import (
     shared_memory_conflict,
     visible_marks,
 )
-from slimrl.cluster.placement import ENGINE_SHARE, EnginePart, GpuBundles
+from slimrl.cluster.placement import ENGINE_SHARE, REWARD_SHARE, EnginePart, GpuBundles
 from slimrl.engines.backend import SGLANG, backend
 from slimrl.engines.server_protocol import CALL_TIMEOUT_S, NodePart, ServerControl, ServerLaunch, ServerProcess
 from slimrl.observability.tracer import Timeline
@@ -229,7 +229,7 @@ class Engine:
     def _actor(self, rank: int, part: EnginePart) -> ray.actor.ActorHandle:
         config, suffix = self._config, self._suffix(rank)
         return EngineActor.options(  # type: ignore[attr-defined]
-            **self._gpus.options(part.gpus[0], ENGINE_SHARE),
+            **self._gpus.options(part.gpus[0], REWARD_SHARE if self.settings.role else ENGINE_SHARE),
             runtime_env={"env_vars": config.environment},
             name=f"engine {suffix}",
         ).remote(self.settings, config.log_dir / f"engine{suffix}.log", config.log_level, config.folder)

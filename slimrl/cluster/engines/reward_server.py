@@ -1,9 +1,10 @@
-"""The servers of --rm-model: SGLang on dedicated GPUs, separate from the engines of the policy.
+"""The servers of --rm-model: SGLang beside the engines of the policy, on dedicated GPUs or with --rm-colocate on theirs.
 
 The model is a reward model, or with `--use-opd --opd-type sglang` the teacher, a language model.
 
 The rollout manager owns them. They start and end with the engines; the death of one ends the run with a message that
-names it. They have no router and receive no weight updates.
+names it. They have no router and receive no weight updates. On shared GPUs their memory is released and resumed with
+that of the engines; the server then restores its weights from host memory.
 `servable_folder` adds the zero bias that SGLang's Qwen2 and Qwen3 sequence classifiers expect and those of transformers
 lack. Without it the bias keeps its random initial value, which shifts every reward by a different amount on each
 server.
@@ -27,6 +28,7 @@ from slimrl.cluster.engines.engine import Engine, EngineActorConfig, ServerSetti
 from slimrl.cluster.launch import Launch
 from slimrl.cluster.placement import GpuBundles
 from slimrl.engines.auth import OPTION
+from slimrl.engines.engine_memory import EngineMemory
 from slimrl.models.hf_folder import INDEX, read_tensor_names
 
 BIASED = ("Qwen2ForSequenceClassification", "Qwen3ForSequenceClassification")
@@ -71,11 +73,17 @@ class RewardServers:
 
     engines: list[Engine]
     role: str = "reward model"
+    gpu_memory: EngineMemory = dataclasses.field(default_factory=lambda: EngineMemory([]))  # released during training
     closing: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
 
     @classmethod
-    async def start(cls, args: Arguments, gpus: GpuBundles, launch: Launch) -> RewardServers:
-        """Starts every server and waits until all respond. Raises ProcessStartError if one dies."""
+    async def start(
+        cls, args: Arguments, gpus: GpuBundles, launch: Launch, policy: Awaitable[None] | None = None
+    ) -> RewardServers:
+        """Starts every server and waits until all respond. Raises ProcessStartError if one dies.
+
+        On shared GPUs it first waits for the engines of the `policy`: each takes a fraction of the memory that is free.
+        """
         if not gpus.reward_engines:
             return cls([])
         config = EngineActorConfig(
@@ -90,8 +98,11 @@ class RewardServers:
             Engine(server_settings(args, model, index, launch), parts, gpus, config)
             for index, parts in enumerate(gpus.reward_engines)
         ]
+        if args.rm_colocate and policy is not None:
+            await policy
         await asyncio.gather(*(engine.start(READY_TIMEOUT_S) for engine in engines))
-        return cls(engines, served_role(args))
+        released = [engine.control() for engine in engines] if args.rm_colocate else []
+        return cls(engines, served_role(args), EngineMemory(released))
 
     def reachable(self, args: Arguments) -> Arguments:
         """`args` with the servers' URLs as `--rm-url`, if there are servers."""
@@ -125,15 +136,16 @@ class RewardServers:
 
 def server_settings(args: Arguments, model: Path, index: int, launch: Launch) -> ServerSettings:
     """The settings of server number `index`."""
-    options = dict(args.rm_server_options)
+    options = {**({"enable_weights_cpu_backup": True} if args.rm_colocate else {}), **args.rm_server_options}
     return ServerSettings(
         index=index,
         model_path=str(model),
         tensor_parallel_size=args.rm_num_gpus_per_engine // int(options.get("pp_size", 1)),
         random_seed=args.rollout_seed + index,
         options=options if args.has_served_teacher else {**options, "is_embedding": True},
-        memory_saver=False,
+        memory_saver=args.rm_colocate,
         cuda=launch.machine.cuda,
+        shares_gpus=args.rm_colocate,
         role=ROLES[served_role(args)],
         bind=launch.bind,
         key=options.get(OPTION),

@@ -103,6 +103,15 @@ def test_reward_model_has_its_own_gpus_servers_and_memory(recipe, reward_model_f
     assert as_floats.reward_weights == 3000 * 4 // 2
 
 
+def test_colocated_reward_model_has_the_first_gpus_and_leaves_room_to_the_engine(recipe, reward_model_folder):
+    more = f"--rm-type reward_model --rm-model {reward_model_folder} --rm-num-gpus 2 --rm-colocate"
+    plan = plan_of(recipe, more)
+    flat = re.sub(r"[ ]+", " ", render(plan))
+    assert "reward model 2 0: 0-1" in flat and "8 GPUs, both roles on the same ones" in flat
+    full = plan_of(recipe, f"{more} --gpu-memory-gib 80 --sglang-mem-fraction-static 0.9999999999")
+    assert any("of --rm-colocate has weights of" in sentence for sentence in sentences(full))
+
+
 def test_reward_model_that_does_not_fit_is_rejected(recipe, reward_model_folder):
     flags = f"--rm-type reward_model --rm-model {reward_model_folder}"
     small = plan_of(recipe, f"{flags} --gpu-memory-gib 0.000004")
