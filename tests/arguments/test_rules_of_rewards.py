@@ -7,7 +7,6 @@ import pytest
 from slimrl.arguments import read_args
 from tests.arguments.conftest import SPLIT
 
-
 TESTED_APART = ("reward_model_shares_gpus",)
 
 

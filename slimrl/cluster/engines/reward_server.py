@@ -1,4 +1,4 @@
-"""The servers of --rm-model: SGLang beside the engines of the policy, on dedicated GPUs or with --rm-colocate on theirs.
+"""The servers of --rm-model: SGLang beside the policy's engines, on dedicated GPUs or with --rm-colocate on theirs.
 
 The model is a reward model, or with `--use-opd --opd-type sglang` the teacher, a language model.
 
