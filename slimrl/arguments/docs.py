@@ -1,7 +1,9 @@
-"""Renders the flags as docs/flags.md, docs/unsupported.md and `--help`.
+"""Renders the flags as docs/flags.md, docs/unsupported.md and `--help`, and the pages of `cloud_frameworks`.
 
     python -m slimrl.arguments.docs > docs/flags.md
     python -m slimrl.arguments.docs unsupported > docs/unsupported.md
+    python -m slimrl.arguments.docs aiak > docs/coming-from-aiak-rlhf.md
+    python -m slimrl.arguments.docs chatlearn > docs/coming-from-pai-chatlearn.md
 
 All are generated from the declarations that the parser uses.
 """
@@ -16,7 +18,9 @@ import sys
 import textwrap
 from collections.abc import Iterator
 
+from slimrl.arguments.cloud_frameworks import AIAK, AIAK_PAGE, CHATLEARN_KEYS, CHATLEARN_PAGE, CHATLEARN_VARIABLES
 from slimrl.arguments.flag import Bounds, FlagSpec, ended, flag_specs
+from slimrl.arguments.foreign_flags import OTHER_WORDS
 from slimrl.arguments.namespace import GROUPS, all_flag_specs
 
 _INTRODUCTION = """\
@@ -225,6 +229,37 @@ def markdown() -> str:
     return _INTRODUCTION + "".join(_section(group) for group in GROUPS)
 
 
+def aiak() -> str:
+    """docs/coming-from-aiak-rlhf.md."""
+    own = {name for spec in all_flag_specs() for name in spec.on + spec.off}
+    lines = ["| flag | program | default | slimrl | | answer |", "| --- | --- | --- | --- | --- | --- |"]
+    for name, row in AIAK.items():
+        programs = ", ".join({"rm": "RM", "ppo": "PPO"}[program] for program in row.programs.split())
+        spelled, same = "--" + name.replace("-", "_"), f"--{name}" in own
+        word = None if same else OTHER_WORDS[name]
+        flag = f"--{name}" if word is None else word.flag
+        answer = "*accepted*" if spelled in own else f"unknown flag {spelled}: did you mean {flag}?"
+        answer = answer if word is None else _prose(word.sentence(spelled))
+        default = f"`{row.default}`" if row.default else ""
+        shown = f"`{flag}`" if flag else ""
+        lines.append(f"| `{spelled}` | {programs} | {default} | {shown} | {row.note} | {answer} |")
+    return AIAK_PAGE + "\n".join(" ".join(line.split()) for line in lines) + "\n"
+
+
+def chatlearn() -> str:
+    """docs/coming-from-pai-chatlearn.md."""
+    lines = ["| key | slimrl | |", "| --- | --- | --- |"]
+    lines += [
+        f"| `{name.replace('-', '_')}` | {f'`{flag}`' if flag else ''} | {_prose(clause)} |"
+        for name, (_, flag, clause) in CHATLEARN_KEYS.items()
+    ]
+    lines += ["", "## Variables of `train_grpo_qwen3.sh`", "", "| variable | key |", "| --- | --- |"]
+    lines += [
+        f"| `{name.replace('-', '_')}` | `{key.replace('-', '_')}` |" for name, key in CHATLEARN_VARIABLES.items()
+    ]
+    return CHATLEARN_PAGE + "\n".join(" ".join(line.split()) for line in lines) + "\n"
+
+
 def help_text(entry: str) -> str:
     """The supported flags as text for a terminal."""
     lines = [
@@ -301,4 +336,5 @@ def _default(spec: FlagSpec) -> str:
 
 
 if __name__ == "__main__":
-    print(unsupported() if sys.argv[1:] == ["unsupported"] else markdown(), end="")
+    pages = {"unsupported": unsupported, "aiak": aiak, "chatlearn": chatlearn}
+    print(pages.get(" ".join(sys.argv[1:]), markdown)(), end="")

@@ -1,6 +1,7 @@
 """Setting names of other frameworks (slime, verl, OpenRLHF, TRL, ms-swift) and short forms, with slimrl's flags.
 
-One table: the name, its owner, slimrl's flag, and a clause that completes the error. Names are compared without leading
+One table: the name, its owner, slimrl's flag, and a clause that completes the error. The rows of PAI-ChatLearn and
+AIAK-RLHF are in `cloud_frameworks`. Names are compared without leading
 dashes and plus signs, with dashes for underscores. The parser looks up words that are not slimrl flags.
 """
 
@@ -8,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
+
+from slimrl.arguments import cloud_frameworks
 
 SLIME, VERL, OPENRLHF, TRL, SWIFT = "slime's", "verl's", "OpenRLHF's", "TRL's", "ms-swift's"
 HF = "transformers'"
@@ -17,6 +20,7 @@ CRITIC = "a critic flag"
 _LORA = "all weights are trained, adapters are unsupported; leave it out"
 _CRITIC = "leave it out; docs/flags.md lists the flags of a critic, for example --critic-lr"
 _VLLM = "the engines are SGLang servers; leave it out"
+_LISTED = "flags are written --flag value, and docs/flags.md lists all of them"
 _PACKED = "samples are always packed without padding; leave it out"
 
 
@@ -182,12 +186,20 @@ _ROWS: dict[str, tuple[str, str | None, str]] = {
     "train-batch-size": (OPENRLHF, "--global-batch-size", "in samples"),
     "micro-train-batch-size": (OPENRLHF, "--micro-batch-size", ""),
     "micro-rollout-batch-size": (OPENRLHF, None, "the engines form their own batches; leave it out"),
-    "max-epochs": (OPENRLHF, None, "a sample is trained on once; see --num-steps-per-rollout"),
+    "max-epochs": (
+        OPENRLHF,
+        None,
+        "a response is trained on once, see --num-steps-per-rollout; for passes over a data set use --num-epoch",
+    ),
     "num-episodes": (OPENRLHF, "--num-epoch", ""),
     "prompt-max-len": (OPENRLHF, "--rollout-max-prompt-len", ""),
     "generate-max-len": (OPENRLHF, "--rollout-max-response-len", ""),
     "max-new-tokens": (OPENRLHF, "--rollout-max-response-len", ""),
-    "zero-stage": (OPENRLHF, "--use-distributed-optimizer", "on by default; --use-megatron-fsdp shards more"),
+    "zero-stage": (
+        OPENRLHF,
+        "--use-distributed-optimizer",
+        "on by default, for 1; --use-megatron-fsdp with --data-parallel-sharding-strategy for 2 and 3",
+    ),
     "actor-learning-rate": (OPENRLHF, "--lr", ""),
     "critic-learning-rate": (OPENRLHF, "--critic-lr", ""),
     "critic-pretrain": (OPENRLHF, "--critic-load", ""),
@@ -262,7 +274,7 @@ _ROWS: dict[str, tuple[str, str | None, str]] = {
     "max-length": (SWIFT, "--rollout-max-context-len", ""),
 }
 
-OTHER_WORDS = {word: ForeignFlag(*row) for word, row in _ROWS.items()}
+OTHER_WORDS = {word: ForeignFlag(*row) for word, row in (_ROWS | cloud_frameworks.ROWS).items()}
 
 # prefixes of all other names
 _PREFIXES = {
@@ -274,8 +286,9 @@ _PREFIXES = {
     "critic.": ForeignFlag(VERL, None, _CRITIC),
     **dict.fromkeys(
         ("actor-rollout-ref.", "algorithm.", "trainer.", "reward-model."),
-        ForeignFlag(VERL, None, "flags are written --flag value, and docs/flags.md lists all of them"),
+        ForeignFlag(VERL, None, _LISTED),
     ),
+    **dict.fromkeys(cloud_frameworks.PREFIXES, ForeignFlag(cloud_frameworks.CHATLEARN, None, _LISTED)),
 }
 _SETTING = re.compile(r"\+{0,2}(?P<name>[a-z_]+(\.[a-z0-9_]+)+)=(?P<value>.*)", re.DOTALL)
 

@@ -237,7 +237,11 @@ class Run:
     def evaluate_if_due(self, rollout_id: int) -> None:
         """Evaluates on `--eval-interval` and after the last rollout."""
         if self.should_evaluate(rollout_id):
-            self._evaluate(rollout_id + 1, "after" if rollout_id + 1 == self.rollout_ids.stop else rollout_id + 1)
+            self.evaluate(rollout_id)
+
+    def evaluate(self, rollout_id: int) -> None:
+        """Evaluates after this rollout, whatever the interval; the engines must have its weights."""
+        self._evaluate(rollout_id + 1, "after" if rollout_id + 1 == self.rollout_ids.stop else rollout_id + 1)
 
     def _evaluate(self, step: int, when: str | int) -> None:
         with (

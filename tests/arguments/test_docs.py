@@ -6,7 +6,9 @@ import dataclasses
 import re
 from pathlib import Path
 
-from slimrl.arguments.docs import CAPABILITIES, capability_of, markdown, unsupported
+import pytest
+
+from slimrl.arguments.docs import CAPABILITIES, aiak, capability_of, chatlearn, markdown, unsupported
 from slimrl.arguments.namespace import all_flag_specs
 
 PAGE = Path(__file__).parents[2] / "docs" / "flags.md"
@@ -26,6 +28,19 @@ def test_flags_page_has_every_spelling():
 def test_unsupported_features_page_is_up_to_date():
     text = (PAGE.parent / "unsupported.md").read_text()
     assert text == unsupported(), "make it again: python -m slimrl.arguments.docs unsupported > docs/unsupported.md"
+
+
+@pytest.mark.parametrize(
+    ("page", "made", "name"),
+    [("coming-from-aiak-rlhf.md", aiak, "aiak"), ("coming-from-pai-chatlearn.md", chatlearn, "chatlearn")],
+)
+def test_pages_of_cloud_frameworks_are_up_to_date_and_link_files(page, made, name):
+    text = (PAGE.parent / page).read_text()
+    assert text == made(), f"make it again: python -m slimrl.arguments.docs {name} > docs/{page}"
+    links = re.findall(r"\]\(([^)#]+)", text) + [
+        f"../{path}" for path in re.findall(r"`((?:scripts|examples)/[\w./-]+)`", text)
+    ]
+    assert [link for link in links if not (PAGE.parent / link).exists() and "examples/fsdp" not in link] == []
 
 
 def test_each_unsupported_flag_has_one_capability_and_each_pattern_a_flag():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from slimrl.arguments import read_args
+from slimrl.arguments import cloud_frameworks, read_args
 from slimrl.arguments.foreign_flags import _PREFIXES, OTHER_WORDS
 from slimrl.arguments.namespace import all_flag_specs
 from slimrl.arguments.parser import RETIRED_FLAGS, own_spellings, parse_line
@@ -25,7 +27,7 @@ def test_each_foreign_flag_maps_to_an_existing_flag(word, row):
     assert f"--{word}" not in RETIRED_FLAGS
     if row.flag is None:
         assert row.clause
-    elif row.flag.startswith("--sglang-"):
+    elif row.flag.startswith("--sglang-") and row.flag not in OWN:
         passed = server_flags()[row.flag.removeprefix("--sglang-")]
         assert passed.dest not in RESERVED
     else:
@@ -155,3 +157,97 @@ def test_errors_independent_of_a_misread_word_are_reported_together(recipe):
     problems = read_args(recipe.line("--rollout-batch-sise 32 --kl-coef 0.1 --kl-loss-coef 0.1"))[1]
     assert len(problems) == 2
     assert "count the KL twice" in str(problems[1])
+
+
+# AIAK-RLHF and ChatLearn ----------------------------------------------------------------------------------------------
+
+AIAK_RM = """--save_path out --save_steps -1 --logging_steps 1 --eval_steps -1 --train_batch_size 128
+ --micro_train_batch_size 1 --pretrain sft --bf16 --max_epochs 1 --max_len 2048 --zero_stage 3 --learning_rate 9e-6
+ --dataset webgpt --dataset_probs 1 --flash_attn --tensorboard logs --gradient_checkpointing"""
+AIAK_PPO = """--num_nodes 1 --num_gpus_per_node 8 --vllm_num_engines 8 --vllm_tensor_parallel_size 1
+ --vllm_gpu_memory_utilization 0.9 --colocate_all --ref_reward_offload --pretrain sft --reward_pretrain judge
+ --save_path out --micro_train_batch_size 8 --micro_rollout_batch_size 16 --rollout_batch_size 1024
+ --max_samples 1000000 --max_epochs 1 --prompt_max_len 1024 --generate_max_len 1024 --zero_stage 3 --bf16
+ --actor_learning_rate 5e-7 --critic_learning_rate 9e-6 --init_kl_coef 0.01 --prompt_data prompts
+ --input_key context_messages --apply_chat_template --normalize_reward --adam_offload --flash_attn --tensorboard logs
+ --gradient_checkpointing"""
+# slimrl has them with dashes
+SAME = {
+    *("num-gpus-per-node", "rollout-batch-size", "prompt-data", "input-key", "apply-chat-template"),
+    "normalize-reward",
+}
+
+
+@pytest.mark.parametrize(("program", "line"), [("rm", AIAK_RM), ("ppo", AIAK_PPO)])
+def test_each_flag_of_an_aiak_command_line_is_accepted_or_answered_once(program, line):
+    given = [word for word in line.split() if word.startswith("--")]
+    names = [word.strip("-").replace("_", "-") for word in given]
+    assert all(program in cloud_frameworks.AIAK[name].programs for name in names)
+    parsed = parse_line(line.split(), all_flag_specs(), {})
+    assert parsed.values == {"bf16": True}
+    assert [problem.flag for problem in parsed.problems] == [word for word in given if word != "--bf16"]
+    for problem in parsed.problems:
+        name = problem.flag.strip("-").replace("_", "-")
+        if name in SAME:
+            assert str(problem) == f"unknown flag {problem.flag}: did you mean --{name}?"
+            assert parse_line([f"--{name}", "8"], all_flag_specs(), {}).values.keys() <= {name.replace("-", "_")}
+        else:
+            row = OTHER_WORDS[name]
+            assert str(problem) == row.sentence(problem.flag)
+            assert (f"use {row.flag}" if row.flag else "has no counterpart") in str(problem)
+
+
+def test_aiak_ppo_in_the_flags_of_its_page_passes_every_rule(recipe, tmp_path):
+    (tmp_path / "judge").mkdir()
+    config = {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "LABEL_0"}, "vocab_size": 10}
+    (tmp_path / "judge/config.json").write_text(json.dumps(config))
+    (tmp_path / "judge/tokenizer.json").touch()
+    translated = """--advantage-estimator ppo --rm-type reward_model --rm-model {dir}/judge --rm-colocate
+     --rm-num-gpus 8 --save {dir}/ckpt --micro-batch-size 8 --rollout-batch-size 1024 --n-samples-per-prompt 1
+     --global-batch-size 128
+     --num-steps-per-rollout 8 --prompt-data {dir}/train.jsonl@[0:1000000] --rollout-max-prompt-len 1024
+     --rollout-truncate-prompt left --rollout-max-response-len 1024 --bf16 --lr 5e-7 --critic-lr 9e-6 --kl-coef 0.01
+     --normalize-reward --tensorboard-dir {dir}/logs --use-tensorboard --actor-num-nodes 1 --num-gpus-per-node 8
+     --tensor-model-parallel-size 1 --rollout-num-gpus-per-engine 1 --lambd 0.95"""
+    line = [word for word in recipe.line(translated, without="--max-tokens-per-gpu")]
+    dropped = {"--use-dynamic-batch-size", "--sequence-parallel", "--use-kl-loss"}
+    args, problems = read_args([word for word in line if word not in dropped])
+    assert problems == []
+    assert args.use_critic and args.normalize_reward and args.rm_colocate and args.use_reference
+
+
+def test_cloud_rows_are_declared_once_and_reach_the_parser():
+    from slimrl.arguments.foreign_flags import _ROWS
+
+    assert cloud_frameworks.ROWS.keys() & _ROWS.keys() == set()
+    missing = [name for name in cloud_frameworks.AIAK if f"--{name}" not in OWN and name not in OTHER_WORDS]
+    assert missing == []
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("runtime_args.num_episode=200", "runtime_args.num_episode is PAI-ChatLearn's name: use --num-rollout."),
+        ("runtime.num_episode=200", "runtime.num_episode is PAI-ChatLearn's name: use --num-rollout."),
+        (
+            "models.policy_trainer.optimizer.lr=2e-6",
+            "models.policy_trainer.optimizer.lr is PAI-ChatLearn's name: use --lr.",
+        ),
+        (
+            "models.policy_trainer.fsdp_size=8",
+            "models.policy_trainer.fsdp_size is PAI-ChatLearn's name: use --use-megatron-fsdp, with"
+            " --data-parallel-sharding-strategy.",
+        ),
+        (
+            "--num_inference_per_prompt 32",
+            "--num_inference_per_prompt is PAI-ChatLearn's name: use --n-samples-per-prompt.",
+        ),
+        (
+            "models.policy.unknown_key=1",
+            "models.policy.unknown_key is PAI-ChatLearn's name and has no counterpart: flags are written --flag value,"
+            " and docs/flags.md lists all of them.",
+        ),
+    ],
+)
+def test_key_of_chatlearn_is_answered_with_a_flag(line, sentence):
+    assert sentences(line) == [sentence]

@@ -36,7 +36,7 @@ def test_critic_trains_beside_the_policy_and_resumes_with_it(tiny, tmp_path):
     killed = harness.start("train.py", flags, tmp_path, "killed", tiny.home)
     killed.wait_for_line("iter_0000001", 150)
     killed.kill_everything()
-    done = harness.start("train.py", flags, tmp_path, "killed", tiny.home).finish(150)
+    done = harness.start("examples/flow.py", flags, tmp_path, "killed", tiny.home).finish(150)  # a user's own loop
     assert done.code == 0, done.output[-6000:]
     assert done.left == []
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import math
+import re
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from examples import advantages, logs, losses, policy_loss, reward, rollouts, samples, supervised, training
+from examples import advantages, flow, logs, losses, policy_loss, reward, rollouts, samples, supervised, training
+from slimrl.cluster.run import Run
 from slimrl.data.sample import Sample, SampleStatus
 from slimrl.hooks import HookFailedError
 from slimrl.megatron.training.loss.policy_loss import (
@@ -261,3 +266,59 @@ def test_repeated_version_is_copied_again(make_args, tmp_path, monkeypatch):
     assert [(file.name, file.read_text()) for file in (tmp_path / "mirror/weight_v000003").iterdir()] == [
         ("model.safetensors", "1")
     ]
+
+
+# -- a flow -----------------------------------------------------------------------------------------------------------
+
+
+class RecordedRun:
+    """The verbs of a run; each rollout has the next of the rewards."""
+
+    weight_version = 0
+    args = SimpleNamespace(eval_datasets=["sums"])
+
+    def __init__(self, rewards):
+        self.rollout_ids = range(len(rewards))
+        self._rewards = rewards
+        self.calls = []
+
+    def step(self, rollout_id):
+        return contextlib.nullcontext()
+
+    def generate(self, rollout_id):
+        self.calls.append(f"generate {rollout_id}")
+        return SimpleNamespace(rollout_id=rollout_id, metrics={"rollout/raw_reward": self._rewards[rollout_id]})
+
+    def train(self, rollout):
+        self.calls.append(f"train {rollout.rollout_id}")
+        return [{}]
+
+    def save_if_due(self, rollout, metrics):
+        self.calls.append(f"save {rollout.rollout_id}")
+
+    def update_weights(self, version):
+        self.calls.append(f"weights {version}")
+
+    def record(self, rollout, metrics):
+        assert metrics == [{}]
+
+    def evaluate(self, rollout_id):
+        self.calls.append(f"evaluate {rollout_id}")
+
+
+def test_flow_evaluates_on_a_rise_and_ends_when_the_reward_is_high_enough():
+    run = RecordedRun([0.03, 0.06, 0.1, 0.11, 0.96, 0.99])
+    flow.learn(run)
+    expected = ["weights 0"]
+    for number, evaluated in enumerate([False, True, False, True, True]):
+        expected += [f"generate {number}", f"train {number}", f"save {number}", f"weights {number + 1}"]
+        expected += [f"evaluate {number}"] * evaluated
+    assert run.calls == expected
+
+
+def test_flow_has_at_most_60_lines_and_calls_only_verbs_of_a_run():
+    source = Path(flow.__file__).read_text()
+    assert len(source.splitlines()) <= 60
+    named = set(re.findall(r"\brun\.(\w+)", source))
+    assert "generate" in named and named <= {*dir(Run), "rollout_ids", "weight_version", "args"}
+    assert [name for name in named if name.startswith("_")] == []

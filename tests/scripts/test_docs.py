@@ -16,7 +16,10 @@ from slimrl.arguments.parser import RETIRED_FLAGS
 from slimrl.data.sample import Sample
 
 ROOT = Path(__file__).resolve().parents[2]
-GENERATED = ("flags.md", "unsupported.md")  # generated from the flags: their help texts name foreign flags
+GENERATED = (  # generated from the flags: they name flags of other programs
+    *("flags.md", "unsupported.md"),
+    *("coming-from-aiak-rlhf.md", "coming-from-pai-chatlearn.md"),
+)
 GUIDES = sorted(path for path in (ROOT / "docs").glob("*.md") if path.name not in GENERATED)
 PAGES = [ROOT / "README.md", *GUIDES]
 IDS = [path.name for path in PAGES]

@@ -40,6 +40,9 @@ PUBLISHED_SIZE = {
     "glm5.2-744B-A40B": (744, 40),
     "kimi-k2": (1026.4, 32),
     "kimi-k2-thinking": (1026.4, 32),
+    "llama2-7B": (6.738, None),
+    "llama2-13B": (13.016, None),
+    "llama2-70B": (68.977, None),
     "llama3.1-8B-Instruct": (8.03, None),
     "llama3.2-3B-Instruct": (3.21, None),
     "mimo-7B-rl": (7.62, None),
@@ -154,7 +157,7 @@ def test_model_script_has_the_published_numbers(name):
     stated = {key: config[key] for key in NUMBERS if key in config}
     assert {key: values[NUMBERS[key]] for key in stated} == stated
     rope = config.get("rope_parameters") or config
-    assert values["rotary_base"] == rope["rope_theta"]
+    assert values["rotary_base"] == rope.get("rope_theta", 10000.0)  # Llama 2 states the default by leaving it out
     assert values["untie_embeddings_and_output_weights"] is not config.get("tie_word_embeddings", False)
 
 

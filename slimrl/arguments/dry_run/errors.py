@@ -127,7 +127,8 @@ def _memory(plan: Plan) -> Iterator[Problem]:
         yield Problem(
             "--sglang-mem-fraction-static",
             f"an engine's GPU has {fraction:g} x {have} = {gib(static)} for the engine, and the"
-            f" {served_role(plan.args)} of --rm-colocate has weights of {gib(plan.reward_weights)} on it: lower --sglang-mem-fraction-static.",
+            f" {served_role(plan.args)} of --rm-colocate has weights of {gib(plan.reward_weights)} on it: lower"
+            " --sglang-mem-fraction-static.",
         )
     if engine.tokens is not None and engine.tokens < plan.micro_batch.longest_sample:
         yield Problem(
