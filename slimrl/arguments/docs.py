@@ -1,4 +1,4 @@
-"""Renders the flags as docs/flags.md, docs/unsupported.md and `--help`, and the pages of `cloud_frameworks`.
+"""Renders the flags as docs/flags.md, docs/unsupported.md and `--help`, and the pages of `foreign_flags`.
 
     python -m slimrl.arguments.docs > docs/flags.md
     python -m slimrl.arguments.docs unsupported > docs/unsupported.md
@@ -18,9 +18,15 @@ import sys
 import textwrap
 from collections.abc import Iterator
 
-from slimrl.arguments.cloud_frameworks import AIAK, AIAK_PAGE, CHATLEARN_KEYS, CHATLEARN_PAGE, CHATLEARN_VARIABLES
 from slimrl.arguments.flag import Bounds, FlagSpec, ended, flag_specs
 from slimrl.arguments.foreign_flags import OTHER_WORDS
+from slimrl.arguments.foreign_flags.cloud_frameworks import (
+    AIAK,
+    AIAK_PAGE,
+    CHATLEARN_KEYS,
+    CHATLEARN_PAGE,
+    CHATLEARN_VARIABLES,
+)
 from slimrl.arguments.namespace import GROUPS, all_flag_specs
 
 _INTRODUCTION = """\

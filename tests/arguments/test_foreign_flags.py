@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from slimrl.arguments import cloud_frameworks, read_args
-from slimrl.arguments.foreign_flags import _PREFIXES, OTHER_WORDS
+from slimrl.arguments import read_args
+from slimrl.arguments.foreign_flags import _PREFIXES, OTHER_WORDS, cloud_frameworks
 from slimrl.arguments.namespace import all_flag_specs
 from slimrl.arguments.parser import RETIRED_FLAGS, own_spellings, parse_line
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import re
 
-from slimrl.arguments import cloud_frameworks
+from slimrl.arguments.foreign_flags import cloud_frameworks
 
 SLIME, VERL, OPENRLHF, TRL, SWIFT = "slime's", "verl's", "OpenRLHF's", "TRL's", "ms-swift's"
 HF = "transformers'"
