@@ -187,7 +187,7 @@ class Sample(SlimeSample):
     """One prompt with one response.
 
     Invariants once generated: `len(tokens) == prompt length + response_length` and
-    `len(loss_mask) == len(rollout_log_probs) == len(teacher_log_probs) == response_length` if these are set.
+    `loss_mask`, `rollout_log_probs`, `teacher_log_probs` and `token_rewards` have `response_length` entries if set.
     `version_spans` record which weights sampled which tokens of the response (see the module; empty if unknown);
     `weight_versions` has one entry per request, the version that it ended with.
     Log-probabilities are natural logarithms of the sampling policy at temperature-scaled logits.
@@ -203,6 +203,7 @@ class Sample(SlimeSample):
     loss_mask: list[int] | None = dataclasses.field(default_factory=_nothing)
     rollout_log_probs: list[float] | None = dataclasses.field(default_factory=_nothing)
     teacher_log_probs: list[float] | None = dataclasses.field(default_factory=_nothing)
+    token_rewards: list[float] | None = dataclasses.field(default_factory=_nothing)  # of each token, besides `reward`
     weight_versions: list[str] = dataclasses.field(default_factory=list)
     version_spans: list[Span] = dataclasses.field(default_factory=list)
     reward: float | dict[str, Any] | None = None
@@ -212,7 +213,9 @@ class Sample(SlimeSample):
     custom_rm_path: str | None = None
     metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
 
-    PACKABLE: ClassVar[frozenset[str]] = frozenset({"tokens", "loss_mask", "rollout_log_probs", "teacher_log_probs"})
+    PACKABLE: ClassVar[frozenset[str]] = frozenset(
+        {"tokens", "loss_mask", "rollout_log_probs", "teacher_log_probs", "token_rewards"}
+    )
 
     # slime's name
     Status: ClassVar[type[SampleStatus]] = SampleStatus

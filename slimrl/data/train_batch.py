@@ -28,7 +28,7 @@ from slimrl.data.sample import Sample, SampleStatus
 
 _TOKEN_COLUMNS = ("tokens",)
 _RESPONSE_COLUMNS = ("loss_mask", "rollout_log_probs")
-_OPTIONAL_RESPONSE_COLUMNS = ("teacher_log_probs",)  # None if the run does not have it
+_OPTIONAL_RESPONSE_COLUMNS = ("teacher_log_probs", "token_rewards")  # None if the run does not have it
 _SAMPLE_COLUMNS = (
     "total_lengths",
     "response_lengths",
@@ -66,6 +66,7 @@ class RolloutBatch:
     samples_per_step: list[int] = dataclasses.field(default_factory=list)  # global
     tokens_per_step: list[int] = dataclasses.field(default_factory=list)  # trained tokens, global
     teacher_log_probs: Tensor | None = None  # float32 [sum(response_lengths)], from the server of a teacher
+    token_rewards: Tensor | None = None  # float32 [sum(response_lengths)], besides the reward of the sample
 
     def __len__(self) -> int:
         return self.total_lengths.numel()
@@ -150,20 +151,23 @@ def batch_from_samples(samples: list[Sample], raw_rewards: Tensor, rewards: Tens
         group_ids=torch.tensor([sample.group_index for sample in samples], dtype=torch.int64),
         sample_ids=torch.tensor([sample.index for sample in samples], dtype=torch.int64),
         truncated=torch.tensor([sample.status is SampleStatus.TRUNCATED for sample in samples], dtype=torch.bool),
-        teacher_log_probs=_teacher_log_probs(samples, response_lengths),
+        **{name: _optional(samples, name, response_lengths) for name in _OPTIONAL_RESPONSE_COLUMNS},
     )
 
 
-def _teacher_log_probs(samples: list[Sample], lengths: list[int]) -> Tensor | None:
-    """The column, or None if no sample has it. Raises ValueError if only some samples have it."""
+def _optional(samples: list[Sample], field: str, lengths: list[int]) -> Tensor | None:
+    """The column, or None if no sample has it. Raises ValueError if only some have it, or for a number not finite."""
     answered = [sample for sample in samples if sample.response_length]
-    lacking = [sample for sample in answered if sample.column("teacher_log_probs") is None]
+    lacking = [sample for sample in answered if sample.column(field) is None]
     if lacking and len(lacking) < len(answered):
         raise ValueError(
-            f"{len(lacking)} of {len(answered)} samples have no teacher_log_probs, the first is sample"
-            f" {lacking[0].index}: give one log-probability per response token of each sample"
+            f"{len(lacking)} of {len(answered)} samples have no {field}, the first is sample {lacking[0].index}: give"
+            " one number per response token of each sample"
         )
-    return None if lacking or not answered else _column(samples, "teacher_log_probs", lengths, np.float32)
+    column = None if lacking or not answered else _column(samples, field, lengths, np.float32)
+    if column is not None and not bool(column.isfinite().all()):
+        raise ValueError(f"{field} of the rollout are not all finite: give finite numbers")
+    return column
 
 
 def _name(sample: Sample, position: int) -> str:

@@ -11,6 +11,7 @@ data-parallel rank's model-parallel group:
 | `loss_masks` | float32 [response]: 1 where the token is trained on |
 | `rewards`, `raw_reward` | float: the reward trained on, and the reward as scored |
 | `truncated`, `sample_indices`, `rollout_ids` | bool; int; int, the same for all samples of a prompt |
+| `token_rewards` | float32 [response]: rewards of tokens, if the samples have them |
 | `rollout_log_probs`, `log_probs` | float32 [response]: the engines', and training's before the first step |
 | `ref_log_probs` | float32 [response]: the reference model's, with --use-kl-loss or --kl-coef |
 | `teacher_log_probs` | float32 [response]: the teacher's, with --use-opd |

@@ -6,7 +6,7 @@
 `rollout_log_probs` (the engine's, per response token). Optional: `raw_reward` (before normalization; default
 `rewards`), `truncated` (by the length limit; default no), `sample_indices` and `rollout_ids` (ids of the sample and its
 group; default the row's number), `total_lengths` (number of tokens, checked against `tokens`), `teacher_log_probs`
-(per response token; required with `--opd-type sglang`).
+(per response token; required with `--opd-type sglang`), `token_rewards` (per response token, besides `rewards`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slimrl.algorithms.estimators import ESTIMATORS, Baseline, Estimator
+from slimrl.algorithms.estimators import ESTIMATORS, Baseline, Estimator, Returns
 from slimrl.algorithms.returns import group_normalized_rewards
 from slimrl.algorithms.reward_shaping import OverlongPenalty, RunningMoments
 from slimrl.arguments import Arguments
@@ -88,6 +88,7 @@ def compute_rewards(config: RewardProcessing, samples: list[Sample], moments: Ru
             )
         _check_finite(path, samples, raw, normalized)
         return Rewards(raw, normalized)
+    _check_token_rewards(config.estimator, samples)
     scored = [sample.reward_value(config.key) for sample in samples]
     raw = torch.tensor(scored, dtype=torch.float32)
     shaped = raw.clone()
@@ -114,6 +115,28 @@ def compute_rewards(config: RewardProcessing, samples: list[Sample], moments: Ru
     return Rewards(raw, normalized)
 
 
+def _check_token_rewards(estimator: Estimator, samples: list[Sample]) -> None:
+    """Raises ValueError for rewards of tokens that no return has: of another estimator, or of a masked token."""
+    for sample in samples:
+        rewards = sample.column("token_rewards")
+        if rewards is None:
+            continue
+        if estimator.returns is Returns.BROADCAST:
+            raise ValueError(
+                f"sample {sample.index} has token_rewards, and --advantage-estimator {estimator.name} has one reward"
+                " per response: use ppo or reinforce_plus_plus, or return their sum as the reward"
+            )
+        mask = [1] * len(rewards) if sample.loss_mask is None else sample.loss_mask
+        at = next(
+            (at for at, (one, trained) in enumerate(zip(rewards, mask, strict=False)) if one and not trained), None
+        )
+        if at is not None:
+            raise ValueError(
+                f"sample {sample.index} has a token_rewards entry of {rewards[at]} at response token {at}, which is"
+                " masked: give the reward to the token of the model before it"
+            )
+
+
 def _check_finite(path: str, samples: list[Sample], raw: Tensor, normalized: Tensor) -> None:
     for sample, *rewards in zip(samples, raw.tolist(), normalized.tolist(), strict=True):
         if not all(map(math.isfinite, rewards)):
@@ -125,7 +148,15 @@ def _check_finite(path: str, samples: list[Sample], raw: Tensor, normalized: Ten
 
 _FLAG = "--custom-convert-samples-to-train-data-path"
 _NEEDED = ("tokens", "response_lengths", "rewards", "loss_masks", "rollout_log_probs")
-_OTHERS = ("raw_reward", "truncated", "sample_indices", "rollout_ids", "total_lengths", "teacher_log_probs")
+_OTHERS = (
+    "raw_reward",
+    "truncated",
+    "sample_indices",
+    "rollout_ids",
+    "total_lengths",
+    "teacher_log_probs",
+    "token_rewards",
+)
 
 
 def remove_truncated(samples: list[Sample], *, asked: bool) -> None:
@@ -187,6 +218,7 @@ def batch_from_columns(columns: Any) -> RolloutBatch:
             loss_mask=list(columns["loss_masks"][row]),
             rollout_log_probs=list(columns["rollout_log_probs"][row]),
             teacher_log_probs=list(columns["teacher_log_probs"][row]) if "teacher_log_probs" in columns else None,
+            token_rewards=list(columns["token_rewards"][row]) if "token_rewards" in columns else None,
             status=_status(columns, row),
         )
         for row in range(count)

@@ -308,3 +308,74 @@ def test_missing_kernels_are_named():
     assert set(kernels_without_effect(wanted)) == {"--moe-permute-fusion", "--moe-grouped-gemm"}
     assert kernels_without_effect(tiny.tiny_args(cp_comm_type=["a2a"])) == []  # no context parallelism
     assert kernels_without_effect(tiny.tiny_args(cp_comm_type=["a2a"], context_parallel_size=2)) == ["--cp-comm-type"]
+
+
+def with_token_rewards() -> tuple[Any, list[list[float]], list[list[float]], list[list[int]]]:
+    """Two samples; the tool's token of the first is masked. The batch, and rewards, values and masks of its tokens."""
+    from slimrl.data.sample import Sample
+    from slimrl.data.train_batch import batch_from_samples
+
+    rewards = [[0.5, -1.0, 0.0, 0.25, 2.0], [0.0, 1.5, -0.75]]
+    values = [[0.3, -0.2, 9.0, 0.7, 1.1], [-0.4, 0.6, 0.2]]
+    masks = [[1, 1, 0, 1, 1], [1, 1, 1]]
+    samples = [
+        Sample(
+            "",
+            group_index=row,
+            index=row,
+            tokens=[0] * (2 + len(own)),
+            response_length=len(own),
+            rollout_log_probs=[0.0] * len(own),
+            loss_mask=mask,
+            token_rewards=own,
+        )
+        for row, (own, mask) in enumerate(zip(rewards, masks, strict=True))
+    ]
+    outcome = torch.tensor([1.0, -3.0])
+    return batch_from_samples(samples, outcome, outcome), rewards, values, masks
+
+
+def returns_of(estimator: str, **changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    from slimrl.arguments import Arguments
+    from slimrl.megatron.training.advantages import token_returns
+
+    batch, _, values, _ = with_token_rewards()
+    column = torch.tensor([one for row in values for one in row])
+    flags = Arguments(advantage_estimator=estimator, **changes)
+    return token_returns(flags, batch, torch.zeros(8), None, column)
+
+
+def test_token_rewards_reach_the_generalised_advantages_of_their_tokens():
+    _, rewards, values, masks = with_token_rewards()
+    gamma, lambd, expected = 0.9, 0.8, []
+    for own, value, mask, outcome in zip(rewards, values, masks, [1.0, -3.0], strict=True):
+        acted = [place for place, trained in enumerate(mask) if trained]
+        advantages = [0.0] * len(own)
+        for number, place in enumerate(acted):
+            for ahead, later in enumerate(acted[number:]):  # Schulman et al. 2016, equation 16: a sum over deltas
+                last = later == acted[-1]
+                following = 0.0 if last else value[acted[acted.index(later) + 1]]
+                delta = own[later] + (outcome if last else 0.0) + gamma * following - value[later]
+                advantages[place] += (gamma * lambd) ** ahead * delta
+        expected += advantages
+    advantages, targets = returns_of("ppo", gamma=gamma, lambd=lambd)
+    assert advantages.tolist() == pytest.approx(expected, abs=1e-6)
+    flat = [
+        value if trained else 0.0
+        for row, mask in zip(values, masks, strict=True)
+        for value, trained in zip(row, mask, strict=True)
+    ]
+    assert targets.tolist() == pytest.approx([one + value for one, value in zip(expected, flat, strict=True)], abs=1e-6)
+
+
+def test_token_rewards_are_discounted_from_their_tokens():
+    returns, _ = returns_of("reinforce_plus_plus", gamma=0.5)
+    first = [0.5, -1.0, 0.0, 0.25, 2.0 + 1.0]
+    second = [0.0, 1.5, -0.75 - 3.0]
+    expected = [sum(0.5**n * r for n, r in enumerate(row[at:])) for row in (first, second) for at in range(len(row))]
+    assert returns.tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_estimator_with_one_reward_per_response_rejects_token_rewards():
+    with pytest.raises(ValueError, match="token_rewards have no place in --advantage-estimator grpo"):
+        returns_of("grpo")

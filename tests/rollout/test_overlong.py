@@ -141,3 +141,50 @@ def test_normalized_rewards_precede_penalty_and_group(make_args):
     shaped = (numpy.array([3.0, 1.0, 0.0]) - 1.6) / scale + [0.0, -0.25, -0.5]
     assert found.raw.tolist() == [3.0, 1.0, 0.0]
     assert found.normalized.tolist() == pytest.approx(shaped - shaped.mean(), abs=1e-6)
+
+
+# rewards of tokens ----------------------------------------------------------------------------------------------------
+
+
+def with_rewards(*rewards: list[float] | None) -> list[Sample]:
+    samples = [sample(1.0, 3) for _ in rewards]
+    for number, (one, own) in enumerate(zip(samples, rewards, strict=True)):
+        one.index, one.token_rewards = number, own
+    return samples
+
+
+def test_rewards_of_tokens_become_a_column_and_leave_the_reward_of_the_response(make_args):
+    args = make_args(advantage_estimator="ppo")
+    samples = with_rewards([0.5, 0.0, -1.0], [0.0, 0.25, 0.0])
+    rewards = compute_rewards(RewardProcessing.from_args(args), samples)
+    batch = training_batch(args, samples, rewards, hook_args=args)
+    assert batch.rewards.tolist() == [1.0, 1.0]
+    assert batch.token_rewards is not None and batch.token_rewards.tolist() == [0.5, 0.0, -1.0, 0.0, 0.25, 0.0]
+    assert batch.select([1]).token_rewards.tolist() == [0.0, 0.25, 0.0]
+    none = with_rewards(None, None)
+    assert training_batch(args, none, rewards, hook_args=args).token_rewards is None
+
+
+@pytest.mark.parametrize(
+    ("rewards", "message"),
+    [
+        (([0.5] * 3, None), "1 of 2 samples have no token_rewards, the first is sample 1"),
+        (([0.5] * 3, [0.5] * 2), "has 2 token_rewards for 3 response tokens"),
+        (([0.5] * 3, [0.5, float("nan"), 0.0]), "token_rewards of the rollout are not all finite"),
+    ],
+)
+def test_bad_rewards_of_tokens_are_rejected(make_args, rewards, message):
+    args = make_args(advantage_estimator="ppo")
+    samples = with_rewards(*rewards)
+    with pytest.raises(ValueError, match=message):
+        found = compute_rewards(RewardProcessing.from_args(args), samples)
+        training_batch(args, samples, found, hook_args=args)
+
+
+def test_reward_of_a_masked_token_and_a_group_relative_estimator_are_rejected(make_args):
+    (one,) = with_rewards([0.0, 0.5, 0.0])
+    one.loss_mask = [1, 0, 1]
+    with pytest.raises(ValueError, match="entry of 0.5 at response token 1, which is masked: give the reward"):
+        compute_rewards(RewardProcessing.from_args(make_args(advantage_estimator="ppo")), [one])
+    with pytest.raises(ValueError, match="--advantage-estimator grpo has one reward per response: use ppo or"):
+        compute_rewards(RewardProcessing.from_args(make_args()), [one])

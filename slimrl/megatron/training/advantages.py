@@ -66,6 +66,8 @@ def token_returns(
     - `Returns.DISCOUNTED` (REINFORCE++, Hu 2025, equations 3 and 4): the discounted return of the reward at the last
       trained token and of -kl_coef * KL_t at every trained token.
     - `Returns.BROADCAST`: the sample's reward - kl_coef * KL_t.
+
+    The first two add `token_rewards` of the batch at their trained tokens.
     """
     device = log_probs.device
     lengths, mask = batch.response_lengths.to(device), batch.loss_mask.to(device)
@@ -73,6 +75,10 @@ def token_returns(
     if algorithm.kl_coef != 0.0 and ref_log_probs is not None:
         penalty = algorithm.kl_coef * kl_estimate(log_probs, ref_log_probs, algorithm.kl_loss_type)
     kind = ESTIMATORS[algorithm.advantage_estimator].returns
+    if batch.token_rewards is not None:
+        if kind is Returns.BROADCAST:
+            raise ValueError(f"token_rewards have no place in --advantage-estimator {algorithm.advantage_estimator}")
+        penalty = penalty - batch.token_rewards.to(device)  # both are of tokens, with opposite signs
     if kind is Returns.BROADCAST:
         returns = torch.repeat_interleave(batch.rewards.to(device), lengths) - penalty
         return returns, returns
@@ -287,6 +293,7 @@ def _as_dict(batch: RolloutBatch, columns: dict[str, Tensor], device: torch.devi
         "sample_indices": batch.sample_ids.tolist(),
         "rollout_ids": batch.group_ids.tolist(),
         "rollout_log_probs": _split(batch.rollout_log_probs.to(device, copy=True), batch),
+        **({} if batch.token_rewards is None else {"token_rewards": _split(batch.token_rewards.to(device), batch)}),
         **{name: _split(values, batch) for name, values in columns.items()},
     }
 

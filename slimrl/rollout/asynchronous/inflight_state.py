@@ -47,7 +47,13 @@ def _key(key: Any, location: str) -> Any:
 
 
 _KEY = "drawn"  # checkpoint key, next to the data source's keys
-_PACKED = {"tokens": "q", "loss_mask": "b", "rollout_log_probs": "d", "teacher_log_probs": "d"}  # type codes of `array`
+_PACKED = {  # type codes of `array`
+    "tokens": "q",
+    "loss_mask": "b",
+    "rollout_log_probs": "d",
+    "teacher_log_probs": "d",
+    "token_rewards": "d",
+}
 _NAMES = tuple(field.name for field in dataclasses.fields(Sample))
 
 

@@ -89,6 +89,7 @@ def reset_to_prompt(sample: Sample) -> Sample:
         loss_mask=None,
         rollout_log_probs=None,
         teacher_log_probs=None,
+        token_rewards=None,
         weight_versions=[],
         version_spans=[],
         reward=None,

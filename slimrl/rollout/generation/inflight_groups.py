@@ -166,7 +166,7 @@ class InflightGroups:
 def _copy_of(sample: Sample) -> Sample:
     """An independent copy; several times faster than a deep copy of every field."""
     copied = copy.copy(sample)
-    for name in ("tokens", "loss_mask", "rollout_log_probs", "teacher_log_probs", "weight_versions"):
+    for name in (*Sample.PACKABLE, "weight_versions"):
         column = getattr(sample, name)
         setattr(copied, name, None if column is None else list(column))
     copied.version_spans = [list(span) for span in sample.version_spans]

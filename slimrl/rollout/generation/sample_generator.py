@@ -379,7 +379,7 @@ def _check(sample: Sample, *, may_be_aborted: bool) -> None:
     tokens = len(sample.column("tokens"))
     if not 0 <= sample.response_length < tokens:
         raise ValueError(f"response_length {sample.response_length} does not fit {tokens} tokens")
-    for name in ("loss_mask", "rollout_log_probs", "teacher_log_probs"):
+    for name in ("loss_mask", "rollout_log_probs", "teacher_log_probs", "token_rewards"):
         column = sample.column(name)
         if column is not None and len(column) != sample.response_length:
             raise ValueError(f"{name} has {len(column)} entries but the response has {sample.response_length} tokens")
