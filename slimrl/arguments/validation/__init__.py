@@ -118,7 +118,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
     cluster.deterministic_mode_is_not_undone,
     cluster.train_env_sets_no_visible_devices,
     cluster.debug_only_flags_exclude_each_other,
-    cluster.gpu_memory_gib_belongs_to_dry_run,
+    cluster.plan_flags_belong_to_dry_run,
     data.rollout_samples_equal_trained_samples,
     data.global_batch_divides_over_gpus,
     data.dynamic_batches_have_a_cap,
