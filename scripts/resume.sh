@@ -16,6 +16,8 @@ source "$LIB/say.sh"
 
 LIMIT=10
 REJOIN_S=180
+# A new head on the same port would hide the old one's end from the other nodes, which look for 10 s.
+PAUSE_S=15
 RESUMABLE=' 75 134 135 137 139 '
 while (($#)); do
    case $1 in
@@ -30,7 +32,10 @@ done
 [[ $REJOIN_S =~ ^[1-9][0-9]*$ ]] || fail 2 "--rejoin-timeout-s $REJOIN_S is not a number of seconds: give 1 or more"
 (($#)) || fail 2 "no command: give it after --, such as bash scripts/run-qwen3-4B.sh"
 
-COMMAND_PID= SIGNAL= JOINED=no RESTARTS=0
+COMMAND_PID=''
+SIGNAL=''
+JOINED=no
+RESTARTS=0
 # TERM for each signal: a command in the background ignores INT.
 pass_on() {
    SIGNAL=$1
@@ -80,4 +85,8 @@ while :; do
    fi
    RESTARTS=$((RESTARTS + 1))
    say "exit code $CODE: restart $RESTARTS of at most $LIMIT"
+   if ((${WORLD_SIZE:-1} > 1 && ${RANK:-0} == 0)); then
+      run sleep "$PAUSE_S"
+      if [[ -n $SIGNAL ]]; then exit "$CODE"; fi
+   fi
 done

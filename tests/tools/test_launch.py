@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -262,6 +263,18 @@ def test_tool_runs_from_the_command_line():
     command = [sys.executable, "tools/launch.py", "slurm", "--time", "1:00:00", *resources(1), *RECIPE]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and done.stdout.startswith("#!/usr/bin/env bash\n#SBATCH --job-name=glm4-7-30b-a3b\n")
+
+
+def test_files_of_the_documentation_are_what_the_tool_writes():
+    page = (ROOT / "docs/launchers.md").read_text()
+    shown = re.findall(
+        r"```bash\n(python tools/launch\.py (?:[^\n]*\\\n)+[^\n]*)\n```\n\n```\w+\n(.*?)```", page, re.DOTALL
+    )
+    assert len(shown) == 3
+    for command, text in shown:
+        words = shlex.split(command.replace("\\\n", " "))[2:]
+        options = launch.parser().parse_args(words)
+        assert launch.WRITERS[options.scheduler](launch.job_of(options), options) == text
 
 
 def test_resources_survive_their_file(tmp_path):

@@ -46,7 +46,7 @@ def sbatch(job: Job, options: SlurmOptions) -> str:
         "END_OF_NODE_SCRIPT",
         "",
         "# SLURM sends TERM before the time limit: the run ends in order, and the job is queued again to continue.",
-        "STEP= AGAIN=no",
+        "STEP='' AGAIN=no",
         "end_in_time() {",
         "   AGAIN=yes",
         '   if [[ -n $STEP ]]; then kill -TERM "$STEP"; fi',
