@@ -128,7 +128,13 @@ class ConversionArguments(RolloutArguments, DistillationArguments):
 
 @dataclasses.dataclass
 class PromptArguments(
-    SamplingArguments, DataArguments, RolloutArguments, RewardArguments, DebugArguments, DerivedEngine
+    SamplingArguments,
+    DataArguments,
+    RolloutArguments,
+    RewardArguments,
+    AlgorithmArguments,
+    DebugArguments,
+    DerivedEngine,
 ):
     """The flags of prompt data."""
 
@@ -201,6 +207,11 @@ class Arguments(
         """Prompts trained on per rollout: `--rollout-batch-size`, or fewer in a subsampled replay."""
         part = self.load_debug_rollout_data_subsample
         return self.rollout_batch_size if part is None else max(1, int(self.rollout_batch_size * part))
+
+    @property
+    def samples_together(self) -> int:
+        """Consecutive samples whose loss is computed together, in one micro-batch."""
+        return self.n_samples_per_prompt if self.compares_responses else 1
 
     @property
     def evaluates_pairs(self) -> bool:

@@ -265,7 +265,7 @@ def groups_can_be_compared(args: Arguments, context: Context) -> Iterator[Proble
         return
     if args.custom_advantage_function_path is not None:  # which also gets the raw rewards
         return
-    if args.loss_type == "sft_loss" or args.trains_on_pairs or args.eval_only or args.debug_rollout_only:
+    if args.is_supervised or args.eval_only or args.debug_rollout_only:
         return
     if args.use_opd and args.rm_type == "zero" and args.custom_rm_path is None:  # the teacher alone
         return
