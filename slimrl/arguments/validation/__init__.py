@@ -7,7 +7,7 @@ Bounds and choices of a single flag are in its declaration there.
 from __future__ import annotations
 
 from slimrl.arguments.flag import Problem
-from slimrl.arguments.namespace import Arguments
+from slimrl.arguments.namespace import Arguments, Context, Rule
 from slimrl.arguments.validation import (
     algorithm,
     checkpoint,
@@ -21,9 +21,9 @@ from slimrl.arguments.validation import (
     model,
     optimizer,
     parallel,
+    preference,
     rollout,
 )
-from slimrl.arguments.validation.rule import Context, Rule
 
 # for every program that reads the model flags, including converters
 MODEL_RULES: tuple[Rule, ...] = (
@@ -143,9 +143,12 @@ TRAINING_RULES: tuple[Rule, ...] = (
     algorithm.rejection_has_bounds,
     algorithm.overlong_penalty_is_complete,
     algorithm.supervised_training_is_consistent,
-    algorithm.preference_flags_have_their_loss,
-    algorithm.preference_training_is_consistent,
-    algorithm.pairs_are_whole,
+    preference.preference_flags_have_their_loss,
+    preference.preference_training_is_consistent,
+    preference.pairs_are_whole,
+    preference.reward_model_flags_have_their_loss,
+    preference.reward_model_training_is_consistent,
+    preference.reward_model_data_is_of_its_loss,
     distillation.distillation_has_its_switch,
     distillation.teacher_in_training_is_a_checkpoint,
     distillation.teacher_on_servers_is_comparable,

@@ -6,8 +6,7 @@ import json
 from collections.abc import Iterator
 
 from slimrl.arguments.flag import Problem
-from slimrl.arguments.namespace import Arguments
-from slimrl.arguments.validation.rule import Context
+from slimrl.arguments.namespace import Arguments, Context
 
 ACTOR_FIELDS = {"actor_num_nodes", "actor_num_gpus_per_node"}
 

@@ -14,9 +14,8 @@ from pathlib import Path
 from slimrl.algorithms.estimators import ESTIMATORS
 from slimrl.arguments.flag import Problem
 from slimrl.arguments.flags.rollout import DEFAULT_ROLLOUT_FUNCTION, RM_TYPES
-from slimrl.arguments.namespace import Arguments, EvalDataset
+from slimrl.arguments.namespace import Arguments, Context, EvalDataset, missing
 from slimrl.arguments.served_models import TOKENIZER_FILES, RewardModelConfig, starts_reward_servers
-from slimrl.arguments.validation.rule import Context, missing
 from slimrl.data.dataset_spec import DataMix
 from slimrl.data.reward_registry import BuiltInReward, GradedBy, reward_of
 
