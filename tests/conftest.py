@@ -33,6 +33,7 @@ WHOLE_RUNS = (
     "tests/scripts/test_quickstart.py",
     "tests/scripts/test_ray.py",
     "tests/scripts/test_ray_nodes.py",
+    "tests/scripts/test_slurm_job.py",
 )
 
 

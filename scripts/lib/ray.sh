@@ -61,7 +61,7 @@ ray_launch() {
    python3 "$RAY_LIB/ray_node.py" --folder "$RAY_FOLDER" "${role[@]}" "$@" &
    RAY_NODE_PID=$!
    if ((rank > 0)); then
-      wait "$RAY_NODE_PID" || fail 1 "node $rank of $nodes failed; see its message above"
+      wait "$RAY_NODE_PID" || fail $? "node $rank of $nodes failed; see its message above"
       exit 0
    fi
 }

@@ -18,6 +18,7 @@ import aiohttp
 from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
 EXIT_FAILED, EXIT_STOPPED = 1, 143
+EXIT_RESUMABLE = 75  # slimrl.cluster.main.EXIT_RESUMABLE: the cluster was lost, and the same command may succeed
 POLL_S = 0.1  # the job has ended when its output has: its status follows at once
 CLUSTER_ERRORS = (OSError, RuntimeError, aiohttp.ClientError)  # raised by Ray's client if the cluster does not respond
 # Ray's own lines in the job's output, below the level of a warning.
@@ -91,7 +92,7 @@ def main(argv: list[str]) -> int:
         details = wait_for_end(client, job)
     except CLUSTER_ERRORS as error:
         print(f"slimrl: the Ray cluster at {options.address} has ended or is unreachable: {error}", file=sys.stderr)
-        return EXIT_FAILED
+        return EXIT_RESUMABLE
     if details.status == JobStatus.FAILED and details.driver_exit_code is None:
         print(f"slimrl: the job ended before its command: {details.message}", file=sys.stderr)
     return exit_code(details)

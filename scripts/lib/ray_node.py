@@ -36,6 +36,7 @@ PORT_TAKEN = ("Failed to start GCS", "ddress already in use")  # Ray's messages 
 POLITE_STOP_S = 10
 # Ray makes its folder accessible to all users, so it gets a subfolder. A short name, because it contains sockets.
 RAY_FOLDER = "r"
+EXIT_RESUMABLE = 75  # slimrl.cluster.main.EXIT_RESUMABLE: the same command may succeed
 # A head that is unreachable for this long is gone: even a busy head responds, from a separate thread.
 HEAD_GONE_S = 10
 # Variables of the job that starts the nodes; removed for the processes that Ray starts.
@@ -44,6 +45,10 @@ LAUNCHER_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
 
 class Stopped(Exception):
     """This process received a signal to end."""
+
+
+class Lost(RuntimeError):
+    """Ray ended on this node while the cluster was in use; another try may succeed."""
 
 
 class NotTogether(Exception):
@@ -253,7 +258,7 @@ class Node:
         (args.folder / "address.new").write_text(address + "\n")
         (args.folder / "address.new").rename(args.folder / "address")
         code = wait_for_end(self.ray, gone=lambda: False)
-        raise RuntimeError(f"the Ray head exited unexpectedly with exit code {code}")
+        raise Lost(f"the Ray head exited unexpectedly with exit code {code}")
 
     def _start_head(self, host: str) -> str:
         """Starts the head; returns the job address once it responds. Raises RuntimeError if it does not.
@@ -284,7 +289,7 @@ class Node:
         print(f"slimrl: joined the Ray head at {head}; this node runs until the head ends", flush=True)
         code = wait_for_end(self.ray, gone_for(head, HEAD_GONE_S))
         if code is not None and reachable(head):
-            raise RuntimeError(f"Ray exited on this node with exit code {code} while the head is running")
+            raise Lost(f"Ray exited on this node with exit code {code} while the head is running")
         print(f"slimrl: the Ray head at {head} has ended; ending this node", flush=True)
 
     def _join(self, head: str) -> None:
@@ -333,7 +338,7 @@ def main(argv: list[str]) -> int:
     except RuntimeError as error:
         lines = node.log().splitlines()[-15:]
         print(f"slimrl: {error}" + ("; Ray's last lines:" if lines else ""), *lines, sep="\n  ", file=sys.stderr)
-        return 1
+        return EXIT_RESUMABLE if isinstance(error, Lost) else 1
     except Stopped:
         return 0
     finally:

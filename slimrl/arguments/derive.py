@@ -148,7 +148,7 @@ def _batch(args: Arguments) -> None:
         args.debug_train_only = True
     if args.update_weights_in_flight is None:
         args.update_weights_in_flight = args.max_weight_staleness is not None
-    if args.loss_type == "sft_loss" or args.trains_on_pairs:
+    if args.is_supervised:
         args.compute_advantages_and_returns = False
     if args.preference_beta is None and args.preference_loss in PREFERENCE_LOSSES:
         args.preference_beta = PREFERENCE_LOSSES[args.preference_loss].beta

@@ -211,7 +211,7 @@ def _entries_of_flag(words: list[str], problems: list[Problem]) -> list[dict[str
 
 def training_prompt_format(args: PromptArguments) -> PromptFormat:
     """The row format of `--prompt-data`."""
-    pair = PairColumns(args.chosen_key, args.rejected_key, args.apply_chat_template) if args.reads_pairs else None
+    pair = _pair_columns(args, args.apply_chat_template) if args.reads_pairs else None
     return PromptFormat(
         input_key=args.input_key,
         label_key=args.label_key,
@@ -226,6 +226,7 @@ def training_prompt_format(args: PromptArguments) -> PromptFormat:
         pair=pair,
         input_template=args.input_template,
         truncation=args.rollout_truncate_prompt,
+        label_is_score=args.trains_reward_model and pair is None,
         reward_rule=_rule(args, args.rm_type, args.custom_rm_path, args.custom_generate_function_path),
     )
 
@@ -233,7 +234,7 @@ def training_prompt_format(args: PromptArguments) -> PromptFormat:
 def eval_prompt_format(args: PromptArguments, dataset: EvalDataset) -> PromptFormat:
     """The row format of an evaluation set."""
     holds_pairs = args.reads_pairs and args.debug_train_only  # held-out ones
-    pair = PairColumns(args.chosen_key, args.rejected_key, dataset.apply_chat_template) if holds_pairs else None
+    pair = _pair_columns(args, dataset.apply_chat_template) if holds_pairs else None
     return PromptFormat(
         input_key=dataset.input_key,
         label_key=dataset.label_key,
@@ -248,6 +249,19 @@ def eval_prompt_format(args: PromptArguments, dataset: EvalDataset) -> PromptFor
         pair=pair,
         input_template=None if dataset.apply_chat_template else args.input_template,
         reward_rule=_rule(args, dataset.rm_type, dataset.custom_rm_path, dataset.custom_generate_function_path),
+    )
+
+
+def _pair_columns(args: PromptArguments, as_chat: bool) -> PairColumns:
+    if not args.trains_reward_model:
+        return PairColumns(args.chosen_key, args.rejected_key, as_chat)
+    return PairColumns(
+        args.chosen_key,
+        args.rejected_key,
+        as_chat,
+        rejected_answers=max(args.n_samples_per_prompt - 1, 1),
+        has_margin=True,
+        margin=args.margin_key,
     )
 
 

@@ -1,15 +1,17 @@
 """`Arguments`: the one flat namespace that train.py, the actors and every hook receive.
 
-It inherits each flag group, adds what is computed from the flags, and holds plain data only, so that it pickles.
+It inherits each flag group, adds what is computed from the flags, and holds plain data only, so that it pickles. `Rule`
+and `Context` are the types of the rules about it, which are in `arguments/validation/`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from slimrl.arguments.flag import FlagSpec, flag_specs
+from slimrl.arguments.flag import FlagSpec, Problem, flag_specs
 from slimrl.arguments.flags.algorithm import AlgorithmArguments, CriticArguments, DistillationArguments
 from slimrl.arguments.flags.attention import AttentionArguments, PositionArguments
 from slimrl.arguments.flags.checkpoint import CheckpointArguments
@@ -128,7 +130,13 @@ class ConversionArguments(RolloutArguments, DistillationArguments):
 
 @dataclasses.dataclass
 class PromptArguments(
-    SamplingArguments, DataArguments, RolloutArguments, RewardArguments, DebugArguments, DerivedEngine
+    SamplingArguments,
+    DataArguments,
+    RolloutArguments,
+    RewardArguments,
+    AlgorithmArguments,
+    DebugArguments,
+    DerivedEngine,
 ):
     """The flags of prompt data."""
 
@@ -203,6 +211,11 @@ class Arguments(
         return self.rollout_batch_size if part is None else max(1, int(self.rollout_batch_size * part))
 
     @property
+    def samples_together(self) -> int:
+        """Consecutive samples whose loss is computed together, in one micro-batch."""
+        return self.n_samples_per_prompt if self.compares_responses else 1
+
+    @property
     def evaluates_pairs(self) -> bool:
         """True if training evaluates held-out pairs; then no engine evaluates."""
         return self.reads_pairs and self.debug_train_only and self.eval_interval is not None
@@ -222,3 +235,41 @@ GROUPS: tuple[type, ...] = tuple(
 def all_flag_specs() -> list[FlagSpec]:
     """Every declared flag, group by group."""
     return [spec for group in GROUPS for spec in flag_specs(group)]
+
+
+TRAINING_ENTRIES = ("train.py", "train_async.py")
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """`entry` is the program that checks; `given` and `broken` are field names.
+
+    `given` were on the command line; `broken` already have a problem, which a rule about them would only repeat.
+    """
+
+    entry: str
+    given: frozenset[str] = frozenset()
+    broken: frozenset[str] = frozenset()
+
+    @property
+    def is_training(self) -> bool:
+        """True for the training programs, False for a tool that reads only the model flags."""
+        return self.entry in TRAINING_ENTRIES
+
+
+# A rule yields one problem per violation, and nothing if the values that it needs are missing.
+Rule = Callable[[Arguments, Context], Iterable[Problem]]
+
+
+def absent(path: Path, kind: str = "folder") -> str:
+    """Why `path` is not a `kind`, with the part that exists: "does not exist (only /data of it does)"."""
+    if path.exists():
+        return f"is not a {kind}"
+    parent = next((parent for parent in path.absolute().parents if parent.is_dir()), Path("/"))
+    return f"does not exist (only {parent} of it does)"
+
+
+def missing(args: Arguments, context: Context, names: Sequence[str]) -> list[str]:
+    """The flags of these fields that were not given, except those with a rejected value."""
+    values = vars(args)
+    return ["--" + name.replace("_", "-") for name in names if values[name] is None and name not in context.broken]

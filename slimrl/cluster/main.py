@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("slimrl")
 
-EXIT_FAILED = 1
+EXIT_FAILED = 1  # the same command would fail again
 EXIT_REFUSED = 2
+# EX_TEMPFAIL of sysexits.h: a process, server or node was lost; the same command continues from the last checkpoint
+EXIT_RESUMABLE = 75
 _EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 
 
@@ -94,7 +96,7 @@ def _run(args: Arguments, loop: Callable[[Run], None]) -> int:
     from slimrl.cluster.training.train_group import RankFailedError
     from slimrl.cluster.watchdog import WatchdogTimeoutError
     from slimrl.data.watched_file import ChangedDataError
-    from slimrl.engines.protocol import EngineError
+    from slimrl.engines.protocol import EngineError, EngineRequestError
     from slimrl.hooks import HookFailedError
     from slimrl.observability.ci_checks import RunCheckError
     from slimrl.observability.metrics.prometheus import PrometheusError
@@ -117,6 +119,9 @@ def _run(args: Arguments, loop: Callable[[Run], None]) -> int:
     except (InsufficientGpusError, DriverWithoutGpuError, PrometheusError, FolderInUseError) as error:
         logger.error("%s", error)
         return EXIT_REFUSED
+    except EngineRequestError as error:  # an EngineError that would happen again
+        logger.error("%s", error)
+        return EXIT_FAILED
     except (
         ProcessDiedError,
         ProcessStartError,
@@ -124,6 +129,10 @@ def _run(args: Arguments, loop: Callable[[Run], None]) -> int:
         EngineError,
         WeightSyncError,
         WatchdogTimeoutError,
+    ) as error:
+        logger.error("%s", error)
+        return EXIT_RESUMABLE
+    except (
         SampleError,
         TooManyGraderFailuresError,
         HookFailedError,

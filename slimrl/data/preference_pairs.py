@@ -1,4 +1,4 @@
-"""A row of preference data: a prompt, and a preferred and a rejected answer to it.
+"""A row of preference data: a prompt, and a preferred and one or several rejected answers to it.
 
 The answers are text, one message, or messages; the prompt is text or messages. If the answers are whole conversations,
 the messages that they share are the prompt, and the row needs no column for it. Opens no file and needs no tokenizer:
@@ -9,53 +9,109 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
+from collections.abc import Sequence
 from typing import Any
 
-PAIR_KEY = "preference_pair"  # of Sample.metadata: {"chosen": ..., "rejected": ...}, each as in `Pair`
+# of Sample.metadata: {"chosen": ..., "rejected": ...}, each as in `Pair`; several rejected answers are a list of them.
+# For a reward model also "margin".
+PAIR_KEY = "preference_pair"
 SIDES = ("chosen", "rejected")
 Message = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class PairColumns:
-    """The columns of the answers; with `as_chat` texts are messages of a chat."""
+    """The columns of the answers; with `as_chat` texts are messages of a chat.
+
+    With more than one of `rejected_answers` the column of the rejected ones is a list of so many. `has_margin`: the
+    pair has a margin, 0 without the column `margin`.
+    """
 
     chosen: str
     rejected: str
     as_chat: bool
+    rejected_answers: int = 1
+    has_margin: bool = False
+    margin: str | None = None
 
     @property
     def flags(self) -> dict[str, str]:
         """The flag of each column."""
-        return {self.chosen: "--chosen-key", self.rejected: "--rejected-key"}
+        own = {self.chosen: "--chosen-key", self.rejected: "--rejected-key"}
+        return own if self.margin is None else {**own, self.margin: "--margin-key"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """Three texts, or three lists of messages; the answers continue the prompt."""
+    """Prompt and answers: texts, or lists of messages; the answers continue the prompt."""
 
     prompt: str | list[Message]
     chosen: str | list[Message]
-    rejected: str | list[Message]
+    rejected: tuple[str | list[Message], ...]
+    margin: float | None = None
 
     @property
-    def answers(self) -> dict[str, str | list[Message]]:
+    def answers(self) -> dict[str, Any]:
         """The answers by side, for `PAIR_KEY`."""
-        return {"chosen": self.chosen, "rejected": self.rejected}
+        rejected = self.rejected[0] if len(self.rejected) == 1 else list(self.rejected)
+        own = {"chosen": self.chosen, "rejected": rejected}
+        return own if self.margin is None else {**own, "margin": self.margin}
+
+
+def answers_of(pair: dict[str, Any], count: int) -> list[Any]:
+    """The `count` answers of a `PAIR_KEY` entry, the preferred one first. Raises ValueError for another number."""
+    rejected = pair["rejected"] if count > len(SIDES) else [pair["rejected"]]
+    if not isinstance(rejected, list) or len(rejected) != count - 1:
+        raise ValueError(f"its 'rejected' is not a list of {count - 1} answers (--n-samples-per-prompt {count})")
+    return [pair["chosen"], *rejected]
 
 
 def pair_of(row: dict[str, Any], input_key: str, columns: PairColumns) -> Pair:
     """The pair of a row. Raises ValueError, which completes "<file>:<line>: ...", if it has none."""
+    rejected: Sequence[Any] = [row.get(columns.rejected)]
+    if columns.rejected_answers > 1:
+        rejected = _column(row, columns.rejected, "--rejected-key")
+        if not isinstance(rejected, list) or len(rejected) != columns.rejected_answers:
+            count = len(rejected) if isinstance(rejected, list) else "one"
+            raise ValueError(
+                f"{columns.rejected!r} has {count} rejected answers and --n-samples-per-prompt"
+                f" {columns.rejected_answers + 1} needs a list of {columns.rejected_answers}"
+            )
+        if any(one == other for one, other in itertools.combinations(rejected, 2)):
+            raise ValueError(f"{columns.rejected!r} has the same answer twice")
+    found = [_pair({**row, columns.rejected: one}, input_key, columns) for one in rejected]
+    first = found[0]
+    if any((one.prompt, one.chosen) != (first.prompt, first.chosen) for one in found):
+        raise ValueError(f"the prompts of the answers in {columns.rejected!r} differ")
+    return dataclasses.replace(first, rejected=tuple(one.rejected[0] for one in found), margin=_margin(row, columns))
+
+
+def _margin(row: dict[str, Any], columns: PairColumns) -> float | None:
+    if not columns.has_margin or columns.margin is None:
+        return 0.0 if columns.has_margin else None
+    return number_of(row, columns.margin, "--margin-key")
+
+
+def number_of(row: dict[str, Any], key: str, flag: str) -> float:
+    """The number in a column. Raises ValueError if it is none, or not finite."""
+    value = row.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{key!r} ({flag}) is {value!r} and must be a finite number")
+    return float(value)
+
+
+def _pair(row: dict[str, Any], input_key: str, columns: PairColumns) -> Pair:
     keys = columns.chosen, columns.rejected
     if keys[0] == keys[1]:
         raise ValueError(f"--chosen-key and --rejected-key are both {keys[0]!r}: name the columns of the two answers")
-    sides = [_column(row, key, flag) for key, flag in columns.flags.items()]
+    sides = [_column(row, keys[0], "--chosen-key"), _column(row, keys[1], "--rejected-key")]
     if sides[0] == sides[1]:
         raise ValueError(f"{columns.chosen!r} and {columns.rejected!r} are equal: a pair needs two different answers")
     prompt = row.get(input_key)
     texts = all(isinstance(value, str) for value in (prompt, *sides))
     if texts and prompt and not columns.as_chat:
-        return Pair(prompt, *sides)
+        return Pair(prompt, sides[0], (sides[1],))
     chosen, rejected = (_messages(side, key) for side, key in zip(sides, keys, strict=True))
     if chosen[0]["role"] == rejected[0]["role"] == "assistant":
         if not prompt:
@@ -72,7 +128,7 @@ def pair_of(row: dict[str, Any], input_key: str, columns: PairColumns) -> Pair:
         last = answer[-1]
         if last["role"] != "assistant" or not (last.get("tool_calls") or str(last.get("content") or "").strip()):
             raise ValueError(f"{key!r} does not end with a message of the assistant that has content")
-    return Pair(opening, chosen, rejected)
+    return Pair(opening, chosen, (rejected,))
 
 
 def _column(row: dict[str, Any], key: str, flag: str) -> Any:

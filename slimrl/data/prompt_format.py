@@ -11,7 +11,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from slimrl.data.preference_pairs import PairColumns, pair_of
+from slimrl.data.preference_pairs import PairColumns, number_of, pair_of
 from slimrl.data.reward_registry import reward_of
 
 TOOLS_KEY = "tools"
@@ -58,12 +58,13 @@ class PromptFormat:
     pair: PairColumns | None = None  # rows are preference pairs, and the prompt may be a part of their answers
     input_template: str | None = None  # text around the prompt, instead of a chat template; {} stands for the prompt
     truncation: str | None = None  # shorten longer prompts: left, right or middle is cut out
+    label_is_score: bool = False  # the label is a reward model's target, a number
     reward_rule: str | None = None  # the built-in reward that compares with the label; None: none, or unknown
 
     @property
     def columns(self) -> list[str]:
         """Every column that is read."""
-        answers = () if self.pair is None else (self.pair.chosen, self.pair.rejected)
+        answers = () if self.pair is None else (self.pair.chosen, self.pair.rejected, self.pair.margin)
         keys = (self.input_key, self.label_key, self.metadata_key, self.tool_key, *answers)
         return [key for key in keys if key is not None]
 
@@ -86,6 +87,8 @@ def validate_row(row: Row, form: PromptFormat) -> str | None:
         if form.pair is not None:
             pair_of(row, form.input_key, form.pair)
             return None
+        if form.label_is_score and form.label_key is not None:
+            number_of(row, form.label_key, "--label-key")
         if not content:
             state = "an empty" if form.input_key in row else "no"
             raise ValueError(f"{state} column {form.input_key!r} (--input-key); it has {sorted(row)}")

@@ -151,7 +151,8 @@ def batch_from_samples(samples: list[Sample], raw_rewards: Tensor, rewards: Tens
         group_ids=torch.tensor([sample.group_index for sample in samples], dtype=torch.int64),
         sample_ids=torch.tensor([sample.index for sample in samples], dtype=torch.int64),
         truncated=torch.tensor([sample.status is SampleStatus.TRUNCATED for sample in samples], dtype=torch.bool),
-        **{name: _optional(samples, name, response_lengths) for name in _OPTIONAL_RESPONSE_COLUMNS},
+        teacher_log_probs=_optional(samples, "teacher_log_probs", response_lengths),
+        token_rewards=_optional(samples, "token_rewards", response_lengths),
     )
 
 

@@ -118,7 +118,7 @@ class RunLog:
             "tensorboard": args.tensorboard_dir if args.use_tensorboard else None,
         }
         per_rollout = args.num_steps_per_rollout or 1
-        supervised = args.loss_type in ("sft_loss", "preference_loss")
+        supervised = args.is_supervised
         charts: list[MetricWriter] = []
         if args.use_tensorboard and args.tensorboard_dir is not None:
             one = args.wandb_always_use_train_step or per_rollout == 1

@@ -1,14 +1,19 @@
-"""Preference pairs as a rollout function: each row of --prompt-data is a group of two samples, for preference losses.
+"""Preference pairs as a rollout function: each row of --prompt-data is a group of samples, its answers.
 
     --rollout-function-path slimrl.rollout.preference_rollout.generate_rollout --loss-type preference_loss
     --n-samples-per-prompt 2 --debug-train-only
+
+or, for a reward model, also with several rejected answers,
+
+    --loss-type reward_model_loss --n-samples-per-prompt 4
 
 A row has a prompt (`--input-key`), a preferred and a rejected answer (`--chosen-key`, `--rejected-key`); see
 `slimrl.data.preference_pairs`. Messages are rendered with the chat template once as a whole, prompt and answer, as in
 supervised training, and the assistant's turns of the answer are trained on, including the end-of-turn marker. Plain
 text is tokenized as prompt and answer, the answer with the tokenizer's end token.
 
-The first sample of a group is the preferred answer (reward 1), the second the other one (reward 0).
+The first sample of a group is the preferred answer (reward 1; for a reward model the margin of the row), the others are
+the rejected ones (reward 0).
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from slimrl.arguments.eval_datasets import eval_prompt_format
 from slimrl.arguments.namespace import EvalDataset, PromptArguments
-from slimrl.data.preference_pairs import PAIR_KEY, SIDES
+from slimrl.data.preference_pairs import PAIR_KEY, SIDES, answers_of
 from slimrl.data.sample import Sample, SampleStatus
 from slimrl.hooks.base import RunArguments
 from slimrl.rollout.dataset.data_source import RolloutDataSource
@@ -65,7 +70,7 @@ def held_out_pairs(args: PromptArguments, dataset: EvalDataset, tokenizer: Any) 
     options = dataset.apply_chat_template_kwargs
     samples: list[Sample] = []
     for number, prompt in enumerate(load_prompts(dataset.path, form, tokenizer).prompts):
-        places = range(len(samples), len(samples) + len(SIDES))
+        places = range(len(samples), len(samples) + args.n_samples_per_prompt)
         group = [prompt.sample(group_index=number, index=place) for place in places]
         _fill_pair(group, tokenizer, TURN_MARKS[args.loss_mask_type], options, flag=f"evaluation set {dataset.name}")
         samples += group
@@ -81,25 +86,30 @@ def _fill_pair(
     flag: str = "--prompt-data",
 ) -> None:
     name = f"{flag}, group {group[0].group_index}"
-    if len(group) != len(SIDES) or any(PAIR_KEY not in sample.metadata for sample in group):
+    if len(group) < len(SIDES) or any(PAIR_KEY not in sample.metadata for sample in group):
         raise ValueError(
             f"{name} is not a pair: give --n-samples-per-prompt 2, and in a custom --data-source-path put both answers"
             f" into metadata[{PAIR_KEY!r}]"
         )
-    for sample, side in zip(group, SIDES, strict=True):
-        answer = sample.metadata.pop(PAIR_KEY)[side]
+    for place, sample in enumerate(group):
+        pair = sample.metadata.pop(PAIR_KEY)
+        try:
+            answer = answers_of(pair, len(group))[place]
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
         if isinstance(answer, str):
             _fill_text(sample, answer, tokenizer, name)
         else:
             sample.prompt = [_not_trained(message) for message in sample.prompt] + answer
             fill_conversation(sample, tokenizer, marks, template_options)
-        sample.reward = float(side == SIDES[0])
-        sample.metadata[SIDE_KEY] = side
-    first, second = group
-    if first.tokens == second.tokens:
-        raise ValueError(f"{name}: its two answers have the same tokens: remove it from the data")
-    if first.tokens[: first.prompt_length] != second.tokens[: second.prompt_length]:
-        raise ValueError(f"{name}: the chat template renders its prompt differently before its two answers: remove it")
+        sample.reward = float(pair.get("margin", 1.0)) if place == 0 else 0.0
+        sample.metadata[SIDE_KEY] = SIDES[min(place, 1)]
+    first, *others = group
+    for second in others:
+        if first.tokens == second.tokens:
+            raise ValueError(f"{name}: two of its answers have the same tokens: remove it from the data")
+        if first.tokens[: first.prompt_length] != second.tokens[: second.prompt_length]:
+            raise ValueError(f"{name}: the chat template renders its prompt differently before its answers: remove it")
 
 
 def _not_trained(message: Any) -> dict[str, Any]:

@@ -5,7 +5,8 @@
 `--input-key` names the column of messages, `--tool-key` that of tool schemas. A sample's prompt ends before the
 assistant's first turn. In the rest, the assistant's turns are trained on, including the end-of-turn marker;
 `--loss-mask-type` selects the template's markers. A conversation is tokenized once as a whole, so that its tokens are
-the same as in generation, with one mask entry per token.
+the same as in generation, with one mask entry per token. With --loss-type reward_model_loss --reward-model-loss mse
+the label of a conversation is its score.
 """
 
 from __future__ import annotations
@@ -91,6 +92,8 @@ def generate_rollout(
     groups = data_source.get_samples(args.rollout_batch_size)
     for sample in (sample for group in groups for sample in group):
         fill_conversation(sample, tokenizer, TURN_MARKS[args.loss_mask_type], args.apply_chat_template_kwargs)
+        if args.trains_reward_model:
+            sample.reward = float(sample.label)  # a number, as `validate_row` has checked
     return RolloutOutput(groups, {})
 
 

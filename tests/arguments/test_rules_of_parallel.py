@@ -68,13 +68,17 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             )
         ],
     ),
-    "gpu_memory_gib_belongs_to_dry_run": (
-        ["--gpu-memory-gib 80 --dry-run"],
+    "plan_flags_belong_to_dry_run": (
+        ["--gpu-memory-gib 80 --dry-run-resources plan.json --dry-run"],
         [
             (
                 "--gpu-memory-gib 80",
                 "--gpu-memory-gib 80 is used by --dry-run only: add --dry-run, or leave it out.",
-            )
+            ),
+            (
+                "--dry-run-resources plan.json",
+                "--dry-run-resources plan.json is used by --dry-run only: add --dry-run, or leave it out.",
+            ),
         ],
     ),
     "rollout_has_gpus": (["--rollout-num-gpus 8", "--rollout-num-gpus 4", "--rollout-num-gpus 16"], []),

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from slimrl.arguments.namespace import Arguments
+from slimrl.arguments.namespace import Arguments, Context
 from slimrl.arguments.validation.parallel import sharding_fits_the_run
-from slimrl.arguments.validation.rule import Context
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,11 @@ import pytest
 from slimrl.arguments import Arguments
 from slimrl.cluster import dry_run, main
 from slimrl.cluster import run as run_module
+from slimrl.cluster.supervisor import ProcessDiedError
+from slimrl.cluster.training.train_group import RankFailedError
+from slimrl.cluster.watchdog import WatchdogTimeoutError
 from slimrl.data.watched_file import ChangedDataError
+from slimrl.engines.protocol import EngineError, EngineRequestError
 from slimrl.observability import run_log, terminal
 from slimrl.processes.folders import only_run_in
 from slimrl.rollout.generation.sample_generator import SampleError
@@ -79,6 +83,17 @@ def end(monkeypatch, caplog):
 def test_expected_error_prints_only_its_message(end, kind):
     code, record = end(kind("rollout 3: fix the grader"))
     assert (code, record.getMessage(), record.exc_info) == (1, "rollout 3: fix the grader", None)
+
+
+@pytest.mark.parametrize("kind", [ProcessDiedError, RankFailedError, EngineError, WatchdogTimeoutError])
+def test_lost_process_ends_with_the_exit_code_for_another_try(end, kind):
+    code, record = end(kind("train worker rank 3 died"))
+    assert (code, record.getMessage(), record.exc_info) == (75, "train worker rank 3 died", None)
+
+
+def test_rejected_request_would_be_rejected_again(end):
+    code, _ = end(EngineRequestError("http://a", 400, "too long"))
+    assert code == 1
 
 
 def test_unexpected_error_prints_its_traceback(end):

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from slimrl import hooks
+from slimrl.arguments.namespace import Context
 from slimrl.arguments.validation.custom_functions import hooks_keep_their_contracts
-from slimrl.arguments.validation.rule import Context
 from slimrl.hooks import HookError, HookFailedError
 from slimrl.rollout.dataset.custom_data_source import open_data_source
 from slimrl.rollout.dataset.data_source import RolloutDataSource, RolloutDataSourceWithBuffer

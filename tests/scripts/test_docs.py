@@ -55,7 +55,14 @@ def known_flags() -> set[str]:
     """Flags of train.py and, as found in their sources, of the tools, benchmarks, scripts and the report."""
     sources = [
         path
-        for folder in ("tools", "tools/gpu_check", "benchmarks", "slimrl/observability")
+        for folder in (
+            "tools",
+            "tools/gpu_check",
+            "tools/launchers",
+            "scripts/lib",
+            "benchmarks",
+            "slimrl/observability",
+        )
         for path in ROOT.glob(f"{folder}/*.py")
     ]
     sources += ROOT.glob("scripts/*.sh")

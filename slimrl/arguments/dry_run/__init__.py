@@ -7,10 +7,12 @@ function of the flags. Called by `slimrl.cluster.dry_run`.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 from slimrl.arguments.dry_run.errors import plan_errors, warnings
 from slimrl.arguments.dry_run.plan import MemoryPlan, Plan, PlanContext, estimate, make_plan
 from slimrl.arguments.dry_run.render import render
+from slimrl.arguments.dry_run.resources import NodeResources, node_resources
 from slimrl.arguments.flag import Problem, report
 from slimrl.arguments.memory.training import StageMemory
 from slimrl.arguments.namespace import Arguments
@@ -25,6 +27,8 @@ __all__ = [
     "PlanContext",
     "estimate",
     "make_plan",
+    "node_resources",
+    "NodeResources",
     "print_plan",
     "plan_errors",
     "warnings",
@@ -45,6 +49,11 @@ def print_plan(args: Arguments, entry: str, surroundings: PlanContext) -> int:
         for warning in warnings(plan):
             print(f"\nNote: {warning}", flush=True)
         problems = plan_errors(plan)
+        if args.dry_run_resources and not problems:
+            try:
+                node_resources(plan).write(Path(args.dry_run_resources))
+            except OSError as error:
+                problems = [Problem("--dry-run-resources", f"--dry-run-resources cannot be written: {error}.")]
     if problems:
         print(report(problems, entry), file=sys.stderr)
         return EXIT_REFUSED

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from slimrl.arguments.dry_run.plan import Plan, loop_rows, option_words
+from slimrl.arguments.dry_run.resources import node_resources
 from slimrl.arguments.layout import dense_axes, expert_axes, rank_lists
 from slimrl.arguments.memory.training import StageMemory
 from slimrl.arguments.served_models import served_role
@@ -27,6 +28,7 @@ def render(plan: Plan) -> str:
         ("Hooks", _hooks(plan)),
         ("Servers", _servers(plan)),
         ("Memory of one GPU", _memory(plan)),
+        ("Each node", _node(plan)),
     )
     blocks = [f"Plan of {plan.entry}: nothing is started."]
     for title, lines in sections:
@@ -339,6 +341,16 @@ def _memory(plan: Plan) -> Iterator[str]:
     else:
         yield f"a GPU has {gib(plan.gpu.bytes)} ({plan.gpu.source})"
     yield "not counted: what CUDA, NCCL or the processes themselves take; formulas: docs/dry-run.md"
+
+
+def _node(plan: Plan) -> Iterator[str]:
+    if plan.gpu is not None and plan.gpu.shared:
+        return  # logical GPUs of a machine without any
+    needs = node_resources(plan)
+    yield (
+        f"{needs.gpus_per_node} GPUs, about {gib(needs.memory_bytes)} of host memory,"
+        f" {gib(needs.shared_memory_bytes)} of it in /dev/shm"
+    )
 
 
 def _stage_rows(stages: Sequence[StageMemory]) -> Iterator[tuple[str, list[int]]]:

@@ -8,7 +8,9 @@ from typing import Literal
 
 from slimrl.algorithms.estimators import DEFAULT, ESTIMATORS, Returns
 from slimrl.algorithms.preference_losses import DEFAULT as DEFAULT_PREFERENCE_LOSS
-from slimrl.algorithms.preference_losses import PAIR, PREFERENCE_LOSSES
+from slimrl.algorithms.preference_losses import PREFERENCE_LOSSES
+from slimrl.algorithms.reward_model import DEFAULT as DEFAULT_REWARD_MODEL_LOSS
+from slimrl.algorithms.reward_model import REWARD_MODEL_LOSSES
 from slimrl.arguments.flag import flag
 
 _ESTIMATORS = tuple(ESTIMATORS)
@@ -59,7 +61,19 @@ class PreferenceArguments:
 
 
 @dataclasses.dataclass
-class AlgorithmArguments(PreferenceArguments):
+class RewardModelArguments:
+    """Training of a reward model, with --loss-type reward_model_loss."""
+
+    reward_model_loss: str = flag(
+        DEFAULT_REWARD_MODEL_LOSS,
+        "loss of a reward model: bradley_terry compares a preferred response with rejected ones, mse compares a"
+        " response with its score",
+        choices=tuple(REWARD_MODEL_LOSSES),
+    )
+
+
+@dataclasses.dataclass
+class AlgorithmArguments(PreferenceArguments, RewardModelArguments):
     """Advantages and losses."""
 
     advantage_estimator: str = flag(
@@ -70,7 +84,7 @@ class AlgorithmArguments(PreferenceArguments):
     loss_type: str = flag(
         "policy_loss",
         "training loss",
-        choices=("policy_loss", "sft_loss", "preference_loss", "custom_loss"),
+        choices=("policy_loss", "sft_loss", "preference_loss", "reward_model_loss", "custom_loss"),
     )
     custom_loss_function_path: str | None = flag(
         None, "loss of --loss-type custom_loss (dotted import path); implies --keep-logits"
@@ -236,9 +250,20 @@ class AlgorithmArguments(PreferenceArguments):
         return self.loss_type == "preference_loss"
 
     @property
-    def samples_together(self) -> int:
-        """Consecutive samples whose loss is computed together, in one micro-batch."""
-        return PAIR if self.trains_on_pairs else 1
+    def trains_reward_model(self) -> bool:
+        """True if the trained model gives a reward instead of tokens."""
+        return self.loss_type == "reward_model_loss"
+
+    @property
+    def compares_responses(self) -> bool:
+        """True if the loss is that of a preferred response and the rejected ones beside it."""
+        row = REWARD_MODEL_LOSSES.get(self.reward_model_loss) if self.trains_reward_model else None
+        return self.trains_on_pairs or (row is not None and row.compares)
+
+    @property
+    def is_supervised(self) -> bool:
+        """True if the responses are given, and their rewards and advantages are not used."""
+        return self.loss_type == "sft_loss" or self.trains_on_pairs or self.trains_reward_model
 
     @property
     def use_critic(self) -> bool:

@@ -41,6 +41,9 @@ class DataArguments:
     label_key: str | None = flag(None, "column with the reference answer (no label)")
     chosen_key: str = flag("chosen", "column with the preferred answer of a preference pair")
     rejected_key: str = flag("rejected", "column with the rejected answer of a preference pair")
+    margin_key: str | None = flag(
+        None, "column with the margin of a comparison for a reward model: the least difference of rewards (0)"
+    )
     metadata_key: str = flag("metadata", "column copied to Sample.metadata if the row has it")
     tool_key: str = flag("tools", "column with tool schemas for the chat template, if the row has it")
     apply_chat_template: bool = flag(False, "render the prompt with the tokenizer's chat template")

@@ -156,6 +156,9 @@ class DebugArguments:
         " divided by the logical GPUs)",
         above=0,
     )
+    dry_run_resources: str | None = flag(
+        None, "--dry-run also writes the nodes, GPUs and memory that the run needs to this JSON file (path)"
+    )
     load_debug_rollout_data_subsample: float | None = flag(
         None,
         "train on this part of each recorded rollout, half of it from the front and half from the end (fraction; all)",

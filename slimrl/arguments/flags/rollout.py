@@ -15,6 +15,7 @@ from slimrl.data.reward_registry import rm_types
 DEFAULT_ROLLOUT_FUNCTION = "slimrl.rollout.sglang_rollout.generate_rollout"
 
 PREFERENCE_ROLLOUT_FUNCTION = "slimrl.rollout.preference_rollout.generate_rollout"
+SFT_ROLLOUT_FUNCTION = "slimrl.rollout.sft_rollout.generate_rollout"
 
 
 @dataclasses.dataclass

@@ -71,7 +71,8 @@ def _stage(
     groups, element = groups_of(args), setting.element
     first, last = number == 0, number == len(parts) - 1
     split = Split(groups.tensor, groups.expert_tensor, groups.expert)
-    weights = stage_weights(spec, split, parts[number], first=first, last=last)
+    count = critic_weights if args.trains_reward_model else stage_weights
+    weights = count(spec, split, parts[number], first=first, last=last)
     dense, expert = _buffers(args, groups, weights)
     state = _optimizer_bytes(args, groups, dense, expert)
     of_critic = critic_weights(spec, split, parts[number], first=first, last=last)
@@ -89,7 +90,7 @@ def _stage(
         optimizer=state - offloaded,
         activations=trains
         * int(saved_bytes(spec, setting, parts[number], last=last) * _in_flight(args, groups, number)),
-        loss=_output_bytes(args, spec, setting) if last and trains else 0,
+        loss=_output_bytes(args, spec, setting) if last and trains and not args.trains_reward_model else 0,
         critic=critic,
         critic_gradients=critic_gradients,
         backward=trains * working_bytes(spec, setting, parts[number]),

@@ -7,7 +7,7 @@ Bounds and choices of a single flag are in its declaration there.
 from __future__ import annotations
 
 from slimrl.arguments.flag import Problem
-from slimrl.arguments.namespace import Arguments
+from slimrl.arguments.namespace import Arguments, Context, Rule
 from slimrl.arguments.validation import (
     algorithm,
     checkpoint,
@@ -21,9 +21,9 @@ from slimrl.arguments.validation import (
     model,
     optimizer,
     parallel,
+    preference,
     rollout,
 )
-from slimrl.arguments.validation.rule import Context, Rule
 
 # for every program that reads the model flags, including converters
 MODEL_RULES: tuple[Rule, ...] = (
@@ -119,9 +119,9 @@ TRAINING_RULES: tuple[Rule, ...] = (
     cluster.deterministic_mode_is_not_undone,
     cluster.train_env_sets_no_visible_devices,
     cluster.debug_only_flags_exclude_each_other,
-    cluster.gpu_memory_gib_belongs_to_dry_run,
     data.templates_have_their_fields,
     data.truncated_prompts_have_a_limit,
+    cluster.plan_flags_belong_to_dry_run,
     data.rollout_samples_equal_trained_samples,
     data.global_batch_divides_over_gpus,
     data.dynamic_batches_have_a_cap,
@@ -147,9 +147,12 @@ TRAINING_RULES: tuple[Rule, ...] = (
     algorithm.rejection_has_bounds,
     algorithm.overlong_penalty_is_complete,
     algorithm.supervised_training_is_consistent,
-    algorithm.preference_flags_have_their_loss,
-    algorithm.preference_training_is_consistent,
-    algorithm.pairs_are_whole,
+    preference.preference_flags_have_their_loss,
+    preference.preference_training_is_consistent,
+    preference.pairs_are_whole,
+    preference.reward_model_flags_have_their_loss,
+    preference.reward_model_training_is_consistent,
+    preference.reward_model_data_is_of_its_loss,
     distillation.distillation_has_its_switch,
     distillation.teacher_in_training_is_a_checkpoint,
     distillation.teacher_on_servers_is_comparable,

@@ -5,12 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from slimrl.algorithms.estimators import ESTIMATORS, Objective, Returns
-from slimrl.algorithms.preference_losses import PAIR, PREFERENCE_LOSSES
-from slimrl.arguments.flag import Problem, flag_specs
-from slimrl.arguments.flags.algorithm import PreferenceArguments
-from slimrl.arguments.flags.rollout import PREFERENCE_ROLLOUT_FUNCTION
-from slimrl.arguments.namespace import Arguments
-from slimrl.arguments.validation.rule import Context
+from slimrl.arguments.flag import Problem
+from slimrl.arguments.namespace import Arguments, Context
 
 
 def kl_is_counted_once(args: Arguments, context: Context) -> Iterator[Problem]:
@@ -242,141 +238,6 @@ def supervised_training_is_consistent(args: Arguments, context: Context) -> Iter
     ):
         if given:
             yield Problem(flag, f"{flag} has no effect with --loss-type sft_loss: leave it out.")
-
-
-def preference_flags_have_their_loss(args: Arguments, context: Context) -> Iterator[Problem]:
-    """Flags of pairs need a loss of pairs, and that loss flags that it reads."""
-    for spec in flag_specs(PreferenceArguments):
-        if spec.dest in context.given and not args.trains_on_pairs:
-            flag = "--" + spec.dest.replace("_", "-")
-            yield Problem(flag, f"{flag} belongs to --loss-type preference_loss: add it, or leave {flag} out.")
-    for flag, name in (("--chosen-key", "chosen_key"), ("--rejected-key", "rejected_key")):
-        if name in context.given and not args.reads_pairs:
-            yield Problem(
-                flag,
-                f"{flag} belongs to --rollout-function-path {PREFERENCE_ROLLOUT_FUNCTION}: add it, or leave {flag}"
-                " out.",
-            )
-    row = PREFERENCE_LOSSES.get(args.preference_loss)
-    if not args.trains_on_pairs or row is None:
-        return
-    for flag, given, is_read in (
-        ("--simpo-gamma", "simpo_gamma" in context.given, row.has_margin),
-        ("--preference-label-smoothing", args.preference_label_smoothing != 0, row.smooths),
-        ("--preference-reference-free", args.preference_reference_free, row.has_reference),
-    ):
-        if given and not is_read:
-            yield Problem(flag, f"{flag} has no effect with --preference-loss {row.name}: leave it out.")
-    if args.preference_label_smoothing >= 0.5:
-        yield Problem(
-            "--preference-label-smoothing",
-            f"--preference-label-smoothing {args.preference_label_smoothing:g} says that most pairs are exchanged:"
-            " give less than 0.5, or exchange the columns.",
-        )
-
-
-def preference_training_is_consistent(args: Arguments, context: Context) -> Iterator[Problem]:
-    """Training on pairs has no advantages, KL, corrections or rewards, and its samples come in pairs."""
-    flag, path = "--rollout-function-path", args.rollout_function_path
-    if not args.trains_on_pairs:
-        if args.reads_pairs:
-            yield Problem(
-                flag,
-                f"{flag} {path} makes pairs of a preferred and a rejected answer, and --loss-type {args.loss_type}"
-                " trains on single samples: give --loss-type preference_loss.",
-            )
-        return
-    for flag, given in _without_effect_on_pairs(args, context):
-        if given:
-            yield Problem(flag, f"{flag} has no effect with --loss-type preference_loss: leave it out.")
-    if not args.has_custom_rollout_function and args.load_debug_rollout_data is None:
-        yield Problem(
-            "--rollout-function-path",
-            "--loss-type preference_loss needs pairs, and the built-in rollout samples single responses: give"
-            f" --rollout-function-path {PREFERENCE_ROLLOUT_FUNCTION}, or a function that returns groups of the"
-            " preferred and the rejected response.",
-        )
-    if args.reads_pairs and args.eval_interval is not None:
-        yield from _held_out_problems(args, context)
-
-
-_OF_EVAL_SAMPLES = (
-    "n_samples_per_eval_prompt",
-    "eval_temperature",
-    "eval_top_p",
-    "eval_top_k",
-    "eval_max_response_len",
-    "eval_max_prompt_len",
-    "eval_max_context_len",
-    "eval_min_new_tokens",
-    "eval_function_path",
-)
-
-
-def _held_out_problems(args: Arguments, context: Context) -> Iterator[Problem]:
-    """Training evaluates held-out pairs if no engine runs, and samples nothing."""
-    if not args.debug_train_only:
-        if args.eval_function_path is None:
-            yield Problem(
-                "--eval-interval",
-                f"--eval-interval {args.eval_interval} evaluates held-out pairs in training, which needs"
-                " --debug-train-only: add it, or give --eval-function-path for an evaluation by engines.",
-            )
-        return
-    for name in _OF_EVAL_SAMPLES:
-        if name in context.given:
-            flag = "--" + name.replace("_", "-")
-            yield Problem(flag, f"{flag} has no effect on the evaluation of held-out pairs: leave it out.")
-
-
-def _without_effect_on_pairs(args: Arguments, context: Context) -> list[tuple[str, bool]]:
-    """Flags that training on pairs does not read, and whether each is set."""
-    switches = (
-        ("--use-kl-loss", args.use_kl_loss),
-        ("--kl-coef", args.kl_coef != 0),
-        ("--entropy-coef", args.entropy_coef != 0),
-        ("--use-tis", args.use_tis),
-        ("--use-rs", args.use_rs),
-        ("--positive-example-loss-coef", args.positive_example_loss_coef != 0),
-        ("--use-opsm", args.use_opsm),
-        ("--use-rollout-logprobs", args.use_rollout_logprobs),
-        ("--get-mismatch-metrics", args.get_mismatch_metrics),
-        ("--use-rollout-entropy", args.use_rollout_entropy),
-        ("--normalize-advantages", args.normalize_advantages),
-        ("--calculate-per-token-loss", args.calculate_per_token_loss),
-        ("--rollout-max-prompt-len", args.rollout_max_prompt_len is not None and args.reads_pairs),
-        ("--overlong-buffer-len", args.overlong_buffer_len is not None),
-        ("--mask-truncated-samples", args.mask_truncated_samples),
-    )
-    named = ("advantage_estimator", "gamma", "eps_clip", "eps_clip_high", "eps_clip_c")
-    return [*switches, *(("--" + name.replace("_", "-"), name in context.given) for name in named)]
-
-
-def pairs_are_whole(args: Arguments, context: Context) -> Iterator[Problem]:
-    """A pair is one group of samples, and stays in one optimizer step, on one rank, in one forward pass."""
-    sizes = {"n_samples_per_prompt", "rollout_batch_size", "global_batch_size", "num_steps_per_rollout"}
-    if not args.trains_on_pairs or (sizes | {"micro_batch_size"}) & context.broken:
-        return
-    if args.n_samples_per_prompt != PAIR:
-        yield Problem(
-            "--n-samples-per-prompt",
-            f"--n-samples-per-prompt {args.n_samples_per_prompt} is not 2, the responses of a pair: give 2.",
-        )
-        return
-    if not args.use_dynamic_batch_size and args.micro_batch_size % PAIR:
-        yield Problem(
-            "--micro-batch-size",
-            f"--micro-batch-size {args.micro_batch_size} divides pairs, whose two samples are in one forward pass: give"
-            " an even number, or --use-dynamic-batch-size.",
-        )
-    unit = PAIR * args.data_parallel_size
-    samples = args.global_batch_size
-    if samples and samples % args.data_parallel_size == 0 and samples % unit:
-        yield Problem(
-            "--global-batch-size",
-            f"--global-batch-size {samples} does not give every one of {args.data_parallel_size} data-parallel ranks"
-            f" whole pairs: choose a multiple of {unit}.",
-        )
 
 
 def trained_weights_have_one_list(args: Arguments, context: Context) -> Iterator[Problem]:

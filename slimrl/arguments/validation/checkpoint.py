@@ -17,8 +17,7 @@ from slimrl.arguments.checkpoints import CRITIC, REPLACED, find_corruption, fold
 from slimrl.arguments.checkpoints import TRACKER_NAME as TRACKER
 from slimrl.arguments.flag import Problem
 from slimrl.arguments.hf_config import disagreements
-from slimrl.arguments.namespace import Arguments
-from slimrl.arguments.validation.rule import Context, absent
+from slimrl.arguments.namespace import Arguments, Context, absent
 from slimrl.models.hf_folder import read_tokenizer_files, weights_fault
 
 _COMPLETE = "metadata.json"  # exists in the folder of every complete iteration

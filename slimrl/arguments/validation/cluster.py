@@ -6,8 +6,7 @@ import json
 from collections.abc import Iterator
 
 from slimrl.arguments.flag import Problem
-from slimrl.arguments.namespace import Arguments
-from slimrl.arguments.validation.rule import Context
+from slimrl.arguments.namespace import Arguments, Context
 
 ACTOR_FIELDS = {"actor_num_nodes", "actor_num_gpus_per_node"}
 
@@ -51,13 +50,16 @@ def async_excludes_colocate(args: Arguments, context: Context) -> Iterator[Probl
         )
 
 
-def gpu_memory_gib_belongs_to_dry_run(args: Arguments, context: Context) -> Iterator[Problem]:
-    """--gpu-memory-gib is for the plan only; a run measures the memory."""
-    if args.gpu_memory_gib is not None and not args.dry_run:
-        yield Problem(
-            "--gpu-memory-gib",
-            f"--gpu-memory-gib {args.gpu_memory_gib:g} is used by --dry-run only: add --dry-run, or leave it out.",
-        )
+def plan_flags_belong_to_dry_run(args: Arguments, context: Context) -> Iterator[Problem]:
+    """--gpu-memory-gib and --dry-run-resources are for the plan only; a run measures the memory."""
+    if args.dry_run:
+        return
+    for flag, value in (
+        ("--gpu-memory-gib", None if args.gpu_memory_gib is None else f"{args.gpu_memory_gib:g}"),
+        ("--dry-run-resources", args.dry_run_resources),
+    ):
+        if value is not None:
+            yield Problem(flag, f"{flag} {value} is used by --dry-run only: add --dry-run, or leave it out.")
 
 
 def worker_environment_is_text(args: Arguments, context: Context) -> Iterator[Problem]:

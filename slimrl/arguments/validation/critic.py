@@ -8,9 +8,8 @@ from pathlib import Path
 from slimrl.arguments.checkpoints import critic_start, is_hf_model, start_of
 from slimrl.arguments.flag import Problem
 from slimrl.arguments.flags.algorithm import WITH_CRITIC
-from slimrl.arguments.namespace import Arguments
+from slimrl.arguments.namespace import Arguments, Context, absent
 from slimrl.arguments.validation.checkpoint import checkpoint_problems, is_fresh
-from slimrl.arguments.validation.rule import Context, absent
 
 _FLAGS = (
     "lambd",

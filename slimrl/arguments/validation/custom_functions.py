@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from slimrl import hooks
 from slimrl.arguments.flag import Problem, ended
 from slimrl.arguments.flags.rollout import DEFAULT_ROLLOUT_FUNCTION
-from slimrl.arguments.namespace import Arguments
-from slimrl.arguments.validation.rule import Context
+from slimrl.arguments.namespace import Arguments, Context
 
 _BEFORE_LOG_PROB = "--custom-megatron-before-log-prob-hook-path"
 

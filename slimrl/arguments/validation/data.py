@@ -13,8 +13,7 @@ from pathlib import Path
 
 from slimrl.arguments.eval_datasets import eval_prompt_format, training_prompt_format
 from slimrl.arguments.flag import Problem
-from slimrl.arguments.namespace import Arguments
-from slimrl.arguments.validation.rule import Context, absent
+from slimrl.arguments.namespace import Arguments, Context, absent
 from slimrl.data.dataset_spec import DATA_KINDS, DataMix, DataPath
 from slimrl.data.preflight import FilePreview, preview_file
 from slimrl.data.prompt_format import PromptFormat, needs_label

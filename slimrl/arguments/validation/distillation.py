@@ -11,10 +11,9 @@ from slimrl.arguments.checkpoints import is_hf_model
 from slimrl.arguments.flag import Problem
 from slimrl.arguments.flags.rollout import DEFAULT_ROLLOUT_FUNCTION
 from slimrl.arguments.hf_config import disagreements
-from slimrl.arguments.namespace import Arguments
+from slimrl.arguments.namespace import Arguments, Context, absent
 from slimrl.arguments.served_models import ARCHITECTURES, RewardModelConfig, starts_reward_servers
 from slimrl.arguments.validation.checkpoint import checkpoint_problems
-from slimrl.arguments.validation.rule import Context, absent
 from slimrl.data.reward_registry import GradedBy, reward_of
 from slimrl.models.hf_folder import same_vocabulary, weights_fault
 

@@ -12,9 +12,8 @@ from collections.abc import Iterator
 
 from slimrl.arguments.flag import Problem
 from slimrl.arguments.flags.rollout import DEFAULT_ROLLOUT_FUNCTION
-from slimrl.arguments.namespace import Arguments
+from slimrl.arguments.namespace import Arguments, Context
 from slimrl.arguments.served_models import context_of_model, tokens
-from slimrl.arguments.validation.rule import Context
 
 _LONGER = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"  # read by SGLang
 SIZES = {"--sglang-pp-size": "pp_size", "--sglang-dp-size": "dp_size", "--sglang-ep-size": "ep_size"}

@@ -12,8 +12,7 @@ from pathlib import Path
 
 from slimrl.arguments.flag import Problem, flag_specs
 from slimrl.arguments.flags.logging import ProfilingArguments
-from slimrl.arguments.namespace import Arguments
-from slimrl.arguments.validation.rule import Context
+from slimrl.arguments.namespace import Arguments, Context
 
 _TENSORBOARD = ("tensorboard_dir", "tb_project_name", "tb_experiment_name")
 _WANDB = (

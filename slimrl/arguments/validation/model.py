@@ -12,8 +12,7 @@ from slimrl.arguments.flags.model import ModelArguments
 from slimrl.arguments.flags.moe import MoeArguments
 from slimrl.arguments.flags.precision import PrecisionArguments
 from slimrl.arguments.hf_config import disagreements
-from slimrl.arguments.namespace import Arguments, all_flag_specs
-from slimrl.arguments.validation.rule import Context, missing
+from slimrl.arguments.namespace import Arguments, Context, all_flag_specs, missing
 
 _OF_FP16 = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 _OF_FP8 = (

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from slimrl.arguments.derive import transformer_engine_installed
 from slimrl.arguments.flag import Problem, flag_specs
 from slimrl.arguments.flags.optimizer import OffloadArguments, OptimizerArguments
-from slimrl.arguments.namespace import Arguments
-from slimrl.arguments.validation.rule import Context
+from slimrl.arguments.namespace import Arguments, Context
 
 
 def schedule_is_complete(args: Arguments, context: Context) -> Iterator[Problem]:

@@ -11,9 +11,8 @@ from collections.abc import Iterator
 
 from slimrl.arguments.flag import Problem
 from slimrl.arguments.layout import stage_layers
-from slimrl.arguments.namespace import Arguments
+from slimrl.arguments.namespace import Arguments, Context
 from slimrl.arguments.validation.cluster import ACTOR_FIELDS
-from slimrl.arguments.validation.rule import Context
 
 _ONLY_WITH_STAGES = (
     "decoder_first_pipeline_num_layers",

@@ -14,9 +14,8 @@ from pathlib import Path
 from slimrl.algorithms.estimators import ESTIMATORS
 from slimrl.arguments.flag import Problem
 from slimrl.arguments.flags.rollout import DEFAULT_ROLLOUT_FUNCTION, RM_TYPES
-from slimrl.arguments.namespace import Arguments, EvalDataset
+from slimrl.arguments.namespace import Arguments, Context, EvalDataset, missing
 from slimrl.arguments.served_models import TOKENIZER_FILES, RewardModelConfig, starts_reward_servers
-from slimrl.arguments.validation.rule import Context, missing
 from slimrl.data.dataset_spec import DataMix
 from slimrl.data.reward_registry import BuiltInReward, GradedBy, reward_of
 
@@ -265,7 +264,7 @@ def groups_can_be_compared(args: Arguments, context: Context) -> Iterator[Proble
         return
     if args.custom_advantage_function_path is not None:  # which also gets the raw rewards
         return
-    if args.loss_type == "sft_loss" or args.trains_on_pairs or args.eval_only or args.debug_rollout_only:
+    if args.is_supervised or args.eval_only or args.debug_rollout_only:
         return
     if args.use_opd and args.rm_type == "zero" and args.custom_rm_path is None:  # the teacher alone
         return
@@ -296,8 +295,9 @@ def normalized_rewards_have_a_use(args: Arguments, context: Context) -> Iterator
                 " leave it out.",
             )
     estimator = ESTIMATORS.get(args.advantage_estimator)
-    grouped = estimator is not None and estimator.is_group_relative and args.rewards_normalization
-    if grouped and estimator.normalizes_by_std and args.grpo_std_normalization:
+    if estimator is None or not estimator.is_group_relative or not args.rewards_normalization:
+        return
+    if estimator.normalizes_by_std and args.grpo_std_normalization:
         yield Problem(
             "--normalize-reward",
             f"--normalize-reward has no effect, because --advantage-estimator {args.advantage_estimator} divides by the"

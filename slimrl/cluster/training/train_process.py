@@ -120,13 +120,13 @@ class Rank:
         """The metrics of every set of held-out pairs, by name."""
         from slimrl.megatron.offload import State
 
-        pairs = self._trainer.pairs
-        assert pairs is not None  # of --loss-type preference_loss, which --rollout-function-path needs here
+        loss = self._trainer.held_out
+        assert loss is not None  # of a --loss-type that compares, which --rollout-function-path needs here
         self._trainer.memory.require("an evaluation", State.AWAKE)
         self._trainer.release_saved()  # the reference's weights are about to take the place of the policy's
         if self._held_out is None:
             self._held_out = held_out_shares(self._setup.args, self._trainer.parallel)
-        return {name: pairs.evaluate(share) for name, share in self._held_out.items()}
+        return {name: loss.evaluate(share) for name, share in self._held_out.items()}
 
     def sleep(self, keep_weights: bool) -> dict[Part, int]:
         """Offloads this rank, with or without its weights; returns the offloaded bytes by part."""

@@ -12,19 +12,26 @@ from megatron.core.models.gpt import GPTModel
 from slimrl.arguments.checkpoints import is_hf_model
 from slimrl.arguments.flags.checkpoint import CheckpointArguments
 from slimrl.megatron.checkpoint import state
-from slimrl.megatron.checkpoint.state import CheckpointFolder, TrainingState, load_initial_weights
+from slimrl.megatron.checkpoint.state import (
+    CheckpointFolder,
+    TrainingState,
+    has_value_head,
+    load_initial_weights,
+    load_value_weights,
+)
 from slimrl.megatron.parallel import ParallelState
 from slimrl.models.model_spec import ModelSpec
 
 
 @dataclasses.dataclass(frozen=True)
 class PolicyStart:
-    """The start of the policy, by the flags of checkpoints."""
+    """The start of the policy, or of the reward model that is trained in its place, by the flags of checkpoints."""
 
     folders: CheckpointArguments
     spec: ModelSpec
     stages: Sequence[GPTModel]
     parallel: ParallelState
+    is_reward_model: bool = False  # the stages have a value head
 
     def load_reference(self) -> None:
         """Loads the weights of --ref-load. Raises FileNotFoundError without that flag."""
@@ -34,7 +41,7 @@ class PolicyStart:
                 f"--load {folders.load} contains no checkpoint and --ref-load is not given: convert the model with"
                 " tools/convert_hf_to_torch_dist.py and give its folder as --ref-load"
             )
-        load_initial_weights(self.spec, self.stages, self.parallel, Path(folders.ref_load), folders.ref_ckpt_step)
+        self._load_initial(Path(folders.ref_load), folders.ref_ckpt_step)
 
     def load_weights(self, *, has_reference: bool) -> CheckpointFolder | None:
         """Loads the policy's weights; returns the checkpoint to resume from, None for a new run.
@@ -43,15 +50,33 @@ class PolicyStart:
         """
         load = self.folders.load
         if load is not None and is_hf_model(Path(load)):
-            load_initial_weights(self.spec, self.stages, self.parallel, Path(load), None)
+            self._load_initial(Path(load), None)
             return None
         found = state.find_checkpoint(load, self.folders.ckpt_step)
         if found is None:
             if not has_reference:
                 self.load_reference()
             return None
-        state.load_stages(self.stages, found.path)
-        return None if self.folders.finetune or found.iteration is None else found
+        resumes = not self.folders.finetune and found.iteration is not None
+        if self.is_reward_model:
+            if resumes and not has_value_head(found.path):
+                raise ValueError(
+                    f"--load {load} is the checkpoint of a policy, which has no reward head to continue with: give it"
+                    " as --ref-load, or add --finetune, which starts a reward model from its weights"
+                )
+            load_value_weights(self.spec, self.stages, self.parallel, found.path)
+        else:
+            state.load_stages(self.stages, found.path)
+        return found if resumes else None
+
+    def _load_initial(self, folder: Path, step: int | None) -> None:
+        if not self.is_reward_model:
+            load_initial_weights(self.spec, self.stages, self.parallel, folder, step)
+            return
+        place = folder if is_hf_model(folder) else state.find_checkpoint(str(folder), step)
+        if place is None:
+            raise FileNotFoundError(f"{folder} contains no checkpoint")
+        load_value_weights(self.spec, self.stages, self.parallel, place if isinstance(place, Path) else place.path)
 
     def resume(
         self, training: TrainingState, found: CheckpointFolder | None, *, with_optimizer: bool

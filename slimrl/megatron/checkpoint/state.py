@@ -281,8 +281,7 @@ def load_value_weights(spec: ModelSpec, stages: Sequence[GPTModel], parallel: Pa
         _load_hf(spec, stages, parallel, folder, value_head=True)
         return
     found = CheckpointFolder(folder, None)
-    has_head = VALUE_HEAD in io.stored_names(folder)
-    if has_head:
+    if has_value_head(folder):
         load_stages(stages, found.path)
         return
     wanted = _sharded(stages)
@@ -292,6 +291,11 @@ def load_value_weights(spec: ModelSpec, stages: Sequence[GPTModel], parallel: Pa
     for number, stage in enumerate(stages):
         heads = {name: value for name, value in stage.state_dict().items() if name == VALUE_HEAD}
         _fill(stage, loaded[str(number)] | heads, folder)
+
+
+def has_value_head(folder: Path) -> bool:
+    """Whether the checkpoint in `folder` is that of a critic or a reward model."""
+    return VALUE_HEAD in io.stored_names(folder)
 
 
 def load_initial_weights(

@@ -129,8 +129,8 @@ def without_boundaries(sequences: PackedSequences) -> PackedSequences:
 class MicroBatch:
     """One packed forward pass: sequences end to end; the last one may be padding.
 
-    With context parallelism `tokens`, `padding`, `logit_rows`, `targets` and `own` are this rank's part; the other
-    fields are the same on every rank.
+    With context parallelism `tokens`, `padding`, `logit_rows`, `targets`, `own`, `last_rows` and `last_own` are this
+    rank's part; the other fields are the same on every rank.
     """
 
     tokens: Tensor  # int64 [1, padded tokens / context-parallel ranks]
@@ -140,6 +140,8 @@ class MicroBatch:
     targets: Tensor  # int64 [this rank's response tokens]: their ids
     own: Tensor  # int64 [this rank's response tokens]: their indices among the micro-batch's response tokens
     response_index: Tensor  # int64 [response tokens]: their indices in the rank's response columns
+    last_rows: Tensor  # int64 [samples whose last token this rank has]: the position of that token
+    last_own: Tensor  # int64 like last_rows: the samples' indices in the micro-batch
     response_lengths: Tensor  # int64 [samples]
     rows: tuple[int, ...]  # the samples' indices in the rank's batch
     lengths: tuple[tuple[int, int], ...]  # of each sample and of its response, on the host
@@ -179,6 +181,8 @@ def pack_micro_batch(
     local_index[local] = torch.arange(local.numel())
     logit_rows = local_index[positions - 1]
     own = (logit_rows >= 0).nonzero().squeeze(1)
+    last_rows = local_index[starts + totals - 1]
+    last_own = (last_rows >= 0).nonzero().squeeze(1)
 
     return MicroBatch(
         tokens=tokens[local].unsqueeze(0).to(device),
@@ -188,6 +192,8 @@ def pack_micro_batch(
         targets=tokens[positions[own]].to(device),
         own=own.to(device),
         response_index=ranges(batch.response_offsets[index], responses).to(device),
+        last_rows=last_rows[last_own].to(device),
+        last_own=last_own.to(device),
         response_lengths=responses.to(device),
         rows=tuple(rows),
         lengths=tuple(zip(totals.tolist(), responses.tolist(), strict=True)),

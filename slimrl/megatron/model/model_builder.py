@@ -68,6 +68,11 @@ def build_stages(
     return stages
 
 
+def value_arguments(args: Arguments) -> Arguments:
+    """The flags of a model with a value head, which shares no weight with the embedding."""
+    return dataclasses.replace(args, untie_embeddings_and_output_weights=True)
+
+
 def build_value_stages(flags: MegatronArguments, parallel: ParallelState) -> list[GPTModel]:
     """This rank's chunks of a model of the same sizes with a value head (`value_model`)."""
     config = transformer_config(flags)

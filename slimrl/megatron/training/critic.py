@@ -33,7 +33,7 @@ from slimrl.megatron.checkpoint.state import (
     take_snapshot,
 )
 from slimrl.megatron.model.micro_batch import MicroBatch
-from slimrl.megatron.model.model_builder import build_value_stages
+from slimrl.megatron.model.model_builder import build_value_stages, value_arguments
 from slimrl.megatron.parallel import ParallelState
 from slimrl.megatron.training.forward_step import (
     forward_backward,
@@ -70,7 +70,12 @@ class ValueScores:
 
     def __call__(self, output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, ...]:
         """Float32 [response tokens of the micro-batch]."""
-        return gather_context_parallel(micro_batch, self.context_group, output)
+        total = micro_batch.response_index.numel()
+        return gather_context_parallel(micro_batch.own, total, self.context_group, output)
+
+    def index(self, micro_batch: MicroBatch) -> Tensor:
+        """The places of the response tokens in the rank's columns."""
+        return micro_batch.response_index
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,11 +147,10 @@ def critic_arguments(args: Arguments) -> Arguments:
     """The flags as they apply to the critic: its own schedule; every weight of it is trained."""
     warmup = args.critic_lr_warmup_iters
     return dataclasses.replace(
-        args,
+        value_arguments(args),
         lr=args.critic_lr,
         lr_warmup_iters=args.lr_warmup_iters if warmup is None else warmup,
         lr_warmup_fraction=args.lr_warmup_fraction if warmup is None else None,
-        untie_embeddings_and_output_weights=True,
     )
 
 

@@ -78,7 +78,12 @@ class LogProbConfig:
 
     def of_all_ranks(self, micro_batch: MicroBatch, *columns: Tensor) -> tuple[Tensor, ...]:
         """Gather [response tokens] from the response tokens of each context-parallel rank."""
-        return gather_context_parallel(micro_batch, self.context_group, *columns)
+        total = micro_batch.response_index.numel()
+        return gather_context_parallel(micro_batch.own, total, self.context_group, *columns)
+
+    def index(self, micro_batch: MicroBatch) -> Tensor:
+        """The places of the response tokens in the rank's columns."""
+        return micro_batch.response_index
 
     def _from_logits(self, logits: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         return vocab_parallel_log_probs(
@@ -91,12 +96,11 @@ class LogProbConfig:
         )
 
 
-def gather_context_parallel(micro_batch: MicroBatch, group: dist.ProcessGroup, *columns: Tensor) -> tuple[Tensor, ...]:
-    """Columns [response tokens] of the micro-batch from those of each context-parallel rank of `group`."""
+def gather_context_parallel(own: Tensor, total: int, group: dist.ProcessGroup, *columns: Tensor) -> tuple[Tensor, ...]:
+    """Columns [total] from those of each context-parallel rank of `group`; this rank has the entries at `own`."""
     if group.size() == 1:
         return columns
-    total = micro_batch.response_index.numel()
-    gathered: tuple[Tensor, ...] = _GatherContextParallel.apply(micro_batch.own, total, group, *columns)
+    gathered: tuple[Tensor, ...] = _GatherContextParallel.apply(own, total, group, *columns)
     return gathered
 
 
@@ -123,7 +127,7 @@ class _GatherContextParallel(torch.autograd.Function):
 
 
 class TokenScores(Protocol):
-    """How the last stage's output becomes columns over response tokens: log-probabilities, or a critic's values."""
+    """How the last stage's output becomes columns: log-probabilities or values of response tokens, or rewards."""
 
     @property
     def context_group(self) -> dist.ProcessGroup:
@@ -135,7 +139,11 @@ class TokenScores(Protocol):
         ...
 
     def __call__(self, output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, ...]:
-        """Float32 [response tokens of the micro-batch] each, differentiable in `output`."""
+        """Float32 [entries of the micro-batch: response tokens or samples] each, differentiable in `output`."""
+        ...
+
+    def index(self, micro_batch: MicroBatch) -> Tensor:
+        """The places of these entries in the rank's columns, int64."""
         ...
 
 
@@ -279,20 +287,20 @@ def score_tokens(
     stages: Sequence[Stage],
     micro_batches: Sequence[MicroBatch],
     scores: TokenScores,
-    response_tokens: int,
+    entries: int,
     parallel: ParallelState,
     on_micro_batch: Callable[[], None],
     *,
     columns: int = 1,
 ) -> list[Tensor]:
-    """The first `columns` of `scores` for every response token of the rank, float32 [response_tokens], no gradient.
+    """The first `columns` of `scores` for all `entries` of the rank, float32 [entries] each, without gradient.
 
     Equal on all ranks that share these samples (all except data-parallel ranks). `on_micro_batch` is called at the
     start of each micro-batch.
     """
 
     def collect(micro_batch: MicroBatch, output: Tensor, non_loss_data: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
-        return micro_batch.response_index, scores(output, micro_batch)
+        return scores.index(micro_batch), scores(output, micro_batch)
 
     def step(iterator: Iterator[MicroBatch], stage: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         micro_batch = next(iterator)
@@ -303,7 +311,7 @@ def score_tokens(
     pieces = _run(stages, micro_batches, step, on_micro_batch, forward_only=True)
     for stage in stages:
         stage.train()
-    result = torch.zeros(columns, response_tokens, device=parallel.device)
+    result = torch.zeros(columns, entries, device=parallel.device)
     for index, found in pieces:
         for row, values in zip(result, found, strict=False):
             row[index] = values

@@ -33,7 +33,7 @@ from slimrl.megatron.checkpoint.saver import CheckpointSaver, ModelExporter
 from slimrl.megatron.checkpoint.start import PolicyStart
 from slimrl.megatron.checkpoint.state import CheckpointFolder, TrainingState
 from slimrl.megatron.model.micro_batch import MicroBatch, pack_micro_batch
-from slimrl.megatron.model.model_builder import CustomModel, build_stages
+from slimrl.megatron.model.model_builder import CustomModel, build_stages, build_value_stages, value_arguments
 from slimrl.megatron.offload import State, memory_of
 from slimrl.megatron.ref_model import ReferenceWeights
 from slimrl.megatron.teacher import Teacher
@@ -50,20 +50,18 @@ from slimrl.megatron.training.forward_step import (
     forward_backward,
     layer_tokens_by_count,
     layers_add_losses,
-    policy_sums,
 )
 from slimrl.megatron.training.freeze import describe_trained_parameters, freeze_parameters
 from slimrl.megatron.training.kl_controller import KLController
 from slimrl.megatron.training.log_prob_passes import LogProbPasses, RolloutLogProbs
-from slimrl.megatron.training.loss.custom_loss import CheckedCustomLoss
 from slimrl.megatron.training.loss.loss_sums import LossSums
 from slimrl.megatron.training.loss.policy_loss import PolicyLossConfig, PolicyLossHooks
-from slimrl.megatron.training.pair_training import PairTraining
 from slimrl.megatron.training.pass_plan import PassPlan
 from slimrl.megatron.training.reporting.memory_report import MemoryReport
 from slimrl.megatron.training.reporting.profiling import ACTOR, LOG_PROBS, OVERALL, MemoryHistory, PartProfiler
 from slimrl.megatron.training.reporting.train_dump import save_train_data
 from slimrl.megatron.training.reporting.train_metrics import PhaseTimes, reduce_step, rollout_metrics, step_counts
+from slimrl.megatron.training.step_loss import StepLoss
 from slimrl.megatron.training.trained_model import TrainedModel
 from slimrl.models.model_spec import ModelSpec
 from slimrl.observability.tracer import Timeline
@@ -77,7 +75,8 @@ class MegatronTrainer:
     Public state: `start_rollout_id` (the first rollout to train on), `data_state` (as saved with the checkpoint
     that was resumed, else None), `parallel`, `stages` (the unwrapped GPTModels of this rank: one, or one per virtual
     stage). `memory` offloads and onloads all of it; an offloaded trainer raises on train and save. `memory_report`
-    measures it. `rollout_metrics` has means and speeds of the last rollout; `pairs` evaluates pairs, None without them.
+    measures it. `rollout_metrics` has means and speeds of the last rollout; `held_out` evaluates comparisons and is
+    None without a loss of such.
     """
 
     def __init__(
@@ -123,13 +122,18 @@ class MegatronTrainer:
         if rank == 0:
             patches.warn(args, self.parallel.device)
         after_initialization(args.custom_megatron_init_path, self.hook_args)
-        self.stages = build_stages(args, self.parallel, CustomModel.from_args(args))
-        self._start = PolicyStart(args, self._spec, self.stages, self.parallel)
+        built = args
+        if args.trains_reward_model:
+            built = value_arguments(args)
+            self.stages = build_value_stages(built, self.parallel)
+        else:
+            self.stages = build_stages(args, self.parallel, CustomModel.from_args(args))
+        self._start = PolicyStart(args, self._spec, self.stages, self.parallel, args.trains_reward_model)
         teacher = Teacher.from_args(args, self._spec, self.stages, self.parallel)  # before the weights that stay loaded
         reference, resumed = self._load_weights()
         freeze_parameters(args, self.stages)
         self._critic_only_rollouts = args.num_critic_only_steps if args.use_critic else 0
-        self._policy = TrainedModel.build(args, self.stages, self.parallel, reference, self._critic_only_rollouts)
+        self._policy = TrainedModel.build(built, self.stages, self.parallel, reference, self._critic_only_rollouts)
         self._reference, self._wrapped = self._policy.reference, self._policy.wrapped
         self.optimizer, self.scheduler = self._policy.optimizer, self._policy.scheduler
         self._times = PhaseTimes(self.parallel.device)
@@ -167,9 +171,10 @@ class MegatronTrainer:
             timeline=self._timeline,
             with_entropy=args.use_rollout_entropy,
         )
-        is_custom = self._loss_settings.is_custom_loss
-        self._custom_loss = CheckedCustomLoss(args, self._log_prob_settings, self.hook_args) if is_custom else None
-        self.pairs = PairTraining.from_args(args, self._passes, self._loss_settings, self._pack)
+        self._loss = StepLoss.from_args(
+            args, self._loss_settings, self._passes, self._wrapped, self._pack, self.hook_args
+        )
+        self.held_out = self._loss.held_out
         beside = [] if self._critic is None or args.critic_save is None else [Path(args.critic_save)]
         self._saver = CheckpointSaver(
             background=args.async_save,
@@ -282,7 +287,8 @@ class MegatronTrainer:
                 with self.memory_report.step(), self._timeline.span("forward and backward", optimizer_step=number):
                     self._policy.begin_step()
                     self._hooks.before_step(rollout_id, number)
-                    sums = self._accumulate(micro_batches, columns, data, scores, samples, advance)
+                    sums_of = self._loss.sums_of(batch, columns, data, scores)
+                    sums = self._accumulate(micro_batches, columns, sums_of, samples, advance)
                 scores.complete(micro_batches, self.parallel)
                 where = f"rollout {rollout_id}, optimizer step {number}"
                 with self._timeline.span("optimizer step", optimizer_step=number):
@@ -323,30 +329,18 @@ class MegatronTrainer:
         self,
         micro_batches: list[MicroBatch],
         columns: TrainTensors,
-        data: RolloutData | None,
-        scores: RolloutLogProbs,
+        sums_of: Callable[[Tensor, MicroBatch], LossSums],
         samples: int,
         advance: Callable[[], None],
     ) -> list[LossSums]:
         """Accumulate the gradient of one optimizer step; `samples` counts those of all ranks."""
-        sums_of: Callable[[Tensor, MicroBatch], LossSums]
-        if self._custom_loss is not None:
-            assert data is not None  # made by `build_train_inputs` for a custom loss
-            sums_of = functools.partial(self._custom_loss.sums, columns=columns, data=data)
-        elif self.pairs is not None:
-            sums_of = functools.partial(self.pairs.loss.sums, columns=columns)
-        else:
-            on_policy = None if scores.first_step is None else scores.note
-            sums_of = policy_sums(columns, self._log_prob_settings, self._loss_settings, on_policy)
         weight = None
         if self._layers_add_losses:
             count = None if self._loss_settings.per_token else samples
             weight = layer_tokens_by_count(
                 self.stages[0].config, micro_batches, columns.loss_mask, count, self.parallel
             )
-        return forward_backward(
-            self._wrapped, micro_batches, self._log_prob_settings, sums_of, advance, by_tokens=weight
-        )
+        return forward_backward(self._wrapped, micro_batches, self._loss.scores, sums_of, advance, by_tokens=weight)
 
     def save(self, rollout_id: int, data_state: dict[str, Any] | None, save_dir: Path | None = None) -> Path:
         """Write the checkpoint that resumes at `rollout_id + 1` into `save_dir` (--save); returns its folder.

@@ -22,6 +22,8 @@ _OPD = "--use-opd"
 _FAULTS = "--use-fault-tolerance"
 _SFT = "--loss-type sft_loss"
 _PAIRS = "--loss-type preference_loss"
+_COMPARED = f"{_PAIRS}, or reward_model_loss with --reward-model-loss bradley_terry"
+_SCORED = "--reward-model-loss mse"
 _CRITIC = "with a critic (--advantage-estimator ppo)"
 
 TRAIN = (
@@ -34,16 +36,19 @@ TRAIN = (
     Metric("train/perplexity", "exp of train/loss", when=_SFT),
     Metric(
         "train/pair_accuracy",
-        "pairs whose preferred response has the higher implicit reward; 0 while policy and reference are equal",
+        "pairs whose preferred response has the higher reward, of a preference loss the implicit one; 0 while these are"
+        " equal",
         "fraction",
-        when=_PAIRS,
+        when=_COMPARED,
     ),
-    Metric("train/reward_margin", "mean of chosen - rejected implicit reward of a pair", when=_PAIRS),
+    Metric("train/reward_margin", "mean of chosen - rejected reward of a pair", when=_COMPARED),
     Metric(
         "train/{chosen,rejected}_reward",
-        "mean implicit reward of the preferred and of the other responses",
-        when=_PAIRS,
+        "mean reward of the preferred and of the other responses",
+        when=_COMPARED,
     ),
+    Metric("train/absolute_error", "mean |reward - score| of a response", when=_SCORED),
+    Metric("train/{predicted,target}_reward", "mean reward, and mean score, of the responses", when=_SCORED),
     Metric(
         "train/{chosen,rejected}_log_probs",
         "mean log-probability of such a response: the sum over its trained tokens",

@@ -21,6 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from slimrl.models.families import FAMILIES, ModelMapping, ParamMapping, family_for
+from slimrl.models.families.param_mapping import CLASSIFIER_HEAD, VALUE_HEAD, VALUE_HEAD_ROW
 from slimrl.models.model_spec import ModelSpec
 from slimrl.platform.collective_errors import ConversionGroup
 from slimrl.weights.atomic_dir import AtomicDir, check_apart, partial_path
@@ -86,6 +87,9 @@ def torch_dist_to_hf(
         spec = dataclasses.replace(spec, vocab_size=vocab_size)
         config["vocab_size"] = vocab_size
     checkpoint = TorchDistCheckpoint(input_dir)
+    if checkpoint.find(VALUE_HEAD) is not None:
+        spec = dataclasses.replace(spec, tied=True)  # the head takes the place of an output layer
+        config = classifier_config(config)
     with HfCheckpoint(origin_hf_dir) as origin:
         jobs = _jobs(checkpoint, origin, family, spec, config, add_missing=add_missing)
         shards = plan_shards([spec for job in jobs for spec in job.specs], max_shard_bytes)
@@ -107,6 +111,19 @@ def torch_dist_to_hf(
                 if group.is_rank_zero:
                     folder.discard()
                 raise
+
+
+def classifier_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The config.json of a model as that of the classifier with one output, as reward models are published.
+
+    Raises ValueError if the architecture has no name of the usual form.
+    """
+    names = config.get("architectures") or [""]
+    found = [name.removesuffix("ForCausalLM").removesuffix("ForSequenceClassification") for name in names]
+    if found == [""] or any(one == name for one, name in zip(found, names, strict=True)):
+        raise ValueError(f"config.json of the origin has architectures {names}: a reward model needs ...ForCausalLM")
+    labels = {"num_labels": 1, "id2label": {"0": "reward"}, "label2id": {"reward": 0}}
+    return {**config, "architectures": [f"{one}ForSequenceClassification" for one in found], **labels}
 
 
 def family_named(model_name: str) -> ModelMapping:
@@ -135,11 +152,17 @@ def _jobs(
 ) -> list[_Job]:
     """All weights to write; raises for a checkpoint or an origin of another model before anything is written."""
     carried = family.carried_prefixes(config)
-    if not add_missing:
+    value_head = checkpoint.find(VALUE_HEAD)
+    if not add_missing and value_head is None:
         check_hf_names(origin.names, family, spec, str(origin.folder), carried)
-    head = redundant_head(origin.names, family, spec)
+    head = redundant_head(origin.names, family, spec) if value_head is None else None
     jobs: list[_Job] = []
     named: set[str] = set()
+    if value_head is not None:
+        dtype = origin.dtype(family.embedding.hf[0].name)
+        specs = (TensorSpec(CLASSIFIER_HEAD, dtype, (1, spec.hidden_size)),)
+        jobs.append(_Job(specs, VALUE_HEAD_ROW, value_head))
+        named |= {CLASSIFIER_HEAD, *(part.name for part in family.head.hf)}
     for row, stored in _places(checkpoint, family, spec, add_missing=add_missing).items():
         shapes = dict(zip([part.name for part in row.hf], hf_shapes(row, spec), strict=True))
         if head is not None and row.hf == family.embedding.hf:
@@ -159,6 +182,8 @@ def _places(
     """Location of each row, None if it is copied from the origin."""
     places: dict[ParamMapping, StoredTensor | None] = {}
     unused = checkpoint.sizes
+    if (value_head := checkpoint.find(VALUE_HEAD)) is not None:
+        del unused[value_head.key]
     for row in family.rows(spec):
         found = next((place for name in row.megatron if (place := checkpoint.find(name)) is not None), None)
         places[row] = found

@@ -24,6 +24,7 @@ from slimrl.algorithms.kl import KLKind, kl_estimate
 from slimrl.algorithms.policy_loss import PolicyLoss, cispo_loss, clipped_policy_loss, importance_ratio
 from slimrl.algorithms.preference_losses import PAIR_METRICS
 from slimrl.algorithms.reduction import masked_sum, sample_mean_weights
+from slimrl.algorithms.reward_model import REWARD_MODEL_LOSSES
 from slimrl.arguments.flags.algorithm import AlgorithmArguments
 from slimrl.hooks import CustomTIS, HookFailedError, PgLossReducer, named, naming_calls
 from slimrl.hooks.base import RunArguments
@@ -137,7 +138,7 @@ class PolicyLossConfig:
     rejection: off_policy.Rejection | None = None  # None: no token or sample is rejected
     positive_coef: float = 0.0  # of the likelihood loss on positive examples
     opsm_delta: float | None = None  # None: no sequence is masked
-    pair_metrics: tuple[str, ...] = ()  # of a preference loss, whose sums `preference_loss` computes
+    own_metrics: tuple[str, ...] = ()  # of a preference loss or a reward model's, which computes its sums itself
     is_custom_loss: bool = False  # --loss-type custom_loss: `custom_loss.CheckedCustomLoss` computes the sums
     loss_hooks: PolicyLossHooks = _NO_HOOKS
     needs_old_log_probs: bool = True  # whether there are log-probabilities of other policies
@@ -167,7 +168,7 @@ class PolicyLossConfig:
             rejection=rejection if algorithm.use_rs and corrects else None,
             positive_coef=algorithm.positive_example_loss_coef,
             opsm_delta=algorithm.opsm_delta if algorithm.use_opsm else None,
-            pair_metrics=PAIR_METRICS if algorithm.trains_on_pairs else (),
+            own_metrics=_own_metrics(algorithm),
             is_custom_loss=algorithm.loss_type == "custom_loss",
             loss_hooks=loss_hooks,
             needs_old_log_probs=algorithm.compute_advantages_and_returns and algorithm.loss_type != "sft_loss",
@@ -177,14 +178,20 @@ class PolicyLossConfig:
     def metric_names(self) -> LossMetricNames:
         """The metric names of this loss, also for ranks without the last stage: computed from one token of zeros."""
         zero = torch.zeros(1)
-        if self.is_custom_loss or self.pair_metrics:
-            own = dict.fromkeys(("loss", *self.pair_metrics), zero.sum())
+        if self.is_custom_loss or self.own_metrics:
+            own = dict.fromkeys(("loss", *self.own_metrics), zero.sum())
             return named_sums(zero.sum(), zero.sum(), zero.sum(), own).names
         one = torch.ones(1, dtype=torch.int64)
         inputs = PolicyLossInputs(
             zero, zero, zero, zero, zero, zero, zero, zero, response_lengths=one, positive_weights=zero
         )
         return policy_loss_sums(inputs, dataclasses.replace(self, loss_hooks=_NO_HOOKS)).names
+
+
+def _own_metrics(algorithm: AlgorithmArguments) -> tuple[str, ...]:
+    if algorithm.trains_reward_model:
+        return REWARD_MODEL_LOSSES[algorithm.reward_model_loss].metrics
+    return PAIR_METRICS if algorithm.trains_on_pairs else ()
 
 
 @dataclasses.dataclass(frozen=True)

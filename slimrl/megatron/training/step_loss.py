@@ -1,0 +1,79 @@
+"""The loss of a run's optimizer steps, by --loss-type: what is read from the model, and the sums of a micro-batch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+
+from torch import Tensor
+
+from slimrl.arguments import Arguments
+from slimrl.data.train_batch import RolloutBatch
+from slimrl.hooks.base import RunArguments
+from slimrl.megatron.data_parallel import Stage
+from slimrl.megatron.model.micro_batch import MicroBatch
+from slimrl.megatron.training.advantages import RolloutData
+from slimrl.megatron.training.forward_step import TokenScores, TrainTensors, policy_sums
+from slimrl.megatron.training.log_prob_passes import LogProbPasses, RolloutLogProbs
+from slimrl.megatron.training.loss.custom_loss import CheckedCustomLoss
+from slimrl.megatron.training.loss.loss_sums import LossSums
+from slimrl.megatron.training.loss.policy_loss import PolicyLossConfig
+from slimrl.megatron.training.loss.reward_model_loss import RewardModelTraining
+from slimrl.megatron.training.pair_training import PairTraining
+
+SumsOf = Callable[[Tensor, MicroBatch], LossSums]
+
+
+@dataclasses.dataclass(frozen=True)
+class StepLoss:
+    """At most one of `custom`, `pairs` and `reward_model` is set; without any it is the policy's or SFT's loss."""
+
+    settings: PolicyLossConfig
+    passes: LogProbPasses
+    custom: CheckedCustomLoss | None
+    pairs: PairTraining | None
+    reward_model: RewardModelTraining | None
+
+    @classmethod
+    def from_args(
+        cls,
+        args: Arguments,
+        settings: PolicyLossConfig,
+        passes: LogProbPasses,
+        stages: list[Stage],
+        pack: Callable[[RolloutBatch, list[int]], MicroBatch],
+        hook_args: RunArguments,
+    ) -> StepLoss:
+        """The loss of a run; `pack` packs rows of a batch into a micro-batch."""
+        return cls(
+            settings,
+            passes,
+            CheckedCustomLoss(args, passes.settings, hook_args) if settings.is_custom_loss else None,
+            PairTraining.from_args(args, passes, settings, pack),
+            RewardModelTraining.from_args(args, settings, passes.parallel, stages, pack),
+        )
+
+    @property
+    def scores(self) -> TokenScores:
+        """What is read from the last stage's output."""
+        return self.passes.settings if self.reward_model is None else self.reward_model.scores
+
+    @property
+    def held_out(self) -> PairTraining | RewardModelTraining | None:
+        """Evaluates held-out comparisons; None without a loss of comparisons."""
+        return self.pairs if self.reward_model is None else self.reward_model
+
+    def sums_of(
+        self, batch: RolloutBatch, columns: TrainTensors, data: RolloutData | None, scores: RolloutLogProbs
+    ) -> SumsOf:
+        """`forward_backward`'s `sums_of` for the micro-batches of `batch`."""
+        if self.custom is not None:
+            assert data is not None  # made by `build_train_inputs` for a custom loss
+            return partial(self.custom.sums, columns=columns, data=data)
+        if self.pairs is not None:
+            return partial(self.pairs.loss.sums, columns=columns)
+        if self.reward_model is not None:
+            return partial(self.reward_model.sums, batch=batch)
+        on_policy = None if scores.first_step is None else scores.note
+        return policy_sums(columns, self.passes.settings, self.settings, on_policy)

@@ -1,0 +1,283 @@
+"""Job files of schedulers: valid by the schedulers' own schemas, with the resources of the recipe's plan."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+
+from slimrl.arguments.dry_run import NodeResources
+from tools import launch
+from tools.launchers import job as job_module
+
+ROOT = Path(__file__).resolve().parents[2]
+SCHEMAS = {
+    name: json.loads((Path(__file__).parent / "schemas" / f"{name}.json").read_text())
+    for name in ("kubernetes", "skypilot")
+}
+DEFINITIONS = {"ConfigMap": "V1ConfigMap", "PyTorchJob": "KubeflowOrgV1PyTorchJob"}
+GIB = 2**30
+RECIPE = ["--", "bash", "scripts/run-glm4.7-30B-A3B.sh", "--lr", "1e-6"]
+PODS = ["--image", "registry/slimrl:1", "--claim", "pvc-data", "--base", "/data"]
+EVERYTHING = [
+    *("--rdma", "rdma/hca", "--host-network", "--gang-scheduler", "volcano", "--queue", "research", "--cpus", "96"),
+    *("--node-selector", "gpu=h100", "--env", "NCCL_DEBUG=INFO", "--secret", "WANDB_API_KEY=wandb:key"),
+    *("--network-interface", "eth0", "--ib-devices", "mlx5_0,mlx5_1", "--activate", "/opt/env/bin/activate"),
+]
+
+
+def resources(nodes: int) -> list[str]:
+    """Resources in place of the plan's."""
+    return ["--nodes", str(nodes), "--gpus-per-node", "8", "--memory-gib", "800", "--shm-gib", "32"]
+
+
+def written(scheduler: str, *options: str, nodes: int = 2, command=RECIPE) -> str:
+    """The file that the tool writes."""
+    parsed = launch.parser().parse_args([scheduler, *resources(nodes), *options, *command])
+    return launch.WRITERS[scheduler](launch.job_of(parsed), parsed)
+
+
+def documents(text: str) -> list[dict]:
+    """The documents of a Kubernetes file, each checked with the schema of its kind."""
+    found = list(yaml.safe_load_all(text))
+    for one in found:
+        name = DEFINITIONS.get(one["kind"], one["kind"])
+        jsonschema.validate(one, {**SCHEMAS["kubernetes"], "$ref": f"#/$defs/{name}"})
+    return found
+
+
+def pods(document: dict) -> list[tuple[int, dict]]:
+    """The number and the specification of the pods of each role."""
+    spec = document["spec"]
+    if document["kind"] == "PyTorchJob":
+        return [(one["replicas"], one["template"]["spec"]) for one in spec["pytorchReplicaSpecs"].values()]
+    cluster = spec.get("rayClusterSpec", spec)
+    workers = [(one["replicas"], one["template"]["spec"]) for one in cluster.get("workerGroupSpecs", [])]
+    return [(1, cluster["headGroupSpec"]["template"]["spec"]), *workers]
+
+
+KINDS = [("kubernetes", "--kind=rayjob"), ("kubernetes", "--kind=raycluster"), ("pytorchjob",)]
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 16])
+@pytest.mark.parametrize("more", [[], EVERYTHING], ids=["plain", "everything"])
+@pytest.mark.parametrize("kind", KINDS, ids=["rayjob", "raycluster", "pytorchjob"])
+def test_kubernetes_file_has_a_pod_with_the_resources_of_each_node(kind, more, nodes):
+    scheduler, *options = kind
+    script, document = documents(written(scheduler, *options, *PODS, *more, nodes=nodes))
+    assert sum(number for number, _ in pods(document)) == nodes
+    for _, pod in pods(document):
+        (container,) = pod["containers"]
+        assert container["resources"]["limits"]["nvidia.com/gpu"] == 8
+        assert container["resources"]["limits"]["memory"] == "800Gi"
+        volumes = {one["name"]: one for one in pod["volumes"]}
+        paths = {one["mountPath"]: volumes[one["name"]] for one in container["volumeMounts"]}
+        assert paths["/dev/shm"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "32Gi"}
+        assert paths["/data"]["persistentVolumeClaim"]["claimName"] == "pvc-data"
+        assert paths["/etc/slimrl"]["configMap"]["name"] == script["metadata"]["name"]
+        assert ("IPC_LOCK" in container["securityContext"]["capabilities"]["add"]) is True
+        if more:
+            assert container["resources"]["limits"]["rdma/hca"] == 1
+            assert pod["hostNetwork"] and pod["dnsPolicy"] == "ClusterFirstWithHostNet"
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=["rayjob", "raycluster", "pytorchjob"])
+def test_secrets_are_references_and_never_values(kind):
+    scheduler, *options = kind
+    _, document = documents(written(scheduler, *options, *PODS, *EVERYTHING))
+    for _, pod in pods(document):
+        entries = {one["name"]: one for one in pod["containers"][0]["env"]}
+        assert entries["WANDB_API_KEY"]["valueFrom"]["secretKeyRef"] == {"name": "wandb", "key": "key"}
+        assert "value" not in entries["WANDB_API_KEY"]
+        if scheduler == "pytorchjob":
+            assert entries["RAY_AUTH_TOKEN"]["valueFrom"]["secretKeyRef"]["key"] == "auth_token"
+
+
+def test_ray_of_kuberay_has_a_token_and_the_variables_of_its_nodes():
+    _, document = documents(written("kubernetes", *PODS, *EVERYTHING))
+    cluster = document["spec"]["rayClusterSpec"]
+    assert cluster["authOptions"] == {"mode": "token"}
+    for _, pod in pods(document):  # `ray start` must have them: a job's variables do not reach other nodes
+        values = {one["name"]: one.get("value") for one in pod["containers"][0]["env"]}
+        assert values["NCCL_IB_HCA"] == "mlx5_0,mlx5_1" and values["GLOO_SOCKET_IFNAME"] == "eth0"
+
+
+def test_pytorch_job_starts_all_pods_or_none_and_retries_only_killed_ones():
+    _, document = documents(written("pytorchjob", *PODS, *EVERYTHING))
+    policy = document["spec"]["runPolicy"]
+    assert policy["schedulingPolicy"] == {"minAvailable": 2, "queue": "research"}
+    roles = document["spec"]["pytorchReplicaSpecs"]
+    assert {one["restartPolicy"] for one in roles.values()} == {"ExitCode"}
+    (probed,) = [name for name, one in roles.items() if "readinessProbe" in one["template"]["spec"]["containers"][0]]
+    assert probed == "Master"
+
+
+def bash(script: str, folder: Path, **variables: str) -> list[str]:
+    """The words with which a node's script starts scripts/resume.sh, by running it on a stand-in for that file."""
+    (folder / "scripts").mkdir()
+    (folder / "scripts/resume.sh").write_text('printf "%s\\n" "$@" "BASE=$BASE" "VALUE=${VALUE:-}" "PORT=$RAY_PORT"\n')
+    done = subprocess.run(
+        ["bash", "-c", script],
+        env={"PATH": os.environ["PATH"], **variables},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=20,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_script_of_a_node_runs_the_recipe_with_its_words_unchanged(tmp_path):
+    hostile = "a b'c\"$HOME`id`"
+    command = ["--", "bash", "scripts/run-qwen3-4B.sh", "--run-name", hostile]
+    options = [*PODS, "--env", f"VALUE={hostile}", "--project", str(tmp_path), "--max-restarts", "3", "--port", "7000"]
+    script, _ = documents(written("pytorchjob", *options, command=command))
+    words = bash(script["data"]["launch.sh"], tmp_path)
+    assert words[:5] == ["--max-restarts", "3", "--rejoin-timeout-s", "1800", "--"]
+    assert words[5:-3] == [*command[1:], "--runs-dir", "/data/runs"]
+    assert words[-3:] == ["BASE=/data", f"VALUE={hostile}", "PORT=7000"]
+
+
+def test_path_of_tensorboard_comes_from_the_environment(tmp_path):
+    script, _ = documents(written("pytorchjob", *PODS, "--project", str(tmp_path)))
+    words = bash(script["data"]["launch.sh"], tmp_path, AIHC_TENSORBOARD_LOG_PATH="/logs/a b")
+    assert words[-5:-3] == ["--tensorboard-dir", "/logs/a b"]
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("install", [["--image", "registry/slimrl:1"], ["--setup", "pip install -e ."]])
+def test_skypilot_task_restarts_lost_runs_only(install, nodes):
+    options = ["--accelerator", "H100", "--base", "/data", "--bucket", "s3://data", "--secret", "HF_TOKEN"]
+    task = yaml.safe_load(written("skypilot", *options, *install, nodes=nodes))
+    jsonschema.validate(task, SCHEMAS["skypilot"])
+    assert task["num_nodes"] == nodes and task["resources"]["accelerators"] == "H100:8"
+    assert task["resources"]["memory"] == "800+"
+    assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == [75]
+    assert task["secrets"] == {"HF_TOKEN": None, **({"RAY_AUTH_TOKEN": None} if nodes > 1 else {})}
+    assert ("setup" in task) == (install[0] == "--setup")
+
+
+def test_skypilot_task_sets_the_node_numbers(tmp_path):
+    task = yaml.safe_load(written("skypilot", "--accelerator", "H100", "--image", "i", "--base", "/data"))
+    run = task["run"].replace("exec bash", 'echo "$WORLD_SIZE $RANK $MASTER_ADDR ${RAY_ADDRESS:-}"; exec bash')
+    nodes = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"}
+    assert bash(run, tmp_path, RAY_ADDRESS="127.0.0.1:6380", **nodes)[0] == "2 1 10.0.0.1 "
+
+
+def test_slurm_file_asks_for_the_nodes_of_the_plan():
+    text = written("slurm", "--time", "1-00:00:00", "--partition", "gpu", "--base", "/data", "--sbatch=--qos=high")
+    words = set(re.findall(r"^#SBATCH (\S+)$", text, re.MULTILINE))
+    assert words >= {
+        *("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=8", "--mem=800G", "--time=1-00:00:00"),
+        *("--partition=gpu", "--exclusive", "--requeue", "--signal=B:TERM@300", "--qos=high"),
+    }
+    assert subprocess.run(["bash", "-n", "-c", text], timeout=10).returncode == 0
+    with_gres = written("slurm", "--time", "1:00:00", "--gpus-as", "gres", "--cpus", "96", "--base", "/data")
+    assert "#SBATCH --gres=gpu:8\n" in with_gres and "#SBATCH --cpus-per-task=96\n" in with_gres
+
+
+def test_resources_are_those_of_the_recipe_s_plan(tmp_path, monkeypatch, capsys):
+    """A script that takes the flags of a recipe, since a real one needs the model's files."""
+    recipe = tmp_path / "run-own.sh"
+    fields = {"nodes": 3, "gpus_per_node": 4, "memory_bytes": 100 * GIB, "shared_memory_bytes": 24 * GIB}
+    recipe.write_text(
+        'echo "$BASE $*" >"$(dirname "$0")/called"\nwhile (($# > 1)); do if [[ $1 == --dry-run-resources ]]; then'
+        f" echo '{json.dumps(fields)}' >\"$2\"; fi; shift; done\n"
+    )
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    file = tmp_path / "job.yaml"
+    options = [*PODS, "--gpu-memory-gib", "80", "--output", str(file), "--", "bash", str(recipe), "--lr", "1e-6"]
+    assert launch.main(["pytorchjob", *options]) == 0
+    assert re.match(
+        r"/data --lr 1e-6 --dry-run --dry-run-resources \S+ --gpu-memory-gib 80$", (tmp_path / "called").read_text()
+    )
+    _, document = documents(file.read_text())
+    assert sum(number for number, _ in pods(document)) == 3
+    assert document["metadata"]["name"] == "own"
+
+
+def test_plan_that_is_rejected_is_shown(tmp_path, capsys):
+    (tmp_path / "run-own.sh").write_text('echo "--lr: too high" >&2; exit 2\n')
+    assert launch.main(["pytorchjob", *PODS, "--", "bash", str(tmp_path / "run-own.sh")]) == 2
+    said = capsys.readouterr().err
+    assert "--lr: too high" in said and "--nodes, --gpus-per-node, --memory-gib and --shm-gib" in said
+
+
+def test_real_recipe_without_its_model_is_rejected_by_name(tmp_path, capsys):
+    options = ["--image", "i", "--base", str(tmp_path), "--", "bash", "scripts/run-qwen3-4B.sh"]
+    assert launch.main(["pytorchjob", *options]) == 2
+    assert f"{tmp_path}/Qwen3-4B" in capsys.readouterr().err
+
+
+BAD = {
+    "all at once": (
+        ["--name", "My_Job", "--port", "40000", "--max-restarts", "-1", "--base", "data", "--env", "HF_TOKEN=hf_x"],
+        ["--name My_Job", "--port 40000", "--max-restarts -1", "--base data", "--secret HF_TOKEN=SECRET:KEY"],
+    ),
+    "part of the resources": (["--nodes", "2"], ["give all four"]),
+    "no recipe": (["--", "python3", "train.py"], ["no recipe: give bash scripts/run-"]),
+    "toy": (["--", "bash", "scripts/run-qwen3-4B.sh", "--tiny"], ["--tiny: runs on this machine's CPU"]),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_options_are_refused_with_the_fix(name, capsys):
+    options, sentences = BAD[name]
+    given = [] if name == "part of the resources" else resources(2)
+    command = [] if "--" in options else RECIPE
+    assert launch.main(["pytorchjob", "--image", "i", *given, *options, *command]) == 2
+    said = capsys.readouterr().err
+    for sentence in sentences:
+        assert sentence in said
+
+
+def test_value_of_a_secret_is_not_printed(capsys):
+    launch.main(["pytorchjob", "--image", "i", *resources(1), "--env", "MY_PASSWORD=s3cret", *RECIPE])
+    assert "s3cret" not in capsys.readouterr().err
+
+
+def test_skypilot_needs_an_image_or_a_command_that_installs(capsys):
+    assert launch.main(["skypilot", "--accelerator", "H100", *resources(1), *RECIPE]) == 2
+    assert "either --image with slimrl, or --setup" in capsys.readouterr().err
+
+
+def test_exit_code_of_a_lost_run_is_the_same_everywhere():
+    from slimrl.cluster.main import EXIT_RESUMABLE
+
+    assert job_module.RESUMABLE == EXIT_RESUMABLE
+    for file in ("ray_node.py", "ray_job.py"):
+        assert f"EXIT_RESUMABLE = {EXIT_RESUMABLE} " in (ROOT / "scripts/lib" / file).read_text()
+    assert f" {EXIT_RESUMABLE} " in (ROOT / "scripts/resume.sh").read_text()
+
+
+def test_tool_runs_from_the_command_line():
+    command = [sys.executable, "tools/launch.py", "slurm", "--time", "1:00:00", *resources(1), *RECIPE]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stdout.startswith("#!/usr/bin/env bash\n#SBATCH --job-name=glm4-7-30b-a3b\n")
+
+
+def test_files_of_the_documentation_are_what_the_tool_writes():
+    page = (ROOT / "docs/launchers.md").read_text()
+    shown = re.findall(
+        r"```bash\n(python tools/launch\.py (?:[^\n]*\\\n)+[^\n]*)\n```\n\n```\w+\n(.*?)```", page, re.DOTALL
+    )
+    assert len(shown) == 3
+    for command, text in shown:
+        words = shlex.split(command.replace("\\\n", " "))[2:]
+        options = launch.parser().parse_args(words)
+        assert launch.WRITERS[options.scheduler](launch.job_of(options), options) == text
+
+
+def test_resources_survive_their_file(tmp_path):
+    one = NodeResources(2, 8, 5, 3)
+    one.write(tmp_path / "a.json")
+    assert NodeResources.read(tmp_path / "a.json") == one

@@ -1,0 +1,1 @@
+"""Job files of cluster schedulers for a recipe; `tools/launch.py` is the command."""
