@@ -34,6 +34,15 @@ class OverlongPenalty:
 _KEY = "reward_moments"  # checkpoint key, next to the data source's keys
 
 
+def merged_moments(first: tuple[float, float, float], second: tuple[float, float, float]) -> tuple[float, float, float]:
+    """Count, mean and sum of squared deviations of two sets together; Chan, Golub and LeVeque 1983, equation 2.1."""
+    (count, mean, squares), (added, other, more) = first, second
+    if not added:
+        return first
+    total, apart = count + added, other - mean
+    return total, mean + apart * added / total, squares + more + apart * apart * count * added / total
+
+
 class RunningMoments:
     """Mean and standard deviation of all raw rewards of a run so far, in float64.
 
@@ -48,15 +57,11 @@ class RunningMoments:
 
     def add(self, rewards: Sequence[float]) -> None:
         """Takes the rewards of one rollout into account."""
-        added = len(rewards)
-        if not added:
-            return
-        mean = math.fsum(rewards) / added
+        mean = math.fsum(rewards) / max(len(rewards), 1)
         squares = math.fsum((reward - mean) ** 2 for reward in rewards)
-        total, apart = self.count + added, mean - self.mean
-        self._squares += squares + apart * apart * self.count * added / total
-        self.mean += apart * added / total
-        self.count = total
+        before = (self.count, self.mean, self._squares)
+        _, self.mean, self._squares = merged_moments(before, (len(rewards), mean, squares))
+        self.count += len(rewards)
 
     @property
     def std(self) -> float:

@@ -20,6 +20,7 @@ def flags_of(tiny, folder):
         critic_lr=3e-3,
         num_critic_only_steps=1,
         normalize_reward=True,
+        normalize_values=True,
         colocate=True,
         actor_num_gpus_per_node=2,
         tensor_model_parallel_size=2,

@@ -379,3 +379,52 @@ def test_token_rewards_are_discounted_from_their_tokens():
 def test_estimator_with_one_reward_per_response_rejects_token_rewards():
     with pytest.raises(ValueError, match="token_rewards have no place in --advantage-estimator grpo"):
         returns_of("grpo")
+
+
+def value_columns(rows: list[list[float]], outputs: list[list[float]]) -> list[Any]:
+    """Rollouts of returns and old values; the last token of each is masked and must not count."""
+    from slimrl.megatron.training.critic import ValueColumns
+
+    return [
+        ValueColumns(torch.tensor(old), torch.tensor([*row, 1e6]), torch.tensor([1.0] * len(row) + [0.0]))
+        for row, old in zip(rows, outputs, strict=True)
+    ]
+
+
+def test_value_scale_has_the_moments_of_all_returns_so_far(lone_group: Any):
+    import numpy
+
+    from slimrl.megatron.training.critic import ValueScale
+
+    rows = [[1.0, 4.0, -2.0], [10.0, 12.5], [3.0]]
+    scale, seen = ValueScale(True), []
+    assert scale.to_values(torch.tensor([0.5])).tolist() == [0.5]  # before the first returns
+    for row, columns in zip(rows, value_columns(rows, [[0.1] * 4, [0.2] * 3, [0.3] * 2]), strict=True):
+        mean, std = scale.mean_and_std
+        seen += row
+        made = scale.add(columns, lone_group)
+        everything = numpy.array(seen)
+        assert scale.mean_and_std == pytest.approx((everything.mean(), everything.std(ddof=1)), rel=1e-12)
+        expected = (numpy.array(row) - everything.mean()) / everything.std(ddof=1)
+        assert made.returns[:-1].tolist() == pytest.approx(expected, abs=1e-6)
+        assert (made.old_values * std + mean).tolist() == pytest.approx(columns.old_values.tolist(), abs=1e-6)
+        assert scale.to_values(made.returns[:-1]).tolist() == pytest.approx(row, abs=1e-5)
+    resumed = ValueScale(True)
+    resumed.check(scale.numbers, Path("critic"), resumed=True)
+    assert resumed.mean_and_std == scale.mean_and_std
+
+
+def test_value_scale_ignores_returns_that_are_not_finite_and_critics_of_other_units(lone_group: Any):
+    from slimrl.megatron.training.critic import ValueScale
+
+    (columns,) = value_columns([[1.0, float("nan")]], [[0.0] * 3])
+    scale = ValueScale(True)
+    scale.add(columns, lone_group)
+    assert scale.mean_and_std == (0.0, 1.0)
+    plain = ValueScale(False)
+    assert plain.add(columns, lone_group) is columns and plain.numbers == {}
+    with pytest.raises(ValueError, match="critic was trained with --normalize-values: add it"):
+        plain.check(scale.numbers, Path("critic"), resumed=False)
+    with pytest.raises(ValueError, match="critic was trained without --normalize-values: leave it out"):
+        scale.check({}, Path("critic"), resumed=True)
+    scale.check({}, Path("judge"), resumed=False)  # a new run may begin with any model

@@ -116,8 +116,11 @@ class TrueResult:
     advantages: float  # mean over samples of the mean over trained tokens
 
 
-def truth(folder: Path, head: Tensor, rollout: Any) -> TrueResult:
-    """The same training with transformers: the mean over samples of the means over trained tokens."""
+def truth(folder: Path, head: Tensor, rollout: Any, *, normalized: bool = False) -> TrueResult:
+    """The same training with transformers: the mean over samples of the means over trained tokens.
+
+    `normalized`: on returns less the mean over all trained tokens, divided by the deviation.
+    """
     model = Truth(folder, head)
     samples = reference._split(rollout)
     adam = reference._adam(dict(model.named_parameters()), SETTINGS)
@@ -135,12 +138,14 @@ def truth(folder: Path, head: Tensor, rollout: Any) -> TrueResult:
     sums = [((a * s["mask"]).sum(), s["mask"].sum()) for a, s in zip(advantages, samples, strict=True)]
     means = [float(total / trained) for total, trained in sums if trained > 0]
     result.advantages = sum(means) / len(means)
+    trained = torch.cat([(a + v)[s["mask"] != 0] for a, v, s in zip(advantages, old, samples, strict=True)])
+    mean, std = (float(trained.mean()), float(trained.std())) if normalized else (0.0, 1.0)
     size = len(samples) // SETTINGS.steps
     for step in range(SETTINGS.steps):
         adam.zero_grad()
         total = clipped = 0.0
         for row in range(step * size, (step + 1) * size):
-            mask, returns = samples[row]["mask"], advantages[row] + old[row]
+            mask, returns = samples[row]["mask"], (advantages[row] + old[row] - mean) / std
             now = model.values(samples[row]["tokens"], mask.numel())
             held = torch.minimum(torch.maximum(now, old[row] - VALUE_CLIP), old[row] + VALUE_CLIP)
             loss = torch.maximum((now - returns) ** 2, (held - returns) ** 2)
@@ -152,7 +157,7 @@ def truth(folder: Path, head: Tensor, rollout: Any) -> TrueResult:
         result.clipped.append(clipped)
         result.norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), SETTINGS.clip_grad)))
         adam.step()
-    result.values.append(values())
+    result.values.append([value * std + mean for value in values()])
     return result
 
 
@@ -176,8 +181,15 @@ def pools(one_rank: Any, two_ranks: Any) -> dict[int, Any]:
     return {1: one_rank, 2: two_ranks}
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_critic_is_trained_as_by_plain_autograd(name: str, models: Any, truths: Any, head: Tensor, pools: Any):
+NORMALIZED = "DP2, overlapped, packed"
+
+
+@pytest.mark.parametrize(
+    ("name", "normalized"), [*((name, False) for name in LAYOUTS), pytest.param(NORMALIZED, True, id="normalized, DP2")]
+)
+def test_critic_is_trained_as_by_plain_autograd(
+    name: str, normalized: bool, models: Any, truths: Any, head: Tensor, pools: Any
+):
     layout, kind = LAYOUTS[name]
     args = models.args(layout, kind, SETTINGS)
     args = dataclasses.replace(
@@ -186,6 +198,7 @@ def test_critic_is_trained_as_by_plain_autograd(name: str, models: Any, truths: 
         gamma=GAMMA,
         lambd=LAMBD,
         value_clip=VALUE_CLIP,
+        normalize_values=normalized,
         critic_lr=LR,
         critic_lr_warmup_iters=0,
         moe_router_bias_update_rate=0.0,
@@ -194,9 +207,9 @@ def test_critic_is_trained_as_by_plain_autograd(name: str, models: Any, truths: 
     found = pools[layout.ranks].run(train, args, models.rollout, head)
     folder = models.folder(kind, layout.layers, "reference")  # a fresh start's --ref-load, unless --load has weights
     folder = models.folder(kind, layout.layers, "policy") if args.load is not None else folder
-    key = kind, layout.layers
+    key = kind, layout.layers, normalized
     if key not in truths:
-        truths[key] = truth(folder, head, models.rollout)
+        truths[key] = truth(folder, head, models.rollout, normalized=normalized)
     true = truths[key]
 
     ids = models.rollout.sample_ids.tolist()

@@ -288,6 +288,11 @@ class CriticArguments:
     """
 
     value_clip: float = flag(0.2, "clip of the value loss: the distance from the value before the rollout", at_least=0)
+    normalize_values: bool = flag(
+        False,
+        "train the critic on returns normalized by the mean and standard deviation of all returns of the run so far,"
+        " which checkpoints contain; --value-clip is then in units of that deviation",
+    )
     num_critic_only_steps: int = flag(0, "rollouts at the start that train the critic only (count)", at_least=0)
     critic_lr: float = flag(None, "learning rate of the critic after warm-up (--lr)", at_least=0)
     critic_lr_warmup_iters: int = flag(

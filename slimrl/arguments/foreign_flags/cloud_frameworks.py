@@ -274,7 +274,7 @@ _AIAK_DIFFERENCES = (
     ),
     (
         "`train_rm.py`",
-        "a reward model from any framework, as a sequence classifier ([rewards.md](rewards.md#a-reward-model))",
+        "`train.py --loss-type reward_model_loss` on pairs or scores ([flags.md](flags.md))",
     ),
     (
         "`--colocate_all`, `--ref_reward_offload`",

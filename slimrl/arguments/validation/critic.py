@@ -14,6 +14,7 @@ from slimrl.arguments.validation.checkpoint import checkpoint_problems, is_fresh
 _FLAGS = (
     "lambd",
     "value_clip",
+    "normalize_values",
     "num_critic_only_steps",
     "critic_lr",
     "critic_lr_warmup_iters",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import math
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,9 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slimrl.algorithms.reduction import masked_sum, sample_mean_weights
+from slimrl.algorithms.reward_shaping import merged_moments
 from slimrl.algorithms.value_loss import clipped_value_loss
 from slimrl.arguments import Arguments
-from slimrl.arguments.checkpoints import CRITIC, Found, critic_start
+from slimrl.arguments.checkpoints import CRITIC, Found, critic_start, is_hf_model
 from slimrl.data.train_batch import RolloutBatch
 from slimrl.megatron import data_parallel
 from slimrl.megatron.checkpoint import io
@@ -50,6 +52,7 @@ from slimrl.models.model_spec import ModelSpec
 from slimrl.observability.tracer import Timeline
 
 PREFIX = "critic-"  # of its metrics, as in slime
+_MOMENTS = ("value_count", "value_mean", "value_squares")
 _METRICS = ("value_loss", "value_clipfrac")
 _SPREAD = ("returns", "returns_squared", "errors", "errors_squared")
 
@@ -90,6 +93,61 @@ class ValueColumns:
         """The samples of `batch` with an input that is not finite (see `nonfinite_guard.broken_samples`)."""
         columns = {"values": self.old_values, "returns": self.returns}
         return broken_samples(columns, self.loss_mask, batch.response_lengths, batch.sample_ids)
+
+
+class ValueScale:
+    """Mean and standard deviation of all returns of a run, by which a critic's outputs are values (--normalize-values).
+
+    Value normalization of Yu et al. 2022 (The Surprising Effectiveness of PPO in Cooperative Multi-Agent Games),
+    section 5.1: the critic is trained on `(R - mean) / std`, and `output * std + mean` is its value. The moments are of
+    the trained tokens, in float64 and equal on all ranks; before the first returns they are 0 and 1. `numbers` is what
+    a checkpoint saves and restores in place; it is empty without the flag.
+    """
+
+    def __init__(self, active: bool) -> None:
+        self.numbers = dict.fromkeys(_MOMENTS, 0.0) if active else {}
+
+    @property
+    def mean_and_std(self) -> tuple[float, float]:
+        """The std is unbiased (n - 1); 1 while it is not known or 0."""
+        count, mean, squares = self.numbers.values() or (0.0, 0.0, 0.0)
+        return mean, math.sqrt(squares / (count - 1)) if count > 1 and squares > 0 else 1.0
+
+    def to_values(self, outputs: Tensor) -> Tensor:
+        """The values of a critic's outputs; float32 [tokens] each."""
+        mean, std = self.mean_and_std
+        return outputs * std + mean if self.numbers else outputs
+
+    def add(self, columns: ValueColumns, group: dist.ProcessGroup) -> ValueColumns:
+        """Takes a rollout's returns into account; `columns` in units of the critic's outputs.
+
+        The old values become the outputs that they came from. Collective over the data-parallel ranks in `group`.
+        Returns that are not finite are left out, so that the guard of the optimizer step can report them.
+        """
+        if not self.numbers:
+            return columns
+        mean, std = self.mean_and_std
+        outputs = (columns.old_values - mean) / std
+        chosen = columns.returns[columns.loss_mask != 0].double()
+        sums = torch.stack([chosen.new_tensor(float(chosen.numel())), chosen.sum()])
+        dist.all_reduce(sums, group=group)
+        own = sums[1] / sums[0].clamp(min=1)
+        squares = (chosen - own).square().sum()
+        dist.all_reduce(squares, group=group)
+        if bool(squares.isfinite()):
+            moments = merged_moments(tuple(self.numbers.values()), (float(sums[0]), float(own), float(squares)))
+            self.numbers.update(zip(_MOMENTS, moments, strict=True))
+        mean, std = self.mean_and_std
+        return ValueColumns(outputs, (columns.returns - mean) / std, columns.loss_mask)
+
+    def check(self, saved: dict[str, float], folder: Path, *, resumed: bool) -> None:
+        """Raises ValueError if the critic in `folder`, with the numbers `saved`, was trained in other units."""
+        was = set(_MOMENTS) <= saved.keys()
+        if was and not self.numbers:
+            raise ValueError(f"the critic in {folder} was trained with --normalize-values: add it")
+        if resumed and self.numbers and not was:
+            raise ValueError(f"the critic in {folder} was trained without --normalize-values: leave it out")
+        self.numbers.update({name: saved[name] for name in self.numbers.keys() & saved.keys()})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +236,11 @@ class Critic:
         start = critic_start(args, None if resumed is None else resumed.iteration)
         load_value_weights(ModelSpec.from_args(args), stages, parallel, start.folder)
         self.model = TrainedModel.build(own, stages, parallel)
-        self.state = self.model.training_state(parallel, "every weight trained")
+        self._scale = ValueScale(args.normalize_values)
+        saved = {} if is_hf_model(start.folder) else io.read_training_metadata(start.folder).get("numbers", {})
+        self._scale.check(saved, start.folder, resumed=resumed is not None)
+        state = self.model.training_state(parallel, "every weight trained")
+        self.state = dataclasses.replace(state, numbers=self._scale.numbers)
         if resumed is not None:
             _check_pair(resumed, start)
             found = CheckpointFolder(start.folder, start.iteration)
@@ -216,7 +278,7 @@ class Critic:
         tokens = batch.loss_mask.numel()
         with self._times.phase("values"), self._timeline.span("values"):
             (values,) = score_tokens(self.model.wrapped, everything, self._scores, tokens, self._parallel, advance)
-        return values
+        return self._scale.to_values(values)
 
     def train(
         self,
@@ -231,6 +293,7 @@ class Critic:
         Raises FloatingPointError if loss or gradient is not finite (see `NonFiniteGuard`).
         """
         metrics = []
+        columns = self._scale.add(columns, self._parallel.dp_group)
         phase, span = self._times.phase("critic_train"), self._timeline.span("critic")
         with phase, span, data_parallel.overlapped_param_gather(self.model.wrapped):
             for number, micro_batches in enumerate(steps):
