@@ -135,7 +135,8 @@ class ValueScale:
         squares = (chosen - own).square().sum()
         dist.all_reduce(squares, group=group)
         if bool(squares.isfinite()):
-            moments = merged_moments(tuple(self.numbers.values()), (float(sums[0]), float(own), float(squares)))
+            before = (self.numbers["value_count"], mean, self.numbers["value_squares"])
+            moments = merged_moments(before, (float(sums[0]), float(own), float(squares)))
             self.numbers.update(zip(_MOMENTS, moments, strict=True))
         mean, std = self.mean_and_std
         return ValueColumns(outputs, (columns.returns - mean) / std, columns.loss_mask)
