@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 # of Sample.metadata: {"chosen": ..., "rejected": ...}, each as in `Pair`; several rejected answers are a list of them.
@@ -63,13 +62,13 @@ def answers_of(pair: dict[str, Any], count: int) -> list[Any]:
     """The `count` answers of a `PAIR_KEY` entry, the preferred one first. Raises ValueError for another number."""
     rejected = pair["rejected"] if count > len(SIDES) else [pair["rejected"]]
     if not isinstance(rejected, list) or len(rejected) != count - 1:
-        raise ValueError(f"its 'rejected' is not a list of {count - 1} answers (--n-samples-per-prompt {count})")
+        raise ValueError(f"its 'rejected' is not a list of {count - 1}: give the --n-samples-per-prompt of its answers")
     return [pair["chosen"], *rejected]
 
 
 def pair_of(row: dict[str, Any], input_key: str, columns: PairColumns) -> Pair:
     """The pair of a row. Raises ValueError, which completes "<file>:<line>: ...", if it has none."""
-    rejected: Sequence[Any] = [row.get(columns.rejected)]
+    rows = [row]
     if columns.rejected_answers > 1:
         rejected = _column(row, columns.rejected, "--rejected-key")
         if not isinstance(rejected, list) or len(rejected) != columns.rejected_answers:
@@ -80,7 +79,8 @@ def pair_of(row: dict[str, Any], input_key: str, columns: PairColumns) -> Pair:
             )
         if any(one == other for one, other in itertools.combinations(rejected, 2)):
             raise ValueError(f"{columns.rejected!r} has the same answer twice")
-    found = [_pair({**row, columns.rejected: one}, input_key, columns) for one in rejected]
+        rows = [{**row, columns.rejected: one} for one in rejected]
+    found = [_pair(one, input_key, columns) for one in rows]
     first = found[0]
     if any((one.prompt, one.chosen) != (first.prompt, first.chosen) for one in found):
         raise ValueError(f"the prompts of the answers in {columns.rejected!r} differ")

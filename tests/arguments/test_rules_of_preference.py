@@ -93,7 +93,7 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             (
                 "--loss-type sft_loss",
                 f"--rollout-function-path {ROLLOUT} makes pairs of a preferred and a rejected answer, and --loss-type"
-                " sft_loss trains on single samples: give --loss-type preference_loss.",
+                " sft_loss trains on single samples: give --loss-type preference_loss or reward_model_loss.",
             ),
             (
                 f"{HELD_OUT} --eval-temperature 0.5",

@@ -58,7 +58,7 @@ def train(
         state=ranks.local_state(trainer) | ranks.critic_state(trainer),
         step_counts=step_counts(trainer.optimizer),
         random_numbers=draw(),
-        weights=ranks.export(trainer),
+        weights={} if args.trains_reward_model else ranks.export(trainer),
     )
     trainer.close()
     return outcome
@@ -74,7 +74,7 @@ def draw() -> list[float]:
 
 
 def schedule_args(models: Any, **changes: Any) -> Arguments:
-    return tiny.tiny_args(
+    own = dict(
         num_rollout=ROLLOUTS,
         ref_load=str(models.policy),
         lr_decay_style="cosine",
@@ -83,9 +83,8 @@ def schedule_args(models: Any, **changes: Any) -> Arguments:
         min_lr=1e-4,
         use_kl_loss=True,
         kl_loss_coef=0.05,
-        **models.flags,
-        **changes,
     )
+    return tiny.tiny_args(**own | models.flags | changes)
 
 
 SPREAD = {"use_distributed_optimizer": True}
@@ -102,6 +101,14 @@ PPO = {
     "num_critic_only_steps": 1,
 }
 
+REWARD_MODEL = {
+    "loss_type": "reward_model_loss",
+    "n_samples_per_prompt": 2,
+    "micro_batch_size": 2,
+    "compute_advantages_and_returns": False,
+    "use_kl_loss": False,
+}
+
 # name: ranks, model, flags
 LAYOUTS = {
     "DP2": (2, "models", {}),
@@ -112,6 +119,7 @@ LAYOUTS = {
     "PP2 virtual": (2, "deep_models", VIRTUAL),
     "CP2 with the distributed optimizer": (2, "models", SPREAD | {"context_parallel_size": 2}),
     "EP2 with the distributed optimizer": (2, "expert_models", SPREAD | EP2),
+    "reward model, TP2": (2, "models", TP2 | REWARD_MODEL),
     "PPO, DP2 with the distributed optimizer": (2, "models", SPREAD | PPO),
     "PPO, PP2 virtual, saved in the background": (2, "deep_models", VIRTUAL | PPO | {"async_save": True}),
 }
@@ -126,6 +134,9 @@ def test_killed_run_resumes_bit_for_bit(
     pool = one_rank if size == 1 else two_ranks
     rollouts = [tiny.recorded_rollout(seed) for seed in range(ROLLOUTS)]
     args = schedule_args(models, **changes)
+    if args.samples_together > 1:
+        for rollout in rollouts:
+            rollout.group_ids = torch.arange(len(rollout)) // args.samples_together
     whole = pool.run(train, args, rollouts, ROLLOUTS)
 
     args.save = args.load = str(tmp_path)

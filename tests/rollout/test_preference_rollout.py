@@ -119,7 +119,7 @@ def test_prompt_that_the_template_renders_differently_is_rejected(source_of, tok
 
 
 def test_group_of_another_size_is_rejected(groups_of):
-    with pytest.raises(ValueError, match="group 0 is not a pair: give --n-samples-per-prompt 2"):
+    with pytest.raises(ValueError, match="group 0: its 'rejected' is not a list of 2: give the --n-samples-per-prompt"):
         groups_of([{"prompt": "q", "chosen": "a", "rejected": "b"}], n_samples_per_prompt=3)
 
 
