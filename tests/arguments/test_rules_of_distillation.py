@@ -255,6 +255,6 @@ def test_vocabularies_are_compared_by_the_ids_of_their_tokens(teachers):
 def test_evaluation_starts_no_teacher(teachers):
     args, problems = read_args(teachers.line(f"{MODEL} --num-rollout 0"))
     assert problems == []
-    assert not starts_reward_servers(args) and reward_gpus(args) == 0
+    assert not starts_reward_servers(args) and len(reward_gpus(args, 8)) == 0
     args, _ = read_args(teachers.line(MODEL))
-    assert starts_reward_servers(args) and reward_gpus(args) == 1
+    assert starts_reward_servers(args) and reward_gpus(args, 8) == range(8, 9)
