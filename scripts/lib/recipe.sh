@@ -143,7 +143,7 @@ recipe_tiny() {
    )
    if [[ " ${ROLLOUT_ARGS[*]} " == *' --loss-type sft_loss '* ]]; then
       ROLLOUT_ARGS+=(--prompt-data "$TOY/messages.jsonl" --num-epoch 1 --rollout-batch-size 400 --global-batch-size 400)
-   elif [[ " ${ROLLOUT_ARGS[*]} " == *' --loss-type preference_loss '* ]]; then
+   elif [[ " ${ROLLOUT_ARGS[*]} " =~ ' --loss-type '(preference|reward_model)_loss' ' ]]; then
       ROLLOUT_ARGS+=(--prompt-data "$TOY/pairs.jsonl" --num-rollout 4)
       EVAL_ARGS=(--eval-interval 2 --eval-prompt-data held-out "$TOY/eval-pairs.jsonl")
    else
@@ -171,7 +171,7 @@ recipe_make_toy() {
    fi
    if [[ " ${ROLLOUT_ARGS[*]} " == *' --loss-type sft_loss '* ]]; then
       recipe_conversations <"$TOY/train.jsonl" >"$TOY/messages.jsonl"
-   elif [[ " ${ROLLOUT_ARGS[*]} " == *' --loss-type preference_loss '* ]]; then
+   elif [[ " ${ROLLOUT_ARGS[*]} " =~ ' --loss-type '(preference|reward_model)_loss' ' ]]; then
       recipe_pairs <"$TOY/train.jsonl" >"$TOY/pairs.jsonl"
       recipe_pairs <"$TOY/eval.jsonl" >"$TOY/eval-pairs.jsonl"
    fi

@@ -131,7 +131,8 @@ class Pairs(layouts.Models):
     def flags(self, layout: Layout, kind: str, **changes: Any) -> Any:
         """The flags of a run that trains on the pairs."""
         args = self.args(layout, kind)
-        own = dict(loss_type="preference_loss", compute_advantages_and_returns=False, preference_beta=0.5)
+        own = dict(loss_type="preference_loss", n_samples_per_prompt=2, preference_beta=0.5)
+        own["compute_advantages_and_returns"] = False
         off = dict(use_kl_loss=False, kl_loss_coef=0.0, entropy_coef=0.0)
         return dataclasses.replace(args, **(own | off | changes))
 
@@ -181,10 +182,10 @@ def evaluate_and_train(rank: int, world_size: int, init_method: str, args: Any, 
     """The metrics of an evaluation of the pairs, of the optimizer step on them, and of an evaluation after it."""
     trainer = ranks.start(rank, world_size, init_method, args)
     share = ranks.share_of(trainer, rollout)
-    before = trainer.pairs.evaluate(share)
+    before = trainer.held_out.evaluate(share)
     (trained,) = trainer.train(0, share)
     speeds = trainer.rollout_metrics
-    after = trainer.pairs.evaluate(share)
+    after = trainer.held_out.evaluate(share)
     trainer.close()
     return before, trained, after, speeds
 

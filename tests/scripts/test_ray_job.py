@@ -82,7 +82,7 @@ class Client:
     ("address", "statuses", "code", "said"),
     [
         ("http://head", [JobStatus.RUNNING, JobStatus.SUCCEEDED], 0, ["lost the job's output"]),
-        ("http://head", [JobStatus.RUNNING], 1, ["lost the job's output", "has ended or is unreachable: gone"]),
+        ("http://head", [JobStatus.RUNNING], 75, ["lost the job's output", "has ended or is unreachable: gone"]),
         ("http://head", [JobStatus.FAILED], 1, ["lost the job's output", "the job ended before its command"]),
         ("http://unreachable", [], 1, ["did not accept the job: no server answers"]),
     ],

@@ -68,9 +68,8 @@ def build_stages(
     return stages
 
 
-def value_arguments(args: Arguments) -> Arguments:
-    """The flags of a model with a value head, which shares no weight with the embedding."""
-    return dataclasses.replace(args, untie_embeddings_and_output_weights=True)
+# flags of a model with a value head, which shares no weight with the embedding
+OF_VALUE_MODEL: dict[str, Any] = {"untie_embeddings_and_output_weights": True}
 
 
 def build_value_stages(flags: MegatronArguments, parallel: ParallelState) -> list[GPTModel]:

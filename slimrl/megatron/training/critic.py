@@ -35,7 +35,7 @@ from slimrl.megatron.checkpoint.state import (
     take_snapshot,
 )
 from slimrl.megatron.model.micro_batch import MicroBatch
-from slimrl.megatron.model.model_builder import build_value_stages, value_arguments
+from slimrl.megatron.model.model_builder import OF_VALUE_MODEL, build_value_stages
 from slimrl.megatron.parallel import ParallelState
 from slimrl.megatron.training.forward_step import (
     forward_backward,
@@ -206,10 +206,11 @@ def critic_arguments(args: Arguments) -> Arguments:
     """The flags as they apply to the critic: its own schedule; every weight of it is trained."""
     warmup = args.critic_lr_warmup_iters
     return dataclasses.replace(
-        value_arguments(args),
+        args,
         lr=args.critic_lr,
         lr_warmup_iters=args.lr_warmup_iters if warmup is None else warmup,
         lr_warmup_fraction=args.lr_warmup_fraction if warmup is None else None,
+        **OF_VALUE_MODEL,
     )
 
 

@@ -33,7 +33,7 @@ from slimrl.megatron.checkpoint.saver import CheckpointSaver, ModelExporter
 from slimrl.megatron.checkpoint.start import PolicyStart
 from slimrl.megatron.checkpoint.state import CheckpointFolder, TrainingState
 from slimrl.megatron.model.micro_batch import MicroBatch, pack_micro_batch
-from slimrl.megatron.model.model_builder import CustomModel, build_stages, build_value_stages, value_arguments
+from slimrl.megatron.model.model_builder import OF_VALUE_MODEL, CustomModel, build_stages, build_value_stages
 from slimrl.megatron.offload import State, memory_of
 from slimrl.megatron.ref_model import ReferenceWeights
 from slimrl.megatron.teacher import Teacher
@@ -124,7 +124,7 @@ class MegatronTrainer:
         after_initialization(args.custom_megatron_init_path, self.hook_args)
         built = args
         if args.trains_reward_model:
-            built = value_arguments(args)
+            built = dataclasses.replace(args, **OF_VALUE_MODEL)
             self.stages = build_value_stages(built, self.parallel)
         else:
             self.stages = build_stages(args, self.parallel, CustomModel.from_args(args))

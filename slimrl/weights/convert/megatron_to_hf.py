@@ -160,8 +160,8 @@ def _jobs(
     named: set[str] = set()
     if value_head is not None:
         dtype = origin.dtype(family.embedding.hf[0].name)
-        specs = (TensorSpec(CLASSIFIER_HEAD, dtype, (1, spec.hidden_size)),)
-        jobs.append(_Job(specs, VALUE_HEAD_ROW, value_head))
+        of_head = TensorSpec(CLASSIFIER_HEAD, dtype, (1, spec.hidden_size))
+        jobs.append(_Job((of_head,), VALUE_HEAD_ROW, value_head))
         named |= {CLASSIFIER_HEAD, *(part.name for part in family.head.hf)}
     for row, stored in _places(checkpoint, family, spec, add_missing=add_missing).items():
         shapes = dict(zip([part.name for part in row.hf], hf_shapes(row, spec), strict=True))
