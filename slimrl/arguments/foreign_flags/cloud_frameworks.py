@@ -274,7 +274,7 @@ _AIAK_DIFFERENCES = (
     ),
     (
         "`train_rm.py`",
-        "`train.py --loss-type reward_model_loss` on pairs or scores ([flags.md](flags.md))",
+        "`train.py --loss-type reward_model_loss` on pairs or scores ([reward-models.md](reward-models.md))",
     ),
     (
         "`--colocate_all`, `--ref_reward_offload`",
@@ -304,8 +304,8 @@ _AIAK_DIFFERENCES = (
         "`--prompt-data a.jsonl=0.7 b.jsonl=0.3` ([data.md](data.md))",
     ),
     (
-        "a PyTorchJob on several nodes",
-        "the same variables (`WORLD_SIZE`, `RANK`, `MASTER_ADDR`): [recipes.md](recipes.md#several-nodes)",
+        "a PyTorchJob with its ConfigMap",
+        "`tools/launch.py pytorchjob` writes both from a recipe ([launchers.md](launchers.md#pytorchjob))",
     ),
 )
 AIAK_PAGE = f"""\
