@@ -274,7 +274,7 @@ _AIAK_DIFFERENCES = (
     ),
     (
         "`train_rm.py`",
-        "`train.py --loss-type reward_model_loss` on pairs or scores ([flags.md](flags.md))",
+        "`train.py --loss-type reward_model_loss` ([reward-models.md](reward-models.md))",
     ),
     (
         "`--colocate_all`, `--ref_reward_offload`",
