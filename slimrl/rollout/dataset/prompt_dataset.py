@@ -1,8 +1,8 @@
 """Turns data rows into prompts: text or chat messages to token ids, with label and metadata.
 
 Every row becomes exactly one prompt or is rejected with a reason: a bad row, or one above the length limit, which
---rollout-truncate-prompt shortens instead. Training
-tokenizes prompts on demand (`PromptDataset`), evaluation tokenizes a whole set at once; both read rows the same way.
+--rollout-truncate-prompt shortens instead. Training tokenizes prompts on demand (`PromptDataset`), evaluation tokenizes
+a whole set at once; both read rows the same way.
 
 A training set opens in a fraction of a second per million rows. A thread reads and checks every row once before the
 first training step, and `fingerprint` waits for it. Bad rows are named, counted and limited (`--max-bad-rows`).
