@@ -234,17 +234,18 @@ def training_prompt_format(args: PromptArguments) -> PromptFormat:
 def eval_prompt_format(args: PromptArguments, dataset: EvalDataset) -> PromptFormat:
     """The row format of an evaluation set."""
     holds_pairs = args.reads_pairs and args.debug_train_only  # held-out ones
+    holds_conversations = args.reads_conversations and args.debug_train_only
     pair = _pair_columns(args, dataset.apply_chat_template) if holds_pairs else None
     return PromptFormat(
         input_key=dataset.input_key,
         label_key=dataset.label_key,
         metadata_key=dataset.metadata_key,
         tool_key=dataset.tool_key,
-        apply_chat_template=dataset.apply_chat_template and pair is None,
+        apply_chat_template=dataset.apply_chat_template and pair is None and not holds_conversations,
         chat_template_kwargs=dataset.apply_chat_template_kwargs,
         max_prompt_len=least(dataset.max_prompt_len, _engine_limit(args)),
         refuse_too_long=args.refuse_long_prompts,
-        keep_messages=dataset.custom_generate_function_path is not None or pair is not None,
+        keep_messages=dataset.custom_generate_function_path is not None or pair is not None or holds_conversations,
         keep_conversation=args.rm_model is not None,
         pair=pair,
         input_template=None if dataset.apply_chat_template else args.input_template,

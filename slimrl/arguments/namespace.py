@@ -216,9 +216,10 @@ class Arguments(
         return self.n_samples_per_prompt if self.compares_responses else 1
 
     @property
-    def evaluates_pairs(self) -> bool:
-        """True if training evaluates held-out pairs; then no engine evaluates."""
-        return self.reads_pairs and self.debug_train_only and self.eval_interval is not None
+    def evaluates_held_out(self) -> bool:
+        """True if training evaluates held-out pairs or conversations; then no engine evaluates."""
+        reads = self.reads_pairs or (self.reads_conversations and self.loss_type == "sft_loss")
+        return reads and self.debug_train_only and self.eval_interval is not None
 
     @property
     def run_path(self) -> Path:

@@ -227,7 +227,7 @@ class Run:
 
     @property
     def _has_evaluation(self) -> bool:
-        return bool(self.args.eval_interval) and (not self.args.debug_train_only or self.args.evaluates_pairs)
+        return bool(self.args.eval_interval) and (not self.args.debug_train_only or self.args.evaluates_held_out)
 
     def should_evaluate(self, rollout_id: int) -> bool:
         """Whether to evaluate after this rollout."""
@@ -249,10 +249,10 @@ class Run:
             self._trainers_idle(),
             self._progress("evaluate", self._manager.progress) as update,
         ):
-            if self._trainers is not None and self.args.evaluates_pairs:
+            if self._trainers is not None and self.args.evaluates_held_out:
                 self._colocated.onload_trainer()
-                found = self._trainers.evaluate_pairs()
-                results = {name: EvaluationReport.of_pairs(name, metrics) for name, metrics in found.items()}
+                found = self._trainers.evaluate_held_out()
+                results = {name: EvaluationReport.of_held_out(name, metrics) for name, metrics in found.items()}
             else:
                 target = self._manager.waiting_for(f"evaluation after {step} rollouts")
                 results = self._supervisor.get([self._manager.evaluate(step)], target, update)[0]

@@ -73,8 +73,14 @@ class EvaluationReport:
     scalars: dict[str, float]
 
     @classmethod
-    def of_pairs(cls, name: str, metrics: dict[str, float]) -> EvaluationReport:
-        """Of a set of held-out pairs: its score is the accuracy. `metrics` are those of an optimizer step."""
+    def of_held_out(cls, name: str, metrics: dict[str, float]) -> EvaluationReport:
+        """Of a held-out set: the score of pairs is the accuracy, that of conversations the perplexity.
+
+        `metrics` are those of an optimizer step.
+        """
+        if "perplexity" in metrics:
+            perplexity = metrics["perplexity"]
+            return cls(perplexity, {f"eval/{name}": perplexity, f"eval/{name}-loss": metrics["loss"]})
         accuracy = metrics["pair_accuracy"]
         values = {f"eval/{name}-{kind}": metrics[kind] for kind in ("loss", "reward_margin")}
         return cls(accuracy, {f"eval/{name}": accuracy, **values})

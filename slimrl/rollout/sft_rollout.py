@@ -13,13 +13,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from slimrl.arguments.eval_datasets import eval_prompt_format
+from slimrl.arguments.namespace import EvalDataset, PromptArguments
 from slimrl.data.sample import Sample, SampleStatus
 from slimrl.hooks.base import RunArguments
 from slimrl.rollout.dataset.data_source import RolloutDataSource
-from slimrl.rollout.dataset.prompt_dataset import TOOLS_KEY
+from slimrl.rollout.dataset.prompt_dataset import TOOLS_KEY, load_prompts
 from slimrl.rollout.rollout_function import RolloutOutput
+
+if TYPE_CHECKING:
+    from slimrl.data.train_batch import RolloutBatch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +93,7 @@ def generate_rollout(
     cannot be trained on.
     """
     if evaluation:
-        raise ValueError("the SFT rollout function has no evaluation: leave --eval-interval out")
+        raise ValueError("training evaluates held-out conversations itself, with --debug-train-only")
     groups = data_source.get_samples(args.rollout_batch_size)
     for sample in (sample for group in groups for sample in group):
         fill_conversation(sample, tokenizer, TURN_MARKS[args.loss_mask_type], args.apply_chat_template_kwargs)
@@ -97,13 +102,39 @@ def generate_rollout(
     return RolloutOutput(groups, {})
 
 
-def fill_conversation(sample: Sample, tokenizer: Any, marks: TurnMarks, template_options: dict[str, Any]) -> None:
+def held_out_conversations(args: PromptArguments, dataset: EvalDataset, tokenizer: Any) -> RolloutBatch:
+    """All conversations of an evaluation set, without a schedule.
+
+    Raises InvalidRowsError with every bad row, ValueError for a conversation without a message to score.
+    """
+    import torch  # not in the driver, which only looks for `generate_rollout`
+
+    from slimrl.data.train_batch import batch_from_samples
+
+    prompts = load_prompts(dataset.path, eval_prompt_format(args, dataset), tokenizer).prompts
+    samples = [prompt.sample(group_index=number, index=number) for number, prompt in enumerate(prompts)]
+    for sample in samples:
+        name = f"evaluation set {dataset.name}"
+        fill_conversation(
+            sample, tokenizer, TURN_MARKS[args.loss_mask_type], dataset.apply_chat_template_kwargs, flag=name
+        )
+    rewards = torch.zeros(len(samples))
+    return batch_from_samples(samples, rewards, rewards)
+
+
+def fill_conversation(
+    sample: Sample,
+    tokenizer: Any,
+    marks: TurnMarks,
+    template_options: dict[str, Any],
+    flag: str = "--prompt-data",
+) -> None:
     """Tokenizes the messages in `sample.prompt` and fills in response and loss mask; reward 0.
 
     `template_options` are keyword arguments of the chat template. Raises ValueError, which names the sample, if there
     is nothing to train on.
     """
-    name = f"--prompt-data, sample {sample.index}"
+    name = f"{flag}, sample {sample.index}"
     messages = sample.prompt
     if not isinstance(messages, list):
         raise ValueError(

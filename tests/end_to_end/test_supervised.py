@@ -65,6 +65,10 @@ def test_supervised_training_starts_at_the_transformers_loss_and_learns(tiny, tm
     data.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in conversations))
     saving = {"save": tmp_path / "checkpoints", "save_interval": 5, "save_total_limit": 2, "async_save": True}
     saving |= {"save_hf": tmp_path / "hf_{rollout_id}", "load": tmp_path / "checkpoints"}
+    unseen = [conversation(number) for number in range(10, 24)]
+    held_out = tmp_path / "held-out.jsonl"
+    held_out.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in unseen))
+    saving |= {"eval_interval": 10, "eval_prompt_data": ["unseen", held_out], "eval_input_key": "messages"}
     flags = tiny.flags(prompt_data=data, **FLAGS, **saving)
     started = harness.start("train_async.py", flags, tmp_path, "sft", tiny.home)
     done = started.finish(200)
@@ -84,6 +88,12 @@ def test_supervised_training_starts_at_the_transformers_loss_and_learns(tiny, tm
         exported = negative_log_likelihood(tmp_path / f"hf_{saved}", conversations)
         assert losses[saved + 1] == pytest.approx(exported, rel=1e-5)
     assert (tmp_path / "hf_19" / "config.json").is_file()
+    history = done.summary["eval"]["history"]
+    assert [entry["step"] for entry in history] == [0, 10, 20]
+    for entry, folder in ((history[0], tiny.model), (history[-1], tmp_path / "hf_19")):
+        loss = negative_log_likelihood(folder, unseen)
+        expected = {"eval/unseen": math.exp(loss), "eval/unseen-loss": loss}
+        assert entry["metrics"] == pytest.approx(expected, rel=1e-5)
     memory = done.summary["steps"][0]
     for kind in ("parameters", "gradients", "optimizer"):  # except step counters and the padding of shards
         assert memory[f"memory_{kind}"] == pytest.approx(memory[f"planned_memory_{kind}"], rel=1e-2)

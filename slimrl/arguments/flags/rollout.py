@@ -167,6 +167,14 @@ class RolloutArguments:
         return self.rollout_function_path == PREFERENCE_ROLLOUT_FUNCTION
 
     @property
+    def reads_conversations(self) -> bool:
+        """True if the rows of --prompt-data are conversations, as in supervised training."""
+        return self.rollout_function_path in (
+            SFT_ROLLOUT_FUNCTION,
+            SFT_ROLLOUT_FUNCTION.replace("slimrl.", "slime.", 1),
+        )
+
+    @property
     def has_custom_rollout_function(self) -> bool:
         """True if --rollout-function-path is not the built-in rollout."""
         return self.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION

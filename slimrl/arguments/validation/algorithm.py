@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from slimrl.algorithms.estimators import ESTIMATORS, Objective, Returns
 from slimrl.arguments.flag import Problem
 from slimrl.arguments.namespace import Arguments, Context
+from slimrl.arguments.validation.preference import held_out_problems
 
 
 def kl_is_counted_once(args: Arguments, context: Context) -> Iterator[Problem]:
@@ -238,6 +239,8 @@ def supervised_training_is_consistent(args: Arguments, context: Context) -> Iter
     ):
         if given:
             yield Problem(flag, f"{flag} has no effect with --loss-type sft_loss: leave it out.")
+    if args.reads_conversations and args.eval_interval is not None:
+        yield from held_out_problems(args, context, "conversations")
 
 
 def trained_weights_have_one_list(args: Arguments, context: Context) -> Iterator[Problem]:

@@ -68,7 +68,7 @@ def preference_training_is_consistent(args: Arguments, context: Context) -> Iter
             " preferred and the rejected response.",
         )
     if args.reads_pairs and args.eval_interval is not None:
-        yield from _held_out_problems(args, context)
+        yield from held_out_problems(args, context)
 
 
 _OF_EVAL_SAMPLES = (
@@ -84,20 +84,20 @@ _OF_EVAL_SAMPLES = (
 )
 
 
-def _held_out_problems(args: Arguments, context: Context) -> Iterator[Problem]:
-    """Training evaluates held-out pairs if no engine runs, and samples nothing."""
+def held_out_problems(args: Arguments, context: Context, what: str = "pairs") -> Iterator[Problem]:
+    """Training evaluates held-out data if no engine runs, and samples nothing."""
     if not args.debug_train_only:
         if args.eval_function_path is None:
             yield Problem(
                 "--eval-interval",
-                f"--eval-interval {args.eval_interval} evaluates held-out pairs in training, which needs"
+                f"--eval-interval {args.eval_interval} evaluates held-out {what} in training, which needs"
                 " --debug-train-only: add it, or give --eval-function-path for an evaluation by engines.",
             )
         return
     for name in _OF_EVAL_SAMPLES:
         if name in context.given:
             flag = "--" + name.replace("_", "-")
-            yield Problem(flag, f"{flag} has no effect on the evaluation of held-out pairs: leave it out.")
+            yield Problem(flag, f"{flag} has no effect on the evaluation of held-out {what}: leave it out.")
 
 
 def _without_effect(args: Arguments, context: Context) -> list[tuple[str, bool]]:
@@ -239,7 +239,7 @@ def reward_model_data_is_of_its_loss(args: Arguments, context: Context) -> Itera
             "--label-key", f"--reward-model-loss {row.name} needs the column of the scores: give --label-key."
         )
     if row.compares and args.reads_pairs and args.eval_interval is not None:
-        yield from _held_out_problems(args, context)
+        yield from held_out_problems(args, context)
     if not row.compares and args.eval_interval is not None:
         yield Problem(
             "--eval-interval",

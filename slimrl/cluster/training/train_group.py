@@ -154,9 +154,9 @@ class TrainWorker:
         batch: bytes = ray.get(batches[self._start.data_parallel_rank])
         return self._call(Rank.train, rollout_id, pickle.PickleBuffer(batch))
 
-    def evaluate_pairs(self) -> dict[str, dict[str, float]]:
+    def evaluate_held_out(self) -> dict[str, dict[str, float]]:
         """The metrics of every set of held-out pairs, by name."""
-        return self._call(Rank.evaluate_pairs)
+        return self._call(Rank.evaluate_held_out)
 
     def sleep(self, keep_weights: bool) -> dict[Part, int]:
         """Offloads the rank, with or without its weights; returns the offloaded bytes by part."""
@@ -272,9 +272,9 @@ class TrainGroup:
         calls = [worker.train.remote(rollout_id, batches) for worker in self.workers]
         return self._supervisor.get(calls, _target(self.workers, f"training on rollout {rollout_id}"), progress)[0]
 
-    def evaluate_pairs(self) -> dict[str, dict[str, float]]:
+    def evaluate_held_out(self) -> dict[str, dict[str, float]]:
         """The metrics of every set of held-out pairs, by name."""
-        return self._get([worker.evaluate_pairs.remote() for worker in self.workers], "evaluating held-out pairs")[0]
+        return self._get([worker.evaluate_held_out.remote() for worker in self.workers], "evaluating held-out data")[0]
 
     def memory(self) -> list[ray.ObjectRef]:
         """References to the memory of every rank, GiB by name."""

@@ -116,12 +116,12 @@ class Rank:
             raise
         return [first | self._trainer.rollout_metrics | self._trainer.memory_report.take(), *others]
 
-    def evaluate_pairs(self) -> dict[str, dict[str, float]]:
-        """The metrics of every set of held-out pairs, by name."""
+    def evaluate_held_out(self) -> dict[str, dict[str, float]]:
+        """The metrics of every held-out set, by name."""
         from slimrl.megatron.offload import State
 
         loss = self._trainer.held_out
-        assert loss is not None  # of a --loss-type that compares, which --rollout-function-path needs here
+        assert loss is not None  # `evaluates_held_out` has checked --loss-type
         self._trainer.memory.require("an evaluation", State.AWAKE)
         self._trainer.release_saved()  # the reference's weights are about to take the place of the policy's
         if self._held_out is None:
@@ -166,7 +166,7 @@ class Rank:
 
 
 def held_out_shares(args: Arguments, parallel: ParallelState) -> dict[str, RolloutBatch]:
-    """A data-parallel rank's part of each evaluation set of pairs, with a schedule; every rank reads the whole files.
+    """A data-parallel rank's part of each held-out set, with a schedule; every rank reads the whole files.
 
     Micro-batches have at most `--max-tokens-per-gpu` tokens, without it as many as the longest of a training batch may.
     Raises ValueError if a row is no pair, or if there are fewer pairs than micro-batches.
@@ -175,12 +175,13 @@ def held_out_shares(args: Arguments, parallel: ParallelState) -> dict[str, Rollo
 
     from slimrl.data.train_batch import schedule_batch
     from slimrl.rollout.preference_rollout import held_out_pairs
+    from slimrl.rollout.sft_rollout import held_out_conversations
 
     trust = bool(args.sglang_options.get("trust_remote_code"))
     tokenizer = AutoTokenizer.from_pretrained(args.hf_checkpoint, trust_remote_code=trust)
     shares = {}
     for dataset in args.eval_datasets:
-        batch = held_out_pairs(args, dataset, tokenizer)
+        batch = (held_out_pairs if args.reads_pairs else held_out_conversations)(args, dataset, tokenizer)
         longest = -(-int(batch.total_lengths.max()) * args.micro_batch_size // parallel.cp_size)
         shares[dataset.name] = schedule_batch(
             batch,

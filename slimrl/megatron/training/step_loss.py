@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from slimrl.arguments import Arguments
@@ -18,11 +19,34 @@ from slimrl.megatron.training.forward_step import TokenScores, TrainTensors, pol
 from slimrl.megatron.training.log_prob_passes import LogProbPasses, RolloutLogProbs
 from slimrl.megatron.training.loss.custom_loss import CheckedCustomLoss
 from slimrl.megatron.training.loss.loss_sums import LossSums
-from slimrl.megatron.training.loss.policy_loss import PolicyLossConfig
+from slimrl.megatron.training.loss.policy_loss import PolicyLossConfig, PolicyLossInputs, policy_loss_sums
 from slimrl.megatron.training.loss.reward_model_loss import RewardModelTraining
 from slimrl.megatron.training.pair_training import PairTraining
+from slimrl.megatron.training.reporting.train_metrics import reduce_step
 
 SumsOf = Callable[[Tensor, MicroBatch], LossSums]
+
+
+@dataclasses.dataclass(frozen=True)
+class SupervisedEvaluation:
+    """The loss of supervised training on held-out conversations, without gradient."""
+
+    passes: LogProbPasses
+    settings: PolicyLossConfig
+    pack: Callable[[RolloutBatch, list[int]], MicroBatch]
+
+    def evaluate(self, batch: RolloutBatch) -> dict[str, float]:
+        """Loss and perplexity (`reduce_step`) over the samples of all data-parallel ranks.
+
+        `batch` is this rank's part with a schedule; nothing is trained. Collective over all ranks.
+        """
+        device = self.passes.parallel.device
+        micro_batches = [self.pack(batch, rows) for step in batch.micro_batches for rows in step]
+        log_probs, _ = self.passes.score(micro_batches, batch.loss_mask.numel())
+        none = torch.zeros_like(log_probs)
+        mask, lengths = batch.loss_mask.to(device), batch.response_lengths.to(device)
+        inputs = PolicyLossInputs(log_probs, none, none, none, none, None, none, mask, response_lengths=lengths)
+        return reduce_step([policy_loss_sums(inputs, self.settings)], self.settings, self.passes.parallel)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +58,7 @@ class StepLoss:
     custom: CheckedCustomLoss | None
     pairs: PairTraining | None
     reward_model: RewardModelTraining | None
+    supervised: SupervisedEvaluation | None
 
     @classmethod
     def from_args(
@@ -52,6 +77,7 @@ class StepLoss:
             CheckedCustomLoss(args, passes.settings, hook_args) if settings.is_custom_loss else None,
             PairTraining.from_args(args, passes, settings, pack),
             RewardModelTraining.from_args(args, settings, passes.parallel, stages, pack),
+            SupervisedEvaluation(passes, settings, pack) if settings.supervised else None,
         )
 
     @property
@@ -60,9 +86,9 @@ class StepLoss:
         return self.passes.settings if self.reward_model is None else self.reward_model.scores
 
     @property
-    def held_out(self) -> PairTraining | RewardModelTraining | None:
-        """Evaluates held-out comparisons; None without a loss of comparisons."""
-        return self.pairs if self.reward_model is None else self.reward_model
+    def held_out(self) -> PairTraining | RewardModelTraining | SupervisedEvaluation | None:
+        """Evaluates held-out data with the loss of training; None with a policy loss or a custom one."""
+        return self.pairs or self.reward_model or self.supervised
 
     def sums_of(
         self, batch: RolloutBatch, columns: TrainTensors, data: RolloutData | None, scores: RolloutLogProbs

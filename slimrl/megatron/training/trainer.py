@@ -75,8 +75,8 @@ class MegatronTrainer:
     Public state: `start_rollout_id` (the first rollout to train on), `data_state` (as saved with the checkpoint
     that was resumed, else None), `parallel`, `stages` (the unwrapped GPTModels of this rank: one, or one per virtual
     stage). `memory` offloads and onloads all of it; an offloaded trainer raises on train and save. `memory_report`
-    measures it. `rollout_metrics` has means and speeds of the last rollout; `held_out` evaluates comparisons and is
-    None without a loss of such.
+    measures it. `rollout_metrics` has means and speeds of the last rollout; `held_out` evaluates held-out data and is
+    None with a policy loss.
     """
 
     def __init__(
