@@ -214,3 +214,28 @@ def test_beta_and_reference_follow_from_the_loss(pairs, more, beta, reference):
     assert problems == []
     assert (args.preference_beta, args.use_reference, args.samples_together) == (beta, reference, 2)
     assert not args.compute_advantages_and_returns
+
+
+SFT = (
+    "--loss-type sft_loss --rollout-function-path slimrl.rollout.sft_rollout.generate_rollout --n-samples-per-prompt 1"
+    " --input-key messages --prompt-data {dir}/talks.jsonl --eval-interval 5 --eval-prompt-data held-out"
+    " {dir}/talks.jsonl --eval-input-key messages"
+)
+
+
+@pytest.mark.parametrize(
+    ("more", "sentences"),
+    [
+        ("", []),
+        (
+            "--eval-temperature 0.5",
+            ["--eval-temperature has no effect on the evaluation of held-out conversations: leave it out."],
+        ),
+    ],
+)
+def test_held_out_conversations_are_evaluated_by_training(pairs, recipe, more, sentences):
+    talk = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
+    (recipe.dir / "talks.jsonl").write_text(json.dumps({"messages": talk}) + "\n")
+    args, problems = read_args(pairs(f"{SFT} {more}"))
+    assert [str(problem) for problem in problems] == sentences
+    assert args.evaluates_held_out
