@@ -92,14 +92,23 @@ def trained(tiny, tmp_path: Path, seed: int) -> tuple[Path, float]:
     return folder, accuracy
 
 
-def test_trained_reward_model_scores_unseen_answers_and_the_samples_of_a_run(tiny, tmp_path):
-    from transformers import AutoTokenizer
+@pytest.fixture(scope="module")
+def reward_model(tiny, tmp_path_factory) -> tuple[Path, float]:
+    """A trained reward model in Hugging Face's format, and its accuracy on unseen comparisons."""
+    return trained(tiny, tmp_path_factory.mktemp("reward-model"), seed=1)
 
-    folder, accuracy = trained(tiny, tmp_path, seed=1)
+
+def test_trained_reward_model_prefers_unseen_answers(reward_model):
+    folder, accuracy = reward_model
     assert accuracy >= 0.95
     config = json.loads((folder / "config.json").read_text())
     assert config["architectures"] == ["Qwen3ForSequenceClassification"] and config["num_labels"] == 1
 
+
+def test_trained_reward_model_scores_the_samples_of_a_run(reward_model, tiny, tmp_path):
+    from transformers import AutoTokenizer
+
+    folder, _ = reward_model
     template = str(tmp_path / "dump" / "{rollout_id}.jsonl")
     flags = tiny.flags(
         rm_type="reward_model",
