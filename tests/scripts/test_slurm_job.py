@@ -92,6 +92,7 @@ def submit(machines, folder: Path, driver: str, wait: int) -> subprocess.Popen:
     written = subprocess.run(tool, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     (folder / "job.sbatch").write_text(written.stdout)
     slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "machine[0-1]"}
+    slurm["SLURM_CPUS_ON_NODE"] = "2"
     path = f"{commands}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     with open(folder / "job.log", "w") as log:
         return subprocess.Popen(

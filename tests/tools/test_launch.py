@@ -147,6 +147,18 @@ def test_script_of_a_node_runs_the_recipe_with_its_words_unchanged(tmp_path):
     assert words[-3:] == ["BASE=/data", f"VALUE={hostile}", "PORT=7000"]
 
 
+def test_ray_job_waits_for_its_gpus_before_each_try(tmp_path):
+    script, _ = documents(written("kubernetes", *PODS, "--project", str(tmp_path), nodes=2))
+    words = bash(script["data"]["launch.sh"], tmp_path)
+    start = words.index("--") + 1
+    command = words[start:-3]
+    assert command[:2] == ["bash", "-c"] and command[2].startswith("python3 scripts/lib/wait_for_gpus.py --gpus 16 ")
+    ready = command[2].replace("python3 scripts/lib/wait_for_gpus.py", "echo waited")
+    last = ["printf", "%s\n", "a b", "$c"]
+    done = subprocess.run(["bash", "-c", ready, command[3], *last], capture_output=True, text=True, timeout=10)
+    assert done.stdout == "waited --gpus 16 --timeout-s 1800\na b\n$c\n"
+
+
 def test_path_of_tensorboard_comes_from_the_environment(tmp_path):
     script, _ = documents(written("pytorchjob", *PODS, "--project", str(tmp_path)))
     words = bash(script["data"]["launch.sh"], tmp_path, AIHC_TENSORBOARD_LOG_PATH="/logs/a b")
@@ -216,6 +228,22 @@ def test_real_recipe_without_its_model_is_rejected_by_name(tmp_path, capsys):
     options = ["--image", "i", "--base", str(tmp_path), "--", "bash", "scripts/run-qwen3-4B.sh"]
     assert launch.main(["pytorchjob", *options]) == 2
     assert f"{tmp_path}/Qwen3-4B" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "secret"),
+    [("HF_TOKEN", True), ("WANDB_API_KEY", True), ("AWS_SECRET_ACCESS_KEY", True), ("TOKENIZERS_PARALLELISM", False)],
+)
+def test_variable_is_a_secret_by_the_words_of_its_name(name, secret, capsys):
+    code = launch.main(["pytorchjob", "--image", "i", *resources(1), "--env", f"{name}=x", *RECIPE])
+    assert (code == 2) is secret
+
+
+def test_step_of_slurm_has_all_cores_of_a_node():
+    text = written("slurm", "--time", "1:00:00", "--base", "/data", "--image", "registry/slimrl:1")
+    (line,) = [line for line in text.splitlines() if line.startswith("srun ")]
+    assert '--cpus-per-task="${SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}" --cpu-bind=none' in line
+    assert "--container-image=registry/slimrl:1 --container-mounts=/data:/data" in line
 
 
 BAD = {

@@ -17,12 +17,13 @@ from slimrl.arguments.dry_run import NodeResources
 ROOT = Path(__file__).resolve().parents[2]
 # Linux gives outgoing connections ports from here on; a server's port above could be taken when it starts.
 FIRST_EPHEMERAL_PORT = 32768
+PLAN_TIMEOUT_S = 300
 RESUMABLE = 75  # slimrl.cluster.main.EXIT_RESUMABLE
 NAME_OF_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 NAME_OF_OBJECT = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")  # of Kubernetes, RFC 1035 label
 LONGEST_NAME = 40  # operators append up to 23 characters, of 63 that a label has
-# What the name of a variable must not look like for its value to stand in a job file.
-SECRET_WORDS = ("TOKEN", "SECRET", "PASSWORD", "API_KEY")
+# The value of such a variable must not stand in a job file. TOKENIZERS_PARALLELISM is none.
+SECRET_NAME = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|(API|ACCESS|SECRET|PRIVATE)_?KEY)($|_)", re.IGNORECASE)
 
 
 class LaunchError(ValueError):
@@ -83,7 +84,7 @@ class Job:
             if not NAME_OF_VARIABLE.fullmatch(variable):
                 yield f"{variable}: not a name of an environment variable: use letters, digits and underscores."
         for variable in self.environment:
-            if any(word in variable.upper() for word in SECRET_WORDS):
+            if SECRET_NAME.search(variable):
                 yield (
                     f"--env {variable}: the value would stand in the job file: store it as a secret and give"
                     f" --secret {variable}=SECRET:KEY."
@@ -92,10 +93,10 @@ class Job:
             if path is not None and not path.startswith("/"):
                 yield f"{option} {path}: give an absolute path, the same on all nodes."
 
-    def node_script(self, rank_lines: Sequence[str], *, check_ray: Sequence[str] = ()) -> str:
+    def node_script(self, rank_lines: Sequence[str], *, before_each_try: str = "") -> str:
         """The bash script of every node. `rank_lines` set WORLD_SIZE, RANK and MASTER_ADDR where a scheduler does not.
 
-        `check_ray` are lines just before the recipe, for a Ray cluster that the scheduler has started.
+        `before_each_try` is a command that must succeed before the recipe, also when it is started again.
         """
         lines = ["#!/usr/bin/env bash", f"# {self.name}: written by tools/launch.py", "set -euo pipefail"]
         lines += [f"cd {shlex.quote(self.project)}"] if self.project else []
@@ -103,12 +104,13 @@ class Job:
             lines += ["set +u", f"source {shlex.quote(self.activate)}", "set -u"]
         lines += rank_lines
         lines += [f"export {name}={shlex.quote(value)}" for name, value in self.variables().items()]
-        lines += [f"export RAY_PORT={self.port} RAY_JOIN_TIMEOUT_S={self.join_timeout_s}", *check_ray]
+        lines += [f"export RAY_PORT={self.port} RAY_JOIN_TIMEOUT_S={self.join_timeout_s}"]
         name = self.tensorboard_variable
         lines += ["MORE=()", f'if [[ -n ${{{name}:-}} ]]; then MORE=(--tensorboard-dir "${name}"); fi']
         lines += [
             f"exec bash scripts/resume.sh --max-restarts {self.max_restarts}"
             f" --rejoin-timeout-s {self.rejoin_timeout_s} -- \\",
+            *([f"   bash -c '{before_each_try} && exec \"$@\"' {self.name} \\"] if before_each_try else []),
             f'   {shlex.join(self.command)} "${{MORE[@]}}"',
         ]
         return "\n".join(lines) + "\n"
@@ -134,9 +136,14 @@ def planned_resources(command: Sequence[str], base: str, gpu_memory_gib: float |
             words += ["--gpu-memory-gib", f"{gpu_memory_gib:g}"]
         try:
             done = subprocess.run(
-                words, cwd=ROOT, env={**variables, "BASE": base, "PATH": path}, capture_output=True, text=True
+                words,
+                cwd=ROOT,
+                env={**variables, "BASE": base, "PATH": path},
+                capture_output=True,
+                text=True,
+                timeout=PLAN_TIMEOUT_S,
             )
-        except OSError as error:
+        except (OSError, subprocess.TimeoutExpired) as error:
             raise LaunchError(f"{command[0]}: cannot be run: {error}") from error
         if done.returncode == 0 and file.exists():
             return NodeResources.read(file)

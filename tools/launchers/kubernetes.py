@@ -54,7 +54,7 @@ def pytorch_job(job: Job, options: PodOptions) -> str:
     comment = [f"{job.name}: PyTorchJob over {nodes} x {job.resources.gpus_per_node} GPUs", *_how_to_start(job)]
     if nodes > 1:
         comment += ["Once before it, the token of the Ray cluster between the pods:", _create_token(options, token)]
-    return yaml_text(comment, _script(job, options, []), document)
+    return yaml_text(comment, _script(job, options), document)
 
 
 def ray_job(job: Job, options: PodOptions) -> str:
@@ -76,7 +76,7 @@ def ray_job(job: Job, options: PodOptions) -> str:
         },
     }
     comment = [f"{job.name}: RayJob over {job.resources.nodes} x {job.resources.gpus_per_node} GPUs (KubeRay 1.5.1 on)"]
-    script = _script(job, options, [wait], rank_lines=[f"export RAY_ADDRESS={address}"])
+    script = _script(job, options, before_each_try=wait, rank_lines=[f"export RAY_ADDRESS={address}"])
     return yaml_text([*comment, *_how_to_start(job)], script, document)
 
 
@@ -96,7 +96,7 @@ def ray_cluster(job: Job, options: PodOptions) -> str:
         f"   pod=$(kubectl get pod -n {options.namespace} -l {label} -o name)",
         f'   kubectl exec -it -n {options.namespace} "$pod" -- bash {SCRIPT_FOLDER}/{SCRIPT}',
     ]
-    script = _script(job, options, [], rank_lines=[f"export RAY_ADDRESS=http://127.0.0.1:{DASHBOARD_PORT}"])
+    script = _script(job, options, rank_lines=[f"export RAY_ADDRESS=http://127.0.0.1:{DASHBOARD_PORT}"])
     return yaml_text(comment, script, document)
 
 
@@ -200,12 +200,14 @@ def _volumes(job: Job, options: PodOptions) -> tuple[list[dict[str, Any]], list[
     return mounts, volumes
 
 
-def _script(job: Job, options: PodOptions, check_ray: list[str], rank_lines: list[str] | None = None) -> dict[str, Any]:
+def _script(
+    job: Job, options: PodOptions, *, before_each_try: str = "", rank_lines: tuple[str, ...] | list[str] = ()
+) -> dict[str, Any]:
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": {"name": f"{job.name}-launch", "namespace": options.namespace},
-        "data": {SCRIPT: job.node_script(rank_lines or [], check_ray=check_ray)},
+        "data": {SCRIPT: job.node_script(rank_lines, before_each_try=before_each_try)},
     }
 
 

@@ -90,6 +90,9 @@ def _directives(job: Job, options: SlurmOptions) -> list[str]:
 
 def _step_words(job: Job, options: SlurmOptions) -> list[str]:
     words = ["--kill-on-bad-exit=1", f"--wait={job.rejoin_timeout_s + 60}", "--label"]
+    # A step does not inherit the job's CPUs: without this it would run on one core of each node.
+    words += ['--cpus-per-task="${SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}"', "--cpu-bind=none"]
     if options.container:
-        words += [f"--container-image={shlex.quote(options.container)}", '--container-mounts="$FOLDER:$FOLDER,$BASE"']
+        mount = f"{job.base}:{job.base}"  # has the job's own folder too
+        words += [f"--container-image={shlex.quote(options.container)}", f"--container-mounts={shlex.quote(mount)}"]
     return words
