@@ -7,8 +7,8 @@
 # 75, or the command was killed by signal 6, 7, 9 or 11), at most N times (default 10). It continues from its last
 # checkpoint if --load and --save of the command name the same folder. Any other exit code is this script's.
 # On the other nodes: joins the head's cluster again each time the head has ended. A node that has been part of the
-# cluster ends with code 0 if no head appears within S seconds (default 180), or when it receives a signal: the head's
-# node reports the outcome.
+# cluster ends with code 0 if no head appears within S seconds (default 180), and any ends so when it receives a signal:
+# the head's node reports the outcome.
 set -euo pipefail
 LIB=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/lib" && pwd)
 # shellcheck source-path=SCRIPTDIR source=lib/say.sh
@@ -67,8 +67,7 @@ while :; do
    run "$@"
    if ((${RANK:-0} > 0)); then
       if [[ -n $SIGNAL ]]; then
-         if [[ $CODE == 0 || $JOINED == yes ]]; then end_of_worker "received SIG$SIGNAL"; fi
-         exit "$CODE"
+         end_of_worker "received SIG$SIGNAL"
       fi
       if ((CODE == 0)); then
          JOINED=yes
@@ -76,6 +75,7 @@ while :; do
          say "node ${RANK} joins again in case the head starts another try"
          continue
       fi
+      if ((CODE == 75)); then JOINED=yes; fi
       if [[ $JOINED == yes && $RESUMABLE != *" $CODE "* ]]; then end_of_worker "no head has appeared"; fi
    fi
    if ((CODE == 0)) || [[ -n $SIGNAL || $RESUMABLE != *" $CODE "* ]]; then exit "$CODE"; fi

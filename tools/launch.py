@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from slimrl.arguments.dry_run import NodeResources
@@ -156,6 +156,31 @@ def resources_of(options: argparse.Namespace, command: Sequence[str]) -> NodeRes
     return planned_resources(command, options.base, options.gpu_memory_gib)
 
 
+def _misplaced(options: argparse.Namespace) -> Iterator[str]:
+    """Options that this scheduler would ignore, and storage without which a restart begins anew."""
+    scheduler = options.scheduler
+    if scheduler in ("kubernetes", "pytorchjob"):
+        if not options.claim:
+            yield "--claim: checkpoints must survive a pod: give the PersistentVolumeClaim of BASE."
+        if options.queue and options.gang_scheduler == "default":
+            yield f"--queue {options.queue} is of volcano or kueue: give --gang-scheduler."
+        for one in options.secret:
+            if not one.name:
+                yield f"--secret {one.variable}: give the Kubernetes secret and its key, {one.variable}=SECRET:KEY."
+    if scheduler == "kubernetes":
+        for flag, value in (("--project", options.project), ("--activate", options.activate)):
+            if value is not None:
+                yield f"{flag} {value}: the job's program runs with the folder and PATH of the image: leave it out."
+    if scheduler == "skypilot" and not options.bucket:
+        yield "--bucket: checkpoints must survive a machine: give the bucket of BASE."
+    if scheduler == "slurm":
+        for one in options.secret:
+            yield (
+                f"--secret {one.variable}: Slurm has no secrets; sbatch passes your environment on: export"
+                f" {one.variable} before sbatch."
+            )
+
+
 def job_of(options: argparse.Namespace) -> Job:
     """The job of the options. Raises LaunchError."""
     command = list(options.command)
@@ -164,11 +189,14 @@ def job_of(options: argparse.Namespace) -> Job:
         raise LaunchError(f"{' '.join(command)}: no recipe: give bash scripts/run-....sh after --.")
     if "--tiny" in command:
         raise LaunchError("--tiny: runs on this machine's CPU; leave it out.")
+    if problems := list(_misplaced(options)):
+        raise LaunchError("\n".join(problems))
     resources = resources_of(options, command)
     name = options.name or Path(recipe).stem.removeprefix("run-").lower().replace(".", "-").replace("_", "-")
     if not any(word.split("=")[0] == "--runs-dir" for word in command):
         command += ["--runs-dir", options.runs_dir or f"{options.base.rstrip('/')}/runs"]
-    on_image = options.scheduler in ("kubernetes", "pytorchjob")
+    on_image = options.scheduler in ("kubernetes", "pytorchjob") or (options.scheduler == "slurm" and options.image)
+    replaces_pods = options.scheduler in ("kubernetes", "pytorchjob")
     own = None if options.scheduler == "skypilot" else str(Path(__file__).resolve().parents[1])
     return Job(
         name=name,
@@ -182,7 +210,9 @@ def job_of(options: argparse.Namespace) -> Job:
         port=options.port,
         max_restarts=options.max_restarts,
         # Kubernetes replaces single pods, which may take long.
-        rejoin_timeout_s=options.rejoin_timeout_s or (1800 if on_image else 180),
+        rejoin_timeout_s=(1800 if replaces_pods else 180)
+        if options.rejoin_timeout_s is None
+        else options.rejoin_timeout_s,
         network_interface=options.network_interface,
         ib_devices=options.ib_devices,
         tensorboard_variable=options.tensorboard_variable,
@@ -222,6 +252,7 @@ def _slurm(job: Job, options: argparse.Namespace) -> str:
             cpus=options.cpus,
             gpus_as=options.gpus_as,
             container=options.image,
+            mounts_project=options.project is not None,
             extra=tuple(options.sbatch),
         ),
     )

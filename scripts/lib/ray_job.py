@@ -67,6 +67,8 @@ def exit_code(details: JobDetails) -> int:
     if details.status == JobStatus.STOPPED:
         return EXIT_STOPPED
     code = details.driver_exit_code
+    if code is None:  # its supervisor was lost
+        return EXIT_RESUMABLE
     return EXIT_FAILED if not code else code if code > 0 else 128 - code
 
 

@@ -11,10 +11,11 @@ import time
 import ray
 
 POLL_S = 2.0
+EXIT_RESUMABLE = 75  # slimrl.cluster.main.EXIT_RESUMABLE
 
 
 def main(argv: list[str]) -> int:
-    """Exit code 0, or 1 if the GPUs are not there in time."""
+    """Exit code 0, or 75 if the GPUs are not there in time."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--gpus", type=int, required=True, help="GPUs that the cluster must have")
     parser.add_argument("--timeout-s", type=float, required=True, help="seconds to wait for them")
@@ -29,7 +30,7 @@ def main(argv: list[str]) -> int:
             nodes = ", ".join(sorted(node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]))
             missing = f"{present} of {options.gpus} GPUs after {options.timeout_s:g} s"
             print(f"slimrl: the Ray cluster has {missing}; its nodes: {nodes}", file=sys.stderr)
-            return 1
+            return EXIT_RESUMABLE
         time.sleep(POLL_S)
     return 0
 

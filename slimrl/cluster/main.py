@@ -119,13 +119,12 @@ def _run(args: Arguments, loop: Callable[[Run], None]) -> int:
     except (InsufficientGpusError, DriverWithoutGpuError, PrometheusError, FolderInUseError) as error:
         logger.error("%s", error)
         return EXIT_REFUSED
-    except EngineRequestError as error:  # an EngineError that would happen again
+    except (EngineRequestError, RankFailedError) as error:  # rejected again; raised by the same code again
         logger.error("%s", error)
         return EXIT_FAILED
     except (
         ProcessDiedError,
         ProcessStartError,
-        RankFailedError,
         EngineError,
         WeightSyncError,
         WatchdogTimeoutError,

@@ -53,7 +53,8 @@ def generate_rollout(
         raise ValueError("training evaluates held-out pairs itself, with --debug-train-only")
     groups = data_source.get_samples(args.rollout_batch_size)
     for group in groups:
-        _fill_pair(group, tokenizer, TURN_MARKS[args.loss_mask_type], args.apply_chat_template_kwargs)
+        marks, options = TURN_MARKS[args.loss_mask_type], args.apply_chat_template_kwargs
+        _fill_pair(group, tokenizer, marks, options, reward=0.0 if args.trains_reward_model else 1.0)
     return RolloutOutput(groups, {})
 
 
@@ -84,7 +85,9 @@ def _fill_pair(
     marks: TurnMarks,
     template_options: dict[str, Any],
     flag: str = "--prompt-data",
+    reward: float = 1.0,
 ) -> None:
+    """Tokenizes a group; `reward` is that of the preferred answer in a row without a margin."""
     name = f"{flag}, group {group[0].group_index}"
     if len(group) < len(SIDES) or any(PAIR_KEY not in sample.metadata for sample in group):
         raise ValueError(
@@ -102,7 +105,7 @@ def _fill_pair(
         else:
             sample.prompt = [_not_trained(message) for message in sample.prompt] + answer
             fill_conversation(sample, tokenizer, marks, template_options)
-        sample.reward = float(pair.get("margin", 1.0)) if place == 0 else 0.0
+        sample.reward = float(pair.get("margin", reward)) if place == 0 else 0.0
         sample.metadata[SIDE_KEY] = SIDES[min(place, 1)]
     first, *others = group
     for second in others:

@@ -85,10 +85,14 @@ def test_expected_error_prints_only_its_message(end, kind):
     assert (code, record.getMessage(), record.exc_info) == (1, "rollout 3: fix the grader", None)
 
 
-@pytest.mark.parametrize("kind", [ProcessDiedError, RankFailedError, EngineError, WatchdogTimeoutError])
+@pytest.mark.parametrize("kind", [ProcessDiedError, EngineError, WatchdogTimeoutError])
 def test_lost_process_ends_with_the_exit_code_for_another_try(end, kind):
     code, record = end(kind("train worker rank 3 died"))
     assert (code, record.getMessage(), record.exc_info) == (75, "train worker rank 3 died", None)
+
+
+def test_error_inside_a_rank_would_be_raised_again(end):
+    assert end(RankFailedError("rank 0: ValueError: bad loss"))[0] == 1
 
 
 def test_rejected_request_would_be_rejected_again(end):

@@ -41,7 +41,7 @@ def test_command_output_is_complete_and_ray_lines_only_from_warnings_up(size, ca
         (JobStatus.SUCCEEDED, 0, 0),
         (JobStatus.FAILED, 2, 2),  # an invalid command line
         (JobStatus.FAILED, -9, 137),  # SIGKILL
-        (JobStatus.FAILED, None, 1),  # never started
+        (JobStatus.FAILED, None, 75),  # its supervisor was lost
         (JobStatus.STOPPED, None, 143),
     ],
 )
@@ -83,7 +83,7 @@ class Client:
     [
         ("http://head", [JobStatus.RUNNING, JobStatus.SUCCEEDED], 0, ["lost the job's output"]),
         ("http://head", [JobStatus.RUNNING], 75, ["lost the job's output", "has ended or is unreachable: gone"]),
-        ("http://head", [JobStatus.FAILED], 1, ["lost the job's output", "the job ended before its command"]),
+        ("http://head", [JobStatus.FAILED], 75, ["lost the job's output", "the job ended before its command"]),
         ("http://unreachable", [], 1, ["did not accept the job: no server answers"]),
     ],
 )

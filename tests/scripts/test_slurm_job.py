@@ -24,21 +24,21 @@ pytestmark = [
 # One process per machine; like srun's --kill-on-bad-exit and --wait, in short.
 SRUN = """
 #!{python}
-import os, signal, subprocess, sys, time
+import os, pathlib, signal, subprocess, sys, time
 words = [word for word in sys.argv[1:] if not word.startswith("--")]
 nodes = [
     subprocess.Popen([*prefix, "env", f"SLURM_PROCID={{rank}}", *words])
     for rank, prefix in enumerate({prefixes!r})
 ]
-def forward(number, _):
+pathlib.Path("{folder}/nodes").write_text(" ".join(str(node.pid) for node in nodes))
+def forward(number):
     for node in nodes:
-        subprocess.run(["pkill", "-TERM", "-P", str(node.pid)]) if node.poll() is None else None
         node.poll() is None and node.send_signal(number)
-signal.signal(signal.SIGTERM, forward)
+signal.signal(signal.SIGTERM, lambda *_: forward(signal.SIGKILL))  # as srun does
 while all(node.poll() is None for node in nodes):
     time.sleep(0.2)
 if any(node.poll() for node in nodes):
-    forward(signal.SIGTERM, None)
+    forward(signal.SIGTERM)
 sys.exit(max(node.wait({wait}) for node in nodes))
 """
 SCONTROL = """
@@ -78,7 +78,8 @@ def submit(machines, folder: Path, driver: str, wait: int) -> subprocess.Popen:
     commands.mkdir()
     prefixes = [machines.command(rank) for rank in range(2)]
     texts = {
-        "srun": SRUN.format(python=sys.executable, prefixes=prefixes, wait=wait),
+        "srun": SRUN.format(python=sys.executable, prefixes=prefixes, wait=wait, folder=folder),
+        "scancel": f'#!/usr/bin/env bash\n[[ $* == "--signal=TERM 7" ]] && kill -TERM $(<{folder}/nodes)\n',
         "scontrol": SCONTROL.format(folder=folder, addresses=" ".join(ADDRESSES)),
     }
     for name, text in texts.items():

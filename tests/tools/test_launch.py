@@ -30,7 +30,7 @@ PODS = ["--image", "registry/slimrl:1", "--claim", "pvc-data", "--base", "/data"
 EVERYTHING = [
     *("--rdma", "rdma/hca", "--host-network", "--gang-scheduler", "volcano", "--queue", "research", "--cpus", "96"),
     *("--node-selector", "gpu=h100", "--env", "NCCL_DEBUG=INFO", "--secret", "WANDB_API_KEY=wandb:key"),
-    *("--network-interface", "eth0", "--ib-devices", "mlx5_0,mlx5_1", "--activate", "/opt/env/bin/activate"),
+    *("--network-interface", "eth0", "--ib-devices", "mlx5_0,mlx5_1"),
 ]
 
 
@@ -148,8 +148,8 @@ def test_script_of_a_node_runs_the_recipe_with_its_words_unchanged(tmp_path):
 
 
 def test_ray_job_waits_for_its_gpus_before_each_try(tmp_path):
-    script, _ = documents(written("kubernetes", *PODS, "--project", str(tmp_path), nodes=2))
-    words = bash(script["data"]["launch.sh"], tmp_path)
+    script, _ = documents(written("kubernetes", *PODS, nodes=2))
+    words = bash(script["data"]["launch.sh"].replace("cd /opt/slimrl\n", ""), tmp_path)
     start = words.index("--") + 1
     command = words[start:-3]
     assert command[:2] == ["bash", "-c"] and command[2].startswith("python3 scripts/lib/wait_for_gpus.py --gpus 16 ")
@@ -173,13 +173,15 @@ def test_skypilot_task_restarts_lost_runs_only(install, nodes):
     jsonschema.validate(task, SCHEMAS["skypilot"])
     assert task["num_nodes"] == nodes and task["resources"]["accelerators"] == "H100:8"
     assert task["resources"]["memory"] == "800+"
-    assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == [75]
+    assert task["resources"]["job_recovery"] == {"strategy": "FAILOVER", "max_restarts_on_errors": 0}
     assert task["secrets"] == {"HF_TOKEN": None, **({"RAY_AUTH_TOKEN": None} if nodes > 1 else {})}
     assert ("setup" in task) == (install[0] == "--setup")
 
 
 def test_skypilot_task_sets_the_node_numbers(tmp_path):
-    task = yaml.safe_load(written("skypilot", "--accelerator", "H100", "--image", "i", "--base", "/data"))
+    task = yaml.safe_load(
+        written("skypilot", "--accelerator", "H100", "--image", "i", "--base", "/data", "--bucket", "s3://b")
+    )
     run = task["run"].replace("exec bash", 'echo "$WORLD_SIZE $RANK $MASTER_ADDR ${RAY_ADDRESS:-}"; exec bash')
     nodes = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"}
     assert bash(run, tmp_path, RAY_ADDRESS="127.0.0.1:6380", **nodes)[0] == "2 1 10.0.0.1 "
@@ -225,7 +227,7 @@ def test_plan_that_is_rejected_is_shown(tmp_path, capsys):
 
 
 def test_real_recipe_without_its_model_is_rejected_by_name(tmp_path, capsys):
-    options = ["--image", "i", "--base", str(tmp_path), "--", "bash", "scripts/run-qwen3-4B.sh"]
+    options = ["--image", "i", "--claim", "c", "--base", str(tmp_path), "--", "bash", "scripts/run-qwen3-4B.sh"]
     assert launch.main(["pytorchjob", *options]) == 2
     assert f"{tmp_path}/Qwen3-4B" in capsys.readouterr().err
 
@@ -235,7 +237,7 @@ def test_real_recipe_without_its_model_is_rejected_by_name(tmp_path, capsys):
     [("HF_TOKEN", True), ("WANDB_API_KEY", True), ("AWS_SECRET_ACCESS_KEY", True), ("TOKENIZERS_PARALLELISM", False)],
 )
 def test_variable_is_a_secret_by_the_words_of_its_name(name, secret, capsys):
-    code = launch.main(["pytorchjob", "--image", "i", *resources(1), "--env", f"{name}=x", *RECIPE])
+    code = launch.main(["pytorchjob", *PODS, *resources(1), "--env", f"{name}=x", *RECIPE])
     assert (code == 2) is secret
 
 
@@ -262,19 +264,36 @@ def test_bad_options_are_refused_with_the_fix(name, capsys):
     options, sentences = BAD[name]
     given = [] if name == "part of the resources" else resources(2)
     command = [] if "--" in options else RECIPE
-    assert launch.main(["pytorchjob", "--image", "i", *given, *options, *command]) == 2
+    assert launch.main(["pytorchjob", "--image", "i", "--claim", "c", *given, *options, *command]) == 2
     said = capsys.readouterr().err
     for sentence in sentences:
         assert sentence in said
 
 
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["kubernetes", "--image", "i"], "--claim: checkpoints must survive a pod"),
+        (["kubernetes", *PODS, "--queue", "q"], "--queue q is of volcano or kueue: give --gang-scheduler."),
+        (["kubernetes", *PODS, "--secret", "HF_TOKEN"], "--secret HF_TOKEN: give the Kubernetes secret and its key"),
+        (["kubernetes", *PODS, "--project", "/data/slimrl"], "--project /data/slimrl: the job's program runs with"),
+        (["kubernetes", *PODS, "--rejoin-timeout-s", "0"], "--rejoin-timeout-s 0: give 1 or more."),
+        (["skypilot", "--accelerator", "H100", "--image", "i"], "--bucket: checkpoints must survive a machine"),
+        (["slurm", "--time", "1:00", "--secret", "HF_TOKEN"], "--secret HF_TOKEN: Slurm has no secrets"),
+    ],
+)
+def test_option_that_a_scheduler_would_ignore_is_refused(words, sentence, capsys):
+    assert launch.main([*words, *resources(1), *RECIPE]) == 2
+    assert sentence in capsys.readouterr().err
+
+
 def test_value_of_a_secret_is_not_printed(capsys):
-    launch.main(["pytorchjob", "--image", "i", *resources(1), "--env", "MY_PASSWORD=s3cret", *RECIPE])
+    launch.main(["pytorchjob", *PODS, *resources(1), "--env", "MY_PASSWORD=s3cret", *RECIPE])
     assert "s3cret" not in capsys.readouterr().err
 
 
 def test_skypilot_needs_an_image_or_a_command_that_installs(capsys):
-    assert launch.main(["skypilot", "--accelerator", "H100", *resources(1), *RECIPE]) == 2
+    assert launch.main(["skypilot", "--accelerator", "H100", "--bucket", "s3://b", *resources(1), *RECIPE]) == 2
     assert "either --image with slimrl, or --setup" in capsys.readouterr().err
 
 

@@ -69,7 +69,7 @@ def ray_job(job: Job, options: PodOptions) -> str:
         "spec": {
             "entrypoint": f"bash {SCRIPT_FOLDER}/{SCRIPT}",
             "submissionMode": "K8sJobMode",
-            "backoffLimit": min(job.max_restarts, 3),  # of whole clusters; within one, scripts/resume.sh counts
+            "backoffLimit": 0,  # KubeRay would repeat any failure; scripts/resume.sh knows what is worth another try
             "shutdownAfterJobFinishes": True,
             "ttlSecondsAfterFinished": 600,
             "rayClusterSpec": _ray_cluster(job, options),

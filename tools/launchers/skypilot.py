@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from slimrl.processes.process_info import GIB
-from tools.launchers.job import RESUMABLE, Job
+from tools.launchers.job import Job
 from tools.launchers.yaml_text import yaml_text
 
 
@@ -35,11 +35,8 @@ def task(job: Job, options: SkyOptions) -> str:
     }
     if options.image:
         resources["image_id"] = f"docker:{options.image}"
-    resources["job_recovery"] = {
-        "strategy": "FAILOVER",
-        "max_restarts_on_errors": job.max_restarts,
-        "recover_on_exit_codes": [RESUMABLE],
-    }
+    # SkyPilot replaces preempted machines; scripts/resume.sh knows which exit codes are worth another try.
+    resources["job_recovery"] = {"strategy": "FAILOVER", "max_restarts_on_errors": 0}
     document: dict[str, Any] = {"name": job.name, "num_nodes": job.resources.nodes, "resources": resources}
     document["workdir"] = "."
     secrets: dict[str, None] = {secret.variable: None for secret in job.secrets}

@@ -22,6 +22,7 @@ class SlurmOptions:
     cpus: int | None = None
     gpus_as: str = "gpus-per-node"
     container: str | None = None  # image for pyxis, NVIDIA's container plugin of Slurm
+    mounts_project: bool = False  # the checkout is not in the image
     extra: tuple[str, ...] = ()  # more #SBATCH words
 
 
@@ -49,7 +50,8 @@ def sbatch(job: Job, options: SlurmOptions) -> str:
         "STEP='' AGAIN=no",
         "end_in_time() {",
         "   AGAIN=yes",
-        '   if [[ -n $STEP ]]; then kill -TERM "$STEP"; fi',
+        "   # srun itself would answer TERM with KILL.",
+        '   scancel --signal=TERM "$SLURM_JOB_ID"',
         "}",
         "trap end_in_time TERM",
         "# --wait: the other nodes end this long after the first; --kill-on-bad-exit: at once if it fails.",
@@ -60,6 +62,8 @@ def sbatch(job: Job, options: SlurmOptions) -> str:
         'while kill -0 "$STEP" 2>/dev/null; do CODE=0; wait "$STEP" || CODE=$?; done',
         f"if [[ $AGAIN == yes && $CODE != 0 ]] && ((${{SLURM_RESTART_COUNT:-0}} < {job.max_restarts})); then",
         '   scontrol requeue "$SLURM_JOB_ID"',
+        "elif [[ $AGAIN == yes && $CODE != 0 ]]; then",
+        f'   echo "queued again {job.max_restarts} times already (--max-restarts): giving up" >&2',
         "fi",
         'exit "$CODE"',
     ]
@@ -93,6 +97,7 @@ def _step_words(job: Job, options: SlurmOptions) -> list[str]:
     # A step does not inherit the job's CPUs: without this it would run on one core of each node.
     words += ['--cpus-per-task="${SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}"', "--cpu-bind=none"]
     if options.container:
-        mount = f"{job.base}:{job.base}"  # has the job's own folder too
-        words += [f"--container-image={shlex.quote(options.container)}", f"--container-mounts={shlex.quote(mount)}"]
+        mounts = [job.base, *([job.project] if job.project and options.mounts_project else [])]
+        shown = ",".join(f"{path}:{path}" for path in mounts)  # BASE has the job's own folder too
+        words += [f"--container-image={shlex.quote(options.container)}", f"--container-mounts={shlex.quote(shown)}"]
     return words
