@@ -103,6 +103,19 @@ def test_other_columns_hold_the_answers(groups_of, tokenizer):
     assert parts(tokenizer, better) == ("q", "a<|im_end|>")
 
 
+def test_pair_of_another_source_without_a_margin_has_the_margin_zero(source_of, tokenizer):
+    args, source = source_of([LAYOUTS["prompt and answers of messages"]], loss_type="reward_model_loss")
+
+    class WithoutMargins:
+        def get_samples(self, count):
+            groups = source.get_samples(count)
+            assert [sample.metadata[PAIR_KEY].pop("margin") for group in groups for sample in group] == [0.0, 0.0]
+            return groups
+
+    ((better, worse),) = generate_rollout(args, 0, WithoutMargins(), tokenizer=tokenizer).groups
+    assert (better.reward, worse.reward) == (0.0, 0.0)
+
+
 def test_prompt_that_the_template_renders_differently_is_rejected(source_of, tokenizer):
     args, source = source_of([{"prompt": [QUESTION], "chosen": [RIGHT], "rejected": [WRONG]}])
 
