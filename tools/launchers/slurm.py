@@ -40,8 +40,9 @@ def sbatch(job: Job, options: SlurmOptions) -> str:
         "trap 'rm -rf -- \"$FOLDER\"' EXIT",
         "(umask 077; head -c 32 /dev/urandom | sha256sum | cut -d ' ' -f 1 >\"$FOLDER/ray_token\")",
         "export RAY_AUTH_TOKEN_PATH=$FOLDER/ray_token WORLD_SIZE=$SLURM_JOB_NUM_NODES",
-        'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
-        "export MASTER_ADDR",
+        # Not through `head`: with pipefail, a list that is still being written would end the job.
+        'mapfile -t HOSTS < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
+        "export MASTER_ADDR=${HOSTS[0]}",
         "cat >\"$FOLDER/node.sh\" <<'END_OF_NODE_SCRIPT'",
         job.node_script(["export RANK=$SLURM_PROCID"]).rstrip("\n"),
         "END_OF_NODE_SCRIPT",
