@@ -23,7 +23,7 @@ CONFIGS = {"from_args", "for_training", "for_evaluation"}  # class methods that 
 CONTRACTS = {  # custom functions and classes receive it, and so do functions that they may call or name
     "hooks/rollout_hooks.py": None,  # all of them
     "hooks/train_hooks.py": None,
-    "compatibility/distillation.py": None,
+    "compatibility/graders.py": None,
     "compatibility/rollout_helpers.py": {"GenerateState.__init__", "generate", "get_model_url"},
     "data/sample.py": {
         "SlimeSample.get_reward_value",

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from slimrl.algorithms.reduction import sample_mean_weights, sums_per_sample
+from slimrl.algorithms.losses import sample_mean_weights, sums_per_sample
 
 # exp(20) is far outside every bound; larger arguments overflow, and inf * 0 makes the gradient NaN.
 _MAX_LOG_RATIO = 20.0

@@ -25,7 +25,7 @@ from ray._raylet import AuthenticationMode, get_authentication_mode  # type: ign
 from slimrl.cluster.launch import check_driver_sees_gpus
 from slimrl.platform.launch_env import Machine, this_machine
 from slimrl.processes import stale_resources
-from slimrl.processes.best_effort_files import optional_output
+from slimrl.processes.files import optional_output
 
 logger = logging.getLogger("slimrl")
 

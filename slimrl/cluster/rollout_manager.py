@@ -32,7 +32,7 @@ from slimrl.engines.protocol import EngineGroupClient
 from slimrl.hooks import contain_tasks
 from slimrl.observability import rollout_dump
 from slimrl.observability.tracer import Timeline
-from slimrl.processes.best_effort_files import OptionalFiles
+from slimrl.processes.files import OptionalFiles
 from slimrl.processes.process_info import resident_gib
 from slimrl.rollout import async_utils
 from slimrl.rollout.asynchronous import inflight_state

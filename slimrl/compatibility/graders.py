@@ -1,8 +1,12 @@
-"""slime's graders and metric helpers as ordinary functions, with slimrl's grading rules and metrics (docs/metrics.md).
+"""slime's graders, reward functions and metric helpers as ordinary functions, with slimrl's grading rules and metrics.
 
 Answers are graded by equivalence. Grading that takes more than a comparison runs in a separate process with a time
 limit, and the caller blocks; if it fails, the answer counts as wrong. `async_rm` does the same without blocking other
-samples.
+samples. docs/metrics.md describes the metrics.
+
+slime's reward functions of on-policy distillation fetch the log-probabilities of a teacher on SGLang servers and give
+every response the reward 0. Here `--use-opd --opd-type sglang` fetches them, with or without these functions, and only
+the reward is left.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from slimrl.arguments import Arguments
 from slimrl.compatibility.rollout_helpers import run
 from slimrl.data.sample import Sample
 from slimrl.rollout.metrics import PASS_REWARD, mean, pass_at_k
@@ -97,3 +102,15 @@ def compute_pass_rate(
     passed = [sum(reward >= PASS_REWARD for reward in group) for group in groups]
     ks = [1 << power for power in range(group_size.bit_length())]
     return {f"pass@{k}": mean([pass_at_k(group_size, one, k) for one in passed]) for k in ks}
+
+
+async def reward_func(args: Arguments, sample: Sample, **kwargs: Any) -> float:
+    """0, for `--custom-rm-path`. Raises ValueError without a teacher on servers: nothing would be learned."""
+    if not args.has_served_teacher:
+        raise ValueError("this reward is always 0 and needs a teacher: add --use-opd --opd-type sglang")
+    return 0.0
+
+
+def post_process_rewards(args: Arguments, samples: list[Sample], **kwargs: Any) -> tuple[list[float], list[float]]:
+    """0 for every sample, for `--custom-reward-post-process-path`."""
+    return [0.0] * len(samples), [0.0] * len(samples)

@@ -13,10 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slimrl.algorithms.kl import KLKind, kl_estimate
+from slimrl.algorithms.losses import KLKind, clipped_policy_loss, kl_estimate, masked_mean_per_sample_sum, masked_sum
 from slimrl.algorithms.off_policy import sequence_log_ratio
-from slimrl.algorithms.policy_loss import clipped_policy_loss
-from slimrl.algorithms.reduction import masked_mean_per_sample_sum, masked_sum
 from slimrl.algorithms.returns import discounted_returns, reward_at_last_token
 from slimrl.rollout.sft_rollout import TURN_MARKS, assistant_spans, conversation_mask, trained_turns
 

@@ -122,14 +122,14 @@ OFFERS = (
     Offer(
         "slime.rollout.on_policy_distillation",
         "reward_func",
-        f"{_HERE}.distillation:reward_func",
+        f"{_HERE}.graders:reward_func",
         "the reward is 0, as after slime's `post_process_rewards`; `--use-opd --opd-type sglang` asks the teacher at"
         " `--rm-url` without it",
     ),
     Offer(
         "slime.rollout.on_policy_distillation",
         "post_process_rewards",
-        f"{_HERE}.distillation:post_process_rewards",
+        f"{_HERE}.graders:post_process_rewards",
         "all rewards are 0; `sample.teacher_log_probs` is already set",
     ),
     Offer(

@@ -14,7 +14,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from slimrl.algorithms.distillation import TeacherTerm
+from slimrl.algorithms.losses import TeacherTerm
 from slimrl.arguments import Arguments
 from slimrl.data.train_batch import RolloutBatch
 from slimrl.megatron.checkpoint.state import load_initial_weights

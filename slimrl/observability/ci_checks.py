@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slimrl.arguments import Arguments
-from slimrl.processes.atomic_file import atomic_file
+from slimrl.processes.files import atomic_file
 
 KL_TOLERANCE = 1e-5  # the same weights, asked twice: rounding alone
 GRAD_NORM_TOLERANCE = 0.01

@@ -16,7 +16,7 @@ from typing import Any
 
 from slimrl.observability.rollout_dump import PLACEHOLDER
 from slimrl.observability.summary import load_summary
-from slimrl.processes.machine_memory import this_machine
+from slimrl.processes.process_info import this_machine
 
 _RESUMED = "resumed_at"
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from slimrl.data.sample import Sample
-from slimrl.processes.atomic_file import atomic_file
+from slimrl.processes.files import atomic_file
 
 PLACEHOLDER = "{rollout_id}"
 _FORMAT = "slimrl-rollout-1"

@@ -29,7 +29,7 @@ from slimrl.observability.metrics.prometheus import TARGETS_FILE, PrometheusEndp
 from slimrl.observability.metrics.writers import TRAIN_AXIS, MetricWriter, TensorBoard, WandbRun, WandbSettings
 from slimrl.observability.summary import Summary
 from slimrl.observability.terminal import SHORT, short_evaluation, short_step
-from slimrl.processes.best_effort_files import OptionalFiles
+from slimrl.processes.files import OptionalFiles
 
 logger = logging.getLogger("slimrl")
 

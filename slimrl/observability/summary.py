@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from slimrl import __version__
-from slimrl.processes.atomic_file import atomic_file
+from slimrl.processes.files import atomic_file
 
 SCHEMA_VERSION = 1
 

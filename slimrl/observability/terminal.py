@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
-from slimrl.processes.best_effort_files import OptionalLogHandler
+from slimrl.processes.files import OptionalLogHandler
 
 if TYPE_CHECKING:
     from tqdm import tqdm

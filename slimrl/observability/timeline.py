@@ -27,7 +27,7 @@ from typing import Any
 import orjson
 
 from slimrl.observability.tracer import FOLDER, FORMAT, MAIN, earlier_part
-from slimrl.processes.atomic_file import atomic_file
+from slimrl.processes.files import atomic_file
 
 
 @dataclasses.dataclass

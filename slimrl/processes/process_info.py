@@ -1,20 +1,24 @@
-"""Information about other processes of this machine: state, Python stack of the main thread, memory.
+"""Information about this machine and its processes: memory, GPUs, state, Python stack of the main thread.
 
 A stack dump is requested by a signal, which would kill a process without a handler. So the signal is only sent to
 processes that have called `enable_stack_dump`; processes that may hang call it first.
 
-Memory is the resident set (RSS) of a process and its descendants, read from /proc in well under a millisecond each;
-shared pages count in every process. The proportional set (PSS) would walk every page table, which takes seconds for a
-process of a hundred gigabytes.
+Memory of a process is the resident set (RSS) of it and its descendants, read from /proc in well under a millisecond
+each; shared pages count in every process. The proportional set (PSS) would walk every page table, which takes seconds
+for a process of a hundred gigabytes. Memory of the machine and its GPUs comes from /proc and nvidia-smi. Does not
+import torch.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import faulthandler
 import os
 import re
+import shutil
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -134,3 +138,48 @@ def _children(process: Path) -> list[int]:
 def gib(size: int) -> str:
     """Formats bytes: "7.49 GiB", or "12.0 MiB" below 1 GiB."""
     return f"{size / GIB:,.2f} GiB" if size >= GIB else f"{size / 2**20:,.1f} MiB"
+
+
+_QUERY = ("--query-gpu=memory.total", "--format=csv,noheader,nounits")
+_TIMEOUT_S = 20
+_MEMINFO = Path("/proc/meminfo")
+_CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """Bytes of each GPU, and of the memory available to processes (None if unknown)."""
+
+    gpus: tuple[int, ...]
+    host: int | None
+
+
+def this_machine() -> Machine:
+    """Measures this machine; a GPU driver that does not respond counts as no GPU."""
+    return Machine(_gpus(), _host())
+
+
+def _gpus() -> tuple[int, ...]:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return ()
+    try:
+        done = subprocess.run([program, *_QUERY], capture_output=True, text=True, timeout=_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    words = done.stdout.split()
+    if done.returncode != 0 or not all(word.isdigit() for word in words):
+        return ()
+    return tuple(int(word) * 2**20 for word in words)
+
+
+def _host() -> int | None:
+    """Physical memory, or the container's limit if that is lower."""
+    if not _MEMINFO.is_file():
+        return None
+    total = next((line for line in _MEMINFO.read_text().splitlines() if line.startswith("MemTotal:")), None)
+    if total is None:
+        return None
+    physical = int(total.split()[1]) * 1024
+    limit = _CONTAINER_LIMIT.read_text().strip() if _CONTAINER_LIMIT.is_file() else "max"
+    return min(physical, int(limit)) if limit.isdigit() else physical

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slimrl.algorithms.distillation import TeacherTerm, sampled_reverse_kl
+from slimrl.algorithms.losses import TeacherTerm, sampled_reverse_kl
 
 
 def distributions(vocabulary: int = 7) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from slimrl.algorithms.kl import kl_estimate, next_kl_coef
+from slimrl.algorithms.losses import kl_estimate, next_kl_coef
 
 LOG_PROBS = torch.tensor([-1.0, -2.0])
 REF_LOG_PROBS = torch.tensor([-1.2, -1.5])

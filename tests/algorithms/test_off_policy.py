@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
+from slimrl.algorithms.losses import cispo_loss
 from slimrl.algorithms.off_policy import importance_weights, off_policy_sequence_mask, sequence_log_ratio
-from slimrl.algorithms.policy_loss import cispo_loss
 
 
 def test_weights_are_the_ratio_of_probabilities_within_bounds():

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from slimrl.algorithms.policy_loss import clipped_policy_loss
+from slimrl.algorithms.losses import clipped_policy_loss
 
 OLD = torch.tensor([-1.0])
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from slimrl.algorithms.reduction import masked_mean_per_sample_sum, masked_sum, sample_mean_weights
+from slimrl.algorithms.losses import masked_mean_per_sample_sum, masked_sum, sample_mean_weights
 
 VALUES = torch.tensor([1.0, 2.0, 3.0, 10.0, 20.0, 5.0])
 MASK = torch.tensor([1.0, 0.0, 1.0, 1.0, 1.0, 0.0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from slimrl.algorithms.value_loss import clipped_value_loss
+from slimrl.algorithms.losses import clipped_value_loss
 
 
 def test_loss_is_the_larger_square_of_the_value_and_the_clipped_value():

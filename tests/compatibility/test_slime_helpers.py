@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slimrl.arguments import Arguments
-from slimrl.compatibility import distillation, graders, loss_helpers
+from slimrl.compatibility import graders, loss_helpers
 from slimrl.compatibility.loss_helpers import MultiTurnLossMaskGenerator, get_response_lengths
 from slimrl.compatibility.rollout_helpers import (
     RolloutFnEvalOutput,
@@ -125,7 +125,7 @@ def test_small_helpers():
 def test_rewards_of_distillation_are_zero_and_need_a_teacher():
     samples = [Sample(index=index) for index in range(3)]
     args = Arguments(use_opd=True, opd_type="sglang")
-    assert run(distillation.reward_func(args, samples[0])) == 0.0
-    assert distillation.post_process_rewards(args, samples) == ([0.0] * 3, [0.0] * 3)
+    assert run(graders.reward_func(args, samples[0])) == 0.0
+    assert graders.post_process_rewards(args, samples) == ([0.0] * 3, [0.0] * 3)
     with pytest.raises(ValueError, match="needs a teacher: add --use-opd --opd-type sglang"):
-        run(distillation.reward_func(Arguments(use_opd=True, opd_type="megatron"), samples[0]))
+        run(graders.reward_func(Arguments(use_opd=True, opd_type="megatron"), samples[0]))

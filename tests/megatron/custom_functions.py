@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slimrl.algorithms.kl import kl_estimate
+from slimrl.algorithms.losses import kl_estimate
 
 
 def note(args: Any, *what: Any) -> None:

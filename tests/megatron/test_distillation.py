@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from slimrl.algorithms.distillation import TeacherTerm
+from slimrl.algorithms.losses import TeacherTerm
 from slimrl.megatron.training.advantages import TrainingHooks, build_train_inputs
 from slimrl.megatron.training.forward_step import TrainTensors
 from slimrl.megatron.training.pass_plan import PassPlan

@@ -100,7 +100,7 @@ def hold(
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 
-    from slimrl.arguments.memory.training import training_memory
+    from slimrl.arguments.memory import training_memory
     from slimrl.megatron import offload
     from slimrl.megatron.model.micro_batch import packed_sequences
     from slimrl.megatron.model.model_builder import build_model

@@ -20,7 +20,7 @@ def report_a_run(folder: Path) -> None:
     from slimrl.observability.rollout_dump import save_rollout
     from slimrl.observability.run_log import RunLog, StepRecord
     from slimrl.observability.terminal import setup_logging
-    from slimrl.processes.best_effort_files import OptionalFiles
+    from slimrl.processes.files import OptionalFiles
 
     class Result:
         mean_reward = 0.5

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slimrl.processes.atomic_file import atomic_file
+from slimrl.processes.files import atomic_file
 
 
 def test_file_and_folder_exist_only_after_the_block(tmp_path):

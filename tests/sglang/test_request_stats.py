@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from slimrl.engines.request_stats import RequestStats, time_statistics
+from slimrl.engines.protocol import RequestStats, time_statistics
 from slimrl.engines.sglang.responses import ResponseReader
 from slimrl.observability.metrics import metric_of
 from slimrl.observability.metrics.registry import METRICS

@@ -23,7 +23,7 @@ from torch.multiprocessing import reductions
 
 from slimrl.arguments import read_args
 from slimrl.arguments.hf_config import disagreements
-from slimrl.arguments.memory.training import training_memory
+from slimrl.arguments.memory import training_memory
 from slimrl.cluster.main import passthrough_flags
 from slimrl.weights.update.buckets import Bucket
 from slimrl.weights.update.transport_tensor import serialize

@@ -14,10 +14,10 @@ from slimrl.arguments.dry_run.plan import MemoryPlan, Plan, PlanContext, estimat
 from slimrl.arguments.dry_run.render import render
 from slimrl.arguments.dry_run.resources import NodeResources, node_resources
 from slimrl.arguments.flag import Problem, report
-from slimrl.arguments.memory.training import StageMemory
+from slimrl.arguments.memory import StageMemory
 from slimrl.arguments.namespace import Arguments
 from slimrl.models.hf_folder import UnreadableFileError
-from slimrl.processes.machine_memory import Machine, this_machine
+from slimrl.processes.process_info import Machine, this_machine
 
 __all__ = [
     "Machine",

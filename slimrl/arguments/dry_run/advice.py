@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from slimrl.arguments.dry_run.plan import Plan
-from slimrl.arguments.memory.engine import EngineSettings, engine_memory
-from slimrl.arguments.memory.training import training_memory
+from slimrl.arguments.memory import EngineSettings, engine_memory, training_memory
 from slimrl.arguments.namespace import Arguments
 
 _FACTORS = (2, 4, 8, 16, 32, 64)

@@ -8,7 +8,7 @@ from pathlib import Path
 from slimrl.arguments.dry_run.advice import less_training, more_cache
 from slimrl.arguments.dry_run.plan import Plan
 from slimrl.arguments.flag import Problem
-from slimrl.arguments.memory.training import StageMemory
+from slimrl.arguments.memory import StageMemory
 from slimrl.arguments.namespace import Arguments
 from slimrl.arguments.served_models import served_role
 from slimrl.models.hf_folder import weights_fault

@@ -19,17 +19,24 @@ from typing import Any
 from slimrl.arguments.checkpoints import ResumePlan, start_of
 from slimrl.arguments.flag import FlagSpec
 from slimrl.arguments.layout import Groups, Placement, groups_of, placement
-from slimrl.arguments.memory.batch import Batches, MicroBatch, batches, largest_micro_batch
-from slimrl.arguments.memory.engine import EngineMemory, EngineSettings, engine_memory
-from slimrl.arguments.memory.training import StageMemory, training_memory
+from slimrl.arguments.memory import (
+    Batches,
+    EngineMemory,
+    EngineSettings,
+    MicroBatch,
+    StageMemory,
+    batches,
+    engine_memory,
+    largest_micro_batch,
+    training_memory,
+)
 from slimrl.arguments.namespace import Arguments, all_flag_specs
 from slimrl.arguments.redact import redact_flag
 from slimrl.hooks import own_path
 from slimrl.models.hf_folder import HfFiles, bytes_per_weight, read_hf_files
 from slimrl.models.model_spec import ModelSpec
 from slimrl.models.parameters import active_parameters, selection_biases, total_parameters
-from slimrl.processes.machine_memory import Machine
-from slimrl.processes.process_info import GIB
+from slimrl.processes.process_info import GIB, Machine
 from slimrl.renamed_modules import current_path
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from slimrl.arguments.dry_run.plan import Plan, loop_rows, option_words
 from slimrl.arguments.dry_run.resources import node_resources
 from slimrl.arguments.layout import dense_axes, expert_axes, rank_lists
-from slimrl.arguments.memory.training import StageMemory
+from slimrl.arguments.memory import StageMemory
 from slimrl.arguments.served_models import served_role
 from slimrl.processes.process_info import gib
 

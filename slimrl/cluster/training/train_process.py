@@ -24,7 +24,7 @@ from slimrl.observability.terminal import LOG_FORMAT
 from slimrl.observability.tracer import Timeline
 from slimrl.platform.launch_env import rank_without_gpu
 from slimrl.processes import process_info
-from slimrl.processes.best_effort_files import optional_output
+from slimrl.processes.files import optional_output
 from slimrl.processes.imports import uncollected
 
 if TYPE_CHECKING:

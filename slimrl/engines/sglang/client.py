@@ -34,9 +34,9 @@ from slimrl.engines.protocol import (
     EngineTimeoutError,
     EngineUnavailableError,
     Generation,
+    RequestStats,
     aborted_answer,
 )
-from slimrl.engines.request_stats import RequestStats
 from slimrl.engines.sglang.responses import ResponseReader, decoded
 
 logger = logging.getLogger(__name__)

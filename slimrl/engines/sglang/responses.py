@@ -19,8 +19,7 @@ import orjson
 
 from slimrl.data.packed import PackedColumn
 from slimrl.data.sample import Span, add_span
-from slimrl.engines.protocol import EngineResponseError, Generation
-from slimrl.engines.request_stats import RequestStats
+from slimrl.engines.protocol import EngineResponseError, Generation, RequestStats
 
 _SHOWN_BYTES = 200
 _HIGHEST_LOG_PROB = 1e-3  # above 0: engines round

@@ -18,10 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slimrl.algorithms.distillation import TeacherTerm
 from slimrl.algorithms.estimators import ESTIMATORS, Returns
-from slimrl.algorithms.kl import kl_estimate
-from slimrl.algorithms.reduction import sums_per_sample
+from slimrl.algorithms.losses import TeacherTerm, kl_estimate, sums_per_sample
 from slimrl.algorithms.returns import discounted_returns, generalized_advantages, reward_at_last_token
 from slimrl.arguments.flags.algorithm import AlgorithmArguments
 from slimrl.data.train_batch import RolloutBatch

@@ -7,7 +7,7 @@ import dataclasses
 import torch
 import torch.distributed as dist
 
-from slimrl.algorithms.kl import next_kl_coef
+from slimrl.algorithms.losses import next_kl_coef
 from slimrl.arguments.flags.algorithm import AlgorithmArguments
 
 _COEF = "kl_coef"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from slimrl.algorithms.distillation import TeacherTerm
+from slimrl.algorithms.losses import TeacherTerm
 from slimrl.data.train_batch import RolloutBatch
 from slimrl.megatron.data_parallel import ShardedReference, Stage
 from slimrl.megatron.model.micro_batch import MicroBatch

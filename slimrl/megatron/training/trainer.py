@@ -23,7 +23,7 @@ from slimrl.arguments import Arguments
 from slimrl.arguments.flags.algorithm import AlgorithmArguments
 from slimrl.arguments.flags.checkpoint import CheckpointArguments
 from slimrl.arguments.flags.rollout import RolloutArguments
-from slimrl.arguments.memory.training import training_memory
+from slimrl.arguments.memory import training_memory
 from slimrl.data.train_batch import RolloutBatch
 from slimrl.hooks.base import RunArguments
 from slimrl.megatron import config, data_parallel, parallel, patches
@@ -51,18 +51,23 @@ from slimrl.megatron.training.forward_step import (
     layer_tokens_by_count,
     layers_add_losses,
 )
-from slimrl.megatron.training.freeze import describe_trained_parameters, freeze_parameters
 from slimrl.megatron.training.kl_controller import KLController
 from slimrl.megatron.training.log_prob_passes import LogProbPasses, RolloutLogProbs
 from slimrl.megatron.training.loss.loss_sums import LossSums
 from slimrl.megatron.training.loss.policy_loss import PolicyLossConfig, PolicyLossHooks
 from slimrl.megatron.training.pass_plan import PassPlan
+from slimrl.megatron.training.reporting.diagnostics import (
+    ACTOR,
+    LOG_PROBS,
+    OVERALL,
+    MemoryHistory,
+    PartProfiler,
+    save_train_data,
+)
 from slimrl.megatron.training.reporting.memory_report import MemoryReport
-from slimrl.megatron.training.reporting.profiling import ACTOR, LOG_PROBS, OVERALL, MemoryHistory, PartProfiler
-from slimrl.megatron.training.reporting.train_dump import save_train_data
 from slimrl.megatron.training.reporting.train_metrics import PhaseTimes, reduce_step, rollout_metrics, step_counts
 from slimrl.megatron.training.step_loss import StepLoss
-from slimrl.megatron.training.trained_model import TrainedModel
+from slimrl.megatron.training.trained_model import TrainedModel, describe_trained_parameters, freeze_parameters
 from slimrl.models.model_spec import ModelSpec
 from slimrl.observability.tracer import Timeline
 

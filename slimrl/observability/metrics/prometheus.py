@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from slimrl.arguments.namespace import ReportArguments
 from slimrl.observability.metrics import metric_of
 from slimrl.observability.metrics.registry import METRICS
-from slimrl.processes.atomic_file import atomic_file
+from slimrl.processes.files import atomic_file
 
 if TYPE_CHECKING:
     from prometheus_client.core import GaugeMetricFamily

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 from slimrl.arguments import Arguments
 from slimrl.arguments.redact import redact
 from slimrl.observability.metrics import AXES
-from slimrl.processes.best_effort_files import OptionalFiles
+from slimrl.processes.files import OptionalFiles
 
 if TYPE_CHECKING:
     import wandb

@@ -25,8 +25,7 @@ from slimrl.arguments import Arguments
 from slimrl.arguments.served_models import TOKENIZER_FILES, RewardModelConfig
 from slimrl.data.sample import Sample
 from slimrl.rollout.dataset.prompt_dataset import MESSAGES_KEY
-from slimrl.rollout.rm_hub.remote import RemoteRewardError
-from slimrl.rollout.rm_hub.server_pool import ServerPool, addresses
+from slimrl.rollout.rm_hub.remote import RemoteRewardError, ServerPool, addresses
 
 
 class RewardInput:

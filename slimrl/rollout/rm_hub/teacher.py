@@ -20,8 +20,7 @@ from slimrl.arguments import Arguments
 from slimrl.arguments.served_models import served_vocabulary
 from slimrl.data.packed import PackedColumn
 from slimrl.data.sample import Sample
-from slimrl.rollout.rm_hub.remote import RemoteRewardError
-from slimrl.rollout.rm_hub.server_pool import ServerPool, addresses
+from slimrl.rollout.rm_hub.remote import RemoteRewardError, ServerPool, addresses
 
 logger = logging.getLogger(__name__)
 

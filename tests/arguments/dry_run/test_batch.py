@@ -1,7 +1,7 @@
 """From prompts to micro-batches, by hand."""
 
 from slimrl.arguments.layout import groups_of
-from slimrl.arguments.memory.batch import batches, largest_micro_batch
+from slimrl.arguments.memory import batches, largest_micro_batch
 from tests.arguments.dry_run.published import QWEN3_4B, flags
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from slimrl.arguments.dry_run import Machine, PlanContext, node_resources, print_plan
-from slimrl.arguments.memory.training import training_memory
+from slimrl.arguments.memory import training_memory
 from tests.arguments.conftest import COLOCATED, SPLIT
 from tests.arguments.dry_run.test_dry_run import H100S, plan_of
 

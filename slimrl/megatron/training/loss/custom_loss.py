@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from slimrl.algorithms.reduction import masked_mean_per_sample_sum, masked_sum
+from slimrl.algorithms.losses import masked_mean_per_sample_sum, masked_sum
 from slimrl.arguments.flags.algorithm import AlgorithmArguments
 from slimrl.hooks import CustomLoss, HookFailedError, named
 from slimrl.hooks.base import RunArguments

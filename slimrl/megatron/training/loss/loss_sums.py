@@ -11,8 +11,8 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from slimrl.algorithms.losses import masked_sum
 from slimrl.algorithms.off_policy import NO_CORRECTION, Correction
-from slimrl.algorithms.reduction import masked_sum
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,10 +20,17 @@ from torch import Tensor
 
 from slimrl.algorithms import off_policy
 from slimrl.algorithms.estimators import ESTIMATORS, Objective
-from slimrl.algorithms.kl import KLKind, kl_estimate
-from slimrl.algorithms.policy_loss import PolicyLoss, cispo_loss, clipped_policy_loss, importance_ratio
+from slimrl.algorithms.losses import (
+    KLKind,
+    PolicyLoss,
+    cispo_loss,
+    clipped_policy_loss,
+    importance_ratio,
+    kl_estimate,
+    masked_sum,
+    sample_mean_weights,
+)
 from slimrl.algorithms.preference_losses import PAIR_METRICS
-from slimrl.algorithms.reduction import masked_sum, sample_mean_weights
 from slimrl.algorithms.reward_model import REWARD_MODEL_LOSSES
 from slimrl.arguments.flags.algorithm import AlgorithmArguments
 from slimrl.hooks import CustomTIS, HookFailedError, PgLossReducer, named, naming_calls

@@ -21,7 +21,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from slimrl.arguments.memory.training import StageMemory
+from slimrl.arguments.memory import StageMemory
 from slimrl.megatron.model.micro_batch import MicroBatch
 from slimrl.megatron.offload import persistent_tensors
 from slimrl.megatron.parallel import ParallelState

@@ -16,10 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slimrl.algorithms.distillation import sampled_reverse_kl
-from slimrl.algorithms.kl import kl_estimate
+from slimrl.algorithms.losses import kl_estimate, sample_mean_weights, sampled_reverse_kl, sums_per_sample
 from slimrl.algorithms.off_policy import effective_share
-from slimrl.algorithms.reduction import sample_mean_weights, sums_per_sample
 from slimrl.arguments.flags.algorithm import AlgorithmArguments
 from slimrl.data.train_batch import RolloutBatch
 from slimrl.hooks import HookFailedError

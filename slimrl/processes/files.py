@@ -1,16 +1,37 @@
-"""Best-effort files: on a full disk writing them fails with a warning and the run continues.
+"""Files of a run that are not checkpoints: atomic files and best-effort files.
 
-Logs one warning when writing starts to fail and one line when it works again. Used for logs, summaries, charts and
-dumps, but not for checkpoints.
+An atomic file is written under a temporary name in the same folder and then renamed. A best-effort file (logs,
+summaries, charts, dumps) fails on a full disk with one warning, and the run continues; one line tells when it works
+again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def atomic_file(path: Path) -> Iterator[Path]:
+    """Yields a temporary path, which replaces `path` if the block succeeds and is removed otherwise.
+
+    Creates the folder. Readers see either the old or the new file. Does not fsync.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield unfinished
+        os.replace(unfinished, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()  # a partial file would take up disk space
+        raise
+
 
 logger = logging.getLogger("slimrl")
 

@@ -1,20 +1,91 @@
-"""Estimates the memory of one training GPU of each pipeline stage, from the flags alone.
+"""Estimates the memory of a training GPU of each pipeline stage and of a GPU of an SGLang server, from flags alone.
 
-A pure function: it looks at no file and no machine. Weights, gradients and optimizer state are exact (a test compares
-them with a real trainer). Activations and the loss are estimates; docs/dry-run.md has the formulas. The dry run shows
-them, and each training rank compares what it measures.
+Pure functions: they look at no file and no machine. Weights, gradients and optimizer state are exact (a test compares
+them with a real trainer). Activations and the loss are estimates, made for the largest micro-batch of a rollout. SGLang
+gives weights and KV cache together a fixed fraction of the GPU (its --mem-fraction-static); the cache is what the
+weights leave of it. docs/dry-run.md has the formulas. The dry run shows them, and each training rank compares what it
+measures.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 from slimrl.arguments.layout import Groups, groups_of, stage_layers
-from slimrl.arguments.memory.batch import largest_micro_batch
 from slimrl.arguments.namespace import Arguments
 from slimrl.models.activation_memory import Setting, output_bytes, saved_bytes, working_bytes
 from slimrl.models.model_spec import ModelSpec
-from slimrl.models.parameters import Split, Weights, buffer_elements, critic_weights, stage_weights
+from slimrl.models.parameters import Split, Weights, buffer_elements, critic_weights, stage_weights, total_parameters
+
+
+@dataclasses.dataclass(frozen=True)
+class Batches:
+    """One rollout, step by step; `micro_batches` is None if it depends on the samples' lengths."""
+
+    prompts: int
+    samples: int
+    steps: int
+    samples_per_step: int
+    samples_per_rank: int
+    micro_batches: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class MicroBatch:
+    """The largest forward pass: tokens on one GPU, and whether a single sample decides it.
+
+    `longest_sample` (tokens) is what the flags allow; `basis` says in words what it counts.
+    """
+
+    tokens_per_gpu: int
+    longest_sample: int
+    basis: str
+    alone: bool
+
+
+def batches(args: Arguments, groups: Groups) -> Batches:
+    """The numbers of one rollout, from checked flags."""
+    samples = args.prompts_trained_per_rollout * args.n_samples_per_prompt
+    per_rank = args.global_batch_size // groups.data
+    return Batches(
+        prompts=args.rollout_batch_size,
+        samples=samples,
+        steps=args.num_steps_per_rollout,
+        samples_per_step=args.global_batch_size,
+        samples_per_rank=per_rank,
+        micro_batches=None if args.use_dynamic_batch_size else per_rank // args.micro_batch_size,
+    )
+
+
+def longest_sample(args: Arguments) -> tuple[int, str]:
+    """Tokens of the longest sample that the flags allow, and in words what they count."""
+    if args.rollout_max_context_len is not None:
+        return args.rollout_max_context_len, "the longest sample"
+    if args.rollout_max_response_len is None:
+        return args.seq_length, "a sample of --seq-length (the flags bound no sample)"
+    if args.rollout_max_prompt_len is not None:
+        return args.rollout_max_prompt_len + args.rollout_max_response_len, "the longest sample"
+    return args.rollout_max_response_len, "the longest response (prompts have no limit)"
+
+
+def largest_micro_batch(args: Arguments, groups: Groups) -> MicroBatch:
+    """The most tokens that one GPU sees in one forward pass.
+
+    With dynamic batches that is --max-tokens-per-gpu, or a longer sample alone; else --micro-batch-size samples.
+    Context parallel GPUs share the tokens; a share is padded to a multiple of --data-pad-size-multiplier x TP.
+    """
+    longest, basis = longest_sample(args)
+    if args.use_dynamic_batch_size:
+        assert args.max_tokens_per_gpu is not None
+        cap = args.max_tokens_per_gpu * groups.context
+        tokens, alone = max(cap, longest), longest > cap
+    else:
+        tokens, alone = longest * args.micro_batch_size, False
+    share, unit = -(-tokens // groups.context), args.data_pad_size_multiplier * groups.tensor
+    return MicroBatch(-(-share // unit) * unit, longest, basis, alone)
+
 
 _DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 FP32 = 4
@@ -212,3 +283,72 @@ def _micro_batches(args: Arguments, groups: Groups) -> int:
     """Micro-batches of one optimizer step on one GPU: at most one per sample."""
     samples = max((args.global_batch_size or 1) // groups.data, 1)
     return samples if args.use_dynamic_batch_size else max(samples // args.micro_batch_size, 1)
+
+
+# SGLang computes its own where none is given, between 0.8 and 0.95 on the GPUs of today.
+ASSUMED_FRACTION = 0.88
+_ELEMENT_BYTES = {"float32": 4.0, "float": 4.0, "bfloat16": 2.0, "float16": 2.0, "half": 2.0, "auto": None}
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineSettings:
+    """How a server keeps its numbers. `max_tokens` bounds the cache where the user (or the CPU's defaults) did."""
+
+    weight_bytes: float = 2.0  # per element
+    cache_bytes: int = 2  # per element
+    fraction: float = ASSUMED_FRACTION
+    max_tokens: int | None = None
+    stages: int = 1  # pipeline stages of a server
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any], weight_bytes: float = 2.0) -> EngineSettings:
+        """From the --sglang-* options by the server's own names; `weight_bytes` is what the checkpoint's files say."""
+        given = _ELEMENT_BYTES.get(str(options.get("dtype", "auto")))
+        element = given or weight_bytes
+        cache = str(options.get("kv_cache_dtype", "auto"))
+        wide = 4 if element >= 4 else 2
+        tokens, fraction = options.get("max_total_tokens"), options.get("mem_fraction_static")
+        return cls(
+            weight_bytes=element,
+            cache_bytes=1 if "fp8" in cache else 2 if cache == "bfloat16" else wide,
+            fraction=ASSUMED_FRACTION if fraction is None else float(fraction),
+            max_tokens=None if tokens is None else int(tokens),
+            stages=int(options.get("pp_size") or 1),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineMemory:
+    """One GPU of a server, bytes. `cache` and `tokens` are None if the GPU's memory is not known."""
+
+    weights: int
+    cache_per_token: int
+    cache: int | None
+    tokens: int | None
+
+    @property
+    def total(self) -> int:
+        """Weights and KV cache."""
+        return self.weights + (self.cache or 0)
+
+
+def engine_memory(spec: ModelSpec, settings: EngineSettings, gpus: int, gpu_bytes: int | None) -> EngineMemory:
+    """Weights divided over the server's GPUs (norms and the like are not, which is not counted), cache by token."""
+    weights = int(total_parameters(spec) * settings.weight_bytes) // gpus
+    per_token = cache_elements_per_token(spec, gpus, settings.stages) * settings.cache_bytes
+    tokens = settings.max_tokens
+    if gpu_bytes is not None:
+        room = max(int(gpu_bytes * settings.fraction) - weights, 0) // per_token
+        tokens = room if tokens is None else min(tokens, room)
+    return EngineMemory(weights, per_token, None if tokens is None else tokens * per_token, tokens)
+
+
+def cache_elements_per_token(spec: ModelSpec, gpus: int, stages: int = 1) -> int:
+    """Keys and values of every layer of a stage; with latent attention one vector per layer, whole on every GPU.
+
+    Fewer key/value heads than GPUs are held several times.
+    """
+    layers = -(-spec.num_layers // stages)
+    if spec.latent is not None:
+        return layers * (spec.latent.kv_lora_rank + spec.latent.qk_pos_emb_head_dim)
+    return layers * 2 * max(spec.num_query_groups * stages // gpus, 1) * spec.kv_channels
