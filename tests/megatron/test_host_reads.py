@@ -121,7 +121,7 @@ EXPERTS_OF_TWO_RANKS = EXPERTS | {"numpy": 3}
 # a tensor that megatron-core creates in host memory, in the pass and in its recomputation
 ATTENTION_AGAIN = {"attention.py:custom_forward _local_scalar_dense": 2}
 # of the lengths, because they are in host memory here
-MICRO_BATCH = {"reduction.py:sample_mean_weights _local_scalar_dense": 1}
+MICRO_BATCH = {"losses.py:sample_mean_weights _local_scalar_dense": 1}
 STEP = {"finalize_model_grads.py:finalize_model_grads _local_scalar_dense": 1}
 
 
