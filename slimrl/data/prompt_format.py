@@ -11,7 +11,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from slimrl.data.preference_pairs import PairColumns, number_of, pair_of
+from slimrl.data.preference_pairs import AnswerColumns, PairColumns, number_of, pair_of
 from slimrl.data.reward_registry import reward_of
 
 TOOLS_KEY = "tools"
@@ -55,7 +55,7 @@ class PromptFormat:
     keep_messages: bool  # allow untokenized messages, for custom generate functions
     keep_conversation: bool = False  # store the messages of a rendered prompt in the metadata (`MESSAGES_KEY`)
     refuse_too_long: bool = False  # longer prompts end the run
-    pair: PairColumns | None = None  # rows are preference pairs, and the prompt may be a part of their answers
+    pair: PairColumns | AnswerColumns | None = None  # rows are preferences; their answers may contain the prompt
     input_template: str | None = None  # text around the prompt, instead of a chat template; {} stands for the prompt
     truncation: str | None = None  # shorten longer prompts: left, right or middle is cut out
     label_is_score: bool = False  # the label is a reward model's target, a number
@@ -64,7 +64,7 @@ class PromptFormat:
     @property
     def columns(self) -> list[str]:
         """Every column that is read."""
-        answers = () if self.pair is None else (self.pair.chosen, self.pair.rejected, self.pair.margin)
+        answers = () if self.pair is None else self.pair.flags
         keys = (self.input_key, self.label_key, self.metadata_key, self.tool_key, *answers)
         return [key for key in keys if key is not None]
 

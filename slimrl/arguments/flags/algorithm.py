@@ -31,16 +31,18 @@ def _regular_expression(text: str) -> str:
 
 
 _BETAS = ", ".join(f"{name} {row.beta:g}" for name, row in PREFERENCE_LOSSES.items())
+_OF_LABELS = ", ".join(name for name, row in PREFERENCE_LOSSES.items() if not row.compares)
 _SMOOTHED = ", ".join(name for name, row in PREFERENCE_LOSSES.items() if row.smooths)
 
 
 @dataclasses.dataclass
 class PreferenceArguments:
-    """Losses of pairs of responses (DPO and its relatives), with --loss-type preference_loss."""
+    """Losses of preferences (DPO and its relatives, KTO), with --loss-type preference_loss."""
 
     preference_loss: str = flag(
         DEFAULT_PREFERENCE_LOSS,
-        "loss of a pair of a preferred and a rejected response; sigmoid is DPO",
+        "loss of a preferred and a rejected response, sigmoid is DPO; kto and apo_zero_unpaired of single responses"
+        " that are labelled as desirable or not",
         choices=tuple(PREFERENCE_LOSSES),
     )
     preference_beta: float = flag(
@@ -58,6 +60,8 @@ class PreferenceArguments:
         0.0, "weight of the preferred response's mean negative log-likelihood in the preference loss", at_least=0
     )
     simpo_gamma: float = flag(1.0, "target reward margin of --preference-loss simpo", at_least=0)
+    desirable_weight: float = flag(1.0, f"weight of the loss of a desirable response ({_OF_LABELS})", at_least=0)
+    undesirable_weight: float = flag(1.0, f"weight of the loss of an undesirable response ({_OF_LABELS})", at_least=0)
 
 
 @dataclasses.dataclass
@@ -246,8 +250,14 @@ class AlgorithmArguments(PreferenceArguments, RewardModelArguments):
 
     @property
     def trains_on_pairs(self) -> bool:
-        """True if the loss is that of pairs of responses."""
+        """True if the loss is one of preferences: of pairs of responses, or of labelled single ones."""
         return self.loss_type == "preference_loss"
+
+    @property
+    def trains_on_labels(self) -> bool:
+        """True if the loss is that of single responses that are desirable or not."""
+        row = PREFERENCE_LOSSES.get(self.preference_loss) if self.trains_on_pairs else None
+        return row is not None and not row.compares
 
     @property
     def trains_reward_model(self) -> bool:
@@ -258,7 +268,7 @@ class AlgorithmArguments(PreferenceArguments, RewardModelArguments):
     def compares_responses(self) -> bool:
         """True if the loss is that of a preferred response and the rejected ones beside it."""
         row = REWARD_MODEL_LOSSES.get(self.reward_model_loss) if self.trains_reward_model else None
-        return self.trains_on_pairs or (row is not None and row.compares)
+        return (self.trains_on_pairs and not self.trains_on_labels) or (row is not None and row.compares)
 
     @property
     def is_supervised(self) -> bool:

@@ -150,6 +150,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
     preference.preference_flags_have_their_loss,
     preference.preference_training_is_consistent,
     preference.pairs_are_whole,
+    preference.kl_estimate_has_another_prompt,
     preference.reward_model_flags_have_their_loss,
     preference.reward_model_training_is_consistent,
     preference.reward_model_data_is_of_its_loss,

@@ -30,7 +30,7 @@ from slimrl.algorithms.losses import (
     masked_sum,
     sample_mean_weights,
 )
-from slimrl.algorithms.preference_losses import PAIR_METRICS
+from slimrl.algorithms.preference_losses import PREFERENCE_LOSSES
 from slimrl.algorithms.reward_model import REWARD_MODEL_LOSSES
 from slimrl.arguments.flags.algorithm import AlgorithmArguments
 from slimrl.hooks import CustomTIS, HookFailedError, PgLossReducer, named, naming_calls
@@ -198,7 +198,7 @@ class PolicyLossConfig:
 def _own_metrics(algorithm: AlgorithmArguments) -> tuple[str, ...]:
     if algorithm.trains_reward_model:
         return REWARD_MODEL_LOSSES[algorithm.reward_model_loss].metrics
-    return PAIR_METRICS if algorithm.trains_on_pairs else ()
+    return PREFERENCE_LOSSES[algorithm.preference_loss].metrics if algorithm.trains_on_pairs else ()
 
 
 @dataclasses.dataclass(frozen=True)
