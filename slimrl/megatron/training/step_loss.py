@@ -24,7 +24,7 @@ from slimrl.megatron.training.loss.custom_loss import CheckedCustomLoss
 from slimrl.megatron.training.loss.loss_sums import LossSums
 from slimrl.megatron.training.loss.mismatched import MismatchedStep, Mismatching
 from slimrl.megatron.training.loss.policy_loss import PolicyLossConfig, PolicyLossInputs, policy_loss_sums
-from slimrl.megatron.training.loss.preference_loss import PairLoss
+from slimrl.megatron.training.loss.preference_loss import PairLoss, token_labels
 from slimrl.megatron.training.loss.reward_model_loss import RewardModelTraining
 from slimrl.megatron.training.reporting.train_metrics import reduce_step
 
@@ -80,7 +80,7 @@ class PairTraining:
         kl = self._no_kl
         if self.mismatching is not None:
             kl = self.passes.kl(*scores.mismatched[number], advance, within="actor_train")
-        return partial(self.loss.sums, columns=columns, rewards=batch.raw_rewards, kl=kl)
+        return partial(self.loss.sums, columns=columns, labels=token_labels(batch, kl.device), kl=kl)
 
     @property
     def _no_kl(self) -> Tensor:
@@ -100,7 +100,7 @@ class PairTraining:
             assert other is not None  # KTO has a reference
             kl = step.kl(own, other, self.passes.parallel.dp_group)
         lengths = batch.response_lengths.tolist()
-        sums = self.loss.sums_of_scores(policy, reference, mask, lengths, batch.raw_rewards, kl)
+        sums = self.loss.sums_of_scores(policy, reference, mask, lengths, token_labels(batch, kl.device), kl)
         return reduce_step([sums], self.settings, self.passes.parallel)
 
 

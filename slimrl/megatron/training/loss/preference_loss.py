@@ -16,6 +16,7 @@ from torch import Tensor
 from slimrl.algorithms.preference import PreferenceConfig, ResponseScores, label_losses, pair_losses
 from slimrl.algorithms.preference_losses import PAIR, PREFERENCE_LOSSES, PreferenceLoss
 from slimrl.arguments import Arguments
+from slimrl.data.train_batch import RolloutBatch
 from slimrl.megatron.model.micro_batch import MicroBatch
 from slimrl.megatron.training.forward_step import LogProbConfig, TrainTensors
 from slimrl.megatron.training.loss.loss_sums import LossSums
@@ -54,11 +55,11 @@ class PairLoss:
         return PREFERENCE_LOSSES[self.settings.name]
 
     def sums(
-        self, output: Tensor, micro_batch: MicroBatch, columns: TrainTensors, rewards: Tensor, kl: Tensor
+        self, output: Tensor, micro_batch: MicroBatch, columns: TrainTensors, labels: Tensor, kl: Tensor
     ) -> LossSums:
         """The sums of one micro-batch from the last stage's output.
 
-        `rewards` [samples of the rank] are the labels of a loss of single responses, and `kl` its reference point.
+        `labels` are the `token_labels` of the rank, `kl` is the reference point of a loss of single responses.
         """
         log_probs, _ = self.scores(output, micro_batch)
         index, reference = micro_batch.response_index, columns.ref_log_probs
@@ -67,7 +68,7 @@ class PairLoss:
             None if reference is None else reference.index_select(0, index),
             columns.loss_mask.index_select(0, index),
             [response for _, response in micro_batch.lengths],
-            rewards[list(micro_batch.rows)],
+            labels.index_select(0, index),
             kl,
         )
 
@@ -77,17 +78,23 @@ class PairLoss:
         ref_log_probs: Tensor | None,
         loss_mask: Tensor,
         response_lengths: Sequence[int],
-        rewards: Tensor,
+        labels: Tensor,
         kl: Tensor,
     ) -> LossSums:
-        """The sums over samples end to end: `preference_loss_sums`, or `label_loss_sums` with reward 1 for desirable.
-
-        `rewards` [samples] may be on the host.
-        """
+        """The sums over samples end to end: `preference_loss_sums`, or `label_loss_sums` by `token_labels`."""
         scores = (log_probs, ref_log_probs, loss_mask, response_lengths)
         if self.row.compares:
             return preference_loss_sums(*scores, self.settings, self.responses)
-        return label_loss_sums(*scores, (rewards > 0).to(log_probs.device), kl, self.settings)
+        desirable = torch.stack([part[:1].any() for part in labels.split(list(response_lengths))])
+        return label_loss_sums(*scores, desirable, kl, self.settings)
+
+
+def token_labels(batch: RolloutBatch, device: torch.device) -> Tensor:
+    """Whether the sample of each response token is desirable (reward 1): bool [response tokens], on `device`.
+
+    On the device the label of a micro-batch's samples is then found without a copy from the host.
+    """
+    return torch.repeat_interleave(batch.raw_rewards > 0, batch.response_lengths).to(device)
 
 
 def preference_loss_sums(
