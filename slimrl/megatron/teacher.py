@@ -14,11 +14,13 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
+from slimrl.algorithms.divergence import Divergence
 from slimrl.algorithms.losses import TeacherTerm
 from slimrl.arguments import Arguments
 from slimrl.data.train_batch import RolloutBatch
 from slimrl.megatron.checkpoint.state import load_initial_weights
 from slimrl.megatron.data_parallel import ShardedReference, Stage, shard_reference
+from slimrl.megatron.model.output_layer import TeacherStates
 from slimrl.megatron.parallel import ParallelState
 from slimrl.megatron.ref_model import ReferenceWeights
 from slimrl.models.model_spec import ModelSpec
@@ -26,10 +28,15 @@ from slimrl.models.model_spec import ModelSpec
 
 @dataclasses.dataclass(frozen=True)
 class Teacher:
-    """What this rank has of the teacher: `weights` in host memory, None without a teacher in the training ranks."""
+    """What this rank has of the teacher: `weights` in host memory, None without a teacher in the training ranks.
+
+    `kl_coef` is the weight of the sampled reverse KL within the advantages, `states` belong to a divergence that is a
+    loss instead.
+    """
 
     weights: ReferenceWeights | ShardedReference | None
     kl_coef: float
+    states: TeacherStates | None = None
 
     @classmethod
     def from_args(
@@ -41,6 +48,9 @@ class Teacher:
         """
         if not args.has_megatron_teacher or args.eval_only:
             return cls(None, args.opd_kl_coef)
+        coef, states = args.opd_kl_coef, None
+        if args.has_divergence:
+            coef, states = 0.0, TeacherStates(Divergence(args.opd_divergence, args.opd_jsd_beta))
         assert args.opd_teacher_load is not None  # checked at parse time
         try:
             load_initial_weights(spec, stages, parallel, Path(args.opd_teacher_load), args.opd_teacher_ckpt_step)
@@ -49,14 +59,19 @@ class Teacher:
                 f"--opd-teacher-load {args.opd_teacher_load} is not a teacher for --opd-type megatron, which needs the"
                 f" student's architecture and vocabulary ({error}): give another, or use --opd-type sglang"
             ) from error
-        return cls(ReferenceWeights(stages), args.opd_kl_coef)
+        return cls(ReferenceWeights(stages), coef, states)
 
     def sharded(self, stages: Sequence[Stage]) -> Teacher:
         """The teacher for the wrapped `stages`."""
         weights = self.weights
-        return Teacher(
-            shard_reference(weights, stages) if isinstance(weights, ReferenceWeights) else weights, self.kl_coef
-        )
+        if isinstance(weights, ReferenceWeights):
+            return dataclasses.replace(self, weights=shard_reference(weights, stages))
+        return self
+
+    def release(self) -> None:
+        """Free what the pass over a rollout left for its optimizer steps."""
+        if self.states is not None:
+            self.states.clear()
 
     def term(self, batch: RolloutBatch, computed: Tensor | None, device: torch.device) -> TeacherTerm | None:
         """The term of the advantages, from the log-probabilities that the pass `computed`, or else the batch's.

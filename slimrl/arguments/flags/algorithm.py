@@ -18,6 +18,7 @@ _WHITENED = " and ".join(name for name, row in ESTIMATORS.items() if row.whitens
 _DISCOUNTED = " and ".join(name for name, row in ESTIMATORS.items() if row.returns is not Returns.BROADCAST)
 WITH_CRITIC = tuple(name for name, row in ESTIMATORS.items() if row.has_critic)
 _WITH_CRITIC = " and ".join(WITH_CRITIC)
+SAMPLED_REVERSE_KL = "sampled_reverse_kl"
 _LEVELS = ("token", "sequence", "geometric")
 _REPLAY = "routing replay is unsupported; leave it out"
 
@@ -338,7 +339,9 @@ class DistillationArguments:
     """
 
     use_opd: bool = flag(
-        False, "on-policy distillation: subtract the reverse KL to a teacher from the advantage of each token"
+        False,
+        "on-policy distillation: subtract the reverse KL to a teacher from the advantage of each token, or, by"
+        " --opd-divergence, add a divergence to the loss",
     )
     opd_type: str | None = flag(
         None,
@@ -346,7 +349,17 @@ class DistillationArguments:
         " (--opd-teacher-load)",
         choices=("sglang", "megatron"),
     )
-    opd_kl_coef: float = flag(1.0, "weight of the reverse KL of --use-opd; with 0 it is only logged", at_least=0)
+    opd_kl_coef: float = flag(1.0, "weight of the divergence of --use-opd; with 0 it is only logged", at_least=0)
+    opd_divergence: str = flag(
+        SAMPLED_REVERSE_KL,
+        "divergence of the student from the teacher: the reverse KL of the sampled tokens, in the advantages; or, over"
+        " the whole vocabulary and as a loss, KL(teacher || student), KL(student || teacher) or the generalised"
+        " Jensen-Shannon divergence",
+        choices=(SAMPLED_REVERSE_KL, "forward_kl", "reverse_kl", "jsd"),
+    )
+    opd_jsd_beta: float = flag(
+        0.5, "weight of the teacher in the mixture of --opd-divergence jsd, between 0 and 1", above=0, below=1
+    )
     opd_teacher_load: str | None = flag(
         None,
         "torch_dist or Hugging Face folder of the teacher of --opd-type megatron, with the student's architecture and"
@@ -355,6 +368,11 @@ class DistillationArguments:
     opd_teacher_ckpt_step: int | None = flag(
         None, "iteration to load from --opd-teacher-load (the one in its tracker file)", at_least=0
     )
+
+    @property
+    def has_divergence(self) -> bool:
+        """True if the loss has a divergence over the vocabulary, and the advantages no term of the teacher."""
+        return self.use_opd and self.opd_divergence != SAMPLED_REVERSE_KL
 
     @property
     def has_megatron_teacher(self) -> bool:

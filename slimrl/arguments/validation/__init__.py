@@ -155,6 +155,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
     preference.reward_model_training_is_consistent,
     preference.reward_model_data_is_of_its_loss,
     distillation.distillation_has_its_switch,
+    distillation.divergence_has_its_teacher,
     distillation.teacher_in_training_is_a_checkpoint,
     distillation.teacher_on_servers_is_comparable,
     distillation.teacher_on_servers_is_reachable,

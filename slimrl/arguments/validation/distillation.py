@@ -18,7 +18,14 @@ from slimrl.data.reward_registry import GradedBy, reward_of
 from slimrl.models.hf_folder import same_vocabulary, weights_fault
 
 _ZERO = "zero"  # the --rm-type without a reward
-_ONLY_WITH_IT = ("opd_type", "opd_kl_coef", "opd_teacher_load", "opd_teacher_ckpt_step")
+_ONLY_WITH_IT = (
+    "opd_type",
+    "opd_kl_coef",
+    "opd_divergence",
+    "opd_jsd_beta",
+    "opd_teacher_load",
+    "opd_teacher_ckpt_step",
+)
 
 
 def distillation_has_its_switch(args: Arguments, context: Context) -> Iterator[Problem]:
@@ -47,6 +54,34 @@ def distillation_has_its_switch(args: Arguments, context: Context) -> Iterator[P
             "--use-opd",
             f"--use-opd changes advantages and {cause} has none: leave one of them out.",
         )
+
+
+def divergence_has_its_teacher(args: Arguments, context: Context) -> Iterator[Problem]:
+    """A divergence over the vocabulary needs the teacher's distributions and slimrl's own output layer."""
+    if not args.use_opd or {"opd_divergence", "opd_type"} & context.broken:
+        return
+    flag, kind = "--opd-divergence", args.opd_divergence
+    if kind != "jsd" and "opd_jsd_beta" in context.given:
+        yield Problem("--opd-jsd-beta", f"--opd-jsd-beta has no effect with {flag} {kind}: leave it out.")
+    if not args.has_divergence:
+        return
+    if args.opd_type == "sglang":
+        yield Problem(
+            flag,
+            f"{flag} {kind} compares whole distributions, and --opd-type sglang gives log-probabilities of sampled"
+            f" tokens only: use --opd-type megatron, or leave {flag} out.",
+        )
+    for other, given in (
+        ("--keep-logits", args.keep_logits and args.loss_type != "custom_loss"),
+        ("--loss-type custom_loss", args.loss_type == "custom_loss"),
+        ("--custom-model-provider-path", args.custom_model_provider_path is not None),
+    ):
+        if given:
+            yield Problem(
+                flag,
+                f"{flag} {kind} is computed by slimrl's output layer in chunks of the vocabulary, which {other}"
+                " replaces: leave one of them out.",
+            )
 
 
 def _has_other_signal(args: Arguments) -> bool:

@@ -110,12 +110,13 @@ class LogProbPasses:
         if self.plan.needs_old_log_probs:
             computed = None
             if self.teacher.weights is not None:
+                own = dataclasses.replace(self.settings, records=self.teacher.states)
                 with self.teacher.weights.loaded_weights():
-                    (computed,) = self._pass("teacher_", everything, response_tokens, advance, with_entropy=False)
+                    (computed,) = self._pass("teacher_", everything, response_tokens, advance, settings=own)
             scores.teacher = self.teacher.term(batch, computed, self.parallel.device)
         if self.reference is not None and self.plan.runs_reference_pass(rollout_id):
             with self.reference.loaded_weights():
-                (scores.ref_log_probs,) = self._pass("ref_", everything, response_tokens, advance, with_entropy=False)
+                (scores.ref_log_probs,) = self._pass("ref_", everything, response_tokens, advance)
                 scores.mismatched = [(step, self._mismatched("ref_", step, advance)) for step in mismatched]
         if not self.plan.needs_old_log_probs:
             return scores
@@ -173,7 +174,8 @@ class LogProbPasses:
         response_tokens: int,
         advance: Callable[[], None],
         *,
-        with_entropy: bool,
+        with_entropy: bool = False,
+        settings: LogProbConfig | None = None,
     ) -> list[Tensor]:
         self.hooks.before_log_probs(store_prefix)
         name = f"{store_prefix}log_probs"
@@ -181,7 +183,7 @@ class LogProbPasses:
             return score_tokens(
                 self.stages,
                 micro_batches,
-                self.settings,
+                self.settings if settings is None else settings,
                 response_tokens,
                 self.parallel,
                 advance,

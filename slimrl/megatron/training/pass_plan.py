@@ -33,7 +33,7 @@ class PassPlan:
             "--ci-test": args.ci_test,  # it compares the two forward passes
             # these read the values before the first step; the penalty of the first is a part of the advantages
             "--kl-coef": args.kl_coef != 0,
-            "--use-opd": args.use_opd and not args.use_rollout_logprobs,
+            "--use-opd": args.use_opd and not args.has_divergence and not args.use_rollout_logprobs,
             "--loss-type custom_loss": args.loss_type == "custom_loss",
             "--custom-advantage-function-path": args.custom_advantage_function_path,
             "--rollout-data-postprocess-path": args.rollout_data_postprocess_path,

@@ -18,7 +18,7 @@ from slimrl.hooks.base import RunArguments
 from slimrl.megatron.data_parallel import Stage
 from slimrl.megatron.model.micro_batch import MicroBatch
 from slimrl.megatron.training.advantages import RolloutData
-from slimrl.megatron.training.forward_step import TokenScores, TrainTensors, policy_sums
+from slimrl.megatron.training.forward_step import LogProbConfig, TokenScores, TrainTensors, policy_sums
 from slimrl.megatron.training.log_prob_passes import LogProbPasses, RolloutLogProbs
 from slimrl.megatron.training.loss.custom_loss import CheckedCustomLoss
 from slimrl.megatron.training.loss.loss_sums import LossSums
@@ -160,7 +160,12 @@ class StepLoss:
     @property
     def scores(self) -> TokenScores:
         """What is read from the last stage's output."""
-        return self.passes.settings if self.reward_model is None else self.reward_model.scores
+        return self._log_probs if self.reward_model is None else self.reward_model.scores
+
+    @property
+    def _log_probs(self) -> LogProbConfig:
+        """Of an optimizer step: with the divergence from the teacher, if that is the loss."""
+        return dataclasses.replace(self.passes.settings, distils=self.passes.teacher.states)
 
     @property
     def held_out(self) -> PairTraining | RewardModelTraining | SupervisedEvaluation | None:
@@ -192,4 +197,4 @@ class StepLoss:
         if self.reward_model is not None:
             return partial(self.reward_model.sums, batch=batch)
         on_policy = None if scores.first_step is None else scores.note
-        return policy_sums(columns, self.passes.settings, self.settings, on_policy)
+        return policy_sums(columns, self._log_probs, self.settings, on_policy)

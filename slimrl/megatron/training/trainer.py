@@ -269,6 +269,7 @@ class MegatronTrainer:
         if trains_policy:
             of_policy = self._train_policy(rollout_id, steps, batch, columns, data, scores, advance)
             metrics = [other | own for own, other in zip(of_policy, metrics, strict=True)]
+        self._passes.teacher.release()
         self.rollout_metrics = self._report(batch, columns, scores)
         if trains_policy:
             self._kl.after_rollout(self.rollout_metrics, sum(batch.samples_per_step))

@@ -90,6 +90,12 @@ TRAIN = (
         "nats",
         when="--positive-example-loss-coef",
     ),
+    Metric(
+        "train/opd_divergence",
+        "mean divergence of the student's distributions from the teacher's, by --opd-divergence",
+        "nats",
+        when="--opd-divergence other than sampled_reverse_kl",
+    ),
     Metric("train/ratio_mean", "mean of policy / old policy; 1 in the first optimizer step"),
     Metric("train/ratio_max_abs_diff", "largest |ratio - 1| of any token", "", "max"),
     Metric(
