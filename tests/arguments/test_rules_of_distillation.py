@@ -31,6 +31,8 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
                 for flag, value in (
                     ("opd-type", "megatron"),
                     ("opd-kl-coef", "0.5"),
+                    ("opd-divergence", "jsd"),
+                    ("opd-jsd-beta", "0.3"),
                     ("opd-teacher-load", "{dir}/teacher"),
                     ("opd-teacher-ckpt-step", "3"),
                 )
@@ -50,6 +52,41 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
                 f"{MEGATRON} --n-samples-per-prompt 1",
                 "--n-samples-per-prompt 1 leaves grpo nothing to compare and every advantage would be 0: give at least"
                 " 2, or add --disable-rewards-normalization.",
+            ),
+        ],
+    ),
+    "divergence_has_its_teacher": (
+        [
+            f"{MEGATRON} --opd-divergence forward_kl",
+            f"{MEGATRON} --opd-divergence jsd --opd-jsd-beta 0.1 --opd-kl-coef 0",
+            f"{MEGATRON} --opd-divergence sampled_reverse_kl --keep-logits",
+        ],
+        [
+            (
+                f"{MEGATRON} --opd-divergence forward_kl --opd-jsd-beta 0.1",
+                "--opd-jsd-beta has no effect with --opd-divergence forward_kl: leave it out.",
+            ),
+            (
+                f"{MEGATRON} --opd-jsd-beta 0.1",
+                "--opd-jsd-beta has no effect with --opd-divergence sampled_reverse_kl: leave it out.",
+            ),
+            (
+                f"{MEGATRON} --opd-divergence jsd --opd-jsd-beta 1",
+                "--opd-jsd-beta 1 is too large: it must be below 1.",
+            ),
+            (
+                f"{MEGATRON} --opd-divergence kl",
+                "--opd-divergence kl is not sampled_reverse_kl, forward_kl, reverse_kl or jsd.",
+            ),
+            (
+                f"{URL} --opd-divergence reverse_kl",
+                "--opd-divergence reverse_kl compares whole distributions, and --opd-type sglang gives"
+                " log-probabilities of sampled tokens only: use --opd-type megatron, or leave --opd-divergence out.",
+            ),
+            (
+                f"{MEGATRON} --opd-divergence jsd --keep-logits",
+                "--opd-divergence jsd is computed by slimrl's output layer in chunks of the vocabulary, which"
+                " --keep-logits replaces: leave one of them out.",
             ),
         ],
     ),
