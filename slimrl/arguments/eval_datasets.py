@@ -21,7 +21,7 @@ from slimrl.arguments.flags.rollout import DEFAULT_ROLLOUT_FUNCTION
 from slimrl.arguments.namespace import Arguments, EvalDataset, PromptArguments
 from slimrl.arguments.served_models import least
 from slimrl.data.preference_pairs import AnswerColumns, PairColumns
-from slimrl.data.prompt_format import PromptFormat
+from slimrl.data.prompt_format import PromptFormat, TeacherChoice
 
 _FIELDS = {field.name: typing.get_type_hints(EvalDataset)[field.name] for field in dataclasses.fields(EvalDataset)}
 _BOUNDS = {
@@ -227,6 +227,7 @@ def training_prompt_format(args: PromptArguments) -> PromptFormat:
         input_template=args.input_template,
         truncation=args.rollout_truncate_prompt,
         label_is_score=args.trains_reward_model and pair is None,
+        teachers=_teachers(args),
         reward_rule=_rule(args, args.rm_type, args.custom_rm_path, args.custom_generate_function_path),
     )
 
@@ -264,6 +265,12 @@ def _pair_columns(args: PromptArguments, as_chat: bool, label_key: str | None) -
         has_margin=args.trains_reward_model,
         margin=args.margin_key if args.trains_reward_model else None,
     )
+
+
+def _teachers(args: PromptArguments) -> TeacherChoice | None:
+    if not args.opd_teachers or not args.has_served_teacher:
+        return None
+    return TeacherChoice(args.opd_teacher_key, tuple(args.opd_teachers))
 
 
 def _engine_limit(args: PromptArguments) -> int | None:

@@ -135,6 +135,7 @@ class PromptArguments(
     RolloutArguments,
     RewardArguments,
     AlgorithmArguments,
+    DistillationArguments,
     DebugArguments,
     DerivedEngine,
 ):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from slimrl.data.preference_pairs import AnswerColumns, PairColumns, number_of, pair_of
@@ -41,6 +42,38 @@ def bad_rows_error(source: str, bad: Sequence[str], allowed: int, fix: str) -> I
     return InvalidRowsError("\n  ".join([f"{count} in {source}{limit}: {fix}", *bad[:_MAX_LISTED], *more]))
 
 
+DEFAULT_TEACHER = "default"
+
+
+@dataclasses.dataclass(frozen=True)
+class TeacherChoice:
+    """Which teacher of on-policy distillation, by name, a row has; `key` is an entry of its metadata."""
+
+    key: str
+    names: tuple[str, ...]
+
+    def of(self, metadata: dict[str, Any], file: str) -> str:
+        """The teacher of a row of `file`: that of its metadata, that with the file's name, or the default one.
+
+        Raises ValueError, which completes "<file>:<line>: ...", if none of them exists.
+        """
+        known = ", ".join(self.names)
+        if self.key in metadata:
+            name = metadata[self.key]
+            if name not in self.names:
+                raise ValueError(
+                    f"metadata.{self.key} (--opd-teacher-key) is {name!r} and --opd-teacher-urls has {known}"
+                )
+            return str(name)
+        for name in (Path(file).stem, DEFAULT_TEACHER):
+            if name in self.names:
+                return name
+        raise ValueError(
+            f"no metadata.{self.key} (--opd-teacher-key), and --opd-teacher-urls has neither {Path(file).stem!r}, the"
+            f" name of the file, nor {DEFAULT_TEACHER!r} but {known}"
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class PromptFormat:
     """The meaning of a row's columns, and how its prompt is tokenized."""
@@ -59,6 +92,7 @@ class PromptFormat:
     input_template: str | None = None  # text around the prompt, instead of a chat template; {} stands for the prompt
     truncation: str | None = None  # shorten longer prompts: left, right or middle is cut out
     label_is_score: bool = False  # the label is a reward model's target, a number
+    teachers: TeacherChoice | None = None  # with several teachers of on-policy distillation
     reward_rule: str | None = None  # the built-in reward that compares with the label; None: none, or unknown
 
     @property

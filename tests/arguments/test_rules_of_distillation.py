@@ -14,6 +14,7 @@ from tests.arguments.conftest import QWEN3_4B_CONFIG, complete_model, make_check
 MEGATRON = "--use-opd --opd-type megatron --opd-teacher-load {dir}/teacher"
 SERVED = "--rollout-temperature 1 --use-opd --opd-type sglang"
 URL = f"{SERVED} --rm-url http://10.0.0.1:30000/generate"
+SEVERAL = f"{SERVED} --opd-teacher-urls default=http://10.0.0.1:30000"
 MODEL = f"{SERVED} --rm-model {{dir}}/served"
 
 CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
@@ -52,6 +53,53 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
                 f"{MEGATRON} --n-samples-per-prompt 1",
                 "--n-samples-per-prompt 1 leaves grpo nothing to compare and every advantage would be 0: give at least"
                 " 2, or add --disable-rewards-normalization.",
+            ),
+        ],
+    ),
+    "several_teachers_are_on_servers": (
+        [
+            SEVERAL,
+            f"{SEVERAL} math=http://h:1,http://h:2 --opd-teacher-key expert --rm-concurrency 8",
+            SEVERAL.replace("default", "train"),  # the name of the file
+        ],
+        [
+            (
+                "--opd-teacher-urls a=http://h:1 b=http://h:2",
+                "--opd-teacher-urls a=http://h:1 b=http://h:2 belongs to --use-opd: add it, or leave"
+                " --opd-teacher-urls out.",
+            ),
+            (
+                f"{URL} --opd-teacher-key expert",
+                "--opd-teacher-key expert belongs to --opd-teacher-urls: add it, or leave --opd-teacher-key out.",
+            ),
+            (
+                f"{MEGATRON} --opd-teacher-urls default=http://h:1",
+                "--opd-teacher-urls default=http://h:1 belongs to --opd-type sglang: leave it out; the teacher of"
+                " --opd-type megatron is --opd-teacher-load.",
+            ),
+            (
+                SEVERAL.replace("default", "math"),
+                "--prompt-data {dir}/train.jsonl has a bad row among the 1 looked at; {dir}/train.jsonl:1: no"
+                " metadata.teacher (--opd-teacher-key), and --opd-teacher-urls has neither 'train', the name of the"
+                " file, nor 'default' but math: fix it, or allow for bad rows with --max-bad-rows.",
+            ),
+            (
+                f"{SEVERAL} --rm-url http://h:1",
+                "--rm-url http://h:1 is one teacher, and --opd-teacher-urls has the teachers: name it there, or leave"
+                " one out.",
+            ),
+            (
+                f"{SEVERAL} code=h:1",
+                "--opd-teacher-urls code=h:1 is not a name and addresses: write name=http://host:port[,http://...].",
+            ),
+            (
+                f"{SEVERAL} default=http://h:1",
+                "--opd-teacher-urls names default twice: give each teacher one name, with its addresses after a comma.",
+            ),
+            (
+                SEVERAL + ' --rm-server-options {{"tp_size":2}}',
+                "--rm-server-options belongs to the servers of --rm-model: give that folder, or leave"
+                " --rm-server-options out.",
             ),
         ],
     ),

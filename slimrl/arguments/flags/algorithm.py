@@ -350,6 +350,14 @@ class DistillationArguments:
         choices=("sglang", "megatron"),
     )
     opd_kl_coef: float = flag(1.0, "weight of the divergence of --use-opd; with 0 it is only logged", at_least=0)
+    opd_teacher_urls: list[str] | None = flag(
+        None,
+        "several teachers of --opd-type sglang instead of --rm-model and --rm-url: a name and the addresses of external"
+        " SGLang servers for each, as name=address[,address ...]; the teacher of a prompt is that named by"
+        " --opd-teacher-key, else that with the name of its file without suffix, else default",
+        nargs="+",
+    )
+    opd_teacher_key: str = flag("teacher", "entry of a row's metadata that names its teacher of --opd-teacher-urls")
     opd_divergence: str = flag(
         SAMPLED_REVERSE_KL,
         "divergence of the student from the teacher: the reverse KL of the sampled tokens, in the advantages; or, over"
@@ -368,6 +376,12 @@ class DistillationArguments:
     opd_teacher_ckpt_step: int | None = flag(
         None, "iteration to load from --opd-teacher-load (the one in its tracker file)", at_least=0
     )
+
+    @property
+    def opd_teachers(self) -> dict[str, str]:
+        """The addresses of each teacher by name, separated by commas; a word without a name has the name ""."""
+        words = (word.partition("=") for word in self.opd_teacher_urls or ())
+        return {name if equals else "": addresses if equals else name for name, equals, addresses in words}
 
     @property
     def has_divergence(self) -> bool:

@@ -159,6 +159,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
     distillation.teacher_in_training_is_a_checkpoint,
     distillation.teacher_on_servers_is_comparable,
     distillation.teacher_on_servers_is_reachable,
+    distillation.several_teachers_are_on_servers,
     custom_functions.custom_loss_has_its_function,
     custom_functions.parts_of_the_policy_loss_have_one,
     custom_functions.custom_model_is_one,

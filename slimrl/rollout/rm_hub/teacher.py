@@ -37,12 +37,23 @@ class TeacherError(RemoteRewardError):
 class ServedTeacher:
     """The teacher on the servers at `urls`."""
 
-    def __init__(self, urls: list[str], *, concurrency: int, vocabulary: int | None, key: str | None = None) -> None:
-        """`concurrency` is per server; ids >= `vocabulary` are rejected: the teacher has another tokenizer."""
+    def __init__(
+        self,
+        urls: list[str],
+        *,
+        concurrency: int,
+        vocabulary: int | None,
+        key: str | None = None,
+        owner: str = "the teacher",
+    ) -> None:
+        """`concurrency` is per server; ids >= `vocabulary` are rejected: the teacher has another tokenizer.
+
+        Messages call it `owner`.
+        """
         self._pool = ServerPool(
             [url.removesuffix(PATH) for url in urls],
             PATH,
-            owner="the teacher",
+            owner=owner,
             concurrency=concurrency,
             key=key,
             time_limit_s=TIME_LIMIT_S,
@@ -91,6 +102,51 @@ class ServedTeacher:
     def close(self) -> None:
         """Closes the connections."""
         self._pool.close()
+
+
+class NamedTeachers:
+    """Several teachers; a sample's metadata names its own under `key` (`--opd-teacher-urls`, `--opd-teacher-key`)."""
+
+    def __init__(self, teachers: dict[str, ServedTeacher], key: str) -> None:
+        self._teachers = teachers
+        self._key = key
+
+    @classmethod
+    def from_args(cls, args: Arguments) -> NamedTeachers:
+        """The teachers of the flags."""
+        key = args.rm_server_options.get("api_key")
+        found = {
+            name: ServedTeacher(
+                addresses(urls),
+                concurrency=args.rm_concurrency,
+                vocabulary=None,
+                key=key,
+                owner=f"the teacher {name}",
+            )
+            for name, urls in args.opd_teachers.items()
+        }
+        logger.info("teachers %s", ", ".join(f"{name} at {urls}" for name, urls in args.opd_teachers.items()))
+        return cls(found, args.opd_teacher_key)
+
+    async def fill(self, sample: Sample) -> None:
+        """As `ServedTeacher.fill`. Raises TeacherError for a sample without the name of a teacher."""
+        name = sample.metadata.get(self._key)
+        if name not in self._teachers:
+            raise TeacherError(
+                f"sample {sample.index} has metadata.{self._key} {name!r}, and --opd-teacher-urls has"
+                f" {', '.join(self._teachers)}: keep the metadata of the prompt, or set the name of a teacher"
+            )
+        await self._teachers[name].fill(sample)
+
+    def close(self) -> None:
+        """Closes the connections."""
+        for teacher in self._teachers.values():
+            teacher.close()
+
+
+def served_teacher(args: Arguments) -> ServedTeacher | NamedTeachers | None:
+    """The teacher or teachers on servers; None without an address: a custom function sets the log-probabilities."""
+    return NamedTeachers.from_args(args) if args.opd_teachers else ServedTeacher.from_args(args)
 
 
 def log_probs_of(reply: bytes, url: str, token_ids: list[int]) -> list[float]:

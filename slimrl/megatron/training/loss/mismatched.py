@@ -111,7 +111,7 @@ def mismatched(parts: Sequence[RolloutBatch], group_size: int) -> RolloutBatch:
     A group is `group_size` consecutive samples. Prompt, response and loss mask are combined; the other response columns
     are those of the response. Raises ValueError if there is one group, or two samples have the same index.
     """
-    columns = {
+    columns: dict[str, Any] = {
         field.name: torch.cat([getattr(part, field.name) for part in parts])
         for field in dataclasses.fields(RolloutBatch)
         if isinstance(getattr(parts[0], field.name), Tensor)

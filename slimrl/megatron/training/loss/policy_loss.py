@@ -192,7 +192,8 @@ class PolicyLossConfig:
             own = dict.fromkeys(("loss", *self.own_metrics), zero.sum())
             return named_sums(zero.sum(), zero.sum(), zero.sum(), own).names
         one = torch.ones(1, dtype=torch.int64)
-        inputs = PolicyLossInputs(*[zero] * 8, response_lengths=one, positive_weights=zero, divergence=zero)
+        zeros = (zero, zero, zero, zero, zero, zero, zero, zero)
+        inputs = PolicyLossInputs(*zeros, response_lengths=one, positive_weights=zero, divergence=zero)
         return policy_loss_sums(inputs, dataclasses.replace(self, loss_hooks=_NO_HOOKS)).names
 
 
@@ -260,7 +261,7 @@ def policy_loss_sums(inputs: PolicyLossInputs, settings: PolicyLossConfig) -> Lo
             "ratio_mean": policy.ratio,
             **corrections,
         }
-        if settings.divergence_coef is not None:
+        if inputs.divergence is not None and settings.divergence_coef is not None:
             values["opd_divergence"] = inputs.divergence
         weighted = summed(values, weights)
         if reduced is not None:
@@ -317,7 +318,7 @@ def _with_entropy_and_kl(
             kl = importance_ratio(inputs.log_probs, inputs.old_log_probs) * kl
         if settings.kl_loss_coef != 0.0:
             per_token = per_token + settings.kl_loss_coef * kl
-    if settings.divergence_coef:
+    if settings.divergence_coef and inputs.divergence is not None:
         per_token = per_token + settings.divergence_coef * inputs.divergence
     return per_token, kl
 
