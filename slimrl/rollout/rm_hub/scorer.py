@@ -133,9 +133,9 @@ class RewardScorer:
         """The scorer for the flags."""
         remote = model = teacher = None
         if args.has_served_teacher:  # --rm-url is its server's address
-            from slimrl.rollout.rm_hub.teacher import served_teacher  # imports an HTTP client
+            from slimrl.rollout.rm_hub.teacher import NamedTeachers, ServedTeacher  # import an HTTP client
 
-            teacher = served_teacher(args)
+            teacher = NamedTeachers.from_args(args) or ServedTeacher.from_args(args)
         elif args.rm_url is not None and args.rm_model is not None:  # --rm-url is its server's address
             from slimrl.rollout.rm_hub.reward_model import RewardModel  # imports tokenizers and an HTTP client
 

@@ -112,8 +112,10 @@ class NamedTeachers:
         self._key = key
 
     @classmethod
-    def from_args(cls, args: Arguments) -> NamedTeachers:
-        """The teachers of the flags."""
+    def from_args(cls, args: Arguments) -> NamedTeachers | None:
+        """The teachers of the flags; None without `--opd-teacher-urls`."""
+        if not args.opd_teachers:
+            return None
         key = args.rm_server_options.get("api_key")
         found = {
             name: ServedTeacher(
@@ -142,11 +144,6 @@ class NamedTeachers:
         """Closes the connections."""
         for teacher in self._teachers.values():
             teacher.close()
-
-
-def served_teacher(args: Arguments) -> ServedTeacher | NamedTeachers | None:
-    """The teacher or teachers on servers; None without an address: a custom function sets the log-probabilities."""
-    return NamedTeachers.from_args(args) if args.opd_teachers else ServedTeacher.from_args(args)
 
 
 def log_probs_of(reply: bytes, url: str, token_ids: list[int]) -> list[float]:
