@@ -55,7 +55,7 @@ def format_spans(spans: list[Span]) -> str:
 # unsupported fields of slime's Sample -> what to do instead of setting them
 NOT_SERVED = {
     "generate_function_path": "give the evaluation set a custom_generate_function_path (--eval-config)",
-    "mopd_teacher_log_probs": "distillation has one teacher, whose values are teacher_log_probs",
+    "mopd_teacher_log_probs": "the values of a sample's teacher are teacher_log_probs, also with several teachers",
     "multimodal_inputs": "images, videos and audio are unsupported: leave it None",
     "multimodal_train_inputs": "images, videos and audio are unsupported: leave it None",
     "rollout_routed_experts": "routing replay is unsupported: leave it None",

@@ -91,6 +91,17 @@ def test_student_learns_from_a_teacher_in_the_training_ranks(tiny, teacher, tmp_
     assert set(done.steps("reward")) == {0.0}
 
 
+def test_student_learns_from_the_distributions_of_a_teacher(tiny, teacher, tmp_path):
+    own = {"opd_type": "megatron", "opd_teacher_load": teacher, "opd_divergence": "jsd", "opd_jsd_beta": 0.5}
+    done = harness.start("train.py", flags(tiny, tmp_path, num_rollout=6, **own), tmp_path, "jsd", tiny.home).finish(
+        200
+    )
+    found, divergences = reverse_kls(done), done.steps("opd_divergence")
+    assert found[0] > 0.1 and found[-1] < found[0] / 2
+    assert divergences[-1] < divergences[0] / 2
+    assert set(done.steps("reward")) == {0.0} and done.steps("pg_loss") == [0.0] * 6
+
+
 def test_student_learns_from_a_larger_teacher_on_a_server(tiny, teacher, tmp_path):
     larger = with_idle_layer(teacher, tmp_path / "larger")
     line = flags(tiny, tmp_path, num_rollout=4, opd_type="sglang", rm_model=larger)
