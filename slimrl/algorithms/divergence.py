@@ -4,6 +4,10 @@
 models. It never holds all logits of either: it multiplies by both weights in chunks of vocabulary columns, once for the
 softmax sums, once for the divergence, and once more in backward. Tensor parallelism splits the columns.
 
+`output_top_divergence` needs only the teacher's most probable tokens: it compares the distributions over these and one
+rest, which stands for all other tokens. That is a lower bound of the divergence over the vocabulary, and the same if
+the models agree on the proportions within the rest.
+
 With p the teacher's distribution, q the student's and m = beta p + (1 - beta) q: Agarwal et al. 2024, "On-Policy
 Distillation of Language Models" (GKD), arXiv:2306.13649, equation 1; beta as in TRL's GKDTrainer.
 """
@@ -58,6 +62,12 @@ class Divergence:
         if self.kind == "forward_kl":
             return torch.stack([of_teacher, mean])
         return torch.stack([self.beta * of_teacher + mean, mean])
+
+    def log_prob_gradient(self, student: Tensor, teacher: Tensor) -> Tensor:
+        """The gradient by the log-probabilities `student`, each taken alone, of their shape."""
+        if self.kind == "forward_kl":
+            return -teacher.exp()
+        return student.exp().mul_(self._slope(student, teacher))
 
     def logit_gradient(self, student: Tensor, teacher: Tensor, mean: Tensor) -> Tensor:
         """The gradient by the student's logits (divided by the temperature), float32 [rows, columns].
@@ -178,3 +188,110 @@ def _log_probs(
         chunked.shifted(states @ matrix[chunk].t(), shift, temperature)
         for (states, matrix), shift in zip(models, shifts, strict=True)
     )
+
+
+def output_top_divergence(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    top_ids: Tensor,
+    top_log_probs: Tensor,
+    divergence: Divergence,
+    *,
+    vocab_size: int,
+    group: dist.ProcessGroup | None,
+    temperature: float = 1.0,
+    chunk_size: int = -1,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probability of `targets`, entropy, and divergence from the teacher over its top tokens and a rest.
+
+    As `log_probs.output_log_probs`; float32 [tokens] each. `top_ids` int64 [tokens, k] are the teacher's most probable
+    tokens, without repetition, `top_log_probs` float [tokens, k] their log-probabilities. Raises ValueError for wrong
+    shapes.
+    """
+    if top_ids.shape != top_log_probs.shape or len(top_ids) != len(targets):
+        shapes = [list(one.shape) for one in (top_ids, top_log_probs)]
+        raise ValueError(f"the teacher's top tokens have shapes {shapes} for {len(targets)} targets")
+    chunked.check_settings(weight.shape[0], vocab_size, group, temperature, chunk_size)
+    result: tuple[Tensor, Tensor, Tensor] = _OutputTopDivergence.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, targets, top_ids, top_log_probs, divergence, vocab_size, group, temperature, chunk_size
+    )
+    return result
+
+
+# the least probability of the rest, below the rounding of the sum that it is computed from
+_LEAST_REST = 1e-9
+
+
+class _OutputTopDivergence(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        top_ids: Tensor,
+        top_log_probs: Tensor,
+        divergence: Divergence,
+        vocab_size: int,
+        group: dist.ProcessGroup | None,
+        temperature: float,
+        chunk_size: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        first, columns = chunked.own_columns(weight.shape[0], vocab_size, group)
+        width = chunked.piece_columns(hidden.shape[0], weight.shape[0], weight.element_size(), chunk_size)
+        local_targets, local_top = targets - first, top_ids - first
+        sums = SoftmaxSums.empty(hidden.shape[0], hidden.device)
+        picked = torch.zeros(top_ids.shape, device=hidden.device)
+        for chunk in chunked.column_chunks(columns, width):
+            logits = hidden @ weight[chunk].t()
+            sums.add(logits, local_targets - chunk.start, temperature)
+            index, inside = _places(local_top - chunk.start, logits.shape[1])
+            picked += logits.gather(1, index).float().where(inside, 0.0)
+        log_probs, entropy, shift = sums.finish(group, temperature)
+        picked = chunked.reduced(picked, dist.ReduceOp.SUM, group)
+
+        student = _with_rest((picked.double() - shift[:, None]) / temperature)
+        teacher = _with_rest(top_log_probs.double())
+        value, _ = divergence.sums(student, teacher)
+        cells = divergence.log_prob_gradient(student, teacher)
+        # by the logit of a token v: q_v (cells of the rest / q of the rest - sum of cells), and at a top token
+        # in place of the first term that of its own cell
+        of_rest = cells[:, -1] / student[:, -1].exp()
+        everywhere = (of_rest - cells.sum(dim=1)).float()
+        at_top = (cells[:, :-1] - student[:, :-1].exp() * of_rest[:, None]).float()
+
+        ctx.save_for_backward(hidden, weight, local_targets, local_top, shift, entropy, everywhere, at_top)
+        ctx.columns, ctx.width, ctx.temperature = columns, width, temperature
+        ctx.set_materialize_grads(False)
+        return log_probs, entropy, value.float()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, local_targets, local_top, shift, entropy, everywhere, at_top = ctx.saved_tensors
+        log_prob_grad, entropy_grad, value_grad = grads
+
+        def gradient_of(logits: Tensor, chunk: slice) -> Tensor:
+            targets = local_targets - chunk.start
+            given = (log_prob_grad, entropy_grad, ctx.temperature)
+            own = chunked.logit_gradient(logits, targets, shift, entropy, *given)
+            if value_grad is not None:
+                scale = (value_grad / ctx.temperature)[:, None]
+                own += chunked.shifted(logits, shift, ctx.temperature).exp_().mul_(everywhere[:, None] * scale)
+                index, inside = _places(local_top - chunk.start, logits.shape[1])
+                own.scatter_add_(1, index, (at_top * scale).where(inside, 0.0))
+            return own
+
+        both = chunked.chunked_gradients(ctx.needs_input_grad[:2], hidden, weight, ctx.columns, ctx.width, gradient_of)
+        return *both, *(None for _ in range(8))
+
+
+def _places(ids: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    """`ids` clamped to valid columns, and which of them were valid."""
+    return ids.clamp(0, columns - 1), (ids >= 0) & (ids < columns)
+
+
+def _with_rest(log_probs: Tensor) -> Tensor:
+    """[rows, k] and the log-probability of all other tokens."""
+    rest = (1 - log_probs.exp().sum(dim=1, keepdim=True)).clamp(min=_LEAST_REST).log()
+    return torch.cat([log_probs, rest], dim=1)

@@ -208,12 +208,18 @@ def _output_bytes(args: Arguments, spec: ModelSpec, setting: Setting) -> int:
 
 
 def _teacher_bytes(args: Arguments, spec: ModelSpec, setting: Setting) -> int:
-    """With --opd-divergence: a teacher's output weight, and its last hidden states of the longest responses."""
-    if not args.has_divergence or not args.has_megatron_teacher:
+    """With --opd-divergence, for the longest responses: a teacher's last hidden states, and its output weight.
+
+    Of a teacher on servers: the ids (int64) and log-probabilities (float32) of its top tokens.
+    """
+    if not args.has_divergence:
         return 0
     groups = groups_of(args)
     longest = args.rollout_max_response_len or longest_sample(args)[0]
-    tokens = batches(args, groups).samples_per_rank * args.num_steps_per_rollout * longest // groups.context
+    samples = (args.global_batch_size or 0) // groups.data * (args.num_steps_per_rollout or 1)
+    tokens = samples * longest // groups.context
+    if args.has_served_teacher:
+        return tokens * args.opd_top_k * 12
     return (spec.padded_vocab_size // setting.tensor + tokens) * spec.hidden_size * setting.element
 
 

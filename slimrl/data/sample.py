@@ -188,8 +188,9 @@ class Sample(SlimeSample):
 
     Invariants once generated: `len(tokens) == prompt length + response_length` and
     `loss_mask`, `rollout_log_probs`, `teacher_log_probs` and `token_rewards` have `response_length` entries if set.
-    `version_spans` record which weights sampled which tokens of the response (see the module; empty if unknown);
-    `weight_versions` has one entry per request, the version that it ended with.
+    The teacher's most probable tokens, `teacher_top_ids` and `teacher_top_log_probs`, are as many for each response
+    token, end to end. `version_spans` record which weights sampled which tokens of the response (see the module; empty
+    if unknown); `weight_versions` has one entry per request, the version that it ended with.
     Log-probabilities are natural logarithms of the sampling policy at temperature-scaled logits.
     """
 
@@ -204,6 +205,8 @@ class Sample(SlimeSample):
     rollout_log_probs: list[float] | None = dataclasses.field(default_factory=_nothing)
     teacher_log_probs: list[float] | None = dataclasses.field(default_factory=_nothing)
     token_rewards: list[float] | None = dataclasses.field(default_factory=_nothing)  # of each token, besides `reward`
+    teacher_top_ids: list[int] | None = dataclasses.field(default_factory=_nothing)
+    teacher_top_log_probs: list[float] | None = dataclasses.field(default_factory=_nothing)
     weight_versions: list[str] = dataclasses.field(default_factory=list)
     version_spans: list[Span] = dataclasses.field(default_factory=list)
     reward: float | dict[str, Any] | None = None
@@ -215,6 +218,7 @@ class Sample(SlimeSample):
 
     PACKABLE: ClassVar[frozenset[str]] = frozenset(
         {"tokens", "loss_mask", "rollout_log_probs", "teacher_log_probs", "token_rewards"}
+        | {"teacher_top_ids", "teacher_top_log_probs"}
     )
 
     # slime's name

@@ -20,7 +20,7 @@ from slimrl.arguments import Arguments
 from slimrl.data.train_batch import RolloutBatch
 from slimrl.megatron.checkpoint.state import load_initial_weights
 from slimrl.megatron.data_parallel import ShardedReference, Stage, shard_reference
-from slimrl.megatron.model.output_layer import TeacherStates
+from slimrl.megatron.model.output_layer import TeacherStates, TeacherTop
 from slimrl.megatron.parallel import ParallelState
 from slimrl.megatron.ref_model import ReferenceWeights
 from slimrl.models.model_spec import ModelSpec
@@ -36,7 +36,7 @@ class Teacher:
 
     weights: ReferenceWeights | ShardedReference | None
     kl_coef: float
-    states: TeacherStates | None = None
+    states: TeacherStates | TeacherTop | None = None
 
     @classmethod
     def from_args(
@@ -46,11 +46,11 @@ class Teacher:
 
         Raises FileNotFoundError for an absent checkpoint, and ValueError if its tensors are not the student's.
         """
+        coef = 0.0 if args.has_divergence else args.opd_kl_coef
+        divergence = Divergence(args.opd_divergence, args.opd_jsd_beta) if args.has_divergence else None
         if not args.has_megatron_teacher or args.eval_only:
-            return cls(None, args.opd_kl_coef)
-        coef, states = args.opd_kl_coef, None
-        if args.has_divergence:
-            coef, states = 0.0, TeacherStates(Divergence(args.opd_divergence, args.opd_jsd_beta))
+            return cls(None, coef, None if divergence is None else TeacherTop(divergence))
+        states = None if divergence is None else TeacherStates(divergence)
         assert args.opd_teacher_load is not None  # checked at parse time
         try:
             load_initial_weights(spec, stages, parallel, Path(args.opd_teacher_load), args.opd_teacher_ckpt_step)
@@ -78,5 +78,9 @@ class Teacher:
 
         None without a teacher. `computed` is float32 [response tokens].
         """
+        if isinstance(self.states, TeacherTop) and batch.teacher_top_ids is not None:
+            assert batch.teacher_top_log_probs is not None  # `training_batch` has checked both
+            self.states.ids = batch.teacher_top_ids.to(device)
+            self.states.log_probs = batch.teacher_top_log_probs.to(device)
         log_probs = batch.teacher_log_probs if computed is None else computed
         return None if log_probs is None else TeacherTerm(log_probs.to(device), self.kl_coef)

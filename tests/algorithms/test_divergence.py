@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slimrl.algorithms.divergence import Divergence, output_divergence
+from slimrl.algorithms.divergence import Divergence, output_divergence, output_top_divergence
 from slimrl.algorithms.log_probs import output_log_probs
 from slimrl.arguments.flag import flag_specs
 from slimrl.arguments.flags.algorithm import SAMPLED_REVERSE_KL, DistillationArguments
@@ -130,3 +130,42 @@ def test_models_of_other_sizes_are_an_error():
 def test_flag_offers_every_divergence():
     (spec,) = (spec for spec in flag_specs(DistillationArguments) if spec.dest == "opd_divergence")
     assert set(spec.choices) == {SAMPLED_REVERSE_KL, *(divergence.kind for divergence in DIVERGENCES.values())}
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES.values(), ids=DIVERGENCES)
+@pytest.mark.parametrize(("chunk_size", "temperature", "k"), [(-1, 1.0, 5), (3, 0.7, 1), (1000, 1.6, 40)])
+def test_divergence_of_the_top_tokens_and_a_rest_is_that_of_the_definition(divergence, chunk_size, temperature, k):
+    hidden, weight, teacher_hidden, teacher_weight, targets = drawn(1)
+    teacher = ((teacher_hidden.double() @ teacher_weight.double().t())[:, :VOCABULARY]).log_softmax(dim=1)
+    top = teacher.topk(k, dim=1)
+    own = [tensor.clone().requires_grad_() for tensor in (hidden, weight)]
+    exact = [tensor.double().requires_grad_() for tensor in (hidden, weight)]
+    settings = dict(vocab_size=VOCABULARY, group=None, temperature=temperature, chunk_size=chunk_size)
+    found = output_top_divergence(*own, targets, top.indices, top.values.float(), divergence, **settings)
+    student = ((exact[0] @ exact[1].t())[:, :VOCABULARY] / temperature).log_softmax(dim=1)
+
+    def cells(log_probs: Tensor) -> Tensor:
+        chosen = log_probs.gather(1, top.indices).exp()
+        return torch.cat([chosen, 1 - chosen.sum(dim=1, keepdim=True)], dim=1).log()
+
+    value = definition(divergence, cells(student), cells(teacher))
+    whole = definition(divergence, student, teacher)
+    expected = (student.gather(1, targets[:, None])[:, 0], -(student.exp() * student).sum(dim=1), value)
+    assert (value <= whole + 1e-9).all()  # a lower bound
+    for column, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(column, wanted.float(), rtol=2e-5, atol=1e-5)
+    weights = torch.linspace(0.5, 2.0, 3 * TOKENS).view(3, TOKENS)
+    gradients = torch.autograd.grad((weights * torch.stack(found)).sum(), own)
+    truth = torch.autograd.grad((weights.double() * torch.stack(expected)).sum(), exact)
+    for gradient, wanted in zip(gradients, truth, strict=True):
+        assert float((gradient - wanted).norm() / wanted.norm()) < 1e-5
+    assert gradients[1][VOCABULARY:].count_nonzero() == 0
+
+
+def test_top_tokens_of_another_shape_are_an_error():
+    hidden, weight, *_, targets = drawn()
+    ids, values = torch.zeros(TOKENS, 3, dtype=torch.int64), torch.zeros(TOKENS, 2)
+    with pytest.raises(ValueError, match=r"the teacher's top tokens have shapes \[\[7, 3\], \[7, 2\]\] for 7 targets"):
+        output_top_divergence(
+            hidden, weight, targets, ids, values, DIVERGENCES["jsd"], vocab_size=VOCABULARY, group=None
+        )

@@ -34,6 +34,7 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
                     ("opd-kl-coef", "0.5"),
                     ("opd-divergence", "jsd"),
                     ("opd-jsd-beta", "0.3"),
+                    ("opd-top-k", "8"),
                     ("opd-teacher-load", "{dir}/teacher"),
                     ("opd-teacher-ckpt-step", "3"),
                 )
@@ -108,6 +109,8 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             f"{MEGATRON} --opd-divergence forward_kl",
             f"{MEGATRON} --opd-divergence jsd --opd-jsd-beta 0.1 --opd-kl-coef 0",
             f"{MEGATRON} --opd-divergence sampled_reverse_kl --keep-logits",
+            f"{URL} --opd-divergence reverse_kl",
+            f"{SEVERAL} --opd-divergence forward_kl --opd-top-k 8",
         ],
         [
             (
@@ -126,10 +129,13 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
                 f"{MEGATRON} --opd-divergence kl",
                 "--opd-divergence kl is not sampled_reverse_kl, forward_kl, reverse_kl or jsd.",
             ),
-            (
-                f"{URL} --opd-divergence reverse_kl",
-                "--opd-divergence reverse_kl compares whole distributions, and --opd-type sglang gives"
-                " log-probabilities of sampled tokens only: use --opd-type megatron, or leave --opd-divergence out.",
+            *(
+                (
+                    f"{line} --opd-top-k 8",
+                    "--opd-top-k 8 belongs to --opd-type sglang with another --opd-divergence than sampled_reverse_kl:"
+                    " leave it out.",
+                )
+                for line in (URL, f"{MEGATRON} --opd-divergence jsd")
             ),
             (
                 f"{MEGATRON} --opd-divergence jsd --keep-logits",
@@ -343,3 +349,13 @@ def test_evaluation_starts_no_teacher(teachers):
     assert not starts_reward_servers(args) and len(reward_gpus(args, 8)) == 0
     args, _ = read_args(teachers.line(MODEL))
     assert starts_reward_servers(args) and reward_gpus(args, 8) == range(8, 9)
+
+
+def test_custom_columns_have_no_top_tokens_of_a_teacher(teachers, monkeypatch):
+    (teachers.dir / "columns_of_mine.py").write_text("def convert(args, samples):\n    return {}\n")
+    monkeypatch.syspath_prepend(teachers.dir)
+    line = f"{URL} --opd-divergence jsd --custom-convert-samples-to-train-data-path columns_of_mine.convert"
+    assert sentences(teachers.line(line)) == [
+        "--opd-divergence jsd reads the teacher's top tokens, which the columns of"
+        " --custom-convert-samples-to-train-data-path do not have: leave one of them out."
+    ]

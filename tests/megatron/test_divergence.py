@@ -52,6 +52,11 @@ def divergence(kind: str, teacher: Tensor, student: Tensor) -> Tensor:
     }[kind]()
 
 
+def with_rest(chosen: Tensor) -> Tensor:
+    """Probabilities and that of all other tokens."""
+    return torch.cat([chosen, 1 - chosen.sum(dim=1, keepdim=True)], dim=1)
+
+
 def probabilities(model: Any, sample: dict[str, Any]) -> Tensor:
     """Of the tokens at the places of the response, [response tokens, vocabulary]."""
     length = len(sample["mask"])
@@ -59,8 +64,10 @@ def probabilities(model: Any, sample: dict[str, Any]) -> Tensor:
     return (logits / SETTINGS.temperature).softmax(dim=1)
 
 
-def train_plainly(policy: Any, teacher: Any, rollout: Any, kind: str, steps: int, per_token: bool) -> Truth:
-    """Trains transformers' float64 model on the divergence alone."""
+def train_plainly(
+    policy: Any, teacher: Any, rollout: Any, kind: str, steps: int, per_token: bool, top: int | None = None
+) -> Truth:
+    """Trains transformers' float64 model on the divergence alone, with `top` of the teacher's top tokens and a rest."""
     model, frozen = reference.load_model(policy), reference.load_model(teacher)
     samples = reference._split(rollout)
     masters = dict(model.named_parameters())
@@ -76,7 +83,11 @@ def train_plainly(policy: Any, teacher: Any, rollout: Any, kind: str, steps: int
         for sample in batch:
             with torch.no_grad():
                 target = probabilities(frozen, sample)
-            found = divergence(kind, target, probabilities(model, sample)) @ sample["mask"]
+            student = probabilities(model, sample)
+            if top is not None:
+                ids = target.topk(top, dim=1).indices
+                target, student = (with_rest(one.gather(1, ids)) for one in (target, student))
+            found = divergence(kind, target, student) @ sample["mask"]
             count = trained if per_token else size * max(float(sample["mask"].sum()), 1.0)
             (COEF * found / count).backward()
             total += float(found) / count
@@ -103,12 +114,28 @@ class Models(layouts.Models):
         own |= dict(use_kl_loss=False, kl_loss_coef=0.0, entropy_coef=0.0)
         return distilled(self, layout, model, **(own | changes))
 
-    def trained(self, kind: str, model: str, per_token: bool = False) -> Truth:
+    def served(self, model: str, top: int) -> Any:
+        """The rollout with the columns of a teacher on servers."""
+        found = [probabilities(self.frozen(model), one).topk(top, dim=1) for one in reference._split(self.rollout)]
+        sampled = torch.zeros(len(self.rollout.loss_mask))  # the divergence does not read it
+        return dataclasses.replace(
+            self.rollout,
+            teacher_log_probs=sampled,
+            teacher_top_ids=torch.cat([one.indices for one in found]),
+            teacher_top_log_probs=torch.cat([one.values for one in found]).log().float(),
+        )
+
+    @torch.no_grad()
+    def frozen(self, model: str) -> Any:
+        """The teacher, without gradient."""
+        return reference.load_model(teacher_of(self, model)).requires_grad_(False)
+
+    def trained(self, kind: str, model: str, per_token: bool = False, top: int | None = None) -> Truth:
         """The truth, computed once."""
-        key = (kind, model, per_token)
+        key = (kind, model, per_token, top)
         if key not in self._plain:
             folders = self.folder(model, 2, "policy"), teacher_of(self, model)
-            self._plain[key] = train_plainly(*folders, self.rollout, kind, 2, per_token)
+            self._plain[key] = train_plainly(*folders, self.rollout, kind, 2, per_token, top)
         return self._plain[key]
 
 
@@ -195,3 +222,33 @@ def test_divergence_needs_no_pass_of_the_policy_before_the_first_step():
     flags = {"use_opd": True, "opd_type": "megatron", "num_steps_per_rollout": 1, "opd_divergence": "jsd"}
     plan = PassPlan.from_args(tiny.tiny_args(**flags))
     assert plan.reuses_first_step and plan.has_teacher
+
+
+TOP = 6
+TOP_LAYOUTS = {
+    "1 rank, forward": ("forward_kl", Layout(1, DYNAMIC), "dense"),
+    "TP2 SP, jsd": ("jsd", Layout(2, TP2_SP | DYNAMIC), "dense"),
+    "PP2, reverse": ("reverse_kl", Layout(2, PP2 | DYNAMIC), "dense"),
+    "CP2, jsd": ("jsd", Layout(2, CP2), "dense"),
+    "DP2, forward": ("forward_kl", Layout(2, SPREAD | DYNAMIC), "dense"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TOP_LAYOUTS)
+def test_every_layout_trains_on_the_top_tokens_of_a_served_teacher(name: str, models: Models, pools: Any):
+    kind, layout, model = TOP_LAYOUTS[name]
+    args = models.flags(kind, layout, model, opd_type="sglang", opd_top_k=TOP, opd_teacher_load=None)
+    (result, _, kept), *_ = pools[layout.ranks].run(train_served, args, models.served(model, TOP))
+    assert_as_truth(args, result, models.trained(kind, model, top=TOP))
+    assert kept is None
+
+
+def train_served(rank: int, world_size: int, init_method: str, args: Any, rollout: Any) -> Any:
+    """As `train`, with what the trainer keeps of the top tokens."""
+    trainer = ranks.start(rank, world_size, init_method, args)
+    metrics = trainer.train(0, ranks.share_of(trainer, rollout))
+    result = ranks.StepResult(metrics, ranks.export(trainer), ranks.export(trainer, "main_grad"), [], None)
+    kept = trainer._passes.teacher.states.ids
+    trainer.close()
+    return result, None, kept

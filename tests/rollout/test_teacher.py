@@ -14,9 +14,7 @@ from aiohttp import web
 from slimrl.data.packed import PackedColumn
 from slimrl.data.sample import Sample, SampleStatus
 from slimrl.data.train_batch import RolloutBatch, batch_from_samples, schedule_batch
-from slimrl.engines.auth import with_key
 from slimrl.rollout.convert_samples import Rewards, batch_from_columns, training_batch
-from slimrl.rollout.dataset.dataset_mixture import DatasetMixture
 from slimrl.rollout.rm_hub import RewardConfig, RewardScorer
 from slimrl.rollout.rm_hub.grader_pool import GraderPool
 from slimrl.rollout.rm_hub.remote import RemoteRefused, RemoteUnreachable
@@ -67,13 +65,24 @@ class FakeTeacher:
         ids, start = body["input_ids"], body["logprob_start_len"]
         entries = [[score(place, ids[place]), ids[place], None] for place in range(start, len(ids))]
         entries[0][0] = None
-        return web.json_response(
-            {"text": "", "output_ids": [], "meta_info": {"input_token_logprobs": entries}}, status=self._status
-        )
+        found: dict[str, Any] = {"input_token_logprobs": entries}
+        if top := body.get("top_logprobs_num", 0):
+            found["input_top_logprobs"] = [None, *(top_at(place, top) for place in range(start + 1, len(ids)))]
+        return web.json_response({"text": "", "output_ids": [], "meta_info": found}, status=self._status)
+
+
+def top_at(place: int, top: int) -> list[list[Any]]:
+    """The most probable tokens at a place, as SGLang returns them."""
+    return [[-float(place + rank), 100 * place + rank, None] for rank in range(top)]
 
 
 def filled(
-    samples: list[Sample], *servers: FakeTeacher, vocabulary: int | None = None, key: str | None = None, path: str = ""
+    samples: list[Sample],
+    *servers: FakeTeacher,
+    vocabulary: int | None = None,
+    key: str | None = None,
+    path: str = "",
+    top: int = 0,
 ) -> list[Sample]:
     """The samples with the teacher's log-probabilities."""
 
@@ -81,7 +90,7 @@ def filled(
         for server in servers:
             await server.__aenter__()
         teacher = ServedTeacher(
-            [server.url + path for server in servers], concurrency=2, vocabulary=vocabulary, key=key
+            [server.url + path for server in servers], concurrency=2, vocabulary=vocabulary, key=key, top=top
         )
         try:
             await asyncio.gather(*(teacher.fill(one) for one in samples))
@@ -165,8 +174,8 @@ def test_servers_report_the_last_id_of_a_vocabulary_as_zero():
 # from samples to training ---------------------------------------------------------------------------------------------
 
 
-def scored(*values: list[float] | None) -> list[Sample]:
-    samples = [sample(index, response=3) for index in range(len(values))]
+def scored(*values: list[float] | None, response: int = 3) -> list[Sample]:
+    samples = [sample(index, response=response) for index in range(len(values))]
     for one, own in zip(samples, values, strict=True):
         one.teacher_log_probs = own
     return samples
@@ -260,87 +269,3 @@ def test_scorer_asks_the_teacher_once_and_rewards_come_from_elsewhere(make_args)
     alone = RewardScorer.from_args(args, graders=GraderPool(time_limit_s=5.0, size=1))
     assert not alone.has_teacher  # without an address, custom functions set the values
     alone.close()
-
-
-# several teachers ----------------------------------------------------------------------------------------------------
-
-
-def test_each_sample_is_sent_to_the_teacher_that_its_metadata_names(make_args):
-    math, first, second = FakeTeacher(), FakeTeacher(), FakeTeacher()
-
-    async def main() -> list[Sample]:
-        async with math, first, second:
-            urls = [f"math={math.url}", f"code={first.url}/generate,{second.url}"]
-            args = dataclasses.replace(make_args(), use_opd=True, opd_type="sglang", opd_teacher_urls=urls)
-            scorer = RewardScorer.from_args(args, graders=GraderPool(time_limit_s=5.0, size=1))
-            samples = [sample(index, prompt=2 + index) for index in range(5)]
-            for one, name in zip(samples, ("math", "code", "code", "math", "code"), strict=True):
-                one.metadata["teacher"] = name
-            stray = sample(9)
-            try:
-                await asyncio.gather(*(scorer.ask_teacher(one) for one in samples))
-                with pytest.raises(TeacherError, match=r"sample 9 has metadata.teacher None, and .* has math, code"):
-                    await scorer.ask_teacher(stray)
-                stray.metadata["teacher"] = "physics"
-                with pytest.raises(TeacherError, match="sample 9 has metadata.teacher 'physics'"):
-                    await scorer.ask_teacher(stray)
-            finally:
-                scorer.close()
-            return samples
-
-    samples = asyncio.run(main())
-    assert [len(body["input_ids"]) for body in math.asked] == [6, 9]
-    assert sorted(len(body["input_ids"]) for body in first.asked + second.asked) == [7, 8, 10]
-    assert first.asked and second.asked
-    assert all(len(one.teacher_log_probs or []) == 4 for one in samples)
-
-
-def test_failure_of_one_of_several_teachers_names_it(make_args, monkeypatch):
-    monkeypatch.setattr("slimrl.rollout.rm_hub.remote.ATTEMPTS", 1)
-    broken = FakeTeacher(status=503)
-
-    async def main() -> None:
-        async with broken:
-            urls = [f"math={broken.url}"]
-            args = dataclasses.replace(make_args(), use_opd=True, opd_type="sglang", opd_teacher_urls=urls)
-            scorer = RewardScorer.from_args(args, graders=GraderPool(time_limit_s=5.0, size=1))
-            one = sample()
-            one.metadata["teacher"] = "math"
-            try:
-                await scorer.ask_teacher(one)
-            finally:
-                scorer.close()
-
-    with pytest.raises(RemoteUnreachable, match=r"the teacher math's server http://\S+"):
-        asyncio.run(main())
-
-
-def test_key_of_the_run_is_not_sent_to_external_teachers(make_args):
-    args = dataclasses.replace(make_args(), use_opd=True, opd_type="sglang", opd_teacher_urls=["a=http://h:1"])
-    assert "api_key" not in with_key(args).rm_server_options
-    assert "api_key" in with_key(make_args()).rm_server_options
-
-
-def test_prompt_has_the_teacher_of_its_row_or_of_its_file_or_the_default(make_args, tmp_path, tokenizer):
-    rows = {
-        "math": [{"input": "1"}, {"input": "2", "metadata": {"expert": "code", "level": 3}}],
-        "other": [{"input": "3"}],
-    }
-    for name, lines in rows.items():
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    paths = [str(tmp_path / f"{name}.jsonl") for name in rows]
-    urls = ["math=http://h:1", "code=http://h:2", "default=http://h:3"]
-    flags = {"use_opd": True, "opd_type": "sglang", "opd_teacher_urls": urls, "opd_teacher_key": "expert"}
-    args = dataclasses.replace(make_args(), **flags, prompt_data=paths, input_key="input", label_key=None)
-    prompts = DatasetMixture(args, tokenizer).draw(3)
-    assert {prompt.content: prompt.metadata for prompt in prompts} == {
-        "1": {"expert": "math"},
-        "2": {"expert": "code", "level": 3},
-        "3": {"expert": "default"},
-    }
-    without = dataclasses.replace(args, opd_teacher_urls=urls[:2])
-    with pytest.raises(ValueError, match=r"other.jsonl:1: no metadata.expert .* neither 'other', the name of the file"):
-        DatasetMixture(without, tokenizer).draw(3)
-    unknown = dataclasses.replace(args, opd_teacher_urls=[urls[0], urls[2]])
-    with pytest.raises(ValueError, match=r"math.jsonl:2: metadata.expert .* is 'code' and --opd-teacher-urls has math"):
-        DatasetMixture(unknown, tokenizer).draw(3)

@@ -340,8 +340,7 @@ class DistillationArguments:
 
     use_opd: bool = flag(
         False,
-        "on-policy distillation: subtract the reverse KL to a teacher from the advantage of each token, or, by"
-        " --opd-divergence, add a divergence to the loss",
+        "on-policy distillation: a teacher's term in the advantage of each token, or in the loss (--opd-divergence)",
     )
     opd_type: str | None = flag(
         None,
@@ -352,22 +351,22 @@ class DistillationArguments:
     opd_kl_coef: float = flag(1.0, "weight of the divergence of --use-opd; with 0 it is only logged", at_least=0)
     opd_teacher_urls: list[str] | None = flag(
         None,
-        "several teachers of --opd-type sglang instead of --rm-model and --rm-url: a name and the addresses of external"
-        " SGLang servers for each, as name=address[,address ...]; the teacher of a prompt is that named by"
-        " --opd-teacher-key, else that with the name of its file without suffix, else default",
+        "several teachers of --opd-type sglang on external SGLang servers, as name=address[,address ...]; a prompt's is"
+        " named by --opd-teacher-key, else by its file without suffix, else default",
         nargs="+",
     )
     opd_teacher_key: str = flag("teacher", "entry of a row's metadata that names its teacher of --opd-teacher-urls")
     opd_divergence: str = flag(
         SAMPLED_REVERSE_KL,
         "divergence of the student from the teacher: the reverse KL of the sampled tokens, in the advantages; or, over"
-        " the whole vocabulary and as a loss, KL(teacher || student), KL(student || teacher) or the generalised"
+        " the vocabulary and as a loss, KL(teacher || student), KL(student || teacher) or the generalised"
         " Jensen-Shannon divergence",
         choices=(SAMPLED_REVERSE_KL, "forward_kl", "reverse_kl", "jsd"),
     )
-    opd_jsd_beta: float = flag(
-        0.5, "weight of the teacher in the mixture of --opd-divergence jsd, between 0 and 1", above=0, below=1
+    opd_top_k: int = flag(
+        64, "tokens of a served teacher that --opd-divergence compares, the most probable; the rest is one", at_least=1
     )
+    opd_jsd_beta: float = flag(0.5, "weight of the teacher in the mixture of --opd-divergence jsd", above=0, below=1)
     opd_teacher_load: str | None = flag(
         None,
         "torch_dist or Hugging Face folder of the teacher of --opd-type megatron, with the student's architecture and"

@@ -23,6 +23,7 @@ _ONLY_WITH_IT = (
     "opd_kl_coef",
     "opd_divergence",
     "opd_jsd_beta",
+    "opd_top_k",
     "opd_teacher_load",
     "opd_teacher_ckpt_step",
     "opd_teacher_urls",
@@ -67,13 +68,19 @@ def divergence_has_its_teacher(args: Arguments, context: Context) -> Iterator[Pr
     flag, kind = "--opd-divergence", args.opd_divergence
     if kind != "jsd" and "opd_jsd_beta" in context.given:
         yield Problem("--opd-jsd-beta", f"--opd-jsd-beta has no effect with {flag} {kind}: leave it out.")
+    if "opd_top_k" in context.given and not (args.has_divergence and args.opd_type == "sglang"):
+        yield Problem(
+            "--opd-top-k",
+            f"--opd-top-k {args.opd_top_k} belongs to --opd-type sglang with another {flag} than sampled_reverse_kl:"
+            " leave it out.",
+        )
     if not args.has_divergence:
         return
-    if args.opd_type == "sglang":
+    if args.opd_type == "sglang" and args.custom_convert_samples_to_train_data_path is not None:
         yield Problem(
             flag,
-            f"{flag} {kind} compares whole distributions, and --opd-type sglang gives log-probabilities of sampled"
-            f" tokens only: use --opd-type megatron, or leave {flag} out.",
+            f"{flag} {kind} reads the teacher's top tokens, which the columns of"
+            " --custom-convert-samples-to-train-data-path do not have: leave one of them out.",
         )
     for other, given in (
         ("--keep-logits", args.keep_logits and args.loss_type != "custom_loss"),

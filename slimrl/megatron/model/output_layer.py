@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor
 
-from slimrl.algorithms.divergence import Divergence, output_divergence
+from slimrl.algorithms.divergence import Divergence, output_divergence, output_top_divergence
 from slimrl.algorithms.log_probs import output_log_probs
 from slimrl.megatron.model.micro_batch import for_one_pass
 
@@ -38,25 +38,53 @@ class TokensToScore:
     vocab_size: int  # without padding
     temperature: float
     chunk_size: int  # see `output_log_probs`
-    distils: TeacherStates | None = None  # also the divergence from a teacher
+    distils: TeacherStates | TeacherTop | None = None  # also the divergence from a teacher
     records: TeacherStates | None = None  # the model is that teacher: store what the divergence needs
     key: tuple[int, ...] = ()  # of the micro-batch in these
+    index: Tensor | None = None  # int64 [tokens]: their places in the columns of `TeacherTop`
 
     def divergence(self, rows: Tensor, weight: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
-        """`output_divergence` of the positions' hidden states [tokens, width]."""
-        assert self.distils is not None and self.distils.weight is not None  # of the teacher's pass
-        return output_divergence(
-            rows,
-            weight,
-            self.distils.hidden[self.key],
-            self.distils.weight,
-            self.targets,
-            self.distils.divergence,
-            vocab_size=self.vocab_size,
-            group=group,
-            temperature=self.temperature,
-            chunk_size=self.chunk_size,
+        """`output_divergence` of the positions' hidden states [tokens, width], or that over a teacher's top tokens."""
+        settings = _Chunked(
+            vocab_size=self.vocab_size, group=group, temperature=self.temperature, chunk_size=self.chunk_size
         )
+        if isinstance(self.distils, TeacherTop):
+            assert self.index is not None  # with this teacher
+            top = self.distils.of(self.index)
+            return output_top_divergence(rows, weight, self.targets, *top, self.distils.divergence, **settings)
+        assert self.distils is not None and self.distils.weight is not None  # of the teacher's pass
+        teacher = self.distils.hidden[self.key], self.distils.weight
+        return output_divergence(rows, weight, *teacher, self.targets, self.distils.divergence, **settings)
+
+
+class _Chunked(TypedDict):
+    """Keywords of the divergences."""
+
+    vocab_size: int
+    group: dist.ProcessGroup
+    temperature: float
+    chunk_size: int
+
+
+@dataclasses.dataclass
+class TeacherTop:
+    """The teacher's most probable tokens at each response token of the rank, from servers; see `output_top_divergence`.
+
+    `ids` int64 and `log_probs` float32 [response tokens, k] on the model's device; `clear` frees them.
+    """
+
+    divergence: Divergence
+    ids: Tensor | None = None
+    log_probs: Tensor | None = None
+
+    def of(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Those of the tokens at these places."""
+        assert self.ids is not None and self.log_probs is not None  # of the rollout, which `training_batch` has checked
+        return self.ids.index_select(0, index), self.log_probs.index_select(0, index)
+
+    def clear(self) -> None:
+        """Free everything."""
+        self.ids = self.log_probs = None
 
 
 @dataclasses.dataclass

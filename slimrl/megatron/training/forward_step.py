@@ -24,7 +24,7 @@ from slimrl.arguments.flags.moe import MoeArguments
 from slimrl.data.train_batch import RolloutBatch
 from slimrl.megatron.data_parallel import Stage
 from slimrl.megatron.model.micro_batch import MicroBatch
-from slimrl.megatron.model.output_layer import TeacherStates, TokensToScore
+from slimrl.megatron.model.output_layer import TeacherStates, TeacherTop, TokensToScore
 from slimrl.megatron.parallel import ParallelState
 from slimrl.megatron.training.loss.loss_sums import LossSums
 from slimrl.megatron.training.loss.policy_loss import PolicyLossConfig, PolicyLossInputs, policy_loss_sums
@@ -41,7 +41,7 @@ class LogProbConfig:
     keep_logits: bool
     tensor_group: dist.ProcessGroup
     context_group: dist.ProcessGroup
-    distils: TeacherStates | None = None  # a pass with a third column, the divergence from the teacher
+    distils: TeacherStates | TeacherTop | None = None  # a pass with a third column, the divergence from the teacher
     records: TeacherStates | None = None  # the teacher's pass
 
     @classmethod
@@ -69,6 +69,7 @@ class LogProbConfig:
             distils=self.distils,
             records=self.records,
             key=micro_batch.rows,
+            index=micro_batch.response_index[micro_batch.own] if isinstance(self.distils, TeacherTop) else None,
         )
 
     def __call__(self, output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:

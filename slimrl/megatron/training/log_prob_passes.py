@@ -16,6 +16,7 @@ from slimrl.algorithms.losses import TeacherTerm
 from slimrl.data.train_batch import RolloutBatch
 from slimrl.megatron.data_parallel import ShardedReference, Stage
 from slimrl.megatron.model.micro_batch import MicroBatch
+from slimrl.megatron.model.output_layer import TeacherStates
 from slimrl.megatron.parallel import ParallelState
 from slimrl.megatron.ref_model import ReferenceWeights
 from slimrl.megatron.teacher import Teacher
@@ -110,7 +111,8 @@ class LogProbPasses:
         if self.plan.needs_old_log_probs:
             computed = None
             if self.teacher.weights is not None:
-                own = dataclasses.replace(self.settings, records=self.teacher.states)
+                states = self.teacher.states if isinstance(self.teacher.states, TeacherStates) else None
+                own = dataclasses.replace(self.settings, records=states)
                 with self.teacher.weights.loaded_weights():
                     (computed,) = self._pass("teacher_", everything, response_tokens, advance, settings=own)
             scores.teacher = self.teacher.term(batch, computed, self.parallel.device)
