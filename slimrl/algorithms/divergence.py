@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -117,7 +117,7 @@ def output_divergence(
     if len(weight) != len(teacher_weight):
         raise ValueError(f"the student has {len(weight)} logits and the teacher {len(teacher_weight)}")
     chunked.check_settings(weight.shape[0], vocab_size, group, temperature, chunk_size)
-    result: tuple[Tensor, Tensor, Tensor] = _OutputDivergence.apply(  # type: ignore[no-untyped-call]
+    result: tuple[Tensor, Tensor, Tensor] = cast(Any, _OutputDivergence).apply(
         hidden, weight, teacher_hidden, teacher_weight, targets, divergence, vocab_size, group, temperature, chunk_size
     )
     return result
@@ -213,7 +213,7 @@ def output_top_divergence(
         shapes = [list(one.shape) for one in (top_ids, top_log_probs)]
         raise ValueError(f"the teacher's top tokens have shapes {shapes} for {len(targets)} targets")
     chunked.check_settings(weight.shape[0], vocab_size, group, temperature, chunk_size)
-    result: tuple[Tensor, Tensor, Tensor] = _OutputTopDivergence.apply(  # type: ignore[no-untyped-call]
+    result: tuple[Tensor, Tensor, Tensor] = cast(Any, _OutputTopDivergence).apply(
         hidden, weight, targets, top_ids, top_log_probs, divergence, vocab_size, group, temperature, chunk_size
     )
     return result

@@ -17,6 +17,7 @@ from torch.nn.functional import sigmoid
 from slimrl.algorithms.preference import PreferenceConfig
 from slimrl.megatron.training.loss.mismatched import mismatched
 from slimrl.megatron.training.loss.preference_loss import label_loss_sums, preference_loss_sums
+from slimrl.megatron.training.pass_plan import PassPlan
 from slimrl.observability.metrics import is_known
 from tests.megatron import layouts, ranks, reference, tiny
 from tests.megatron.layouts import (
@@ -232,6 +233,16 @@ def test_reward_that_is_no_label_is_rejected(labelled: Labelled, pools: Any):
     rollout = dataclasses.replace(labelled.rollout, raw_rewards=labelled.rollout.raw_rewards - 0.5)
     (error,) = pools[1].run(train_badly, labelled.flags(*LAYOUTS["1 rank"]), rollout)
     assert "--preference-loss kto needs reward 1 of a desirable response and 0 of an undesirable one" in error
+
+
+def test_plan_names_the_passes_over_mismatched_responses():
+    flags = {"loss_type": "preference_loss", "compute_advantages_and_returns": False}
+    assert PassPlan.from_args(tiny.tiny_args(**flags, preference_loss="kto")).sentence() == (
+        "a pass of the reference model for every rollout, and one of it for every rollout and of the policy for every"
+        " optimizer step over mismatched responses, for the KL estimate of KTO"
+    )
+    plain = PassPlan.from_args(tiny.tiny_args(**flags, preference_loss="apo_zero_unpaired"))
+    assert plain.sentence().endswith("no pass of the policy: no advantages are computed")
 
 
 def test_prompts_get_the_response_of_the_group_before_whatever_rank_has_it():
