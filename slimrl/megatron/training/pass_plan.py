@@ -83,8 +83,8 @@ class PassPlan:
         if not self.needs_old_log_probs and self.has_reference:
             if self.estimates_kl:
                 return (
-                    f"{self._reference()}, and one of it for every rollout and of the policy for every optimizer step over"
-                    " mismatched responses, for the KL estimate of KTO"
+                    f"{self._reference()}, and one of it for every rollout and of the policy for every optimizer step"
+                    " over mismatched responses, for the KL estimate of KTO"
                 )
             return f"{self._reference()}; no pass of the policy: no advantages are computed"
         if not self.needs_old_log_probs:
