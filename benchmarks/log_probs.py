@@ -5,10 +5,9 @@
 Three tables. From logits: slimrl's `vocab_parallel_log_probs` compared with plain torch (log_softmax, gather, entropy,
 with autograd) and megatron-core's `vocab_parallel_cross_entropy`, which has no entropy. From hidden states, including
 the output layer's three matrix products: slimrl's `output_log_probs`, which keeps no logits and does a fourth product,
-compared with the same layer with logits kept and with plain torch. The Jensen-Shannon divergence from a teacher's hidden
-states and weight: slimrl's `output_divergence`, which keeps the logits of neither model, compared with plain torch as
-TRL's `generalized_jsd_loss` computes it. The default vocabulary is Qwen3's over four
-tensor-parallel GPUs.
+compared with the same layer with logits kept and with plain torch. The Jensen-Shannon divergence from a teacher's
+hidden states and weight: slimrl's `output_divergence`, which keeps the logits of neither model, compared with plain
+torch as TRL's `generalized_jsd_loss` computes it. The default vocabulary is Qwen3's over four tensor-parallel GPUs.
 
 Targets: from logits less than 0.1 of their bytes in addition to them and their gradient; from hidden states at most
 1.35 times the time of the layer that keeps its logits. The methods run in interleaved rounds; times are medians of CPU
