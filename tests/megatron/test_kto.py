@@ -47,6 +47,7 @@ LAYOUTS = {
     "TP2 SP, packed": (Layout(2, TP2_SP | DYNAMIC | FULL), "dense"),
     "PP2": (Layout(2, PP2 | {"micro_batch_size": 2}), "dense"),
     "PP2 virtual, packed": (Layout(2, VIRTUAL | DYNAMIC, 4), "dense"),
+    "PP2 virtual, DP2, overlapped": (Layout(4, VIRTUAL | OVERLAP | DYNAMIC, 4), "dense"),
     "CP2, packed": (Layout(2, CP2 | DYNAMIC), "MLA"),
     "EP2, packed": (Layout(2, EP2 | SPREAD | DYNAMIC), "MoE"),
 }
@@ -143,8 +144,8 @@ def labelled(tmp_path_factory: pytest.TempPathFactory) -> Labelled:
 
 
 @pytest.fixture(scope="module")
-def pools(one_rank: Any, two_ranks: Any) -> dict[int, Any]:
-    return {1: one_rank, 2: two_ranks}
+def pools(one_rank: Any, two_ranks: Any, four_ranks: Any) -> dict[int, Any]:
+    return {1: one_rank, 2: two_ranks, 4: four_ranks}
 
 
 def assert_as_truth(args: Any, result: ranks.StepResult, truth: Truth) -> None:
