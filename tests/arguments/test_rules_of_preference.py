@@ -165,7 +165,7 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             ),
         ],
     ),
-    "labelled answers": (
+    "kl_estimate_has_another_prompt": (
         [
             f"{KTO} --prompt-data {{dir}}/both.jsonl --label-key label",
             f"{KTO} --prompt-data {{dir}}/good.jsonl=0.5 {{dir}}/bad.jsonl=0.5",
