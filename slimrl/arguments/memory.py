@@ -101,7 +101,7 @@ class StageMemory:
     gradients: int
     optimizer: int
     activations: int  # kept for the backward pass, of all micro-batches in flight
-    loss: int  # the output layer's logits or pieces of them and its gradients, last stage only
+    loss: int  # of the output layer: logits or pieces of them, gradients, a teacher's states; last stage only
     backward: int  # of the layer that the backward pass is at
     critic: int  # its weights and optimizer state; 0 without one
     critic_gradients: int
@@ -203,7 +203,24 @@ def _shared_out(args: Arguments, groups: Groups, dense: int, expert: int, *strat
 
 
 def _output_bytes(args: Arguments, spec: ModelSpec, setting: Setting) -> int:
-    return output_bytes(spec, setting, args.log_probs_chunk_size, keep_logits=args.keep_logits)
+    own = output_bytes(spec, setting, args.log_probs_chunk_size, keep_logits=args.keep_logits)
+    return own + _teacher_bytes(args, spec, setting)
+
+
+def _teacher_bytes(args: Arguments, spec: ModelSpec, setting: Setting) -> int:
+    """With --opd-divergence, for the longest responses: a teacher's last hidden states, and its output weight.
+
+    Of a teacher on servers: the ids (int64) and log-probabilities (float32) of its top tokens.
+    """
+    if not args.has_divergence:
+        return 0
+    groups = groups_of(args)
+    longest = args.rollout_max_response_len or longest_sample(args)[0]
+    samples = (args.global_batch_size or 0) // groups.data * (args.num_steps_per_rollout or 1)
+    tokens = samples * longest // groups.context
+    if args.has_served_teacher:
+        return tokens * args.opd_top_k * 12
+    return (spec.padded_vocab_size // setting.tensor + tokens) * spec.hidden_size * setting.element
 
 
 def gradient_bytes(args: Arguments) -> int:

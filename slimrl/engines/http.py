@@ -64,7 +64,8 @@ def with_key(args: Arguments) -> Arguments:
     given = args.sglang_options.get(OPTION)
     key = Key(given) if given else new_key()
     rm_options = args.rm_server_options
-    if args.rm_url is None:  # not for external reward servers, which may need another key or none
+    # not for external servers, which may need another key or none
+    if args.rm_url is None and args.opd_teacher_urls is None:
         rm_options = rm_options | {OPTION: Key(rm_options[OPTION]) if rm_options.get(OPTION) else key}
     return dataclasses.replace(args, sglang_options=args.sglang_options | {OPTION: key}, rm_server_options=rm_options)
 

@@ -228,11 +228,12 @@ class MegatronTrainer:
         self.memory.require("training", State.AWAKE)
         with self._times.phase("data_preprocess"):
             steps = [[self._pack(batch, rows) for rows in step] for step in batch.micro_batches]
+            mismatched = self._loss.mismatched(batch)
         trains_policy = rollout_id >= self._critic_only_rollouts
         critic_passes = 0 if self._critic is None else 2 * sum(map(len, steps))
         total = (
             critic_passes
-            + self._passes.count(rollout_id, steps, trains=trains_policy)
+            + self._passes.count(rollout_id, steps, mismatched, trains=trains_policy)
             + trains_policy * sum(map(len, steps))
         )
         count = itertools.count(1)
@@ -243,7 +244,7 @@ class MegatronTrainer:
 
         with self._profiler.part(LOG_PROBS, rollout_id):
             values = None if self._critic is None else self._critic.values(steps, batch, advance)
-            scores = self._passes.run(rollout_id, steps, batch, advance, trains=trains_policy)
+            scores = self._passes.run(rollout_id, steps, batch, advance, mismatched, trains=trains_policy)
             columns, data = build_train_inputs(
                 self._kl.applied_to(self._algorithm),
                 self._hooks,
@@ -268,6 +269,7 @@ class MegatronTrainer:
         if trains_policy:
             of_policy = self._train_policy(rollout_id, steps, batch, columns, data, scores, advance)
             metrics = [other | own for own, other in zip(of_policy, metrics, strict=True)]
+        self._passes.teacher.release()
         self.rollout_metrics = self._report(batch, columns, scores)
         if trains_policy:
             self._kl.after_rollout(self.rollout_metrics, sum(batch.samples_per_step))
@@ -292,7 +294,7 @@ class MegatronTrainer:
                 with self.memory_report.step(), self._timeline.span("forward and backward", optimizer_step=number):
                     self._policy.begin_step()
                     self._hooks.before_step(rollout_id, number)
-                    sums_of = self._loss.sums_of(batch, columns, data, scores)
+                    sums_of = self._loss.sums_of(batch, columns, data, scores, number, advance)
                     sums = self._accumulate(micro_batches, columns, sums_of, samples, advance)
                 scores.complete(micro_batches, self.parallel)
                 where = f"rollout {rollout_id}, optimizer step {number}"
