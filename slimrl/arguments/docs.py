@@ -117,11 +117,11 @@ CAPABILITIES = (
         " does not replay the engines' routing.",
     ),
     Capability(
-        "The distributed Muon and further options of optimizers",
+        "Distributed Muon",
         "optimizer muon_fp32_matmul_prec qk_clip* use_stateless_adam reset_optimizer_states log_num_zeros_in_grad"
         " use_checkpoint_opt_param_scheduler log_max_attention_logit",
-        "Optimizers are Adam, SGD and Muon ([parallelism.md](parallelism.md#optimizers)). Adam's state can be sharded or"
-        " in host memory ([sharding.md](sharding.md)).",
+        "Optimizers are Adam, SGD and Muon ([parallelism.md](parallelism.md#optimizers)). Adam's state can be sharded"
+        " or in host memory ([sharding.md](sharding.md)).",
     ),
     Capability(
         "Updates of the reference model and old policies",

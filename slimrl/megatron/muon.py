@@ -155,7 +155,7 @@ class Muon(torch.optim.Optimizer):
         else:
             shape[axis] *= group.size()
             found = newton_schulz(matrix, steps, bfloat16=bfloat16, transposed=axis == 0, group=group)
-        return found * (scale(*shape, settings.muon_scale_mode) * settings.muon_extra_scale_factor)
+        return found * (scale(shape[0], shape[1], settings.muon_scale_mode) * settings.muon_extra_scale_factor)
 
 
 def _shards(weight: Tensor) -> tuple[dist.ProcessGroup | None, int]:

@@ -267,7 +267,7 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
         ],
     ),
     "optimizer_settings_belong_to_the_optimizer": (
-        ["--optimizer muon --muon-num-ns-steps 10 --muon-no-split-qkv --adam-beta1 0.8", "--optimizer sgd"],
+        ["--optimizer muon --no-use-distributed-optimizer --muon-num-ns-steps 10 --muon-no-split-qkv --adam-beta1 0.8"],
         [
             (
                 "--muon-no-split-qkv",
@@ -281,7 +281,7 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
         ],
     ),
     "other_optimizers_fit_the_run": (
-        ["--optimizer muon --bf16", "--optimizer sgd --no-use-distributed-optimizer"],
+        ["--optimizer muon --no-use-distributed-optimizer --bf16", "--optimizer sgd --no-use-distributed-optimizer"],
         [
             (
                 "--optimizer muon --use-distributed-optimizer",
@@ -289,7 +289,7 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
                 " out, or use --optimizer adam.",
             ),
             (
-                "--optimizer muon --fp16",
+                "--optimizer muon --no-use-distributed-optimizer --fp16",
                 "--optimizer muon has no loss scale: leave --fp16 out, or use --optimizer adam.",
             ),
         ],
