@@ -109,7 +109,7 @@ class Muon(torch.optim.Optimizer):
                 self.state[weight].setdefault("momentum_buffer", torch.zeros_like(weight))
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         """One update of every weight with a gradient; collective over the groups of the sharded ones."""
         settings = self._settings
         self.create_state()
@@ -233,8 +233,9 @@ def _divided(stages: Sequence[nn.Module]) -> tuple[list[nn.Parameter], list[nn.P
                 rest.append(weight)
                 continue
             matrices.append(weight)
-            weight.is_qkv = name.endswith("linear_qkv.weight")  # type: ignore[attr-defined]
-            weight.expert_tp = not getattr(weight, "allreduce", True)  # type: ignore[attr-defined]
+            vars(weight).update(
+                is_qkv=name.endswith("linear_qkv.weight"), expert_tp=not getattr(weight, "allreduce", True)
+            )
     return matrices, rest
 
 
