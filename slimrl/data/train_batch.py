@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from slimrl.data import bin_packing
-from slimrl.data.packed import PackedColumn
-from slimrl.data.sample import Sample, SampleStatus
+from slimrl.data.sample import PackedColumn, Sample, SampleStatus
 
 _TOKEN_COLUMNS = ("tokens",)
 _RESPONSE_COLUMNS = ("loss_mask", "rollout_log_probs")

@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from slimrl.data.watched_file import ChangedDataError
 
 from slimrl.arguments import Arguments
 from slimrl.cluster import dry_run, main
@@ -20,7 +21,6 @@ from slimrl.cluster import run as run_module
 from slimrl.cluster.supervisor import ProcessDiedError
 from slimrl.cluster.training.train_group import RankFailedError
 from slimrl.cluster.watchdog import WatchdogTimeoutError
-from slimrl.data.watched_file import ChangedDataError
 from slimrl.engines.protocol import EngineError, EngineRequestError
 from slimrl.observability import run_log, terminal
 from slimrl.processes.folders import only_run_in

@@ -28,7 +28,7 @@ from slimrl.megatron.model.output_layer import TokensToScore
 from slimrl.megatron.parallel import ParallelState
 from slimrl.megatron.training.loss.loss_sums import LossSums
 from slimrl.megatron.training.loss.policy_loss import PolicyLossConfig, PolicyLossInputs, policy_loss_sums
-from slimrl.megatron.training.nonfinite_guard import broken_samples
+from slimrl.megatron.training.trained_model import broken_samples
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,7 +194,7 @@ class TrainTensors:
         )
 
     def broken_samples(self, batch: RolloutBatch) -> list[str]:
-        """The samples of `batch` with an input that is not finite (see `nonfinite_guard.broken_samples`)."""
+        """The samples of `batch` with an input that is not finite (see `trained_model.broken_samples`)."""
         names = ("advantages", "rollout_log_probs", "train_log_probs", "ref_log_probs", "teacher_log_probs")
         columns = {name: value for name in names if (value := getattr(self, name)) is not None}
         return broken_samples(columns, self.loss_mask, batch.response_lengths, batch.sample_ids)

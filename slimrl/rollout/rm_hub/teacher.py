@@ -18,8 +18,7 @@ import orjson
 
 from slimrl.arguments import Arguments
 from slimrl.arguments.served_models import served_vocabulary
-from slimrl.data.packed import PackedColumn
-from slimrl.data.sample import Sample
+from slimrl.data.sample import PackedColumn, Sample
 from slimrl.rollout.rm_hub.remote import RemoteRewardError, ServerPool, addresses
 
 logger = logging.getLogger(__name__)
