@@ -145,7 +145,7 @@ def _stage(
     count = critic_weights if args.trains_reward_model else stage_weights
     weights = count(spec, split, parts[number], first=first, last=last)
     dense, expert = _buffers(args, groups, weights)
-    state = _optimizer_bytes(args, groups, dense, expert)
+    state = _optimizer_bytes(args, groups, weights, dense, expert)
     of_critic = critic_weights(spec, split, parts[number], first=first, last=last)
     critic, critic_gradients, of_critic_on_host = _critic_bytes(args, groups, of_critic)
     offloaded, copied = _offloaded_bytes(args, state)
@@ -178,7 +178,7 @@ def _critic_bytes(args: Arguments, groups: Groups, weights: Weights) -> tuple[in
     if not args.use_critic or args.eval_only:
         return 0, 0, 0
     dense, expert = _buffers(args, groups, weights)
-    state = _optimizer_bytes(args, groups, dense, expert)
+    state = _optimizer_bytes(args, groups, weights, dense, expert)
     offloaded, copied = _offloaded_bytes(args, state)
     gradients = _shared_out(args, groups, dense, expert, "optim_grads", "optim_grads_params") * gradient_bytes(args)
     return (dense + expert) * parameter_bytes(args) + state - offloaded, gradients, offloaded + copied
@@ -238,8 +238,10 @@ def _buffers(args: Arguments, groups: Groups, weights: Weights) -> tuple[int, in
     )
 
 
-def _optimizer_bytes(args: Arguments, groups: Groups, dense: int, expert: int) -> int:
-    """State of the fullest share: float32 copies of 16-bit weights, and the moments."""
+def _optimizer_bytes(args: Arguments, groups: Groups, weights: Weights, dense: int, expert: int) -> int:
+    """State of the fullest share: float32 copies of 16-bit weights, and the moments; Muon has one per matrix."""
+    if args.optimizer == "muon":
+        return weights.total * _state_bytes(args) - (0 if args.eval_only else weights.matrices * FP32)
     if args.use_distributed_optimizer:
         dense, expert = dense // groups.optimizer_shares, expert // groups.expert_data
     return (dense + expert) * _state_bytes(args)

@@ -103,6 +103,8 @@ TRAINING_RULES: tuple[Rule, ...] = (
     parallel.experts_divide_over_gpus,
     model.few_bits_have_their_kernels,
     model.formats_have_their_settings,
+    optimizer.optimizer_settings_belong_to_the_optimizer,
+    optimizer.other_optimizers_fit_the_run,
     optimizer.optimizer_state_types_fit_the_optimizer,
     optimizer.optimizer_in_host_memory_is_complete,
     parallel.sharding_has_its_switch,
