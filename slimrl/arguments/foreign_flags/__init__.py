@@ -47,7 +47,6 @@ _ROWS: dict[str, tuple[str, str | None, str]] = {
     # keys of slime's example of corrections for the mismatch between engines and training
     "tis-upper-bound": (SLIME, "--tis-clip", ""),
     "tis-lower-bound": (SLIME, "--tis-clip-low", ""),
-    "tis-batch-normalize": (SLIME, None, "weights are not divided by their mean; leave it out"),
     # short forms
     "tp": (SHORT, "--tensor-model-parallel-size", "and --rollout-num-gpus-per-engine for the engines"),
     "tp-size": (SHORT, "--tensor-model-parallel-size", "and --rollout-num-gpus-per-engine for the engines"),

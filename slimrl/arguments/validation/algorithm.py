@@ -107,6 +107,7 @@ def off_policy_corrections_are_consistent(args: Arguments, context: Context) -> 
         ("--tis-clip-low", "tis_clip_low", "--use-tis", args.use_tis),
         ("--tis-level", "tis_level", "--use-tis", args.use_tis),
         ("--tis-mode", "tis_mode", "--use-tis", args.use_tis),
+        ("--tis-batch-normalize", "tis_batch_normalize", "--use-tis", args.use_tis),
         (
             "--positive-example-reward",
             "positive_example_reward",

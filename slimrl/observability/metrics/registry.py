@@ -113,7 +113,9 @@ TRAIN = (
         "fraction",
         when=_TIS,
     ),
-    Metric("train/tis_weight", _OF_LEVEL.format("mean weight, clipped or masked"), when=_TIS),
+    Metric(
+        "train/tis_weight", _OF_LEVEL.format("mean weight, clipped or masked, before --tis-batch-normalize"), when=_TIS
+    ),
     Metric("train/tis_weight_square", _OF_LEVEL.format("mean square of that weight"), when=_TIS),
     Metric(
         "train/tis_ess",
