@@ -29,6 +29,8 @@ ARCHITECTURES = (
     "Qwen3ForRewardModel",
     "Qwen3ForSequenceClassification",
 )
+# served as sequence classifiers, whose head at the last token of each prefix is that of the token
+TOKEN_CLASSIFIERS = ("Qwen2ForTokenClassification", "Qwen3ForTokenClassification")
 _SEVERAL_LABELS = "LlamaForSequenceClassificationWithNormal_Weights"  # weighs its labels to one number itself
 
 
@@ -51,10 +53,12 @@ class RewardModelConfig:
             raise ValueError(
                 f"--rm-model {folder} has no readable config.json ({error}): copy the model again."
             ) from error
-        labels = config.get("num_labels") or len(config.get("id2label") or {}) or 1
+        architecture = (config.get("architectures") or ["nothing"])[0]
+        default = 2 if architecture in TOKEN_CLASSIFIERS else 1  # transformers leaves out its default, 2 labels
+        labels = config.get("num_labels") or len(config.get("id2label") or {}) or default
         scaled = config.get("rope_scaling") is not None
         return cls(
-            architecture=(config.get("architectures") or ["nothing"])[0],
+            architecture=architecture,
             labels=labels,
             context=None if scaled else config.get("max_position_embeddings"),
             vocabulary=config.get("vocab_size"),
@@ -68,6 +72,14 @@ class RewardModelConfig:
         if self.labels != 1 and self.architecture != _SEVERAL_LABELS:
             return f"has {self.labels} labels, and a reward model has one"
         return None
+
+    @property
+    def fault_of_steps(self) -> str | None:
+        """Why a server cannot give a reward to each step (--rm-step-separator); None if it can."""
+        known = (*TOKEN_CLASSIFIERS, *ARCHITECTURES)
+        if self.architecture not in known:
+            return f"is a {self.architecture}, and a process reward model is one of {', '.join(known)}"
+        return None if self.labels in (1, 2) else f"has {self.labels} labels, and a process reward model has one or two"
 
 
 def starts_reward_servers(args: Arguments) -> bool:

@@ -16,6 +16,7 @@ from slimrl.algorithms.reward_shaping import OverlongPenalty
 from slimrl.arguments import Arguments
 from slimrl.data.sample import Sample, SampleStatus
 from slimrl.rollout.generation.multi_turn import NON_GENERATION_TIME, TURN_STARTS
+from slimrl.rollout.rm_hub.process_reward import STEP_REWARDS
 from slimrl.rollout.rm_hub.scorer import REWARD_FAILURE_KEY
 
 # metadata of a carried-over sample: the rollout in which its first token was generated
@@ -44,7 +45,18 @@ def sample_metrics(samples: list[Sample], raw_rewards: Sequence[float]) -> dict[
         "rollout/repetition_frac": mean([float(is_repetitive(sample.response)) for sample in samples]),
         "rollout/reward_failures": float(sum(REWARD_FAILURE_KEY in sample.metadata for sample in samples)),
         **_zero_std_metrics(samples, rewards),
+        **_step_metrics(samples),
     }
+
+
+def _step_metrics(samples: list[Sample]) -> dict[str, float]:
+    """Steps per sample and their mean reward; nothing without --rm-step-separator."""
+    of_samples = [sample.metadata[STEP_REWARDS] for sample in samples if STEP_REWARDS in sample.metadata]
+    if not of_samples:
+        return {}
+    every = [reward for rewards in of_samples for reward in rewards]
+    means = {"rollout/step_reward": mean(every)} if every else {}
+    return {"rollout/steps": len(every) / len(of_samples), **means}
 
 
 def dynamic_filter_metrics(drops: dict[str, int], carried_over: int) -> dict[str, float]:

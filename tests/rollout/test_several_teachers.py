@@ -34,12 +34,12 @@ def test_each_sample_is_sent_to_the_teacher_that_its_metadata_names(make_args):
                 one.metadata["teacher"] = name
             stray = sample(9)
             try:
-                await asyncio.gather(*(scorer.ask_teacher(one) for one in samples))
+                await asyncio.gather(*(scorer.score_tokens(one) for one in samples))
                 with pytest.raises(TeacherError, match=r"sample 9 has metadata.teacher None, and .* has math, code"):
-                    await scorer.ask_teacher(stray)
+                    await scorer.score_tokens(stray)
                 stray.metadata["teacher"] = "physics"
                 with pytest.raises(TeacherError, match="sample 9 has metadata.teacher 'physics'"):
-                    await scorer.ask_teacher(stray)
+                    await scorer.score_tokens(stray)
             finally:
                 scorer.close()
             return samples
@@ -63,7 +63,7 @@ def test_failure_of_one_of_several_teachers_names_it(make_args, monkeypatch):
             one = sample()
             one.metadata["teacher"] = "math"
             try:
-                await scorer.ask_teacher(one)
+                await scorer.score_tokens(one)
             finally:
                 scorer.close()
 

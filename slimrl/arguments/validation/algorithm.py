@@ -90,6 +90,47 @@ def estimator_has_what_it_needs(args: Arguments, context: Context) -> Iterator[P
         )
 
 
+def process_rewards_have_their_model(args: Arguments, context: Context) -> Iterator[Problem]:
+    """Rewards of steps have a model of their own, and returns that are sums over tokens."""
+    flag, separator = "--rm-step-separator", args.rm_step_separator
+    if separator is None:
+        for name in sorted({"rm_step_marker", "rm_step_coef"} & context.given):
+            other = "--" + name.replace("_", "-")
+            yield Problem(other, f"{other} belongs to {flag}: add it, or leave {other} out.")
+        return
+    if args.has_served_teacher:
+        return  # another rule's problem
+    if args.rm_model is None:
+        yield Problem("--rm-model", f"{flag} {separator!r} needs a process reward model: give its folder, --rm-model.")
+    if args.rm_input_template is not None:
+        yield Problem(
+            "--rm-input-template",
+            f"--rm-input-template is a text with a whole response, and {flag} reads its steps: use --rm-input.",
+        )
+    if args.rm_input == "tokens" and args.rm_step_marker is not None:
+        yield Problem(
+            "--rm-step-marker",
+            f"--rm-step-marker {args.rm_step_marker!r} is not among the policy's tokens, which --rm-input tokens sends:"
+            " leave one of them out.",
+        )
+    sets = [(f"evaluation set {one.name} with rm_type", one.rm_type) for one in args.eval_datasets]
+    for where, name in [("--rm-type", args.rm_type)] + [each for each in sets if each[1] != args.rm_type]:
+        if name == "reward_model":
+            yield Problem(
+                flag,
+                f"{flag} {separator!r} makes --rm-model a process reward model, and {where} reward_model would score"
+                " whole responses with it: choose another reward; zero for none.",
+            )
+    estimator = ESTIMATORS.get(args.advantage_estimator)
+    if estimator is not None and estimator.returns is Returns.BROADCAST:
+        summed = " and ".join(name for name, row in ESTIMATORS.items() if row.returns is not Returns.BROADCAST)
+        yield Problem(
+            flag,
+            f"{flag} {separator!r} rewards steps, and --advantage-estimator {estimator.name} has one reward per"
+            f" response: use {summed}.",
+        )
+
+
 def off_policy_corrections_are_consistent(args: Arguments, context: Context) -> Iterator[Problem]:
     """Importance weights have ordered bounds and are applied once; bounds need their switch."""
     if args.use_tis and args.use_rollout_logprobs:

@@ -97,6 +97,8 @@ def divergence_has_its_teacher(args: Arguments, context: Context) -> Iterator[Pr
 
 def _has_other_signal(args: Arguments) -> bool:
     """Whether something besides --rm-type may be learned from, or nothing is learned anyway."""
+    if args.rm_step_separator is not None:
+        return True
     paths = (args.custom_rm_path, args.custom_reward_post_process_path, args.custom_advantage_function_path)
     learns_otherwise = args.loss_type != "policy_loss" or args.overlong_buffer_len is not None
     return any(paths) or learns_otherwise or args.eval_only or args.debug_rollout_only
@@ -192,6 +194,12 @@ def teacher_on_servers_is_comparable(args: Arguments, context: Context) -> Itera
             "--rollout-temperature",
             f"--rollout-temperature {args.rollout_temperature:g} scales the student's log-probabilities and not those"
             " of a teacher on SGLang servers: give 1, or use --opd-type megatron.",
+        )
+    if args.rm_step_separator is not None:
+        yield Problem(
+            "--rm-step-separator",
+            f"--rm-step-separator {args.rm_step_separator!r} needs --rm-model or --rm-url, which are the teacher of"
+            " --opd-type sglang: leave it out, or use --opd-type megatron.",
         )
     if args.rm_input is not None:
         yield Problem(

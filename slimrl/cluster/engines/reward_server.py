@@ -23,7 +23,7 @@ import numpy
 from safetensors.numpy import save_file
 
 from slimrl.arguments import Arguments
-from slimrl.arguments.served_models import RewardModelConfig, served_role
+from slimrl.arguments.served_models import TOKEN_CLASSIFIERS, RewardModelConfig, served_role
 from slimrl.cluster.engines.engine import Engine, EngineActorConfig, ServerSettings
 from slimrl.cluster.launch import Launch
 from slimrl.cluster.placement import GpuBundles
@@ -32,15 +32,24 @@ from slimrl.engines.server_protocol import EngineMemory
 from slimrl.models.hf_folder import INDEX, read_tensor_names
 
 BIASED = ("Qwen2ForSequenceClassification", "Qwen3ForSequenceClassification")
+CONFIG = "config.json"
 BIAS = "score.bias"
 BIAS_FILE = "score-bias.safetensors"
 
 
 def servable_folder(model: Path, architecture: str, into: Path) -> Path:
-    """`model` itself if it needs no bias, else `into`, recreated with links to its files and the zero bias.
+    """`model` itself if SGLang can serve it as it is, else `into`, recreated with links to its files.
 
-    Raises ValueError if its weights are not in safetensors files, which the bias is added to.
+    A token classifier gets the architecture of the sequence classifier of its family, which has the same weights; a
+    sequence classifier without a bias the zero bias. Raises ValueError if the weights to which the bias is added are
+    not in safetensors files.
     """
+    if architecture in TOKEN_CLASSIFIERS:
+        config = json.loads((model / CONFIG).read_text(encoding="utf-8"))
+        config["architectures"] = [architecture.replace("Token", "Sequence")]
+        _link(model, into, without=CONFIG)
+        (into / CONFIG).write_text(json.dumps(config), encoding="utf-8")
+        return into
     if architecture not in BIASED:
         return model
     names = read_tensor_names(model)
@@ -48,19 +57,25 @@ def servable_folder(model: Path, architecture: str, into: Path) -> Path:
         return model
     if not names:
         raise ValueError(f"--rm-model {model} has no safetensors files: save it again with safetensors")
-    if into.exists():  # from an earlier start under the same run name, perhaps with another model
-        shutil.rmtree(into)
-    into.mkdir(parents=True)
-    for file in model.iterdir():
-        if file.name != INDEX:
-            (into / file.name).symlink_to(file.resolve())
-    save_file({BIAS: numpy.zeros(1, numpy.float32)}, into / BIAS_FILE)
+    _link(model, into, without=INDEX)
+    labels = RewardModelConfig.read(model).labels
+    save_file({BIAS: numpy.zeros(labels, numpy.float32)}, into / BIAS_FILE)
     index = model / INDEX
     if index.is_file():
         content = json.loads(index.read_text())
         content["weight_map"][BIAS] = BIAS_FILE
         (into / INDEX).write_text(json.dumps(content))
     return into
+
+
+def _link(model: Path, into: Path, *, without: str) -> None:
+    """Recreates `into` with links to the files of `model` except one."""
+    if into.exists():  # from an earlier start under the same run name, perhaps with another model
+        shutil.rmtree(into)
+    into.mkdir(parents=True)
+    for file in model.iterdir():
+        if file.name != without:
+            (into / file.name).symlink_to(file.resolve())
 
 
 READY_TIMEOUT_S = 900.0

@@ -203,6 +203,8 @@ ROLLOUT = (
     Metric("rollout/repetition_frac", "responses that end in a repeated pattern", "fraction"),
     Metric("rollout/zero_std/ratio", "groups whose rewards are all equal: they contribute no gradient", "fraction"),
     Metric("rollout/zero_std/count_<reward>", "groups in which every sample has that reward", "count"),
+    Metric("rollout/steps", "steps of a response", "count", when="--rm-step-separator"),
+    Metric("rollout/step_reward", "mean reward of a step, without --rm-step-coef", when="--rm-step-separator"),
     Metric("rollout/reward_failures", "samples whose grader gave no score (counted as reward 0)", "count"),
     Metric(
         "rollout/failed_samples",

@@ -39,6 +39,8 @@ class TeacherError(RemoteRewardError):
 class ServedTeacher:
     """The teacher on the servers at `urls`."""
 
+    column = "teacher_log_probs"
+
     def __init__(
         self,
         urls: list[str],
@@ -121,6 +123,8 @@ class ServedTeacher:
 
 class NamedTeachers:
     """Several teachers; a sample's metadata names its own under `key` (`--opd-teacher-urls`, `--opd-teacher-key`)."""
+
+    column = "teacher_log_probs"
 
     def __init__(self, teachers: dict[str, ServedTeacher], key: str) -> None:
         self._teachers = teachers
