@@ -268,9 +268,10 @@ def _pair_columns(args: PromptArguments, as_chat: bool, label_key: str | None) -
 
 
 def _teachers(args: PromptArguments) -> TeacherChoice | None:
-    if not args.opd_teachers or not args.has_served_teacher:
+    if not args.opd_teacher_names or not args.has_served_teacher:
         return None
-    return TeacherChoice(args.opd_teacher_key, tuple(args.opd_teachers))
+    flag = "--opd-teacher-urls" if args.opd_teacher_urls else "--opd-teacher-models"
+    return TeacherChoice(args.opd_teacher_key, args.opd_teacher_names, flag)
 
 
 def _engine_limit(args: PromptArguments) -> int | None:

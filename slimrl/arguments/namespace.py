@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from slimrl.arguments.flag import FlagSpec, Problem, flag_specs
-from slimrl.arguments.flags.algorithm import AlgorithmArguments, CriticArguments, DistillationArguments
+from slimrl.arguments.flags.algorithm import AlgorithmArguments, CriticArguments
 from slimrl.arguments.flags.attention import AttentionArguments, PositionArguments
 from slimrl.arguments.flags.checkpoint import CheckpointArguments
 from slimrl.arguments.flags.cluster import ClusterArguments
@@ -31,7 +31,7 @@ from slimrl.arguments.flags.moe import MoeArguments
 from slimrl.arguments.flags.optimizer import OffloadArguments, OptimizerArguments
 from slimrl.arguments.flags.parallel import GradientArguments, ParallelArguments
 from slimrl.arguments.flags.precision import PrecisionArguments
-from slimrl.arguments.flags.rollout import EvalArguments, RewardArguments, RolloutArguments
+from slimrl.arguments.flags.rollout import DistillationArguments, EvalArguments, RewardArguments, RolloutArguments
 
 
 @dataclasses.dataclass(frozen=True)

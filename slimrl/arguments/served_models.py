@@ -83,12 +83,36 @@ class RewardModelConfig:
 
 
 def starts_reward_servers(args: Arguments) -> bool:
-    """Whether slimrl starts the servers of the reward model or teacher: --rm-model is given and --rm-url is not.
+    """Whether slimrl starts the servers of the reward model or teachers: a folder is given, and no address.
 
     An evaluation needs no teacher.
     """
     used = not args.debug_train_only and not (args.has_served_teacher and args.eval_only)
-    return args.rm_model is not None and args.rm_url is None and used
+    has_folder = args.rm_model is not None or (args.has_served_teacher and bool(args.opd_teacher_models))
+    return has_folder and args.rm_url is None and args.opd_teacher_urls is None and used
+
+
+@dataclasses.dataclass(frozen=True)
+class ServedModel:
+    """A model whose servers slimrl starts; `name` is that of one of several teachers, else empty."""
+
+    name: str
+    folder: str
+    gpus: int
+    per_server: int
+
+
+def served_models(args: Arguments) -> tuple[ServedModel, ...]:
+    """The reward model, the teacher or the teachers, in the order of their GPUs; none without servers to start."""
+    if not starts_reward_servers(args):
+        return ()
+    if args.rm_model is not None:
+        return (ServedModel("", args.rm_model, args.rm_num_gpus, args.rm_num_gpus_per_engine),)
+    folders = args.opd_teacher_folders
+    gpus = args.opd_teacher_num_gpus or [args.rm_num_gpus] * len(folders)
+    sizes = args.opd_teacher_num_gpus_per_engine or [args.rm_num_gpus_per_engine] * len(folders)
+    parts = zip(folders.items(), gpus, sizes, strict=False)  # a rule compares the lengths
+    return tuple(ServedModel(name, folder, own, size) for (name, folder), own, size in parts)
 
 
 def served_role(args: Arguments) -> str:
@@ -102,12 +126,18 @@ def served_vocabulary(folder: Path) -> int | None:
     return (config.get("text_config") or config).get("vocab_size")
 
 
-def reward_gpus(args: Arguments, others: int) -> range:
-    """GPUs of the servers of the reward model or teacher, in GPU order: after the `others`, of training and rollout, or
-    the first of those.
+def reward_gpus(args: Arguments, others: int) -> tuple[range, ...]:
+    """GPUs of each server of the reward model or teachers, in GPU order.
+
+    They come after the `others`, of training and rollout, or are the first of those. GPUs beyond a multiple of the
+    size of a server make a last, smaller one, which a rule rejects.
     """
-    first = 0 if args.rm_colocate else others
-    return range(first, first + (args.rm_num_gpus if starts_reward_servers(args) else 0))
+    first, found = 0 if args.rm_colocate else others, []
+    for model in served_models(args):
+        end = first + model.gpus
+        found += [range(at, min(at + model.per_server, end)) for at in range(first, end, model.per_server)]
+        first = end
+    return tuple(found)
 
 
 # names of config.json for the longest sequence, in the server's order

@@ -56,7 +56,7 @@ def test_rewards_match_transformers_logits_and_a_dead_server_is_named(tmp_path, 
     assert len({len(row) for row in read}) == 6 and tokenizer.decode(read[0]).endswith("<|im_end|>\n")
 
     async def run() -> tuple[list[float], str]:
-        gpus = GpuBundles(PlacementPlan(1, range(0), range(0), 1, range(1), 1))
+        gpus = GpuBundles(PlacementPlan(1, range(0), range(0), 1, (range(1),)))
         servers = await RewardServers.start(args, gpus, Launch.of_run(args))
         scorer = RewardScorer.from_args(servers.reachable(args))
         try:
@@ -118,7 +118,7 @@ def test_rewards_of_steps_are_those_of_a_token_classifier_in_one_pass(tmp_path, 
         marks.append(ends)
 
     async def run() -> None:
-        gpus = GpuBundles(PlacementPlan(1, range(0), range(0), 1, range(1), 1))
+        gpus = GpuBundles(PlacementPlan(1, range(0), range(0), 1, (range(1),)))
         servers = await RewardServers.start(args, gpus, Launch.of_run(args))
         scorer = RewardScorer.from_args(servers.reachable(args))
         try:

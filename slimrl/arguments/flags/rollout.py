@@ -1,4 +1,4 @@
-"""Flags of generation (sample counts, sampling parameters, custom functions), evaluation and rewards.
+"""Flags of generation (sample counts, sampling parameters, custom functions), evaluation, rewards and teachers.
 
 An evaluation flag that is not given defaults to the corresponding rollout flag.
 """
@@ -294,3 +294,102 @@ class RewardArguments:
     custom_reward_post_process_path: str | None = flag(
         None, "function that turns raw rewards into training rewards (dotted import path; group normalisation)"
     )
+
+
+SAMPLED_REVERSE_KL = "sampled_reverse_kl"
+
+
+@dataclasses.dataclass
+class DistillationArguments:
+    """On-policy distillation: a teacher's log-probabilities of the responses that the trained model, the student, gave.
+
+    At most one of `has_megatron_teacher` and `has_served_teacher` is true.
+    """
+
+    use_opd: bool = flag(
+        False,
+        "on-policy distillation: a teacher's term in the advantage of each token, or in the loss (--opd-divergence)",
+    )
+    opd_type: str | None = flag(
+        None,
+        "where the teacher of --use-opd runs: on SGLang servers (--rm-model, --rm-url), or in the training ranks"
+        " (--opd-teacher-load)",
+        choices=("sglang", "megatron"),
+    )
+    opd_kl_coef: float = flag(1.0, "weight of the divergence of --use-opd; with 0 it is only logged", at_least=0)
+    opd_teacher_urls: list[str] | None = flag(
+        None,
+        "several teachers of --opd-type sglang on external SGLang servers, as name=address[,address ...]; a prompt's is"
+        " named by --opd-teacher-key, else by its file without suffix, else default",
+        nargs="+",
+    )
+    opd_teacher_models: list[str] | None = flag(
+        None,
+        "several teachers of --opd-type sglang whose servers slimrl starts on GPUs of their own, as name=Hugging Face"
+        " folder; a prompt's is chosen as with --opd-teacher-urls",
+        nargs="+",
+    )
+    opd_teacher_num_gpus: list[int] | None = flag(
+        None, "GPUs of each of --opd-teacher-models, in their order (--rm-num-gpus each)", nargs="+", at_least=1
+    )
+    opd_teacher_num_gpus_per_engine: list[int] | None = flag(
+        None, "GPUs per server of each of them (--rm-num-gpus-per-engine each)", nargs="+", at_least=1
+    )
+    opd_teacher_key: str = flag(
+        "teacher", "entry of a row's metadata that names its teacher of --opd-teacher-urls or --opd-teacher-models"
+    )
+    opd_divergence: str = flag(
+        SAMPLED_REVERSE_KL,
+        "divergence of the student from the teacher: the reverse KL of the sampled tokens, in the advantages; or, over"
+        " the vocabulary and as a loss, KL(teacher || student), KL(student || teacher) or the generalised"
+        " Jensen-Shannon divergence",
+        choices=(SAMPLED_REVERSE_KL, "forward_kl", "reverse_kl", "jsd"),
+    )
+    opd_top_k: int = flag(
+        64, "tokens of a served teacher that --opd-divergence compares, the most probable; the rest is one", at_least=1
+    )
+    opd_jsd_beta: float = flag(0.5, "weight of the teacher in the mixture of --opd-divergence jsd", above=0, below=1)
+    opd_teacher_load: str | None = flag(
+        None,
+        "torch_dist or Hugging Face folder of the teacher of --opd-type megatron, with the student's architecture and"
+        " vocabulary (path)",
+    )
+    opd_teacher_ckpt_step: int | None = flag(
+        None, "iteration to load from --opd-teacher-load (the one in its tracker file)", at_least=0
+    )
+
+    @property
+    def opd_teachers(self) -> dict[str, str]:
+        """The addresses of each teacher by name, separated by commas; a word without a name has the name ""."""
+        return _by_name(self.opd_teacher_urls)
+
+    @property
+    def opd_teacher_folders(self) -> dict[str, str]:
+        """The folder of each teacher whose servers slimrl starts, by name."""
+        return _by_name(self.opd_teacher_models)
+
+    @property
+    def opd_teacher_names(self) -> tuple[str, ...]:
+        """The names of several teachers; empty for a single one."""
+        return tuple(self.opd_teachers or self.opd_teacher_folders)
+
+    @property
+    def has_divergence(self) -> bool:
+        """True if the loss has a divergence over the vocabulary, and the advantages no term of the teacher."""
+        return self.use_opd and self.opd_divergence != SAMPLED_REVERSE_KL
+
+    @property
+    def has_megatron_teacher(self) -> bool:
+        """True if the training ranks compute the teacher's log-probabilities."""
+        return self.use_opd and self.opd_type == "megatron"
+
+    @property
+    def has_served_teacher(self) -> bool:
+        """True if SGLang servers compute the teacher's log-probabilities."""
+        return self.use_opd and self.opd_type == "sglang"
+
+
+def _by_name(words: list[str] | None) -> dict[str, str]:
+    """Of words name=value; one without a name has the name ""."""
+    parts = (word.partition("=") for word in words or ())
+    return {name if equals else "": value if equals else name for name, equals, value in parts}

@@ -113,14 +113,14 @@ def process_rewards_have_their_model(args: Arguments, context: Context) -> Itera
             f"--rm-step-marker {args.rm_step_marker!r} is not among the policy's tokens, which --rm-input tokens sends:"
             " leave one of them out.",
         )
-    sets = [(f"evaluation set {one.name} with rm_type", one.rm_type) for one in args.eval_datasets]
-    for where, name in [("--rm-type", args.rm_type)] + [each for each in sets if each[1] != args.rm_type]:
-        if name == "reward_model":
-            yield Problem(
-                flag,
-                f"{flag} {separator!r} makes --rm-model a process reward model, and {where} reward_model would score"
-                " whole responses with it: choose another reward; zero for none.",
-            )
+    users = ["--rm-type"] if args.rm_type == "reward_model" else []
+    others = [one for one in args.eval_datasets if one.rm_type == "reward_model" != args.rm_type]
+    for where in [*users, *(f"evaluation set {one.name} with rm_type" for one in others)]:
+        yield Problem(
+            flag,
+            f"{flag} {separator!r} makes --rm-model a process reward model, and {where} reward_model would score whole"
+            " responses with it: choose another reward; zero for none.",
+        )
     estimator = ESTIMATORS.get(args.advantage_estimator)
     if estimator is not None and estimator.returns is Returns.BROADCAST:
         summed = " and ".join(name for name, row in ESTIMATORS.items() if row.returns is not Returns.BROADCAST)

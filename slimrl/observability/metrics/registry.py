@@ -19,6 +19,7 @@ _RS = "--use-rs"
 _OF_LEVEL = "{}, over trained tokens; over samples with --tis-level sequence and geometric"
 _ENTROPY = "--use-rollout-entropy"
 _OPD = "--use-opd"
+_TEACHERS = "--opd-teacher-urls, --opd-teacher-models"
 _FAULTS = "--use-fault-tolerance"
 _SFT = "--loss-type sft_loss"
 _PAIRS = "--loss-type preference_loss"
@@ -205,6 +206,13 @@ ROLLOUT = (
     Metric("rollout/zero_std/count_<reward>", "groups in which every sample has that reward", "count"),
     Metric("rollout/steps", "steps of a response", "count", when="--rm-step-separator"),
     Metric("rollout/step_reward", "mean reward of a step, without --rm-step-coef", when="--rm-step-separator"),
+    Metric("rollout/teacher/<name>/samples", "samples of that teacher", "samples", when=_TEACHERS),
+    Metric(
+        "rollout/teacher/<name>/opd_reverse_kl",
+        "engine - teacher log-probability of sampled tokens of that teacher, a sample's mean over trained tokens",
+        "nats",
+        when=_TEACHERS,
+    ),
     Metric("rollout/reward_failures", "samples whose grader gave no score (counted as reward 0)", "count"),
     Metric(
         "rollout/failed_samples",

@@ -190,8 +190,7 @@ class PolicyLossConfig:
             return named_sums(zero.sum(), zero.sum(), zero.sum(), own).names
         one = torch.ones(1, dtype=torch.int64)
         zeros = (zero, zero, zero, zero, zero, zero, zero, zero)
-        own = {"positive_weights": zero, "weight_scales": zero, "divergence": zero}
-        inputs = PolicyLossInputs(*zeros, response_lengths=one, **own)
+        inputs = PolicyLossInputs(*zeros, one, positive_weights=zero, weight_scales=zero, divergence=zero)
         return policy_loss_sums(inputs, dataclasses.replace(self, loss_hooks=_NO_HOOKS)).names
 
 
