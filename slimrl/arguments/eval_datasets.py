@@ -250,6 +250,7 @@ def eval_prompt_format(args: PromptArguments, dataset: EvalDataset) -> PromptFor
         keep_conversation=args.rm_model is not None,
         pair=pair,
         input_template=None if dataset.apply_chat_template else args.input_template,
+        label_is_score=args.trains_reward_model and holds_conversations,
         reward_rule=_rule(args, dataset.rm_type, dataset.custom_rm_path, dataset.custom_generate_function_path),
     )
 

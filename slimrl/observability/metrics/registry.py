@@ -376,12 +376,12 @@ EVAL = (
         "probability that k of a prompt's samples contain one with reward 1 or more; k = 1, 2, 4, ..., their number",
         "fraction",
     ),
-    Metric("eval/<name>-loss", "mean loss of held-out pairs or conversations", when=f"{_COMPARED}; {_SFT}"),
+    Metric("eval/<name>-loss", "mean loss of held-out pairs or conversations", when=f"{_COMPARED}; {_SFT}; {_SCORED}"),
     Metric("eval/<name>-reward_margin", "mean of the chosen - rejected reward of held-out pairs", when=_COMPARED),
     Metric(
         "eval/<name>",
         "mean reward of the data set: with rewards 0 and 1 the accuracy; the accuracy of held-out pairs; the perplexity"
-        " of held-out conversations",
+        " of held-out conversations; the mean error of held-out scores",
         "reward",
     ),
 )

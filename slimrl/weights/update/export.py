@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slimrl.models.families import ModelMapping, ParamMapping
-from slimrl.models.families.param_mapping import Layout
+from slimrl.models.families.param_mapping import VALUE_HEAD_ROW, Layout
 from slimrl.models.model_spec import ModelSpec
 from slimrl.processes.files import listed
 from slimrl.weights.reshard import find, from_shards, global_tensors, local_shape
@@ -116,18 +116,23 @@ def iter_hf_tensors(
     ep_group: Group = None,
     etp_group: Group = None,
     receivers: Collection[int] | None = None,
+    value_head: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields (HF name, full tensor) of every weight, on the model's device and in its dtype.
 
     `model` is a bare GPTModel, or the model chunks of an interleaved stage. The groups are those of tensor, pipeline,
     expert and expert tensor parallelism; None means a size of 1. A yielded tensor is valid until the next one is
     requested and may share memory with the model: copy it to keep it. Every rank of the groups must consume the whole
-    iterator, which yields nothing on ranks not in `receivers` (global ranks; None: all). Raises ValueError, on every
-    rank, for a tensor missing from the model or from the mapping.
+    iterator, which yields nothing on ranks not in `receivers` (global ranks; None: all). With `value_head` the model
+    has one in place of an output layer, which is yielded as a classifier's. Raises ValueError, on every rank, for a
+    tensor missing from the model or from the mapping.
     """
     tensors = global_tensors(model)
     owners = _owners(tensors, pp_group, ep_group)
-    rows = [(row, find(row, owners)) for row in family.rows(spec)]
+    if value_head:
+        spec = dataclasses.replace(spec, tied=True)  # it has no output layer, as if that were the embedding
+    mapped = [*family.rows(spec), *([VALUE_HEAD_ROW] if value_head else [])]
+    rows = [(row, find(row, owners)) for row in mapped]
     _check_complete(rows, owners, spec, family)
     device = next(iter(tensors.values())).device
     plan = GatherPlan.find(receivers, tp_group, pp_group, ep_group, etp_group)
