@@ -2,7 +2,6 @@
 
 import pytest
 
-from slimrl.arguments.namespace import EvalDataset
 from slimrl.rollout.dataset.data_source import RolloutDataSource
 from slimrl.rollout.evaluate import EvaluationReport
 from slimrl.rollout.sft_rollout import generate_rollout, held_out_conversations
@@ -49,7 +48,9 @@ def test_prerendered_conversation_is_rejected_with_the_flag(samples_of):
         samples_of([{"messages": [USER, ASSISTANT]}], apply_chat_template=True)
 
 
-def test_held_out_conversations_of_a_reward_model_have_their_scores(make_args, write_rows, tokenizer):
+def test_held_out_conversations_of_a_reward_model_have_their_scores(
+    make_args, make_eval_dataset, write_rows, tokenizer
+):
     talk = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
     path = write_rows([{"messages": talk, "score": score} for score in (0.5, -2)], "held-out.jsonl")
     args = make_args(
@@ -61,13 +62,15 @@ def test_held_out_conversations_of_a_reward_model_have_their_scores(make_args, w
         eval_interval=1,
     )
     assert args.evaluates_held_out
-    dataset = EvalDataset(name="rest", path=path, input_key="messages", label_key="score")
+    dataset = make_eval_dataset(name="rest", path=path, input_key="messages", label_key="score", rm_type=None)
     batch = held_out_conversations(args, dataset, tokenizer)
     assert batch.raw_rewards.tolist() == [0.5, -2.0]
     bad = write_rows([{"messages": talk, "score": "high"}], "bad.jsonl")
     with pytest.raises(ValueError, match="score"):
         held_out_conversations(
-            args, EvalDataset(name="rest", path=bad, input_key="messages", label_key="score"), tokenizer
+            args,
+            make_eval_dataset(name="rest", path=bad, input_key="messages", label_key="score", rm_type=None),
+            tokenizer,
         )
 
 
