@@ -125,11 +125,13 @@ def true_metrics(rewards: list[Tensor], targets: Tensor, responses: int) -> dict
     return {name: sum(note[name] for note in notes) / len(notes) for name in notes[0]}
 
 
-def truth(folder: Any, head: Tensor, rollout: Any, responses: int) -> tuple[list[dict[str, float]], list[float]]:
+def truth(
+    folder: Any, head: Tensor, rollout: Any, responses: int, make_optimizer: Any = None
+) -> tuple[list[dict[str, float]], list[float]]:
     """The metrics of both steps with the gradient norm, and the losses of everything before and after training."""
     model = Truth(folder, head)
     samples = reference._split(rollout)
-    adam = reference._adam(dict(model.named_parameters()), SETTINGS)
+    adam = (make_optimizer or reference._adam)(dict(model.named_parameters()), SETTINGS)
 
     def rewards(rows: range) -> list[Tensor]:
         return [model.body(samples[row]["tokens"][None]).last_hidden_state[0, -1] @ model.head[0] for row in rows]
