@@ -222,6 +222,18 @@ class Arguments(
         return reads and self.debug_train_only and self.eval_interval is not None
 
     @property
+    def critic_num_gpus(self) -> int:
+        """GPUs that train the critic and nothing else; 0 if the policy's ranks train it, or if there is none."""
+        nodes, per_node = self.critic_num_nodes, self.critic_num_gpus_per_node
+        trains = self.use_critic and not self.eval_only and not self.debug_rollout_only
+        return nodes * per_node if trains and nodes is not None and per_node is not None else 0
+
+    @property
+    def training_num_gpus(self) -> int:
+        """GPUs of policy and critic together."""
+        return self.actor_num_gpus + self.critic_num_gpus
+
+    @property
     def run_path(self) -> Path:
         """`run_dir` as a Path."""
         return Path(self.run_dir)

@@ -283,8 +283,8 @@ class AlgorithmArguments(PreferenceArguments, RewardModelArguments):
 class CriticArguments:
     """The critic (with --advantage-estimator ppo).
 
-    It is a model of the policy's sizes with a value head, trained by the policy's GPUs. Flags that are not here apply
-    to both.
+    It is a model of the policy's sizes with a value head, trained by the policy's GPUs, or with --critic-num-nodes or
+    --critic-num-gpus-per-node by GPUs of its own. Flags that are not here apply to both.
     """
 
     value_clip: float = flag(0.2, "clip of the value loss: the distance from the value before the rollout", at_least=0)
@@ -308,15 +308,15 @@ class CriticArguments:
     )
     critic_num_nodes: int | None = flag(
         None,
-        "nodes of the critic (those of the policy)",
+        "train the critic on GPUs of its own: its nodes (count; without both flags the policy's ranks train it, with"
+        " --critic-num-gpus-per-node alone --actor-num-nodes)",
         at_least=1,
-        not_served="the critic trains on the policy's GPUs; leave it out",
     )
     critic_num_gpus_per_node: int | None = flag(
         None,
-        "GPUs of the critic on each node (those of the policy)",
+        "GPUs of the critic's own on each of its nodes (count; with --critic-num-nodes alone"
+        " --actor-num-gpus-per-node)",
         at_least=1,
-        not_served="the critic trains on the policy's GPUs; leave it out",
     )
 
 

@@ -70,10 +70,10 @@ def reward_model_shares_gpus(args: Arguments, context: Context) -> Iterator[Prob
     ):
         if not value:
             yield Problem("--rm-colocate", f"--rm-colocate needs {flag}: {fix}, or leave --rm-colocate out.")
-    if args.colocate and args.rm_num_gpus > args.actor_num_gpus:
+    if args.colocate and args.rm_num_gpus > args.training_num_gpus:
         yield Problem(
             "--rm-num-gpus",
-            f"--rm-num-gpus {args.rm_num_gpus} is more than the {args.actor_num_gpus} GPUs that --rm-colocate shares:"
+            f"--rm-num-gpus {args.rm_num_gpus} is more than the {args.training_num_gpus} GPUs that --rm-colocate shares:"
             " lower it.",
         )
 
@@ -90,7 +90,7 @@ def engines_fill_whole_nodes(args: Arguments, context: Context) -> Iterator[Prob
             f" {per_node}: an"
             " engine over several nodes fills them; choose a multiple, or correct --num-gpus-per-node.",
         )
-    first = 0 if args.colocate or args.debug_rollout_only else args.actor_num_gpus
+    first = 0 if args.colocate or args.debug_rollout_only else args.training_num_gpus
     if first % per_node and "actor_num_gpus_per_node" not in context.broken:
         yield Problem(
             _PER_ENGINE,
