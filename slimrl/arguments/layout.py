@@ -38,7 +38,12 @@ class Placement:
     @property
     def total(self) -> int:
         """The number of GPUs that the run reserves."""
-        return max(self.train.stop, self.critic.stop, *(servers[-1].stop for servers in (self.engines, self.reward) if servers), 0)
+        return max(
+            self.train.stop,
+            self.critic.stop,
+            *(servers[-1].stop for servers in (self.engines, self.reward) if servers),
+            0,
+        )
 
     def shares(self, positions: range) -> dict[int, int]:
         """The number of these GPUs by node."""
@@ -103,11 +108,9 @@ def critic_layout(args: Arguments) -> Arguments:
 
     The data-parallel size may differ from the policy's; all other parallel sizes are equal.
     """
-    own = dataclasses.replace(
-        args,
-        actor_num_nodes=args.critic_num_nodes,
-        actor_num_gpus_per_node=args.critic_num_gpus_per_node,
-    )
+    nodes, per_node = args.critic_num_nodes, args.critic_num_gpus_per_node
+    assert nodes is not None and per_node is not None  # it has some
+    own = dataclasses.replace(args, actor_num_nodes=nodes, actor_num_gpus_per_node=per_node)
     return dataclasses.replace(own, data_parallel_size=groups_of(own).data)
 
 

@@ -31,7 +31,8 @@ PLACEMENT_TIMEOUT_S = 600.0
 class PlacementPlan:
     """The number of reserved GPUs, and those of training, rollout and the reward model (indices in GPU order).
 
-    `train` are the policy's ranks, which may also train the critic; `critic` are the ranks of a critic by itself. Each engine takes `per_engine` consecutive rollout GPUs; servers of the reward model `per_reward_engine` of theirs.
+    `train` are those of the policy, which may also train the critic; `critic` those of a critic by itself. Each engine
+    takes `per_engine` consecutive rollout GPUs; servers of the reward model `per_reward_engine` of theirs.
     """
 
     total: int
@@ -41,6 +42,12 @@ class PlacementPlan:
     reward: range = range(0)
     per_reward_engine: int = 1
     critic: range = range(0)
+
+    @property
+    def sentence(self) -> str:
+        """The number of workers and GPUs that a run starts."""
+        critic = f", {len(self.critic)} critic workers" if self.critic else ""
+        return f"{len(self.train)} train workers{critic} and {len(self.rollout)} rollout GPUs"
 
 
 def plan_gpus(args: Arguments) -> PlacementPlan:

@@ -24,7 +24,7 @@ from slimrl.algorithms.reward_shaping import OverlongPenalty, RunningMoments
 from slimrl.arguments import Arguments
 from slimrl.arguments.namespace import ConversionArguments
 from slimrl.data.sample import Sample, SampleStatus
-from slimrl.data.train_batch import RolloutBatch, batch_from_samples
+from slimrl.data.train_batch import RolloutBatch, batch_from_samples, schedule_batch
 from slimrl.hooks import ConvertSamples, RewardPostProcess, named, naming, resolve
 from slimrl.hooks.base import RunArguments
 
@@ -178,6 +178,21 @@ def training_batch(
     function = resolve(path, ConvertSamples)
     with naming(_FLAG, path):
         return _with_teacher(flags, batch_from_columns(function(hook_args, samples)))
+
+
+def scheduled(flags: Arguments, batch: RolloutBatch, data_parallel_size: int) -> list[RolloutBatch]:
+    """The parts of a batch of `training_batch`, one per data-parallel rank, with their schedule (`schedule_batch`)."""
+    return schedule_batch(
+        batch,
+        data_parallel_size=data_parallel_size,
+        context_parallel_size=flags.context_parallel_size,
+        micro_batch_group=flags.microbatch_group_size_per_vp_stage or 1,
+        global_batch_size=flags.global_batch_size,
+        micro_batch_size=flags.micro_batch_size,
+        max_tokens_per_micro_batch=flags.max_tokens_per_gpu if flags.use_dynamic_batch_size else None,
+        balance=flags.balance_data,
+        samples_together=flags.samples_together,
+    )
 
 
 def _with_teacher(flags: ConversionArguments, batch: RolloutBatch) -> RolloutBatch:

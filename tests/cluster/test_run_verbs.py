@@ -60,7 +60,7 @@ class World:
     def progress(self):
         return 0, 0
 
-    def train(self, rollout_id, batches, update):
+    def train(self, rollout_id, batches, update, critic_batches):
         return []
 
     def _lose(self, where: str) -> None:
@@ -80,7 +80,7 @@ def test_servers_resynced_during_a_drain_are_not_updated_twice(lost_in):
     world = World(lost_in)
     run = run_in(world)
     run.update_weights(0)
-    run.train(SimpleNamespace(rollout_id=0, metrics={}, batches=[]))
+    run.train(SimpleNamespace(rollout_id=0, metrics={}, batches=[], critic_batches=[]))
     run.drain_generation(("generate", 1))
     run.update_weights(1)
     assert [call for call in world.calls if call[0] == "update_weights"] == [
@@ -128,4 +128,4 @@ def test_only_rank_0_receives_the_data_state(monkeypatch):
     group, calls = TrainGroup.__new__(TrainGroup), []
     group.workers, group._supervisor = [Remote(calls) for _ in range(3)], World(None)
     group.save(7, {"offset": 3})
-    assert calls == [("save", 7, {"offset": 3}), ("save", 7, None), ("save", 7, None)]
+    assert calls == [("save", 7, {"offset": 3}, None), ("save", 7, None, None), ("save", 7, None, None)]

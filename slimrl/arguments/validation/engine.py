@@ -73,8 +73,8 @@ def reward_model_shares_gpus(args: Arguments, context: Context) -> Iterator[Prob
     if args.colocate and args.rm_num_gpus > args.training_num_gpus:
         yield Problem(
             "--rm-num-gpus",
-            f"--rm-num-gpus {args.rm_num_gpus} is more than the {args.training_num_gpus} GPUs that --rm-colocate shares:"
-            " lower it.",
+            f"--rm-num-gpus {args.rm_num_gpus} is more than the {args.training_num_gpus} GPUs that --rm-colocate"
+            " shares: lower it.",
         )
 
 

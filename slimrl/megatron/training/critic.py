@@ -1,4 +1,4 @@
-"""The critic of PPO: a model of the policy's sizes with a value head, and the columns that it exchanges with the policy.
+"""The critic of PPO: a model of the policy's sizes with a value head; the columns that it exchanges with the policy.
 
 Before the policy's optimizer steps it gives a value for every response token of the rollout; the advantages and its own
 targets, the returns, follow from these (`advantages`). Then it takes as many optimizer steps as the policy. It is in

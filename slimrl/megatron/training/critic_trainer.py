@@ -8,7 +8,6 @@ order.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -129,9 +128,8 @@ class CriticTrainer:
 
     def close(self) -> None:
         """Finishes saving and destroys the process groups; the trainer cannot be used afterwards."""
-        with contextlib.ExitStack() as stack:
-            stack.callback(parallel.shutdown)
-            self.critic.saver.close()
-            self.memory.close()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
+        self.critic.saver.close()
+        self.memory.close()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        parallel.shutdown()

@@ -274,8 +274,8 @@ class MegatronTrainer:
 
         Collective; only rank 0's `data_state` is saved, other ranks may pass None. The checkpoint is written completely
         or not at all, with --async-save in the background. `saved_with` is that of the critic's checkpoint, which other
-        ranks write into --critic-save: this one becomes complete after it. Raises ValueError if there is no folder, and CheckpointError
-        as `CheckpointSaver.save` does.
+        ranks write into --critic-save: this one becomes complete after it. Raises ValueError if there is no folder, and
+        CheckpointError as `CheckpointSaver.save` does.
         """
         self.memory.require("saving a checkpoint", State.AWAKE)
         root = save_dir if save_dir is not None else self._checkpoints.save
