@@ -26,6 +26,7 @@ setup(
         "math-verify[antlr4_13_2]==0.9.0",
         "matplotlib>=3.10",
         "msgspec>=0.20",
+        "numba>=0.65",  # generalised advantages of large batches in host memory
         "numpy>=2.3",
         "orjson>=3.11",
         "pandas>=3.1",

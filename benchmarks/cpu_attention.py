@@ -34,8 +34,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from slimrl.engines.sglang.server import ServerProcess, server_command
-from slimrl.tiny.models import SIZES, build_model
-from slimrl.tiny.tokenizer import build_tokenizer
+from slimrl.tiny.models import SIZES, build_model, build_tokenizer
 
 WITH, WITHOUT = "batched attention", "SGLang's attention"
 NAMES = (WITH, WITHOUT)

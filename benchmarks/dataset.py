@@ -77,7 +77,7 @@ def make_tokenizer(folder: str) -> Any:
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(folder)
-    from slimrl.tiny.tokenizer import build_tokenizer
+    from slimrl.tiny.models import build_tokenizer
 
     return build_tokenizer(max_length=32768)
 

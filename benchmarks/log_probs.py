@@ -2,11 +2,12 @@
 
     python benchmarks/log_probs.py [--tokens 512 1536 2048] [--hidden 1024] [--vocab 37984] [--rounds 5]
 
-Two tables. From logits: slimrl's `vocab_parallel_log_probs` compared with plain torch (log_softmax, gather, entropy,
+Three tables. From logits: slimrl's `vocab_parallel_log_probs` compared with plain torch (log_softmax, gather, entropy,
 with autograd) and megatron-core's `vocab_parallel_cross_entropy`, which has no entropy. From hidden states, including
 the output layer's three matrix products: slimrl's `output_log_probs`, which keeps no logits and does a fourth product,
-compared with the same layer with logits kept and with plain torch. The default vocabulary is Qwen3's over four
-tensor-parallel GPUs.
+compared with the same layer with logits kept and with plain torch. The Jensen-Shannon divergence from a teacher's
+hidden states and weight: slimrl's `output_divergence`, which keeps the logits of neither model, compared with plain
+torch as TRL's `generalized_jsd_loss` computes it. The default vocabulary is Qwen3's over four tensor-parallel GPUs.
 
 Targets: from logits less than 0.1 of their bytes in addition to them and their gradient; from hidden states at most
 1.35 times the time of the layer that keeps its logits. The methods run in interleaved rounds; times are medians of CPU
@@ -17,6 +18,7 @@ operation, without the gradients of the inputs.
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -31,6 +33,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from slimrl.algorithms.divergence import Divergence, output_divergence
 from slimrl.algorithms.log_probs import output_log_probs, vocab_parallel_log_probs
 
 Way = Callable[[list[Tensor], Tensor], Tensor]
@@ -83,6 +86,24 @@ def own_output(inputs: list[Tensor], targets: Tensor) -> Tensor:
     hidden, weight = inputs
     log_probs, entropy = output_log_probs(hidden, weight, targets, vocab_size=weight.shape[0], group=None)
     return log_probs.sum() + entropy.sum()
+
+
+def divergences(tokens: int, vocab: int, hidden: int) -> dict[str, Way]:
+    """Ways to the divergence from a drawn teacher, beside log-probabilities and entropies."""
+    states, matrix = torch.randn(tokens, hidden), torch.randn(vocab, hidden) / hidden**0.5
+
+    def by_torch(inputs: list[Tensor], targets: Tensor) -> Tensor:
+        logits = inputs[0] @ inputs[1].t()
+        student, teacher = logits.log_softmax(-1), (states @ matrix.t()).log_softmax(-1)
+        mixture = torch.logsumexp(torch.stack([student, teacher]) - math.log(2), dim=0)
+        value = 0.5 * sum((one.exp() * (one - mixture)).sum() for one in (teacher, student))
+        return value + student.gather(1, targets[:, None]).sum() - (student.exp() * student).sum()
+
+    def chunked(inputs: list[Tensor], targets: Tensor) -> Tensor:
+        found = output_divergence(*inputs, states, matrix, targets, Divergence("jsd"), vocab_size=vocab, group=None)
+        return torch.stack(found).sum()
+
+    return {"torch: logits of both models": by_torch, "slimrl": chunked}
 
 
 FROM_LOGITS: dict[str, Way] = {
@@ -141,7 +162,7 @@ def ratios_of(tables: dict[str, dict[int, dict[str, tuple[float, int]]]], vocab:
 
 
 def main() -> None:
-    """Measures and prints both tables."""
+    """Measures and prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 1536, 2048])
     parser.add_argument("--hidden", type=int, default=1024)
@@ -153,7 +174,7 @@ def main() -> None:
     torch.manual_seed(0)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
-    from_logits, from_hidden = {}, {}
+    from_logits, from_hidden, of_teacher = {}, {}, {}
     for tokens in options.tokens:
         targets = torch.randint(0, options.vocab, (tokens,))
         hidden = torch.randn(tokens, options.hidden, requires_grad=True)
@@ -161,6 +182,8 @@ def main() -> None:
         logits = (hidden @ weight.t()).detach().requires_grad_()
         from_logits[tokens] = measure(FROM_LOGITS, [logits], targets, options.rounds)
         from_hidden[tokens] = measure(FROM_HIDDEN, [hidden, weight], targets, options.rounds)
+        ways = divergences(tokens, options.vocab, options.hidden)
+        of_teacher[tokens] = measure(ways, [hidden, weight], targets, options.rounds)
     print(
         f"float32, hidden {options.hidden}, vocabulary {options.vocab:,}, one thread, forward and backward, medians of"
         f" {options.rounds} interleaved rounds"
@@ -175,9 +198,12 @@ def main() -> None:
         peers,
         "memory: beside hidden states and weight, and the gradient of the weight",
     )
-    write_ratios(
-        options.json, ratios_of({"from logits": from_logits, "from hidden states": from_hidden}, options.vocab)
+    peers = tuple(name for name in ways if name != "slimrl")
+    table(
+        "divergence from a teacher", of_teacher, options.vocab, peers, "memory: beside both models, and that gradient"
     )
+    tables = {"from logits": from_logits, "from hidden states": from_hidden, "divergence": of_teacher}
+    write_ratios(options.json, ratios_of(tables, options.vocab))
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 

@@ -55,7 +55,7 @@ from slimrl.rollout.dataset.data_source import RolloutDataSource
 from slimrl.rollout.metrics import sample_metrics
 from slimrl.rollout.rollout_generator import RolloutGenerator
 from slimrl.rollout.sampling import SamplingConfig
-from slimrl.tiny.tokenizer import build_tokenizer
+from slimrl.tiny.models import build_tokenizer
 
 JSON = {"Content-Type": "application/json"}
 SERVER = Path(__file__).with_name("instant_server.py")

@@ -33,13 +33,18 @@ RENAMED = {
     "slimrl.compatibility.distillation": "slimrl.compatibility.graders",
     "slimrl.data.batch": "slimrl.data.train_batch",
     "slimrl.data.loss_mask": "slimrl.rollout.sft_rollout",
+    "slimrl.data.packed": "slimrl.data.sample",
+    "slimrl.data.watched_file": "slimrl.data.readers",
+    "slimrl.engines.auth": "slimrl.engines.http",
+    "slimrl.engines.engine_memory": "slimrl.engines.server_protocol",
     "slimrl.engines.request_stats": "slimrl.engines.protocol",
-    "slimrl.engines.sglang.engine_memory": "slimrl.engines.engine_memory",
+    "slimrl.engines.sglang.engine_memory": "slimrl.engines.server_protocol",
     "slimrl.megatron.forward": "slimrl.megatron.training.forward_step",
     "slimrl.megatron.loss": "slimrl.megatron.training.loss.policy_loss",
     "slimrl.megatron.own_loss": "slimrl.megatron.training.loss.custom_loss",
     "slimrl.processes.atomic_file": "slimrl.processes.files",
     "slimrl.processes.best_effort_files": "slimrl.processes.files",
+    "slimrl.rollout.dataset.custom_data_source": "slimrl.rollout.dataset.data_source",
     "slimrl.rollout.engine": "slimrl.engines.protocol",
     "slimrl.rollout.errors": "slimrl.engines.protocol",
     "slimrl.rollout.filter_hub.buffer_filters": "slimrl.rollout.dataset.data_source",
@@ -62,6 +67,8 @@ RENAMED = {
     "slimrl.sglang.client": "slimrl.engines.sglang.client",
     "slimrl.sglang.cpu": "slimrl.engines.sglang.cpu_patches",
     "slimrl.sglang.errors": "slimrl.engines.protocol",
+    "slimrl.tiny.tokenizer": "slimrl.tiny.models",
+    "slimrl.weights.atomic_dir": "slimrl.processes.files",
 }
 
 # module -> former names of its functions that custom code may import, and their new names

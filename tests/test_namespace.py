@@ -10,13 +10,13 @@ from tests.test_architecture import ROOT, SOURCES, imports_of
 # Functions that may take the full namespace of flags. All others take groups of flags or their own config.
 EDGE = {"arguments", "cluster"}  # command lines and actors
 BUILDERS = {  # called once by an actor or a tool: they pass every component its part
-    "engines/auth.py": {"with_key", "key_of"},
+    "engines/http.py": {"with_key", "key_of"},
     "megatron/checkpoint/template.py": {"model_blueprint"},
     "megatron/training/critic.py": {"Critic.__init__", "critic_arguments"},
     "megatron/training/trained_model.py": {"TrainedModel.build"},
     "megatron/training/trainer.py": {"MegatronTrainer.__init__"},
     "observability/run_log.py": {"RunLog.open"},
-    "rollout/dataset/custom_data_source.py": {"open_data_source"},
+    "rollout/dataset/data_source.py": {"open_data_source"},
     "weights/update/weight_updater.py": {"WeightUpdater.create"},
 }
 CONFIGS = {"from_args", "for_training", "for_evaluation"}  # class methods that build configs: see the test below

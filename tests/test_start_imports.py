@@ -12,10 +12,13 @@ from pathlib import Path
 import pytest
 
 from slimrl.engines.sglang.server_args import unused_model_modules
-from slimrl.processes.imports import uncollected
+from slimrl.processes.ray_environment import uncollected
 
 ROOT = Path(__file__).resolve().parents[1]
-HEAVY = ("torch", "transformers", "sglang", "megatron.core", "wandb", "torch._dynamo", "torch._inductor", "ray")
+HEAVY = (
+    *("torch", "transformers", "sglang", "megatron.core"),
+    *("wandb", "torch._dynamo", "torch._inductor", "ray", "numba"),
+)
 
 
 def loaded_by(program: str) -> set[str]:

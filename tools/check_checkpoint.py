@@ -19,10 +19,10 @@ from pathlib import Path
 import torch
 
 from slimrl.observability.terminal import ByteBar
+from slimrl.processes.files import listed
 from slimrl.weights.convert.compare_checkpoints import Comparison, TensorPair, compare_checkpoints
 from slimrl.weights.convert.torch_dist_reader import TorchDistCheckpoint, resolve_checkpoint
 from slimrl.weights.hf_checkpoint import local_hf_folder
-from slimrl.weights.reshard import listed
 
 NAME = Path(__file__).name
 EQUAL, DIFFERENT, BAD_INPUT = 0, 1, 2

@@ -31,12 +31,12 @@ from slimrl.tiny.models import (
     TinySize,
     build_family_model,
     build_model,
+    build_tokenizer,
     model_args_script,
     publish_config,
     size_args_script,
 )
 from slimrl.tiny.task import Addition, WarmStart, greedy_accuracy, split_additions, warm_start
-from slimrl.tiny.tokenizer import build_tokenizer
 
 OWN_FILES = ("train.jsonl", "eval.jsonl", "model_args.sh", "size_args.sh")  # besides the folder "model"
 SHAPE_FLAGS = (

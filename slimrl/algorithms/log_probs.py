@@ -12,7 +12,7 @@ common maximum (Milakov and Gimelshein, arXiv:1805.02867), extended by the sum t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -60,13 +60,13 @@ class SoftmaxSums:
             return
         maximum = logits.amax(dim=1).float()
         # In a row of only -inf, subtracting the maximum would give NaN.
-        shifted = _shifted(logits, maximum.masked_fill(maximum == float("-inf"), 0.0), temperature)
+        scaled = shifted(logits, maximum.masked_fill(maximum == float("-inf"), 0.0), temperature)
         index, in_range = _index(targets, logits.shape[1])
         self.target.add_(logits.gather(1, index).squeeze(1).float().where(in_range, 0.0))
         self.found.add_(in_range)
-        exp = shifted.exp()
+        exp = scaled.exp()
         exp_sum = exp.sum(dim=1)
-        weighted_sum = exp.mul_(shifted).sum(dim=1)
+        weighted_sum = exp.mul_(scaled).sum(dim=1)
 
         common = torch.maximum(self.maximum, maximum)
         old_scale, new_scale = _scale(self.maximum, common, temperature), _scale(maximum, common, temperature)
@@ -82,13 +82,13 @@ class SoftmaxSums:
         Float32 [rows] each, over the columns of all ranks of `group`; does two all-reduces. A target without a column,
         or with a logit of -inf, has log-probability -inf.
         """
-        maximum = _reduced(self.maximum.clone(), dist.ReduceOp.MAX, group)
+        maximum = reduced(self.maximum.clone(), dist.ReduceOp.MAX, group)
         scale = _scale(self.maximum, maximum, temperature)
         target = ((self.target - maximum) / temperature).clamp_(min=_LOWEST).where(self.found > 0, 0.0)
         sums = torch.stack(
             [self.exp_sum * scale.exp(), _rescaled(self.weighted_sum, self.exp_sum, scale), target, self.found]
         )
-        exp_sum, weighted_sum, target, found = _reduced(sums, dist.ReduceOp.SUM, group)
+        exp_sum, weighted_sum, target, found = reduced(sums, dist.ReduceOp.SUM, group)
         log_sum = exp_sum.log()
         impossible = (found == 0) | (target <= _LOWEST)
         log_probs = (target - log_sum).masked_fill(impossible, float("-inf"))
@@ -109,7 +109,7 @@ def logit_gradient(
     `targets` are relative to the first column; `shift` and `entropy` come from `SoftmaxSums.finish`. With respect to
     the logit, d log_prob = onehot - p and d entropy = -p (log p + entropy), both divided by the temperature.
     """
-    log_p = _shifted(logits, shift, temperature)
+    log_p = shifted(logits, shift, temperature)
     result = log_p.exp()
     # p (scale log p + offset), with scale and offset per row, needs the fewest passes over the matrices.
     offset = torch.zeros_like(shift) if log_prob_grad is None else log_prob_grad / -temperature
@@ -130,7 +130,7 @@ def _index(targets: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     return targets.clamp(0, columns - 1)[:, None], (targets >= 0) & (targets < columns)
 
 
-def _shifted(logits: Tensor, shift: Tensor, temperature: float) -> Tensor:
+def shifted(logits: Tensor, shift: Tensor, temperature: float) -> Tensor:
     """`(logits - shift) / temperature` in a new float32 buffer, with -inf replaced by a finite bound."""
     buffer = torch.empty_like(logits, dtype=torch.float32)
     torch.sub(logits, shift[:, None], out=buffer)
@@ -148,7 +148,8 @@ def _rescaled(weighted_sum: Tensor, exp_sum: Tensor, scale: Tensor) -> Tensor:
     return scale.exp() * (weighted_sum + scale * exp_sum)
 
 
-def _reduced(tensor: Tensor, operation: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> Tensor:
+def reduced(tensor: Tensor, operation: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> Tensor:
+    """`tensor`, reduced in place over the ranks of `group`."""
     if group is not None and group.size() > 1 and tensor.numel():
         dist.all_reduce(tensor, op=operation, group=group)
     return tensor
@@ -257,7 +258,7 @@ def _chunks(logits: Tensor, chunk_size: int) -> Iterator[slice]:
         yield slice(start, min(start + step, rows))
 
 
-_ALIGNMENT = 64  # columns; matrix products are slow with odd widths
+ALIGNMENT = 64  # columns; matrix products are slow with odd widths
 
 
 def output_log_probs(
@@ -312,7 +313,7 @@ class _OutputLogProbs(torch.autograd.Function):
         width = piece_columns(hidden.shape[0], weight.shape[0], weight.element_size(), chunk_size)
         local_targets = targets - first
         sums = SoftmaxSums.empty(hidden.shape[0], hidden.device)
-        for chunk in _column_chunks(columns, width):
+        for chunk in column_chunks(columns, width):
             sums.add(hidden @ weight[chunk].t(), local_targets - chunk.start, temperature)
         log_probs, entropy, shift = sums.finish(group, temperature)
 
@@ -325,25 +326,42 @@ class _OutputLogProbs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, local_targets, shift, entropy = ctx.saved_tensors
         log_prob_grad, entropy_grad = grads
-        needs_hidden, needs_weight, *_ = ctx.needs_input_grad
-        # The chunks' terms are accumulated in float32.
-        hidden_grad = torch.zeros_like(hidden, dtype=torch.float32) if needs_hidden else None
-        weight_grad = torch.empty_like(weight) if needs_weight else None
-        if weight_grad is not None:
-            weight_grad[ctx.columns :] = 0
-        for chunk in _column_chunks(ctx.columns, ctx.width):
-            part = weight[chunk]
+
+        def gradient_of(logits: Tensor, chunk: slice) -> Tensor:
             targets = local_targets - chunk.start
-            gradient = logit_gradient(
-                hidden @ part.t(), targets, shift, entropy, log_prob_grad, entropy_grad, ctx.temperature
-            ).to(hidden.dtype)
-            if hidden_grad is not None:
-                _add_product(hidden_grad, gradient, part)
-            if weight_grad is not None:
-                torch.mm(gradient.t(), hidden, out=weight_grad[chunk])
-            del gradient  # frees it before the next chunk's logits are computed
-        hidden_grad = None if hidden_grad is None else hidden_grad.to(hidden.dtype)
-        return hidden_grad, weight_grad, None, None, None, None, None
+            return logit_gradient(logits, targets, shift, entropy, log_prob_grad, entropy_grad, ctx.temperature)
+
+        both = chunked_gradients(ctx.needs_input_grad[:2], hidden, weight, ctx.columns, ctx.width, gradient_of)
+        return *both, None, None, None, None, None
+
+
+def chunked_gradients(
+    needed: Sequence[bool],
+    hidden: Tensor,
+    weight: Tensor,
+    columns: int,
+    width: int,
+    gradient_of: Callable[[Tensor, slice], Tensor],
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of `hidden` and `weight`, where `needed`, from the gradients of their product's columns.
+
+    `gradient_of` gets the logits of a chunk of at most `width` of the `columns`, and its place; it returns the gradient
+    by these logits, float32. Weight rows after `columns` are padding, with gradient 0. The terms of the chunks are
+    accumulated in float32.
+    """
+    hidden_grad = torch.zeros_like(hidden, dtype=torch.float32) if needed[0] else None
+    weight_grad = torch.empty_like(weight) if needed[1] else None
+    if weight_grad is not None:
+        weight_grad[columns:] = 0
+    for chunk in column_chunks(columns, width):
+        part = weight[chunk]
+        gradient = gradient_of(hidden @ part.t(), chunk).to(hidden.dtype)
+        if hidden_grad is not None:
+            _add_product(hidden_grad, gradient, part)
+        if weight_grad is not None:
+            torch.mm(gradient.t(), hidden, out=weight_grad[chunk])
+        del gradient  # frees it before the next chunk's logits are computed
+    return None if hidden_grad is None else hidden_grad.to(hidden.dtype), weight_grad
 
 
 def piece_columns(tokens: int, columns: int, element: int, chunk_size: int) -> int:
@@ -351,10 +369,11 @@ def piece_columns(tokens: int, columns: int, element: int, chunk_size: int) -> i
     fraction = WORKING_SHARE * element / (element + _BUFFERS * _FP32)
     if chunk_size > 0:
         fraction = chunk_size / max(tokens, 1)
-    return max(int(columns * fraction) // _ALIGNMENT, 1) * _ALIGNMENT
+    return max(int(columns * fraction) // ALIGNMENT, 1) * ALIGNMENT
 
 
-def _column_chunks(columns: int, width: int) -> Iterator[slice]:
+def column_chunks(columns: int, width: int) -> Iterator[slice]:
+    """Slices of at most `width` of the columns."""
     for start in range(0, columns, width):
         yield slice(start, min(start + width, columns))
 

@@ -1,4 +1,4 @@
-"""Preference losses: from the log-probabilities of two responses to the loss of their pair.
+"""Preference losses: from the log-probabilities of responses to the loss of their pair, or of each one by its label.
 
 Written with c for the chosen and r for the rejected response, pi(y) for the log-probability of y under the trained
 policy (the sum over its trained tokens, or their mean where the table says so), ref(y) under the reference model, and
@@ -33,6 +33,8 @@ class PreferenceConfig:
     gamma: float = 0.0  # target margin of SimPO
     nll_coef: float = 0.0  # weight of the chosen response's mean negative log-likelihood
     reference_free: bool = False  # the reference's log-probabilities count as equal
+    desirable_weight: float = 1.0  # of the loss of a desirable response, where a loss is that of single ones
+    undesirable_weight: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,6 +139,32 @@ def _orpo(margin: Tensor, chosen: ResponseScores, rejected: ResponseScores, sett
 def _log_odds(log_probs: Tensor) -> Tensor:
     bounded = log_probs.clamp(max=-_LEAST_SURPRISE)
     return bounded - torch.log(-torch.expm1(bounded))
+
+
+def label_losses(
+    responses: ResponseScores, desirable: Tensor, kl: Tensor, settings: PreferenceConfig
+) -> tuple[Tensor, Tensor]:
+    """Loss and implicit reward of single responses, [responses] each; only the loss carries a gradient.
+
+    With z = beta * `kl` it is desirable_weight * (1 - sigmoid(reward - z)) where `desirable` (bool), else
+    undesirable_weight * (1 - sigmoid(z - reward)): Ethayarajh et al. 2024, "KTO: Model Alignment as Prospect Theoretic
+    Optimization", section 4.2: lambda_y - v(x, y). `kl` is that of `mismatched_kl`, or 0:
+    D'Oosterlinck et al. 2024, "Anchored Preference Optimization", whose APO-zero has these two terms.
+
+    Raises ValueError without log-probabilities of a reference.
+    """
+    reward = _reward(responses, settings.beta, averages=False, compares=True)
+    distance = reward - settings.beta * kl
+    weight = torch.where(desirable, settings.desirable_weight, settings.undesirable_weight)
+    return weight * torch.sigmoid(torch.where(desirable, -distance, distance)), reward.detach()
+
+
+def mismatched_kl(total: Tensor, responses: Tensor) -> Tensor:
+    """The reference point of KTO, without beta: max(0, `total` / `responses`), without gradient.
+
+    `total` is the sum of pi(y) - ref(y) over `responses` responses y to other prompts than their own (section 4.2).
+    """
+    return (total / responses.clamp(min=1)).clamp(min=0).detach()
 
 
 _Formula = Callable[[Tensor, ResponseScores, ResponseScores, PreferenceConfig], Tensor]

@@ -225,6 +225,12 @@ def _sampling_notes(args: Arguments) -> None:
         )
 
 
+def take_distributed_optimizer(args: Arguments, given: frozenset[str]) -> None:
+    """Only Adam has a distributed optimizer; a rule rejects the flag with another."""
+    if args.optimizer != "adam" and "use_distributed_optimizer" not in given:
+        args.use_distributed_optimizer = False
+
+
 _FORMATS = {"bfloat16": "bf16", "float16": "fp16"}
 
 

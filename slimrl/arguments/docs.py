@@ -111,10 +111,11 @@ CAPABILITIES = (
         " does not replay the engines' routing.",
     ),
     Capability(
-        "Optimizers other than Adam",
-        "optimizer sgd_momentum muon_* qk_clip* use_stateless_adam reset_optimizer_states log_num_zeros_in_grad"
+        "Distributed Muon",
+        "optimizer muon_fp32_matmul_prec qk_clip* use_stateless_adam reset_optimizer_states log_num_zeros_in_grad"
         " use_checkpoint_opt_param_scheduler log_max_attention_logit",
-        "Adam is the only optimizer; its state can be sharded or in host memory ([sharding.md](sharding.md)).",
+        "Optimizers are Adam, SGD and Muon ([parallelism.md](parallelism.md#optimizers)). Adam's state can be sharded"
+        " or in host memory ([sharding.md](sharding.md)).",
     ),
     Capability(
         "Updates of the reference model and old policies",

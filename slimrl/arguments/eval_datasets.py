@@ -20,8 +20,8 @@ from slimrl.arguments.flag import Bounds, Problem, ended
 from slimrl.arguments.flags.rollout import DEFAULT_ROLLOUT_FUNCTION
 from slimrl.arguments.namespace import Arguments, EvalDataset, PromptArguments
 from slimrl.arguments.served_models import least
-from slimrl.data.preference_pairs import PairColumns
-from slimrl.data.prompt_format import PromptFormat
+from slimrl.data.preference_pairs import AnswerColumns, PairColumns
+from slimrl.data.prompt_format import PromptFormat, TeacherChoice
 
 _FIELDS = {field.name: typing.get_type_hints(EvalDataset)[field.name] for field in dataclasses.fields(EvalDataset)}
 _BOUNDS = {
@@ -211,7 +211,7 @@ def _entries_of_flag(words: list[str], problems: list[Problem]) -> list[dict[str
 
 def training_prompt_format(args: PromptArguments) -> PromptFormat:
     """The row format of `--prompt-data`."""
-    pair = _pair_columns(args, args.apply_chat_template) if args.reads_pairs else None
+    pair = _pair_columns(args, args.apply_chat_template, args.label_key) if args.reads_pairs else None
     return PromptFormat(
         input_key=args.input_key,
         label_key=args.label_key,
@@ -227,6 +227,7 @@ def training_prompt_format(args: PromptArguments) -> PromptFormat:
         input_template=args.input_template,
         truncation=args.rollout_truncate_prompt,
         label_is_score=args.trains_reward_model and pair is None,
+        teachers=_teachers(args),
         reward_rule=_rule(args, args.rm_type, args.custom_rm_path, args.custom_generate_function_path),
     )
 
@@ -235,7 +236,7 @@ def eval_prompt_format(args: PromptArguments, dataset: EvalDataset) -> PromptFor
     """The row format of an evaluation set."""
     holds_pairs = args.reads_pairs and args.debug_train_only  # held-out ones
     holds_conversations = args.reads_conversations and args.debug_train_only
-    pair = _pair_columns(args, dataset.apply_chat_template) if holds_pairs else None
+    pair = _pair_columns(args, dataset.apply_chat_template, dataset.label_key) if holds_pairs else None
     return PromptFormat(
         input_key=dataset.input_key,
         label_key=dataset.label_key,
@@ -253,17 +254,23 @@ def eval_prompt_format(args: PromptArguments, dataset: EvalDataset) -> PromptFor
     )
 
 
-def _pair_columns(args: PromptArguments, as_chat: bool) -> PairColumns:
-    if not args.trains_reward_model:
-        return PairColumns(args.chosen_key, args.rejected_key, as_chat)
+def _pair_columns(args: PromptArguments, as_chat: bool, label_key: str | None) -> PairColumns | AnswerColumns:
+    if args.reads_labelled_answers:
+        return AnswerColumns(args.completion_key, label_key or "label", as_chat)
     return PairColumns(
         args.chosen_key,
         args.rejected_key,
         as_chat,
         rejected_answers=max(args.n_samples_per_prompt - 1, 1),
-        has_margin=True,
-        margin=args.margin_key,
+        has_margin=args.trains_reward_model,
+        margin=args.margin_key if args.trains_reward_model else None,
     )
+
+
+def _teachers(args: PromptArguments) -> TeacherChoice | None:
+    if not args.opd_teachers or not args.has_served_teacher:
+        return None
+    return TeacherChoice(args.opd_teacher_key, tuple(args.opd_teachers))
 
 
 def _engine_limit(args: PromptArguments) -> int | None:

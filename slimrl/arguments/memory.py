@@ -101,7 +101,7 @@ class StageMemory:
     gradients: int
     optimizer: int
     activations: int  # kept for the backward pass, of all micro-batches in flight
-    loss: int  # the output layer's logits or pieces of them and its gradients, last stage only
+    loss: int  # of the output layer: logits or pieces of them, gradients, a teacher's states; last stage only
     backward: int  # of the layer that the backward pass is at
     critic: int  # its weights and optimizer state; 0 without one
     critic_gradients: int
@@ -145,7 +145,7 @@ def _stage(
     count = critic_weights if args.trains_reward_model else stage_weights
     weights = count(spec, split, parts[number], first=first, last=last)
     dense, expert = _buffers(args, groups, weights)
-    state = _optimizer_bytes(args, groups, dense, expert)
+    state = _optimizer_bytes(args, groups, weights, dense, expert)
     of_critic = critic_weights(spec, split, parts[number], first=first, last=last)
     critic, critic_gradients, of_critic_on_host = _critic_bytes(args, groups, of_critic)
     offloaded, copied = _offloaded_bytes(args, state)
@@ -178,7 +178,7 @@ def _critic_bytes(args: Arguments, groups: Groups, weights: Weights) -> tuple[in
     if not args.use_critic or args.eval_only:
         return 0, 0, 0
     dense, expert = _buffers(args, groups, weights)
-    state = _optimizer_bytes(args, groups, dense, expert)
+    state = _optimizer_bytes(args, groups, weights, dense, expert)
     offloaded, copied = _offloaded_bytes(args, state)
     gradients = _shared_out(args, groups, dense, expert, "optim_grads", "optim_grads_params") * gradient_bytes(args)
     return (dense + expert) * parameter_bytes(args) + state - offloaded, gradients, offloaded + copied
@@ -203,7 +203,24 @@ def _shared_out(args: Arguments, groups: Groups, dense: int, expert: int, *strat
 
 
 def _output_bytes(args: Arguments, spec: ModelSpec, setting: Setting) -> int:
-    return output_bytes(spec, setting, args.log_probs_chunk_size, keep_logits=args.keep_logits)
+    own = output_bytes(spec, setting, args.log_probs_chunk_size, keep_logits=args.keep_logits)
+    return own + _teacher_bytes(args, spec, setting)
+
+
+def _teacher_bytes(args: Arguments, spec: ModelSpec, setting: Setting) -> int:
+    """With --opd-divergence, for the longest responses: a teacher's last hidden states, and its output weight.
+
+    Of a teacher on servers: the ids (int64) and log-probabilities (float32) of its top tokens.
+    """
+    if not args.has_divergence:
+        return 0
+    groups = groups_of(args)
+    longest = args.rollout_max_response_len or longest_sample(args)[0]
+    samples = (args.global_batch_size or 0) // groups.data * (args.num_steps_per_rollout or 1)
+    tokens = samples * longest // groups.context
+    if args.has_served_teacher:
+        return tokens * args.opd_top_k * 12
+    return (spec.padded_vocab_size // setting.tensor + tokens) * spec.hidden_size * setting.element
 
 
 def gradient_bytes(args: Arguments) -> int:
@@ -221,8 +238,10 @@ def _buffers(args: Arguments, groups: Groups, weights: Weights) -> tuple[int, in
     )
 
 
-def _optimizer_bytes(args: Arguments, groups: Groups, dense: int, expert: int) -> int:
-    """State of the fullest share: float32 copies of 16-bit weights, and the moments."""
+def _optimizer_bytes(args: Arguments, groups: Groups, weights: Weights, dense: int, expert: int) -> int:
+    """State of the fullest share: float32 copies of 16-bit weights, and the moments; Muon has one per matrix."""
+    if args.optimizer == "muon":
+        return weights.total * _state_bytes(args) - (0 if args.eval_only else weights.matrices * FP32)
     if args.use_distributed_optimizer:
         dense, expert = dense // groups.optimizer_shares, expert // groups.expert_data
     return (dense + expert) * _state_bytes(args)

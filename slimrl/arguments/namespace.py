@@ -135,10 +135,16 @@ class PromptArguments(
     RolloutArguments,
     RewardArguments,
     AlgorithmArguments,
+    DistillationArguments,
     DebugArguments,
     DerivedEngine,
 ):
     """The flags of prompt data."""
+
+    @property
+    def reads_labelled_answers(self) -> bool:
+        """True if a row of preference data is a single answer with its label."""
+        return self.reads_pairs and self.trains_on_labels and self.n_samples_per_prompt == 1
 
 
 @dataclasses.dataclass

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from slimrl.engines.engine_memory import ReleasableMemory
-from slimrl.engines.server_protocol import CUDA_GRAPHS, KV_CACHE, WEIGHTS
+from slimrl.engines.server_protocol import CUDA_GRAPHS, KV_CACHE, WEIGHTS, ReleasableMemory
 
 
 class Training(Protocol):

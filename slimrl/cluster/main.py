@@ -95,7 +95,7 @@ def _run(args: Arguments, loop: Callable[[Run], None]) -> int:
     from slimrl.cluster.supervisor import ProcessDiedError
     from slimrl.cluster.training.train_worker import RankFailedError
     from slimrl.cluster.watchdog import WatchdogTimeoutError
-    from slimrl.data.watched_file import ChangedDataError
+    from slimrl.data.readers import ChangedDataError
     from slimrl.engines.protocol import EngineError, EngineRequestError
     from slimrl.hooks import HookFailedError
     from slimrl.observability.ci_checks import RunCheckError

@@ -24,11 +24,11 @@ from slimrl.cluster.launch import Launch
 from slimrl.cluster.placement import GpuBundles
 from slimrl.cluster.watchdog import RolloutStatus
 from slimrl.data.sample import Sample
-from slimrl.engines.auth import key_of
 from slimrl.engines.backend import backend
-from slimrl.engines.engine_memory import EngineMemory
+from slimrl.engines.http import key_of
 from slimrl.engines.protocol import RETRY_TIMEOUT_S as RETRY_TIMEOUT_WITHOUT_RECOVERY_S
 from slimrl.engines.protocol import EngineGroupClient
+from slimrl.engines.server_protocol import EngineMemory
 from slimrl.hooks import contain_tasks
 from slimrl.observability import rollout_dump
 from slimrl.observability.tracer import Timeline
@@ -37,7 +37,7 @@ from slimrl.processes.process_info import resident_gib
 from slimrl.rollout import async_utils
 from slimrl.rollout.asynchronous import inflight_state
 from slimrl.rollout.asynchronous.staleness import staleness_metrics
-from slimrl.rollout.dataset.custom_data_source import open_data_source, recorded_groups
+from slimrl.rollout.dataset.data_source import open_data_source, recorded_groups
 from slimrl.rollout.evaluate import EvaluationReport
 from slimrl.rollout.generation.sample_tracker import LoopMonitor, SampleTrace
 from slimrl.rollout.metrics import RolloutMetricsConfig, rollout_metrics

@@ -19,8 +19,8 @@ from slimrl.arguments import Arguments
 from slimrl.cluster.supervisor import Supervisor
 from slimrl.cluster.training.train_group import TrainGroup
 from slimrl.cluster.watchdog import WaitTarget, format_rollout_status, poll_actors
-from slimrl.engines.auth import key_of
 from slimrl.engines.backend import backend
+from slimrl.engines.http import key_of
 from slimrl.engines.protocol import EngineError
 
 if TYPE_CHECKING:

@@ -25,8 +25,7 @@ from slimrl.cluster.run_startup import open_timeline, resolve_num_rollout, start
 from slimrl.cluster.supervisor import Supervisor, watch_nodes
 from slimrl.cluster.training.train_group import TrainGroup, start_training
 from slimrl.cluster.watchdog import WatchdogConfig, poll_actors
-from slimrl.engines.auth import with_key
-from slimrl.engines.http import check_servers_reachable
+from slimrl.engines.http import check_servers_reachable, with_key
 from slimrl.observability.ci_checks import RunCheckError, RunChecks
 from slimrl.observability.metrics.prometheus import scrape_targets
 from slimrl.observability.run_log import RunLog, StepRecord

@@ -15,7 +15,7 @@ from pathlib import Path
 import pyarrow.parquet
 
 from slimrl.data.prompt_format import Row
-from slimrl.data.watched_file import CHUNK, Digest, WatchedFile
+from slimrl.data.readers import CHUNK, Digest, WatchedFile
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""A row of preference data: a prompt, and a preferred and one or several rejected answers to it.
+"""A row of preference data: a prompt, and a preferred and one or several rejected answers to it, or a labelled answer.
 
 The answers are text, one message, or messages; the prompt is text or messages. If the answers are whole conversations,
 the messages that they share are the prompt, and the row needs no column for it. Opens no file and needs no tokenizer:
@@ -13,7 +13,7 @@ import math
 from typing import Any
 
 # of Sample.metadata: {"chosen": ..., "rejected": ...}, each as in `Pair`; several rejected answers are a list of them.
-# For a reward model also "margin".
+# For a reward model also "margin". A labelled answer: {"completion": ..., "label": whether it is desirable}.
 PAIR_KEY = "preference_pair"
 SIDES = ("chosen", "rejected")
 Message = dict[str, Any]
@@ -42,17 +42,37 @@ class PairColumns:
 
 
 @dataclasses.dataclass(frozen=True)
+class AnswerColumns:
+    """The columns of an answer and its label, true if it is desirable; with `as_chat` texts are messages of a chat."""
+
+    completion: str
+    label: str
+    as_chat: bool
+
+    @property
+    def flags(self) -> dict[str, str]:
+        """The flag of each column."""
+        return {self.completion: "--completion-key", self.label: "--label-key"}
+
+
+@dataclasses.dataclass(frozen=True)
 class Pair:
-    """Prompt and answers: texts, or lists of messages; the answers continue the prompt."""
+    """Prompt and answers: texts, or lists of messages; the answers continue the prompt.
+
+    With `desirable` there is no rejected answer, and it tells what `chosen` is.
+    """
 
     prompt: str | list[Message]
     chosen: str | list[Message]
     rejected: tuple[str | list[Message], ...]
     margin: float | None = None
+    desirable: bool | None = None
 
     @property
     def answers(self) -> dict[str, Any]:
         """The answers by side, for `PAIR_KEY`."""
+        if self.desirable is not None:
+            return {"completion": self.chosen, "label": self.desirable}
         rejected = self.rejected[0] if len(self.rejected) == 1 else list(self.rejected)
         own = {"chosen": self.chosen, "rejected": rejected}
         return own if self.margin is None else {**own, "margin": self.margin}
@@ -60,14 +80,22 @@ class Pair:
 
 def answers_of(pair: dict[str, Any], count: int) -> list[Any]:
     """The `count` answers of a `PAIR_KEY` entry, the preferred one first. Raises ValueError for another number."""
+    if "completion" in pair:
+        if count != 1:
+            raise ValueError(f"it has one answer with a label, and --n-samples-per-prompt is {count}: give 1")
+        return [pair["completion"]]
+    if "chosen" not in pair or count < len(SIDES):
+        raise ValueError(f"it has no 'completion' with a 'label', and --n-samples-per-prompt is {count}: give 2")
     rejected = pair["rejected"] if count > len(SIDES) else [pair["rejected"]]
     if not isinstance(rejected, list) or len(rejected) != count - 1:
         raise ValueError(f"its 'rejected' is not a list of {count - 1}: give the --n-samples-per-prompt of its answers")
     return [pair["chosen"], *rejected]
 
 
-def pair_of(row: dict[str, Any], input_key: str, columns: PairColumns) -> Pair:
-    """The pair of a row. Raises ValueError, which completes "<file>:<line>: ...", if it has none."""
+def pair_of(row: dict[str, Any], input_key: str, columns: PairColumns | AnswerColumns) -> Pair:
+    """The answers of a row. Raises ValueError, which completes "<file>:<line>: ...", if it has none."""
+    if isinstance(columns, AnswerColumns):
+        return _labelled(row, input_key, columns)
     rows = [row]
     if columns.rejected_answers > 1:
         rejected = _column(row, columns.rejected, "--rejected-key")
@@ -85,6 +113,45 @@ def pair_of(row: dict[str, Any], input_key: str, columns: PairColumns) -> Pair:
     if any((one.prompt, one.chosen) != (first.prompt, first.chosen) for one in found):
         raise ValueError(f"the prompts of the answers in {columns.rejected!r} differ")
     return dataclasses.replace(first, rejected=tuple(one.rejected[0] for one in found), margin=_margin(row, columns))
+
+
+def _labelled(row: dict[str, Any], input_key: str, columns: AnswerColumns) -> Pair:
+    answer = _column(row, columns.completion, "--completion-key")
+    desirable = row.get(columns.label)
+    if not isinstance(desirable, bool):
+        if columns.label not in row:
+            raise ValueError(f"no column {columns.label!r} (--label-key); it has {sorted(row)}")
+        raise ValueError(f"{columns.label!r} (--label-key) is {desirable!r} and must be true (desirable) or false")
+    prompt = row.get(input_key)
+    if isinstance(prompt, str) and isinstance(answer, str) and prompt and not columns.as_chat:
+        return Pair(prompt, answer, (), desirable=desirable)
+    messages = _messages(answer, columns.completion)
+    if messages[0]["role"] != "assistant":
+        raise ValueError(f"{columns.completion!r} does not begin with a message of the assistant")
+    return Pair(_opening(row, input_key), _ended(messages, columns.completion), (), desirable=desirable)
+
+
+def _opening(row: dict[str, Any], input_key: str) -> list[Message]:
+    """The prompt column as messages. Raises ValueError if it is missing, or ends with the assistant."""
+    prompt = row.get(input_key)
+    if not prompt:
+        state = "an empty" if input_key in row else "no"
+        raise ValueError(f"{state} column {input_key!r} (--input-key) for the prompt; it has {sorted(row)}")
+    opening = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _messages(prompt, input_key)
+    return _asked(opening)
+
+
+def _asked(opening: list[Message]) -> list[Message]:
+    if opening[-1]["role"] == "assistant":
+        raise ValueError("the prompt ends with a message of the assistant")
+    return opening
+
+
+def _ended(answer: list[Message], key: str) -> list[Message]:
+    last = answer[-1]
+    if last["role"] != "assistant" or not (last.get("tool_calls") or str(last.get("content") or "").strip()):
+        raise ValueError(f"{key!r} does not end with a message of the assistant that has content")
+    return answer
 
 
 def _margin(row: dict[str, Any], columns: PairColumns) -> float | None:
@@ -114,21 +181,12 @@ def _pair(row: dict[str, Any], input_key: str, columns: PairColumns) -> Pair:
         return Pair(prompt, sides[0], (sides[1],))
     chosen, rejected = (_messages(side, key) for side, key in zip(sides, keys, strict=True))
     if chosen[0]["role"] == rejected[0]["role"] == "assistant":
-        if not prompt:
-            state = "an empty" if input_key in row else "no"
-            raise ValueError(f"{state} column {input_key!r} (--input-key) for the prompt; it has {sorted(row)}")
-        opening = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _messages(prompt, input_key)
+        opening = _opening(row, input_key)
     else:
-        opening = _shared(chosen, rejected, columns)
+        opening = _asked(_shared(chosen, rejected, columns))
         _check_same(prompt, opening, input_key)
         chosen, rejected = chosen[len(opening) :], rejected[len(opening) :]
-    if opening[-1]["role"] == "assistant":
-        raise ValueError("the prompt ends with a message of the assistant")
-    for answer, key in ((chosen, columns.chosen), (rejected, columns.rejected)):
-        last = answer[-1]
-        if last["role"] != "assistant" or not (last.get("tool_calls") or str(last.get("content") or "").strip()):
-            raise ValueError(f"{key!r} does not end with a message of the assistant that has content")
-    return Pair(opening, chosen, (rejected,))
+    return Pair(opening, _ended(chosen, columns.chosen), (_ended(rejected, columns.rejected),))
 
 
 def _column(row: dict[str, Any], key: str, flag: str) -> Any:

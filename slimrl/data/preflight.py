@@ -14,7 +14,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
-from slimrl.data.prompt_format import InvalidRow, PromptFormat, Row, validate_row
+from slimrl.data.preference_pairs import AnswerColumns
+from slimrl.data.prompt_format import InvalidRow, PromptFormat, Row, metadata_of, validate_row
 
 if TYPE_CHECKING:
     import pyarrow.parquet
@@ -30,13 +31,14 @@ class FilePreview:
     """Result for one file: number of rows read, the bad ones as "<file>:<line>: <reason>", the first row's columns.
 
     `columns` is None if no row is an object. `ended_early` is set at the deadline, or if the file cannot be decoded
-    here: the file may have rows even if `rows` is 0.
+    here: the file may have rows even if `rows` is 0. `labels` are those of labelled answers.
     """
 
     rows: int = 0
     bad: list[str] = dataclasses.field(default_factory=list)
     columns: list[str] | None = None
     ended_early: bool = False
+    labels: set[bool] = dataclasses.field(default_factory=set)
 
 
 class _EndedEarlyError(Exception):
@@ -60,11 +62,24 @@ def preview_file(path: Path, rows: slice, form: PromptFormat, *, seconds: float)
             preview.rows += 1
             if preview.columns is None and isinstance(row, dict):
                 preview.columns = list(row)
-            if (fault := validate_row(row, form)) is not None:
+            fault = validate_row(row, form) or _teacher_fault(row, form, path)
+            if fault is not None:
                 preview.bad.append(f"{where}: {fault}")
+            elif isinstance(row, dict) and isinstance(form.pair, AnswerColumns):
+                preview.labels.add(bool(row[form.pair.label]))
     except _EndedEarlyError:
         preview.ended_early = True
     return preview
+
+
+def _teacher_fault(row: Row, form: PromptFormat, path: Path) -> str | None:
+    """Why a valid row has no teacher; None if it has one, or needs none."""
+    try:
+        if form.teachers is not None and isinstance(row, dict):
+            form.teachers.of(metadata_of(row, form), str(path))
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def _in_time(items: Iterable[_Item], deadline: float) -> Iterator[_Item]:

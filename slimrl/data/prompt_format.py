@@ -9,9 +9,10 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from slimrl.data.preference_pairs import PairColumns, number_of, pair_of
+from slimrl.data.preference_pairs import AnswerColumns, PairColumns, number_of, pair_of
 from slimrl.data.reward_registry import reward_of
 
 TOOLS_KEY = "tools"
@@ -41,6 +42,38 @@ def bad_rows_error(source: str, bad: Sequence[str], allowed: int, fix: str) -> I
     return InvalidRowsError("\n  ".join([f"{count} in {source}{limit}: {fix}", *bad[:_MAX_LISTED], *more]))
 
 
+DEFAULT_TEACHER = "default"
+
+
+@dataclasses.dataclass(frozen=True)
+class TeacherChoice:
+    """Which teacher of on-policy distillation, by name, a row has; `key` is an entry of its metadata."""
+
+    key: str
+    names: tuple[str, ...]
+
+    def of(self, metadata: dict[str, Any], file: str) -> str:
+        """The teacher of a row of `file`: that of its metadata, that with the file's name, or the default one.
+
+        Raises ValueError, which completes "<file>:<line>: ...", if none of them exists.
+        """
+        known = ", ".join(self.names)
+        if self.key in metadata:
+            name = metadata[self.key]
+            if name not in self.names:
+                raise ValueError(
+                    f"metadata.{self.key} (--opd-teacher-key) is {name!r} and --opd-teacher-urls has {known}"
+                )
+            return str(name)
+        for name in (Path(file).stem, DEFAULT_TEACHER):
+            if name in self.names:
+                return name
+        raise ValueError(
+            f"no metadata.{self.key} (--opd-teacher-key), and --opd-teacher-urls has neither {Path(file).stem!r}, the"
+            f" name of the file, nor {DEFAULT_TEACHER!r} but {known}"
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class PromptFormat:
     """The meaning of a row's columns, and how its prompt is tokenized."""
@@ -55,16 +88,17 @@ class PromptFormat:
     keep_messages: bool  # allow untokenized messages, for custom generate functions
     keep_conversation: bool = False  # store the messages of a rendered prompt in the metadata (`MESSAGES_KEY`)
     refuse_too_long: bool = False  # longer prompts end the run
-    pair: PairColumns | None = None  # rows are preference pairs, and the prompt may be a part of their answers
+    pair: PairColumns | AnswerColumns | None = None  # rows are preferences; their answers may contain the prompt
     input_template: str | None = None  # text around the prompt, instead of a chat template; {} stands for the prompt
     truncation: str | None = None  # shorten longer prompts: left, right or middle is cut out
     label_is_score: bool = False  # the label is a reward model's target, a number
+    teachers: TeacherChoice | None = None  # with several teachers of on-policy distillation
     reward_rule: str | None = None  # the built-in reward that compares with the label; None: none, or unknown
 
     @property
     def columns(self) -> list[str]:
         """Every column that is read."""
-        answers = () if self.pair is None else (self.pair.chosen, self.pair.rejected, self.pair.margin)
+        answers = () if self.pair is None else self.pair.flags
         keys = (self.input_key, self.label_key, self.metadata_key, self.tool_key, *answers)
         return [key for key in keys if key is not None]
 

@@ -13,7 +13,6 @@ import dataclasses
 import itertools
 import json
 import os
-import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,12 +22,12 @@ import torch
 from torch import Tensor
 
 from slimrl.data import bin_packing
-from slimrl.data.packed import PackedColumn
-from slimrl.data.sample import Sample, SampleStatus
+from slimrl.data.sample import PackedColumn, Sample, SampleStatus, end_to_end
 
 _TOKEN_COLUMNS = ("tokens",)
 _RESPONSE_COLUMNS = ("loss_mask", "rollout_log_probs")
 _OPTIONAL_RESPONSE_COLUMNS = ("teacher_log_probs", "token_rewards")  # None if the run does not have it
+_OPTIONAL_COLUMNS = (*_OPTIONAL_RESPONSE_COLUMNS, "teacher_top_ids", "teacher_top_log_probs")
 _SAMPLE_COLUMNS = (
     "total_lengths",
     "response_lengths",
@@ -40,7 +39,6 @@ _SAMPLE_COLUMNS = (
 )
 _SCHEDULE_COLUMNS = ("micro_batches", "samples_per_step", "tokens_per_step")
 _FILE_FORMAT = "slimrl-rollout-batch-1"
-_STRUCT_CODES = {"int64": "q", "float32": "f"}
 
 
 @dataclasses.dataclass
@@ -67,6 +65,8 @@ class RolloutBatch:
     tokens_per_step: list[int] = dataclasses.field(default_factory=list)  # trained tokens, global
     teacher_log_probs: Tensor | None = None  # float32 [sum(response_lengths)], from the server of a teacher
     token_rewards: Tensor | None = None  # float32 [sum(response_lengths)], besides the reward of the sample
+    teacher_top_ids: Tensor | None = None  # int64 [sum(response_lengths), k], the teacher's most probable tokens
+    teacher_top_log_probs: Tensor | None = None  # float32, like these
 
     def __len__(self) -> int:
         return self.total_lengths.numel()
@@ -98,7 +98,7 @@ class RolloutBatch:
         return RolloutBatch(**columns)
 
     def _optional_columns(self) -> list[str]:
-        return [name for name in _OPTIONAL_RESPONSE_COLUMNS if getattr(self, name) is not None]
+        return [name for name in _OPTIONAL_COLUMNS if getattr(self, name) is not None]
 
     def save(self, path: str | Path) -> None:
         """Write one safetensors file, the schedule in its metadata as JSON; replaces `path` atomically."""
@@ -120,7 +120,7 @@ class RolloutBatch:
             metadata = file.metadata() or {}
             if metadata.get("format") != _FILE_FORMAT:
                 raise ValueError(f"{path} is not a rollout batch: its format is {metadata.get('format')!r}")
-            optional = [name for name in _OPTIONAL_RESPONSE_COLUMNS if name in file.keys()]  # noqa: SIM118 - no mapping
+            optional = [name for name in _OPTIONAL_COLUMNS if name in file.keys()]  # noqa: SIM118 - no mapping
             columns = {name: file.get_tensor(name) for name in (*_tensor_columns(), *optional)}
         return cls(**columns, **json.loads(metadata["schedule"]))
 
@@ -141,11 +141,11 @@ def batch_from_samples(samples: list[Sample], raw_rewards: Tensor, rewards: Tens
     total_lengths = [len(sample.column("tokens")) for sample in samples]
     response_lengths = [sample.response_length for sample in samples]
     return RolloutBatch(
-        tokens=_column(samples, "tokens", total_lengths, np.int64),
+        tokens=_joined(samples, "tokens", total_lengths, np.int64),
         total_lengths=torch.tensor(total_lengths, dtype=torch.int64),
         response_lengths=torch.tensor(response_lengths, dtype=torch.int64),
         loss_mask=_loss_mask(samples, response_lengths),
-        rollout_log_probs=_column(samples, "rollout_log_probs", response_lengths, np.float32),
+        rollout_log_probs=_joined(samples, "rollout_log_probs", response_lengths, np.float32),
         raw_rewards=raw_rewards.to(torch.float32),
         rewards=rewards.to(torch.float32),
         group_ids=torch.tensor([sample.group_index for sample in samples], dtype=torch.int64),
@@ -153,6 +153,8 @@ def batch_from_samples(samples: list[Sample], raw_rewards: Tensor, rewards: Tens
         truncated=torch.tensor([sample.status is SampleStatus.TRUNCATED for sample in samples], dtype=torch.bool),
         teacher_log_probs=_optional(samples, "teacher_log_probs", response_lengths),
         token_rewards=_optional(samples, "token_rewards", response_lengths),
+        teacher_top_ids=_top(samples, "teacher_top_ids", response_lengths, np.int64),
+        teacher_top_log_probs=_top(samples, "teacher_top_log_probs", response_lengths, np.float32),
     )
 
 
@@ -165,10 +167,26 @@ def _optional(samples: list[Sample], field: str, lengths: list[int]) -> Tensor |
             f"{len(lacking)} of {len(answered)} samples have no {field}, the first is sample {lacking[0].index}: give"
             " one number per response token of each sample"
         )
-    column = None if lacking or not answered else _column(samples, field, lengths, np.float32)
+    column = None if lacking or not answered else _joined(samples, field, lengths, np.float32)
     if column is not None and not bool(column.isfinite().all()):
         raise ValueError(f"{field} of the rollout are not all finite: give finite numbers")
     return column
+
+
+def _joined(samples: list[Sample], field: str, lengths: list[int], dtype: type[np.number]) -> Tensor:
+    columns = (sample.column(field) for sample in samples)
+    return torch.from_numpy(end_to_end(columns, field, lengths, dtype, lambda place: _name(samples[place], place)))
+
+
+def _top(samples: list[Sample], field: str, lengths: list[int], dtype: type[np.number]) -> Tensor | None:
+    """[response tokens, k], or None if no sample has it. Raises ValueError unless k is the same for every token."""
+    found = {len(one.column(field) or ()) / one.response_length for one in samples if one.response_length} or {0.0}
+    if found == {0.0}:
+        return None
+    width = found.pop()
+    if found or not width.is_integer():
+        raise ValueError(f"the samples have different numbers of {field} per response token: give each one as many")
+    return _joined(samples, field, [int(width) * length for length in lengths], dtype).view(-1, int(width))
 
 
 def _name(sample: Sample, position: int) -> str:
@@ -191,25 +209,6 @@ def _check(sample: Sample, position: int) -> None:
         values = sample.column(field)
         if values is not None and len(values) != sample.response_length:
             raise ValueError(f"{name} has {len(values)} {field} for {sample.response_length} response tokens")
-
-
-def _column(samples: list[Sample], field: str, lengths: list[int], dtype: type[np.number]) -> Tensor:
-    """A field of all samples end to end; `struct` is 3 times faster than NumPy and 12 times faster than torch."""
-    values = np.empty(sum(lengths), dtype)
-    code, start = _STRUCT_CODES[values.dtype.name], 0
-    for position, (sample, length) in enumerate(zip(samples, lengths, strict=True)):
-        column = sample.column(field)
-        packed = isinstance(column, PackedColumn)
-        listed = column.head if packed else column or ()
-        count = len(listed) if packed else length
-        try:
-            struct.pack_into(f"{count}{code}", values.data, start * values.itemsize, *listed)
-        except struct.error as error:
-            raise ValueError(f"{_name(sample, position)} has {field} that are not {values.dtype}: {error}") from error
-        if packed:
-            values[start + count : start + length] = column.values
-        start += length
-    return torch.from_numpy(values)
 
 
 def _loss_mask(samples: list[Sample], lengths: list[int]) -> Tensor:

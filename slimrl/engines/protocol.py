@@ -16,8 +16,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Protocol
 
-from slimrl.data.packed import PackedFields
-from slimrl.data.sample import Span
+from slimrl.data.sample import PackedFields, Span
 
 
 class ResponseCounts(Protocol):

@@ -1,6 +1,7 @@
 """Builds a training rank's optimizer, and fixes how megatron-core 0.16.1 saves and loads the state of torch's AdamW.
 
-The state is complete before the first step, has one step counter per parameter, and is exact after loading.
+The state is complete before the first step, has one step counter per parameter, and is exact after loading. Muon
+(`muon`) is chained with an Adam.
 
 A part without parameters on this rank (the experts' part on a stage of dense layers) can be saved and loaded;
 megatron-core reads the step counter from the parameters and fails without any. With --optimizer-cpu-offload the saved
@@ -32,6 +33,7 @@ from torch.distributed.tensor import DTensor
 
 from slimrl.megatron import data_parallel
 from slimrl.megatron.checkpoint.shards import store_without_gathering
+from slimrl.megatron.muon import build_muon
 
 _STAND_IN = "no parameter on this rank"
 
@@ -71,11 +73,12 @@ def sync_step_count(saved: dict[Any, Any], own_steps: set[float]) -> None:
 
 
 def saved_parts(saved: Any) -> Iterator[dict[str, Any]]:
-    """The state of each part's Adam; several parts are stored under their numbers."""
+    """The state of each part with an Adam; several parts are stored under their numbers."""
     if not isinstance(saved, dict):
         return
     if "param_groups" in saved:
-        yield saved
+        if any("betas" in group for group in saved["param_groups"]):
+            yield saved
         return
     for key, value in saved.items():
         if isinstance(key, int) or key == "optimizer":
@@ -130,9 +133,11 @@ def after_hybrid_load(hybrid: HybridDeviceOptimizer) -> None:
 
 def build_optimizer(config: OptimizerConfig, stages: Sequence[data_parallel.Stage]) -> MegatronOptimizer:
     """The optimizer over the parameters of this rank's `stages`; biases and norms are exempt from weight decay."""
-    optimizer = get_megatron_optimizer(
-        config, list(stages), get_standard_config_overrides(config), use_gloo_process_groups=False
-    )
+    overrides = get_standard_config_overrides(config)
+    if config.optimizer == "muon":
+        optimizer = build_muon(config, stages, overrides)
+    else:
+        optimizer = get_megatron_optimizer(config, list(stages), overrides, use_gloo_process_groups=False)
     if any(isinstance(stage, FullyShardedDataParallel) for stage in stages):
         for part in getattr(optimizer, "chained_optimizers", [optimizer]):
             _prime(part.optimizer)
@@ -141,8 +146,9 @@ def build_optimizer(config: OptimizerConfig, stages: Sequence[data_parallel.Stag
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if isinstance(part, DistributedOptimizer):
             store_without_gathering(part)
-    for part in _torch_adam_parts(optimizer):
+    for part in _parts_of(optimizer, torch.optim.Adam, torch.optim.SGD):
         _prime(part.optimizer)
+        part.init_state_fn = part.init_state_fn or (lambda *_: None)  # megatron-core has none for SGD, and calls it
         if isinstance(part, DistributedOptimizer):
             pad_empty_adam_state(part.optimizer)
             part._set_main_param_and_optimizer_states = types.MethodType(_copy_loaded_states, part)
@@ -160,7 +166,7 @@ def after_load(optimizer: MegatronOptimizer) -> None:
     megatron-core's distributed optimizer hands one tensor to all parameters, and AdamW then advances it once per
     parameter: 2 becomes 20 in one step, silently.
     """
-    for part in _torch_adam_parts(optimizer):
+    for part in _parts_of(optimizer, torch.optim.Adam):
         for state in part.optimizer.state.values():
             step = state.get("step")
             state["step"] = torch.tensor(0.0) if step is None else step.detach().clone()
@@ -175,34 +181,33 @@ def step_counts(optimizer: MegatronOptimizer) -> set[float]:
     """
     return {
         float(state["step"])
-        for part in (*_torch_adam_parts(optimizer), *_hybrid_parts(optimizer))
+        for part in (*_parts_of(optimizer, torch.optim.Adam), *_hybrid_parts(optimizer))
         for parameter, state in part.optimizer.state.items()
         if (parameter.to_local() if isinstance(parameter, DTensor) else parameter).numel() and "step" in state
     }
 
 
-def _torch_adam_parts(optimizer: MegatronOptimizer) -> Iterator[Any]:
-    """The megatron-core optimizers inside `optimizer` that step with torch's AdamW (not Apex' or TE's)."""
+def _parts_of(optimizer: MegatronOptimizer, *kinds: type[torch.optim.Optimizer]) -> Iterator[Any]:
+    """The megatron-core optimizers inside `optimizer` that step with one of these (not with Apex' or TE's)."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if isinstance(part.optimizer, torch.optim.Adam):
+        if isinstance(part.optimizer, kinds):
             yield part
 
 
 def _hybrid_parts(optimizer: MegatronOptimizer) -> Iterator[Any]:
     """Those that step in host memory."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if isinstance(part.optimizer, HybridDeviceOptimizer):
-            yield part
+    return _parts_of(optimizer, HybridDeviceOptimizer)
 
 
-def _prime(adam: torch.optim.Optimizer) -> None:
-    """Create the states that Adam creates in its first step: saving and loading expect them to exist."""
-    for group in adam.param_groups:
+def _prime(inner: torch.optim.Optimizer) -> None:
+    """Create the states that Adam and SGD create in their first step: saving and loading expect them to exist."""
+    counted = isinstance(inner, torch.optim.Adam)
+    for group in inner.param_groups:
+        moments = ("exp_avg", "exp_avg_sq") if "betas" in group else ("momentum_buffer",) * bool(group["momentum"])
         for parameter in group["params"]:
-            if not adam.state[parameter]:
-                step = {"step": torch.tensor(0.0)} if isinstance(adam, torch.optim.Adam) else {}
-                moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-                adam.state[parameter] = step | moments
+            if not inner.state[parameter]:
+                step = {"step": torch.tensor(0.0)} if counted else {}
+                inner.state[parameter] = step | {name: torch.zeros_like(parameter) for name in moments}
 
 
 @torch.no_grad()
@@ -221,8 +226,8 @@ def convert_step_format(loaded: dict[Any, Any], optimizer: MegatronOptimizer) ->
 
     Raises ValueError if the parts of the optimizer have different step counts.
     """
-    adams = [part.optimizer for part in getattr(optimizer, "chained_optimizers", [optimizer])]
-    adam = next((adam for adam in adams if adam is not None), None)  # None if this rank trains nothing
+    inner = [part.optimizer for part in getattr(optimizer, "chained_optimizers", [optimizer])]
+    adam = next((one for one in inner if one is not None and "betas" in one.defaults), None)  # None: trains nothing
     if adam is None or isinstance(adam, HybridDeviceOptimizer):  # the latter takes either form
         return
     parts = list(saved_parts(loaded))

@@ -23,6 +23,10 @@ TENSOR_ALIGNMENT = 64
 BUFFER_ALIGNMENT = 128
 
 
+class ElementWise(int):
+    """Elements of a weight that an optimizer of matrices leaves to Adam: embedding, output layer, norm or bias."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Weights:
     """Numbers of elements of weight tensors; experts are counted separately because they are sharded differently."""
@@ -37,6 +41,11 @@ class Weights:
     def total(self) -> int:
         """Elements altogether."""
         return sum(self.dense) + sum(self.expert)
+
+    @property
+    def matrices(self) -> int:
+        """Elements of weights that are matrices, without embedding and output layer."""
+        return sum(size for size in self.dense + self.expert if not isinstance(size, ElementWise))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +87,7 @@ def _whole(spec: ModelSpec) -> Weights:
 
 def stage_weights(spec: ModelSpec, split: Split, layers: Sequence[int], *, first: bool, last: bool) -> Weights:
     """The tensors of one GPU of a pipeline stage with these layers; `first` and `last` say which ends it has."""
-    matrix = (spec.padded_vocab_size // split.tp * spec.hidden_size,)
+    matrix = (ElementWise(spec.padded_vocab_size // split.tp * spec.hidden_size),)
     weights = Weights(matrix) if first or (last and spec.mtp_layers) else Weights()
     kinds = {moe: layer_weights(spec, split, moe=moe) for moe in {spec.moe_layers[layer] for layer in layers}}
     number = {moe: sum(spec.moe_layers[layer] is moe for layer in layers) for moe in kinds}
@@ -99,7 +108,7 @@ def critic_weights(spec: ModelSpec, split: Split, layers: Sequence[int], *, firs
         return weights
     has_matrix = _has_output_matrix(plain, first)
     body = weights.dense[:-1] if has_matrix else weights.dense
-    return Weights((*body, spec.hidden_size), weights.expert)
+    return Weights((*body, ElementWise(spec.hidden_size)), weights.expert)
 
 
 def _has_output_matrix(spec: ModelSpec, first: bool) -> bool:
@@ -117,16 +126,16 @@ def layer_weights(spec: ModelSpec, split: Split, *, moe: bool) -> Weights:
 
 
 def _norm(spec: ModelSpec, width: int) -> tuple[int, ...]:
-    return (width, width) if spec.norm_bias else (width,)
+    return (ElementWise(width),) * (2 if spec.norm_bias else 1)
 
 
 def _attention(spec: ModelSpec, tp: int) -> tuple[int, ...]:
     queries, keys = spec.num_attention_heads * spec.kv_channels // tp, spec.num_query_groups * spec.kv_channels // tp
     tensors = [(queries + 2 * keys) * spec.hidden_size, queries * spec.hidden_size]
     if spec.qkv_bias:
-        tensors.append(queries + 2 * keys)
+        tensors.append(ElementWise(queries + 2 * keys))
     if spec.linear_bias:
-        tensors.append(spec.hidden_size)
+        tensors.append(ElementWise(spec.hidden_size))
     if spec.qk_layernorm:
         tensors += 2 * _norm(spec, spec.kv_channels)
     return tuple(tensors)
@@ -150,21 +159,21 @@ def _latent_attention(spec: ModelSpec, latent: LatentAttention, tp: int) -> tupl
             latent.q_lora_rank * heads * latent.qk_channels,
         ]
     if spec.linear_bias:
-        tensors.append(spec.hidden_size)
+        tensors.append(ElementWise(spec.hidden_size))
     return tuple(tensors)
 
 
 def _feed_forward(spec: ModelSpec, width: int, tp: int) -> tuple[int, ...]:
     rows = spec.fc1_matrices * width // tp
     tensors = (rows * spec.hidden_size, spec.hidden_size * width // tp)
-    return (*tensors, rows, spec.hidden_size) if spec.linear_bias else tensors
+    return (*tensors, ElementWise(rows), ElementWise(spec.hidden_size)) if spec.linear_bias else tensors
 
 
 def _experts(spec: ModelSpec, experts: Experts, split: Split) -> Weights:
     """Router and shared expert are on every GPU; routed experts are distributed over the expert parallel GPUs."""
     dense = [experts.number * spec.hidden_size]
     if spec.linear_bias:
-        dense.append(experts.number)
+        dense.append(ElementWise(experts.number))
     if experts.shared_ffn_hidden_size:
         dense += _feed_forward(spec, experts.shared_ffn_hidden_size, split.tp)
         if experts.shared_gate:

@@ -318,6 +318,7 @@ _SHOWN = {
     "loss": "loss",
     "perplexity": "ppl",
     "pair_accuracy": "accuracy",
+    "label_accuracy": "accuracy",
     "reward_margin": "margin",
     "grad_norm": "grad",
     "critic-value_loss": "value loss",

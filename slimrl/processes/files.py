@@ -1,19 +1,32 @@
-"""Files of a run that are not checkpoints: atomic files and best-effort files.
+"""Files and folders that appear atomically, and files that a run can do without.
 
-An atomic file is written under a temporary name in the same folder and then renamed. A best-effort file (logs,
-summaries, charts, dumps) fails on a full disk with one warning, and the run continues; one line tells when it works
-again.
+An atomic file or folder is written under a temporary name beside its final path and then renamed; an interrupted run
+leaves nothing under the final name. `AtomicDir` replaces an existing folder only on request, and only if it has no
+files other than such outputs. Two runs cannot write the same folder at the same time, and free disk space is checked
+before the work. As with `cp`, the kernel decides when the bytes reach the disk, because the output can be created again
+from its source; checkpoints, which cannot, are written elsewhere.
+
+An optional file (logs, summaries, charts, dumps) fails on a full disk with one warning, and the run continues; one line
+tells when it works again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import io
 import logging
 import os
+import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from fnmatch import fnmatch
 from pathlib import Path
+
+logger = logging.getLogger("slimrl")
+
+LISTED_NAMES = 5  # names listed in a message; the others are counted
 
 
 @contextlib.contextmanager
@@ -31,9 +44,6 @@ def atomic_file(path: Path) -> Iterator[Path]:
         with contextlib.suppress(OSError):
             unfinished.unlink()  # a partial file would take up disk space
         raise
-
-
-logger = logging.getLogger("slimrl")
 
 
 class OptionalFiles:
@@ -117,3 +127,143 @@ class OptionalLogHandler(logging.FileHandler):
             super().close()
         except OSError:
             self.stream = None
+
+
+_GIB = 1024**3
+
+
+class AtomicDir:
+    """A context manager; `partial` is the folder to write into while it is open."""
+
+    def __init__(self, folder: Path, *, replace: Collection[str] = (), needed_bytes: int = 0) -> None:
+        """`replace` are patterns ("model*.safetensors"): an existing folder with only such files is replaced.
+
+        `needed_bytes` must be free on its disk. Raises FileExistsError or NotADirectoryError if the path is occupied,
+        ValueError for other files in a folder to replace, a mount point, or too little disk space.
+        """
+        self.folder = _real(folder)
+        self.partial = partial_path(self.folder)
+        self._lock: int | None = None
+        self._replace = replace
+        self._check_free()
+        check_space(self.folder, needed_bytes)
+
+    def __enter__(self) -> AtomicDir:
+        self.open()
+        return self
+
+    def __exit__(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
+        if exc_type is None:
+            self.commit()
+        else:
+            self.discard()
+
+    def open(self) -> None:
+        """Creates the empty partial folder. Raises FileExistsError if another process is writing it."""
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        if self.partial.exists():  # from a killed run, or from one that still runs
+            self._take_lock()
+            shutil.rmtree(self.partial)
+            self._release_lock()
+        self.partial.mkdir()
+        self._take_lock()
+
+    def commit(self) -> None:
+        """Renames the folder to its final path. Raises FileExistsError if that path was created meanwhile."""
+        try:
+            self._check_free()
+            if self.folder.exists():
+                self._put_in_place_of_old()
+            else:
+                self.partial.rename(self.folder)
+        except (OSError, ValueError):
+            self.discard()
+            raise
+        self._release_lock()
+
+    def _put_in_place_of_old(self) -> None:
+        discarded = self.partial.with_suffix(".replaced")
+        shutil.rmtree(discarded, ignore_errors=True)
+        self.folder.rename(discarded)
+        try:
+            self.partial.rename(self.folder)
+        except OSError:
+            discarded.rename(self.folder)
+            raise
+        shutil.rmtree(discarded)
+
+    def discard(self) -> None:
+        """Removes what was written."""
+        shutil.rmtree(self.partial, ignore_errors=True)
+        self._release_lock()
+
+    def _check_free(self) -> None:
+        if not self.folder.exists():
+            return
+        if not self.folder.is_dir():
+            raise NotADirectoryError(f"{self.folder} is a file: choose another folder")
+        if self.folder.is_mount():
+            raise ValueError(f"{self.folder} is a mount point, which cannot be a rename target: choose a folder in it")
+        held = sorted(path.name for path in self.folder.iterdir())
+        if held and not self._replace:
+            raise FileExistsError(f"{self.folder} exists already and is not empty: choose another folder or remove it")
+        if foreign := [name for name in held if not any(fnmatch(name, pattern) for pattern in self._replace)]:
+            raise ValueError(
+                f"{self.folder} is not replaced, because it also has {listed(foreign)}, which would be lost: choose"
+                " another folder, or move these files"
+            )
+
+    def _take_lock(self) -> None:
+        self._lock = os.open(self.partial, os.O_RDONLY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._release_lock()
+            raise FileExistsError(
+                f"{self.folder} is being written by another process: wait for it, or choose another folder"
+            ) from error
+        except OSError as error:
+            # some network file systems have no locks; then the user must avoid two concurrent runs
+            if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+                raise
+
+    def _release_lock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def partial_path(folder: Path) -> Path:
+    """Path of `folder` while it is written."""
+    folder = _real(folder)
+    return folder.with_name(f".{folder.name}.partial")
+
+
+def _real(folder: Path) -> Path:
+    """The resolved path of `folder`: a link stays, and its target is written."""
+    return Path(folder).resolve()
+
+
+def check_space(folder: Path, needed_bytes: int) -> None:
+    """Raises ValueError if the disk of `folder` has fewer than `needed_bytes` free."""
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    if free < needed_bytes:
+        raise ValueError(
+            f"{folder} needs {needed_bytes / _GIB:.2f} GiB and its disk has {free / _GIB:.2f} GiB free:"
+            " free some space or choose another folder"
+        )
+
+
+def check_apart(written: Path, flag: str, read: Path, read_flag: str) -> None:
+    """Raises ValueError if writing the one folder would remove the other."""
+    target, source = Path(written).resolve(), Path(read).resolve()
+    if target == source or target in source.parents:
+        raise ValueError(f"{flag} {written} contains {read_flag} {read}, which would be lost: choose another {flag}")
+
+
+def listed(names: Iterable[str]) -> str:
+    """The first few names, and how many more there are."""
+    ordered = sorted(names)
+    more = f" and {len(ordered) - LISTED_NAMES} more" if len(ordered) > LISTED_NAMES else ""
+    return ", ".join(ordered[:LISTED_NAMES]) + more

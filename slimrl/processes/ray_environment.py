@@ -1,9 +1,15 @@
-"""Sets the variables that Ray and torch read at import. Imports neither, so that it can run before them."""
+"""Prepares the import of Ray, torch and other large packages: the variables that they read, the garbage collector.
+
+Imports none of them, so that it can run before them.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import secrets
+from collections.abc import Iterator
 
 from slimrl.processes.folders import kernel_cache
 
@@ -32,3 +38,19 @@ def prepare_ray_environment() -> None:
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.update(kernel_cache(os.environ))
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """The garbage collector is off in this block, and afterwards as it was before; for imports of large packages.
+
+    An import creates objects that stay: the collector would scan all of them again and again and free next to nothing,
+    which is a fifth of the time that a server needs for its 5000 modules.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -197,7 +197,12 @@ def scheduled(flags: Arguments, batch: RolloutBatch, data_parallel_size: int) ->
 
 def _with_teacher(flags: ConversionArguments, batch: RolloutBatch) -> RolloutBatch:
     """The batch, if it has the teacher's log-probabilities exactly where training reads them; else ValueError."""
-    given = batch.teacher_log_probs is not None
+    given, needs_top = batch.teacher_log_probs is not None, flags.has_divergence and flags.has_served_teacher
+    if needs_top and (batch.teacher_top_ids is None or batch.teacher_top_log_probs is None) and batch.loss_mask.numel():
+        raise ValueError(
+            "no sample has teacher_top_ids and teacher_top_log_probs, which --opd-divergence with --opd-type sglang"
+            " trains on: give --rm-model or --rm-url, or set them in a custom function"
+        )
     if flags.has_served_teacher and not given and batch.loss_mask.numel():
         raise ValueError(
             "no sample has teacher_log_probs, which --use-opd --opd-type sglang trains on: give --rm-model or --rm-url,"

@@ -74,15 +74,15 @@ class EvaluationReport:
 
     @classmethod
     def of_held_out(cls, name: str, metrics: dict[str, float]) -> EvaluationReport:
-        """Of a held-out set: the score of pairs is the accuracy, that of conversations the perplexity.
+        """Of a held-out set: the score of preferences is the accuracy, that of conversations the perplexity.
 
         `metrics` are those of an optimizer step.
         """
         if "perplexity" in metrics:
             perplexity = metrics["perplexity"]
             return cls(perplexity, {f"eval/{name}": perplexity, f"eval/{name}-loss": metrics["loss"]})
-        accuracy = metrics["pair_accuracy"]
-        values = {f"eval/{name}-{kind}": metrics[kind] for kind in ("loss", "reward_margin")}
+        accuracy = metrics["label_accuracy" if "label_accuracy" in metrics else "pair_accuracy"]
+        values = {f"eval/{name}-{kind}": metrics[kind] for kind in ("loss", "reward_margin") if kind in metrics}
         return cls(accuracy, {f"eval/{name}": accuracy, **values})
 
     def metrics(self) -> dict[str, float]:

@@ -1,19 +1,22 @@
-"""Preference pairs as a rollout function: each row of --prompt-data is a group of samples, its answers.
+"""Preferences as a rollout function: each row of --prompt-data is a group of samples, its answers.
 
     --rollout-function-path slimrl.rollout.preference_rollout.generate_rollout --loss-type preference_loss
     --n-samples-per-prompt 2 --debug-train-only
 
-or, for a reward model, also with several rejected answers,
+or with --loss-type reward_model_loss; with --n-samples-per-prompt 4 a row has three rejected answers; and with
 
-    --loss-type reward_model_loss --n-samples-per-prompt 4
+    --preference-loss kto --n-samples-per-prompt 1 --label-key label
 
-A row has a prompt (`--input-key`), a preferred and a rejected answer (`--chosen-key`, `--rejected-key`); see
-`slimrl.data.preference_pairs`. Messages are rendered with the chat template once as a whole, prompt and answer, as in
-supervised training, and the assistant's turns of the answer are trained on, including the end-of-turn marker. Plain
-text is tokenized as prompt and answer, the answer with the tokenizer's end token.
+a row has one answer and its label.
+
+A row has a prompt (`--input-key`), a preferred and a rejected answer (`--chosen-key`, `--rejected-key`), or an answer
+(`--completion-key`) and whether it is desirable; see `slimrl.data.preference_pairs`. Messages are rendered with the
+chat template once as a whole, prompt and answer, as in supervised training, and the assistant's turns of the answer are
+trained on, including the end-of-turn marker. Plain text is tokenized as prompt and answer, the answer with the
+tokenizer's end token.
 
 The first sample of a group is the preferred answer (reward 1; for a reward model the margin of the row), the others are
-the rejected ones (reward 0).
+the rejected ones (reward 0). A labelled answer has reward 1 if it is desirable, else 0.
 """
 
 from __future__ import annotations
@@ -59,7 +62,7 @@ def generate_rollout(
 
 
 def held_out_pairs(args: PromptArguments, dataset: EvalDataset, tokenizer: Any) -> RolloutBatch:
-    """All pairs of an evaluation set, two samples each, without a schedule.
+    """All rows of an evaluation set, a sample for each answer, without a schedule.
 
     Raises InvalidRowsError with every bad row, ValueError for a pair that cannot be scored.
     """
@@ -89,10 +92,9 @@ def _fill_pair(
 ) -> None:
     """Tokenizes a group; `reward` is that of the preferred answer in a row without a margin."""
     name = f"{flag}, group {group[0].group_index}"
-    if len(group) < len(SIDES) or any(PAIR_KEY not in sample.metadata for sample in group):
+    if any(PAIR_KEY not in sample.metadata for sample in group):
         raise ValueError(
-            f"{name} is not a pair: give --n-samples-per-prompt 2, and in a custom --data-source-path put both answers"
-            f" into metadata[{PAIR_KEY!r}]"
+            f"{name} is not a pair: in a custom --data-source-path put both answers into metadata[{PAIR_KEY!r}]"
         )
     for place, sample in enumerate(group):
         pair = sample.metadata.pop(PAIR_KEY)
@@ -105,8 +107,9 @@ def _fill_pair(
         else:
             sample.prompt = [_not_trained(message) for message in sample.prompt] + answer
             fill_conversation(sample, tokenizer, marks, template_options)
-        sample.reward = float(pair.get("margin", reward)) if place == 0 else 0.0
-        sample.metadata[SIDE_KEY] = SIDES[min(place, 1)]
+        preferred = place == 0 and pair.get("label", True)
+        sample.reward = float(pair.get("margin", reward)) if preferred else 0.0
+        sample.metadata[SIDE_KEY] = SIDES[0 if preferred else 1]
     first, *others = group
     for second in others:
         if first.tokens == second.tokens:

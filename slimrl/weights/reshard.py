@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from slimrl.models.families import ModelMapping
 from slimrl.models.families.param_mapping import NON_PARAMETER_SUFFIXES, Layout, ParamMapping
 from slimrl.models.model_spec import ModelSpec
+from slimrl.processes.files import listed
 
 Empty = Callable[[tuple[int, ...]], Tensor]
 
@@ -142,16 +143,6 @@ def _split_qkv(shards: list[Tensor], spec: ModelSpec, empty: Empty) -> list[Tens
         for part, own in zip(parts, grouped, strict=True):
             _slice(part, 0, rank, len(shards)).view(own.shape).copy_(own)
     return parts
-
-
-LISTED_NAMES = 5  # names listed in a message; the others are counted
-
-
-def listed(names: Iterable[str]) -> str:
-    """The first few names, and how many more there are."""
-    ordered = sorted(names)
-    more = f" and {len(ordered) - LISTED_NAMES} more" if len(ordered) > LISTED_NAMES else ""
-    return ", ".join(ordered[:LISTED_NAMES]) + more
 
 
 def redundant_head(names: Iterable[str], family: ModelMapping, spec: ModelSpec) -> str | None:

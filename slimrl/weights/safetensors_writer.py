@@ -4,6 +4,10 @@ The files are like those of safetensors' own `save_file`: 8 bytes of header leng
 bytes. Headers are known before the first tensor, and no tensor is kept in memory. Tensors may come in any order, from
 several threads or processes, and in several runs of rows.
 
+The bytes of a tensor in host memory are taken without a copy and without a trace on it (`byte_array`):
+`Tensor.numpy()` marks the tensor's storage as one that cannot be resized, and offloading resizes the storages of
+weights and optimizer state.
+
 The other files (tokenizer, chat template, generation config) are copied from the model's original folder. Used by the
 converter and by the export of checkpoints.
 """
@@ -21,10 +25,48 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
-from slimrl.weights.tensor_bytes import byte_array
+
+class _Memory:
+    """numpy's array interface to the memory of a tensor, which it keeps alive."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self.__array_interface__: dict[str, Any] = {
+            "data": (tensor.data_ptr(), False),
+            "shape": (tensor.nbytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+
+def byte_array(tensor: Tensor) -> numpy.ndarray[Any, numpy.dtype[numpy.uint8]]:
+    """Its values as uint8 [bytes], writable, in the same memory.
+
+    Raises ValueError for a tensor that is not contiguous or not in host memory.
+    """
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise ValueError(
+            f"a contiguous tensor in host memory is needed, not {tensor.device}, strides {tensor.stride()}"
+        )
+    if tensor.numel() == 0:  # its address may be 0
+        return numpy.empty(0, dtype=numpy.uint8)
+    return numpy.asarray(_Memory(tensor.detach()))
+
+
+def with_own_storage(tensor: Tensor) -> Tensor:
+    """The values of a CPU tensor in a storage that begins and ends with them; not copied if they are contiguous.
+
+    torch.save writes the whole storage of a view.
+    """
+    tensor = tensor.contiguous()
+    if tensor.untyped_storage().nbytes() == tensor.nbytes:
+        return tensor
+    return torch.from_numpy(byte_array(tensor)).view(tensor.dtype).view(tensor.shape)
+
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"

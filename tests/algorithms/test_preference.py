@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from slimrl.algorithms.preference import PreferenceConfig, ResponseScores, pair_losses
-from slimrl.algorithms.preference_losses import PREFERENCE_LOSSES
+from slimrl.algorithms.preference import PreferenceConfig, ResponseScores, label_losses, mismatched_kl, pair_losses
+from slimrl.algorithms.preference_losses import PREFERENCE_LOSSES, means_by_label
 
 # per pair: sum of the policy's log-probabilities, of the reference's, number of tokens; chosen, then rejected
 PAIRS = (
@@ -20,6 +20,7 @@ PAIRS = (
     ((-8.0, -8.0, 5), (-16.0, -16.0, 5)),
 )
 Side = tuple[float, float, int]
+KTO = PreferenceConfig("kto", 0.1)
 
 
 def sigmoid(x: float) -> float:
@@ -121,7 +122,8 @@ def scores(sides: list[Side], *, reference: bool = True) -> ResponseScores:
 
 
 def test_every_loss_of_the_table_has_a_case():
-    assert {settings.name for _, settings, _ in CASES.values()} == set(PREFERENCE_LOSSES)
+    tested = {settings.name for _, settings, _ in CASES.values()} | {"kto", "apo_zero_unpaired"}
+    assert tested == set(PREFERENCE_LOSSES)
 
 
 @pytest.mark.parametrize(("formula", "settings", "values"), CASES.values(), ids=CASES)
@@ -154,9 +156,53 @@ def test_gradient_is_finite_where_probabilities_round_to_one_or_zero():
         assert all(torch.isfinite(values).all() for values in (found.loss, *gradients)), settings.name
 
 
-@pytest.mark.parametrize("name", [row.name for row in PREFERENCE_LOSSES.values() if row.has_reference])
+@pytest.mark.parametrize("name", [row.name for row in PREFERENCE_LOSSES.values() if row.has_reference and row.compares])
 def test_missing_reference_is_an_error_unless_the_loss_needs_none(name):
     chosen, rejected = (scores([pair[place] for pair in PAIRS], reference=False) for place in range(2))
     with pytest.raises(ValueError, match="compares with a reference model"):
         pair_losses(chosen, rejected, PreferenceConfig(name, 0.1))
     assert pair_losses(chosen, rejected, PreferenceConfig(name, 0.1, reference_free=True)).loss.shape == (4,)
+
+
+def kto(side: Side, *, desirable: bool, kl: float, beta: float, weight: float) -> tuple[float, float, float]:
+    """Loss, derivative and reward of a response."""
+    distance = beta * (gap(side) - kl)
+    value = sigmoid(distance if desirable else -distance)
+    slope = beta * sigmoid(distance) * sigmoid(-distance) * (-1 if desirable else 1)
+    return weight * (1 - value), weight * slope, beta * gap(side)
+
+
+@pytest.mark.parametrize("kl", [0.0, 1.75])
+def test_loss_of_labelled_responses_is_that_of_kto(kl):
+    sides = [side for pair in PAIRS for side in pair]
+    labels = [True, False, False, True, True, True, False, False]
+    settings = PreferenceConfig("kto", 0.3, desirable_weight=1.5, undesirable_weight=0.25)
+    responses = scores(sides)
+    loss, reward = label_losses(responses, torch.tensor(labels), torch.tensor(kl, dtype=torch.float64), settings)
+    (gradient,) = torch.autograd.grad(loss.sum(), responses.log_probs)
+    expected = [
+        kto(side, desirable=label, kl=kl, beta=0.3, weight=1.5 if label else 0.25)
+        for side, label in zip(sides, labels, strict=True)
+    ]
+    for column, wanted in zip((loss, gradient, reward), zip(*expected, strict=True), strict=True):
+        assert column.tolist() == pytest.approx(wanted, rel=1e-12, abs=1e-14)
+
+
+def test_kl_of_mismatched_responses_is_their_mean_and_never_negative():
+    total = torch.tensor(5.0, dtype=torch.float64, requires_grad=True)
+    found = mismatched_kl(total, torch.tensor(4.0, dtype=torch.float64))
+    assert float(found) == 1.25 and not found.requires_grad
+    assert float(mismatched_kl(-total, torch.tensor(4.0))) == 0.0
+
+
+def test_labelled_responses_need_a_reference():
+    with pytest.raises(ValueError, match="compares with a reference model"):
+        label_losses(scores([PAIRS[0][0]], reference=False), torch.tensor([True]), torch.zeros(()), KTO)
+
+
+def test_metrics_of_a_kind_are_means_over_its_responses():
+    sums = {"loss": 0.5, "desirable_share": 0.25, "chosen_reward": 0.5, "rejected_reward": -1.5, "kto_kl": 2.0}
+    expected = sums | {"chosen_reward": 2.0, "rejected_reward": -2.0, "reward_margin": 4.0}
+    assert means_by_label(sums) == expected
+    only = means_by_label({"desirable_share": 1.0, "chosen_reward": 0.5, "rejected_reward": 0.0})
+    assert only == {"desirable_share": 1.0, "chosen_reward": 0.5}

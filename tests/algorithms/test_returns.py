@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from slimrl.algorithms import returns
 from slimrl.algorithms.returns import discounted_returns, generalized_advantages, reward_at_last_token
 
 
@@ -75,6 +76,45 @@ def test_generalized_advantages_follow_their_definition_over_trained_tokens(gamm
     advantages, returns = generalized_advantages(rewards, values, mask, lengths, gamma=gamma, lambd=lambd)
     torch.testing.assert_close(advantages, wanted_advantages, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(returns, wanted_returns, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(("gamma", "lambd"), [(1.0, 0.95), (0.9, 1.0)])
+def test_compiled_loop_gives_the_sums_in_float64_rounded_to_float32(gamma: float, lambd: float, threads: int):
+    generator = torch.Generator().manual_seed(2)
+    lengths = torch.randint(0, 6000, (40,), generator=generator)
+    lengths[[0, 7, -1]] = 0
+    tokens = int(lengths.sum())
+    assert tokens > returns.COMPILED_FROM
+    mask = (torch.rand(tokens, generator=generator) < 0.8).float()
+    mask[: int(lengths[:3].sum())] = 0.0  # two samples are fully masked
+    rewards, values = torch.randn(2, tokens, generator=generator)
+    values[mask == 0] = math.nan  # takes part in no sum
+    rewards *= mask
+    wanted = torch.zeros(2, tokens, dtype=torch.float64)
+    for rows in torch.arange(tokens).split(lengths.tolist()):
+        after = following = 0.0
+        for at in reversed(rows[mask[rows] != 0].tolist()):
+            value = float(values[at])
+            after = float(rewards[at]) + gamma * following - value + gamma * lambd * after
+            following = value
+            wanted[0, at], wanted[1, at] = after, after + value
+    used = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = generalized_advantages(rewards, values, mask, lengths, gamma=gamma, lambd=lambd)
+    finally:
+        torch.set_num_threads(used)
+    rounding = torch.finfo(torch.float32).eps / 2
+    torch.testing.assert_close(torch.stack(found).double(), wanted, rtol=1.01 * rounding, atol=1e-12)
+
+
+def test_compiled_and_blockwise_returns_agree(monkeypatch: pytest.MonkeyPatch):
+    lengths = torch.tensor([returns.COMPILED_FROM - 10, 0, 9, 1])
+    rewards = torch.randn(int(lengths.sum()), generator=torch.Generator().manual_seed(3))
+    compiled = discounted_returns(rewards, lengths, 0.99)
+    monkeypatch.setattr(returns, "COMPILED_FROM", rewards.numel() + 1)
+    torch.testing.assert_close(compiled, discounted_returns(rewards, lengths, 0.99), rtol=1e-6, atol=1e-6)
 
 
 def test_undiscounted_advantages_are_the_reward_less_the_value():

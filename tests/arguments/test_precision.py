@@ -50,3 +50,10 @@ def test_offloaded_optimizer_defaults_to_bf16_weights(recipe):
 def test_offloaded_optimizer_rejects_explicit_fp32_weights(recipe):
     _, problems = read_args(recipe.line(f"{OFFLOADED} --no-bf16"))
     assert [problem.flag for problem in problems] == ["--optimizer-cpu-offload"]
+
+
+@pytest.mark.parametrize(("flags", "expected"), [("--optimizer muon", False), ("--optimizer sgd", False), ("", True)])
+def test_only_adam_has_the_distributed_optimizer_by_default(recipe, flags: str, expected: bool):
+    args, problems = read_args(recipe.line(flags))
+    assert args.use_distributed_optimizer is expected
+    assert all(problem.flag.startswith("--adam-") for problem in problems)  # the recipe's settings of Adam, with SGD

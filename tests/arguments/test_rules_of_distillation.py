@@ -14,6 +14,7 @@ from tests.arguments.conftest import QWEN3_4B_CONFIG, complete_model, make_check
 MEGATRON = "--use-opd --opd-type megatron --opd-teacher-load {dir}/teacher"
 SERVED = "--rollout-temperature 1 --use-opd --opd-type sglang"
 URL = f"{SERVED} --rm-url http://10.0.0.1:30000/generate"
+SEVERAL = f"{SERVED} --opd-teacher-urls default=http://10.0.0.1:30000"
 MODEL = f"{SERVED} --rm-model {{dir}}/served"
 
 CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
@@ -31,6 +32,9 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
                 for flag, value in (
                     ("opd-type", "megatron"),
                     ("opd-kl-coef", "0.5"),
+                    ("opd-divergence", "jsd"),
+                    ("opd-jsd-beta", "0.3"),
+                    ("opd-top-k", "8"),
                     ("opd-teacher-load", "{dir}/teacher"),
                     ("opd-teacher-ckpt-step", "3"),
                 )
@@ -50,6 +54,93 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
                 f"{MEGATRON} --n-samples-per-prompt 1",
                 "--n-samples-per-prompt 1 leaves grpo nothing to compare and every advantage would be 0: give at least"
                 " 2, or add --disable-rewards-normalization.",
+            ),
+        ],
+    ),
+    "several_teachers_are_on_servers": (
+        [
+            SEVERAL,
+            f"{SEVERAL} math=http://h:1,http://h:2 --opd-teacher-key expert --rm-concurrency 8",
+            SEVERAL.replace("default", "train"),  # the name of the file
+        ],
+        [
+            (
+                "--opd-teacher-urls a=http://h:1 b=http://h:2",
+                "--opd-teacher-urls a=http://h:1 b=http://h:2 belongs to --use-opd: add it, or leave"
+                " --opd-teacher-urls out.",
+            ),
+            (
+                f"{URL} --opd-teacher-key expert",
+                "--opd-teacher-key expert belongs to --opd-teacher-urls: add it, or leave --opd-teacher-key out.",
+            ),
+            (
+                f"{MEGATRON} --opd-teacher-urls default=http://h:1",
+                "--opd-teacher-urls default=http://h:1 belongs to --opd-type sglang: leave it out; the teacher of"
+                " --opd-type megatron is --opd-teacher-load.",
+            ),
+            (
+                SEVERAL.replace("default", "math"),
+                "--prompt-data {dir}/train.jsonl has a bad row among the 1 looked at; {dir}/train.jsonl:1: no"
+                " metadata.teacher (--opd-teacher-key), and --opd-teacher-urls has neither 'train', the name of the"
+                " file, nor 'default' but math: fix it, or allow for bad rows with --max-bad-rows.",
+            ),
+            (
+                f"{SEVERAL} --rm-url http://h:1",
+                "--rm-url http://h:1 is one teacher, and --opd-teacher-urls has the teachers: name it there, or leave"
+                " one out.",
+            ),
+            (
+                f"{SEVERAL} code=h:1",
+                "--opd-teacher-urls code=h:1 is not a name and addresses: write name=http://host:port[,http://...].",
+            ),
+            (
+                f"{SEVERAL} default=http://h:1",
+                "--opd-teacher-urls names default twice: give each teacher one name, with its addresses after a comma.",
+            ),
+            (
+                SEVERAL + ' --rm-server-options {{"tp_size":2}}',
+                "--rm-server-options belongs to the servers of --rm-model: give that folder, or leave"
+                " --rm-server-options out.",
+            ),
+        ],
+    ),
+    "divergence_has_its_teacher": (
+        [
+            f"{MEGATRON} --opd-divergence forward_kl",
+            f"{MEGATRON} --opd-divergence jsd --opd-jsd-beta 0.1 --opd-kl-coef 0",
+            f"{MEGATRON} --opd-divergence sampled_reverse_kl --keep-logits",
+            f"{URL} --opd-divergence reverse_kl",
+            f"{SEVERAL} --opd-divergence forward_kl --opd-top-k 8",
+        ],
+        [
+            (
+                f"{MEGATRON} --opd-divergence forward_kl --opd-jsd-beta 0.1",
+                "--opd-jsd-beta has no effect with --opd-divergence forward_kl: leave it out.",
+            ),
+            (
+                f"{MEGATRON} --opd-jsd-beta 0.1",
+                "--opd-jsd-beta has no effect with --opd-divergence sampled_reverse_kl: leave it out.",
+            ),
+            (
+                f"{MEGATRON} --opd-divergence jsd --opd-jsd-beta 1",
+                "--opd-jsd-beta 1 is too large: it must be below 1.",
+            ),
+            (
+                f"{MEGATRON} --opd-divergence kl",
+                "--opd-divergence kl is not sampled_reverse_kl, forward_kl, reverse_kl or jsd.",
+            ),
+            *(
+                (
+                    f"{line} --opd-top-k 8",
+                    "--opd-top-k 8 belongs to --opd-type sglang with another --opd-divergence than sampled_reverse_kl:"
+                    " leave it out.",
+                )
+                for line in (URL, f"{MEGATRON} --opd-divergence jsd")
+            ),
+            (
+                f"{MEGATRON} --opd-divergence jsd --keep-logits",
+                "--opd-divergence jsd is computed by slimrl's output layer in chunks of the vocabulary, which"
+                " --keep-logits replaces: leave one of them out.",
             ),
         ],
     ),
@@ -258,3 +349,13 @@ def test_evaluation_starts_no_teacher(teachers):
     assert not starts_reward_servers(args) and len(reward_gpus(args, 8)) == 0
     args, _ = read_args(teachers.line(MODEL))
     assert starts_reward_servers(args) and reward_gpus(args, 8) == range(8, 9)
+
+
+def test_custom_columns_have_no_top_tokens_of_a_teacher(teachers, monkeypatch):
+    (teachers.dir / "columns_of_mine.py").write_text("def convert(args, samples):\n    return {}\n")
+    monkeypatch.syspath_prepend(teachers.dir)
+    line = f"{URL} --opd-divergence jsd --custom-convert-samples-to-train-data-path columns_of_mine.convert"
+    assert sentences(teachers.line(line)) == [
+        "--opd-divergence jsd reads the teacher's top tokens, which the columns of"
+        " --custom-convert-samples-to-train-data-path do not have: leave one of them out."
+    ]

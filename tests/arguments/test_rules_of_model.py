@@ -266,6 +266,34 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             ),
         ],
     ),
+    "optimizer_settings_belong_to_the_optimizer": (
+        ["--optimizer muon --no-use-distributed-optimizer --muon-num-ns-steps 10 --muon-no-split-qkv --adam-beta1 0.8"],
+        [
+            (
+                "--muon-no-split-qkv",
+                "--muon-no-split-qkv belongs to --optimizer muon: add it, or leave --muon-no-split-qkv out.",
+            ),
+            (
+                "--optimizer muon --muon-num-ns-steps 6",
+                "--muon-num-ns-steps 6 ends within a round of the five steps whose coefficients belong together: give"
+                " a multiple of 5.",
+            ),
+        ],
+    ),
+    "other_optimizers_fit_the_run": (
+        ["--optimizer muon --no-use-distributed-optimizer --bf16", "--optimizer sgd --no-use-distributed-optimizer"],
+        [
+            (
+                "--optimizer muon --use-distributed-optimizer",
+                "--optimizer muon keeps its whole state on each data parallel GPU: leave --use-distributed-optimizer"
+                " out, or use --optimizer adam.",
+            ),
+            (
+                "--optimizer muon --no-use-distributed-optimizer --fp16",
+                "--optimizer muon has no loss scale: leave --fp16 out, or use --optimizer adam.",
+            ),
+        ],
+    ),
     "optimizer_state_types_fit_the_optimizer": (
         [
             "--use-precision-aware-optimizer --exp-avg-dtype fp32",

@@ -29,6 +29,14 @@ REMOVED = (
     "--rollout-max-response-len",
 )
 PAIRS = f"--loss-type preference_loss --rollout-function-path {ROLLOUT} --n-samples-per-prompt 2 --debug-train-only"
+KTO = "--preference-loss kto --n-samples-per-prompt 1"
+LABELS = {  # rows of labelled answers, by the name of their file
+    "both": (True, False),
+    "good": (True, True),
+    "bad": (False, False),
+    "numbers": (True, 1),
+    "lacking": (True, None),
+}
 HELD_OUT = "--eval-interval 5 --eval-prompt-data held-out {dir}/pairs.jsonl"
 
 # rule -> (flags that pass when appended to a line that trains on pairs, flags that do not with their error)
@@ -40,6 +48,7 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             "--preference-loss simpo --simpo-gamma 0.5",
             "--preference-loss ipo --preference-reference-free",
             "--chosen-key chosen --rejected-key rejected",
+            "--preference-loss kto --desirable-weight 1.5 --undesirable-weight 0",
         ],
         [
             ("--simpo-gamma 0.5", "--simpo-gamma has no effect with --preference-loss sigmoid: leave it out."),
@@ -56,10 +65,29 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
                 "--preference-label-smoothing 0.5 says that most pairs are exchanged: give less than 0.5, or exchange"
                 " the columns.",
             ),
+            ("--desirable-weight 2", "--desirable-weight has no effect with --preference-loss sigmoid: leave it out."),
+            (
+                "--preference-loss kto --preference-nll-coef 0.1",
+                "--preference-nll-coef has no effect with --preference-loss kto: leave it out.",
+            ),
+            (
+                "--preference-loss kto --preference-reference-free",
+                "--preference-reference-free has no effect with --preference-loss kto: leave it out.",
+            ),
+            (
+                "--preference-loss kto --desirable-weight 0 --undesirable-weight 0",
+                "--desirable-weight and --undesirable-weight are both 0: give one of them above 0.",
+            ),
+            (
+                "--completion-key answer",
+                "--completion-key belongs to --preference-loss kto or apo_zero_unpaired with --n-samples-per-prompt 1:"
+                " add them, or leave --completion-key out.",
+            ),
             ("--preference-beta 0", "--preference-beta 0 is too small: it must be above 0."),
             (
                 "--preference-loss dpo",
-                "--preference-loss dpo is not sigmoid, sigmoid_norm, robust, hinge, ipo, simpo or orpo.",
+                "--preference-loss dpo is not sigmoid, sigmoid_norm, robust, hinge, ipo, simpo, orpo, kto or"
+                " apo_zero_unpaired.",
             ),
             (
                 "--chosen-key preferred",
@@ -107,11 +135,23 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
         ],
     ),
     "pairs_are_whole": (
-        ["--micro-batch-size 2", "--num-steps-per-rollout 4", "--micro-batch-size 4"],
+        [
+            "--micro-batch-size 2",
+            "--num-steps-per-rollout 4",
+            "--micro-batch-size 4",
+            "--n-samples-per-prompt 4 --prompt-data {dir}/several.jsonl",
+        ],
         [
             (
+                "--n-samples-per-prompt 1",
+                "--n-samples-per-prompt 1 leaves no rejected answer: give 2, or 1 and the number of rejected answers of"
+                " a row.",
+            ),
+            (
                 "--n-samples-per-prompt 4",
-                "--n-samples-per-prompt 4 is not 2, the responses of a pair: give 2.",
+                "--prompt-data {dir}/pairs.jsonl has a bad row among the 1 looked at; {dir}/pairs.jsonl:1: 'rejected'"
+                " has one rejected answers and --n-samples-per-prompt 4 needs a list of 3: fix it, or allow for bad"
+                " rows with --max-bad-rows.",
             ),
             (
                 "--micro-batch-size 1",
@@ -125,6 +165,61 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             ),
         ],
     ),
+    "kl_estimate_has_another_prompt": (
+        [
+            f"{KTO} --prompt-data {{dir}}/both.jsonl --label-key label",
+            f"{KTO} --prompt-data {{dir}}/good.jsonl=0.5 {{dir}}/bad.jsonl=0.5",
+            f"{KTO} --prompt-data {{dir}}/both.jsonl --eval-interval 5 --eval-prompt-data held-out {{dir}}/both.jsonl"
+            " --eval-input-key prompt",
+            f"{KTO.replace('kto', 'apo_zero_unpaired')} --prompt-data {{dir}}/both.jsonl",
+            "--preference-loss kto --n-samples-per-prompt 2",
+        ],
+        [
+            (
+                "--preference-loss kto --n-samples-per-prompt 1 --prompt-data {dir}/both.jsonl --label-key good",
+                "--prompt-data {dir}/both.jsonl has no column 'good' (--label-key) but 'prompt', 'completion',"
+                " 'label': set --label-key to one of them.",
+            ),
+            (
+                f"{KTO} --prompt-data {{dir}}/both.jsonl --chosen-key completion",
+                "--chosen-key belongs to pairs, and with --n-samples-per-prompt 1 a row is an answer with its label:"
+                " leave --chosen-key out, or give --n-samples-per-prompt 2.",
+            ),
+            (
+                f"{KTO} --prompt-data {{dir}}/both.jsonl --completion-key answer",
+                "--prompt-data {dir}/both.jsonl has no column 'answer' (--completion-key) but 'prompt', 'completion',"
+                " 'label': set --completion-key to one of them.",
+            ),
+            (
+                f"{KTO} --prompt-data {{dir}}/numbers.jsonl",
+                "--prompt-data {dir}/numbers.jsonl has a bad row among the 2 looked at; {dir}/numbers.jsonl:2: 'label'"
+                " (--label-key) is 1 and must be true (desirable) or false: fix it, or allow for bad rows with"
+                " --max-bad-rows.",
+            ),
+            (
+                f"{KTO} --prompt-data {{dir}}/lacking.jsonl",
+                "--prompt-data {dir}/lacking.jsonl has a bad row among the 2 looked at; {dir}/lacking.jsonl:2: no"
+                " column 'label' (--label-key); it has ['completion', 'prompt']: fix it, or allow for bad rows with"
+                " --max-bad-rows.",
+            ),
+            (
+                f"{KTO} --prompt-data {{dir}}/good.jsonl",
+                "--prompt-data has the label true in all 2 rows looked at: add undesirable answers.",
+            ),
+            (
+                f"{KTO} --prompt-data {{dir}}/both.jsonl --eval-interval 5 --eval-prompt-data held-out"
+                " {dir}/bad.jsonl --eval-input-key prompt",
+                "--eval-prompt-data (set held-out) has the label false in all 2 rows looked at: add desirable answers.",
+            ),
+            (
+                f"{KTO} --prompt-data {{dir}}/both.jsonl --num-steps-per-rollout 1 --rollout-batch-size 1"
+                " --actor-num-gpus-per-node 2 --tensor-model-parallel-size 2",
+                "--global-batch-size 1 does not give every optimizer step at least two whole groups of"
+                " --n-samples-per-prompt 1, and the KL estimate of --preference-loss kto follows each prompt by the"
+                " response of another group: choose a multiple of 1, at least 2.",
+            ),
+        ],
+    ),
 }
 
 
@@ -133,6 +228,12 @@ def pairs(recipe):
     """A command line that trains on pairs; flags are appended to it."""
     row = {"prompt": "1+1", "chosen": "2", "rejected": "3"}
     (recipe.dir / "pairs.jsonl").write_text(json.dumps(row) + "\n")
+    several = {"prompt": "1+1", "chosen": "2", "rejected": ["3", "4", "5"]}
+    (recipe.dir / "several.jsonl").write_text(json.dumps(several) + "\n")
+    for name, labels in LABELS.items():
+        rows = [{"prompt": "1+1", "completion": f"{label}", "label": label} for label in labels]
+        rows = [{key: value for key, value in row.items() if value is not None} for row in rows]
+        (recipe.dir / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (recipe.dir / "half.jsonl").write_text(json.dumps({"prompt": "1+1", "chosen": "2"}) + "\n")
 
     def line(more: str) -> list[str]:

@@ -20,9 +20,8 @@ from slimrl.cluster.engines.engine import Engine, ServerExit
 from slimrl.cluster.engines.engine_group import ExternalEngine
 from slimrl.cluster.engines.engine_recovery import MAX_LOSSES, EngineRecovery
 from slimrl.cluster.engines.health_monitor import HealthConfig, HealthMonitor
-from slimrl.engines.engine_memory import EngineMemory
 from slimrl.engines.http import is_reachable
-from slimrl.engines.server_protocol import EVERYTHING, ServerLoad
+from slimrl.engines.server_protocol import EVERYTHING, EngineMemory, ServerLoad
 from slimrl.engines.sglang.control import ServerControl
 from slimrl.processes import ProcessStartError
 from slimrl.weights.update.topology import EngineEndpoint

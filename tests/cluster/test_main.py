@@ -20,7 +20,7 @@ from slimrl.cluster import run as run_module
 from slimrl.cluster.supervisor import ProcessDiedError
 from slimrl.cluster.training.train_worker import RankFailedError
 from slimrl.cluster.watchdog import WatchdogTimeoutError
-from slimrl.data.watched_file import ChangedDataError
+from slimrl.data.readers import ChangedDataError
 from slimrl.engines.protocol import EngineError, EngineRequestError
 from slimrl.observability import run_log, terminal
 from slimrl.processes.folders import only_run_in

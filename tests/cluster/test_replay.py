@@ -8,7 +8,7 @@ import pytest
 
 from slimrl.data.sample import Sample, SampleStatus
 from slimrl.observability.rollout_dump import save_rollout
-from slimrl.rollout.dataset.custom_data_source import recorded_groups
+from slimrl.rollout.dataset.data_source import recorded_groups
 
 
 @dataclasses.dataclass

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from slimrl.data.packed import PackedColumn
-from slimrl.data.sample import Sample, SampleStatus
+from slimrl.data.sample import PackedColumn, Sample, SampleStatus
 from slimrl.data.train_batch import batch_from_samples
 from slimrl.engines.protocol import Generation
 from slimrl.rollout.generation.multi_turn import append_generation, append_tool_output

@@ -7,7 +7,7 @@ import pyarrow.parquet
 import pytest
 
 from slimrl.data import parquet
-from slimrl.data.watched_file import ChangedDataError
+from slimrl.data.readers import ChangedDataError
 
 ROWS = [{"label": i} for i in range(8)]
 

@@ -26,7 +26,7 @@ from typing import Any
 import grpc
 import psutil
 
-from slimrl.engines.auth import VARIABLE
+from slimrl.engines.http import VARIABLE
 from tests.end_to_end.harness import Started, shared_memory_of
 
 OTHER_USER = 65534

@@ -91,6 +91,17 @@ def test_student_learns_from_a_teacher_in_the_training_ranks(tiny, teacher, tmp_
     assert set(done.steps("reward")) == {0.0}
 
 
+def test_student_learns_from_the_distributions_of_a_teacher(tiny, teacher, tmp_path):
+    own = {"opd_type": "megatron", "opd_teacher_load": teacher, "opd_divergence": "jsd", "opd_jsd_beta": 0.5}
+    done = harness.start("train.py", flags(tiny, tmp_path, num_rollout=6, **own), tmp_path, "jsd", tiny.home).finish(
+        200
+    )
+    found, divergences = reverse_kls(done), done.steps("opd_divergence")
+    assert found[0] > 0.1 and found[-1] < found[0] / 2
+    assert divergences[-1] < divergences[0] / 2
+    assert set(done.steps("reward")) == {0.0} and done.steps("pg_loss") == [0.0] * 6
+
+
 def test_student_learns_from_a_larger_teacher_on_a_server(tiny, teacher, tmp_path):
     larger = with_idle_layer(teacher, tmp_path / "larger")
     line = flags(tiny, tmp_path, num_rollout=4, opd_type="sglang", rm_model=larger)
@@ -105,3 +116,21 @@ def test_student_learns_from_a_larger_teacher_on_a_server(tiny, teacher, tmp_pat
             logits = model(torch.tensor([sample.tokens])).logits[0, sample.prompt_length - 1 : -1]
         expected = logits.log_softmax(-1).gather(1, torch.tensor(sample.tokens)[sample.prompt_length :, None])[:, 0]
         assert sample.teacher_log_probs == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+def test_student_learns_from_the_top_tokens_of_a_teacher_on_a_server(tiny, teacher, tmp_path):
+    own = {"opd_type": "sglang", "rm_model": teacher, "opd_divergence": "forward_kl", "opd_top_k": 5}
+    done = harness.start("train.py", flags(tiny, tmp_path, num_rollout=4, **own), tmp_path, "top", tiny.home).finish(
+        200
+    )
+    found, divergences = reverse_kls(done), done.steps("opd_divergence")
+    assert found[-1] < found[0] / 2 and divergences[-1] < divergences[0] / 2
+    model = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32).eval()
+    samples = rollout_dump.load_rollout(str(tmp_path / "dump" / "{rollout_id}.jsonl"), 0).samples
+    for sample in samples[::7]:
+        with torch.no_grad():
+            logits = model(torch.tensor([sample.tokens])).logits[0, sample.prompt_length - 1 : -1]
+        ids, values = torch.tensor(sample.teacher_top_ids).view(-1, 5), torch.tensor(sample.teacher_top_log_probs)
+        expected = logits.log_softmax(-1)
+        torch.testing.assert_close(values.view(-1, 5), expected.gather(1, ids).to(values), rtol=0, atol=1e-4)
+        assert torch.allclose(expected.gather(1, ids).sort(dim=1, descending=True).values, expected.topk(5).values)

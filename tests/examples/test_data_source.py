@@ -4,7 +4,7 @@ import json
 
 from slimrl.arguments import Arguments
 from slimrl.hooks import resolve_data_source
-from slimrl.rollout.dataset.custom_data_source import open_data_source
+from slimrl.rollout.dataset.data_source import open_data_source
 
 PATH = "examples.data_source.Additions"
 

@@ -62,7 +62,7 @@ class Toy:
             self._add_mtp_layers(folder, seed, DTYPES[dtype])
         self._publish_config(folder, dtype)
         if tokenizer:
-            from slimrl.tiny.tokenizer import build_tokenizer
+            from slimrl.tiny.models import build_tokenizer
 
             build_tokenizer(max_length=self.config["max_position_embeddings"]).save_pretrained(folder)
         return folder

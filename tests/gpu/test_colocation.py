@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 from slimrl.arguments import Arguments
-from slimrl.engines.engine_memory import EngineMemory
-from slimrl.engines.server_protocol import ServerLaunch
+from slimrl.engines.server_protocol import EngineMemory, ServerLaunch
 from slimrl.engines.sglang.control import ServerControl
 from slimrl.engines.sglang.server import ServerProcess
 from slimrl.megatron.offload import Communicators, TrainingMemory

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from slimrl.engines.engine_memory import EngineMemory
-from slimrl.engines.server_protocol import ServerLaunch
+from slimrl.engines.server_protocol import EngineMemory, ServerLaunch
 from slimrl.engines.sglang.control import ServerControl
 from slimrl.engines.sglang.server import ServerProcess
 from tests.gpu.conftest import needs

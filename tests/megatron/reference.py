@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -101,8 +102,9 @@ def train(
     batch: RolloutBatch,
     settings: ReferenceSettings,
     teacher_dir: Path | None = None,
+    make_optimizer: Callable[[dict[str, nn.Parameter], ReferenceSettings], torch.optim.Optimizer] | None = None,
 ) -> ReferenceResult:
-    """Trains the policy on the rollout's samples, in `settings.steps` equal steps in order."""
+    """Trains the policy on the rollout's samples, in `settings.steps` equal steps in order; by default with AdamW."""
     policy, samples = _prepare(policy_dir, settings), _split(batch)
     masters = {name: nn.Parameter(p.detach().double()) for name, p in policy.named_parameters()}
     _prepare_compute(policy, settings)
@@ -118,7 +120,7 @@ def train(
                 sample["reward"] = sample["reward"] - settings.teacher_coef * gap  # a value for each token
     for name, parameter in policy.named_parameters():
         parameter.requires_grad_(settings.frozen is None or re.search(settings.frozen, name) is None)
-    adam = _adam(masters, settings)
+    optimizer = (make_optimizer or _adam)(masters, settings)
     load = _ExpertLoad(policy)
     result = ReferenceResult([], [], [], {}, {})
     size = len(samples) // settings.steps
@@ -127,7 +129,7 @@ def train(
         trained = sum(float(samples[row]["mask"].sum()) for row in rows)
         total, clipped = 0.0, 0.0
         tokens = sum(samples[row]["tokens"].numel() for row in rows)
-        adam.zero_grad()
+        optimizer.zero_grad()
         for row in rows:
             values, was_clipped, own_balance = _token_losses(policy, samples[row], old[row], ref[row], settings)
             balance = settings.balance_coef * own_balance * samples[row]["tokens"].numel() / tokens
@@ -139,7 +141,7 @@ def train(
             total += loss.item()
             clipped += float((was_clipped * mask).sum() / divisor)
         norm = torch.nn.utils.clip_grad_norm_(masters.values(), settings.clip_grad)
-        adam.step()
+        optimizer.step()
         with torch.no_grad():
             for name, parameter in policy.named_parameters():
                 parameter.copy_(masters[name])

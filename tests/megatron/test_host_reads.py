@@ -46,7 +46,9 @@ LOSSES: dict[str, dict[str, Any]] = {
     },
     "unbiased KL": {"use_unbiased_kl": True, "use_kl_loss": True, "kl_loss_coef": 0.1},
     "supervised": {"loss_type": "sft_loss"},
-    "pairs": {"loss_type": "preference_loss"},
+    "pairs": {"loss_type": "preference_loss", "n_samples_per_prompt": 2},
+    "several rejected": {"loss_type": "preference_loss", "n_samples_per_prompt": 4},
+    "labelled": {"loss_type": "preference_loss", "preference_loss": "kto"},
 }
 
 
@@ -89,7 +91,8 @@ def train_nowhere(
                 inputs = columns.inputs(micro_batch, log_probs, entropy, on_policy=True)
                 sums = policy_loss_sums(inputs, PolicyLossConfig.from_args(args))
             else:
-                sums = pairs.sums(output, micro_batch, columns)
+                kl = torch.zeros((), dtype=torch.float64, device=NOWHERE)
+                sums = pairs.sums(output, micro_batch, columns, labels=column > 0, kl=kl)
             sums.loss.backward()
         cuda.current_device = host
         return dict(transfers.found)

@@ -104,7 +104,7 @@ def test_splitting_the_batch_between_samples_changes_nothing(per_token: bool):
     inputs = two_samples()
 
     def part(tokens: slice, samples: slice) -> LossSums:
-        cut = {field.name: getattr(inputs, field.name)[tokens] for field in dataclasses.fields(inputs)[:-3]}
+        cut = {field.name: getattr(inputs, field.name)[tokens] for field in dataclasses.fields(inputs)[:-4]}
         return policy_loss_sums(PolicyLossInputs(**cut, response_lengths=inputs.response_lengths[samples]), settings)
 
     whole = policy_loss_sums(inputs, settings)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slimrl.arguments import Arguments
 from slimrl.data.train_batch import RolloutBatch
-from slimrl.megatron.training.nonfinite_guard import broken_samples
+from slimrl.megatron.training.trained_model import broken_samples
 from tests.megatron import ranks, tiny
 from tests.megatron.launch import RankPool
 from tests.megatron.layouts import EP2, PP2, SPREAD, TP2

@@ -10,8 +10,7 @@ from slimrl import hooks
 from slimrl.arguments.namespace import Context
 from slimrl.arguments.validation.custom_functions import hooks_keep_their_contracts
 from slimrl.hooks import HookError, HookFailedError
-from slimrl.rollout.dataset.custom_data_source import open_data_source
-from slimrl.rollout.dataset.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
+from slimrl.rollout.dataset.data_source import RolloutDataSource, RolloutDataSourceWithBuffer, open_data_source
 from tests.rollout.async_helpers import async_generation
 from tests.rollout.test_async_rollout import scripted
 

@@ -12,8 +12,7 @@ from slimrl import hooks
 from slimrl.data.sample import Sample, SampleStatus
 from slimrl.hooks import HookFailedError
 from slimrl.rollout.convert_samples import RewardProcessing, compute_rewards, training_batch
-from slimrl.rollout.dataset.custom_data_source import open_data_source
-from slimrl.rollout.dataset.data_source import GroupBuffer, RolloutDataSource
+from slimrl.rollout.dataset.data_source import GroupBuffer, RolloutDataSource, open_data_source
 from slimrl.rollout.evaluate import EvalResult
 from slimrl.rollout.generation.sample_generator import SampleError
 from slimrl.rollout.rollout_function import reported_metrics, reported_scalars

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slimrl.data.preference_pairs import PAIR_KEY, PairColumns, pair_of
+from slimrl.data.preference_pairs import PAIR_KEY, AnswerColumns, PairColumns, pair_of
 from slimrl.rollout.dataset.data_source import RolloutDataSource
 from slimrl.rollout.preference_rollout import generate_rollout
 
@@ -132,8 +132,90 @@ def test_prompt_that_the_template_renders_differently_is_rejected(source_of, tok
 
 
 def test_group_of_another_size_is_rejected(groups_of):
-    with pytest.raises(ValueError, match="group 0: its 'rejected' is not a list of 2: give the --n-samples-per-prompt"):
+    with pytest.raises(ValueError, match="'rejected' has one rejected answers and --n-samples-per-prompt 3 needs a"):
         groups_of([{"prompt": "q", "chosen": "a", "rejected": "b"}], n_samples_per_prompt=3)
+
+
+def test_several_rejected_answers_follow_the_preferred_one(groups_of, tokenizer):
+    row = {"prompt": [*EARLIER, QUESTION], "chosen": "two", "rejected": ["three", "four"]}
+    (group,) = groups_of([row], n_samples_per_prompt=3)
+    assert [parts(tokenizer, sample)[1] for sample in group] == ["two<|im_end|>", "three<|im_end|>", "four<|im_end|>"]
+    assert [sample.reward for sample in group] == [1.0, 0.0, 0.0]
+
+
+LABELLED = {
+    "texts": {"prompt": "1+1=", "completion": "2", "label": True},
+    "messages": {"prompt": [*EARLIER, QUESTION], "completion": [RIGHT], "label": False},
+    "text after messages": {"prompt": [QUESTION], "completion": "two", "label": True},
+    "one message": {"prompt": [QUESTION], "completion": WRONG, "label": False},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("texts", ("1+1=", "2<|im_end|>", 1.0)),
+        (
+            "messages",
+            (
+                "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nhello<|im_end|>\n<|im_start|>user\n1+1<|im_end|>"
+                "\n<|im_start|>assistant\n",
+                "two<|im_end|>",
+                0.0,
+            ),
+        ),
+        ("text after messages", ("<|im_start|>user\n1+1<|im_end|>\n<|im_start|>assistant\n", "two<|im_end|>", 1.0)),
+        ("one message", ("<|im_start|>user\n1+1<|im_end|>\n<|im_start|>assistant\n", "three<|im_end|>", 0.0)),
+    ],
+)
+def test_labelled_answer_is_a_sample_with_its_label_as_reward(groups_of, tokenizer, name, expected):
+    labelled = {"n_samples_per_prompt": 1, "preference_loss": "kto"}
+    ((sample,),) = groups_of([LABELLED[name]], **labelled)
+    assert (*parts(tokenizer, sample), sample.reward) == expected
+    assert sample.metadata["preference"] == ("chosen" if sample.reward else "rejected")
+
+
+def test_pairs_are_split_into_a_desirable_and_an_undesirable_answer(groups_of, tokenizer):
+    row = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
+    (group,) = groups_of([row], preference_loss="kto")
+    assert [(*parts(tokenizer, sample), sample.reward) for sample in group] == [
+        ("1+1=", "2<|im_end|>", 1.0),
+        ("1+1=", "3<|im_end|>", 0.0),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"prompt": "q", "completion": "a"}, "no column 'label' (--label-key); it has ['completion', 'prompt']"),
+        ({"prompt": "q", "completion": "a", "label": 1}, "'label' (--label-key) is 1 and must be true (desirable) or"),
+        ({"prompt": "q", "completion": "a", "label": "true"}, "'label' (--label-key) is 'true' and must be true"),
+        ({"prompt": "q", "completion": "a", "label": None}, "'label' (--label-key) is None and must be true"),
+        ({"prompt": "q", "completion": " ", "label": True}, "an empty column 'completion' (--completion-key)"),
+        ({"prompt": "q", "label": True}, "no column 'completion' (--completion-key)"),
+        ({"prompt": "", "completion": "a", "label": True}, "an empty column 'prompt' (--input-key) for the prompt"),
+        ({"prompt": "q", "completion": 3, "label": True}, "'completion' must be text or a list of"),
+        ({"prompt": [QUESTION], "completion": [QUESTION, RIGHT], "label": True}, "'completion' does not begin with"),
+        ({"prompt": [QUESTION], "completion": [RIGHT, QUESTION], "label": True}, "'completion' does not end with"),
+        ({"prompt": [QUESTION, RIGHT], "completion": "a", "label": True}, "the prompt ends with a message of the"),
+    ],
+)
+def test_row_without_a_labelled_answer_is_rejected_with_the_reason(row, reason):
+    with pytest.raises(ValueError) as caught:
+        pair_of(row, "prompt", AnswerColumns("completion", "label", as_chat=False))
+    assert str(caught.value).startswith(reason)
+
+
+def test_labelled_answers_of_another_source_are_checked(source_of, tokenizer):
+    args, source = source_of([LABELLED["texts"]], n_samples_per_prompt=1, preference_loss="kto")
+    pairs_instead = type("Pairs", (), {"get_samples": lambda self, count: with_pair(source.get_samples(count))})()
+
+    def with_pair(groups):
+        groups[0][0].metadata[PAIR_KEY] = {"chosen": "a", "rejected": "b"}
+        return groups
+
+    with pytest.raises(ValueError, match="group 0: it has no 'completion' with a 'label', and --n-samples-per-prompt"):
+        generate_rollout(args, 0, pairs_instead, tokenizer=tokenizer)
 
 
 COLUMNS = PairColumns("chosen", "rejected", as_chat=False)

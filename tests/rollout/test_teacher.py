@@ -11,8 +11,7 @@ import pytest
 import torch
 from aiohttp import web
 
-from slimrl.data.packed import PackedColumn
-from slimrl.data.sample import Sample, SampleStatus
+from slimrl.data.sample import PackedColumn, Sample, SampleStatus
 from slimrl.data.train_batch import RolloutBatch, batch_from_samples, schedule_batch
 from slimrl.rollout.convert_samples import Rewards, batch_from_columns, training_batch
 from slimrl.rollout.rm_hub import RewardConfig, RewardScorer
@@ -65,13 +64,24 @@ class FakeTeacher:
         ids, start = body["input_ids"], body["logprob_start_len"]
         entries = [[score(place, ids[place]), ids[place], None] for place in range(start, len(ids))]
         entries[0][0] = None
-        return web.json_response(
-            {"text": "", "output_ids": [], "meta_info": {"input_token_logprobs": entries}}, status=self._status
-        )
+        found: dict[str, Any] = {"input_token_logprobs": entries}
+        if top := body.get("top_logprobs_num", 0):
+            found["input_top_logprobs"] = [None, *(top_at(place, top) for place in range(start + 1, len(ids)))]
+        return web.json_response({"text": "", "output_ids": [], "meta_info": found}, status=self._status)
+
+
+def top_at(place: int, top: int) -> list[list[Any]]:
+    """The most probable tokens at a place, as SGLang returns them."""
+    return [[-float(place + rank), 100 * place + rank, None] for rank in range(top)]
 
 
 def filled(
-    samples: list[Sample], *servers: FakeTeacher, vocabulary: int | None = None, key: str | None = None, path: str = ""
+    samples: list[Sample],
+    *servers: FakeTeacher,
+    vocabulary: int | None = None,
+    key: str | None = None,
+    path: str = "",
+    top: int = 0,
 ) -> list[Sample]:
     """The samples with the teacher's log-probabilities."""
 
@@ -79,7 +89,7 @@ def filled(
         for server in servers:
             await server.__aenter__()
         teacher = ServedTeacher(
-            [server.url + path for server in servers], concurrency=2, vocabulary=vocabulary, key=key
+            [server.url + path for server in servers], concurrency=2, vocabulary=vocabulary, key=key, top=top
         )
         try:
             await asyncio.gather(*(teacher.fill(one) for one in samples))
@@ -163,8 +173,8 @@ def test_servers_report_the_last_id_of_a_vocabulary_as_zero():
 # from samples to training ---------------------------------------------------------------------------------------------
 
 
-def scored(*values: list[float] | None) -> list[Sample]:
-    samples = [sample(index, response=3) for index in range(len(values))]
+def scored(*values: list[float] | None, response: int = 3) -> list[Sample]:
+    samples = [sample(index, response=response) for index in range(len(values))]
     for one, own in zip(samples, values, strict=True):
         one.teacher_log_probs = own
     return samples

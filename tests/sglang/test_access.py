@@ -12,7 +12,7 @@ import pytest
 
 from slimrl.arguments import Arguments
 from slimrl.arguments.redact import HIDDEN
-from slimrl.engines import auth
+from slimrl.engines import http as engine_http
 from slimrl.engines.http import call, is_reachable
 from slimrl.engines.protocol import EngineRequestError
 from slimrl.engines.server_protocol import ServerLaunch
@@ -71,20 +71,20 @@ class Recorded:
 
 
 def test_run_creates_its_own_key_unless_the_user_gives_one():
-    first, second = (auth.key_of(auth.with_key(Arguments())) for _ in range(2))
+    first, second = (engine_http.key_of(engine_http.with_key(Arguments())) for _ in range(2))
     assert first != second
     assert len(first) >= 40
-    given = auth.with_key(Arguments(sglang_options={"api_key": SECRET, "dtype": "auto"}))
+    given = engine_http.with_key(Arguments(sglang_options={"api_key": SECRET, "dtype": "auto"}))
     assert given.sglang_options == {"api_key": SECRET, "dtype": "auto"}
     assert given.rm_server_options == {"api_key": SECRET}
 
 
 def test_external_reward_model_does_not_receive_the_run_key():
-    assert auth.with_key(Arguments(rm_url="http://elsewhere:1")).rm_server_options == {}
+    assert engine_http.with_key(Arguments(rm_url="http://elsewhere:1")).rm_server_options == {}
 
 
 def test_key_is_hidden_in_printed_values():
-    args = auth.with_key(Arguments(sglang_options={"api_key": SECRET}))
+    args = engine_http.with_key(Arguments(sglang_options={"api_key": SECRET}))
     for shown in (
         repr(args),
         str(args.sglang_options),
@@ -93,8 +93,10 @@ def test_key_is_hidden_in_printed_values():
     ):
         assert SECRET not in shown
         assert HIDDEN in shown
-    assert auth.HIDDEN == HIDDEN
-    assert json.dumps({"k": auth.key_of(args)}) == f'{{"k": "{SECRET}"}}'  # as SGLang returns it to authorized clients
+    assert engine_http.HIDDEN == HIDDEN
+    assert (
+        json.dumps({"k": engine_http.key_of(args)}) == f'{{"k": "{SECRET}"}}'
+    )  # as SGLang returns it to authorized clients
 
 
 def _pickled(args: Arguments) -> bytes:
@@ -102,11 +104,11 @@ def _pickled(args: Arguments) -> bytes:
 
 
 def test_child_removes_the_key_from_its_environment():
-    environment = {"HOME": "/h", **auth.key_environment(auth.Key(SECRET))}
-    assert auth.pop_key_from_environment(environment) == SECRET
+    environment = {"HOME": "/h", **engine_http.key_environment(engine_http.Key(SECRET))}
+    assert engine_http.pop_key_from_environment(environment) == SECRET
     assert environment == {"HOME": "/h"}
-    assert auth.pop_key_from_environment(environment) is None
-    assert auth.key_environment(None) == {}
+    assert engine_http.pop_key_from_environment(environment) is None
+    assert engine_http.key_environment(None) == {}
 
 
 @pytest.mark.parametrize("cuda", [False, True])
@@ -119,7 +121,7 @@ def test_server_gets_the_key_outside_its_command_line(monkeypatch, tmp_path, cud
     launched.start()
     process = launched._process
     launched.stop()
-    assert process.environment[auth.VARIABLE] == SECRET
+    assert process.environment[engine_http.VARIABLE] == SECRET
     assert SECRET not in " ".join(process.command)
     assert [word for word in process.command if word.startswith("--host")] == ["--host=0.0.0.0"]
 
@@ -130,7 +132,7 @@ def test_router_gets_the_key_outside_its_command_line(monkeypatch, tmp_path):
     launched.start()
     process = launched._process
     launched.stop()
-    assert process.environment[auth.VARIABLE] == SECRET
+    assert process.environment[engine_http.VARIABLE] == SECRET
     assert SECRET not in " ".join(process.command)
     assert {"--host=127.0.0.1", "--prometheus-host=127.0.0.1"} <= set(process.command)
 
@@ -167,8 +169,8 @@ def test_server_log_does_not_contain_the_key():
     """SGLang logs its whole configuration as a dictionary."""
     from slimrl.engines.sglang.server_args_parser import read_server_flags
 
-    assert any(declared.dest == auth.OPTION for declared in read_server_flags())  # still has that name
-    assert SECRET not in f"server_args={ ({auth.OPTION: auth.Key(SECRET), 'log': Path('x')}) }"
+    assert any(declared.dest == engine_http.OPTION for declared in read_server_flags())  # still has that name
+    assert SECRET not in f"server_args={ ({engine_http.OPTION: engine_http.Key(SECRET), 'log': Path('x')}) }"
 
 
 def test_reward_service_gets_its_key(locked):

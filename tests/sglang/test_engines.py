@@ -25,8 +25,7 @@ from transformers import AutoTokenizer
 
 from examples import calculator, search
 from slimrl.arguments.served_models import RESERVED_TOKENS, stated_context
-from slimrl.data.packed import PackedColumn
-from slimrl.data.sample import Sample
+from slimrl.data.sample import PackedColumn, Sample
 from slimrl.engines.protocol import EngineError, EngineRequestError, Generation
 from slimrl.engines.sglang.client import RouterClient
 from slimrl.engines.sglang.control import ServerControl

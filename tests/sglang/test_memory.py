@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from slimrl.engines.engine_memory import EngineMemory, EngineMemoryError
 from slimrl.engines.protocol import EngineError, EngineRequestError, EngineUnavailableError
-from slimrl.engines.server_protocol import ServerLaunch
+from slimrl.engines.server_protocol import EngineMemory, EngineMemoryError, ServerLaunch
 from slimrl.engines.sglang.control import ServerControl
 from slimrl.engines.sglang.server import ServerProcess
 from slimrl.engines.sglang.server_args import with_defaults

@@ -10,8 +10,7 @@ import torch
 
 from slimrl.arguments import read_args
 from slimrl.arguments.hf_config import disagreements
-from slimrl.tiny.models import FAMILIES, build_family_model, publish_config, size_args_script
-from slimrl.tiny.tokenizer import build_tokenizer
+from slimrl.tiny.models import FAMILIES, build_family_model, build_tokenizer, publish_config, size_args_script
 from tests.scripts.model_size import parameters
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from slimrl.tiny.tokenizer import build_tokenizer
+from slimrl.tiny.models import build_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slimrl.weights.atomic_dir import partial_path
+from slimrl.processes.files import partial_path
 from slimrl.weights.hf_checkpoint import HfCheckpoint
 from tests.tools.converting import ROOT, run_tool
 

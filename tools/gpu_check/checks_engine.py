@@ -14,9 +14,8 @@ from typing import Any
 import torch
 
 from slimrl.arguments import Arguments
-from slimrl.engines.auth import new_key
 from slimrl.engines.backend import backend
-from slimrl.engines.http import call
+from slimrl.engines.http import call, new_key
 from slimrl.engines.server_protocol import CUDA_GRAPHS, KV_CACHE, WEIGHTS, ServerLaunch
 from slimrl.models.families import family_for
 from slimrl.models.model_spec import ModelSpec

@@ -94,9 +94,14 @@ def _divisions(args: Arguments) -> Iterator[Remedy]:
 
 def _switches(args: Arguments) -> Iterator[Remedy]:
     """What can be turned on or off."""
-    if not args.use_distributed_optimizer:
+    if not args.use_distributed_optimizer and args.optimizer == "adam":
         yield Remedy("leave --no-use-distributed-optimizer out", {"use_distributed_optimizer": True})
-    elif not args.optimizer_cpu_offload and (args.bf16 or args.fp16) and not args.use_megatron_fsdp:
+    elif (
+        args.optimizer == "adam"
+        and not args.optimizer_cpu_offload
+        and (args.bf16 or args.fp16)
+        and not args.use_megatron_fsdp
+    ):
         yield Remedy(
             "add --optimizer-cpu-offload and --use-precision-aware-optimizer",
             {"optimizer_cpu_offload": True, "use_precision_aware_optimizer": True},

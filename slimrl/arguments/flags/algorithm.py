@@ -18,6 +18,7 @@ _WHITENED = " and ".join(name for name, row in ESTIMATORS.items() if row.whitens
 _DISCOUNTED = " and ".join(name for name, row in ESTIMATORS.items() if row.returns is not Returns.BROADCAST)
 WITH_CRITIC = tuple(name for name, row in ESTIMATORS.items() if row.has_critic)
 _WITH_CRITIC = " and ".join(WITH_CRITIC)
+SAMPLED_REVERSE_KL = "sampled_reverse_kl"
 _LEVELS = ("token", "sequence", "geometric")
 _REPLAY = "routing replay is unsupported; leave it out"
 
@@ -31,16 +32,18 @@ def _regular_expression(text: str) -> str:
 
 
 _BETAS = ", ".join(f"{name} {row.beta:g}" for name, row in PREFERENCE_LOSSES.items())
+_OF_LABELS = ", ".join(name for name, row in PREFERENCE_LOSSES.items() if not row.compares)
 _SMOOTHED = ", ".join(name for name, row in PREFERENCE_LOSSES.items() if row.smooths)
 
 
 @dataclasses.dataclass
 class PreferenceArguments:
-    """Losses of pairs of responses (DPO and its relatives), with --loss-type preference_loss."""
+    """Losses of preferences (DPO and its relatives, KTO), with --loss-type preference_loss."""
 
     preference_loss: str = flag(
         DEFAULT_PREFERENCE_LOSS,
-        "loss of a pair of a preferred and a rejected response; sigmoid is DPO",
+        "loss of a preferred and a rejected response, sigmoid is DPO; kto and apo_zero_unpaired of single responses"
+        " that are labelled as desirable or not",
         choices=tuple(PREFERENCE_LOSSES),
     )
     preference_beta: float = flag(
@@ -58,6 +61,8 @@ class PreferenceArguments:
         0.0, "weight of the preferred response's mean negative log-likelihood in the preference loss", at_least=0
     )
     simpo_gamma: float = flag(1.0, "target reward margin of --preference-loss simpo", at_least=0)
+    desirable_weight: float = flag(1.0, f"weight of the loss of a desirable response ({_OF_LABELS})", at_least=0)
+    undesirable_weight: float = flag(1.0, f"weight of the loss of an undesirable response ({_OF_LABELS})", at_least=0)
 
 
 @dataclasses.dataclass
@@ -246,8 +251,14 @@ class AlgorithmArguments(PreferenceArguments, RewardModelArguments):
 
     @property
     def trains_on_pairs(self) -> bool:
-        """True if the loss is that of pairs of responses."""
+        """True if the loss is one of preferences: of pairs of responses, or of labelled single ones."""
         return self.loss_type == "preference_loss"
+
+    @property
+    def trains_on_labels(self) -> bool:
+        """True if the loss is that of single responses that are desirable or not."""
+        row = PREFERENCE_LOSSES.get(self.preference_loss) if self.trains_on_pairs else None
+        return row is not None and not row.compares
 
     @property
     def trains_reward_model(self) -> bool:
@@ -258,7 +269,7 @@ class AlgorithmArguments(PreferenceArguments, RewardModelArguments):
     def compares_responses(self) -> bool:
         """True if the loss is that of a preferred response and the rejected ones beside it."""
         row = REWARD_MODEL_LOSSES.get(self.reward_model_loss) if self.trains_reward_model else None
-        return self.trains_on_pairs or (row is not None and row.compares)
+        return (self.trains_on_pairs and not self.trains_on_labels) or (row is not None and row.compares)
 
     @property
     def is_supervised(self) -> bool:
@@ -328,7 +339,8 @@ class DistillationArguments:
     """
 
     use_opd: bool = flag(
-        False, "on-policy distillation: subtract the reverse KL to a teacher from the advantage of each token"
+        False,
+        "on-policy distillation: a teacher's term in the advantage of each token, or in the loss (--opd-divergence)",
     )
     opd_type: str | None = flag(
         None,
@@ -336,7 +348,25 @@ class DistillationArguments:
         " (--opd-teacher-load)",
         choices=("sglang", "megatron"),
     )
-    opd_kl_coef: float = flag(1.0, "weight of the reverse KL of --use-opd; with 0 it is only logged", at_least=0)
+    opd_kl_coef: float = flag(1.0, "weight of the divergence of --use-opd; with 0 it is only logged", at_least=0)
+    opd_teacher_urls: list[str] | None = flag(
+        None,
+        "several teachers of --opd-type sglang on external SGLang servers, as name=address[,address ...]; a prompt's is"
+        " named by --opd-teacher-key, else by its file without suffix, else default",
+        nargs="+",
+    )
+    opd_teacher_key: str = flag("teacher", "entry of a row's metadata that names its teacher of --opd-teacher-urls")
+    opd_divergence: str = flag(
+        SAMPLED_REVERSE_KL,
+        "divergence of the student from the teacher: the reverse KL of the sampled tokens, in the advantages; or, over"
+        " the vocabulary and as a loss, KL(teacher || student), KL(student || teacher) or the generalised"
+        " Jensen-Shannon divergence",
+        choices=(SAMPLED_REVERSE_KL, "forward_kl", "reverse_kl", "jsd"),
+    )
+    opd_top_k: int = flag(
+        64, "tokens of a served teacher that --opd-divergence compares, the most probable; the rest is one", at_least=1
+    )
+    opd_jsd_beta: float = flag(0.5, "weight of the teacher in the mixture of --opd-divergence jsd", above=0, below=1)
     opd_teacher_load: str | None = flag(
         None,
         "torch_dist or Hugging Face folder of the teacher of --opd-type megatron, with the student's architecture and"
@@ -345,6 +375,17 @@ class DistillationArguments:
     opd_teacher_ckpt_step: int | None = flag(
         None, "iteration to load from --opd-teacher-load (the one in its tracker file)", at_least=0
     )
+
+    @property
+    def opd_teachers(self) -> dict[str, str]:
+        """The addresses of each teacher by name, separated by commas; a word without a name has the name ""."""
+        words = (word.partition("=") for word in self.opd_teacher_urls or ())
+        return {name if equals else "": addresses if equals else name for name, equals, addresses in words}
+
+    @property
+    def has_divergence(self) -> bool:
+        """True if the loss has a divergence over the vocabulary, and the advantages no term of the teacher."""
+        return self.use_opd and self.opd_divergence != SAMPLED_REVERSE_KL
 
     @property
     def has_megatron_teacher(self) -> bool:

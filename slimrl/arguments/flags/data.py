@@ -38,9 +38,17 @@ class DataArguments:
         " long for an engine's context (such prompts are skipped and counted)",
     )
     input_key: str = flag("input", "column with the prompt: a string or a list of messages")
-    label_key: str | None = flag(None, "column with the reference answer (no label)")
+    label_key: str | None = flag(
+        None,
+        "column with the reference answer (no label); of labelled answers the column that is true if the answer is"
+        " desirable, else false (label)",
+    )
     chosen_key: str = flag("chosen", "column with the preferred answer of a preference pair")
-    rejected_key: str = flag("rejected", "column with the rejected answer of a preference pair")
+    rejected_key: str = flag(
+        "rejected",
+        "column with the rejected answer of a preference pair; with --n-samples-per-prompt above 2 a list of answers",
+    )
+    completion_key: str = flag("completion", "column with the answer of a row whose label says whether it is desirable")
     margin_key: str | None = flag(
         None, "column with the margin of a comparison for a reward model: the least difference of rewards (0)"
     )

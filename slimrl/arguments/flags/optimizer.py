@@ -9,8 +9,6 @@ import dataclasses
 
 from slimrl.arguments.flag import flag
 
-_MUON = "Muon is unsupported; use --optimizer adam"
-
 
 @dataclasses.dataclass
 class OptimizerArguments:
@@ -18,9 +16,11 @@ class OptimizerArguments:
 
     optimizer: str = flag(
         "adam",
-        "optimizer (adam with decoupled weight decay: AdamW)",
+        "optimizer: adam (with decoupled weight decay: AdamW), sgd (weight decay added to the gradient), or muon for"
+        " matrices with adam for embedding, output layer, norms and biases",
         choices=("adam", "sgd", "muon", "dist_muon"),
-        not_served="slimrl cannot save and resume the state of other optimizers; use --optimizer adam",
+        not_served="megatron-core 0.16.1 cannot load its state into another number of GPUs; use --optimizer muon",
+        served=("sgd", "muon"),
     )
     lr: float = flag(1e-6, "learning rate after warm-up", at_least=0)
     min_lr: float = flag(0.0, "learning rate at the end of the decay", at_least=0)
@@ -59,35 +59,32 @@ class OptimizerArguments:
     adam_beta1: float = flag(0.9, "decay of Adam's first moment", at_least=0, below=1)
     adam_beta2: float = flag(0.999, "decay of Adam's second moment", at_least=0, below=1)
     adam_eps: float = flag(1e-8, "constant added to Adam's denominator", above=0)
-    sgd_momentum: float = flag(
-        0.9, "momentum of --optimizer sgd", at_least=0, below=1, not_served="use --optimizer adam"
-    )
-    muon_momentum: float = flag(0.95, "Muon: momentum", not_served=_MUON)
+    sgd_momentum: float = flag(0.9, "SGD: momentum", at_least=0, below=1)
+    muon_momentum: float = flag(0.95, "Muon: momentum", at_least=0, below=1)
     muon_split_qkv: bool = flag(
-        True,
-        "Muon: treat queries, keys and values as one matrix",
-        negated=True,
-        off=("--muon-no-split-qkv",),
-        not_served=_MUON,
+        True, "Muon: treat queries, keys and values as one matrix", negated=True, off=("--muon-no-split-qkv",)
     )
-    muon_use_nesterov: bool = flag(False, "Muon: Nesterov momentum", not_served=_MUON)
+    muon_use_nesterov: bool = flag(False, "Muon: Nesterov momentum")
     muon_scale_mode: str = flag(
         "spectral",
-        "Muon: scale of the update",
+        "Muon: scale of the update of a matrix [m, n]: sqrt(max(m, n)), sqrt(m / n) or sqrt(max(1, m / n))",
         choices=("spectral", "unit_rms_norm", "shape_scaling"),
-        not_served=_MUON,
     )
     muon_fp32_matmul_prec: str = flag(
-        "medium", "Muon: precision of its products", choices=("low", "medium", "high"), not_served=_MUON
+        "medium",
+        "Muon: precision of its products: bf16, TF32 (on GPUs) or fp32",
+        choices=("low", "medium", "high", "highest"),
+        not_served="torch has no such precision, and Megatron-LM fails with it; use medium",
+        served=("medium", "high", "highest"),
     )
-    muon_num_ns_steps: int = flag(5, "Muon: Newton-Schulz steps (count)", not_served=_MUON)
+    muon_num_ns_steps: int = flag(5, "Muon: Newton-Schulz steps (a multiple of 5)", at_least=5)
     muon_tp_mode: str = flag(
         "blockwise",
-        "Muon: matrices sharded over tensor parallel GPUs",
+        "Muon: matrices sharded over tensor parallel GPUs: each shard as a matrix of its own, or the whole matrix,"
+        " gathered on each GPU or multiplied where it lies",
         choices=("blockwise", "duplicated", "distributed"),
-        not_served=_MUON,
     )
-    muon_extra_scale_factor: float = flag(1.0, "Muon: additional factor of the update", not_served=_MUON)
+    muon_extra_scale_factor: float = flag(1.0, "Muon: additional factor of the update", above=0)
     clip_grad: float = flag(1.0, "maximum norm of the whole gradient (0: no clipping)", at_least=0)
     log_num_zeros_in_grad: bool = flag(
         False, "log the number of zeros in the gradient", not_served="it is not logged; leave it out"

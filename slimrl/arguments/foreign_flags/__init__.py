@@ -221,6 +221,8 @@ _ROWS: dict[str, tuple[str, str | None, str]] = {
     "l2": (OPENRLHF, "--weight-decay", ""),
     "ipo": (OPENRLHF, "--preference-loss", "ipo"),
     "label-smoothing": (OPENRLHF, "--preference-label-smoothing", ""),
+    "desirable-loss-weight": (OPENRLHF, "--desirable-weight", ""),
+    "undesirable-loss-weight": (OPENRLHF, "--undesirable-weight", ""),
     "nll-loss-coef": (OPENRLHF, "--preference-nll-coef", ""),
     "aux-loss-coef": (OPENRLHF, "--moe-aux-loss-coeff", ""),
     # TRL and transformers
@@ -249,7 +251,7 @@ _ROWS: dict[str, tuple[str, str | None, str]] = {
     "max-prompt-length": (TRL, "--rollout-max-prompt-len", ""),
     "max-completion-length": (TRL, "--rollout-max-response-len", ""),
     "max-response-length": (SHORT, "--rollout-max-response-len", ""),
-    "beta": (TRL, "--kl-loss-coef", "with --use-kl-loss; --preference-beta for pairs"),
+    "beta": (TRL, "--kl-loss-coef", "with --use-kl-loss; --preference-beta for preferences"),
     "rpo-alpha": (TRL, "--preference-nll-coef", ""),
     "reference-free": (TRL, "--preference-reference-free", ""),
     "epsilon": (TRL, "--eps-clip", ""),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 from slimrl.arguments.eval_datasets import eval_prompt_format, training_prompt_format
@@ -58,8 +58,12 @@ def data_files_exist(args: Arguments, context: Context) -> Iterator[Problem]:
         form = eval_prompt_format(args, dataset)
         sets.append(_DataSet(flag, f" (set {dataset.name})", (dataset.path,), form, names, 0))
     paths = sum(len(one.paths) for one in sets)
+    seen: dict[str, list[FilePreview]] = {}  # the parts of a mixture are one set
     for one in sets:
-        yield from _set_problems(one, seconds=_SECONDS * len(one.paths) / paths)
+        looks = yield from _set_problems(one, seconds=_SECONDS * len(one.paths) / paths)
+        seen.setdefault(f"{one.flag}{one.note}", []).extend(looks)
+    for where, looks in seen.items():
+        yield from _label_problems(where, looks)
 
 
 def labels_have_a_column(args: Arguments, context: Context) -> Iterator[Problem]:
@@ -157,8 +161,8 @@ def truncated_prompts_have_a_limit(args: Arguments, context: Context) -> Iterato
             yield Problem("--rollout-truncate-prompt", f"{flag} has no effect with {other}: leave one of the two out.")
 
 
-def _set_problems(one: _DataSet, *, seconds: float) -> Iterator[Problem]:
-    """The problems of a set's paths, or else of its rows."""
+def _set_problems(one: _DataSet, *, seconds: float) -> Generator[Problem, None, list[FilePreview]]:
+    """The problems of a set's paths, or else of its rows; returns what was seen of whole files."""
     looks: list[FilePreview] = []
     for text in one.paths:
         files: list[Path] = []
@@ -167,11 +171,11 @@ def _set_problems(one: _DataSet, *, seconds: float) -> Iterator[Problem]:
         except ValueError:
             sentence = f"{one.flag} {text}{one.note} has a slice that cannot be read: write path@[start:end]."
             yield Problem(one.flag, sentence)
-            return
+            return []
         complaint = _path_complaint(wanted.path, files)
         if complaint is not None:
             yield Problem(one.flag, f"{one.flag} {wanted.path}{one.note} {complaint}.")
-            return
+            return []
         # finding the files of a slice over several files would need counting all rows: read only one row of each
         sliced = len(files) > 1 and wanted.rows != slice(None)
         rows = slice(0, 1) if sliced else wanted.rows
@@ -181,20 +185,21 @@ def _set_problems(one: _DataSet, *, seconds: float) -> Iterator[Problem]:
                 look = preview_file(file, rows, one.form, seconds=seconds / len(files[:_FILES]))
             except (OSError, ValueError) as error:
                 yield Problem(one.flag, f"{one.flag} {file}{one.note} cannot be read: {error}.")
-                return
+                return []
             seen.append(look)
             if sliced:
                 continue
             lacking = list(_column_problems(one, file, look))
             yield from lacking
             if lacking:
-                return
+                return []
             looks.append(look)
         if len(seen) == len(files) and not any(look.rows or look.ended_early for look in seen):
             what = "rows" if wanted.rows == slice(None) else "rows in this slice"
             yield Problem(one.flag, f"{one.flag} {text}{one.note} has no {what}: give at least one row.")
-            return
+            return []
     yield from _row_problems(one, looks)
+    return looks
 
 
 def _path_complaint(path: Path, files: list[Path]) -> str | None:
@@ -246,6 +251,19 @@ def _row_problems(one: _DataSet, looks: list[FilePreview]) -> Iterator[Problem]:
         f"{one.flag} {' '.join(one.paths)}{one.note} has {count} among the {rows:,} looked at{limit}; {first}{where}:"
         f" {fix}.",
     )
+
+
+def _label_problems(where: str, looks: list[FilePreview]) -> Iterator[Problem]:
+    """Labelled answers are of both kinds, unless a part of the rows was not looked at."""
+    labels = {label for look in looks for label in look.labels}
+    rows = sum(look.rows for look in looks)
+    if len(labels) == 1 and rows > 1 and not any(look.ended_early or look.bad for look in looks):
+        (only,) = labels
+        lacking = "undesirable" if only else "desirable"
+        yield Problem(
+            where.split()[0],
+            f"{where} has the label {str(only).lower()} in all {rows:,} rows looked at: add {lacking} answers.",
+        )
 
 
 _BATCH_FIELDS = {"rollout_batch_size", "n_samples_per_prompt", "global_batch_size", "num_steps_per_rollout"}

@@ -18,7 +18,17 @@ from slimrl.data.reward_registry import GradedBy, reward_of
 from slimrl.models.hf_folder import same_vocabulary, weights_fault
 
 _ZERO = "zero"  # the --rm-type without a reward
-_ONLY_WITH_IT = ("opd_type", "opd_kl_coef", "opd_teacher_load", "opd_teacher_ckpt_step")
+_ONLY_WITH_IT = (
+    "opd_type",
+    "opd_kl_coef",
+    "opd_divergence",
+    "opd_jsd_beta",
+    "opd_top_k",
+    "opd_teacher_load",
+    "opd_teacher_ckpt_step",
+    "opd_teacher_urls",
+    "opd_teacher_key",
+)
 
 
 def distillation_has_its_switch(args: Arguments, context: Context) -> Iterator[Problem]:
@@ -26,7 +36,9 @@ def distillation_has_its_switch(args: Arguments, context: Context) -> Iterator[P
     if not args.use_opd:
         for name in (name for name in _ONLY_WITH_IT if name in context.given):
             flag = "--" + name.replace("_", "-")
-            yield Problem(flag, f"{flag} {getattr(args, name)} belongs to --use-opd: add it, or leave {flag} out.")
+            value = getattr(args, name)
+            text = " ".join(value) if isinstance(value, list) else value
+            yield Problem(flag, f"{flag} {text} belongs to --use-opd: add it, or leave {flag} out.")
         if args.rm_type == _ZERO and not _has_other_signal(args):
             yield Problem(
                 "--rm-type",
@@ -47,6 +59,40 @@ def distillation_has_its_switch(args: Arguments, context: Context) -> Iterator[P
             "--use-opd",
             f"--use-opd changes advantages and {cause} has none: leave one of them out.",
         )
+
+
+def divergence_has_its_teacher(args: Arguments, context: Context) -> Iterator[Problem]:
+    """A divergence over the vocabulary needs the teacher's distributions and slimrl's own output layer."""
+    if not args.use_opd or {"opd_divergence", "opd_type"} & context.broken:
+        return
+    flag, kind = "--opd-divergence", args.opd_divergence
+    if kind != "jsd" and "opd_jsd_beta" in context.given:
+        yield Problem("--opd-jsd-beta", f"--opd-jsd-beta has no effect with {flag} {kind}: leave it out.")
+    if "opd_top_k" in context.given and not (args.has_divergence and args.opd_type == "sglang"):
+        yield Problem(
+            "--opd-top-k",
+            f"--opd-top-k {args.opd_top_k} belongs to --opd-type sglang with another {flag} than sampled_reverse_kl:"
+            " leave it out.",
+        )
+    if not args.has_divergence:
+        return
+    if args.opd_type == "sglang" and args.custom_convert_samples_to_train_data_path is not None:
+        yield Problem(
+            flag,
+            f"{flag} {kind} reads the teacher's top tokens, which the columns of"
+            " --custom-convert-samples-to-train-data-path do not have: leave one of them out.",
+        )
+    for other, given in (
+        ("--keep-logits", args.keep_logits and args.loss_type != "custom_loss"),
+        ("--loss-type custom_loss", args.loss_type == "custom_loss"),
+        ("--custom-model-provider-path", args.custom_model_provider_path is not None),
+    ):
+        if given:
+            yield Problem(
+                flag,
+                f"{flag} {kind} is computed by slimrl's output layer in chunks of the vocabulary, which {other}"
+                " replaces: leave one of them out.",
+            )
 
 
 def _has_other_signal(args: Arguments) -> bool:
@@ -163,14 +209,17 @@ def teacher_on_servers_is_reachable(args: Arguments, context: Context) -> Iterat
         if not address.strip().startswith(("http://", "https://")):
             yield Problem("--rm-url", f"--rm-url {address} is not an address: begin it with http:// or https://.")
     if args.rm_model is None:
-        if args.rm_url is None and not args.debug_train_only and not _may_set_log_probs(args):
+        if args.opd_teachers:
+            yield from _teachers_are_named(args)
+        elif args.rm_url is None and not args.debug_train_only and not _may_set_log_probs(args):
             yield Problem(
                 "--rm-model",
                 "--opd-type sglang needs a teacher: give its folder, --rm-model, or the address of its server,"
                 " --rm-url.",
             )
         unused = {"rm_num_gpus", "rm_num_gpus_per_engine", "rm_server_options"}
-        if args.rm_url is not None and args.rm_server_options.keys() <= {"api_key"}:  # of an external server
+        external = args.rm_url is not None or args.opd_teachers
+        if external and args.rm_server_options.keys() <= {"api_key"}:  # of an external server
             unused.discard("rm_server_options")
         for name in sorted(unused & context.given):
             flag = "--" + name.replace("_", "-")
@@ -183,6 +232,40 @@ def teacher_on_servers_is_reachable(args: Arguments, context: Context) -> Iterat
             f" {args.rm_num_gpus_per_engine}: choose a multiple.",
         )
     yield from _served_folder(args, Path(args.rm_model))
+
+
+def several_teachers_are_on_servers(args: Arguments, context: Context) -> Iterator[Problem]:
+    """--opd-teacher-urls are the only teachers, and --opd-teacher-key belongs to them."""
+    if not args.use_opd or {"opd_type", "opd_teacher_urls"} & context.broken:
+        return
+    flag, key = "--opd-teacher-urls", "--opd-teacher-key"
+    if not args.opd_teachers:
+        if "opd_teacher_key" in context.given:
+            yield Problem(key, f"{key} {args.opd_teacher_key} belongs to {flag}: add it, or leave {key} out.")
+        return
+    if args.opd_type == "megatron":
+        yield Problem(
+            flag,
+            f"{flag} {' '.join(args.opd_teacher_urls or ())} belongs to --opd-type sglang: leave it out; the teacher of"
+            " --opd-type megatron is --opd-teacher-load.",
+        )
+    for other, value in (("--rm-model", args.rm_model), ("--rm-url", args.rm_url)):
+        if value is not None and args.opd_type == "sglang":
+            yield Problem(
+                other, f"{other} {value} is one teacher, and {flag} has the teachers: name it there, or leave one out."
+            )
+
+
+def _teachers_are_named(args: Arguments) -> Iterator[Problem]:
+    """Each word of --opd-teacher-urls is a name of its own and addresses."""
+    flag, words = "--opd-teacher-urls", args.opd_teacher_urls or []
+    names = [word.partition("=")[0] for word in words]
+    for word, name in zip(words, names, strict=True):
+        addresses = word.partition("=")[2].split(",")
+        if not name or not all(one.strip().startswith(("http://", "https://")) for one in addresses):
+            yield Problem(flag, f"{flag} {word} is not a name and addresses: write name=http://host:port[,http://...].")
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield Problem(flag, f"{flag} names {name} twice: give each teacher one name, with its addresses after a comma.")
 
 
 def _may_set_log_probs(args: Arguments) -> bool:

@@ -46,6 +46,47 @@ def schedule_is_complete(args: Arguments, context: Context) -> Iterator[Problem]
             yield Problem(flag, f"{flag} {vars(args)[name]} belongs to {needed}: add it, or leave {flag} out.")
 
 
+_SETTINGS = {  # of optimizers
+    "adam": ("adam_beta1", "adam_beta2", "adam_eps"),
+    "sgd": ("sgd_momentum",),
+    "muon": tuple(spec.dest for spec in flag_specs(OptimizerArguments) if spec.dest.startswith("muon_")),
+}
+
+
+def optimizer_settings_belong_to_the_optimizer(args: Arguments, context: Context) -> Iterator[Problem]:
+    """A setting of another optimizer would have no effect; Muon leaves some weights to Adam."""
+    used = {"muon": ("muon", "adam")}.get(args.optimizer, (args.optimizer,))
+    for owner, names in _SETTINGS.items():
+        for spec in flag_specs(OptimizerArguments):
+            if spec.dest in names and spec.dest in context.given and owner not in used:
+                flag = (spec.off if spec.is_switch and not vars(args)[spec.dest] else spec.on)[0]
+                yield Problem(flag, f"{flag} belongs to --optimizer {owner}: add it, or leave {flag} out.")
+    if args.muon_num_ns_steps % 5 and "muon_num_ns_steps" not in context.broken:
+        yield Problem(
+            "--muon-num-ns-steps",
+            f"--muon-num-ns-steps {args.muon_num_ns_steps} ends within a round of the five steps whose coefficients"
+            " belong together: give a multiple of 5.",
+        )
+
+
+def other_optimizers_fit_the_run(args: Arguments, context: Context) -> Iterator[Problem]:
+    """Flags that SGD and Muon of megatron-core 0.16.1 cannot combine with."""
+    if args.optimizer == "adam":
+        return
+    muon, name = args.optimizer == "muon", f"--optimizer {args.optimizer}"
+    whole = "keeps its whole state on each data parallel GPU"
+    for given, flag, reason in (
+        (args.use_megatron_fsdp, "--use-megatron-fsdp", whole),
+        (args.use_distributed_optimizer, "--use-distributed-optimizer", whole),
+        (args.overlap_param_gather, "--overlap-param-gather", whole),
+        (muon and args.fp16, "--fp16", "has no loss scale"),
+        (args.use_precision_aware_optimizer, "--use-precision-aware-optimizer", "keeps its state in fp32"),
+        (args.optimizer_cpu_offload, "--optimizer-cpu-offload", "keeps its state on the device"),
+    ):
+        if given:
+            yield Problem(flag, f"{name} {reason}: leave {flag} out, or use --optimizer adam.")
+
+
 _OF_OFFLOAD = (
     "optimizer_offload_fraction",
     "overlap_cpu_optimizer_d2h_h2d",
@@ -86,7 +127,7 @@ def optimizer_state_types_fit_the_optimizer(args: Arguments, context: Context) -
         ("--optimizer-cpu-offload", args.optimizer_cpu_offload),
         ("--overlap-param-gather", args.overlap_param_gather),
     ):
-        if given and not args.use_distributed_optimizer:
+        if given and not args.use_distributed_optimizer and args.optimizer == "adam":
             yield Problem(
                 flag,
                 f"{flag} needs the distributed optimizer: leave --no-use-distributed-optimizer out, or {flag}.",

@@ -13,6 +13,7 @@ from slimrl.arguments.namespace import Arguments, Context
 from slimrl.hooks import own_path
 
 _REWARD_MODEL = "--loss-type reward_model_loss"
+_LABEL_LOSSES = [name for name, row in PREFERENCE_LOSSES.items() if not row.compares]
 
 
 def preference_flags_have_their_loss(args: Arguments, context: Context) -> Iterator[Problem]:
@@ -28,13 +29,29 @@ def preference_flags_have_their_loss(args: Arguments, context: Context) -> Itera
                 f"{flag} belongs to --rollout-function-path {PREFERENCE_ROLLOUT_FUNCTION}: add it, or leave {flag}"
                 " out.",
             )
+    for flag, name in (("--chosen-key", "chosen_key"), ("--rejected-key", "rejected_key")):
+        if name in context.given and args.reads_labelled_answers:
+            yield Problem(
+                flag,
+                f"{flag} belongs to pairs, and with --n-samples-per-prompt 1 a row is an answer with its label: leave"
+                f" {flag} out, or give --n-samples-per-prompt 2.",
+            )
+    if "completion_key" in context.given and not args.reads_labelled_answers:
+        yield Problem(
+            "--completion-key",
+            f"--completion-key belongs to --preference-loss {' or '.join(_LABEL_LOSSES)} with --n-samples-per-prompt 1:"
+            " add them, or leave --completion-key out.",
+        )
     row = PREFERENCE_LOSSES.get(args.preference_loss)
     if not args.trains_on_pairs or row is None:
         return
     for flag, given, is_read in (
         ("--simpo-gamma", "simpo_gamma" in context.given, row.has_margin),
         ("--preference-label-smoothing", args.preference_label_smoothing != 0, row.smooths),
-        ("--preference-reference-free", args.preference_reference_free, row.has_reference),
+        ("--preference-reference-free", args.preference_reference_free, row.has_reference and row.compares),
+        ("--preference-nll-coef", args.preference_nll_coef != 0, row.compares),
+        ("--desirable-weight", "desirable_weight" in context.given, not row.compares),
+        ("--undesirable-weight", "undesirable_weight" in context.given, not row.compares),
     ):
         if given and not is_read:
             yield Problem(flag, f"{flag} has no effect with --preference-loss {row.name}: leave it out.")
@@ -43,6 +60,10 @@ def preference_flags_have_their_loss(args: Arguments, context: Context) -> Itera
             "--preference-label-smoothing",
             f"--preference-label-smoothing {args.preference_label_smoothing:g} says that most pairs are exchanged:"
             " give less than 0.5, or exchange the columns.",
+        )
+    if not row.compares and args.desirable_weight == args.undesirable_weight == 0:
+        yield Problem(
+            "--desirable-weight", "--desirable-weight and --undesirable-weight are both 0: give one of them above 0."
         )
 
 
@@ -125,16 +146,35 @@ def _without_effect(args: Arguments, context: Context) -> list[tuple[str, bool]]
 
 def pairs_are_whole(args: Arguments, context: Context) -> Iterator[Problem]:
     """A pair is one group of samples, and stays in one optimizer step, on one rank, in one forward pass."""
-    if not args.trains_on_pairs:
+    if not args.trains_on_pairs or args.trains_on_labels:
         return
-    if args.n_samples_per_prompt != PAIR:
+    if args.n_samples_per_prompt < PAIR:
         if "n_samples_per_prompt" not in context.broken:
             yield Problem(
                 "--n-samples-per-prompt",
-                f"--n-samples-per-prompt {args.n_samples_per_prompt} is not 2, the responses of a pair: give 2.",
+                f"--n-samples-per-prompt {args.n_samples_per_prompt} leaves no rejected answer: give 2, or 1 and the"
+                " number of rejected answers of a row.",
             )
         return
     yield from _groups_are_whole(args, context)
+
+
+def kl_estimate_has_another_prompt(args: Arguments, context: Context) -> Iterator[Problem]:
+    """KTO's KL estimate has a response to another prompt in every optimizer step."""
+    if not args.trains_on_labels:
+        return
+    loss, size = f"--preference-loss {args.preference_loss}", args.n_samples_per_prompt
+    sizes = {"n_samples_per_prompt", "rollout_batch_size", "global_batch_size", "num_steps_per_rollout"}
+    samples = args.global_batch_size
+    if not PREFERENCE_LOSSES[args.preference_loss].has_kl or not samples or sizes & context.broken:
+        return
+    if samples % size or samples < 2 * size:
+        yield Problem(
+            "--global-batch-size",
+            f"--global-batch-size {samples} does not give every optimizer step at least two whole groups of"
+            f" --n-samples-per-prompt {size}, and the KL estimate of {loss} follows each prompt by the response of"
+            f" another group: choose a multiple of {size}, at least {2 * size}.",
+        )
 
 
 def _groups_are_whole(args: Arguments, context: Context) -> Iterator[Problem]:

@@ -19,8 +19,8 @@ from slimrl.cluster.engines.engine import Engine, EngineActorConfig, ServerExit,
 from slimrl.cluster.launch import Launch
 from slimrl.cluster.network import LOOPBACK, server_host
 from slimrl.cluster.placement import GpuBundles
-from slimrl.engines.auth import key_of
 from slimrl.engines.backend import backend
+from slimrl.engines.http import key_of
 from slimrl.engines.protocol import EngineError
 from slimrl.engines.server_protocol import CALL_TIMEOUT_S, ExternalServer, Router, ServerControl
 from slimrl.observability.tracer import Timeline

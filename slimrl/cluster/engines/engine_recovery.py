@@ -23,9 +23,8 @@ from slimrl.cluster.engines.engine import ServerExit
 from slimrl.cluster.engines.engine_group import READY_TIMEOUT_S, AnyEngine, EngineGroup
 from slimrl.cluster.engines.health_monitor import HealthConfig, HealthMonitor
 from slimrl.cluster.engines.router_supervisor import RouterSupervisor
-from slimrl.engines.engine_memory import EngineMemory
 from slimrl.engines.protocol import EngineError, EngineGroupClient
-from slimrl.engines.server_protocol import MemoryControl
+from slimrl.engines.server_protocol import EngineMemory, MemoryControl
 from slimrl.processes import ProcessStartError
 from slimrl.weights.update.topology import EngineEndpoint
 

@@ -27,8 +27,8 @@ from slimrl.arguments.served_models import RewardModelConfig, served_role
 from slimrl.cluster.engines.engine import Engine, EngineActorConfig, ServerSettings
 from slimrl.cluster.launch import Launch
 from slimrl.cluster.placement import GpuBundles
-from slimrl.engines.auth import OPTION
-from slimrl.engines.engine_memory import EngineMemory
+from slimrl.engines.http import OPTION
+from slimrl.engines.server_protocol import EngineMemory
 from slimrl.models.hf_folder import INDEX, read_tensor_names
 
 BIASED = ("Qwen2ForSequenceClassification", "Qwen3ForSequenceClassification")

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import aiohttp
 import orjson
 
-from slimrl.engines.auth import bearer
+from slimrl.engines.http import bearer
 from slimrl.engines.protocol import (
     RETRY_TIMEOUT_S,
     EngineRequestError,

@@ -23,7 +23,7 @@ from typing import Any
 from slimrl.engines.sglang.entry import run_server
 from slimrl.engines.sglang.server_args import unused_model_modules, with_defaults
 from slimrl.engines.sglang.versions import allow_shm_unpickling, module_with
-from slimrl.processes.imports import uncollected
+from slimrl.processes.ray_environment import uncollected
 
 
 def patch_layers() -> None:

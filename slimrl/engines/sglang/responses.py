@@ -17,8 +17,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 import orjson
 
-from slimrl.data.packed import PackedColumn
-from slimrl.data.sample import Span, add_span
+from slimrl.data.sample import PackedColumn, Span, add_span
 from slimrl.engines.protocol import EngineResponseError, Generation, RequestStats
 
 _SHOWN_BYTES = 200

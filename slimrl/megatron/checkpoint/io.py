@@ -53,7 +53,7 @@ from slimrl.platform.collective_errors import CheckpointError, room_left
 from slimrl.weights.checkpoint_checksums import CheckedFolder, ChecksummingWriter, Checksums
 from slimrl.weights.direct_reader import DirectReads
 from slimrl.weights.safe_pickle import METADATA_NAME, load_plain, read_metadata
-from slimrl.weights.tensor_bytes import with_own_storage
+from slimrl.weights.safetensors_writer import with_own_storage
 
 # Entries of a full checkpoint that loading only the model skips.
 _NOT_MODEL = ("optimizer.", "chained_", "rng_state")

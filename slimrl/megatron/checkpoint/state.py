@@ -145,6 +145,7 @@ def take_snapshot(
     about = {
         "weight_version": str(rollout_id + 1),  # under which these weights are updated
         "has_optimizer": with_optimizer,
+        "optimizer": state.optimizer.config.optimizer,
         "distributed_optimizer": state.optimizer.config.use_distributed_optimizer,
         "layout": layout(state.parallel),
         "trained_weights": state.trained_weights,
@@ -203,6 +204,12 @@ def _check_optimizer(metadata: dict[str, Any], found: CheckpointFolder, state: T
     if not metadata.get("has_optimizer", False):
         raise ValueError(
             f"{found.path} has no optimizer state: add --no-load-optim to start with a fresh one, or --finetune"
+        )
+    used, saved = state.optimizer.config.optimizer, metadata.get("optimizer", "adam")
+    if saved != used:
+        raise ValueError(
+            f"{found.path} was saved with --optimizer {saved}, and this run has --optimizer {used}: use the same, or"
+            " add --no-load-optim"
         )
     if metadata["distributed_optimizer"] != state.optimizer.config.use_distributed_optimizer:
         raise ValueError(

@@ -11,9 +11,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
+import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import (
@@ -23,6 +24,7 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor
 
+from slimrl.algorithms.divergence import Divergence, output_divergence, output_top_divergence
 from slimrl.algorithms.log_probs import output_log_probs
 from slimrl.megatron.model.micro_batch import for_one_pass
 
@@ -36,12 +38,84 @@ class TokensToScore:
     vocab_size: int  # without padding
     temperature: float
     chunk_size: int  # see `output_log_probs`
+    distils: TeacherStates | TeacherTop | None = None  # also the divergence from a teacher
+    records: TeacherStates | None = None  # the model is that teacher: store what the divergence needs
+    key: tuple[int, ...] = ()  # of the micro-batch in these
+    index: Tensor | None = None  # int64 [tokens]: their places in the columns of `TeacherTop`
+
+    def divergence(self, rows: Tensor, weight: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
+        """`output_divergence` of the positions' hidden states [tokens, width], or that over a teacher's top tokens."""
+        settings = _Chunked(
+            vocab_size=self.vocab_size, group=group, temperature=self.temperature, chunk_size=self.chunk_size
+        )
+        if isinstance(self.distils, TeacherTop):
+            assert self.index is not None  # with this teacher
+            top = self.distils.of(self.index)
+            return output_top_divergence(rows, weight, self.targets, *top, self.distils.divergence, **settings)
+        assert self.distils is not None and self.distils.weight is not None  # of the teacher's pass
+        teacher = self.distils.hidden[self.key], self.distils.weight
+        return output_divergence(rows, weight, *teacher, self.targets, self.distils.divergence, **settings)
+
+
+class _Chunked(TypedDict):
+    """Keywords of the divergences."""
+
+    vocab_size: int
+    group: dist.ProcessGroup
+    temperature: float
+    chunk_size: int
+
+
+@dataclasses.dataclass
+class TeacherTop:
+    """The teacher's most probable tokens at each response token of the rank, from servers; see `output_top_divergence`.
+
+    `ids` int64 and `log_probs` float32 [response tokens, k] on the model's device; `clear` frees them.
+    """
+
+    divergence: Divergence
+    ids: Tensor | None = None
+    log_probs: Tensor | None = None
+
+    def of(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Those of the tokens at these places."""
+        assert self.ids is not None and self.log_probs is not None  # of the rollout, which `training_batch` has checked
+        return self.ids.index_select(0, index), self.log_probs.index_select(0, index)
+
+    def clear(self) -> None:
+        """Free everything."""
+        self.ids = self.log_probs = None
+
+
+@dataclasses.dataclass
+class TeacherStates:
+    """What a teacher's pass over a rollout leaves for a divergence over the vocabulary, on the last stage's device.
+
+    `hidden` has the hidden states [tokens, width] that predict the tokens to score of each micro-batch, `weight` is
+    this rank's part of the output weight. In the model's dtype; `clear` frees them.
+    """
+
+    divergence: Divergence
+    hidden: dict[tuple[int, ...], Tensor] = dataclasses.field(default_factory=dict)
+    weight: Tensor | None = None
+
+    def record(self, key: tuple[int, ...], rows: Tensor, weight: Tensor) -> None:
+        """Store the states of one micro-batch."""
+        self.hidden[key] = rows.detach().clone()
+        if self.weight is None:
+            self.weight = weight.detach().clone()  # the student's takes its place after the pass
+
+    def clear(self) -> None:
+        """Free everything."""
+        self.hidden.clear()
+        self.weight = None
 
 
 class OutputLayer(ColumnParallelLinear):
     """megatron-core's output layer; inside `scoring` its output is [tokens to score, 2] instead of logits.
 
-    The two float32 columns are log-probability and entropy, equal on all tensor-parallel ranks.
+    The two float32 columns are log-probability and entropy, equal on all tensor-parallel ranks; with a teacher
+    (`TokensToScore.distils`) a third one is the divergence from it.
     """
 
     def __init__(self, plain: ColumnParallelLinear):
@@ -77,12 +151,16 @@ class OutputLayer(ColumnParallelLinear):
         scores = self._scores(input_, self.weight if weight is None else weight, self._to_score)
         return torch.stack(scores, dim=1), None
 
-    def _scores(self, hidden: Tensor, weight: Tensor, to_score: TokensToScore) -> tuple[Tensor, Tensor]:
+    def _scores(self, hidden: Tensor, weight: Tensor, to_score: TokensToScore) -> tuple[Tensor, ...]:
         if self.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=self.tp_group)
         rows = hidden[:, 0].index_select(0, to_score.rows)
         if not self.sequence_parallel:  # backward then all-reduces the gradients of these rows only
             rows = copy_to_tensor_model_parallel_region(rows, group=self.tp_group)
+        if to_score.records is not None:
+            to_score.records.record(to_score.key, rows, weight)
+        if to_score.distils is not None:
+            return to_score.divergence(rows, weight, self.tp_group)
         return output_log_probs(
             rows,
             weight,
@@ -111,7 +189,8 @@ class PolicyModel(GPTModel):
     ) -> Tensor:
         """As GPTModel's; with `wanted` the last stage's output is float32 [2, tokens to score].
 
-        The rows are log-probability and entropy. Other stages return hidden states as usual.
+        The rows are log-probability and entropy, and a third one the divergence from a teacher, if wanted. Other stages
+        return hidden states as usual.
         """
         settings["packed_seq_params"] = for_one_pass(packed_seq_params)
         if wanted is None or not self.post_process:

@@ -45,9 +45,8 @@ from slimrl.megatron.training.forward_step import (
     score_tokens,
 )
 from slimrl.megatron.training.loss.loss_sums import LossMetricNames, LossSums, summed
-from slimrl.megatron.training.nonfinite_guard import broken_samples
 from slimrl.megatron.training.reporting.train_metrics import PhaseTimes, reduce_sums
-from slimrl.megatron.training.trained_model import TrainedModel
+from slimrl.megatron.training.trained_model import TrainedModel, broken_samples
 from slimrl.models.model_spec import ModelSpec
 from slimrl.observability.tracer import Timeline
 
@@ -90,7 +89,7 @@ class ValueColumns:
     loss_mask: Tensor
 
     def broken_samples(self, batch: RolloutBatch) -> list[str]:
-        """The samples of `batch` with an input that is not finite (see `nonfinite_guard.broken_samples`)."""
+        """The samples of `batch` with an input that is not finite (see `trained_model.broken_samples`)."""
         columns = {"values": self.old_values, "returns": self.returns}
         return broken_samples(columns, self.loss_mask, batch.response_lengths, batch.sample_ids)
 

@@ -24,11 +24,11 @@ from slimrl.arguments.flags.moe import MoeArguments
 from slimrl.data.train_batch import RolloutBatch
 from slimrl.megatron.data_parallel import Stage
 from slimrl.megatron.model.micro_batch import MicroBatch
-from slimrl.megatron.model.output_layer import TokensToScore
+from slimrl.megatron.model.output_layer import TeacherStates, TeacherTop, TokensToScore
 from slimrl.megatron.parallel import ParallelState
 from slimrl.megatron.training.loss.loss_sums import LossSums
 from slimrl.megatron.training.loss.policy_loss import PolicyLossConfig, PolicyLossInputs, policy_loss_sums
-from slimrl.megatron.training.nonfinite_guard import broken_samples
+from slimrl.megatron.training.trained_model import broken_samples
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +41,8 @@ class LogProbConfig:
     keep_logits: bool
     tensor_group: dist.ProcessGroup
     context_group: dist.ProcessGroup
+    distils: TeacherStates | TeacherTop | None = None  # a pass with a third column, the divergence from the teacher
+    records: TeacherStates | None = None  # the teacher's pass
 
     @classmethod
     def from_args(cls, args: Arguments, parallel: ParallelState) -> LogProbConfig:
@@ -64,6 +66,10 @@ class LogProbConfig:
             vocab_size=self.vocab_size,
             temperature=self.temperature,
             chunk_size=self.chunk_size,
+            distils=self.distils,
+            records=self.records,
+            key=micro_batch.rows,
+            index=micro_batch.response_index[micro_batch.own] if isinstance(self.distils, TeacherTop) else None,
         )
 
     def __call__(self, output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -72,9 +78,13 @@ class LogProbConfig:
         `output` is [2, response tokens of this rank], or the logits [1, tokens / cp, vocab / tp] if these are kept.
         Every context-parallel rank gets all response tokens of the micro-batch; only its own carry a gradient.
         """
-        log_probs, entropy = self._from_logits(output[0], micro_batch) if self.keep_logits else output
-        first, second = self.of_all_ranks(micro_batch, log_probs, entropy)
+        first, second, *_ = self.columns(output, micro_batch)
         return first, second
+
+    def columns(self, output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, ...]:
+        """The same, and with `distils` the divergence from the teacher, from an `output` of three rows."""
+        own = self._from_logits(output[0], micro_batch) if self.keep_logits else tuple(output)
+        return self.of_all_ranks(micro_batch, *own)
 
     def of_all_ranks(self, micro_batch: MicroBatch, *columns: Tensor) -> tuple[Tensor, ...]:
         """Gather [response tokens] from the response tokens of each context-parallel rank."""
@@ -194,7 +204,7 @@ class TrainTensors:
         )
 
     def broken_samples(self, batch: RolloutBatch) -> list[str]:
-        """The samples of `batch` with an input that is not finite (see `nonfinite_guard.broken_samples`)."""
+        """The samples of `batch` with an input that is not finite (see `trained_model.broken_samples`)."""
         names = ("advantages", "rollout_log_probs", "train_log_probs", "ref_log_probs", "teacher_log_probs")
         columns = {name: value for name in names if (value := getattr(self, name)) is not None}
         return broken_samples(columns, self.loss_mask, batch.response_lengths, batch.sample_ids)
@@ -369,10 +379,12 @@ def policy_sums(
     """
 
     def sums_of(output: Tensor, micro_batch: MicroBatch) -> LossSums:
-        log_probs, entropy = scores(output, micro_batch)
+        log_probs, entropy, *divergence = scores.columns(output, micro_batch)
         if on_policy is not None:
             on_policy(micro_batch, log_probs.detach(), entropy.detach())
         inputs = columns.inputs(micro_batch, log_probs, entropy, on_policy=on_policy is not None)
+        if divergence:
+            inputs = dataclasses.replace(inputs, divergence=divergence[0])
         return policy_loss_sums(inputs, loss)
 
     return sums_of

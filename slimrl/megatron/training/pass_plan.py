@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from slimrl.algorithms.preference_losses import PREFERENCE_LOSSES
 from slimrl.arguments import Arguments
 
 
@@ -23,6 +24,7 @@ class PassPlan:
     has_reference: bool
     reference_interval: int  # the reference's pass runs every that many rollouts
     has_teacher: bool = False  # the teacher's pass runs for every rollout
+    estimates_kl: bool = False  # KTO: passes over mismatched responses, of the policy before each optimizer step
 
     @classmethod
     def from_args(cls, args: Arguments) -> PassPlan:
@@ -33,7 +35,7 @@ class PassPlan:
             "--ci-test": args.ci_test,  # it compares the two forward passes
             # these read the values before the first step; the penalty of the first is a part of the advantages
             "--kl-coef": args.kl_coef != 0,
-            "--use-opd": args.use_opd and not args.use_rollout_logprobs,
+            "--use-opd": args.use_opd and not args.has_divergence and not args.use_rollout_logprobs,
             "--loss-type custom_loss": args.loss_type == "custom_loss",
             "--custom-advantage-function-path": args.custom_advantage_function_path,
             "--rollout-data-postprocess-path": args.rollout_data_postprocess_path,
@@ -58,6 +60,7 @@ class PassPlan:
             has_reference=args.use_reference and (args.compute_advantages_and_returns or args.trains_on_pairs),
             reference_interval=args.ref_kl_metric_interval if only_logged else 1,
             has_teacher=args.has_megatron_teacher and args.compute_advantages_and_returns,
+            estimates_kl=args.trains_on_labels and PREFERENCE_LOSSES[args.preference_loss].has_kl,
         )
 
     @property
@@ -78,6 +81,11 @@ class PassPlan:
     def sentence(self) -> str:
         """What runs and why, for the log."""
         if not self.needs_old_log_probs and self.has_reference:
+            if self.estimates_kl:
+                return (
+                    f"{self._reference()}, and one of it for every rollout and of the policy for every optimizer step"
+                    " over mismatched responses, for the KL estimate of KTO"
+                )
             return f"{self._reference()}; no pass of the policy: no advantages are computed"
         if not self.needs_old_log_probs:
             return "no log-probability pass runs before the optimizer steps: no advantages are computed"

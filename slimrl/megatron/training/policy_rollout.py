@@ -74,9 +74,10 @@ class PolicyRollout:
         self._parts, self._rollout_id, self.batch = parts, rollout_id, batch
         with parts.times.phase("data_preprocess"):
             self.steps = parts.pack.steps(batch)
+            self._mismatched = parts.loss.mismatched(batch)
         self._trains = rollout_id >= parts.critic_only_rollouts
         micro_batches = sum(map(len, self.steps))
-        scored = parts.passes.count(rollout_id, self.steps, trains=self._trains)
+        scored = parts.passes.count(rollout_id, self.steps, self._mismatched, trains=self._trains)
         total = (passes_of_critic + self._trains) * micro_batches + scored
         count = itertools.count(1)
 
@@ -92,8 +93,8 @@ class PolicyRollout:
 
     def score(self) -> None:
         """Runs the log-probability passes."""
-        passes = self._parts.passes
-        self._scores = passes.run(self._rollout_id, self.steps, self.batch, self.advance, trains=self._trains)
+        run, inputs = self._parts.passes.run, (self._rollout_id, self.steps, self.batch)
+        self._scores = run(*inputs, self.advance, self._mismatched, trains=self._trains)
 
     def prepare(self, values: Tensor | None) -> None:
         """Computes the inputs of the loss; `values` float32 [response tokens] are a critic's, if there is one."""
@@ -143,6 +144,7 @@ class PolicyRollout:
             metrics = [counts | own for counts, own in zip(metrics, of_critic, strict=True)]
         if self._trains:
             metrics = [other | own for own, other in zip(self._steps(), metrics, strict=True)]
+        parts.passes.teacher.release()
         self.metrics = self._report()
         if self._trains:
             parts.kl.after_rollout(self.metrics, sum(self.batch.samples_per_step))
@@ -158,7 +160,7 @@ class PolicyRollout:
                 with parts.memory_report.step(), parts.timeline.span("forward and backward", optimizer_step=number):
                     parts.policy.begin_step()
                     parts.hooks.before_step(self._rollout_id, number)
-                    sums_of = parts.loss.sums_of(batch, columns, self._data, scores)
+                    sums_of = parts.loss.sums_of(batch, columns, self._data, scores, number, self.advance)
                     sums = self._accumulate(micro_batches, sums_of, samples)
                 scores.complete(micro_batches, parts.parallel)
                 where = f"rollout {self._rollout_id}, optimizer step {number}"

@@ -13,20 +13,22 @@ import torch
 from torch import Tensor
 
 from slimrl.arguments import Arguments
-from slimrl.arguments.flags.algorithm import AlgorithmArguments
 from slimrl.data.train_batch import RolloutBatch
 from slimrl.hooks.base import RunArguments
 from slimrl.megatron.data_parallel import Stage
 from slimrl.megatron.model.micro_batch import MicroBatch
 from slimrl.megatron.training.advantages import RolloutData
-from slimrl.megatron.training.forward_step import TokenScores, TrainTensors, policy_sums
+from slimrl.megatron.training.forward_step import LogProbConfig, TokenScores, TrainTensors, policy_sums
 from slimrl.megatron.training.log_prob_passes import LogProbPasses, RolloutLogProbs
 from slimrl.megatron.training.loss.custom_loss import CheckedCustomLoss
 from slimrl.megatron.training.loss.loss_sums import LossSums
+from slimrl.megatron.training.loss.mismatched import MismatchedStep, Mismatching
 from slimrl.megatron.training.loss.policy_loss import PolicyLossConfig, PolicyLossInputs, policy_loss_sums
-from slimrl.megatron.training.loss.preference_loss import PairLoss, preference_loss_sums
+from slimrl.megatron.training.loss.preference_loss import PairLoss, token_labels
 from slimrl.megatron.training.loss.reward_model_loss import RewardModelTraining
 from slimrl.megatron.training.reporting.train_metrics import reduce_step
+
+SumsOf = Callable[[Tensor, MicroBatch], LossSums]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,18 +39,52 @@ class PairTraining:
     passes: LogProbPasses
     settings: PolicyLossConfig
     pack: Callable[[RolloutBatch, list[int]], MicroBatch]
+    mismatching: Mismatching | None
 
     @classmethod
     def from_args(
         cls,
-        algorithm: AlgorithmArguments,
+        args: Arguments,
         passes: LogProbPasses,
         settings: PolicyLossConfig,
         pack: Callable[[RolloutBatch, list[int]], MicroBatch],
     ) -> PairTraining | None:
         """None with another --loss-type. `pack` packs rows of a batch into a micro-batch."""
-        loss = PairLoss.from_args(algorithm, passes.settings)
-        return None if loss is None else cls(loss, passes, settings, pack)
+        loss = PairLoss.from_args(args, passes.settings)
+        if loss is None:
+            return None
+        return cls(loss, passes, settings, pack, Mismatching.from_args(args, passes.parallel, pack))
+
+    def mismatched(self, batch: RolloutBatch) -> list[MismatchedStep]:
+        """The mismatched samples of each optimizer step, none for a loss without a KL estimate. Collective.
+
+        Raises ValueError for a label of a loss of single responses that is neither 0 nor 1.
+        """
+        labels = set(batch.raw_rewards.tolist())
+        if not self.loss.row.compares and labels - {0.0, 1.0}:
+            raise ValueError(
+                f"--preference-loss {self.loss.row.name} needs reward 1 of a desirable response and 0 of an undesirable"
+                f" one, and a sample has {min(labels - {0.0, 1.0})}: return these from the rollout function"
+            )
+        return [] if self.mismatching is None else self.mismatching.steps(batch)
+
+    def sums_of(
+        self,
+        batch: RolloutBatch,
+        columns: TrainTensors,
+        scores: RolloutLogProbs,
+        number: int,
+        advance: Callable[[], None],
+    ) -> SumsOf:
+        """`forward_backward`'s `sums_of` for the optimizer step `number`, before which it estimates the KL."""
+        kl = self._no_kl
+        if self.mismatching is not None:
+            kl = self.passes.kl(*scores.mismatched[number], advance, within="actor_train")
+        return partial(self.loss.sums, columns=columns, labels=token_labels(batch, kl.device), kl=kl)
+
+    @property
+    def _no_kl(self) -> Tensor:
+        return torch.zeros((), dtype=torch.float64, device=self.passes.parallel.device)
 
     def evaluate(self, batch: RolloutBatch) -> dict[str, float]:
         """The metrics of a preference loss (`reduce_step`) over the pairs of all data-parallel ranks.
@@ -58,11 +94,14 @@ class PairTraining:
         micro_batches = [self.pack(batch, rows) for step in batch.micro_batches for rows in step]
         mask = batch.loss_mask.to(self.passes.parallel.device)
         policy, reference = self.passes.score(micro_batches, mask.numel())
-        sums = preference_loss_sums(policy, reference, mask, batch.response_lengths.tolist(), self.loss.settings)
+        kl = self._no_kl
+        for step in self.mismatched(batch):  # one: the whole set
+            own, other = self.passes.score(step.micro_batches, step.response_tokens)
+            assert other is not None  # KTO has a reference
+            kl = step.kl(own, other, self.passes.parallel.dp_group)
+        lengths = batch.response_lengths.tolist()
+        sums = self.loss.sums_of_scores(policy, reference, mask, lengths, token_labels(batch, kl.device), kl)
         return reduce_step([sums], self.settings, self.passes.parallel)
-
-
-SumsOf = Callable[[Tensor, MicroBatch], LossSums]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,23 +160,41 @@ class StepLoss:
     @property
     def scores(self) -> TokenScores:
         """What is read from the last stage's output."""
-        return self.passes.settings if self.reward_model is None else self.reward_model.scores
+        return self._log_probs if self.reward_model is None else self.reward_model.scores
+
+    @property
+    def _log_probs(self) -> LogProbConfig:
+        """Of an optimizer step: with the divergence from the teacher, if that is the loss."""
+        return dataclasses.replace(self.passes.settings, distils=self.passes.teacher.states)
 
     @property
     def held_out(self) -> PairTraining | RewardModelTraining | SupervisedEvaluation | None:
         """Evaluates held-out data with the loss of training; None with a policy loss or a custom one."""
         return self.pairs or self.reward_model or self.supervised
 
+    def mismatched(self, batch: RolloutBatch) -> list[MismatchedStep]:
+        """The mismatched samples of each optimizer step; none without KTO. Collective."""
+        return [] if self.pairs is None else self.pairs.mismatched(batch)
+
     def sums_of(
-        self, batch: RolloutBatch, columns: TrainTensors, data: RolloutData | None, scores: RolloutLogProbs
+        self,
+        batch: RolloutBatch,
+        columns: TrainTensors,
+        data: RolloutData | None,
+        scores: RolloutLogProbs,
+        number: int,
+        advance: Callable[[], None],
     ) -> SumsOf:
-        """`forward_backward`'s `sums_of` for the micro-batches of `batch`."""
+        """`forward_backward`'s `sums_of` for the micro-batches of `batch` in its optimizer step `number`.
+
+        Collective: a loss may need a pass of its own, which calls `advance` at the start of each micro-batch.
+        """
         if self.custom is not None:
             assert data is not None  # made by `build_train_inputs` for a custom loss
             return partial(self.custom.sums, columns=columns, data=data)
         if self.pairs is not None:
-            return partial(self.pairs.loss.sums, columns=columns)
+            return self.pairs.sums_of(batch, columns, scores, number, advance)
         if self.reward_model is not None:
             return partial(self.reward_model.sums, batch=batch)
         on_policy = None if scores.first_step is None else scores.note
-        return policy_sums(columns, self.passes.settings, self.settings, on_policy)
+        return policy_sums(columns, self._log_probs, self.settings, on_policy)

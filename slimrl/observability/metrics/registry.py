@@ -22,6 +22,7 @@ _OPD = "--use-opd"
 _FAULTS = "--use-fault-tolerance"
 _SFT = "--loss-type sft_loss"
 _PAIRS = "--loss-type preference_loss"
+_LABELS = "--preference-loss kto, apo_zero_unpaired"
 _COMPARED = f"{_PAIRS}, or reward_model_loss with --reward-model-loss bradley_terry"
 _SCORED = "--reward-model-loss mse"
 _CRITIC = "with a critic (--advantage-estimator ppo)"
@@ -41,10 +42,28 @@ TRAIN = (
         "fraction",
         when=_COMPARED,
     ),
-    Metric("train/reward_margin", "mean of chosen - rejected reward of a pair", when=_COMPARED),
+    Metric(
+        "train/label_accuracy",
+        "responses whose implicit reward is on the side of the reference point (beta times kto_kl, or 0) that their"
+        " label says",
+        "fraction",
+        when=_LABELS,
+    ),
+    Metric("train/desirable_share", "responses that are desirable", "fraction", when=_LABELS),
+    Metric(
+        "train/kto_kl",
+        "the estimated KL to the reference model, at least 0: the reference point without beta",
+        "nats",
+        when="--preference-loss kto",
+    ),
+    Metric(
+        "train/reward_margin",
+        "mean of chosen - rejected reward of a pair; of single responses the difference of the two means",
+        when=_COMPARED,
+    ),
     Metric(
         "train/{chosen,rejected}_reward",
-        "mean reward of the preferred and of the other responses",
+        "mean reward of the preferred (desirable) and of the other responses",
         when=_COMPARED,
     ),
     Metric("train/absolute_error", "mean |reward - score| of a response", when=_SCORED),
@@ -70,6 +89,12 @@ TRAIN = (
         "mean negative log-likelihood of the trained tokens of samples with a high reward",
         "nats",
         when="--positive-example-loss-coef",
+    ),
+    Metric(
+        "train/opd_divergence",
+        "mean divergence of the student's distributions from the teacher's, by --opd-divergence",
+        "nats",
+        when="--opd-divergence other than sampled_reverse_kl",
     ),
     Metric("train/ratio_mean", "mean of policy / old policy; 1 in the first optimizer step"),
     Metric("train/ratio_max_abs_diff", "largest |ratio - 1| of any token", "", "max"),

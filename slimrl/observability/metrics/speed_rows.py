@@ -34,7 +34,7 @@ PERF = (
     ),
     Metric("perf/data_preprocess_time", "packing of micro-batches (rank 0)", "s", when=_TRAINING),
     Metric(
-        "perf/{log_probs,ref_log_probs,teacher_log_probs}_time",
+        "perf/{log_probs,ref_log_probs,teacher_log_probs,kl_log_probs}_time",
         "pass of the policy, of the reference, of the teacher, before the optimizer steps (rank 0)",
         "s",
         when="where such a pass runs",

@@ -53,6 +53,8 @@ _PACKED = {  # type codes of `array`
     "rollout_log_probs": "d",
     "teacher_log_probs": "d",
     "token_rewards": "d",
+    "teacher_top_ids": "q",
+    "teacher_top_log_probs": "d",
 }
 _NAMES = tuple(field.name for field in dataclasses.fields(Sample))
 

@@ -90,6 +90,8 @@ def reset_to_prompt(sample: Sample) -> Sample:
         rollout_log_probs=None,
         teacher_log_probs=None,
         token_rewards=None,
+        teacher_top_ids=None,
+        teacher_top_log_probs=None,
         weight_versions=[],
         version_spans=[],
         reward=None,

@@ -287,10 +287,26 @@ class PromptDataset:
         if self._check is not None:
             self._check.raise_if_failed()
         results = self._prompt_tokenizer.make(self._rows.read(rows))
+        if self.form.teachers is not None:
+            results = [self._with_teacher(row, result) for row, result in zip(rows, results, strict=True)]
         for row, result in zip(rows, results, strict=True):
             if isinstance(result, InvalidRow):
                 self._add_bad_rows({row: result.reason})
         return [None if isinstance(result, InvalidRow) else result for result in results]
+
+    def _with_teacher(
+        self, row: int, result: Prompt | OverlongPrompt | InvalidRow
+    ) -> Prompt | OverlongPrompt | InvalidRow:
+        """The prompt with its teacher's name in the metadata, or why it has none."""
+        choice = self.form.teachers
+        if choice is None or not isinstance(result, Prompt):
+            return result
+        file, _, _ = self.where(row).rpartition(":")
+        try:
+            name = choice.of(result.metadata, file)
+        except ValueError as error:
+            return InvalidRow(str(error))
+        return dataclasses.replace(result, metadata={**result.metadata, choice.key: name})
 
     def count_usable(self) -> int:
         """Number of prompts within the limit; tokenizes all rows, a few minutes for a million."""

@@ -18,8 +18,7 @@ from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from slimrl.data.packed import PackedColumn
-from slimrl.data.sample import NO_VERSION, Sample, SampleStatus, Span, add_span, clip_spans
+from slimrl.data.sample import NO_VERSION, PackedColumn, Sample, SampleStatus, Span, add_span, clip_spans
 from slimrl.engines.protocol import EngineClient, Generation
 from slimrl.renamed_modules import current_name
 

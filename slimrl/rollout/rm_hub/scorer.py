@@ -32,7 +32,7 @@ from slimrl.rollout.rm_hub.rule_reward import Reward
 if TYPE_CHECKING:
     from slimrl.rollout.rm_hub.remote import RemoteReward
     from slimrl.rollout.rm_hub.reward_model import RewardModel
-    from slimrl.rollout.rm_hub.teacher import ServedTeacher
+    from slimrl.rollout.rm_hub.teacher import NamedTeachers, ServedTeacher
 
 
 async def with_timeout(time_limit_s: float, path: str, call: Awaitable[Any]) -> Any:
@@ -109,7 +109,7 @@ class RewardScorer:
         *,
         remote: RemoteReward | None = None,
         model: RewardModel | None = None,
-        teacher: ServedTeacher | None = None,
+        teacher: ServedTeacher | NamedTeachers | None = None,
         custom_time_limit_s: float = CUSTOM_TIME_LIMIT_S,
     ) -> None:
         """`router` and `hook_args` are for custom functions: the router that they may call, and their arguments."""
@@ -133,9 +133,9 @@ class RewardScorer:
         """The scorer for the flags."""
         remote = model = teacher = None
         if args.has_served_teacher:  # --rm-url is its server's address
-            from slimrl.rollout.rm_hub.teacher import ServedTeacher  # imports an HTTP client
+            from slimrl.rollout.rm_hub.teacher import NamedTeachers, ServedTeacher  # import an HTTP client
 
-            teacher = ServedTeacher.from_args(args)
+            teacher = NamedTeachers.from_args(args) or ServedTeacher.from_args(args)
         elif args.rm_url is not None and args.rm_model is not None:  # --rm-url is its server's address
             from slimrl.rollout.rm_hub.reward_model import RewardModel  # imports tokenizers and an HTTP client
 

@@ -17,9 +17,9 @@ import numpy as np
 import orjson
 
 from slimrl.arguments import Arguments
+from slimrl.arguments.flags.algorithm import DistillationArguments
 from slimrl.arguments.served_models import served_vocabulary
-from slimrl.data.packed import PackedColumn
-from slimrl.data.sample import Sample
+from slimrl.data.sample import PackedColumn, Sample
 from slimrl.rollout.rm_hub.remote import RemoteRewardError, ServerPool, addresses
 
 logger = logging.getLogger(__name__)
@@ -37,12 +37,25 @@ class TeacherError(RemoteRewardError):
 class ServedTeacher:
     """The teacher on the servers at `urls`."""
 
-    def __init__(self, urls: list[str], *, concurrency: int, vocabulary: int | None, key: str | None = None) -> None:
-        """`concurrency` is per server; ids >= `vocabulary` are rejected: the teacher has another tokenizer."""
+    def __init__(
+        self,
+        urls: list[str],
+        *,
+        concurrency: int,
+        vocabulary: int | None,
+        key: str | None = None,
+        owner: str = "the teacher",
+        top: int = 0,
+    ) -> None:
+        """`concurrency` is per server; ids >= `vocabulary` are rejected: the teacher has another tokenizer.
+
+        Messages call it `owner`. With `top` it also gives so many most probable tokens at each place.
+        """
+        self._top = top
         self._pool = ServerPool(
             [url.removesuffix(PATH) for url in urls],
             PATH,
-            owner="the teacher",
+            owner=owner,
             concurrency=concurrency,
             key=key,
             time_limit_s=TIME_LIMIT_S,
@@ -58,10 +71,10 @@ class ServedTeacher:
         urls, key = addresses(args.rm_url), args.rm_server_options.get("api_key")
         logger.info("teacher %s at %s", args.rm_model or "", ", ".join(urls))
         vocabulary = None if args.rm_model is None else served_vocabulary(Path(args.rm_model))
-        return cls(urls, concurrency=args.rm_concurrency, vocabulary=vocabulary, key=key)
+        return cls(urls, concurrency=args.rm_concurrency, vocabulary=vocabulary, key=key, top=_top_tokens(args))
 
     async def fill(self, sample: Sample) -> None:
-        """Sets `teacher_log_probs` of a finished sample, one for each response token.
+        """Sets `teacher_log_probs` of a finished sample, one for each response token, and the teacher's top tokens.
 
         Raises TeacherError for a token outside the teacher's vocabulary or an unusable response, RemoteRefused for
         HTTP 3xx or 4xx (such as a sample longer than the teacher's context), RemoteUnreachable if all attempts on all
@@ -84,13 +97,66 @@ class ServedTeacher:
             "return_logprob": True,
             "logprob_start_len": sample.prompt_length - 1,
         }
+        if self._top:
+            request["top_logprobs_num"] = self._top
         expected = token_ids[sample.prompt_length :]
-        values = await self._pool.ask(orjson.dumps(request), lambda reply, url: log_probs_of(reply, url, expected))
+
+        def read(reply: bytes, url: str) -> tuple[list[float], tuple[list[int], list[float]]]:
+            values = log_probs_of(reply, url, expected)
+            return values, top_tokens_of(reply, url, len(expected), self._top) if self._top else ([], [])
+
+        values, (ids, top) = await self._pool.ask(orjson.dumps(request), read)
+        if self._top:
+            sample.pack("teacher_top_ids", PackedColumn(np.array(ids, np.int32).tobytes(), "i4"))
+            sample.pack("teacher_top_log_probs", PackedColumn(np.array(top, np.float64).tobytes(), "f8"))
         sample.pack("teacher_log_probs", PackedColumn(np.array(values, np.float64).tobytes(), "f8"))
 
     def close(self) -> None:
         """Closes the connections."""
         self._pool.close()
+
+
+class NamedTeachers:
+    """Several teachers; a sample's metadata names its own under `key` (`--opd-teacher-urls`, `--opd-teacher-key`)."""
+
+    def __init__(self, teachers: dict[str, ServedTeacher], key: str) -> None:
+        self._teachers = teachers
+        self._key = key
+
+    @classmethod
+    def from_args(cls, args: Arguments) -> NamedTeachers | None:
+        """The teachers of the flags; None without `--opd-teacher-urls`."""
+        if not args.opd_teachers:
+            return None
+        key = args.rm_server_options.get("api_key")
+        found = {
+            name: ServedTeacher(
+                addresses(urls),
+                concurrency=args.rm_concurrency,
+                vocabulary=None,
+                key=key,
+                owner=f"the teacher {name}",
+                top=_top_tokens(args),
+            )
+            for name, urls in args.opd_teachers.items()
+        }
+        logger.info("teachers %s", ", ".join(f"{name} at {urls}" for name, urls in args.opd_teachers.items()))
+        return cls(found, args.opd_teacher_key)
+
+    async def fill(self, sample: Sample) -> None:
+        """As `ServedTeacher.fill`. Raises TeacherError for a sample without the name of a teacher."""
+        name = sample.metadata.get(self._key)
+        if name not in self._teachers:
+            raise TeacherError(
+                f"sample {sample.index} has metadata.{self._key} {name!r}, and --opd-teacher-urls has"
+                f" {', '.join(self._teachers)}: keep the metadata of the prompt, or set the name of a teacher"
+            )
+        await self._teachers[name].fill(sample)
+
+    def close(self) -> None:
+        """Closes the connections."""
+        for teacher in self._teachers.values():
+            teacher.close()
 
 
 def log_probs_of(reply: bytes, url: str, token_ids: list[int]) -> list[float]:
@@ -117,3 +183,28 @@ def log_probs_of(reply: bytes, url: str, token_ids: list[int]) -> list[float]:
     if broken is not None:
         raise TeacherError(f"the teacher's server {url} returned {broken}, which is not a log-probability")
     return values
+
+
+def _top_tokens(flags: DistillationArguments) -> int:
+    return flags.opd_top_k if flags.has_divergence else 0
+
+
+def top_tokens_of(reply: bytes, url: str, count: int, top: int) -> tuple[list[int], list[float]]:
+    """Ids and log-probabilities of the `top` most probable tokens at the last `count` places, end to end.
+
+    Raises TeacherError if the response of `/generate` has others.
+    """
+    try:
+        places = orjson.loads(reply)["meta_info"]["input_top_logprobs"][-count:]
+        entries = [(int(entry[1]), float(entry[0])) for place in places for entry in place]
+    except (orjson.JSONDecodeError, KeyError, TypeError, IndexError, ValueError) as error:
+        raise TeacherError(
+            f"the teacher's server {url} returned no top_logprobs of its input ({type(error).__name__}): serve a"
+            " language model with SGLang"
+        ) from error
+    if len(places) != count or any(len({entry[1] for entry in place}) != top for place in places):
+        raise TeacherError(
+            f"the teacher's server {url} did not return {top} different tokens at each of {count} places: lower"
+            " --opd-top-k"
+        )
+    return [token for token, _ in entries], [max(value, _LOWEST_LOG_PROB) for _, value in entries]

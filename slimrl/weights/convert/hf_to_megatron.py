@@ -22,7 +22,7 @@ from slimrl.models.families import ModelMapping, ParamMapping
 from slimrl.models.families.param_mapping import CLASSIFIER_HEAD, VALUE_HEAD
 from slimrl.models.model_spec import ModelSpec
 from slimrl.platform.collective_errors import ConversionGroup
-from slimrl.weights.atomic_dir import AtomicDir, check_apart, check_space, partial_path
+from slimrl.processes.files import AtomicDir, check_apart, check_space, listed, partial_path
 from slimrl.weights.checkpoint_checksums import CHECKSUMS_NAME, Checksums, checksums_text
 from slimrl.weights.convert.torch_dist_writer import MAX_FILE_BYTES, Blueprint, Weight, write_torch_dist
 from slimrl.weights.hf_checkpoint import HfCheckpoint, read_hf_config
@@ -32,7 +32,6 @@ from slimrl.weights.reshard import (
     check_tensor_parallel,
     find,
     global_tensors,
-    listed,
     redundant_head,
     to_shard,
 )

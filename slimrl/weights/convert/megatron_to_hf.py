@@ -24,10 +24,10 @@ from slimrl.models.families import FAMILIES, ModelMapping, ParamMapping, family_
 from slimrl.models.families.param_mapping import CLASSIFIER_HEAD, VALUE_HEAD, VALUE_HEAD_ROW
 from slimrl.models.model_spec import ModelSpec
 from slimrl.platform.collective_errors import ConversionGroup
-from slimrl.weights.atomic_dir import AtomicDir, check_apart, partial_path
+from slimrl.processes.files import AtomicDir, check_apart, listed, partial_path
 from slimrl.weights.convert.torch_dist_reader import Scratch, StoredTensor, TorchDistCheckpoint
 from slimrl.weights.hf_checkpoint import HfCheckpoint, block_size, read_hf_config
-from slimrl.weights.reshard import check_hf_names, from_shards, hf_shapes, listed, megatron_shape, redundant_head
+from slimrl.weights.reshard import check_hf_names, from_shards, hf_shapes, megatron_shape, redundant_head
 from slimrl.weights.safetensors_writer import (
     MAX_SHARD_BYTES,
     Shard,

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from slimrl.models.families import ModelMapping, ParamMapping
 from slimrl.models.families.param_mapping import Layout
 from slimrl.models.model_spec import ModelSpec
-from slimrl.weights.reshard import find, from_shards, global_tensors, listed, local_shape
+from slimrl.processes.files import listed
+from slimrl.weights.reshard import find, from_shards, global_tensors, local_shape
 from slimrl.weights.update.buckets import ReusedBuffer
 
 Group = dist.ProcessGroup | None

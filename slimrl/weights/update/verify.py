@@ -25,7 +25,8 @@ from slimrl.engines.server_protocol import WeightControl
 from slimrl.models.families import ModelMapping, ParamMapping
 from slimrl.models.families.param_mapping import Layout
 from slimrl.models.model_spec import ModelSpec
-from slimrl.weights.reshard import hf_shapes, listed
+from slimrl.processes.files import listed
+from slimrl.weights.reshard import hf_shapes
 from slimrl.weights.update.buckets import Bucket
 from slimrl.weights.update.engine_fanout import WeightSyncError, call_all
 

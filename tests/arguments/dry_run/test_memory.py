@@ -255,3 +255,14 @@ def test_engine_bytes_per_weight_come_from_the_checkpoint():
 def test_absent_role_needs_no_memory():
     assert estimate(flags(QWEN3_4B, debug_rollout_only=True, rollout_num_gpus=1)).stages == ()
     assert estimate(flags(QWEN3_4B, debug_train_only=True, rollout_num_gpus=1)).engine is None
+
+
+def test_divergence_keeps_a_teachers_weight_and_hidden_states():
+    teacher = dict(use_opd=True, opd_type="megatron", rollout_max_response_len=1000, num_steps_per_rollout=2, bf16=True)
+    batch = dict(rollout_batch_size=16, n_samples_per_prompt=2, global_batch_size=16)
+    kinds = ("sampled_reverse_kl", "jsd")
+    plain, distilled = (only_stage(QWEN3_4B, TP2, **teacher, **batch, opd_divergence=kind).loss for kind in kinds)
+    samples = 32 // 4  # of a rank: 8 GPUs, two for each model
+    assert distilled - plain == 2 * 2560 * (152_064 // 2 + 1000 * samples)  # the vocabulary is padded to 2 x 128
+    served = only_stage(QWEN3_4B, TP2, **{**teacher, "opd_type": "sglang"}, **batch, opd_divergence="jsd", opd_top_k=50)
+    assert served.loss - plain == 1000 * samples * 50 * (8 + 4)

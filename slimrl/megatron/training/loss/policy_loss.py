@@ -30,8 +30,9 @@ from slimrl.algorithms.losses import (
     masked_sum,
     sample_mean_weights,
 )
-from slimrl.algorithms.preference_losses import PAIR_METRICS
+from slimrl.algorithms.preference_losses import PREFERENCE_LOSSES
 from slimrl.algorithms.reward_model import REWARD_MODEL_LOSSES
+from slimrl.arguments import Arguments
 from slimrl.arguments.flags.algorithm import AlgorithmArguments
 from slimrl.hooks import CustomTIS, HookFailedError, PgLossReducer, named, naming_calls
 from slimrl.hooks.base import RunArguments
@@ -144,6 +145,7 @@ class PolicyLossConfig:
     weighting: off_policy.ImportanceWeighting | None = None  # None: no importance weights
     rejection: off_policy.Rejection | None = None  # None: no token or sample is rejected
     positive_coef: float = 0.0  # of the likelihood loss on positive examples
+    divergence_coef: float | None = None  # of the divergence from a teacher; None without one
     opsm_delta: float | None = None  # None: no sequence is masked
     own_metrics: tuple[str, ...] = ()  # of a preference loss or a reward model's, which computes its sums itself
     is_custom_loss: bool = False  # --loss-type custom_loss: `custom_loss.CheckedCustomLoss` computes the sums
@@ -151,7 +153,7 @@ class PolicyLossConfig:
     needs_old_log_probs: bool = True  # whether there are log-probabilities of other policies
 
     @classmethod
-    def from_args(cls, algorithm: AlgorithmArguments, loss_hooks: PolicyLossHooks = _NO_HOOKS) -> PolicyLossConfig:
+    def from_args(cls, algorithm: Arguments, loss_hooks: PolicyLossHooks = _NO_HOOKS) -> PolicyLossConfig:
         """The settings of a run; without --use-kl-loss the KL's coefficient is 0."""
         weighting = off_policy.ImportanceWeighting(
             algorithm.tis_clip_low, algorithm.tis_clip, algorithm.tis_level, algorithm.tis_mode == "mask"
@@ -174,6 +176,7 @@ class PolicyLossConfig:
             weighting=weighting if algorithm.use_tis and corrects else None,
             rejection=rejection if algorithm.use_rs and corrects else None,
             positive_coef=algorithm.positive_example_loss_coef,
+            divergence_coef=algorithm.opd_kl_coef if algorithm.has_divergence else None,
             opsm_delta=algorithm.opsm_delta if algorithm.use_opsm else None,
             own_metrics=_own_metrics(algorithm),
             is_custom_loss=algorithm.loss_type == "custom_loss",
@@ -189,16 +192,15 @@ class PolicyLossConfig:
             own = dict.fromkeys(("loss", *self.own_metrics), zero.sum())
             return named_sums(zero.sum(), zero.sum(), zero.sum(), own).names
         one = torch.ones(1, dtype=torch.int64)
-        inputs = PolicyLossInputs(
-            zero, zero, zero, zero, zero, zero, zero, zero, response_lengths=one, positive_weights=zero
-        )
+        zeros = (zero, zero, zero, zero, zero, zero, zero, zero)
+        inputs = PolicyLossInputs(*zeros, response_lengths=one, positive_weights=zero, divergence=zero)
         return policy_loss_sums(inputs, dataclasses.replace(self, loss_hooks=_NO_HOOKS)).names
 
 
 def _own_metrics(algorithm: AlgorithmArguments) -> tuple[str, ...]:
     if algorithm.trains_reward_model:
         return REWARD_MODEL_LOSSES[algorithm.reward_model_loss].metrics
-    return PAIR_METRICS if algorithm.trains_on_pairs else ()
+    return PREFERENCE_LOSSES[algorithm.preference_loss].metrics if algorithm.trains_on_pairs else ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,12 +218,14 @@ class PolicyLossInputs:
     response_lengths: Tensor  # int64 [samples]
     lengths: tuple[tuple[int, int], ...] = ()  # (total, response) of each sample, for custom functions
     positive_weights: Tensor | None = None  # 0 outside positive examples; see `advantages.positive_example_weights`
+    divergence: Tensor | None = None  # of the policy's distributions from a teacher's, differentiable
 
 
 def policy_loss_sums(inputs: PolicyLossInputs, settings: PolicyLossConfig) -> LossSums:
     """Clipped policy loss - entropy_coef * entropy + kl_loss_coef * KL(policy || reference), summed.
 
-    With positive_coef also the likelihood loss of positive examples, weighted to be a mean over their tokens.
+    With divergence_coef also that times the divergence from a teacher. With positive_coef also the likelihood loss of
+    positive examples, weighted to be a mean over their tokens.
     Per token: the sum over trained tokens; the count is the trained tokens. Otherwise: the sum over samples of the
     mean over the sample's trained tokens; the count is the samples (fully masked ones add 0 and count).
     """
@@ -257,6 +261,8 @@ def policy_loss_sums(inputs: PolicyLossInputs, settings: PolicyLossConfig) -> Lo
             "ratio_mean": policy.ratio,
             **corrections,
         }
+        if inputs.divergence is not None and settings.divergence_coef is not None:
+            values["opd_divergence"] = inputs.divergence
         weighted = summed(values, weights)
         if reduced is not None:
             weighted["loss"] = weighted["loss"] + reduced
@@ -312,6 +318,8 @@ def _with_entropy_and_kl(
             kl = importance_ratio(inputs.log_probs, inputs.old_log_probs) * kl
         if settings.kl_loss_coef != 0.0:
             per_token = per_token + settings.kl_loss_coef * kl
+    if settings.divergence_coef and inputs.divergence is not None:
+        per_token = per_token + settings.divergence_coef * inputs.divergence
     return per_token, kl
 
 
@@ -376,7 +384,7 @@ def _corrected(
 def _without_masked_values(inputs: PolicyLossInputs) -> PolicyLossInputs:
     """Set log-probabilities of masked tokens to 0: an infinite one makes the gradient NaN, even multiplied by 0."""
     masked = inputs.loss_mask == 0
-    names = ("log_probs", "old_log_probs", "train_log_probs", "rollout_log_probs", "ref_log_probs")
+    names = ("log_probs", "old_log_probs", "train_log_probs", "rollout_log_probs", "ref_log_probs", "divergence")
     values = {name: getattr(inputs, name) for name in names}
     kept: dict[str, Any] = {
         name: value if value is None else value.masked_fill(masked, 0.0) for name, value in values.items()

@@ -1,20 +1,22 @@
 """The preference loss of one micro-batch, as sums that do not depend on the split into micro-batches.
 
-The samples of a pair are in one micro-batch (`schedule_batch`), the preferred response first, so the loss of a pair
-and its gradient are exact in every layout. The formulas are in `slimrl.algorithms.preference`.
+The samples of a comparison are in one micro-batch (`schedule_batch`), the preferred response first, so its loss and its
+gradient are exact in every layout. A loss of single responses needs no other sample, but KTO's the KL of the whole step
+(`mismatched`). The formulas are in `slimrl.algorithms.preference`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from slimrl.algorithms.preference import PreferenceConfig, ResponseScores, pair_losses
-from slimrl.algorithms.preference_losses import PAIR, PREFERENCE_LOSSES
-from slimrl.arguments.flags.algorithm import AlgorithmArguments
+from slimrl.algorithms.preference import PreferenceConfig, ResponseScores, label_losses, pair_losses
+from slimrl.algorithms.preference_losses import PAIR, PREFERENCE_LOSSES, PreferenceLoss
+from slimrl.arguments import Arguments
+from slimrl.data.train_batch import RolloutBatch
 from slimrl.megatron.model.micro_batch import MicroBatch
 from slimrl.megatron.training.forward_step import LogProbConfig, TrainTensors
 from slimrl.megatron.training.loss.loss_sums import LossSums
@@ -23,13 +25,14 @@ from slimrl.megatron.training.loss.policy_loss import named_sums
 
 @dataclasses.dataclass(frozen=True)
 class PairLoss:
-    """The preference loss of a run."""
+    """The preference loss of a run; `responses` is the number of those in a comparison, 1 without one."""
 
     settings: PreferenceConfig
     scores: LogProbConfig
+    responses: int
 
     @classmethod
-    def from_args(cls, algorithm: AlgorithmArguments, scores: LogProbConfig) -> PairLoss | None:
+    def from_args(cls, algorithm: Arguments, scores: LogProbConfig) -> PairLoss | None:
         """None with another --loss-type."""
         if not algorithm.trains_on_pairs:
             return None
@@ -41,20 +44,57 @@ class PairLoss:
             gamma=algorithm.simpo_gamma,
             nll_coef=algorithm.preference_nll_coef,
             reference_free=algorithm.preference_reference_free,
+            desirable_weight=algorithm.desirable_weight,
+            undesirable_weight=algorithm.undesirable_weight,
         )
-        return cls(settings, scores)
+        return cls(settings, scores, algorithm.samples_together)
 
-    def sums(self, output: Tensor, micro_batch: MicroBatch, columns: TrainTensors) -> LossSums:
-        """The sums of one micro-batch from the last stage's output."""
+    @property
+    def row(self) -> PreferenceLoss:
+        """Its row of the table."""
+        return PREFERENCE_LOSSES[self.settings.name]
+
+    def sums(
+        self, output: Tensor, micro_batch: MicroBatch, columns: TrainTensors, labels: Tensor, kl: Tensor
+    ) -> LossSums:
+        """The sums of one micro-batch from the last stage's output.
+
+        `labels` are the `token_labels` of the rank, `kl` is the reference point of a loss of single responses.
+        """
         log_probs, _ = self.scores(output, micro_batch)
         index, reference = micro_batch.response_index, columns.ref_log_probs
-        return preference_loss_sums(
+        return self.sums_of_scores(
             log_probs,
             None if reference is None else reference.index_select(0, index),
             columns.loss_mask.index_select(0, index),
             [response for _, response in micro_batch.lengths],
-            self.settings,
+            labels.index_select(0, index),
+            kl,
         )
+
+    def sums_of_scores(
+        self,
+        log_probs: Tensor,
+        ref_log_probs: Tensor | None,
+        loss_mask: Tensor,
+        response_lengths: Sequence[int],
+        labels: Tensor,
+        kl: Tensor,
+    ) -> LossSums:
+        """The sums over samples end to end: `preference_loss_sums`, or `label_loss_sums` by `token_labels`."""
+        scores = (log_probs, ref_log_probs, loss_mask, response_lengths)
+        if self.row.compares:
+            return preference_loss_sums(*scores, self.settings, self.responses)
+        desirable = torch.stack([part[:1].any() for part in labels.split(list(response_lengths))])
+        return label_loss_sums(*scores, desirable, kl, self.settings)
+
+
+def token_labels(batch: RolloutBatch, device: torch.device) -> Tensor:
+    """Whether the sample of each response token is desirable (reward 1): bool [response tokens], on `device`.
+
+    On the device the label of a micro-batch's samples is then found without a copy from the host.
+    """
+    return torch.repeat_interleave(batch.raw_rewards > 0, batch.response_lengths).to(device)
 
 
 def preference_loss_sums(
@@ -63,29 +103,24 @@ def preference_loss_sums(
     loss_mask: Tensor,
     response_lengths: Sequence[int],
     settings: PreferenceConfig,
+    responses: int = PAIR,
 ) -> LossSums:
-    """Sums over the samples of a micro-batch; each of the two samples of a pair counts the loss of the pair.
+    """Sums over the samples of a micro-batch; each sample of a comparison counts its loss.
 
-    So the sum divided by the samples is the mean over pairs. Tensors are float32 [response tokens] with samples end to
-    end, `response_lengths` [samples] on the host. A pair with a response that has no trained token adds 0.
+    So the sum divided by the samples is the mean over comparisons. With more than two `responses` the loss of a
+    comparison is the mean over its pairs, the first response with each other one. Tensors are float32 [response tokens]
+    with samples end to end, `response_lengths` [samples] on the host. A pair with a response that has no trained token
+    adds 0.
     """
-    trained = loss_mask != 0
-    tokens = _per_sample(trained.double(), response_lengths)
-    scores = _per_sample(log_probs.double().masked_fill(~trained, 0.0), response_lengths)
-    reference = None
-    if ref_log_probs is not None:
-        reference = _per_sample(ref_log_probs.double().masked_fill(~trained, 0.0), response_lengths)
-    chosen, rejected = (
-        ResponseScores(
-            log_probs=scores[place::PAIR],
-            tokens=tokens[place::PAIR].clamp(min=1),
-            ref_log_probs=None if reference is None else reference[place::PAIR],
-        )
-        for place in range(PAIR)
-    )
-    usable = (tokens[0::PAIR] > 0) & (tokens[1::PAIR] > 0)
+    trained, tokens, scores = _scores(log_probs, ref_log_probs, loss_mask, response_lengths)
+    pairs = responses - 1
+    chosen = _selected(scores, lambda values: values.view(-1, responses)[:, :1].expand(-1, pairs).flatten())
+    rejected = _selected(scores, lambda values: values.view(-1, responses)[:, 1:].flatten())
+    by_group = tokens.view(-1, responses) > 0
+    usable = (by_group[:, :1] & by_group[:, 1:]).flatten()
     found = pair_losses(chosen, rejected, settings)
-    loss = PAIR * torch.where(usable, found.loss, 0.0).sum().float()
+    weight = responses / pairs
+    loss = (weight * torch.where(usable, found.loss, 0.0).sum()).float()
     with torch.no_grad():
         values = {
             "loss": found.loss,
@@ -96,9 +131,61 @@ def preference_loss_sums(
             "chosen_log_probs": chosen.log_probs,
             "rejected_log_probs": rejected.log_probs,
         }
-        weighted = {name: PAIR * torch.where(usable, value.detach(), 0.0).sum() for name, value in values.items()}
+        weighted = {name: weight * torch.where(usable, value.detach(), 0.0).sum() for name, value in values.items()}
         samples = trained.new_full((), len(response_lengths), dtype=torch.int64)
         return named_sums(loss, samples, trained.sum(), weighted)
+
+
+def label_loss_sums(
+    log_probs: Tensor,
+    ref_log_probs: Tensor | None,
+    loss_mask: Tensor,
+    response_lengths: Sequence[int],
+    desirable: Tensor,
+    kl: Tensor,
+    settings: PreferenceConfig,
+) -> LossSums:
+    """Sums over the samples of a micro-batch, of a loss of single responses.
+
+    Tensors as in `preference_loss_sums`; `desirable` is bool [samples], `kl` a float64 scalar. A sample without a
+    trained token adds 0. The metrics chosen_... are sums over desirable samples, rejected_... over the others.
+    """
+    trained, tokens, scores = _scores(log_probs, ref_log_probs, loss_mask, response_lengths)
+    losses, reward = label_losses(scores, desirable, kl, settings)
+    usable = tokens > 0
+    loss = torch.where(usable, losses, 0.0).sum().float()
+    with torch.no_grad():
+        good, bad = (usable & desirable).double(), (usable & ~desirable).double()
+        distance = reward - settings.beta * kl
+        weighted = {
+            "loss": torch.where(usable, losses.detach(), 0.0).sum(),
+            "label_accuracy": (good * (distance > 0) + bad * (distance < 0)).sum(),
+            "desirable_share": desirable.double().sum(),
+        }
+        for name, values in (("reward", reward), ("log_probs", scores.log_probs.detach())):
+            weighted |= {f"chosen_{name}": (good * values).sum(), f"rejected_{name}": (bad * values).sum()}
+        if PREFERENCE_LOSSES[settings.name].has_kl:
+            weighted["kto_kl"] = kl * len(response_lengths)
+        samples = trained.new_full((), len(response_lengths), dtype=torch.int64)
+        return named_sums(loss, samples, trained.sum(), weighted)
+
+
+def _scores(
+    log_probs: Tensor, ref_log_probs: Tensor | None, loss_mask: Tensor, lengths: Sequence[int]
+) -> tuple[Tensor, Tensor, ResponseScores]:
+    """Which tokens are trained, their number in each sample, and the scores of the samples; float64 [samples] each."""
+    trained = loss_mask != 0
+    tokens = _per_sample(trained.double(), lengths)
+    policy = _per_sample(log_probs.double().masked_fill(~trained, 0.0), lengths)
+    reference = None
+    if ref_log_probs is not None:
+        reference = _per_sample(ref_log_probs.double().masked_fill(~trained, 0.0), lengths)
+    return trained, tokens, ResponseScores(policy, tokens.clamp(min=1), reference)
+
+
+def _selected(scores: ResponseScores, select: Callable[[Tensor], Tensor]) -> ResponseScores:
+    reference = None if scores.ref_log_probs is None else select(scores.ref_log_probs)
+    return ResponseScores(select(scores.log_probs), select(scores.tokens), reference)
 
 
 def _per_sample(values: Tensor, lengths: Sequence[int]) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from slimrl.algorithms.losses import kl_estimate, sample_mean_weights, sampled_reverse_kl, sums_per_sample
 from slimrl.algorithms.off_policy import effective_share
+from slimrl.algorithms.preference_losses import means_by_label
 from slimrl.arguments.flags.algorithm import AlgorithmArguments
 from slimrl.data.train_batch import RolloutBatch
 from slimrl.hooks import HookFailedError
@@ -42,13 +43,16 @@ class PhaseTimes:
         self._seconds: dict[str, float] = {}
 
     @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Adds the time of a block."""
+    def phase(self, name: str, *, within: str | None = None) -> Iterator[None]:
+        """Adds the time of a block; the phase `within` which it runs does not count it."""
         started = time.perf_counter()
         yield
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
+        seconds = time.perf_counter() - started
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+        if within is not None:
+            self._seconds[within] = self._seconds.get(within, 0.0) - seconds
 
     def take(self) -> dict[str, float]:
         """Seconds by phase since the last call."""
@@ -223,6 +227,8 @@ def reduce_step(sums: Sequence[LossSums], settings: PolicyLossConfig, parallel: 
         metrics["perplexity"] = math.exp(metrics["loss"]) if metrics["loss"] < _LARGEST_EXPONENT else math.inf
     if settings.is_custom_loss:
         metrics.pop("ratio_max_abs_diff", None)  # a custom loss may use another ratio
+    if "desirable_share" in metrics:
+        metrics = means_by_label(metrics)
     if "tis_weight" in metrics:
         metrics["tis_ess"] = effective_share(metrics["tis_weight"], metrics["tis_weight_square"])
     if settings.is_custom_loss or settings.loss_hooks.correction is not None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from slimrl.weights import atomic_dir
-from slimrl.weights.atomic_dir import AtomicDir, check_apart
+from slimrl.processes import files
+from slimrl.processes.files import AtomicDir, check_apart
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -86,7 +86,7 @@ def test_folder_contents_added_meanwhile_are_not_overwritten(tmp_path):
 
 
 def test_leftovers_of_a_killed_run_are_removed(tmp_path):
-    left = atomic_dir.partial_path(tmp_path / "out")
+    left = files.partial_path(tmp_path / "out")
     left.mkdir()
     (left / "half").write_text("1")
     with AtomicDir(tmp_path / "out") as folder:
