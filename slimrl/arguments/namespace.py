@@ -96,6 +96,8 @@ class DerivedArguments(DerivedLayout, DerivedEngine, DerivedRun):
 
     eval_datasets: list[EvalDataset] = dataclasses.field(default_factory=list)
     custom: dict[str, Any] = dataclasses.field(default_factory=dict)  # settings of custom hooks, from a file
+    # flags of the optimizer with another value for the critic, from --megatron-config-path
+    critic_overrides: dict[str, Any] = dataclasses.field(default_factory=dict)
     notes: list[str] = dataclasses.field(default_factory=list)  # sentences worth a log line at the start
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from slimrl.arguments import Arguments
 from slimrl.data.train_batch import RolloutBatch
-from slimrl.megatron.training.critic import SampleColumns
+from slimrl.megatron.training.critic import SampleColumns, critic_arguments
 from tests.megatron import ranks, tiny
 from tests.megatron.launch import RankPool
 from tests.megatron.test_resume import PP2, PPO, SPREAD, TP2, schedule_args
@@ -255,3 +255,12 @@ def test_columns_of_other_samples_are_rejected(ids: list[int], lengths: list[int
     parts = [columns_of([4, 0], [2, 1]), columns_of([2, 9], [2, 2])]
     with pytest.raises(ValueError, match=message):
         SampleColumns.of_batch(parts, batch_of(ids, lengths), torch.device("cpu"))
+
+
+def test_optimizer_of_the_critic_has_the_values_of_its_role(models: Any):
+    args = schedule_args(models, **FLAGS, weight_decay=0.1)
+    args.critic_overrides = {"weight_decay": 0.5, "adam_beta2": 0.95, "min_lr": 2e-4}
+    own = critic_arguments(args)
+    assert (own.weight_decay, own.adam_beta2, own.min_lr) == (0.5, 0.95, 2e-4)
+    assert (own.lr, own.lr_warmup_iters, own.clip_grad) == (FLAGS["critic_lr"], 2, args.clip_grad)
+    assert (args.weight_decay, args.adam_beta2) == (0.1, 0.999)

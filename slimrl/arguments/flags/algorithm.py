@@ -329,6 +329,11 @@ class CriticArguments:
         " --actor-num-gpus-per-node)",
         at_least=1,
     )
+    megatron_config_path: str | None = flag(
+        None,
+        "YAML file of flags that policy or critic have for themselves (path), which override the command line:"
+        " megatron: a list of role (actor or critic) and overrides",
+    )
 
 
 @dataclasses.dataclass

@@ -39,6 +39,13 @@ def critic_flags_have_a_critic(args: Arguments, context: Context) -> Iterator[Pr
             " without advantages has no use for one: leave it out.",
         )
         return
+    if args.critic_overrides:
+        names = ", ".join(args.critic_overrides)
+        yield Problem(
+            "--megatron-config-path",
+            f"--megatron-config-path {args.megatron_config_path}: {names} differ for a critic and --advantage-estimator"
+            f" is {args.advantage_estimator}: give --advantage-estimator {estimators}, or change them for the policy.",
+        )
     for name in _FLAGS:
         if name in context.given:
             flag = "--" + name.replace("_", "-")
@@ -121,15 +128,10 @@ def critic_schedule_is_complete(args: Arguments, context: Context) -> Iterator[P
     """The flags of the schedule fit the critic's own learning rate and warm-up, too."""
     if not args.use_critic or args.critic_lr is None:
         return
-    for flag, value, given in (
-        ("--min-lr", args.min_lr, args.min_lr > args.critic_lr and args.min_lr <= args.lr),
-        (
-            "--lr-warmup-init",
-            args.lr_warmup_init,
-            args.lr_warmup_init > args.critic_lr and args.lr_warmup_init <= args.lr,
-        ),
-    ):
-        if given:
+    for flag, name in (("--min-lr", "min_lr"), ("--lr-warmup-init", "lr_warmup_init")):
+        of_policy = vars(args)[name]
+        value = args.critic_overrides.get(name, of_policy)
+        if value > args.critic_lr and (value != of_policy or value <= args.lr):  # else another rule reports it
             yield Problem(flag, f"{flag} {value:g} is above --critic-lr {args.critic_lr:g}: lower it.")
     warmup = args.critic_lr_warmup_iters
     if warmup is not None and args.lr_decay_iters is not None and warmup >= args.lr_decay_iters:

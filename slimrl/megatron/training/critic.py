@@ -250,10 +250,11 @@ def explained_variance(means: dict[str, float]) -> float:
 
 
 def critic_arguments(args: Arguments) -> Arguments:
-    """The flags as they apply to the critic: its own schedule; every weight of it is trained."""
+    """The flags as they apply to the critic: its own schedule and optimizer; every weight of it is trained."""
     warmup = args.critic_lr_warmup_iters
     return dataclasses.replace(
         args,
+        **args.critic_overrides,
         lr=args.critic_lr,
         lr_warmup_iters=args.lr_warmup_iters if warmup is None else warmup,
         lr_warmup_fraction=args.lr_warmup_fraction if warmup is None else None,
