@@ -114,10 +114,7 @@ _SILENT_S = 4.0
 
 @dataclasses.dataclass(frozen=True)
 class RankStatus:
-    """One training rank. `seconds` since its last message; `frames` innermost first (`process_info.frames_of`).
-
-    `kind` is "critic rank" for a rank of a critic on GPUs of its own.
-    """
+    """One training rank. `seconds` since its last message; `frames` innermost first (`process_info.frames_of`)."""
 
     rank: int
     pid: int | None
@@ -129,7 +126,6 @@ class RankStatus:
     state: str
     frames: list[str]
     log: str
-    kind: str = "rank"
 
     @property
     def place(self) -> str:
@@ -155,9 +151,11 @@ class RolloutStatus:
     log: str
 
 
-def format_rank_status(ranks: Sequence[RankStatus | None], pending: Sequence[int]) -> str:
-    """The ranks grouped by position: unresponsive ranks first, then the furthest behind first."""
-    kind = next((status.kind for status in ranks if status is not None), "rank")
+def format_rank_status(ranks: Sequence[RankStatus | None], pending: Sequence[int], kind: str = "rank") -> str:
+    """The ranks grouped by position: unresponsive ranks first, then the furthest behind first.
+
+    `kind` is what they are called.
+    """
     unresponsive = [rank for rank in pending if ranks[rank] is None]
     known = [status for rank in pending if (status := ranks[rank]) is not None]
     known.sort(key=lambda status: (status.state != "stopped", status.micro_batch, -status.seconds))
@@ -165,15 +163,15 @@ def format_rank_status(ranks: Sequence[RankStatus | None], pending: Sequence[int
     for status in known:
         groups.setdefault((status.place, status.state), []).append(status)
     parts = [f"{_counted(kind, unresponsive)} does not answer: no reply from its actor"] if unresponsive else []
-    parts += [_group(place, state, members) for (place, state), members in groups.items()]
+    parts += [_group(kind, place, state, members) for (place, state), members in groups.items()]
     done = [rank for rank in range(len(ranks)) if rank not in pending]
     return "; ".join(parts + ([f"{_counted(kind, done)} done"] if done else []))
 
 
-def _group(place: str, state: str, members: Sequence[RankStatus]) -> str:
+def _group(kind: str, place: str, state: str, members: Sequence[RankStatus]) -> str:
     first = members[0]
-    alone = f"{first.kind} {first.rank} (pid {first.pid} on {first.node})"
-    label = alone if len(members) == 1 else _counted(first.kind, _numbers(members))
+    alone = f"{kind} {first.rank} (pid {first.pid} on {first.node})"
+    label = alone if len(members) == 1 else _counted(kind, _numbers(members))
     stopped = "" if state in ("running", "sleeping") else f", process {state}"
     at = f", at {first.frames[0]}{_slimrl_frame(first.frames)}" if first.frames else ""
     return f"{label} {place} for {first.seconds:.0f} s{stopped}{at} (stacks in {first.log})"

@@ -259,8 +259,8 @@ def test_columns_of_other_samples_are_rejected(ids: list[int], lengths: list[int
 
 def test_optimizer_of_the_critic_has_the_values_of_its_role(models: Any):
     args = schedule_args(models, **FLAGS, weight_decay=0.1)
-    args.critic_overrides = {"weight_decay": 0.5, "adam_beta2": 0.95, "min_lr": 2e-4}
+    args.critic_overrides = {"weight_decay": 0.5, "adam_beta2": 0.9, "min_lr": 2e-4}
     own = critic_arguments(args)
-    assert (own.weight_decay, own.adam_beta2, own.min_lr) == (0.5, 0.95, 2e-4)
+    assert (own.weight_decay, own.adam_beta2, own.min_lr) == (0.5, 0.9, 2e-4)
     assert (own.lr, own.lr_warmup_iters, own.clip_grad) == (FLAGS["critic_lr"], 2, args.clip_grad)
-    assert (args.weight_decay, args.adam_beta2) == (0.1, 0.999)
+    assert (args.weight_decay, args.adam_beta2) == (0.1, 0.95)

@@ -83,7 +83,7 @@ class TrainGroup:
 
     def _get(self, calls: list[ObjectRef], what: str) -> list[Any]:
         """The results of one call per worker."""
-        return self._supervisor.get(calls, _target(self.workers, what))
+        return self._supervisor.get(calls, _target(self.workers, what, self._role))
 
     def initialize(self) -> tuple[int, dict[str, Any] | None]:
         """Builds and loads the model on every rank; returns the first rollout id and the saved data state, if any."""
@@ -92,7 +92,7 @@ class TrainGroup:
     def initializing(self) -> list[ObjectRef]:
         """Begins `initialize`; `initialized` waits for the returned calls."""
         first = self.workers[0]
-        store = self._supervisor.get([first.open_store.remote()], _target([first], _START))[0]
+        store = self._supervisor.get([first.open_store.remote()], _target([first], _START, self._role))[0]
         return [worker.initialize.remote(store) for worker in self.workers]
 
     def initialized(self, calls: list[ObjectRef]) -> tuple[int, dict[str, Any] | None]:
@@ -125,7 +125,9 @@ class TrainGroup:
         `critic_batches` are for a critic on GPUs of its own (`PolicyAndCritic`).
         """
         calls = [worker.train.remote(rollout_id, batches) for worker in self.workers]
-        return self._supervisor.get(calls, _target(self.workers, f"training on rollout {rollout_id}"), progress)[0]
+        return self._supervisor.get(
+            calls, _target(self.workers, f"training on rollout {rollout_id}", self._role), progress
+        )[0]
 
     def evaluate_held_out(self) -> dict[str, dict[str, float]]:
         """The metrics of every set of held-out pairs, by name."""
@@ -199,11 +201,13 @@ class TrainGroup:
             ray.kill(worker)
 
 
-def _target(workers: Sequence[ray.actor.ActorHandle], what: str) -> WaitTarget:
-    """The wait target of one call on each of these workers, in order."""
-    return WaitTarget(
-        what, lambda pending: format_rank_status(poll_actors([worker.status.remote() for worker in workers]), pending)
-    )
+def _target(workers: Sequence[ray.actor.ActorHandle], what: str, role: TrainRole) -> WaitTarget:
+    """The wait target of one call on each of these workers of a role, in order."""
+
+    def describe(pending: Sequence[int]) -> str:
+        return format_rank_status(poll_actors([worker.status.remote() for worker in workers]), pending, role.short)
+
+    return WaitTarget(what, describe)
 
 
 class PolicyAndCritic(TrainGroup):
@@ -226,13 +230,13 @@ class PolicyAndCritic(TrainGroup):
         return found[len(critic) :], found[: len(critic)]
 
     def _target(self, of_critic: int, of_policy: int, what: str) -> WaitTarget:
-        groups = ((self._critic.workers, range(of_critic)), (self.workers, range(of_critic, of_critic + of_policy)))
+        groups = ((self._critic, range(of_critic)), (self, range(of_critic, of_critic + of_policy)))
 
         def describe(pending: Sequence[int]) -> str:
             parts = []
-            for workers, calls in groups:
-                ranks = sorted({(call - calls.start) % len(workers) for call in pending if call in calls})
-                parts.append(_target(workers, what).describe(ranks))
+            for group, calls in groups:
+                ranks = sorted({(call - calls.start) % len(group.workers) for call in pending if call in calls})
+                parts.append(_target(group.workers, what, group._role).describe(ranks))
             return "; ".join(parts)
 
         return WaitTarget(what, describe)

@@ -121,7 +121,6 @@ class TrainWorker:
             state="gone" if pid is None else process_info.state(pid),
             frames=[] if pid is None else process_info.frames_of(pid, log),
             log=os.fspath(log),
-            kind=self._role.short,
         )
 
     def open_store(self) -> Rendezvous:
