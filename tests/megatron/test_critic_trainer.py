@@ -199,6 +199,25 @@ def test_resumed_run_continues_bit_for_bit(background: bool, models: Any, two_ra
     assert '"saved_with": "of rollout 1"' in one.read_text() and '"saved_with": "of rollout 1"' in other.read_text()
 
 
+def test_run_resumes_with_the_critic_in_another_place(
+    models: Any, one_rank: RankPool, two_ranks: RankPool, tmp_path: Path
+):
+    rollouts = [tiny.recorded_rollout(seed) for seed in range(ROLLOUTS)]
+    args = schedule_args(models, **FLAGS)
+    whole = one_rank.run(train_together, args, rollouts, ROLLOUTS)[0]
+    saved = tmp_path / "saved"
+    args = dataclasses.replace(args, save=str(saved), load=str(saved), critic_save=str(saved / "critic"))
+    (tmp_path / "columns").mkdir()
+    two_ranks.run(train_apart, apart(args, 1, 1), rollouts, 2, tmp_path / "columns")
+    together = one_rank.run(train_together, args, rollouts, 3)[0]
+    steps = args.num_steps_per_rollout
+    assert together.first == 2 and together.metrics == whole.metrics[2 * steps : 3 * steps]
+    policy, critic = two_ranks.run(train_apart, apart(args, 1, 1), rollouts, ROLLOUTS, tmp_path / "columns")
+    assert joined(policy, critic) == whole.metrics[2 * steps :]  # from the same checkpoint
+    state = policy.state | {f"critic {name}": value for name, value in critic.state.items()}
+    assert [name for name, value in whole.state.items() if not torch.equal(value, state[name])] == []
+
+
 def test_policy_is_not_complete_without_the_critic_of_other_ranks(models: Any, one_rank: RankPool, tmp_path: Path):
     args = dataclasses.replace(apart(schedule_args(models, **FLAGS), 1, 1), save=str(tmp_path))
     args = dataclasses.replace(args, critic_save=str(tmp_path / "critic"))
