@@ -89,7 +89,7 @@ def own_output(inputs: list[Tensor], targets: Tensor) -> Tensor:
 
 
 def divergences(tokens: int, vocab: int, hidden: int) -> dict[str, Way]:
-    """Ways to the divergence from a drawn teacher, beside log-probabilities and entropies."""
+    """Ways to the divergence from a random teacher, beside log-probabilities and entropies."""
     states, matrix = torch.randn(tokens, hidden), torch.randn(vocab, hidden) / hidden**0.5
 
     def by_torch(inputs: list[Tensor], targets: Tensor) -> Tensor:

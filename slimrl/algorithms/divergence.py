@@ -172,8 +172,11 @@ class _OutputDivergence(torch.autograd.Function):
             given = (log_prob_grad, entropy_grad, ctx.temperature)
             own = chunked.logit_gradient(logits, targets, shifts[0], entropy, *given)
             if value_grad is not None:
-                both = _log_probs(models, tuple(shifts), chunk, ctx.temperature)
-                own += ctx.divergence.logit_gradient(*both, mean).mul_((value_grad / ctx.temperature)[:, None])
+                student = chunked.shifted(logits, shifts[0], ctx.temperature)
+                (teacher,) = _log_probs(models[1:], tuple(shifts[1:]), chunk, ctx.temperature)
+                own += ctx.divergence.logit_gradient(student, teacher, mean).mul_(
+                    (value_grad / ctx.temperature)[:, None]
+                )
             return own
 
         both = chunked.chunked_gradients(ctx.needs_input_grad[:2], hidden, weight, ctx.columns, ctx.width, gradient_of)
@@ -246,7 +249,7 @@ class _OutputTopDivergence(torch.autograd.Function):
         for chunk in chunked.column_chunks(columns, width):
             logits = hidden @ weight[chunk].t()
             sums.add(logits, local_targets - chunk.start, temperature)
-            index, inside = _places(local_top - chunk.start, logits.shape[1])
+            index, inside = chunked.places(local_top - chunk.start, logits.shape[1])
             picked += logits.gather(1, index).float().where(inside, 0.0)
         log_probs, entropy, shift = sums.finish(group, temperature)
         picked = chunked.reduced(picked, dist.ReduceOp.SUM, group)
@@ -278,17 +281,12 @@ class _OutputTopDivergence(torch.autograd.Function):
             if value_grad is not None:
                 scale = (value_grad / ctx.temperature)[:, None]
                 own += chunked.shifted(logits, shift, ctx.temperature).exp_().mul_(everywhere[:, None] * scale)
-                index, inside = _places(local_top - chunk.start, logits.shape[1])
+                index, inside = chunked.places(local_top - chunk.start, logits.shape[1])
                 own.scatter_add_(1, index, (at_top * scale).where(inside, 0.0))
             return own
 
         both = chunked.chunked_gradients(ctx.needs_input_grad[:2], hidden, weight, ctx.columns, ctx.width, gradient_of)
         return *both, *(None for _ in range(8))
-
-
-def _places(ids: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """`ids` clamped to valid columns, and which of them were valid."""
-    return ids.clamp(0, columns - 1), (ids >= 0) & (ids < columns)
 
 
 def _with_rest(log_probs: Tensor) -> Tensor:

@@ -61,9 +61,9 @@ class SoftmaxSums:
         maximum = logits.amax(dim=1).float()
         # In a row of only -inf, subtracting the maximum would give NaN.
         scaled = shifted(logits, maximum.masked_fill(maximum == float("-inf"), 0.0), temperature)
-        index, in_range = _index(targets, logits.shape[1])
-        self.target.add_(logits.gather(1, index).squeeze(1).float().where(in_range, 0.0))
-        self.found.add_(in_range)
+        index, in_range = places(targets[:, None], logits.shape[1])
+        self.target.add_(logits.gather(1, index).float().where(in_range, 0.0).squeeze(1))
+        self.found.add_(in_range.squeeze(1))
         exp = scaled.exp()
         exp_sum = exp.sum(dim=1)
         weighted_sum = exp.mul_(scaled).sum(dim=1)
@@ -120,14 +120,14 @@ def logit_gradient(
         result.mul_(log_p.mul_(scale[:, None]).add_(torch.addcmul(offset, scale, entropy)[:, None]))
     if log_prob_grad is not None and result.numel():
         # scatter_, not scatter_add_: one target per row, and deterministic on every device.
-        index, in_range = _index(targets, logits.shape[1])
-        result.scatter_(1, index, result.gather(1, index) - (offset * in_range)[:, None])
+        index, in_range = places(targets[:, None], logits.shape[1])
+        result.scatter_(1, index, result.gather(1, index) - offset[:, None] * in_range)
     return result
 
 
-def _index(targets: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """`targets` clamped to valid indices [rows, 1], and which of them were in range."""
-    return targets.clamp(0, columns - 1)[:, None], (targets >= 0) & (targets < columns)
+def places(ids: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    """`ids` clamped to valid columns, and which of them were in range; of the shape of `ids`."""
+    return ids.clamp(0, columns - 1), (ids >= 0) & (ids < columns)
 
 
 def shifted(logits: Tensor, shift: Tensor, temperature: float) -> Tensor:

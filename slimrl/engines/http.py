@@ -36,9 +36,9 @@ from slimrl.engines.protocol import (
 if TYPE_CHECKING:
     from slimrl.arguments import Arguments
 
-HIDDEN = "***"  # as in slimrl.arguments.redact
-VARIABLE = "SLIMRL_SERVER_KEY"
-OPTION = "api_key"  # of SGLang's server and of its router
+HIDDEN_KEY = "***"  # as in slimrl.arguments.redact
+KEY_VARIABLE = "SLIMRL_SERVER_KEY"
+KEY_OPTION = "api_key"  # of SGLang's server and of its router
 KEY_BYTES = 32
 
 
@@ -48,7 +48,7 @@ class Key(str):
     __slots__ = ()
 
     def __repr__(self) -> str:
-        return repr(HIDDEN)
+        return repr(HIDDEN_KEY)
 
     def __reduce__(self) -> tuple[type[Key], tuple[str]]:
         return Key, (str(self),)
@@ -61,18 +61,20 @@ def new_key() -> Key:
 
 def with_key(args: Arguments) -> Arguments:
     """`args` with the run's key in the server options: --sglang-api-key, or a new key."""
-    given = args.sglang_options.get(OPTION)
+    given = args.sglang_options.get(KEY_OPTION)
     key = Key(given) if given else new_key()
     rm_options = args.rm_server_options
     # not for external servers, which may need another key or none
     if args.rm_url is None and args.opd_teacher_urls is None:
-        rm_options = rm_options | {OPTION: Key(rm_options[OPTION]) if rm_options.get(OPTION) else key}
-    return dataclasses.replace(args, sglang_options=args.sglang_options | {OPTION: key}, rm_server_options=rm_options)
+        rm_options = rm_options | {KEY_OPTION: Key(rm_options[KEY_OPTION]) if rm_options.get(KEY_OPTION) else key}
+    return dataclasses.replace(
+        args, sglang_options=args.sglang_options | {KEY_OPTION: key}, rm_server_options=rm_options
+    )
 
 
 def key_of(args: Arguments) -> str | None:
     """The run's key; None before `with_key`."""
-    return args.sglang_options.get(OPTION)
+    return args.sglang_options.get(KEY_OPTION)
 
 
 def bearer(key: str | None) -> dict[str, str]:
@@ -82,12 +84,12 @@ def bearer(key: str | None) -> dict[str, str]:
 
 def key_environment(key: str | None) -> dict[str, str]:
     """The key as a variable of a child's environment, which only its own user can read."""
-    return {VARIABLE: str(key)} if key else {}
+    return {KEY_VARIABLE: str(key)} if key else {}
 
 
 def pop_key_from_environment(environment: MutableMapping[str, str] = os.environ) -> Key | None:
     """Removes the parent's key from the environment, so that no child inherits it, and returns it."""
-    key = environment.pop(VARIABLE, None)
+    key = environment.pop(KEY_VARIABLE, None)
     return Key(key) if key else None
 
 

@@ -36,7 +36,7 @@ def definition(divergence: Divergence, student: Tensor, teacher: Tensor) -> Tens
     return divergence.beta * kl(p, mixture) + (1 - divergence.beta) * kl(q, mixture)
 
 
-def drawn(seed: int = 0, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def random_inputs(seed: int = 0, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     """Hidden states and weight of student and teacher, whose hidden states are wider, and targets."""
     generator = torch.Generator().manual_seed(seed)
     shapes = [(TOKENS, 8), (PADDED, 8), (TOKENS, 12), (PADDED, 12)]
@@ -47,7 +47,7 @@ def drawn(seed: int = 0, dtype: torch.dtype = torch.float32) -> list[Tensor]:
 @pytest.mark.parametrize("divergence", DIVERGENCES.values(), ids=DIVERGENCES)
 @pytest.mark.parametrize(("chunk_size", "temperature"), [(-1, 1.0), (3, 0.7), (1000, 1.6)])
 def test_value_and_gradients_are_those_of_the_definition(divergence, chunk_size, temperature):
-    hidden, weight, teacher_hidden, teacher_weight, targets = drawn()
+    hidden, weight, teacher_hidden, teacher_weight, targets = random_inputs()
     own = [tensor.clone().requires_grad_() for tensor in (hidden, weight)]
     exact = [tensor.double().requires_grad_() for tensor in (hidden, weight)]
     found = output_divergence(
@@ -82,7 +82,7 @@ def test_value_and_gradients_are_those_of_the_definition(divergence, chunk_size,
 
 @pytest.mark.parametrize("divergence", DIVERGENCES.values(), ids=DIVERGENCES)
 def test_equal_models_have_no_divergence_and_no_gradient(divergence):
-    hidden, weight, *_, targets = drawn()
+    hidden, weight, *_, targets = random_inputs()
     own = [tensor.clone().requires_grad_() for tensor in (hidden, weight)]
     *_, value = output_divergence(*own, hidden, weight, targets, divergence, vocab_size=VOCABULARY, group=None)
     assert value.abs().max() < 1e-5
@@ -90,7 +90,7 @@ def test_equal_models_have_no_divergence_and_no_gradient(divergence):
 
 
 def test_log_probabilities_and_entropy_are_those_without_a_teacher():
-    hidden, weight, teacher_hidden, teacher_weight, targets = drawn(dtype=torch.bfloat16)
+    hidden, weight, teacher_hidden, teacher_weight, targets = random_inputs(dtype=torch.bfloat16)
     plain = output_log_probs(hidden, weight, targets, vocab_size=VOCABULARY, group=None, chunk_size=64)
     found = output_divergence(
         hidden, weight, teacher_hidden, teacher_weight, targets, Divergence("jsd"), vocab_size=VOCABULARY, group=None
@@ -119,7 +119,7 @@ def test_unknown_divergence_is_an_error(kind, beta):
 
 
 def test_models_of_other_sizes_are_an_error():
-    hidden, weight, teacher_hidden, teacher_weight, targets = drawn()
+    hidden, weight, teacher_hidden, teacher_weight, targets = random_inputs()
     settings = {"vocab_size": VOCABULARY, "group": None}
     with pytest.raises(ValueError, match="the student has 192 logits and the teacher 128"):
         output_divergence(hidden, weight, teacher_hidden, teacher_weight[:128], targets, DIVERGENCES["jsd"], **settings)
@@ -135,7 +135,7 @@ def test_flag_offers_every_divergence():
 @pytest.mark.parametrize("divergence", DIVERGENCES.values(), ids=DIVERGENCES)
 @pytest.mark.parametrize(("chunk_size", "temperature", "k"), [(-1, 1.0, 5), (3, 0.7, 1), (1000, 1.6, 40)])
 def test_divergence_of_the_top_tokens_and_a_rest_is_that_of_the_definition(divergence, chunk_size, temperature, k):
-    hidden, weight, teacher_hidden, teacher_weight, targets = drawn(1)
+    hidden, weight, teacher_hidden, teacher_weight, targets = random_inputs(1)
     teacher = ((teacher_hidden.double() @ teacher_weight.double().t())[:, :VOCABULARY]).log_softmax(dim=1)
     top = teacher.topk(k, dim=1)
     own = [tensor.clone().requires_grad_() for tensor in (hidden, weight)]
@@ -163,7 +163,7 @@ def test_divergence_of_the_top_tokens_and_a_rest_is_that_of_the_definition(diver
 
 
 def test_top_tokens_of_another_shape_are_an_error():
-    hidden, weight, *_, targets = drawn()
+    hidden, weight, *_, targets = random_inputs()
     ids, values = torch.zeros(TOKENS, 3, dtype=torch.int64), torch.zeros(TOKENS, 2)
     with pytest.raises(ValueError, match=r"the teacher's top tokens have shapes \[\[7, 3\], \[7, 2\]\] for 7 targets"):
         output_top_divergence(

@@ -26,7 +26,7 @@ from typing import Any
 import grpc
 import psutil
 
-from slimrl.engines.http import VARIABLE
+from slimrl.engines.http import KEY_VARIABLE
 from tests.end_to_end.harness import Started, shared_memory_of
 
 OTHER_USER = 65534
@@ -103,7 +103,7 @@ def try_everything(run: Started, folder: Path) -> Attempts:
     """Runs all attempts on a live run; `folder` is for the marker of the harmful pickle."""
     processes = _processes(run)
     listeners = sorted({one for process in processes for one in _listeners(process)}, key=str)
-    key = next(key for process in processes if (key := _environment(process).get(VARIABLE)))
+    key = next(key for process in processes if (key := _environment(process).get(KEY_VARIABLE)))
     marker = folder / "executed"
     local = [("127.0.0.1" if one.ip in ("0.0.0.0", "::") else one.ip, one.port) for one in listeners]
     # of the subreapers above servers and router, whose command lines are unchanged

@@ -18,7 +18,7 @@ from tests.end_to_end.test_preference import FLAGS
 from tests.reward_models import logits
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
-STEPS, GROUPS, REJECTED = 16, 16, 2
+STEPS, GROUPS, REJECTED = 28, 16, 2
 TRAINING = FLAGS | {
     "loss_type": "reward_model_loss",
     "n_samples_per_prompt": 1 + REJECTED,

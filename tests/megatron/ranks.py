@@ -120,6 +120,20 @@ def train_once(
     return result if rank == 0 else metrics
 
 
+def evaluate_and_train(
+    rank: int, world_size: int, init_method: str, args: Arguments, rollout: RolloutBatch
+) -> tuple[dict[str, float], dict[str, float], dict[str, float], dict[str, float]]:
+    """Metrics of an evaluation of the rollout, of its one optimizer step, of an evaluation after it; of the rollout."""
+    trainer = start(rank, world_size, init_method, args)
+    share = share_of(trainer, rollout)
+    before = trainer.held_out.evaluate(share)
+    (trained,) = trainer.train(0, share)
+    speeds = trainer.rollout_metrics
+    after = trainer.held_out.evaluate(share)
+    trainer.close()
+    return before, trained, after, speeds
+
+
 def local_state(model: Any) -> dict[str, Tensor]:
     """Every tensor of this rank that affects training; `model` has stages and optimizer."""
     tensors = {}

@@ -149,8 +149,7 @@ def train(
         result.losses.append(total)
         result.gradient_norms.append(float(norm))
         result.clip_fractions.append(clipped)
-    result.weights = _as_published({name: p.detach() for name, p in masters.items()} | load.biases())
-    result.gradients = _as_published({name: p.grad for name, p in masters.items() if p.grad is not None})
+    result.weights, result.gradients = final_state(masters, load)
     return result
 
 
@@ -210,6 +209,12 @@ class _ExpertLoad:
     def biases(self) -> dict[str, Tensor]:
         """The current biases, by name."""
         return {name: bias.double() for name, bias in self._biases.items()}
+
+
+def final_state(masters: dict[str, nn.Parameter], load: _ExpertLoad) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Weights, with the routers' biases, and gradients, by their names in published checkpoints."""
+    gradients = {name: p.grad for name, p in masters.items() if p.grad is not None}
+    return _as_published({name: p.detach() for name, p in masters.items()} | load.biases()), _as_published(gradients)
 
 
 def _as_published(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -95,9 +95,7 @@ def train_plainly(
         adam.step()
         load.move_biases(SETTINGS.bias_rate)
         truth.steps.append({"opd_divergence": total, "loss": COEF * total, "grad_norm": float(norm)})
-    trained_weights = {name: value.detach() for name, value in masters.items()} | load.biases()
-    truth.weights = reference._as_published(trained_weights)
-    truth.gradients = reference._as_published({name: p.grad for name, p in masters.items() if p.grad is not None})
+    truth.weights, truth.gradients = reference.final_state(masters, load)
     return truth
 
 

@@ -100,9 +100,7 @@ def train_plainly(policy: Any, anchor: Any, rollout: Any, steps: int, rotation: 
         load.move_biases(SETTINGS.bias_rate)
         truth.steps.append({name: sum(values) / len(values) for name, values in notes.items()})
         truth.steps[-1] |= {"kto_kl": float(kl), "grad_norm": float(norm)}
-    trained = {name: value.detach() for name, value in masters.items()} | load.biases()
-    truth.weights = reference._as_published(trained)
-    truth.gradients = reference._as_published({name: p.grad for name, p in masters.items() if p.grad is not None})
+    truth.weights, truth.gradients = reference.final_state(masters, load)
     return truth
 
 
@@ -192,24 +190,14 @@ def test_apo_zero_runs_no_pass_for_a_kl(labelled: Labelled, pools: Any):
     assert sums["desirable_share"] == float((lengths.raw_rewards[:8] == 1).float().mean())
 
 
-def evaluate_and_train(rank: int, world_size: int, init_method: str, args: Any, rollout: Any) -> Any:
-    """The metrics of an evaluation of the samples, of the optimizer step on them, and of an evaluation after it."""
-    trainer = ranks.start(rank, world_size, init_method, args)
-    share = ranks.share_of(trainer, rollout)
-    before = trainer.held_out.evaluate(share)
-    (trained,) = trainer.train(0, share)
-    speeds = trainer.rollout_metrics
-    after = trainer.held_out.evaluate(share)
-    trainer.close()
-    return before, trained, after, speeds
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [PACKED, "TP2 SP, packed", "PP2 virtual, packed", "CP2, packed"])
 def test_evaluation_gives_the_metrics_of_training_on_the_same_samples(name: str, labelled: Labelled, pools: Any):
     layout, kind = LAYOUTS[name]
     args = dataclasses.replace(labelled.flags(layout, kind), num_steps_per_rollout=1)
-    (before, trained, after, speeds), *others = pools[layout.ranks].run(evaluate_and_train, args, labelled.rollout)
+    (before, trained, after, speeds), *others = pools[layout.ranks].run(
+        ranks.evaluate_and_train, args, labelled.rollout
+    )
     assert all((before, after) == (other[0], other[2]) for other in others)
     assert before == pytest.approx({name: trained[name] for name in before}, rel=1e-6)
     assert {"label_accuracy", "kto_kl", "reward_margin"} < set(before)

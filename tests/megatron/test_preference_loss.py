@@ -105,9 +105,7 @@ def train_plainly(policy: Any, anchor: Any, rollout: Any, loss_of: Any, steps: i
         names = ("loss", "pair_accuracy", "chosen_gap", "chosen_log_probs", "rejected_log_probs")
         sums = zip(names, map(sum, zip(*notes, strict=True)), strict=True)
         truth.steps.append({name: value / len(notes) for name, value in sums} | {"grad_norm": float(norm)})
-    trained = {name: value.detach() for name, value in masters.items()} | load.biases()
-    truth.weights = reference._as_published(trained)
-    truth.gradients = reference._as_published({name: p.grad for name, p in masters.items() if p.grad is not None})
+    truth.weights, truth.gradients = reference.final_state(masters, load)
     return truth
 
 
@@ -178,18 +176,6 @@ def test_loss_without_a_reference_runs_no_pass_of_one(pairs: Pairs, pools: Any):
     assert with_reference.progress[-1][1] == 2 * result.progress[-1][1]
 
 
-def evaluate_and_train(rank: int, world_size: int, init_method: str, args: Any, rollout: Any) -> Any:
-    """The metrics of an evaluation of the pairs, of the optimizer step on them, and of an evaluation after it."""
-    trainer = ranks.start(rank, world_size, init_method, args)
-    share = ranks.share_of(trainer, rollout)
-    before = trainer.held_out.evaluate(share)
-    (trained,) = trainer.train(0, share)
-    speeds = trainer.rollout_metrics
-    after = trainer.held_out.evaluate(share)
-    trainer.close()
-    return before, trained, after, speeds
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
@@ -198,7 +184,7 @@ def evaluate_and_train(rank: int, world_size: int, init_method: str, args: Any, 
 def test_evaluation_gives_the_metrics_of_training_on_the_same_pairs(name: str, pairs: Pairs, pools: Any):
     layout, kind = LAYOUTS[name]
     args = dataclasses.replace(pairs.flags(layout, kind), num_steps_per_rollout=1)
-    (before, trained, after, speeds), *others = pools[layout.ranks].run(evaluate_and_train, args, pairs.rollout)
+    (before, trained, after, speeds), *others = pools[layout.ranks].run(ranks.evaluate_and_train, args, pairs.rollout)
     assert all((before, after) == (other[0], other[2]) for other in others)
     assert before == pytest.approx({name: trained[name] for name in before}, rel=1e-6)
     assert set(before) == {"loss", "tokens", *PAIR_METRICS}

@@ -17,7 +17,7 @@ from slimrl.rollout.dataset.dataset_mixture import DatasetMixture
 from slimrl.rollout.rm_hub import RewardScorer
 from slimrl.rollout.rm_hub.grader_pool import GraderPool
 from slimrl.rollout.rm_hub.remote import RemoteUnreachable
-from slimrl.rollout.rm_hub.teacher import TeacherError, top_tokens_of
+from slimrl.rollout.rm_hub.teacher import Reply, TeacherError, top_tokens_of
 from tests.rollout.test_teacher import ONES, FakeTeacher, filled, sample, scored, top_at
 
 
@@ -158,5 +158,5 @@ def test_training_on_a_divergence_needs_the_top_tokens(make_args):
 )
 def test_unusable_top_tokens_are_an_error_that_names_the_server(reply: bytes, message: str):
     with pytest.raises(TeacherError) as error:
-        top_tokens_of(reply, "http://h:1", 2, 2)
+        top_tokens_of(Reply(reply), "http://h:1", 2, 2)
     assert message in str(error.value) and "the teacher's server http://h:1" in str(error.value)

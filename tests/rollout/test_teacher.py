@@ -17,7 +17,7 @@ from slimrl.rollout.convert_samples import Rewards, batch_from_columns, training
 from slimrl.rollout.rm_hub import RewardConfig, RewardScorer
 from slimrl.rollout.rm_hub.grader_pool import GraderPool
 from slimrl.rollout.rm_hub.remote import RemoteRefused, RemoteUnreachable
-from slimrl.rollout.rm_hub.teacher import ServedTeacher, TeacherError, log_probs_of
+from slimrl.rollout.rm_hub.teacher import Reply, ServedTeacher, TeacherError, log_probs_of
 
 
 def sample(index: int = 0, prompt: int = 3, response: int = 4) -> Sample:
@@ -161,13 +161,13 @@ def test_token_outside_the_vocabulary_is_an_error_that_names_the_tokenizer():
 )
 def test_unusable_answer_is_an_error_that_names_the_server(reply: bytes, message: str):
     with pytest.raises(TeacherError) as error:
-        log_probs_of(reply, "http://h:1", [4, 5])
+        log_probs_of(Reply(reply), "http://h:1", [4, 5])
     assert message in str(error.value) and "the teacher's server http://h:1" in str(error.value)
 
 
 def test_servers_report_the_last_id_of_a_vocabulary_as_zero():
     reply = b'{"meta_info": {"input_token_logprobs": [[null, 1, null], [-1.5, 4, null], [-2.5, 0, null]]}}'
-    assert log_probs_of(reply, "http://h:1", [4, 151935]) == [-1.5, -2.5]
+    assert log_probs_of(Reply(reply), "http://h:1", [4, 151935]) == [-1.5, -2.5]
 
 
 # from samples to training ---------------------------------------------------------------------------------------------

@@ -93,7 +93,7 @@ def test_key_is_hidden_in_printed_values():
     ):
         assert SECRET not in shown
         assert HIDDEN in shown
-    assert engine_http.HIDDEN == HIDDEN
+    assert engine_http.HIDDEN_KEY == HIDDEN
     assert (
         json.dumps({"k": engine_http.key_of(args)}) == f'{{"k": "{SECRET}"}}'
     )  # as SGLang returns it to authorized clients
@@ -121,7 +121,7 @@ def test_server_gets_the_key_outside_its_command_line(monkeypatch, tmp_path, cud
     launched.start()
     process = launched._process
     launched.stop()
-    assert process.environment[engine_http.VARIABLE] == SECRET
+    assert process.environment[engine_http.KEY_VARIABLE] == SECRET
     assert SECRET not in " ".join(process.command)
     assert [word for word in process.command if word.startswith("--host")] == ["--host=0.0.0.0"]
 
@@ -132,7 +132,7 @@ def test_router_gets_the_key_outside_its_command_line(monkeypatch, tmp_path):
     launched.start()
     process = launched._process
     launched.stop()
-    assert process.environment[engine_http.VARIABLE] == SECRET
+    assert process.environment[engine_http.KEY_VARIABLE] == SECRET
     assert SECRET not in " ".join(process.command)
     assert {"--host=127.0.0.1", "--prometheus-host=127.0.0.1"} <= set(process.command)
 
@@ -169,8 +169,8 @@ def test_server_log_does_not_contain_the_key():
     """SGLang logs its whole configuration as a dictionary."""
     from slimrl.engines.sglang.server_args_parser import read_server_flags
 
-    assert any(declared.dest == engine_http.OPTION for declared in read_server_flags())  # still has that name
-    assert SECRET not in f"server_args={ ({engine_http.OPTION: engine_http.Key(SECRET), 'log': Path('x')}) }"
+    assert any(declared.dest == engine_http.KEY_OPTION for declared in read_server_flags())  # still has that name
+    assert SECRET not in f"server_args={ ({engine_http.KEY_OPTION: engine_http.Key(SECRET), 'log': Path('x')}) }"
 
 
 def test_reward_service_gets_its_key(locked):

@@ -27,7 +27,7 @@ from slimrl.arguments.served_models import RewardModelConfig, served_role
 from slimrl.cluster.engines.engine import Engine, EngineActorConfig, ServerSettings
 from slimrl.cluster.launch import Launch
 from slimrl.cluster.placement import GpuBundles
-from slimrl.engines.http import OPTION
+from slimrl.engines.http import KEY_OPTION
 from slimrl.engines.server_protocol import EngineMemory
 from slimrl.models.hf_folder import INDEX, read_tensor_names
 
@@ -148,5 +148,5 @@ def server_settings(args: Arguments, model: Path, index: int, launch: Launch) ->
         shares_gpus=args.rm_colocate,
         role=ROLES[served_role(args)],
         bind=launch.bind,
-        key=options.get(OPTION),
+        key=options.get(KEY_OPTION),
     )

@@ -15,7 +15,7 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
-from slimrl.engines import http
+from slimrl.engines.http import pop_key_from_environment
 from slimrl.processes.ray_environment import uncollected
 
 # replaces the ranks' rendezvous port, which torch would open on all addresses without authentication
@@ -24,7 +24,7 @@ INIT_METHOD_VARIABLE = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 
 def run_server(words: Sequence[str]) -> None:
     """Runs the server as `sglang.launch_server` does."""
-    key = http.pop_key_from_environment()
+    key = pop_key_from_environment()
     with uncollected():
         from sglang.launch_server import run_server
         from sglang.srt.plugins import load_plugins
@@ -54,7 +54,7 @@ def use_file_rendezvous(server_args: Any) -> None:
 
 def run_router(words: Sequence[str]) -> None:
     """Runs the router as `sglang_router.launch_router` does."""
-    key = http.pop_key_from_environment()
+    key = pop_key_from_environment()
     hide_python_router()
     from sglang_router.launch_router import launch_router, parse_router_args
 

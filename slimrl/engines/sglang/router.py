@@ -20,8 +20,7 @@ from typing import Any
 
 import msgspec
 
-from slimrl.engines import http
-from slimrl.engines.http import call, decode_as, is_reachable
+from slimrl.engines.http import call, decode_as, is_reachable, key_environment
 from slimrl.engines.protocol import EngineError, EngineUnavailableError
 from slimrl.engines.sglang.server_args import RESERVED_ROUTER, render_options, router_flags
 from slimrl.processes import POLL_INTERVAL_S, ManagedProcess, importable
@@ -261,7 +260,7 @@ class RouterProcess(RouterControl):
             router_command(self._listens_on, self.port, self._reservations[1].first, self._options),
             name=f"SGLang router {self.url}",
             log_path=self.log_path,
-            environment=importable() | NO_PROXY | http.key_environment(self.key),
+            environment=importable() | NO_PROXY | key_environment(self.key),
         )
         self._process.start()
 

@@ -14,8 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from slimrl.engines import http
-from slimrl.engines.http import call, is_reachable
+from slimrl.engines.http import KEY_OPTION, call, is_reachable, key_environment
 from slimrl.engines.server_protocol import WHOLE_SERVER, NodePart, ServerLaunch
 from slimrl.engines.sglang.launch import default_options, server_environment, without_expandable_segments
 from slimrl.engines.sglang.server_args import RESERVED, render_options, server_flags
@@ -64,7 +63,7 @@ class ServerProcess:
         self.log_path = Path(log_path)
         self.part = part
         self._wanted_port = port
-        self._options = {name: value for name, value in (options or {}).items() if name not in ("host", http.OPTION)}
+        self._options = {name: value for name, value in (options or {}).items() if name not in ("host", KEY_OPTION)}
         self._managed: dict[str, Any] = {
             "model_path": str(model_path),
             "tp_size": tensor_parallel_size,
@@ -126,7 +125,7 @@ class ServerProcess:
             log_path=self.log_path,
             environment=importable()
             | kernel_cache(os.environ)
-            | http.key_environment(self.key)
+            | key_environment(self.key)
             | server_environment(launch, self._options, os.environ, ranks=ranks, base_gpu_id=managed["base_gpu_id"]),
             shared_memory_prefixes=SHARED_MEMORY_PREFIXES,
         )

@@ -8,6 +8,8 @@ the server.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import logging
 import math
 from pathlib import Path
@@ -101,7 +103,8 @@ class ServedTeacher:
             request["top_logprobs_num"] = self._top
         expected = token_ids[sample.prompt_length :]
 
-        def read(reply: bytes, url: str) -> tuple[list[float], tuple[list[int], list[float]]]:
+        def read(body: bytes, url: str) -> tuple[list[float], tuple[list[int], list[float]]]:
+            reply = Reply(body)
             values = log_probs_of(reply, url, expected)
             return values, top_tokens_of(reply, url, len(expected), self._top) if self._top else ([], [])
 
@@ -159,18 +162,29 @@ class NamedTeachers:
             teacher.close()
 
 
-def log_probs_of(reply: bytes, url: str, token_ids: list[int]) -> list[float]:
+@dataclasses.dataclass(frozen=True)
+class Reply:
+    """A response of `/generate`, decoded once: the top tokens of a long sample are megabytes."""
+
+    body: bytes
+
+    @functools.cached_property
+    def meta_info(self) -> Any:
+        """Raises orjson.JSONDecodeError, KeyError or TypeError if there is none."""
+        return orjson.loads(self.body)["meta_info"]
+
+
+def log_probs_of(reply: Reply, url: str, token_ids: list[int]) -> list[float]:
     """The log-probabilities of `token_ids`, the last input tokens, in a response of `/generate`.
 
     Raises TeacherError for anything else.
     """
     try:
-        answer: Any = orjson.loads(reply)
-        entries = answer["meta_info"]["input_token_logprobs"][-len(token_ids) :]
+        entries = reply.meta_info["input_token_logprobs"][-len(token_ids) :]
         values, found = [float(entry[0]) for entry in entries], [entry[1] for entry in entries]
     except (orjson.JSONDecodeError, KeyError, TypeError, IndexError, ValueError) as error:
         raise TeacherError(
-            f"the teacher's server {url} returned {reply[:300]!r}, without a log-probability for each of"
+            f"the teacher's server {url} returned {reply.body[:300]!r}, without a log-probability for each of"
             f" {len(token_ids)} input tokens ({type(error).__name__}): serve a language model with SGLang"
         ) from error
     # SGLang reports an id of 0 in place of the last one of the vocabulary
@@ -189,13 +203,13 @@ def _top_tokens(flags: DistillationArguments) -> int:
     return flags.opd_top_k if flags.has_divergence else 0
 
 
-def top_tokens_of(reply: bytes, url: str, count: int, top: int) -> tuple[list[int], list[float]]:
+def top_tokens_of(reply: Reply, url: str, count: int, top: int) -> tuple[list[int], list[float]]:
     """Ids and log-probabilities of the `top` most probable tokens at the last `count` places, end to end.
 
     Raises TeacherError if the response of `/generate` has others.
     """
     try:
-        places = orjson.loads(reply)["meta_info"]["input_top_logprobs"][-count:]
+        places = reply.meta_info["input_top_logprobs"][-count:]
         entries = [(int(entry[1]), float(entry[0])) for place in places for entry in place]
     except (orjson.JSONDecodeError, KeyError, TypeError, IndexError, ValueError) as error:
         raise TeacherError(
