@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from slimrl.arguments.flag import FlagSpec, Problem, flag_specs
-from slimrl.arguments.flags.algorithm import AlgorithmArguments, CriticArguments, DistillationArguments
-from slimrl.arguments.flags.attention import AttentionArguments, PositionArguments
+from slimrl.arguments.flags.algorithm import AlgorithmArguments
 from slimrl.arguments.flags.checkpoint import CheckpointArguments
 from slimrl.arguments.flags.cluster import ClusterArguments
+from slimrl.arguments.flags.critic_and_teacher import CriticArguments, DistillationArguments
 from slimrl.arguments.flags.data import DataArguments, TrainBatchArguments
 from slimrl.arguments.flags.engine import EngineArguments, WeightUpdateArguments
 from slimrl.arguments.flags.kernels import KernelArguments
@@ -26,7 +26,13 @@ from slimrl.arguments.flags.logging import (
     PrometheusArguments,
     WandbArguments,
 )
-from slimrl.arguments.flags.model import ModelArguments, MultiTokenArguments, OtherModelArguments
+from slimrl.arguments.flags.model import (
+    AttentionArguments,
+    ModelArguments,
+    MultiTokenArguments,
+    OtherModelArguments,
+    PositionArguments,
+)
 from slimrl.arguments.flags.moe import MoeArguments
 from slimrl.arguments.flags.optimizer import OffloadArguments, OptimizerArguments
 from slimrl.arguments.flags.parallel import GradientArguments, ParallelArguments

@@ -325,8 +325,9 @@ class RolloutManager:
         metrics |= {**output.metrics, **await self._fault_metrics()}
         await asyncio.to_thread(self._dump, rollout_id, samples, metrics, [self._args.reward_key] * len(samples))
         batch = convert_samples.training_batch(self._args, samples, rewards, hook_args=self._args)
+        schedule = convert_samples.BatchSchedule.from_args(self._args)
         by_size = {
-            size: [ray.put(pickle.dumps(part)) for part in convert_samples.scheduled(self._args, batch, size)]
+            size: [ray.put(pickle.dumps(part)) for part in schedule.divide(batch, size)]
             for size in dict.fromkeys(self._data_parallel_sizes)
         }
         batches, *of_critic = (by_size[size] for size in self._data_parallel_sizes)

@@ -180,19 +180,34 @@ def training_batch(
         return _with_teacher(flags, batch_from_columns(function(hook_args, samples)))
 
 
-def scheduled(flags: Arguments, batch: RolloutBatch, data_parallel_size: int) -> list[RolloutBatch]:
-    """The parts of a batch of `training_batch`, one per data-parallel rank, with their schedule (`schedule_batch`)."""
-    return schedule_batch(
-        batch,
-        data_parallel_size=data_parallel_size,
-        context_parallel_size=flags.context_parallel_size,
-        micro_batch_group=flags.microbatch_group_size_per_vp_stage or 1,
-        global_batch_size=flags.global_batch_size,
-        micro_batch_size=flags.micro_batch_size,
-        max_tokens_per_micro_batch=flags.max_tokens_per_gpu if flags.use_dynamic_batch_size else None,
-        balance=flags.balance_data,
-        samples_together=flags.samples_together,
-    )
+@dataclasses.dataclass(frozen=True)
+class BatchSchedule:
+    """How rollouts are divided over data-parallel ranks, optimizer steps and micro-batches (`schedule_batch`)."""
+
+    context_parallel_size: int
+    micro_batch_group: int
+    global_batch_size: int
+    micro_batch_size: int
+    max_tokens_per_micro_batch: int | None
+    balance: bool
+    samples_together: int
+
+    @classmethod
+    def from_args(cls, args: Arguments) -> BatchSchedule:
+        """The schedule of a run."""
+        return cls(
+            context_parallel_size=args.context_parallel_size,
+            micro_batch_group=args.microbatch_group_size_per_vp_stage or 1,
+            global_batch_size=args.global_batch_size,
+            micro_batch_size=args.micro_batch_size,
+            max_tokens_per_micro_batch=args.max_tokens_per_gpu if args.use_dynamic_batch_size else None,
+            balance=args.balance_data,
+            samples_together=args.samples_together,
+        )
+
+    def divide(self, batch: RolloutBatch, data_parallel_size: int) -> list[RolloutBatch]:
+        """The parts of a batch of `training_batch`, one per data-parallel rank."""
+        return schedule_batch(batch, data_parallel_size=data_parallel_size, **vars(self))
 
 
 def _with_teacher(flags: ConversionArguments, batch: RolloutBatch) -> RolloutBatch:

@@ -17,7 +17,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from slimrl.arguments.flags.attention import AttentionArguments
+from slimrl.arguments.flags.model import AttentionArguments
 from slimrl.arguments.namespace import Arguments, MegatronArguments
 from slimrl.hooks import HookFailedError, LayerSpec, ModelProvider, accepted, named, naming_calls, resolve
 from slimrl.hooks.base import RunArguments
