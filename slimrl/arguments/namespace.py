@@ -18,7 +18,7 @@ from slimrl.arguments.flags.cluster import ClusterArguments
 from slimrl.arguments.flags.critic_and_teacher import CriticArguments, DistillationArguments
 from slimrl.arguments.flags.data import DataArguments, TrainBatchArguments
 from slimrl.arguments.flags.engine import EngineArguments, WeightUpdateArguments
-from slimrl.arguments.flags.kernels import KernelArguments
+from slimrl.arguments.flags.kernels import KernelArguments, PrecisionArguments
 from slimrl.arguments.flags.logging import (
     DebugArguments,
     LoggingArguments,
@@ -36,7 +36,6 @@ from slimrl.arguments.flags.model import (
 from slimrl.arguments.flags.moe import MoeArguments
 from slimrl.arguments.flags.optimizer import OffloadArguments, OptimizerArguments
 from slimrl.arguments.flags.parallel import GradientArguments, ParallelArguments
-from slimrl.arguments.flags.precision import PrecisionArguments
 from slimrl.arguments.flags.rollout import EvalArguments, RewardArguments, RolloutArguments
 
 

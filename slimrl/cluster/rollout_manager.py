@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import ray
 
-from slimrl.algorithms.reward_shaping import RunningMoments
+from slimrl.algorithms.estimators import RunningMoments
 from slimrl.arguments import Arguments
 from slimrl.cluster import ray_session
 from slimrl.cluster.engines.engine_group import EngineGroup

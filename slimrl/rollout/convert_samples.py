@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slimrl.algorithms.estimators import ESTIMATORS, Baseline, Estimator, Returns
+from slimrl.algorithms.estimators import ESTIMATORS, Baseline, Estimator, OverlongPenalty, Returns, RunningMoments
 from slimrl.algorithms.returns import group_normalized_rewards
-from slimrl.algorithms.reward_shaping import OverlongPenalty, RunningMoments
 from slimrl.arguments import Arguments
 from slimrl.arguments.namespace import ConversionArguments
 from slimrl.data.sample import Sample, SampleStatus

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slimrl.algorithms.estimators import merged_moments
 from slimrl.algorithms.losses import clipped_value_loss, masked_sum, sample_mean_weights
-from slimrl.algorithms.reward_shaping import merged_moments
 from slimrl.arguments import Arguments
 from slimrl.arguments.checkpoints import CRITIC, Found, critic_start, is_hf_model
 from slimrl.data.train_batch import RolloutBatch

@@ -2,7 +2,8 @@
 
 The parts of `PolicyRollout` run in order, each collective over the policy's ranks: `score`, `prepare`, `train`. A
 critic gives its values before `prepare`, which computes its targets; it is in the same ranks (`Critic`), or in ranks of
-its own (`CriticTrainer`), which work meanwhile.
+its own (`CriticTrainer`), which work meanwhile. `KLController` has the coefficient of the KL penalty, which may follow
+--kl-target from rollout to rollout.
 """
 
 from __future__ import annotations
@@ -11,8 +12,11 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from slimrl.algorithms.losses import next_kl_coef
 from slimrl.arguments.flags.algorithm import AlgorithmArguments
 from slimrl.data.train_batch import RolloutBatch
 from slimrl.megatron import data_parallel
@@ -21,7 +25,6 @@ from slimrl.megatron.parallel import ParallelState
 from slimrl.megatron.training.advantages import RolloutData, TrainingHooks, build_train_inputs
 from slimrl.megatron.training.critic import ValueColumns
 from slimrl.megatron.training.forward_step import TrainTensors, forward_backward, layer_tokens_by_count
-from slimrl.megatron.training.kl_controller import KLController
 from slimrl.megatron.training.log_prob_passes import LogProbPasses, RolloutLogProbs
 from slimrl.megatron.training.loss.loss_sums import LossSums
 from slimrl.megatron.training.reporting.diagnostics import ACTOR, PartProfiler, save_train_data
@@ -31,6 +34,37 @@ from slimrl.megatron.training.step_loss import StepLoss
 from slimrl.megatron.training.trained_model import TrainedModel
 from slimrl.models.model_spec import ModelSpec
 from slimrl.observability.tracer import Timeline
+
+_COEF = "kl_coef"
+
+
+class KLController:
+    """One rank's coefficient, equal on all ranks.
+
+    `numbers` is what a checkpoint saves and restores in place; empty without --kl-target.
+    """
+
+    def __init__(self, algorithm: AlgorithmArguments, device: torch.device) -> None:
+        self._target, self._horizon, self._device = algorithm.kl_target, algorithm.kl_horizon, device
+        self.numbers = {} if self._target is None else {_COEF: algorithm.kl_coef}
+
+    def applied_to(self, algorithm: AlgorithmArguments) -> AlgorithmArguments:
+        """The flags with the current coefficient as --kl-coef."""
+        return algorithm if self._target is None else dataclasses.replace(algorithm, kl_coef=self.numbers[_COEF])
+
+    def after_rollout(self, metrics: dict[str, float], samples: int) -> None:
+        """Notes the coefficient of a rollout of so many samples in its `metrics`, and moves it; collective."""
+        if self._target is None:
+            return
+        coef = self.numbers[_COEF]
+        metrics["rollout/kl_coef"] = coef
+        # sums on a device may be rounded differently by each rank
+        kl = torch.tensor(metrics["rollout/sample_kl"], dtype=torch.float64, device=self._device)
+        dist.broadcast(kl, src=0)
+        if not kl.isfinite():  # of a step that was skipped for that: the coefficient would never be finite again
+            return
+        moved = next_kl_coef(coef, float(kl), target=self._target, samples=samples, horizon=self._horizon)
+        self.numbers[_COEF] = moved
 
 
 @dataclasses.dataclass

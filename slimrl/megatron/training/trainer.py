@@ -35,15 +35,13 @@ from slimrl.megatron.model.micro_batch import MicroBatchPacker
 from slimrl.megatron.model.model_builder import OF_VALUE_MODEL, CustomModel, build_stages, build_value_stages
 from slimrl.megatron.offload import State, memory_of
 from slimrl.megatron.ref_model import ReferenceWeights
-from slimrl.megatron.teacher import Teacher
 from slimrl.megatron.training.advantages import TrainingHooks, after_initialization
 from slimrl.megatron.training.critic import VALUES, Critic, SampleColumns
 from slimrl.megatron.training.forward_step import LogProbConfig, layers_add_losses
-from slimrl.megatron.training.kl_controller import KLController
-from slimrl.megatron.training.log_prob_passes import LogProbPasses
+from slimrl.megatron.training.log_prob_passes import LogProbPasses, Teacher
 from slimrl.megatron.training.loss.policy_loss import PolicyLossConfig, PolicyLossHooks
 from slimrl.megatron.training.pass_plan import PassPlan
-from slimrl.megatron.training.policy_rollout import PolicyParts, PolicyRollout
+from slimrl.megatron.training.policy_rollout import KLController, PolicyParts, PolicyRollout
 from slimrl.megatron.training.reporting.diagnostics import LOG_PROBS, OVERALL, MemoryHistory, PartProfiler
 from slimrl.megatron.training.reporting.memory_report import MemoryReport
 from slimrl.megatron.training.reporting.train_metrics import PhaseTimes
