@@ -14,7 +14,6 @@ from typing import Any
 from slimrl.arguments.flag import FlagSpec, Problem, flag_specs
 from slimrl.arguments.flags.algorithm import AlgorithmArguments
 from slimrl.arguments.flags.checkpoint import CheckpointArguments
-from slimrl.arguments.flags.cluster import ClusterArguments
 from slimrl.arguments.flags.critic_and_teacher import CriticArguments, DistillationArguments
 from slimrl.arguments.flags.data import DataArguments, TrainBatchArguments
 from slimrl.arguments.flags.engine import EngineArguments, WeightUpdateArguments
@@ -35,7 +34,7 @@ from slimrl.arguments.flags.model import (
 )
 from slimrl.arguments.flags.moe import MoeArguments
 from slimrl.arguments.flags.optimizer import OffloadArguments, OptimizerArguments
-from slimrl.arguments.flags.parallel import GradientArguments, ParallelArguments
+from slimrl.arguments.flags.parallel import ClusterArguments, GradientArguments, ParallelArguments
 from slimrl.arguments.flags.rollout import EvalArguments, RewardArguments, RolloutArguments
 
 
