@@ -101,6 +101,10 @@ class ServedModel:
     gpus: int
     per_server: int
 
+    def title(self, args: Arguments) -> str:
+        """What it is in messages."""
+        return f"{served_role(args)} {self.name}".rstrip()
+
 
 def served_models(args: Arguments) -> tuple[ServedModel, ...]:
     """The reward model, the teacher or the teachers, in the order of their GPUs; none without servers to start."""

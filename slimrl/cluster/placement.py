@@ -31,8 +31,9 @@ PLACEMENT_TIMEOUT_S = 600.0
 class PlacementPlan:
     """The number of reserved GPUs, and those of training, rollout and the reward model (indices in GPU order).
 
-    Each engine takes `per_engine` consecutive rollout GPUs; `reward_servers` has the GPUs of each server of the reward
-    model or teachers.
+    `train` are those of the policy, which may also train the critic; `critic` those of a critic by itself. Each engine
+    takes `per_engine` consecutive rollout GPUs; `reward_servers` has the GPUs of each server of the reward model or
+    teachers.
     """
 
     total: int
@@ -40,27 +41,36 @@ class PlacementPlan:
     rollout: range
     per_engine: int
     reward_servers: tuple[range, ...] = ()
+    critic: range = range(0)
 
     @property
     def reward(self) -> range:
-        """The GPUs of all these servers."""
+        """The GPUs of all servers of the reward model or teachers."""
         servers = self.reward_servers
         return range(servers[0].start, servers[-1].stop) if servers else range(0)
+
+    @property
+    def sentence(self) -> str:
+        """The number of workers and GPUs that a run starts."""
+        critic = f", {len(self.critic)} critic workers" if self.critic else ""
+        return f"{len(self.train)} train workers{critic} and {len(self.rollout)} rollout GPUs"
 
 
 def plan_gpus(args: Arguments) -> PlacementPlan:
     """Colocated: training and rollout start at GPU 0. Separate: training first, then rollout.
 
-    The reward model comes last, with --rm-colocate it starts at GPU 0.
+    A critic with GPUs of its own follows the policy. The reward model comes last, with --rm-colocate it starts at GPU
+    0.
     """
-    train = 0 if args.debug_rollout_only else args.actor_num_nodes * args.actor_num_gpus_per_node
+    train = 0 if args.debug_rollout_only else args.actor_num_gpus
+    critic = range(train, train + args.critic_num_gpus)
     rollout = 0 if args.debug_train_only else args.rollout_gpus
     per_engine = args.rollout_num_gpus_per_engine
-    first = 0 if args.colocate else train
-    others = max(train, first + rollout)
+    first = 0 if args.colocate else critic.stop
+    others = max(critic.stop, first + rollout)
     reward = reward_gpus(args, others)
     total = max(others, *(servers.stop for servers in reward), 0)
-    return PlacementPlan(total, range(train), range(first, first + rollout), per_engine, reward)
+    return PlacementPlan(total, range(train), range(first, first + rollout), per_engine, reward, critic)
 
 
 @dataclasses.dataclass(frozen=True)

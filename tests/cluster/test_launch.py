@@ -10,7 +10,7 @@ from slimrl.arguments import Arguments
 from slimrl.cluster.engines.engine_group import server_settings
 from slimrl.cluster.launch import DriverWithoutGpuError, Launch, check_driver_sees_gpus, run_facts
 from slimrl.engines.server_protocol import ServerLaunch
-from slimrl.engines.sglang.launch import server_environment
+from slimrl.engines.sglang.server import server_environment
 from slimrl.platform.launch_env import Machine, RunFacts, rank_environment
 
 CPU = Machine(cuda=False, cores=4)

@@ -43,7 +43,7 @@ class RankOnBrokenDevice:
 
 def answers_of(rank, methods, monkeypatch):
     """The answers of `serve` to each call, in order."""
-    monkeypatch.setattr(train_process, "Rank", rank)
+    monkeypatch.setattr(train_process, "rank_of", rank)
     ours, theirs = Pipe()
     server = threading.Thread(target=train_process.serve, args=(theirs,))
     server.start()
@@ -83,11 +83,11 @@ def test_batch_is_passed_as_serialized_bytes_without_pickling_it_again():
             return frames[-1]
 
     arguments = (7, pickle.PickleBuffer(batch))
-    sending = threading.Thread(target=send_call, args=(sender, train_process.Rank.train, arguments))
+    sending = threading.Thread(target=send_call, args=(sender, train_process.PolicyRank.train, arguments))
     sending.start()
     method, (rollout_id, received) = receive_call(Noted())
     sending.join(30)
-    assert (method, rollout_id) == (train_process.Rank.train, 7)
+    assert (method, rollout_id) == (train_process.PolicyRank.train, 7)
     assert len(frames) == 2 and len(frames[0]) < 1000
     assert received is frames[1] and received == batch
     send_call(sender, train_process.Rank.wake, ())

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 
 from slimrl.arguments.dry_run.plan import Plan, loop_rows, option_words
 from slimrl.arguments.dry_run.resources import node_resources
-from slimrl.arguments.layout import dense_axes, expert_axes, rank_lists
+from slimrl.arguments.layout import data_parallel_sizes, dense_axes, expert_axes, rank_lists
 from slimrl.arguments.memory import StageMemory
-from slimrl.arguments.served_models import ServedModel, served_models, served_role
+from slimrl.arguments.served_models import served_models, served_role
 from slimrl.processes.process_info import gib
 
 # groups are listed rank by rank up to this world size; beyond it the first group of each kind is shown
@@ -77,6 +77,8 @@ def _gpus(plan: Plan) -> Iterator[str]:
     rows: list[tuple[object, ...]] = [("role", "gpus", "where (node: GPUs on it)")]
     if where.train:
         rows.append(("training", len(where.train), _where(plan, where.train)))
+    if where.critic:
+        rows.append(("critic", len(where.critic), _where(plan, where.critic)))
     if where.engines:
         every = range(where.engines[0].start, where.engines[-1].stop)
         rows.append(("engines", len(every), _where(plan, every)))
@@ -141,6 +143,8 @@ def _groups(plan: Plan) -> Iterator[str]:
         size = dict(sizes)[name]
         rows.append((name, size, meanings[name], _ranks(rank_lists(sizes, name), groups.world) if size > 1 else "-"))
     yield from table(rows)
+    if plan.placement.critic:
+        yield f"the critic's {len(plan.placement.critic)} ranks: the same, with DP {data_parallel_sizes(plan.args)[1]}"
     if groups.pipeline > 1:
         layers = ", ".join(f"{number}: {_runs(s.layers)}" for number, s in enumerate(plan.memory.stages))
         yield f"layers of each stage: {layers}"
@@ -311,26 +315,22 @@ def _servers(plan: Plan) -> Iterator[str]:
 
 def _reward_servers(plan: Plan) -> Iterator[str]:
     args, rest = plan.args, plan.placement.reward
+    words = [*([] if args.has_served_teacher else ["--is-embedding"]), *option_words(args.rm_server_options)]
     for model in served_models(args):
         count = -(-model.gpus // model.per_server)
         places, rest = "; ".join(_where(plan, gpus) for gpus in rest[:count][:LISTED]), rest[count:]
-        yield f"{_title(plan, model)}: {count} {'server' if count == 1 else 'servers'} more, at {places}"
-        words = [f"--model-path {model.folder}", f"--tp-size {model.per_server}"]
-        words += [] if args.has_served_teacher else ["--is-embedding"]
-        yield f"with: {' '.join([*words, *option_words(args.rm_server_options)])}"
+        yield f"{model.title(args)}: {count} {'server' if count == 1 else 'servers'} more, at {places}"
+        yield f"with: --model-path {model.folder} --tp-size {model.per_server} {' '.join(words)}".rstrip()
     if plan.placement.reward:
         yield f"at most {args.rm_concurrency} requests in flight per server (--rm-concurrency)"
 
 
-def _title(plan: Plan, model: ServedModel) -> str:
-    role = served_role(plan.args)
-    return f"{role} {model.name}" if model.name else role
-
-
 def _memory(plan: Plan) -> Iterator[str]:
-    stages = plan.memory.stages
+    stages = plan.memory.stages + plan.memory.critic
     if stages:
-        names = ["training" if len(stages) == 1 else f"stage {number}" for number in range(len(stages))]
+        several = len(plan.memory.stages) > 1
+        names = [f"stage {number}" if several else "training" for number in range(len(plan.memory.stages))]
+        names += [f"critic {number}" if several else "critic" for number in range(len(plan.memory.critic))]
         rows = [("", *names), *([name, *map(gib, sizes)] for name, sizes in _stage_rows(stages))]
         yield from table([[cell if index == 0 else cell.rjust(10) for index, cell in enumerate(row)] for row in rows])
         if any(stage.host for stage in stages):
@@ -339,10 +339,10 @@ def _memory(plan: Plan) -> Iterator[str]:
             parked = max(stage.weights + stage.optimizer + stage.critic for stage in stages)
             yield f"in host memory while engines generate, per GPU: {gib(parked)} (weights, optimizer state)"
     yield from _engine(plan)
-    first = 0
+    weights = iter(plan.reward_weights)
     for model in served_models(plan.args):
-        yield f"{_title(plan, model)}: weights {gib(plan.reward_weights[first])} of each of its GPUs"
-        first += model.gpus
+        size, *_ = (next(weights) for _ in range(model.gpus))  # equal on all of them
+        yield f"{model.title(plan.args)}: weights {gib(size)} of each of its GPUs"
     if plan.gpu is None:
         yield "the memory of a GPU is not known here: --gpu-memory-gib compares with it"
     else:

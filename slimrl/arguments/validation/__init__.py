@@ -75,6 +75,8 @@ TRAINING_RULES: tuple[Rule, ...] = (
     critic.critic_has_weights,
     critic.critic_is_saved_apart,
     critic.critic_schedule_is_complete,
+    critic.critic_fits_its_gpus,
+    critic.critic_shares_gpus_with_engines,
     cluster.rollout_has_gpus,
     engine.external_engines_exclude_local_engine_flags,
     engine.router_has_an_address,

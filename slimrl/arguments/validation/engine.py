@@ -72,11 +72,11 @@ def reward_model_shares_gpus(args: Arguments, context: Context) -> Iterator[Prob
         if not value:
             yield Problem("--rm-colocate", f"--rm-colocate needs {flag}: {fix}, or leave --rm-colocate out.")
     gpus = sum(model.gpus for model in served_models(args)) or args.rm_num_gpus
-    if args.colocate and gpus > args.actor_num_gpus:
+    if args.colocate and gpus > args.training_num_gpus:
         flag = "--opd-teacher-num-gpus" if args.opd_teacher_models else "--rm-num-gpus"
         yield Problem(
             flag,
-            f"{flag} {gpus} is more than the {args.actor_num_gpus} GPUs that --rm-colocate shares: lower it.",
+            f"{flag} {gpus} is more than the {args.training_num_gpus} GPUs that --rm-colocate shares: lower it.",
         )
 
 
@@ -92,7 +92,7 @@ def engines_fill_whole_nodes(args: Arguments, context: Context) -> Iterator[Prob
             f" {per_node}: an"
             " engine over several nodes fills them; choose a multiple, or correct --num-gpus-per-node.",
         )
-    first = 0 if args.colocate or args.debug_rollout_only else args.actor_num_gpus
+    first = 0 if args.colocate or args.debug_rollout_only else args.training_num_gpus
     if first % per_node and "actor_num_gpus_per_node" not in context.broken:
         yield Problem(
             _PER_ENGINE,

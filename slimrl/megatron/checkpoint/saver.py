@@ -24,6 +24,7 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
+from slimrl.arguments.checkpoints import read_manifest
 from slimrl.megatron.checkpoint import folder, io
 from slimrl.megatron.checkpoint.folder import Retention
 from slimrl.megatron.parallel import ParallelState
@@ -36,6 +37,8 @@ from slimrl.weights.hf_checkpoint import read_hf_config
 from slimrl.weights.update.export import iter_hf_tensors
 
 _logger = logging.getLogger(__name__)
+_LOOKS_EVERY_S = 0.05
+_PART_OF_TIMEOUT = 0.9  # other ranks wait in a collective meanwhile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +49,27 @@ class Snapshot:
     prepared: io.Prepared
     data_state: bytes  # empty: none is saved
     about: dict[str, Any]  # for the manifest
+
+
+@dataclasses.dataclass(frozen=True)
+class Awaited:
+    """A checkpoint of other ranks, without which one must not become complete: the critic's in the folder `root`.
+
+    Both have the same `saved_with` in their manifests.
+    """
+
+    root: Path
+    iteration: int
+    saved_with: str
+
+    def wait(self, seconds: float) -> None:
+        """Returns when it is complete. Raises TimeoutError after `seconds`."""
+        folder_of_it = self.root / folder.folder_name(self.iteration)
+        until = time.monotonic() + seconds
+        while (read_manifest(folder_of_it) or {}).get("saved_with") != self.saved_with:
+            if time.monotonic() > until:
+                raise TimeoutError(f"{folder_of_it}, which belongs to it, is not complete after {seconds:.0f} s")
+            time.sleep(_LOOKS_EVERY_S)
 
 
 class CheckpointSaver:
@@ -64,6 +88,7 @@ class CheckpointSaver:
         self._thread: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
         self._after: Callable[[], None] = lambda: None
+        self._awaited: Awaited | None = None
         self._copied = threading.Event()
         self._copied.set()
 
@@ -74,18 +99,19 @@ class CheckpointSaver:
         take: Callable[[], Snapshot],
         export: Callable[[], HfExport] | None = None,
         after: Callable[[], None] = lambda: None,
+        awaited: Awaited | None = None,
     ) -> Path:
         """Save the snapshot of `take` in `root`; returns the checkpoint's final folder.
 
         Waits for the previous save. The `export` is written after the checkpoint is complete. `after` waits for another
         save, without which this one must not become complete; it raises CheckpointError on every rank or on none. In
-        the background it is called by the thread. Raises CheckpointError,
-        on every rank, if this save (in the background: the previous one) failed on a rank; its files are removed, and
+        the background it is called by the thread. `awaited` is another save of other ranks. Raises CheckpointError, on
+        every rank, if this save (in the background: the previous one) failed on a rank; its files are removed, and
         older checkpoints stay.
         """
         self.finish()
         self._open()
-        self._after = after
+        self._after, self._awaited = after, awaited
         started = time.perf_counter()
         run_on_rank_zero(lambda: folder.begin(root, iteration), self._writers)
         snapshot = run_on_all_ranks(take, self._writers)
@@ -215,6 +241,8 @@ class CheckpointSaver:
     def _complete(
         self, root: Path, partial: Path, snapshot: Snapshot, checksums: Mapping[str, Checksums], started: float
     ) -> None:
+        if self._awaited is not None:
+            self._awaited.wait(_PART_OF_TIMEOUT * self._timeout.total_seconds())
         io.write_common(snapshot.prepared, partial)
         if snapshot.data_state:
             folder.write_data_state(partial, snapshot.data_state)
