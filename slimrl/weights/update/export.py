@@ -120,8 +120,8 @@ def iter_hf_tensors(
     """Yields (HF name, full tensor) of every weight, on the model's device and in its dtype.
 
     `model` is a bare GPTModel, or the model chunks of an interleaved stage. The groups are those of tensor, pipeline,
-    expert and expert tensor parallelism; None means a size of 1. A yielded tensor is valid until the next one is
-    requested and may share memory with the model: copy it to keep it. Every rank of the groups must consume the whole
+    expert and expert tensor parallelism; None means a size of 1. The tensors of a row are valid until that of the next
+    row is requested and may share memory with the model: copy them to keep them. Every rank of the groups must consume the whole
     iterator, which yields nothing on ranks not in `receivers` (global ranks; None: all). Raises ValueError, on every
     rank, for a tensor missing from the model or from the mapping.
     """
