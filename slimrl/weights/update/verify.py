@@ -339,7 +339,7 @@ class Manifest:
         offset = 0
         for entry in bucket.entries:
             name, dims = next(self._expected, ("nothing", ()))
-            num_bytes = math.prod(dims) * entry.dtype.itemsize
+            num_bytes = 0 if entry.shared is not None else math.prod(dims) * entry.dtype.itemsize
             if (entry.name, entry.shape) != (name, dims) or (entry.start, entry.end) != (offset, offset + num_bytes):
                 raise ValueError(
                     f"a bucket has {entry.name} {list(entry.shape)} in bytes {entry.start} to {entry.end}, but the"
