@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from slimrl.weights.update.buckets import BucketSpace, DoubleBuffer, ReusedBuffer, iter_buckets
@@ -85,6 +85,7 @@ def test_grouped_tensors_share_a_bucket_even_when_it_is_too_small():
     st.integers(1, 1000),
     st.integers(0, 3),
 )
+@example([(1, 4, True)] * 3, 1000, 1)  # the row after a fused tensor must not be joined in that tensor's place
 def test_rows_joined_in_the_bucket_itself_arrive_unchanged(rows, max_bytes, fused):
     expected = {f"{row}.{part}": row + part / 4 for row, (parts, _, _) in enumerate(rows) for part in range(parts)}
     places = []

@@ -161,7 +161,6 @@ def iter_buckets(
                 entries.append(Entry(name, tuple(tensor.shape), tensor.dtype, start, end, shared))
             space.offer(buffer[end:])
             pending = next(units, None)
-        space.offer(None)  # the receivers read this bucket from now on
         yield Bucket(buffer[:end], tuple(entries), last=pending is None)
 
 
