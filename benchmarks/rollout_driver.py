@@ -45,7 +45,7 @@ from benchmarks.instant_server import raw_load
 from slimrl.arguments import Arguments
 from slimrl.data.sample import Sample
 from slimrl.data.train_batch import schedule_batch
-from slimrl.engines.protocol import Generation
+from slimrl.engines.protocol import Generation, SamplingConfig
 from slimrl.engines.sglang.client import RouterClient
 from slimrl.engines.sglang.router import RouterProcess
 from slimrl.processes.ports import claim_ports
@@ -54,7 +54,6 @@ from slimrl.rollout.convert_samples import RewardProcessing, compute_rewards, tr
 from slimrl.rollout.dataset.data_source import RolloutDataSource
 from slimrl.rollout.metrics import sample_metrics
 from slimrl.rollout.rollout_generator import RolloutGenerator
-from slimrl.rollout.sampling import SamplingConfig
 from slimrl.tiny.models import build_tokenizer
 
 JSON = {"Content-Type": "application/json"}

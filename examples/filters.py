@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from slimrl.arguments import Arguments
 from slimrl.data.sample import Sample
-from slimrl.rollout.filter_hub.base_types import DynamicFilterOutput
+from slimrl.rollout.filter_hub.dynamic_sampling_filters import DynamicFilterOutput
 from slimrl.rollout.metrics import START_ROLLOUT_ID, is_repetitive
 
 

@@ -4,9 +4,10 @@
 #    bash scripts/run-qwen3-4B-ppo.sh [--tiny] [more flags of train.py]
 #
 # The critic starts from the policy's weights, is trained by the same GPUs and saved in the folder critic beside the
-# policy's checkpoints. Reads models and data from, and writes checkpoints to, BASE (default /root); docs/quickstart.md
-# explains how to download them. --tiny runs a toy model on this machine's CPU. If RAY_ADDRESS is set, the job is
-# submitted to that cluster; otherwise the script starts a Ray head and ends it with the job.
+# policy's checkpoints; with --critic-num-nodes 1 it has the GPUs of a second node. Reads models and data from, and
+# writes checkpoints to, BASE (default /root); docs/quickstart.md explains how to download them. --tiny runs a toy model
+# on this machine's CPU. If RAY_ADDRESS is set, the job is submitted to that cluster; otherwise the script starts a Ray
+# head and ends it with the job.
 # Proven: checked against published configs (qwen3-4B.json).
 # shellcheck source-path=SCRIPTDIR disable=SC2034
 set -euo pipefail

@@ -13,6 +13,7 @@ BUILDERS = {  # called once by an actor or a tool: they pass every component its
     "engines/http.py": {"with_key", "key_of"},
     "megatron/checkpoint/template.py": {"model_blueprint"},
     "megatron/training/critic.py": {"Critic.__init__", "critic_arguments"},
+    "megatron/training/critic_trainer.py": {"CriticTrainer.__init__"},
     "megatron/training/trained_model.py": {"TrainedModel.build"},
     "megatron/training/trainer.py": {"MegatronTrainer.__init__"},
     "observability/run_log.py": {"RunLog.open"},

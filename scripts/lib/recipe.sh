@@ -149,6 +149,10 @@ recipe_tiny() {
    else
       recipe_tiny_rollouts "$TOY"
    fi
+   if [[ " ${GRPO_ARGS[*]} " == *' --use-opd '* ]]; then
+      PLACEMENT_ARGS=(--actor-num-nodes 1 --actor-num-gpus-per-node 2 --rollout-num-gpus 1)
+      GRPO_ARGS+=(--rm-model "$TOY/teacher/model" --rm-num-gpus 1 --rm-num-gpus-per-engine 1)
+   fi
    PERF_ARGS=(--use-dynamic-batch-size --max-tokens-per-gpu 2048)
    if [[ " ${MODEL_ARGS[*]} " == *' --num-experts '* ]]; then PERF_ARGS+=(--expert-model-parallel-size 2); fi
    recipe_tiny_optimizer
@@ -168,6 +172,12 @@ recipe_make_toy() {
       python3 tools/make_tiny_model.py "${options[@]}" --warm-start-steps 300
       say "converting Hugging Face -> torch_dist"
       python3 tools/convert_hf_to_torch_dist.py "${MODEL_ARGS[@]}" --hf-checkpoint "$TOY/model" --save "$REFERENCE"
+   fi
+   if [[ " ${GRPO_ARGS[*]} " == *' --use-opd '* ]]; then
+      say "creating a toy with another seed and the same tokenizer as the teacher"
+      options+=(--output-dir "$TOY/teacher" --seed 1)
+      if [[ $REFERENCE == "$TOY"/* ]]; then options+=(--warm-start-steps 0); else options+=(--warm-start-steps 300); fi
+      python3 tools/make_tiny_model.py "${options[@]}" >/dev/null
    fi
    if [[ " ${ROLLOUT_ARGS[*]} " == *' --loss-type sft_loss '* ]]; then
       recipe_conversations <"$TOY/train.jsonl" >"$TOY/messages.jsonl"

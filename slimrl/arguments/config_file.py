@@ -4,6 +4,8 @@ A key of --custom-config-path is a flag with or without its dashes ("lr", "rollo
 "--sglang-mem-fraction-static", "disable_rewards_normalization") or the attribute that it sets
 ("rewards_normalization"). Values are checked like those of the command line and override them. Settings for custom
 functions go under `custom` and reach them as `args.custom`. Any other key is a problem.
+
+--megatron-config-path has flags of one role, policy or critic: `read_roles` maps them to slimrl's flags of that role.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from slimrl.arguments.flag import FlagSpec, Problem, ended
+from slimrl.arguments.flag import FlagSpec, Problem, ended, flag_specs
+from slimrl.arguments.flags.algorithm import WITH_CRITIC, AlgorithmArguments
 from slimrl.arguments.foreign_flags import other_word
 from slimrl.arguments.parser import ParsedLine, PassthroughTables, nearest_flag, parse_line
 
@@ -190,3 +193,122 @@ def _unknown(key: str, plain: str, known: Iterable[str]) -> str:
 
 def _complain(parsed: ParsedLine, path: str, complaint: str) -> None:
     parsed.problems.append(Problem("--custom-config-path", ended(f"--custom-config-path {path}: {complaint}")))
+
+
+ROLES_FLAG = "--megatron-config-path"
+_ACTOR, _CRITIC = "actor", "critic"
+# flags that the critic has under another name, and flags of the optimizer that may differ between the roles
+_OF_CRITIC = {
+    "lr": "critic_lr",
+    "lr_warmup_iters": "critic_lr_warmup_iters",
+    "load": "critic_load",
+    "save": "critic_save",
+}
+_OPTIMIZER = (
+    "min_lr",
+    "lr_warmup_init",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_eps",
+    "sgd_momentum",
+    "muon_momentum",
+    "clip_grad",
+)
+_POLICY_FOLDERS = ("load", "save", "ref_load", "ref_ckpt_step", "ckpt_step")
+# the flags of the algorithm say nothing about the critic's model or optimizer, but for this one: both losses read it
+_OF_POLICY = {spec.dest for spec in flag_specs(AlgorithmArguments)} - {"calculate_per_token_loss"}
+
+
+def read_roles(path: str, specs: list[FlagSpec], given: Mapping[str, Any]) -> ParsedLine:
+    """The file's flags as if they had been typed; those of the critic's optimizer are in `critic_overrides`.
+
+    `given` are the values of the command line. A flag that only one role overrides keeps its value for the other, if
+    there is a critic. A flag that both roles must share, such as a parallel size, may only repeat that value.
+    """
+    parsed = ParsedLine()
+
+    def complain(complaint: str) -> None:
+        parsed.problems.append(Problem(ROLES_FLAG, ended(f"{ROLES_FLAG} {path}: {complaint}")))
+
+    try:
+        roles = _roles(read_yaml(Path(path)))
+    except (OSError, ValueError) as error:
+        complain(str(error))
+        return parsed
+    by_key = {spec.dest: spec for spec in specs}
+    values: dict[str, dict[str, Any]] = {_ACTOR: {}, _CRITIC: {}}
+    for role, overrides in roles.items():
+        for key, value in overrides.items():
+            plain = str(key).removeprefix("--").replace("-", "_")
+            spec = by_key.get(plain)
+            if spec is None:
+                nearest = nearest_flag("--" + plain.replace("_", "-"), [spec.name for spec in specs])
+                complain(f"{key} of the {role} is not a flag{f': did you mean {nearest}?' if nearest else ''}")
+                continue
+            try:
+                if isinstance(value, str) and "${" in value:
+                    raise ValueError("names an environment variable: write its value")
+                values[role][plain] = _value(spec, value)
+            except ValueError as error:
+                complain(f"{key} of the {role}: {json.dumps(value, default=str)} {error}")
+                continue
+            same = given.get(plain, spec.default) == values[role][plain]
+            if not same and (why := _not_of_role(role, spec)) is not None:
+                complain(f"{key} of the {role}: {why}")
+    parsed.values |= _of_roles(values[_ACTOR], values[_CRITIC], by_key, given)
+    return parsed
+
+
+def _roles(root: Any) -> dict[str, dict[Any, Any]]:
+    """The overrides by role. Raises ValueError if the file has another form."""
+    entries = root.get("megatron") if isinstance(root, dict) else None
+    if not isinstance(entries, list) or set(root) != {"megatron"}:
+        raise ValueError("the file must hold one key, megatron, with a list of roles")
+    found: dict[str, dict[Any, Any]] = {}
+    for entry in entries:
+        if not isinstance(entry, dict) or set(entry) - {"name", "role", "overrides"}:
+            raise ValueError(f"{entry!r} is no role: each has role and overrides, and may have the name default")
+        role, overrides = entry.get("role"), entry.get("overrides") or {}
+        if role not in (_ACTOR, _CRITIC):
+            raise ValueError(f"the role {role!r} does not exist: give actor or critic")
+        if entry.get("name", "default") != "default":
+            raise ValueError(f"the {role} {entry['name']!r}: a run has one policy and one critic; leave name out")
+        if role in found or not isinstance(overrides, dict):
+            why = "is given twice: join its overrides" if role in found else "needs a mapping as overrides"
+            raise ValueError(f"the role {role} {why}")
+        found[role] = overrides
+    return found
+
+
+def _not_of_role(role: str, spec: FlagSpec) -> str | None:
+    """Why a role cannot have a flag for itself; None if it can."""
+    if spec.dest in _OPTIMIZER or spec.dest in _OF_CRITIC:
+        return None
+    if role == _CRITIC:
+        return f"the critic has the policy's {spec.name}; leave it out, or change {spec.name} for both"
+    if spec.dest in _POLICY_FOLDERS or spec.dest in _OF_POLICY:
+        return None
+    return f"it also applies to the critic or the engines; give {spec.name} on the command line"
+
+
+def _of_roles(
+    actor: Mapping[str, Any], critic: Mapping[str, Any], specs: Mapping[str, FlagSpec], given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The values of slimrl's flags; what the actor overrides keeps its value for the critic."""
+    allowed = {name for name in actor if _not_of_role(_ACTOR, specs[name]) is None}
+    values = {name: actor[name] for name in allowed}
+    estimator = values.get("advantage_estimator", given.get("advantage_estimator"))
+    preserved = allowed if estimator in WITH_CRITIC else set()
+    overrides = {}
+    for name in _OPTIMIZER:
+        if name in critic or name in preserved:
+            of_critic = critic.get(name, given.get(name, specs[name].default))
+            if of_critic != actor.get(name, given.get(name, specs[name].default)):
+                overrides[name] = of_critic
+    for name, own in _OF_CRITIC.items():
+        if name in critic:
+            values[own] = critic[name]
+        elif name in preserved and own not in given and name in ("lr", "lr_warmup_iters"):
+            values[own] = given.get(name, specs[name].default)
+    return values | ({"critic_overrides": overrides} if overrides else {})

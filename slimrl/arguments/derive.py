@@ -63,6 +63,9 @@ def _layout(args: Arguments) -> None:
     model_gpus = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
     if model_gpus > 0:
         args.data_parallel_size = max(args.actor_num_gpus // model_gpus, 1)
+    if args.critic_num_nodes is not None or args.critic_num_gpus_per_node is not None:
+        args.critic_num_nodes = args.critic_num_nodes or args.actor_num_nodes
+        args.critic_num_gpus_per_node = args.critic_num_gpus_per_node or args.actor_num_gpus_per_node
     _colocated_gpus(args)
     if args.rollout_external_engine_addrs and args.rollout_num_gpus is None:  # for metrics per GPU
         args.rollout_num_gpus = len(args.rollout_external_engine_addrs) * args.rollout_num_gpus_per_engine
@@ -71,7 +74,7 @@ def _layout(args: Arguments) -> None:
 
 def _colocated_gpus(args: Arguments) -> None:
     """With --colocate the engines use the training GPUs; --rollout-num-gpus is ignored."""
-    given, shared = args.rollout_num_gpus, args.actor_num_gpus
+    given, shared = args.rollout_num_gpus, args.training_num_gpus
     if not args.colocate or given == shared or (given is not None and args.debug_rollout_only):
         return
     if given is not None:

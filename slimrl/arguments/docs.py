@@ -84,12 +84,6 @@ class Capability:
 # A flag belongs to the first matching row.
 CAPABILITIES = (
     Capability(
-        "A critic on GPUs of its own",
-        "critic_num_*",
-        "The critic of PPO trains on the policy's GPUs ([algorithms.md](algorithms.md#ppo)).",
-        in_readme=False,
-    ),
-    Capability(
         "Multimodal models",
         "multimodal_keys mrope_section",
         "Prompts and responses are text.",

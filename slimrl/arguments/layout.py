@@ -24,17 +24,26 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """GPUs in order; `train`, `engines` and `reward` are positions in `places` (one range per server)."""
+    """GPUs in order; the others are positions in `places` (of `engines` and `reward` one range per server).
+
+    `train` are the policy's GPUs, `critic` those that the critic has for itself.
+    """
 
     places: tuple[Place, ...]
     train: range
     engines: tuple[range, ...]
     reward: tuple[range, ...] = ()
+    critic: range = range(0)
 
     @property
     def total(self) -> int:
         """The number of GPUs that the run reserves."""
-        return max(self.train.stop, *(servers[-1].stop for servers in (self.engines, self.reward) if servers), 0)
+        return max(
+            self.train.stop,
+            self.critic.stop,
+            *(servers[-1].stop for servers in (self.engines, self.reward) if servers),
+            0,
+        )
 
     def shares(self, positions: range) -> dict[int, int]:
         """The number of these GPUs by node."""
@@ -50,20 +59,21 @@ class Placement:
 
 
 def placement(args: Arguments, nodes: Sequence[int] | None) -> Placement:
-    """GPUs of both roles. `nodes` has the GPUs of each node of a running cluster; None: --num-gpus-per-node each.
+    """GPUs of all roles. `nodes` has the GPUs of each node of a running cluster; None: --num-gpus-per-node each.
 
     GPUs beyond those of `nodes` are placed on a nonexistent node: the caller then rejects the plan.
     """
     train = 0 if args.debug_rollout_only else args.actor_num_gpus
     rollout = 0 if args.debug_train_only else args.rollout_gpus
-    start = 0 if args.colocate else train
+    critic = range(train, train + args.critic_num_gpus)
+    start = 0 if args.colocate else critic.stop
     size = args.rollout_num_gpus_per_engine
     engines = tuple(range(first, first + size) for first in range(start, start + rollout, size))
-    others = max(train, start + rollout)
+    others = max(critic.stop, start + rollout)
     servers, size = reward_gpus(args, others), args.rm_num_gpus_per_engine
     reward = tuple(range(first, first + size) for first in servers[::size])
     total = max(others, servers.stop)
-    return Placement(tuple(_places(total, nodes, args.num_gpus_per_node)), range(train), engines, reward)
+    return Placement(tuple(_places(total, nodes, args.num_gpus_per_node)), range(train), engines, reward, critic)
 
 
 def _places(total: int, nodes: Sequence[int] | None, per_node: int) -> list[Place]:
@@ -91,6 +101,23 @@ class Groups:
     def optimizer_shares(self) -> int:
         """GPUs with the same dense weights, over which the distributed optimizer shards its state."""
         return self.data * self.context
+
+
+def critic_layout(args: Arguments) -> Arguments:
+    """The flags as they apply to a critic on GPUs of its own: their number takes the place of the policy's.
+
+    The data-parallel size may differ from the policy's; all other parallel sizes are equal.
+    """
+    nodes, per_node = args.critic_num_nodes, args.critic_num_gpus_per_node
+    assert nodes is not None and per_node is not None  # it has some
+    own = dataclasses.replace(args, actor_num_nodes=nodes, actor_num_gpus_per_node=per_node)
+    return dataclasses.replace(own, data_parallel_size=groups_of(own).data)
+
+
+def data_parallel_sizes(args: Arguments) -> tuple[int, ...]:
+    """That of the policy, and that of a critic on GPUs of its own."""
+    critic = (groups_of(critic_layout(args)).data,) if args.critic_num_gpus else ()
+    return (1 if args.debug_rollout_only else args.data_parallel_size, *critic)
 
 
 def groups_of(args: Arguments) -> Groups:

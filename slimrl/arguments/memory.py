@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from slimrl.arguments.layout import Groups, groups_of, stage_layers
+from slimrl.arguments.layout import Groups, critic_layout, groups_of, stage_layers
 from slimrl.arguments.namespace import Arguments
 from slimrl.models.activation_memory import Setting, output_bytes, saved_bytes, working_bytes
 from slimrl.models.model_spec import ModelSpec
@@ -131,6 +131,19 @@ def training_memory(args: Arguments, *, tokens: int | None = None) -> tuple[Stag
     return tuple(_stage(args, spec, setting, parts, number) for number in range(len(parts)))
 
 
+def critic_memory(args: Arguments) -> tuple[StageMemory, ...]:
+    """The same of one GPU of a critic on GPUs of its own; empty if there is none.
+
+    Its parts are those of a reward model in training: a value head without logits, and no weight updates.
+    """
+    if not args.critic_num_gpus:
+        return ()
+    own = critic_layout(args)
+    own.loss_type, own.advantage_estimator, own.debug_train_only = "reward_model_loss", "grpo", True
+    own.kl_coef, own.use_kl_loss, own.use_opd = 0.0, False, False  # no other models
+    return training_memory(own)
+
+
 def parameter_bytes(args: Arguments) -> int:
     """Bytes of one weight, and of one activation, in training."""
     return 2 if args.bf16 or args.fp16 else 4
@@ -175,7 +188,7 @@ def _critic_bytes(args: Arguments, groups: Groups, weights: Weights) -> tuple[in
 
     With Megatron-FSDP the weights are whole outside of the critic's own passes.
     """
-    if not args.use_critic or args.eval_only:
+    if not args.use_critic or args.eval_only or args.critic_num_gpus:
         return 0, 0, 0
     dense, expert = _buffers(args, groups, weights)
     state = _optimizer_bytes(args, groups, weights, dense, expert)

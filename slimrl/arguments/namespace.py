@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from slimrl.arguments.flag import FlagSpec, Problem, flag_specs
-from slimrl.arguments.flags.algorithm import AlgorithmArguments, CriticArguments, DistillationArguments
-from slimrl.arguments.flags.attention import AttentionArguments, PositionArguments
+from slimrl.arguments.flags.algorithm import AlgorithmArguments
 from slimrl.arguments.flags.checkpoint import CheckpointArguments
-from slimrl.arguments.flags.cluster import ClusterArguments
+from slimrl.arguments.flags.critic_and_teacher import CriticArguments, DistillationArguments
 from slimrl.arguments.flags.data import DataArguments, TrainBatchArguments
 from slimrl.arguments.flags.engine import EngineArguments, WeightUpdateArguments
-from slimrl.arguments.flags.kernels import KernelArguments
+from slimrl.arguments.flags.kernels import KernelArguments, PrecisionArguments
 from slimrl.arguments.flags.logging import (
     DebugArguments,
     LoggingArguments,
@@ -26,11 +25,16 @@ from slimrl.arguments.flags.logging import (
     PrometheusArguments,
     WandbArguments,
 )
-from slimrl.arguments.flags.model import ModelArguments, MultiTokenArguments, OtherModelArguments
+from slimrl.arguments.flags.model import (
+    AttentionArguments,
+    ModelArguments,
+    MultiTokenArguments,
+    OtherModelArguments,
+    PositionArguments,
+)
 from slimrl.arguments.flags.moe import MoeArguments
 from slimrl.arguments.flags.optimizer import OffloadArguments, OptimizerArguments
-from slimrl.arguments.flags.parallel import GradientArguments, ParallelArguments
-from slimrl.arguments.flags.precision import PrecisionArguments
+from slimrl.arguments.flags.parallel import ClusterArguments, GradientArguments, ParallelArguments
 from slimrl.arguments.flags.rollout import EvalArguments, RewardArguments, RolloutArguments
 
 
@@ -96,6 +100,8 @@ class DerivedArguments(DerivedLayout, DerivedEngine, DerivedRun):
 
     eval_datasets: list[EvalDataset] = dataclasses.field(default_factory=list)
     custom: dict[str, Any] = dataclasses.field(default_factory=dict)  # settings of custom hooks, from a file
+    # flags of the optimizer with another value for the critic, from --megatron-config-path
+    critic_overrides: dict[str, Any] = dataclasses.field(default_factory=dict)
     notes: list[str] = dataclasses.field(default_factory=list)  # sentences worth a log line at the start
 
 
@@ -226,6 +232,23 @@ class Arguments(
         """True if training evaluates held-out pairs or conversations; then no engine evaluates."""
         reads = self.reads_pairs or (self.reads_conversations and self.loss_type == "sft_loss")
         return reads and self.debug_train_only and self.eval_interval is not None
+
+    @property
+    def critic_num_gpus(self) -> int:
+        """GPUs that train the critic and nothing else; 0 if the policy's ranks train it, or if there is none."""
+        nodes, per_node = self.critic_num_nodes, self.critic_num_gpus_per_node
+        trains = self.use_critic and not self.eval_only and not self.debug_rollout_only
+        return nodes * per_node if trains and nodes is not None and per_node is not None else 0
+
+    @property
+    def broadcasts_weights(self) -> bool:
+        """True if weight updates are broadcasts, with --colocate those to the engines on the critic's GPUs."""
+        return self.update_weight_transport == "nccl" and (not self.colocate or self.critic_num_gpus > 0)
+
+    @property
+    def training_num_gpus(self) -> int:
+        """GPUs of policy and critic together."""
+        return self.actor_num_gpus + self.critic_num_gpus
 
     @property
     def run_path(self) -> Path:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from slimrl.arguments.config_file import read_config_file
+from slimrl.arguments.config_file import ROLES_FLAG, read_config_file, read_roles
 from slimrl.arguments.derive import derive, take_distributed_optimizer, take_precision_of_model
 from slimrl.arguments.eval_datasets import resolve_eval_datasets
 from slimrl.arguments.flag import FlagSpec, Problem, report
@@ -50,7 +50,7 @@ def read_args(
     entry = Path(entry).name
     specs = all_flag_specs()
     parsed = parse_line(argv, specs, passthrough or {})
-    notes = _add_config_file(parsed, specs, passthrough or {})
+    notes = _add_config_file(parsed, specs, passthrough or {}) + _add_roles(parsed, specs)
     args, found = _checked(parsed, entry)
     if parsed.guesses and found:
         # report only problems that exist both with and without the guesses
@@ -81,8 +81,18 @@ def _add_config_file(parsed: ParsedLine, specs: list[FlagSpec], passthrough: Pas
     if path is None:
         return []
     from_file = read_config_file(path, specs, passthrough)
+    return _override(parsed, from_file, f"--custom-config-path {path}")
+
+
+def _add_roles(parsed: ParsedLine, specs: list[FlagSpec]) -> list[str]:
+    """The same with --megatron-config-path."""
+    path = parsed.values.get("megatron_config_path")
+    return [] if path is None else _override(parsed, read_roles(path, specs, parsed.values), f"{ROLES_FLAG} {path}")
+
+
+def _override(parsed: ParsedLine, from_file: ParsedLine, file: str) -> list[str]:
     replaced = [
-        f"{dest} is {redact_flag(dest, value)} from --custom-config-path {path}, which overrides"
+        f"{dest} is {redact_flag(dest, value)} from {file}, which overrides"
         f" {redact_flag(dest, parsed.values[dest])} from the command line."
         for dest, value in from_file.values.items()
         if parsed.values.get(dest, value) != value

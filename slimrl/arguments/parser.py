@@ -83,7 +83,6 @@ RETIRED_FLAGS: dict[str, str] = {
     "--rollout-buffer-url": "it belongs to an example's own service; use --rollout-function-path",
     "--fetch-trajectory-retry-times": "it belongs to an example's own service; use --rollout-function-path",
     "--rollout-task-type": "it belongs to an example's own service; use --rollout-function-path",
-    "--megatron-config-path": "give the policy's flags themselves, and the critic's as --critic-lr, --critic-load, ...",
     "--megatron-deepgemm-forward-layers": "it needs patched engines; leave it out",
     "--megatron-deepgemm-forward-modules": "it needs patched engines; leave it out",
     "--megatron-deepgemm-moe-forward-layers": "it needs patched engines; leave it out",

@@ -93,7 +93,7 @@ def _run(args: Arguments, loop: Callable[[Run], None]) -> int:
     from slimrl.cluster.ray_session import InsufficientGpusError
     from slimrl.cluster.run import open_run
     from slimrl.cluster.supervisor import ProcessDiedError
-    from slimrl.cluster.training.train_group import RankFailedError
+    from slimrl.cluster.training.train_worker import RankFailedError
     from slimrl.cluster.watchdog import WatchdogTimeoutError
     from slimrl.data.readers import ChangedDataError
     from slimrl.engines.protocol import EngineError, EngineRequestError

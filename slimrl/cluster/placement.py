@@ -31,7 +31,8 @@ PLACEMENT_TIMEOUT_S = 600.0
 class PlacementPlan:
     """The number of reserved GPUs, and those of training, rollout and the reward model (indices in GPU order).
 
-    Each engine takes `per_engine` consecutive rollout GPUs; servers of the reward model `per_reward_engine` of theirs.
+    `train` are those of the policy, which may also train the critic; `critic` those of a critic by itself. Each engine
+    takes `per_engine` consecutive rollout GPUs; servers of the reward model `per_reward_engine` of theirs.
     """
 
     total: int
@@ -40,18 +41,27 @@ class PlacementPlan:
     per_engine: int
     reward: range = range(0)
     per_reward_engine: int = 1
+    critic: range = range(0)
+
+    @property
+    def sentence(self) -> str:
+        """The number of workers and GPUs that a run starts."""
+        critic = f", {len(self.critic)} critic workers" if self.critic else ""
+        return f"{len(self.train)} train workers{critic} and {len(self.rollout)} rollout GPUs"
 
 
 def plan_gpus(args: Arguments) -> PlacementPlan:
     """Colocated: training and rollout start at GPU 0. Separate: training first, then rollout.
 
-    The reward model comes last, with --rm-colocate it starts at GPU 0.
+    A critic with GPUs of its own follows the policy. The reward model comes last, with --rm-colocate it starts at GPU
+    0.
     """
-    train = 0 if args.debug_rollout_only else args.actor_num_nodes * args.actor_num_gpus_per_node
+    train = 0 if args.debug_rollout_only else args.actor_num_gpus
+    critic = range(train, train + args.critic_num_gpus)
     rollout = 0 if args.debug_train_only else args.rollout_gpus
     per_engine = args.rollout_num_gpus_per_engine
-    first = 0 if args.colocate else train
-    others = max(train, first + rollout)
+    first = 0 if args.colocate else critic.stop
+    others = max(critic.stop, first + rollout)
     reward = reward_gpus(args, others)
     return PlacementPlan(
         max(others, reward.stop),
@@ -60,6 +70,7 @@ def plan_gpus(args: Arguments) -> PlacementPlan:
         per_engine,
         reward,
         args.rm_num_gpus_per_engine,
+        critic,
     )
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import ray
 
-from slimrl.algorithms.reward_shaping import RunningMoments
+from slimrl.algorithms.estimators import RunningMoments
 from slimrl.arguments import Arguments
 from slimrl.cluster import ray_session
 from slimrl.cluster.engines.engine_group import EngineGroup
@@ -62,6 +62,7 @@ LOOP_INTERVAL_S = 1.0
 class RolloutResult:
     """One finished rollout: a pickled batch per data-parallel rank in Ray's object store, and its metrics.
 
+    `critic_batches` are those of the ranks of a critic on GPUs of its own.
     `data_state` is the data source's state right after this rollout's prompts were sampled: a checkpoint with it
     resumes at the next prompt, however many rollouts were generated ahead. None if no checkpoint follows.
     """
@@ -72,6 +73,7 @@ class RolloutResult:
     data_state: dict[str, Any] | None
     weight_version: str
     seconds: float
+    critic_batches: list[ray.ObjectRef] = dataclasses.field(default_factory=list)
 
 
 def load_tokenizer(path: str, *, trust_code: bool) -> Any:
@@ -98,14 +100,14 @@ class RolloutManager:
     custom function blocks the main one.
     """
 
-    def __init__(self, args: Arguments, data_parallel_size: int, log_path: Path, folder: Path) -> None:
+    def __init__(self, args: Arguments, data_parallel_sizes: Sequence[int], log_path: Path, folder: Path) -> None:
         ray_session.enter(folder)
         ray_session.redirect_to(log_path, args.log_level)
         self._args = args
         self._timeline = Timeline.open(args, "rollout manager")
         self._timeline.add_process_start()
         self._dumps = RolloutDumps(args.save_debug_rollout_data, args.save_debug_rollout_limit)
-        self._data_parallel_size = data_parallel_size
+        self._data_parallel_sizes = data_parallel_sizes
         self._engines: EngineGroup | None = None
         self._reward_servers = RewardServers([])
         self._recovery: EngineRecovery | None = None
@@ -315,7 +317,8 @@ class RolloutManager:
         data_state = output.data_state or (self._data_source.state_dict() if saved else None)
         samples = [sample for group in groups for sample in group]
         check_failure_rate(samples, self._args.rm_failure_limit, f"rollout {rollout_id}")
-        from slimrl.rollout.convert_samples import RewardProcessing, compute_rewards, remove_truncated, training_batch
+        from slimrl.rollout import convert_samples
+        from slimrl.rollout.convert_samples import RewardProcessing, compute_rewards, remove_truncated
 
         remove_truncated(samples, asked=self._args.mask_truncated_samples)
         rewards = compute_rewards(RewardProcessing.from_args(self._args), samples, self._moments)
@@ -329,7 +332,13 @@ class RolloutManager:
         if own is not None:  # it may change the samples
             dump()
             await self._dumps.finish()
-        batches = self._schedule(training_batch(self._args, samples, rewards, hook_args=self._args))
+        batch = convert_samples.training_batch(self._args, samples, rewards, hook_args=self._args)
+        schedule = convert_samples.BatchSchedule.from_args(self._args)
+        by_size = {
+            size: [ray.put(pickle.dumps(part)) for part in schedule.divide(batch, size)]
+            for size in dict.fromkeys(self._data_parallel_sizes)
+        }
+        batches, *of_critic = (by_size[size] for size in self._data_parallel_sizes)
         versions = {version for sample in samples for version in sample.weight_versions}
         versions |= {version for sample in samples for version, _ in sample.version_spans if version}
         reported = reported_metrics(
@@ -339,11 +348,12 @@ class RolloutManager:
             dump()  # while the batches train
         return RolloutResult(
             rollout_id=rollout_id,
-            batches=[ray.put(pickle.dumps(batch)) for batch in batches],
+            batches=batches,
             metrics=reported,
             data_state=None if data_state is None else self._moments.added_to(data_state),
             weight_version=",".join(sorted(versions, key=lambda version: (len(version), version))),
             seconds=time.perf_counter() - started,
+            critic_batches=of_critic[0] if of_critic else [],
         )
 
     async def _fault_metrics(self) -> dict[str, float]:
@@ -352,21 +362,6 @@ class RolloutManager:
             return {}
         await self._recovery.generation_ends()
         return self._recovery.take_metrics()
-
-    def _schedule(self, batch: Any) -> list[Any]:
-        from slimrl.data.train_batch import schedule_batch
-
-        return schedule_batch(
-            batch,
-            data_parallel_size=self._data_parallel_size,
-            context_parallel_size=self._args.context_parallel_size,
-            micro_batch_group=self._args.microbatch_group_size_per_vp_stage or 1,
-            global_batch_size=self._args.global_batch_size,
-            micro_batch_size=self._args.micro_batch_size,
-            max_tokens_per_micro_batch=self._args.max_tokens_per_gpu if self._args.use_dynamic_batch_size else None,
-            balance=self._args.balance_data,
-            samples_together=self._args.samples_together,
-        )
 
     async def evaluate(self, rollout_id: int) -> dict[str, EvaluationReport]:
         """Evaluates every data set, dumps the samples and returns the reports."""

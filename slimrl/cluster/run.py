@@ -23,7 +23,7 @@ from slimrl.cluster.rollout_manager import RolloutResult
 from slimrl.cluster.rollout_manager_proxy import EngineMemoryProxy, RolloutManagerCleanup, RolloutManagerProxy
 from slimrl.cluster.run_startup import open_timeline, resolve_num_rollout, start_manager, weight_recovery
 from slimrl.cluster.supervisor import Supervisor, watch_nodes
-from slimrl.cluster.training.train_group import TrainGroup
+from slimrl.cluster.training.train_group import TrainGroup, start_training
 from slimrl.cluster.watchdog import WatchdogConfig, poll_actors
 from slimrl.engines.http import check_servers_reachable, with_key
 from slimrl.observability.ci_checks import RunCheckError, RunChecks
@@ -162,7 +162,7 @@ class Run:
         self._colocated.onload_trainer()
         self._trained_version = rollout.rollout_id + 1
         with self._timed("train"), self._progress("train", self._trainers.progress, "micro-batch") as update:
-            metrics = self._trainers.train(rollout.rollout_id, rollout.batches, update)
+            metrics = self._trainers.train(rollout.rollout_id, rollout.batches, update, rollout.critic_batches)
         try:
             self._checks.check(rollout.rollout_id, metrics)
         except RunCheckError:
@@ -329,12 +329,12 @@ def open_run(args: Arguments) -> Iterator[Run]:
         manager, manager_end, gpus, supervisor = _reserve(stack, args, plan, launch)
         args = resolve_num_rollout(args, manager, supervisor)
 
-        logger.info("starting %d train workers and %d rollout GPUs", len(plan.train), len(plan.rollout))
+        logger.info("starting %s", plan.sentence)
         starting = manager.start(None if args.debug_train_only else gpus, launch)
         trainers, start, data_state = None, args.start_rollout_id or 0, None
         if not args.debug_rollout_only:
             logger.info("%s", start_of(args).sentence)
-            trainers = TrainGroup(args, gpus, supervisor, launch)
+            trainers = start_training(args, gpus, supervisor, launch)
             stack.callback(trainers.kill)
         if args.offload_rollout:  # before training allocates its memory
             timeline.mark("wait for the servers")
@@ -373,7 +373,7 @@ def _reserve(
 ) -> tuple[RolloutManagerProxy, RolloutManagerCleanup, GpuBundles, Supervisor]:
     """Starts the rollout manager and reserves the GPUs meanwhile; `stack` ends the manager, then returns the GPUs."""
     reserved = stack.enter_context(contextlib.ExitStack())
-    manager = start_manager(args, plan, launch)
+    manager = start_manager(args, launch)
     manager_end = stack.enter_context(RolloutManagerCleanup.of_manager(args, manager))
     gpus = GpuBundles(plan)
     reserved.callback(gpus.release)

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from slimrl.arguments import Arguments
+from slimrl.arguments.layout import data_parallel_sizes
 from slimrl.cluster.engines.weight_update_recovery import WeightUpdateRecovery
 from slimrl.cluster.launch import Launch
-from slimrl.cluster.placement import PlacementPlan
 from slimrl.cluster.rollout_manager import RolloutManager
 from slimrl.cluster.rollout_manager_proxy import RolloutManagerProxy
 from slimrl.cluster.supervisor import Supervisor
@@ -51,12 +51,12 @@ def weight_recovery(
     return recovery
 
 
-def start_manager(args: Arguments, plan: PlacementPlan, launch: Launch) -> RolloutManagerProxy:
+def start_manager(args: Arguments, launch: Launch) -> RolloutManagerProxy:
     """Starts the rollout manager without waiting for it."""
     options = {"runtime_env": {"env_vars": launch.environment}, "name": "rollout manager", "max_concurrency": 64}
     log_path = Path(args.run_dir).absolute() / "logs" / "rollout.log"
     actor = RolloutManager.options(**options)  # type: ignore[attr-defined]
-    return RolloutManagerProxy(actor.remote(args, args.data_parallel_size if plan.train else 1, log_path, Path.cwd()))
+    return RolloutManagerProxy(actor.remote(args, data_parallel_sizes(args), log_path, Path.cwd()))
 
 
 def resolve_num_rollout(args: Arguments, manager: RolloutManagerProxy, supervisor: Supervisor) -> Arguments:

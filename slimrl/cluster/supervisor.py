@@ -289,7 +289,12 @@ def watch_nodes(gpus: Sequence[GpuBundle], plan: PlacementPlan) -> contextlib.Ab
 
 def nodes_of(gpus: Sequence[GpuBundle], plan: PlacementPlan, known: Iterable[dict], own: str) -> list[WatchedNode]:
     """The nodes to watch: Ray's head and the nodes with a GPU of the run, except `own`; `known` are `ray.nodes()`."""
-    shares = (("training ranks", plan.train), ("rollout GPUs", plan.rollout), ("reward GPUs", plan.reward))
+    shares = (
+        ("training ranks", plan.train),
+        ("critic ranks", plan.critic),
+        ("rollout GPUs", plan.rollout),
+        ("reward GPUs", plan.reward),
+    )
     found = []
     for node in known:
         here = {index for index, gpu in enumerate(gpus) if gpu.node == node["NodeID"]}

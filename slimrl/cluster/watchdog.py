@@ -151,23 +151,27 @@ class RolloutStatus:
     log: str
 
 
-def format_rank_status(ranks: Sequence[RankStatus | None], pending: Sequence[int]) -> str:
-    """The ranks grouped by position: unresponsive ranks first, then the furthest behind first."""
+def format_rank_status(ranks: Sequence[RankStatus | None], pending: Sequence[int], kind: str = "rank") -> str:
+    """The ranks grouped by position: unresponsive ranks first, then the furthest behind first.
+
+    `kind` is what they are called.
+    """
     unresponsive = [rank for rank in pending if ranks[rank] is None]
     known = [status for rank in pending if (status := ranks[rank]) is not None]
     known.sort(key=lambda status: (status.state != "stopped", status.micro_batch, -status.seconds))
     groups: dict[tuple[str, str], list[RankStatus]] = {}
     for status in known:
         groups.setdefault((status.place, status.state), []).append(status)
-    parts = [f"{_ranks(unresponsive)} does not answer: no reply from its actor"] if unresponsive else []
-    parts += [_group(place, state, members) for (place, state), members in groups.items()]
+    parts = [f"{_counted(kind, unresponsive)} does not answer: no reply from its actor"] if unresponsive else []
+    parts += [_group(kind, place, state, members) for (place, state), members in groups.items()]
     done = [rank for rank in range(len(ranks)) if rank not in pending]
-    return "; ".join(parts + ([f"{_ranks(done)} done"] if done else []))
+    return "; ".join(parts + ([f"{_counted(kind, done)} done"] if done else []))
 
 
-def _group(place: str, state: str, members: Sequence[RankStatus]) -> str:
+def _group(kind: str, place: str, state: str, members: Sequence[RankStatus]) -> str:
     first = members[0]
-    label = f"rank {first.rank} (pid {first.pid} on {first.node})" if len(members) == 1 else _ranks(_numbers(members))
+    alone = f"{kind} {first.rank} (pid {first.pid} on {first.node})"
+    label = alone if len(members) == 1 else _counted(kind, _numbers(members))
     stopped = "" if state in ("running", "sleeping") else f", process {state}"
     at = f", at {first.frames[0]}{_slimrl_frame(first.frames)}" if first.frames else ""
     return f"{label} {place} for {first.seconds:.0f} s{stopped}{at} (stacks in {first.log})"
@@ -181,10 +185,6 @@ def _slimrl_frame(frames: Sequence[str]) -> str:
 
 def _numbers(members: Sequence[RankStatus]) -> list[int]:
     return sorted(status.rank for status in members)
-
-
-def _ranks(numbers: Sequence[int]) -> str:
-    return _counted("rank", numbers)
 
 
 def _counted(what: str, numbers: Sequence[int]) -> str:

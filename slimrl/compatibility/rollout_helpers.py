@@ -23,10 +23,9 @@ import orjson
 
 from slimrl.arguments import Arguments
 from slimrl.data.sample import Sample
-from slimrl.engines.protocol import ServiceError
+from slimrl.engines.protocol import SamplingConfig, ServiceError
 from slimrl.hooks import own_path
 from slimrl.rollout.generation.sample_tracker import CustomGenerateCall, own_headers
-from slimrl.rollout.sampling import SamplingConfig
 
 _MODEL_NAMES = ("default", "actor")
 

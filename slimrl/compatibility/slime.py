@@ -135,7 +135,7 @@ OFFERS = (
     Offer(
         "slime.rollout.filter_hub.base_types",
         "DynamicFilterOutput",
-        "slimrl.rollout.filter_hub.base_types:DynamicFilterOutput",
+        "slimrl.rollout.filter_hub.dynamic_sampling_filters:DynamicFilterOutput",
         "also has `keep_when_insufficient`",
     ),
     *(

@@ -19,10 +19,9 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 
 from slimrl.arguments.derive import apex_installed, transformer_engine_installed
-from slimrl.arguments.flags.kernels import KernelArguments
+from slimrl.arguments.flags.kernels import KernelArguments, PrecisionArguments
 from slimrl.arguments.flags.optimizer import OptimizerArguments
 from slimrl.arguments.flags.parallel import ParallelArguments
-from slimrl.arguments.flags.precision import PrecisionArguments
 from slimrl.arguments.namespace import MegatronArguments
 from slimrl.platform import is_cpu
 

@@ -29,7 +29,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from torch import Tensor
 
-from slimrl.megatron.model.rotary import drop_frequencies
+from slimrl.megatron.model.layers import drop_frequencies
 from slimrl.platform.launch_env import keeps_communicators, this_machine
 
 logger = logging.getLogger(__name__)

@@ -2,7 +2,7 @@
 
 A decision is a pure function of a `Machine` (a node, as data), the run's flags and the inherited variables, so that
 tests on a CPU cover the decisions for GPUs. Only `this_machine`, `network_of` and `usable_cores` query torch and the
-operating system. The decisions for SGLang servers are in `slimrl.engines.sglang.launch`.
+operating system. The decisions for SGLang servers are in `slimrl.engines.sglang.server`.
 """
 
 from __future__ import annotations

@@ -18,13 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slimrl.algorithms.estimators import ESTIMATORS, Baseline, Estimator, Returns
+from slimrl.algorithms.estimators import ESTIMATORS, Baseline, Estimator, OverlongPenalty, Returns, RunningMoments
 from slimrl.algorithms.returns import group_normalized_rewards
-from slimrl.algorithms.reward_shaping import OverlongPenalty, RunningMoments
 from slimrl.arguments import Arguments
 from slimrl.arguments.namespace import ConversionArguments
 from slimrl.data.sample import Sample, SampleStatus
-from slimrl.data.train_batch import RolloutBatch, batch_from_samples
+from slimrl.data.train_batch import RolloutBatch, batch_from_samples, schedule_batch
 from slimrl.hooks import ConvertSamples, RewardPostProcess, named, naming, resolve
 from slimrl.hooks.base import RunArguments
 
@@ -178,6 +177,36 @@ def training_batch(
     function = resolve(path, ConvertSamples)
     with naming(_FLAG, path):
         return _with_teacher(flags, batch_from_columns(function(hook_args, samples)))
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchSchedule:
+    """How rollouts are divided over data-parallel ranks, optimizer steps and micro-batches (`schedule_batch`)."""
+
+    context_parallel_size: int
+    micro_batch_group: int
+    global_batch_size: int
+    micro_batch_size: int
+    max_tokens_per_micro_batch: int | None
+    balance: bool
+    samples_together: int
+
+    @classmethod
+    def from_args(cls, args: Arguments) -> BatchSchedule:
+        """The schedule of a run."""
+        return cls(
+            context_parallel_size=args.context_parallel_size,
+            micro_batch_group=args.microbatch_group_size_per_vp_stage or 1,
+            global_batch_size=args.global_batch_size,
+            micro_batch_size=args.micro_batch_size,
+            max_tokens_per_micro_batch=args.max_tokens_per_gpu if args.use_dynamic_batch_size else None,
+            balance=args.balance_data,
+            samples_together=args.samples_together,
+        )
+
+    def divide(self, batch: RolloutBatch, data_parallel_size: int) -> list[RolloutBatch]:
+        """The parts of a batch of `training_batch`, one per data-parallel rank."""
+        return schedule_batch(batch, data_parallel_size=data_parallel_size, **vars(self))
 
 
 def _with_teacher(flags: ConversionArguments, batch: RolloutBatch) -> RolloutBatch:

@@ -12,13 +12,13 @@ from typing import Any
 from slimrl.arguments.eval_datasets import eval_prompt_format
 from slimrl.arguments.namespace import EvalDataset, PromptArguments
 from slimrl.data.sample import Sample, SampleStatus
+from slimrl.engines.protocol import SamplingConfig
 from slimrl.rollout.async_utils import gather_or_cancel
 from slimrl.rollout.dataset.prompt_dataset import PromptSet, load_prompts
 from slimrl.rollout.generation.sample_generator import SampleConfig, SampleError, SampleGenerator
 from slimrl.rollout.metrics import PASS_REWARD, ks_of, length_statistics, mean, pass_at_k
 from slimrl.rollout.rm_hub import RewardConfig
 from slimrl.rollout.rm_hub.scorer import REWARD_FAILURE_KEY
-from slimrl.rollout.sampling import SamplingConfig
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ import zlib
 from collections import Counter
 from collections.abc import Sequence
 
-from slimrl.algorithms.reward_shaping import OverlongPenalty
+from slimrl.algorithms.estimators import OverlongPenalty
 from slimrl.arguments import Arguments
 from slimrl.data.sample import Sample, SampleStatus
 from slimrl.rollout.generation.multi_turn import NON_GENERATION_TIME, TURN_STARTS

@@ -17,11 +17,11 @@ from slimrl.arguments import Arguments
 from slimrl.arguments.flags.rollout import RolloutArguments
 from slimrl.arguments.namespace import EvalDataset, PromptArguments
 from slimrl.data.sample import Sample
-from slimrl.engines.protocol import EngineClient, StoppableEngine
+from slimrl.engines.protocol import EngineClient, SamplingConfig, StoppableEngine
 from slimrl.rollout.asynchronous.async_rollout import AsyncRollout
 from slimrl.rollout.dataset.data_source import RolloutDataSource
 from slimrl.rollout.evaluate import EvalResult, Evaluator
-from slimrl.rollout.filter_hub.base_types import GroupFilter
+from slimrl.rollout.filter_hub.dynamic_sampling_filters import GroupFilter
 from slimrl.rollout.generation.inflight_groups import (
     MAX_CONSECUTIVE_DROPS,
     DynamicSampler,
@@ -33,7 +33,6 @@ from slimrl.rollout.generation.sample_tracker import ActiveSample, SampleTrace
 from slimrl.rollout.metrics import dynamic_filter_metrics, partial_metrics
 from slimrl.rollout.rm_hub import RewardScorer
 from slimrl.rollout.rollout_function import CustomRollout, ExpectedOutput, RolloutOutput, eval_results
-from slimrl.rollout.sampling import SamplingConfig
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 from slimrl.algorithms.divergence import Divergence, output_divergence, output_top_divergence
 from slimrl.algorithms.log_probs import output_log_probs
 from slimrl.arguments.flag import flag_specs
-from slimrl.arguments.flags.algorithm import SAMPLED_REVERSE_KL, DistillationArguments
+from slimrl.arguments.flags.critic_and_teacher import SAMPLED_REVERSE_KL, DistillationArguments
 
 TOKENS, VOCABULARY, PADDED = 7, 150, 192
 DIVERGENCES = {

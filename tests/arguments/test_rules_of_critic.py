@@ -6,9 +6,14 @@ import json
 
 import pytest
 
-from slimrl.arguments import read_args
+from slimrl.arguments import Arguments, read_args
 from slimrl.arguments.checkpoints import MANIFEST_NAME, TRACKER_NAME, critic_start
+from slimrl.arguments.layout import critic_layout, data_parallel_sizes
+from slimrl.arguments.namespace import Context
+from slimrl.arguments.validation.critic import critic_shares_gpus_with_engines
+from slimrl.arguments.validation.parallel import experts_can_be_sharded
 
+PPO = "--advantage-estimator ppo"
 # rule -> (flags that pass when appended to the recipe, flags that do not with their error)
 CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
     "critic_flags_have_a_critic": (
@@ -93,6 +98,44 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
         ],
     ),
 }
+CASES |= {
+    "critic_fits_its_gpus": (
+        [
+            f"{PPO} --critic-num-nodes 1",
+            f"{PPO} --critic-num-gpus-per-node 2",
+            f"{PPO} --critic-num-gpus-per-node 8 --critic-num-nodes 2 --use-dynamic-batch-size --max-tokens-per-gpu 64",
+        ],
+        [
+            (
+                f"{PPO} --critic-num-gpus-per-node 16",
+                "--critic-num-gpus-per-node 16 is more than the --num-gpus-per-node 8 of a node: lower it, or raise"
+                " --num-gpus-per-node.",
+            ),
+            (
+                f"{PPO} --critic-num-nodes 3 --critic-num-gpus-per-node 1 --actor-num-gpus-per-node 4"
+                " --tensor-model-parallel-size 2 --rollout-num-gpus-per-engine 1",
+                "--critic-num-nodes 3 x --critic-num-gpus-per-node 1 = 3 GPUs of the critic do not divide by"
+                " --tensor-model-parallel-size 2, which also applies to the critic: give a multiple of 2 GPUs.",
+            ),
+            (
+                f"{PPO} --critic-num-nodes 1 --critic-num-gpus-per-node 6",
+                "--critic-num-gpus-per-node 6 gives the critic data parallel size 3, and --global-batch-size 256 does"
+                " not fill that: choose a multiple of 3, or another number of GPUs.",
+            ),
+        ],
+    ),
+    "critic_shares_gpus_with_engines": (
+        [f"{PPO} --critic-num-gpus-per-node 2 --colocate"],
+        [
+            (
+                f"{PPO} --critic-num-gpus-per-node 4 --colocate --rollout-num-gpus-per-engine 8"
+                " --actor-num-gpus-per-node 4",
+                "--rollout-num-gpus-per-engine 8 does not divide the 4 GPUs of the policy, and one engine would be on"
+                " GPUs of policy and critic: with --colocate and a critic on GPUs of its own choose a divisor.",
+            ),
+        ],
+    ),
+}
 PASS = [(rule, line) for rule, (lines, _) in CASES.items() for line in lines]
 FAIL = [(rule, *case) for rule, (_, cases) in CASES.items() for case in cases]
 
@@ -167,3 +210,55 @@ def test_folder_of_the_critic_without_a_folder_of_the_policy_is_an_error(recipe)
     assert "--critic-save x is written whenever --save is, which is missing: give --save, or leave it out." in map(
         str, problems
     )
+
+
+def test_number_that_is_left_out_is_the_policys(recipe):
+    args, problems = read_args(recipe.line(f"{PPO} --critic-num-gpus-per-node 4"))
+    assert problems == [] and (args.critic_num_nodes, args.critic_num_gpus, args.training_num_gpus) == (1, 4, 12)
+    args, problems = read_args(recipe.line(f"{PPO} --critic-num-nodes 2"))
+    assert problems == [] and (args.critic_num_gpus_per_node, args.critic_num_gpus) == (8, 16)
+    assert read_args(recipe.line(PPO))[0].critic_num_gpus == 0  # in the policy's ranks
+
+
+def test_engines_share_the_gpus_of_policy_and_critic(recipe):
+    args, problems = read_args(recipe.line(f"{PPO} --critic-num-gpus-per-node 4 --colocate"))
+    assert problems == [] and args.rollout_num_gpus == 12
+    assert (
+        read_args(recipe.line(f"{PPO} --critic-num-gpus-per-node 4 --num-rollout 0 --eval-interval 1"))[
+            0
+        ].rollout_num_gpus
+        == 8
+    )  # an evaluation has no critic
+
+
+def test_sizes_of_data_parallelism_are_of_policy_and_critic(recipe):
+    args, _ = read_args(recipe.line(f"{PPO} --critic-num-gpus-per-node 4"))  # tensor parallel size 2
+    assert data_parallel_sizes(args) == (4, 2)
+    assert data_parallel_sizes(read_args(recipe.line(PPO))[0]) == (4,)
+
+
+def test_engines_with_stages_do_not_share_the_critics_gpus(recipe):
+    args, _ = read_args(recipe.line(f"{PPO} --critic-num-gpus-per-node 2 --colocate"))
+    args.sglang_options = {"pp_size": 2}
+    (problem,) = critic_shares_gpus_with_engines(args, Context("train.py"))
+    assert problem.sentence == (
+        "--sglang-pp-size 2: engines with pipeline stages take weights only from trainers on their own GPUs, and with"
+        " --colocate some are on the critic's: leave it out, or --critic-num-nodes and --critic-num-gpus-per-node."
+    )
+
+
+def test_experts_of_a_critic_on_few_gpus_are_sharded_as_the_policys_are():
+    args = Arguments(
+        num_experts=8,
+        expert_model_parallel_size=2,
+        use_megatron_fsdp=True,
+        data_parallel_sharding_strategy="optim_grads",
+        advantage_estimator="ppo",
+        actor_num_nodes=1,
+        actor_num_gpus_per_node=8,
+        critic_num_nodes=1,
+        critic_num_gpus_per_node=2,
+    )
+    assert list(experts_can_be_sharded(args)) == []  # four holders of each expert
+    (problem,) = experts_can_be_sharded(critic_layout(args), " of the critic")
+    assert problem.sentence.startswith("--expert-model-parallel-size 2 leaves each expert of the critic on one GPU")

@@ -18,7 +18,7 @@ from slimrl.arguments import Arguments
 from slimrl.cluster import dry_run, main
 from slimrl.cluster import run as run_module
 from slimrl.cluster.supervisor import ProcessDiedError
-from slimrl.cluster.training.train_group import RankFailedError
+from slimrl.cluster.training.train_worker import RankFailedError
 from slimrl.cluster.watchdog import WatchdogTimeoutError
 from slimrl.data.readers import ChangedDataError
 from slimrl.engines.protocol import EngineError, EngineRequestError

@@ -50,6 +50,13 @@ def test_every_other_gpu_node_is_watched_and_described_by_its_roles():
     ]
 
 
+def test_node_of_critic_ranks_is_described():
+    gpus = [GpuBundle(i, node, "", 0) for i, node in enumerate("abb")]
+    plan = PlacementPlan(3, range(1), range(0), 1, critic=range(1, 3))
+    known = [{"NodeID": "b", "NodeManagerAddress": "10.0.0.2", "NodeManagerPort": 7, "Resources": {}}]
+    assert nodes_of(gpus, plan, known, own="a") == [WatchedNode("10.0.0.2", 7, "critic ranks 0, 1")]
+
+
 def test_node_that_accepts_or_refuses_connections_is_not_named(caplog):
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as refuses:
         refuses.bind(("127.0.0.1", 0))  # bound, but not listening

@@ -9,6 +9,7 @@ import ray
 from ray._raylet import AuthenticationMode
 
 from slimrl.arguments import Arguments
+from slimrl.arguments.layout import placement
 from slimrl.cluster import ray_session as ray_session_module
 from slimrl.cluster.placement import (
     ENGINE_SHARE,
@@ -216,3 +217,33 @@ def test_train_worker_and_engine_share_a_gpu_and_a_death_ends_the_wait():
             supervisor.get([members[0].watch.remote()], awaited)
         # a status query to a dead process has no answer, and that is no error for the caller
         assert poll_actors([member.gpu.remote() for member in members]) == [[gpus.gpus[0].gpu_id], None]
+
+
+PPO = {"advantage_estimator": "ppo", "critic_num_nodes": 1, "critic_num_gpus_per_node": 3}
+
+
+@pytest.mark.parametrize(
+    ("changes", "train", "critic", "rollout", "total"),
+    [
+        ({}, [0, 1], [2, 3, 4], [5, 6, 7, 8, 9, 10], 11),
+        (
+            {"colocate": True, "rollout_num_gpus": 5, "rollout_num_gpus_per_engine": 1},
+            [0, 1],
+            [2, 3, 4],
+            [0, 1, 2, 3, 4],
+            5,
+        ),
+        ({"debug_train_only": True}, [0, 1], [2, 3, 4], [], 5),
+        ({"debug_rollout_only": True}, [], [], [0, 1, 2, 3, 4, 5], 6),
+        ({"advantage_estimator": "grpo"}, [0, 1], [], [2, 3, 4, 5, 6, 7], 8),
+        ({"num_rollout": 0}, [0, 1], [], [2, 3, 4, 5, 6, 7], 8),
+    ],
+    ids=["separate", "colocated", "training only", "generation only", "no critic", "evaluation only"],
+)
+def test_critic_has_the_gpus_after_the_policys(changes, train, critic, rollout, total):
+    args = flags(**{"num_rollout": 3, **PPO, **changes})
+    plan = plan_gpus(args)
+    assert (list(plan.train), list(plan.critic), list(plan.rollout), plan.total) == (train, critic, rollout, total)
+    planned = placement(args, None)  # of the dry run
+    assert (list(planned.train), list(planned.critic), planned.total) == (train, critic, total)
+    assert [gpu for engine in planned.engines for gpu in engine] == rollout

@@ -24,7 +24,12 @@ def test_final_step_is_in_the_summary(tmp_path, monkeypatch):
     trainers = types.SimpleNamespace(train=lambda *_: [STEP], progress=None, memory=lambda: [], last_weight_update={})
     actor = types.SimpleNamespace(memory=types.SimpleNamespace(remote=lambda: None))
     rollout = types.SimpleNamespace(
-        rollout_id=0, batches=[], metrics={"rollout/raw_reward": 0.5}, weight_version="0", seconds=1.0
+        rollout_id=0,
+        batches=[],
+        critic_batches=[],
+        metrics={"rollout/raw_reward": 0.5},
+        weight_version="0",
+        seconds=1.0,
     )
     args = Arguments(ci_test=True, num_rollout=3, run_dir=str(tmp_path))
     with pytest.raises(RunCheckError, match="ratio_max_abs_diff"), RunLog(tmp_path, versions={}) as log:

@@ -8,6 +8,7 @@ import sys
 import threading
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 
 import pytest
 
@@ -37,13 +38,16 @@ class RankOnBrokenDevice:
 
     def wake(self) -> None: ...
 
+    def save(self) -> None:
+        raise FloatingPointError("the loss is nan")
+
     def sleep(self) -> None:
         sys.exit("a custom layer")
 
 
 def answers_of(rank, methods, monkeypatch):
     """The answers of `serve` to each call, in order."""
-    monkeypatch.setattr(train_process, "Rank", rank)
+    monkeypatch.setattr(train_process, "rank_of", rank)
     ours, theirs = Pipe()
     server = threading.Thread(target=train_process.serve, args=(theirs,))
     server.start()
@@ -71,6 +75,26 @@ def test_call_error_reaches_the_actor_when_the_device_is_lost(monkeypatch):
     assert kind == "error" and "illegal memory access" in summary
 
 
+@pytest.mark.parametrize("kind", [train_process.PolicyRank, train_process.CriticRank])
+def test_no_role_overrides_a_method_that_the_actor_sends_by_the_base_class(kind):
+    sent = {name for name in vars(train_process.Rank) if not name.startswith("_")}
+    assert {"initialize", "sleep", "wake", "finish_saves", "close"} <= sent and not sent & set(vars(kind))
+
+
+def test_policy_leaves_the_engines_before_the_process_groups():
+    left = []
+    rank = train_process.PolicyRank.__new__(train_process.PolicyRank)
+    rank._updater = SimpleNamespace(close=lambda: left.append("engines"))
+    rank._trainer = SimpleNamespace(close=lambda: left.append("groups"))
+    train_process.Rank.close(rank)
+    assert left == ["engines", "groups"]
+
+
+def test_value_that_is_not_finite_is_an_error_of_its_own_kind(monkeypatch):
+    ((kind, (summary, _)),) = answers_of(RankOnBrokenDevice, ("save",), monkeypatch)["save"]
+    assert (kind, summary) == ("not finite", "FloatingPointError: the loss is nan")
+
+
 def test_batch_is_passed_as_serialized_bytes_without_pickling_it_again():
     batch = pickle.dumps(list(range(10_000)))
     ours, theirs = socket.socketpair()
@@ -83,11 +107,11 @@ def test_batch_is_passed_as_serialized_bytes_without_pickling_it_again():
             return frames[-1]
 
     arguments = (7, pickle.PickleBuffer(batch))
-    sending = threading.Thread(target=send_call, args=(sender, train_process.Rank.train, arguments))
+    sending = threading.Thread(target=send_call, args=(sender, train_process.PolicyRank.train, arguments))
     sending.start()
     method, (rollout_id, received) = receive_call(Noted())
     sending.join(30)
-    assert (method, rollout_id) == (train_process.Rank.train, 7)
+    assert (method, rollout_id) == (train_process.PolicyRank.train, 7)
     assert len(frames) == 2 and len(frames[0]) < 1000
     assert received is frames[1] and received == batch
     send_call(sender, train_process.Rank.wake, ())

@@ -122,6 +122,15 @@ def test_slowest_rank_is_listed_first():
     )
 
 
+def test_ranks_of_the_critic_are_named():
+    log = "logs/critic-rank0.log"
+    assert format_rank_status([rank(0, 3, log=log), None, rank(2, 8, method=None)], [0, 1], "critic rank") == (
+        "critic rank 1 does not answer: no reply from its actor;"
+        " critic rank 0 (pid 100 on 10.0.0.1) in micro-batch 3 of 8 for 118 s (stacks in logs/critic-rank0.log);"
+        " critic rank 2 done"
+    )
+
+
 def generation(**changes) -> RolloutStatus:
     values = dict(doing="", finished=61, expected=64, samples=[], in_flight=0, blocked_line="", servers=[], log="r.log")
     return RolloutStatus(**(values | changes))

@@ -9,7 +9,7 @@ import pytest
 from slimrl.cluster.engines import weight_update_recovery as resync_module
 from slimrl.cluster.engines.engine_recovery import EngineGroupStatus, RecoveryEvents
 from slimrl.cluster.engines.weight_update_recovery import WeightUpdateRecovery
-from slimrl.cluster.training.train_group import RankFailedError
+from slimrl.cluster.training.train_worker import RankFailedError
 from slimrl.cluster.watchdog import WaitTarget
 from slimrl.weights.update.topology import EngineEndpoint
 

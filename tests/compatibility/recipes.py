@@ -31,6 +31,14 @@ DEEPEP = "--moe-enable-deepep --moe-token-dispatcher-type flex"
 ONE_NODE = "--actor-num-nodes 1 --actor-num-gpus-per-node 8 --colocate"
 
 
+PPO = """--advantage-estimator ppo --kl-loss-coef 0.00 --kl-loss-type k1 --kl-coef 0.00 --entropy-coef 0.00
+ --eps-clip 4e-4 --num-critic-only-steps 1 --normalize-advantages"""
+ROLES = """megatron:
+- {name: default, role: critic, overrides: {lr: 1e-5}}
+- {name: default, role: actor, overrides: {lr: 1e-6}}
+"""
+
+
 def layout(tp: int, pp: int, cp: int, ep: int, tokens: int) -> str:
     """The parallel sizes and the packing that every recipe spells out."""
     return (
@@ -72,6 +80,27 @@ RECIPES: dict[str, Recipe] = {
         "qwen3-4B",
         f"""{CKPT} {MATH} {EVAL} {GRPO} {ADAM} {MISC} {layout(2, 1, 1, 1, 9216)} --actor-num-nodes 1
  --actor-num-gpus-per-node 2 --rollout-num-gpus 6 --rollout-num-gpus-per-engine 1""",
+    ),
+    "PPO, colocated, with a file of roles": Recipe(
+        "qwen3-4B",
+        f"""{CKPT} {MATH} {EVAL} {PPO} {ADAM} {MISC} {ONE_NODE} {layout(2, 1, 2, 1, 16384)}
+ --megatron-config-path {{data}}/roles.yaml --use-kl-loss --num-rollout 2 --rollout-batch-size 4
+ --n-samples-per-prompt 4 --global-batch-size 16 --n-samples-per-eval-prompt 1 --eval-top-k 1 --rollout-num-gpus 8
+ --rollout-num-gpus-per-engine 2 --sglang-mem-fraction-static 0.8 --sglang-cuda-graph-max-bs 16
+ --sglang-max-running-requests 512 --sglang-enable-metrics --ci-test""",
+    ),
+    "PPO, split, with a file of roles": Recipe(
+        "qwen3-4B",
+        f"""{CKPT} {MATH} {EVAL} {PPO} {ADAM} {MISC} {layout(2, 1, 2, 1, 2048)} --actor-num-nodes 1
+ --actor-num-gpus-per-node 4 --rollout-num-gpus 4 --megatron-config-path {{data}}/roles.yaml --num-rollout 3
+ --rollout-batch-size 8 --n-samples-per-prompt 4 --global-batch-size 32 --rollout-num-gpus-per-engine 2
+ --sglang-mem-fraction-static 0.8 --ci-test""",
+    ),
+    "manual: PPO with a critic on GPUs of its own": Recipe(
+        "qwen3-4B",
+        f"""{CKPT} {MATH} {EVAL} {PPO} {ADAM} {MISC} {layout(2, 1, 1, 1, 9216)} --actor-num-nodes 1
+ --actor-num-gpus-per-node 4 --critic-num-nodes 1 --critic-num-gpus-per-node 4 --rollout-num-gpus 8 --critic-lr 1e-5
+ --critic-lr-warmup-iters 5 --critic-save {{data}}/critic --eps-clip 0.2""",
     ),
     "qwen3-4B, 8 GPUs": Recipe(
         "qwen3-4B",

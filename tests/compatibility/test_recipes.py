@@ -14,6 +14,7 @@ import pytest
 from slimrl.arguments import read_args
 from slimrl.engines.sglang.server_args import router_flags, server_flags
 from tests.arguments.conftest import complete_model, make_checkpoint
+from tests.compatibility import recipes
 from tests.compatibility.recipes import RECIPES, Recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,6 +35,7 @@ def folder_of(recipe: Recipe, folder: Path) -> Path:
     shutil.copy(CONFIGS / f"{recipe.model}.json", folder / "hf/config.json")
     complete_model(folder / "hf")
     make_checkpoint(folder / "torch_dist", "release")
+    (folder / "roles.yaml").write_text(recipes.ROLES)
     row = json.dumps({"prompt": [{"role": "user", "content": "1+1"}], "label": "2"})
     for name in ("dapo-math-17k", "aime-2024"):
         (folder / f"{name}.jsonl").write_text(row + "\n")
@@ -65,3 +67,13 @@ def test_recipe_without_unsupported_flags_has_no_other_error(recipe: Recipe, tmp
             kept.append(word)
     _, problems = read_args(kept, entry=recipe.entry, passthrough=TABLES)
     assert problems == []
+
+
+def test_learning_rates_of_the_roles_are_those_of_policy_and_critic(tmp_path: Path):
+    recipe = RECIPES["PPO, colocated, with a file of roles"]
+    line = model_args(recipe.model) + recipe.flags.format(data=folder_of(recipe, tmp_path)).split()
+    args, _ = read_args(line, passthrough=TABLES)
+    assert (args.lr, args.critic_lr, args.critic_overrides, args.critic_num_gpus) == (1e-6, 1e-5, {}, 0)
+    own = RECIPES["manual: PPO with a critic on GPUs of its own"]
+    args, _ = read_args(model_args(own.model) + own.flags.format(data=tmp_path).split(), passthrough=TABLES)
+    assert (args.actor_num_gpus, args.critic_num_gpus, args.rollout_num_gpus) == (4, 4, 8)

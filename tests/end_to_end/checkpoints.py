@@ -14,7 +14,10 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Every entry: weights, optimizer state and random state, the common part, and the position in the data."""
+    """Every entry: weights, optimizer state and random state, the common part, and the position in the data.
+
+    A critic's has no position.
+    """
     reader = checkpoint.FileSystemReader(folder)
     entries: dict[str, Any] = {}
     for name, stored in reader.read_metadata().state_dict_metadata.items():
@@ -23,8 +26,9 @@ def read(folder: Path) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that torch.distributed is not initialized
         checkpoint.load(entries, storage_reader=reader, no_dist=True)
-    for part in ("common", "data_state"):
-        entries[part] = torch.load(folder / f"{part}.pt", weights_only=False)
+    for part in (folder / "common.pt", folder / "data_state.pt"):
+        if part.name == "common.pt" or part.exists():
+            entries[part.stem] = torch.load(part, weights_only=False)
     return entries
 
 

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from slimrl.data.sample import Sample, SampleStatus
 from slimrl.observability.metrics import metric_of
 from slimrl.observability.metrics.registry import METRICS
-from tests.end_to_end import harness
+from slimrl.observability.rollout_dump import save_rollout
+from tests.end_to_end import checkpoints, harness
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 ROLLOUTS = 4
 
 
-def flags_of(tiny, folder):
+PLACES = {
+    "in the policy's ranks": {"actor_num_gpus_per_node": 2, "tensor_model_parallel_size": 2},
+    "on a GPU of its own": {"actor_num_gpus_per_node": 1, "critic_num_gpus_per_node": 1},
+}
+
+
+def flags_of(tiny, folder, place):
     return tiny.flags(
+        **PLACES[place],
         advantage_estimator="ppo",
         gamma=1.0,
         lambd=0.95,
@@ -22,8 +32,6 @@ def flags_of(tiny, folder):
         normalize_reward=True,
         normalize_values=True,
         colocate=True,
-        actor_num_gpus_per_node=2,
-        tensor_model_parallel_size=2,
         num_rollout=ROLLOUTS,
         save=folder / "checkpoints",
         load=folder / "checkpoints",
@@ -32,8 +40,9 @@ def flags_of(tiny, folder):
     )
 
 
-def test_critic_trains_beside_the_policy_and_resumes_with_it(tiny, tmp_path):
-    flags = flags_of(tiny, tmp_path)
+@pytest.mark.parametrize("place", PLACES)
+def test_critic_trains_beside_the_policy_and_resumes_with_it(place, tiny, tmp_path):
+    flags = flags_of(tiny, tmp_path, place)
     killed = harness.start("train.py", flags, tmp_path, "killed", tiny.home)
     killed.wait_for_line("iter_0000001", 150)
     killed.kill_everything()
@@ -57,3 +66,90 @@ def test_critic_trains_beside_the_policy_and_resumes_with_it(tiny, tmp_path):
     kept = ["iter_0000002", "iter_0000003", "latest_checkpointed_iteration.txt"]
     for folder in ("checkpoints", "checkpoints/critic"):
         assert sorted({path.name for path in (tmp_path / folder).iterdir()} - {"critic"}) == kept
+
+
+def record_rollouts(folder):
+    """Random samples as dumps of rollouts; returns the template of their paths."""
+    generator = torch.Generator().manual_seed(5)
+    template = str(folder / "{rollout_id}.jsonl")
+
+    def integers(low, high, count=1):
+        return torch.randint(low, high, (count,), generator=generator).tolist()
+
+    for rollout_id in range(ROLLOUTS):
+        samples = []
+        for place in range(32):
+            prompt, response = integers(3, 9)[0], integers(1, 13)[0]
+            samples.append(
+                Sample(
+                    prompt="recorded",
+                    group_index=rollout_id * 8 + place // 4,
+                    index=rollout_id * 32 + place,
+                    tokens=integers(0, 20, prompt + response),
+                    response_length=response,
+                    rollout_log_probs=(-3 * torch.rand(response, generator=generator)).tolist(),
+                    reward=float(integers(0, 2)[0]),
+                    status=SampleStatus.COMPLETED,
+                )
+            )
+        save_rollout(template, rollout_id, samples)
+    return template
+
+
+def replay(tiny, folder, template, **changes):
+    """PPO on recorded rollouts, without engines, two optimizer steps of each."""
+    without = {"sglang_enable_deterministic_inference": None, "sglang_disable_radix_cache": None}
+    return tiny.flags(
+        **without,
+        advantage_estimator="ppo",
+        lambd=0.95,
+        critic_lr=3e-3,
+        num_critic_only_steps=1,
+        normalize_values=True,
+        use_kl_loss=None,
+        kl_loss_coef=None,
+        kl_coef=0.05,
+        num_steps_per_rollout=2,
+        load_debug_rollout_data=template,
+        actor_num_gpus_per_node=1,
+        num_rollout=ROLLOUTS,
+        save=folder / "checkpoints",
+        load=folder / "checkpoints",
+        save_interval=1,
+        **changes,
+    )
+
+
+def test_critic_on_gpus_of_its_own_gives_the_numbers_of_the_policys_ranks(tiny, tmp_path):
+    dumps, together, apart = (tmp_path / name for name in ("dumps", "together", "apart"))
+    for folder in (dumps, together, apart):
+        folder.mkdir()
+    template = record_rollouts(dumps)
+    expected = harness.start("train.py", replay(tiny, together, template), together, "run", tiny.home).finish(150)
+    assert expected.code == 0, expected.output[-6000:]
+    flags = replay(tiny, apart, template, critic_num_gpus_per_node=1, async_save=True)
+    done = harness.start("train.py", flags, apart, "run", tiny.home).finish(150)
+    assert done.code == 0, done.output[-6000:]
+    assert done.left == []
+    assert "starting 1 train workers, 1 critic workers and 0 rollout GPUs" in done.output
+
+    assert done.steps("step") == list(range(ROLLOUTS))
+    names = [name for name in expected.summary["steps"][-1] if name in metrics_of_training(expected)]
+    assert {"critic-value_loss", "loss", "rollout/values", "rollout/returns"} <= set(names)
+    for one, other in zip(done.summary["steps"], expected.summary["steps"], strict=True):
+        assert {name: one.get(name) for name in names} == {name: other.get(name) for name in names}
+    assert done.steps("perf/critic_train_time") and done.steps("perf/values_time")
+    assert "critic_rank0_rss_gib" in done.summary["steps"][-1]["memory"]
+    for part in ("iter_0000003", "critic/iter_0000003"):
+        folders = [root / "checkpoints" / part for root in (together, apart)]
+        found = checkpoints.differences(*map(checkpoints.read, folders))
+        # a policy without a critic draws fewer random numbers when it is built; each pair has a name of its own
+        assert [place for place in found if not place.startswith("/rng_state") and "saved_with" not in place] == []
+    log = (done.run_dir / "logs/critic-rank0.log").read_text()
+    assert f"{apart}/checkpoints/critic/iter_0000003 is complete" in log
+
+
+def metrics_of_training(run):
+    """Names of the numbers that do not depend on time or memory."""
+    names = {name for step in run.summary["steps"] for name, value in step.items() if isinstance(value, float | int)}
+    return {name for name in names if not name.startswith(("perf/", "memory_", "planned_memory_", "timing"))}

@@ -88,7 +88,12 @@ def start(rank: int, world_size: int, init_method: str, args: Arguments, **more:
 
 def share_of(trainer: Any, rollout: RolloutBatch) -> RolloutBatch:
     """The trainer's part of a rollout, with the schedule of its flags."""
-    args, size = trainer.hook_args, trainer.parallel.dp_size
+    return part_of(trainer.hook_args, trainer.parallel, rollout)
+
+
+def part_of(args: Arguments, parallel: Any, rollout: RolloutBatch) -> RolloutBatch:
+    """The part of the data-parallel rank that `parallel` describes."""
+    size = parallel.dp_size
     return schedule_batch(
         rollout,
         data_parallel_size=size,
@@ -99,7 +104,7 @@ def share_of(trainer: Any, rollout: RolloutBatch) -> RolloutBatch:
         max_tokens_per_micro_batch=args.max_tokens_per_gpu if args.use_dynamic_batch_size else None,
         balance=args.balance_data,
         samples_together=args.samples_together,
-    )[trainer.parallel.dp_rank]
+    )[parallel.dp_rank]
 
 
 def train_once(

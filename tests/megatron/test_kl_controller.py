@@ -113,7 +113,7 @@ def coefficients_after(rank: int, world_size: int, init_method: str, values: lis
     """The coefficient after each rollout with these KL values."""
     import torch.distributed as dist
 
-    from slimrl.megatron.training.kl_controller import KLController
+    from slimrl.megatron.training.policy_rollout import KLController
 
     dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world_size)
     controller = KLController(tiny.tiny_args(kl_coef=0.1, kl_target=6.0, kl_horizon=1000), torch.device("cpu"))

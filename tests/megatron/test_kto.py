@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.nn.functional import sigmoid
 
 from slimrl.algorithms.preference import PreferenceConfig
-from slimrl.megatron.training.loss.mismatched import mismatched
-from slimrl.megatron.training.loss.preference_loss import label_loss_sums, preference_loss_sums
+from slimrl.megatron.training.loss.preference_loss import label_loss_sums, mismatched, preference_loss_sums
 from slimrl.megatron.training.pass_plan import PassPlan
 from slimrl.observability.metrics import is_known
 from tests.megatron import layouts, ranks, reference, tiny

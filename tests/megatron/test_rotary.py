@@ -156,7 +156,7 @@ def test_layers_with_the_fused_kernel_keep_megatron_core_attention():
     from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
     from slimrl.megatron.config import transformer_config
-    from slimrl.megatron.model.rotary import PackedLatentSelfAttention, PackedSelfAttention, with_token_frequencies
+    from slimrl.megatron.model.layers import PackedLatentSelfAttention, PackedSelfAttention, with_token_frequencies
 
     for flags, latent, plain, own in (
         ({}, False, SelfAttention, PackedSelfAttention),

@@ -19,9 +19,9 @@ from tests.megatron.layouts import SETTINGS, Layout
 def report_of(rank: int, world_size: int, init_method: str, args: Any, rollout: Any) -> tuple[dict, list[dict]]:
     """The report and the steps' metrics of one rank."""
     trainer = ranks.start(rank, world_size, init_method, args)
-    trainer._profiler = EndsOfProfiles(trainer._times)
+    profiler = trainer._parts.profiler = EndsOfProfiles(trainer._parts.times)
     metrics = trainer.train(0, ranks.share_of(trainer, rollout))
-    assert trainer._profiler.timed_before == {"train_log_probs": "log_probs", "train_actor": "actor_train"}
+    assert profiler.timed_before == {"train_log_probs": "log_probs", "train_actor": "actor_train"}
     trainer.close()
     return trainer.rollout_metrics, metrics
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from slimrl.data.sample import SampleStatus
 from slimrl.rollout.dataset.data_source import RolloutDataSource
-from slimrl.rollout.filter_hub.base_types import DynamicFilterOutput
+from slimrl.rollout.filter_hub.dynamic_sampling_filters import DynamicFilterOutput
 from slimrl.rollout.rollout_generator import RolloutGenerator
 from tests.rollout.test_async_rollout import ContinuingEngine
 

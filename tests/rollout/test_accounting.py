@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from slimrl.data.sample import Sample, SampleStatus
+from slimrl.engines.protocol import sampling_seed
 from slimrl.rollout.dataset.data_source import RolloutDataSource
 from slimrl.rollout.rollout_generator import RolloutGenerator
-from slimrl.rollout.sampling import sampling_seed
 from tests.rollout.scripted_engine import LIMIT, ScriptedEngine, scripted, uninterrupted
 
 HERE = "tests.rollout.scripted_engine"

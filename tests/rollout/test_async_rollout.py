@@ -14,11 +14,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from slimrl.engines.protocol import Generation
+from slimrl.engines.protocol import Generation, sampling_seed
 from slimrl.rollout.asynchronous import inflight_state
 from slimrl.rollout.dataset.data_source import RolloutDataSource
 from slimrl.rollout.rollout_generator import RolloutGenerator
-from slimrl.rollout.sampling import sampling_seed
 from tests.rollout import scripted_engine
 from tests.rollout.scripted_engine import END_IN, LIMIT, ScriptedEngine, draw, uninterrupted
 

@@ -8,13 +8,12 @@ import sys
 import pytest
 
 from slimrl.data.sample import SampleStatus
-from slimrl.engines.protocol import Generation
+from slimrl.engines.protocol import Generation, sampling_seed
 from slimrl.hooks import HookFailedError
 from slimrl.rollout.dataset.data_source import RolloutDataSource
 from slimrl.rollout.generation.multi_turn import stop_tokens
 from slimrl.rollout.generation.sample_generator import SampleError
 from slimrl.rollout.rollout_generator import RolloutGenerator
-from slimrl.rollout.sampling import sampling_seed
 
 FILTER = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
 

@@ -8,7 +8,7 @@ import numpy
 import pytest
 import torch
 
-from slimrl.algorithms.reward_shaping import OverlongPenalty, RunningMoments
+from slimrl.algorithms.estimators import OverlongPenalty, RunningMoments
 from slimrl.arguments import Arguments
 from slimrl.data.sample import Sample, SampleStatus
 from slimrl.megatron.checkpoint.folder import encode_data_state

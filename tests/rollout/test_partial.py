@@ -8,10 +8,10 @@ import sys
 import pytest
 
 from slimrl.data.sample import SampleStatus
+from slimrl.engines.protocol import sampling_seed
 from slimrl.rollout.dataset.data_source import RolloutDataSource
 from slimrl.rollout.generation.sample_generator import SampleError
 from slimrl.rollout.rollout_generator import RolloutGenerator
-from slimrl.rollout.sampling import sampling_seed
 from tests.rollout.scripted_engine import ScriptedEngine, uninterrupted
 
 LIMIT = 40

@@ -3,7 +3,7 @@
 import random
 
 from slimrl.data.sample import Sample
-from slimrl.rollout.sampling import SamplingConfig, sampling_seed
+from slimrl.engines.protocol import SamplingConfig, sampling_seed
 
 DETERMINISTIC = {"sglang_options": {"enable_deterministic_inference": True}}
 

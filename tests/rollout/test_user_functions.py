@@ -18,8 +18,7 @@ from slimrl.observability.summary import load_summary
 from slimrl.rollout.convert_samples import RewardProcessing, batch_from_columns, compute_rewards, training_batch
 from slimrl.rollout.dataset.data_source import GroupBuffer, RolloutDataSource
 from slimrl.rollout.evaluate import EvalResult
-from slimrl.rollout.filter_hub.base_types import DynamicFilterOutput
-from slimrl.rollout.filter_hub.dynamic_sampling_filters import check_any_completed
+from slimrl.rollout.filter_hub.dynamic_sampling_filters import DynamicFilterOutput, check_any_completed
 from slimrl.rollout.generation.sample_generator import SampleError
 from slimrl.rollout.rollout_function import reported_metrics, reported_scalars
 from slimrl.rollout.rollout_generator import RolloutGenerator

@@ -35,9 +35,11 @@ def value(line: list[str], flag: str) -> str:
 def prepare(line: list[str], model: str) -> None:
     """Creates the files that the line names, empty, as docs/recipes.md downloads them."""
     checkpoint, reference = Path(value(line, "--hf-checkpoint")), Path(value(line, "--ref-load"))
-    checkpoint.mkdir(parents=True, exist_ok=True)
-    (checkpoint / "config.json").write_text(json.dumps(published(model)))
-    complete_model(checkpoint)
+    teachers = {Path(value(line, "--rm-model")): "qwen3-32B"} if "--rm-model" in line else {}
+    for folder, name in {checkpoint: model, **teachers}.items():
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(published(name)))
+        complete_model(folder)
     (reference / "release").mkdir(parents=True, exist_ok=True)
     for name in ("metadata.json", ".metadata"):
         (reference / "release" / name).touch()

@@ -26,11 +26,10 @@ from transformers import AutoTokenizer
 from examples import calculator, search
 from slimrl.arguments.served_models import RESERVED_TOKENS, stated_context
 from slimrl.data.sample import PackedColumn, Sample
-from slimrl.engines.protocol import EngineError, EngineRequestError, Generation
+from slimrl.engines.protocol import EngineError, EngineRequestError, Generation, SamplingConfig
 from slimrl.engines.sglang.client import RouterClient
 from slimrl.engines.sglang.control import ServerControl
 from slimrl.engines.sglang.router import RouterProcess, router_options
-from slimrl.rollout.sampling import SamplingConfig
 from tests.sglang import rollout_jobs
 
 pytestmark = pytest.mark.slow

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from slimrl.engines.server_protocol import ServerLaunch
-from slimrl.engines.sglang.launch import default_options, server_environment, without_expandable_segments
+from slimrl.engines.sglang.server import default_options, server_environment, without_expandable_segments
 from slimrl.engines.sglang.server_args import server_flags
 from slimrl.platform.launch_env import Network
 

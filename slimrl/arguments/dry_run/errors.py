@@ -29,6 +29,7 @@ def _gpus(plan: Plan) -> Iterator[Problem]:
             "--actor-num-gpus-per-node",
             f"the flags ask for {where.total} GPUs ({_roles(plan)}) and {who} {present}: start Ray with more, or lower"
             " --actor-num-nodes, --actor-num-gpus-per-node or --rollout-num-gpus"
+            + (", or --critic-num-gpus-per-node" if where.critic else "")
             + (", or --rm-num-gpus." if where.reward else "."),
         )
         return
@@ -39,7 +40,8 @@ def _roles(plan: Plan) -> str:
     train, engines = len(plan.placement.train), sum(map(len, plan.placement.engines))
     reward = sum(map(len, plan.placement.reward))
     own = f", {reward} for the {served_role(plan.args)}" if reward and not plan.args.rm_colocate else ""
-    return f"{train} for training, {engines} for engines" + (", the same ones" if plan.colocated else "") + own
+    critic = f" and {len(plan.placement.critic)} for the critic" if plan.placement.critic else ""
+    return f"{train} for training{critic}, {engines} for engines" + (", the same ones" if plan.colocated else "") + own
 
 
 def _groups_on_one_node(plan: Plan) -> Iterator[Problem]:
@@ -65,9 +67,10 @@ def _groups_on_one_node(plan: Plan) -> Iterator[Problem]:
                 " so that engines end where nodes do.",
             )
             return
-    for first in range(0, len(where.train), tp):
+    per_role = ((where.train, plan.args.actor_num_gpus_per_node), (where.critic, plan.args.critic_num_gpus_per_node))
+    for first, most in ((first, most) for ranks, most in per_role for first in ranks[::tp]):
         nodes = where.nodes_of(range(first, first + tp))
-        if len(nodes) > 1 and tp <= plan.args.actor_num_gpus_per_node:  # larger groups have no choice
+        if len(nodes) > 1 and most is not None and tp <= most:  # larger groups have no choice
             yield Problem(
                 "--tensor-model-parallel-size",
                 f"the training GPUs {first} to {first + tp - 1} share layers (--tensor-model-parallel-size {tp}) and"
@@ -113,6 +116,14 @@ def _memory(plan: Plan) -> Iterator[Problem]:
             "--tensor-model-parallel-size",
             f"training needs {gib(stage.total)} of a GPU that has {have}: {stage_sum(stage)}; {less_training(plan)}.",
         )
+    critic = max(plan.memory.critic, key=lambda part: part.total, default=None)
+    critic_fits = critic is None or critic.total <= gpu.bytes
+    if critic is not None and not critic_fits:
+        yield Problem(
+            "--critic-num-gpus-per-node",
+            f"the critic needs {gib(critic.total)} of a GPU that has {have}: {stage_sum(critic)}; give it more GPUs"
+            " (--critic-num-nodes), or raise --tensor-model-parallel-size or --pipeline-model-parallel-size of both.",
+        )
     if plan.reward_weights is not None and plan.reward_weights > gpu.bytes:
         yield Problem(
             "--rm-num-gpus-per-engine",
@@ -140,15 +151,16 @@ def _memory(plan: Plan) -> Iterator[Problem]:
     elif (
         stage is not None
         and training_fits
+        and critic_fits
         and plan.colocated
         and not plan.takes_turns
-        and stage.total + static > gpu.bytes
+        and (needed := max(stage.total, critic.total if critic is not None else 0)) + static > gpu.bytes
     ):
-        most = (gpu.bytes - stage.total) / gpu.bytes
+        most = (gpu.bytes - needed) / gpu.bytes
         yield Problem(
             "--sglang-mem-fraction-static",
-            f"a GPU has {have}, training takes {gib(stage.total)} of it and the engine beside it {fraction:g} x that ="
-            f" {gib(static)}, together {gib(stage.total + static)}: give --sglang-mem-fraction-static"
+            f"a GPU has {have}, training takes {gib(needed)} of it and the engine beside it {fraction:g} x that ="
+            f" {gib(static)}, together {gib(needed + static)}: give --sglang-mem-fraction-static"
             f" {max(int(most * 100) / 100, 0.01):g} or less, offload both (leave {_kept_by(plan.args)} out), or use"
             " separate GPUs with --rollout-num-gpus.",
         )
@@ -187,6 +199,8 @@ def _shortage(plan: Plan) -> str | None:
     engine = plan.memory.engine
     stages = plan.memory.stages
     train = sum((stage.total + stage.host) * (len(plan.placement.train) // len(stages)) for stage in stages)
+    of_critic = plan.memory.critic
+    train += sum((part.total + part.host) * (len(plan.placement.critic) // len(of_critic)) for part in of_critic)
     rollout = engine.total * sum(map(len, plan.placement.engines)) if engine is not None else 0
     reward = (plan.reward_weights or 0) * sum(map(len, plan.placement.reward))
     nodes = len({place.node for place in plan.placement.places}) if plan.surroundings.nodes is not None else 1
@@ -194,8 +208,9 @@ def _shortage(plan: Plan) -> str | None:
     if host is None or need <= host:
         return None
     return (
-        f"this machine has no GPU and {gib(host)} of memory; {len(plan.placement.train)} training GPUs take"
-        f" {gib(train)} and {len(plan.placement.engines)} engines {gib(rollout)}"
+        f"this machine has no GPU and {gib(host)} of memory;"
+        f" {len(plan.placement.train) + len(plan.placement.critic)} training GPUs take {gib(train)} and"
+        f" {len(plan.placement.engines)} engines {gib(rollout)}"
         + (f", the {served_role(plan.args)} {gib(reward)}" if reward else "")
         + f", per machine {gib(need)}"
     )

@@ -26,6 +26,7 @@ from slimrl.arguments.memory import (
     MicroBatch,
     StageMemory,
     batches,
+    critic_memory,
     engine_memory,
     largest_micro_batch,
     training_memory,
@@ -42,10 +43,14 @@ from slimrl.renamed_modules import current_path
 
 @dataclasses.dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of one GPU in each role; `stages` is empty without training, `engine` None without engines."""
+    """Bytes of one GPU in each role; `stages` is empty without training, `engine` None without engines.
+
+    `critic` are the stages of a critic on GPUs of its own; without these, `stages` include it.
+    """
 
     stages: tuple[StageMemory, ...]
     engine: EngineMemory | None
+    critic: tuple[StageMemory, ...] = ()
 
     @property
     def largest_stage(self) -> StageMemory | None:
@@ -60,11 +65,11 @@ def estimate(args: Arguments, *, gpu_bytes: int | None = None, engine: EngineSet
     `engine` is how the servers keep weights and cache; the default is two bytes per number and what --sglang-* says.
     """
     spec = ModelSpec.from_args(args)
-    stages = () if args.debug_rollout_only else training_memory(args)
+    stages, critic = () if args.debug_rollout_only else training_memory(args), critic_memory(args)
     if args.debug_train_only or not args.rollout_gpus:
-        return MemoryPlan(stages, None)
+        return MemoryPlan(stages, None, critic)
     settings = engine or EngineSettings.from_options(args.sglang_options)
-    return MemoryPlan(stages, engine_memory(spec, settings, args.rollout_num_gpus_per_engine, gpu_bytes))
+    return MemoryPlan(stages, engine_memory(spec, settings, args.rollout_num_gpus_per_engine, gpu_bytes), critic)
 
 
 @dataclasses.dataclass(frozen=True)

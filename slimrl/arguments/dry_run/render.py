@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from slimrl.arguments.dry_run.plan import Plan, loop_rows, option_words
 from slimrl.arguments.dry_run.resources import node_resources
-from slimrl.arguments.layout import dense_axes, expert_axes, rank_lists
+from slimrl.arguments.layout import data_parallel_sizes, dense_axes, expert_axes, rank_lists
 from slimrl.arguments.memory import StageMemory
 from slimrl.arguments.served_models import served_role
 from slimrl.processes.process_info import gib
@@ -77,6 +77,8 @@ def _gpus(plan: Plan) -> Iterator[str]:
     rows: list[tuple[object, ...]] = [("role", "gpus", "where (node: GPUs on it)")]
     if where.train:
         rows.append(("training", len(where.train), _where(plan, where.train)))
+    if where.critic:
+        rows.append(("critic", len(where.critic), _where(plan, where.critic)))
     if where.engines:
         every = range(where.engines[0].start, where.engines[-1].stop)
         rows.append(("engines", len(every), _where(plan, every)))
@@ -141,6 +143,8 @@ def _groups(plan: Plan) -> Iterator[str]:
         size = dict(sizes)[name]
         rows.append((name, size, meanings[name], _ranks(rank_lists(sizes, name), groups.world) if size > 1 else "-"))
     yield from table(rows)
+    if plan.placement.critic:
+        yield f"the critic's {len(plan.placement.critic)} ranks: the same, with DP {data_parallel_sizes(plan.args)[1]}"
     if groups.pipeline > 1:
         layers = ", ".join(f"{number}: {_runs(s.layers)}" for number, s in enumerate(plan.memory.stages))
         yield f"layers of each stage: {layers}"
@@ -323,9 +327,11 @@ def _reward_servers(plan: Plan) -> Iterator[str]:
 
 
 def _memory(plan: Plan) -> Iterator[str]:
-    stages = plan.memory.stages
+    stages = plan.memory.stages + plan.memory.critic
     if stages:
-        names = ["training" if len(stages) == 1 else f"stage {number}" for number in range(len(stages))]
+        several = len(plan.memory.stages) > 1
+        names = [f"stage {number}" if several else "training" for number in range(len(plan.memory.stages))]
+        names += [f"critic {number}" if several else "critic" for number in range(len(plan.memory.critic))]
         rows = [("", *names), *([name, *map(gib, sizes)] for name, sizes in _stage_rows(stages))]
         yield from table([[cell if index == 0 else cell.rjust(10) for index, cell in enumerate(row)] for row in rows])
         if any(stage.host for stage in stages):

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from slimrl.arguments.dry_run.plan import Plan
-from slimrl.arguments.layout import stage_layers
+from slimrl.arguments.memory import StageMemory
 from slimrl.processes.process_info import GIB
 
 # Resident memory of a process without tensors of the model: Python, torch, CUDA's context, staging buffers.
@@ -49,24 +50,25 @@ def node_resources(plan: Plan) -> NodeResources:
     nodes = where.nodes_of(range(where.total))
     gpus = max((where.on_node(node) for node in nodes), default=0)
     shared = SHARED_BYTES_PER_NODE + gpus * SHARED_BYTES_PER_GPU
-    trained = _rank_bytes(plan)
+    trained = _rank_bytes(plan, where.train, plan.memory.stages)
+    trained |= _rank_bytes(plan, where.critic, plan.memory.critic)
     on_nodes = []
     for node in nodes:
-        ranks = sum(trained[rank] for rank in where.train if where.places[rank].node == node)
+        ranks = sum(size for position, size in trained.items() if where.places[position].node == node)
         servers = sum(where.shares(gpus_of).get(node, 0) for gpus_of in (*where.engines, *where.reward))
         on_nodes.append(ranks + servers * SERVER_BYTES_PER_GPU)
     return NodeResources(len(nodes), gpus, NODE_BYTES + shared + max(on_nodes, default=0), shared)
 
 
-def _rank_bytes(plan: Plan) -> list[int]:
-    """Host memory of each training rank; ranks of a pipeline stage follow each other."""
-    args, stages = plan.args, plan.memory.stages
+def _rank_bytes(plan: Plan, positions: range, stages: Sequence[StageMemory]) -> dict[int, int]:
+    """Host memory of each training rank at these positions; ranks of a pipeline stage follow each other."""
     if not stages:
-        return []
+        return {}
     of_stage = []
     for stage in stages:
         state = stage.weights + stage.optimizer + stage.critic
-        copies = bool(args.offload_train) + bool(args.async_save)  # parked while engines generate; written behind
+        # parked while engines generate; written behind
+        copies = bool(plan.args.offload_train) + bool(plan.args.async_save)
         of_stage.append(RANK_BYTES + stage.host + copies * state)
-    per_stage = len(plan.placement.train) // len(stage_layers(args))
-    return [of_stage[rank // per_stage] for rank in plan.placement.train]
+    per_stage = len(positions) // len(stages)
+    return {position: of_stage[rank // per_stage] for rank, position in enumerate(positions)}

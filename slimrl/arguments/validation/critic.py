@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
 from slimrl.arguments.checkpoints import critic_start, is_hf_model, start_of
 from slimrl.arguments.flag import Problem
 from slimrl.arguments.flags.algorithm import WITH_CRITIC
+from slimrl.arguments.layout import critic_layout, groups_of
 from slimrl.arguments.namespace import Arguments, Context, absent
 from slimrl.arguments.validation.checkpoint import checkpoint_problems, is_fresh
+from slimrl.arguments.validation.optimizer import other_owner
+from slimrl.arguments.validation.parallel import experts_can_be_sharded
 
 _FLAGS = (
     "lambd",
@@ -20,6 +24,8 @@ _FLAGS = (
     "critic_lr_warmup_iters",
     "critic_load",
     "critic_save",
+    "critic_num_nodes",
+    "critic_num_gpus_per_node",
 )
 
 
@@ -35,6 +41,13 @@ def critic_flags_have_a_critic(args: Arguments, context: Context) -> Iterator[Pr
             " without advantages has no use for one: leave it out.",
         )
         return
+    if args.critic_overrides:
+        names = ", ".join(args.critic_overrides)
+        yield Problem(
+            "--megatron-config-path",
+            f"--megatron-config-path {args.megatron_config_path}: {names} differ for a critic and --advantage-estimator"
+            f" is {args.advantage_estimator}: give --advantage-estimator {estimators}, or change them for the policy.",
+        )
     for name in _FLAGS:
         if name in context.given:
             flag = "--" + name.replace("_", "-")
@@ -113,19 +126,34 @@ def critic_is_saved_apart(args: Arguments, context: Context) -> Iterator[Problem
             )
 
 
+def critic_overrides_have_an_effect(args: Arguments, context: Context) -> Iterator[Problem]:
+    """What --megatron-config-path sets for the critic's optimizer is read by that optimizer and its schedule."""
+    where = f"--megatron-config-path {args.megatron_config_path}"
+    for name, value in args.critic_overrides.items() if args.use_critic else ():
+        flag = "--" + name.replace("_", "-")
+        owner = other_owner(name, args.optimizer)
+        if owner is not None:
+            yield Problem(
+                "--megatron-config-path",
+                f"{where}: {name} {value} of one role belongs to --optimizer {owner} and --optimizer is"
+                f" {args.optimizer}: leave it out.",
+            )
+        if name == "weight_decay" and args.start_weight_decay is not None:
+            yield Problem(
+                "--megatron-config-path",
+                f"{where}: weight_decay {value} of one role has no effect beside --start-weight-decay, which takes the"
+                f" place of {flag} for both: leave one of them out.",
+            )
+
+
 def critic_schedule_is_complete(args: Arguments, context: Context) -> Iterator[Problem]:
     """The flags of the schedule fit the critic's own learning rate and warm-up, too."""
     if not args.use_critic or args.critic_lr is None:
         return
-    for flag, value, given in (
-        ("--min-lr", args.min_lr, args.min_lr > args.critic_lr and args.min_lr <= args.lr),
-        (
-            "--lr-warmup-init",
-            args.lr_warmup_init,
-            args.lr_warmup_init > args.critic_lr and args.lr_warmup_init <= args.lr,
-        ),
-    ):
-        if given:
+    for flag, name in (("--min-lr", "min_lr"), ("--lr-warmup-init", "lr_warmup_init")):
+        of_policy = vars(args)[name]
+        value = args.critic_overrides.get(name, of_policy)
+        if value > args.critic_lr and (value != of_policy or value <= args.lr):  # else another rule reports it
             yield Problem(flag, f"{flag} {value:g} is above --critic-lr {args.critic_lr:g}: lower it.")
     warmup = args.critic_lr_warmup_iters
     if warmup is not None and args.lr_decay_iters is not None and warmup >= args.lr_decay_iters:
@@ -139,4 +167,91 @@ def critic_schedule_is_complete(args: Arguments, context: Context) -> Iterator[P
             "--num-critic-only-steps",
             f"--num-critic-only-steps {args.num_critic_only_steps} is not below --num-rollout {args.num_rollout}: the"
             " policy would never be trained.",
+        )
+
+
+_NODES, _PER_NODE = "--critic-num-nodes", "--critic-num-gpus-per-node"
+_LAYOUT = {
+    "critic_num_nodes",
+    "critic_num_gpus_per_node",
+    "num_gpus_per_node",
+    "actor_num_nodes",
+    "actor_num_gpus_per_node",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "global_batch_size",
+    "micro_batch_size",
+}
+
+
+def critic_fits_its_gpus(args: Arguments, context: Context) -> Iterator[Problem]:
+    """A critic on GPUs of its own fits their nodes, and has whole copies of the model, each with whole batches."""
+    if not args.critic_num_gpus or context.broken & _LAYOUT:
+        return
+    nodes, per_node = args.critic_num_nodes, args.critic_num_gpus_per_node
+    assert per_node is not None  # as `critic_num_gpus`
+    if per_node > args.num_gpus_per_node:
+        yield Problem(
+            _PER_NODE,
+            f"{_PER_NODE} {per_node} is more than the --num-gpus-per-node {args.num_gpus_per_node} of a node: lower it,"
+            " or raise --num-gpus-per-node.",
+        )
+    axes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    experts = ("expert_tensor_parallel_size", "expert_model_parallel_size", "pipeline_model_parallel_size")
+    for names in (axes, experts) if args.num_experts is not None else (axes,):
+        sizes = {name: vars(args)[name] or 1 for name in names}
+        product = math.prod(sizes.values())
+        if args.critic_num_gpus % product:
+            used = " x ".join(f"--{name.replace('_', '-')} {size}" for name, size in sizes.items() if size > 1)
+            yield Problem(
+                _PER_NODE,
+                f"{_NODES} {nodes} x {_PER_NODE} {per_node} = {args.critic_num_gpus} GPUs of the critic do not divide"
+                f" by {used}, which also applies to the critic: give a multiple of {product} GPUs.",
+            )
+            return
+    yield from experts_can_be_sharded(critic_layout(args), " of the critic")
+    yield from _batch_divides(args)
+
+
+def _batch_divides(args: Arguments) -> Iterator[Problem]:
+    """Every data-parallel rank of the critic gets as many micro-batches (with dynamic ones, samples) as the others."""
+    size, batch = groups_of(critic_layout(args)).data, args.global_batch_size
+    group = args.microbatch_group_size_per_vp_stage or 1
+    unit = size if args.use_dynamic_batch_size else size * args.micro_batch_size * group
+    least = size * group
+    if not batch or (batch % unit == 0 and batch >= least):
+        return
+    parts = f"data parallel size {size}"
+    if not args.use_dynamic_batch_size:
+        parts += f" x --micro-batch-size {args.micro_batch_size}"
+    if group > 1:
+        parts += f" x {group} micro-batches of a virtual stage"
+    fix = f"a multiple of {unit}" if batch % unit else f"at least {least}"
+    yield Problem(
+        _PER_NODE,
+        f"{_PER_NODE} {args.critic_num_gpus_per_node} gives the critic {parts}, and --global-batch-size {batch} does"
+        f" not fill that: choose {fix}, or another number of GPUs.",
+    )
+
+
+def critic_shares_gpus_with_engines(args: Arguments, context: Context) -> Iterator[Problem]:
+    """With --colocate engines also run on the critic's GPUs, where they get the weights by a broadcast."""
+    if not args.critic_num_gpus or not args.colocate or args.debug_train_only or context.broken & _LAYOUT:
+        return
+    size, policy = args.rollout_num_gpus_per_engine, args.actor_num_gpus
+    if policy % size:
+        yield Problem(
+            "--rollout-num-gpus-per-engine",
+            f"--rollout-num-gpus-per-engine {size} does not divide the {policy} GPUs of the policy, and one engine"
+            " would be on GPUs of policy and critic: with --colocate and a critic on GPUs of its own choose a divisor.",
+        )
+    stages = args.sglang_options.get("pp_size", 1)
+    if stages > 1:
+        yield Problem(
+            "--sglang-pp-size",
+            f"--sglang-pp-size {stages}: engines with pipeline stages take weights only from trainers on their own"
+            f" GPUs, and with --colocate some are on the critic's: leave it out, or {_NODES} and {_PER_NODE}.",
         )

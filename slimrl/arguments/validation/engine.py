@@ -70,11 +70,11 @@ def reward_model_shares_gpus(args: Arguments, context: Context) -> Iterator[Prob
     ):
         if not value:
             yield Problem("--rm-colocate", f"--rm-colocate needs {flag}: {fix}, or leave --rm-colocate out.")
-    if args.colocate and args.rm_num_gpus > args.actor_num_gpus:
+    if args.colocate and args.rm_num_gpus > args.training_num_gpus:
         yield Problem(
             "--rm-num-gpus",
-            f"--rm-num-gpus {args.rm_num_gpus} is more than the {args.actor_num_gpus} GPUs that --rm-colocate shares:"
-            " lower it.",
+            f"--rm-num-gpus {args.rm_num_gpus} is more than the {args.training_num_gpus} GPUs that --rm-colocate"
+            " shares: lower it.",
         )
 
 
@@ -90,7 +90,7 @@ def engines_fill_whole_nodes(args: Arguments, context: Context) -> Iterator[Prob
             f" {per_node}: an"
             " engine over several nodes fills them; choose a multiple, or correct --num-gpus-per-node.",
         )
-    first = 0 if args.colocate or args.debug_rollout_only else args.actor_num_gpus
+    first = 0 if args.colocate or args.debug_rollout_only else args.training_num_gpus
     if first % per_node and "actor_num_gpus_per_node" not in context.broken:
         yield Problem(
             _PER_ENGINE,
@@ -210,9 +210,8 @@ def engines_have_no_adapters(args: Arguments, context: Context) -> Iterator[Prob
 
 def engine_collectives_agree(args: Arguments, context: Context) -> Iterator[Problem]:
     """Trainers and engines have the same NCCL_CUMEM_ENABLE; with symmetric memory SGLang sets 1."""
-    broadcasts = not args.colocate and args.update_weight_transport == "nccl"
     chosen = args.train_env_vars.get("NCCL_CUMEM_ENABLE", "1")
-    if broadcasts and args.sglang_options.get("enable_symm_mem") and chosen != "1":
+    if args.broadcasts_weights and args.sglang_options.get("enable_symm_mem") and chosen != "1":
         yield Problem(
             "--train-env-vars",
             f"--train-env-vars has NCCL_CUMEM_ENABLE {chosen}, and --sglang-enable-symm-mem makes the engines set 1:"

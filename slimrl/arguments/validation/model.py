@@ -8,9 +8,9 @@ from pathlib import Path
 
 from slimrl.arguments.derive import transformer_engine_installed
 from slimrl.arguments.flag import FlagSpec, Problem, flag_specs
+from slimrl.arguments.flags.kernels import PrecisionArguments
 from slimrl.arguments.flags.model import ModelArguments
 from slimrl.arguments.flags.moe import MoeArguments
-from slimrl.arguments.flags.precision import PrecisionArguments
 from slimrl.arguments.hf_config import disagreements
 from slimrl.arguments.namespace import Arguments, Context, all_flag_specs, missing
 

@@ -19,7 +19,8 @@ from ray import ObjectRef
 from slimrl.cluster.engines.engine_recovery import EngineGroupStatus, RecoveryEvents
 from slimrl.cluster.rollout_manager_proxy import RolloutManagerProxy
 from slimrl.cluster.supervisor import Supervisor
-from slimrl.cluster.training.train_group import RankFailedError, TrainGroup
+from slimrl.cluster.training.train_group import TrainGroup
+from slimrl.cluster.training.train_worker import RankFailedError
 from slimrl.weights.update.topology import EngineEndpoint
 
 logger = logging.getLogger("slimrl")

@@ -1,240 +1,80 @@
-"""All training ranks as one group, and the Ray actor of each: starts its process on its GPU, forwards calls, watches.
+"""The training ranks of a run: one group of actors per role, and policy and critic as one.
 
-A call goes to every rank: `TrainGroup.train`, `TrainWorker.train` (Ray), `Rank.train` (socket), `MegatronTrainer`.
-Results come from rank 0.
+A call goes to every rank: `TrainGroup.train`, `TrainWorker.train` (Ray), `PolicyRank.train` (socket),
+`MegatronTrainer`. Results come from rank 0.
+
+Policy and critic on GPUs of their own work at the same time. The driver begins all calls of a rollout at once; columns
+pass between the ranks through Ray's object store, one object per data-parallel rank:
+
+    policy   log-probability passes -> advantages -> optimizer steps
+                                       ^     |
+                                values |     | targets
+                                       |     v
+    critic   pass for the values  -----+     +-----> optimizer steps
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-import os
-import pickle
-import socket
-import sys
-import time
+import uuid
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray import ObjectRef
 
 from slimrl.arguments import Arguments
-from slimrl.cluster import ray_session
-from slimrl.cluster.launch import Launch, RankLocation, Rendezvous
+from slimrl.cluster.launch import Launch, RankLocation
 from slimrl.cluster.placement import TRAIN_SHARE, GpuBundles, gpus_of_nodes
 from slimrl.cluster.supervisor import Supervisor
-from slimrl.cluster.training.train_messages import TrainInit, TrainReady, send_call
-from slimrl.cluster.training.train_process import Rank
-from slimrl.cluster.watchdog import RankStatus, WaitTarget, format_rank_status, poll_actors
+from slimrl.cluster.training.train_messages import CRITIC, POLICY, TrainInit, TrainReady, TrainRole
+from slimrl.cluster.training.train_worker import NotFiniteError, TrainWorker
+from slimrl.cluster.watchdog import WaitTarget, format_rank_status, poll_actors
 from slimrl.megatron.training.pass_plan import PassPlan
-from slimrl.platform.launch_env import network_of, rank_environment, usable_cores
-from slimrl.processes import ManagedProcess, importable, process_info
-from slimrl.processes.process_info import resident_gib
 from slimrl.weights.update.topology import EngineEndpoint
 
 if TYPE_CHECKING:
     from slimrl.megatron.offload import Part
 
-POLL_INTERVAL_S = 0.25
-STOP_TIMEOUT_S = 10.0
-
-Inputs = TypeVarTuple("Inputs")
-Result = TypeVar("Result")
-
-
-class RankFailedError(RuntimeError):
-    """A call failed inside a rank; the text holds the rank's own traceback."""
-
-
-@ray.remote(concurrency_groups={"watch": 1, "progress": 1})
-class TrainWorker:
-    """One training rank. Calls run one after another; `watch` stays pending concurrently."""
-
-    def __init__(
-        self, args: Arguments, rank: int, world_size: int, launch: Launch, location: RankLocation, folder: Path
-    ) -> None:
-        """Starts the rank's process on the GPU at `location`, in `folder`."""
-        ray_session.enter(folder)
-        network = network_of(launch.bind.local_address())
-        node = dataclasses.replace(launch.machine, gpus=location.gpus_of_node, cores=usable_cores(), network=network)
-        decided = rank_environment(
-            node,
-            launch.run,
-            gpu=location.gpu,
-            cumem=launch.nccl_cumem,
-            given=args.train_env_vars,
-            inherited=os.environ | launch.driver,
-        )
-        self._rank = rank
-        self._bind = launch.bind
-        self._progress = (0, 0)
-        self._device_memory: dict[str, float] = {}
-        self._method: str | None = None
-        self._last_message = time.monotonic()
-        ours, theirs = socket.socketpair()
-        self._connection = Connection(ours.detach())
-        self._process = ManagedProcess(
-            [sys.executable, "-m", "slimrl.cluster.training.train_process", str(theirs.fileno())],
-            name=f"train worker rank {rank}",
-            log_path=Path(args.run_dir).absolute() / "logs" / f"train-rank{rank}.log",
-            environment=decided | importable(os.environ | decided),
-            pass_fds=(theirs.fileno(),),
-        )
-        self._process.start()
-        theirs.close()
-        self._connection.send_bytes(pickle.dumps(TrainInit(args, rank, world_size, launch.machine.cuda)))
-
-    @ray.method(concurrency_group="watch")
-    def watch(self) -> str:
-        """Pending while the rank lives; then a message with its exit code and last log lines."""
-        while (code := self._process.poll()) is None:
-            time.sleep(POLL_INTERVAL_S)
-        process = self._process
-        return (
-            f"train worker rank {self._rank} (pid {process.pid} on {ray.util.get_node_ip_address()}) died with exit"
-            f" code {code}; last lines of {process.log_path}:\n{process.last_log_lines(20)}"
-        )
-
-    @ray.method(concurrency_group="progress")
-    def progress(self) -> tuple[int, int]:
-        """(started, total) micro-batches of the running `train`, over all its passes."""
-        return self._progress
-
-    @ray.method(concurrency_group="progress")
-    def memory(self) -> dict[str, float]:
-        """GiB by name: resident memory of the rank and of its actor, and the rank's device memory after its last call.
-
-        See `platform.device_memory`.
-        """
-        name = f"rank{self._rank}"
-        device = {f"{name}_{kind}": amount for kind, amount in self._device_memory.items()}
-        actor = resident_gib(with_children=False)
-        return {f"{name}_rss_gib": resident_gib(self._process.pid), f"{name}_actor_rss_gib": actor, **device}
-
-    @ray.method(concurrency_group="progress")
-    def status(self) -> RankStatus:
-        """The rank's current call and position in the code; also dumps the stacks of its threads to its log."""
-        pid = process_info.worker_pid(self._process.pid)
-        log = self._process.log_path
-        return RankStatus(
-            rank=self._rank,
-            pid=pid,
-            node=ray.util.get_node_ip_address(),
-            method=self._method,
-            micro_batch=self._progress[0],
-            micro_batches=self._progress[1],
-            seconds=time.monotonic() - self._last_message,
-            state="gone" if pid is None else process_info.state(pid),
-            frames=[] if pid is None else process_info.frames_of(pid, log),
-            log=os.fspath(log),
-        )
-
-    def open_store(self) -> Rendezvous:
-        """Opens the rendezvous of all ranks; called on rank 0."""
-        return self._call(Rank.open_store, None if self._bind.one_machine else self._bind.local_address())
-
-    def prepare(self) -> None:
-        """Imports the modules for training."""
-        self._call(Rank.prepare)
-
-    def initialize(self, rendezvous: Rendezvous) -> TrainReady:
-        """Builds and loads the model in the rank."""
-        self._start = self._call(Rank.initialize, rendezvous)
-        return self._start
-
-    def connect_engines(self, endpoints: list[EngineEndpoint]) -> None:
-        """Connects to these engines for weight updates, replacing earlier connections."""
-        self._call(Rank.connect_engines, endpoints)
-
-    def train(self, rollout_id: int, batches: list[ObjectRef]) -> list[dict[str, float]]:
-        """Trains on this rank's batch, which is passed on pickled."""
-        batch: bytes = ray.get(batches[self._start.data_parallel_rank])
-        return self._call(Rank.train, rollout_id, pickle.PickleBuffer(batch))
-
-    def evaluate_held_out(self) -> dict[str, dict[str, float]]:
-        """The metrics of every set of held-out pairs, by name."""
-        return self._call(Rank.evaluate_held_out)
-
-    def sleep(self, keep_weights: bool) -> dict[Part, int]:
-        """Offloads the rank, with or without its weights; returns the offloaded bytes by part."""
-        return self._call(Rank.sleep, keep_weights)
-
-    def wake(self) -> None:
-        """Onloads the rank."""
-        self._call(Rank.wake)
-
-    def update_weights(self, version: str, check_equal: bool) -> dict[str, float]:
-        """Sends the weights to every engine."""
-        return self._call(Rank.update_weights, version, check_equal)
-
-    def save(self, rollout_id: int, data_state: dict[str, Any] | None) -> str:
-        """Writes the checkpoint of `rollout_id`, with the data state on rank 0; returns its folder."""
-        return self._call(Rank.save, rollout_id, data_state)
-
-    def close(self) -> None:
-        """Leaves the process groups."""
-        self._call(Rank.close)
-
-    def _call(self, method: Callable[[Rank, *Inputs], Result], *arguments: *Inputs) -> Result:
-        """Calls `method` in the rank's process. Raises RankFailedError with the rank's traceback."""
-        name = method.__name__
-        self._progress, self._method, self._last_message = (0, 0), name, time.monotonic()
-        try:
-            send_call(self._connection, method, arguments)
-            kind, value = pickle.loads(self._connection.recv_bytes())
-            while kind in ("progress", "memory"):
-                if kind == "progress":
-                    self._progress, self._last_message = value, time.monotonic()
-                else:
-                    self._device_memory = value
-                kind, value = pickle.loads(self._connection.recv_bytes())
-        except (EOFError, OSError) as error:
-            raise RankFailedError(f"train worker rank {self._rank} ended during {name}") from error
-        self._method = None
-        if kind == "error":
-            summary, trace = value
-            raise RankFailedError(f"train worker rank {self._rank}, {name}: {summary}\n{trace}")
-        return value
-
-    def stop(self) -> None:
-        """Ends the rank: its process exits when the connection closes."""
-        self._connection.close()
-        self._process.stop(timeout_s=STOP_TIMEOUT_S)
-
+_START = "the start of training"
+_OFFLOADING, _ONLOADING = "offloading training", "onloading training"
+_LAST_SAVES = "the end of the saves in the background"
 
 logger = logging.getLogger("slimrl")
 
 
-def _death_of(rank: int) -> Callable[[Exception | None], str]:
-    return lambda error: f"train worker rank {rank} died: {error}"
+def _death_of(worker: str) -> Callable[[Exception | None], str]:
+    return lambda error: f"{worker} died: {error}"
 
 
 class TrainGroup:
-    """One worker per training GPU. Every method blocks until all ranks have answered."""
+    """One worker per GPU of a role. Every method blocks until all ranks have answered, unless it says otherwise."""
 
-    def __init__(self, args: Arguments, gpus: GpuBundles, supervisor: Supervisor, launch: Launch) -> None:
+    def __init__(
+        self, args: Arguments, gpus: GpuBundles, supervisor: Supervisor, launch: Launch, role: TrainRole = POLICY
+    ) -> None:
         """Starts the actors and watches them; the model is built by `initialize`."""
-        if not args.eval_only:
+        if role == POLICY and not args.eval_only:
             logger.info("%s", PassPlan.from_args(args).sentence())
+        self._role = role
         self._supervisor = supervisor
         self._check_equal = args.check_weight_update_equal  # until the first weight update
         self._has_slept = False
+        # once initialized: the leader of each data-parallel rank, and the data-parallel rank of each rank
+        self.leaders: list[int] = []
+        self.data_parallel_ranks: list[int] = []
         self.updating_weights: int | None = None  # the version of a weight update that has begun and is not complete
         self.last_weight_update: dict[str, float] = {}  # its metrics by full name
-        ranks = gpus.plan.train
+        ranks = gpus.plan.train if role == POLICY else gpus.plan.critic
         gpus_by_node = gpus_of_nodes()
         self.workers = [
             TrainWorker.options(  # type: ignore[attr-defined]
                 **gpus.options(gpu, TRAIN_SHARE),
                 runtime_env={"env_vars": launch.environment},
-                name=f"train worker {rank}",
+                name=f"{role.worker} {rank}",
             ).remote(
-                args,
-                rank,
-                len(ranks),
+                TrainInit(args, rank, len(ranks), launch.machine.cuda, role),
                 launch,
                 RankLocation(gpus.gpus[gpu].gpu_id, gpus_by_node[gpus.gpus[gpu].node]),
                 Path.cwd(),
@@ -242,22 +82,34 @@ class TrainGroup:
             for rank, gpu in enumerate(ranks)
         ]
         for rank, worker in enumerate(self.workers):
-            supervisor.watch(worker.watch.remote(), _death_of(rank))
+            supervisor.watch(worker.watch.remote(), _death_of(f"{role.worker} rank {rank}"))
         for worker in self.workers:
             worker.prepare.remote()  # not awaited: calls run in order
 
     def _get(self, calls: list[ObjectRef], what: str) -> list[Any]:
         """The results of one call per worker."""
-        return self._supervisor.get(calls, _target(self.workers, what))
+        return self._supervisor.get(calls, _target(self.workers, what, self._role))
 
     def initialize(self) -> tuple[int, dict[str, Any] | None]:
         """Builds and loads the model on every rank; returns the first rollout id and the saved data state, if any."""
-        first, what = self.workers[0], "the start of training"
-        store = self._supervisor.get([first.open_store.remote()], _target([first], what))[0]
-        starts = self._get([worker.initialize.remote(store) for worker in self.workers], what)
+        return self._started(self._get(self._starting(), _START))
+
+    def _starting(self) -> list[ObjectRef]:
+        """Begins `initialize`: a call per worker."""
+        first = self.workers[0]
+        store = self._supervisor.get([first.open_store.remote()], _target([first], _START, self._role))[0]
+        return [worker.initialize.remote(store) for worker in self.workers]
+
+    def _started(self, starts: list[TrainReady]) -> tuple[int, dict[str, Any] | None]:
+        """Takes over the results of `_starting`; returns as `initialize`."""
         first_ids = {start.start_rollout_id for start in starts}
         if len(first_ids) != 1:
-            raise RuntimeError(f"the train workers loaded different checkpoints: they start at {sorted(first_ids)}")
+            raise RuntimeError(
+                f"the {self._role.worker}s loaded different checkpoints: they start at {sorted(first_ids)}"
+            )
+        leaders = {start.data_parallel_rank: rank for rank, start in enumerate(starts) if start.leader}
+        self.leaders = [leaders[replica] for replica in sorted(leaders)]
+        self.data_parallel_ranks = [start.data_parallel_rank for start in starts]
         return starts[0].start_rollout_id, starts[0].data_state
 
     def connect_engines(self, endpoints: list[EngineEndpoint]) -> None:
@@ -266,11 +118,20 @@ class TrainGroup:
         self._get(calls, "connecting training with the engines")
 
     def train(
-        self, rollout_id: int, batches: list[ray.ObjectRef], progress: Callable[[], None] | None = None
+        self,
+        rollout_id: int,
+        batches: list[ObjectRef],
+        progress: Callable[[], None] | None = None,
+        critic_batches: Sequence[ObjectRef] = (),
     ) -> list[dict[str, float]]:
-        """Trains on one rollout (`batches`: one object per data-parallel rank); metrics per optimizer step."""
+        """Trains on one rollout (`batches`: one object per data-parallel rank); metrics per optimizer step.
+
+        `critic_batches` are for a critic on GPUs of its own (`PolicyAndCritic`).
+        """
         calls = [worker.train.remote(rollout_id, batches) for worker in self.workers]
-        return self._supervisor.get(calls, _target(self.workers, f"training on rollout {rollout_id}"), progress)[0]
+        return self._supervisor.get(
+            calls, _target(self.workers, f"training on rollout {rollout_id}", self._role), progress
+        )[0]
 
     def evaluate_held_out(self) -> dict[str, dict[str, float]]:
         """The metrics of every set of held-out pairs, by name."""
@@ -286,16 +147,26 @@ class TrainGroup:
 
     def sleep(self, *, keep_weights: bool) -> None:
         """Offloads every rank: gradients and optimizer state, and the weights unless `keep_weights`."""
-        given = self._get([worker.sleep.remote(keep_weights) for worker in self.workers], "offloading training")
+        self._slept(self._get(self._sleeping(keep_weights), _OFFLOADING), keep_weights)
+
+    def _sleeping(self, keep_weights: bool) -> list[ObjectRef]:
+        return [worker.sleep.remote(keep_weights) for worker in self.workers]
+
+    def _slept(self, given: list[dict[Part, int]], keep_weights: bool) -> None:
+        """Logs the first time what every rank has given back."""
         if not keep_weights and not self._has_slept:
             self._has_slept = True
             for rank, parts in enumerate(given):
                 sizes = ", ".join(f"{part} {size / 2**20:,.1f} MiB" for part, size in parts.items())
-                logger.info("training rank %d is offloaded: %s are off its device", rank, sizes)
+                name = "training rank" if self._role == POLICY else self._role.rank
+                logger.info("%s %d is offloaded: %s are off its device", name, rank, sizes)
 
     def wake(self) -> None:
         """Onloads every rank."""
-        self._get([worker.wake.remote() for worker in self.workers], "onloading training")
+        self._get(self._waking(), _ONLOADING)
+
+    def _waking(self) -> list[ObjectRef]:
+        return [worker.wake.remote() for worker in self.workers]
 
     def update_weights(self, version: int) -> dict[str, float]:
         """Sends the weights as `version`; returns when every engine reports it."""
@@ -315,19 +186,36 @@ class TrainGroup:
 
     def save(self, rollout_id: int, data_state: dict[str, Any] | None) -> str:
         """Writes the checkpoint that resumes after `rollout_id`; returns its folder."""
-        calls = [
-            worker.save.remote(rollout_id, data_state if rank == 0 else None)  # rank 0 writes it; it may be large
+        return self._get(self._saving(rollout_id, data_state), f"save after rollout {rollout_id}")[0]
+
+    def _saving(
+        self, rollout_id: int, data_state: dict[str, Any] | None, saved_with: str | None = None
+    ) -> list[ObjectRef]:
+        """Begins a save: a call per worker. `saved_with` as in `MegatronTrainer.save`."""
+        return [
+            # rank 0 writes the data state; it may be large
+            worker.save.remote(rollout_id, data_state if rank == 0 else None, saved_with)
             for rank, worker in enumerate(self.workers)
         ]
-        return self._get(calls, f"save after rollout {rollout_id}")[0]
+
+    def _finishing_saves(self) -> list[ObjectRef]:
+        """Begins to wait for the saves in the background: a call per worker."""
+        return [worker.finish_saves.remote() for worker in self.workers]
 
     def close(self) -> None:
         """Leaves the process groups in order, then ends the actors."""
-        self._get([worker.close.remote() for worker in self.workers], "the end of training")
+        self.leave()
         self._supervisor.stop_watching()  # from here on ranks end on request
-        stops = [worker.stop.remote() for worker in self.workers]
-        self._get(stops, "the end of the training processes")
+        self.stop()
         self.kill()
+
+    def leave(self) -> None:
+        """Finishes saving and leaves the process groups."""
+        self._get([worker.close.remote() for worker in self.workers], "the end of training")
+
+    def stop(self) -> None:
+        """Ends the ranks' processes."""
+        self._get([worker.stop.remote() for worker in self.workers], "the end of the training processes")
 
     def kill(self) -> None:
         """Kills the actors."""
@@ -335,8 +223,150 @@ class TrainGroup:
             ray.kill(worker)
 
 
-def _target(workers: Sequence[ray.actor.ActorHandle], what: str) -> WaitTarget:
-    """The wait target of one call on each of these workers, in order."""
-    return WaitTarget(
-        what, lambda pending: format_rank_status(poll_actors([worker.status.remote() for worker in workers]), pending)
-    )
+def _target(workers: Sequence[ray.actor.ActorHandle], what: str, role: TrainRole) -> WaitTarget:
+    """The wait target of one call on each of these workers of a role, in order."""
+
+    def describe(pending: Sequence[int]) -> str:
+        return format_rank_status(poll_actors([worker.status.remote() for worker in workers]), pending, role.short)
+
+    return WaitTarget(what, describe)
+
+
+class PolicyAndCritic(TrainGroup):
+    """The policy's group, whose methods also reach the critic's ranks where these have a part in it."""
+
+    def __init__(self, args: Arguments, gpus: GpuBundles, supervisor: Supervisor, launch: Launch) -> None:
+        super().__init__(args, gpus, supervisor, launch)
+        self._critic = TrainGroup(args, gpus, supervisor, launch, CRITIC)
+        self._critic_sleeps = False
+
+    def _both(
+        self,
+        policy: list[ObjectRef],
+        critic: list[ObjectRef],
+        what: str,
+        progress: Callable[[], None] | None = None,
+    ) -> tuple[list[Any], list[Any]]:
+        """The results of calls to the workers of both groups: each list has a multiple of its workers, in order."""
+        found = self._supervisor.get([*critic, *policy], self._target(len(critic), len(policy), what), progress)
+        return found[len(critic) :], found[: len(critic)]
+
+    def _target(self, of_critic: int, of_policy: int, what: str) -> WaitTarget:
+        groups = ((self._critic, range(of_critic)), (self, range(of_critic, of_critic + of_policy)))
+
+        def describe(pending: Sequence[int]) -> str:
+            parts = []
+            for group, calls in groups:
+                ranks = sorted({(call - calls.start) % len(group.workers) for call in pending if call in calls})
+                parts.append(_target(group.workers, what, group._role).describe(ranks))
+            return "; ".join(parts)
+
+        return WaitTarget(what, describe)
+
+    def initialize(self) -> tuple[int, dict[str, Any] | None]:
+        """Builds and loads both models. Raises RuntimeError if they begin with different rollouts."""
+        of_critic = self._critic._starting()
+        of_policy, of_critic = self._both(self._starting(), of_critic, _START)
+        first, _ = self._critic._started(of_critic)
+        start, data_state = self._started(of_policy)
+        if first != start:
+            raise RuntimeError(f"the critic starts with rollout {first} and the policy with {start}")
+        return start, data_state
+
+    def train(
+        self,
+        rollout_id: int,
+        batches: list[ObjectRef],
+        progress: Callable[[], None] | None = None,
+        critic_batches: Sequence[ObjectRef] = (),
+    ) -> list[dict[str, float]]:
+        """Trains both on one rollout; metrics per optimizer step. `critic_batches` are those of the critic's ranks.
+
+        If a value is not finite, the saves of both groups that are in the background are complete before it raises.
+        """
+        policy, critic = self.workers, self._critic.workers
+        # two results each: the columns, which stay in the object store, and the end of the call
+        values, with_values = zip(
+            *(worker.values.remote(rollout_id, list(critic_batches)) for worker in critic), strict=True
+        )
+        scored = [worker.score.remote(rollout_id, batches) for worker in policy]
+        targets, with_targets = zip(
+            *(worker.targets.remote(_passed(values, self._critic, self, rank)) for rank, worker in enumerate(policy)),
+            strict=True,
+        )
+        of_critic = [
+            worker.train_values.remote(rollout_id, _passed(targets, self, self._critic, rank))
+            for rank, worker in enumerate(critic)
+        ]
+        of_policy = [worker.train_scored.remote() for worker in policy]
+        what = f"training on rollout {rollout_id}"
+        try:
+            found, of_values = self._both(
+                [*scored, *with_targets, *of_policy], [*with_values, *of_critic], what, progress
+            )
+        except NotFiniteError:
+            self._both(self._finishing_saves(), self._critic._finishing_saves(), _LAST_SAVES)
+            raise
+        steps, of_steps = found[-len(policy)], of_values[-len(critic)]
+        return [critic_step | step for critic_step, step in zip(of_steps, steps, strict=True)]
+
+    def memory(self) -> list[ObjectRef]:
+        """References to the memory of every rank, GiB by name."""
+        return super().memory() + self._critic.memory()
+
+    def sleep(self, *, keep_weights: bool) -> None:
+        """Offloads every rank; the critic's weights too, since no engine needs them."""
+        of_critic = [] if self._critic_sleeps else self._critic._sleeping(keep_weights=False)
+        self._critic_sleeps = True
+        given, of_critic = self._both(self._sleeping(keep_weights), of_critic, _OFFLOADING)
+        self._slept(given, keep_weights)
+        if of_critic:
+            self._critic._slept(of_critic, keep_weights=False)
+
+    def wake(self) -> None:
+        """Onloads every rank."""
+        self._critic_sleeps = False
+        self._both(self._waking(), self._critic._waking(), _ONLOADING)
+
+    def save(self, rollout_id: int, data_state: dict[str, Any] | None) -> str:
+        """Writes both checkpoints at the same time; returns the folder of the policy's.
+
+        With --async-save both are written in the background. The policy's becomes complete after the critic's.
+        """
+        # the end of the policy's previous save removes old folders of the critic, too
+        self._get(self._finishing_saves(), _LAST_SAVES)
+        saved_with = uuid.uuid4().hex
+        of_critic = [worker.save_critic.remote(rollout_id, saved_with) for worker in self._critic.workers]
+        of_policy = self._saving(rollout_id, data_state, saved_with)
+        return self._both(of_policy, of_critic, f"save after rollout {rollout_id}")[0][0]
+
+    def leave(self) -> None:
+        """Finishes saving and leaves the process groups; the critic first, on whose checkpoint the policy's waits."""
+        self._critic.leave()
+        super().leave()
+
+    def stop(self) -> None:
+        """Ends the ranks' processes."""
+        self._critic.stop()
+        super().stop()
+
+    def kill(self) -> None:
+        """Kills the actors."""
+        self._critic.kill()
+        super().kill()
+
+
+def _passed(columns: Sequence[ObjectRef], of: TrainGroup, to: TrainGroup, rank: int) -> list[ObjectRef]:
+    """The columns that a rank of `to` needs, of those that the workers of `of` return.
+
+    With equal data-parallel sizes both groups have the same batches; otherwise a rank finds its samples in all of them.
+    """
+    if len(of.leaders) == len(to.leaders):
+        return [columns[of.leaders[to.data_parallel_ranks[rank]]]]
+    return [columns[leader] for leader in of.leaders]
+
+
+def start_training(args: Arguments, gpus: GpuBundles, supervisor: Supervisor, launch: Launch) -> TrainGroup:
+    """The training group of a run, with the critic's ranks if it has GPUs of its own."""
+    kind = PolicyAndCritic if args.critic_num_gpus else TrainGroup
+    return kind(args, gpus, supervisor, launch)

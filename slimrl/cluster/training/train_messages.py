@@ -15,6 +15,30 @@ from slimrl.arguments import Arguments
 
 
 @dataclasses.dataclass(frozen=True)
+class TrainRole:
+    """What a group of training ranks trains, and its words in messages; names of files and metrics follow from these.
+
+    The policy's ranks also train the critic, unless it has GPUs of its own.
+    """
+
+    worker: str
+    rank: str
+    short: str
+
+    def log_name(self, rank: int) -> str:
+        """The file name of a rank's log."""
+        return f"{self.rank.replace(' ', '-')}{rank}.log"
+
+    def metric(self, rank: int) -> str:
+        """The start of the names of a rank's memory."""
+        return f"{self.short.replace(' ', '_')}{rank}"
+
+
+POLICY = TrainRole("train worker", "train rank", "rank")
+CRITIC = TrainRole("critic worker", "critic rank", "critic rank")
+
+
+@dataclasses.dataclass(frozen=True)
 class TrainInit:
     """The first message to a rank's process."""
 
@@ -22,15 +46,20 @@ class TrainInit:
     rank: int
     world_size: int
     cuda: bool  # whether the run trains on GPUs
+    role: TrainRole = POLICY
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainReady:
-    """A rank's state after loading: the first rollout id, the data state, and its data-parallel rank."""
+    """A rank's state after loading: the first rollout id, the data state, and its data-parallel rank.
+
+    One rank of each data-parallel rank is its `leader`: it returns the columns that policy and critic exchange.
+    """
 
     start_rollout_id: int
     data_state: dict[str, Any] | None
     data_parallel_rank: int
+    leader: bool
 
 
 def send_call(connection: Connection, method: Callable[..., Any], arguments: tuple[Any, ...]) -> None:

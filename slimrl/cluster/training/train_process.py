@@ -6,6 +6,7 @@ in the main thread.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import datetime
 import logging
@@ -15,10 +16,10 @@ import sys
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from slimrl.cluster.launch import Rendezvous, create_store, join_store
-from slimrl.cluster.training.train_messages import TrainInit, TrainReady, receive_call
+from slimrl.cluster.training.train_messages import CRITIC, TrainInit, TrainReady, receive_call
 from slimrl.hooks import described
 from slimrl.observability.terminal import LOG_FORMAT
 from slimrl.observability.tracer import Timeline
@@ -33,23 +34,57 @@ if TYPE_CHECKING:
     from slimrl.arguments import Arguments
     from slimrl.data.train_batch import RolloutBatch
     from slimrl.engines.server_protocol import RunningRequests
-    from slimrl.megatron.offload import Part
+    from slimrl.megatron.offload import Part, TrainingMemory
     from slimrl.megatron.parallel import ParallelState
+    from slimrl.megatron.training.critic import SampleColumns
+    from slimrl.megatron.training.critic_trainer import CriticTrainer
+    from slimrl.megatron.training.trainer import MegatronTrainer
     from slimrl.weights.update.weight_updater import WeightUpdater
 
 
-class Rank:
-    """The calls that the actor forwards; each is collective over all ranks."""
+class Trainer(Protocol):
+    """What the trainers of policy and critic have in common; see `MegatronTrainer`."""
+
+    @property
+    def parallel(self) -> ParallelState: ...
+
+    @property
+    def memory(self) -> TrainingMemory: ...
+
+    @property
+    def start_rollout_id(self) -> int: ...
+
+    @property
+    def data_state(self) -> dict[str, Any] | None: ...
+
+    def finish_saves(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Rank(abc.ABC):
+    """The calls that the actor forwards to every kind of rank; each is collective over all ranks of its group.
+
+    The actor sends the methods of this class, so subclasses override none of them.
+    """
+
+    _trainer: Trainer
 
     def __init__(self, setup: TrainInit, on_progress: Callable[[int, int], None]) -> None:
         self._setup = setup
         self._on_progress = on_progress
-        self.timeline = Timeline.open(setup.args, f"train rank {setup.rank}")
+        self.timeline = Timeline.open(setup.args, f"{setup.role.rank} {setup.rank}")
         self.timeline.add_process_start()
-        self._updater: WeightUpdater | None = None
         self._store: Store | None = None
-        self._held_out: dict[str, RolloutBatch] | None = None  # this rank's part of each set, from the first evaluation
         self._rendezvous_timeout = datetime.timedelta(minutes=setup.args.distributed_timeout_minutes)
+
+    @abc.abstractmethod
+    def _import(self) -> None:
+        """Imports the modules for training."""
+
+    @abc.abstractmethod
+    def _build(self, store: Store) -> None:
+        """Sets the trainer, which joins the ranks of `store`."""
 
     def open_store(self, host: str | None) -> Rendezvous:
         """Opens the rendezvous store of all ranks, on rank 0. `host` as in `launch.create_store`."""
@@ -59,8 +94,7 @@ class Rank:
     def prepare(self) -> None:
         """Imports the modules for training: takes seconds but no device memory, so engines can start concurrently."""
         with uncollected():
-            import slimrl.megatron.training.trainer
-            import slimrl.weights.update.weight_updater  # noqa: F401
+            self._import()
 
     def initialize(self, rendezvous: Rendezvous) -> TrainReady:
         """Joins rank 0's store, builds and loads the model and the optimizer.
@@ -68,8 +102,6 @@ class Rank:
         Raises RuntimeError if the run uses GPUs and this rank has none.
         """
         import torch
-
-        from slimrl.megatron.training.trainer import MegatronTrainer
 
         setup = self._setup
         why = rank_without_gpu(
@@ -82,17 +114,77 @@ class Rank:
             raise RuntimeError(why)
         if self._store is None:
             self._store = join_store(rendezvous, setup.world_size, self._rendezvous_timeout)
+        self._build(self._store)
+        trainer = self._trainer
+        at = trainer.parallel
+        return TrainReady(trainer.start_rollout_id, trainer.data_state, at.dp_rank, at.leads_replica)
+
+    def sleep(self, keep_weights: bool) -> dict[Part, int]:
+        """Offloads this rank, with or without its weights; returns the offloaded bytes by part."""
+        return self._trainer.memory.sleep(keep_weights=keep_weights)
+
+    def wake(self) -> None:
+        """Onloads this rank."""
+        self._trainer.memory.wake()
+
+    def device_memory(self) -> dict[str, float]:
+        """GiB by name, see `platform.device_memory`; empty without a GPU."""
+        from slimrl import platform
+
+        return platform.device_memory()
+
+    def finish_saves(self) -> None:
+        """Waits until the checkpoints that are written in the background are complete."""
+        self._trainer.finish_saves()
+
+    def close(self) -> None:
+        """Leaves the process groups."""
+        self._leave_engines()
+        self._trainer.close()
+
+    @abc.abstractmethod
+    def _leave_engines(self) -> None:
+        """Ends the connections for weight updates, if there are any."""
+
+    def _for_the_others(self, columns: SampleColumns) -> bytes | None:
+        """Columns pickled; None if another rank returns them for the same samples."""
+        return pickle.dumps(columns) if self._trainer.parallel.leads_replica else None
+
+    def _finishing(self, step: Callable[[], list[dict[str, float]]]) -> list[dict[str, float]]:
+        """The metrics of training; pending checkpoints become complete if a value is not finite."""
+        try:
+            return step()
+        except FloatingPointError:
+            self._trainer.finish_saves()  # raised on every rank; the pending checkpoint must be complete for a restart
+            raise
+
+
+class PolicyRank(Rank):
+    """The calls to a rank of the policy."""
+
+    _trainer: MegatronTrainer
+
+    def __init__(self, setup: TrainInit, on_progress: Callable[[int, int], None]) -> None:
+        super().__init__(setup, on_progress)
+        self._updater: WeightUpdater | None = None
+        self._held_out: dict[str, RolloutBatch] | None = None  # this rank's part of each set, from the first evaluation
+
+    def _import(self) -> None:
+        import slimrl.megatron.training.trainer
+        import slimrl.weights.update.weight_updater  # noqa: F401
+
+    def _build(self, store: Store) -> None:
+        from slimrl.megatron.training.trainer import MegatronTrainer
+
         self._trainer = MegatronTrainer(
-            setup.args,
-            rank=setup.rank,
-            world_size=setup.world_size,
+            self._setup.args,
+            rank=self._setup.rank,
+            world_size=self._setup.world_size,
             local_rank=0,
-            init_method=self._store,
+            init_method=store,
             on_progress=self._on_progress,
             timeline=self.timeline,
         )
-        trainer = self._trainer
-        return TrainReady(trainer.start_rollout_id, trainer.data_state, trainer.parallel.dp_rank)
 
     def connect_engines(self, endpoints: list[Any]) -> None:
         """Connects to these engines for weight updates, replacing earlier connections."""
@@ -109,11 +201,22 @@ class Rank:
 
         Returns metrics per optimizer step; the first also has those of the rollout and of memory.
         """
-        try:
-            first, *others = self._trainer.train(rollout_id, pickle.loads(batch))
-        except FloatingPointError:
-            self._trainer.finish_saves()  # raised on every rank; the pending checkpoint must be complete for a restart
-            raise
+        return self._reported(lambda: self._trainer.train(rollout_id, pickle.loads(batch)))
+
+    def score(self, rollout_id: int, batch: pickle.PickleBuffer) -> None:
+        """Beside a critic on GPUs of its own: the log-probability passes over a pickled RolloutBatch."""
+        self._trainer.score(rollout_id, pickle.loads(batch))
+
+    def targets(self, values: list[pickle.PickleBuffer]) -> bytes | None:
+        """Pickled columns for the critic, from its pickled values; see `MegatronTrainer.prepare`."""
+        return self._for_the_others(self._trainer.prepare([pickle.loads(part) for part in values]))
+
+    def train_scored(self) -> list[dict[str, float]]:
+        """The optimizer steps after `targets`; returns as `train`."""
+        return self._reported(self._trainer.train_scored)
+
+    def _reported(self, step: Callable[[], list[dict[str, float]]]) -> list[dict[str, float]]:
+        first, *others = self._finishing(step)
         return [first | self._trainer.rollout_metrics | self._trainer.memory_report.take(), *others]
 
     def evaluate_held_out(self) -> dict[str, dict[str, float]]:
@@ -128,14 +231,6 @@ class Rank:
             self._held_out = held_out_shares(self._setup.args, self._trainer.parallel)
         return {name: loss.evaluate(share) for name, share in self._held_out.items()}
 
-    def sleep(self, keep_weights: bool) -> dict[Part, int]:
-        """Offloads this rank, with or without its weights; returns the offloaded bytes by part."""
-        return self._trainer.memory.sleep(keep_weights=keep_weights)
-
-    def wake(self) -> None:
-        """Onloads this rank."""
-        self._trainer.memory.wake()
-
     def update_weights(self, version: str, check_equal: bool) -> dict[str, float]:
         """Sends the weights to every engine."""
         from slimrl.megatron.offload import State
@@ -148,21 +243,56 @@ class Rank:
         )
         return dataclasses.asdict(report)
 
-    def save(self, rollout_id: int, data_state: dict[str, Any] | None) -> str:
-        """Writes the checkpoint of `rollout_id`; rank 0 has the data state."""
-        return str(self._trainer.save(rollout_id, data_state))
+    def save(self, rollout_id: int, data_state: dict[str, Any] | None, saved_with: str | None) -> str:
+        """Writes the checkpoint of `rollout_id`; rank 0 has the data state. `saved_with` as `MegatronTrainer.save`."""
+        return str(self._trainer.save(rollout_id, data_state, saved_with=saved_with))
 
-    def device_memory(self) -> dict[str, float]:
-        """GiB by name, see `platform.device_memory`; empty without a GPU."""
-        from slimrl import platform
-
-        return platform.device_memory()
-
-    def close(self) -> None:
-        """Leaves the process groups."""
+    def _leave_engines(self) -> None:
         if self._updater is not None:
             self._updater.close()
-        self._trainer.close()
+
+
+class CriticRank(Rank):
+    """The calls to a rank of a critic on GPUs of its own."""
+
+    _trainer: CriticTrainer
+
+    def _import(self) -> None:
+        import slimrl.megatron.training.critic_trainer  # noqa: F401
+
+    def _build(self, store: Store) -> None:
+        from slimrl.megatron.training.critic_trainer import CriticTrainer
+
+        self._trainer = CriticTrainer(
+            self._setup.args,
+            rank=self._setup.rank,
+            world_size=self._setup.world_size,
+            local_rank=0,
+            init_method=store,
+            on_progress=self._on_progress,
+            timeline=self.timeline,
+        )
+
+    def values(self, rollout_id: int, batch: pickle.PickleBuffer) -> bytes | None:
+        """The pickled values of a pickled RolloutBatch; see `CriticTrainer.values`."""
+        return self._for_the_others(self._trainer.values(rollout_id, pickle.loads(batch)))
+
+    def train_values(self, rollout_id: int, targets: list[pickle.PickleBuffer]) -> list[dict[str, float]]:
+        """The optimizer steps on the policy's pickled columns; metrics of each."""
+        columns = [pickle.loads(part) for part in targets]
+        return self._finishing(lambda: self._trainer.train(rollout_id, columns))
+
+    def _leave_engines(self) -> None:
+        pass  # only the policy's ranks update engines
+
+    def save_critic(self, rollout_id: int, saved_with: str) -> None:
+        """Writes the checkpoint of `rollout_id`; see `CriticTrainer.save`."""
+        self._trainer.save(rollout_id, saved_with)
+
+
+def rank_of(setup: TrainInit, on_progress: Callable[[int, int], None]) -> Rank:
+    """The rank of a role."""
+    return (CriticRank if setup.role == CRITIC else PolicyRank)(setup, on_progress)
 
 
 def held_out_shares(args: Arguments, parallel: ParallelState) -> dict[str, RolloutBatch]:
@@ -198,7 +328,9 @@ def held_out_shares(args: Arguments, parallel: ParallelState) -> dict[str, Rollo
 
 
 def serve(connection: Connection) -> None:
-    """Answers calls `(method of Rank, arguments)` with `("value", result)` or `("error", text)` until the actor closes.
+    """Answers calls `(method of the rank, arguments)` until the end, that the actor closes.
+
+    The answer is `("value", result)`, `("error", texts)`, or `("not finite", texts)` for a loss or gradient.
 
     Before the answer it may send any number of `("progress", (done, total))`, and on a GPU `("memory", {name: GiB})`.
     """
@@ -206,7 +338,7 @@ def serve(connection: Connection) -> None:
     def send_progress(done: int, total: int) -> None:
         connection.send_bytes(pickle.dumps(("progress", (done, total))))
 
-    rank = Rank(pickle.loads(connection.recv_bytes()), send_progress)
+    rank = rank_of(pickle.loads(connection.recv_bytes()), send_progress)
     while True:
         try:
             method, arguments = receive_call(connection)
@@ -219,7 +351,8 @@ def serve(connection: Connection) -> None:
             if device_memory := rank.device_memory():
                 connection.send_bytes(pickle.dumps(("memory", device_memory)))
         except BaseException as error:  # custom code, such as a model's layers, may call sys.exit
-            answer = ("error", (described(error), traceback.format_exc()))
+            kind = "not finite" if isinstance(error, FloatingPointError) else "error"
+            answer = (kind, (described(error), traceback.format_exc()))
         # Plain pickle: multiprocessing's pickler would send tensors as shared-memory handles.
         connection.send_bytes(pickle.dumps(answer))
 
@@ -238,7 +371,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # the actor's calls pickle methods of this module's `Rank`, not of `__main__.Rank`
+    # the actor's calls pickle methods of this module's classes, not of those of `__main__`
     from slimrl.cluster.training import train_process
 
     train_process.main()

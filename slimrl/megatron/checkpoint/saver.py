@@ -24,6 +24,7 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
+from slimrl.arguments.checkpoints import read_manifest
 from slimrl.megatron.checkpoint import folder, io
 from slimrl.megatron.checkpoint.folder import Retention
 from slimrl.megatron.parallel import ParallelState
@@ -36,6 +37,9 @@ from slimrl.weights.hf_checkpoint import read_hf_config
 from slimrl.weights.update.export import iter_hf_tensors
 
 _logger = logging.getLogger(__name__)
+_LOOKS_EVERY_S = 0.05
+_ROUND_S = 5.0  # for which the other ranks wait in a collective
+_REPORTS_EVERY_S = 60.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +50,47 @@ class Snapshot:
     prepared: io.Prepared
     data_state: bytes  # empty: none is saved
     about: dict[str, Any]  # for the manifest
+
+
+@dataclasses.dataclass(frozen=True)
+class Awaited:
+    """A checkpoint of other ranks, without which one must not become complete: the critic's in the folder `root`.
+
+    Both have the same `saved_with` in their manifests.
+    """
+
+    root: Path
+    iteration: int
+    saved_with: str
+
+    def wait(self, group: dist.ProcessGroup | None) -> None:
+        """Returns when it is complete, as rank 0 sees it; collective over `group`.
+
+        It waits in rounds, so that the time limit of a collective does not limit the other save.
+        """
+        of_it, began, rounds = self.root / folder.folder_name(self.iteration), time.monotonic(), 0
+        complete = [False]
+        while not complete[0]:
+            if dist.get_rank() == 0:
+                complete = [self._is_complete(of_it, _ROUND_S)]
+                waited = time.monotonic() - began
+                if not complete[0] and waited > _REPORTS_EVERY_S * (rounds + 1):
+                    rounds += 1
+                    _logger.warning(
+                        "the checkpoint of the policy is written, and has waited %.0f s for %s, which the critic's"
+                        " ranks write: the folder must be on a file system that both see",
+                        waited,
+                        of_it,
+                    )
+            dist.broadcast_object_list(complete, src=0, group=group)
+
+    def _is_complete(self, of_it: Path, within: float) -> bool:
+        until = time.monotonic() + within
+        while time.monotonic() < until:
+            if (read_manifest(of_it) or {}).get("saved_with") == self.saved_with:
+                return True
+            time.sleep(_LOOKS_EVERY_S)
+        return False
 
 
 class CheckpointSaver:
@@ -64,6 +109,7 @@ class CheckpointSaver:
         self._thread: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
         self._after: Callable[[], None] = lambda: None
+        self._awaited: Awaited | None = None
         self._copied = threading.Event()
         self._copied.set()
 
@@ -74,18 +120,19 @@ class CheckpointSaver:
         take: Callable[[], Snapshot],
         export: Callable[[], HfExport] | None = None,
         after: Callable[[], None] = lambda: None,
+        awaited: Awaited | None = None,
     ) -> Path:
         """Save the snapshot of `take` in `root`; returns the checkpoint's final folder.
 
         Waits for the previous save. The `export` is written after the checkpoint is complete. `after` waits for another
         save, without which this one must not become complete; it raises CheckpointError on every rank or on none. In
-        the background it is called by the thread. Raises CheckpointError,
-        on every rank, if this save (in the background: the previous one) failed on a rank; its files are removed, and
+        the background it is called by the thread. `awaited` is another save of other ranks. Raises CheckpointError, on
+        every rank, if this save (in the background: the previous one) failed on a rank; its files are removed, and
         older checkpoints stay.
         """
         self.finish()
         self._open()
-        self._after = after
+        self._after, self._awaited = after, awaited
         started = time.perf_counter()
         run_on_rank_zero(lambda: folder.begin(root, iteration), self._writers)
         snapshot = run_on_all_ranks(take, self._writers)
@@ -179,6 +226,8 @@ class CheckpointSaver:
         try:
             checksums = io.write(snapshot.prepared, partial, self._writers)
             self._after()
+            if self._awaited is not None:
+                self._awaited.wait(self._writers)
             run_on_rank_zero(lambda: self._complete(root, partial, snapshot, checksums, started), self._writers)
         except CheckpointError as error:
             raise self._failed(root, snapshot, error) from error

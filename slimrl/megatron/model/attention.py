@@ -33,9 +33,8 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSub
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from slimrl.megatron.model.layers import RMSNorm
+from slimrl.megatron.model.layers import PackedLatentSelfAttention, RMSNorm
 from slimrl.megatron.model.micro_batch import PackedSequences, with_lengths
-from slimrl.megatron.model.rotary import PackedLatentSelfAttention
 
 # Queries per block if there are more keys than queries: that case needs an explicit mask [queries, keys].
 MASKED_ROWS = 512

@@ -16,8 +16,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from slimrl.megatron.model.attention import PackedCoreAttention, attention_spec, with_latent_epsilon
-from slimrl.megatron.model.layers import PostNorms, RMSNorm, Router, with_post_norms
-from slimrl.megatron.model.rotary import with_token_frequencies
+from slimrl.megatron.model.layers import PostNorms, RMSNorm, Router, with_post_norms, with_token_frequencies
 from slimrl.models.model_spec import expand_layer_pattern
 
 

@@ -20,7 +20,10 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from slimrl.arguments.flags.data import TrainBatchArguments
+from slimrl.arguments.flags.parallel import ParallelArguments
 from slimrl.data.train_batch import RolloutBatch, sequence_multiple
+from slimrl.megatron.parallel import ParallelState
 
 
 def local_rows(lengths: Tensor, rank: int, ranks: int) -> Tensor:
@@ -202,3 +205,36 @@ def pack_micro_batch(
 
 def _rounded_up(lengths: Tensor, multiple: int) -> Tensor:
     return -(-lengths // multiple) * multiple
+
+
+@dataclasses.dataclass(frozen=True)
+class MicroBatchPacker:
+    """Packs the rows of a rank's batch, as the flags and the rank's place want it."""
+
+    length_multiple: int
+    device: torch.device
+    context_rank: int
+    context_size: int
+
+    @classmethod
+    def of_rank(
+        cls, layout: ParallelArguments, batches: TrainBatchArguments, parallel: ParallelState
+    ) -> MicroBatchPacker:
+        """The packer of the rank that `parallel` describes."""
+        multiple = batches.data_pad_size_multiplier * layout.tensor_model_parallel_size
+        return cls(multiple, parallel.device, parallel.cp_rank, parallel.cp_size)
+
+    def __call__(self, batch: RolloutBatch, rows: Sequence[int]) -> MicroBatch:
+        """`pack_micro_batch`."""
+        return pack_micro_batch(
+            batch,
+            rows,
+            length_multiple=self.length_multiple,
+            device=self.device,
+            context_rank=self.context_rank,
+            context_size=self.context_size,
+        )
+
+    def steps(self, batch: RolloutBatch) -> list[list[MicroBatch]]:
+        """The micro-batches of each optimizer step of the batch's schedule."""
+        return [[self(batch, rows) for rows in step] for step in batch.micro_batches]

@@ -17,15 +17,14 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from slimrl.arguments.flags.attention import AttentionArguments
+from slimrl.arguments.flags.model import AttentionArguments
 from slimrl.arguments.namespace import Arguments, MegatronArguments
 from slimrl.hooks import HookFailedError, LayerSpec, ModelProvider, accepted, named, naming_calls, resolve
 from slimrl.hooks.base import RunArguments
 from slimrl.megatron.config import transformer_config
 from slimrl.megatron.model.layer_spec import block_of, block_spec
 from slimrl.megatron.model.layers import PostNorms
-from slimrl.megatron.model.output_layer import PolicyModel
-from slimrl.megatron.model.value_model import ValueModel
+from slimrl.megatron.model.output_layer import PolicyModel, ValueModel
 from slimrl.megatron.parallel import ParallelState
 
 
@@ -73,7 +72,7 @@ OF_VALUE_MODEL: dict[str, Any] = {"untie_embeddings_and_output_weights": True}
 
 
 def build_value_stages(flags: MegatronArguments, parallel: ParallelState) -> list[GPTModel]:
-    """This rank's chunks of a model of the same sizes with a value head (`value_model`)."""
+    """This rank's chunks of a model of the same sizes with a value head (`output_layer`)."""
     config = transformer_config(flags)
     stages: list[GPTModel] = []
     for number in _stage_numbers(parallel):

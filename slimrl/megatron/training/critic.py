@@ -1,8 +1,9 @@
-"""The critic of PPO: a model of the policy's sizes with a value head, trained by the policy's ranks.
+"""The critic of PPO: a model of the policy's sizes with a value head; the columns that it exchanges with the policy.
 
 Before the policy's optimizer steps it gives a value for every response token of the rollout; the advantages and its own
-targets, the returns, follow from these (`advantages`). Then it takes as many optimizer steps as the policy, on the same
-micro-batches. Its process groups are the policy's. Collective over all ranks.
+targets, the returns, follow from these (`advantages`). Then it takes as many optimizer steps as the policy. It is in
+the policy's ranks, with their process groups and micro-batches, or in ranks of its own (`critic_trainer`). Collective
+over all of these ranks.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slimrl.algorithms.estimators import merged_moments
 from slimrl.algorithms.losses import clipped_value_loss, masked_sum, sample_mean_weights
-from slimrl.algorithms.reward_shaping import merged_moments
 from slimrl.arguments import Arguments
 from slimrl.arguments.checkpoints import CRITIC, Found, critic_start, is_hf_model
 from slimrl.data.train_batch import RolloutBatch
@@ -33,7 +34,7 @@ from slimrl.megatron.checkpoint.state import (
     load_value_weights,
     take_snapshot,
 )
-from slimrl.megatron.model.micro_batch import MicroBatch
+from slimrl.megatron.model.micro_batch import MicroBatch, ranges
 from slimrl.megatron.model.model_builder import OF_VALUE_MODEL, build_value_stages
 from slimrl.megatron.parallel import ParallelState
 from slimrl.megatron.training.forward_step import (
@@ -91,6 +92,54 @@ class ValueColumns:
         """The samples of `batch` with an input that is not finite (see `trained_model.broken_samples`)."""
         columns = {"values": self.old_values, "returns": self.returns}
         return broken_samples(columns, self.loss_mask, batch.response_lengths, batch.sample_ids)
+
+
+VALUES = "values"
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleColumns:
+    """Float32 columns of response tokens by name, [sum(lengths)] each, between the ranks of policy and critic.
+
+    On the host. `sample_ids` and `lengths` int64 [samples] say whose tokens they are.
+    """
+
+    sample_ids: Tensor
+    lengths: Tensor
+    columns: dict[str, Tensor]
+
+    @classmethod
+    def of_values(cls, batch: RolloutBatch, values: Tensor) -> SampleColumns:
+        """What the policy's ranks need of the critic: the values of a batch's response tokens."""
+        return cls(batch.sample_ids, batch.response_lengths, {VALUES: values.cpu()})
+
+    @classmethod
+    def of_critic(cls, batch: RolloutBatch, columns: ValueColumns) -> SampleColumns:
+        """What the critic's ranks need of the policy: its targets."""
+        named = {field.name: vars(columns)[field.name].cpu() for field in dataclasses.fields(columns)}
+        return cls(batch.sample_ids, batch.response_lengths, named)
+
+    @staticmethod
+    def of_batch(parts: Sequence[SampleColumns], batch: RolloutBatch, device: torch.device) -> dict[str, Tensor]:
+        """The columns of the samples of `batch`, in its order, from the `parts` of several data-parallel ranks.
+
+        Raises ValueError if a sample is missing, is there twice, or has another length.
+        """
+        ids = torch.cat([part.sample_ids for part in parts])
+        lengths = torch.cat([part.lengths for part in parts])
+        columns = {name: torch.cat([part.columns[name] for part in parts]) for name in parts[0].columns}
+        if not torch.equal(ids, batch.sample_ids):
+            order = ids.argsort(stable=True)
+            place = torch.searchsorted(ids[order], batch.sample_ids).clamp(max=max(len(ids) - 1, 0))
+            chosen = order[place]
+            starts = lengths.cumsum(0) - lengths
+            if len(ids.unique()) < len(ids) or not torch.equal(ids[chosen], batch.sample_ids):
+                raise ValueError("policy and critic have batches of different samples")
+            index, lengths = ranges(starts[chosen], lengths[chosen]), lengths[chosen]
+            columns = {name: column[index] for name, column in columns.items()}
+        if not torch.equal(lengths, batch.response_lengths):
+            raise ValueError("policy and critic have responses of different lengths for the same samples")
+        return {name: column.to(device) for name, column in columns.items()}
 
 
 class ValueScale:
@@ -201,10 +250,11 @@ def explained_variance(means: dict[str, float]) -> float:
 
 
 def critic_arguments(args: Arguments) -> Arguments:
-    """The flags as they apply to the critic: its own schedule; every weight of it is trained."""
+    """The flags as they apply to the critic: its own schedule and optimizer; every weight of it is trained."""
     warmup = args.critic_lr_warmup_iters
     return dataclasses.replace(
         args,
+        **args.critic_overrides,
         lr=args.critic_lr,
         lr_warmup_iters=args.lr_warmup_iters if warmup is None else warmup,
         lr_warmup_fraction=args.lr_warmup_fraction if warmup is None else None,
@@ -222,8 +272,12 @@ class Critic:
         resumed: CheckpointFolder | None,
         times: PhaseTimes,
         timeline: Timeline,
+        *,
+        own_ranks: bool = False,
     ) -> None:
         """Builds and loads the critic; `resumed` is the policy's checkpoint that this run continues.
+
+        With `own_ranks` the random state is restored too, which is the policy's otherwise.
 
         Raises FileNotFoundError without weights to load, or without the critic that belongs to `resumed`.
         """
@@ -244,22 +298,24 @@ class Critic:
         if resumed is not None:
             _check_pair(resumed, start)
             found = CheckpointFolder(start.folder, start.iteration)
-            load_training_state(self.state, found, load_optimizer=not args.no_load_optim, load_random_state=False)
+            random = own_ranks and not args.no_load_rng
+            load_training_state(self.state, found, load_optimizer=not args.no_load_optim, load_random_state=random)
         self._with_optimizer = not args.no_save_optim
         self._root = None if args.critic_save is None else Path(args.critic_save)
         timeout = datetime.timedelta(minutes=args.distributed_timeout_minutes)
         # its checkpoints are deleted with the policy's, which must never be without theirs
         self.saver = CheckpointSaver(background=args.async_save, retention=Retention(), timeout=timeout)
 
-    def save(self, policy_root: Path, rollout_id: int) -> str:
+    def save(self, policy_root: Path, rollout_id: int, saved_with: str | None = None) -> str:
         """Writes its checkpoint into --critic-save, or beside the policy's; collective. Returns its `saved_with`.
 
-        The policy's checkpoint of the same rollout has the same `saved_with` and must become complete after this one
-        (`saver.finish`). Raises CheckpointError as `CheckpointSaver.save` does.
+        The policy's checkpoint of the same rollout has the same `saved_with`, a new one unless it is given, and must
+        become complete after this one (`saver.finish`). Raises CheckpointError as `CheckpointSaver.save` does.
         """
-        named: list[str] = [uuid.uuid4().hex]
-        dist.broadcast_object_list(named, src=0)  # the same on all ranks, as all metadata
-        (saved_with,) = named
+        if saved_with is None:
+            named: list[str] = [uuid.uuid4().hex]
+            dist.broadcast_object_list(named, src=0)  # the same on all ranks, as all metadata
+            (saved_with,) = named
         self.saver.save(
             self._root if self._root is not None else policy_root / CRITIC,
             rollout_id,

@@ -22,9 +22,8 @@ from slimrl.megatron.training.forward_step import LogProbConfig, TokenScores, Tr
 from slimrl.megatron.training.log_prob_passes import LogProbPasses, RolloutLogProbs
 from slimrl.megatron.training.loss.custom_loss import CheckedCustomLoss
 from slimrl.megatron.training.loss.loss_sums import LossSums
-from slimrl.megatron.training.loss.mismatched import MismatchedStep, Mismatching
 from slimrl.megatron.training.loss.policy_loss import PolicyLossConfig, PolicyLossInputs, policy_loss_sums
-from slimrl.megatron.training.loss.preference_loss import PairLoss, token_labels
+from slimrl.megatron.training.loss.preference_loss import MismatchedStep, Mismatching, PairLoss, token_labels
 from slimrl.megatron.training.loss.reward_model_loss import RewardModelTraining
 from slimrl.megatron.training.reporting.train_metrics import reduce_step
 

@@ -6,18 +6,17 @@ bit. Does not need Ray: one trainer per process; every rank makes the same calls
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import functools
-import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from slimrl.arguments import Arguments
 from slimrl.arguments.flags.algorithm import AlgorithmArguments
@@ -26,46 +25,26 @@ from slimrl.arguments.flags.rollout import RolloutArguments
 from slimrl.arguments.memory import training_memory
 from slimrl.data.train_batch import RolloutBatch
 from slimrl.hooks.base import RunArguments
-from slimrl.megatron import config, data_parallel, parallel, patches
+from slimrl.megatron import config, parallel, patches
 from slimrl.megatron.checkpoint import state
 from slimrl.megatron.checkpoint.folder import Retention
-from slimrl.megatron.checkpoint.saver import CheckpointSaver, ModelExporter
+from slimrl.megatron.checkpoint.saver import Awaited, CheckpointSaver, ModelExporter
 from slimrl.megatron.checkpoint.start import PolicyStart
 from slimrl.megatron.checkpoint.state import CheckpointFolder, TrainingState
-from slimrl.megatron.model.micro_batch import MicroBatch, pack_micro_batch
+from slimrl.megatron.model.micro_batch import MicroBatchPacker
 from slimrl.megatron.model.model_builder import OF_VALUE_MODEL, CustomModel, build_stages, build_value_stages
 from slimrl.megatron.offload import State, memory_of
 from slimrl.megatron.ref_model import ReferenceWeights
-from slimrl.megatron.teacher import Teacher
-from slimrl.megatron.training.advantages import (
-    RolloutData,
-    TrainingHooks,
-    after_initialization,
-    build_train_inputs,
-)
-from slimrl.megatron.training.critic import Critic, ValueColumns
-from slimrl.megatron.training.forward_step import (
-    LogProbConfig,
-    TrainTensors,
-    forward_backward,
-    layer_tokens_by_count,
-    layers_add_losses,
-)
-from slimrl.megatron.training.kl_controller import KLController
-from slimrl.megatron.training.log_prob_passes import LogProbPasses, RolloutLogProbs
-from slimrl.megatron.training.loss.loss_sums import LossSums
+from slimrl.megatron.training.advantages import TrainingHooks, after_initialization
+from slimrl.megatron.training.critic import VALUES, Critic, SampleColumns
+from slimrl.megatron.training.forward_step import LogProbConfig, layers_add_losses
+from slimrl.megatron.training.log_prob_passes import LogProbPasses, Teacher
 from slimrl.megatron.training.loss.policy_loss import PolicyLossConfig, PolicyLossHooks
 from slimrl.megatron.training.pass_plan import PassPlan
-from slimrl.megatron.training.reporting.diagnostics import (
-    ACTOR,
-    LOG_PROBS,
-    OVERALL,
-    MemoryHistory,
-    PartProfiler,
-    save_train_data,
-)
+from slimrl.megatron.training.policy_rollout import KLController, PolicyParts, PolicyRollout
+from slimrl.megatron.training.reporting.diagnostics import LOG_PROBS, OVERALL, MemoryHistory, PartProfiler
 from slimrl.megatron.training.reporting.memory_report import MemoryReport
-from slimrl.megatron.training.reporting.train_metrics import PhaseTimes, reduce_step, rollout_metrics, step_counts
+from slimrl.megatron.training.reporting.train_metrics import PhaseTimes
 from slimrl.megatron.training.step_loss import StepLoss
 from slimrl.megatron.training.trained_model import TrainedModel, describe_trained_parameters, freeze_parameters
 from slimrl.models.model_spec import ModelSpec
@@ -104,15 +83,10 @@ class MegatronTrainer:
         self.hook_args: RunArguments = args
         self._algorithm: AlgorithmArguments = args
         self._checkpoints: CheckpointArguments = args
-        self._length_multiple = args.data_pad_size_multiplier * args.tensor_model_parallel_size
-        self._layers_add_losses = layers_add_losses(args)
         self._rollouts: RolloutArguments = args
-        self._log_correct_samples = args.log_correct_samples
-        self._dump_template = args.save_debug_train_data
         self._spec = ModelSpec.from_args(args)
         self._on_progress = on_progress
         self._timeline = timeline if timeline is not None else Timeline.off()
-        self._profiler = PartProfiler(args, rank, args.run_dir)
         self._memory_history = MemoryHistory(args, rank)
         self.parallel = parallel.initialize(
             args,
@@ -137,15 +111,15 @@ class MegatronTrainer:
         teacher = Teacher.from_args(args, self._spec, self.stages, self.parallel)  # before the weights that stay loaded
         reference, resumed = self._load_weights()
         freeze_parameters(args, self.stages)
-        self._critic_only_rollouts = args.num_critic_only_steps if args.use_critic else 0
-        self._policy = TrainedModel.build(built, self.stages, self.parallel, reference, self._critic_only_rollouts)
+        critic_only_rollouts = args.num_critic_only_steps if args.use_critic else 0
+        self._policy = TrainedModel.build(built, self.stages, self.parallel, reference, critic_only_rollouts)
         self._reference, self._wrapped = self._policy.reference, self._policy.wrapped
         self.optimizer, self.scheduler = self._policy.optimizer, self._policy.scheduler
-        self._times = PhaseTimes(self.parallel.device)
+        times = PhaseTimes(self.parallel.device)
         self._kl = KLController(args, self.parallel.device)
         self._critic: Critic | None = None
-        if args.use_critic and not args.eval_only:
-            self._critic = Critic(args, self.parallel, resumed, self._times, self._timeline)
+        if args.use_critic and not args.eval_only and not args.critic_num_gpus:
+            self._critic = Critic(args, self.parallel, resumed, times, self._timeline)
         self.rollout_metrics: dict[str, float] = {}
         self.start_rollout_id, self.data_state = self._resume(resumed)
         self.memory_report = MemoryReport(
@@ -161,26 +135,46 @@ class MegatronTrainer:
             suspends=args.offload_train_nccl,
             paired_stages=args.overlap_p2p_comm and args.virtual_pipeline_model_parallel_size is not None,
         )
-        self._log_prob_settings = LogProbConfig.from_args(args, self.parallel)
-        self._loss_settings = PolicyLossConfig.from_args(args, PolicyLossHooks.from_args(args, self.hook_args))
-        self._hooks = TrainingHooks(args, self._wrapped, self.optimizer, self.scheduler, self.hook_args)
+        loss_settings = PolicyLossConfig.from_args(args, PolicyLossHooks.from_args(args, self.hook_args))
+        hooks = TrainingHooks(args, self._wrapped, self.optimizer, self.scheduler, self.hook_args)
         self._passes = LogProbPasses(
             plan=PassPlan.from_args(args),
             stages=self._wrapped,
             reference=self._reference,
             teacher=teacher.sharded(self._wrapped),
-            settings=self._log_prob_settings,
-            hooks=self._hooks,
+            settings=LogProbConfig.from_args(args, self.parallel),
+            hooks=hooks,
             parallel=self.parallel,
-            times=self._times,
+            times=times,
             timeline=self._timeline,
             with_entropy=args.use_rollout_entropy,
         )
-        self._loss = StepLoss.from_args(
-            args, self._loss_settings, self._passes, self._wrapped, self._pack, self.hook_args
+        self._pack = MicroBatchPacker.of_rank(args, args, self.parallel)
+        loss = StepLoss.from_args(args, loss_settings, self._passes, self._wrapped, self._pack, self.hook_args)
+        self.held_out = loss.held_out
+        self._parts = PolicyParts(
+            algorithm=args,
+            spec=self._spec,
+            policy=self._policy,
+            loss=loss,
+            passes=self._passes,
+            hooks=hooks,
+            kl=self._kl,
+            pack=self._pack,
+            parallel=self.parallel,
+            times=times,
+            timeline=self._timeline,
+            profiler=PartProfiler(args, rank, args.run_dir),
+            memory_report=self.memory_report,
+            critic_only_rollouts=critic_only_rollouts,
+            layers_add_losses=layers_add_losses(args),
+            log_correct_samples=args.log_correct_samples,
+            dump_template=args.save_debug_train_data,
         )
-        self.held_out = self._loss.held_out
-        beside = [] if self._critic is None or args.critic_save is None else [Path(args.critic_save)]
+        self._rollout: PolicyRollout | None = None  # between `score` and `train_scored`
+        self._open = contextlib.ExitStack()  # its profile
+        beside = [] if not args.use_critic or args.critic_save is None else [Path(args.critic_save)]
+        self._checkpoints_of_critic = Path(args.critic_save) if args.critic_save is not None else None
         self._saver = CheckpointSaver(
             background=args.async_save,
             retention=Retention.from_args(args, *beside),
@@ -217,150 +211,77 @@ class MegatronTrainer:
         loss or gradient is not finite (see `NonFiniteGuard`); weights and optimizer are then as before that step.
         Raises CheckpointError if a background save failed.
         """
-        with self._profiler.part(OVERALL, rollout_id):
-            metrics = self._train(rollout_id, batch)
-        self._memory_history.trained()
-        return metrics
+        with self._parts.profiler.part(OVERALL, rollout_id):
+            rollout = self._begin(rollout_id, batch)
+            values = None
+            with self._parts.profiler.part(LOG_PROBS, rollout_id):
+                if self._critic is not None:
+                    values = self._critic.values(rollout.steps, batch, rollout.advance)
+                rollout.score()
+                rollout.prepare(values)
+            rollout.dump()
+            of_critic: list[dict[str, float]] = []
+            if self._critic is not None:
+                of_critic = self._critic.train(rollout.steps, rollout.value_columns, batch, rollout_id, rollout.advance)
+            metrics = rollout.train(of_critic)
+        return self._trained(rollout, metrics)
 
-    def _train(self, rollout_id: int, batch: RolloutBatch) -> list[dict[str, float]]:
+    def score(self, rollout_id: int, batch: RolloutBatch) -> None:
+        """The first of three parts of `train`, beside a critic on GPUs of its own: the log-probability passes."""
+        part = self._parts.profiler.part(OVERALL, rollout_id)
+        self._open.enter_context(part)
+        self._rollout = self._begin(rollout_id, batch)
+        with self._parts.profiler.part(LOG_PROBS, rollout_id):
+            self._rollout.score()
+
+    def prepare(self, values: Sequence[SampleColumns]) -> SampleColumns:
+        """The second part: advantages from the critic's `values`; returns the columns that it is trained on."""
+        rollout = self._rollout
+        assert rollout is not None  # of `score`
+        rollout.prepare(SampleColumns.of_batch(values, rollout.batch, self.parallel.device)[VALUES])
+        rollout.dump()
+        return SampleColumns.of_critic(rollout.batch, rollout.value_columns)
+
+    def train_scored(self) -> list[dict[str, float]]:
+        """The third part: the optimizer steps. Raises as `train`."""
+        rollout, self._rollout = self._rollout, None
+        assert rollout is not None  # of `score`
+        metrics = rollout.train()
+        self._open.close()
+        return self._trained(rollout, metrics)
+
+    def _begin(self, rollout_id: int, batch: RolloutBatch) -> PolicyRollout:
         self._saver.poll()
         self.release_saved()
         self.memory.require("training", State.AWAKE)
-        with self._times.phase("data_preprocess"):
-            steps = [[self._pack(batch, rows) for rows in step] for step in batch.micro_batches]
-            mismatched = self._loss.mismatched(batch)
-        trains_policy = rollout_id >= self._critic_only_rollouts
-        critic_passes = 0 if self._critic is None else 2 * sum(map(len, steps))
-        total = (
-            critic_passes
-            + self._passes.count(rollout_id, steps, mismatched, trains=trains_policy)
-            + trains_policy * sum(map(len, steps))
-        )
-        count = itertools.count(1)
+        return PolicyRollout(self._parts, rollout_id, batch, self._on_progress, 0 if self._critic is None else 2)
 
-        def advance() -> None:
-            self._timeline.mark("micro-batch")
-            self._on_progress(next(count), total)
-
-        with self._profiler.part(LOG_PROBS, rollout_id):
-            values = None if self._critic is None else self._critic.values(steps, batch, advance)
-            scores = self._passes.run(rollout_id, steps, batch, advance, mismatched, trains=trains_policy)
-            columns, data = build_train_inputs(
-                self._kl.applied_to(self._algorithm),
-                self._hooks,
-                rollout_id,
-                batch,
-                scores.train_log_probs,
-                scores.ref_log_probs,
-                values,
-                self.parallel.dp_group,
-                self.parallel.device,
-                scores.teacher,
-            )
-        if self._dump_template is not None:
-            with_policy = self._algorithm.compute_advantages_and_returns
-            save_train_data(self._dump_template, rollout_id, batch, columns, self.parallel, with_policy=with_policy)
-        metrics = step_counts(batch)
-        if self._critic is not None:
-            assert columns.values is not None and columns.returns is not None  # of `build_train_inputs`
-            inputs = ValueColumns(columns.values, columns.returns, columns.loss_mask)
-            of_critic = self._critic.train(steps, inputs, batch, rollout_id, advance)
-            metrics = [counts | own for counts, own in zip(metrics, of_critic, strict=True)]
-        if trains_policy:
-            of_policy = self._train_policy(rollout_id, steps, batch, columns, data, scores, advance)
-            metrics = [other | own for own, other in zip(of_policy, metrics, strict=True)]
-        self._passes.teacher.release()
-        self.rollout_metrics = self._report(batch, columns, scores)
-        if trains_policy:
-            self._kl.after_rollout(self.rollout_metrics, sum(batch.samples_per_step))
+    def _trained(self, rollout: PolicyRollout, metrics: list[dict[str, float]]) -> list[dict[str, float]]:
+        self.rollout_metrics = rollout.metrics
+        self._memory_history.trained()
         return metrics
 
-    def _train_policy(
+    def save(
         self,
         rollout_id: int,
-        steps: list[list[MicroBatch]],
-        batch: RolloutBatch,
-        columns: TrainTensors,
-        data: RolloutData | None,
-        scores: RolloutLogProbs,
-        advance: Callable[[], None],
-    ) -> list[dict[str, float]]:
-        """The policy's optimizer steps; metrics of each."""
-        metrics = []
-        part = self._profiler.part(ACTOR, rollout_id)
-        with part, self._times.phase("actor_train"), data_parallel.overlapped_param_gather(self._wrapped):
-            for number, micro_batches in enumerate(steps):
-                samples = batch.samples_per_step[number]
-                with self.memory_report.step(), self._timeline.span("forward and backward", optimizer_step=number):
-                    self._policy.begin_step()
-                    self._hooks.before_step(rollout_id, number)
-                    sums_of = self._loss.sums_of(batch, columns, data, scores, number, advance)
-                    sums = self._accumulate(micro_batches, columns, sums_of, samples, advance)
-                scores.complete(micro_batches, self.parallel)
-                where = f"rollout {rollout_id}, optimizer step {number}"
-                with self._timeline.span("optimizer step", optimizer_step=number):
-                    step = reduce_step(sums, self._loss_settings, self.parallel)
-                    step |= self._policy.step(step["loss"], where, lambda: columns.broken_samples(batch))
-                if self._reference is not None and columns.ref_log_probs is None:
-                    step.pop("kl_loss", None)  # absent, since it was not computed for this rollout
-                metrics.append(step)
-                self.memory_report.note(micro_batches)
-        return metrics
-
-    def _report(self, batch: RolloutBatch, columns: TrainTensors, scores: RolloutLogProbs) -> dict[str, float]:
-        returns = columns.returns if self._hooks.advantages is None else None
-        return rollout_metrics(
-            self._algorithm,
-            self._spec,
-            batch,
-            columns,
-            returns,
-            scores.entropy,
-            self._times.take(),
-            self.parallel,
-            log_correct_samples=self._log_correct_samples,
-            scored_rows=scores.scored_rows,
-        )
-
-    def _pack(self, batch: RolloutBatch, rows: list[int]) -> MicroBatch:
-        return pack_micro_batch(
-            batch,
-            rows,
-            length_multiple=self._length_multiple,
-            device=self.parallel.device,
-            context_rank=self.parallel.cp_rank,
-            context_size=self.parallel.cp_size,
-        )
-
-    def _accumulate(
-        self,
-        micro_batches: list[MicroBatch],
-        columns: TrainTensors,
-        sums_of: Callable[[Tensor, MicroBatch], LossSums],
-        samples: int,
-        advance: Callable[[], None],
-    ) -> list[LossSums]:
-        """Accumulate the gradient of one optimizer step; `samples` counts those of all ranks."""
-        weight = None
-        if self._layers_add_losses:
-            count = None if self._loss_settings.per_token else samples
-            weight = layer_tokens_by_count(
-                self.stages[0].config, micro_batches, columns.loss_mask, count, self.parallel
-            )
-        return forward_backward(self._wrapped, micro_batches, self._loss.scores, sums_of, advance, by_tokens=weight)
-
-    def save(self, rollout_id: int, data_state: dict[str, Any] | None, save_dir: Path | None = None) -> Path:
+        data_state: dict[str, Any] | None,
+        save_dir: Path | None = None,
+        saved_with: str | None = None,
+    ) -> Path:
         """Write the checkpoint that resumes at `rollout_id + 1` into `save_dir` (--save); returns its folder.
 
         Collective; only rank 0's `data_state` is saved, other ranks may pass None. The checkpoint is written completely
-        or not at all, with --async-save in the background. Raises ValueError if there is no folder, and CheckpointError
-        as `CheckpointSaver.save` does.
+        or not at all, with --async-save in the background. `saved_with` is that of the critic's checkpoint, which other
+        ranks write into --critic-save: this one becomes complete after it. Raises ValueError if there is no folder, and
+        CheckpointError as `CheckpointSaver.save` does.
         """
         self.memory.require("saving a checkpoint", State.AWAKE)
         root = save_dir if save_dir is not None else self._checkpoints.save
         if root is None:
             raise ValueError("no folder to save to: give --save")
-        saved_with = None
+        beside: Awaited | None = None
+        if saved_with is not None and self._checkpoints_of_critic is not None:
+            beside = Awaited(self._checkpoints_of_critic, rollout_id, saved_with)
         if self._critic is not None:
             self._saver.finish()  # of both: the critic's next save may not begin before
             saved_with = self._critic.save(Path(root), rollout_id)
@@ -376,6 +297,7 @@ class MegatronTrainer:
             ),
             None if self._exporter is None else functools.partial(self._exporter.export, rollout_id),
             after=(lambda: None) if self._critic is None else self._critic.saver.finish,
+            awaited=beside,
         )
 
     def release_saved(self) -> None:

@@ -18,7 +18,7 @@ import time
 
 from slimrl.arguments.flags.rollout import RolloutArguments
 from slimrl.data.sample import Sample
-from slimrl.engines.protocol import StoppableEngine
+from slimrl.engines.protocol import SamplingConfig, StoppableEngine
 from slimrl.rollout.async_utils import cancel_and_wait
 from slimrl.rollout.asynchronous.inflight_state import FinishedGroup, InflightState, check_serializable
 from slimrl.rollout.asynchronous.staleness import (
@@ -28,10 +28,9 @@ from slimrl.rollout.asynchronous.staleness import (
     reset_to_prompt,
 )
 from slimrl.rollout.dataset.data_source import RolloutDataSource
-from slimrl.rollout.filter_hub.base_types import GroupFilter
+from slimrl.rollout.filter_hub.dynamic_sampling_filters import GroupFilter
 from slimrl.rollout.generation.inflight_groups import MAX_CONSECUTIVE_DROPS, DynamicSampler, GroupTask, InflightGroups
 from slimrl.rollout.generation.sample_generator import SampleConfig, SampleGenerator
-from slimrl.rollout.sampling import SamplingConfig
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,12 +18,11 @@ from typing import cast
 
 from slimrl.arguments.flags.rollout import RolloutArguments
 from slimrl.data.sample import Sample
-from slimrl.engines.protocol import StoppableEngine
+from slimrl.engines.protocol import SamplingConfig, StoppableEngine
 from slimrl.rollout.async_utils import cancel_and_wait, gather_or_cancel
-from slimrl.rollout.filter_hub.base_types import DynamicFilterOutput, GroupFilter
+from slimrl.rollout.filter_hub.dynamic_sampling_filters import DynamicFilterOutput, GroupFilter
 from slimrl.rollout.generation.sample_generator import FailedSamples, SampleConfig, SampleError, SampleGenerator
 from slimrl.rollout.metrics import START_ROLLOUT_ID
-from slimrl.rollout.sampling import SamplingConfig
 
 
 @dataclasses.dataclass(eq=False)

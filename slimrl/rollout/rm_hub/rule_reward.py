@@ -11,10 +11,10 @@ from typing import Any
 
 from slimrl.data.reward_registry import BOXED_PREFIX, REWARDS, GradedBy, known_reward, load, reward_of
 from slimrl.data.sample import Sample
+from slimrl.engines.protocol import sampling_seed
 from slimrl.rollout.rm_hub import ifeval, rule_graders
 from slimrl.rollout.rm_hub.grader_pool import GraderPool
 from slimrl.rollout.rm_hub.rule_graders import last_boxed
-from slimrl.rollout.sampling import sampling_seed
 
 Reward = float | dict[str, Any]
 

@@ -19,7 +19,7 @@ import numpy as np
 import orjson
 
 from slimrl.arguments import Arguments
-from slimrl.arguments.flags.algorithm import DistillationArguments
+from slimrl.arguments.flags.critic_and_teacher import DistillationArguments
 from slimrl.arguments.served_models import served_vocabulary
 from slimrl.data.sample import PackedColumn, Sample
 from slimrl.rollout.rm_hub.remote import RemoteRewardError, ServerPool, addresses

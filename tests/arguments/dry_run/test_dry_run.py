@@ -75,6 +75,42 @@ def test_split_roles_show_their_own_nodes(recipe):
     assert "16 GPUs, on 2 nodes of 8 GPUs each" in flat
 
 
+PPO = "--advantage-estimator ppo --bf16 --gpu-memory-gib 80 --critic-num-gpus-per-node"
+
+
+def test_critic_shows_its_gpus_and_memory(recipe):
+    plan = plan_of(recipe, f"{PPO} 4 --use-kl-loss --kl-loss-coef 0.01", placement=SPLIT)
+    flat = re.sub(r"[ ]+", " ", render(plan))
+    assert "training 2 0: 0-1" in flat and "critic 4 0: 2-5" in flat and "engines 6 0: 6-7; 1: 0-3" in flat
+    assert "12 GPUs, on 2 nodes" in flat and "the critic's 4 ranks: the same, with DP 2" in flat
+    body = 2_011_495_936 - 75_968 * 2560  # of a policy on two tensor-parallel GPUs, without half of the tied embedding
+    value = body + 75_968 * 2560 + 2560  # the embedding of the first layer, and the head
+    (critic,) = plan.memory.critic
+    assert (critic.parameters, critic.weights, critic.gradients) == (value, 2 * value, 4 * value)
+    assert critic.optimizer == pytest.approx(12 * value / 2, rel=1e-6)  # over two data-parallel ranks
+    rows = {line.strip()[:17].strip(): line for line in render(plan).splitlines()}
+    assert rows["weights"].split()[-4:] == ["3.75", "GiB", "3.75", "GiB"]
+    (policy,) = plan.memory.stages
+    assert policy.critic == 0 and policy.host > 0 and critic.host == 0  # the reference is the policy's
+
+
+def test_critic_that_does_not_fit_and_gpus_that_are_missing_are_rejected(recipe):
+    more = f"{PPO} 2".replace("80", "34")
+    found = sentences(plan_of(recipe, more, placement="--actor-num-gpus-per-node 8 --rollout-num-gpus 2"))
+    assert len(found) == 1
+    assert re.match(
+        r"the critic needs 35.32 GiB of a GPU that has 34.00 GiB \(--gpu-memory-gib\): weights 3.75", found[0]
+    )
+    assert "give it more GPUs (--critic-num-nodes)" in found[0]
+    around = PlanContext(Machine(gpus=(), host=None), nodes=[8])
+    found = sentences(plan_of(recipe, f"{PPO} 4", placement=SPLIT, around=around))
+    assert found == [
+        "the flags ask for 12 GPUs (2 for training and 4 for the critic, 6 for engines) and the Ray cluster has 8:"
+        " start Ray with more, or lower --actor-num-nodes, --actor-num-gpus-per-node or --rollout-num-gpus, or"
+        " --critic-num-gpus-per-node."
+    ]
+
+
 @pytest.fixture
 def reward_model_folder(tmp_path):
     """A reward model of 3000 weights in bfloat16."""

@@ -113,6 +113,12 @@ def test_planned_memory_of_a_critic_matches_the_bytes_of_a_rank(held_by_critics,
     largest = max(one.optimizer for one in held) if len(stages) == 1 else held[0].optimizer
     assert largest + held[0].weights == stages[0].critic
 
+    plan = estimate(dataclasses.replace(args, critic_num_nodes=1, critic_num_gpus_per_node=WORLD))
+    assert [(stage.critic, stage.critic_gradients) for stage in plan.stages] == [(0, 0)] * len(stages)
+    for own, beside in zip(plan.critic, stages, strict=True):
+        assert (own.weights + own.optimizer, own.gradients) == (beside.critic, beside.critic_gradients)
+        assert own.loss == own.weight_update == own.host == 0
+
 
 def test_distributed_optimizer_shards_add_up_to_the_full_state(held):
     args = dataclasses.replace(case_args("bf16, distributed"), use_distributed_optimizer=False)

@@ -58,3 +58,14 @@ def test_run_on_logical_gpus_of_one_machine_has_no_line_of_resources(recipe, cap
     plan = plan_of(recipe, placement=COLOCATED, around=PlanContext(Machine(gpus=(), host=1024 * GIB)))
     print_plan(plan.args, "train.py", plan.surroundings)
     assert "of host memory," not in capsys.readouterr().out
+
+
+def test_ranks_of_a_critic_count(recipe):
+    more = "--bf16 --gpu-memory-gib 80 --advantage-estimator ppo --async-save"
+    less, more = (
+        node_resources(plan_of(recipe, f"{more} {own} --num-gpus-per-node 16", placement=SPLIT))
+        for own in ("", "--critic-num-gpus-per-node 2")
+    )
+    assert (less.gpus_per_node, more.gpus_per_node) == (8, 10)
+    # two ranks more, and what NCCL needs; the copy that is written behind only changes its ranks
+    assert more.memory_bytes - less.memory_bytes == 2 * (8 * GIB + 2 * GIB)
