@@ -16,7 +16,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from slimrl.arguments.flag import FlagSpec, Problem, ended
+from slimrl.arguments.flag import FlagSpec, Problem, ended, flag_specs
+from slimrl.arguments.flags.algorithm import WITH_CRITIC, AlgorithmArguments
 from slimrl.arguments.foreign_flags import other_word
 from slimrl.arguments.parser import ParsedLine, PassthroughTables, nearest_flag, parse_line
 
@@ -215,14 +216,15 @@ _OPTIMIZER = (
     "clip_grad",
 )
 _POLICY_FOLDERS = ("load", "save", "ref_load", "ref_ckpt_step", "ckpt_step")
-_POLICY_GROUP = "Algorithm"  # its flags say nothing about the critic's model or optimizer
+# the flags of the algorithm say nothing about the critic's model or optimizer, but for this one: both losses read it
+_OF_POLICY = {spec.dest for spec in flag_specs(AlgorithmArguments)} - {"calculate_per_token_loss"}
 
 
 def read_roles(path: str, specs: list[FlagSpec], given: Mapping[str, Any]) -> ParsedLine:
     """The file's flags as if they had been typed; those of the critic's optimizer are in `critic_overrides`.
 
-    `given` are the values of the command line. A flag that only one role overrides keeps its value for the other. A
-    flag that both roles must share, such as a parallel size, may only repeat that value.
+    `given` are the values of the command line. A flag that only one role overrides keeps its value for the other, if
+    there is a critic. A flag that both roles must share, such as a parallel size, may only repeat that value.
     """
     parsed = ParsedLine()
 
@@ -285,7 +287,7 @@ def _not_of_role(role: str, spec: FlagSpec) -> str | None:
         return None
     if role == _CRITIC:
         return f"the critic has the policy's {spec.name}; leave it out, or change {spec.name} for both"
-    if spec.dest in _POLICY_FOLDERS or spec.group == _POLICY_GROUP:
+    if spec.dest in _POLICY_FOLDERS or spec.dest in _OF_POLICY:
         return None
     return f"it also applies to the critic or the engines; give {spec.name} on the command line"
 
@@ -296,15 +298,17 @@ def _of_roles(
     """The values of slimrl's flags; what the actor overrides keeps its value for the critic."""
     allowed = {name for name in actor if _not_of_role(_ACTOR, specs[name]) is None}
     values = {name: actor[name] for name in allowed}
+    estimator = values.get("advantage_estimator", given.get("advantage_estimator"))
+    preserved = allowed if estimator in WITH_CRITIC else set()
     overrides = {}
     for name in _OPTIMIZER:
-        if name in critic or name in actor:
+        if name in critic or name in preserved:
             of_critic = critic.get(name, given.get(name, specs[name].default))
             if of_critic != actor.get(name, given.get(name, specs[name].default)):
                 overrides[name] = of_critic
     for name, own in _OF_CRITIC.items():
         if name in critic:
             values[own] = critic[name]
-        elif name in allowed and own not in given and name in ("lr", "lr_warmup_iters"):
+        elif name in preserved and own not in given and name in ("lr", "lr_warmup_iters"):
             values[own] = given.get(name, specs[name].default)
     return values | ({"critic_overrides": overrides} if overrides else {})

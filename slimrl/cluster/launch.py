@@ -77,12 +77,8 @@ class RankLocation:
 
 def run_facts(args: Arguments) -> RunFacts:
     """The launch-relevant facts from the flags."""
-    both_sides = not args.debug_train_only and not args.debug_rollout_only
     return RunFacts(
-        # with --colocate to the engines on the critic's GPUs
-        broadcasts_weights=both_sides
-        and (not args.colocate or args.critic_num_gpus > 0)
-        and args.update_weight_transport == "nccl",
+        broadcasts_weights=args.broadcasts_weights and not args.debug_train_only and not args.debug_rollout_only,
         shares_gpus=args.colocate,
         offloads_training=bool(args.offload_train),
         suspends_nccl=args.offload_train_nccl,

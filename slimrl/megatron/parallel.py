@@ -54,6 +54,11 @@ class ParallelState:
         """True on ranks of the last pipeline stage, which compute logits."""
         return self.pp_rank == self.pp_size - 1
 
+    @property
+    def leads_replica(self) -> bool:
+        """True on one rank of each data-parallel rank, of the last stage: it has every column of its samples."""
+        return self.is_last_stage and not self.tp_rank and not self.cp_rank
+
     def holds_embedding(self, virtual_stage: int | None) -> bool:
         """True if this (virtual) stage of this rank starts with the embedding."""
         return self.pp_rank == 0 and not virtual_stage

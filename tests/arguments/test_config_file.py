@@ -195,6 +195,27 @@ def test_file_of_another_form_is_one_error(recipe, content, start):
     assert found.startswith(start)
 
 
+@pytest.mark.parametrize("override", [{"lr": 1e-5}, {"weight_decay": 0.3}, {"lr_warmup_iters": 3}])
+def test_overrides_of_the_actor_need_no_critic(recipe, override):
+    args, found = with_roles(recipe, estimator="grpo", actor=override)
+    assert found == []
+    assert {name: vars(args)[name] for name in override} == override
+    assert args.critic_overrides == {}
+
+
+def test_override_that_would_have_no_effect_is_an_error(recipe):
+    _, found = with_roles(recipe, critic={"sgd_momentum": 0.5})
+    assert found == ["sgd_momentum 0.5 of one role belongs to --optimizer sgd and --optimizer is adam: leave it out."]
+    scheduled = "--start-weight-decay 0.1 --end-weight-decay 0.2 --weight-decay-incr-style linear"
+    _, found = with_roles(recipe, critic={"weight_decay": 0.5}, more=scheduled)
+    assert found == [
+        "weight_decay 0.5 of one role has no effect beside --start-weight-decay, which takes the place of"
+        " --weight-decay for both: leave one of them out."
+    ]
+    _, (found,) = with_roles(recipe, actor={"calculate_per_token_loss": True})
+    assert found.startswith("calculate_per_token_loss of the actor: it also applies to the critic")
+
+
 def test_overrides_of_a_critic_need_a_critic_and_a_schedule_of_its_own(recipe):
     _, found = with_roles(recipe, estimator="grpo", critic={"weight_decay": 0.5})
     assert found == [

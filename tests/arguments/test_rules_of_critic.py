@@ -6,11 +6,12 @@ import json
 
 import pytest
 
-from slimrl.arguments import read_args
+from slimrl.arguments import Arguments, read_args
 from slimrl.arguments.checkpoints import MANIFEST_NAME, TRACKER_NAME, critic_start
-from slimrl.arguments.layout import data_parallel_sizes
+from slimrl.arguments.layout import critic_layout, data_parallel_sizes
 from slimrl.arguments.namespace import Context
 from slimrl.arguments.validation.critic import critic_shares_gpus_with_engines
+from slimrl.arguments.validation.parallel import experts_can_be_sharded
 
 PPO = "--advantage-estimator ppo"
 # rule -> (flags that pass when appended to the recipe, flags that do not with their error)
@@ -244,3 +245,20 @@ def test_engines_with_stages_do_not_share_the_critics_gpus(recipe):
         "--sglang-pp-size 2: engines with pipeline stages take weights only from trainers on their own GPUs, and with"
         " --colocate some are on the critic's: leave it out, or --critic-num-nodes and --critic-num-gpus-per-node."
     )
+
+
+def test_experts_of_a_critic_on_few_gpus_are_sharded_as_the_policys_are():
+    args = Arguments(
+        num_experts=8,
+        expert_model_parallel_size=2,
+        use_megatron_fsdp=True,
+        data_parallel_sharding_strategy="optim_grads",
+        advantage_estimator="ppo",
+        actor_num_nodes=1,
+        actor_num_gpus_per_node=8,
+        critic_num_nodes=1,
+        critic_num_gpus_per_node=2,
+    )
+    assert list(experts_can_be_sharded(args)) == []  # four holders of each expert
+    (problem,) = experts_can_be_sharded(critic_layout(args), " of the critic")
+    assert problem.sentence.startswith("--expert-model-parallel-size 2 leaves each expert of the critic on one GPU")

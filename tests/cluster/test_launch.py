@@ -40,6 +40,10 @@ FLAGS: dict[str, Any] = {
         ({"debug_rollout_only": True}, RunFacts()),
         ({"debug_train_only": True}, RunFacts()),
         ({"colocate": True, "offload_train": True}, RunFacts(shares_gpus=True, offloads_training=True)),
+        (
+            {"colocate": True, "advantage_estimator": "ppo", "critic_num_nodes": 1, "critic_num_gpus_per_node": 2},
+            RunFacts(shares_gpus=True, broadcasts_weights=True),
+        ),
         ({"offload_train_nccl": False}, RunFacts(broadcasts_weights=True, suspends_nccl=False)),
         ({"deterministic_mode": True}, RunFacts(broadcasts_weights=True, deterministic=True)),
         ({"use_megatron_fsdp": True}, RunFacts(broadcasts_weights=True, megatron_fsdp=True)),

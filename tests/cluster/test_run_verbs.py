@@ -13,6 +13,7 @@ from slimrl.cluster.run import Run
 from slimrl.cluster.training import train_group
 from slimrl.cluster.training.train_group import PolicyAndCritic, TrainGroup
 from slimrl.cluster.training.train_messages import CRITIC, POLICY
+from slimrl.cluster.training.train_worker import NotFiniteError
 from slimrl.observability.tracer import Timeline
 
 
@@ -148,7 +149,11 @@ def policy_and_critic(policy_parts, critic_parts):
     both, critic = PolicyAndCritic.__new__(PolicyAndCritic), TrainGroup.__new__(TrainGroup)
     both._critic, both._critic_sleeps = critic, False
     for group, parts, role in ((both, policy_parts, POLICY), (critic, critic_parts, CRITIC)):
-        group._supervisor, group._role, group.parts = both.__dict__.get("_supervisor") or Waits(), role, parts
+        group._supervisor, group._role, group.data_parallel_ranks = (
+            both.__dict__.get("_supervisor") or Waits(),
+            role,
+            parts,
+        )
         group.workers = [Remote([]) for _ in parts]
         group.leaders = [len(parts) - 1 - parts[::-1].index(part) for part in sorted(set(parts))]
     return both
@@ -164,19 +169,29 @@ def policy_and_critic(policy_parts, critic_parts):
 )
 def test_values_and_targets_pass_between_the_leaders_of_the_same_samples(policy, critic, wanted):
     both = policy_and_critic(policy, critic)
-    both._both = lambda of_policy, of_critic, what, progress: (of_policy, of_critic)
+    waited = []
+    both._both = lambda of_policy, of_critic, what, progress: (
+        waited.extend(of_policy + of_critic)
+        or (
+            of_policy,
+            of_critic,
+        )
+    )
     values = [f"values {rank}" for rank in range(len(critic))]
     for worker, value in zip(both._critic.workers, values, strict=True):
-        worker.__dict__["values"] = SimpleNamespace(remote=lambda *_, value=value: value)
+        worker.__dict__["values"] = SimpleNamespace(remote=lambda *_, value=value: (value, "end of values"))
     passed = []
     for worker in both.workers:
-        worker.__dict__["targets"] = SimpleNamespace(remote=lambda columns: passed.append(columns) or columns)
+        worker.__dict__["targets"] = SimpleNamespace(
+            remote=lambda columns: passed.append(columns) or (columns, "end of targets")
+        )
         worker.__dict__["train_scored"] = SimpleNamespace(remote=lambda: [{"loss": 1.0}])
     for worker in both._critic.workers:
         worker.__dict__["train_values"] = SimpleNamespace(remote=lambda *_: [{"critic-value_loss": 2.0}])
     metrics = both.train(3, ["batch"], None, ["batch of the critic"])
     assert passed == [[values[rank] for rank in ranks] for ranks in wanted]
     assert metrics == [{"critic-value_loss": 2.0, "loss": 1.0}]
+    assert not [call for call in waited if call in passed or call in values]  # columns do not pass through the driver
 
 
 def test_both_groups_are_named_while_they_are_waited_for(monkeypatch):
@@ -191,23 +206,54 @@ def test_both_groups_are_named_while_they_are_waited_for(monkeypatch):
     )
 
 
-def test_critic_is_saved_before_the_policy_under_one_name(monkeypatch):
+def test_both_are_saved_under_one_name_after_the_policys_previous_save(monkeypatch):
     both, order = policy_and_critic([0], [0]), []
-    monkeypatch.setattr(both, "_both", lambda policy, critic, what, progress=None: order.append(critic[0]))
-    monkeypatch.setattr(both, "_get", lambda calls, what: order.append(calls[0]) or ["folder"])
+    monkeypatch.setattr(both, "_get", lambda calls, what: order.append(calls[0]))
+    both._both = lambda policy, critic, what: order.extend([critic[0], policy[0]]) or (["folder"], [None])
     assert both.save(7, {"offset": 3}) == "folder"
-    (critic, rollout, name), policy = order
+    previous, (critic, rollout, name), policy = order
+    assert previous == ("finish_saves",)
     assert (critic, rollout, policy) == ("save_critic", 7, ("save", 7, {"offset": 3}, name))
+
+
+def test_saves_in_the_background_are_finished_before_a_value_that_is_not_finite_is_reported():
+    both, waits = policy_and_critic([0], [0]), []
+    for group in (both, both._critic):
+        for name in ("values", "targets"):
+            group.workers[0].__dict__[name] = SimpleNamespace(remote=lambda *_: ("columns", "end"))
+
+    def both_of(policy, critic, what, progress=None):
+        waits.append((policy, critic))
+        if len(waits) == 1:
+            raise NotFiniteError("the gradient of the critic is not finite")
+
+    both._both = both_of
+    with pytest.raises(NotFiniteError):
+        both.train(3, ["batch"], None, ["batch of the critic"])
+    assert waits[1:] == [([("finish_saves",)], [("finish_saves",)])]
 
 
 def test_critic_is_offloaded_whole_and_once():
     both = policy_and_critic([0], [0])
     both._has_slept = both._critic._has_slept = True
     slept = []
-    for group in (both, both._critic):
-        group._get = lambda calls, what: slept.extend(calls) or [{}]
+    both._both = lambda policy, critic, what: slept.extend([*critic, *policy]) or ([{}], [{}] if critic else [])
     both.sleep(keep_weights=True)
     both.sleep(keep_weights=False)
     assert slept == [("sleep", False), ("sleep", True), ("sleep", False)]
     both.wake()
     assert slept[3:] == [("wake",), ("wake",)]
+
+
+@pytest.mark.parametrize("eval_interval", [None, 2, 1])
+def test_next_rollout_is_generated_once_and_after_an_evaluation(eval_interval):
+    world = World(None)
+    run = run_in(world, num_rollout=3, eval_interval=eval_interval, max_weight_staleness=None)
+    ahead = []
+    world.get = lambda refs, awaited, progress=None: [SimpleNamespace(seconds=0.0, rollout_id=ref[1]) for ref in refs]
+    for rollout_id in run.rollout_ids:
+        assert run.generate(rollout_id).rollout_id == rollout_id
+        run.generate_next(rollout_id)
+        ahead.append(max(call[1] for call in world.calls if call[0] == "generate") > rollout_id)
+    assert [call[1] for call in world.calls if call[0] == "generate"] == [0, 1, 2]
+    assert ahead == {None: [True, True, False], 2: [True, False, False], 1: [False] * 3}[eval_interval]

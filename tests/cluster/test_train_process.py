@@ -8,6 +8,7 @@ import sys
 import threading
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 
 import pytest
 
@@ -36,6 +37,9 @@ class RankOnBrokenDevice:
         raise ValueError("the kernel that read beyond its tensor")
 
     def wake(self) -> None: ...
+
+    def save(self) -> None:
+        raise FloatingPointError("the loss is nan")
 
     def sleep(self) -> None:
         sys.exit("a custom layer")
@@ -69,6 +73,26 @@ def test_call_error_reaches_the_actor_when_the_device_is_lost(monkeypatch):
     assert "in train" in trace
     ((kind, (summary, _)),) = answers["wake"]  # a lost device is no success
     assert kind == "error" and "illegal memory access" in summary
+
+
+@pytest.mark.parametrize("kind", [train_process.PolicyRank, train_process.CriticRank])
+def test_no_role_overrides_a_method_that_the_actor_sends_by_the_base_class(kind):
+    sent = {name for name in vars(train_process.Rank) if not name.startswith("_")}
+    assert {"initialize", "sleep", "wake", "finish_saves", "close"} <= sent and not sent & set(vars(kind))
+
+
+def test_policy_leaves_the_engines_before_the_process_groups():
+    left = []
+    rank = train_process.PolicyRank.__new__(train_process.PolicyRank)
+    rank._updater = SimpleNamespace(close=lambda: left.append("engines"))
+    rank._trainer = SimpleNamespace(close=lambda: left.append("groups"))
+    train_process.Rank.close(rank)
+    assert left == ["engines", "groups"]
+
+
+def test_value_that_is_not_finite_is_an_error_of_its_own_kind(monkeypatch):
+    ((kind, (summary, _)),) = answers_of(RankOnBrokenDevice, ("save",), monkeypatch)["save"]
+    assert (kind, summary) == ("not finite", "FloatingPointError: the loss is nan")
 
 
 def test_batch_is_passed_as_serialized_bytes_without_pickling_it_again():

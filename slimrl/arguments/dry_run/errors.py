@@ -117,7 +117,8 @@ def _memory(plan: Plan) -> Iterator[Problem]:
             f"training needs {gib(stage.total)} of a GPU that has {have}: {stage_sum(stage)}; {less_training(plan)}.",
         )
     critic = max(plan.memory.critic, key=lambda part: part.total, default=None)
-    if critic is not None and critic.total > gpu.bytes:
+    critic_fits = critic is None or critic.total <= gpu.bytes
+    if critic is not None and not critic_fits:
         yield Problem(
             "--critic-num-gpus-per-node",
             f"the critic needs {gib(critic.total)} of a GPU that has {have}: {stage_sum(critic)}; give it more GPUs"
@@ -152,6 +153,7 @@ def _memory(plan: Plan) -> Iterator[Problem]:
     elif (
         stage is not None
         and training_fits
+        and critic_fits
         and plan.colocated
         and not plan.takes_turns
         and (needed := max(stage.total, critic.total if critic is not None else 0)) + static > gpu.bytes

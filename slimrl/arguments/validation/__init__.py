@@ -74,6 +74,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
     critic.critic_can_be_built,
     critic.critic_has_weights,
     critic.critic_is_saved_apart,
+    critic.critic_overrides_have_an_effect,
     critic.critic_schedule_is_complete,
     critic.critic_fits_its_gpus,
     critic.critic_shares_gpus_with_engines,

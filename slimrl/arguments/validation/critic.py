@@ -12,6 +12,8 @@ from slimrl.arguments.flags.algorithm import WITH_CRITIC
 from slimrl.arguments.layout import critic_layout, groups_of
 from slimrl.arguments.namespace import Arguments, Context, absent
 from slimrl.arguments.validation.checkpoint import checkpoint_problems, is_fresh
+from slimrl.arguments.validation.optimizer import other_owner
+from slimrl.arguments.validation.parallel import experts_can_be_sharded
 
 _FLAGS = (
     "lambd",
@@ -124,6 +126,26 @@ def critic_is_saved_apart(args: Arguments, context: Context) -> Iterator[Problem
             )
 
 
+def critic_overrides_have_an_effect(args: Arguments, context: Context) -> Iterator[Problem]:
+    """What --megatron-config-path sets for the critic's optimizer is read by that optimizer and its schedule."""
+    where = f"--megatron-config-path {args.megatron_config_path}"
+    for name, value in args.critic_overrides.items() if args.use_critic else ():
+        flag = "--" + name.replace("_", "-")
+        owner = other_owner(name, args.optimizer)
+        if owner is not None:
+            yield Problem(
+                "--megatron-config-path",
+                f"{where}: {name} {value} of one role belongs to --optimizer {owner} and --optimizer is"
+                f" {args.optimizer}: leave it out.",
+            )
+        if name == "weight_decay" and args.start_weight_decay is not None:
+            yield Problem(
+                "--megatron-config-path",
+                f"{where}: weight_decay {value} of one role has no effect beside --start-weight-decay, which takes the"
+                f" place of {flag} for both: leave one of them out.",
+            )
+
+
 def critic_schedule_is_complete(args: Arguments, context: Context) -> Iterator[Problem]:
     """The flags of the schedule fit the critic's own learning rate and warm-up, too."""
     if not args.use_critic or args.critic_lr is None:
@@ -190,6 +212,7 @@ def critic_fits_its_gpus(args: Arguments, context: Context) -> Iterator[Problem]
                 f" by {used}, which also applies to the critic: give a multiple of {product} GPUs.",
             )
             return
+    yield from experts_can_be_sharded(critic_layout(args), " of the critic")
     yield from _batch_divides(args)
 
 

@@ -212,9 +212,8 @@ def engines_have_no_adapters(args: Arguments, context: Context) -> Iterator[Prob
 
 def engine_collectives_agree(args: Arguments, context: Context) -> Iterator[Problem]:
     """Trainers and engines have the same NCCL_CUMEM_ENABLE; with symmetric memory SGLang sets 1."""
-    broadcasts = not args.colocate and args.update_weight_transport == "nccl"
     chosen = args.train_env_vars.get("NCCL_CUMEM_ENABLE", "1")
-    if broadcasts and args.sglang_options.get("enable_symm_mem") and chosen != "1":
+    if args.broadcasts_weights and args.sglang_options.get("enable_symm_mem") and chosen != "1":
         yield Problem(
             "--train-env-vars",
             f"--train-env-vars has NCCL_CUMEM_ENABLE {chosen}, and --sglang-enable-symm-mem makes the engines set 1:"

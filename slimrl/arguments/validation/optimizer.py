@@ -53,12 +53,18 @@ _SETTINGS = {  # of optimizers
 }
 
 
+def other_owner(name: str, optimizer: str) -> str | None:
+    """The optimizer that a setting belongs to, if it is another; Muon leaves some weights to Adam."""
+    used = {"muon": ("muon", "adam")}.get(optimizer, (optimizer,))
+    owners = [owner for owner, names in _SETTINGS.items() if name in names and owner not in used]
+    return owners[0] if owners else None
+
+
 def optimizer_settings_belong_to_the_optimizer(args: Arguments, context: Context) -> Iterator[Problem]:
-    """A setting of another optimizer would have no effect; Muon leaves some weights to Adam."""
-    used = {"muon": ("muon", "adam")}.get(args.optimizer, (args.optimizer,))
+    """A setting of another optimizer would have no effect."""
     for owner, names in _SETTINGS.items():
         for spec in flag_specs(OptimizerArguments):
-            if spec.dest in names and spec.dest in context.given and owner not in used:
+            if spec.dest in names and spec.dest in context.given and other_owner(spec.dest, args.optimizer):
                 flag = (spec.off if spec.is_switch and not vars(args)[spec.dest] else spec.on)[0]
                 yield Problem(flag, f"{flag} belongs to --optimizer {owner}: add it, or leave {flag} out.")
     if args.muon_num_ns_steps % 5 and "muon_num_ns_steps" not in context.broken:

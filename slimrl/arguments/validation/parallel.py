@@ -179,7 +179,8 @@ def sharding_fits_the_run(args: Arguments, context: Context) -> Iterator[Problem
             f"{_SWITCH} with --data-parallel-sharding-strategy optim adds each GPU's own gradient twice with"
             " --overlap-grad-reduce: leave it out, or also shard gradients (optim_grads).",
         )
-    yield from _experts_can_be_sharded(args, context)
+    if not context.broken & _OF_EXPERTS:
+        yield from experts_can_be_sharded(args)
 
 
 def _list_of(args: Arguments) -> str:
@@ -187,16 +188,23 @@ def _list_of(args: Arguments) -> str:
     return "--only-train-params-name-list" if only else "--freeze-params-name-list"
 
 
-def _experts_can_be_sharded(args: Arguments, context: Context) -> Iterator[Problem]:
-    """If each expert is on one GPU only, megatron-core 0.16.1 adds its gradients again at each micro-batch."""
-    sizes = {"expert_model_parallel_size", "expert_tensor_parallel_size", "actor_num_nodes", "actor_num_gpus_per_node"}
-    if args.num_experts is None or context.broken & sizes:
+_OF_EXPERTS = {
+    *("expert_model_parallel_size", "expert_tensor_parallel_size", "actor_num_nodes", "actor_num_gpus_per_node"),
+}
+
+
+def experts_can_be_sharded(args: Arguments, of: str = "") -> Iterator[Problem]:
+    """If each expert is on one GPU only, megatron-core 0.16.1 adds its gradients again at each micro-batch.
+
+    `args` are the flags of the policy, or as they apply to a critic on GPUs of its own: `of` names it.
+    """
+    if args.num_experts is None or not args.use_megatron_fsdp:
         return
     holders = args.actor_num_gpus // (args.expert_model_parallel_size * (args.expert_tensor_parallel_size or 1))
     if holders <= 1 and args.data_parallel_sharding_strategy in ("optim_grads", "optim_grads_params"):
         yield Problem(
             "--expert-model-parallel-size",
-            f"--expert-model-parallel-size {args.expert_model_parallel_size} leaves each expert on one GPU, where"
+            f"--expert-model-parallel-size {args.expert_model_parallel_size} leaves each expert{of} on one GPU, where"
             f" {_SWITCH} cannot shard its gradients: lower it, or use --data-parallel-sharding-strategy optim.",
         )
 

@@ -19,7 +19,7 @@ import logging
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray import ObjectRef
@@ -29,12 +29,17 @@ from slimrl.cluster.launch import Launch, RankLocation
 from slimrl.cluster.placement import TRAIN_SHARE, GpuBundles, gpus_of_nodes
 from slimrl.cluster.supervisor import Supervisor
 from slimrl.cluster.training.train_messages import CRITIC, POLICY, TrainInit, TrainReady, TrainRole
-from slimrl.cluster.training.train_worker import TrainWorker
+from slimrl.cluster.training.train_worker import NotFiniteError, TrainWorker
 from slimrl.cluster.watchdog import WaitTarget, format_rank_status, poll_actors
 from slimrl.megatron.training.pass_plan import PassPlan
 from slimrl.weights.update.topology import EngineEndpoint
 
+if TYPE_CHECKING:
+    from slimrl.megatron.offload import Part
+
 _START = "the start of training"
+_OFFLOADING, _ONLOADING = "offloading training", "onloading training"
+_LAST_SAVES = "the end of the saves in the background"
 
 logger = logging.getLogger("slimrl")
 
@@ -58,7 +63,7 @@ class TrainGroup:
         self._has_slept = False
         # once initialized: the leader of each data-parallel rank, and the data-parallel rank of each rank
         self.leaders: list[int] = []
-        self.parts: list[int] = []
+        self.data_parallel_ranks: list[int] = []
         self.updating_weights: int | None = None  # the version of a weight update that has begun and is not complete
         self.last_weight_update: dict[str, float] = {}  # its metrics by full name
         ranks = gpus.plan.train if role == POLICY else gpus.plan.critic
@@ -87,25 +92,24 @@ class TrainGroup:
 
     def initialize(self) -> tuple[int, dict[str, Any] | None]:
         """Builds and loads the model on every rank; returns the first rollout id and the saved data state, if any."""
-        return self.initialized(self.initializing())
+        return self._started(self._get(self._starting(), _START))
 
-    def initializing(self) -> list[ObjectRef]:
-        """Begins `initialize`; `initialized` waits for the returned calls."""
+    def _starting(self) -> list[ObjectRef]:
+        """Begins `initialize`: a call per worker."""
         first = self.workers[0]
         store = self._supervisor.get([first.open_store.remote()], _target([first], _START, self._role))[0]
         return [worker.initialize.remote(store) for worker in self.workers]
 
-    def initialized(self, calls: list[ObjectRef]) -> tuple[int, dict[str, Any] | None]:
-        """Waits for `initializing`; returns as `initialize`."""
-        starts: list[TrainReady] = self._get(calls, _START)
+    def _started(self, starts: list[TrainReady]) -> tuple[int, dict[str, Any] | None]:
+        """Takes over the results of `_starting`; returns as `initialize`."""
         first_ids = {start.start_rollout_id for start in starts}
         if len(first_ids) != 1:
             raise RuntimeError(
                 f"the {self._role.worker}s loaded different checkpoints: they start at {sorted(first_ids)}"
             )
-        parts = {start.data_parallel_rank: rank for rank, start in enumerate(starts) if start.leader}
-        self.leaders = [parts[part] for part in sorted(parts)]
-        self.parts = [start.data_parallel_rank for start in starts]
+        leaders = {start.data_parallel_rank: rank for rank, start in enumerate(starts) if start.leader}
+        self.leaders = [leaders[replica] for replica in sorted(leaders)]
+        self.data_parallel_ranks = [start.data_parallel_rank for start in starts]
         return starts[0].start_rollout_id, starts[0].data_state
 
     def connect_engines(self, endpoints: list[EngineEndpoint]) -> None:
@@ -143,7 +147,13 @@ class TrainGroup:
 
     def sleep(self, *, keep_weights: bool) -> None:
         """Offloads every rank: gradients and optimizer state, and the weights unless `keep_weights`."""
-        given = self._get([worker.sleep.remote(keep_weights) for worker in self.workers], "offloading training")
+        self._slept(self._get(self._sleeping(keep_weights), _OFFLOADING), keep_weights)
+
+    def _sleeping(self, keep_weights: bool) -> list[ObjectRef]:
+        return [worker.sleep.remote(keep_weights) for worker in self.workers]
+
+    def _slept(self, given: list[dict[Part, int]], keep_weights: bool) -> None:
+        """Logs the first time what every rank has given back."""
         if not keep_weights and not self._has_slept:
             self._has_slept = True
             for rank, parts in enumerate(given):
@@ -153,7 +163,10 @@ class TrainGroup:
 
     def wake(self) -> None:
         """Onloads every rank."""
-        self._get([worker.wake.remote() for worker in self.workers], "onloading training")
+        self._get(self._waking(), _ONLOADING)
+
+    def _waking(self) -> list[ObjectRef]:
+        return [worker.wake.remote() for worker in self.workers]
 
     def update_weights(self, version: int) -> dict[str, float]:
         """Sends the weights as `version`; returns when every engine reports it."""
@@ -171,14 +184,23 @@ class TrainGroup:
         }
         return report
 
-    def save(self, rollout_id: int, data_state: dict[str, Any] | None, saved_with: str | None = None) -> str:
-        """Writes the checkpoint that resumes after `rollout_id`; returns its folder. `saved_with` as in a rank."""
-        calls = [
+    def save(self, rollout_id: int, data_state: dict[str, Any] | None) -> str:
+        """Writes the checkpoint that resumes after `rollout_id`; returns its folder."""
+        return self._get(self._saving(rollout_id, data_state), f"save after rollout {rollout_id}")[0]
+
+    def _saving(
+        self, rollout_id: int, data_state: dict[str, Any] | None, saved_with: str | None = None
+    ) -> list[ObjectRef]:
+        """Begins a save: a call per worker. `saved_with` as in `MegatronTrainer.save`."""
+        return [
             # rank 0 writes the data state; it may be large
             worker.save.remote(rollout_id, data_state if rank == 0 else None, saved_with)
             for rank, worker in enumerate(self.workers)
         ]
-        return self._get(calls, f"save after rollout {rollout_id}")[0]
+
+    def _finishing_saves(self) -> list[ObjectRef]:
+        """Begins to wait for the saves in the background: a call per worker."""
+        return [worker.finish_saves.remote() for worker in self.workers]
 
     def close(self) -> None:
         """Leaves the process groups in order, then ends the actors."""
@@ -243,9 +265,10 @@ class PolicyAndCritic(TrainGroup):
 
     def initialize(self) -> tuple[int, dict[str, Any] | None]:
         """Builds and loads both models. Raises RuntimeError if they begin with different rollouts."""
-        of_critic, of_policy = self._critic.initializing(), self.initializing()
-        first, _ = self._critic.initialized(of_critic)
-        start, data_state = self.initialized(of_policy)
+        of_critic = self._critic._starting()
+        of_policy, of_critic = self._both(self._starting(), of_critic, _START)
+        first, _ = self._critic._started(of_critic)
+        start, data_state = self._started(of_policy)
         if first != start:
             raise RuntimeError(f"the critic starts with rollout {first} and the policy with {start}")
         return start, data_state
@@ -257,20 +280,33 @@ class PolicyAndCritic(TrainGroup):
         progress: Callable[[], None] | None = None,
         critic_batches: Sequence[ObjectRef] = (),
     ) -> list[dict[str, float]]:
-        """Trains both on one rollout; metrics per optimizer step. `critic_batches` are those of the critic's ranks."""
+        """Trains both on one rollout; metrics per optimizer step. `critic_batches` are those of the critic's ranks.
+
+        If a value is not finite, the saves of both groups that are in the background are complete before it raises.
+        """
         policy, critic = self.workers, self._critic.workers
-        values = [worker.values.remote(rollout_id, list(critic_batches)) for worker in critic]
+        # two results each: the columns, which stay in the object store, and the end of the call
+        values, with_values = zip(
+            *(worker.values.remote(rollout_id, list(critic_batches)) for worker in critic), strict=True
+        )
         scored = [worker.score.remote(rollout_id, batches) for worker in policy]
-        targets = [
-            worker.targets.remote(_passed(values, self._critic, self, rank)) for rank, worker in enumerate(policy)
-        ]
+        targets, with_targets = zip(
+            *(worker.targets.remote(_passed(values, self._critic, self, rank)) for rank, worker in enumerate(policy)),
+            strict=True,
+        )
         of_critic = [
             worker.train_values.remote(rollout_id, _passed(targets, self, self._critic, rank))
             for rank, worker in enumerate(critic)
         ]
         of_policy = [worker.train_scored.remote() for worker in policy]
         what = f"training on rollout {rollout_id}"
-        found, of_values = self._both([*scored, *targets, *of_policy], [*values, *of_critic], what, progress)
+        try:
+            found, of_values = self._both(
+                [*scored, *with_targets, *of_policy], [*with_values, *of_critic], what, progress
+            )
+        except NotFiniteError:
+            self._both(self._finishing_saves(), self._critic._finishing_saves(), _LAST_SAVES)
+            raise
         steps, of_steps = found[-len(policy)], of_values[-len(critic)]
         return [critic_step | step for critic_step, step in zip(of_steps, steps, strict=True)]
 
@@ -280,26 +316,29 @@ class PolicyAndCritic(TrainGroup):
 
     def sleep(self, *, keep_weights: bool) -> None:
         """Offloads every rank; the critic's weights too, since no engine needs them."""
-        if not self._critic_sleeps:
-            self._critic_sleeps = True
-            self._critic.sleep(keep_weights=False)
-        super().sleep(keep_weights=keep_weights)
+        of_critic = [] if self._critic_sleeps else self._critic._sleeping(keep_weights=False)
+        self._critic_sleeps = True
+        given, of_critic = self._both(self._sleeping(keep_weights), of_critic, _OFFLOADING)
+        self._slept(given, keep_weights)
+        if of_critic:
+            self._critic._slept(of_critic, keep_weights=False)
 
     def wake(self) -> None:
         """Onloads every rank."""
         self._critic_sleeps = False
-        self._critic.wake()
-        super().wake()
+        self._both(self._waking(), self._critic._waking(), _ONLOADING)
 
-    def save(self, rollout_id: int, data_state: dict[str, Any] | None, saved_with: str | None = None) -> str:
-        """Writes both checkpoints, the critic's first; returns the folder of the policy's.
+    def save(self, rollout_id: int, data_state: dict[str, Any] | None) -> str:
+        """Writes both checkpoints at the same time; returns the folder of the policy's.
 
-        With --async-save both are written in the background, and the policy's becomes complete after the critic's.
+        With --async-save both are written in the background. The policy's becomes complete after the critic's.
         """
+        # the end of the policy's previous save removes old folders of the critic, too
+        self._get(self._finishing_saves(), _LAST_SAVES)
         saved_with = uuid.uuid4().hex
-        calls = [worker.save_critic.remote(rollout_id, saved_with) for worker in self._critic.workers]
-        self._both([], calls, f"save of the critic after rollout {rollout_id}")
-        return super().save(rollout_id, data_state, saved_with)
+        of_critic = [worker.save_critic.remote(rollout_id, saved_with) for worker in self._critic.workers]
+        of_policy = self._saving(rollout_id, data_state, saved_with)
+        return self._both(of_policy, of_critic, f"save after rollout {rollout_id}")[0][0]
 
     def leave(self) -> None:
         """Finishes saving and leaves the process groups; the critic first, on whose checkpoint the policy's waits."""
@@ -323,7 +362,7 @@ def _passed(columns: Sequence[ObjectRef], of: TrainGroup, to: TrainGroup, rank: 
     With equal data-parallel sizes both groups have the same batches; otherwise a rank finds its samples in all of them.
     """
     if len(of.leaders) == len(to.leaders):
-        return [columns[of.leaders[to.parts[rank]]]]
+        return [columns[of.leaders[to.data_parallel_ranks[rank]]]]
     return [columns[leader] for leader in of.leaders]
 
 

@@ -53,7 +53,7 @@ class TrainInit:
 class TrainReady:
     """A rank's state after loading: the first rollout id, the data state, and its data-parallel rank.
 
-    One rank of each data-parallel part is its `leader`: it returns the columns that policy and critic exchange.
+    One rank of each data-parallel rank is its `leader`: it returns the columns that policy and critic exchange.
     """
 
     start_rollout_id: int

@@ -6,6 +6,7 @@ in the main thread.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import datetime
 import logging
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from slimrl.engines.server_protocol import RunningRequests
     from slimrl.megatron.offload import Part, TrainingMemory
     from slimrl.megatron.parallel import ParallelState
+    from slimrl.megatron.training.critic import SampleColumns
     from slimrl.megatron.training.critic_trainer import CriticTrainer
     from slimrl.megatron.training.trainer import MegatronTrainer
     from slimrl.weights.update.weight_updater import WeightUpdater
@@ -60,8 +62,13 @@ class Trainer(Protocol):
     def close(self) -> None: ...
 
 
-class Rank:
-    """The calls that the actor forwards to every kind of rank; each is collective over all ranks of its group."""
+class Rank(abc.ABC):
+    """The calls that the actor forwards to every kind of rank; each is collective over all ranks of its group.
+
+    The actor sends the methods of this class, so subclasses override none of them.
+    """
+
+    _trainer: Trainer
 
     def __init__(self, setup: TrainInit, on_progress: Callable[[int, int], None]) -> None:
         self._setup = setup
@@ -71,13 +78,13 @@ class Rank:
         self._store: Store | None = None
         self._rendezvous_timeout = datetime.timedelta(minutes=setup.args.distributed_timeout_minutes)
 
+    @abc.abstractmethod
     def _import(self) -> None:
         """Imports the modules for training."""
-        raise NotImplementedError
 
-    def _build(self, store: Store) -> Trainer:
-        """The trainer, which joins the ranks of `store`."""
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _build(self, store: Store) -> None:
+        """Sets the trainer, which joins the ranks of `store`."""
 
     def open_store(self, host: str | None) -> Rendezvous:
         """Opens the rendezvous store of all ranks, on rank 0. `host` as in `launch.create_store`."""
@@ -107,18 +114,18 @@ class Rank:
             raise RuntimeError(why)
         if self._store is None:
             self._store = join_store(rendezvous, setup.world_size, self._rendezvous_timeout)
-        self._common = trainer = self._build(self._store)
+        self._build(self._store)
+        trainer = self._trainer
         at = trainer.parallel
-        leader = at.is_last_stage and not at.tp_rank and not at.cp_rank
-        return TrainReady(trainer.start_rollout_id, trainer.data_state, at.dp_rank, leader)
+        return TrainReady(trainer.start_rollout_id, trainer.data_state, at.dp_rank, at.leads_replica)
 
     def sleep(self, keep_weights: bool) -> dict[Part, int]:
         """Offloads this rank, with or without its weights; returns the offloaded bytes by part."""
-        return self._common.memory.sleep(keep_weights=keep_weights)
+        return self._trainer.memory.sleep(keep_weights=keep_weights)
 
     def wake(self) -> None:
         """Onloads this rank."""
-        self._common.memory.wake()
+        self._trainer.memory.wake()
 
     def device_memory(self) -> dict[str, float]:
         """GiB by name, see `platform.device_memory`; empty without a GPU."""
@@ -126,21 +133,36 @@ class Rank:
 
         return platform.device_memory()
 
+    def finish_saves(self) -> None:
+        """Waits until the checkpoints that are written in the background are complete."""
+        self._trainer.finish_saves()
+
     def close(self) -> None:
         """Leaves the process groups."""
-        self._common.close()
+        self._leave_engines()
+        self._trainer.close()
+
+    @abc.abstractmethod
+    def _leave_engines(self) -> None:
+        """Ends the connections for weight updates, if there are any."""
+
+    def _for_the_others(self, columns: SampleColumns) -> bytes | None:
+        """Columns pickled; None if another rank returns them for the same samples."""
+        return pickle.dumps(columns) if self._trainer.parallel.leads_replica else None
 
     def _finishing(self, step: Callable[[], list[dict[str, float]]]) -> list[dict[str, float]]:
         """The metrics of training; pending checkpoints become complete if a value is not finite."""
         try:
             return step()
         except FloatingPointError:
-            self._common.finish_saves()  # raised on every rank; the pending checkpoint must be complete for a restart
+            self._trainer.finish_saves()  # raised on every rank; the pending checkpoint must be complete for a restart
             raise
 
 
 class PolicyRank(Rank):
     """The calls to a rank of the policy."""
+
+    _trainer: MegatronTrainer
 
     def __init__(self, setup: TrainInit, on_progress: Callable[[int, int], None]) -> None:
         super().__init__(setup, on_progress)
@@ -151,7 +173,7 @@ class PolicyRank(Rank):
         import slimrl.megatron.training.trainer
         import slimrl.weights.update.weight_updater  # noqa: F401
 
-    def _build(self, store: Store) -> MegatronTrainer:
+    def _build(self, store: Store) -> None:
         from slimrl.megatron.training.trainer import MegatronTrainer
 
         self._trainer = MegatronTrainer(
@@ -163,7 +185,6 @@ class PolicyRank(Rank):
             on_progress=self._on_progress,
             timeline=self.timeline,
         )
-        return self._trainer
 
     def connect_engines(self, endpoints: list[Any]) -> None:
         """Connects to these engines for weight updates, replacing earlier connections."""
@@ -186,9 +207,9 @@ class PolicyRank(Rank):
         """Beside a critic on GPUs of its own: the log-probability passes over a pickled RolloutBatch."""
         self._trainer.score(rollout_id, pickle.loads(batch))
 
-    def targets(self, values: list[pickle.PickleBuffer]) -> bytes:
+    def targets(self, values: list[pickle.PickleBuffer]) -> bytes | None:
         """Pickled columns for the critic, from its pickled values; see `MegatronTrainer.prepare`."""
-        return pickle.dumps(self._trainer.prepare([pickle.loads(part) for part in values]))
+        return self._for_the_others(self._trainer.prepare([pickle.loads(part) for part in values]))
 
     def train_scored(self) -> list[dict[str, float]]:
         """The optimizer steps after `targets`; returns as `train`."""
@@ -226,20 +247,20 @@ class PolicyRank(Rank):
         """Writes the checkpoint of `rollout_id`; rank 0 has the data state. `saved_with` as `MegatronTrainer.save`."""
         return str(self._trainer.save(rollout_id, data_state, saved_with=saved_with))
 
-    def close(self) -> None:
-        """Leaves the process groups."""
+    def _leave_engines(self) -> None:
         if self._updater is not None:
             self._updater.close()
-        super().close()
 
 
 class CriticRank(Rank):
     """The calls to a rank of a critic on GPUs of its own."""
 
+    _trainer: CriticTrainer
+
     def _import(self) -> None:
         import slimrl.megatron.training.critic_trainer  # noqa: F401
 
-    def _build(self, store: Store) -> CriticTrainer:
+    def _build(self, store: Store) -> None:
         from slimrl.megatron.training.critic_trainer import CriticTrainer
 
         self._trainer = CriticTrainer(
@@ -251,16 +272,18 @@ class CriticRank(Rank):
             on_progress=self._on_progress,
             timeline=self.timeline,
         )
-        return self._trainer
 
-    def values(self, rollout_id: int, batch: pickle.PickleBuffer) -> bytes:
+    def values(self, rollout_id: int, batch: pickle.PickleBuffer) -> bytes | None:
         """The pickled values of a pickled RolloutBatch; see `CriticTrainer.values`."""
-        return pickle.dumps(self._trainer.values(rollout_id, pickle.loads(batch)))
+        return self._for_the_others(self._trainer.values(rollout_id, pickle.loads(batch)))
 
     def train_values(self, rollout_id: int, targets: list[pickle.PickleBuffer]) -> list[dict[str, float]]:
         """The optimizer steps on the policy's pickled columns; metrics of each."""
         columns = [pickle.loads(part) for part in targets]
         return self._finishing(lambda: self._trainer.train(rollout_id, columns))
+
+    def _leave_engines(self) -> None:
+        pass  # only the policy's ranks update engines
 
     def save_critic(self, rollout_id: int, saved_with: str) -> None:
         """Writes the checkpoint of `rollout_id`; see `CriticTrainer.save`."""
@@ -305,9 +328,9 @@ def held_out_shares(args: Arguments, parallel: ParallelState) -> dict[str, Rollo
 
 
 def serve(connection: Connection) -> None:
-    """Answers calls `(method of the rank, arguments)` with `("value", result)` or `("error", text)` until the end.
+    """Answers calls `(method of the rank, arguments)` until the end, that the actor closes.
 
-    The end is that the actor closes.
+    The answer is `("value", result)`, `("error", texts)`, or `("not finite", texts)` for a loss or gradient.
 
     Before the answer it may send any number of `("progress", (done, total))`, and on a GPU `("memory", {name: GiB})`.
     """
@@ -328,7 +351,8 @@ def serve(connection: Connection) -> None:
             if device_memory := rank.device_memory():
                 connection.send_bytes(pickle.dumps(("memory", device_memory)))
         except BaseException as error:  # custom code, such as a model's layers, may call sys.exit
-            answer = ("error", (described(error), traceback.format_exc()))
+            kind = "not finite" if isinstance(error, FloatingPointError) else "error"
+            answer = (kind, (described(error), traceback.format_exc()))
         # Plain pickle: multiprocessing's pickler would send tensors as shared-memory handles.
         connection.send_bytes(pickle.dumps(answer))
 

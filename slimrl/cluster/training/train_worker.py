@@ -41,6 +41,10 @@ class RankFailedError(RuntimeError):
     """A call failed inside a rank; the text holds the rank's own traceback."""
 
 
+class NotFiniteError(RankFailedError):
+    """A loss or a gradient is not finite: raised on all ranks of its group, which took no optimizer step."""
+
+
 @ray.remote(concurrency_groups={"watch": 1, "progress": 1})
 class TrainWorker:
     """One training rank. Calls run one after another; `watch` stays pending concurrently."""
@@ -150,20 +154,23 @@ class TrainWorker:
         batch: bytes = ray.get(batches[self._start.data_parallel_rank])
         self._call(PolicyRank.score, rollout_id, pickle.PickleBuffer(batch))
 
-    def targets(self, values: list[ObjectRef]) -> bytes | None:
-        """`PolicyRank.targets` from the critic's `values`; None if another rank returns them for the same samples."""
-        found = self._call(PolicyRank.targets, self._received(values, "the wait for the critic's values"))
-        return found if self._start.leader else None
+    @ray.method(num_returns=2)
+    def targets(self, values: list[ObjectRef]) -> tuple[bytes | None, None]:
+        """`PolicyRank.targets` from the critic's `values`.
+
+        The second result tells the driver that the call has ended; the first stays in the object store.
+        """
+        return self._call(PolicyRank.targets, self._received(values, "the wait for the critic's values")), None
 
     def train_scored(self) -> list[dict[str, float]]:
         """`PolicyRank.train_scored`."""
         return self._call(PolicyRank.train_scored)
 
-    def values(self, rollout_id: int, batches: list[ObjectRef]) -> bytes | None:
-        """`CriticRank.values` on this rank's batch; None if another rank returns them for the same samples."""
+    @ray.method(num_returns=2)
+    def values(self, rollout_id: int, batches: list[ObjectRef]) -> tuple[bytes | None, None]:
+        """`CriticRank.values` on this rank's batch; two results as those of `targets`."""
         batch: bytes = ray.get(batches[self._start.data_parallel_rank])
-        found = self._call(CriticRank.values, rollout_id, pickle.PickleBuffer(batch))
-        return found if self._start.leader else None
+        return self._call(CriticRank.values, rollout_id, pickle.PickleBuffer(batch)), None
 
     def train_values(self, rollout_id: int, targets: list[ObjectRef]) -> list[dict[str, float]]:
         """`CriticRank.train_values` on the policy's `targets`."""
@@ -194,12 +201,16 @@ class TrainWorker:
         """Writes the checkpoint of `rollout_id`, with the data state on rank 0; returns its folder."""
         return self._call(PolicyRank.save, rollout_id, data_state, saved_with)
 
+    def finish_saves(self) -> None:
+        """Waits until the checkpoints that are written in the background are complete."""
+        self._call(Rank.finish_saves)
+
     def close(self) -> None:
         """Leaves the process groups."""
         self._call(Rank.close)
 
     def _call(self, method: Callable[[OfRank, *Inputs], Result], *arguments: *Inputs) -> Result:
-        """Calls `method` in the rank's process. Raises RankFailedError with the rank's traceback."""
+        """Calls `method` in the rank's process. Raises RankFailedError with the rank's traceback, or NotFiniteError."""
         name = method.__name__
         self._progress, self._method, self._last_message = (0, 0), name, time.monotonic()
         try:
@@ -214,9 +225,10 @@ class TrainWorker:
         except (EOFError, OSError) as error:
             raise RankFailedError(f"{self._name} ended during {name}") from error
         self._method = None
-        if kind == "error":
+        if kind != "value":
             summary, trace = value
-            raise RankFailedError(f"{self._name}, {name}: {summary}\n{trace}")
+            failed = NotFiniteError if kind == "not finite" else RankFailedError
+            raise failed(f"{self._name}, {name}: {summary}\n{trace}")
         return value
 
     def _received(self, parts: Sequence[ObjectRef], what: str) -> list[pickle.PickleBuffer]:

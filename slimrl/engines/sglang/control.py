@@ -55,6 +55,7 @@ class ServerControl:
         self.timeout_s = timeout_s
         if urllib.parse.urlsplit(self.url).scheme != "http":
             raise ValueError(f"{url!r} is not a server URL: give it as http://host:port")
+        self._has_sessions: bool | None = None  # of weight updates; None before the first one
 
     # -- weights -------------------------------------------------------------------------------------------------
 
@@ -99,7 +100,7 @@ class ServerControl:
 
         Each then needs `continue_`.
         """
-        closed = self._post_if_there("/end_weight_update")
+        closed = self._has_sessions is not False and self._post_if_there("/end_weight_update")
         if running == "abort" or closed:  # older servers cannot flush while requests wait in the queue
             self.flush_cache()
         self.set_weight_version(version)
@@ -220,10 +221,10 @@ class ServerControl:
         self._post("/weights_checker", {"action": "compare"})
 
     def weights_checksum(self) -> list[dict[str, Any]]:
-        """Per tensor-parallel rank, in order: {"checksums": {parameter: 16 hex digits}, "parallelism_info": {...}}.
+        """Per tensor-parallel rank, in order: {"checksums": {parameter: hex digits}, "parallelism_info": {...}}.
 
-        Parameters have the server's own names (query, key and value fused, ...). On the CPU a checksum is the first 8
-        bytes of the SHA-256 of the tensor's contiguous bytes; on CUDA it is sglang's `gpu_tensor_hash`.
+        Parameters have the server's own names (query, key and value fused, ...). On the CPU a checksum is XXH3 (128
+        bits) of the tensor's contiguous bytes, by `cpu_patches`; on CUDA it is sglang's `gpu_tensor_hash`.
         """
         answer = self._post("/weights_checker", {"action": "checksum"})
         ranks = decode_as(answer, _Checksums, f"{self.url}/weights_checker").ranks
@@ -302,12 +303,15 @@ class ServerControl:
         self._post(path, {**body, "flush_cache": flush_cache, "weight_version": weight_version})
 
     def _open_session(self) -> None:
-        """Opens the session for weight updates, which servers have since 0.5.21."""
+        """Opens the session for weight updates, which servers have since 0.5.21; others are asked once."""
+        if self._has_sessions is False:
+            return
         try:
-            self._post_if_there("/begin_weight_update")
+            self._has_sessions = self._post_if_there("/begin_weight_update")
         except EngineRequestError as error:
             if error.status != HTTP_BAD_REQUEST:
                 raise
+            self._has_sessions = True
             self._post("/end_weight_update", {})  # closes the session of a failed update; raises if there is none
             self._post("/begin_weight_update", {})
 

@@ -38,7 +38,8 @@ from slimrl.weights.update.export import iter_hf_tensors
 
 _logger = logging.getLogger(__name__)
 _LOOKS_EVERY_S = 0.05
-_PART_OF_TIMEOUT = 0.9  # other ranks wait in a collective meanwhile
+_ROUND_S = 5.0  # for which the other ranks wait in a collective
+_REPORTS_EVERY_S = 60.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,14 +63,34 @@ class Awaited:
     iteration: int
     saved_with: str
 
-    def wait(self, seconds: float) -> None:
-        """Returns when it is complete. Raises TimeoutError after `seconds`."""
-        folder_of_it = self.root / folder.folder_name(self.iteration)
-        until = time.monotonic() + seconds
-        while (read_manifest(folder_of_it) or {}).get("saved_with") != self.saved_with:
-            if time.monotonic() > until:
-                raise TimeoutError(f"{folder_of_it}, which belongs to it, is not complete after {seconds:.0f} s")
+    def wait(self, group: dist.ProcessGroup | None) -> None:
+        """Returns when it is complete, as rank 0 sees it; collective over `group`.
+
+        It waits in rounds, so that the time limit of a collective does not limit the other save.
+        """
+        of_it, began, rounds = self.root / folder.folder_name(self.iteration), time.monotonic(), 0
+        complete = [False]
+        while not complete[0]:
+            if dist.get_rank() == 0:
+                complete = [self._is_complete(of_it, _ROUND_S)]
+                waited = time.monotonic() - began
+                if not complete[0] and waited > _REPORTS_EVERY_S * (rounds + 1):
+                    rounds += 1
+                    _logger.warning(
+                        "the checkpoint of the policy is written, and has waited %.0f s for %s, which the critic's"
+                        " ranks write: the folder must be on a file system that both see",
+                        waited,
+                        of_it,
+                    )
+            dist.broadcast_object_list(complete, src=0, group=group)
+
+    def _is_complete(self, of_it: Path, within: float) -> bool:
+        until = time.monotonic() + within
+        while time.monotonic() < until:
+            if (read_manifest(of_it) or {}).get("saved_with") == self.saved_with:
+                return True
             time.sleep(_LOOKS_EVERY_S)
+        return False
 
 
 class CheckpointSaver:
@@ -205,6 +226,8 @@ class CheckpointSaver:
         try:
             checksums = io.write(snapshot.prepared, partial, self._writers)
             self._after()
+            if self._awaited is not None:
+                self._awaited.wait(self._writers)
             run_on_rank_zero(lambda: self._complete(root, partial, snapshot, checksums, started), self._writers)
         except CheckpointError as error:
             raise self._failed(root, snapshot, error) from error
@@ -241,8 +264,6 @@ class CheckpointSaver:
     def _complete(
         self, root: Path, partial: Path, snapshot: Snapshot, checksums: Mapping[str, Checksums], started: float
     ) -> None:
-        if self._awaited is not None:
-            self._awaited.wait(_PART_OF_TIMEOUT * self._timeout.total_seconds())
         io.write_common(snapshot.prepared, partial)
         if snapshot.data_state:
             folder.write_data_state(partial, snapshot.data_state)

@@ -72,8 +72,8 @@ class CriticTrainer:
         if start.resumed and start.weights is not None:
             resumed = CheckpointFolder(start.weights.folder, start.weights.iteration)
         self.start_rollout_id = start.first_rollout
-        self._times = PhaseTimes(self.parallel.device)
-        self.critic = Critic(own, self.parallel, resumed, self._times, timeline or Timeline.off(), own_ranks=True)
+        self._times, self._timeline = PhaseTimes(self.parallel.device), timeline or Timeline.off()
+        self.critic = Critic(own, self.parallel, resumed, self._times, self._timeline, own_ranks=True)
         self._pack = MicroBatchPacker.of_rank(own, own, self.parallel)
         self.memory = memory_of(
             self.critic.model.wrapped,
@@ -112,6 +112,7 @@ class CriticTrainer:
         return [first | {f"perf/{name}_time": seconds for name, seconds in self._times.take().items()}, *others]
 
     def _advance(self) -> None:
+        self._timeline.mark("micro-batch")
         self._on_progress(next(self._count), 2 * sum(map(len, self._steps)))
 
     def save(self, rollout_id: int, saved_with: str) -> None:

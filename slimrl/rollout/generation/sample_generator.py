@@ -99,6 +99,7 @@ def is_infra_error(error: BaseException) -> bool:
 
 
 _FINISHED = (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)
+_RESPONSE_COLUMNS = ("loss_mask", "rollout_log_probs", "teacher_log_probs", "token_rewards")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -375,16 +376,16 @@ def _reward_path(sample: Sample, config: SampleConfig) -> str | None:
 
 def _check(sample: Sample, *, may_be_aborted: bool) -> None:
     """Raises ValueError if a generated sample breaks an invariant that training relies on."""
-    sample.status = SampleStatus(sample.status)  # custom functions may set it as text
+    if not isinstance(sample.status, SampleStatus):  # custom functions may set it as text
+        sample.status = SampleStatus(sample.status)
     if unsupported := unserved_field(sample):
         raise ValueError(unsupported)
     if sample.status not in _FINISHED and not (may_be_aborted and sample.status is SampleStatus.ABORTED):
         raise ValueError(f"the sample's status is {sample.status.value}: it must be completed or truncated")
-    tokens = len(sample.column("tokens"))
-    if not 0 <= sample.response_length < tokens:
-        raise ValueError(f"response_length {sample.response_length} does not fit {tokens} tokens")
-    for name in ("loss_mask", "rollout_log_probs", "teacher_log_probs", "token_rewards"):
-        column = sample.column(name)
+    tokens, *columns = sample.columns(("tokens", *_RESPONSE_COLUMNS))
+    if not 0 <= sample.response_length < len(tokens):
+        raise ValueError(f"response_length {sample.response_length} does not fit {len(tokens)} tokens")
+    for name, column in zip(_RESPONSE_COLUMNS, columns, strict=True):
         if column is not None and len(column) != sample.response_length:
             raise ValueError(f"{name} has {len(column)} entries but the response has {sample.response_length} tokens")
     if sample.version_spans:  # custom functions may shorten or lengthen a response without updating them
