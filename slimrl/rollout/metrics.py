@@ -11,10 +11,11 @@ import statistics
 import zlib
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 from slimrl.algorithms.estimators import OverlongPenalty
 from slimrl.arguments import Arguments
-from slimrl.data.sample import Sample, SampleStatus
+from slimrl.data.sample import PackedColumn, Sample, SampleStatus
 from slimrl.rollout.generation.multi_turn import NON_GENERATION_TIME, TURN_STARTS
 from slimrl.rollout.rm_hub.process_reward import STEP_REWARDS
 from slimrl.rollout.rm_hub.scorer import REWARD_FAILURE_KEY
@@ -258,15 +259,22 @@ def teacher_metrics(samples: list[Sample], key: str) -> dict[str, float]:
     for sample in samples:
         name = str(sample.metadata.get(key))
         counts[name] += 1
-        engine, teacher = sample.column("rollout_log_probs"), sample.column("teacher_log_probs")
+        engine, teacher, mask = map(
+            _numbers, map(sample.column, ("rollout_log_probs", "teacher_log_probs", "loss_mask"))
+        )
         if engine is None or teacher is None or sample.remove_sample:
             continue
-        mask = sample.loss_mask or [1] * sample.response_length
+        mask = [1] * sample.response_length if mask is None else mask
         gaps = [one - other for one, other, trained in zip(engine, teacher, mask, strict=True) if trained]
         if gaps:
             of_teachers.setdefault(name, []).append(mean(gaps))
     divergences = {f"rollout/teacher/{name}/opd_reverse_kl": mean(values) for name, values in of_teachers.items()}
     return {f"rollout/teacher/{name}/samples": float(count) for name, count in counts.items()} | divergences
+
+
+def _numbers(column: Any) -> Any:
+    """A column of a sample as a list; the sample keeps it packed."""
+    return column.tolist() if isinstance(column, PackedColumn) else column
 
 
 def category_metrics(samples: list[Sample], key: str) -> dict[str, float]:

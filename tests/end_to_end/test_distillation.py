@@ -134,3 +134,28 @@ def test_student_learns_from_the_top_tokens_of_a_teacher_on_a_server(tiny, teach
         expected = logits.log_softmax(-1)
         torch.testing.assert_close(values.view(-1, 5), expected.gather(1, ids).to(values), rtol=0, atol=1e-4)
         assert torch.allclose(expected.gather(1, ids).sort(dim=1, descending=True).values, expected.topk(5).values)
+
+
+def test_prompts_of_two_files_are_taught_by_two_teachers_that_the_run_starts(tiny, teacher, tmp_path):
+    """The student itself teaches the rows of one file, which gives a divergence near 0."""
+    rows = (tiny.folder / "train.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "sums.jsonl").write_text("".join(rows[:400]))
+    (tmp_path / "same.jsonl").write_text("".join(rows[400:800]))
+    own = {
+        "opd_type": "sglang",
+        "opd_teacher_models": [f"sums={teacher}", f"same={tiny.model}"],
+        "opd_teacher_num_gpus": [1, 1],
+        "prompt_data": [f"{tmp_path}/sums.jsonl=0.5", f"{tmp_path}/same.jsonl=0.5"],
+    }
+    done = harness.start("train.py", flags(tiny, tmp_path, num_rollout=2, **own), tmp_path, "two", tiny.home).finish(
+        200
+    )
+    assert reverse_kls(done)[0] > 0.03
+    counts = [sum(done.steps(f"rollout/teacher/{name}/samples")) for name in ("sums", "same")]
+    assert sum(counts) == 2 * 256 and min(counts) > 64
+    assert done.steps("rollout/teacher/sums/opd_reverse_kl")[0] > 0.05
+    assert abs(done.steps("rollout/teacher/same/opd_reverse_kl")[0]) < 1e-4
+    logs = {path.name for path in (done.run_dir / "logs").iterdir()}
+    assert {"sglang_teacher0.log", "sglang_teacher1.log"} <= logs
+    samples = rollout_dump.load_rollout(str(tmp_path / "dump" / "{rollout_id}.jsonl"), 0).samples
+    assert {sample.metadata["teacher"] for sample in samples} == {"sums", "same"}

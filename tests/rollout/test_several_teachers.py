@@ -174,6 +174,9 @@ def test_metrics_have_the_samples_and_the_sampled_reverse_kl_of_each_teacher():
         one.metadata["teacher"] = name
         one.rollout_log_probs, one.teacher_log_probs = [-1.0, -2.0, -3.0, -4.0], [-1.5, -2.0, -2.0, -6.0]
     samples[2].loss_mask = [1, 1, 0, 0]
+    samples[1].pack(
+        "teacher_log_probs", PackedColumn(torch.tensor([-1.5, -2.0, -2.0, -6.0]).double().numpy().tobytes(), "f8")
+    )
     samples[3].remove_sample = True
     metrics = teacher_metrics(samples, "teacher")
     assert metrics == {
