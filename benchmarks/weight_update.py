@@ -1,19 +1,23 @@
-"""Speed of weight updates: the shared-memory bucket compared with memcpy, and whole weight updates into a real server.
+"""Speed of weight updates: shared memory compared with memcpy, and whole weight updates into a real server.
 
     python benchmarks/weight_update.py [--rounds 5] [--parts buckets,tiny,0.6b] [--bucket-mib 128]
 
 `buckets`: bytes per second of the 0.6B shape's weights, on one core each, in interleaved rounds: memcpy from one tensor
 into another; packed from a Megatron model into the shared bucket; read from a bucket by another process, which maps it
-again as a server does; and end to end, where one bucket is packed while the other is read. Target: packing at half of
-memcpy or more. `tiny`, `0.6b`: seconds of a weight update into one real SGLang server (bf16, random weights), for each
-transport, the peak memory above that before the weight update, of this process and of the server, and the cost of the
-full check. Needs 6 GiB of memory and of temporary disk for the 0.6B shape.
+again as a server does; and the whole way into the other process's tensors: "packed" with every tensor in a bucket, of
+which one is packed while the other is read, and "where they are" as a trainer does whose weights are in shared memory.
+Target of the last: 0.6 of memcpy or more. `tiny`, `0.6b`: seconds of a weight update into one real SGLang server (bf16,
+random weights), for each transport, in interleaved rounds with its limit: memcpy of the same bytes, a bare gloo
+broadcast to one process in buckets of the same size, and a plain file, written and read. Target of the broadcast: 0.5
+of its limit or more. Also the peak memory above that before the weight update, of this process and of the server, and
+the cost of the full check. Needs 6 GiB of memory and of temporary disk for the 0.6B shape.
 """
 
 from __future__ import annotations
 
 import argparse
 import base64
+import datetime
 import json
 import multiprocessing
 import pickle
@@ -25,6 +29,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from ratios import add_json_option, write_ratios
 from torch import Tensor, nn
 
@@ -35,10 +40,17 @@ from slimrl.megatron.model import model_builder
 from slimrl.models.families import family_for
 from slimrl.models.model_spec import ModelSpec
 from slimrl.weights.safetensors_writer import ShardWriter, TensorSpec, plan_shards
-from slimrl.weights.update.buckets import iter_buckets
+from slimrl.weights.update.buckets import Bucket, BucketSpace, iter_buckets, never
 from slimrl.weights.update.export import iter_hf_tensors
+from slimrl.weights.update.shared_memory import (
+    HostSharedBuffer,
+    SharedDoubleBuffer,
+    shared_copies,
+    shared_file,
+)
 from slimrl.weights.update.topology import EngineEndpoint
-from slimrl.weights.update.transport_tensor import HostSharedBuffer, SharedDoubleBuffer, serialize
+from slimrl.weights.update.transport_distributed import join_group, listening_store
+from slimrl.weights.update.transport_tensor import serialize, serialize_named
 from slimrl.weights.update.weight_updater import ModelSource, WeightUpdater
 
 FAMILY = family_for({"model_type": "qwen3"})
@@ -52,6 +64,8 @@ SHAPES = {
 }
 TRANSPORTS = {"shared tensors": "colocated", "broadcast": "split", "disk": "disk"}
 READY_S = 300.0
+LOOPBACK = "127.0.0.1"
+WAIT = datetime.timedelta(seconds=READY_S)
 MIB = 1024**2
 
 
@@ -103,10 +117,13 @@ def read_buckets(connection: Connection, shapes: list[tuple[str, tuple[int, ...]
     while (payload := connection.recv()) is not None:
         started = time.perf_counter()
         opened = pickle.loads(base64.b64decode(payload))
-        for entry in opened["metadata"]:
-            flat = opened["flattened_tensor"][entry.start_idx : entry.end_idx]
-            own[entry.name].copy_(flat.view(entry.dtype).view(entry.shape))
-        del opened, flat
+        if isinstance(opened, dict):
+            flat, entries = opened["flattened_tensor"], opened["metadata"]
+            opened = [(e.name, flat[e.start_idx : e.end_idx].view(e.dtype).view(e.shape)) for e in entries]
+        for name, tensor in opened:
+            own[name].copy_(tensor)
+        del opened, tensor
+        flat = None
         connection.send(time.perf_counter() - started)
 
 
@@ -114,7 +131,9 @@ class Buckets:
     """The ways of one model's bytes, each as seconds per round."""
 
     def __init__(self, built: nn.Module, spec: ModelSpec, bucket_bytes: int) -> None:
-        self._export = lambda: iter_hf_tensors(built, spec, FAMILY)
+        share(built)
+        self._space = BucketSpace(torch.device("cpu"))
+        self._export = lambda: iter_hf_tensors(built, spec, FAMILY, space=self._space)
         self._bytes = bucket_bytes
         self._sources = [torch.empty_like(tensor).copy_(tensor) for _, tensor in self._export()]
         self._targets = [torch.zeros_like(tensor) for tensor in self._sources]
@@ -136,29 +155,39 @@ class Buckets:
 
     def pack(self) -> float:
         started = time.perf_counter()
-        for _ in iter_buckets(self._export(), self._bytes, self._buffer):
+        for _ in self._buckets():
             pass
         self._buffer.release()
         return time.perf_counter() - started
 
     def read(self) -> float:
         seconds = 0.0
-        for bucket in iter_buckets(self._export(), self._bytes, self._buffer):
+        for bucket in self._buckets():
             self._connection.send(serialize(bucket, [self._buffer.reference()]))
             seconds += self._connection.recv()
         self._buffer.release()
         return seconds
 
-    def whole_way(self) -> float:
+    def packed(self) -> float:
+        return self._whole_way(lambda bucket: serialize(bucket, [self._buffer.reference()]), never)
+
+    def where_they_are(self) -> float:
+        opens = lambda tensor: shared_file(tensor) is not None  # noqa: E731
+        return self._whole_way(lambda bucket: serialize_named(bucket, self._buffer.reference()), opens)
+
+    def _whole_way(self, serialized: Callable[[Bucket], str], opens: Callable[[Tensor], bool]) -> float:
         started, under_way = time.perf_counter(), False
-        for bucket in iter_buckets(self._export(), self._bytes, self._buffer):
+        for bucket in self._buckets(opens):
             if under_way:
                 self._connection.recv()
-            self._connection.send(serialize(bucket, [self._buffer.reference()]))
+            self._connection.send(serialized(bucket))
             under_way = True
         self._connection.recv()
         self._buffer.release()
         return time.perf_counter() - started
+
+    def _buckets(self, opens: Callable[[Tensor], bool] = never) -> Iterator[Bucket]:
+        return iter_buckets(self._export(), self._bytes, self._buffer, space=self._space, opens=opens)
 
     def close(self) -> None:
         self._connection.send(None)
@@ -174,7 +203,8 @@ def measure_buckets(rounds: int, bucket_bytes: int, json_path: Path | None) -> N
         "memcpy": buckets.memcpy,
         "pack the bucket": buckets.pack,
         "map and read the bucket": buckets.read,
-        "whole way": buckets.whole_way,
+        "whole way, packed": buckets.packed,
+        "whole way, where they are": buckets.where_they_are,
     }
     times: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(rounds + 1):
@@ -191,6 +221,13 @@ def measure_buckets(rounds: int, bucket_bytes: int, json_path: Path | None) -> N
         print(f"{way:26} {buckets.num_bytes / median / 1e9:6.1f} GB/s  {peer / median:5.2f} of memcpy")
     print(f"the first packing, into untouched memory: {times['pack the bucket'][0]:.2f} s")
     write_ratios(json_path, ratios)
+
+
+def share(model: nn.Module) -> None:
+    """Moves the weights into shared memory, as `megatron.data_parallel.share_weights` does for a colocated trainer."""
+    parameters = list(model.parameters())
+    for parameter, copy in zip(parameters, shared_copies(parameters), strict=True):
+        parameter.data = copy
 
 
 def build(args: Arguments) -> tuple[nn.Module, parallel.ParallelState]:
@@ -233,11 +270,68 @@ def below(pid: int) -> list[int]:
     return children + [deeper for child in children for deeper in below(child)]
 
 
+def receive_broadcasts(connection: Connection, port: int, size: int) -> None:
+    """The other end of `Limits.broadcast`: receives as many broadcasts of `size` bytes as it is told."""
+    torch.set_num_threads(1)
+    store = dist.TCPStore(LOOPBACK, port, is_master=False, timeout=WAIT)
+    group = join_group(store, "gloo", "limit", rank=1, world_size=2, timeout=WAIT)
+    flat = torch.zeros(size, dtype=torch.uint8)
+    while (count := connection.recv()) is not None:
+        for _ in range(count):
+            group.broadcast([flat], dist.BroadcastOptions()).wait()
+        connection.send(None)
+
+
+class Limits:
+    """What each transport cannot exceed, as seconds for `num_bytes`."""
+
+    def __init__(self, num_bytes: int, bucket_bytes: int, folder: Path) -> None:
+        self._source = torch.ones(num_bytes, dtype=torch.uint8)
+        self._target = torch.zeros(num_bytes, dtype=torch.uint8)
+        self._folder = folder
+        self._size = min(bucket_bytes, num_bytes)
+        store = listening_store(LOOPBACK, WAIT, world_size=2)
+        self._connection, theirs = multiprocessing.Pipe()
+        target, context = receive_broadcasts, multiprocessing.get_context("spawn")
+        self._process = context.Process(target=target, args=(theirs, store.port, self._size), daemon=True)
+        self._process.start()
+        self._group = join_group(store, "gloo", "limit", rank=0, world_size=2, timeout=WAIT)
+
+    def copy(self) -> float:
+        started = time.perf_counter()
+        self._target.copy_(self._source)
+        return time.perf_counter() - started
+
+    def broadcast(self) -> float:
+        started = time.perf_counter()
+        count = -(-self._source.numel() // self._size)
+        self._connection.send(count)
+        for _ in range(count):
+            self._group.broadcast([self._source[: self._size]], dist.BroadcastOptions()).wait()
+        self._connection.recv()
+        return (time.perf_counter() - started) * self._source.numel() / (count * self._size)
+
+    def file(self) -> float:
+        started = time.perf_counter()
+        path = self._folder / "plain"
+        path.write_bytes(self._source.numpy().data)
+        with path.open("rb", buffering=0) as file:
+            view, done = memoryview(self._target.numpy()), 0
+            while done < len(view):
+                done += file.readinto(view[done:])
+        path.unlink()
+        return time.perf_counter() - started
+
+    def close(self) -> None:
+        self._connection.send(None)
+        self._process.join()
+
+
 def measure_weight_updates(name: str, rounds: int, bucket_bytes: int) -> None:
     args = arguments(name)
     spec = ModelSpec.from_args(args)
     built, state = build(args)
-    own = int(Path("/proc/self").resolve().name)
+    share(built)
     with tempfile.TemporaryDirectory() as temporary:
         folder = write_folder(Path(temporary) / "hf", args, lambda: iter_hf_tensors(built, spec, FAMILY))
         options = {"skip_tokenizer_init": True, "max_total_tokens": 2048, "dtype": "bfloat16"}
@@ -245,24 +339,42 @@ def measure_weight_updates(name: str, rounds: int, bucket_bytes: int) -> None:
         try:
             server.start()
             server.wait_ready(READY_S)
-            print(f"\n{name} shape into one SGLang server, buckets of {bucket_bytes // MIB} MiB")
-            print("transport          first  median of later   GB/s   peak here   peak there   proof of equality")
-            source, engine = ModelSource(spec, FAMILY, state), EngineEndpoint(server.url, [0])
-            for transport, way in TRANSPORTS.items():
-                more = (Path(temporary) / "updates",) if way == "disk" else ()
-                updater = getattr(WeightUpdater, way)(source, [engine], *more, bucket_bytes=bucket_bytes)
-                memory, there = Memory([own]), Memory(below(server.pid))
-                reports = [updater.update_weights(built, version=f"{way} {n}") for n in range(1 + rounds)]
-                peaks = memory.peak() / MIB, there.peak() / MIB
-                checked = updater.update_weights(built, version=f"{way} checked", check_equal=True)
-                updater.close()
-                later = statistics.median(report.seconds for report in reports[1:])
-                print(
-                    f"{transport:16} {reports[0].seconds:6.2f} s {later:13.3f} s {reports[0].bytes / later / 1e9:8.2f}"
-                    f" {peaks[0]:7.0f} MiB {peaks[1]:8.0f} MiB {checked.check_seconds:14.2f} s"
-                )
+            time_transports(
+                name, built, ModelSource(spec, FAMILY, state), server, Path(temporary), rounds, bucket_bytes
+            )
         finally:
             server.stop()
+
+
+def time_transports(
+    name: str, built: nn.Module, source: ModelSource, server: ServerProcess, folder: Path, rounds: int, size: int
+) -> None:
+    """Prints a line for each transport; its rounds and those of its limit are interleaved."""
+    print(f"\n{name} shape into one SGLang server, buckets of {size // MIB} MiB")
+    print("transport          first  median of later   GB/s  of its limit   peak here   peak there   proof of equality")
+    own, engine = int(Path("/proc/self").resolve().name), EngineEndpoint(server.url, [0])
+    limits = Limits(sum(tensor.nbytes for _, tensor in iter_hf_tensors(built, source.spec, FAMILY)), size, folder)
+    for transport, way in TRANSPORTS.items():
+        more = (folder / "updates",) if way == "disk" else ()
+        updater = getattr(WeightUpdater, way)(source, [engine], *more, bucket_bytes=size)
+        limit = {"colocated": limits.copy, "split": limits.broadcast, "disk": limits.file}[way]
+        limit()
+        memory, there = Memory([own]), Memory(below(server.pid))
+        first = updater.update_weights(built, version=f"{way} first")
+        peaks = memory.peak() / MIB, there.peak() / MIB
+        times, bounds, checks = [], [], []
+        for number in range(rounds):
+            bounds.append(limit())
+            times.append(updater.update_weights(built, version=f"{way} {number}").seconds)
+            checks.append(updater.update_weights(built, version=f"{way} checked", check_equal=True).check_seconds)
+        updater.close()
+        later = statistics.median(times)
+        print(
+            f"{transport:16} {first.seconds:6.2f} s {later:13.3f} s {first.bytes / later / 1e9:8.2f}"
+            f" {statistics.median(bounds) / later:12.2f} {peaks[0]:9.0f} MiB {peaks[1]:8.0f} MiB"
+            f" {statistics.median(checks):14.2f} s"
+        )
+    limits.close()
 
 
 def measure(part: str, rounds: int, bucket_bytes: int, json_path: Path | None) -> None:

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from slimrl.megatron.ref_model import ReferenceWeights
+from slimrl.weights.update.shared_memory import shared_copies, shared_file
 
 Stage: TypeAlias = DistributedDataParallel | FullyShardedDataParallel
 
@@ -52,6 +53,33 @@ def wrap(config: DistributedDataParallelConfig, stages: Sequence[GPTModel], devi
         if shard.is_expert:  # as on the weight itself: experts have separate parameter groups
             shard.trained.allreduce = False  # type: ignore[attr-defined]
     return wrapped
+
+
+@torch.no_grad()
+def share_weights(stages: Iterable[Stage]) -> None:
+    """Move the weights into memory that engines on this machine can open (`weights.update.shared_memory`).
+
+    For a trainer without a GPU, before its optimizer is built, which keeps views of the weights. Megatron-FSDP has full
+    weights only between passes: they stay where they are.
+    """
+    for stage in stages:
+        if not isinstance(stage, DistributedDataParallel):
+            continue
+        for buffer in (*stage.buffers, *stage.expert_parallel_buffers):
+            if buffer.param_data is not None:
+                old, (buffer.param_data,) = buffer.param_data, shared_copies([buffer.param_data])
+                for parameter in buffer.params:
+                    parameter.data = _moved(parameter.data, old, buffer.param_data)
+                for bucket in buffer.buckets:
+                    bucket.param_data = _moved(bucket.param_data, old, buffer.param_data)
+        others = [parameter for parameter in stage.parameters() if shared_file(parameter) is None]
+        for parameter, copy in zip(others, shared_copies(others), strict=True):
+            parameter.data = copy
+
+
+def _moved(view: Tensor, old: Tensor, new: Tensor) -> Tensor:
+    """The view of `new` that `view` is of `old`."""
+    return new.as_strided(view.shape, view.stride(), view.storage_offset() - old.storage_offset())
 
 
 def all_gather_params(stages: Iterable[Stage]) -> None:

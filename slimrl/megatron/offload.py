@@ -272,14 +272,16 @@ class TrainingMemory:
             raise OffloadedError(f"{action} needs a training rank that is {needed}, and it is {self.state.value}")
 
     def _storages(self) -> dict[Part, list[torch.UntypedStorage]]:
-        """Bytes on the device; shared memory counts once."""
+        """Storages on the device, each once; without those that engines can open, which are in host memory anyway."""
         seen: set[int] = set()
         tensors = self._persistent_tensors()
         found: dict[Part, list[torch.UntypedStorage]] = {}
         for part in PARTS:
             found[part] = []
             for storage in (tensor.untyped_storage() for tensor in tensors[part]):
-                if storage.device == self._device and storage.nbytes() and storage.data_ptr() not in seen:
+                if storage.device != self._device or (self._device.type == "cpu" and storage.filename is not None):
+                    continue
+                if storage.nbytes() and storage.data_ptr() not in seen:
                     seen.add(storage.data_ptr())
                     found[part].append(storage)
         return found

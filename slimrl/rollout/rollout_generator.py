@@ -207,6 +207,8 @@ class RolloutGenerator:
         finally:
             await inflight.cancel()
         data_source.add_samples(surplus)
+        if isinstance(data_source, RolloutDataSource):
+            data_source.prefetch(max(target, rollout.over_sampling_batch_size) if over_samples else target)
         self._run_sample_hooks(sampler.accepted, sampler.dropped, data_source)
         metrics = self._metrics(rollout_id, sampler, surplus) | inflight.failed.take_metrics()
         return RolloutOutput(sort_by_index(sampler.accepted), metrics)

@@ -23,6 +23,8 @@ SAVE, UPDATE, ANYWHERE = "save", "update_weights", "anywhere"
 KINDS = (SAVE, UPDATE, SAVE, ANYWHERE, UPDATE, SAVE, ANYWHERE, SAVE, UPDATE, ANYWHERE)
 POLL_S = 0.001
 LONGEST_STEP_S = 1.5
+# Ray's agents report the death of their raylet, and try to for a minute if the GCS is dead too
+LONGEST_END_S = 120.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +153,7 @@ def strike(
             os.kill(pid, signal.SIGKILL)
     seen = [name for name in unfinished(checkpoints, launched) if name in before]
     started.process.wait(30)
-    left = harness.wait_until_gone(started.mark, 60)
+    left = harness.wait_until_gone(started.mark, LONGEST_END_S)
     torn = unfinished(checkpoints, launched)
     started.kill_everything()  # also removes the files that no process is left to remove
     within = [call for call in calls(timeline, since_ns) if call.begin_ns <= now_ns < (call.end_ns or now_ns + 1)]

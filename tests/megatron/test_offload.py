@@ -14,6 +14,7 @@ from torch import Tensor
 from slimrl.arguments import Arguments
 from slimrl.data.train_batch import RolloutBatch
 from slimrl.megatron.offload import Communicators, OffloadedError, State, TrainingMemory, distinct_backends
+from slimrl.weights.update.shared_memory import shared_copies
 from tests.megatron import ranks, tiny
 from tests.megatron.launch import RankPool
 from tests.megatron.layouts import SPREAD
@@ -169,6 +170,16 @@ def test_unused_communicators_are_skipped():
     assert events[2:] == ["suspend a", "suspend b", "resume a", "resume b"]
 
 
+def test_host_weights_that_engines_can_open_stay_where_they_are():
+    (weight,) = shared_copies([torch.arange(4.0)])
+    moment, place = torch.ones(2), weight.data_ptr()
+    offloadable = memory([weight], [], [moment])
+    assert offloadable.sleep() == {"weights": 0, "gradients": 0, "optimizer": 8}
+    assert weight.data_ptr() == place and size(moment) == 0
+    offloadable.wake()
+    assert weight.tolist() == [0.0, 1.0, 2.0, 3.0] and moment.tolist() == [1.0, 1.0]
+
+
 # -- real trainers ---------------------------------------------------------------------------------------------------
 
 
@@ -258,6 +269,25 @@ LAYOUTS = {
     "DP2 with the distributed optimizer in bfloat16": (2, "models", SPREAD | {"bf16": True}),
     "EP2 with the distributed optimizer": (2, "expert_models", SPREAD | {"expert_model_parallel_size": 2}),
 }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["one rank", "DP2 with the distributed optimizer in bfloat16"])
+def test_weights_that_engines_can_open_are_trained_like_private_ones(
+    layout: str, models: Any, one_rank: RankPool, two_ranks: RankPool
+):
+    count, _, changes = LAYOUTS[layout]
+    rollouts = [tiny.recorded_rollout(seed) for seed in range(2)]
+    shared, private = (
+        (one_rank if count == 1 else two_ranks).run(
+            train, tiny.tiny_args(load=str(models.policy), colocate=colocate, **models.flags, **changes), rollouts, True
+        )
+        for colocate in (True, False)
+    )
+    for one, other in zip(shared, private, strict=True):
+        assert one.metrics == other.metrics
+        assert [name for name, value in other.weights.items() if not torch.equal(value, one.weights[name])] == []
+        assert one.offloaded == other.offloaded | {"weights": 0} and other.offloaded["weights"] > 0
 
 
 @pytest.mark.slow

@@ -60,6 +60,41 @@ def test_resumed_source_gives_the_same_next_samples(make_args, tokenizer, before
     assert resumed.state_dict() == source.state_dict()
 
 
+@relaxed
+@given(
+    calls=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30), st.booleans()), min_size=1, max_size=8),
+    mixed=st.booleans(),
+)
+def test_prefetching_any_number_of_prompts_changes_no_sample_and_no_state(
+    make_args, write_rows, tokenizer, calls, mixed
+):
+    args = mixed_args(make_args, write_rows, rollout_shuffle=True) if mixed else make_args(rollout_shuffle=True)
+    plain, ahead = (RolloutDataSource(args, tokenizer) for _ in range(2))
+    for sampled, prefetched, returned in calls:
+        ahead.prefetch(prefetched)
+        assert ahead.state_dict() == plain.state_dict()
+        groups, expected = ahead.get_samples(sampled), plain.get_samples(sampled)
+        assert groups == expected
+        if returned:
+            ahead.add_samples(groups[:2])
+            plain.add_samples(expected[:2])
+    assert ahead.state_dict() == plain.state_dict()
+
+
+def test_prefetched_prompts_are_not_tokenized_again(make_args, tokenizer):
+    source = RolloutDataSource(make_args(), tokenizer)
+    dataset = source._prompts._sets[0].rows
+    calls, make = [], dataset._make
+    dataset._make = lambda rows: (calls.append(list(rows)), make(rows))[1]
+    source.prefetch(4)
+    source.get_samples(4)  # all
+    source.prefetch(4)
+    source.get_samples(6)  # two more
+    source.prefetch(2)
+    source.get_samples(1)  # one less
+    assert [rows for rows in calls if rows] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9], [10, 11]]
+
+
 def test_sampling_does_not_change_an_earlier_state(make_args, tokenizer):
     source = RolloutDataSource(make_args(), tokenizer)
     source.add_samples(source.get_samples(2))
@@ -257,7 +292,10 @@ def test_row_rejected_by_the_chat_template_counts_when_it_is_sampled(make_args, 
     refusing.chat_template = "{% if messages[0]['content'] == 'b' %}{{ raise_exception('no b') }}{% endif %}x"
     path = write_rows([{"prompt": letter, "label": letter} for letter in "abc"])
     source = RolloutDataSource(make_args(prompt_data=path, apply_chat_template=True), refusing)
+    source.prefetch(3)  # not yet
     assert source.get_samples(1)[0][0].label == "a"
+    assert source.state_dict()["prompts"]["sets"][0]["bad_rows"] == []
+    source.prefetch(1)
     with pytest.raises(ValueError, match=r"1 bad row in .*\n.*:2: the chat template rejects it: .*no b"):
         source.get_samples(1)
     source = RolloutDataSource(make_args(prompt_data=path, apply_chat_template=True, max_bad_rows=1), refusing)

@@ -18,7 +18,8 @@ from slimrl.engines.sglang import control, versions
 from slimrl.engines.sglang.control import ServerControl
 from slimrl.engines.sglang.versions import UnknownEngineError, allow_shm_unpickling, has_per_token_versions, module_with
 from slimrl.weights.update.buckets import iter_buckets
-from slimrl.weights.update.transport_tensor import HostSharedBuffer, serialize
+from slimrl.weights.update.shared_memory import HostSharedBuffer
+from slimrl.weights.update.transport_tensor import serialize, serialize_named
 
 
 @pytest.mark.parametrize(
@@ -82,6 +83,8 @@ def test_host_memory_references_pass_an_allow_list(listed, one_rank_world, ranks
     allow_shm_unpickling(listed)
     flat = loaded(listed, payload)["flattened_tensor"]
     assert flat[:16].view(torch.float32).tolist() == [3.0] * 4
+    ((name, tensor),) = loaded(listed, base64.b64decode(serialize_named(bucket, buffer.reference())))
+    assert (name, tensor.tolist()) == ("w", [3.0] * 4)
     buffer.close()
 
 

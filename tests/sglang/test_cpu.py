@@ -6,12 +6,15 @@ import json
 import math
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from slimrl.engines.sglang.cpu_patches import (
     AbsentPackageFinder,
+    bucket_receiver,
     gate_sigmoid_mul,
     install,
     murmur_hash32,
@@ -108,3 +111,26 @@ def test_latent_kv_cache_keeps_one_vector_per_token_for_any_number_of_heads(tmp_
     config = {"num_hidden_layers": 27, "num_attention_heads": 16, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert kv_cache_tokens(tmp_path) == 17260  # 27 x (512 + 64) x 4 bytes = 62208 bytes per token; 2^30 / 62208
+
+
+def test_broadcasts_are_received_into_the_same_memory_and_a_failure_is_reported(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    loaded: list[tuple[str, torch.Tensor]] = []
+    model = types.SimpleNamespace(load_weights=loaded.extend)
+    updater = types.SimpleNamespace(get_model=lambda: model, _model_update_group={"g": dist.group.WORLD})
+    receive = bucket_receiver()
+    assert receive(updater, ["a", "b"], ["float32", torch.bfloat16], [[2, 3], [4]], "g")[0] is True
+    assert receive(updater, ["c"], ["float32"], [(5,)], "g")[0] is True
+    assert [(name, t.dtype, tuple(t.shape)) for name, t in loaded] == [
+        ("a", torch.float32, (2, 3)),
+        ("b", torch.bfloat16, (4,)),
+        ("c", torch.float32, (5,)),
+    ]
+    a, b, c = (tensor.data_ptr() for _, tensor in loaded)
+    assert b == a + 24 and c == a  # one after another, as the sender packs them; then again from the start
+    model.load_weights = lambda weights: 1 / 0
+    assert receive(updater, ["c"], ["float32"], [(5,)], "g") == (
+        False,
+        "Failed to update parameter online: division by zero. The full weights are partially updated.",
+    )
+    dist.destroy_process_group()

@@ -17,7 +17,8 @@ from torch.multiprocessing import reductions
 
 from slimrl.engines.sglang import cpu_patches
 from slimrl.weights.update.buckets import iter_buckets
-from slimrl.weights.update.transport_tensor import CudaSharedBuffer, serialize
+from slimrl.weights.update.shared_memory import CudaSharedBuffer
+from slimrl.weights.update.transport_tensor import serialize
 
 # as from the driver: device, handle, bytes, offset, reference counter and its offset, event, whether to wait
 SHARED = (3, b"h" * 66, 4096, 256, b"counter", 0, b"event", True)

@@ -12,6 +12,7 @@ from slimrl.models.model_spec import ModelSpec
 from slimrl.platform.launch_env import CUMEM, RunFacts, nccl_cumem, this_machine
 from slimrl.weights.convert.hf_to_megatron import load_hf_checkpoint
 from slimrl.weights.hf_checkpoint import HfCheckpoint, read_hf_config
+from slimrl.weights.update.shared_memory import shared_copies
 from slimrl.weights.update.topology import EngineEndpoint
 
 if TYPE_CHECKING:
@@ -32,11 +33,13 @@ def weight_updates(
     folder: Path,
     check_equal: bool = True,
     left: list[EngineEndpoint] | None = None,
+    shared: bool = False,
 ) -> list[WeightUpdateReport | str]:
     """Loads `hf_dir` into a Megatron model and updates the engines from it under each version, `way` being a
     constructor's name.
 
-    Returns the report of each weight update, or the text of its error. With `left`, another updater updates those
+    Returns the report of each weight update, or the text of its error. `shared`: the weights are in shared memory, as
+    those of a colocated trainer. With `left`, another updater updates those
     engines at the end.
     """
     from slimrl.megatron import parallel
@@ -51,6 +54,10 @@ def weight_updates(
     built = model_builder.build_model(args, state)
     places = {key: getattr(state, key) for key in ("tp_rank", "tp_size", "etp_rank", "etp_size")}
     load_hf_checkpoint(built, shape, family, hf_dir, **places)
+    if shared:
+        parameters = list(built.parameters())
+        for parameter, copy in zip(parameters, shared_copies(parameters), strict=True):
+            parameter.data = copy
     make = getattr(WeightUpdater, way)
     more = (folder,) if way == "disk" else ()
     updater = make(ModelSource(shape, family, state), engines, *more, bucket_bytes=BUCKET_BYTES, timeout_s=60)

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from slimrl.weights.update.buckets import DoubleBuffer, ReusedBuffer, iter_buckets
+from slimrl.weights.update.buckets import BucketSpace, DoubleBuffer, ReusedBuffer, iter_buckets
 
 CPU = torch.device("cpu")
 
@@ -78,6 +78,51 @@ def test_grouped_tensors_share_a_bucket_even_when_it_is_too_small():
         assert names == expected and values == {"a": 0, "b": 1, "c": 2, "d": 3}
     with pytest.raises(ValueError, match="d must be in the same bucket as the next tensor"):
         list(iter_buckets(tensors(), 64, ReusedBuffer(CPU), fuse_with_next={"d"}))
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 3), st.integers(1, 40), st.booleans()), min_size=1),
+    st.integers(1, 1000),
+    st.integers(0, 3),
+)
+@example([(1, 4, True)] * 3, 1000, 1)  # the row after a fused tensor must not be joined in that tensor's place
+def test_rows_joined_in_the_bucket_itself_arrive_unchanged(rows, max_bytes, fused):
+    expected = {f"{row}.{part}": row + part / 4 for row, (parts, _, _) in enumerate(rows) for part in range(parts)}
+    places = []
+
+    def tensors(space: BucketSpace):
+        """As an exporter: the parts of a row are joined in the memory that it is given, or are the model's own."""
+        for row, (parts, length, joined) in enumerate(rows):
+            memory = space.take(parts * length * 4) if joined else torch.empty(parts * length * 4, dtype=torch.uint8)
+            for part, tensor in enumerate(memory.view(torch.float32).view(parts, length)):
+                tensor.fill_(row + part / 4)
+                places.append(tensor.data_ptr())
+            for part, tensor in enumerate(memory.view(torch.float32).view(parts, length)):
+                yield f"{row}.{part}", tensor
+
+    space = BucketSpace(CPU)
+    together = {f"{fused}.0"} - {f"{len(rows) - 1}.{rows[-1][0] - 1}"}  # not the last one
+    arrived, opened = {}, set()
+    for bucket in iter_buckets(tensors(space), max_bytes, ReusedBuffer(CPU), together, space=space):
+        for name, tensor in bucket.tensors():
+            assert tensor.eq(expected[name]).all()
+            arrived[name] = tensor[0].item()
+            opened.add(tensor.data_ptr())
+    assert arrived == expected and list(arrived) == list(expected)
+    if max_bytes > 8 * sum(parts * length for parts, length, _ in rows) and not together & expected.keys():
+        joined = sum(parts for number, (parts, _, joined) in enumerate(rows) if joined and number)
+        # one bucket, and every row but the first one is written where it is sent, if it begins at 8 bytes
+        assert len(opened & set(places)) >= joined - sum(parts for parts, length, _ in rows if parts * length % 2)
+
+
+def test_tensors_that_receivers_open_take_no_room():
+    tensors = {name: torch.full((4,), float(number)) for number, name in enumerate("abcde")}
+    opens = lambda tensor: tensor[0] in (0.0, 1.0, 3.0)  # noqa: E731
+    found = list(iter_buckets(tensors.items(), 16, DoubleBuffer(*[ReusedBuffer(CPU)] * 2), opens=opens))
+    assert [[entry.name for entry in bucket.entries] for bucket in found] == [["a", "b", "c", "d"], ["e"]]
+    assert [(bucket.flat.numel(), bucket.nbytes) for bucket in found] == [(16, 64), (16, 16)]
+    first = dict(found[0].tensors())
+    assert all(first[name].data_ptr() == tensors[name].data_ptr() for name in "abd")
 
 
 def test_two_buffers_alternate_from_the_first():

@@ -1,14 +1,40 @@
-"""Checksums against independent values: sha256sum, and SGLang's Triton kernel in Triton's interpreter."""
+"""Checksums against independent values: xxhsum, and SGLang's Triton kernel in Triton's interpreter."""
 
 import pytest
 import torch
 
-from slimrl.weights.update.verify import device_checksum, host_checksum
+from slimrl.engines.sglang.cpu_patches import hash_tensor
+from slimrl.weights.update.verify import HostHasher, device_checksum, host_checksum
 
 
-def test_host_checksum_is_a_prefix_of_the_sha256_of_the_bytes():
-    # printf abc | sha256sum
-    assert host_checksum(torch.tensor([97, 98, 99], dtype=torch.uint8)) == "ba7816bf8f01cfea"
+def test_host_checksum_is_the_xxh3_of_the_bytes():
+    # printf abc | xxhsum -H2
+    assert host_checksum(torch.tensor([97, 98, 99], dtype=torch.uint8)) == "06b05ab6733a618578af5f94892f3950"
+
+
+@pytest.mark.parametrize("tensor", [torch.arange(12.0).view(3, 4).T, torch.tensor(1.5), torch.zeros(0, 3)])
+def test_trainer_and_engine_hash_host_memory_alike(tensor):
+    assert host_checksum(tensor) == hash_tensor(tensor)
+
+
+def test_parts_hash_like_the_concatenated_tensor_but_not_in_another_order():
+    parts = torch.arange(24.0, dtype=torch.bfloat16).view(4, 6).split([1, 3])
+    for order, equal in ((parts, True), (parts[::-1], False)):
+        hasher = HostHasher()
+        for part in order:
+            hasher.update(part)
+        assert (hasher.hexdigest() == host_checksum(torch.cat(parts))) is equal
+
+
+@pytest.mark.parametrize("checksum", [host_checksum, device_checksum])
+def test_any_single_flipped_bit_changes_the_checksum(checksum):
+    whole = torch.arange(40, dtype=torch.int16)
+    flipped = set()
+    for bit in range(whole.nbytes * 8):
+        changed = whole.clone()
+        changed.view(torch.uint8)[bit // 8] ^= 1 << bit % 8
+        flipped.add(checksum(changed))
+    assert len(flipped) == 640 and checksum(whole) not in flipped
 
 
 @pytest.mark.parametrize(

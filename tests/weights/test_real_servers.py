@@ -134,6 +134,16 @@ def test_colocated_engines_serve_the_new_weights(
         assert_serves(engine.url, folder, version)
 
 
+def test_colocated_engines_read_weights_in_shared_memory_where_they_are(servers, folders, one_rank, tmp_path):
+    engines = [EngineEndpoint(url, gpus) for url, gpus in zip(servers, ([0], [1], [2, 3]), strict=True)]
+    job = (tiny_args(), folders[1], engines, "colocated", ["5"], tmp_path, True, None, True)
+    ((report,),) = one_rank.run(ranks.weight_updates, *job, timeout_s=180)
+    assert report.bytes == whole_model_bytes(folders[1]) and report.check_seconds > 0
+    assert report.buckets <= 5  # of query, key and value: everything else is read where it is
+    for engine in engines:
+        assert_serves(engine.url, folders[1], "5")
+
+
 @pytest.mark.parametrize(
     ("version", "world", "nodes"),
     [

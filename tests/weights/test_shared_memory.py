@@ -15,7 +15,15 @@ import torch
 import torch.distributed as dist
 
 from slimrl.weights.update.buckets import Bucket, iter_buckets
-from slimrl.weights.update.transport_tensor import LARGE, EngineLink, HostSharedBuffer, Reference, collapse, serialize
+from slimrl.weights.update.shared_memory import (
+    LARGE,
+    HostSharedBuffer,
+    Reference,
+    collapse,
+    shared_copies,
+    shared_file,
+)
+from slimrl.weights.update.transport_tensor import EngineLink, serialize, serialize_named
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -107,6 +115,37 @@ def test_only_fully_written_huge_pages_are_collapsed(tmp_path):
     assert collapse(descriptor, 2 * LARGE) == 2 * LARGE
     assert os.pread(descriptor, 3 * LARGE, 0) == b"x" * (2 * LARGE + 100) + bytes(LARGE - 100)
     os.close(descriptor)
+
+
+def test_copies_are_in_one_file_that_closes_with_the_last_of_them():
+    before = set(os.listdir("/proc/self/fd"))
+    tensors = [torch.arange(3.0), torch.ones(5, dtype=torch.bfloat16), torch.arange(12).view(4, 3).T]
+    copies = shared_copies(tensors)
+    assert all(torch.equal(copy, tensor) for copy, tensor in zip(copies, tensors, strict=True))
+    assert all(copy.is_contiguous() and copy.data_ptr() % 64 == 0 for copy in copies)
+    assert len({shared_file(copy) for copy in copies}) == 1 and shared_file(copies[0]) is not None
+    assert [shared_file(tensor) for tensor in tensors] == [None] * 3
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    parameter.data = copies[0]
+    del copies
+    assert len(set(os.listdir("/proc/self/fd")) - before) == 1
+    del parameter
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_receiver_opens_weights_where_they_are_and_packed_tensors_in_the_bucket():
+    table, half = shared_copies([torch.arange(12.0).view(3, 4), torch.ones(5, dtype=torch.bfloat16)])
+    named = {"table": table[1:], "packed": torch.full((2, 2), 7.0), "half": half, "wide": torch.ones(1)}
+    buffer = HostSharedBuffer()
+    (bucket,) = iter_buckets(named.items(), 1024, buffer, opens=lambda tensor: shared_file(tensor) is not None)
+    assert [entry.shared is None for entry in bucket.entries] == [False, True, False, True]
+    found = dict(pickle.loads(base64.b64decode(serialize_named(bucket, buffer.reference()))))
+    assert {name: (tensor.dtype, tensor.tolist()) for name, tensor in found.items()} == {
+        name: (tensor.dtype, tensor.tolist()) for name, tensor in named.items()
+    }
+    table[1, 0] = -1  # the same memory
+    assert found["table"][0, 0] == -1 and found["packed"].data_ptr() != named["packed"].data_ptr()
+    buffer.close()
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from slimrl.platform.collective_errors import RankSync
 from slimrl.weights.reshard import megatron_shape
 from slimrl.weights.update.buckets import ReusedBuffer, iter_buckets
 from slimrl.weights.update.export import iter_hf_tensors
+from slimrl.weights.update.shared_memory import shared_copies
 from slimrl.weights.update.transport_disk import Delivery, DiskTransport, post_write
 from slimrl.weights.update.transport_tensor import EngineLink, TensorTransport
 from slimrl.weights.update.weight_updater import ModelSource, WeightSyncError, WeightUpdater
@@ -108,6 +109,35 @@ def test_next_weight_update_sends_the_new_weights():
     updater.update_weights(random_model(2), version="2", check_equal=True)
     assert not torch.equal(server.tensors["model.norm.weight"], first)
     updater.close()
+
+
+def test_weights_in_shared_memory_are_read_where_they_are():
+    server, model = RecordingServer("http://a"), random_model(1)
+    plain = updater_for(server).update_weights(model, version="1", check_equal=True)
+    expected = server.tensors
+    for parameter, copy in zip(model.parameters(), shared_copies(list(model.parameters())), strict=True):
+        parameter.data = copy
+    server.tensors = {}
+    updater = updater_for(server)
+    report = updater.update_weights(model, version="2", check_equal=True)
+    # only query, key and value are reordered and packed: 2 layers of 16 x 8 floats, less than a bucket
+    assert (report.bytes, report.buckets, plain.buckets) == (plain.bytes, 1, 3)
+    assert server.tensors.keys() == expected.keys()
+    assert all(torch.equal(server.tensors[name], tensor) for name, tensor in expected.items())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    updater.update_weights(model, version="3", check_equal=True)
+    assert all(torch.equal(server.tensors[name], tensor + 1) for name, tensor in expected.items())
+    updater.close()
+
+
+def test_weights_of_several_senders_are_packed():
+    (shared,) = shared_copies([torch.ones(4)])
+    alone, several = (EngineLink(None, 1, (0,), group) for group in (None, dist.group.WORLD))
+    assert TensorTransport([alone], CPU).opens(shared)
+    assert not TensorTransport([alone, several], CPU).opens(shared)
+    assert not TensorTransport([alone], CPU).opens(torch.ones(4))
 
 
 def test_server_that_keeps_its_old_version_is_named_with_both_versions():

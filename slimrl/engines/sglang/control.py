@@ -221,10 +221,10 @@ class ServerControl:
         self._post("/weights_checker", {"action": "compare"})
 
     def weights_checksum(self) -> list[dict[str, Any]]:
-        """Per tensor-parallel rank, in order: {"checksums": {parameter: 16 hex digits}, "parallelism_info": {...}}.
+        """Per tensor-parallel rank, in order: {"checksums": {parameter: hex digits}, "parallelism_info": {...}}.
 
-        Parameters have the server's own names (query, key and value fused, ...). On the CPU a checksum is the first 8
-        bytes of the SHA-256 of the tensor's contiguous bytes; on CUDA it is sglang's `gpu_tensor_hash`.
+        Parameters have the server's own names (query, key and value fused, ...). On the CPU a checksum is XXH3 (128
+        bits) of the tensor's contiguous bytes, by `cpu_patches`; on CUDA it is sglang's `gpu_tensor_hash`.
         """
         answer = self._post("/weights_checker", {"action": "checksum"})
         ranks = decode_as(answer, _Checksums, f"{self.url}/weights_checker").ranks

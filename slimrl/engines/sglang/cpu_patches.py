@@ -13,6 +13,9 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
+import importlib.util
+import logging
+import math
 import multiprocessing
 import os
 import sys
@@ -24,6 +27,8 @@ from slimrl.engines.sglang.entry import run_server
 from slimrl.engines.sglang.server_args import unused_model_modules, with_defaults
 from slimrl.engines.sglang.versions import allow_shm_unpickling, module_with
 from slimrl.processes.ray_environment import uncollected
+
+logger = logging.getLogger(__name__)
 
 
 def patch_layers() -> None:
@@ -75,6 +80,44 @@ def patch_attention() -> None:
     from slimrl.engines.sglang import cpu_attention
 
     cpu_attention.install(TorchNativeAttnBackend)
+
+
+def patch_broadcast() -> None:
+    """Makes the server receive the buckets of a broadcast into memory that it keeps."""
+    place = "sglang.srt.model_executor.model_runner_components"  # later than 0.5.17, which keeps its own way
+    if importlib.util.find_spec(place) is not None:
+        module = importlib.import_module(f"{place}.weight_updater")
+        module.WeightUpdater._update_bucketed_weights_from_distributed = bucket_receiver()
+
+
+def bucket_receiver() -> Callable[..., tuple[bool, str]]:
+    """`WeightUpdater._update_bucketed_weights_from_distributed` without new memory for each bucket.
+
+    SGLang allocates every tensor of a bucket and then their concatenation. On the CPU the kernel has to zero that
+    memory, at about 1 GB/s, which takes longer than the broadcast itself.
+    """
+    import torch
+
+    memory = torch.empty(0, dtype=torch.uint8)
+
+    def receive(self: Any, names: Any, dtypes: Any, shapes: Any, group_name: str) -> tuple[bool, str]:
+        nonlocal memory
+        try:
+            dtypes = [dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype) for dtype in dtypes]
+            sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
+            if memory.numel() < sum(sizes):
+                memory = torch.empty(sum(sizes), dtype=torch.uint8)
+            flat = memory[: sum(sizes)]
+            torch.distributed.broadcast(flat, src=0, group=self._model_update_group[group_name])
+            parts = zip(names, flat.split(sizes), dtypes, shapes, strict=True)
+            self.get_model().load_weights([(name, part.view(dtype).view(shape)) for name, part, dtype, shape in parts])
+        except Exception as error:  # as SGLang: the trainer gets the message, and repeats the update or ends
+            message = f"Failed to update parameter online: {error}. The full weights are partially updated."
+            logger.exception(message)
+            return False, message
+        return True, "Succeeded to update parameter online."
+
+    return receive
 
 
 ABSENT_PACKAGES = ("triton", "torchvision", "sgl_kernel")
@@ -183,7 +226,9 @@ def patch() -> None:
     pynccl.NCCLLibrary = _no_nccl  # torch's CUDA build has the library also on machines without a GPU
     weight_checker.torch = weight_updater.torch = _without_cuda(torch)
     weight_checker.WeightChecker._snapshot = _snapshot
+    weight_checker._hash_tensor = hash_tensor
     weight_checker_comparator.RawComparable.iter_chunks = _iter_chunks
+    patch_broadcast()
 
 
 def murmur_hash32(seed: Any, positions: Any, columns: Any) -> Any:
@@ -227,6 +272,18 @@ def _without_cuda(torch: types.ModuleType) -> types.ModuleType:
 def _snapshot(self: Any) -> None:
     """`WeightChecker._snapshot` with a copy: on the CPU its `.cpu()` does not copy, and `compare` would always pass."""
     self._snapshot_tensors = {name: tensor.detach().clone() for name, tensor in self._model_state()}
+
+
+def hash_tensor(tensor: Any) -> str:
+    """XXH3 (128 bits) of the tensor's bytes, in hex, for the SHA-256 of `WeightChecker`, which takes 2 s per gigabyte.
+
+    `weights.update.verify` computes the same for the trainer's weights.
+    """
+    import torch
+    import xxhash
+
+    raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    return str(xxhash.xxh3_128_hexdigest(raw.numpy().data))
 
 
 def _iter_chunks(self: Any) -> Any:

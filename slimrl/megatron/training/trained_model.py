@@ -194,6 +194,8 @@ class TrainedModel:
         The schedule leaves out `untrained_rollouts`, in which this model takes no step.
         """
         wrapped = data_parallel.wrap(config.ddp_config(args), stages, parallel.device)
+        if parallel.device.type == "cpu" and args.colocate and args.update_weight_transport == "nccl":
+            data_parallel.share_weights(wrapped)
         sharded = data_parallel.shard_reference(reference, wrapped)
         data_parallel.install_sync_funcs(wrapped)
         optimizer = build_optimizer(config.optimizer_config(args), wrapped)

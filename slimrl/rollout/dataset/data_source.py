@@ -127,6 +127,15 @@ class RolloutDataSource:
         groups = self._buffer.take(num_groups, self._rollout_id)
         return groups + self._new_groups(num_groups - len(groups))
 
+    def prefetch(self, num_groups: int) -> None:
+        """Starts to read and tokenize the prompts of the next `num_groups` groups in a thread; changes no state.
+
+        The rollout loop calls it at the end of a rollout, so that this runs during training and the weight update.
+        """
+        missing = num_groups - len(self._buffer)
+        if self._prompts is not None and missing > 0:
+            self._prompts.prefetch(missing)
+
     def add_samples(self, groups: list[list[Sample]]) -> None:
         """Adds groups to the buffer; they are sampled before any new prompt."""
         self._buffer.put(groups)

@@ -63,6 +63,11 @@ class EpochSampler:
                 self._end_epoch()
         return prompts
 
+    def prefetch(self, count: int) -> None:
+        """Starts to tokenize what `draw(count)` would return, as far as this epoch goes; changes no state."""
+        if rows := self._order[self._position : self._position + count]:
+            self.rows.prefetch(rows)
+
     def state_dict(self) -> dict[str, Any]:
         """The position and the set's identity as plain JSON data. Waits until every row has been checked."""
         form = self.rows.form
@@ -180,10 +185,16 @@ class DatasetMixture:
 
     def draw(self, count: int) -> list[Prompt]:
         """The next `count` prompts. Raises InvalidRowsError, and ValueError if a set has no usable prompt."""
-        choices = [self._choice(self._sampled + offset) for offset in range(count)]
+        choices = self._choices(count)
         prompts = {number: iter(order.draw(choices.count(number))) for number, order in enumerate(self._sets)}
         self._sampled += count
         return [next(prompts[number]) for number in choices]
+
+    def prefetch(self, count: int) -> None:
+        """Starts to tokenize the next `count` prompts; changes no state."""
+        choices = self._choices(count)
+        for number, order in enumerate(self._sets):
+            order.prefetch(choices.count(number))
 
     def state_dict(self) -> dict[str, Any]:
         """The position as plain JSON data."""
@@ -217,6 +228,10 @@ class DatasetMixture:
         for order, saved in zip(self._sets, state["sets"], strict=True):
             order.load_state_dict(saved)
         self._sampled = state["drawn"]
+
+    def _choices(self, count: int) -> list[int]:
+        """The sets of the next `count` prompts."""
+        return [self._choice(self._sampled + offset) for offset in range(count)]
 
     def _choice(self, index: int) -> int:
         """The set of the prompt with this index."""

@@ -250,6 +250,7 @@ class PromptDataset:
         self._bad: dict[int, str] = {}
         self._lock = threading.Lock()
         self._check: WorkerThread[str] | None = None
+        self._ahead: tuple[list[int], WorkerThread[list[Prompt | OverlongPrompt | InvalidRow]]] | None = None
 
     def __len__(self) -> int:
         """Number of rows, usable or not."""
@@ -286,13 +287,32 @@ class PromptDataset:
         """One result per row; None for a bad row. Raises InvalidRowsError if there are too many bad rows."""
         if self._check is not None:
             self._check.raise_if_failed()
-        results = self._prompt_tokenizer.make(self._rows.read(rows))
-        if self.form.teachers is not None:
-            results = [self._with_teacher(row, result) for row, result in zip(rows, results, strict=True)]
+        results = self._take_prefetched(rows)
+        results += self._make(rows[len(results) :])
         for row, result in zip(rows, results, strict=True):
             if isinstance(result, InvalidRow):
                 self._add_bad_rows({row: result.reason})
         return [None if isinstance(result, InvalidRow) else result for result in results]
+
+    def prefetch(self, rows: Sequence[int]) -> None:
+        """Starts a thread that reads and tokenizes `rows` for the next call of `prompts`; bad rows count only then."""
+        self._take_prefetched(())  # one thread at a time uses the tokenizer
+        self._ahead = list(rows), WorkerThread(lambda: self._make(rows))
+
+    def _take_prefetched(self, rows: Sequence[int]) -> list[Prompt | OverlongPrompt | InvalidRow]:
+        """The prefetched results of the first of `rows`, as many as there are; forgets all."""
+        if self._ahead is None:
+            return []
+        (prefetched, work), self._ahead = self._ahead, None
+        results = work.result()
+        pairs = enumerate(zip(rows, prefetched, strict=False))
+        return results[: next((number for number, (row, other) in pairs if row != other), len(rows))]
+
+    def _make(self, rows: Sequence[int]) -> list[Prompt | OverlongPrompt | InvalidRow]:
+        results = self._prompt_tokenizer.make(self._rows.read(rows))
+        if self.form.teachers is not None:
+            results = [self._with_teacher(row, result) for row, result in zip(rows, results, strict=True)]
+        return results
 
     def _with_teacher(
         self, row: int, result: Prompt | OverlongPrompt | InvalidRow

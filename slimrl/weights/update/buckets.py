@@ -22,18 +22,19 @@ Unit = list[tuple[str, Tensor]]
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """Where one tensor is in a bucket: bytes [start, end)."""
+    """Where one tensor is in a bucket: bytes [start, end), or none if it is in its own `shared` memory."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     start: int
     end: int
+    shared: Tensor | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """`flat` ([bytes], uint8) holds the tensors of `entries` one after another."""
+    """`flat` ([bytes], uint8) holds the packed tensors of `entries` one after another."""
 
     flat: Tensor
     entries: tuple[Entry, ...]
@@ -42,7 +43,20 @@ class Bucket:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(name, view into the buffer) of each tensor."""
         for entry in self.entries:
-            yield entry.name, self.flat[entry.start : entry.end].view(entry.dtype).view(entry.shape)
+            if entry.shared is not None:
+                yield entry.name, entry.shared
+            else:
+                yield entry.name, self.flat[entry.start : entry.end].view(entry.dtype).view(entry.shape)
+
+    @property
+    def has_shared(self) -> bool:
+        """Whether a tensor is not packed."""
+        return any(entry.shared is not None for entry in self.entries)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return self.flat.numel() + sum(entry.shared.nbytes for entry in self.entries if entry.shared is not None)
 
 
 class BufferAllocator(Protocol):
@@ -83,44 +97,92 @@ class DoubleBuffer:
         self._taken = 0
 
 
+class BucketSpace:
+    """Memory for an exporter to join a row's tensors in: the place where they will be packed, if the bucket has room.
+
+    Then `iter_buckets` need not copy them. Otherwise, private memory.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._scratch = ReusedBuffer(device)
+        self._free: Tensor | None = None
+
+    def take(self, num_bytes: int) -> Tensor:
+        """See `BufferAllocator.take`; starts at a multiple of 8 bytes."""
+        if self._free is not None and num_bytes <= self._free.numel() and self._free.data_ptr() % 8 == 0:
+            return self._free[:num_bytes]
+        return self._scratch.take(num_bytes)
+
+    def offer(self, free: Tensor | None) -> None:
+        """Sets the rest of the open bucket, uint8; None: the next tensors do not go to its start."""
+        self._free = free
+
+
+def never(_: Tensor) -> bool:
+    """No receiver can open the tensor's own memory."""
+    return False
+
+
 def iter_buckets(
     named_tensors: Iterable[tuple[str, Tensor]],
     max_bytes: int,
     buffers: BufferAllocator,
     fuse_with_next: Collection[str] = (),
+    *,
+    space: BucketSpace | None = None,
+    opens: Callable[[Tensor], bool] = never,
 ) -> Iterator[Bucket]:
     """Yields buckets of at most `max_bytes`; a larger tensor gets a bucket of its own size.
 
     A tensor named in `fuse_with_next` is in the same bucket as the one after it. A bucket is valid until the next one
     is requested; with a `DoubleBuffer`, until the one after that. Each input tensor is copied before the next one is
-    requested. Raises ValueError if `max_bytes` is not positive or there is no tensor.
+    requested, unless `opens(tensor)`: then the entry refers to the tensor, which takes no room. `space` is that of the
+    exporter of `named_tensors`, if it has one. Raises ValueError if `max_bytes` is not positive or there is no tensor.
     """
     if max_bytes <= 0:
         raise ValueError(f"--update-weight-buffer-size is {max_bytes}: it counts bytes and must be positive")
-    units = _units(named_tensors, fuse_with_next)
+    space = space or BucketSpace(torch.device("cpu"))
+    units = _units(named_tensors, fuse_with_next, space, opens)
     pending = next(units, None)
     if pending is None:
         raise ValueError("there is no tensor to pack: the model has no weights")
     while pending is not None:
-        capacity = max(max_bytes, sum(tensor.nbytes for _, tensor in pending))
+        capacity = max(max_bytes, sum(tensor.nbytes for _, tensor in pending if not opens(tensor)))
         buffer = buffers.take(capacity)
         entries: list[Entry] = []
         end = 0
-        while pending is not None and _fits(pending, end, capacity):
+        # the capacity is at least the first unit's size
+        while pending is not None and (not entries or _fits(pending, end, capacity, opens)):
             for name, tensor in pending:
-                start, end = end, end + tensor.nbytes
-                buffer[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-                entries.append(Entry(name, tuple(tensor.shape), tensor.dtype, start, end))
+                start, shared = end, tensor if opens(tensor) else None
+                if shared is None:
+                    end += tensor.nbytes
+                    _place(tensor, buffer[start:end])
+                entries.append(Entry(name, tuple(tensor.shape), tensor.dtype, start, end, shared))
+            space.offer(buffer[end:])
             pending = next(units, None)
         yield Bucket(buffer[:end], tuple(entries), last=pending is None)
 
 
-def _units(named_tensors: Iterable[tuple[str, Tensor]], fuse_with_next: Collection[str]) -> Iterator[Unit]:
+def _place(tensor: Tensor, place: Tensor) -> None:
+    """Copies the tensor into `place`, uint8 [bytes], unless it is there already."""
+    if tensor.data_ptr() != place.data_ptr() or not tensor.is_contiguous():
+        place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+
+def _units(
+    named_tensors: Iterable[tuple[str, Tensor]],
+    fuse_with_next: Collection[str],
+    space: BucketSpace,
+    opens: Callable[[Tensor], bool],
+) -> Iterator[Unit]:
     """The tensors one by one, or several together if they must be in one bucket."""
     unit: Unit = []
     for name, tensor in named_tensors:
         if name in fuse_with_next:
-            unit.append((name, tensor.clone()))  # it is valid only until the next one is requested
+            # it is valid only until the next row is requested, which must not be written to this one's place
+            unit.append((name, tensor if opens(tensor) else tensor.clone()))
+            space.offer(None)
         else:
             yield [*unit, (name, tensor)]
             unit = []
@@ -130,10 +192,10 @@ def _units(named_tensors: Iterable[tuple[str, Tensor]], fuse_with_next: Collecti
         )
 
 
-def _fits(unit: Unit, start: int, capacity: int) -> bool:
-    if start == 0:
-        return True  # the capacity is at least the unit's size
+def _fits(unit: Unit, start: int, capacity: int, opens: Callable[[Tensor], bool]) -> bool:
     for _, tensor in unit:
+        if opens(tensor):
+            continue
         # a view of another dtype must start at a multiple of its item size
         if start % tensor.itemsize or start + tensor.nbytes > capacity:
             return False
@@ -147,6 +209,9 @@ class Transport(Protocol):
     @property
     def buffer(self) -> BufferAllocator:
         """Memory for the next bucket."""
+
+    def opens(self, tensor: Tensor) -> bool:
+        """Whether every server can open the tensor's own memory, so that it need not be packed."""
 
     def start(self, bucket: Bucket) -> None:
         """Starts sending a bucket, which must not change until `finish`; raises the same errors as `finish`."""

@@ -25,7 +25,7 @@ from slimrl.models.families.param_mapping import Layout
 from slimrl.models.model_spec import ModelSpec
 from slimrl.processes.files import listed
 from slimrl.weights.reshard import find, from_shards, global_tensors, local_shape
-from slimrl.weights.update.buckets import ReusedBuffer
+from slimrl.weights.update.buckets import BufferAllocator, ReusedBuffer
 
 Group = dist.ProcessGroup | None
 
@@ -116,14 +116,16 @@ def iter_hf_tensors(
     ep_group: Group = None,
     etp_group: Group = None,
     receivers: Collection[int] | None = None,
+    space: BufferAllocator | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields (HF name, full tensor) of every weight, on the model's device and in its dtype.
 
     `model` is a bare GPTModel, or the model chunks of an interleaved stage. The groups are those of tensor, pipeline,
-    expert and expert tensor parallelism; None means a size of 1. A yielded tensor is valid until the next one is
-    requested and may share memory with the model: copy it to keep it. Every rank of the groups must consume the whole
-    iterator, which yields nothing on ranks not in `receivers` (global ranks; None: all). Raises ValueError, on every
-    rank, for a tensor missing from the model or from the mapping.
+    expert and expert tensor parallelism; None means a size of 1. The tensors of a row are valid until that of the next
+    row is requested and may share memory with the model: copy them to keep them. `space` is the memory for tensors that
+    must be joined (default: private memory). Every rank of the groups must consume the whole iterator, which yields
+    nothing on ranks not in `receivers` (global ranks; None: all). Raises ValueError, on every rank, for a tensor
+    missing from the model or from the mapping.
     """
     tensors = global_tensors(model)
     owners = _owners(tensors, pp_group, ep_group)
@@ -131,7 +133,7 @@ def iter_hf_tensors(
     _check_complete(rows, owners, spec, family)
     device = next(iter(tensors.values())).device
     plan = GatherPlan.find(receivers, tp_group, pp_group, ep_group, etp_group)
-    memory, parts = ReusedBuffer(device), _RowMemory(device)
+    memory, parts = ReusedBuffer(device), _RowMemory(space or ReusedBuffer(device))
     for row, name in rows:
         assert name is not None  # checked by `_check_complete`
         group = tp_group if row.expert is None else etp_group
@@ -222,9 +224,9 @@ def _gather(local: Tensor, group: Group, size: int, plan: GatherPlan, memory: Re
 class _RowMemory:
     """Memory for the output tensors of one row at a time; those of a row are contiguous."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._buffer = ReusedBuffer(device)
-        self._row = torch.empty(0, device=device)
+    def __init__(self, buffer: BufferAllocator) -> None:
+        self._buffer = buffer
+        self._row = torch.empty(0)
         self._used = 0
 
     def begin(self, shards: Tensor) -> None:

@@ -103,6 +103,10 @@ class DistributedTransport:
         # limit, and a server that rejects the bucket never joins.
         self._flight = _Flight(self._pool.submit(self._broadcast, self._group, bucket.flat), answers)
 
+    def opens(self, tensor: torch.Tensor) -> bool:
+        """See `Transport.opens`."""
+        return False
+
     def finish(self) -> None:
         """Waits until every server has loaded the last started bucket.
 

@@ -1,9 +1,8 @@
 """Weight transport to servers on the same GPUs: buckets in shared memory, references to them over HTTP.
 
-On CUDA a bucket is a device allocation, opened by an IPC handle with the GPU's UUID, because sender and receiver may
-number GPUs differently. On the CPU it is an anonymous file opened through /proc, which disappears with its last user,
-even after SIGKILL. It explicitly requests pages of 2 MiB (Linux 6.1 and later): mapping 4 KiB pages again for each
-bucket was measured at 6 GB/s instead of 16.
+On the CPU a trainer whose weights are in shared memory (`megatron.data_parallel.share_weights`) packs only tensors that
+it must gather or reorder. For all others the servers get references to the weights themselves, which no step changes
+before every server has them.
 
 On CUDA an engine rank gets the reference of the trainer rank on the same GPU, on the CPU that of a trainer rank on its
 node. The trainer rank of an engine's first rank calls the server. The server responds when it has read the bucket,
@@ -13,63 +12,30 @@ except for later pipeline stages: the memory is kept for them until `release`.
 from __future__ import annotations
 
 import base64
-import ctypes
 import dataclasses
 import functools
 import itertools
-import mmap
-import os
 import pickle
 import types
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing import reductions
 
 from slimrl.engines.server_protocol import WeightControl
 from slimrl.weights.update.buckets import Bucket, Entry
 from slimrl.weights.update.engine_fanout import WeightSyncError, collect_results
-
-LARGE = 2 * 1024**2
-_MADV_COLLAPSE = 25
-_MAP_FIXED = 0x10
-_FAILED = ctypes.c_void_p(-1).value
-
-
-def collapse(descriptor: int, begin: int) -> int:
-    """Collapses the file's written bytes from `begin` on into whole huge pages; returns the end of these pages.
-
-    The file must have been written from its start without gaps, and no process may be reading it. The content is
-    unchanged; if the kernel has no free huge pages, the file keeps its small ones.
-    """
-    end = os.fstat(descriptor).st_blocks * 512 // LARGE * LARGE
-    if end <= begin:
-        return begin
-    libc = ctypes.CDLL(None)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    # a mapping aligned to the huge page size: reserve a larger range, then map inside it
-    reserved = libc.mmap(None, end - begin + LARGE, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
-    if reserved == _FAILED:
-        return end
-    start = -(-reserved // LARGE) * LARGE
-    access = mmap.PROT_READ | mmap.PROT_WRITE
-    if libc.mmap(start, end - begin, access, mmap.MAP_SHARED | _MAP_FIXED, descriptor, begin) != _FAILED:
-        libc.madvise(start, end - begin, _MADV_COLLAPSE)
-    libc.munmap(reserved, end - begin + LARGE)
-    return end
-
-
-_DEVICE_ARGUMENT = 6  # index of the device number in the arguments that `reduce_tensor` returns for a CUDA tensor
-
-# a function and its arguments; calling it in a process on the same machine opens the memory
-Reference = tuple[Callable[..., Tensor], tuple[Any, ...]]
+from slimrl.weights.update.shared_memory import (
+    CudaSharedBuffer,
+    HostSharedBuffer,
+    Reference,
+    SharedBuffer,
+    SharedDoubleBuffer,
+    shared_file,
+)
 
 
 class _Call:
@@ -80,140 +46,6 @@ class _Call:
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return self._call
-
-
-class SharedBuffer(Protocol):
-    """A `BufferAllocator` whose memory another process can open."""
-
-    def take(self, num_bytes: int) -> Tensor:
-        """See `BufferAllocator.take`."""
-
-    def reference(self) -> Reference:
-        """Reference with which another process opens the buffer taken last."""
-
-    def release(self) -> None:
-        """Frees memory kept for slow receivers, after all of them have read it."""
-
-    def close(self) -> None:
-        """Frees the memory."""
-
-
-class HostSharedBuffer:
-    """One anonymous file in host memory, reused for every bucket that fits.
-
-    With `keep` every bucket has its own file, kept until `release`: the whole model's bytes during a weight update.
-    A reused file gets huge pages.
-    """
-
-    def __init__(self, *, keep: bool = False) -> None:
-        self._keep = keep
-        self._kept: list[int] = []
-        self._descriptor: int | None = None
-        self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._collapsed = 0
-
-    def take(self, num_bytes: int) -> Tensor:
-        """See `BufferAllocator.take`. Pages cost memory only once written."""
-        if self._keep and self._descriptor is not None:
-            self._kept.append(self._descriptor)
-            self._descriptor = None
-        if self._descriptor is None or self._buffer.numel() < num_bytes:
-            self._free()
-            self._descriptor = os.memfd_create("slimrl-weights", os.MFD_CLOEXEC)
-            os.ftruncate(self._descriptor, num_bytes)
-            self._buffer = torch.from_file(self._path(), shared=True, size=num_bytes, dtype=torch.uint8)
-            self._collapsed = 0
-        else:
-            self._collapsed = collapse(self._descriptor, self._collapsed)
-        return self._buffer[:num_bytes]
-
-    def reference(self) -> Reference:
-        """See `SharedBuffer.reference`; the receiver needs the same user and process namespace."""
-        mapped = functools.partial(torch.from_file, dtype=torch.uint8)
-        return mapped, (self._path(), True, self._buffer.numel())
-
-    def release(self) -> None:
-        """See `SharedBuffer.release`."""
-        while self._kept:
-            os.close(self._kept.pop())
-        if self._keep:
-            self._free()
-
-    def close(self) -> None:
-        """See `SharedBuffer.close`."""
-        self.release()
-        self._free()
-
-    def _free(self) -> None:
-        self._buffer = torch.empty(0, dtype=torch.uint8)
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
-
-    def _path(self) -> str:
-        return f"/proc/{os.getpid()}/fd/{self._descriptor}"
-
-
-class SharedDoubleBuffer:
-    """Two alternating shared buffers, so that one can be packed while receivers read the other."""
-
-    def __init__(self, first: SharedBuffer, second: SharedBuffer) -> None:
-        self._pair = (first, second)
-        self._last = second
-
-    def take(self, num_bytes: int) -> Tensor:
-        """See `BufferAllocator.take`."""
-        self._last = self._pair[0] if self._last is self._pair[1] else self._pair[1]
-        return self._last.take(num_bytes)
-
-    def reference(self) -> Reference:
-        """See `SharedBuffer.reference`."""
-        return self._last.reference()
-
-    def release(self) -> None:
-        """See `SharedBuffer.release`; starts with the first again, so that only one must grow to the largest bucket."""
-        for buffer in self._pair:
-            buffer.release()
-        self._last = self._pair[1]
-
-    def close(self) -> None:
-        """See `SharedBuffer.close`."""
-        for buffer in self._pair:
-            buffer.close()
-
-
-class CudaSharedBuffer:
-    """A new device allocation per bucket, because each receiver may open an IPC handle only once.
-
-    The caching allocator reuses the memory once the receiver has closed it: this takes one extra bucket if receivers
-    respond after reading, and as many as needed if they read later.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
-
-    def take(self, num_bytes: int) -> Tensor:
-        """See `BufferAllocator.take`."""
-        self.close()
-        self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-        return self._buffer
-
-    def reference(self) -> Reference:
-        """See `SharedBuffer.reference`; the receiver waits for the work queued here so far."""
-        function, arguments = reductions.reduce_tensor(self._buffer)
-        named = list(arguments)
-        named[_DEVICE_ARGUMENT] = str(torch.cuda.get_device_properties(self._device).uuid)
-        return function, tuple(named)
-
-    def release(self) -> None:
-        """See `SharedBuffer.release`; torch keeps allocations that other processes have open and frees the rest."""
-        self.close()
-
-    def close(self) -> None:
-        """See `SharedBuffer.close`."""
-        self._buffer = torch.empty(0, dtype=torch.uint8, device=self._device)
-        torch.cuda.ipc_collect()
 
 
 def serialize(bucket: Bucket, references: Sequence[Reference]) -> str:
@@ -249,6 +81,30 @@ def _metadata(entry: Entry) -> types.SimpleNamespace:
     )
 
 
+def serialize_named(bucket: Bucket, own: Reference) -> str:
+    """The bucket as SGLang's list of named tensors, of which some are in the bucket's file and some in other files."""
+    _, (path, _, size) = own
+    files: dict[tuple[str, torch.dtype], _Call] = {}
+
+    def opened(path: str, size: int, dtype: torch.dtype) -> _Call:
+        """The whole file as one tensor, opened once per payload."""
+        mapped = functools.partial(torch.from_file, dtype=dtype)
+        return files.setdefault((path, dtype), _Call(mapped, (path, True, size // dtype.itemsize)))
+
+    named = []
+    for entry in bucket.entries:
+        if entry.shared is None:
+            flat, first = opened(path, size, entry.dtype), entry.start // entry.dtype.itemsize
+            strides = torch.empty(entry.shape, device="meta").stride()
+        else:
+            file, storage = shared_file(entry.shared), entry.shared.untyped_storage()
+            assert file is not None  # checked by `TensorTransport.opens`
+            flat, first = opened(file, storage.nbytes(), entry.dtype), int(entry.shared.storage_offset())
+            strides = entry.shared.stride()
+        named.append((entry.name, _Call(torch.as_strided, (flat, entry.shape, strides, first))))
+    return base64.b64encode(pickle.dumps(named)).decode("ascii")
+
+
 LOAD_FORMAT = "flattened_bucket"
 
 
@@ -281,6 +137,8 @@ class EngineLink:
             return None
         by_engine_rank = [references[rank] for rank in self.senders]
         size = self.tensor_parallel_size
+        if bucket.has_shared:  # then there is one sender
+            return [serialize_named(bucket, own)] * size
         if self.has_stages and len(references) > 1:
             # SGLang passes the same payloads to every stage: each rank selects its own reference from all of them
             return [serialize(bucket, by_engine_rank)] * size
@@ -318,13 +176,17 @@ class TensorTransport:
 
         self.buffer: SharedBuffer = SharedDoubleBuffer(make(), make())
 
+    def opens(self, tensor: Tensor) -> bool:
+        """See `Transport.opens`; servers of several senders open only buckets."""
+        return all(link.group is None for link in self._links) and shared_file(tensor) is not None
+
     def start(self, bucket: Bucket) -> None:
         """Sends every engine of this rank a reference to the bucket; collective over the senders of each engine."""
         self._calls = []
         for link in self._links:
             payloads = link.payloads(bucket, self.buffer.reference())
             if payloads is not None:
-                self._calls.append((link.server, self._pool.submit(_load, link.server, payloads)))
+                self._calls.append((link.server, self._pool.submit(_load, link.server, bucket, payloads)))
 
     def finish(self) -> None:
         """Waits until every engine of this rank has copied the last started bucket.
@@ -365,5 +227,6 @@ class TensorTransport:
                 dist.destroy_process_group(link.group)
 
 
-def _load(server: WeightControl, payloads: list[str]) -> None:
-    server.update_weights_from_tensor(payloads, load_format=LOAD_FORMAT, weight_version=None, flush_cache=False)
+def _load(server: WeightControl, bucket: Bucket, payloads: list[str]) -> None:
+    load_format = None if bucket.has_shared else LOAD_FORMAT
+    server.update_weights_from_tensor(payloads, load_format=load_format, weight_version=None, flush_cache=False)

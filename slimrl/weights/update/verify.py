@@ -2,8 +2,9 @@
 
 The full check compares every tensor of every server bit for bit. It converts the trainer's tensors to the layout of the
 engine's ranks (fused, sharded, padded), hashes them and compares with the hashes that each server computes over its own
-memory; it does not use buckets or transports. Servers hash host memory with SHA-256 and GPU memory with a tiled 32-bit
-mix, both over raw bytes. Layouts and formulas are reimplemented from SGLang 0.5.20.
+memory; it does not use buckets or transports. Both sides hash raw bytes: host memory with XXH3 (128 bits; SGLang's own
+SHA-256 would take seconds per gigabyte, so `engines.sglang.cpu_patches` replaces it), GPU memory with SGLang's tiled
+32-bit mix. Layouts and formulas are reimplemented from SGLang 0.5.20.
 
 The cheap check runs on every bucket: names, order, shapes and byte offsets must match the family's parameter mapping.
 It takes microseconds per tensor and does not check values.
@@ -12,13 +13,13 @@ It takes microseconds per tensor and does not check values.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor
 
 from slimrl.engines.server_protocol import WeightControl
@@ -81,13 +82,21 @@ def engine_tensor(row: ParamMapping, spec: ModelSpec, family: ModelMapping) -> E
 
 
 def engine_shard(row: ParamMapping, parts: list[Tensor], spec: ModelSpec, layout: EngineLayout, rank: int) -> Tensor:
-    """The row's tensor on engine rank `rank`: its parts concatenated, each zero-padded and sharded over the ranks.
+    """The row's tensor on engine rank `rank`: `engine_parts`, concatenated."""
+    return torch.cat(engine_parts(row, parts, spec, layout, rank))
 
-    Key and value heads are replicated if there are fewer of them than ranks.
+
+def engine_parts(
+    row: ParamMapping, parts: Sequence[Tensor], spec: ModelSpec, layout: EngineLayout, rank: int
+) -> list[Tensor]:
+    """The parts of the row's tensor on engine rank `rank`, each zero-padded and sharded over the ranks.
+
+    Key and value heads are replicated if there are fewer of them than ranks. The parts share memory with `parts` where
+    nothing is padded.
     """
     described = [part.dims for part in row.hf]
     if row.layout is Layout.PACKED_GATE_UP:
-        described, parts = [("ffn", *described[0][1:])] * 2, list(parts[0].chunk(2))
+        described, parts = [("ffn", *described[0][1:])] * 2, parts[0].chunk(2)
     shards = []
     for part, dims in zip(parts, described, strict=True):
         copies = max(1, layout.size // spec.num_query_groups) if dims[0] == "keys" else 1
@@ -97,7 +106,7 @@ def engine_shard(row: ParamMapping, parts: list[Tensor], spec: ModelSpec, layout
             length = part.shape[row.shard_dim] * copies // layout.size
             part = part.narrow(row.shard_dim, rank // copies * length, length)
         shards.append(part)
-    return torch.cat(shards)
+    return shards
 
 
 def _padded_length(dimension: str, length: int, row: ParamMapping, spec: ModelSpec, layout: EngineLayout) -> int:
@@ -134,10 +143,26 @@ _MASK64 = 0xFFFFFFFFFFFFFFFF
 _SEED = 0x243F6A88
 
 
+class HostHasher:
+    """XXH3 (128 bits) of the bytes of tensors one after another, as if they were concatenated."""
+
+    def __init__(self) -> None:
+        self._state = xxhash.xxh3_128()
+
+    def update(self, tensor: Tensor) -> None:
+        """Adds the tensor's elements in row-major order; a contiguous tensor is not copied."""
+        self._state.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+
+    def hexdigest(self) -> str:
+        """32 hex digits."""
+        return self._state.hexdigest()
+
+
 def host_checksum(tensor: Tensor) -> str:
-    """First 8 bytes of the SHA-256 of the tensor's bytes, in hex."""
-    raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return hashlib.sha256(raw.numpy().data).digest()[:8].hex()
+    """XXH3 (128 bits) of the tensor's bytes, in hex."""
+    hasher = HostHasher()
+    hasher.update(tensor)
+    return hasher.hexdigest()
 
 
 def device_checksum(tensor: Tensor) -> str:
@@ -194,6 +219,30 @@ def _splitmix(x: int) -> int:
 Checksums = dict[str, str]
 
 
+class _EngineHasher:
+    """The checksum of one engine tensor on one rank, from the parts of its rows in order."""
+
+    def __init__(self, target: EngineTensor, *, on_host: bool) -> None:
+        self._target = target
+        self._host = HostHasher() if on_host else None
+        self._shards: list[Tensor] = []  # of a device, whose checksum is of the whole tensor
+        self._rows = 0
+
+    def add_row(self, parts: list[Tensor]) -> str | None:
+        """Adds the parts of the next row; returns the checksum after the last row, else None."""
+        self._rows += 1
+        if self._host is None:
+            self._shards.append(torch.cat(parts))
+            return device_checksum(self._target.join(self._shards)) if self._complete else None
+        for part in parts:  # stacked or concatenated: the bytes follow one another
+            self._host.update(part.to(self._target.dtype or part.dtype))
+        return self._host.hexdigest() if self._complete else None
+
+    @property
+    def _complete(self) -> bool:
+        return self._rows == self._target.rows
+
+
 def expected_checksums(
     named_tensors: Iterable[tuple[str, Tensor]],
     spec: ModelSpec,
@@ -204,23 +253,25 @@ def expected_checksums(
 ) -> dict[int, list[Checksums]]:
     """For each tensor-parallel size, the checksums by engine tensor name on each of its ranks.
 
-    `named_tensors` are all HF tensors in the order of the mapping; the iterator is consumed.
+    `named_tensors` are all HF tensors in the order of the mapping; those of a row must be valid until the next row is
+    requested. The iterator is consumed.
     """
-    checksum = host_checksum if on_host else device_checksum
     expected: dict[int, list[Checksums]] = {size: [{} for _ in range(size)] for size in set(engine_sizes)}
-    # shards of engine tensors that several rows form, by (name, size, rank)
-    waiting: dict[tuple[str, int, int], list[Tensor]] = {}
+    # of engine tensors that several rows form, by (name, size, rank)
+    hashers: dict[tuple[str, int, int], _EngineHasher] = {}
     tensors = iter(named_tensors)
     for row in family.rows(spec):
-        parts = [next(tensors)[1].clone() for _ in row.hf]
+        parts = [next(tensors)[1] for _ in row.hf]
         target = engine_tensor(row, spec, family)
         for size, ranks in expected.items():
             layout = EngineLayout(size, on_host)
             for rank, checksums in enumerate(ranks):
-                shards = waiting.setdefault((target.name, size, rank), [])
-                shards.append(engine_shard(row, parts, spec, layout, rank))
-                if len(shards) == target.rows:
-                    checksums[target.name] = checksum(target.join(waiting.pop((target.name, size, rank))))
+                key = (target.name, size, rank)
+                hasher = hashers.setdefault(key, _EngineHasher(target, on_host=on_host))
+                checksum = hasher.add_row(engine_parts(row, parts, spec, layout, rank))
+                if checksum is not None:
+                    checksums[target.name] = checksum
+                    del hashers[key]
     if (extra := next(tensors, None)) is not None:
         raise ValueError(
             f"{extra[0]} is not in the parameter mapping of {family.model_type}: the exporter and the mapping differ"
@@ -288,7 +339,7 @@ class Manifest:
         offset = 0
         for entry in bucket.entries:
             name, dims = next(self._expected, ("nothing", ()))
-            num_bytes = math.prod(dims) * entry.dtype.itemsize
+            num_bytes = 0 if entry.shared is not None else math.prod(dims) * entry.dtype.itemsize
             if (entry.name, entry.shape) != (name, dims) or (entry.start, entry.end) != (offset, offset + num_bytes):
                 raise ValueError(
                     f"a bucket has {entry.name} {list(entry.shape)} in bytes {entry.start} to {entry.end}, but the"

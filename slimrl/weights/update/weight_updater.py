@@ -27,7 +27,7 @@ from slimrl.models.model_spec import ModelSpec
 from slimrl.observability.tracer import Timeline
 from slimrl.platform.collective_errors import RANK_ZERO, RankSync
 from slimrl.weights.hf_checkpoint import read_hf_config
-from slimrl.weights.update.buckets import Transport, TransportGroup, iter_buckets
+from slimrl.weights.update.buckets import BucketSpace, Transport, TransportGroup, iter_buckets
 from slimrl.weights.update.engine_fanout import WeightSyncError, call_all, commit_all, probe_all, traced
 from slimrl.weights.update.export import iter_hf_tensors
 from slimrl.weights.update.topology import (
@@ -326,20 +326,22 @@ class WeightUpdater:
         """
         if not self._senders & self._partners:
             return 0, 0
-        tensors = self._export(model, self._senders)
+        space = BucketSpace(self._source.parallel.device)
+        tensors = self._export(model, self._senders, space)
         try:
-            return self._send_buckets(tensors) if self._transports else (0, 0)
+            return self._send_buckets(tensors, space) if self._transports else (0, 0)
         finally:
             for _ in tensors:
                 pass
 
-    def _send_buckets(self, tensors: Iterator[tuple[str, Tensor]]) -> tuple[int, int]:
+    def _send_buckets(self, tensors: Iterator[tuple[str, Tensor]], space: BucketSpace) -> tuple[int, int]:
         num_bytes = buckets = 0
         family, spec = self._source.family, self._source.spec
         transports, manifest = TransportGroup(self._transports), Manifest(family, spec)
         fused = family.names_with_next(spec)
-        for bucket in iter_buckets(tensors, self._bucket_bytes, self._transports[0].buffer, fused):
-            num_bytes, buckets = num_bytes + bucket.flat.numel(), buckets + 1
+        buffer = self._transports[0].buffer
+        for bucket in iter_buckets(tensors, self._bucket_bytes, buffer, fused, space=space, opens=self._opens):
+            num_bytes, buckets = num_bytes + bucket.nbytes, buckets + 1
             manifest.check_off(bucket)
             transports.run(lambda transport: transport.finish())
             transports.run(lambda transport, bucket=bucket: transport.start(bucket))  # type: ignore[misc]
@@ -347,6 +349,10 @@ class WeightUpdater:
         transports.raise_first()
         manifest.close()
         return num_bytes, buckets
+
+    def _opens(self, tensor: Tensor) -> bool:
+        """Whether every server can open the tensor's own memory."""
+        return all(transport.opens(tensor) for transport in self._transports)
 
     def _check_equal(self, model: nn.Module | Sequence[nn.Module]) -> None:
         if RANK_ZERO not in self._partners:
@@ -365,19 +371,13 @@ class WeightUpdater:
             lambda: expected_checksums(tensors, source.spec, source.family, sizes, on_host=on_host),
         )
 
-    def _export(self, model: nn.Module | Sequence[nn.Module], receivers: set[int]) -> Iterator[tuple[str, Tensor]]:
+    def _export(
+        self, model: nn.Module | Sequence[nn.Module], receivers: set[int], space: BucketSpace | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         """(HF name, tensor) of the whole model on the `receivers`; collective over `_partners`."""
         spec, family, parallel = self._source.spec, self._source.family, self._source.parallel
-        return iter_hf_tensors(
-            model,
-            spec,
-            family,
-            parallel.tp_group,
-            pp_group=parallel.pp_group,
-            ep_group=parallel.ep_group,
-            etp_group=parallel.etp_group,
-            receivers=receivers,
-        )
+        groups = {"pp_group": parallel.pp_group, "ep_group": parallel.ep_group, "etp_group": parallel.etp_group}
+        return iter_hf_tensors(model, spec, family, parallel.tp_group, **groups, receivers=receivers, space=space)
 
     def _find_partners(self) -> set[int]:
         """The ranks that export together with this one; collective over all ranks."""
