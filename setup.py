@@ -19,6 +19,7 @@ setup(
         # Used directly; the engines above need most of them anyway.
         "aiohttp>=3.14",
         "einops>=0.8",  # Megatron-FSDP imports it undeclared
+        "httptools>=0.9",
         "huggingface_hub>=1.33",
         "itables>=2.9",
         "Jinja2>=3.1",

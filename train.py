@@ -28,6 +28,7 @@ def train(run: Run) -> None:
             metrics = run.train(rollout)
             run.save_if_due(rollout, metrics)
             run.update_weights(rollout_id + 1)
+            run.generate_next(rollout_id)
             run.record(rollout, metrics)
         run.evaluate_if_due(rollout_id)
 

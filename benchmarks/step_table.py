@@ -58,7 +58,8 @@ def spans_of(run: Path) -> list[dict[str, Any]]:
 def step_parts(spans: list[dict[str, Any]], first: int) -> tuple[float, dict[str, float]]:
     """The mean milliseconds of a step from number `first` on, and the mean ones of its parts.
 
-    Steps with a checkpoint count too, so a part that few steps have adds its share. Raises ValueError without steps.
+    Steps with a checkpoint count too, so a part that few steps have adds its share. A rollout that begins while the
+    step before is recorded counts in that step. Raises ValueError without steps.
     """
     steps = [s for s in spans if s["process"] == DRIVER and re.fullmatch(r"step \d+", s["name"])]
     steps = [s for s in steps if int(s["name"].split()[1]) >= first]

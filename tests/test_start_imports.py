@@ -100,3 +100,9 @@ def test_all_modules_are_used_where_another_architecture_may_be_needed(tmp_path:
     assert unused_model_modules(words_for(tmp_path, ["NoSuchModel"])) == []
     assert unused_model_modules(words_for(tmp_path, [])) == []
     assert unused_model_modules(["--model-path", str(tmp_path / "none")]) == []
+
+
+def test_collections_do_not_scan_what_an_import_left():
+    with uncollected():
+        kept = [[]]
+    assert gc.is_tracked(kept) and all(kept is not scanned for scanned in gc.get_objects())

@@ -23,16 +23,14 @@ from slimrl.cluster.engines.reward_server import RewardServers
 from slimrl.cluster.launch import Launch
 from slimrl.cluster.placement import GpuBundles
 from slimrl.cluster.watchdog import RolloutStatus
-from slimrl.data.sample import Sample
 from slimrl.engines.backend import backend
 from slimrl.engines.http import key_of
 from slimrl.engines.protocol import RETRY_TIMEOUT_S as RETRY_TIMEOUT_WITHOUT_RECOVERY_S
 from slimrl.engines.protocol import EngineGroupClient
 from slimrl.engines.server_protocol import EngineMemory
 from slimrl.hooks import contain_tasks
-from slimrl.observability import rollout_dump
+from slimrl.observability.rollout_dump import RolloutDumps
 from slimrl.observability.tracer import Timeline
-from slimrl.processes.files import OptionalFiles
 from slimrl.processes.process_info import resident_gib
 from slimrl.rollout import async_utils
 from slimrl.rollout.asynchronous import inflight_state
@@ -108,7 +106,7 @@ class RolloutManager:
         self._args = args
         self._timeline = Timeline.open(args, "rollout manager")
         self._timeline.add_process_start()
-        self._dumps = OptionalFiles(f"the rollout dump {args.save_debug_rollout_data}")
+        self._dumps = RolloutDumps(args.save_debug_rollout_data, args.save_debug_rollout_limit)
         self._data_parallel_sizes = data_parallel_sizes
         self._engines: EngineGroup | None = None
         self._reward_servers = RewardServers([])
@@ -254,6 +252,11 @@ class RolloutManager:
         return own | (await self._engines.memory() if self._engines else {}) | await self._reward_servers.memory()
 
     @ray.method(concurrency_group="watchdog")
+    async def finish_dumps(self) -> None:
+        """Waits until the dump of the last rollout is written; a failed run calls it instead of `close`."""
+        await self._dumps.finish()
+
+    @ray.method(concurrency_group="watchdog")
     async def registered(self) -> list[str]:
         """URLs of the servers that this run registered with an external router (`--sglang-router-ip`)."""
         return sorted(cast("ExternalRouter", self._engines.router).added) if self._engines is not None else []
@@ -289,6 +292,7 @@ class RolloutManager:
         The result has a `data_state` if a checkpoint is `saved` after this rollout.
         """
         self._memory.require(f"generating rollout {rollout_id}")
+        await self._dumps.finish()
         fully_async = self._generator is not None and self._generator.continuous is not None
         async_utils.collect_between_rollouts(samples_are_held=fully_async)
         if self._recovery is not None:
@@ -318,12 +322,16 @@ class RolloutManager:
 
         remove_truncated(samples, asked=self._args.mask_truncated_samples)
         rewards = compute_rewards(RewardProcessing.from_args(self._args), samples, self._moments)
-        reported = RolloutMetricsConfig.from_args(self._args)
-        metrics = rollout_metrics(reported, samples, rewards.raw.tolist(), seconds)
+        metrics = rollout_metrics(RolloutMetricsConfig.from_args(self._args), samples, rewards.raw.tolist(), seconds)
         metrics |= {} if self._client is None else self._client.requests.take(len(samples))
         metrics |= staleness_metrics(rollout_id, samples) | self._moments.metrics(reported=self._args.normalize_reward)
         metrics |= {**output.metrics, **await self._fault_metrics()}
-        await asyncio.to_thread(self._dump, rollout_id, samples, metrics, [self._args.reward_key] * len(samples))
+        keys = [self._args.reward_key] * len(samples)
+        dump = functools.partial(self._dumps.start, rollout_id, samples, metrics, keys)
+        own = self._args.custom_convert_samples_to_train_data_path or self._args.custom_rollout_log_function_path
+        if own is not None:  # it may change the samples
+            dump()
+            await self._dumps.finish()
         batch = convert_samples.training_batch(self._args, samples, rewards, hook_args=self._args)
         schedule = convert_samples.BatchSchedule.from_args(self._args)
         by_size = {
@@ -333,12 +341,15 @@ class RolloutManager:
         batches, *of_critic = (by_size[size] for size in self._data_parallel_sizes)
         versions = {version for sample in samples for version in sample.weight_versions}
         versions |= {version for sample in samples for version, _ in sample.version_spans if version}
+        reported = reported_metrics(
+            self._args, rollout_id, samples, metrics, output.metrics, seconds, hook_args=self._args
+        )
+        if own is None:
+            dump()  # while the batches train
         return RolloutResult(
             rollout_id=rollout_id,
             batches=batches,
-            metrics=reported_metrics(
-                self._args, rollout_id, samples, metrics, output.metrics, seconds, hook_args=self._args
-            ),
+            metrics=reported,
             data_state=None if data_state is None else self._moments.added_to(data_state),
             weight_version=",".join(sorted(versions, key=lambda version: (len(version), version))),
             seconds=time.perf_counter() - started,
@@ -355,6 +366,7 @@ class RolloutManager:
     async def evaluate(self, rollout_id: int) -> dict[str, EvaluationReport]:
         """Evaluates every data set, dumps the samples and returns the reports."""
         self._memory.require("an evaluation")
+        await self._dumps.finish()
         span = self._timeline.span("evaluate", track="evaluations", rollout=rollout_id)
         with span, self._client.requests.apart():  # not counted as rollout requests
             results = await self._generator.evaluate(rollout_id)
@@ -362,27 +374,14 @@ class RolloutManager:
         metrics = {name: value for result in results.values() for name, value in result.metrics().items()}
         keys = {dataset.name: dataset.reward_key for dataset in self._args.eval_datasets}
         of_samples = [keys.get(name) for name, result in results.items() for _ in result.samples]
-        await asyncio.to_thread(self._dump, rollout_id, samples, metrics, of_samples, evaluation=True)
+        self._dumps.start(rollout_id, samples, metrics, of_samples, evaluation=True)
+        await self._dumps.finish()
         scalars = reported_scalars(self._args, rollout_id, results, hook_args=self._args)
         return {name: EvaluationReport(result.mean_reward, scalars[name]) for name, result in results.items()}
 
-    def _dump(
-        self,
-        rollout_id: int,
-        samples: list[Sample],
-        metrics: dict[str, float],
-        reward_keys: Sequence[str | None],
-        *,
-        evaluation: bool = False,
-    ) -> None:
-        template = self._args.save_debug_rollout_data
-        if template:
-            write = functools.partial(rollout_dump.save_rollout, template, rollout_id, samples, metrics=metrics)
-            limit = self._args.save_debug_rollout_limit
-            self._dumps.attempt(lambda: write(evaluation=evaluation, reward_keys=reward_keys, limit=limit))
-
     async def close(self) -> None:
         """Closes the client, the router and the servers."""
+        await self._dumps.finish()
         if self._generator is not None:
             await self._generator.end()
         if self._recovery is not None:

@@ -111,6 +111,10 @@ class RolloutManagerProxy:
         """Resident memory in GiB, by name."""
         return self._actor.memory.remote()
 
+    def finish_dumps(self) -> ObjectRef[None]:
+        """Ready when the dump of the last rollout is written."""
+        return self._actor.finish_dumps.remote()
+
     def registered(self) -> ObjectRef[list[str]]:
         """The servers that the run registered with an external router."""
         return self._actor.registered.remote()
@@ -161,8 +165,13 @@ class RolloutManagerCleanup:
 
     @classmethod
     def of_manager(cls, args: Arguments, manager: RolloutManagerProxy) -> RolloutManagerCleanup:
-        """The cleanup of `manager`."""
-        return cls(args, lambda: poll_actors([manager.registered()])[0], manager.kill)
+        """The cleanup of `manager`, which may still write the dump of the last rollout."""
+
+        def kill() -> None:
+            poll_actors([manager.finish_dumps()])
+            manager.kill()
+
+        return cls(args, lambda: poll_actors([manager.registered()])[0], kill)
 
     def set_started(self, trainers: TrainGroup | None, urls: Sequence[str]) -> None:
         """Sets the trainers, and the URLs of the started servers."""

@@ -70,6 +70,7 @@ class Run:
         self._seconds: dict[str, float] = {}
         self._updated: int | None = None  # the version last sent to the servers
         self._generation = manager.waiting_for("generate")
+        self._next_generation: ray.ObjectRef | None = None  # by `generate_next`
         self._colocated = ColocatedMemory(
             trainers if args.offload_train else None,
             EngineMemoryProxy(manager, supervisor) if args.offload_rollout else None,
@@ -123,8 +124,17 @@ class Run:
             self._supervisor.get([generation], target)
 
     def generate(self, rollout_id: int) -> RolloutResult:
-        """Generates one rollout and waits for it."""
-        return self.finish_generation(self.start_generation(rollout_id))
+        """Generates one rollout, unless `generate_next` has started it, and waits for it."""
+        started, self._next_generation = self._next_generation, None
+        return self.finish_generation(started or self.start_generation(rollout_id))
+
+    def generate_next(self, rollout_id: int) -> None:
+        """Starts the rollout after this one, so that the engines work while the driver records the step.
+
+        Does nothing after the last rollout, or if an evaluation comes first.
+        """
+        if rollout_id + 1 in self.rollout_ids and not self.should_evaluate(rollout_id):
+            self._next_generation = self.start_generation(rollout_id + 1)
 
     @contextlib.contextmanager
     def _progress(

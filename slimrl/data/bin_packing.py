@@ -338,3 +338,34 @@ def imbalance(dealt: list[Bins], costs: Sequence[float]) -> float:
     """Idle time of ranks that synchronize after their last bin, relative to the mean rank's work."""
     totals = [sum(bin_costs(bins, costs)) for bins in dealt]
     return max(totals) * len(dealt) / sum(totals) - 1
+
+
+def fixed_size(rows: range, costs: Sequence[float], size: int, ranks: int, balance: bool) -> list[Bins]:
+    """Micro-batches of `size` rows; with `balance`, of rows of similar cost, so that `deal` can even out the ranks."""
+    if not balance:
+        return _in_order([list(rows[start : start + size]) for start in range(0, len(rows), size)], ranks)
+    order = sorted(rows, key=lambda row: (-costs[row], row))
+    return deal([sorted(order[start : start + size]) for start in range(0, len(order), size)], costs, ranks)
+
+
+def under_cap(
+    rows: range, lengths: Sequence[int], costs: Sequence[float], cap: int, ranks: int, group: int, balance: bool
+) -> list[Bins]:
+    """As few micro-batches under the cap as the search finds; rows ascending in each.
+
+    Without `balance` they are assigned round-robin, in the order of their first rows: contiguous runs would give the
+    last rank all of the longest samples, which have a micro-batch each.
+    """
+    packed = pack([lengths[row] for row in rows], [costs[row] for row in rows], cap, ranks, group)
+    dealt = [[sorted(rows[position] for position in group) for group in rank] for rank in packed]
+    if balance:
+        return dealt
+    in_order = sorted(group for rank in dealt for group in rank)
+    return [in_order[rank::ranks] for rank in range(ranks)]
+
+
+def _in_order(groups: Bins, ranks: int) -> list[Bins]:
+    """The micro-batches sorted by first row, an equal run of them to each rank."""
+    groups = sorted(groups)
+    share = len(groups) // ranks
+    return [groups[rank * share : (rank + 1) * share] for rank in range(ranks)]

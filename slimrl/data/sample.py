@@ -53,6 +53,10 @@ class PackedColumn:
         """The numbers after the head, dtype as given, [n], read-only."""
         return np.frombuffer(self._data, self._dtype)
 
+    def is_all_ones(self) -> bool:
+        """Whether every number of a "u1" column is 1."""
+        return self._data.count(1) == self._count == len(self._data)
+
     def after(self, head: list[Any]) -> PackedColumn:
         """The same numbers behind a copy of `head`."""
         return PackedColumn(self._data, self._dtype, [*head, *self.head])
@@ -116,6 +120,11 @@ class PackedFields(_Plain):
         if name in attributes:  # also if it was assigned after it was packed
             return attributes[name]
         return attributes.get(_PREFIX + name)
+
+    def columns(self, names: Iterable[str]) -> list[Any]:
+        """`column` of several fields."""
+        attributes = _attributes(self)
+        return [attributes[name] if name in attributes else attributes.get(_PREFIX + name) for name in names]
 
     def has_own(self, names: Any) -> Any:
         """Those of `names` (a set) that were set on the object, without unpacking anything."""

@@ -136,99 +136,120 @@ def batch_from_samples(samples: list[Sample], raw_rewards: Tensor, rewards: Tens
     for name, column in (("raw_rewards", raw_rewards), ("rewards", rewards)):
         if column.shape != (len(samples),):
             raise ValueError(f"{len(samples)} samples came with {name} of shape {list(column.shape)}: give one each")
-    for position, sample in enumerate(samples):
-        _check(sample, position)
-    total_lengths = [len(sample.column("tokens")) for sample in samples]
+    stored = _stored_columns(samples)
+    total_lengths = [len(tokens) for tokens in stored["tokens"]]
     response_lengths = [sample.response_length for sample in samples]
+
+    def joined(field: str, lengths: list[int], dtype: type[np.number]) -> Tensor:
+        return torch.from_numpy(end_to_end(stored[field], field, lengths, dtype, lambda at: _name(samples[at], at)))
+
+    def optional(field: str) -> Tensor | None:
+        if not _is_given(field, stored[field], samples):
+            return None
+        column = joined(field, response_lengths, np.float32)
+        if not bool(column.isfinite().all()):
+            raise ValueError(f"{field} of the rollout are not all finite: give finite numbers")
+        return column
+
+    def top(field: str, dtype: type[np.number]) -> Tensor | None:
+        if (width := _top_width(field, stored[field], response_lengths)) == 0:
+            return None
+        return joined(field, [width * length for length in response_lengths], dtype).view(-1, width)
+
     return RolloutBatch(
-        tokens=_joined(samples, "tokens", total_lengths, np.int64),
+        tokens=joined("tokens", total_lengths, np.int64),
         total_lengths=torch.tensor(total_lengths, dtype=torch.int64),
         response_lengths=torch.tensor(response_lengths, dtype=torch.int64),
-        loss_mask=_loss_mask(samples, response_lengths),
-        rollout_log_probs=_joined(samples, "rollout_log_probs", response_lengths, np.float32),
+        loss_mask=_loss_mask(samples, stored["loss_mask"], response_lengths),
+        rollout_log_probs=joined("rollout_log_probs", response_lengths, np.float32),
         raw_rewards=raw_rewards.to(torch.float32),
         rewards=rewards.to(torch.float32),
         group_ids=torch.tensor([sample.group_index for sample in samples], dtype=torch.int64),
         sample_ids=torch.tensor([sample.index for sample in samples], dtype=torch.int64),
         truncated=torch.tensor([sample.status is SampleStatus.TRUNCATED for sample in samples], dtype=torch.bool),
-        teacher_log_probs=_optional(samples, "teacher_log_probs", response_lengths),
-        token_rewards=_optional(samples, "token_rewards", response_lengths),
-        teacher_top_ids=_top(samples, "teacher_top_ids", response_lengths, np.int64),
-        teacher_top_log_probs=_top(samples, "teacher_top_log_probs", response_lengths, np.float32),
+        teacher_log_probs=optional("teacher_log_probs"),
+        token_rewards=optional("token_rewards"),
+        teacher_top_ids=top("teacher_top_ids", np.int64),
+        teacher_top_log_probs=top("teacher_top_log_probs", np.float32),
     )
 
 
-def _optional(samples: list[Sample], field: str, lengths: list[int]) -> Tensor | None:
-    """The column, or None if no sample has it. Raises ValueError if only some have it, or for a number not finite."""
-    answered = [sample for sample in samples if sample.response_length]
-    lacking = [sample for sample in answered if sample.column(field) is None]
+def _stored_columns(samples: list[Sample]) -> dict[str, tuple[Any, ...]]:
+    """The stored columns of all samples by field, one entry per sample. Raises ValueError for an incomplete sample."""
+    names = (*_TOKEN_COLUMNS, *_RESPONSE_COLUMNS, *_OPTIONAL_COLUMNS)
+    stored = [sample.columns(names) for sample in samples]
+    for position, (sample, (tokens, mask, log_probs, *others, _, _)) in enumerate(zip(samples, stored, strict=True)):
+        length = sample.response_length
+        fits = all(column is None or len(column) == length for column in (mask, log_probs, *others))
+        known = sample.index is not None and sample.group_index is not None
+        if not (fits and known and 0 <= length < len(tokens) and (log_probs is not None or not length)):
+            raise ValueError(_fault(sample, position))
+    return dict(zip(names, zip(*stored, strict=True) if stored else [()] * len(names), strict=True))
+
+
+def _is_given(field: str, columns: Sequence[Any], samples: list[Sample]) -> bool:
+    """Whether the samples have an optional column. Raises ValueError if only some of those with a response have it."""
+    answered = [(sample, column) for sample, column in zip(samples, columns, strict=True) if sample.response_length]
+    lacking = [sample for sample, column in answered if column is None]
     if lacking and len(lacking) < len(answered):
         raise ValueError(
             f"{len(lacking)} of {len(answered)} samples have no {field}, the first is sample {lacking[0].index}: give"
             " one number per response token of each sample"
         )
-    column = None if lacking or not answered else _joined(samples, field, lengths, np.float32)
-    if column is not None and not bool(column.isfinite().all()):
-        raise ValueError(f"{field} of the rollout are not all finite: give finite numbers")
-    return column
+    return bool(answered) and not lacking
 
 
-def _joined(samples: list[Sample], field: str, lengths: list[int], dtype: type[np.number]) -> Tensor:
-    columns = (sample.column(field) for sample in samples)
-    return torch.from_numpy(end_to_end(columns, field, lengths, dtype, lambda place: _name(samples[place], place)))
-
-
-def _top(samples: list[Sample], field: str, lengths: list[int], dtype: type[np.number]) -> Tensor | None:
-    """[response tokens, k], or None if no sample has it. Raises ValueError unless k is the same for every token."""
-    found = {len(one.column(field) or ()) / one.response_length for one in samples if one.response_length} or {0.0}
-    if found == {0.0}:
-        return None
+def _top_width(field: str, columns: Sequence[Any], lengths: list[int]) -> int:
+    """Values of `field` per response token; 0 if no sample has it. Raises ValueError unless all have as many."""
+    found = {len(column or ()) / length for column, length in zip(columns, lengths, strict=True) if length} or {0.0}
     width = found.pop()
     if found or not width.is_integer():
         raise ValueError(f"the samples have different numbers of {field} per response token: give each one as many")
-    return _joined(samples, field, [int(width) * length for length in lengths], dtype).view(-1, int(width))
+    return int(width)
 
 
 def _name(sample: Sample, position: int) -> str:
     return f"sample {sample.index} (number {position} of the rollout)"
 
 
-def _check(sample: Sample, position: int) -> None:
+def _fault(sample: Sample, position: int) -> str:
+    """What makes a sample unusable."""
     name = _name(sample, position)
     if sample.index is None or sample.group_index is None:
-        raise ValueError(f"{name} has no index or no group_index: the data source sets both, keep them when copying")
+        return f"{name} has no index or no group_index: the data source sets both, keep them when copying"
     tokens = len(sample.column("tokens"))
     if not 0 <= sample.response_length < tokens:
-        raise ValueError(
+        return (
             f"{name} has {tokens} tokens and response_length {sample.response_length}:"
             " tokens must hold the prompt (at least one token) and the response"
         )
     if sample.column("rollout_log_probs") is None and sample.response_length:
-        raise ValueError(f"{name} has no rollout_log_probs: give one log-probability per response token")
-    for field in (*_RESPONSE_COLUMNS, *_OPTIONAL_RESPONSE_COLUMNS):
-        values = sample.column(field)
-        if values is not None and len(values) != sample.response_length:
-            raise ValueError(f"{name} has {len(values)} {field} for {sample.response_length} response tokens")
+        return f"{name} has no rollout_log_probs: give one log-probability per response token"
+    fields = (*_RESPONSE_COLUMNS, *_OPTIONAL_RESPONSE_COLUMNS)
+    counts = {field: len(values) for field in fields if (values := sample.column(field)) is not None}
+    wrong = next(field for field, count in counts.items() if count != sample.response_length)
+    return f"{name} has {counts[wrong]} {wrong} for {sample.response_length} response tokens"
 
 
-def _loss_mask(samples: list[Sample], lengths: list[int]) -> Tensor:
-    values = torch.ones(sum(lengths), dtype=torch.float32)
-    for position, (sample, part) in enumerate(zip(samples, values.split(lengths), strict=True)):
-        mask = sample.column("loss_mask")
+def _loss_mask(samples: list[Sample], masks: Sequence[Any], lengths: list[int]) -> Tensor:
+    values = np.ones(sum(lengths), np.float32)
+    end = 0
+    for position, (sample, mask, length) in enumerate(zip(samples, masks, lengths, strict=True)):
+        end += length
         if isinstance(mask, PackedColumn):
-            mask = None if mask.values.all() else mask.tolist()
+            mask = None if mask.is_all_ones() else mask.tolist()
         if mask is not None and mask.count(1) == len(mask):
-            mask = None  # all ones: the same as no mask
+            mask = None
         if mask is not None and not set(mask) <= {0, 1}:
             raise ValueError(
                 f"{_name(sample, position)} has a loss_mask with other values than 0 and 1: use 1 for trained tokens,"
                 " 0 for the others"
             )
         if sample.remove_sample:
-            part.zero_()
+            values[end - length : end] = 0
         elif mask is not None:
-            part.copy_(torch.tensor(mask))
-    return values
+            values[end - length : end] = mask
+    return torch.from_numpy(values)
 
 
 def _offsets(lengths: Tensor) -> Tensor:
@@ -304,9 +325,9 @@ def schedule_batch(
     for start in range(0, len(batch) // size, global_batch_size // size):
         groups = range(start, start + global_batch_size // size)
         if max_tokens_per_micro_batch is None:
-            ranks = _fixed_size(groups, costs, micro_batch_size // size, data_parallel_size, balance)
+            ranks = bin_packing.fixed_size(groups, costs, micro_batch_size // size, data_parallel_size, balance)
         else:
-            ranks = _under_cap(groups, padded, costs, cap, data_parallel_size, micro_batch_group, balance)
+            ranks = bin_packing.under_cap(groups, padded, costs, cap, data_parallel_size, micro_batch_group, balance)
         steps.append([[_samples_of(groups, size) for groups in rank] for rank in ranks])
 
     trained = _trained_tokens(batch)
@@ -351,37 +372,6 @@ def _check_static(global_batch_size: int, data_parallel_size: int, micro_batch_s
             f"--global-batch-size {global_batch_size} is not divisible by {data_parallel_size} data-parallel ranks x"
             f" --micro-batch-size {micro_batch_size}{groups}: change one of them, or use --use-dynamic-batch-size"
         )
-
-
-def _fixed_size(rows: range, costs: Sequence[float], size: int, ranks: int, balance: bool) -> list[bin_packing.Bins]:
-    """Micro-batches of `size` rows; with `balance`, of rows of similar cost, so that `deal` can even out the ranks."""
-    if not balance:
-        return _in_order([list(rows[start : start + size]) for start in range(0, len(rows), size)], ranks)
-    order = sorted(rows, key=lambda row: (-costs[row], row))
-    return bin_packing.deal([sorted(order[start : start + size]) for start in range(0, len(order), size)], costs, ranks)
-
-
-def _under_cap(
-    rows: range, lengths: Sequence[int], costs: Sequence[float], cap: int, ranks: int, group: int, balance: bool
-) -> list[bin_packing.Bins]:
-    """As few micro-batches under the cap as the search finds; rows ascending in each.
-
-    Without `balance` they are assigned round-robin, in the order of their first rows: contiguous runs would give the
-    last rank all of the longest samples, which have a micro-batch each.
-    """
-    packed = bin_packing.pack([lengths[row] for row in rows], [costs[row] for row in rows], cap, ranks, group)
-    dealt = [[sorted(rows[position] for position in group) for group in rank] for rank in packed]
-    if balance:
-        return dealt
-    in_order = sorted(group for rank in dealt for group in rank)
-    return [in_order[rank::ranks] for rank in range(ranks)]
-
-
-def _in_order(groups: bin_packing.Bins, ranks: int) -> list[bin_packing.Bins]:
-    """The micro-batches sorted by first row, an equal run of them to each rank."""
-    groups = sorted(groups)
-    share = len(groups) // ranks
-    return [groups[rank * share : (rank + 1) * share] for rank in range(ranks)]
 
 
 def _trained_tokens(batch: RolloutBatch) -> list[int]:

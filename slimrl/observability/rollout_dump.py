@@ -5,17 +5,20 @@ Written by the rollout manager on `--save-debug-rollout-data`, read on `--load-d
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import functools
 import glob
 import itertools
 import json
 import re
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from slimrl.data.sample import Sample
-from slimrl.processes.files import atomic_file
+from slimrl.processes.files import OptionalFiles, atomic_file
 
 PLACEHOLDER = "{rollout_id}"
 _FORMAT = "slimrl-rollout-1"
@@ -85,6 +88,40 @@ def save_rollout(
     if limit is not None:
         _delete_old(template, rollout_id, evaluation, limit)
     return path
+
+
+class RolloutDumps:
+    """Writes the dumps of a run in a thread, one after another; none without a `template`.
+
+    A dump that cannot be written, as on a full disk, is left out with a warning.
+    """
+
+    def __init__(self, template: str | None, limit: int | None) -> None:
+        """`template` and `limit` as in `save_rollout`."""
+        self._template, self._limit = template, limit
+        self._files = OptionalFiles(f"the rollout dump {template}")
+        self._thread = ThreadPoolExecutor(1, "rollout dump")
+        self._written: Future[bool] | None = None
+
+    def start(
+        self,
+        rollout_id: int,
+        samples: list[Sample],
+        metrics: dict[str, float],
+        reward_keys: Sequence[str | None],
+        *,
+        evaluation: bool = False,
+    ) -> None:
+        """Begins to write; nobody may change or unpack the samples before `finish`."""
+        if self._template is not None:
+            write = functools.partial(save_rollout, self._template, rollout_id, samples, metrics=metrics)
+            write = functools.partial(write, evaluation=evaluation, reward_keys=reward_keys, limit=self._limit)
+            self._written = self._thread.submit(self._files.attempt, write)
+
+    async def finish(self) -> None:
+        """Waits until everything is written. Raises TypeError, naming the sample that JSON cannot express."""
+        if self._written is not None:
+            await asyncio.shield(asyncio.wrap_future(self._written))
 
 
 def _delete_old(template: str, rollout_id: int, evaluation: bool, limit: int) -> None:

@@ -11,15 +11,18 @@ from __future__ import annotations
 import contextlib
 import datetime
 import errno
+import pickle
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar, cast
 
+import torch
 import torch.distributed as dist
 
 _Result = TypeVar("_Result")
 _Failure = tuple[str, bool]  # message, and whether it is final
+_FRAME_BYTES, _HEADER_BYTES = 4096, 8  # of one exchange, and of the length that it begins with
 _JOIN_TIMEOUT = datetime.timedelta(minutes=10)
 RANK_ZERO = 0
 
@@ -91,10 +94,24 @@ class RankSync:
         dist.destroy_process_group(self._group)
 
     def gather(self, value: _Result) -> list[_Result]:
-        """The values of all ranks, in rank order; collective."""
-        values: list[_Result] = [value] * self.size
-        dist.all_gather_object(values, value, group=self._group)
-        return values
+        """The values of all ranks, in rank order; collective.
+
+        One exchange where `dist.all_gather_object` takes two (sizes, then values), unless a pickled value is long.
+        """
+        own = pickle.dumps(value)
+        frames = self._exchange(len(own).to_bytes(_HEADER_BYTES, "little") + own, _FRAME_BYTES)
+        lengths = [int.from_bytes(frame[:_HEADER_BYTES], "little") for frame in frames]
+        if max(lengths) > _FRAME_BYTES - _HEADER_BYTES:
+            frames = self._exchange(bytes(_HEADER_BYTES) + own, _HEADER_BYTES + max(lengths))
+        pairs = zip(frames, lengths, strict=True)
+        return [pickle.loads(frame[_HEADER_BYTES : _HEADER_BYTES + length]) for frame, length in pairs]
+
+    def _exchange(self, data: bytes, size: int) -> list[bytes]:
+        """The first `size` bytes of every rank's `data`, padded with zeros."""
+        frame = torch.frombuffer(bytearray(data[:size].ljust(size, b"\0")), dtype=torch.uint8)
+        frames = [torch.empty_like(frame) for _ in range(self.size)]
+        dist.all_gather(frames, frame, group=self._group)
+        return [one.numpy().tobytes() for one in frames]
 
     def run_on_all_ranks(self, step: Callable[[], _Result]) -> list[_Result]:
         """Runs `step` on every rank and returns the results of all ranks; collective.

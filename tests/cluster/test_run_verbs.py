@@ -243,3 +243,17 @@ def test_critic_is_offloaded_whole_and_once():
     assert slept == [("sleep", False), ("sleep", True), ("sleep", False)]
     both.wake()
     assert slept[3:] == [("wake",), ("wake",)]
+
+
+@pytest.mark.parametrize("eval_interval", [None, 2, 1])
+def test_next_rollout_is_generated_once_and_after_an_evaluation(eval_interval):
+    world = World(None)
+    run = run_in(world, num_rollout=3, eval_interval=eval_interval, max_weight_staleness=None)
+    ahead = []
+    world.get = lambda refs, awaited, progress=None: [SimpleNamespace(seconds=0.0, rollout_id=ref[1]) for ref in refs]
+    for rollout_id in run.rollout_ids:
+        assert run.generate(rollout_id).rollout_id == rollout_id
+        run.generate_next(rollout_id)
+        ahead.append(max(call[1] for call in world.calls if call[0] == "generate") > rollout_id)
+    assert [call[1] for call in world.calls if call[0] == "generate"] == [0, 1, 2]
+    assert ahead == {None: [True, True, False], 2: [True, False, False], 1: [False] * 3}[eval_interval]

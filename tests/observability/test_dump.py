@@ -1,5 +1,6 @@
 """Rollout dumps: bit-exact round trip, readable lines, and errors."""
 
+import asyncio
 import dataclasses
 import json
 import math
@@ -10,7 +11,7 @@ import pytest
 
 from slimrl.data.sample import Sample, SampleStatus
 from slimrl.observability import show
-from slimrl.observability.rollout_dump import dump_path, load_rollout, read_dump, save_rollout
+from slimrl.observability.rollout_dump import RolloutDumps, dump_path, load_rollout, read_dump, save_rollout
 
 
 def make_samples() -> list[Sample]:
@@ -189,3 +190,23 @@ def test_show_rejects_missing_samples(tmp_path, capsys):
     assert show.main([str(path), "--sample", "9"]) == 2
     assert capsys.readouterr().err == "no sample 9 in this dump: it has 0, 1, 2, 3\n"
     assert show.main([str(tmp_path / "none")]) == 2
+
+
+def test_dumps_are_written_in_the_background_in_order_and_errors_come_at_the_end(tmp_path):
+    template = str(tmp_path / "{rollout_id}.jsonl")
+    dumps, unwritable = RolloutDumps(template, limit=2), make_samples()
+    unwritable[2].metadata["set"] = object()
+
+    async def write() -> None:
+        await dumps.finish()  # nothing was started
+        for rollout_id in range(3):
+            dumps.start(rollout_id, make_samples(), {}, [None] * 4)
+        await dumps.finish()
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["1.jsonl", "2.jsonl"]
+        dumps.start(3, unwritable, {}, [None] * 4)
+        with pytest.raises(TypeError, match="sample 2 cannot be written"):
+            await dumps.finish()
+
+    asyncio.run(write())
+    assert load_rollout(template, 2).samples == make_samples()
+    RolloutDumps(None, None).start(0, unwritable, {}, [None] * 4)

@@ -193,6 +193,6 @@ def test_token_requests_send_the_key():
 
     async def headers() -> str | None:
         async with client:
-            return client._session.headers.get("Authorization")
+            return client._connections.headers.get("Authorization")
 
     assert asyncio.run(headers()) == f"Bearer {SECRET}"

@@ -140,6 +140,17 @@ def test_update_after_a_failed_one_reopens_the_session(control_of):
     assert server.calls[-3:] == ["/begin_weight_update", "/end_weight_update", "/begin_weight_update"]
 
 
+def test_server_without_sessions_is_asked_for_one_once(control_of):
+    server = Server(sessions=False)
+    connected = control_of(server)
+    for version in ("1", "2"):
+        connected.begin_weight_update()
+        connected.commit_weight_update(version)
+    assert [path for path in server.calls if path.endswith("n_weight_update")] == ["/begin_weight_update"]
+    assert "/end_weight_update" not in server.calls
+    assert server.calls.count("/flush_cache") == 4 and server.calls.count("/update_weight_version") == 2
+
+
 @pytest.mark.parametrize("sessions", [True, False])
 def test_update_is_a_session_when_the_server_supports_them(control_of, sessions):
     server = Server(sessions=sessions)

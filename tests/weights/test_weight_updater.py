@@ -16,6 +16,7 @@ from slimrl.arguments import Arguments
 from slimrl.engines.protocol import EngineTimeoutError, EngineUnavailableError
 from slimrl.models.families import family_for
 from slimrl.models.model_spec import ModelSpec
+from slimrl.platform.collective_errors import RankSync
 from slimrl.weights.reshard import megatron_shape
 from slimrl.weights.update.buckets import ReusedBuffer, iter_buckets
 from slimrl.weights.update.export import iter_hf_tensors
@@ -143,6 +144,18 @@ def test_server_that_keeps_its_old_version_is_named_with_both_versions():
     servers = [RecordingServer("http://a"), RecordingServer("http://b", reports="2")]
     with pytest.raises(WeightSyncError, match=r"version '3', http://b reports '2'"):
         updater_for(*servers).update_weights(random_model(1), version="3")
+
+
+def test_server_that_does_not_resume_ends_the_update_without_another_attempt():
+    class Hung(RecordingServer):
+        def continue_(self) -> None:
+            raise RuntimeError("no answer")
+
+    servers = [RecordingServer("http://a"), Hung("http://b")]
+    with pytest.raises(WeightSyncError, match="continuing with new weights failed on http://b: no answer"):
+        updater_for(*servers).update_weights(random_model(1), version="3")
+    for server in servers:  # all have the new weights
+        assert server.calls.count("begin") == 1 and "commit 3" in server.calls
 
 
 def test_requests_are_aborted_unless_they_resume_and_every_attempt_sets_the_mode():
@@ -300,3 +313,10 @@ def test_shared_memory_leaves_no_file(tmp_path):
     assert "memfd:slimrl-weights" in Path("/proc/self/maps").read_text()
     assert mapped_shared_memory() - before == set()
     updater.close()
+
+
+@pytest.mark.parametrize("length", [0, 10, 100_000])
+def test_ranks_exchange_values_of_any_length(length):
+    ranks = RankSync(0)
+    assert ranks.gather(("x" * length, None)) == [("x" * length, None)]
+    ranks.close()

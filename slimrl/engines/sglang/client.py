@@ -23,9 +23,9 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
-import aiohttp
 import orjson
 
+from slimrl.engines.connection_pool import ConnectionPool, NotConnectedError
 from slimrl.engines.http import bearer
 from slimrl.engines.protocol import (
     RETRY_TIMEOUT_S,
@@ -89,7 +89,7 @@ class RouterClient:
             raise ValueError(f"concurrency is {concurrency}: at least one request must be able to run")
         self.router_url = router_url.rstrip("/")
         self.server_urls = [url.rstrip("/") for url in server_urls]
-        self._key = key
+        self._headers = {"Content-Type": "application/json", **bearer(key)}
         self._concurrency = concurrency
         self._request_timeout_s = request_timeout_s
         self._retry_timeout_s = retry_timeout_s
@@ -99,7 +99,7 @@ class RouterClient:
         self._permits: asyncio.LifoQueue[None] = asyncio.LifoQueue()
         for _ in range(concurrency):
             self._permits.put_nowait(None)
-        self._session: aiohttp.ClientSession | None = None
+        self._connections: ConnectionPool | None = None
         self._in_flight = 0
         self._waiting = 0  # requests between two attempts
         self.resent = 0  # number of resent requests
@@ -108,7 +108,7 @@ class RouterClient:
 
     async def __aenter__(self) -> RouterClient:
         self._aborted = asyncio.Event()
-        self._session = self._new_session()
+        self._connections = self._new_connections()
         return self
 
     async def __aexit__(
@@ -118,10 +118,10 @@ class RouterClient:
 
     async def close(self) -> None:
         """Drops every connection; the servers cancel requests in flight, and none is resent."""
-        session, self._session = self._session, None
-        if session is not None:
+        connections, self._connections = self._connections, None
+        if connections is not None:
             self._aborted.set()  # wakes requests that wait for a retry; they find the client closed
-            await session.close()
+            await connections.close()
 
     @property
     def in_flight(self) -> int:
@@ -181,19 +181,19 @@ class RouterClient:
     ) -> tuple[T, int] | None:
         """`read(response)` and the time when the request was sent; None if it was aborted before it was sent."""
         body = orjson.dumps(payload)
-        headers = {SESSION_HEADER: session_id} if session_id is not None else {}
+        headers = {SESSION_HEADER: session_id} if session_id is not None else None
         aborted = self._aborted
         policy = _RetryPolicy(self._retry_timeout_s)
         while True:
             await self._permits.get()
             try:
-                session = self._open()
+                connections = self._open()
                 if aborted.is_set() and aborted_answer(path) is not None:  # while it waited for a permit
                     return None
                 sent_ns = time.monotonic_ns()
-                return read(await self._post(session, path, body, headers)), sent_ns
+                return read(await self._post(connections, path, body, headers)), sent_ns
             except (_RejectedError, _ConnectionLostError) as error:
-                if self._session is None:
+                if self._connections is None:
                     raise EngineUnavailableError(f"{error} (the client was closed)") from error
                 backoff_s = policy.backoff_after(error)
                 self.resent += 1
@@ -226,8 +226,8 @@ class RouterClient:
     async def _close_connections(self) -> None:
         """Closes every connection: the requests in flight fail, and return as aborted."""
         logger.warning("%d requests ignored the abort: closing their connections", self._in_flight)
-        session, self._session = self._open(), self._new_session()
-        await session.close()
+        connections, self._connections = self._open(), self._new_connections()
+        await connections.close()
 
     async def _wait(self, seconds: float, aborted: asyncio.Event) -> None:
         self._waiting += 1
@@ -238,46 +238,42 @@ class RouterClient:
             self._waiting -= 1
 
     async def _abort_on(self, server_url: str, failed: set[str]) -> None:
-        timeout = aiohttp.ClientTimeout(total=ABORT_REQUEST_TIMEOUT_S)
         # a fresh connection: servers drop idle ones after 5 s
-        headers = {"Connection": "close"}
+        self._open()
+        headers = {"Connection": "close", **self._headers}
         try:
-            async with self._open().post(
-                f"{server_url}/abort_request",
-                data=b'{"abort_all": true}',
-                timeout=timeout,
-                headers=headers,
-                allow_redirects=False,
-            ) as response:
-                if response.status != 200:
-                    raise EngineUnavailableError(
-                        f"{server_url}/abort_request failed with HTTP {response.status}: {await response.text()}"
-                    )
-        except (aiohttp.ClientError, TimeoutError) as error:
+            async with ConnectionPool(server_url, headers, connect_timeout_s=ABORT_REQUEST_TIMEOUT_S) as connection:
+                status, content = await connection.post(
+                    "/abort_request", b'{"abort_all": true}', timeout_s=ABORT_REQUEST_TIMEOUT_S
+                )
+            if status != 200:
+                raise EngineUnavailableError(
+                    f"{server_url}/abort_request failed with HTTP {status}: {content.decode(errors='replace')}"
+                )
+        except (ConnectionError, TimeoutError) as error:
             # a lost server has nothing to abort; the router moves or fails its requests
             if server_url not in failed:
                 logger.warning("cannot abort requests on %s: %s: %s", server_url, type(error).__name__, error)
             failed.add(server_url)
 
-    async def _post(self, session: aiohttp.ClientSession, path: str, body: bytes, headers: dict[str, str]) -> bytes:
-        url = f"{self.router_url}{path}"
+    async def _post(self, connections: ConnectionPool, path: str, body: bytes, headers: dict[str, str] | None) -> bytes:
         started = time.monotonic()
         self._in_flight += 1
         try:
-            async with session.post(url, data=body, headers=headers, allow_redirects=False) as response:
-                content = await response.read()
-                status = response.status
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            raise _RejectedError(f"{url} cannot be reached: {error}") from error
+            status, content = await connections.post(path, body, headers, timeout_s=self._request_timeout_s)
+        except NotConnectedError as error:
+            raise _RejectedError(f"{self.router_url}{path} cannot be reached: {error}") from error
         except TimeoutError as error:
-            raise EngineTimeoutError(f"{url} did not answer within {self._request_timeout_s:g} s") from error
-        except aiohttp.ClientError as error:
-            raise _ConnectionLostError(f"{url} broke off: {type(error).__name__}: {error}") from error
+            raise EngineTimeoutError(
+                f"{self.router_url}{path} did not answer within {self._request_timeout_s:g} s"
+            ) from error
+        except ConnectionError as error:
+            raise _ConnectionLostError(f"{self.router_url}{path} broke off: {type(error).__name__}: {error}") from error
         finally:
             self._in_flight -= 1
         if status == 200:
             return content
-        text = content.decode(errors="replace")
+        url, text = f"{self.router_url}{path}", content.decode(errors="replace")
         if 300 <= status < 500:
             raise EngineRequestError(url, status, text)
         if time.monotonic() - started >= self._request_timeout_s:  # the router has the same timeout
@@ -285,17 +281,13 @@ class RouterClient:
         kind = _RejectedError if status == 503 else _ConnectionLostError
         raise kind(f"{url} failed with HTTP {status}: {text}")
 
-    def _new_session(self) -> aiohttp.ClientSession:
-        return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60.0),
-            timeout=aiohttp.ClientTimeout(total=self._request_timeout_s, sock_connect=CONNECT_TIMEOUT_S),
-            headers={"Content-Type": "application/json", **bearer(self._key)},
-        )
+    def _new_connections(self) -> ConnectionPool:
+        return ConnectionPool(self.router_url, self._headers, connect_timeout_s=CONNECT_TIMEOUT_S)
 
-    def _open(self) -> aiohttp.ClientSession:
-        if self._session is None:
+    def _open(self) -> ConnectionPool:
+        if self._connections is None:
             raise RuntimeError("the client is not open (yet, or any more): use it as 'async with RouterClient(...)'")
-        return self._session
+        return self._connections
 
 
 def _require_updated(generation: Generation) -> None:

@@ -55,6 +55,7 @@ class ServerControl:
         self.timeout_s = timeout_s
         if urllib.parse.urlsplit(self.url).scheme != "http":
             raise ValueError(f"{url!r} is not a server URL: give it as http://host:port")
+        self._has_sessions: bool | None = None  # of weight updates; None before the first one
 
     # -- weights -------------------------------------------------------------------------------------------------
 
@@ -99,7 +100,7 @@ class ServerControl:
 
         Each then needs `continue_`.
         """
-        closed = self._post_if_there("/end_weight_update")
+        closed = self._has_sessions is not False and self._post_if_there("/end_weight_update")
         if running == "abort" or closed:  # older servers cannot flush while requests wait in the queue
             self.flush_cache()
         self.set_weight_version(version)
@@ -302,12 +303,15 @@ class ServerControl:
         self._post(path, {**body, "flush_cache": flush_cache, "weight_version": weight_version})
 
     def _open_session(self) -> None:
-        """Opens the session for weight updates, which servers have since 0.5.21."""
+        """Opens the session for weight updates, which servers have since 0.5.21; others are asked once."""
+        if self._has_sessions is False:
+            return
         try:
-            self._post_if_there("/begin_weight_update")
+            self._has_sessions = self._post_if_there("/begin_weight_update")
         except EngineRequestError as error:
             if error.status != HTTP_BAD_REQUEST:
                 raise
+            self._has_sessions = True
             self._post("/end_weight_update", {})  # closes the session of a failed update; raises if there is none
             self._post("/begin_weight_update", {})
 

@@ -180,9 +180,9 @@ async def multi_turn_generate(
 
 def _append_packed(sample: Sample, generation: Generation, spans: list[Span]) -> bool:
     """Like `_append` for a sample without a response yet, if the generation is packed; otherwise returns False."""
-    token_ids, log_probs = generation.column("token_ids"), generation.column("log_probs")
+    token_ids, log_probs = generation.columns(("token_ids", "log_probs"))
     packed = isinstance(token_ids, PackedColumn) and isinstance(log_probs, PackedColumn)
-    if not packed or sample.response_length or sample.column("loss_mask") or sample.column("rollout_log_probs"):
+    if not packed or sample.response_length or any(sample.columns(("loss_mask", "rollout_log_probs"))):
         return False
     sample.version_spans = []
     for version, count in spans:

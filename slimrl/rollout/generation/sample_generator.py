@@ -99,6 +99,7 @@ def is_infra_error(error: BaseException) -> bool:
 
 
 _FINISHED = (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)
+_RESPONSE_COLUMNS = ("loss_mask", "rollout_log_probs", "teacher_log_probs", "token_rewards")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,10 +200,10 @@ class SampleGenerator:
     async def score(self, samples: list[Sample], config: SampleConfig) -> None:
         """Sets the reward of finished samples without one; with `--group-rm` in one call. Raises SampleError.
 
-        In training also the log-probabilities of a teacher on servers (`ask_teacher`).
+        In training also what a served model gives to tokens (`score_tokens`), before the reward.
         """
         if not config.evaluation:
-            await self.ask_teacher(samples)
+            await self.score_tokens(samples)
         if self.scores_groups:
             await self._score_group(
                 [sample for sample in samples if sample.status in _FINISHED and sample.reward is None], config
@@ -214,12 +215,16 @@ class SampleGenerator:
                 sample.reward = await self._run(sample, "the reward", work, path)
         self.finished += all(sample.reward is not None for sample in samples)
 
-    async def ask_teacher(self, samples: list[Sample]) -> None:
-        """Sets the teacher's log-probabilities of finished samples (`--opd-type sglang`). Raises SampleError."""
-        if not self._scorer.has_teacher:
+    async def score_tokens(self, samples: list[Sample]) -> None:
+        """Sets a teacher's log-probabilities or the rewards of steps of finished samples. Raises SampleError.
+
+        By the servers of `--opd-type sglang` or `--rm-step-separator`.
+        """
+        if (column := self._scorer.column_of_tokens) is None:
             return
+        stage = "the rewards of steps" if column == "token_rewards" else "the teacher's log-probabilities"
         await gather_or_cancel(
-            self._run(sample, "the teacher's log-probabilities", self._scorer.ask_teacher(sample), None)
+            self._run(sample, stage, self._scorer.score_tokens(sample), None)
             for sample in samples
             if sample.status in _FINISHED
         )
@@ -371,16 +376,16 @@ def _reward_path(sample: Sample, config: SampleConfig) -> str | None:
 
 def _check(sample: Sample, *, may_be_aborted: bool) -> None:
     """Raises ValueError if a generated sample breaks an invariant that training relies on."""
-    sample.status = SampleStatus(sample.status)  # custom functions may set it as text
+    if not isinstance(sample.status, SampleStatus):  # custom functions may set it as text
+        sample.status = SampleStatus(sample.status)
     if unsupported := unserved_field(sample):
         raise ValueError(unsupported)
     if sample.status not in _FINISHED and not (may_be_aborted and sample.status is SampleStatus.ABORTED):
         raise ValueError(f"the sample's status is {sample.status.value}: it must be completed or truncated")
-    tokens = len(sample.column("tokens"))
-    if not 0 <= sample.response_length < tokens:
-        raise ValueError(f"response_length {sample.response_length} does not fit {tokens} tokens")
-    for name in ("loss_mask", "rollout_log_probs", "teacher_log_probs", "token_rewards"):
-        column = sample.column(name)
+    tokens, *columns = sample.columns(("tokens", *_RESPONSE_COLUMNS))
+    if not 0 <= sample.response_length < len(tokens):
+        raise ValueError(f"response_length {sample.response_length} does not fit {len(tokens)} tokens")
+    for name, column in zip(_RESPONSE_COLUMNS, columns, strict=True):
         if column is not None and len(column) != sample.response_length:
             raise ValueError(f"{name} has {len(column)} entries but the response has {sample.response_length} tokens")
     if sample.version_spans:  # custom functions may shorten or lengthen a response without updating them

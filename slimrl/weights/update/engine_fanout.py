@@ -50,6 +50,22 @@ def collect_results(servers: Sequence[WeightControl], futures: Sequence[Future[R
     return [future.result() for future in futures]
 
 
+def commit_all(servers: Sequence[WeightControl], version: str, running: RunningRequests) -> None:
+    """Sets the version of the loaded weights on all servers; raises WeightSyncError unless each reports it then."""
+
+    def commit(server: WeightControl) -> str:
+        server.commit_weight_update(version, running)
+        return server.weight_version()
+
+    reported = call_all(servers, commit, "naming the new weights")
+    other = {server.url: found for server, found in zip(servers, reported, strict=True) if found != version}
+    if other:
+        names = ", ".join(f"{url} reports {found!r}" for url, found in other.items())
+        raise WeightSyncError(
+            f"after the update to weight version {version!r}, {names}: these servers do not have the new weights"
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class ServerState:
     """State of a server after a failed weight update: the version it reports, or why it does not answer."""

@@ -15,7 +15,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from slimrl.observability.tracer import Timeline
 from slimrl.platform.collective_errors import RANK_ZERO, RankSync
 from slimrl.weights.hf_checkpoint import read_hf_config
 from slimrl.weights.update.buckets import BucketSpace, Transport, TransportGroup, iter_buckets
-from slimrl.weights.update.engine_fanout import WeightSyncError, call_all, probe_all, traced
+from slimrl.weights.update.engine_fanout import WeightSyncError, call_all, commit_all, probe_all, traced
 from slimrl.weights.update.export import iter_hf_tensors
 from slimrl.weights.update.topology import (
     EngineEndpoint,
@@ -244,11 +244,11 @@ class WeightUpdater:
             except WeightSyncError as error:
                 self._after_failure(error, version, attempt)
                 attempt += 1
-        self._timeline.mark("servers continue")
-        self._ranks.run_on_rank_zero(self._resume_all)
+        sent, check_seconds, failure = done
+        if failure is not None:
+            raise WeightSyncError(failure[0], final=failure[1])
         for transport in self._transports:
             transport.release()
-        sent, check_seconds = done
         return WeightUpdateReport(*sent, time.monotonic() - started, check_seconds, attempt)
 
     def close(self) -> None:
@@ -266,8 +266,11 @@ class WeightUpdater:
 
     def _attempt(
         self, model: nn.Module | Sequence[nn.Module], version: str, check_equal: bool, running: RunningRequests
-    ) -> tuple[tuple[int, int], float]:
-        """Loads the weights into every server; all stay paused. Returns ((bytes, buckets), seconds of the check)."""
+    ) -> tuple[tuple[int, int], float, tuple[str, bool] | None]:
+        """Loads the weights into every server; all resume once all have them.
+
+        Returns (bytes, buckets), the seconds of the check, and the failure to resume (message, whether it is final).
+        """
         self._timeline.mark("stop servers")
         self._ranks.run_on_rank_zero(lambda: self._begin(running))
         self._timeline.mark("send buckets")
@@ -282,8 +285,7 @@ class WeightUpdater:
             self._ranks.run_on_all_ranks(lambda: self._check_equal(model))
         check_seconds = time.monotonic() - started
         self._timeline.mark("commit")
-        self._ranks.run_on_rank_zero(lambda: self._commit(version, running))
-        return sent, check_seconds
+        return sent, check_seconds, self._ranks.run_on_rank_zero(lambda: self._commit_and_resume(version, running))
 
     def _after_failure(self, error: WeightSyncError, version: str, attempt: int) -> None:
         """Returns if another attempt makes sense, else raises. Collective: `error.final` is the same on every rank."""
@@ -302,20 +304,19 @@ class WeightUpdater:
     def _begin(self, running: RunningRequests) -> None:
         call_all(self._servers, lambda server: server.begin_weight_update(running), "stopping for new weights")
 
-    def _commit(self, version: str, running: RunningRequests) -> None:
-        call_all(self._servers, lambda server: server.commit_weight_update(version, running), "naming the new weights")
-        reported = call_all(self._servers, lambda server: server.weight_version(), "asking for the weight version")
-        other = {server.url: found for server, found in zip(self._servers, reported, strict=True) if found != version}
-        if other:
-            names = ", ".join(f"{url} reports {found!r}" for url, found in other.items())
-            raise WeightSyncError(
-                f"after the update to weight version {version!r}, {names}: these servers do not have the new weights"
-            )
+    def _commit_and_resume(self, version: str, running: RunningRequests) -> tuple[str, bool] | None:
+        """All servers resume once all report `version`; in one step, because a round of all ranks takes milliseconds.
 
-    def _resume_all(self) -> None:
-        """All servers have the same version here, so a failure leaves no mixture of versions."""
-        call_all(self._servers, lambda server: server.continue_(), "continuing with new weights")
-        call_all(self._with_stages, lambda server: server.flush_pipeline(), "waiting for the later pipeline stages")
+        Returns the failure to resume: all servers have the same version then, so that no attempt must be repeated.
+        """
+        commit_all(self._servers, version, running)
+        self._timeline.mark("servers continue")
+        try:
+            call_all(self._servers, lambda server: server.continue_(), "continuing with new weights")
+            call_all(self._with_stages, lambda server: server.flush_pipeline(), "waiting for the later pipeline stages")
+        except WeightSyncError as error:
+            return str(error), error.final
+        return None
 
     def _send(self, model: nn.Module | Sequence[nn.Module]) -> tuple[int, int]:
         """Sends every bucket; returns (bytes, buckets) of this rank.
@@ -375,7 +376,7 @@ class WeightUpdater:
     ) -> Iterator[tuple[str, Tensor]]:
         """(HF name, tensor) of the whole model on the `receivers`; collective over `_partners`."""
         spec, family, parallel = self._source.spec, self._source.family, self._source.parallel
-        groups = {"pp_group": parallel.pp_group, "ep_group": parallel.ep_group, "etp_group": parallel.etp_group}
+        groups: Any = {"pp_group": parallel.pp_group, "ep_group": parallel.ep_group, "etp_group": parallel.etp_group}
         return iter_hf_tensors(model, spec, family, parallel.tp_group, **groups, receivers=receivers, space=space)
 
     def _find_partners(self) -> set[int]:
