@@ -78,7 +78,7 @@ class ConnectionPool:
     async def close(self) -> None:
         """Closes every connection; their requests fail."""
         self._closed = True
-        for connection in self._opened:
+        for connection in list(self._opened):
             connection.abort()
         await asyncio.sleep(0)  # the transports report it in the next turn of the loop
 
