@@ -6,8 +6,17 @@ from pathlib import Path
 from typing import Any
 
 
-def write_reward_model(folder: Path, tokenizer: Any, family: str, *, shard_size: str = "5GB", seed: int = 0) -> Path:
-    """A 2-layer sequence classifier of `family` ("Llama", "Qwen2", "Qwen3") with one label, and `tokenizer`."""
+def write_reward_model(
+    folder: Path,
+    tokenizer: Any,
+    family: str,
+    *,
+    shard_size: str = "5GB",
+    seed: int = 0,
+    head: str = "SequenceClassification",
+    labels: int = 1,
+) -> Path:
+    """A 2-layer classifier of `family` ("Llama", "Qwen2", "Qwen3") with so many labels, and `tokenizer`."""
     import torch
     import transformers
 
@@ -24,14 +33,26 @@ def write_reward_model(folder: Path, tokenizer: Any, family: str, *, shard_size:
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
-        num_labels=1,
+        num_labels=labels,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = getattr(transformers, f"{family}ForSequenceClassification")(config)
+        model = getattr(transformers, f"{family}For{head}")(config)
+    if head == "TokenClassification":
+        torch.nn.init.constant_(model.score.bias, 0.25)
     model.save_pretrained(folder, max_shard_size=shard_size)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def token_logits(folder: Path, row: list[int]) -> list[list[float]]:
+    """The outputs at each of the token ids by transformers' own token classifier, float32, in one pass."""
+    import torch
+    from transformers import AutoModelForTokenClassification
+
+    model = AutoModelForTokenClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return model(torch.tensor([row])).logits[0].tolist()
 
 
 def logits(folder: Path, rows: list[list[int]]) -> list[float]:

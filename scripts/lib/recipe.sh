@@ -143,6 +143,11 @@ recipe_tiny() {
    )
    if [[ " ${ROLLOUT_ARGS[*]} " == *' --loss-type sft_loss '* ]]; then
       ROLLOUT_ARGS+=(--prompt-data "$TOY/messages.jsonl" --num-epoch 1 --rollout-batch-size 400 --global-batch-size 400)
+   elif [[ " ${ROLLOUT_ARGS[*]} " == *' --preference-loss kto '* ]]; then
+      # Long enough to learn, with a learning rate for so small a model.
+      ROLLOUT_ARGS+=(--prompt-data "$TOY/labelled.jsonl" --num-rollout 24)
+      EVAL_ARGS=(--eval-interval 12 --eval-prompt-data held-out "$TOY/eval-labelled.jsonl")
+      OPTIMIZER_ARGS+=(--lr 1e-3 --lr-decay-style constant --lr-warmup-fraction 0)
    elif [[ " ${ROLLOUT_ARGS[*]} " =~ ' --loss-type '(preference|reward_model)_loss' ' ]]; then
       ROLLOUT_ARGS+=(--prompt-data "$TOY/pairs.jsonl" --num-rollout 4)
       EVAL_ARGS=(--eval-interval 2 --eval-prompt-data held-out "$TOY/eval-pairs.jsonl")
@@ -181,6 +186,9 @@ recipe_make_toy() {
    fi
    if [[ " ${ROLLOUT_ARGS[*]} " == *' --loss-type sft_loss '* ]]; then
       recipe_conversations <"$TOY/train.jsonl" >"$TOY/messages.jsonl"
+   elif [[ " ${ROLLOUT_ARGS[*]} " == *' --preference-loss kto '* ]]; then
+      recipe_labelled <"$TOY/train.jsonl" >"$TOY/labelled.jsonl"
+      recipe_labelled <"$TOY/eval.jsonl" >"$TOY/eval-labelled.jsonl"
    elif [[ " ${ROLLOUT_ARGS[*]} " =~ ' --loss-type '(preference|reward_model)_loss' ' ]]; then
       recipe_pairs <"$TOY/train.jsonl" >"$TOY/pairs.jsonl"
       recipe_pairs <"$TOY/eval.jsonl" >"$TOY/eval-pairs.jsonl"
@@ -230,6 +238,17 @@ import json, sys
 for row in map(json.loads, sys.stdin):
     answers = {"chosen": row["label"], "rejected": str(int(row["label"]) + 1)}
     print(json.dumps({"prompt": row["prompt"], **{side: f"\\boxed{{{text}}}" for side, text in answers.items()}}))
+'
+}
+
+# Converts problems to answers with a label for KTO: desirable is the solution in a box, undesirable a bare number.
+recipe_labelled() {
+   python3 -c '
+import json, sys
+for number, row in enumerate(map(json.loads, sys.stdin)):
+    right, text = number % 2 == 0, row["label"]
+    answer = f"\\boxed{{{text}}}" if right else str(int(text) + 1)
+    print(json.dumps({"prompt": row["prompt"], "completion": answer, "label": right}))
 '
 }
 

@@ -31,6 +31,7 @@ class ImportanceWeighting:
     high: float
     level: Level = "token"
     masks: bool = False
+    normalized: bool = False  # divided by the mean weight of the step: see `weight_totals`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,11 +67,13 @@ def off_policy_correction(
     *,
     weighting: ImportanceWeighting | None = None,
     rejection: Rejection | None = None,
+    scales: Tensor | None = None,
 ) -> Correction:
     """Importance weights, the tokens to leave out, and what to log about both.
 
-    All columns are [tokens] with whole samples end to end, `lengths` [n] (integers). The names of what is logged are
-    those of `slimrl.observability.metrics.registry` under `train/`.
+    `scales` are factors of normalized weights, which are logged without them. All columns are [tokens] with whole
+    samples end to end, `lengths` [n] (integers). The names of what is logged are those of
+    `slimrl.observability.metrics.registry` under `train/`.
     """
     if weighting is None and rejection is None:
         return Correction(mask)
@@ -79,6 +82,9 @@ def off_policy_correction(
         result = Correction(mask, trained_samples=trained.sum().double())
         if weighting is not None:
             result = _weighted(result, train_log_probs, rollout_log_probs, mask, lengths, weighting)
+            if weighting.normalized:
+                assert result.weights is not None and scales is not None  # the caller's
+                result = dataclasses.replace(result, weights=result.weights * scales)
         if rejection is not None:
             result = _rejected(result, train_log_probs, rollout_log_probs, mask, lengths, rejection)
     return result
@@ -164,6 +170,27 @@ def importance_weights(log_ratio: Tensor, *, low: float, high: float, masks: boo
     if masks:
         return torch.where((ratio >= low) & (ratio <= high), ratio, 0.0), ratio
     return ratio.clamp(low, high), ratio
+
+
+def weight_totals(
+    train_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    mask: Tensor,
+    lengths: Tensor,
+    config: ImportanceWeighting,
+) -> Tensor:
+    """Float64 [n, 2]: of each sample the sum of its importance weights, and their number; without gradient.
+
+    One weight per trained token at level "token", else one per sample that has any. The sum of the first over the
+    samples of a step, divided by that of the second, is the mean weight of --tis-batch-normalize. Dividing by the mean
+    makes the weights those of self-normalized importance sampling (Owen 2013, "Monte Carlo theory, methods and
+    examples", section 9.2). Columns are [tokens] with samples end to end, `lengths` is [n].
+    """
+    log_ratio = importance_log_ratio(train_log_probs, rollout_log_probs, mask, lengths, config.level)
+    weights, _ = importance_weights(log_ratio, low=config.low, high=config.high, masks=config.masks)
+    share = (mask != 0).double() if config.level == "token" else sample_mean_weights(mask, lengths).double()
+    of_tokens = (weights.double() * share).masked_fill(mask == 0, 0.0)
+    return torch.stack([sums_per_sample(of_tokens, lengths), sums_per_sample(share, lengths)], dim=1)
 
 
 def within(log_ratio: Tensor, *, low: float | None, high: float | None) -> Tensor:

@@ -250,6 +250,7 @@ def eval_prompt_format(args: PromptArguments, dataset: EvalDataset) -> PromptFor
         keep_conversation=args.rm_model is not None,
         pair=pair,
         input_template=None if dataset.apply_chat_template else args.input_template,
+        label_is_score=args.trains_reward_model and holds_conversations,
         reward_rule=_rule(args, dataset.rm_type, dataset.custom_rm_path, dataset.custom_generate_function_path),
     )
 
@@ -268,9 +269,10 @@ def _pair_columns(args: PromptArguments, as_chat: bool, label_key: str | None) -
 
 
 def _teachers(args: PromptArguments) -> TeacherChoice | None:
-    if not args.opd_teachers or not args.has_served_teacher:
+    if not args.opd_teacher_names or not args.has_served_teacher:
         return None
-    return TeacherChoice(args.opd_teacher_key, tuple(args.opd_teachers))
+    flag = "--opd-teacher-urls" if args.opd_teacher_urls else "--opd-teacher-models"
+    return TeacherChoice(args.opd_teacher_key, args.opd_teacher_names, flag)
 
 
 def _engine_limit(args: PromptArguments) -> int | None:

@@ -70,9 +70,8 @@ def placement(args: Arguments, nodes: Sequence[int] | None) -> Placement:
     size = args.rollout_num_gpus_per_engine
     engines = tuple(range(first, first + size) for first in range(start, start + rollout, size))
     others = max(critic.stop, start + rollout)
-    servers, size = reward_gpus(args, others), args.rm_num_gpus_per_engine
-    reward = tuple(range(first, first + size) for first in servers[::size])
-    total = max(others, servers.stop)
+    reward = reward_gpus(args, others)
+    total = max(others, *(servers.stop for servers in reward), 0)
     return Placement(tuple(_places(total, nodes, args.num_gpus_per_node)), range(train), engines, reward, critic)
 
 

@@ -230,7 +230,8 @@ class Arguments(
     @property
     def evaluates_held_out(self) -> bool:
         """True if training evaluates held-out pairs or conversations; then no engine evaluates."""
-        reads = self.reads_pairs or (self.reads_conversations and self.loss_type == "sft_loss")
+        of_conversations = self.loss_type == "sft_loss" or self.trains_reward_model
+        reads = self.reads_pairs or (self.reads_conversations and of_conversations)
         return reads and self.debug_train_only and self.eval_interval is not None
 
     @property

@@ -29,6 +29,8 @@ ARCHITECTURES = (
     "Qwen3ForRewardModel",
     "Qwen3ForSequenceClassification",
 )
+# served as sequence classifiers, whose head at the last token of each prefix is that of the token
+TOKEN_CLASSIFIERS = ("Qwen2ForTokenClassification", "Qwen3ForTokenClassification")
 _SEVERAL_LABELS = "LlamaForSequenceClassificationWithNormal_Weights"  # weighs its labels to one number itself
 
 
@@ -51,10 +53,12 @@ class RewardModelConfig:
             raise ValueError(
                 f"--rm-model {folder} has no readable config.json ({error}): copy the model again."
             ) from error
-        labels = config.get("num_labels") or len(config.get("id2label") or {}) or 1
+        architecture = (config.get("architectures") or ["nothing"])[0]
+        default = 2 if architecture in TOKEN_CLASSIFIERS else 1  # transformers leaves out its default, 2 labels
+        labels = config.get("num_labels") or len(config.get("id2label") or {}) or default
         scaled = config.get("rope_scaling") is not None
         return cls(
-            architecture=(config.get("architectures") or ["nothing"])[0],
+            architecture=architecture,
             labels=labels,
             context=None if scaled else config.get("max_position_embeddings"),
             vocabulary=config.get("vocab_size"),
@@ -69,14 +73,50 @@ class RewardModelConfig:
             return f"has {self.labels} labels, and a reward model has one"
         return None
 
+    @property
+    def fault_of_steps(self) -> str | None:
+        """Why a server cannot give a reward to each step (--rm-step-separator); None if it can."""
+        known = (*TOKEN_CLASSIFIERS, *ARCHITECTURES)
+        if self.architecture not in known:
+            return f"is a {self.architecture}, and a process reward model is one of {', '.join(known)}"
+        return None if self.labels in (1, 2) else f"has {self.labels} labels, and a process reward model has one or two"
+
 
 def starts_reward_servers(args: Arguments) -> bool:
-    """Whether slimrl starts the servers of the reward model or teacher: --rm-model is given and --rm-url is not.
+    """Whether slimrl starts the servers of the reward model or teachers: a folder is given, and no address.
 
     An evaluation needs no teacher.
     """
     used = not args.debug_train_only and not (args.has_served_teacher and args.eval_only)
-    return args.rm_model is not None and args.rm_url is None and used
+    has_folder = args.rm_model is not None or (args.has_served_teacher and bool(args.opd_teacher_models))
+    return has_folder and args.rm_url is None and args.opd_teacher_urls is None and used
+
+
+@dataclasses.dataclass(frozen=True)
+class ServedModel:
+    """A model whose servers slimrl starts; `name` is that of one of several teachers, else empty."""
+
+    name: str
+    folder: str
+    gpus: int
+    per_server: int
+
+    def title(self, args: Arguments) -> str:
+        """What it is in messages."""
+        return f"{served_role(args)} {self.name}".rstrip()
+
+
+def served_models(args: Arguments) -> tuple[ServedModel, ...]:
+    """The reward model, the teacher or the teachers, in the order of their GPUs; none without servers to start."""
+    if not starts_reward_servers(args):
+        return ()
+    if args.rm_model is not None:
+        return (ServedModel("", args.rm_model, args.rm_num_gpus, args.rm_num_gpus_per_engine),)
+    folders = args.opd_teacher_folders
+    gpus = args.opd_teacher_num_gpus or [args.rm_num_gpus] * len(folders)
+    sizes = args.opd_teacher_num_gpus_per_engine or [args.rm_num_gpus_per_engine] * len(folders)
+    parts = zip(folders.items(), gpus, sizes, strict=False)  # a rule compares the lengths
+    return tuple(ServedModel(name, folder, own, size) for (name, folder), own, size in parts)
 
 
 def served_role(args: Arguments) -> str:
@@ -90,12 +130,18 @@ def served_vocabulary(folder: Path) -> int | None:
     return (config.get("text_config") or config).get("vocab_size")
 
 
-def reward_gpus(args: Arguments, others: int) -> range:
-    """GPUs of the servers of the reward model or teacher, in GPU order: after the `others`, of training and rollout, or
-    the first of those.
+def reward_gpus(args: Arguments, others: int) -> tuple[range, ...]:
+    """GPUs of each server of the reward model or teachers, in GPU order.
+
+    They come after the `others`, of training and rollout, or are the first of those. GPUs beyond a multiple of the
+    size of a server make a last, smaller one, which a rule rejects.
     """
-    first = 0 if args.rm_colocate else others
-    return range(first, first + (args.rm_num_gpus if starts_reward_servers(args) else 0))
+    first, found = 0 if args.rm_colocate else others, []
+    for model in served_models(args):
+        end = first + model.gpus
+        found += [range(at, min(at + model.per_server, end)) for at in range(first, end, model.per_server)]
+        first = end
+    return tuple(found)
 
 
 # names of config.json for the longest sequence, in the server's order

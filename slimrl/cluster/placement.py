@@ -32,16 +32,22 @@ class PlacementPlan:
     """The number of reserved GPUs, and those of training, rollout and the reward model (indices in GPU order).
 
     `train` are those of the policy, which may also train the critic; `critic` those of a critic by itself. Each engine
-    takes `per_engine` consecutive rollout GPUs; servers of the reward model `per_reward_engine` of theirs.
+    takes `per_engine` consecutive rollout GPUs; `reward_servers` has the GPUs of each server of the reward model or
+    teachers.
     """
 
     total: int
     train: range
     rollout: range
     per_engine: int
-    reward: range = range(0)
-    per_reward_engine: int = 1
+    reward_servers: tuple[range, ...] = ()
     critic: range = range(0)
+
+    @property
+    def reward(self) -> range:
+        """The GPUs of all servers of the reward model or teachers."""
+        servers = self.reward_servers
+        return range(servers[0].start, servers[-1].stop) if servers else range(0)
 
     @property
     def sentence(self) -> str:
@@ -63,15 +69,8 @@ def plan_gpus(args: Arguments) -> PlacementPlan:
     first = 0 if args.colocate else critic.stop
     others = max(critic.stop, first + rollout)
     reward = reward_gpus(args, others)
-    return PlacementPlan(
-        max(others, reward.stop),
-        range(train),
-        range(first, first + rollout),
-        per_engine,
-        reward,
-        args.rm_num_gpus_per_engine,
-        critic,
-    )
+    total = max(others, *(servers.stop for servers in reward), 0)
+    return PlacementPlan(total, range(train), range(first, first + rollout), per_engine, reward, critic)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +169,8 @@ class GpuBundles:
         self.gpus = self._probe()
         try:
             self.engines = engine_parts(plan.rollout, plan.per_engine, self.gpus)
-            self.reward_engines = engine_parts(plan.reward, plan.per_reward_engine, self.gpus)
+            servers = [engine_parts(own, len(own), self.gpus) for own in plan.reward_servers]
+            self.reward_engines = [parts for (parts,) in servers]
         except InsufficientGpusError:
             self.release()
             raise

@@ -7,8 +7,10 @@ hold a partial weight update. A run that ends normally needs neither.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +18,9 @@ import ray
 from ray import ObjectRef
 
 from slimrl.arguments import Arguments
+from slimrl.arguments.layout import data_parallel_sizes
+from slimrl.cluster.launch import Launch
+from slimrl.cluster.rollout_manager import RolloutManager
 from slimrl.cluster.supervisor import Supervisor
 from slimrl.cluster.training.train_group import TrainGroup
 from slimrl.cluster.watchdog import WaitTarget, format_rollout_status, poll_actors
@@ -25,7 +30,6 @@ from slimrl.engines.protocol import EngineError
 
 if TYPE_CHECKING:
     from slimrl.cluster.engines.engine_recovery import EngineGroupStatus, RecoveryEvents
-    from slimrl.cluster.launch import Launch
     from slimrl.cluster.placement import GpuBundles
     from slimrl.cluster.rollout_manager import RolloutResult
     from slimrl.cluster.watchdog import RolloutStatus
@@ -226,3 +230,28 @@ class EngineMemoryProxy:
         """Reallocates the memory of `tags` on every server."""
         target = self._manager.waiting_for(f"the engines' memory for {' and '.join(tags)}")
         self._supervisor.get([self._manager.resume_memory(tags)], target)
+
+
+def start_manager(args: Arguments, launch: Launch) -> RolloutManagerProxy:
+    """Starts the rollout manager without waiting for it."""
+    options = {"runtime_env": {"env_vars": launch.environment}, "name": "rollout manager", "max_concurrency": 64}
+    log_path = Path(args.run_dir).absolute() / "logs" / "rollout.log"
+    actor = RolloutManager.options(**options)  # type: ignore[attr-defined]
+    return RolloutManagerProxy(actor.remote(args, data_parallel_sizes(args), log_path, Path.cwd()))
+
+
+def resolve_num_rollout(args: Arguments, manager: RolloutManagerProxy, supervisor: Supervisor) -> Arguments:
+    """`args` with `num_rollout` computed from `--num-epoch` and the number of prompts, if only `--num-epoch` is given.
+
+    Raises ValueError if the data set is smaller than one rollout.
+    """
+    if args.num_rollout is not None:
+        return args
+    prompts = supervisor.get([manager.prompts_per_epoch()], manager.waiting_for("the prompts"))[0]
+    per_epoch = prompts // args.rollout_batch_size
+    if per_epoch == 0:
+        raise ValueError(
+            f"--num-epoch {args.num_epoch} gives no rollout: --prompt-data has {prompts} prompts and"
+            f" --rollout-batch-size is {args.rollout_batch_size}; lower it or give --num-rollout"
+        )
+    return dataclasses.replace(args, num_rollout=args.num_epoch * per_epoch)

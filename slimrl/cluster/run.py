@@ -14,14 +14,19 @@ import ray
 from slimrl.arguments import Arguments
 from slimrl.arguments.checkpoints import start_of
 from slimrl.cluster.colocate import ColocatedMemory
-from slimrl.cluster.engines.weight_update_recovery import WeightUpdateRecovery
+from slimrl.cluster.engines.weight_update_recovery import WeightUpdateRecovery, weight_recovery
 from slimrl.cluster.launch import Launch
 from slimrl.cluster.network import bind_config
 from slimrl.cluster.placement import GpuBundles, PlacementPlan, plan_gpus
 from slimrl.cluster.ray_session import ray_session
 from slimrl.cluster.rollout_manager import RolloutResult
-from slimrl.cluster.rollout_manager_proxy import EngineMemoryProxy, RolloutManagerCleanup, RolloutManagerProxy
-from slimrl.cluster.run_startup import open_timeline, resolve_num_rollout, start_manager, weight_recovery
+from slimrl.cluster.rollout_manager_proxy import (
+    EngineMemoryProxy,
+    RolloutManagerCleanup,
+    RolloutManagerProxy,
+    resolve_num_rollout,
+    start_manager,
+)
 from slimrl.cluster.supervisor import Supervisor, watch_nodes
 from slimrl.cluster.training.train_group import TrainGroup, start_training
 from slimrl.cluster.watchdog import WatchdogConfig, poll_actors
@@ -31,6 +36,7 @@ from slimrl.observability.metrics.prometheus import scrape_targets
 from slimrl.observability.run_log import RunLog, StepRecord
 from slimrl.observability.summary import package_versions
 from slimrl.observability.terminal import ProgressBar
+from slimrl.observability.timeline import open_timeline
 from slimrl.observability.tracer import Timeline
 from slimrl.processes.folders import only_run_in
 from slimrl.processes.process_info import resident_gib

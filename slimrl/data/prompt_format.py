@@ -51,6 +51,7 @@ class TeacherChoice:
 
     key: str
     names: tuple[str, ...]
+    flag: str  # that has the names
 
     def of(self, metadata: dict[str, Any], file: str) -> str:
         """The teacher of a row of `file`: that of its metadata, that with the file's name, or the default one.
@@ -61,15 +62,13 @@ class TeacherChoice:
         if self.key in metadata:
             name = metadata[self.key]
             if name not in self.names:
-                raise ValueError(
-                    f"metadata.{self.key} (--opd-teacher-key) is {name!r} and --opd-teacher-urls has {known}"
-                )
+                raise ValueError(f"metadata.{self.key} (--opd-teacher-key) is {name!r} and {self.flag} has {known}")
             return str(name)
         for name in (Path(file).stem, DEFAULT_TEACHER):
             if name in self.names:
                 return name
         raise ValueError(
-            f"no metadata.{self.key} (--opd-teacher-key), and --opd-teacher-urls has neither {Path(file).stem!r}, the"
+            f"no metadata.{self.key} (--opd-teacher-key), and {self.flag} has neither {Path(file).stem!r}, the"
             f" name of the file, nor {DEFAULT_TEACHER!r} but {known}"
         )
 

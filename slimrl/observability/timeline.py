@@ -12,11 +12,13 @@ by their wall clocks. Exits with 2 where nothing is recorded.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import gzip
 import heapq
 import io
 import itertools
+import logging
 import re
 import sys
 from collections import defaultdict
@@ -26,8 +28,11 @@ from typing import Any
 
 import orjson
 
-from slimrl.observability.tracer import FOLDER, FORMAT, MAIN, earlier_part
+from slimrl.arguments.namespace import ReportArguments
+from slimrl.observability.tracer import FOLDER, FORMAT, MAIN, Timeline, earlier_part
 from slimrl.processes.files import atomic_file
+
+logger = logging.getLogger("slimrl")
 
 
 @dataclasses.dataclass
@@ -214,6 +219,19 @@ def merge(run_dir: Path, output: Path | None = None) -> Merged:
         file.write(b"\n]}\n")
     processes = {span.process for span in recorded.spans} | {point.process for point in recorded.points}
     return Merged(output, len(processes), len(recorded.spans), recorded.unfinished, recorded.broken_lines)
+
+
+@contextlib.contextmanager
+def open_timeline(flags: ReportArguments) -> Iterator[Timeline]:
+    """The driver's timeline; on exit it is merged with those of all processes."""
+    timeline = Timeline.open(flags, "driver")
+    timeline.add_process_start()
+    try:
+        yield timeline
+    finally:
+        timeline.close()
+        if flags.timeline:
+            logger.info("%s", merge_at_end(Path(flags.run_dir)))
 
 
 def merge_at_end(run_dir: Path) -> str:

@@ -74,10 +74,13 @@ class EvaluationReport:
 
     @classmethod
     def of_held_out(cls, name: str, metrics: dict[str, float]) -> EvaluationReport:
-        """Of a held-out set: the score of preferences is the accuracy, that of conversations the perplexity.
+        """Of a held-out set: the accuracy of preferences, the perplexity of conversations, the mean error of scores.
 
         `metrics` are those of an optimizer step.
         """
+        if "absolute_error" in metrics:
+            error = metrics["absolute_error"]
+            return cls(error, {f"eval/{name}": error, f"eval/{name}-loss": metrics["loss"]})
         if "perplexity" in metrics:
             perplexity = metrics["perplexity"]
             return cls(perplexity, {f"eval/{name}": perplexity, f"eval/{name}-loss": metrics["loss"]})

@@ -16,6 +16,7 @@ from slimrl.algorithms.estimators import OverlongPenalty
 from slimrl.arguments import Arguments
 from slimrl.data.sample import Sample, SampleStatus
 from slimrl.rollout.generation.multi_turn import NON_GENERATION_TIME, TURN_STARTS
+from slimrl.rollout.rm_hub.process_reward import STEP_REWARDS
 from slimrl.rollout.rm_hub.scorer import REWARD_FAILURE_KEY
 
 # metadata of a carried-over sample: the rollout in which its first token was generated
@@ -44,7 +45,18 @@ def sample_metrics(samples: list[Sample], raw_rewards: Sequence[float]) -> dict[
         "rollout/repetition_frac": mean([float(is_repetitive(sample.response)) for sample in samples]),
         "rollout/reward_failures": float(sum(REWARD_FAILURE_KEY in sample.metadata for sample in samples)),
         **_zero_std_metrics(samples, rewards),
+        **_step_metrics(samples),
     }
+
+
+def _step_metrics(samples: list[Sample]) -> dict[str, float]:
+    """Steps per sample and their mean reward; nothing without --rm-step-separator."""
+    of_samples = [sample.metadata[STEP_REWARDS] for sample in samples if STEP_REWARDS in sample.metadata]
+    if not of_samples:
+        return {}
+    every = [reward for rewards in of_samples for reward in rewards]
+    means = {"rollout/step_reward": mean(every)} if every else {}
+    return {"rollout/steps": len(every) / len(of_samples), **means}
 
 
 def dynamic_filter_metrics(drops: dict[str, int], carried_over: int) -> dict[str, float]:
@@ -128,6 +140,7 @@ class RolloutMetricsConfig:
     gpus: int | None
     max_response_len: int
     overlong: OverlongPenalty | None
+    teacher_key: str | None  # of metadata, with several teachers
 
     @classmethod
     def from_args(cls, args: Arguments) -> RolloutMetricsConfig:
@@ -143,6 +156,7 @@ class RolloutMetricsConfig:
             overlong=OverlongPenalty.if_given(
                 args.rollout_max_response_len, args.overlong_buffer_len, args.overlong_penalty_factor
             ),
+            teacher_key=args.opd_teacher_key if args.has_served_teacher and args.opd_teacher_names else None,
         )
 
 
@@ -163,6 +177,8 @@ def rollout_metrics(
         metrics |= correct_metrics(samples, raw_rewards)
     if config.overlong is not None:
         metrics |= overlong_metrics(samples, config.overlong)
+    if config.teacher_key is not None:
+        metrics |= teacher_metrics(samples, config.teacher_key)
     return metrics
 
 
@@ -230,6 +246,27 @@ def overlong_metrics(samples: list[Sample], penalty: OverlongPenalty) -> dict[st
         "rollout/overlong_penalty": mean(penalties),
         "rollout/overlong_ratio": sum(value < 0 for value in penalties) / len(penalties),
     }
+
+
+def teacher_metrics(samples: list[Sample], key: str) -> dict[str, float]:
+    """Samples of each of several teachers, and their sampled reverse KL: engine - teacher log-probability.
+
+    The mean over the trained tokens of a sample, then over samples that have any. `key` names the teacher in metadata.
+    """
+    of_teachers: dict[str, list[float]] = {}
+    counts: Counter[str] = Counter()
+    for sample in samples:
+        name = str(sample.metadata.get(key))
+        counts[name] += 1
+        engine, teacher = sample.column("rollout_log_probs"), sample.column("teacher_log_probs")
+        if engine is None or teacher is None or sample.remove_sample:
+            continue
+        mask = sample.loss_mask or [1] * sample.response_length
+        gaps = [one - other for one, other, trained in zip(engine, teacher, mask, strict=True) if trained]
+        if gaps:
+            of_teachers.setdefault(name, []).append(mean(gaps))
+    divergences = {f"rollout/teacher/{name}/opd_reverse_kl": mean(values) for name, values in of_teachers.items()}
+    return {f"rollout/teacher/{name}/samples": float(count) for name, count in counts.items()} | divergences
 
 
 def category_metrics(samples: list[Sample], key: str) -> dict[str, float]:

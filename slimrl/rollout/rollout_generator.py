@@ -163,7 +163,7 @@ class RolloutGenerator:
                 rollout_id, data_source, evaluation=False, tokenizer=self._tokenizer, generator=self
             )
         output = self._config.expected.checked(returned)
-        await self._sample_generator.ask_teacher([sample for group in output.groups for sample in group])
+        await self._sample_generator.score_tokens([sample for group in output.groups for sample in group])
         return output
 
     async def evaluate(self, rollout_id: int) -> dict[str, EvalResult]:

@@ -103,7 +103,7 @@ def generate_rollout(
 
 
 def held_out_conversations(args: PromptArguments, dataset: EvalDataset, tokenizer: Any) -> RolloutBatch:
-    """All conversations of an evaluation set, without a schedule.
+    """All conversations of an evaluation set, without a schedule; for a reward model with their scores as rewards.
 
     Raises InvalidRowsError with every bad row, ValueError for a conversation without a message to score.
     """
@@ -118,7 +118,9 @@ def held_out_conversations(args: PromptArguments, dataset: EvalDataset, tokenize
         fill_conversation(
             sample, tokenizer, TURN_MARKS[args.loss_mask_type], dataset.apply_chat_template_kwargs, flag=name
         )
-    rewards = torch.zeros(len(samples))
+        if args.trains_reward_model:
+            sample.reward = float(sample.label)
+    rewards = torch.tensor([sample.reward_value() for sample in samples])
     return batch_from_samples(samples, rewards, rewards)
 
 

@@ -103,6 +103,10 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             ),
             ("--tis-mode mask", "--tis-mode belongs to --use-tis: add it, or leave --tis-mode out."),
             (
+                "--tis-batch-normalize",
+                "--tis-batch-normalize belongs to --use-tis: add it, or leave --tis-batch-normalize out.",
+            ),
+            (
                 "--rs-veto-threshold 1e-4",
                 "--rs-veto-threshold belongs to --use-rs: add it, or leave --rs-veto-threshold out.",
             ),

@@ -14,6 +14,7 @@ from tests.arguments.conftest import QWEN3_4B_CONFIG, complete_model, make_check
 MEGATRON = "--use-opd --opd-type megatron --opd-teacher-load {dir}/teacher"
 SERVED = "--rollout-temperature 1 --use-opd --opd-type sglang"
 URL = f"{SERVED} --rm-url http://10.0.0.1:30000/generate"
+SERVED_TEACHERS = f"{SERVED} --opd-teacher-models default={{dir}}/served code={{dir}}/served"
 SEVERAL = f"{SERVED} --opd-teacher-urls default=http://10.0.0.1:30000"
 MODEL = f"{SERVED} --rm-model {{dir}}/served"
 
@@ -62,6 +63,8 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             SEVERAL,
             f"{SEVERAL} math=http://h:1,http://h:2 --opd-teacher-key expert --rm-concurrency 8",
             SEVERAL.replace("default", "train"),  # the name of the file
+            f"{SERVED_TEACHERS} --opd-teacher-num-gpus 4 1 --opd-teacher-num-gpus-per-engine 2 1 --rm-concurrency 8",
+            SERVED_TEACHERS + ' --rm-server-options {{"mem_fraction_static":0.5}} --opd-teacher-key expert',
         ],
         [
             (
@@ -96,6 +99,31 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             (
                 f"{SEVERAL} default=http://h:1",
                 "--opd-teacher-urls names default twice: give each teacher one name, with its addresses after a comma.",
+            ),
+            (
+                f"{SERVED_TEACHERS} math={{dir}}/served".replace("code=", "default="),
+                "--opd-teacher-models names default twice: give each teacher one name, with its folder.",
+            ),
+            (
+                f"{SERVED} --opd-teacher-models default={{dir}}/served code",
+                "--opd-teacher-models code is not a name and a folder: write name=folder.",
+            ),
+            (
+                f"{SERVED_TEACHERS} --opd-teacher-num-gpus 4",
+                "--opd-teacher-num-gpus has 1 numbers and --opd-teacher-models 2 teachers: give one number each.",
+            ),
+            (
+                f"{SERVED_TEACHERS} --opd-teacher-num-gpus 3 2 --opd-teacher-num-gpus-per-engine 2 2",
+                "the teacher default has 3 GPUs, which is not a multiple of the 2 of a server: choose a multiple.",
+            ),
+            (
+                f"{URL} --opd-teacher-num-gpus 2",
+                "--opd-teacher-num-gpus belongs to --opd-teacher-models: add it, or leave --opd-teacher-num-gpus out.",
+            ),
+            (
+                f"{SERVED_TEACHERS} --opd-teacher-urls default=http://h:1",
+                "--opd-teacher-models are teachers that slimrl serves, and --opd-teacher-urls external ones: give one"
+                " of them.",
             ),
             (
                 SEVERAL + ' --rm-server-options {{"tp_size":2}}',
@@ -348,7 +376,7 @@ def test_evaluation_starts_no_teacher(teachers):
     assert problems == []
     assert not starts_reward_servers(args) and len(reward_gpus(args, 8)) == 0
     args, _ = read_args(teachers.line(MODEL))
-    assert starts_reward_servers(args) and reward_gpus(args, 8) == range(8, 9)
+    assert starts_reward_servers(args) and reward_gpus(args, 8) == (range(8, 9),)
 
 
 def test_custom_columns_have_no_top_tokens_of_a_teacher(teachers, monkeypatch):

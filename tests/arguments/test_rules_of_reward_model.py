@@ -45,8 +45,14 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
         [
             "--n-samples-per-prompt 4 --prompt-data {dir}/several.jsonl",
             f"{SCORED} --label-key score",
+            f"{SCORED} --label-key score --eval-interval 2 --eval-prompt-data rest {{dir}}/scored.jsonl",
         ],
         [
+            (
+                f"{SCORED} --label-key score --eval-interval 2 --eval-prompt-data rest {{dir}}/scored.jsonl"
+                " --eval-temperature 0",
+                "--eval-temperature has no effect on the evaluation of held-out scores: leave it out.",
+            ),
             (
                 "--n-samples-per-prompt 1",
                 "--n-samples-per-prompt 1 leaves no rejected answer: give 1 and the number of rejected answers of a"
@@ -107,8 +113,8 @@ def test_engines_cannot_serve_what_is_trained(reward_model):
     assert any(problem.startswith(f"{LOSS} trains a model that engines cannot generate with") for problem in problems)
 
 
-@pytest.mark.parametrize("more", ["--save-hf {dir}/out_{{rollout_id}}", "--spec examples.model layers"])
-def test_what_builds_or_exports_a_policy_is_unsupported(reward_model, more):
+@pytest.mark.parametrize("more", ["--spec examples.model layers"])
+def test_what_builds_a_policy_is_unsupported(reward_model, more):
     flag = more.split()[0]
     problems = [str(problem) for problem in read_args(reward_model(more))[1]]
     assert any(problem.startswith(f"{flag} ") and f"is unsupported with {LOSS}" in problem for problem in problems)

@@ -7,7 +7,7 @@ import pytest
 from slimrl.arguments import read_args
 from tests.arguments.conftest import SPLIT
 
-TESTED_APART = ("reward_model_shares_gpus",)
+TESTED_APART = ("reward_model_shares_gpus", "process_rewards_have_their_model")
 
 
 def sentences(line: list[str]) -> list[str]:
@@ -137,4 +137,71 @@ def test_reward_model_shares_the_gpus_of_a_colocated_run(recipe, write_reward_mo
     ]
     assert sentences([*recipe.line(), *served, "--rm-url", "http://a:1"]) == [
         "--rm-colocate needs --rm-model: give it, without --rm-url, or leave --rm-colocate out."
+    ]
+
+
+# rewards of steps -----------------------------------------------------------------------------------------------------
+
+
+PPO = "--advantage-estimator reinforce_plus_plus --rm-type zero --rm-step-separator ###"
+
+
+def test_step_rewards_need_a_model_and_returns_over_tokens(recipe, write_reward_model):
+    line = recipe.line(PPO)
+    assert sentences(line) == [
+        "--rm-step-separator '###' needs a process reward model: give its folder, --rm-model.",
+    ]
+    model = ["--rm-model", str(write_reward_model())]
+    assert sentences([*line, *model]) == []
+    assert sentences([*recipe.line("--rm-type math --rm-step-separator ###"), *model]) == [
+        "--rm-step-separator '###' rewards steps, and --advantage-estimator grpo has one reward per response: use"
+        " reinforce_plus_plus and ppo."
+    ]
+    assert sentences([*recipe.line(PPO.replace("zero", "reward_model")), *model]) == [
+        "--rm-step-separator '###' makes --rm-model a process reward model, and --rm-type reward_model would score"
+        " whole responses with it: choose another reward; zero for none.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "clause"),
+    [
+        ({"architectures": ["Qwen2ForTokenClassification"], "id2label": {}}, None),  # transformers' default: 2 labels
+        ({"architectures": ["Qwen3ForTokenClassification"], "num_labels": 1}, None),
+        ({"id2label": {"0": "bad", "1": "good"}}, None),
+        (
+            {"architectures": ["Qwen2ForTokenClassification"], "num_labels": 3},
+            "has 3 labels, and a process reward model",
+        ),
+        ({"architectures": ["LlamaForTokenClassification"]}, "is a LlamaForTokenClassification, and a process reward"),
+    ],
+)
+def test_process_reward_model_has_one_or_two_labels_that_sglang_serves(changes, clause, recipe, write_reward_model):
+    found = sentences([*recipe.line(PPO), "--rm-model", str(write_reward_model(**changes))])
+    assert [clause is not None and clause in one for one in found] == ([] if clause is None else [True])
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        (
+            ["--rm-input-template", "{prompt} {response}"],
+            "--rm-input-template is a text with a whole response, and --rm-step-separator reads its steps: use"
+            " --rm-input.",
+        ),
+        (
+            ["--rm-input", "tokens", "--rm-step-marker", "<step>"],
+            "--rm-step-marker '<step>' is not among the policy's tokens, which --rm-input tokens sends: leave one of"
+            " them out.",
+        ),
+    ],
+)
+def test_input_of_steps_is_consistent(more, sentence, recipe, write_reward_model):
+    assert sentences([*recipe.line(PPO), "--rm-model", str(write_reward_model()), *more]) == [sentence]
+
+
+def test_flags_of_steps_belong_to_their_separator(recipe):
+    assert sentences(recipe.line("--rm-step-coef 0.5 --rm-step-marker x")) == [
+        "--rm-step-coef belongs to --rm-step-separator: add it, or leave --rm-step-coef out.",
+        "--rm-step-marker belongs to --rm-step-separator: add it, or leave --rm-step-marker out.",
     ]

@@ -37,7 +37,7 @@ def test_unresponsive_node_is_named_within_half_a_minute():
 
 def test_every_other_gpu_node_is_watched_and_described_by_its_roles():
     gpus = [GpuBundle(i, node, "", 0) for i, node in enumerate("aabbcc")]
-    plan = PlacementPlan(6, range(3), range(3, 5), 1, range(5, 6))
+    plan = PlacementPlan(6, range(3), range(3, 5), 1, (range(5, 6),))
     known = [
         {"NodeID": node, "NodeManagerAddress": f"10.0.0.{number}", "NodeManagerPort": 7000 + number, "Resources": {}}
         for number, node in enumerate("abcde")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 
 import pytest
 
@@ -14,7 +15,7 @@ from slimrl.cluster.ray_session import ray_session
 from slimrl.data.sample import Sample
 from slimrl.rollout.rm_hub import RewardConfig, RewardScorer
 from slimrl.rollout.rm_hub.remote import RemoteRefused
-from tests.reward_models import logits, write_reward_model
+from tests.reward_models import logits, token_logits, write_reward_model
 from tests.rollout.conftest import tokenizer  # noqa: F401 - the fixture
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -55,7 +56,7 @@ def test_rewards_match_transformers_logits_and_a_dead_server_is_named(tmp_path, 
     assert len({len(row) for row in read}) == 6 and tokenizer.decode(read[0]).endswith("<|im_end|>\n")
 
     async def run() -> tuple[list[float], str]:
-        gpus = GpuBundles(PlacementPlan(1, range(0), range(0), 1, range(1), 1))
+        gpus = GpuBundles(PlacementPlan(1, range(0), range(0), 1, (range(1),)))
         servers = await RewardServers.start(args, gpus, Launch.of_run(args))
         scorer = RewardScorer.from_args(servers.reachable(args))
         try:
@@ -78,3 +79,66 @@ def test_rewards_match_transformers_logits_and_a_dead_server_is_named(tmp_path, 
     assert rewards == pytest.approx(logits(model, read), abs=1e-4)
     assert max(rewards) - min(rewards) > 0.5  # weights for which any comparison would succeed
     assert death.startswith("the reward model's server 0 has ended, responses cannot be scored: SGLang server _reward0")
+
+
+def test_rewards_of_steps_are_those_of_a_token_classifier_in_one_pass(tmp_path, tokenizer):  # noqa: F811
+    """The probability of the second label at each marker, from transformers' token classifier over the whole text."""
+    model = write_reward_model(tmp_path / "prm", tokenizer, "Qwen3", head="TokenClassification", labels=2)
+    args = Arguments(
+        rm_type="zero",
+        rm_model=str(model),
+        hf_checkpoint=str(model),
+        run_dir=str(tmp_path / "run"),
+        rm_step_separator="\n\n",
+        rm_step_marker=" so",
+    )
+    texts = [["so it is", "then it is 4"], ["one", "two of them", "three"], ["only one"]]
+    samples, rows, marks = [], [], []
+    for index, steps in enumerate(texts):
+        prompt, response = tokenizer(f"{index}+{index}=")["input_ids"], "\n\n".join(steps) + "\n\n" * (index == 1)
+        ids = tokenizer(response)["input_ids"]
+        samples.append(
+            Sample(
+                prompt=f"{index}+{index}=",
+                index=index,
+                tokens=[*prompt, *ids],
+                response=response,
+                response_length=len(ids),
+                metadata={},
+            )
+        )
+        row = tokenizer.apply_chat_template(
+            [{"role": "user", "content": f"{index}+{index}="}], add_generation_prompt=True, return_dict=False
+        )
+        ends = []
+        for step in steps:
+            row = [*row, *tokenizer(step)["input_ids"], *tokenizer(" so")["input_ids"]]
+            ends.append(len(row) - 1)
+        rows.append(row)
+        marks.append(ends)
+
+    async def run() -> None:
+        gpus = GpuBundles(PlacementPlan(1, range(0), range(0), 1, (range(1),)))
+        servers = await RewardServers.start(args, gpus, Launch.of_run(args))
+        scorer = RewardScorer.from_args(servers.reachable(args))
+        try:
+            await asyncio.gather(*(scorer.score_tokens(one) for one in samples))
+        finally:
+            scorer.close()
+            await servers.close()
+            gpus.release()
+
+    with ray_session(1):
+        asyncio.run(run())
+    found = [reward for one in samples for reward in one.metadata["step_rewards"]]
+    expected = []
+    for row, ends in zip(rows, marks, strict=True):
+        outputs = token_logits(model, row)
+        expected += [1 / (1 + math.exp(outputs[end][0] - outputs[end][1])) for end in ends]
+    print("largest difference", max(abs(one - other) for one, other in zip(found, expected, strict=True)))
+    assert found == pytest.approx(expected, abs=1e-5)
+    assert max(found) - min(found) > 0.05
+    for one, steps in zip(samples, texts, strict=True):
+        assert [value for value in one.token_rewards if value] == one.metadata["step_rewards"] and len(steps) == sum(
+            value != 0 for value in one.token_rewards
+        )

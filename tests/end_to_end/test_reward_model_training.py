@@ -62,6 +62,7 @@ def trained(tiny, tmp_path: Path, seed: int) -> tuple[Path, float]:
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in those))
     saving = {"eval_interval": STEPS, "eval_prompt_data": ["unseen", tmp_path / "held-out.jsonl"]}
     saving |= {"eval_input_key": "prompt", "save": tmp_path / "checkpoints", "rollout_shuffle": False}
+    saving |= {"save_hf": tmp_path / "hf_{rollout_id}"}
     flags = tiny.flags(prompt_data=tmp_path / "train.jsonl", **TRAINING, **saving)
     done = harness.start("train.py", flags, tmp_path, "rm", tiny.home).finish(200)
     assert done.code == 0, done.output[-6000:]
@@ -76,6 +77,10 @@ def trained(tiny, tmp_path: Path, seed: int) -> tuple[Path, float]:
     tool = [sys.executable, "tools/convert_torch_dist_to_hf.py", "--origin-hf-dir", str(tiny.model)]
     tool += ["--input-dir", str(tmp_path / f"checkpoints/iter_{STEPS - 1:07}"), "--output-dir", str(folder)]
     subprocess.run(tool, cwd=ROOT, check=True, capture_output=True, timeout=100)
+    exported = tmp_path / f"hf_{STEPS - 1}"
+    assert {path.name: path.read_bytes() for path in exported.iterdir()} == {
+        path.name: path.read_bytes() for path in folder.iterdir()
+    }
     tokenizer = AutoTokenizer.from_pretrained(folder)
     rewards = [logits(folder, token_ids(tokenizer, row)) for row in unseen]
     last = done.summary["eval"]["history"][-1]["metrics"]

@@ -42,7 +42,7 @@ def test_bf16_gpu_servers_give_transformers_logits(count: int, tmp_path: Path, t
     ]
 
     async def run() -> list[float]:
-        gpus = GpuBundles(PlacementPlan(count, range(0), range(0), 1, range(count), 1))
+        gpus = GpuBundles(PlacementPlan(count, range(0), range(0), 1, tuple(range(at, at + 1) for at in range(count))))
         servers = await RewardServers.start(args, gpus, Launch.of_run(args))
         scorer = RewardScorer.from_args(servers.reachable(args))
         try:

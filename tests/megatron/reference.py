@@ -102,9 +102,13 @@ def train(
     batch: RolloutBatch,
     settings: ReferenceSettings,
     teacher_dir: Path | None = None,
+    factors: list[Tensor] | None = None,
     make_optimizer: Callable[[dict[str, nn.Parameter], ReferenceSettings], torch.optim.Optimizer] | None = None,
 ) -> ReferenceResult:
-    """Trains the policy on the rollout's samples, in `settings.steps` equal steps in order; by default with AdamW."""
+    """Trains the policy on the rollout's samples, in `settings.steps` equal steps in order; by default with AdamW.
+
+    `factors` of each sample's tokens multiply the policy loss.
+    """
     policy, samples = _prepare(policy_dir, settings), _split(batch)
     masters = {name: nn.Parameter(p.detach().double()) for name, p in policy.named_parameters()}
     _prepare_compute(policy, settings)
@@ -131,7 +135,8 @@ def train(
         tokens = sum(samples[row]["tokens"].numel() for row in rows)
         optimizer.zero_grad()
         for row in rows:
-            values, was_clipped, own_balance = _token_losses(policy, samples[row], old[row], ref[row], settings)
+            own = 1.0 if factors is None else factors[row]
+            values, was_clipped, own_balance = _token_losses(policy, samples[row], old[row], ref[row], settings, own)
             balance = settings.balance_coef * own_balance * samples[row]["tokens"].numel() / tokens
             mask = samples[row]["mask"]
             divisor = trained if settings.per_token else max(float(mask.sum()), 1.0) * size
@@ -234,12 +239,17 @@ def _as_published(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _token_losses(
-    policy: nn.Module, sample: dict[str, Tensor], old: Tensor, ref: Tensor, settings: ReferenceSettings
+    policy: nn.Module,
+    sample: dict[str, Tensor],
+    old: Tensor,
+    ref: Tensor,
+    settings: ReferenceSettings,
+    factors: Tensor | float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     log_probs, entropy, balance = _log_probs(policy, sample, settings.temperature)
     ratio, advantage = (log_probs - old).exp(), sample["reward"]
     bounded = torch.clamp(ratio, 1 - settings.eps_clip, 1 + settings.eps_clip_high)
     policy_loss = -torch.minimum(ratio * advantage, bounded * advantage)
     gap = ref - log_probs
-    values = policy_loss + settings.kl_coef * (gap.exp() - 1 - gap) - settings.entropy_coef * entropy
+    values = factors * policy_loss + settings.kl_coef * (gap.exp() - 1 - gap) - settings.entropy_coef * entropy
     return values, (bounded * advantage < ratio * advantage).double(), balance

@@ -16,7 +16,7 @@ from slimrl.data.train_batch import RolloutBatch
 from slimrl.megatron.training.loss.policy_loss import PolicyLossConfig, PolicyLossInputs, policy_loss_sums
 from slimrl.megatron.training.reporting.train_metrics import reduce_step
 from tests.megatron import layouts, ranks, reference
-from tests.megatron.layouts import CP2, DYNAMIC, PP2, SPREAD, Layout
+from tests.megatron.layouts import CP2, DYNAMIC, PP2, SPREAD, TP2_SP, Layout
 
 SETTINGS = PolicyLossConfig(
     eps_clip=0.2,
@@ -203,15 +203,18 @@ FLAGS = {
 }
 
 
+def log_probs_of_the_policy(models: layouts.Models) -> list[torch.Tensor]:
+    """Of each sample, by transformers in float64."""
+    policy = reference.load_model(models.folder("dense", Layout(1, {}).layers, "policy"))
+    with torch.no_grad():
+        samples = reference._split(models.rollout)
+        return [reference._log_probs(policy, sample, layouts.SETTINGS.temperature)[0] for sample in samples]
+
+
 def near_the_policy(models: layouts.Models) -> RolloutBatch:
     """The rollout with log-probabilities that engines near the policy would report: transformers', and noise."""
-    policy = reference.load_model(models.folder("dense", Layout(1, {}).layers, "policy"))
     draw = torch.Generator().manual_seed(11)
-    columns = []
-    with torch.no_grad():
-        for sample in reference._split(models.rollout):
-            values = reference._log_probs(policy, sample, layouts.SETTINGS.temperature)[0]
-            columns.append(values + 0.25 * torch.randn(values.shape, generator=draw))
+    columns = [values + 0.25 * torch.randn(values.shape, generator=draw) for values in log_probs_of_the_policy(models)]
     return dataclasses.replace(models.rollout, rollout_log_probs=torch.cat(columns).float())
 
 
@@ -234,3 +237,75 @@ def test_every_layout_corrects_alike(one_rank: Any, two_ranks: Any, tmp_path: An
             step = {key: value for key, value in step.items() if "memory_" not in key}
             assert step == pytest.approx({key: expected[key] for key in step}, rel=1e-4, abs=1e-6), name
         assert layouts.relative_error(found.weights, single.weights) < 1e-5, name
+
+
+LEVELS = {
+    "token": {"tis_clip": 1.2, "tis_clip_low": 0.7},
+    "sequence": {"tis_level": "sequence", "tis_clip": 1.5},
+    "geometric": {"tis_level": "geometric", "tis_mode": "mask", "tis_clip": 1.05, "tis_clip_low": 0.9},
+}
+
+
+def normalized_weights(gaps: list[torch.Tensor], masks: list[torch.Tensor], flags: dict[str, Any]) -> list[list[float]]:
+    """The weight of each trained token of a step, divided by the mean of the weights of its level."""
+    low, high, level = flags.get("tis_clip_low", 0.0), flags["tis_clip"], flags.get("tis_level", "token")
+    of_samples = []
+    for gap, mask in zip(gaps, masks, strict=True):
+        values = gap[mask != 0].tolist()
+        if level != "token" and values:
+            total = math.fsum(values) / (len(values) if level == "geometric" else 1)
+            values = [total]
+        ratios = [math.exp(value) for value in values]
+        if flags.get("tis_mode") == "mask":
+            of_samples.append([ratio if low <= ratio <= high else 0.0 for ratio in ratios])
+        else:
+            of_samples.append([min(max(ratio, low), high) for ratio in ratios])
+    every = [weight for weights in of_samples for weight in weights]
+    mean = math.fsum(every) / len(every)
+    return [[weight / mean for weight in weights] for weights in of_samples]
+
+
+def factors_of(gaps: list[torch.Tensor], masks: list[torch.Tensor], flags: dict[str, Any]) -> list[torch.Tensor]:
+    """The factors of all tokens of a step, 1 where masked."""
+    factors = []
+    for weights, mask in zip(normalized_weights(gaps, masks, flags), masks, strict=True):
+        factor = torch.ones_like(mask)
+        if weights:
+            factor[mask != 0] = torch.tensor(weights, dtype=mask.dtype)
+        factors.append(factor)
+    return factors
+
+
+def of_steps(models: layouts.Models, rollout: RolloutBatch, flags: dict[str, Any]) -> list[torch.Tensor]:
+    samples, train = reference._split(rollout), log_probs_of_the_policy(models)
+    engine = rollout.rollout_log_probs.double().split(rollout.response_lengths.tolist())
+    gaps = [own - other for own, other in zip(train, engine, strict=True)]
+    masks = [sample["mask"] for sample in samples]
+    half = len(samples) // layouts.SETTINGS.steps
+    return [
+        factor
+        for first in range(0, len(samples), half)
+        for factor in factors_of(gaps[first : first + half], masks[first : first + half], flags)
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", LEVELS)
+def test_weights_divided_by_their_mean_train_like_float64_in_every_layout(
+    level: str, one_rank: Any, two_ranks: Any, tmp_path: Any
+):
+    """Each of the two steps has a mean of its own, over micro-batches that the layouts cut differently."""
+    models, flags = layouts.Models(tmp_path), LEVELS[level]
+    rollout = near_the_policy(models)
+    folders = [models.folder("dense", Layout(1, {}).layers, role) for role in ("policy", "reference")]
+    factors = of_steps(models, rollout, flags)
+    truth = reference.train(*folders, rollout, layouts.SETTINGS, factors=factors)
+    plain = reference.train(*folders, rollout, layouts.SETTINGS)
+    assert layouts.furthest(plain.gradient_norms, truth.gradient_norms) > 1e-3  # the weights matter
+    of_level = {"one rank": Layout(1, {}), "TP2 SP": Layout(2, TP2_SP)} | LAYOUTS
+    for name, layout in of_level.items():
+        args = dataclasses.replace(models.args(layout, "dense"), use_tis=True, tis_batch_normalize=True, **flags)
+        found = layouts.train(one_rank if layout.ranks == 1 else two_ranks, args, rollout)
+        differences = layouts.differences(args, found, truth)
+        assert max(differences.grad_norm, differences.weights) < 1e-5, (name, differences)
+        assert differences.loss < 1e-4, (name, differences)  # a sum of terms that nearly cancel

@@ -116,14 +116,16 @@ class TrueResult:
     advantages: float  # mean over samples of the mean over trained tokens
 
 
-def truth(folder: Path, head: Tensor, rollout: Any, *, normalized: bool = False) -> TrueResult:
+def truth(
+    folder: Path, head: Tensor, rollout: Any, *, normalized: bool = False, make_optimizer: Any = None
+) -> TrueResult:
     """The same training with transformers: the mean over samples of the means over trained tokens.
 
     `normalized`: on returns less the mean over all trained tokens, divided by the deviation.
     """
     model = Truth(folder, head)
     samples = reference._split(rollout)
-    adam = reference._adam(dict(model.named_parameters()), SETTINGS)
+    adam = (make_optimizer or reference._adam)(dict(model.named_parameters()), SETTINGS)
 
     def values() -> list[Tensor]:
         with torch.no_grad():
@@ -181,6 +183,21 @@ def pools(one_rank: Any, two_ranks: Any) -> dict[int, Any]:
     return {1: one_rank, 2: two_ranks}
 
 
+def critic_alone(args: Any) -> Any:
+    """The flags of training the critic of `truth`; the policy does not move."""
+    return dataclasses.replace(
+        args,
+        advantage_estimator="ppo",
+        gamma=GAMMA,
+        lambd=LAMBD,
+        value_clip=VALUE_CLIP,
+        critic_lr=LR,
+        critic_lr_warmup_iters=0,
+        moe_router_bias_update_rate=0.0,
+        lr=0.0,
+    )
+
+
 NORMALIZED = "DP2, overlapped, packed"
 
 
@@ -191,19 +208,7 @@ def test_critic_is_trained_as_by_plain_autograd(
     name: str, normalized: bool, models: Any, truths: Any, head: Tensor, pools: Any
 ):
     layout, kind = LAYOUTS[name]
-    args = models.args(layout, kind, SETTINGS)
-    args = dataclasses.replace(
-        args,
-        advantage_estimator="ppo",
-        gamma=GAMMA,
-        lambd=LAMBD,
-        value_clip=VALUE_CLIP,
-        normalize_values=normalized,
-        critic_lr=LR,
-        critic_lr_warmup_iters=0,
-        moe_router_bias_update_rate=0.0,
-        lr=0.0,
-    )
+    args = dataclasses.replace(critic_alone(models.args(layout, kind, SETTINGS)), normalize_values=normalized)
     found = pools[layout.ranks].run(train, args, models.rollout, head)
     folder = models.folder(kind, layout.layers, "reference")  # a fresh start's --ref-load, unless --load has weights
     folder = models.folder(kind, layout.layers, "policy") if args.load is not None else folder

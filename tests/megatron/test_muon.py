@@ -1,4 +1,7 @@
-"""Muon and SGD: the step of each layout equals one in float64, and checkpoints resume bit for bit in other layouts."""
+"""Muon and SGD: the step of each layout equals one in float64, and checkpoints resume bit for bit in other layouts.
+
+Also with frozen weights, of a critic and of a reward model, and with an offload between the steps.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from slimrl.arguments import Arguments
-from tests.megatron import layouts, ranks, reference, tiny
+from tests.megatron import layouts, ranks, reference, test_critic, test_offload, test_reward_model, tiny
 from tests.megatron.launch import RankPool
 from tests.megatron.layouts import Layout, Models, relative_error
 from tests.megatron.test_resharding import distance, flags_of, save_and_step
@@ -59,7 +62,9 @@ class ReferenceMuon(torch.optim.Optimizer):
         self._masters, self._lr, self._decay = masters, settings.lr, settings.weight_decay
         self._split_qkv, self._nesterov, self._mode, self._shards = split_qkv, nesterov, mode, shards
         ends = ("embed_tokens", "lm_head")
-        self._rest = {n: p for n, p in masters.items() if p.dim() == 1 or any(end in n for end in ends)}
+        self._rest = {
+            n: p for n, p in masters.items() if p.dim() == 1 or n == "head" or any(end in n for end in ends)
+        }  # a value head is a row of weights
         self._adam = reference._adam(self._rest, settings)
         self._momenta = {n: torch.zeros_like(p) for n, p in masters.items() if n not in self._rest}
 
@@ -69,9 +74,13 @@ class ReferenceMuon(torch.optim.Optimizer):
         updates = {}
         for name, momentum in self._momenta.items():
             gradient = self._masters[name].grad
+            if gradient is None:
+                continue  # frozen
             momentum.mul_(0.95).add_(gradient, alpha=0.05)
             updates[name] = 0.95 * momentum + 0.05 * gradient if self._nesterov else momentum
         for names in self._matrices():
+            if names[0] not in updates:
+                continue
             for part in self._parts(names[0]):
                 joined = torch.cat([part(updates[name]) for name in names])
                 rows, columns = joined.shape
@@ -130,19 +139,136 @@ def test_step_of_muon_equals_float64(name: str, toys: Models, one_rank: RankPool
     settings = layouts.SETTINGS
     args = toys.args(Layout(size, flags | MUON), kind, settings)
     found = layouts.train(one_rank if size == 1 else two_ranks, args, toys.rollout)
-    make = functools.partial(
-        ReferenceMuon,
-        split_qkv=args.muon_split_qkv,
-        nesterov=args.muon_use_nesterov,
-        mode=args.muon_scale_mode,
-        shards=2 if name == "TP2, each shard a matrix" else 1,
-    )
+    make = muon_of(args, shards=2 if name == "TP2, each shard a matrix" else 1)
     folders = [toys.folder(kind, args.num_layers, role) for role in ("policy", "reference")]
     truth = reference.train(*folders, toys.rollout, settings, make_optimizer=make)
     far = layouts.differences(args, found, truth)
     # Newton-Schulz multiplies the rounding of the smallest singular values by up to 500
     assert (far.loss, far.grad_norm, far.weights) == pytest.approx((0, 0, 0), abs=2e-4)
     assert relative_error(found.gradients, truth.gradients) < 1e-3
+
+
+# flags that freeze, and the names of the same weights in transformers' model
+FROZEN: dict[str, tuple[int, dict[str, Any], dict[str, Any], str]] = {
+    "PP2, without embedding and attention": (
+        2,
+        PP2,
+        {"freeze_params_name_list": ["embedding", "linear_qkv", "linear_proj"]},
+        "embed_tokens|[qkvo]_proj",
+    ),
+    "TP2, gate and up alone": (
+        2,
+        TP2 | WHOLE,
+        {"only_train_params_name_list": ["linear_fc1.weight"]},
+        "embed_tokens|[qkvo]_proj|norm|down_proj|lm_head",
+    ),
+}
+
+
+def trained_weights(rank: int, world_size: int, init_method: str, args: Arguments, rollout: Any) -> Any:
+    """Metrics and weights after one rollout."""
+    trainer = ranks.start(rank, world_size, init_method, args)
+    metrics = trainer.train(0, ranks.share_of(trainer, rollout))
+    weights = ranks.export(trainer)
+    trainer.close()
+    return metrics, weights
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FROZEN)
+def test_step_of_muon_leaves_frozen_weights_and_equals_float64(name: str, toys: Models, two_ranks: RankPool):
+    _, flags, lists, frozen = FROZEN[name]
+    settings = dataclasses.replace(layouts.SETTINGS, frozen=frozen)
+    args = toys.args(Layout(2, flags | MUON | lists), "dense", settings)
+    (metrics, weights), *_ = two_ranks.run(trained_weights, args, toys.rollout)
+    folders = [toys.folder("dense", args.num_layers, role) for role in ("policy", "reference")]
+    truth = reference.train(*folders, toys.rollout, settings, make_optimizer=muon_of(args))
+    assert [step["loss"] for step in metrics] == pytest.approx(truth.losses, rel=2e-4)
+    assert [step["grad_norm"] for step in metrics] == pytest.approx(truth.gradient_norms, rel=2e-4)
+    before = reference._as_published(dict(reference.load_model(folders[0]).named_parameters()))
+    for weight, value in truth.weights.items():
+        moved = float((value - before[weight]).norm())
+        if moved == 0:
+            assert torch.equal(weights[weight], before[weight].float()), weight
+        else:
+            assert float((weights[weight].double() - value).norm()) < 2e-3 * moved, weight
+    assert 0 < len(truth.gradients) < len(truth.weights)
+
+
+def muon_of(args: Arguments, shards: int = 1) -> Any:
+    """The reference optimizer of these flags."""
+    return functools.partial(
+        ReferenceMuon,
+        split_qkv=args.muon_split_qkv,
+        nesterov=args.muon_use_nesterov,
+        mode=args.muon_scale_mode,
+        shards=shards,
+    )
+
+
+HEAD = 0.3 * torch.randn(1, 64, generator=torch.Generator().manual_seed(11))
+VALUE_MODELS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "one rank": ("dense", 1, {}),
+    "TP2, whole matrices": ("dense", 2, TP2 | WHOLE),
+    "PP2": ("dense", 2, PP2),
+    "EP2": ("MoE", 2, EP2),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VALUE_MODELS)
+def test_critic_trained_with_muon_equals_float64(name: str, toys: Models, one_rank: RankPool, two_ranks: RankPool):
+    """Losses, gradient norms and the values after two steps; Adam has the value head."""
+    kind, size, flags = VALUE_MODELS[name]
+    args = test_critic.critic_alone(toys.args(Layout(size, flags | MUON), kind, test_critic.SETTINGS))
+    found = (one_rank if size == 1 else two_ranks).run(test_critic.train, args, toys.rollout, HEAD)
+    folder = toys.folder(kind, args.num_layers, "reference" if args.load is None else "policy")
+    true = test_critic.truth(folder, HEAD, toys.rollout, make_optimizer=muon_of(args))
+    ids = toys.rollout.sample_ids.tolist()
+    for rank in found:
+        assert [step["critic-value_loss"] for step in rank.metrics] == pytest.approx(true.losses, rel=5e-4)
+        assert [step["critic-grad_norm"] for step in rank.metrics] == pytest.approx(true.norms, rel=5e-4)
+        for sample, values in zip(rank.samples, rank.values[1], strict=True):
+            torch.testing.assert_close(values.double(), true.values[1][ids.index(sample)], rtol=1e-3, atol=1e-3)
+    moved = torch.cat(true.values[1]) - torch.cat(true.values[0])
+    assert float(moved.abs().max()) > 0.05
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VALUE_MODELS)
+def test_reward_model_trained_with_muon_equals_float64(
+    name: str, toys: Models, one_rank: RankPool, two_ranks: RankPool
+):
+    kind, size, flags = VALUE_MODELS[name]
+    rollout = test_reward_model.rollout_of(2)
+    layout = Layout(size, flags | MUON | test_reward_model.WHOLE)
+    args = test_reward_model.flags(toys, layout, kind, "bradley_terry", 2)
+    found = (one_rank if size == 1 else two_ranks).run(test_reward_model.train, args, rollout, HEAD)
+    folder = toys.folder(kind, args.num_layers, "reference" if args.load is None else "policy")
+    steps, losses = test_reward_model.truth(folder, HEAD, rollout, 2, muon_of(args))
+    for rank in found:
+        for step, true in zip(rank.metrics, steps, strict=True):
+            assert (step["loss"], step["grad_norm"]) == pytest.approx((true["loss"], true["grad_norm"]), rel=5e-4)
+        assert [held_out["loss"] for held_out in rank.held_out] == pytest.approx(losses, rel=1e-3)
+    assert abs(losses[1] - losses[0]) > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [{}, TP2 | WHOLE, TP2 | {"bf16": True}], ids=["one rank", "TP2", "TP2 in bfloat16"])
+def test_offloading_between_steps_of_muon_changes_nothing(
+    flags: dict[str, Any], models: Any, one_rank: RankPool, two_ranks: RankPool
+):
+    """As --colocate does while engines generate: metrics and weights are equal bit for bit."""
+    rollouts = [tiny.recorded_rollout(seed) for seed in range(3)]
+    paths = {"load": str(models.policy), "ref_load": str(models.reference)}
+    args = tiny.tiny_args(**paths, use_kl_loss=True, kl_loss_coef=0.05, **models.flags, **flags, **MUON)
+    pool = two_ranks if flags else one_rank
+    slept, awake = (pool.run(test_offload.train, args, rollouts, sleeps) for sleeps in (True, False))
+    for one, other in zip(slept, awake, strict=True):
+        assert one.metrics == other.metrics
+        assert [name for name, value in other.weights.items() if not torch.equal(value, one.weights[name])] == []
+        assert one.offloaded["optimizer"] > one.offloaded["weights"] / 2  # the momenta are offloaded too
+        assert one.left_offloaded is not None and one.left_offloaded < 60_000
 
 
 def sgd(masters: dict[str, nn.Parameter], settings: Any, momentum: float) -> torch.optim.Optimizer:

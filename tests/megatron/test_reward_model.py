@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import types
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
+from transformers import AutoModelForSequenceClassification
 
 from slimrl.algorithms.reward_model import REWARD_MODEL_LOSSES
 from slimrl.observability.metrics import is_known
@@ -123,11 +125,13 @@ def true_metrics(rewards: list[Tensor], targets: Tensor, responses: int) -> dict
     return {name: sum(note[name] for note in notes) / len(notes) for name in notes[0]}
 
 
-def truth(folder: Any, head: Tensor, rollout: Any, responses: int) -> tuple[list[dict[str, float]], list[float]]:
+def truth(
+    folder: Any, head: Tensor, rollout: Any, responses: int, make_optimizer: Any = None
+) -> tuple[list[dict[str, float]], list[float]]:
     """The metrics of both steps with the gradient norm, and the losses of everything before and after training."""
     model = Truth(folder, head)
     samples = reference._split(rollout)
-    adam = reference._adam(dict(model.named_parameters()), SETTINGS)
+    adam = (make_optimizer or reference._adam)(dict(model.named_parameters()), SETTINGS)
 
     def rewards(rows: range) -> list[Tensor]:
         return [model.body(samples[row]["tokens"][None]).last_hidden_state[0, -1] @ model.head[0] for row in rows]
@@ -172,6 +176,44 @@ def flags(models: Any, layout: Layout, kind: str, loss: str, responses: int) -> 
         moe_router_bias_update_rate=0.0,
     )
     return args
+
+
+EXPORTED = ("1 rank", "TP2 SP", "PP2, packed", "EP2, packed")
+
+
+def train_and_export(rank: int, world_size: int, init_method: str, args: Any, rollout: Any, head: Tensor) -> float:
+    """Trains from a given head and saves; the loss of everything under the saved weights."""
+    trainer = ranks.start(rank, world_size, init_method, args)
+    set_head(types.SimpleNamespace(model=trainer._policy), head)
+    batch = ranks.share_of(trainer, rollout)
+    trainer.train(0, batch)
+    trainer.save(0, {})
+    loss = trainer.held_out.evaluate(batch)["loss"]
+    trainer.close()
+    return loss
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXPORTED)
+def test_export_at_a_save_is_the_classifier_that_was_trained(name: str, models: Any, pools: Any, tmp_path: Any):
+    """Its rewards by transformers' own classifier, in float64, give the trainer's loss."""
+    layout, kind, loss, responses = CASES[name]
+    head = 0.3 * torch.randn(1, 64, generator=torch.Generator().manual_seed(11))
+    rollout = rollout_of(responses)
+    args = flags(models, layout, kind, loss, responses)
+    args.save, args.save_hf = str(tmp_path / "save"), str(tmp_path / "hf_{rollout_id}")
+    args.hf_checkpoint = str(models.folder(kind, layout.layers, "policy"))
+    (trained, *_) = pools[layout.ranks].run(train_and_export, args, rollout, head)
+    folder = tmp_path / "hf_0"
+    config = json.loads((folder / "config.json").read_text())
+    name_of = {"dense": "Qwen3", "MoE": "Qwen3Moe"}[kind]
+    assert config["architectures"] == [f"{name_of}ForSequenceClassification"] and config["num_labels"] == 1
+    plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float64, **plain)
+    with torch.no_grad():
+        rewards = [model(sample["tokens"][None]).logits[0, 0] for sample in reference._split(rollout)]
+    true = float(true_metrics(rewards, rollout.raw_rewards, responses)["loss"])
+    assert trained == pytest.approx(true, rel=1e-5)
 
 
 @pytest.mark.slow

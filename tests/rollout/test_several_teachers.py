@@ -14,6 +14,7 @@ from slimrl.data.train_batch import RolloutBatch, batch_from_samples
 from slimrl.engines.http import with_key
 from slimrl.rollout.convert_samples import Rewards, training_batch
 from slimrl.rollout.dataset.dataset_mixture import DatasetMixture
+from slimrl.rollout.metrics import teacher_metrics
 from slimrl.rollout.rm_hub import RewardScorer
 from slimrl.rollout.rm_hub.grader_pool import GraderPool
 from slimrl.rollout.rm_hub.remote import RemoteUnreachable
@@ -34,12 +35,14 @@ def test_each_sample_is_sent_to_the_teacher_that_its_metadata_names(make_args):
                 one.metadata["teacher"] = name
             stray = sample(9)
             try:
-                await asyncio.gather(*(scorer.ask_teacher(one) for one in samples))
-                with pytest.raises(TeacherError, match=r"sample 9 has metadata.teacher None, and .* has math, code"):
-                    await scorer.ask_teacher(stray)
+                await asyncio.gather(*(scorer.score_tokens(one) for one in samples))
+                with pytest.raises(
+                    TeacherError, match=r"sample 9 has metadata.teacher None, and the teachers are math, code"
+                ):
+                    await scorer.score_tokens(stray)
                 stray.metadata["teacher"] = "physics"
                 with pytest.raises(TeacherError, match="sample 9 has metadata.teacher 'physics'"):
-                    await scorer.ask_teacher(stray)
+                    await scorer.score_tokens(stray)
             finally:
                 scorer.close()
             return samples
@@ -63,7 +66,7 @@ def test_failure_of_one_of_several_teachers_names_it(make_args, monkeypatch):
             one = sample()
             one.metadata["teacher"] = "math"
             try:
-                await scorer.ask_teacher(one)
+                await scorer.score_tokens(one)
             finally:
                 scorer.close()
 
@@ -160,3 +163,22 @@ def test_unusable_top_tokens_are_an_error_that_names_the_server(reply: bytes, me
     with pytest.raises(TeacherError) as error:
         top_tokens_of(Reply(reply), "http://h:1", 2, 2)
     assert message in str(error.value) and "the teacher's server http://h:1" in str(error.value)
+
+
+# metrics --------------------------------------------------------------------------------------------------------------
+
+
+def test_metrics_have_the_samples_and_the_sampled_reverse_kl_of_each_teacher():
+    samples = [sample(index) for index in range(4)]
+    for one, name in zip(samples, ("math", "code", "math", "math"), strict=True):
+        one.metadata["teacher"] = name
+        one.rollout_log_probs, one.teacher_log_probs = [-1.0, -2.0, -3.0, -4.0], [-1.5, -2.0, -2.0, -6.0]
+    samples[2].loss_mask = [1, 1, 0, 0]
+    samples[3].remove_sample = True
+    metrics = teacher_metrics(samples, "teacher")
+    assert metrics == {
+        "rollout/teacher/math/samples": 3.0,
+        "rollout/teacher/code/samples": 1.0,
+        "rollout/teacher/math/opd_reverse_kl": pytest.approx(((0.5 + 0 - 1 + 2) / 4 + 0.25) / 2),
+        "rollout/teacher/code/opd_reverse_kl": pytest.approx((0.5 + 0 - 1 + 2) / 4),
+    }

@@ -3,7 +3,8 @@
 import pytest
 
 from slimrl.rollout.dataset.data_source import RolloutDataSource
-from slimrl.rollout.sft_rollout import generate_rollout
+from slimrl.rollout.evaluate import EvaluationReport
+from slimrl.rollout.sft_rollout import generate_rollout, held_out_conversations
 
 USER, ASSISTANT = {"role": "user", "content": "1+1"}, {"role": "assistant", "content": "two"}
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
@@ -45,3 +46,34 @@ def test_tool_schemas_of_a_row_are_in_the_trained_conversation(samples_of, token
 def test_prerendered_conversation_is_rejected_with_the_flag(samples_of):
     with pytest.raises(ValueError, match="sample 0 is text, not a list of messages: leave --apply-chat-template out"):
         samples_of([{"messages": [USER, ASSISTANT]}], apply_chat_template=True)
+
+
+def test_held_out_conversations_of_a_reward_model_have_their_scores(
+    make_args, make_eval_dataset, write_rows, tokenizer
+):
+    talk = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
+    path = write_rows([{"messages": talk, "score": score} for score in (0.5, -2)], "held-out.jsonl")
+    args = make_args(
+        loss_type="reward_model_loss",
+        reward_model_loss="mse",
+        rollout_function_path="slimrl.rollout.sft_rollout.generate_rollout",
+        debug_train_only=True,
+        label_key="score",
+        eval_interval=1,
+    )
+    assert args.evaluates_held_out
+    dataset = make_eval_dataset(name="rest", path=path, input_key="messages", label_key="score", rm_type=None)
+    batch = held_out_conversations(args, dataset, tokenizer)
+    assert batch.raw_rewards.tolist() == [0.5, -2.0]
+    bad = write_rows([{"messages": talk, "score": "high"}], "bad.jsonl")
+    with pytest.raises(ValueError, match="score"):
+        held_out_conversations(
+            args,
+            make_eval_dataset(name="rest", path=bad, input_key="messages", label_key="score", rm_type=None),
+            tokenizer,
+        )
+
+
+def test_report_of_held_out_scores_is_their_mean_error():
+    report = EvaluationReport.of_held_out("rest", {"loss": 0.5, "absolute_error": 0.6, "predicted_reward": 1.0})
+    assert report.mean_reward == 0.6 and report.metrics() == {"eval/rest": 0.6, "eval/rest-loss": 0.5}

@@ -256,8 +256,8 @@ def test_scorer_asks_the_teacher_once_and_rewards_come_from_elsewhere(make_args)
                 own.teacher_log_probs = [-7.0] * 4  # by a custom function
                 reward = await scorer.score(one, RewardConfig(None, "zero"))
                 for each in (one, one, own):
-                    await scorer.ask_teacher(each)
-                assert own.teacher_log_probs == [-7.0] * 4 and scorer.has_teacher
+                    await scorer.score_tokens(each)
+                assert own.teacher_log_probs == [-7.0] * 4 and scorer.column_of_tokens == "teacher_log_probs"
                 return one, reward
             finally:
                 scorer.close()
@@ -266,5 +266,5 @@ def test_scorer_asks_the_teacher_once_and_rewards_come_from_elsewhere(make_args)
     assert len(server.asked) == 1 and len(one.teacher_log_probs or []) == 4 and reward == 0.0
     assert json.loads(json.dumps(one.to_dict()))["teacher_log_probs"] == one.teacher_log_probs
     alone = RewardScorer.from_args(args, graders=GraderPool(time_limit_s=5.0, size=1))
-    assert not alone.has_teacher  # without an address, custom functions set the values
+    assert alone.column_of_tokens is None  # without an address, custom functions set the values
     alone.close()

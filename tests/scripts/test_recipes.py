@@ -48,10 +48,13 @@ def prepare(line: list[str], model: str) -> None:
     for path in map(Path, data):
         path.parent.mkdir(parents=True, exist_ok=True)
         row = {"prompt": "1+1", "messages": "1+1", "label": "2", "chosen": "2", "rejected": "3"}
+        rows = [row]
+        if "kto" in line:
+            rows = [{"prompt": "1+1", "completion": answer, "label": answer == "2"} for answer in "23"]
         if path.suffix == ".parquet":
-            pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), path)
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
         else:
-            path.write_text(json.dumps(row) + "\n")
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -85,18 +88,35 @@ def test_guide_lists_exactly_the_recipes():
     assert sorted(listed) == RECIPES
 
 
+def places(tmp_path: Path, folder: Path) -> dict[str, object]:
+    """Where a recipe runs; `folder` is removed: if it exists, the recipe uses another one."""
+    shutil.rmtree(folder, ignore_errors=True)
+    path = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin"
+    return {"log": tmp_path / "recipe.out", "run_dir": folder, "cwd": ROOT, "path": path, "home": tmp_path}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_kto_recipe_learns_the_labels_of_unseen_answers_on_the_cpu(tmp_path):
+    folder = ROOT / "runs/run-qwen3-4B-kto-tiny"
+    started = harness.launch(
+        ["bash", "scripts/run-qwen3-4B-kto.sh", "--tiny", "--seed", "7"], **places(tmp_path, folder)
+    )
+    done = started.finish(380)
+    assert done.code == 0, done.output
+    assert done.left == []
+    first, *_, last = (entry["metrics"] for entry in done.summary["eval"]["history"])
+    assert first["eval/held-out-loss"] == 0.5 and first["eval/held-out"] == 0  # policy and reference are equal
+    assert last["eval/held-out-loss"] < 0.4 and last["eval/held-out"] > 0.7 and last["eval/held-out-reward_margin"] > 1
+    shutil.rmtree(folder)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_recipe_trains_a_toy_of_its_family_on_the_cpu(tmp_path):
     folder = ROOT / "runs/run-qwen3-30B-A3B-tiny"
-    shutil.rmtree(folder, ignore_errors=True)  # if it exists, the recipe uses another one
     started = harness.launch(
-        ["bash", "scripts/run-qwen3-30B-A3B.sh", "--tiny", "--seed", "7"],
-        log=tmp_path / "recipe.out",
-        run_dir=folder,
-        cwd=ROOT,
-        path=f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin",
-        home=tmp_path,
+        ["bash", "scripts/run-qwen3-30B-A3B.sh", "--tiny", "--seed", "7"], **places(tmp_path, folder)
     )
     done = started.finish(380)
     assert done.code == 0, done.output

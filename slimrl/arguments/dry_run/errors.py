@@ -124,21 +124,23 @@ def _memory(plan: Plan) -> Iterator[Problem]:
             f"the critic needs {gib(critic.total)} of a GPU that has {have}: {stage_sum(critic)}; give it more GPUs"
             " (--critic-num-nodes), or raise --tensor-model-parallel-size or --pipeline-model-parallel-size of both.",
         )
-    if plan.reward_weights is not None and plan.reward_weights > gpu.bytes:
+    reward, per_server = max(plan.reward_weights, default=0), "--rm-num-gpus-per-engine"
+    if plan.args.opd_teacher_num_gpus_per_engine:
+        per_server = "--opd-teacher-num-gpus-per-engine"
+    if reward > gpu.bytes:
         yield Problem(
-            "--rm-num-gpus-per-engine",
-            f"the {served_role(plan.args)}'s weights take {gib(plan.reward_weights)} of a GPU that has {have}: raise"
-            " --rm-num-gpus-per-engine.",
+            per_server,
+            f"the {served_role(plan.args)}'s weights take {gib(reward)} of a GPU that has {have}: raise {per_server}.",
         )
     if engine is None:
         return
     fraction = plan.engine_settings.fraction
     static = int(gpu.bytes * fraction)
-    if plan.args.rm_colocate and plan.reward_weights is not None and static + plan.reward_weights > gpu.bytes:
+    if plan.args.rm_colocate and static + reward > gpu.bytes:
         yield Problem(
             "--sglang-mem-fraction-static",
             f"an engine's GPU has {fraction:g} x {have} = {gib(static)} for the engine, and the"
-            f" {served_role(plan.args)} of --rm-colocate has weights of {gib(plan.reward_weights)} on it: lower"
+            f" {served_role(plan.args)} of --rm-colocate has weights of {gib(reward)} on it: lower"
             " --sglang-mem-fraction-static.",
         )
     if engine.tokens is not None and engine.tokens < plan.micro_batch.longest_sample:
@@ -202,7 +204,7 @@ def _shortage(plan: Plan) -> str | None:
     of_critic = plan.memory.critic
     train += sum((part.total + part.host) * (len(plan.placement.critic) // len(of_critic)) for part in of_critic)
     rollout = engine.total * sum(map(len, plan.placement.engines)) if engine is not None else 0
-    reward = (plan.reward_weights or 0) * sum(map(len, plan.placement.reward))
+    reward = sum(plan.reward_weights)
     nodes = len({place.node for place in plan.placement.places}) if plan.surroundings.nodes is not None else 1
     need, host = (train + rollout + reward) // nodes, plan.surroundings.machine.host
     if host is None or need <= host:

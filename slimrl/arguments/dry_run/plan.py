@@ -33,6 +33,7 @@ from slimrl.arguments.memory import (
 )
 from slimrl.arguments.namespace import Arguments, all_flag_specs
 from slimrl.arguments.redact import redact_flag
+from slimrl.arguments.served_models import ServedModel, served_models
 from slimrl.hooks import own_path
 from slimrl.models.hf_folder import HfFiles, bytes_per_weight, read_hf_files
 from slimrl.models.model_spec import ModelSpec
@@ -153,7 +154,7 @@ class Plan:
     gpu: GpuMemory | None
     engine_settings: EngineSettings
     memory: MemoryPlan
-    reward_weights: int | None  # of one GPU of the reward model, bytes; None without one that is started
+    reward_weights: tuple[int, ...]  # bytes on each GPU of the reward model or teachers whose servers are started
 
     @property
     def colocated(self) -> bool:
@@ -196,19 +197,21 @@ def make_plan(args: Arguments, entry: str, surroundings: PlanContext) -> Plan:
         gpu=gpu,
         engine_settings=settings,
         memory=estimate(args, gpu_bytes=gpu_bytes, engine=settings),
-        reward_weights=_reward_weights(args, args.rm_model, surroundings) if where.reward and args.rm_model else None,
+        reward_weights=tuple(
+            _reward_weights(args, model, surroundings) for model in served_models(args) for _ in range(model.gpus)
+        ),
     )
 
 
-def _reward_weights(args: Arguments, folder: str, surroundings: PlanContext) -> int:
-    """What a GPU of the reward model's servers holds of its weights: as in the files, or in the dtype asked for."""
-    files = read_hf_files(Path(folder), layers=MANY_LAYERS, tied=False)
+def _reward_weights(args: Arguments, model: ServedModel, surroundings: PlanContext) -> int:
+    """What a GPU of the model's servers holds of its weights: as in the files, or in the dtype asked for."""
+    files = read_hf_files(Path(model.folder), layers=MANY_LAYERS, tied=False)
     if files is None:
         return 0
     options = {**server_defaults(surroundings.server_words), **args.rm_server_options}
     per_element = EngineSettings.from_options(options, weight_bytes=0.0).weight_bytes
     size = files.bytes if not per_element or files.elements is None else int(files.elements * per_element)
-    return size // args.rm_num_gpus_per_engine
+    return size // model.per_server
 
 
 def gpu_memory(args: Arguments, where: Placement, surroundings: PlanContext) -> GpuMemory | None:

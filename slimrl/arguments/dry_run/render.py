@@ -8,7 +8,7 @@ from slimrl.arguments.dry_run.plan import Plan, loop_rows, option_words
 from slimrl.arguments.dry_run.resources import node_resources
 from slimrl.arguments.layout import data_parallel_sizes, dense_axes, expert_axes, rank_lists
 from slimrl.arguments.memory import StageMemory
-from slimrl.arguments.served_models import served_role
+from slimrl.arguments.served_models import served_models, served_role
 from slimrl.processes.process_info import gib
 
 # groups are listed rank by rank up to this world size; beyond it the first group of each kind is shown
@@ -314,16 +314,15 @@ def _servers(plan: Plan) -> Iterator[str]:
 
 
 def _reward_servers(plan: Plan) -> Iterator[str]:
-    args, servers = plan.args, plan.placement.reward
-    if not servers:
-        return
-    places = "; ".join(_where(plan, gpus) for gpus in servers[:LISTED])
-    role = served_role(args)
-    yield f"{role}: {len(servers)} {'server' if len(servers) == 1 else 'servers'} more, at {places}"
-    words = [f"--model-path {args.rm_model}", f"--tp-size {args.rm_num_gpus_per_engine}"]
-    words += [] if args.has_served_teacher else ["--is-embedding"]
-    yield f"with: {' '.join([*words, *option_words(args.rm_server_options)])}"
-    yield f"at most {args.rm_concurrency} requests in flight per server (--rm-concurrency)"
+    args, rest = plan.args, plan.placement.reward
+    words = [*([] if args.has_served_teacher else ["--is-embedding"]), *option_words(args.rm_server_options)]
+    for model in served_models(args):
+        count = -(-model.gpus // model.per_server)
+        places, rest = "; ".join(_where(plan, gpus) for gpus in rest[:count][:LISTED]), rest[count:]
+        yield f"{model.title(args)}: {count} {'server' if count == 1 else 'servers'} more, at {places}"
+        yield f"with: --model-path {model.folder} --tp-size {model.per_server} {' '.join(words)}".rstrip()
+    if plan.placement.reward:
+        yield f"at most {args.rm_concurrency} requests in flight per server (--rm-concurrency)"
 
 
 def _memory(plan: Plan) -> Iterator[str]:
@@ -340,8 +339,10 @@ def _memory(plan: Plan) -> Iterator[str]:
             parked = max(stage.weights + stage.optimizer + stage.critic for stage in stages)
             yield f"in host memory while engines generate, per GPU: {gib(parked)} (weights, optimizer state)"
     yield from _engine(plan)
-    if plan.reward_weights is not None:
-        yield f"{served_role(plan.args)}: weights {gib(plan.reward_weights)} of each of its GPUs"
+    weights = iter(plan.reward_weights)
+    for model in served_models(plan.args):
+        size, *_ = (next(weights) for _ in range(model.gpus))  # equal on all of them
+        yield f"{model.title(plan.args)}: weights {gib(size)} of each of its GPUs"
     if plan.gpu is None:
         yield "the memory of a GPU is not known here: --gpu-memory-gib compares with it"
     else:

@@ -193,9 +193,11 @@ class AlgorithmArguments(PreferenceArguments, RewardModelArguments):
         "what --use-tis does with a ratio outside its bounds: take the bound, or weight 0 (IcePop, MIS)",
         choices=("truncate", "mask"),
     )
+    tis_batch_normalize: bool = flag(
+        False, "divide the weights of --use-tis by their mean over the optimizer step (self-normalized weights)"
+    )
     use_rs: bool = flag(
-        False,
-        "leave tokens or samples out of the loss by the ratio of training to engine probability (rejection sampling)",
+        False, "leave tokens or samples out of the loss by the ratio of training to engine probability (rejection)"
     )
     rs_level: Literal["token", "sequence", "geometric"] = flag(
         "token",

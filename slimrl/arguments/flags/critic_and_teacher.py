@@ -79,7 +79,21 @@ class DistillationArguments:
         " named by --opd-teacher-key, else by its file without suffix, else default",
         nargs="+",
     )
-    opd_teacher_key: str = flag("teacher", "entry of a row's metadata that names its teacher of --opd-teacher-urls")
+    opd_teacher_models: list[str] | None = flag(
+        None,
+        "several teachers of --opd-type sglang whose servers slimrl starts on GPUs of their own, as name=Hugging Face"
+        " folder; a prompt's is chosen as with --opd-teacher-urls",
+        nargs="+",
+    )
+    opd_teacher_num_gpus: list[int] | None = flag(
+        None, "GPUs of each of --opd-teacher-models, in their order (--rm-num-gpus each)", nargs="+", at_least=1
+    )
+    opd_teacher_num_gpus_per_engine: list[int] | None = flag(
+        None, "GPUs per server of each of them (--rm-num-gpus-per-engine each)", nargs="+", at_least=1
+    )
+    opd_teacher_key: str = flag(
+        "teacher", "entry of a row's metadata that names its teacher of --opd-teacher-urls or --opd-teacher-models"
+    )
     opd_divergence: str = flag(
         SAMPLED_REVERSE_KL,
         "divergence of the student from the teacher: the reverse KL of the sampled tokens, in the advantages; or, over"
@@ -103,8 +117,17 @@ class DistillationArguments:
     @property
     def opd_teachers(self) -> dict[str, str]:
         """The addresses of each teacher by name, separated by commas; a word without a name has the name ""."""
-        words = (word.partition("=") for word in self.opd_teacher_urls or ())
-        return {name if equals else "": addresses if equals else name for name, equals, addresses in words}
+        return _by_name(self.opd_teacher_urls)
+
+    @property
+    def opd_teacher_folders(self) -> dict[str, str]:
+        """The folder of each teacher whose servers slimrl starts, by name."""
+        return _by_name(self.opd_teacher_models)
+
+    @property
+    def opd_teacher_names(self) -> tuple[str, ...]:
+        """The names of several teachers; empty for a single one."""
+        return tuple(self.opd_teachers or self.opd_teacher_folders)
 
     @property
     def has_divergence(self) -> bool:
@@ -120,3 +143,9 @@ class DistillationArguments:
     def has_served_teacher(self) -> bool:
         """True if SGLang servers compute the teacher's log-probabilities."""
         return self.use_opd and self.opd_type == "sglang"
+
+
+def _by_name(words: list[str] | None) -> dict[str, str]:
+    """Of words name=value; one without a name has the name ""."""
+    parts = (word.partition("=") for word in words or ())
+    return {name if equals else "": value if equals else name for name, equals, value in parts}

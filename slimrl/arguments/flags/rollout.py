@@ -266,6 +266,15 @@ class RewardArguments:
         "text that the reward model reads, in which {prompt} and {response} stand for those, instead of a chat template"
         " (--rm-input)",
     )
+    rm_step_separator: str | None = flag(
+        None,
+        "text that separates the steps of a response: --rm-model is a process reward model, a token or sequence"
+        " classifier with one or two labels, whose output for each step is added to --rm-type's reward (none)",
+    )
+    rm_step_marker: str | None = flag(
+        None, "text that follows each step where the process reward model reads it (--rm-step-separator)"
+    )
+    rm_step_coef: float = flag(1.0, "factor of the rewards of steps (--rm-step-separator)")
     rm_concurrency: int = flag(64, "requests in flight per server of the reward model or teacher", at_least=1)
     rm_failure_limit: float = flag(
         1.0,

@@ -47,7 +47,6 @@ _ROWS: dict[str, tuple[str, str | None, str]] = {
     # keys of slime's example of corrections for the mismatch between engines and training
     "tis-upper-bound": (SLIME, "--tis-clip", ""),
     "tis-lower-bound": (SLIME, "--tis-clip-low", ""),
-    "tis-batch-normalize": (SLIME, None, "weights are not divided by their mean; leave it out"),
     # short forms
     "tp": (SHORT, "--tensor-model-parallel-size", "and --rollout-num-gpus-per-engine for the engines"),
     "tp-size": (SHORT, "--tensor-model-parallel-size", "and --rollout-num-gpus-per-engine for the engines"),
@@ -61,6 +60,8 @@ _ROWS: dict[str, tuple[str, str | None, str]] = {
     "ep-size": (SHORT, "--expert-model-parallel-size", ""),
     "expert-parallel-size": (SHORT, "--expert-model-parallel-size", ""),
     "etp": (SHORT, "--expert-tensor-parallel-size", ""),
+    "value-norm": (SHORT, "--normalize-values", "which normalizes the critic's targets, the returns"),
+    "normalize-returns": (SHORT, "--normalize-values", "which normalizes the critic's targets, the returns"),
     "dp": (SHORT, None, "it is the training GPUs divided by the other parallel sizes; leave it out"),
     "dp-size": (SHORT, None, "it is the training GPUs divided by the other parallel sizes; leave it out"),
     "data-parallel-size": (SHORT, None, "it is the training GPUs divided by the other sizes; leave it out"),
@@ -258,6 +259,9 @@ _ROWS: dict[str, tuple[str, str | None, str]] = {
     "epsilon-high": (TRL, "--eps-clip-high", ""),
     "num-iterations": (TRL, None, "a sample is trained on once; see --num-steps-per-rollout"),
     "scale-rewards": (TRL, "--disable-grpo-std-normalization", "for False"),
+    "cliprange-value": (TRL, "--value-clip", ""),
+    "whiten-rewards": (TRL, "--normalize-advantages", "which whitens what the rewards become"),
+    "vf-coef": (TRL, None, "the critic has weights and an optimizer of its own, with --critic-lr; leave it out"),
     "importance-sampling-level": (TRL, "--advantage-estimator", "gspo for sequence"),
     "reward-funcs": (TRL, "--custom-rm-path", "or --rm-type"),
     "use-vllm": (TRL, None, _VLLM),

@@ -90,6 +90,47 @@ def estimator_has_what_it_needs(args: Arguments, context: Context) -> Iterator[P
         )
 
 
+def process_rewards_have_their_model(args: Arguments, context: Context) -> Iterator[Problem]:
+    """Rewards of steps have a model of their own, and returns that are sums over tokens."""
+    flag, separator = "--rm-step-separator", args.rm_step_separator
+    if separator is None:
+        for name in sorted({"rm_step_marker", "rm_step_coef"} & context.given):
+            other = "--" + name.replace("_", "-")
+            yield Problem(other, f"{other} belongs to {flag}: add it, or leave {other} out.")
+        return
+    if args.has_served_teacher:
+        return  # another rule's problem
+    if args.rm_model is None:
+        yield Problem("--rm-model", f"{flag} {separator!r} needs a process reward model: give its folder, --rm-model.")
+    if args.rm_input_template is not None:
+        yield Problem(
+            "--rm-input-template",
+            f"--rm-input-template is a text with a whole response, and {flag} reads its steps: use --rm-input.",
+        )
+    if args.rm_input == "tokens" and args.rm_step_marker is not None:
+        yield Problem(
+            "--rm-step-marker",
+            f"--rm-step-marker {args.rm_step_marker!r} is not among the policy's tokens, which --rm-input tokens sends:"
+            " leave one of them out.",
+        )
+    users = ["--rm-type"] if args.rm_type == "reward_model" else []
+    others = [one for one in args.eval_datasets if one.rm_type == "reward_model" != args.rm_type]
+    for where in [*users, *(f"evaluation set {one.name} with rm_type" for one in others)]:
+        yield Problem(
+            flag,
+            f"{flag} {separator!r} makes --rm-model a process reward model, and {where} reward_model would score whole"
+            " responses with it: choose another reward; zero for none.",
+        )
+    estimator = ESTIMATORS.get(args.advantage_estimator)
+    if estimator is not None and estimator.returns is Returns.BROADCAST:
+        summed = " and ".join(name for name, row in ESTIMATORS.items() if row.returns is not Returns.BROADCAST)
+        yield Problem(
+            flag,
+            f"{flag} {separator!r} rewards steps, and --advantage-estimator {estimator.name} has one reward per"
+            f" response: use {summed}.",
+        )
+
+
 def off_policy_corrections_are_consistent(args: Arguments, context: Context) -> Iterator[Problem]:
     """Importance weights have ordered bounds and are applied once; bounds need their switch."""
     if args.use_tis and args.use_rollout_logprobs:
@@ -107,6 +148,7 @@ def off_policy_corrections_are_consistent(args: Arguments, context: Context) -> 
         ("--tis-clip-low", "tis_clip_low", "--use-tis", args.use_tis),
         ("--tis-level", "tis_level", "--use-tis", args.use_tis),
         ("--tis-mode", "tis_mode", "--use-tis", args.use_tis),
+        ("--tis-batch-normalize", "tis_batch_normalize", "--use-tis", args.use_tis),
         (
             "--positive-example-reward",
             "positive_example_reward",

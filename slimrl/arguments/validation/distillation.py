@@ -12,7 +12,7 @@ from slimrl.arguments.flag import Problem
 from slimrl.arguments.flags.rollout import DEFAULT_ROLLOUT_FUNCTION
 from slimrl.arguments.hf_config import disagreements
 from slimrl.arguments.namespace import Arguments, Context, absent
-from slimrl.arguments.served_models import ARCHITECTURES, RewardModelConfig, starts_reward_servers
+from slimrl.arguments.served_models import ARCHITECTURES, RewardModelConfig, served_models, starts_reward_servers
 from slimrl.arguments.validation.checkpoint import checkpoint_problems
 from slimrl.data.reward_registry import GradedBy, reward_of
 from slimrl.models.hf_folder import same_vocabulary, weights_fault
@@ -27,6 +27,9 @@ _ONLY_WITH_IT = (
     "opd_teacher_load",
     "opd_teacher_ckpt_step",
     "opd_teacher_urls",
+    "opd_teacher_models",
+    "opd_teacher_num_gpus",
+    "opd_teacher_num_gpus_per_engine",
     "opd_teacher_key",
 )
 
@@ -37,7 +40,7 @@ def distillation_has_its_switch(args: Arguments, context: Context) -> Iterator[P
         for name in (name for name in _ONLY_WITH_IT if name in context.given):
             flag = "--" + name.replace("_", "-")
             value = getattr(args, name)
-            text = " ".join(value) if isinstance(value, list) else value
+            text = " ".join(map(str, value)) if isinstance(value, list) else value
             yield Problem(flag, f"{flag} {text} belongs to --use-opd: add it, or leave {flag} out.")
         if args.rm_type == _ZERO and not _has_other_signal(args):
             yield Problem(
@@ -97,6 +100,8 @@ def divergence_has_its_teacher(args: Arguments, context: Context) -> Iterator[Pr
 
 def _has_other_signal(args: Arguments) -> bool:
     """Whether something besides --rm-type may be learned from, or nothing is learned anyway."""
+    if args.rm_step_separator is not None:
+        return True
     paths = (args.custom_rm_path, args.custom_reward_post_process_path, args.custom_advantage_function_path)
     learns_otherwise = args.loss_type != "policy_loss" or args.overlong_buffer_len is not None
     return any(paths) or learns_otherwise or args.eval_only or args.debug_rollout_only
@@ -193,6 +198,12 @@ def teacher_on_servers_is_comparable(args: Arguments, context: Context) -> Itera
             f"--rollout-temperature {args.rollout_temperature:g} scales the student's log-probabilities and not those"
             " of a teacher on SGLang servers: give 1, or use --opd-type megatron.",
         )
+    if args.rm_step_separator is not None:
+        yield Problem(
+            "--rm-step-separator",
+            f"--rm-step-separator {args.rm_step_separator!r} needs --rm-model or --rm-url, which are the teacher of"
+            " --opd-type sglang: leave it out, or use --opd-type megatron.",
+        )
     if args.rm_input is not None:
         yield Problem(
             "--rm-input",
@@ -210,7 +221,12 @@ def teacher_on_servers_is_reachable(args: Arguments, context: Context) -> Iterat
             yield Problem("--rm-url", f"--rm-url {address} is not an address: begin it with http:// or https://.")
     if args.rm_model is None:
         if args.opd_teachers:
-            yield from _teachers_are_named(args)
+            yield from _teachers_have_addresses(args)
+        if args.opd_teacher_models is not None:
+            yield from _teachers_have_folders(args)
+            return
+        if args.opd_teachers:
+            pass
         elif args.rm_url is None and not args.debug_train_only and not _may_set_log_probs(args):
             yield Problem(
                 "--rm-model",
@@ -231,22 +247,30 @@ def teacher_on_servers_is_reachable(args: Arguments, context: Context) -> Iterat
             f"--rm-num-gpus {args.rm_num_gpus} is not a multiple of --rm-num-gpus-per-engine"
             f" {args.rm_num_gpus_per_engine}: choose a multiple.",
         )
-    yield from _served_folder(args, Path(args.rm_model))
+    yield from _served_folder("--rm-model", args, Path(args.rm_model))
 
 
 def several_teachers_are_on_servers(args: Arguments, context: Context) -> Iterator[Problem]:
-    """--opd-teacher-urls are the only teachers, and --opd-teacher-key belongs to them."""
-    if not args.use_opd or {"opd_type", "opd_teacher_urls"} & context.broken:
+    """Several teachers are the only ones, with one of the two flags, and --opd-teacher-key belongs to them."""
+    if not args.use_opd or {"opd_type", "opd_teacher_urls", "opd_teacher_models"} & context.broken:
         return
-    flag, key = "--opd-teacher-urls", "--opd-teacher-key"
-    if not args.opd_teachers:
+    urls, models, key = "--opd-teacher-urls", "--opd-teacher-models", "--opd-teacher-key"
+    words = args.opd_teacher_urls or args.opd_teacher_models
+    for name in ("opd_teacher_num_gpus", "opd_teacher_num_gpus_per_engine"):
+        if name in context.given and args.opd_teacher_models is None:
+            other = "--" + name.replace("_", "-")
+            yield Problem(other, f"{other} belongs to {models}: add it, or leave {other} out.")
+    if words is None:
         if "opd_teacher_key" in context.given:
-            yield Problem(key, f"{key} {args.opd_teacher_key} belongs to {flag}: add it, or leave {key} out.")
+            yield Problem(key, f"{key} {args.opd_teacher_key} belongs to {urls}: add it, or leave {key} out.")
         return
+    flag = urls if args.opd_teacher_urls else models
+    if args.opd_teacher_urls is not None and args.opd_teacher_models is not None:
+        yield Problem(models, f"{models} are teachers that slimrl serves, and {urls} external ones: give one of them.")
     if args.opd_type == "megatron":
         yield Problem(
             flag,
-            f"{flag} {' '.join(args.opd_teacher_urls or ())} belongs to --opd-type sglang: leave it out; the teacher of"
+            f"{flag} {' '.join(words)} belongs to --opd-type sglang: leave it out; the teacher of"
             " --opd-type megatron is --opd-teacher-load.",
         )
     for other, value in (("--rm-model", args.rm_model), ("--rm-url", args.rm_url)):
@@ -256,16 +280,48 @@ def several_teachers_are_on_servers(args: Arguments, context: Context) -> Iterat
             )
 
 
-def _teachers_are_named(args: Arguments) -> Iterator[Problem]:
+def _teachers_have_addresses(args: Arguments) -> Iterator[Problem]:
     """Each word of --opd-teacher-urls is a name of its own and addresses."""
     flag, words = "--opd-teacher-urls", args.opd_teacher_urls or []
-    names = [word.partition("=")[0] for word in words]
-    for word, name in zip(words, names, strict=True):
-        addresses = word.partition("=")[2].split(",")
-        if not name or not all(one.strip().startswith(("http://", "https://")) for one in addresses):
+    for word in words:
+        name, _, addresses = word.partition("=")
+        if not name or not all(one.strip().startswith(("http://", "https://")) for one in addresses.split(",")):
             yield Problem(flag, f"{flag} {word} is not a name and addresses: write name=http://host:port[,http://...].")
+    yield from _names_differ(flag, words, "with its addresses after a comma")
+
+
+def _teachers_have_folders(args: Arguments) -> Iterator[Problem]:
+    """Each word of --opd-teacher-models is a name of its own and the folder of a model; the GPUs are of these."""
+    flag, words = "--opd-teacher-models", args.opd_teacher_models or []
+    for word in words:
+        name, _, folder = word.partition("=")
+        if not name or not folder:
+            yield Problem(flag, f"{flag} {word} is not a name and a folder: write name=folder.")
+        else:
+            yield from _served_folder(flag, args, Path(folder))
+    yield from _names_differ(flag, words, "with its folder")
+    for other, given in (
+        ("--opd-teacher-num-gpus", args.opd_teacher_num_gpus),
+        ("--opd-teacher-num-gpus-per-engine", args.opd_teacher_num_gpus_per_engine),
+    ):
+        if given is not None and len(given) != len(words):
+            yield Problem(
+                other, f"{other} has {len(given)} numbers and {flag} {len(words)} teachers: give one number each."
+            )
+            return
+    for model in served_models(args):
+        if model.gpus % model.per_server:
+            yield Problem(
+                "--opd-teacher-num-gpus",
+                f"the teacher {model.name} has {model.gpus} GPUs, which is not a multiple of the {model.per_server} of"
+                " a server: choose a multiple.",
+            )
+
+
+def _names_differ(flag: str, words: list[str], what: str) -> Iterator[Problem]:
+    names = [word.partition("=")[0] for word in words]
     for name in sorted({name for name in names if names.count(name) > 1}):
-        yield Problem(flag, f"{flag} names {name} twice: give each teacher one name, with its addresses after a comma.")
+        yield Problem(flag, f"{flag} names {name} twice: give each teacher one name, {what}.")
 
 
 def _may_set_log_probs(args: Arguments) -> bool:
@@ -280,26 +336,26 @@ def _may_set_log_probs(args: Arguments) -> bool:
     return any(paths) or args.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION
 
 
-def _served_folder(args: Arguments, folder: Path) -> Iterator[Problem]:
-    """--rm-model is a language model with the student's tokenizer and room for its responses."""
+def _served_folder(flag: str, args: Arguments, folder: Path) -> Iterator[Problem]:
+    """The teacher of `flag` is a language model with the student's tokenizer and room for its responses."""
     try:
         config = RewardModelConfig.read(folder)
     except ValueError as error:
-        yield Problem("--rm-model", str(error))
+        yield Problem(flag, str(error).replace("--rm-model", flag))
         return
     if config.architecture in ARCHITECTURES:
         yield Problem(
-            "--rm-model",
-            f"--rm-model {folder} is a {config.architecture}, and the teacher of --opd-type sglang is a language model:"
+            flag,
+            f"{flag} {folder} is a {config.architecture}, and the teacher of --opd-type sglang is a language model:"
             " give another.",
         )
     if starts_reward_servers(args) and not args.dry_run and (fault := weights_fault(folder)) is not None:
-        yield Problem("--rm-model", f"--rm-model {folder} {fault}.")
-    yield from _same_tokenizer("--rm-model", args, folder)
+        yield Problem(flag, f"{flag} {folder} {fault}.")
+    yield from _same_tokenizer(flag, args, folder)
     longest = args.rollout_max_response_len
     if config.context is not None and longest is not None and longest >= config.context:
         yield Problem(
-            "--rm-model",
-            f"--rm-model {folder} has a context of {config.context} tokens (max_position_embeddings), and a response"
+            flag,
+            f"{flag} {folder} has a context of {config.context} tokens (max_position_embeddings), and a response"
             f" may have {longest} (--rollout-max-response-len): lower that, or give a teacher with a longer context.",
         )

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from slimrl.arguments.flag import Problem
 from slimrl.arguments.flags.rollout import DEFAULT_ROLLOUT_FUNCTION
 from slimrl.arguments.namespace import Arguments, Context
-from slimrl.arguments.served_models import context_of_model, tokens
+from slimrl.arguments.served_models import context_of_model, served_models, tokens
 
 _LONGER = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"  # read by SGLang
 SIZES = {"--sglang-pp-size": "pp_size", "--sglang-dp-size": "dp_size", "--sglang-ep-size": "ep_size"}
@@ -63,18 +63,20 @@ def reward_model_shares_gpus(args: Arguments, context: Context) -> Iterator[Prob
     """--rm-colocate needs shared GPUs whose memory is released in turn, and servers that fit on them."""
     if not args.rm_colocate:
         return
+    has_folder = args.rm_model is not None or args.opd_teacher_models is not None
     for flag, value, fix in (
         ("--colocate", args.colocate, "add it"),
         ("--offload-rollout", args.offload_rollout, "leave --no-offload-rollout out"),
-        ("--rm-model", args.rm_model is not None and args.rm_url is None, "give it, without --rm-url"),
+        ("--rm-model", has_folder and args.rm_url is None, "give it, without --rm-url"),
     ):
         if not value:
             yield Problem("--rm-colocate", f"--rm-colocate needs {flag}: {fix}, or leave --rm-colocate out.")
-    if args.colocate and args.rm_num_gpus > args.training_num_gpus:
+    gpus = sum(model.gpus for model in served_models(args)) or args.rm_num_gpus
+    if args.colocate and gpus > args.training_num_gpus:
+        flag = "--opd-teacher-num-gpus" if args.opd_teacher_models else "--rm-num-gpus"
         yield Problem(
-            "--rm-num-gpus",
-            f"--rm-num-gpus {args.rm_num_gpus} is more than the {args.training_num_gpus} GPUs that --rm-colocate"
-            " shares: lower it.",
+            flag,
+            f"{flag} {gpus} is more than the {args.training_num_gpus} GPUs that --rm-colocate shares: lower it.",
         )
 
 

@@ -227,16 +227,11 @@ def reward_model_training_is_consistent(args: Arguments, context: Context) -> It
             " model is served with --rm-model after tools/convert_torch_dist_to_hf.py.",
         )
     for flag, value in (
-        ("--save-hf", args.save_hf),
         ("--custom-model-provider-path", args.custom_model_provider_path),
         ("--spec", None if args.spec is None else " ".join(args.spec)),
     ):
         if value is not None:
-            how = (
-                "convert its checkpoints with tools/convert_torch_dist_to_hf.py"
-                if flag == "--save-hf"
-                else "a reward model is slimrl's own model with a reward head"
-            )
+            how = "a reward model is slimrl's own model with a reward head"
             yield Problem(flag, f"{flag} {value} is unsupported with {_REWARD_MODEL}: leave it out; {how}.")
     if args.mtp_num_layers:
         yield Problem(
@@ -280,9 +275,5 @@ def reward_model_data_is_of_its_loss(args: Arguments, context: Context) -> Itera
         )
     if row.compares and args.reads_pairs and args.eval_interval is not None:
         yield from held_out_problems(args, context)
-    if not row.compares and args.eval_interval is not None:
-        yield Problem(
-            "--eval-interval",
-            f"--eval-interval {args.eval_interval} evaluates held-out pairs, and --reward-model-loss {row.name} has"
-            " scores: leave it out.",
-        )
+    if not row.compares and args.reads_conversations and args.eval_interval is not None:
+        yield from held_out_problems(args, context, "scores")

@@ -218,8 +218,9 @@ def _reward_model_folder(args: Arguments, folder: str) -> Iterator[Problem]:
     except ValueError as error:
         yield Problem("--rm-model", str(error))
         return
-    if config.fault is not None:
-        yield Problem("--rm-model", f"--rm-model {folder} {config.fault}: give another.")
+    fault = config.fault if args.rm_step_separator is None else config.fault_of_steps
+    if fault is not None:
+        yield Problem("--rm-model", f"--rm-model {folder} {fault}: give another.")
     if not any((Path(folder) / name).is_file() for name in TOKENIZER_FILES):
         yield Problem("--rm-model", f"--rm-model {folder} has no tokenizer: copy the model's tokenizer there.")
     longest = args.rollout_max_response_len

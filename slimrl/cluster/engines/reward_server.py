@@ -1,6 +1,7 @@
 """The servers of --rm-model: SGLang beside the policy's engines, on dedicated GPUs or with --rm-colocate on theirs.
 
-The model is a reward model, or with `--use-opd --opd-type sglang` the teacher, a language model.
+The model is a reward model, or with `--use-opd --opd-type sglang` the teacher, a language model; `--opd-teacher-models`
+has several.
 
 The rollout manager owns them. They start and end with the engines; the death of one ends the run with a message that
 names it. They have no router and receive no weight updates. On shared GPUs their memory is released and resumed with
@@ -23,7 +24,7 @@ import numpy
 from safetensors.numpy import save_file
 
 from slimrl.arguments import Arguments
-from slimrl.arguments.served_models import RewardModelConfig, served_role
+from slimrl.arguments.served_models import TOKEN_CLASSIFIERS, RewardModelConfig, ServedModel, served_models, served_role
 from slimrl.cluster.engines.engine import Engine, EngineActorConfig, ServerSettings
 from slimrl.cluster.launch import Launch
 from slimrl.cluster.placement import GpuBundles
@@ -32,15 +33,24 @@ from slimrl.engines.server_protocol import EngineMemory
 from slimrl.models.hf_folder import INDEX, read_tensor_names
 
 BIASED = ("Qwen2ForSequenceClassification", "Qwen3ForSequenceClassification")
+CONFIG = "config.json"
 BIAS = "score.bias"
 BIAS_FILE = "score-bias.safetensors"
 
 
 def servable_folder(model: Path, architecture: str, into: Path) -> Path:
-    """`model` itself if it needs no bias, else `into`, recreated with links to its files and the zero bias.
+    """`model` itself if SGLang can serve it as it is, else `into`, recreated with links to its files.
 
-    Raises ValueError if its weights are not in safetensors files, which the bias is added to.
+    A token classifier gets the architecture of the sequence classifier of its family, which has the same weights; a
+    sequence classifier without a bias the zero bias. Raises ValueError if the weights to which the bias is added are
+    not in safetensors files.
     """
+    if architecture in TOKEN_CLASSIFIERS:
+        config = json.loads((model / CONFIG).read_text(encoding="utf-8"))
+        config["architectures"] = [architecture.replace("Token", "Sequence")]
+        _link(model, into, without=CONFIG)
+        (into / CONFIG).write_text(json.dumps(config), encoding="utf-8")
+        return into
     if architecture not in BIASED:
         return model
     names = read_tensor_names(model)
@@ -48,19 +58,25 @@ def servable_folder(model: Path, architecture: str, into: Path) -> Path:
         return model
     if not names:
         raise ValueError(f"--rm-model {model} has no safetensors files: save it again with safetensors")
-    if into.exists():  # from an earlier start under the same run name, perhaps with another model
-        shutil.rmtree(into)
-    into.mkdir(parents=True)
-    for file in model.iterdir():
-        if file.name != INDEX:
-            (into / file.name).symlink_to(file.resolve())
-    save_file({BIAS: numpy.zeros(1, numpy.float32)}, into / BIAS_FILE)
+    _link(model, into, without=INDEX)
+    labels = RewardModelConfig.read(model).labels
+    save_file({BIAS: numpy.zeros(labels, numpy.float32)}, into / BIAS_FILE)
     index = model / INDEX
     if index.is_file():
         content = json.loads(index.read_text())
         content["weight_map"][BIAS] = BIAS_FILE
         (into / INDEX).write_text(json.dumps(content))
     return into
+
+
+def _link(model: Path, into: Path, *, without: str) -> None:
+    """Recreates `into` with links to the files of `model` except one."""
+    if into.exists():  # from an earlier start under the same run name, perhaps with another model
+        shutil.rmtree(into)
+    into.mkdir(parents=True)
+    for file in model.iterdir():
+        if file.name != without:
+            (into / file.name).symlink_to(file.resolve())
 
 
 READY_TIMEOUT_S = 900.0
@@ -73,6 +89,7 @@ class RewardServers:
 
     engines: list[Engine]
     role: str = "reward model"
+    names: tuple[str, ...] = ()  # of the model of each server, with several teachers
     gpu_memory: EngineMemory = dataclasses.field(default_factory=lambda: EngineMemory([]))  # released during training
     closing: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
 
@@ -89,24 +106,33 @@ class RewardServers:
         config = EngineActorConfig(
             Path(args.run_dir).absolute() / "logs", args.log_level, launch.environment, Path.cwd()
         )
-        model = Path(args.rm_model).absolute()
-        if not args.has_served_teacher:
-            architecture = RewardModelConfig.read(model).architecture
+        of_servers = [model for model in served_models(args) for _ in range(model.gpus // model.per_server)]
+        if not args.has_served_teacher:  # one model
+            folder = Path(of_servers[0].folder).absolute()
+            architecture = RewardModelConfig.read(folder).architecture
             links = Path(args.run_dir).absolute() / "rm_model"
-            model = await asyncio.to_thread(servable_folder, model, architecture, links)
+            servable = str(await asyncio.to_thread(servable_folder, folder, architecture, links))
+            of_servers = [dataclasses.replace(model, folder=servable) for model in of_servers]
         engines = [
             Engine(server_settings(args, model, index, launch), parts, gpus, config)
-            for index, parts in enumerate(gpus.reward_engines)
+            for index, (model, parts) in enumerate(zip(of_servers, gpus.reward_engines, strict=True))
         ]
         if args.rm_colocate and policy is not None:
             await policy
         await asyncio.gather(*(engine.start(READY_TIMEOUT_S) for engine in engines))
         released = [engine.control() for engine in engines] if args.rm_colocate else []
-        return cls(engines, served_role(args), EngineMemory(released))
+        names = tuple(model.name for model in of_servers if model.name)
+        return cls(engines, served_role(args), names, EngineMemory(released))
 
     def reachable(self, args: Arguments) -> Arguments:
-        """`args` with the servers' URLs as `--rm-url`, if there are servers."""
+        """`args` with the servers' URLs as `--rm-url`, or as `--opd-teacher-urls`, if there are servers."""
         urls = [engine.url for engine in self.engines]
+        if self.names:
+            by_name: dict[str, list[str]] = {}
+            for name, url in zip(self.names, urls, strict=True):
+                by_name.setdefault(name, []).append(url)
+            words = [f"{name}={','.join(own)}" for name, own in by_name.items()]
+            return dataclasses.replace(args, opd_teacher_urls=words)
         return dataclasses.replace(args, rm_url=",".join(urls)) if urls else args
 
     async def watch(self, others: Awaitable[str]) -> str:
@@ -121,7 +147,9 @@ class RewardServers:
         end = await engine.watch()
         if self.closing.is_set():
             await asyncio.Event().wait()  # a regular shutdown: `others` has the message
-        return f"the {self.role}'s server {engine.settings.index} has ended, responses cannot be scored: {end}"
+        index = engine.settings.index
+        owner = f"{self.role} {self.names[index]}" if self.names else self.role
+        return f"the {owner}'s server {index} has ended, responses cannot be scored: {end}"
 
     async def memory(self) -> dict[str, float]:
         """Resident memory of every server in GiB, by name."""
@@ -134,13 +162,13 @@ class RewardServers:
         await asyncio.gather(*(engine.close() for engine in self.engines))
 
 
-def server_settings(args: Arguments, model: Path, index: int, launch: Launch) -> ServerSettings:
+def server_settings(args: Arguments, model: ServedModel, index: int, launch: Launch) -> ServerSettings:
     """The settings of server number `index`."""
     options = {**({"enable_weights_cpu_backup": True} if args.rm_colocate else {}), **args.rm_server_options}
     return ServerSettings(
         index=index,
-        model_path=str(model),
-        tensor_parallel_size=args.rm_num_gpus_per_engine // int(options.get("pp_size", 1)),
+        model_path=str(Path(model.folder).absolute()),
+        tensor_parallel_size=model.per_server // int(options.get("pp_size", 1)),
         random_seed=args.rollout_seed + index,
         options=options if args.has_served_teacher else {**options, "is_embedding": True},
         memory_saver=args.rm_colocate,

@@ -16,6 +16,7 @@ from typing import Any
 import ray
 from ray import ObjectRef
 
+from slimrl.arguments import Arguments
 from slimrl.cluster.engines.engine_recovery import EngineGroupStatus, RecoveryEvents
 from slimrl.cluster.rollout_manager_proxy import RolloutManagerProxy
 from slimrl.cluster.supervisor import Supervisor
@@ -140,3 +141,18 @@ class WeightUpdateRecovery:
 
     def _get(self, ref: ObjectRef, what: str) -> Any:
         return self._supervisor.get([ref], self._manager.waiting_for(what))[0]
+
+
+def weight_recovery(
+    args: Arguments,
+    manager: RolloutManagerProxy,
+    supervisor: Supervisor,
+    trainers: TrainGroup | None,
+    endpoints: list[EngineEndpoint],
+) -> WeightUpdateRecovery | None:
+    """The object that sends weights to replaced servers; None without `--use-fault-tolerance` or without servers."""
+    if not args.use_fault_tolerance or not endpoints:
+        return None
+    recovery = WeightUpdateRecovery(manager, supervisor, trainers, endpoints)
+    supervisor.set_event_handler(recovery)
+    return recovery

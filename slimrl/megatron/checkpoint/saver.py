@@ -278,15 +278,24 @@ class ModelExporter:
     """Creates the exports of a run; each rank gathers every tensor of the whole model once."""
 
     def __init__(
-        self, template: str, origin: Path, spec: ModelSpec, stages: Sequence[GPTModel], parallel: ParallelState
+        self,
+        template: str,
+        origin: Path,
+        spec: ModelSpec,
+        stages: Sequence[GPTModel],
+        parallel: ParallelState,
+        *,
+        value_head: bool = False,
     ) -> None:
-        """`template` is --save-hf, `origin` the folder of --hf-checkpoint.
+        """`template` is --save-hf, `origin` the folder of --hf-checkpoint; `value_head`: the model is a reward model.
 
         Raises FileNotFoundError or ValueError if `origin` lacks weights or is another model.
         """
         self._stages, self._parallel = stages, parallel
         self._spec, self._family = spec, family_for(read_hf_config(origin))
-        self._plan = HfPlan(origin, self._spec, self._family, rank=parallel.rank, world_size=parallel.world_size)
+        self._value_head = value_head
+        ranks = {"rank": parallel.rank, "world_size": parallel.world_size}
+        self._plan = HfPlan(origin, self._spec, self._family, **ranks, value_head=value_head)
         self._template = template
 
     def export(self, rollout_id: int) -> HfExport:
@@ -303,4 +312,5 @@ class ModelExporter:
             pp_group=parallel.pp_group,
             ep_group=parallel.ep_group,
             etp_group=parallel.etp_group,
+            value_head=self._value_head,
         )

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from slimrl.algorithms.estimators import ESTIMATORS, Returns
 from slimrl.algorithms.losses import TeacherTerm, kl_estimate, sums_per_sample
+from slimrl.algorithms.off_policy import ImportanceWeighting, weight_totals
 from slimrl.algorithms.returns import discounted_returns, generalized_advantages, reward_at_last_token
 from slimrl.arguments.flags.algorithm import AlgorithmArguments
 from slimrl.data.train_batch import RolloutBatch
@@ -27,6 +28,7 @@ from slimrl.hooks import BeforeLogProb, BeforeTrainStep, CustomAdvantage, Hook, 
 from slimrl.hooks import RolloutDataPostprocess as Postprocess
 from slimrl.hooks.base import RunArguments
 from slimrl.megatron.training.forward_step import TrainTensors
+from slimrl.megatron.training.loss.policy_loss import importance_weighting
 
 
 def token_advantages(
@@ -210,6 +212,8 @@ def build_train_inputs(
     if log_probs is not None and algorithm.positive_example_loss_coef != 0.0:
         weights = positive_example_weights(algorithm, batch, tensors.loss_mask, group)
         tensors = dataclasses.replace(tensors, positive_weights=weights)
+    if log_probs is not None and (weighting := importance_weighting(algorithm)) is not None and weighting.normalized:
+        tensors = dataclasses.replace(tensors, weight_scales=weight_scales(weighting, batch, tensors, group))
     return tensors, data
 
 
@@ -225,19 +229,41 @@ def positive_example_weights(
     device, lengths = mask.device, batch.response_lengths.to(mask.device)
     trained = sums_per_sample((mask != 0).double(), lengths)
     positive = (batch.raw_rewards.to(device) >= algorithm.positive_example_reward).double()
-    step_of_sample = torch.zeros(len(batch), dtype=torch.int64)
-    for number, micro_batches in enumerate(batch.micro_batches):
-        for rows in micro_batches:
-            step_of_sample[rows] = number
-    step_of_sample = step_of_sample.to(device)
-    totals = torch.zeros(len(batch.micro_batches), 2, dtype=torch.float64, device=device)
-    totals.index_add_(0, step_of_sample, torch.stack([trained, positive * trained], dim=1))
-    dist.all_reduce(totals, group=group)
+    totals, step_of_sample = _totals_of_steps(batch, torch.stack([trained, positive * trained], dim=1), group)
     counts = torch.tensor(batch.samples_per_step, dtype=torch.float64, device=device)
     counts = totals[:, 0] if algorithm.calculate_per_token_loss else counts
     of_samples = positive * (counts / totals[:, 1].clamp(min=1.0))[step_of_sample]
     repeated = torch.repeat_interleave(of_samples, lengths, output_size=mask.numel())
     return repeated.masked_fill(mask == 0, 0.0).to(torch.float32)
+
+
+def weight_scales(
+    weighting: ImportanceWeighting, batch: RolloutBatch, tensors: TrainTensors, group: dist.ProcessGroup
+) -> Tensor:
+    """Float32 [response tokens]: 1 / the mean importance weight of the token's optimizer step (--tis-batch-normalize).
+
+    The mean is over the trained tokens of the whole step, or over its samples that have any, by the level of the
+    weights. 1 where all weights of a step are 0. `group` contains the data-parallel ranks; collective.
+    """
+    lengths = batch.response_lengths.to(tensors.loss_mask.device)
+    policies = tensors.train_log_probs, tensors.rollout_log_probs
+    own = weight_totals(*policies, tensors.loss_mask, lengths, weighting)
+    totals, step_of_sample = _totals_of_steps(batch, own, group)
+    scales = torch.where(totals[:, 0] > 0, totals[:, 1] / totals[:, 0], 1.0)[step_of_sample]
+    return torch.repeat_interleave(scales, lengths, output_size=tensors.loss_mask.numel()).to(torch.float32)
+
+
+def _totals_of_steps(batch: RolloutBatch, of_samples: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """`of_samples` [n, k] summed over each optimizer step of all ranks, [steps, k]; and the step of each sample [n]."""
+    step_of_sample = torch.zeros(len(batch), dtype=torch.int64)
+    for number, micro_batches in enumerate(batch.micro_batches):
+        for rows in micro_batches:
+            step_of_sample[rows] = number
+    step_of_sample = step_of_sample.to(of_samples.device)
+    totals = of_samples.new_zeros(len(batch.micro_batches), of_samples.shape[1])
+    totals.index_add_(0, step_of_sample, of_samples)
+    dist.all_reduce(totals, group=group)
+    return totals, step_of_sample
 
 
 def _advantages(

@@ -169,6 +169,7 @@ class TrainTensors:
     loss_mask: Tensor
     returns: Tensor | None = None  # targets of the critic's values
     positive_weights: Tensor | None = None  # of the likelihood loss on positive examples
+    weight_scales: Tensor | None = None  # 1 / the mean importance weight of the step
     values: Tensor | None = None  # the critic's, before the rollout's first optimizer step
     teacher_log_probs: Tensor | None = None  # already in the advantages; the loss does not read them
 

@@ -36,6 +36,7 @@ class PassPlan:
             # these read the values before the first step; the penalty of the first is a part of the advantages
             "--kl-coef": args.kl_coef != 0,
             "--use-opd": args.use_opd and not args.has_divergence and not args.use_rollout_logprobs,
+            "--tis-batch-normalize": args.tis_batch_normalize and args.custom_tis_function_path is None,
             "--loss-type custom_loss": args.loss_type == "custom_loss",
             "--custom-advantage-function-path": args.custom_advantage_function_path,
             "--rollout-data-postprocess-path": args.rollout_data_postprocess_path,

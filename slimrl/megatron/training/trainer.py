@@ -182,9 +182,8 @@ class MegatronTrainer:
         )
         self._exporter: ModelExporter | None = None
         if args.save_hf is not None:
-            self._exporter = ModelExporter(
-                args.save_hf, Path(args.hf_checkpoint), self._spec, self.stages, self.parallel
-            )
+            parts = (Path(args.hf_checkpoint), self._spec, self.stages, self.parallel)
+            self._exporter = ModelExporter(args.save_hf, *parts, value_head=args.trains_reward_model)
 
     def _load_weights(self) -> tuple[ReferenceWeights | None, CheckpointFolder | None]:
         """Load the reference's weights, then the policy's; also returns the checkpoint to resume from."""

@@ -187,7 +187,7 @@ VALUE_HEAD = "value_head.weight"  # of a critic, in place of OUTPUT_LAYER
 OUTPUT_LAYER = "output_layer.weight"
 CLASSIFIER_HEAD = "score.weight"  # of Hugging Face's classifiers, in place of the output layer
 # of no family's table: a checkpoint has either it or an output layer
-VALUE_HEAD_ROW = ParamMapping(megatron=(VALUE_HEAD,), hf=(HfTensor(CLASSIFIER_HEAD, ("outputs", "hidden")),))
+VALUE_HEAD_ROW = ParamMapping(megatron=(VALUE_HEAD,), hf=(HfTensor(CLASSIFIER_HEAD, ("one", "hidden")),))
 HF_LAYER = "model.layers.{layer}."
 MEGATRON_LAYER = "decoder.layers.{layer}."
 

@@ -19,6 +19,7 @@ _RS = "--use-rs"
 _OF_LEVEL = "{}, over trained tokens; over samples with --tis-level sequence and geometric"
 _ENTROPY = "--use-rollout-entropy"
 _OPD = "--use-opd"
+_TEACHERS = "--opd-teacher-urls, --opd-teacher-models"
 _FAULTS = "--use-fault-tolerance"
 _SFT = "--loss-type sft_loss"
 _PAIRS = "--loss-type preference_loss"
@@ -113,7 +114,9 @@ TRAIN = (
         "fraction",
         when=_TIS,
     ),
-    Metric("train/tis_weight", _OF_LEVEL.format("mean weight, clipped or masked"), when=_TIS),
+    Metric(
+        "train/tis_weight", _OF_LEVEL.format("mean weight, clipped or masked, before --tis-batch-normalize"), when=_TIS
+    ),
     Metric("train/tis_weight_square", _OF_LEVEL.format("mean square of that weight"), when=_TIS),
     Metric(
         "train/tis_ess",
@@ -201,6 +204,15 @@ ROLLOUT = (
     Metric("rollout/repetition_frac", "responses that end in a repeated pattern", "fraction"),
     Metric("rollout/zero_std/ratio", "groups whose rewards are all equal: they contribute no gradient", "fraction"),
     Metric("rollout/zero_std/count_<reward>", "groups in which every sample has that reward", "count"),
+    Metric("rollout/steps", "steps of a response", "count", when="--rm-step-separator"),
+    Metric("rollout/step_reward", "mean reward of a step, without --rm-step-coef", when="--rm-step-separator"),
+    Metric("rollout/teacher/<name>/samples", "samples of that teacher", "samples", when=_TEACHERS),
+    Metric(
+        "rollout/teacher/<name>/opd_reverse_kl",
+        "engine - teacher log-probability of sampled tokens of that teacher, a sample's mean over trained tokens",
+        "nats",
+        when=_TEACHERS,
+    ),
     Metric("rollout/reward_failures", "samples whose grader gave no score (counted as reward 0)", "count"),
     Metric(
         "rollout/failed_samples",
@@ -364,12 +376,12 @@ EVAL = (
         "probability that k of a prompt's samples contain one with reward 1 or more; k = 1, 2, 4, ..., their number",
         "fraction",
     ),
-    Metric("eval/<name>-loss", "mean loss of held-out pairs or conversations", when=f"{_COMPARED}; {_SFT}"),
+    Metric("eval/<name>-loss", "mean loss of held-out pairs or conversations", when=f"{_COMPARED}; {_SFT}; {_SCORED}"),
     Metric("eval/<name>-reward_margin", "mean of the chosen - rejected reward of held-out pairs", when=_COMPARED),
     Metric(
         "eval/<name>",
         "mean reward of the data set: with rewards 0 and 1 the accuracy; the accuracy of held-out pairs; the perplexity"
-        " of held-out conversations",
+        " of held-out conversations; the mean error of held-out scores",
         "reward",
     ),
 )

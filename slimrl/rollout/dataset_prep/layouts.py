@@ -1,14 +1,16 @@
 """Row layouts of published datasets: preference pairs, and problems with a verifiable answer.
 
-A pair becomes `prompt` (messages that end with the user's), `chosen` and `rejected` (assistant texts). A problem
-becomes `prompt`, `label` and `metadata`. The columns determine the layout, not the name of the dataset: a dataset may
-be published in several layouts.
+A pair becomes `prompt` (messages that end with the user's), `chosen` and `rejected` (assistant texts), and `margin` if
+its answers have scores: that of the preferred answer less the other one. A problem becomes `prompt`, `label` and
+`metadata`. The columns determine the layout, not the name of the dataset: a dataset may be published in several
+layouts.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +19,10 @@ from slimrl.rollout.rm_hub.rule_graders import last_boxed
 
 _TURN = re.compile(r"\n\n(Human|Assistant):")
 _ROLES = {"Human": "user", "Assistant": "assistant", "prompter": "user", "human": "user", "gpt": "assistant"}
+
+
+# columns of the scores of the preferred and the other answer: UltraFeedback (binarized; argilla's), WebGPT by place
+_SCORES = (("score_chosen", "score_rejected"), ("chosen-rating", "rejected-rating"), ("score_0", "score_1"))
 
 
 class SkippedRowError(ValueError):
@@ -28,7 +34,26 @@ Messages = list[dict[str, Any]]
 
 
 def preference_row(row: dict[str, Any]) -> Pair:
-    """The pair of one row. Raises SkippedRowError for a tie, ValueError for a bad row."""
+    """The pair of one row, with the margin of its scores.
+
+    Raises SkippedRowError for a tie, ValueError for a bad row.
+    """
+    pair = _unscored(row)
+    scores = next((names for names in _SCORES if set(names) <= set(row)), None)
+    if scores is None or any(row[name] is None for name in scores):
+        return pair
+    better, worse = (_score(row, name) for name in scores)
+    return pair | {"margin": abs(better - worse) if scores[0] == "score_0" else better - worse}
+
+
+def _score(row: dict[str, Any], name: str) -> float:
+    value = row[name]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"its {name} is {value!r}, not a finite number")
+    return float(value)
+
+
+def _unscored(row: dict[str, Any]) -> Pair:
     columns = set(row)
     if {"question", "answer_0", "answer_1", "score_0", "score_1"} <= columns:
         return _comparison(row)

@@ -200,10 +200,10 @@ class SampleGenerator:
     async def score(self, samples: list[Sample], config: SampleConfig) -> None:
         """Sets the reward of finished samples without one; with `--group-rm` in one call. Raises SampleError.
 
-        In training also the log-probabilities of a teacher on servers (`ask_teacher`).
+        In training also what a served model gives to tokens (`score_tokens`), before the reward.
         """
         if not config.evaluation:
-            await self.ask_teacher(samples)
+            await self.score_tokens(samples)
         if self.scores_groups:
             await self._score_group(
                 [sample for sample in samples if sample.status in _FINISHED and sample.reward is None], config
@@ -215,12 +215,16 @@ class SampleGenerator:
                 sample.reward = await self._run(sample, "the reward", work, path)
         self.finished += all(sample.reward is not None for sample in samples)
 
-    async def ask_teacher(self, samples: list[Sample]) -> None:
-        """Sets the teacher's log-probabilities of finished samples (`--opd-type sglang`). Raises SampleError."""
-        if not self._scorer.has_teacher:
+    async def score_tokens(self, samples: list[Sample]) -> None:
+        """Sets a teacher's log-probabilities or the rewards of steps of finished samples. Raises SampleError.
+
+        By the servers of `--opd-type sglang` or `--rm-step-separator`.
+        """
+        if (column := self._scorer.column_of_tokens) is None:
             return
+        stage = "the rewards of steps" if column == "token_rewards" else "the teacher's log-probabilities"
         await gather_or_cancel(
-            self._run(sample, "the teacher's log-probabilities", self._scorer.ask_teacher(sample), None)
+            self._run(sample, stage, self._scorer.score_tokens(sample), None)
             for sample in samples
             if sample.status in _FINISHED
         )

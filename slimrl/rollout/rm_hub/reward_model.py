@@ -37,7 +37,7 @@ class RewardInput:
 
     def __init__(self, tokenizer: Any, form: str, endings: Sequence[str], template: str | None = None) -> None:
         self.form = form
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._endings = tuple(endings)
         self._template = template
 
@@ -75,13 +75,13 @@ class RewardInput:
                     f"sample {sample.index}: its prompt is a list of messages, which --rm-input text cannot concatenate"
                     " with a response: use --rm-input conversation, or --apply-chat-template"
                 )
-            ids = self._tokenizer(sample.prompt + self.response(sample))["input_ids"]
+            ids = self.tokenizer(sample.prompt + self.response(sample))["input_ids"]
         elif self._template is not None:
-            ids = self._tokenizer(self._in_template(self._template, sample))["input_ids"]
+            ids = self.tokenizer(self._in_template(self._template, sample))["input_ids"]
         else:
             messages = [*prompt_messages(sample), {"role": "assistant", "content": self.response(sample)}]
-            text = self._tokenizer.apply_chat_template(messages, tokenize=False)
-            ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False)
+            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         if not ids:
             raise ValueError(
                 f"sample {sample.index}: its prompt and response are empty, so that there is nothing to score"

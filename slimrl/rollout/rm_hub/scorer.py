@@ -30,6 +30,7 @@ from slimrl.rollout.rm_hub.grader_pool import GraderFailure, GraderPool
 from slimrl.rollout.rm_hub.rule_reward import Reward
 
 if TYPE_CHECKING:
+    from slimrl.rollout.rm_hub.process_reward import ProcessRewardModel
     from slimrl.rollout.rm_hub.remote import RemoteReward
     from slimrl.rollout.rm_hub.reward_model import RewardModel
     from slimrl.rollout.rm_hub.teacher import NamedTeachers, ServedTeacher
@@ -109,16 +110,19 @@ class RewardScorer:
         *,
         remote: RemoteReward | None = None,
         model: RewardModel | None = None,
-        teacher: ServedTeacher | NamedTeachers | None = None,
+        of_tokens: ServedTeacher | NamedTeachers | ProcessRewardModel | None = None,
         custom_time_limit_s: float = CUSTOM_TIME_LIMIT_S,
     ) -> None:
-        """`router` and `hook_args` are for custom functions: the router that they may call, and their arguments."""
+        """`router` and `hook_args` are for custom functions: the router that they may call, and their arguments.
+
+        `of_tokens` gives numbers to the tokens of training samples: a teacher on servers, or a process reward model.
+        """
         self._graders = graders
         self._router = router
         self._hook_args = hook_args
         self._remote = remote
         self._model = model
-        self._teacher = teacher
+        self._of_tokens = of_tokens
         self._custom_time_limit_s = custom_time_limit_s
         self._functions: dict[tuple[str, type], Callable[..., Any]] = {}
 
@@ -131,11 +135,16 @@ class RewardScorer:
         custom_time_limit_s: float = CUSTOM_TIME_LIMIT_S,
     ) -> RewardScorer:
         """The scorer for the flags."""
-        remote = model = teacher = None
+        remote = model = None
+        of_tokens: ServedTeacher | NamedTeachers | ProcessRewardModel | None = None
         if args.has_served_teacher:  # --rm-url is its server's address
             from slimrl.rollout.rm_hub.teacher import NamedTeachers, ServedTeacher  # import an HTTP client
 
-            teacher = NamedTeachers.from_args(args) or ServedTeacher.from_args(args)
+            of_tokens = NamedTeachers.from_args(args) or ServedTeacher.from_args(args)
+        elif args.rm_url is not None and args.rm_step_separator is not None:
+            from slimrl.rollout.rm_hub.process_reward import ProcessRewardModel  # imports tokenizers
+
+            of_tokens = ProcessRewardModel.from_args(args)
         elif args.rm_url is not None and args.rm_model is not None:  # --rm-url is its server's address
             from slimrl.rollout.rm_hub.reward_model import RewardModel  # imports tokenizers and an HTTP client
 
@@ -150,7 +159,7 @@ class RewardScorer:
             args,
             remote=remote,
             model=model,
-            teacher=teacher,
+            of_tokens=of_tokens,
             custom_time_limit_s=custom_time_limit_s,
         )
 
@@ -187,14 +196,14 @@ class RewardScorer:
         return [rewards[index] for index in range(len(samples))]
 
     @property
-    def has_teacher(self) -> bool:
-        """Whether there is a teacher on servers (`--opd-type sglang`)."""
-        return self._teacher is not None
+    def column_of_tokens(self) -> str | None:
+        """The column that a served model sets, of `--opd-type sglang` or `--rm-step-separator`; None without one."""
+        return None if self._of_tokens is None else self._of_tokens.column
 
-    async def ask_teacher(self, sample: Sample) -> None:
-        """Sets the teacher's log-probabilities of a finished sample that has none. Raises RemoteRewardError."""
-        if self._teacher is not None and sample.column("teacher_log_probs") is None:
-            await self._teacher.fill(sample)
+    async def score_tokens(self, sample: Sample) -> None:
+        """Sets that column of a finished sample without it. Raises RemoteRewardError."""
+        if self._of_tokens is not None and sample.column(self._of_tokens.column) is None:
+            await self._of_tokens.fill(sample)
 
     def begin(self) -> None:
         """Makes `async_rm` use this scorer in the current task, and in tasks that it starts."""
@@ -208,8 +217,8 @@ class RewardScorer:
             self._remote.close()
         if self._model is not None:
             self._model.close()
-        if self._teacher is not None:
-            self._teacher.close()
+        if self._of_tokens is not None:
+            self._of_tokens.close()
 
     def _function(self, path: str, contract: type) -> Callable[..., Any]:
         if (path, contract) not in self._functions:

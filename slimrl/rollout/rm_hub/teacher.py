@@ -39,6 +39,8 @@ class TeacherError(RemoteRewardError):
 class ServedTeacher:
     """The teacher on the servers at `urls`."""
 
+    column = "teacher_log_probs"
+
     def __init__(
         self,
         urls: list[str],
@@ -120,7 +122,9 @@ class ServedTeacher:
 
 
 class NamedTeachers:
-    """Several teachers; a sample's metadata names its own under `key` (`--opd-teacher-urls`, `--opd-teacher-key`)."""
+    """Several teachers; a sample's metadata names its own under `key` (`--opd-teacher-key`)."""
+
+    column = "teacher_log_probs"
 
     def __init__(self, teachers: dict[str, ServedTeacher], key: str) -> None:
         self._teachers = teachers
@@ -128,15 +132,16 @@ class NamedTeachers:
 
     @classmethod
     def from_args(cls, args: Arguments) -> NamedTeachers | None:
-        """The teachers of the flags; None without `--opd-teacher-urls`."""
+        """The teachers of the flags; None without the addresses of several servers."""
         if not args.opd_teachers:
             return None
         key = args.rm_server_options.get("api_key")
+        folders = args.opd_teacher_folders  # of the teachers whose servers slimrl has started
         found = {
             name: ServedTeacher(
                 addresses(urls),
                 concurrency=args.rm_concurrency,
-                vocabulary=None,
+                vocabulary=served_vocabulary(Path(folders[name])) if name in folders else None,
                 key=key,
                 owner=f"the teacher {name}",
                 top=_top_tokens(args),
@@ -151,7 +156,7 @@ class NamedTeachers:
         name = sample.metadata.get(self._key)
         if name not in self._teachers:
             raise TeacherError(
-                f"sample {sample.index} has metadata.{self._key} {name!r}, and --opd-teacher-urls has"
+                f"sample {sample.index} has metadata.{self._key} {name!r}, and the teachers are"
                 f" {', '.join(self._teachers)}: keep the metadata of the prompt, or set the name of a teacher"
             )
         await self._teachers[name].fill(sample)

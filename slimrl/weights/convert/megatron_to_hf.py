@@ -293,15 +293,19 @@ class HfPlan:
         rank: int = 0,
         world_size: int = 1,
         max_shard_bytes: int = MAX_SHARD_BYTES,
+        value_head: bool = False,
     ) -> None:
-        """Raises FileNotFoundError or ValueError if the original lacks weights or is another model."""
+        """With `value_head` the exports are classifiers. Raises FileNotFoundError or ValueError for another model."""
         self.origin = Path(origin_hf_dir)
         self.config = read_hf_config(self.origin)
         self.beside = companions(self.origin)
         with HfCheckpoint(self.origin) as stored:
             carried = family.carried_prefixes(self.config)
             check_hf_names(stored.names, family, spec, str(self.origin), carried)
-            head = redundant_head(stored.names, family, spec)
+            head = None if value_head else redundant_head(stored.names, family, spec)
+            if value_head:
+                spec = dataclasses.replace(spec, tied=True)  # the head takes the place of an output layer
+                self.config = classifier_config(self.config)
             shapes: dict[str, tuple[int, ...]] = {}
             for row in family.rows(spec):
                 shapes |= dict(zip([part.name for part in row.hf], hf_shapes(row, spec), strict=True))
@@ -310,6 +314,9 @@ class HfPlan:
             self.carried = [name for name in stored.names if name not in shapes and name.startswith(carried)]
             shapes |= {name: stored.shape(name) for name in self.carried}
             specs = [TensorSpec(name, stored.dtype(name), size) for name, size in shapes.items()]
+            if value_head:
+                dtype = stored.dtype(family.embedding.hf[0].name)
+                specs.append(TensorSpec(CLASSIFIER_HEAD, dtype, (1, spec.hidden_size)))
         if block_size(self.config) is not None:
             del self.config["quantization_config"]  # the weights are written as the bf16 that the fp8 blocks stand for
         self.shards = plan_shards(specs, max_shard_bytes)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slimrl.models.families import ModelMapping, ParamMapping
-from slimrl.models.families.param_mapping import Layout
+from slimrl.models.families.param_mapping import VALUE_HEAD_ROW, Layout
 from slimrl.models.model_spec import ModelSpec
 from slimrl.processes.files import listed
 from slimrl.weights.reshard import find, from_shards, global_tensors, local_shape
@@ -117,6 +117,7 @@ def iter_hf_tensors(
     etp_group: Group = None,
     receivers: Collection[int] | None = None,
     space: BufferAllocator | None = None,
+    value_head: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields (HF name, full tensor) of every weight, on the model's device and in its dtype.
 
@@ -124,12 +125,16 @@ def iter_hf_tensors(
     expert and expert tensor parallelism; None means a size of 1. The tensors of a row are valid until that of the next
     row is requested and may share memory with the model: copy them to keep them. `space` is the memory for tensors that
     must be joined (default: private memory). Every rank of the groups must consume the whole iterator, which yields
-    nothing on ranks not in `receivers` (global ranks; None: all). Raises ValueError, on every rank, for a tensor
-    missing from the model or from the mapping.
+    nothing on ranks not in `receivers` (global ranks; None: all). With `value_head` the model has one in place of an
+    output layer, which is yielded as a classifier's. Raises ValueError, on every rank, for a tensor missing from the
+    model or from the mapping.
     """
     tensors = global_tensors(model)
     owners = _owners(tensors, pp_group, ep_group)
-    rows = [(row, find(row, owners)) for row in family.rows(spec)]
+    if value_head:
+        spec = dataclasses.replace(spec, tied=True)  # it has no output layer, as if that were the embedding
+    mapped = [*family.rows(spec), *([VALUE_HEAD_ROW] if value_head else [])]
+    rows = [(row, find(row, owners)) for row in mapped]
     _check_complete(rows, owners, spec, family)
     device = next(iter(tensors.values())).device
     plan = GatherPlan.find(receivers, tp_group, pp_group, ep_group, etp_group)

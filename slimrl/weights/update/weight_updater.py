@@ -15,7 +15,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -376,7 +376,7 @@ class WeightUpdater:
     ) -> Iterator[tuple[str, Tensor]]:
         """(HF name, tensor) of the whole model on the `receivers`; collective over `_partners`."""
         spec, family, parallel = self._source.spec, self._source.family, self._source.parallel
-        groups = {"pp_group": parallel.pp_group, "ep_group": parallel.ep_group, "etp_group": parallel.etp_group}
+        groups: Any = {"pp_group": parallel.pp_group, "ep_group": parallel.ep_group, "etp_group": parallel.etp_group}
         return iter_hf_tensors(model, spec, family, parallel.tp_group, **groups, receivers=receivers, space=space)
 
     def _find_partners(self) -> set[int]:

@@ -132,11 +132,11 @@ def test_reward_model_has_its_own_gpus_servers_and_memory(recipe, reward_model_f
     assert f"reward model 2 {where}" in flat and f"{total} GPUs" in flat
     assert f"reward model: 1 server more, at {where}" in flat
     assert f"with: --model-path {reward_model_folder} --tp-size 2 --is-embedding" in flat
-    assert plan.reward_weights == 3000 * 2 // 2  # two bytes each, over two GPUs
+    assert plan.reward_weights == (3000 * 2 // 2,) * 2  # two bytes each, over two GPUs
     as_floats = plan_of(
         recipe, more + ' --rm-server-options {{"dtype":"float32"}} --rollout-num-gpus 8', placement=placement
     )
-    assert as_floats.reward_weights == 3000 * 4 // 2
+    assert as_floats.reward_weights == (3000 * 4 // 2,) * 2
 
 
 def test_colocated_reward_model_has_the_first_gpus_and_leaves_room_to_the_engine(recipe, reward_model_folder):
@@ -181,7 +181,13 @@ def test_teacher_is_shown_where_it_runs(recipe, tmp_path):
     assert "teacher 1 1: 0" in flat and "teacher: 1 server more, at 1: 0" in flat
     assert f"with: --model-path {folder} --tp-size 1\n" in flat
     assert re.search(r"\n teacher: weights \S+ \S+ of each of its GPUs\n", flat)
-    assert plan.reward_weights == 2000 * 2
+    assert plan.reward_weights == (2000 * 2,)
+    several = f"{served.replace('--rm-model ', '--opd-teacher-models default=')} code={folder}"
+    several = plan_of(recipe, f"{several} --opd-teacher-num-gpus 2 1 --opd-teacher-num-gpus-per-engine 2 1")
+    flat_of_several = re.sub(r"[ ]+", " ", render(several))
+    assert "teacher default: 1 server more, at 1: 0-1" in flat_of_several
+    assert "teacher code: 1 server more, at 1: 2" in flat_of_several
+    assert several.reward_weights == (1000 * 2, 1000 * 2, 2000 * 2)
     (sentence,) = sentences(plan_of(recipe, served, around=PlanContext(Machine((), None), nodes=[8])))
     assert "1 for the teacher)" in sentence
 

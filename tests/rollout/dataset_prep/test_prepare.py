@@ -164,6 +164,27 @@ ARENA = {"model_a": "x", "model_b": "y", "conversation_a": [USER, WRONG], "conve
         (
             "comparisons.jsonl",
             {"question": QUESTION, "answer_0": "Eight.", "score_0": -0.5, "answer_1": "Seven.", "score_1": 0.5},
+            {**PAIR, "margin": 1.0},
+        ),
+        (
+            "data/train_prefs.parquet",
+            {
+                "prompt": "x",
+                "chosen": [USER, ANSWER],
+                "rejected": [USER, WRONG],
+                "score_chosen": 8.5,
+                "score_rejected": 6,
+            },
+            {**PAIR, "margin": 2.5},
+        ),
+        (
+            "train.jsonl",
+            {"prompt": [USER], "chosen": [ANSWER], "rejected": [WRONG], "chosen-rating": 3, "rejected-rating": 4},
+            {**PAIR, "margin": -1.0},
+        ),
+        (
+            "train.jsonl",
+            {"prompt": [USER], "chosen": [ANSWER], "rejected": [WRONG], "chosen-rating": None, "rejected-rating": 4},
             PAIR,
         ),
         ("data/train-0.parquet", {**ARENA, "winner": "model_b"}, PAIR),

@@ -155,9 +155,6 @@ class PolicyLossConfig:
     @classmethod
     def from_args(cls, algorithm: Arguments, loss_hooks: PolicyLossHooks = _NO_HOOKS) -> PolicyLossConfig:
         """The settings of a run; without --use-kl-loss the KL's coefficient is 0."""
-        weighting = off_policy.ImportanceWeighting(
-            algorithm.tis_clip_low, algorithm.tis_clip, algorithm.tis_level, algorithm.tis_mode == "mask"
-        )
         rejection = off_policy.Rejection(
             algorithm.rs_level, algorithm.rs_lower_bound, algorithm.rs_upper_bound, algorithm.rs_veto_threshold
         )
@@ -173,7 +170,7 @@ class PolicyLossConfig:
             supervised=algorithm.loss_type == "sft_loss",
             objective=ESTIMATORS[algorithm.advantage_estimator].objective,
             unbiased_kl=algorithm.use_unbiased_kl,
-            weighting=weighting if algorithm.use_tis and corrects else None,
+            weighting=importance_weighting(algorithm),
             rejection=rejection if algorithm.use_rs and corrects else None,
             positive_coef=algorithm.positive_example_loss_coef,
             divergence_coef=algorithm.opd_kl_coef if algorithm.has_divergence else None,
@@ -193,8 +190,16 @@ class PolicyLossConfig:
             return named_sums(zero.sum(), zero.sum(), zero.sum(), own).names
         one = torch.ones(1, dtype=torch.int64)
         zeros = (zero, zero, zero, zero, zero, zero, zero, zero)
-        inputs = PolicyLossInputs(*zeros, response_lengths=one, positive_weights=zero, divergence=zero)
+        inputs = PolicyLossInputs(*zeros, one, positive_weights=zero, weight_scales=zero, divergence=zero)
         return policy_loss_sums(inputs, dataclasses.replace(self, loss_hooks=_NO_HOOKS)).names
+
+
+def importance_weighting(flags: AlgorithmArguments) -> off_policy.ImportanceWeighting | None:
+    """The weights of --use-tis; None without it, or if a custom function takes their place."""
+    if not flags.use_tis or flags.custom_tis_function_path is not None:
+        return None
+    bounds, masks = (flags.tis_clip_low, flags.tis_clip), flags.tis_mode == "mask"
+    return off_policy.ImportanceWeighting(*bounds, flags.tis_level, masks, flags.tis_batch_normalize)
 
 
 def _own_metrics(algorithm: AlgorithmArguments) -> tuple[str, ...]:
@@ -218,6 +223,7 @@ class PolicyLossInputs:
     response_lengths: Tensor  # int64 [samples]
     lengths: tuple[tuple[int, int], ...] = ()  # (total, response) of each sample, for custom functions
     positive_weights: Tensor | None = None  # 0 outside positive examples; see `advantages.positive_example_weights`
+    weight_scales: Tensor | None = None  # factors of the importance weights; see `advantages.weight_scales`
     divergence: Tensor | None = None  # of the policy's distributions from a teacher's, differentiable
 
 
@@ -364,6 +370,7 @@ def _corrected(
         inputs.response_lengths,
         weighting=settings.weighting,
         rejection=settings.rejection,
+        scales=inputs.weight_scales,
     )
     loss = loss if correction.weights is None else loss * correction.weights
     values = dict(correction.values)
