@@ -85,9 +85,10 @@ class RewardModelConfig:
 def starts_reward_servers(args: Arguments) -> bool:
     """Whether slimrl starts the servers of the reward model or teachers: a folder is given, and no address.
 
-    An evaluation needs no teacher.
+    An evaluation needs no teacher and no rewards of steps.
     """
-    used = not args.debug_train_only and not (args.has_served_teacher and args.eval_only)
+    for_training = args.has_served_teacher or args.rm_step_separator is not None
+    used = not args.debug_train_only and not (for_training and args.eval_only)
     has_folder = args.rm_model is not None or (args.has_served_teacher and bool(args.opd_teacher_models))
     return has_folder and args.rm_url is None and args.opd_teacher_urls is None and used
 

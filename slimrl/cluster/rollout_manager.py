@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
-import pickle
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -254,7 +254,8 @@ class RolloutManager:
     @ray.method(concurrency_group="watchdog")
     async def finish_dumps(self) -> None:
         """Waits until the dump of the last rollout is written; a failed run calls it instead of `close`."""
-        await self._dumps.finish()
+        with contextlib.suppress(TypeError):  # it cannot be written, and the run has an error of its own
+            await self._dumps.finish()
 
     @ray.method(concurrency_group="watchdog")
     async def registered(self) -> list[str]:
@@ -332,20 +333,18 @@ class RolloutManager:
         if own is not None:  # it may change the samples
             dump()
             await self._dumps.finish()
-        batch = convert_samples.training_batch(self._args, samples, rewards, hook_args=self._args)
-        schedule = convert_samples.BatchSchedule.from_args(self._args)
-        by_size = {
-            size: [ray.put(pickle.dumps(part)) for part in schedule.divide(batch, size)]
-            for size in dict.fromkeys(self._data_parallel_sizes)
-        }
-        batches, *of_critic = (by_size[size] for size in self._data_parallel_sizes)
-        versions = {version for sample in samples for version in sample.weight_versions}
-        versions |= {version for sample in samples for version, _ in sample.version_spans if version}
-        reported = reported_metrics(
-            self._args, rollout_id, samples, metrics, output.metrics, seconds, hook_args=self._args
-        )
-        if own is None:
-            dump()  # while the batches train
+        try:
+            batch = convert_samples.training_batch(self._args, samples, rewards, hook_args=self._args)
+            schedule = convert_samples.BatchSchedule.from_args(self._args)
+            batches, *of_critic = schedule.stored(batch, self._data_parallel_sizes, ray.put)
+            versions = {version for sample in samples for version in sample.weight_versions}
+            versions |= {version for sample in samples for version, _ in sample.version_spans if version}
+            reported = reported_metrics(
+                self._args, rollout_id, samples, metrics, output.metrics, seconds, hook_args=self._args
+            )
+        finally:
+            if own is None:
+                dump()  # while the batches train; it also shows samples that cannot be trained on
         return RolloutResult(
             rollout_id=rollout_id,
             batches=batches,
@@ -381,14 +380,16 @@ class RolloutManager:
 
     async def close(self) -> None:
         """Closes the client, the router and the servers."""
-        await self._dumps.finish()
-        if self._generator is not None:
-            await self._generator.end()
-        if self._recovery is not None:
-            await self._recovery.close()
-        if self._client is not None:
-            await self._client.close()
-        if self._engines is not None:
-            await self._engines.close()
-        await self._reward_servers.close()
-        self._timeline.close()
+        try:
+            if self._generator is not None:
+                await self._generator.end()
+            if self._recovery is not None:
+                await self._recovery.close()
+            if self._client is not None:
+                await self._client.close()
+            if self._engines is not None:
+                await self._engines.close()
+            await self._reward_servers.close()
+            self._timeline.close()
+        finally:
+            await self._dumps.finish()

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from slimrl.weights.update.topology import EngineEndpoint
 
 logger = logging.getLogger("slimrl")
+_DUMP_WAIT_S = 120.0  # after which a failed run ends without its last dump
 
 
 class RolloutManagerProxy:
@@ -172,8 +173,12 @@ class RolloutManagerCleanup:
         """The cleanup of `manager`, which may still write the dump of the last rollout."""
 
         def kill() -> None:
-            poll_actors([manager.finish_dumps()])
-            manager.kill()
+            written = manager.finish_dumps()
+            try:
+                if not ray.wait([written], timeout=_DUMP_WAIT_S)[0]:
+                    logger.warning("the dump of the last rollout was not written within %.0f s", _DUMP_WAIT_S)
+            finally:
+                manager.kill()
 
         return cls(args, lambda: poll_actors([manager.registered()])[0], kill)
 

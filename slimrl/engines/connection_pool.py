@@ -100,7 +100,9 @@ class ConnectionPool:
             lambda: _Connection(self._opened), self._host, self._port, ssl=self._tls or None
         )
         try:
-            _, connection = await asyncio.wait_for(opening, within_s)
+            # not `wait_for`, which in Python 3.11 swallows a cancellation that arrives with the connection
+            async with asyncio.timeout(within_s):
+                _, connection = await opening
         except TimeoutError as error:
             if within_s < self._connect_timeout_s:
                 raise
@@ -126,13 +128,17 @@ class _Connection(asyncio.Protocol):
         self.is_reusable = False
         self.used_at = 0.0
 
+    def eof_received(self) -> None:
+        """Called by the event loop, which then closes the connection."""
+        self.is_reusable = False
+
     async def exchange(self, request: bytes, timeout_s: float) -> tuple[int, bytes]:
         """Sends `request`; returns status and content of its response."""
         loop = asyncio.get_running_loop()
         self.is_reusable = self._has_length = self._has_head = False
-        self._response = response = loop.create_future()
         if self._transport.is_closing():
             raise ConnectionResetError("the server closed the connection")
+        self._response = response = loop.create_future()
         limit = loop.call_later(timeout_s, self._fail, TimeoutError())
         self._transport.write(request)
         try:

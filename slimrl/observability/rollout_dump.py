@@ -119,9 +119,10 @@ class RolloutDumps:
             self._written = self._thread.submit(self._files.attempt, write)
 
     async def finish(self) -> None:
-        """Waits until everything is written. Raises TypeError, naming the sample that JSON cannot express."""
-        if self._written is not None:
-            await asyncio.shield(asyncio.wrap_future(self._written))
+        """Waits until everything is written. Raises TypeError once, naming the sample that JSON cannot express."""
+        written, self._written = self._written, None
+        if written is not None:
+            await asyncio.shield(asyncio.wrap_future(written))
 
 
 def _delete_old(template: str, rollout_id: int, evaluation: bool, limit: int) -> None:

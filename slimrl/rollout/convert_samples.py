@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +28,8 @@ from slimrl.data.sample import Sample, SampleStatus
 from slimrl.data.train_batch import RolloutBatch, batch_from_samples, schedule_batch
 from slimrl.hooks import ConvertSamples, RewardPostProcess, named, naming, resolve
 from slimrl.hooks.base import RunArguments
+
+_Stored = TypeVar("_Stored")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,6 +211,16 @@ class BatchSchedule:
     def divide(self, batch: RolloutBatch, data_parallel_size: int) -> list[RolloutBatch]:
         """The parts of a batch of `training_batch`, one per data-parallel rank."""
         return schedule_batch(batch, data_parallel_size=data_parallel_size, **vars(self))
+
+    def stored(
+        self, batch: RolloutBatch, data_parallel_sizes: Sequence[int], put: Callable[[bytes], _Stored]
+    ) -> list[list[_Stored]]:
+        """The results of `put` for the pickled parts of each size; equal sizes have the same ones."""
+        by_size = {
+            size: [put(pickle.dumps(part)) for part in self.divide(batch, size)]
+            for size in dict.fromkeys(data_parallel_sizes)
+        }
+        return [by_size[size] for size in data_parallel_sizes]
 
 
 def _with_teacher(flags: ConversionArguments, batch: RolloutBatch) -> RolloutBatch:

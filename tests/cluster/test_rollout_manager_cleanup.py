@@ -11,6 +11,7 @@ import types
 import pytest
 
 from slimrl.arguments import Arguments
+from slimrl.cluster import rollout_manager_proxy
 from slimrl.cluster.rollout_manager_proxy import RolloutManagerCleanup
 from slimrl.engines.protocol import EngineUnavailableError
 from slimrl.engines.sglang.router import ExternalRouter
@@ -118,3 +119,22 @@ def test_servers_that_may_have_partial_weights_are_named(caplog):
     ended(None, None, KeyboardInterrupt(), **flags)
     ended(None, None, KeyboardInterrupt(), updating_weights=7)
     assert not caplog.records
+
+
+def test_manager_is_killed_after_its_last_dump_and_also_without_one(monkeypatch, caplog):
+    calls = []
+    waits = iter([([True], []), ([], [True]), ConnectionError("the cluster is gone")])
+
+    def wait(refs, timeout):
+        calls.append((refs, timeout >= 60))
+        if isinstance(found := next(waits), Exception):
+            raise found
+        return found
+
+    monkeypatch.setattr(rollout_manager_proxy.ray, "wait", wait)
+    manager = types.SimpleNamespace(finish_dumps=lambda: "written", kill=lambda: calls.append("killed"))
+    for _ in range(3):
+        with contextlib.suppress(ConnectionError), RolloutManagerCleanup.of_manager(Arguments(), manager):
+            pass
+    assert calls == [(["written"], True), "killed"] * 3
+    assert "the dump of the last rollout was not written" in caplog.text

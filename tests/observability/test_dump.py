@@ -206,6 +206,7 @@ def test_dumps_are_written_in_the_background_in_order_and_errors_come_at_the_end
         dumps.start(3, unwritable, {}, [None] * 4)
         with pytest.raises(TypeError, match="sample 2 cannot be written"):
             await dumps.finish()
+        await dumps.finish()  # reported once
 
     asyncio.run(write())
     assert load_rollout(template, 2).samples == make_samples()

@@ -89,7 +89,8 @@ def filled(tokenizer: Any, samples: list[Sample], form: str = "conversation", **
         ("a\n\nbc\n\n", [("a", 2), ("bc", 6)]),  # the end of the response is no step of its own
         ("\n\na\n\n\n\nb", [("a", 4), ("b", 7)]),  # nothing between separators is no step
         ("no separator", [("no separator", 11)]),
-        ("äö\n\n€", [("\N{REPLACEMENT CHARACTER}" * 4, 5), ("\N{REPLACEMENT CHARACTER}" * 3, 8)]),  # a token per byte
+        ("äö\n\n€", [("äö", 5), ("€", 8)]),  # a token per byte
+        ("\N{REPLACEMENT CHARACTER}a\n\nb", [("\N{REPLACEMENT CHARACTER}a", 5), ("b", 6)]),
         ("  \n\n ", []),
         ("", []),
     ],

@@ -136,3 +136,37 @@ def test_header_with_a_line_break_is_refused():
         asyncio.run(body())
     with pytest.raises(ValueError, match="http://host:port"):
         ConnectionPool("10.0.0.1:3000", {}, connect_timeout_s=5)
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
+def test_request_ends_at_once_when_it_is_cancelled_at_any_moment(run):
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    async def body():
+        server = await asyncio.start_server(silent, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with ConnectionPool(url, {}, connect_timeout_s=5) as pool:
+            for turns in range(20):  # while it connects, as the connection arrives, and while it waits
+                task = asyncio.create_task(pool.post("/generate", b"x", timeout_s=30))
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                task.cancel()
+                done, _ = await asyncio.wait([task], timeout=5)
+                assert done == {task} and task.cancelled(), f"after {turns} turns of the loop"
+        server.close()
+
+    run(body())
+
+
+def test_connection_whose_end_was_read_is_not_used_again():
+    async def body():
+        async with pool_on(WHOLE, WHOLE) as (pool, connections):
+            await pool.post("/a", b"1", timeout_s=5)
+            (unused,) = pool._unused
+            unused.eof_received()
+            assert await pool.post("/a", b"2", timeout_s=5) == (200, b"whole")
+            assert [len(requests) for requests in connections] == [1, 1]
+
+    asyncio.run(body())

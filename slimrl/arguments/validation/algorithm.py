@@ -278,6 +278,7 @@ def supervised_training_is_consistent(args: Arguments, context: Context) -> Iter
         ("--rollout-max-prompt-len", args.rollout_max_prompt_len is not None),
         ("--overlong-buffer-len", args.overlong_buffer_len is not None),
         ("--mask-truncated-samples", args.mask_truncated_samples),
+        ("--rm-step-separator", args.rm_step_separator is not None),
     ):
         if given:
             yield Problem(flag, f"{flag} has no effect with --loss-type sft_loss: leave it out.")

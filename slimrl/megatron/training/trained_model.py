@@ -188,13 +188,17 @@ class TrainedModel:
         parallel: ParallelState,
         reference: ReferenceWeights | None = None,
         untrained_rollouts: int = 0,
+        *,
+        updates_engines: bool = False,
     ) -> TrainedModel:
         """Wraps `stages`, whose weights are loaded, and makes the optimizer of `args`.
 
-        The schedule leaves out `untrained_rollouts`, in which this model takes no step.
+        The schedule leaves out `untrained_rollouts`, in which this model takes no step. With `updates_engines` its
+        weights go to the engines, of which colocated ones without a GPU read them where they are.
         """
         wrapped = data_parallel.wrap(config.ddp_config(args), stages, parallel.device)
-        if parallel.device.type == "cpu" and args.colocate and args.update_weight_transport == "nccl":
+        maps = args.colocate and not args.debug_train_only and args.update_weight_transport == "nccl"
+        if updates_engines and maps and parallel.device.type == "cpu":
             data_parallel.share_weights(wrapped)
         sharded = data_parallel.shard_reference(reference, wrapped)
         data_parallel.install_sync_funcs(wrapped)

@@ -112,7 +112,9 @@ class MegatronTrainer:
         reference, resumed = self._load_weights()
         freeze_parameters(args, self.stages)
         critic_only_rollouts = args.num_critic_only_steps if args.use_critic else 0
-        self._policy = TrainedModel.build(built, self.stages, self.parallel, reference, critic_only_rollouts)
+        self._policy = TrainedModel.build(
+            built, self.stages, self.parallel, reference, critic_only_rollouts, updates_engines=True
+        )
         self._reference, self._wrapped = self._policy.reference, self._policy.wrapped
         self.optimizer, self.scheduler = self._policy.optimizer, self._policy.scheduler
         times = PhaseTimes(self.parallel.device)

@@ -43,6 +43,10 @@ class Step:
     last: int
 
 
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+_BYTES_OF_A_CHARACTER = 4  # at most, in UTF-8
+
+
 class StepSplitter:
     """Divides response tokens into steps; `tokenizer` is the policy's."""
 
@@ -51,11 +55,11 @@ class StepSplitter:
         self._separator = separator
         self._special = set(tokenizer.all_special_ids)
         self._before = tokenizer(_WORD, add_special_tokens=False)["input_ids"]
-        self._pieces: dict[int, str] = {}
+        self._pieces: dict[tuple[int, ...], str] = {}
 
     def steps(self, token_ids: list[int]) -> list[Step]:
         """The steps of a response. Steps of white space have none; the end of the response ends the last one."""
-        pieces = [self._piece(token) for token in token_ids]
+        pieces = self._texts(token_ids)
         text = "".join(pieces)
         token_of_char = [place for place, piece in enumerate(pieces) for _ in piece]
         found, start = [], 0
@@ -68,14 +72,26 @@ class StepSplitter:
             found.append(Step(text[start:], len(token_ids) - 1))
         return found
 
-    def _piece(self, token: int) -> str:
-        """The text of a token after another one; part of a character is a replacement character."""
-        if token in self._special:
-            return ""
-        if token not in self._pieces:
-            whole, before = (self._tokenizer.decode(ids) for ids in ([*self._before, token], self._before))
-            self._pieces[token] = whole.removeprefix(before)
-        return self._pieces[token]
+    def _texts(self, token_ids: list[int]) -> list[str]:
+        """The text of each token; that of a character of several tokens is the last one's."""
+        texts, held = [""] * len(token_ids), []
+        for place, token in enumerate(token_ids):
+            if token not in self._special:
+                held.append(token)
+            if not held:
+                continue
+            text = self._decoded(tuple(held))
+            ends = place + 1 == len(token_ids) or token in self._special or len(held) == _BYTES_OF_A_CHARACTER
+            if ends or not text.endswith(_INCOMPLETE):
+                texts[place], held = text, []
+        return texts
+
+    def _decoded(self, tokens: tuple[int, ...]) -> str:
+        """The text of tokens after another one; a part of a character at their end is a replacement character."""
+        if tokens not in self._pieces:
+            whole, before = (self._tokenizer.decode(ids) for ids in ([*self._before, *tokens], self._before))
+            self._pieces[tokens] = whole.removeprefix(before)
+        return self._pieces[tokens]
 
 
 class StepInput:

@@ -234,7 +234,7 @@ class WeightUpdater:
         compared with the trainer's before any server resumes. Running requests are returned ("abort") or resume with
         the new weights and a recomputed KV cache ("retract"). A failed weight update is attempted up to `ATTEMPTS`
         times, while all servers answer. Raises WeightSyncError, on every rank, with the reason and the state of each
-        server; no server resumes then.
+        server. No server resumes then, unless all had the new version and some failed to resume.
         """
         started = time.monotonic()
         attempt, done = 1, None
@@ -315,7 +315,8 @@ class WeightUpdater:
             call_all(self._servers, lambda server: server.continue_(), "continuing with new weights")
             call_all(self._with_stages, lambda server: server.flush_pipeline(), "waiting for the later pipeline stages")
         except WeightSyncError as error:
-            return str(error), error.final
+            states = ", ".join(map(str, probe_all(self._servers)))
+            return f"every server has weight version {version!r}, and not all resume: {error}; {states}", error.final
         return None
 
     def _send(self, model: nn.Module | Sequence[nn.Module]) -> tuple[int, int]:
