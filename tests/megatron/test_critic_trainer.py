@@ -137,6 +137,7 @@ EQUAL = {
     "TP2 each": (2, TP2),
     "PP2 each, two steps": (2, PP2 | TWO_STEPS),
     "DP2 each, two steps": (2, SPREAD | TWO_STEPS),
+    "CP2 each": (2, SPREAD | {"context_parallel_size": 2}),
 }
 
 
