@@ -132,10 +132,9 @@ def count_reads(
     rank: int, world_size: int, init_method: str, args: Arguments, rollout: RolloutBatch
 ) -> tuple[collections.Counter[str], collections.Counter[str], int, int]:
     """Host reads for log-probabilities and for training; passes for log-probabilities, micro-batches trained."""
-    from slimrl.megatron.training import log_prob_passes
-    from slimrl.megatron.training import trainer as training
+    from slimrl.megatron.training import log_prob_passes, policy_rollout
 
-    modules = {"score_tokens": log_prob_passes, "forward_backward": training}
+    modules = {"score_tokens": log_prob_passes, "forward_backward": policy_rollout}
     counts = {name: (collections.Counter(), []) for name in modules}
 
     def watch(name: str) -> None:
