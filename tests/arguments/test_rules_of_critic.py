@@ -136,6 +136,7 @@ CASES |= {
         ],
     ),
 }
+TESTED_APART = ("critic_overrides_have_an_effect",)  # in test_config_file.py
 PASS = [(rule, line) for rule, (lines, _) in CASES.items() for line in lines]
 FAIL = [(rule, *case) for rule, (_, cases) in CASES.items() for case in cases]
 
