@@ -76,7 +76,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if of_item:
             assert item.get_closest_marker("slow"), f"{item.nodeid} of extended.toml is not marked slow"
             item.add_marker("extended")
-    if config.args_source is pytest.Config.ArgsSource.TESTPATHS and len(named) < len(rows):
+    # --last-failed collects only the files with failed tests
+    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.getoption("lf")
+    if whole and len(named) < len(rows):
         raise pytest.UsageError(f"extended.toml names no test: {[row.tests for row in rows if row not in named]}")
     slow_units = {unit_of(item.nodeid) for item in items if item.get_closest_marker("slow")}
 
