@@ -87,7 +87,7 @@ def read_config_file(path: str, specs: list[FlagSpec], passthrough: PassthroughT
     by_key = _specs_by_key(specs)
     passed: dict[str, Any] = {}
     for key, value in mapping.items():
-        plain = str(key).removeprefix("--").replace("-", "_")
+        plain = _plain(str(key))
         if plain == _OWN:
             _take_own(value, path, by_key, parsed)
         elif plain == _THIS_FILE:
@@ -104,12 +104,13 @@ def read_config_file(path: str, specs: list[FlagSpec], passthrough: PassthroughT
 
 def _specs_by_key(specs: list[FlagSpec]) -> dict[str, tuple[FlagSpec, bool]]:
     """Each flag by its attribute and its spellings, and whether the spelling means the attribute or its opposite."""
+    by_key = {_plain(name): (spec, False) for spec in specs for name in spec.off}
+    return by_key | {_plain(name): (spec, True) for spec in specs for name in [spec.dest, *spec.on]}
 
-    def plain(names: Iterable[str]) -> list[str]:
-        return [name.removeprefix("--").replace("-", "_") for name in names]
 
-    by_key = {name: (spec, False) for spec in specs for name in plain(spec.off)}
-    return by_key | {name: (spec, True) for spec in specs for name in [spec.dest, *plain(spec.on)]}
+def _plain(key: str) -> str:
+    """A key without dashes, as an attribute."""
+    return key.removeprefix("--").replace("-", "_")
 
 
 def _take_own(value: Any, path: str, flags: Iterable[str], parsed: ParsedLine) -> None:
@@ -240,7 +241,7 @@ def read_roles(path: str, specs: list[FlagSpec], given: Mapping[str, Any]) -> Pa
     values: dict[str, dict[str, Any]] = {_ACTOR: {}, _CRITIC: {}}
     for role, overrides in roles.items():
         for key, value in overrides.items():
-            plain = str(key).removeprefix("--").replace("-", "_")
+            plain = _plain(str(key))
             spec = by_key.get(plain)
             if spec is None:
                 nearest = nearest_flag("--" + plain.replace("_", "-"), [spec.name for spec in specs])

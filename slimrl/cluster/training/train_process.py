@@ -303,27 +303,19 @@ def held_out_shares(args: Arguments, parallel: ParallelState) -> dict[str, Rollo
     """
     from transformers import AutoTokenizer
 
-    from slimrl.data.train_batch import schedule_batch
+    from slimrl.rollout.convert_samples import BatchSchedule
     from slimrl.rollout.preference_rollout import held_out_pairs
     from slimrl.rollout.sft_rollout import held_out_conversations
 
     trust = bool(args.sglang_options.get("trust_remote_code"))
     tokenizer = AutoTokenizer.from_pretrained(args.hf_checkpoint, trust_remote_code=trust)
-    shares = {}
+    training, shares = BatchSchedule.from_args(args), {}
     for dataset in args.eval_datasets:
         batch = (held_out_pairs if args.reads_pairs else held_out_conversations)(args, dataset, tokenizer)
         longest = -(-int(batch.total_lengths.max()) * args.micro_batch_size // parallel.cp_size)
-        shares[dataset.name] = schedule_batch(
-            batch,
-            data_parallel_size=parallel.dp_size,
-            context_parallel_size=parallel.cp_size,
-            micro_batch_group=args.microbatch_group_size_per_vp_stage or 1,
-            global_batch_size=len(batch),
-            micro_batch_size=args.micro_batch_size,
-            max_tokens_per_micro_batch=args.max_tokens_per_gpu if args.use_dynamic_batch_size else longest,
-            balance=args.balance_data,
-            samples_together=args.samples_together,
-        )[parallel.dp_rank]
+        most = training.max_tokens_per_micro_batch if args.use_dynamic_batch_size else longest
+        own = dataclasses.replace(training, global_batch_size=len(batch), max_tokens_per_micro_batch=most)
+        shares[dataset.name] = own.divide(batch, parallel.dp_size)[parallel.dp_rank]
     return shares
 
 

@@ -13,11 +13,10 @@ server.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
+import functools
 import logging
 import math
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +25,14 @@ import orjson
 from slimrl.arguments import Arguments
 from slimrl.arguments.served_models import RewardModelConfig
 from slimrl.data.sample import Sample
-from slimrl.rollout.rm_hub.remote import ServerPool, addresses
-from slimrl.rollout.rm_hub.reward_model import RewardInput, RewardModelError, prompt_messages
+from slimrl.rollout.rm_hub.remote import addresses
+from slimrl.rollout.rm_hub.reward_model import (
+    ClassifierServers,
+    RewardInput,
+    RewardModelError,
+    prompt_messages,
+    trusted,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -146,13 +151,10 @@ class ProcessRewardModel:
         key: str | None = None,
     ) -> None:
         """`labels` is the number of outputs per token, 1 or 2; `concurrency` is per server."""
-        self._pool = ServerPool(urls, "/classify", owner="the reward model", concurrency=concurrency, key=key)
+        self._servers = ClassifierServers(urls, concurrency=concurrency, vocabulary=vocabulary, key=key)
         self._input = step_input
         self._coefficient = coefficient
         self._labels = labels
-        self._vocabulary = math.inf if vocabulary is None else vocabulary
-        # one thread: tokenizers are not thread-safe, and the rollout's loop must not block
-        self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="slimrl-step-tokens")
 
     @classmethod
     def from_args(cls, args: Arguments) -> ProcessRewardModel:
@@ -162,10 +164,7 @@ class ProcessRewardModel:
         assert args.rm_model is not None and args.rm_url is not None  # checked by the caller
         assert args.rm_step_separator is not None
         config = RewardModelConfig.read(Path(args.rm_model))
-        trust = (
-            bool(args.rm_server_options.get("trust_remote_code")),
-            bool(args.sglang_options.get("trust_remote_code")),
-        )
+        trust = trusted(args.rm_server_options, args.sglang_options)
         read = RewardInput.open(args.rm_model, args.rm_input, args.hf_checkpoint, trust=trust)
         policy = AutoTokenizer.from_pretrained(args.hf_checkpoint, trust_remote_code=trust[1])
         separator = args.rm_step_separator
@@ -188,30 +187,17 @@ class ProcessRewardModel:
         Raises RewardModelError for a sample that cannot be tokenized or an unusable response, RemoteRefused for HTTP
         3xx or 4xx, RemoteUnreachable if all attempts on all servers fail.
         """
-        loop = asyncio.get_running_loop()
-        try:
-            steps, rows = await loop.run_in_executor(self._tokenizing, self._input.rows, sample)
-        except ValueError as error:
-            raise RewardModelError(str(error)) from error
-        largest = max((max(row) for row in rows), default=0)
-        if largest >= self._vocabulary:
-            raise RewardModelError(
-                f"sample {sample.index}: token {largest} is outside the reward model's vocabulary of"
-                f" {self._vocabulary}: its tokenizer does not match the model, copy both from the same checkpoint"
-            )
+        steps, rows = await self._servers.tokenized(self._input.rows, sample)
         rewards: list[float] = []
         if rows:
-            body = orjson.dumps({"input_ids": rows})
-            rewards = await self._pool.ask(
-                body, lambda reply, url: step_rewards_of(reply, url, len(rows), self._labels)
-            )
+            read = functools.partial(step_rewards_of, count=len(rows), labels=self._labels)
+            rewards = await self._servers.ask(sample, rows, max(map(max, rows)), read)
         sample.metadata[STEP_REWARDS] = rewards
         sample.token_rewards = at_trained_tokens(sample, steps, [self._coefficient * one for one in rewards])
 
     def close(self) -> None:
         """Closes the connections and the thread."""
-        self._tokenizing.shutdown(wait=False, cancel_futures=True)
-        self._pool.close()
+        self._servers.close()
 
 
 def at_trained_tokens(sample: Sample, steps: list[Step], rewards: list[float]) -> list[float]:

@@ -14,10 +14,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 
@@ -131,6 +131,11 @@ def choose_format(tokenizer: Any, policy_tokenizer: Any, form: str | None, folde
     return "tokens" if same else "text"
 
 
+def trusted(model: Mapping[str, Any], policy: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Whether the code in the folder of each may run, by the options of their servers."""
+    return bool(model.get("trust_remote_code")), bool(policy.get("trust_remote_code"))
+
+
 def prompt_messages(sample: Sample) -> list[dict[str, Any]]:
     """The messages of the prompt; a text prompt is one user message."""
     messages = sample.metadata.get(MESSAGES_KEY, sample.prompt)
@@ -138,10 +143,49 @@ def prompt_messages(sample: Sample) -> list[dict[str, Any]]:
 
 
 logger = logging.getLogger(__name__)
+_Tokenized = TypeVar("_Tokenized")
+_Reply = TypeVar("_Reply")
 
 
 class RewardModelError(RemoteRewardError):
     """The reward model cannot score a sample, or its response is not a reward."""
+
+
+class ClassifierServers:
+    """The servers of a classifier, which scores token ids; samples are tokenized in a thread."""
+
+    def __init__(self, urls: list[str], *, concurrency: int, vocabulary: int | None, key: str | None) -> None:
+        """`concurrency` is per server; ids >= `vocabulary` are rejected, because they would crash a server."""
+        self._pool = ServerPool(urls, "/classify", owner="the reward model", concurrency=concurrency, key=key)
+        self._vocabulary = math.inf if vocabulary is None else vocabulary
+        # one thread: tokenizers are not thread-safe, and the rollout's loop must not block
+        self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="slimrl-reward-tokens")
+
+    async def tokenized(self, tokenize: Callable[[Sample], _Tokenized], sample: Sample) -> _Tokenized:
+        """`tokenize(sample)`. Raises RewardModelError for its ValueError."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._tokenizing, tokenize, sample)
+        except ValueError as error:
+            raise RewardModelError(str(error)) from error
+
+    async def ask(
+        self, sample: Sample, ids: list[int] | list[list[int]], largest: int, read: Callable[[bytes, str], _Reply]
+    ) -> _Reply:
+        """The server's answer to the token `ids` of a sample, of which `largest` is one, as `read` reads it.
+
+        Raises RewardModelError for ids outside the vocabulary, and as `ServerPool.ask`.
+        """
+        if largest >= self._vocabulary:
+            raise RewardModelError(
+                f"sample {sample.index}: token {largest} is outside the reward model's vocabulary of"
+                f" {self._vocabulary}: its tokenizer does not match the model, copy both from the same checkpoint"
+            )
+        return await self._pool.ask(orjson.dumps({"input_ids": ids}), read)
+
+    def close(self) -> None:
+        """Closes the connections and the thread."""
+        self._tokenizing.shutdown(wait=False, cancel_futures=True)
+        self._pool.close()
 
 
 class RewardModel:
@@ -156,26 +200,20 @@ class RewardModel:
         vocabulary: int | None,
         key: str | None = None,
     ) -> None:
-        """`concurrency` is per server; ids >= `vocabulary` are rejected, because they would crash a server."""
-        self._pool = ServerPool(urls, "/classify", owner="the reward model", concurrency=concurrency, key=key)
+        """As `ClassifierServers`."""
+        self._servers = ClassifierServers(urls, concurrency=concurrency, vocabulary=vocabulary, key=key)
         self._input = reward_input
-        self._vocabulary = math.inf if vocabulary is None else vocabulary
-        # one thread: tokenizers are not thread-safe, and the rollout's loop must not block
-        self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="slimrl-reward-tokens")
 
     @classmethod
     def from_args(cls, args: Arguments) -> RewardModel:
         """The reward model at `--rm-url`. Raises ValueError if its folder or tokenizer is unsuitable."""
         assert args.rm_model is not None and args.rm_url is not None  # checked by the caller
         config = RewardModelConfig.read(Path(args.rm_model))
-        trust_model, trust_policy = (
-            bool(flags.get("trust_remote_code")) for flags in (args.rm_server_options, args.sglang_options)
-        )
         reward_input = RewardInput.open(
             args.rm_model,
             args.rm_input,
             args.hf_checkpoint,
-            trust=(trust_model, trust_policy),
+            trust=trusted(args.rm_server_options, args.sglang_options),
             template=args.rm_input_template,
         )
         urls = addresses(args.rm_url)
@@ -190,22 +228,12 @@ class RewardModel:
         RemoteRefused for HTTP 3xx or 4xx (such as a sample longer than the model's context), RemoteUnreachable if all
         attempts on all servers fail.
         """
-        loop = asyncio.get_running_loop()
-        try:
-            token_ids = await loop.run_in_executor(self._tokenizing, self._input.token_ids, sample)
-        except ValueError as error:
-            raise RewardModelError(str(error)) from error
-        if max(token_ids) >= self._vocabulary:
-            raise RewardModelError(
-                f"sample {sample.index}: token {max(token_ids)} is outside the reward model's vocabulary of"
-                f" {self._vocabulary}: its tokenizer does not match the model, copy both from the same checkpoint"
-            )
-        return await self._pool.ask(orjson.dumps({"input_ids": token_ids}), reward_of)
+        token_ids = await self._servers.tokenized(self._input.token_ids, sample)
+        return await self._servers.ask(sample, token_ids, max(token_ids), reward_of)
 
     def close(self) -> None:
         """Closes the connections and the thread."""
-        self._tokenizing.shutdown(wait=False, cancel_futures=True)
-        self._pool.close()
+        self._servers.close()
 
 
 def reward_of(reply: bytes, url: str) -> float:
