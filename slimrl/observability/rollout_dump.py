@@ -112,7 +112,7 @@ class RolloutDumps:
         *,
         evaluation: bool = False,
     ) -> None:
-        """Begins to write; nobody may change or unpack the samples before `finish`."""
+        """Begins to write; the samples must not be changed or unpacked before `finish`."""
         if self._template is not None:
             write = functools.partial(save_rollout, self._template, rollout_id, samples, metrics=metrics)
             write = functools.partial(write, evaluation=evaluation, reward_keys=reward_keys, limit=self._limit)

@@ -13,7 +13,7 @@ from slimrl.arguments.layout import critic_layout, groups_of
 from slimrl.arguments.namespace import Arguments, Context, absent
 from slimrl.arguments.validation.checkpoint import checkpoint_problems, is_fresh
 from slimrl.arguments.validation.optimizer import other_owner
-from slimrl.arguments.validation.parallel import experts_can_be_sharded
+from slimrl.arguments.validation.parallel import experts_can_be_sharded, sizes_that_do_not_divide
 
 _FLAGS = (
     "lambd",
@@ -199,20 +199,15 @@ def critic_fits_its_gpus(args: Arguments, context: Context) -> Iterator[Problem]
             f"{_PER_NODE} {per_node} is more than the --num-gpus-per-node {args.num_gpus_per_node} of a node: lower it,"
             " or raise --num-gpus-per-node.",
         )
-    axes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-    experts = ("expert_tensor_parallel_size", "expert_model_parallel_size", "pipeline_model_parallel_size")
-    for names in (axes, experts) if args.num_experts is not None else (axes,):
-        sizes = {name: vars(args)[name] or 1 for name in names}
-        product = math.prod(sizes.values())
-        if args.critic_num_gpus % product:
-            used = " x ".join(f"--{name.replace('_', '-')} {size}" for name, size in sizes.items() if size > 1)
-            yield Problem(
-                _PER_NODE,
-                f"{_NODES} {nodes} x {_PER_NODE} {per_node} = {args.critic_num_gpus} GPUs of the critic do not divide"
-                f" by {used}, which also applies to the critic: give a multiple of {product} GPUs.",
-            )
-            return
-    yield from experts_can_be_sharded(critic_layout(args), " of the critic")
+    own = critic_layout(args)
+    for used, shown in sizes_that_do_not_divide(own):
+        yield Problem(
+            _PER_NODE,
+            f"{_NODES} {nodes} x {_PER_NODE} {per_node} = {args.critic_num_gpus} GPUs of the critic do not divide"
+            f" by {shown}, which also applies to the critic: give a multiple of {math.prod(used.values())} GPUs.",
+        )
+        return
+    yield from experts_can_be_sharded(own, " of the critic")
     yield from _batch_divides(args)
 
 

@@ -188,9 +188,7 @@ def _list_of(args: Arguments) -> str:
     return "--only-train-params-name-list" if only else "--freeze-params-name-list"
 
 
-_OF_EXPERTS = {
-    *("expert_model_parallel_size", "expert_tensor_parallel_size", "actor_num_nodes", "actor_num_gpus_per_node"),
-}
+_OF_EXPERTS = {"expert_model_parallel_size", "expert_tensor_parallel_size", *ACTOR_FIELDS}
 
 
 def experts_can_be_sharded(args: Arguments, of: str = "") -> Iterator[Problem]:
@@ -319,25 +317,30 @@ def _training_gpus(args: Arguments) -> str:
     )
 
 
+_AXES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+_EXPERT_AXES = ("expert_tensor_parallel_size", "expert_model_parallel_size", "pipeline_model_parallel_size")
+
+
+def sizes_that_do_not_divide(args: Arguments) -> Iterator[tuple[dict[str, int], str]]:
+    """The sizes above 1 by attribute, of layers or of experts, whose product does not divide the GPUs; as text, too."""
+    for names in (_AXES, _EXPERT_AXES) if args.num_experts is not None else (_AXES,):
+        used = {name: size for name in names if (size := vars(args)[name] or 1) > 1}
+        if args.actor_num_gpus % math.prod(used.values()):
+            yield used, " x ".join(f"--{name.replace('_', '-')} {size}" for name, size in used.items())
+
+
 def world_divides_by_model_gpus(args: Arguments, context: Context) -> Iterator[Problem]:
     """Training GPUs = data x tensor x pipeline x context parallel size, and the same for the experts' layout."""
-    axes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-    experts = ("expert_tensor_parallel_size", "expert_model_parallel_size", "pipeline_model_parallel_size")
-    if args.debug_rollout_only or context.broken & {*ACTOR_FIELDS, *axes, *experts}:
+    if args.debug_rollout_only or context.broken & {*ACTOR_FIELDS, *_AXES, *_EXPERT_AXES}:
         return
-    for names in (axes, experts) if args.num_experts is not None else (axes,):
-        sizes = {name: vars(args)[name] or 1 for name in names}
-        used = {name: size for name, size in sizes.items() if size > 1}
-        product = math.prod(used.values())
-        if args.actor_num_gpus % product:
-            shown = " x ".join(f"--{name.replace('_', '-')} {size}" for name, size in used.items())
-            several = len(used) > 1
-            total = f" = {product}" if several else ""
-            fix = "choose sizes whose product divides them" if several else "choose a divisor"
-            yield Problem(
-                "--" + next(iter(used)).replace("_", "-"),
-                f"{_training_gpus(args)} training GPUs do not divide by {shown}{total}: {fix}.",
-            )
+    for used, shown in sizes_that_do_not_divide(args):
+        several = len(used) > 1
+        total = f" = {math.prod(used.values())}" if several else ""
+        fix = "choose sizes whose product divides them" if several else "choose a divisor"
+        yield Problem(
+            "--" + next(iter(used)).replace("_", "-"),
+            f"{_training_gpus(args)} training GPUs do not divide by {shown}{total}: {fix}.",
+        )
 
 
 def context_parallelism_has_one_level(args: Arguments, context: Context) -> Iterator[Problem]:
