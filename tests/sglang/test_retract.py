@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import copy
 import importlib.metadata
+import time
 
+import psutil
 import pytest
 import torch
 
@@ -22,6 +24,7 @@ pytestmark = [
     ),
 ]
 NEW_TOKENS = 400
+PAUSE_S = 1.0
 
 
 def test_requests_resume_with_new_weights_and_recomputed_kv_after_a_retraction(tmp_path, tiny_model):
@@ -38,7 +41,7 @@ def test_requests_resume_with_new_weights_and_recomputed_kv_after_a_retraction(t
     server.start()
     try:
         server.wait_ready(120)
-        answers = asyncio.run(generate_over_an_update(server.url, prompts, str(tmp_path / "new")))
+        answers = asyncio.run(generate_over_an_update(server, prompts, str(tmp_path / "new")))
     finally:
         server.stop()
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -52,19 +55,31 @@ def test_requests_resume_with_new_weights_and_recomputed_kv_after_a_retraction(t
         assert follows_old[:sampled_by_old].all() and follows_new[sampled_by_old:].all()
 
 
-async def generate_over_an_update(url: str, prompts: list[list[int]], folder: str):
+async def generate_over_an_update(server: ServerProcess, prompts: list[list[int]], folder: str):
+    url = server.url
     async with RouterClient(url, [url], concurrency=8, request_timeout_s=60) as client:
         params = {"max_new_tokens": NEW_TOKENS, "temperature": 1.0, "ignore_eos": True}
         tasks = [asyncio.create_task(client.generate(prompt, params)) for prompt in prompts]
         await asyncio.sleep(0.25)
-        await asyncio.to_thread(update, url, folder)
+        await asyncio.to_thread(update, server, folder)
         return await asyncio.gather(*tasks)
 
 
-def update(url: str, folder: str) -> None:
-    control = ServerControl(url, timeout_s=60)
+def update(server: ServerProcess, folder: str) -> None:
+    control = ServerControl(server.url, timeout_s=60)
     with control.weight_update("new", running="retract"):
+        before = cpu_seconds(server.pid)
+        time.sleep(PAUSE_S)
+        used = cpu_seconds(server.pid) - before
         control.update_weights_from_disk(folder)
+    assert used < PAUSE_S / 4, f"a paused server used {used:.2f} s of a core in {PAUSE_S:g} s"
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time of a process and its living descendants."""
+    root = psutil.Process(pid)
+    times = [process.cpu_times() for process in [root, *root.children(recursive=True)]]
+    return sum(time.user + time.system for time in times)
 
 
 def follows(model, prompt, answer) -> torch.Tensor:

@@ -30,6 +30,8 @@ from slimrl.processes.ray_environment import uncollected
 
 logger = logging.getLogger(__name__)
 
+PAUSED_STEP = "_record_scheduler_state_for_paused_engine"  # what a scheduler calls in a loop while it is paused
+
 
 def patch_layers() -> None:
     """Replaces layer kernels that SGLang lacks on the CPU by torch functions."""
@@ -80,6 +82,23 @@ def patch_attention() -> None:
     from slimrl.engines.sglang import cpu_attention
 
     cpu_attention.install(TorchNativeAttnBackend)
+
+
+def patch_pause() -> None:
+    """Makes a paused scheduler sleep until the next call, as `--sleep-on-idle` does for one that has no request.
+
+    It would otherwise ask its sockets all the time and take a core from training and from the weight update itself.
+    """
+    from sglang.srt.managers.scheduler import Scheduler
+
+    record = getattr(Scheduler, PAUSED_STEP, None)
+    if record is not None:  # older servers pause in another way
+
+        def record_and_sleep(self: Any) -> None:
+            record(self)
+            self.maybe_sleep_on_idle()
+
+        setattr(Scheduler, PAUSED_STEP, record_and_sleep)
 
 
 def patch_broadcast() -> None:
@@ -228,6 +247,7 @@ def patch() -> None:
     weight_checker.WeightChecker._snapshot = _snapshot
     weight_checker._hash_tensor = hash_tensor
     weight_checker_comparator.RawComparable.iter_chunks = _iter_chunks
+    patch_pause()
     patch_broadcast()
 
 
