@@ -51,7 +51,7 @@ ray_launch() {
    # Seconds for a stopped job to end its servers and write its summary before it is killed.
    export RAY_JOB_STOP_WAIT_TIME_S=30
    if ((rank > 0)); then
-      role=(--join "$MASTER_ADDR:$port" --timeout-s "$limit")
+      role=(--join "$MASTER_ADDR:$port" --rank "$rank" --timeout-s "$limit")
    elif ((nodes > 1)); then
       role=(--nodes "$nodes" --master "$MASTER_ADDR" --port "$port" --timeout-s "$limit")
    fi

@@ -37,8 +37,13 @@ POLITE_STOP_S = 10
 # Ray makes its folder accessible to all users, so it gets a subfolder. A short name, because it contains sockets.
 RAY_FOLDER = "r"
 EXIT_RESUMABLE = 75  # slimrl.cluster.main.EXIT_RESUMABLE: the same command may succeed
-# A head that is unreachable for this long is gone: even a busy head responds, from a separate thread.
+# A head whose machine refuses connections for this long has ended: even a busy head responds, from a separate thread.
 HEAD_GONE_S = 10
+# A head that does not answer at all may be behind a lost link, which may come back.
+HEAD_SILENT_S = 30
+RANK_LABEL = "slimrl-rank"  # of a Ray node: the RANK that its script had
+OTHER_VERSION = "Version mismatch"  # Ray's message if the head has another Ray or Python
+ACCEPTS, REFUSES, SILENT = "accepts", "refuses", "silent"
 # Variables of the job that starts the nodes; removed for the processes that Ray starts.
 LAUNCHER_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
 
@@ -63,6 +68,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--nodes", type=int, default=1, help="nodes of the cluster, with the head (default 1)")
     parser.add_argument("--port", type=int, default=0, help="port of the head (default: a free port)")
     parser.add_argument("--master", default="", help="name of the head's node for the other nodes")
+    parser.add_argument("--rank", type=int, default=0, help="number of this node, 0 to --nodes - 1 (default 0)")
     parser.add_argument("--join", metavar="HOST:PORT", help="join the cluster of this head as a further node")
     parser.add_argument("--timeout-s", type=float, default=600, help="seconds for all nodes to join (default 600)")
     return parser.parse_known_args(argv)
@@ -104,17 +110,19 @@ def own_every_descendant() -> None:
     os.setsid()
 
 
-def ray_start(folder: Path, flags: list[str], owner: stale_resources.Owner, alone: bool = False) -> subprocess.Popen:
+def ray_start(
+    folder: Path, flags: list[str], owner: stale_resources.Owner, *, rank: int = 0, alone: bool = False
+) -> subprocess.Popen:
     """Runs ``ray start --block`` on free ports, with its output in ``<folder>/ray.log``; Ray also owns the folder.
 
-    `alone`: no other node joins.
+    `rank` is the number of this node; `alone`: no other node joins.
     """
     agent, agent_grpc = free_ports(2)
     command = [
         str(Path(sys.executable).with_name("ray")),
         *("start", "--block", "--disable-usage-stats", "--log-color=false", f"--temp-dir={folder / RAY_FOLDER}"),
         *(f"--dashboard-agent-listen-port={agent}", f"--dashboard-agent-grpc-port={agent_grpc}"),
-        *("--min-worker-port=0", "--max-worker-port=0"),
+        *("--min-worker-port=0", "--max-worker-port=0", f"--labels={RANK_LABEL}={rank}"),
         *flags,
     ]
     environment = {
@@ -161,10 +169,23 @@ def wait_until_ready(ray: subprocess.Popen, address: str) -> None:
     raise RuntimeError(f"Ray did not start: no answer from its job server at {address} in {READY_TIMEOUT_S} s")
 
 
-def alive_nodes(address: str) -> list[str]:
-    """The addresses of the nodes that are alive now."""
+def alive_nodes(address: str) -> list[tuple[str, str]]:
+    """(RANK, address) of the nodes that are alive now, sorted by address; RANK "" if it was not started by a script."""
     nodes = json.loads(get(f"{address}/api/v0/nodes?limit=10000"))["data"]["result"]["result"]
-    return sorted(node["node_ip"] for node in nodes if node["state"] == "ALIVE")
+    alive = [node for node in nodes if node["state"] == "ALIVE"]
+    found = [((node.get("labels") or {}).get(RANK_LABEL, ""), node["node_ip"]) for node in alive]
+    return sorted(found, key=lambda node: node[1])
+
+
+def check_ranks(nodes: list[tuple[str, str]]) -> None:
+    """Raises NotTogether if two of these nodes have the same RANK, which would give GPUs to two ranks or to none."""
+    for rank, same in itertools.groupby(sorted(node for node in nodes if node[0]), key=lambda node: node[0]):
+        addresses = [address for _, address in same]
+        if len(addresses) > 1:
+            raise NotTogether(
+                f"{len(addresses)} nodes were started with RANK={rank}: {', '.join(addresses)}; give each node its own"
+                " RANK, 0 to WORLD_SIZE - 1, and start the script once on each"
+            )
 
 
 def wait_for_nodes(ray: subprocess.Popen, address: str, wanted: int, timeout_s: float) -> None:
@@ -174,7 +195,9 @@ def wait_for_nodes(ray: subprocess.Popen, address: str, wanted: int, timeout_s: 
         if ray.poll() is not None:
             raise RuntimeError(f"the Ray head exited unexpectedly with exit code {ray.returncode}")
         with contextlib.suppress(urllib.error.URLError, OSError):
-            nodes = alive_nodes(address)
+            ranks = alive_nodes(address)
+            check_ranks(ranks)
+            nodes = [node for _, node in ranks]
             if len(nodes) != len(seen) and wanted > 1:
                 print(f"slimrl: {len(nodes)} of {wanted} nodes have joined: {', '.join(nodes)}", flush=True)
             seen = nodes
@@ -188,12 +211,21 @@ def wait_for_nodes(ray: subprocess.Popen, address: str, wanted: int, timeout_s: 
         time.sleep(0.5)
 
 
+def response(address: str) -> str:
+    """What happens to a connection to HOST:PORT: ACCEPTS, REFUSES, or SILENT for no answer."""
+    host, port = address.rsplit(":", 1)
+    try:
+        with socket.create_connection((host, int(port)), timeout=5):
+            return ACCEPTS
+    except ConnectionRefusedError:
+        return REFUSES
+    except OSError:
+        return SILENT
+
+
 def reachable(address: str) -> bool:
     """Whether HOST:PORT accepts connections."""
-    host, port = address.rsplit(":", 1)
-    with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=5):
-        return True
-    return False
+    return response(address) == ACCEPTS
 
 
 def wait_for_end(ray: subprocess.Popen, gone: Callable[[], bool]) -> int | None:
@@ -214,17 +246,25 @@ def wait_for_end(ray: subprocess.Popen, gone: Callable[[], bool]) -> int | None:
     return None
 
 
-def gone_for(address: str, seconds: float) -> Callable[[], bool]:
-    """A function that is true once `address` has been unreachable for `seconds`."""
-    last_seen = time.monotonic()
+class HeadWatch:
+    """Tells a head that has ended from one that does not answer."""
 
-    def gone() -> bool:
-        nonlocal last_seen
-        if reachable(address):
-            last_seen = time.monotonic()
-        return time.monotonic() - last_seen > seconds
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._accepted = self._answered = time.monotonic()
 
-    return gone
+    def gone(self) -> bool:
+        """Asks the head; whether it is gone, by one or the other limit."""
+        said, now = response(self._address), time.monotonic()
+        self._accepted = now if said == ACCEPTS else self._accepted
+        self._answered = now if said != SILENT else self._answered
+        if said == REFUSES:
+            return now - self._accepted > HEAD_GONE_S
+        return self.silent_s() > HEAD_SILENT_S
+
+    def silent_s(self) -> float:
+        """Seconds since the head's machine last answered."""
+        return time.monotonic() - self._answered
 
 
 def stop_everything(ray: subprocess.Popen) -> None:
@@ -272,7 +312,7 @@ class Node:
                 raise RuntimeError(f"port {port} of {host} is taken; set RAY_PORT to another one, on every node")
             flags = ["--head", "--include-dashboard=true", f"--node-ip-address={host}", f"--port={port}"]
             flags += [f"--dashboard-host={host}", f"--dashboard-port={dashboard}", f"--ray-client-server-port={client}"]
-            self.ray = ray_start(self.args.folder, [*flags, *self.extra], self.owner, self.args.nodes == 1)
+            self.ray = ray_start(self.args.folder, [*flags, *self.extra], self.owner, alone=self.args.nodes == 1)
             address = f"http://{host}:{dashboard}"
             try:
                 wait_until_ready(self.ray, address)
@@ -283,13 +323,20 @@ class Node:
                 stop_everything(self.ray)
 
     def be_worker(self) -> None:
-        """Joins the head and waits for its end. Raises RuntimeError if this node ends before the head."""
+        """Joins the head and waits for its end. Raises RuntimeError if this node ends before the head, or loses it."""
         head = self.args.join
         self._join(head)
         print(f"slimrl: joined the Ray head at {head}; this node runs until the head ends", flush=True)
-        code = wait_for_end(self.ray, gone_for(head, HEAD_GONE_S))
-        if code is not None and reachable(head):
+        watch = HeadWatch(head)
+        code = wait_for_end(self.ray, watch.gone)
+        said = response(head)
+        if code is not None and said == ACCEPTS:
             raise Lost(f"Ray exited on this node with exit code {code} while the head is running")
+        if said == SILENT:
+            raise Lost(
+                f"lost the Ray head at {head}: no answer on the network for {watch.silent_s():.0f} s; look for a lost"
+                " link, or for a machine that is down"
+            )
         print(f"slimrl: the Ray head at {head} has ended; ending this node", flush=True)
 
     def _join(self, head: str) -> None:
@@ -299,12 +346,17 @@ class Node:
         deadline = time.monotonic() + args.timeout_s
         while time.monotonic() < deadline:
             if reachable(head):
-                self.ray = ray_start(args.folder, flags, self.owner)
+                self.ray = ray_start(args.folder, flags, self.owner, rank=args.rank)
                 while self.ray.poll() is None and time.monotonic() < deadline:
                     if "Ray runtime started" in self.log():
                         return
                     time.sleep(0.2)
                 stop_everything(self.ray)
+                if OTHER_VERSION in self.log():
+                    raise RuntimeError(
+                        f"this node has other versions than the Ray head at {head}: install the same lock on every node"
+                        " (docs/gpu-cluster.md)"
+                    )
                 reason = "`ray start` failed or did not finish"
             time.sleep(1)
         raise RuntimeError(

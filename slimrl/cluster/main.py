@@ -90,6 +90,7 @@ def main(entry: str, loop: Callable[[Run], None], argv: Sequence[str] | None = N
 
 def _run(args: Arguments, loop: Callable[[Run], None]) -> int:
     from slimrl.cluster.launch import DriverWithoutGpuError
+    from slimrl.cluster.node_check import NodesDifferError
     from slimrl.cluster.ray_session import InsufficientGpusError
     from slimrl.cluster.run import open_run
     from slimrl.cluster.supervisor import ProcessDiedError
@@ -116,7 +117,13 @@ def _run(args: Arguments, loop: Callable[[Run], None]) -> int:
     try:
         with open_run(args) as run:
             loop(run)
-    except (InsufficientGpusError, DriverWithoutGpuError, PrometheusError, FolderInUseError) as error:
+    except (
+        InsufficientGpusError,
+        DriverWithoutGpuError,
+        NodesDifferError,
+        PrometheusError,
+        FolderInUseError,
+    ) as error:
         logger.error("%s", error)
         return EXIT_REFUSED
     except (EngineRequestError, RankFailedError) as error:  # rejected again; raised by the same code again

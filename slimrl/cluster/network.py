@@ -1,26 +1,21 @@
-"""The addresses that the processes of a run listen on, and the check for nodes that SGLang takes for one machine.
+"""The addresses that the processes of a run listen on.
 
 A run on one node listens on loopback only. A run on several nodes, or with an external server or router on another
 machine, listens on the node's address. The driver decides this once, when it places the run on GPUs.
-SGLang detects by a name in shared memory which of its processes are on one machine, and connects them over loopback.
-Containers of one host that share /dev/shm but not their network would hang without a message.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import ipaddress
-import os
 import socket
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import psutil
 
 from slimrl.arguments import Arguments
 from slimrl.engines.protocol import EngineError
 from slimrl.platform.launch_env import network_environment, network_of
-from slimrl.processes import stale_resources
 
 LOOPBACK = "127.0.0.1"
 WILDCARDS = ("0.0.0.0", "::", "")
@@ -123,45 +118,3 @@ def server_host(listens_on: str | None, address: str, nodes: Sequence[str] = ())
             " that each listens on its own node's address, or give 0.0.0.0"
         )
     return listens_on
-
-
-@dataclasses.dataclass(frozen=True)
-class NodeMark:
-    """A node at `address`: the name of its mark in shared memory, and its network namespace (inode number)."""
-
-    address: str
-    name: str
-    network: int
-
-
-@contextlib.contextmanager
-def place_node_mark(address: str, shared_memory: str = stale_resources.SHARED_MEMORY) -> Iterator[NodeMark]:
-    """Places a mark in this node's shared memory for the length of the block."""
-    with stale_resources.owned_folder("slimrl-node-", shared_memory) as folder:
-        yield NodeMark(address, folder.name, _network())
-
-
-def _network() -> int:
-    """The inode number of the network namespace; 0 without /proc namespaces."""
-    try:
-        return os.stat("/proc/self/ns/net").st_ino
-    except FileNotFoundError:
-        return 0
-
-
-def visible_marks(marks: Sequence[NodeMark], shared_memory: str = stale_resources.SHARED_MEMORY) -> set[str]:
-    """The names of the marks that are in this node's shared memory."""
-    return {mark.name for mark in marks if os.path.isdir(os.path.join(shared_memory, mark.name))}
-
-
-def shared_memory_conflict(marks: Sequence[NodeMark], seen: Sequence[Collection[str]]) -> str | None:
-    """The reason that these nodes cannot host one server, or None. `seen[i]` are the marks visible on node i."""
-    for index, own in enumerate(marks):
-        for other in marks[:index]:
-            if other.name in seen[index] and other.network != own.network:
-                return (
-                    f"the nodes {other.address} and {own.address} share /dev/shm but not their network, as containers"
-                    " of one host may: SGLang takes them for one machine and would hang; give each its own /dev/shm"
-                    " (no --ipc=host, no common volume), or both the host's network"
-                )
-    return None

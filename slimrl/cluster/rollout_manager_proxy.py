@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 from ray import ObjectRef
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from slimrl.arguments import Arguments
 from slimrl.arguments.layout import data_parallel_sizes
@@ -238,8 +239,17 @@ class EngineMemoryProxy:
 
 
 def start_manager(args: Arguments, launch: Launch) -> RolloutManagerProxy:
-    """Starts the rollout manager without waiting for it."""
-    options = {"runtime_env": {"env_vars": launch.environment}, "name": "rollout manager", "max_concurrency": 64}
+    """Starts the rollout manager without waiting for it; on the driver's node, whose loss ends the run anyway, unless
+    that is a head without GPUs, which may be a small machine.
+    """
+    options: dict[str, Any] = {
+        "runtime_env": {"env_vars": launch.environment},
+        "name": "rollout manager",
+        "max_concurrency": 64,
+    }
+    own = ray.get_runtime_context().get_node_id()
+    if any(node["NodeID"] == own and node["Resources"].get("GPU") for node in ray.nodes()):
+        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(own, soft=False)
     log_path = Path(args.run_dir).absolute() / "logs" / "rollout.log"
     actor = RolloutManager.options(**options)  # type: ignore[attr-defined]
     return RolloutManagerProxy(actor.remote(args, data_parallel_sizes(args), log_path, Path.cwd()))

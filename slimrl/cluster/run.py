@@ -12,11 +12,11 @@ from pathlib import Path
 import ray
 
 from slimrl.arguments import Arguments
-from slimrl.arguments.checkpoints import start_of
 from slimrl.cluster.colocate import ColocatedMemory
 from slimrl.cluster.engines.weight_update_recovery import WeightUpdateRecovery, weight_recovery
 from slimrl.cluster.launch import Launch
 from slimrl.cluster.network import bind_config
+from slimrl.cluster.node_check import check_nodes
 from slimrl.cluster.placement import GpuBundles, PlacementPlan, plan_gpus
 from slimrl.cluster.ray_session import ray_session
 from slimrl.cluster.rollout_manager import RolloutResult
@@ -339,7 +339,6 @@ def open_run(args: Arguments) -> Iterator[Run]:
         starting = manager.start(None if args.debug_train_only else gpus, launch)
         trainers, start, data_state = None, args.start_rollout_id or 0, None
         if not args.debug_rollout_only:
-            logger.info("%s", start_of(args).sentence)
             trainers = start_training(args, gpus, supervisor, launch)
             stack.callback(trainers.kill)
         if args.offload_rollout:  # before training allocates its memory
@@ -352,18 +351,17 @@ def open_run(args: Arguments) -> Iterator[Run]:
         timeline.mark("wait for the servers")
         endpoints = supervisor.get([starting], manager.waiting_for("the start of the engines"))[0]
         timeline.mark("connect training with the servers")
-        manager_end.set_started(trainers, [endpoint.url for endpoint in endpoints])
+        urls = [endpoint.url for endpoint in endpoints]
+        manager_end.set_started(trainers, urls)
         if endpoints:
             supervisor.watch(manager.watch(), lambda error: f"the rollout manager died: {error}")
             if trainers is not None:
                 trainers.connect_engines(endpoints)
         recovery = weight_recovery(args, manager, supervisor, trainers, endpoints)
         if data_state is not None and not args.eval_only:
-            target = manager.waiting_for("the position in the data")
-            supervisor.get([manager.load_data_state(data_state)], target)
-        router = supervisor.get([manager.address()], manager.waiting_for("the router's address"))[0]
+            supervisor.get([manager.load_data_state(data_state)], manager.waiting_for("the position in the data"))
         timeline.mark("open the log")
-        urls = [endpoint.url for endpoint in endpoints]
+        router = supervisor.get([manager.address()], manager.waiting_for("the router's address"))[0]
         log.announce(scrape_targets(args, urls, ray.util.get_node_ip_address(), router))
         log.begin(start)
         beginning.close()
@@ -383,8 +381,12 @@ def _reserve(
     manager_end = stack.enter_context(RolloutManagerCleanup.of_manager(args, manager))
     gpus = GpuBundles(plan)
     reserved.callback(gpus.release)
-    nodes = stack.enter_context(watch_nodes(gpus.gpus, plan))
-    supervisor = Supervisor(WatchdogConfig.from_args(args), nodes.unreachable)
+    watching = watch_nodes(
+        gpus.gpus, plan, lost_after_s=args.node_timeout_seconds, replaceable=args.use_fault_tolerance
+    )
+    nodes = stack.enter_context(watching)
+    supervisor = Supervisor(WatchdogConfig.from_args(args), nodes or None)
     supervisor.set_report_suffix(manager.slow_servers)
     supervisor.watch(manager.watch_loop(), lambda error: f"the rollout manager died: {error}")
+    check_nodes(args, gpus.gpus, supervisor)
     return manager, manager_end, gpus, supervisor

@@ -3,8 +3,8 @@
 `summarize_oom` shortens Ray's page of text about a process that it killed for lack of memory to one sentence.
 `NodeWatch` reports a node that is cut off from the network long before Ray does, which takes more than a minute. It
 repeatedly connects to Ray on every other node of the run. A refused connection counts as a response: the machine is up,
-and Ray reports dead processes there at once. The watch only reports; the run continues, because the network may
-recover.
+and Ray reports dead processes there at once. The network may recover, so the wait ends only after
+--node-timeout-seconds, and only for a node that the run cannot replace.
 """
 
 from __future__ import annotations
@@ -54,6 +54,8 @@ def summarize_oom(error: Exception) -> Exception:
 
 
 PROGRESS_INTERVAL_S = 0.5
+NODE_INTERVAL_S = 1.0
+NODE_DEATH_S = 3.0  # between Ray's reports of a dead actor and of its dead node
 
 
 class ProcessDiedError(RuntimeError):
@@ -70,16 +72,29 @@ class EventHandler(Protocol):
         """Handles them; may wait for its own calls."""
 
 
+class Nodes(Protocol):
+    """The other nodes of a run, as text; "" for none."""
+
+    def unreachable(self) -> str:
+        """Nodes that do not respond on the network."""
+
+    def lost(self) -> str:
+        """Nodes that have not responded for so long that the run must end."""
+
+    def dead(self) -> str:
+        """Nodes whose Ray has ended."""
+
+
 class Supervisor:
     """Owns the watches: object refs that stay pending while a process lives.
 
     A watch becomes ready (with a message) or fails (with Ray's actor error) when its process dies.
     """
 
-    def __init__(self, config: WatchdogConfig, silent_nodes: Callable[[], str] = str) -> None:
-        """`silent_nodes()` returns the nodes that do not respond on the network, as text."""
+    def __init__(self, config: WatchdogConfig, nodes: Nodes | None = None) -> None:
+        """`nodes` are the other nodes of the run, None if there are none."""
         self._config = config
-        self._silent_nodes = silent_nodes
+        self._nodes = nodes
         self._watches: dict[ObjectRef, Callable[[Exception | None], str]] = {}
         self._event_handler: EventHandler | None = None
         self._report_suffix: Callable[[], str] = lambda: ""
@@ -121,12 +136,15 @@ class Supervisor:
         wait = Wait(self._config, self._with_silent_nodes(target), self._report_suffix)
         while pending:
             times = [wait.remaining(), PROGRESS_INTERVAL_S if progress else None]
+            times += [NODE_INTERVAL_S] if self._nodes is not None else []
             timeout = min((time_s for time_s in times if time_s is not None), default=None)
             event_handler = self._event_handler
             events = [event_handler.events()] if event_handler is not None else []
             ready, _ = ray.wait([*self._watches, *events, *pending], num_returns=1, timeout=timeout)
             if progress:
                 progress()
+            if self._nodes is not None and (lost := self._nodes.lost()):
+                raise ProcessDiedError(lost)
             if ready == events and event_handler is not None:
                 self._handle_events(event_handler)
                 continue
@@ -140,9 +158,11 @@ class Supervisor:
 
     def _with_silent_nodes(self, target: WaitTarget) -> WaitTarget:
         """`target` with reports that begin with the unresponsive nodes."""
+        if (nodes := self._nodes) is None:
+            return target
 
         def describe(pending: Sequence[int]) -> str:
-            return "; ".join(filter(None, [self._silent_nodes(), target.describe(pending)]))
+            return "; ".join(filter(None, [nodes.unreachable(), target.describe(pending)]))
 
         return WaitTarget(target.what, describe)
 
@@ -160,7 +180,17 @@ class Supervisor:
         try:
             return str(ray.get(ref))
         except (RayActorError, OutOfMemoryError) as error:
-            return describe(summarize_oom(error))
+            message = describe(_without_details(summarize_oom(error)))
+            return f"{lost}: {message}" if (lost := self._lost_with(error)) else message
+
+    def _lost_with(self, error: Exception) -> str:
+        """The nodes that went down when this actor died; Ray learns of the node a moment after the actor."""
+        deadline = time.monotonic() + NODE_DEATH_S
+        while self._nodes is not None and isinstance(error, RayActorError):
+            if (lost := self._nodes.dead()) or time.monotonic() > deadline:
+                return lost
+            time.sleep(0.1)
+        return ""
 
     def _raise_failure(self, ref: ObjectRef) -> None:
         with self._naming_deaths():
@@ -188,6 +218,12 @@ class Supervisor:
             raise ProcessDiedError(self._message(ready[0])) from error
 
 
+def _without_details(error: Exception) -> Exception:
+    """Ray's report of a dead actor without the lines with its class, ids and address."""
+    sentences = [line for line in str(error).splitlines() if line.startswith("The actor")]
+    return RuntimeError(" ".join(sentences)) if sentences and isinstance(error, RayActorError) else error
+
+
 def _discard_results(refs: Sequence[ObjectRef]) -> None:
     """Fetches the results of abandoned calls when they arrive: Ray prints unfetched failures to stderr."""
     for ref in refs:
@@ -210,25 +246,58 @@ class ProbeIntervals:
 
 @dataclasses.dataclass(frozen=True)
 class WatchedNode:
-    """The address of its Ray, and the part of the run on it, such as "training ranks 2, 3"."""
+    """The address of its Ray, and the part of the run on it, such as "training ranks 2, 3".
+
+    `required`: the run cannot continue without it.
+    """
 
     address: str
     port: int
     what: str
+    required: bool = True
+
+    def __str__(self) -> str:
+        return f"node {self.address} ({self.what})"
 
 
 class NodeWatch:
-    """Watches nodes from its own thread; created by `watch_nodes`."""
+    """Watches nodes from its own thread; created by `watch_nodes`. Implements `Nodes`."""
 
-    def __init__(self, nodes: Sequence[WatchedNode], pace: ProbeIntervals = ProbeIntervals()) -> None:
+    def __init__(
+        self, nodes: Sequence[WatchedNode], pace: ProbeIntervals = ProbeIntervals(), lost_after_s: float = 0.0
+    ) -> None:
+        """`lost_after_s` is --node-timeout-seconds, counted from the last response; 0: never."""
         self._nodes = nodes
         self._pace = pace
+        self._lost_after_s = lost_after_s
         self._silent: dict[WatchedNode, float] = {}  # reported nodes, and when each responded last
+
+    def __bool__(self) -> bool:
+        """Whether there are nodes to watch."""
+        return bool(self._nodes)
 
     def unreachable(self) -> str:
         """The unresponsive nodes, as text; "" if all respond."""
         now = time.monotonic()
         return "; ".join(_unreachable_message(node, now - last) for node, last in list(self._silent.items()))
+
+    def lost(self) -> str:
+        """The nodes that the run requires and that have been unresponsive for too long, as text; "" for none."""
+        now, limit = time.monotonic(), self._lost_after_s
+        silent = [(node, now - last) for node, last in list(self._silent.items())]
+        lost = [f"{node} for {seconds:.0f} s" for node, seconds in silent if node.required and 0 < limit <= seconds]
+        return (
+            f"no answer on the network from {', '.join(lost)} (--node-timeout-seconds {limit:g}): look for a lost link"
+            " or a machine that is down"
+            if lost
+            else ""
+        )
+
+    def dead(self) -> str:
+        """The nodes whose Ray has ended, as text; "" for none."""
+        alive = {(node["NodeManagerAddress"], node["NodeManagerPort"]) for node in ray.nodes() if node["Alive"]}
+        gone = [str(node) for node in self._nodes if (node.address, node.port) not in alive]
+        return f"{', '.join(gone)} is lost: the machine went down, or Ray ended on it" if gone else ""
 
     @contextlib.contextmanager
     def running(self) -> Iterator[NodeWatch]:
@@ -275,24 +344,32 @@ class NodeWatch:
 
 
 def _unreachable_message(node: WatchedNode, seconds: float) -> str:
-    return (
-        f"node {node.address} ({node.what}) has not answered on the network for {seconds:.0f} s: look for a lost link"
-        " or a machine that is down; Ray declares its processes dead after a minute or more"
-    )
+    return f"{node} has not answered on the network for {seconds:.0f} s: look for a lost link or a machine that is down"
 
 
-def watch_nodes(gpus: Sequence[GpuBundle], plan: PlacementPlan) -> contextlib.AbstractContextManager[NodeWatch]:
-    """Watches all nodes of the run except the driver's."""
+def watch_nodes(
+    gpus: Sequence[GpuBundle], plan: PlacementPlan, *, lost_after_s: float, replaceable: bool
+) -> contextlib.AbstractContextManager[NodeWatch]:
+    """Watches all nodes of the run except the driver's, for `lost_after_s` as in `NodeWatch`.
+
+    `replaceable`: servers of other nodes take over the samples of a lost one (--use-fault-tolerance).
+    """
     own = ray.get_runtime_context().get_node_id()
-    return NodeWatch(nodes_of(gpus, plan, ray.nodes(), own)).running()
+    return NodeWatch(nodes_of(gpus, plan, ray.nodes(), own, replaceable), lost_after_s=lost_after_s).running()
 
 
-def nodes_of(gpus: Sequence[GpuBundle], plan: PlacementPlan, known: Iterable[dict], own: str) -> list[WatchedNode]:
-    """The nodes to watch: Ray's head and the nodes with a GPU of the run, except `own`; `known` are `ray.nodes()`."""
+def nodes_of(
+    gpus: Sequence[GpuBundle], plan: PlacementPlan, known: Iterable[dict], own: str, replaceable: bool = False
+) -> list[WatchedNode]:
+    """The nodes to watch: Ray's head and the nodes with a GPU of the run, except `own`; `known` are `ray.nodes()`.
+
+    With `replaceable`, the run does not require nodes that have nothing but rollout GPUs.
+    """
+    rollout = "rollout GPUs"
     shares = (
         ("training ranks", plan.train),
         ("critic ranks", plan.critic),
-        ("rollout GPUs", plan.rollout),
+        (rollout, plan.rollout),
         ("reward GPUs", plan.reward),
     )
     found = []
@@ -303,7 +380,10 @@ def nodes_of(gpus: Sequence[GpuBundle], plan: PlacementPlan, known: Iterable[dic
             continue
         # indices within their kind, as ranks are numbered
         parts = [(name, [index - share.start for index in share if index in here]) for name, share in shares]
+        parts = [(name, numbers) for name, numbers in parts if numbers]
         what = ["the head of Ray"] if is_head else []
-        what += [f"{name} {', '.join(map(str, numbers))}" for name, numbers in parts if numbers]
-        found.append(WatchedNode(node["NodeManagerAddress"], node["NodeManagerPort"], "; ".join(what)))
+        what += [f"{name} {', '.join(map(str, numbers))}" for name, numbers in parts]
+        required = is_head or not replaceable or any(name != rollout for name, _ in parts)
+        address = node["NodeManagerAddress"], node["NodeManagerPort"]
+        found.append(WatchedNode(*address, "; ".join(what), required))
     return found

@@ -23,10 +23,14 @@ import logging, sys, time
 from slimrl.cluster.supervisor import NodeWatch, ProbeIntervals, WatchedNode
 logging.basicConfig(stream=sys.stdout, format="%(message)s")
 node = WatchedNode("{ADDRESSES[1]}", 6380, "training ranks 2, 3")
-with NodeWatch([node], ProbeIntervals(period_s=0.5, timeout_s=0.5, silent_after_s=1.5)).running() as watch:
+spare = WatchedNode("{ADDRESSES[1]}", 6380, "rollout GPUs 2", required=False)
+pace = ProbeIntervals(period_s=0.5, timeout_s=0.5, silent_after_s=1.5)
+with NodeWatch([node, spare], pace, lost_after_s=4).running() as watch:
     print("watching", flush=True)
-    sys.stdin.readline()
-    print("now:", watch.unreachable(), flush=True)
+    for line in sys.stdin:
+        while line == "lost\\n" and not watch.lost():
+            time.sleep(0.1)
+        print(watch.lost() or "none is lost", flush=True)
 """
 
 
@@ -48,6 +52,23 @@ def test_every_other_gpu_node_is_watched_and_described_by_its_roles():
         WatchedNode("10.0.0.2", 7002, "rollout GPUs 1; reward GPUs 0"),
         WatchedNode("10.0.0.4", 7004, "the head of Ray"),
     ]
+
+
+def test_nodes_with_servers_alone_are_not_required_where_servers_are_replaced():
+    gpus = [GpuBundle(i, node, "", 0) for i, node in enumerate("abcd")]
+    plan = PlacementPlan(4, range(2), range(1, 4), 1)
+    known = [
+        {"NodeID": node, "NodeManagerAddress": f"10.0.0.{number}", "NodeManagerPort": 7, "Resources": {}}
+        for number, node in enumerate("abcd")
+    ]
+    known[3]["Resources"] = {"node:__internal_head__": 1.0}
+    found = nodes_of(gpus, plan, known, own="a", replaceable=True)
+    assert [(node.what, node.required) for node in found] == [
+        ("training ranks 1; rollout GPUs 0", True),
+        ("rollout GPUs 1", False),
+        ("the head of Ray; rollout GPUs 2", True),
+    ]
+    assert all(node.required for node in nodes_of(gpus, plan, known, own="a"))
 
 
 def test_node_of_critic_ranks_is_described():
@@ -82,12 +103,23 @@ def test_disconnected_machine_is_named_and_so_is_its_return(tmp_path):
             time.sleep(1)
             machines.cut(1)
             cut = time.monotonic()
-            named = watcher.stdout.readline()
-            assert named.startswith(f"node {ADDRESSES[1]} (training ranks 2, 3) has not answered on the network for ")
+            named = sorted(watcher.stdout.readline() for _ in range(2))
             assert 1 < time.monotonic() - cut < 10
+            assert named[0].startswith(f"node {ADDRESSES[1]} (rollout GPUs 2) has not answered on the network for ")
+            assert named[1].startswith(
+                f"node {ADDRESSES[1]} (training ranks 2, 3) has not answered on the network for "
+            )
+            watcher.stdin.write("lost\n")
+            watcher.stdin.flush()
+            lost = watcher.stdout.readline()
+            assert 3 < time.monotonic() - cut < 12  # counted from the last answer
+            # the servers of the other node are replaced
+            needed = f"no answer on the network from node {ADDRESSES[1]} (training ranks 2, 3) for 4 s (--node-timeout-"
+            assert lost.startswith(needed) and "rollout GPUs" not in lost
             machines.cut(1, "up")
-            assert watcher.stdout.readline() == f"node {ADDRESSES[1]} answers on the network again\n"
-            assert watcher.communicate("\n", timeout=20)[0] == "now: \n"
+            again = f"node {ADDRESSES[1]} answers on the network again\n"
+            assert [watcher.stdout.readline() for _ in range(2)] == [again, again]
+            assert watcher.communicate("now\n", timeout=20)[0] == "none is lost\n"
         finally:
             for process in (other, watcher):
                 process.kill()

@@ -47,7 +47,8 @@ class SequentialRay:
 def test_slow_wait_names_unresponsive_nodes_first(monkeypatch):
     monkeypatch.setattr(supervise, "ray", types.SimpleNamespace(wait=lambda refs, **_: ([], refs)))
     silent = "node 10.0.0.2 has not answered on the network for 20 s"
-    supervisor = Supervisor(WatchdogConfig(0, 1e-9), lambda: silent)
+    nodes = types.SimpleNamespace(unreachable=lambda: silent, lost=str, dead=str)
+    supervisor = Supervisor(WatchdogConfig(0, 1e-9), nodes)
     with pytest.raises(
         WatchdogTimeoutError, match=f"waiting 0 s for the weight update: {silent}; rank 1 cannot be asked"
     ):

@@ -61,6 +61,12 @@ class ClusterArguments:
     watchdog_limit_seconds: float | None = flag(
         None, "end the run with that report after a single wait of this length (seconds; never)", above=0
     )
+    node_timeout_seconds: float = flag(
+        30.0,
+        "end the run, to be resumed, when a node that it cannot replace has not answered on the network for this long"
+        " (seconds; 0: only when Ray declares it dead, after more than a minute)",
+        at_least=0,
+    )
     train_backend: str = flag("megatron", "training backend", choices=("megatron",))
     release_train: bool = flag(
         False,

@@ -25,6 +25,7 @@ import ray
 from ray import ObjectRef
 
 from slimrl.arguments import Arguments
+from slimrl.arguments.checkpoints import start_of
 from slimrl.cluster.launch import Launch, RankLocation
 from slimrl.cluster.placement import TRAIN_SHARE, GpuBundles, gpus_of_nodes
 from slimrl.cluster.supervisor import Supervisor
@@ -368,5 +369,6 @@ def _passed(columns: Sequence[ObjectRef], of: TrainGroup, to: TrainGroup, rank: 
 
 def start_training(args: Arguments, gpus: GpuBundles, supervisor: Supervisor, launch: Launch) -> TrainGroup:
     """The training group of a run, with the critic's ranks if it has GPUs of its own."""
+    logger.info("%s", start_of(args).sentence)
     kind = PolicyAndCritic if args.critic_num_gpus else TrainGroup
     return kind(args, gpus, supervisor, launch)

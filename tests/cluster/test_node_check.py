@@ -1,0 +1,52 @@
+"""What the nodes of a run must have in common; tests/end_to_end/test_machines.py compares real ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from slimrl.cluster.node_check import CODE, CommonPath, NodeState, common_paths, differences, versions
+from slimrl.processes.folders import LOCK_NAME, only_run_in
+from tests.megatron.tiny import tiny_args
+
+
+def test_each_difference_of_each_node_is_named():
+    own = NodeState("10.0.0.1", {"slimrl": "0.1.0", "torch": "2.11.0", CODE: "aa"}, [])
+    same = NodeState("10.0.0.2", dict(own.versions), [])
+    older = NodeState("10.0.0.3", {"slimrl": "0.1.0", "torch": "2.10.0", "numpy": "2.1", CODE: "aa"}, [])
+    without = NodeState("10.0.0.4", {"slimrl": "0.1.0", CODE: "bb"}, ["has no --load /data/x: copy it there"])
+    assert differences(own, [same]) == []
+    assert differences(own, [same, older, without]) == [
+        "node 10.0.0.3 has other versions than the driver's node 10.0.0.1: numpy 2.1 (here none), torch 2.10.0 (here"
+        " 2.11.0): install the same lock and use the same checkout on every node",
+        "node 10.0.0.4 has other versions than the driver's node 10.0.0.1: slimrl's code bb (here aa), torch not"
+        " installed (here 2.11.0): install the same lock and use the same checkout on every node",
+        "node 10.0.0.4 has no --load /data/x: copy it there",
+    ]
+
+
+def test_versions_hold_a_hash_of_the_code():
+    found = versions()
+    assert found["torch"].startswith("2.") and len(found[CODE]) == 12 and found == versions()
+
+
+def test_folder_of_checkpoints_must_be_that_of_the_driver(tmp_path: Path):
+    model, save = tmp_path / "model", tmp_path / "checkpoints"
+    model.mkdir()
+    args = tiny_args(hf_checkpoint=str(model), ref_load="Qwen/Qwen3-4B", save=str(save), load=str(save))
+    with only_run_in(save, flag="--save", name="one"):
+        paths = common_paths(args)
+        assert [(path.flag, path.path) for path in paths] == [("--hf-checkpoint", str(model)), ("--save", str(save))]
+        assert [path.problem() for path in paths] == ["", ""]
+        lock = (save / LOCK_NAME).read_text()
+    # on another node, the folder is another one, with or without a run of its own
+    for text in (None, lock.replace("one", "two")):
+        if text is not None:
+            (save / LOCK_NAME).write_text(text)
+        assert (
+            paths[1].problem().startswith(f"has another folder at --save {save} than the driver's node: a checkpoint")
+        )
+    model.rmdir()
+    assert paths[0].problem() == (
+        f"has no --hf-checkpoint {model}: copy it there, or give a path on a file system that all nodes share"
+    )
+    assert CommonPath("--load", "/nowhere").problem().startswith("has no --load /nowhere")
