@@ -114,7 +114,7 @@ def critic_layout(args: Arguments) -> Arguments:
 
 
 def data_parallel_sizes(args: Arguments) -> tuple[int, ...]:
-    """That of the policy, and that of a critic on GPUs of its own."""
+    """Of each group of training ranks: the policy's, then the critic's if it has GPUs of its own."""
     critic = (groups_of(critic_layout(args)).data,) if args.critic_num_gpus else ()
     return (1 if args.debug_rollout_only else args.data_parallel_size, *critic)
 
