@@ -109,19 +109,27 @@ def critic_layout(args: Arguments) -> Arguments:
     """
     nodes, per_node = args.critic_num_nodes, args.critic_num_gpus_per_node
     assert nodes is not None and per_node is not None  # it has some
-    own = dataclasses.replace(args, actor_num_nodes=nodes, actor_num_gpus_per_node=per_node)
-    return dataclasses.replace(own, data_parallel_size=groups_of(own).data)
+    size = critic_groups(args).data
+    return dataclasses.replace(args, actor_num_nodes=nodes, actor_num_gpus_per_node=per_node, data_parallel_size=size)
 
 
 def data_parallel_sizes(args: Arguments) -> tuple[int, ...]:
-    """That of the policy, and that of a critic on GPUs of its own."""
-    critic = (groups_of(critic_layout(args)).data,) if args.critic_num_gpus else ()
+    """Of each group of training ranks: the policy's, then the critic's if it has GPUs of its own."""
+    critic = (critic_groups(args).data,) if args.critic_num_gpus else ()
     return (1 if args.debug_rollout_only else args.data_parallel_size, *critic)
 
 
 def groups_of(args: Arguments) -> Groups:
-    """The sizes, from checked flags."""
-    world = args.actor_num_gpus
+    """The sizes of the policy's ranks, from checked flags."""
+    return _groups(args, args.actor_num_gpus)
+
+
+def critic_groups(args: Arguments) -> Groups:
+    """The sizes of the ranks of a critic on GPUs of its own."""
+    return _groups(args, args.critic_num_gpus)
+
+
+def _groups(args: Arguments, world: int) -> Groups:
     tp, cp, pp = args.tensor_model_parallel_size, args.context_parallel_size, args.pipeline_model_parallel_size
     ep, etp = args.expert_model_parallel_size, args.expert_tensor_parallel_size or 1
     return Groups(

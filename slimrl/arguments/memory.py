@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from slimrl.arguments.layout import Groups, critic_layout, groups_of, stage_layers
+from slimrl.arguments.layout import Groups, critic_groups, groups_of, stage_layers
 from slimrl.arguments.namespace import Arguments
 from slimrl.models.activation_memory import Setting, output_bytes, saved_bytes, working_bytes
 from slimrl.models.model_spec import ModelSpec
@@ -119,29 +119,35 @@ class StageMemory:
         return self.resident + max(self.activations + max(self.loss, self.backward), self.weight_update)
 
 
+@dataclasses.dataclass(frozen=True)
+class HeldModels:
+    """What one group of training ranks holds. With a value head the model has no logits (critic, reward model)."""
+
+    groups: Groups
+    value_head: bool
+    critic: bool = False  # beside the policy, in the same ranks
+    on_host: int = 0  # reference and teacher
+    updates_engines: bool = False
+
+
 def training_memory(args: Arguments, *, tokens: int | None = None) -> tuple[StageMemory, ...]:
-    """The memory of one training GPU of each pipeline stage, for the largest micro-batch that the flags allow.
+    """The memory of one GPU of each pipeline stage of the policy, for the largest micro-batch that the flags allow.
 
     `tokens` is the size of another micro-batch, in tokens of one GPU.
     """
-    spec, parts, groups = ModelSpec.from_args(args), stage_layers(args), groups_of(args)
-    if tokens is None:
-        tokens = largest_micro_batch(args, groups).tokens_per_gpu
-    setting = _setting(args, groups, tokens)
-    return tuple(_stage(args, spec, setting, parts, number) for number in range(len(parts)))
+    held = HeldModels(
+        groups_of(args),
+        value_head=args.trains_reward_model,
+        critic=args.use_critic and not args.eval_only and not args.critic_num_gpus,
+        on_host=0 if args.eval_only else args.use_reference + args.has_megatron_teacher,
+        updates_engines=not args.debug_train_only,
+    )
+    return _stages(args, held, tokens)
 
 
 def critic_memory(args: Arguments) -> tuple[StageMemory, ...]:
-    """The same of one GPU of a critic on GPUs of its own; empty if there is none.
-
-    Its parts are those of a reward model in training: a value head without logits, and no weight updates.
-    """
-    if not args.critic_num_gpus:
-        return ()
-    own = critic_layout(args)
-    own.loss_type, own.advantage_estimator, own.debug_train_only = "reward_model_loss", "grpo", True
-    own.kl_coef, own.use_kl_loss, own.use_opd = 0.0, False, False  # no other models
-    return training_memory(own)
+    """The same of one GPU of a critic on GPUs of its own; empty if there is none."""
+    return _stages(args, HeldModels(critic_groups(args), value_head=True), None) if args.critic_num_gpus else ()
 
 
 def parameter_bytes(args: Arguments) -> int:
@@ -149,37 +155,45 @@ def parameter_bytes(args: Arguments) -> int:
     return 2 if args.bf16 or args.fp16 else 4
 
 
+def _stages(args: Arguments, held: HeldModels, tokens: int | None) -> tuple[StageMemory, ...]:
+    spec, parts = ModelSpec.from_args(args), stage_layers(args)
+    if tokens is None:
+        tokens = largest_micro_batch(args, held.groups).tokens_per_gpu
+    setting = _setting(args, held.groups, tokens)
+    return tuple(_stage(args, held, spec, setting, parts, number) for number in range(len(parts)))
+
+
 def _stage(
-    args: Arguments, spec: ModelSpec, setting: Setting, parts: list[tuple[int, ...]], number: int
+    args: Arguments, held: HeldModels, spec: ModelSpec, setting: Setting, parts: list[tuple[int, ...]], number: int
 ) -> StageMemory:
-    groups, element = groups_of(args), setting.element
+    groups, element = held.groups, setting.element
     first, last = number == 0, number == len(parts) - 1
     split = Split(groups.tensor, groups.expert_tensor, groups.expert)
-    count = critic_weights if args.trains_reward_model else stage_weights
+    count = critic_weights if held.value_head else stage_weights
     weights = count(spec, split, parts[number], first=first, last=last)
     dense, expert = _buffers(args, groups, weights)
     state = _optimizer_bytes(args, groups, weights, dense, expert)
     of_critic = critic_weights(spec, split, parts[number], first=first, last=last)
-    critic, critic_gradients, of_critic_on_host = _critic_bytes(args, groups, of_critic)
+    critic, critic_gradients, of_critic_on_host = _critic_bytes(args, groups, of_critic) if held.critic else (0, 0, 0)
     offloaded, copied = _offloaded_bytes(args, state)
-    held = _shared_out(args, groups, dense, expert, "optim_grads_params") * element
+    kept = _shared_out(args, groups, dense, expert, "optim_grads_params") * element
     trains = not args.eval_only
-    host_models = trains * (args.use_reference + args.has_megatron_teacher)  # each also has room for the policy
-    gathered = (dense + expert) * element - held  # Megatron-FSDP holds weights whole between two passes
+    gathered = (dense + expert) * element - kept  # Megatron-FSDP holds weights whole between two passes
     return StageMemory(
         layers=parts[number],
         parameters=weights.total,
-        weights=held,
+        weights=kept,
         gradients=_shared_out(args, groups, dense, expert, "optim_grads", "optim_grads_params") * gradient_bytes(args),
         optimizer=state - offloaded,
         activations=trains
         * int(saved_bytes(spec, setting, parts[number], last=last) * _in_flight(args, groups, number)),
-        loss=_output_bytes(args, spec, setting) if last and trains and not args.trains_reward_model else 0,
+        loss=_output_bytes(args, groups, spec, setting) if last and trains and not held.value_head else 0,
         critic=critic,
         critic_gradients=critic_gradients,
         backward=trains * working_bytes(spec, setting, parts[number]),
-        weight_update=gathered + _bucket_bytes(args, weights.total * element),
-        host=offloaded + copied + of_critic_on_host + 2 * host_models * weights.total * element,
+        weight_update=gathered + held.updates_engines * _bucket_bytes(args, weights.total * element),
+        # each model on the host also has room for the policy
+        host=offloaded + copied + of_critic_on_host + 2 * held.on_host * weights.total * element,
     )
 
 
@@ -188,8 +202,6 @@ def _critic_bytes(args: Arguments, groups: Groups, weights: Weights) -> tuple[in
 
     With Megatron-FSDP the weights are whole outside of the critic's own passes.
     """
-    if not args.use_critic or args.eval_only or args.critic_num_gpus:
-        return 0, 0, 0
     dense, expert = _buffers(args, groups, weights)
     state = _optimizer_bytes(args, groups, weights, dense, expert)
     offloaded, copied = _offloaded_bytes(args, state)
@@ -205,7 +217,7 @@ def _offloaded_bytes(args: Arguments, state: int) -> tuple[int, int]:
 
 def _bucket_bytes(args: Arguments, weights: int) -> int:
     """The two buckets that new weights travel in."""
-    return 0 if args.debug_train_only else min(2 * args.update_weight_buffer_size, weights)
+    return min(2 * args.update_weight_buffer_size, weights)
 
 
 def _shared_out(args: Arguments, groups: Groups, dense: int, expert: int, *strategies: str) -> int:
@@ -215,19 +227,18 @@ def _shared_out(args: Arguments, groups: Groups, dense: int, expert: int, *strat
     return dense + expert
 
 
-def _output_bytes(args: Arguments, spec: ModelSpec, setting: Setting) -> int:
+def _output_bytes(args: Arguments, groups: Groups, spec: ModelSpec, setting: Setting) -> int:
     own = output_bytes(spec, setting, args.log_probs_chunk_size, keep_logits=args.keep_logits)
-    return own + _teacher_bytes(args, spec, setting)
+    return own + _teacher_bytes(args, groups, spec, setting)
 
 
-def _teacher_bytes(args: Arguments, spec: ModelSpec, setting: Setting) -> int:
+def _teacher_bytes(args: Arguments, groups: Groups, spec: ModelSpec, setting: Setting) -> int:
     """With --opd-divergence, for the longest responses: a teacher's last hidden states, and its output weight.
 
     Of a teacher on servers: the ids (int64) and log-probabilities (float32) of its top tokens.
     """
     if not args.has_divergence:
         return 0
-    groups = groups_of(args)
     longest = args.rollout_max_response_len or longest_sample(args)[0]
     samples = (args.global_batch_size or 0) // groups.data * (args.num_steps_per_rollout or 1)
     tokens = samples * longest // groups.context

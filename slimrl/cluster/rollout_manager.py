@@ -60,20 +60,20 @@ LOOP_INTERVAL_S = 1.0
 
 @dataclasses.dataclass(frozen=True)
 class RolloutResult:
-    """One finished rollout: a pickled batch per data-parallel rank in Ray's object store, and its metrics.
+    """One finished rollout: its batches and its metrics.
 
-    `critic_batches` are those of the ranks of a critic on GPUs of its own.
+    `batches` has one list per group of training ranks, in the order of `data_parallel_sizes`: the policy's and, if the
+    critic has GPUs of its own, the critic's. A list has a pickled batch in Ray's object store per data-parallel rank.
     `data_state` is the data source's state right after this rollout's prompts were sampled: a checkpoint with it
     resumes at the next prompt, however many rollouts were generated ahead. None if no checkpoint follows.
     """
 
     rollout_id: int
-    batches: list[ray.ObjectRef]
+    batches: list[list[ray.ObjectRef]]
     metrics: dict[str, float]
     data_state: dict[str, Any] | None
     weight_version: str
     seconds: float
-    critic_batches: list[ray.ObjectRef] = dataclasses.field(default_factory=list)
 
 
 def load_tokenizer(path: str, *, trust_code: bool) -> Any:
@@ -336,7 +336,7 @@ class RolloutManager:
         try:
             batch = convert_samples.training_batch(self._args, samples, rewards, hook_args=self._args)
             schedule = convert_samples.BatchSchedule.from_args(self._args)
-            batches, *of_critic = schedule.stored(batch, self._data_parallel_sizes, ray.put)
+            batches = schedule.stored(batch, self._data_parallel_sizes, ray.put)
             versions = {version for sample in samples for version in sample.weight_versions}
             versions |= {version for sample in samples for version, _ in sample.version_spans if version}
             reported = reported_metrics(
@@ -352,7 +352,6 @@ class RolloutManager:
             data_state=None if data_state is None else self._moments.added_to(data_state),
             weight_version=",".join(sorted(versions, key=lambda version: (len(version), version))),
             seconds=time.perf_counter() - started,
-            critic_batches=of_critic[0] if of_critic else [],
         )
 
     async def _fault_metrics(self) -> dict[str, float]:

@@ -168,7 +168,7 @@ class Run:
         self._colocated.onload_trainer()
         self._trained_version = rollout.rollout_id + 1
         with self._timed("train"), self._progress("train", self._trainers.progress, "micro-batch") as update:
-            metrics = self._trainers.train(rollout.rollout_id, rollout.batches, update, rollout.critic_batches)
+            metrics = self._trainers.train(rollout.rollout_id, rollout.batches, update)
         try:
             self._checks.check(rollout.rollout_id, metrics)
         except RunCheckError:

@@ -119,8 +119,15 @@ CASES |= {
             ),
             (
                 f"{PPO} --critic-num-nodes 1 --critic-num-gpus-per-node 6",
-                "--critic-num-gpus-per-node 6 gives the critic data parallel size 3, and --global-batch-size 256 does"
-                " not fill that: choose a multiple of 3, or another number of GPUs.",
+                "--critic-num-gpus-per-node 6 gives the critic 6 GPUs, on which --global-batch-size 256 does not divide"
+                " by data parallel size 3: choose a multiple of 3, or another number of GPUs.",
+            ),
+            (
+                f"{PPO} --critic-num-gpus-per-node 8 --actor-num-gpus-per-node 4 --pipeline-model-parallel-size 2"
+                " --num-virtual-stages-per-pipeline-rank 2 --rollout-batch-size 1 --n-samples-per-prompt 2",
+                "--critic-num-gpus-per-node 8 gives the critic 8 GPUs, on which --global-batch-size 2 does not fill"
+                " data parallel size 2 x 2 micro-batches of a virtual stage = 4: choose at least 4, or another number"
+                " of GPUs.",
             ),
         ],
     ),

@@ -231,11 +231,10 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             ),
         ],
     ),
-    "virtual_stages_have_enough_micro_batches": (
+    "virtual_stages_exchange_groups": (
         [
             "--pipeline-model-parallel-size 2 --rollout-batch-size 12",
-            f"{VIRTUAL} --rollout-batch-size 8",
-            f"{VIRTUAL} --rollout-batch-size 9 --use-dynamic-batch-size --max-tokens-per-gpu 64",
+            VIRTUAL,
             "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 --no-overlap-p2p-communication",
         ],
         [
@@ -253,16 +252,6 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
                 f"{VIRTUAL} --microbatch-group-size-per-vp-stage 1",
                 "--microbatch-group-size-per-vp-stage 1 is less than --pipeline-model-parallel-size 2: give at"
                 " least 2.",
-            ),
-            (
-                f"{VIRTUAL} --rollout-batch-size 12",
-                "--global-batch-size 12 does not fill data parallel size 4 x 2 micro-batches of a virtual stage x"
-                " --micro-batch-size 1 = 8: choose a multiple of 8.",
-            ),
-            (
-                f"{VIRTUAL} --rollout-batch-size 4 --use-dynamic-batch-size --max-tokens-per-gpu 64",
-                "--global-batch-size 4 does not fill data parallel size 4 x 2 micro-batches of a virtual stage = 8:"
-                " choose at least 8.",
             ),
         ],
     ),

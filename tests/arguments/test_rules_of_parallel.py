@@ -10,6 +10,7 @@ import pytest
 from slimrl.arguments import read_args
 
 FSDP = "--use-megatron-fsdp --data-parallel-sharding-strategy"
+VIRTUAL = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --rollout-batch-size 1"
 SPLIT = "--actor-num-nodes 1 --actor-num-gpus-per-node 2 --rollout-num-gpus 6"
 
 # rule -> (flags that pass when appended to the recipe, flags that do not with their error)
@@ -171,12 +172,21 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
         ],
     ),
     "global_batch_divides_over_gpus": (
-        ["--rollout-batch-size 1 --n-samples-per-prompt 4"],
+        ["--rollout-batch-size 1 --n-samples-per-prompt 4", f"{VIRTUAL} --n-samples-per-prompt 6"],
         [
             (
                 "--rollout-batch-size 1 --n-samples-per-prompt 6",
                 "--global-batch-size 6 does not divide by data parallel size 4: choose a multiple of 4.",
-            )
+            ),
+            (
+                f"{VIRTUAL} --n-samples-per-prompt 5",
+                "--global-batch-size 5 does not divide by data parallel size 2: choose a multiple of 2.",
+            ),
+            (
+                f"{VIRTUAL} --n-samples-per-prompt 2",
+                "--global-batch-size 2 does not fill data parallel size 2 x 2 micro-batches of a virtual stage = 4:"
+                " choose at least 4.",
+            ),
         ],
     ),
     "dynamic_batches_have_a_cap": (["--max-tokens-per-gpu 4608"], []),
@@ -246,6 +256,13 @@ def test_static_batches_divide_by_gpus_and_micro_batch(recipe):
     ]
     line[line.index("--micro-batch-size") + 1] = "8"
     assert read_args(line)[1] == []
+    line += VIRTUAL.split()
+    _, problems = read_args([*line, "--n-samples-per-prompt", "8"])
+    assert [str(problem) for problem in problems] == [
+        "--global-batch-size 8 does not divide by data parallel size 2 x 2 micro-batches of a virtual stage x"
+        " --micro-batch-size 8 = 32: choose a multiple of 32."
+    ]
+    assert read_args([*line, "--n-samples-per-prompt", "32"])[1] == []
 
 
 def test_one_step_per_rollout_is_the_default(recipe):

@@ -26,7 +26,6 @@ def test_final_step_is_in_the_summary(tmp_path, monkeypatch):
     rollout = types.SimpleNamespace(
         rollout_id=0,
         batches=[],
-        critic_batches=[],
         metrics={"rollout/raw_reward": 0.5},
         weight_version="0",
         seconds=1.0,

@@ -62,7 +62,7 @@ class World:
     def progress(self):
         return 0, 0
 
-    def train(self, rollout_id, batches, update, critic_batches):
+    def train(self, rollout_id, batches, update):
         return []
 
     def _lose(self, where: str) -> None:
@@ -82,7 +82,7 @@ def test_servers_resynced_during_a_drain_are_not_updated_twice(lost_in):
     world = World(lost_in)
     run = run_in(world)
     run.update_weights(0)
-    run.train(SimpleNamespace(rollout_id=0, metrics={}, batches=[], critic_batches=[]))
+    run.train(SimpleNamespace(rollout_id=0, metrics={}, batches=[]))
     run.drain_generation(("generate", 1))
     run.update_weights(1)
     assert [call for call in world.calls if call[0] == "update_weights"] == [
@@ -159,6 +159,9 @@ def policy_and_critic(policy_parts, critic_parts):
     return both
 
 
+BATCHES = [["batch of the policy"], ["batch of the critic"]]
+
+
 @pytest.mark.parametrize(
     ("policy", "critic", "wanted"),
     [
@@ -178,8 +181,11 @@ def test_values_and_targets_pass_between_the_leaders_of_the_same_samples(policy,
         )
     )
     values = [f"values {rank}" for rank in range(len(critic))]
+    given = []
     for worker, value in zip(both._critic.workers, values, strict=True):
-        worker.__dict__["values"] = SimpleNamespace(remote=lambda *_, value=value: (value, "end of values"))
+        worker.__dict__["values"] = SimpleNamespace(
+            remote=lambda _, batches, value=value: given.append(batches) or (value, "end of values")
+        )
     passed = []
     for worker in both.workers:
         worker.__dict__["targets"] = SimpleNamespace(
@@ -188,7 +194,9 @@ def test_values_and_targets_pass_between_the_leaders_of_the_same_samples(policy,
         worker.__dict__["train_scored"] = SimpleNamespace(remote=lambda: [{"loss": 1.0}])
     for worker in both._critic.workers:
         worker.__dict__["train_values"] = SimpleNamespace(remote=lambda *_: [{"critic-value_loss": 2.0}])
-    metrics = both.train(3, ["batch"], None, ["batch of the critic"])
+    metrics = both.train(3, BATCHES)
+    assert given == [["batch of the critic"]] * len(critic)
+    assert waited[: len(policy)] == [("score", 3, ["batch of the policy"])] * len(policy)
     assert passed == [[values[rank] for rank in ranks] for ranks in wanted]
     assert metrics == [{"critic-value_loss": 2.0, "loss": 1.0}]
     assert not [call for call in waited if call in passed or call in values]  # columns do not pass through the driver
@@ -229,7 +237,7 @@ def test_saves_in_the_background_are_finished_before_a_value_that_is_not_finite_
 
     both._both = both_of
     with pytest.raises(NotFiniteError):
-        both.train(3, ["batch"], None, ["batch of the critic"])
+        both.train(3, BATCHES)
     assert waits[1:] == [([("finish_saves",)], [("finish_saves",)])]
 
 

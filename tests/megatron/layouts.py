@@ -146,6 +146,23 @@ EIGHT_RANKS = {
 }
 LAYOUTS: dict[str, Layout] = ONE_RANK | TWO_RANKS | FOUR_RANKS | EIGHT_RANKS
 
+# Layouts of the losses of preferred and of labelled answers, each with its model type: fixed micro-batches have whole
+# pairs.
+PAIRS = {"micro_batch_size": 2}
+PACKED_ON_TWO = "DP2, distributed optimizer, packed, balanced"
+OF_ANSWERS: dict[str, tuple[Layout, str]] = {
+    "1 rank": (Layout(1, PAIRS), "dense"),
+    "1 rank, logits kept": (Layout(1, {"keep_logits": True, "micro_batch_size": 4}), "dense"),
+    "DP2": (Layout(2, PAIRS), "dense"),
+    PACKED_ON_TWO: (Layout(2, OVERLAP | DYNAMIC | {"balance_data": True}), "dense"),
+    "TP2": (Layout(2, TP2 | PAIRS), "dense"),
+    "TP2 SP, packed": (Layout(2, TP2_SP | DYNAMIC | FULL), "dense"),
+    "PP2": (Layout(2, PP2 | PAIRS), "dense"),
+    "PP2 virtual, packed": (Layout(2, VIRTUAL | DYNAMIC, 4), "dense"),
+    "CP2, packed": (Layout(2, CP2 | DYNAMIC), "MLA"),
+    "EP2, packed": (Layout(2, EP2 | SPREAD | DYNAMIC), "MoE"),
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Differences:

@@ -19,36 +19,13 @@ from slimrl.megatron.training.loss.preference_loss import label_loss_sums, misma
 from slimrl.megatron.training.pass_plan import PassPlan
 from slimrl.observability.metrics import is_known
 from tests.megatron import layouts, ranks, reference, tiny
-from tests.megatron.layouts import (
-    CP2,
-    DYNAMIC,
-    EP2,
-    FULL,
-    OVERLAP,
-    PP2,
-    SETTINGS,
-    SPREAD,
-    TP2,
-    TP2_SP,
-    VIRTUAL,
-    Layout,
-)
+from tests.megatron.layouts import DYNAMIC, OF_ANSWERS, OVERLAP, PACKED_ON_TWO, SETTINGS, VIRTUAL, Layout
 from tests.megatron.test_preference_loss import Truth
 
 BETA, GOOD, BAD = 0.5, 1.25, 0.75
-PACKED = "DP2, distributed optimizer, packed, balanced"
-LAYOUTS = {
-    "1 rank": (Layout(1, {"micro_batch_size": 2}), "dense"),
-    "1 rank, logits kept": (Layout(1, {"keep_logits": True, "micro_batch_size": 4}), "dense"),
-    PACKED: (Layout(2, OVERLAP | DYNAMIC | {"balance_data": True}), "dense"),
-    "DP2": (Layout(2, {"micro_batch_size": 1}), "dense"),
-    "TP2": (Layout(2, TP2 | {"micro_batch_size": 2}), "dense"),
-    "TP2 SP, packed": (Layout(2, TP2_SP | DYNAMIC | FULL), "dense"),
-    "PP2": (Layout(2, PP2 | {"micro_batch_size": 2}), "dense"),
-    "PP2 virtual, packed": (Layout(2, VIRTUAL | DYNAMIC, 4), "dense"),
+LAYOUTS = OF_ANSWERS | {
+    "DP2": (Layout(2, {"micro_batch_size": 1}), "dense"),  # an answer alone
     "PP2 virtual, DP2, overlapped": (Layout(4, VIRTUAL | OVERLAP | DYNAMIC, 4), "dense"),
-    "CP2, packed": (Layout(2, CP2 | DYNAMIC), "MLA"),
-    "EP2, packed": (Layout(2, EP2 | SPREAD | DYNAMIC), "MoE"),
 }
 
 
@@ -171,7 +148,7 @@ def test_kto_trains_like_plain_autograd_in_every_layout(name: str, labelled: Lab
 
 @pytest.mark.slow
 def test_pairs_are_split_and_take_the_completions_of_the_pair_before(labelled: Labelled, pools: Any):
-    layout, kind = LAYOUTS[PACKED]
+    layout, kind = LAYOUTS[PACKED_ON_TWO]
     args = labelled.flags(layout, kind, n_samples_per_prompt=2)
     result = layouts.train(pools[2], args, labelled.grouped(2))
     assert_as_truth(args, result, labelled.trained(kind, 2, 2, 2))
@@ -190,7 +167,7 @@ def test_apo_zero_runs_no_pass_for_a_kl(labelled: Labelled, pools: Any):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [PACKED, "TP2 SP, packed", "PP2 virtual, packed", "CP2, packed"])
+@pytest.mark.parametrize("name", [PACKED_ON_TWO, "TP2 SP, packed", "PP2 virtual, packed", "CP2, packed"])
 def test_evaluation_gives_the_metrics_of_training_on_the_same_samples(name: str, labelled: Labelled, pools: Any):
     layout, kind = LAYOUTS[name]
     args = dataclasses.replace(labelled.flags(layout, kind), num_steps_per_rollout=1)

@@ -18,38 +18,11 @@ from slimrl.algorithms.preference_losses import PAIR_METRICS
 from slimrl.megatron.training.loss.preference_loss import preference_loss_sums
 from slimrl.observability.metrics import is_known
 from tests.megatron import layouts, ranks, reference, tiny
-from tests.megatron.layouts import (
-    CP2,
-    DYNAMIC,
-    EP2,
-    FULL,
-    OVERLAP,
-    PP2,
-    SETTINGS,
-    SPREAD,
-    TP2,
-    TP2_SP,
-    VIRTUAL,
-    Layout,
-)
+from tests.megatron.layouts import CP2, DYNAMIC, OF_ANSWERS, PACKED_ON_TWO, PAIRS, SETTINGS, Layout
 
-PAIRS_OF_MICRO_BATCHES = {"micro_batch_size": 2}
-LAYOUTS = {
-    "1 rank": (Layout(1, PAIRS_OF_MICRO_BATCHES), "dense"),
+LAYOUTS = OF_ANSWERS | {
     "1 rank, packed": (Layout(1, DYNAMIC), "dense"),
-    "1 rank, logits kept": (Layout(1, {"keep_logits": True, "micro_batch_size": 4}), "dense"),
-    "DP2": (Layout(2, PAIRS_OF_MICRO_BATCHES), "dense"),
-    "DP2, distributed optimizer, packed, balanced": (
-        Layout(2, OVERLAP | DYNAMIC | {"balance_data": True}),
-        "dense",
-    ),
-    "TP2": (Layout(2, TP2 | PAIRS_OF_MICRO_BATCHES), "dense"),
-    "TP2 SP, packed": (Layout(2, TP2_SP | DYNAMIC | FULL), "dense"),
-    "PP2": (Layout(2, PP2 | PAIRS_OF_MICRO_BATCHES), "dense"),
-    "PP2 virtual, packed": (Layout(2, VIRTUAL | DYNAMIC, 4), "dense"),
-    "CP2": (Layout(2, CP2 | PAIRS_OF_MICRO_BATCHES), "dense"),
-    "CP2, packed": (Layout(2, CP2 | DYNAMIC), "MLA"),
-    "EP2, packed": (Layout(2, EP2 | SPREAD | DYNAMIC), "MoE"),
+    "CP2": (Layout(2, CP2 | PAIRS), "dense"),
 }
 
 
@@ -179,7 +152,7 @@ def test_loss_without_a_reference_runs_no_pass_of_one(pairs: Pairs, pools: Any):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    ["1 rank", "DP2, distributed optimizer, packed, balanced", "TP2 SP, packed", "PP2 virtual, packed", "CP2, packed"],
+    ["1 rank", PACKED_ON_TWO, "TP2 SP, packed", "PP2 virtual, packed", "CP2, packed"],
 )
 def test_evaluation_gives_the_metrics_of_training_on_the_same_pairs(name: str, pairs: Pairs, pools: Any):
     layout, kind = LAYOUTS[name]

@@ -102,7 +102,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
     parallel.stages_are_several,
     parallel.layers_divide_over_stages,
     parallel.virtual_stages_divide,
-    parallel.virtual_stages_have_enough_micro_batches,
+    parallel.virtual_stages_exchange_groups,
     parallel.experts_divide_over_gpus,
     model.few_bits_have_their_kernels,
     model.formats_have_their_settings,

@@ -9,9 +9,10 @@ from pathlib import Path
 from slimrl.arguments.checkpoints import critic_start, is_hf_model, start_of
 from slimrl.arguments.flag import Problem
 from slimrl.arguments.flags.algorithm import WITH_CRITIC
-from slimrl.arguments.layout import critic_layout, groups_of
+from slimrl.arguments.layout import critic_groups, critic_layout
 from slimrl.arguments.namespace import Arguments, Context, absent
 from slimrl.arguments.validation.checkpoint import checkpoint_problems, is_fresh
+from slimrl.arguments.validation.data import how_batch_misses
 from slimrl.arguments.validation.optimizer import other_owner
 from slimrl.arguments.validation.parallel import experts_can_be_sharded, sizes_that_do_not_divide
 
@@ -208,28 +209,14 @@ def critic_fits_its_gpus(args: Arguments, context: Context) -> Iterator[Problem]
         )
         return
     yield from experts_can_be_sharded(own, " of the critic")
-    yield from _batch_divides(args)
-
-
-def _batch_divides(args: Arguments) -> Iterator[Problem]:
-    """Every data-parallel rank of the critic gets as many micro-batches (with dynamic ones, samples) as the others."""
-    size, batch = groups_of(critic_layout(args)).data, args.global_batch_size
-    group = args.microbatch_group_size_per_vp_stage or 1
-    unit = size if args.use_dynamic_batch_size else size * args.micro_batch_size * group
-    least = size * group
-    if not batch or (batch % unit == 0 and batch >= least):
-        return
-    parts = f"data parallel size {size}"
-    if not args.use_dynamic_batch_size:
-        parts += f" x --micro-batch-size {args.micro_batch_size}"
-    if group > 1:
-        parts += f" x {group} micro-batches of a virtual stage"
-    fix = f"a multiple of {unit}" if batch % unit else f"at least {least}"
-    yield Problem(
-        _PER_NODE,
-        f"{_PER_NODE} {args.critic_num_gpus_per_node} gives the critic {parts}, and --global-batch-size {batch} does"
-        f" not fill that: choose {fix}, or another number of GPUs.",
-    )
+    batch = args.global_batch_size
+    missed = how_batch_misses(args, critic_groups(args).data) if batch else None
+    if missed is not None:
+        yield Problem(
+            _PER_NODE,
+            f"{_PER_NODE} {per_node} gives the critic {args.critic_num_gpus} GPUs, on which --global-batch-size {batch}"
+            f" {missed}, or another number of GPUs.",
+        )
 
 
 def critic_shares_gpus_with_engines(args: Arguments, context: Context) -> Iterator[Problem]:

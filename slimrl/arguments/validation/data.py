@@ -7,6 +7,7 @@ data parallel ranks and micro-batches.
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -301,6 +302,26 @@ def rollout_samples_equal_trained_samples(args: Arguments, context: Context) -> 
         )
 
 
+def how_batch_misses(args: Arguments, ranks: int) -> str | None:
+    """How --global-batch-size misses equal parts for `ranks` data-parallel ranks, with the fix; None if it gives them.
+
+    Each rank gets whole micro-batches, with virtual stages whole groups of them. Dynamic micro-batches are made of any
+    number of samples, of which every one of a group needs one.
+    """
+    batch = args.global_batch_size or 0
+    group = (args.microbatch_group_size_per_vp_stage or 1) if args.virtual_pipeline_model_parallel_size else 1
+    sizes = {f"data parallel size {ranks}": ranks}
+    grouped = sizes | ({f"{group} micro-batches of a virtual stage": group} if group > 1 else {})
+    if not args.use_dynamic_batch_size:
+        sizes = grouped | {f"--micro-batch-size {args.micro_batch_size}": args.micro_batch_size}
+    for used, verb, fix in ((sizes, "divide by", "a multiple of"), (grouped, "fill", "at least")):
+        unit = math.prod(used.values())
+        if batch % unit if used is sizes else batch < unit:
+            shown = " x ".join(used) + (f" = {unit}" if len(used) > 1 else "")
+            return f"does not {verb} {shown}: choose {fix} {unit}"
+    return None
+
+
 def global_batch_divides_over_gpus(args: Arguments, context: Context) -> Iterator[Problem]:
     """Every data parallel rank gets whole micro-batches (whole samples with dynamic batches)."""
     if any(rollout_samples_equal_trained_samples(args, context)):
@@ -308,16 +329,9 @@ def global_batch_divides_over_gpus(args: Arguments, context: Context) -> Iterato
     relevant = _BATCH_FIELDS | {"micro_batch_size", "actor_num_nodes", "actor_num_gpus_per_node"}
     if not args.global_batch_size or context.broken & relevant or args.debug_rollout_only:
         return
-    dp, micro = args.data_parallel_size, args.micro_batch_size
-    unit = dp if args.use_dynamic_batch_size else dp * micro
-    if args.global_batch_size % unit:
-        parts = f"data parallel size {dp}"
-        if not args.use_dynamic_batch_size:
-            parts += f" x --micro-batch-size {micro} = {unit}"
-        yield Problem(
-            "--global-batch-size",
-            f"--global-batch-size {args.global_batch_size} does not divide by {parts}: choose a multiple of {unit}.",
-        )
+    missed = how_batch_misses(args, args.data_parallel_size)
+    if missed is not None:
+        yield Problem("--global-batch-size", f"--global-batch-size {args.global_batch_size} {missed}.")
 
 
 def dynamic_batches_have_a_cap(args: Arguments, context: Context) -> Iterator[Problem]:

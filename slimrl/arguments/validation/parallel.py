@@ -93,8 +93,8 @@ def virtual_stages_divide(args: Arguments, context: Context) -> Iterator[Problem
         )
 
 
-def virtual_stages_have_enough_micro_batches(args: Arguments, context: Context) -> Iterator[Problem]:
-    """Virtual stages exchange activations correctly, and a rank's micro-batches form whole groups."""
+def virtual_stages_exchange_groups(args: Arguments, context: Context) -> Iterator[Problem]:
+    """Virtual stages exchange activations correctly, in groups of micro-batches that fill the stages."""
     stages, group = args.pipeline_model_parallel_size, args.microbatch_group_size_per_vp_stage
     if stages == 1:
         return
@@ -117,18 +117,6 @@ def virtual_stages_have_enough_micro_batches(args: Arguments, context: Context) 
             "--microbatch-group-size-per-vp-stage",
             f"--microbatch-group-size-per-vp-stage {group} is less than --pipeline-model-parallel-size {stages}:"
             f" give at least {stages}.",
-        )
-        return
-    samples = 1 if args.use_dynamic_batch_size else args.micro_batch_size
-    unit = args.data_parallel_size * group * samples
-    batch = args.global_batch_size
-    if batch and (batch < unit if args.use_dynamic_batch_size else batch % unit):
-        parts = f"data parallel size {args.data_parallel_size} x {group} micro-batches of a virtual stage"
-        parts += "" if args.use_dynamic_batch_size else f" x --micro-batch-size {samples}"
-        yield Problem(
-            "--global-batch-size",
-            f"--global-batch-size {batch} does not fill {parts} = {unit}: choose"
-            f" {'at least' if args.use_dynamic_batch_size else 'a multiple of'} {unit}.",
         )
 
 

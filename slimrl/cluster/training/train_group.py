@@ -121,15 +121,12 @@ class TrainGroup:
     def train(
         self,
         rollout_id: int,
-        batches: list[ObjectRef],
+        batches: Sequence[list[ObjectRef]],
         progress: Callable[[], None] | None = None,
-        critic_batches: Sequence[ObjectRef] = (),
     ) -> list[dict[str, float]]:
-        """Trains on one rollout (`batches`: one object per data-parallel rank); metrics per optimizer step.
-
-        `critic_batches` are for a critic on GPUs of its own (`PolicyAndCritic`).
-        """
-        calls = [worker.train.remote(rollout_id, batches) for worker in self.workers]
+        """Trains on one rollout, with the `batches` of a `RolloutResult`; metrics per optimizer step."""
+        (own,) = batches
+        calls = [worker.train.remote(rollout_id, own) for worker in self.workers]
         return self._supervisor.get(
             calls, _target(self.workers, f"training on rollout {rollout_id}", self._role), progress
         )[0]
@@ -277,20 +274,18 @@ class PolicyAndCritic(TrainGroup):
     def train(
         self,
         rollout_id: int,
-        batches: list[ObjectRef],
+        batches: Sequence[list[ObjectRef]],
         progress: Callable[[], None] | None = None,
-        critic_batches: Sequence[ObjectRef] = (),
     ) -> list[dict[str, float]]:
-        """Trains both on one rollout; metrics per optimizer step. `critic_batches` are those of the critic's ranks.
+        """Trains both on one rollout; metrics per optimizer step.
 
         If a value is not finite, the saves of both groups that are in the background are complete before it raises.
         """
         policy, critic = self.workers, self._critic.workers
+        for_policy, for_critic = batches
         # two results each: the columns, which stay in the object store, and the end of the call
-        values, with_values = zip(
-            *(worker.values.remote(rollout_id, list(critic_batches)) for worker in critic), strict=True
-        )
-        scored = [worker.score.remote(rollout_id, batches) for worker in policy]
+        values, with_values = zip(*(worker.values.remote(rollout_id, for_critic) for worker in critic), strict=True)
+        scored = [worker.score.remote(rollout_id, for_policy) for worker in policy]
         targets, with_targets = zip(
             *(worker.targets.remote(_passed(values, self._critic, self, rank)) for rank, worker in enumerate(policy)),
             strict=True,
