@@ -23,7 +23,7 @@ from slimrl.arguments.layout import data_parallel_sizes
 from slimrl.cluster.launch import Launch
 from slimrl.cluster.rollout_manager import RolloutManager
 from slimrl.cluster.supervisor import Supervisor
-from slimrl.cluster.training.train_group import TrainGroup
+from slimrl.cluster.training.train_recovery import Trainers
 from slimrl.cluster.watchdog import WaitTarget, format_rollout_status, poll_actors
 from slimrl.engines.backend import backend
 from slimrl.engines.http import key_of
@@ -167,7 +167,7 @@ class RolloutManagerCleanup:
     def __init__(self, args: Arguments, registered: Callable[[], list[str] | None], kill: Callable[[], None]) -> None:
         self._args, self._registered, self._kill = args, registered, kill
         self._started: Sequence[str] = ()
-        self._trainers: TrainGroup | None = None
+        self._trainers: Trainers | None = None
 
     @classmethod
     def of_manager(cls, args: Arguments, manager: RolloutManagerProxy) -> RolloutManagerCleanup:
@@ -183,7 +183,7 @@ class RolloutManagerCleanup:
 
         return cls(args, lambda: poll_actors([manager.registered()])[0], kill)
 
-    def set_started(self, trainers: TrainGroup | None, urls: Sequence[str]) -> None:
+    def set_started(self, trainers: Trainers | None, urls: Sequence[str]) -> None:
         """Sets the trainers, and the URLs of the started servers."""
         self._trainers, self._started = trainers, urls
 

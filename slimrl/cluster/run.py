@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import ray
 
@@ -17,6 +18,7 @@ from slimrl.cluster.engines.weight_update_recovery import WeightUpdateRecovery, 
 from slimrl.cluster.launch import Launch
 from slimrl.cluster.network import bind_config
 from slimrl.cluster.node_check import check_nodes
+from slimrl.cluster.node_watch import watch_nodes
 from slimrl.cluster.placement import GpuBundles, PlacementPlan, plan_gpus
 from slimrl.cluster.ray_session import ray_session
 from slimrl.cluster.rollout_manager import RolloutResult
@@ -27,9 +29,9 @@ from slimrl.cluster.rollout_manager_proxy import (
     resolve_num_rollout,
     start_manager,
 )
-from slimrl.cluster.supervisor import Supervisor, watch_nodes
-from slimrl.cluster.training.train_group import TrainGroup, start_training
-from slimrl.cluster.watchdog import WatchdogConfig, poll_actors
+from slimrl.cluster.supervisor import Supervisor, TrainWorkerDiedError
+from slimrl.cluster.training.train_recovery import Trainers, TrainRecovery, start_training
+from slimrl.cluster.watchdog import WaitTarget, WatchdogConfig, poll_actors
 from slimrl.engines.http import check_servers_reachable, with_key
 from slimrl.observability.ci_checks import RunCheckError, RunChecks
 from slimrl.observability.metrics.prometheus import scrape_targets
@@ -52,7 +54,7 @@ class Run:
         self,
         args: Arguments,
         start: int,
-        trainers: TrainGroup | None,
+        trainers: Trainers | None,
         manager: RolloutManagerProxy,
         supervisor: Supervisor,
         log: RunLog,
@@ -73,7 +75,8 @@ class Run:
         self._log = log
         self._timeline = timeline
         self._checks = RunChecks.from_args(args, start)
-        self._seconds: dict[str, float] = {}
+        self._seconds: dict[str, float] = {}  # of this step, as the next
+        self._faults: dict[str, float] = {}
         self._updated: int | None = None  # the version last sent to the servers
         self._generation = manager.waiting_for("generate")
         self._next_generation: ray.ObjectRef | None = None  # by `generate_next`
@@ -88,9 +91,7 @@ class Run:
         elif args.eval_only:
             logger.info("--num-rollout 0: evaluation only, no training")
         else:
-            logger.info(
-                "nothing is left to do: the next rollout is %d and --num-rollout is %d", start, args.num_rollout
-            )
+            logger.info("nothing is left to do: the next rollout is %d, --num-rollout %d", start, args.num_rollout)
 
     @contextlib.contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
@@ -111,7 +112,7 @@ class Run:
             self._trainers_idle(),
             self._progress("generate", self._manager.progress) as update,
         ):
-            result: RolloutResult = self._supervisor.get([generation], self._generation, update)[0]
+            result: RolloutResult = self._wait(generation, self._generation, update)
         self._seconds["generate"] = result.seconds
         return result
 
@@ -127,7 +128,19 @@ class Run:
         if self.args.max_weight_staleness is not None and not self.args.debug_train_only:
             generation, target = self._manager.drain(), self._manager.waiting_for("the groups in flight")
         with self._timed("wait_for_rollout"), self._trainers_idle():
-            self._supervisor.get([generation], target)
+            self._wait(generation, target)
+
+    def _wait(self, ref: ray.ObjectRef, target: WaitTarget, update: Callable[[], None] | None = None) -> Any:
+        """The result of a call to the rollout manager; ranks that are lost meanwhile are replaced."""
+        while True:
+            try:
+                return self._supervisor.get([ref], target, update)[0]
+            except TrainWorkerDiedError as error:
+                if not isinstance(self._trainers, TrainRecovery):
+                    raise
+                self._trainers.postpone(error)
+                if not self._colocated.training_offloaded:  # else their GPUs may hold the servers' memory
+                    self._trainers.restore()
 
     def generate(self, rollout_id: int) -> RolloutResult:
         """Generates one rollout, unless `generate_next` has started it, and waits for it."""
@@ -270,7 +283,7 @@ class Run:
                 results = {name: EvaluationReport.of_held_out(name, metrics) for name, metrics in found.items()}
             else:
                 target = self._manager.waiting_for(f"evaluation after {step} rollouts")
-                results = self._supervisor.get([self._manager.evaluate(step)], target, update)[0]
+                results = self._wait(self._manager.evaluate(step), target, update)
         self._log.evaluation(when, step, results)
         if step > self.rollout_ids.start:
             self._log.phase(step - 1, "evaluate", self._seconds["evaluate"])
@@ -278,7 +291,7 @@ class Run:
     @contextlib.contextmanager
     def step(self, rollout_id: int) -> Iterator[None]:
         """Times one step of the loop; the loop reports it with `record`."""
-        self._seconds = {}
+        self._seconds, self._faults = {}, {}
         self._started = time.perf_counter()
         with self._timeline.span(f"step {rollout_id}", step=rollout_id):
             yield
@@ -288,16 +301,15 @@ class Run:
         self._log.step(self._record(rollout, train_metrics))
 
     def _record(self, rollout: RolloutResult, train_metrics: list[dict[str, float]]) -> StepRecord:
-        updated = (
-            self._trainers.last_weight_update
-            if self._trainers is not None and "update_weights" in self._seconds
-            else {}
-        )
+        trainers = self._trainers
+        updated = trainers.last_weight_update if trainers is not None and "update_weights" in self._seconds else {}
+        if isinstance(trainers, TrainRecovery):  # a step with a save makes two records
+            self._faults = {name: self._faults.get(name, 0.0) + new for name, new in trainers.take_metrics().items()}
         total = time.perf_counter() - self._started - self._seconds.get("save", 0.0)
         return StepRecord(
             step=rollout.rollout_id,
             weight_version=rollout.weight_version,
-            rollout=rollout.metrics | updated,
+            rollout=rollout.metrics | updated | self._faults,
             train=train_metrics,
             seconds={**self._seconds, "total": total},
             memory=self._memory(),
@@ -316,7 +328,7 @@ class Run:
 
 @contextlib.contextmanager
 def open_run(args: Arguments) -> Iterator[Run]:
-    """Reserves GPUs, starts the train workers and engines, loads the checkpoint; ends all processes on exit."""
+    """Starts workers and engines, loads the checkpoint; ends all processes on exit."""
     check_servers_reachable(args.rollout_external_engine_addrs or [])
     plan = plan_gpus(args)
     launch = Launch.of_run(args)
@@ -354,7 +366,7 @@ def open_run(args: Arguments) -> Iterator[Run]:
         urls = [endpoint.url for endpoint in endpoints]
         manager_end.set_started(trainers, urls)
         if endpoints:
-            supervisor.watch(manager.watch(), lambda error: f"the rollout manager died: {error}")
+            supervisor.watch(manager.watch(), "the rollout manager died: {}".format)
             if trainers is not None:
                 trainers.connect_engines(endpoints)
         recovery = weight_recovery(args, manager, supervisor, trainers, endpoints)
@@ -375,18 +387,15 @@ def open_run(args: Arguments) -> Iterator[Run]:
 def _reserve(
     stack: contextlib.ExitStack, args: Arguments, plan: PlacementPlan, launch: Launch
 ) -> tuple[RolloutManagerProxy, RolloutManagerCleanup, GpuBundles, Supervisor]:
-    """Starts the rollout manager and reserves the GPUs meanwhile; `stack` ends the manager, then returns the GPUs."""
+    """Starts the rollout manager and reserves the GPUs meanwhile; `stack` ends both."""
     reserved = stack.enter_context(contextlib.ExitStack())
     manager = start_manager(args, launch)
     manager_end = stack.enter_context(RolloutManagerCleanup.of_manager(args, manager))
     gpus = GpuBundles(plan)
     reserved.callback(gpus.release)
-    watching = watch_nodes(
-        gpus.gpus, plan, lost_after_s=args.node_timeout_seconds, replaceable=args.use_fault_tolerance
-    )
-    nodes = stack.enter_context(watching)
+    nodes = stack.enter_context(watch_nodes(gpus.gpus, plan, args.node_timeout_seconds, args.use_fault_tolerance))
     supervisor = Supervisor(WatchdogConfig.from_args(args), nodes or None)
     supervisor.set_report_suffix(manager.slow_servers)
-    supervisor.watch(manager.watch_loop(), lambda error: f"the rollout manager died: {error}")
+    supervisor.watch(manager.watch_loop(), "the rollout manager died: {}".format)
     check_nodes(args, gpus.gpus, supervisor)
     return manager, manager_end, gpus, supervisor

@@ -1,29 +1,21 @@
 """A `ray.get` that watches every process of the run: the first death ends the wait with one message that names it.
 
-`summarize_oom` shortens Ray's page of text about a process that it killed for lack of memory to one sentence.
-`NodeWatch` reports a node that is cut off from the network long before Ray does, which takes more than a minute. It
-repeatedly connects to Ray on every other node of the run. A refused connection counts as a response: the machine is up,
-and Ray reports dead processes there at once. The network may recover, so the wait ends only after
---node-timeout-seconds, and only for a node that the run cannot replace.
+`summarize_oom` shortens Ray's page of text about a process that it killed for lack of memory to one sentence. Lost
+nodes (`node_watch`) end a wait too.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import dataclasses
-import logging
 import re
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import ray
 from ray import ObjectRef
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
-from slimrl.cluster.placement import GpuBundle, PlacementPlan
 from slimrl.cluster.watchdog import Wait, WaitTarget, WatchdogConfig
 
 _SIGNS = ("running low on memory", "due to memory pressure (OOM)")
@@ -62,6 +54,10 @@ class ProcessDiedError(RuntimeError):
     """A train worker, a server, the router or the rollout manager ended unexpectedly."""
 
 
+class TrainWorkerDiedError(ProcessDiedError):
+    """A process of a training rank ended on a node that is still there: `TrainRecovery` may replace it."""
+
+
 class EventHandler(Protocol):
     """Handles events that arrive while the driver waits."""
 
@@ -95,13 +91,26 @@ class Supervisor:
         """`nodes` are the other nodes of the run, None if there are none."""
         self._config = config
         self._nodes = nodes
-        self._watches: dict[ObjectRef, Callable[[Exception | None], str]] = {}
+        self._watches: dict[ObjectRef, tuple[Callable[[Exception | None], str], type[ProcessDiedError]]] = {}
         self._event_handler: EventHandler | None = None
         self._report_suffix: Callable[[], str] = lambda: ""
 
-    def watch(self, ref: ObjectRef, describe: Callable[[Exception | None], str]) -> None:
-        """Watches `ref`; `describe(error)` makes the message from Ray's error if the ref fails."""
-        self._watches[ref] = describe
+    def watch(
+        self,
+        ref: ObjectRef,
+        describe: Callable[[Exception | None], str],
+        died: type[ProcessDiedError] = ProcessDiedError,
+    ) -> None:
+        """Watches `ref`; `describe(error)` makes the message from Ray's error if the ref fails.
+
+        A death raises `died`, or ProcessDiedError if it is that of a node.
+        """
+        self._watches[ref] = describe, died
+
+    def unwatch(self, refs: Sequence[ObjectRef]) -> None:
+        """Drops these watches, of processes that are about to be replaced."""
+        for ref in refs:
+            self._watches.pop(ref, None)
 
     def set_event_handler(self, event_handler: EventHandler) -> None:
         """Makes every later wait handle its events."""
@@ -152,7 +161,7 @@ class Supervisor:
                 wait.check([index for index, ref in enumerate(refs) if ref in pending])
             for ref in ready:
                 if ref in self._watches:
-                    raise ProcessDiedError(self._message(ref))
+                    raise self._death(ref)
                 pending.remove(ref)
                 self._raise_failure(ref)
 
@@ -175,13 +184,14 @@ class Supervisor:
         finally:
             self._event_handler = event_handler
 
-    def _message(self, ref: ObjectRef) -> str:
-        describe = self._watches[ref]
+    def _death(self, ref: ObjectRef) -> ProcessDiedError:
+        describe, died = self._watches[ref]
         try:
-            return str(ray.get(ref))
+            return died(str(ray.get(ref)))
         except (RayActorError, OutOfMemoryError) as error:
             message = describe(_without_details(summarize_oom(error)))
-            return f"{lost}: {message}" if (lost := self._lost_with(error)) else message
+            lost = self._lost_with(error)
+            return ProcessDiedError(f"{lost}: {message}") if lost else died(message)
 
     def _lost_with(self, error: Exception) -> str:
         """The nodes that went down when this actor died; Ray learns of the node a moment after the actor."""
@@ -201,21 +211,21 @@ class Supervisor:
         try:
             yield
         except (RayActorError, OutOfMemoryError) as error:
-            raise ProcessDiedError(self._death_message(error)) from error
+            raise self._death_behind(error) from error
         except RayTaskError as error:
             self._raise_underlying_death(error)
             raise error.cause from None
 
-    def _death_message(self, error: RayActorError | OutOfMemoryError) -> str:
+    def _death_behind(self, error: RayActorError | OutOfMemoryError) -> ProcessDiedError:
         """The dead actor's own watch fails in the same moment: its description names the process."""
         ready, _ = ray.wait(list(self._watches), num_returns=1, timeout=5.0) if self._watches else ([], [])
-        return self._message(ready[0]) if ready else str(summarize_oom(error))
+        return self._death(ready[0]) if ready else ProcessDiedError(str(summarize_oom(error)))
 
     def _raise_underlying_death(self, error: RayTaskError) -> None:
         """A peer's failed collective or request often follows from a death: raises for the death instead."""
         ready, _ = ray.wait(list(self._watches), num_returns=1, timeout=3.0) if self._watches else ([], [])
         if ready:
-            raise ProcessDiedError(self._message(ready[0])) from error
+            raise self._death(ready[0]) from error
 
 
 def _without_details(error: Exception) -> Exception:
@@ -228,162 +238,3 @@ def _discard_results(refs: Sequence[ObjectRef]) -> None:
     """Fetches the results of abandoned calls when they arrive: Ray prints unfetched failures to stderr."""
     for ref in refs:
         ref.future()
-
-
-logger = logging.getLogger("slimrl")
-
-_HEAD = "node:__internal_head__"  # Ray's resource that only the head node has
-
-
-@dataclasses.dataclass(frozen=True)
-class ProbeIntervals:
-    """Seconds. A node is reported within `silent_after_s + period_s + timeout_s` of its last response."""
-
-    period_s: float = 5.0
-    timeout_s: float = 5.0
-    silent_after_s: float = 15.0
-
-
-@dataclasses.dataclass(frozen=True)
-class WatchedNode:
-    """The address of its Ray, and the part of the run on it, such as "training ranks 2, 3".
-
-    `required`: the run cannot continue without it.
-    """
-
-    address: str
-    port: int
-    what: str
-    required: bool = True
-
-    def __str__(self) -> str:
-        return f"node {self.address} ({self.what})"
-
-
-class NodeWatch:
-    """Watches nodes from its own thread; created by `watch_nodes`. Implements `Nodes`."""
-
-    def __init__(
-        self, nodes: Sequence[WatchedNode], pace: ProbeIntervals = ProbeIntervals(), lost_after_s: float = 0.0
-    ) -> None:
-        """`lost_after_s` is --node-timeout-seconds, counted from the last response; 0: never."""
-        self._nodes = nodes
-        self._pace = pace
-        self._lost_after_s = lost_after_s
-        self._silent: dict[WatchedNode, float] = {}  # reported nodes, and when each responded last
-
-    def __bool__(self) -> bool:
-        """Whether there are nodes to watch."""
-        return bool(self._nodes)
-
-    def unreachable(self) -> str:
-        """The unresponsive nodes, as text; "" if all respond."""
-        now = time.monotonic()
-        return "; ".join(_unreachable_message(node, now - last) for node, last in list(self._silent.items()))
-
-    def lost(self) -> str:
-        """The nodes that the run requires and that have been unresponsive for too long, as text; "" for none."""
-        now, limit = time.monotonic(), self._lost_after_s
-        silent = [(node, now - last) for node, last in list(self._silent.items())]
-        lost = [f"{node} for {seconds:.0f} s" for node, seconds in silent if node.required and 0 < limit <= seconds]
-        return (
-            f"no answer on the network from {', '.join(lost)} (--node-timeout-seconds {limit:g}): look for a lost link"
-            " or a machine that is down"
-            if lost
-            else ""
-        )
-
-    def dead(self) -> str:
-        """The nodes whose Ray has ended, as text; "" for none."""
-        alive = {(node["NodeManagerAddress"], node["NodeManagerPort"]) for node in ray.nodes() if node["Alive"]}
-        gone = [str(node) for node in self._nodes if (node.address, node.port) not in alive]
-        return f"{', '.join(gone)} is lost: the machine went down, or Ray ended on it" if gone else ""
-
-    @contextlib.contextmanager
-    def running(self) -> Iterator[NodeWatch]:
-        """Watches until the end of the block; does nothing without nodes."""
-        if not self._nodes:
-            yield self
-            return
-        loop = asyncio.new_event_loop()
-        tasks = [loop.create_task(self._watch(node)) for node in self._nodes]
-        thread = threading.Thread(target=self._watch_all, args=(loop, tasks), name="node watch", daemon=True)
-        thread.start()
-        try:
-            yield self
-        finally:
-            loop.call_soon_threadsafe(lambda: [task.cancel() for task in tasks])
-            thread.join(self._pace.timeout_s)
-
-    def _watch_all(self, loop: asyncio.AbstractEventLoop, tasks: Sequence[asyncio.Task[None]]) -> None:
-        with contextlib.closing(loop):
-            loop.run_until_complete(asyncio.wait(tasks))
-
-    async def _watch(self, node: WatchedNode) -> None:
-        last = time.monotonic()
-        while True:
-            if await self._is_reachable(node):
-                last = time.monotonic()
-                if self._silent.pop(node, None) is not None:
-                    logger.warning("node %s answers on the network again", node.address)
-            elif time.monotonic() - last >= self._pace.silent_after_s and node not in self._silent:
-                self._silent[node] = last
-                logger.warning("%s", _unreachable_message(node, time.monotonic() - last))
-            await asyncio.sleep(self._pace.period_s)
-
-    async def _is_reachable(self, node: WatchedNode) -> bool:
-        try:
-            connecting = asyncio.open_connection(node.address, node.port)
-            _, writer = await asyncio.wait_for(connecting, self._pace.timeout_s)
-        except ConnectionRefusedError:
-            return True
-        except OSError:  # a timeout too
-            return False
-        writer.close()
-        return True
-
-
-def _unreachable_message(node: WatchedNode, seconds: float) -> str:
-    return f"{node} has not answered on the network for {seconds:.0f} s: look for a lost link or a machine that is down"
-
-
-def watch_nodes(
-    gpus: Sequence[GpuBundle], plan: PlacementPlan, *, lost_after_s: float, replaceable: bool
-) -> contextlib.AbstractContextManager[NodeWatch]:
-    """Watches all nodes of the run except the driver's, for `lost_after_s` as in `NodeWatch`.
-
-    `replaceable`: servers of other nodes take over the samples of a lost one (--use-fault-tolerance).
-    """
-    own = ray.get_runtime_context().get_node_id()
-    return NodeWatch(nodes_of(gpus, plan, ray.nodes(), own, replaceable), lost_after_s=lost_after_s).running()
-
-
-def nodes_of(
-    gpus: Sequence[GpuBundle], plan: PlacementPlan, known: Iterable[dict], own: str, replaceable: bool = False
-) -> list[WatchedNode]:
-    """The nodes to watch: Ray's head and the nodes with a GPU of the run, except `own`; `known` are `ray.nodes()`.
-
-    With `replaceable`, the run does not require nodes that have nothing but rollout GPUs.
-    """
-    rollout = "rollout GPUs"
-    shares = (
-        ("training ranks", plan.train),
-        ("critic ranks", plan.critic),
-        (rollout, plan.rollout),
-        ("reward GPUs", plan.reward),
-    )
-    found = []
-    for node in known:
-        here = {index for index, gpu in enumerate(gpus) if gpu.node == node["NodeID"]}
-        is_head = _HEAD in node["Resources"]
-        if not (here or is_head) or node["NodeID"] == own:
-            continue
-        # indices within their kind, as ranks are numbered
-        parts = [(name, [index - share.start for index in share if index in here]) for name, share in shares]
-        parts = [(name, numbers) for name, numbers in parts if numbers]
-        what = ["the head of Ray"] if is_head else []
-        what += [f"{name} {', '.join(map(str, numbers))}" for name, numbers in parts]
-        required = is_head or not replaceable or any(name != rollout for name, _ in parts)
-        address = node["NodeManagerAddress"], node["NodeManagerPort"]
-        found.append(WatchedNode(*address, "; ".join(what), required))
-    return found

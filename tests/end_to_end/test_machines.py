@@ -104,7 +104,7 @@ def test_rank_that_is_started_on_two_machines_is_refused(tiny: Tiny, tmp_path: P
     with cluster(tiny, tmp_path, 3) as made:
         # one of the three that the head waits for is missing, so that both of RANK 1 join while it waits
         nodes = [made.script(number, ["true"], nodes=3, RANK=rank) for number, rank in enumerate(("0", "1", "1"))]
-        head, *others = [node.finish(180) for node in nodes]
+        head, *others = [node.finish(240) for node in nodes]
         assert head.code == 1, outputs(head, *others)
         assert "2 nodes were started with RANK=1: 10.77.31.2, 10.77.31.3; give each node its own RANK" in head.output
         assert [other.code for other in others] == [0, 0]  # the head's node reports the outcome

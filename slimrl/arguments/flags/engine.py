@@ -37,7 +37,9 @@ class EngineArguments:
     )
     sglang_router_request_timeout_secs: int = flag(14400, "timeout of one request (seconds)", at_least=1)
     use_fault_tolerance: bool = flag(
-        False, "probe servers and router, and replace dead or hung ones while the run continues"
+        False,
+        "probe servers and router, and replace dead or hung ones while the run continues; with --save-interval also"
+        " replace lost training ranks, which repeat the training since the newest checkpoint",
     )
     rollout_health_check_interval: float = flag(
         30.0, "--use-fault-tolerance: time between two health probes (seconds)", above=0

@@ -20,7 +20,7 @@ from slimrl.arguments import Arguments
 from slimrl.cluster.engines.engine_recovery import EngineGroupStatus, RecoveryEvents
 from slimrl.cluster.rollout_manager_proxy import RolloutManagerProxy
 from slimrl.cluster.supervisor import Supervisor
-from slimrl.cluster.training.train_group import TrainGroup
+from slimrl.cluster.training.train_recovery import Trainers
 from slimrl.cluster.training.train_worker import RankFailedError
 from slimrl.weights.update.topology import EngineEndpoint
 
@@ -34,7 +34,7 @@ class WeightUpdateRecovery:
         self,
         manager: RolloutManagerProxy,
         supervisor: Supervisor,
-        trainers: TrainGroup | None,
+        trainers: Trainers | None,
         connected: list[EngineEndpoint],
     ) -> None:
         """`connected` are the servers that the trainers are already connected to."""
@@ -147,7 +147,7 @@ def weight_recovery(
     args: Arguments,
     manager: RolloutManagerProxy,
     supervisor: Supervisor,
-    trainers: TrainGroup | None,
+    trainers: Trainers | None,
     endpoints: list[EngineEndpoint],
 ) -> WeightUpdateRecovery | None:
     """The object that sends weights to replaced servers; None without `--use-fault-tolerance` or without servers."""

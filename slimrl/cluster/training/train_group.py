@@ -25,10 +25,9 @@ import ray
 from ray import ObjectRef
 
 from slimrl.arguments import Arguments
-from slimrl.arguments.checkpoints import start_of
 from slimrl.cluster.launch import Launch, RankLocation
 from slimrl.cluster.placement import TRAIN_SHARE, GpuBundles, gpus_of_nodes
-from slimrl.cluster.supervisor import Supervisor
+from slimrl.cluster.supervisor import Supervisor, TrainWorkerDiedError
 from slimrl.cluster.training.train_messages import CRITIC, POLICY, TrainInit, TrainReady, TrainRole
 from slimrl.cluster.training.train_worker import NotFiniteError, TrainWorker
 from slimrl.cluster.watchdog import WaitTarget, format_rank_status, poll_actors
@@ -67,13 +66,21 @@ class TrainGroup:
         self.data_parallel_ranks: list[int] = []
         self.updating_weights: int | None = None  # the version of a weight update that has begun and is not complete
         self.last_weight_update: dict[str, float] = {}  # its metrics by full name
+        self._gpus, self._launch = gpus, launch
+        self._restarts = 0
+        self._start_workers(args)
+
+    def _start_workers(self, args: Arguments) -> None:
+        """Starts an actor per rank and watches it."""
+        role, gpus, launch = self._role, self._gpus, self._launch
         ranks = gpus.plan.train if role == POLICY else gpus.plan.critic
         gpus_by_node = gpus_of_nodes()
+        again = f", restart {self._restarts}" if self._restarts else ""
         self.workers = [
             TrainWorker.options(  # type: ignore[attr-defined]
                 **gpus.options(gpu, TRAIN_SHARE),
                 runtime_env={"env_vars": launch.environment},
-                name=f"{role.worker} {rank}",
+                name=f"{role.worker} {rank}{again}",
             ).remote(
                 TrainInit(args, rank, len(ranks), launch.machine.cuda, role),
                 launch,
@@ -82,10 +89,22 @@ class TrainGroup:
             )
             for rank, gpu in enumerate(ranks)
         ]
-        for rank, worker in enumerate(self.workers):
-            supervisor.watch(worker.watch.remote(), _death_of(f"{role.worker} rank {rank}"))
+        self._watches = [worker.watch.remote() for worker in self.workers]
+        for rank, watch in enumerate(self._watches):
+            self._supervisor.watch(watch, _death_of(f"{role.worker} rank {rank}"), TrainWorkerDiedError)
         for worker in self.workers:
             worker.prepare.remote()  # not awaited: calls run in order
+
+    def restart(self, args: Arguments) -> int:
+        """Replaces all ranks by new ones with the checkpoint of `args`; returns the first rollout to train on."""
+        self._replace_workers(args)
+        return self.initialize()[0]
+
+    def _replace_workers(self, args: Arguments) -> None:
+        self.forget()
+        self.kill()
+        self._restarts += 1
+        self._start_workers(args)
 
     def _get(self, calls: list[ObjectRef], what: str) -> list[Any]:
         """The results of one call per worker."""
@@ -203,9 +222,17 @@ class TrainGroup:
     def close(self) -> None:
         """Leaves the process groups in order, then ends the actors."""
         self.leave()
+        self.end()
+
+    def end(self) -> None:
+        """Ends the actors after `leave`."""
         self._supervisor.stop_watching()  # from here on ranks end on request
         self.stop()
         self.kill()
+
+    def forget(self) -> None:
+        """Stops watching the ranks: one of them is lost, and all are to be replaced."""
+        self._supervisor.unwatch(self._watches)
 
     def leave(self) -> None:
         """Finishes saving and leaves the process groups."""
@@ -236,6 +263,11 @@ class PolicyAndCritic(TrainGroup):
     def __init__(self, args: Arguments, gpus: GpuBundles, supervisor: Supervisor, launch: Launch) -> None:
         super().__init__(args, gpus, supervisor, launch)
         self._critic = TrainGroup(args, gpus, supervisor, launch, CRITIC)
+        self._critic_sleeps = False
+
+    def _replace_workers(self, args: Arguments) -> None:
+        for group in (self, self._critic):
+            TrainGroup._replace_workers(group, args)  # the policy's first: it ends both
         self._critic_sleeps = False
 
     def _both(
@@ -351,6 +383,11 @@ class PolicyAndCritic(TrainGroup):
         self._critic.kill()
         super().kill()
 
+    def forget(self) -> None:
+        """Stops watching the ranks of both."""
+        self._critic.forget()
+        super().forget()
+
 
 def _passed(columns: Sequence[ObjectRef], of: TrainGroup, to: TrainGroup, rank: int) -> list[ObjectRef]:
     """The columns that a rank of `to` needs, of those that the workers of `of` return.
@@ -360,10 +397,3 @@ def _passed(columns: Sequence[ObjectRef], of: TrainGroup, to: TrainGroup, rank: 
     if len(of.leaders) == len(to.leaders):
         return [columns[of.leaders[to.data_parallel_ranks[rank]]]]
     return [columns[leader] for leader in of.leaders]
-
-
-def start_training(args: Arguments, gpus: GpuBundles, supervisor: Supervisor, launch: Launch) -> TrainGroup:
-    """The training group of a run, with the critic's ranks if it has GPUs of its own."""
-    logger.info("%s", start_of(args).sentence)
-    kind = PolicyAndCritic if args.critic_num_gpus else TrainGroup
-    return kind(args, gpus, supervisor, launch)

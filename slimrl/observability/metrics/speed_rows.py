@@ -24,6 +24,12 @@ PERF = (
         "s",
         when="--offload",
     ),
+    Metric(
+        "perf/rank_recovery_time",
+        "the replacement of lost training ranks, with the training that they repeat",
+        "s",
+        when="--use-fault-tolerance with --save-interval",
+    ),
     Metric("perf/train_tokens_per_second", "trained tokens / perf/train_time, all ranks together", "tokens/s"),
     Metric("perf/update_weights_wire_bytes", "sent by the rank that sent most", "bytes", when="after a weight update"),
     Metric(

@@ -1,0 +1,240 @@
+"""Replaces lost training ranks: new processes load the newest checkpoint and repeat the training since then.
+
+With --use-fault-tolerance the driver holds the batches of the rollouts that no complete checkpoint contains, in Ray's
+object store. When the process of a rank ends, all ranks are replaced, since
+their process groups cannot continue without it. The servers keep running, with the rollouts in flight, and get the
+weights by the next weight update. Training on a batch is deterministic, so the run ends as one without the loss.
+
+A rank that is lost during generation is replaced before the trainers are needed next: until then the servers may hold
+the memory of its GPU. A node is not replaced.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from ray import ObjectRef
+
+from slimrl.arguments import Arguments
+from slimrl.arguments.checkpoints import find, start_of
+from slimrl.cluster.launch import Launch
+from slimrl.cluster.placement import GpuBundles
+from slimrl.cluster.supervisor import ProcessDiedError, Supervisor, TrainWorkerDiedError
+from slimrl.cluster.training.train_group import PolicyAndCritic, TrainGroup
+from slimrl.weights.update.topology import EngineEndpoint
+
+logger = logging.getLogger("slimrl")
+
+Result = TypeVar("Result")
+LOSSES_PER_ROLLOUT = 3  # a rank that is lost more often without a new rollout trained would be lost again
+RANKS_LOST, RECOVERY_TIME = "rollout/faults/ranks_lost", "perf/rank_recovery_time"
+
+
+class _Trained(NamedTuple):
+    """A rollout that was trained on: its number, and the batches of each group of ranks."""
+
+    rollout_id: int
+    batches: Sequence[list[ObjectRef]]
+
+
+class TrainRecovery:
+    """A `TrainGroup` that survives the loss of ranks: its methods are the group's, after a recovery where needed."""
+
+    def __init__(self, group: TrainGroup, args: Arguments) -> None:
+        self._group = group
+        self._args = args
+        self._held: list[_Trained] = []  # in no complete checkpoint
+        self._saving = -1  # the rollout of the newest save in the background
+        self._endpoints: list[EngineEndpoint] = []
+        self._connected = True
+        self._keeps_weights: bool | None = None  # of the last `sleep`; None: onloaded
+        self._lost: TrainWorkerDiedError | None = None
+        self._losses = 0  # since the last new rollout that was trained on
+        self._restored = 0
+        self._metrics = dict.fromkeys((RANKS_LOST, RECOVERY_TIME), 0.0)
+
+    @property
+    def updating_weights(self) -> int | None:
+        """As in `TrainGroup`."""
+        return self._group.updating_weights
+
+    @property
+    def last_weight_update(self) -> dict[str, float]:
+        """As in `TrainGroup`."""
+        return self._group.last_weight_update
+
+    def initialize(self) -> tuple[int, dict[str, Any] | None]:
+        """As in `TrainGroup`; a loss before the first rollout ends the run."""
+        return self._group.initialize()
+
+    def connect_engines(self, endpoints: list[EngineEndpoint]) -> None:
+        """As in `TrainGroup`."""
+        self._endpoints = endpoints
+        self._retried(lambda: self._group.connect_engines(endpoints))
+        self._connected = True
+
+    def train(
+        self, rollout_id: int, batches: Sequence[list[ObjectRef]], progress: Callable[[], None] | None = None
+    ) -> list[dict[str, float]]:
+        """As in `TrainGroup`; holds the batches until a complete checkpoint contains the rollout."""
+        metrics = self._retried(lambda: self._group.train(rollout_id, batches, progress))
+        self._held.append(_Trained(rollout_id, batches))
+        self._losses = 0
+        return metrics
+
+    def evaluate_held_out(self) -> dict[str, dict[str, float]]:
+        """As in `TrainGroup`."""
+        return self._retried(self._group.evaluate_held_out)
+
+    def sleep(self, *, keep_weights: bool) -> None:
+        """As in `TrainGroup`."""
+        self._retried(lambda: self._group.sleep(keep_weights=keep_weights))
+        self._keeps_weights = keep_weights
+
+    def wake(self) -> None:
+        """As in `TrainGroup`; new ranks are onloaded already."""
+        self._keeps_weights, before = None, self._restored
+
+        def wake() -> None:
+            if self._restored == before:
+                self._group.wake()
+
+        self._retried(wake)
+
+    def update_weights(self, version: int) -> None:
+        """As in `TrainGroup`."""
+
+        def update() -> None:
+            if not self._connected:
+                self._group.connect_engines(self._endpoints)
+                self._connected = True
+            self._group.update_weights(version)
+
+        self._retried(update)
+
+    def save(self, rollout_id: int, data_state: dict[str, Any] | None) -> str:
+        """As in `TrainGroup`; drops the batches that a complete checkpoint contains."""
+        folder = self._retried(lambda: self._group.save(rollout_id, data_state))
+        complete = rollout_id
+        if self._args.async_save:  # a save begins when the one before it is complete
+            complete, self._saving = self._saving, rollout_id
+        self._held = [trained for trained in self._held if trained.rollout_id > complete]
+        return folder
+
+    def memory(self) -> list[ObjectRef]:
+        """As in `TrainGroup`."""
+        return self._group.memory()
+
+    def progress(self) -> ObjectRef:
+        """As in `TrainGroup`."""
+        return self._group.progress()
+
+    def close(self) -> None:
+        """As in `TrainGroup`. Ranks that are lost now are not replaced: only a save in the background needs them."""
+        try:
+            if self._lost is not None:
+                raise self._lost
+            self._group.leave()
+        except TrainWorkerDiedError as error:
+            if self._args.async_save:
+                raise
+            logger.warning("%s; the run is over and saved", _without_log(error))
+        self._group.end()
+
+    def kill(self) -> None:
+        """As in `TrainGroup`."""
+        self._group.kill()
+
+    def take_metrics(self) -> dict[str, float]:
+        """Lost ranks and the time of recoveries since the last call, by full name."""
+        found, self._metrics = self._metrics, dict.fromkeys(self._metrics, 0.0)
+        return found
+
+    def postpone(self, error: TrainWorkerDiedError) -> None:
+        """Takes note of a loss: `restore`, or the next method that needs the ranks, replaces them.
+
+        Raises ProcessDiedError if ranks are lost again and again.
+        """
+        if self._losses == LOSSES_PER_ROLLOUT:
+            raise ProcessDiedError(f"{error}; ranks were lost {self._losses + 1} times in one rollout") from error
+        logger.warning("%s; new training processes take over", _without_log(error))
+        self._losses += 1
+        self._metrics[RANKS_LOST] += 1
+        self._group.forget()
+        self._lost, self._connected = error, False
+
+    def restore(self) -> None:
+        """Replaces lost ranks now."""
+        self._retried(lambda: None)
+
+    def _retried(self, action: Callable[[], Result]) -> Result:
+        while True:
+            try:
+                if self._lost is not None:
+                    self._replace(self._lost)
+                return action()
+            except TrainWorkerDiedError as error:
+                self.postpone(error)
+
+    def _replace(self, error: TrainWorkerDiedError) -> None:
+        """Starts all ranks anew and repeats the training since the checkpoint that they load."""
+        started = time.monotonic()
+        first = self._group.restart(self._newest())
+        again = [trained for trained in self._held if trained.rollout_id >= first]
+        if again and again[0].rollout_id != first:
+            raise ProcessDiedError(
+                f"{error}; the newest checkpoint continues with rollout {first}, whose batches are no longer held"
+            ) from error
+        for trained in again:
+            self._group.train(trained.rollout_id, trained.batches)
+        if self._keeps_weights is not None:
+            self._group.sleep(keep_weights=self._keeps_weights)
+        self._lost = None
+        self._restored += 1
+        seconds = time.monotonic() - started
+        self._metrics[RECOVERY_TIME] += seconds
+        repeated = f"{len(again)} rollouts were trained on again" if again else "no training had to be repeated"
+        logger.warning("new training processes continue from the checkpoint; %s; %.1f s", repeated, seconds)
+
+    def _newest(self) -> Arguments:
+        """The flags with which new ranks load the newest checkpoint: that of --save once it has one."""
+        args = self._args
+        if args.save is None or find(args.save, None) is None:
+            return args
+        return dataclasses.replace(
+            args,
+            load=args.save,
+            ckpt_step=None,
+            start_rollout_id=None,
+            finetune=False,
+            no_load_optim=False,
+            no_load_rng=False,
+        )
+
+
+Trainers = TrainGroup | TrainRecovery
+
+
+def start_training(args: Arguments, gpus: GpuBundles, supervisor: Supervisor, launch: Launch) -> Trainers:
+    """The training group of a run, with the critic's ranks if it has GPUs of its own.
+
+    With recovery if --use-fault-tolerance asks for it and the run saves what new ranks need.
+    """
+    logger.info("%s", start_of(args).sentence)
+    kind = PolicyAndCritic if args.critic_num_gpus else TrainGroup
+    group = kind(args, gpus, supervisor, launch)
+    if not args.use_fault_tolerance:
+        return group
+    if args.save is None or not args.save_interval or args.no_save_optim or args.no_save_rng:
+        logger.info("a lost training rank ends this run: its recovery needs --save and --save-interval, with all state")
+        return group
+    return TrainRecovery(group, args)
+
+
+def _without_log(error: Exception) -> str:
+    """The message of a death without the last lines of the process's log, which has them too."""
+    return str(error).split("; last lines of ", 1)[0]
