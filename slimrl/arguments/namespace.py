@@ -242,6 +242,11 @@ class Arguments(
         return nodes * per_node if trains and nodes is not None and per_node is not None else 0
 
     @property
+    def critic_only_rollouts(self) -> int:
+        """Rollouts at the start that do not train the policy."""
+        return self.num_critic_only_steps if self.use_critic else 0
+
+    @property
     def broadcasts_weights(self) -> bool:
         """True if weight updates are broadcasts, with --colocate those to the engines on the critic's GPUs."""
         return self.update_weight_transport == "nccl" and (not self.colocate or self.critic_num_gpus > 0)

@@ -1,6 +1,10 @@
-"""PPO with a critic: real engines, offloading, a kill, and the critic that continues with the policy."""
+"""PPO with a critic: real engines, offloading, kills, and the critic that continues with the policy."""
 
 from __future__ import annotations
+
+import os
+import signal
+import time
 
 import pytest
 import torch
@@ -120,17 +124,61 @@ def replay(tiny, folder, template, **changes):
     )
 
 
-def test_critic_on_gpus_of_its_own_gives_the_numbers_of_the_policys_ranks(tiny, tmp_path):
+GATE = """
+import time
+from pathlib import Path
+
+
+def hold(rollout_id, args, samples, extra_metrics, rollout_time):
+    while Path(f"hold-{rollout_id}").exists():
+        time.sleep(0.01)
+    return False
+"""
+WAITS = {"critic": "the wait for the critic's values", "train": "the wait for the policy's advantages"}
+
+
+def kill_rank_that_the_other_group_waits_for(role, rollout_id, flags, folder, home):
+    """Holds a rollout back until the rank of `role` is stopped, and kills it when the other group waits for it."""
+    gate = folder / f"hold-{rollout_id}"
+    gate.touch()
+    started = harness.start("train.py", flags, folder, "run", home)
+    started.wait_for_line("its event loop is blocked at", 150)
+    log = str(started.run_dir / f"logs/{role}-rank0.log")
+    of_ranks = started.processes("slimrl.cluster.training.train_process")
+    logging = [process for process in of_ranks if os.readlink(f"/proc/{process.pid}/fd/1") == log]
+    (victim,) = [process for process in logging if "subreaper.py" not in " ".join(process.cmdline())]
+    victim.send_signal(signal.SIGSTOP)
+    gate.unlink()
+    started.wait_for_line(WAITS[role], 60)
+    victim.send_signal(signal.SIGKILL)
+    killed = time.monotonic()
+    done = started.finish(60)
+    assert time.monotonic() - killed < 30
+    assert done.code == 75
+    message = done.output.split("ERROR", 1)[1]
+    assert f"{role} worker rank 0 (pid " in message
+    assert f"died with exit code -9; last lines of {log}:" in message
+    assert done.summary["status"] == "failed" and f"{role} worker rank 0" in done.summary["error"]
+    assert done.left == []
+
+
+@pytest.mark.timeout(400)
+def test_critic_on_gpus_of_its_own_gives_the_numbers_of_the_policys_ranks_after_the_death_of_either(tiny, tmp_path):
     dumps, together, apart = (tmp_path / name for name in ("dumps", "together", "apart"))
     for folder in (dumps, together, apart):
         folder.mkdir()
     template = record_rollouts(dumps)
     expected = harness.start("train.py", replay(tiny, together, template), together, "run", tiny.home).finish(150)
     assert expected.code == 0, expected.output[-6000:]
-    flags = replay(tiny, apart, template, critic_num_gpus_per_node=1, async_save=True)
+    (apart / "gate.py").write_text(GATE)
+    own = {"custom_rollout_log_function_path": "gate.hold", "watchdog_report_seconds": 1}
+    flags = replay(tiny, apart, template, critic_num_gpus_per_node=1, async_save=True, **own)
+    kill_rank_that_the_other_group_waits_for("critic", 2, flags, apart, tiny.home)
+    kill_rank_that_the_other_group_waits_for("train", 3, flags, apart, tiny.home)
     done = harness.start("train.py", flags, apart, "run", tiny.home).finish(150)
     assert done.code == 0, done.output[-6000:]
     assert done.left == []
+    assert f"resuming from {apart}/checkpoints/iter_000000" in done.output
     assert "starting 1 train workers, 1 critic workers and 0 rollout GPUs" in done.output
 
     assert done.steps("step") == list(range(ROLLOUTS))

@@ -50,7 +50,7 @@ def train(rank: int, world_size: int, init_method: str, args: Any, rollout: Any,
     critic = trainer._critic
     set_head(critic, head)
     batch = ranks.share_of(trainer, rollout)
-    steps = [[trainer._pack(batch, rows) for rows in step] for step in batch.micro_batches]
+    steps = [[trainer._parts.pack(batch, rows) for rows in step] for step in batch.micro_batches]
 
     def values() -> list[Tensor]:
         return list(critic.values(steps, batch, lambda: None).cpu().split(batch.response_lengths.tolist()))
@@ -309,7 +309,7 @@ def values_at_start(rank: int, world_size: int, init_method: str, args: Any, rol
     """The critic's values before training, by sample."""
     trainer = ranks.start(rank, world_size, init_method, args)
     batch = ranks.share_of(trainer, rollout)
-    steps = [[trainer._pack(batch, rows) for rows in step] for step in batch.micro_batches]
+    steps = [[trainer._parts.pack(batch, rows) for rows in step] for step in batch.micro_batches]
     values = trainer._critic.values(steps, batch, lambda: None).cpu().split(batch.response_lengths.tolist())
     trainer.close()
     return batch.sample_ids.tolist(), list(values)

@@ -44,7 +44,7 @@ class Distilled:
 def train(rank: int, world_size: int, init_method: str, args: Any, rollout: Any) -> Distilled:
     trainer = ranks.start(rank, world_size, init_method, args)
     metrics = trainer.train(0, ranks.share_of(trainer, rollout))
-    own = [trainer._reference, trainer._passes.teacher.weights]
+    own = [trainer._policy.reference, trainer._parts.passes.teacher.weights]
     taken = sum(one.host_bytes for one in own if hasattr(one, "host_bytes"))
     gradients = {} if args.use_megatron_fsdp else ranks.export(trainer, "main_grad")
     result = ranks.StepResult(metrics, ranks.export(trainer), gradients, [], None)

@@ -153,7 +153,7 @@ def train(rank: int, world_size: int, init_method: str, args: Any, rollout: Any)
     metrics = trainer.train(0, ranks.share_of(trainer, rollout))
     gradients = {} if args.use_megatron_fsdp else ranks.export(trainer, "main_grad")
     result = ranks.StepResult(metrics, ranks.export(trainer), gradients, [], None)
-    states = trainer._passes.teacher.states
+    states = trainer._parts.passes.teacher.states
     kept = None if states is None else (len(states.hidden), states.weight)
     report = trainer.rollout_metrics
     trainer.close()
@@ -247,6 +247,6 @@ def train_served(rank: int, world_size: int, init_method: str, args: Any, rollou
     trainer = ranks.start(rank, world_size, init_method, args)
     metrics = trainer.train(0, ranks.share_of(trainer, rollout))
     result = ranks.StepResult(metrics, ranks.export(trainer), ranks.export(trainer, "main_grad"), [], None)
-    kept = trainer._passes.teacher.states.ids
+    kept = trainer._parts.passes.teacher.states.ids
     trainer.close()
     return result, None, kept

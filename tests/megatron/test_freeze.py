@@ -108,7 +108,7 @@ def train(rank: int, size: int, init_method: str, args: Arguments, rollout: Roll
         metrics,
         ranks.export(trainer),
         parameters=sum(p.numel() for stage in trainer.stages for p in stage.parameters()),
-        gradients=sum(b.numel for w in trainer._wrapped for b in w.buffers + w.expert_parallel_buffers),
+        gradients=sum(b.numel for w in trainer._policy.wrapped for b in w.buffers + w.expert_parallel_buffers),
         moments=sum(
             state["exp_avg"].numel()
             for part in trainer.optimizer.chained_optimizers

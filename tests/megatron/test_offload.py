@@ -251,8 +251,8 @@ def _tensor_bytes(trainer: Any) -> int:
         for one in offloaded
         for chunk in one.chunks or ()
     }
-    if trainer._reference is not None:
-        for chunk in trainer._reference._memory._chunks:
+    if trainer._policy.reference is not None:
+        for chunk in trainer._policy.reference._memory._chunks:
             aside.add(chunk.untyped_storage().data_ptr())
     found = {}
     for thing in gc.get_objects():

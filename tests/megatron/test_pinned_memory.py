@@ -130,7 +130,7 @@ def hold(
     trainer.memory.sleep()
     gc.collect()
     left = [one() is not None for one in made]
-    held = trainer._reference.host_bytes
+    held = trainer._policy.reference.host_bytes
     trainer.memory.wake()
     trainer.close()
     return training_memory(args)[0].host, held, offload.CHUNK_BYTES, kept, left

@@ -264,7 +264,7 @@ def first_weights(rank: int, world_size: int, init_method: str, args: Arguments)
     """The policy's weights before any training, and the reference's under `ref.`."""
     trainer = ranks.start(rank, world_size, init_method, args)
     weights = ranks.export(trainer)
-    with trainer._reference.loaded_weights():
+    with trainer._policy.reference.loaded_weights():
         weights |= {f"ref.{name}": tensor for name, tensor in ranks.export(trainer).items()}
     trainer.close()
     return weights

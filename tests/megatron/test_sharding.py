@@ -52,7 +52,7 @@ def train(rank: int, size: int, init_method: str, args: Arguments, rollouts: lis
 
 
 def held(trainer: Any) -> dict[str, int]:
-    groups = [group for stage in trainer._wrapped for group in stage.param_and_grad_buffer.parameter_groups]
+    groups = [group for stage in trainer._policy.wrapped for group in stage.param_and_grad_buffer.parameter_groups]
     return {
         "whole": sum(parameter.numel() for group in groups for parameter in group.params),
         "weights": sum(group.model_weight_buffer.data.numel() for group in groups),

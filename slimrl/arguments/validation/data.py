@@ -305,8 +305,8 @@ def rollout_samples_equal_trained_samples(args: Arguments, context: Context) -> 
 def how_batch_misses(args: Arguments, ranks: int) -> str | None:
     """How --global-batch-size misses equal parts for `ranks` data-parallel ranks, with the fix; None if it gives them.
 
-    Each rank gets whole micro-batches, with virtual stages whole groups of them. Dynamic micro-batches are made of any
-    number of samples, of which every one of a group needs one.
+    Each rank gets whole micro-batches, with virtual stages whole groups of them. A dynamic micro-batch may have any
+    number of samples, but at least one.
     """
     batch = args.global_batch_size or 0
     group = (args.microbatch_group_size_per_vp_stage or 1) if args.virtual_pipeline_model_parallel_size else 1

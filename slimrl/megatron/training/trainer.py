@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
 
 from slimrl.arguments import Arguments
 from slimrl.arguments.flags.algorithm import AlgorithmArguments
@@ -33,7 +34,8 @@ from slimrl.megatron.checkpoint.start import PolicyStart
 from slimrl.megatron.checkpoint.state import CheckpointFolder, TrainingState
 from slimrl.megatron.model.micro_batch import MicroBatchPacker
 from slimrl.megatron.model.model_builder import OF_VALUE_MODEL, CustomModel, build_stages, build_value_stages
-from slimrl.megatron.offload import State, memory_of
+from slimrl.megatron.offload import State, TrainingMemory, memory_of
+from slimrl.megatron.parallel import ParallelState
 from slimrl.megatron.ref_model import ReferenceWeights
 from slimrl.megatron.training.advantages import TrainingHooks, after_initialization
 from slimrl.megatron.training.critic import VALUES, Critic, SampleColumns
@@ -96,39 +98,53 @@ class MegatronTrainer:
             init_method=init_method,
             timeout_minutes=args.distributed_timeout_minutes,
         )
-        for flag in config.kernels_without_effect(args) if rank == 0 else ():
-            logger.warning("%s is unavailable on this machine: falling back to the reference kernel", flag)
         if rank == 0:
-            patches.warn(args, self.parallel.device)
+            _warn_of_kernels(args, self.parallel.device)
         after_initialization(args.custom_megatron_init_path, self.hook_args)
-        built = args
-        if args.trains_reward_model:
-            built = dataclasses.replace(args, **OF_VALUE_MODEL)
-            self.stages = build_value_stages(built, self.parallel)
-        else:
-            self.stages = build_stages(args, self.parallel, CustomModel.from_args(args))
+        self.stages = _build_stages(args, self.parallel)
         self._start = PolicyStart(args, self._spec, self.stages, self.parallel, args.trains_reward_model)
         teacher = Teacher.from_args(args, self._spec, self.stages, self.parallel)  # before the weights that stay loaded
-        reference, resumed = self._load_weights()
-        freeze_parameters(args, self.stages)
-        critic_only_rollouts = args.num_critic_only_steps if args.use_critic else 0
-        self._policy = TrainedModel.build(
-            built, self.stages, self.parallel, reference, critic_only_rollouts, updates_engines=True
-        )
-        self._reference, self._wrapped = self._policy.reference, self._policy.wrapped
+        self._policy, resumed = self._load_policy(args)
         self.optimizer, self.scheduler = self._policy.optimizer, self._policy.scheduler
         times = PhaseTimes(self.parallel.device)
         self._kl = KLController(args, self.parallel.device)
         self._critic: Critic | None = None
         if args.use_critic and not args.eval_only and not args.critic_num_gpus:
             self._critic = Critic(args, self.parallel, resumed, times, self._timeline)
-        self.rollout_metrics: dict[str, float] = {}
         self.start_rollout_id, self.data_state = self._resume(resumed)
         self.memory_report = MemoryReport(
-            lambda tokens: training_memory(args, tokens=tokens), self._wrapped, self.optimizer, self.parallel
+            lambda tokens: training_memory(args, tokens=tokens), self._policy.wrapped, self.optimizer, self.parallel
         )
+        self.memory = self._memory_of_models(args)
+        self._parts = self._parts_of_rollouts(args, teacher, times)
+        self.held_out = self._parts.loss.held_out
+        self._rollout: PolicyRollout | None = None  # between `score` and `train_scored`
+        self._open = contextlib.ExitStack()  # its profile
+        self.rollout_metrics: dict[str, float] = {}
+        self._checkpoints_of_critic = Path(args.critic_save) if args.critic_save is not None else None
+        self._saver = _open_saver(args)
+        self._exporter = self._open_exporter(args)
+
+    def _load_policy(self, args: Arguments) -> tuple[TrainedModel, CheckpointFolder | None]:
+        """Loads the reference's weights, then the policy's, and makes the stages trainable.
+
+        Also returns the checkpoint to resume from.
+        """
+        reference = None
+        if args.use_reference and not args.eval_only:
+            self._start.load_reference()
+            reference = ReferenceWeights(self.stages)
+        resumed = self._start.load_weights(has_reference=reference is not None)
+        freeze_parameters(args, self.stages)
+        model = TrainedModel.build(
+            _of_model(args), self.stages, self.parallel, reference, args.critic_only_rollouts, updates_engines=True
+        )
+        return model, resumed
+
+    def _memory_of_models(self, args: Arguments) -> TrainingMemory:
+        """The memory of the policy and of a critic in this rank."""
         trained = [self._policy, *([] if self._critic is None else [self._critic.model])]
-        self.memory = memory_of(
+        return memory_of(
             [stage for model in trained for stage in model.wrapped],
             [model.optimizer for model in trained],
             self.parallel.device,
@@ -137,13 +153,16 @@ class MegatronTrainer:
             suspends=args.offload_train_nccl,
             paired_stages=args.overlap_p2p_comm and args.virtual_pipeline_model_parallel_size is not None,
         )
-        loss_settings = PolicyLossConfig.from_args(args, PolicyLossHooks.from_args(args, self.hook_args))
-        hooks = TrainingHooks(args, self._wrapped, self.optimizer, self.scheduler, self.hook_args)
-        self._passes = LogProbPasses(
+
+    def _parts_of_rollouts(self, args: Arguments, teacher: Teacher, times: PhaseTimes) -> PolicyParts:
+        """The passes, the loss and the functions of the user that every rollout runs."""
+        policy = self._policy
+        hooks = TrainingHooks(args, policy.wrapped, policy.optimizer, policy.scheduler, self.hook_args)
+        passes = LogProbPasses(
             plan=PassPlan.from_args(args),
-            stages=self._wrapped,
-            reference=self._reference,
-            teacher=teacher.sharded(self._wrapped),
+            stages=policy.wrapped,
+            reference=policy.reference,
+            teacher=teacher.sharded(policy.wrapped),
             settings=LogProbConfig.from_args(args, self.parallel),
             hooks=hooks,
             parallel=self.parallel,
@@ -151,49 +170,33 @@ class MegatronTrainer:
             timeline=self._timeline,
             with_entropy=args.use_rollout_entropy,
         )
-        self._pack = MicroBatchPacker.of_rank(args, args, self.parallel)
-        loss = StepLoss.from_args(args, loss_settings, self._passes, self._wrapped, self._pack, self.hook_args)
-        self.held_out = loss.held_out
-        self._parts = PolicyParts(
+        pack = MicroBatchPacker.of_rank(args, args, self.parallel)
+        settings = PolicyLossConfig.from_args(args, PolicyLossHooks.from_args(args, self.hook_args))
+        return PolicyParts(
             algorithm=args,
             spec=self._spec,
-            policy=self._policy,
-            loss=loss,
-            passes=self._passes,
+            policy=policy,
+            loss=StepLoss.from_args(args, settings, passes, policy.wrapped, pack, self.hook_args),
+            passes=passes,
             hooks=hooks,
             kl=self._kl,
-            pack=self._pack,
+            pack=pack,
             parallel=self.parallel,
             times=times,
             timeline=self._timeline,
-            profiler=PartProfiler(args, rank, args.run_dir),
+            profiler=PartProfiler(args, self.parallel.rank, args.run_dir),
             memory_report=self.memory_report,
-            critic_only_rollouts=critic_only_rollouts,
+            critic_only_rollouts=args.critic_only_rollouts,
             layers_add_losses=layers_add_losses(args),
             log_correct_samples=args.log_correct_samples,
             dump_template=args.save_debug_train_data,
         )
-        self._rollout: PolicyRollout | None = None  # between `score` and `train_scored`
-        self._open = contextlib.ExitStack()  # its profile
-        beside = [] if not args.use_critic or args.critic_save is None else [Path(args.critic_save)]
-        self._checkpoints_of_critic = Path(args.critic_save) if args.critic_save is not None else None
-        self._saver = CheckpointSaver(
-            background=args.async_save,
-            retention=Retention.from_args(args, *beside),
-            timeout=datetime.timedelta(minutes=args.distributed_timeout_minutes),
-        )
-        self._exporter: ModelExporter | None = None
-        if args.save_hf is not None:
-            parts = (Path(args.hf_checkpoint), self._spec, self.stages, self.parallel)
-            self._exporter = ModelExporter(args.save_hf, *parts, value_head=args.trains_reward_model)
 
-    def _load_weights(self) -> tuple[ReferenceWeights | None, CheckpointFolder | None]:
-        """Load the reference's weights, then the policy's; also returns the checkpoint to resume from."""
-        reference = None
-        if self._algorithm.use_reference and not self._rollouts.eval_only:
-            self._start.load_reference()
-            reference = ReferenceWeights(self.stages)
-        return reference, self._start.load_weights(has_reference=reference is not None)
+    def _open_exporter(self, args: Arguments) -> ModelExporter | None:
+        if args.save_hf is None:
+            return None
+        parts = (Path(args.hf_checkpoint), self._spec, self.stages, self.parallel)
+        return ModelExporter(args.save_hf, *parts, value_head=args.trains_reward_model)
 
     def _resume(self, found: CheckpointFolder | None) -> tuple[int, dict[str, Any] | None]:
         with_optimizer = not self._rollouts.eval_only
@@ -321,3 +324,31 @@ class MegatronTrainer:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         parallel.shutdown()
+
+
+def _warn_of_kernels(args: Arguments, device: torch.device) -> None:
+    """Logs which kernels of the flags this machine does not have, and which parts of GPU training are slower for it."""
+    for flag in config.kernels_without_effect(args):
+        logger.warning("%s is unavailable on this machine: falling back to the reference kernel", flag)
+    patches.warn(args, device)
+
+
+def _of_model(args: Arguments) -> Arguments:
+    """The flags of the trained model; those of a reward model are a critic's."""
+    return dataclasses.replace(args, **OF_VALUE_MODEL) if args.trains_reward_model else args
+
+
+def _build_stages(args: Arguments, parallel_state: ParallelState) -> list[GPTModel]:
+    if args.trains_reward_model:
+        return build_value_stages(_of_model(args), parallel_state)
+    return build_stages(args, parallel_state, CustomModel.from_args(args))
+
+
+def _open_saver(args: Arguments) -> CheckpointSaver:
+    """Old checkpoints of the critic are deleted together with the policy's."""
+    beside = [Path(args.critic_save)] if args.use_critic and args.critic_save is not None else []
+    return CheckpointSaver(
+        background=args.async_save,
+        retention=Retention.from_args(args, *beside),
+        timeout=datetime.timedelta(minutes=args.distributed_timeout_minutes),
+    )
