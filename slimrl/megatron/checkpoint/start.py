@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron.core.models.gpt import GPTModel
 
+from slimrl.arguments import Arguments
 from slimrl.arguments.checkpoints import is_hf_model
 from slimrl.arguments.flags.checkpoint import CheckpointArguments
 from slimrl.megatron.checkpoint import state
@@ -18,8 +19,10 @@ from slimrl.megatron.checkpoint.state import (
     has_value_head,
     load_initial_weights,
     load_value_weights,
+    weights_digest,
 )
 from slimrl.megatron.parallel import ParallelState
+from slimrl.megatron.ref_model import PrecomputedReference
 from slimrl.models.model_spec import ModelSpec
 
 
@@ -42,6 +45,17 @@ class PolicyStart:
                 " tools/convert_hf_to_torch_dist.py and give its folder as --ref-load"
             )
         self._load_initial(Path(folders.ref_load), folders.ref_ckpt_step)
+
+    def precomputed_reference(self, args: Arguments) -> PrecomputedReference | None:
+        """The folder of --precompute-ref-log-probs, checked to be of --ref-load; None without that flag.
+
+        Raises CheckpointError if it is of another reference or cannot be written.
+        """
+        folder, source = args.precompute_ref_log_probs, self.folders.ref_load
+        if folder is None or source is None:
+            return None
+        weights = weights_digest(Path(source), self.folders.ref_ckpt_step)
+        return PrecomputedReference.open(args, Path(folder), weights, self.parallel)
 
     def load_weights(self, *, has_reference: bool) -> CheckpointFolder | None:
         """Loads the policy's weights; returns the checkpoint to resume from, None for a new run.

@@ -150,6 +150,7 @@ class MegatronTrainer:
             times=times,
             timeline=self._timeline,
             with_entropy=args.use_rollout_entropy,
+            precomputed=None if reference is None else self._start.precomputed_reference(args),
         )
         self._pack = MicroBatchPacker.of_rank(args, args, self.parallel)
         loss = StepLoss.from_args(args, loss_settings, self._passes, self._wrapped, self._pack, self.hook_args)
