@@ -92,8 +92,11 @@ def claim(folder: Path, identity: ReferenceIdentity) -> None:
     marker = folder / MARKER_NAME
     if not marker.is_file():
         content = {"format": _FORMAT, **dataclasses.asdict(identity), "settings": _plain(identity.settings)}
-        with atomic_file(marker) as unfinished:
+        # by a name of its own: on another machine a run with the same process id may begin the folder too
+        own = folder / f".{uuid.uuid4().hex}.json"
+        with atomic_file(own) as unfinished:
             unfinished.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        own.replace(marker)
     stored = _read_marker(marker)  # also after writing: another run may have begun the folder at the same time
     if stored.weights != identity.weights:
         raise ValueError(
