@@ -38,7 +38,7 @@ LogProbs: TypeAlias = npt.NDArray[np.float32]
 class ReferenceIdentity:
     """What the values are of; `settings` are plain data by the name of their flag."""
 
-    weights: str  # checksum of the checkpoint's files
+    weights: str  # their checksum
     settings: Mapping[str, Any]
     place: str = ""  # the checkpoint's path when the folder was begun, for messages only
 
@@ -100,8 +100,8 @@ def claim(folder: Path, identity: ReferenceIdentity) -> None:
     stored = _read_marker(marker)  # also after writing: another run may have begun the folder at the same time
     if stored.weights != identity.weights:
         raise ValueError(
-            f"{FLAG} {folder} has log-probabilities of another reference ({stored.place}) than --ref-load"
-            f" {identity.place}: give the same reference, or another folder"
+            f"{FLAG} {folder} has log-probabilities of another reference than --ref-load {identity.place}, of the"
+            f" weights that {stored.place} had when it was begun: give the same reference, or another folder"
         )
 
 

@@ -109,11 +109,6 @@ class CheckedFolder:
         """The files that have checksums."""
         return sorted(self._files)
 
-    @property
-    def digest(self) -> str:
-        """One checksum of the names, lengths and checksums of all files."""
-        return digest_of(self._files)
-
     def read_into(self, descriptor: int, name: str, begin: int, view: memoryview) -> int:
         """Fills `view` with the bytes of the open file from `begin` on; returns their number.
 
@@ -194,7 +189,7 @@ def read_at(descriptor: int, begin: int, view: memoryview) -> int:
 def checksums_text(folder: Path, known: Mapping[str, Checksums]) -> str:
     """The content of `checksums.json` for the files in `folder`; those that `known` lacks are read now."""
     files = {
-        path.name: dataclasses.asdict(known.get(path.name) or checksums_of(path))
+        path.name: dataclasses.asdict(known.get(path.name) or _checksums_of(path))
         for path in sorted(folder.iterdir())
         if path.name != CHECKSUMS_NAME
     }
@@ -202,18 +197,12 @@ def checksums_text(folder: Path, known: Mapping[str, Checksums]) -> str:
     return json.dumps(content, indent=1) + "\n"
 
 
-def checksums_of(path: Path) -> Checksums:
-    """The checksums of a file, which is read."""
+def _checksums_of(path: Path) -> Checksums:
     hasher = BlockHasher()
     with path.open("rb") as file:
         while chunk := file.read(BLOCK):
             hasher.update(chunk)
     return hasher.finish()
-
-
-def digest_of(files: Mapping[str, Checksums]) -> str:
-    """One checksum of the names, lengths and checksums of `files`."""
-    return _seal({name: dataclasses.asdict(known) for name, known in files.items()})
 
 
 def _seal(files: Mapping[str, Mapping[str, object]]) -> str:

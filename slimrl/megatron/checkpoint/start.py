@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+import xxhash
 from megatron.core.models.gpt import GPTModel
 
 from slimrl.arguments import Arguments
@@ -19,11 +22,13 @@ from slimrl.megatron.checkpoint.state import (
     has_value_head,
     load_initial_weights,
     load_value_weights,
-    weights_digest,
 )
 from slimrl.megatron.parallel import ParallelState
 from slimrl.megatron.ref_model import PrecomputedReference
+from slimrl.models.families import ModelMapping, family_for
 from slimrl.models.model_spec import ModelSpec
+from slimrl.weights.hf_checkpoint import read_hf_config
+from slimrl.weights.update.export import iter_hf_tensors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,15 +52,39 @@ class PolicyStart:
         self._load_initial(Path(folders.ref_load), folders.ref_ckpt_step)
 
     def precomputed_reference(self, args: Arguments) -> PrecomputedReference | None:
-        """The folder of --precompute-ref-log-probs, checked to be of --ref-load; None without that flag.
+        """The folder of --precompute-ref-log-probs; None without that flag. Collective over all ranks.
 
-        Raises CheckpointError if it is of another reference or cannot be written.
+        Call it while the stages have the weights of `load_reference`. Raises CheckpointError if the folder is of
+        another reference or cannot be written.
         """
-        folder, source = args.precompute_ref_log_probs, self.folders.ref_load
-        if folder is None or source is None:
+        if args.precompute_ref_log_probs is None:
             return None
-        weights = weights_digest(Path(source), self.folders.ref_ckpt_step)
-        return PrecomputedReference.open(args, Path(folder), weights, self.parallel)
+        folder, family = Path(args.precompute_ref_log_probs), family_for(read_hf_config(Path(args.hf_checkpoint)))
+        return PrecomputedReference.open(args, folder, self._weights_digest(family), self.parallel)
+
+    def _weights_digest(self, family: ModelMapping) -> str:
+        """A checksum of the values of all weights, whatever their layout, files and format; collective.
+
+        Every rank gathers all weights, as for a weight update, and hashes a part of them.
+        """
+        ranks, own = self.parallel, {}
+        tensors = iter_hf_tensors(
+            self.stages,
+            self.spec,
+            family,
+            ranks.tp_group,
+            pp_group=ranks.pp_group,
+            ep_group=ranks.ep_group,
+            etp_group=ranks.etp_group,
+        )
+        for number, (name, tensor) in enumerate(tensors):
+            if number % ranks.world_size == ranks.rank:
+                content = tensor.contiguous().view(-1).view(torch.uint8).cpu().numpy().data
+                own[name] = f"{tensor.dtype} {list(tensor.shape)} {xxhash.xxh3_128_hexdigest(content)}"
+        of_ranks: list[dict[str, str]] = [{} for _ in range(ranks.world_size)]
+        dist.all_gather_object(of_ranks, own)
+        lines = sorted(f"{name} {found}" for part in of_ranks for name, found in part.items())
+        return xxhash.xxh3_128_hexdigest("\n".join(lines).encode())
 
     def load_weights(self, *, has_reference: bool) -> CheckpointFolder | None:
         """Loads the policy's weights; returns the checkpoint to resume from, None for a new run.

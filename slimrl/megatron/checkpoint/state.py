@@ -36,8 +36,8 @@ from slimrl.megatron.parallel import ParallelState
 from slimrl.models.families import family_for
 from slimrl.models.families.param_mapping import OUTPUT_LAYER, VALUE_HEAD
 from slimrl.models.model_spec import ModelSpec
-from slimrl.platform.collective_errors import run_on_all_ranks, run_on_rank_zero
-from slimrl.weights.checkpoint_checksums import CheckedFolder, Checksums, checksums_of, digest_of
+from slimrl.platform.collective_errors import run_on_rank_zero
+from slimrl.weights.checkpoint_checksums import CheckedFolder
 from slimrl.weights.convert.hf_to_megatron import load_hf_checkpoint
 from slimrl.weights.hf_checkpoint import read_hf_config
 from slimrl.weights.safe_pickle import check_extra_state
@@ -317,26 +317,6 @@ def load_initial_weights(
         load_stages(stages, folder, step)
         return
     _load_hf(spec, stages, parallel, folder)
-
-
-def weights_digest(folder: Path, step: int | None) -> str:
-    """A checksum of the files that `load_initial_weights` reads, the same in every layout; collective over all ranks.
-
-    Files without recorded checksums, as those of a Hugging Face folder, are read: each rank reads a part of them.
-    Raises CheckpointError if a rank cannot read its part.
-    """
-    place = folder
-    if not is_hf_model(folder):
-        found = find_checkpoint(folder, step)
-        place = folder if found is None else found.path
-        if (checked := CheckedFolder.open(place)) is not None:
-            return checked.digest
-    files = sorted(path for path in place.iterdir() if path.suffix in (".safetensors", ".distcp"))
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    own = run_on_all_ranks(lambda: {path.name: checksums_of(path) for path in files[rank::ranks]})
-    of_ranks: list[dict[str, Checksums]] = [{} for _ in range(ranks)]
-    dist.all_gather_object(of_ranks, own)
-    return digest_of({name: known for part in of_ranks for name, known in part.items()})
 
 
 def _load_hf(

@@ -34,7 +34,7 @@ from slimrl.megatron.checkpoint.state import CheckpointFolder, TrainingState
 from slimrl.megatron.model.micro_batch import MicroBatchPacker
 from slimrl.megatron.model.model_builder import OF_VALUE_MODEL, CustomModel, build_stages, build_value_stages
 from slimrl.megatron.offload import State, memory_of
-from slimrl.megatron.ref_model import ReferenceWeights
+from slimrl.megatron.ref_model import PrecomputedReference, ReferenceWeights
 from slimrl.megatron.training.advantages import TrainingHooks, after_initialization
 from slimrl.megatron.training.critic import VALUES, Critic, SampleColumns
 from slimrl.megatron.training.forward_step import LogProbConfig, layers_add_losses
@@ -109,7 +109,8 @@ class MegatronTrainer:
             self.stages = build_stages(args, self.parallel, CustomModel.from_args(args))
         self._start = PolicyStart(args, self._spec, self.stages, self.parallel, args.trains_reward_model)
         teacher = Teacher.from_args(args, self._spec, self.stages, self.parallel)  # before the weights that stay loaded
-        reference, resumed = self._load_weights()
+        self._precomputed: PrecomputedReference | None = None
+        reference, resumed = self._load_weights(args)
         freeze_parameters(args, self.stages)
         critic_only_rollouts = args.num_critic_only_steps if args.use_critic else 0
         self._policy = TrainedModel.build(
@@ -150,7 +151,7 @@ class MegatronTrainer:
             times=times,
             timeline=self._timeline,
             with_entropy=args.use_rollout_entropy,
-            precomputed=None if reference is None else self._start.precomputed_reference(args),
+            precomputed=self._precomputed,
         )
         self._pack = MicroBatchPacker.of_rank(args, args, self.parallel)
         loss = StepLoss.from_args(args, loss_settings, self._passes, self._wrapped, self._pack, self.hook_args)
@@ -188,11 +189,12 @@ class MegatronTrainer:
             parts = (Path(args.hf_checkpoint), self._spec, self.stages, self.parallel)
             self._exporter = ModelExporter(args.save_hf, *parts, value_head=args.trains_reward_model)
 
-    def _load_weights(self) -> tuple[ReferenceWeights | None, CheckpointFolder | None]:
+    def _load_weights(self, args: Arguments) -> tuple[ReferenceWeights | None, CheckpointFolder | None]:
         """Load the reference's weights, then the policy's; also returns the checkpoint to resume from."""
         reference = None
         if self._algorithm.use_reference and not self._rollouts.eval_only:
             self._start.load_reference()
+            self._precomputed = self._start.precomputed_reference(args)
             reference = ReferenceWeights(self.stages)
         return reference, self._start.load_weights(has_reference=reference is not None)
 
