@@ -10,6 +10,7 @@ import dataclasses
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -90,6 +91,24 @@ def _state(stage: GPTModel) -> Iterator[Tensor]:
 
 
 @dataclasses.dataclass(frozen=True)
+class PrecomputeConfig:
+    """What --precompute-ref-log-probs needs to know of the run."""
+
+    folder: Path
+    ref_load: str
+    settings: dict[str, Any]  # of `forward_settings`
+    micro_batch_group: int  # consecutive micro-batches that virtual pipeline stages process together
+
+    @classmethod
+    def from_args(cls, args: Arguments) -> PrecomputeConfig | None:
+        """None without the flag."""
+        if args.precompute_ref_log_probs is None:
+            return None
+        folder, group = Path(args.precompute_ref_log_probs), args.microbatch_group_size_per_vp_stage or 1
+        return cls(folder, str(args.ref_load), forward_settings(args), group)
+
+
+@dataclasses.dataclass(frozen=True)
 class StoredLogProbs:
     """What the folder has of a rank's batch; equal on all ranks that share its samples."""
 
@@ -115,20 +134,20 @@ class PrecomputedReference:
 
     folder: ReferenceFolder | None
     parallel: ParallelState
-    micro_batch_group: int  # consecutive micro-batches that virtual pipeline stages process together
+    micro_batch_group: int  # of `PrecomputeConfig`
 
     @classmethod
-    def open(cls, args: Arguments, folder: Path, weights: str, parallel: ParallelState) -> PrecomputedReference:
-        """Opens `folder` for the reference whose checkpoint has the checksum `weights`; collective over all ranks.
+    def open(cls, config: PrecomputeConfig, weights: str, parallel: ParallelState) -> PrecomputedReference:
+        """Opens the folder for a reference whose weights have the checksum `weights`; collective over all ranks.
 
         Raises CheckpointError if the folder is of another reference or cannot be written.
         """
-        identity = ReferenceIdentity(weights, forward_settings(args), str(args.ref_load))
+        folder, identity = config.folder, ReferenceIdentity(weights, config.settings, config.ref_load)
         run_on_rank_zero(lambda: reference_log_probs.claim(folder, identity))
         own = ReferenceFolder(folder, identity) if parallel.leads_replica else None
         if own is not None and parallel.dp_rank == 0:
             logger.info("%s %s has the values of %d samples", reference_log_probs.FLAG, folder, len(own))
-        return cls(own, parallel, args.microbatch_group_size_per_vp_stage or 1)
+        return cls(own, parallel, config.micro_batch_group)
 
     def look_up(self, batch: RolloutBatch, micro_batches: Sequence[MicroBatch]) -> StoredLogProbs:
         """The known values of `batch`, all of whose samples are in `micro_batches`; collective over all ranks."""

@@ -44,7 +44,7 @@ class RandomTrainer(MegatronTrainer):
         self.args = args
         super().__init__(args, rank=0, world_size=1, local_rank=0, init_method=torch.distributed.HashStore())
 
-    def _load_weights(self, args: Arguments) -> tuple[None, None]:
+    def _load_weights(self) -> tuple[None, None]:
         return None, None
 
 

@@ -12,7 +12,6 @@ import torch.distributed as dist
 import xxhash
 from megatron.core.models.gpt import GPTModel
 
-from slimrl.arguments import Arguments
 from slimrl.arguments.checkpoints import is_hf_model
 from slimrl.arguments.flags.checkpoint import CheckpointArguments
 from slimrl.megatron.checkpoint import state
@@ -24,7 +23,7 @@ from slimrl.megatron.checkpoint.state import (
     load_value_weights,
 )
 from slimrl.megatron.parallel import ParallelState
-from slimrl.megatron.ref_model import PrecomputedReference
+from slimrl.megatron.ref_model import PrecomputeConfig, PrecomputedReference
 from slimrl.models.families import ModelMapping, family_for
 from slimrl.models.model_spec import ModelSpec
 from slimrl.weights.hf_checkpoint import read_hf_config
@@ -40,6 +39,7 @@ class PolicyStart:
     stages: Sequence[GPTModel]
     parallel: ParallelState
     is_reward_model: bool = False  # the stages have a value head
+    precompute: PrecomputeConfig | None = None
 
     def load_reference(self) -> None:
         """Loads the weights of --ref-load. Raises FileNotFoundError without that flag."""
@@ -51,16 +51,16 @@ class PolicyStart:
             )
         self._load_initial(Path(folders.ref_load), folders.ref_ckpt_step)
 
-    def precomputed_reference(self, args: Arguments) -> PrecomputedReference | None:
-        """The folder of --precompute-ref-log-probs; None without that flag. Collective over all ranks.
+    def precomputed_reference(self) -> PrecomputedReference | None:
+        """The folder of `precompute`; None without it. Collective over all ranks.
 
         Call it while the stages have the weights of `load_reference`. Raises CheckpointError if the folder is of
         another reference or cannot be written.
         """
-        if args.precompute_ref_log_probs is None:
+        if self.precompute is None:
             return None
-        folder, family = Path(args.precompute_ref_log_probs), family_for(read_hf_config(Path(args.hf_checkpoint)))
-        return PrecomputedReference.open(args, folder, self._weights_digest(family), self.parallel)
+        family = family_for(read_hf_config(Path(self.folders.hf_checkpoint)))
+        return PrecomputedReference.open(self.precompute, self._weights_digest(family), self.parallel)
 
     def _weights_digest(self, family: ModelMapping) -> str:
         """A checksum of the values of all weights, whatever their layout, files and format; collective.

@@ -34,7 +34,7 @@ from slimrl.megatron.checkpoint.state import CheckpointFolder, TrainingState
 from slimrl.megatron.model.micro_batch import MicroBatchPacker
 from slimrl.megatron.model.model_builder import OF_VALUE_MODEL, CustomModel, build_stages, build_value_stages
 from slimrl.megatron.offload import State, memory_of
-from slimrl.megatron.ref_model import PrecomputedReference, ReferenceWeights
+from slimrl.megatron.ref_model import PrecomputeConfig, PrecomputedReference, ReferenceWeights
 from slimrl.megatron.training.advantages import TrainingHooks, after_initialization
 from slimrl.megatron.training.critic import VALUES, Critic, SampleColumns
 from slimrl.megatron.training.forward_step import LogProbConfig, layers_add_losses
@@ -62,6 +62,8 @@ class MegatronTrainer:
     measures it. `rollout_metrics` has means and speeds of the last rollout; `held_out` evaluates held-out data and is
     None with a policy loss.
     """
+
+    _precomputed: PrecomputedReference | None = None  # of `_load_weights`
 
     def __init__(
         self,
@@ -107,10 +109,16 @@ class MegatronTrainer:
             self.stages = build_value_stages(built, self.parallel)
         else:
             self.stages = build_stages(args, self.parallel, CustomModel.from_args(args))
-        self._start = PolicyStart(args, self._spec, self.stages, self.parallel, args.trains_reward_model)
+        self._start = PolicyStart(
+            args,
+            self._spec,
+            self.stages,
+            self.parallel,
+            args.trains_reward_model,
+            PrecomputeConfig.from_args(args),
+        )
         teacher = Teacher.from_args(args, self._spec, self.stages, self.parallel)  # before the weights that stay loaded
-        self._precomputed: PrecomputedReference | None = None
-        reference, resumed = self._load_weights(args)
+        reference, resumed = self._load_weights()
         freeze_parameters(args, self.stages)
         critic_only_rollouts = args.num_critic_only_steps if args.use_critic else 0
         self._policy = TrainedModel.build(
@@ -189,12 +197,12 @@ class MegatronTrainer:
             parts = (Path(args.hf_checkpoint), self._spec, self.stages, self.parallel)
             self._exporter = ModelExporter(args.save_hf, *parts, value_head=args.trains_reward_model)
 
-    def _load_weights(self, args: Arguments) -> tuple[ReferenceWeights | None, CheckpointFolder | None]:
+    def _load_weights(self) -> tuple[ReferenceWeights | None, CheckpointFolder | None]:
         """Load the reference's weights, then the policy's; also returns the checkpoint to resume from."""
         reference = None
         if self._algorithm.use_reference and not self._rollouts.eval_only:
             self._start.load_reference()
-            self._precomputed = self._start.precomputed_reference(args)
+            self._precomputed = self._start.precomputed_reference()
             reference = ReferenceWeights(self.stages)
         return reference, self._start.load_weights(has_reference=reference is not None)
 
