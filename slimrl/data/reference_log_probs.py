@@ -66,7 +66,7 @@ def folder_fault(folder: Path, settings: Mapping[str, Any]) -> str | None:
         return f"has {listed(others)} and no {MARKER_NAME}: give an empty or a new folder" if others else None
     try:
         stored = _read_marker(marker)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         return f"has a damaged {MARKER_NAME} ({error}): remove the folder, or give another one"
     wanted = _plain(settings)
     differing = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -359,12 +360,16 @@ def test_precomputed_reference_needs_a_folder_that_can_be_written(pairs, recipe,
 
 def test_precomputed_reference_needs_samples_that_do_not_depend_on_each_other(pairs, recipe):
     args, _ = read_args(pairs("--precompute-ref-log-probs {dir}/new"))
-    args.moe_expert_capacity_factor = 1.5
-    (problem,) = precomputed_reference_is_usable(args, Context("train.py"))
-    assert str(problem) == (
-        f"--precompute-ref-log-probs {recipe.dir}/new is unsupported with --moe-expert-capacity-factor 1.5, by which"
-        " the log-probabilities of a sample depend on the others of its micro-batch: leave one of them out."
-    )
+    for name, what in (
+        (
+            "moe_expert_capacity_factor",
+            "capacity-factor 1.5, by which the log-probabilities of a sample depend on the others of its micro-batch",
+        ),
+        ("moe_input_jitter_eps", "jitter-eps 1.5, by which every pass has other noise"),
+    ):
+        (problem,) = precomputed_reference_is_usable(dataclasses.replace(args, **{name: 1.5}), Context("train.py"))
+        assert str(problem).startswith(f"--precompute-ref-log-probs {recipe.dir}/new is unsupported with --moe-")
+        assert str(problem).endswith(f"{what}: leave one of them out.")
 
 
 def test_settings_of_a_forward_pass_are_none_of_the_layout_or_the_loss(pairs):

@@ -95,6 +95,12 @@ def precomputed_reference_is_usable(args: Arguments, context: Context) -> Iterat
             f"{given} is unsupported with --moe-expert-capacity-factor {args.moe_expert_capacity_factor:g}, by which"
             " the log-probabilities of a sample depend on the others of its micro-batch: leave one of them out.",
         )
+    elif args.moe_input_jitter_eps:
+        yield Problem(
+            flag,
+            f"{given} is unsupported with --moe-input-jitter-eps {args.moe_input_jitter_eps:g}, by which every pass has"
+            " other noise: leave one of them out.",
+        )
     elif not args.debug_rollout_only:
         yield from _folder_problems(Path(value), given, args)
 

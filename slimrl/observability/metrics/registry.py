@@ -317,7 +317,7 @@ ROLLOUT = (
         "nats",
         when="with a reference model, every --ref-kl-metric-interval",
     ),
-    Metric("rollout/stored_ref_log_probs", "samples that needed no reference pass", "fraction", when=_STORED),
+    Metric("rollout/stored_ref_log_probs", "samples with stored values of the reference", "fraction", when=_STORED),
     Metric("rollout/kl", "the same for the KL to the reference model (--kl-loss-type)", "nats", when="the same"),
     Metric("rollout/sample_kl", "mean over samples of that KL, summed over trained tokens", "nats", when="--kl-target"),
     Metric("rollout/kl_coef", "coefficient of the KL penalty in this rollout", when="--kl-target"),
