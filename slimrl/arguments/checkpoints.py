@@ -12,7 +12,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from slimrl.arguments.flags.kernels import PrecisionArguments
 from slimrl.arguments.namespace import Arguments
+from slimrl.models.families import TABLES
+from slimrl.models.model_spec import expand_layer_pattern
 
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
 MANIFEST_NAME = "slimrl_checkpoint.json"  # written last into each checkpoint of training: its files and their bytes
@@ -167,6 +170,32 @@ def start_of(args: Arguments) -> ResumePlan:
         load=args.load,
         teacher=find(args.opd_teacher_load, args.opd_teacher_ckpt_step) if args.has_megatron_teacher else None,
     )
+
+
+# of the number formats those that only change gradients, and the layout of memory
+_NOT_IN_A_FORWARD_PASS = {
+    *("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis", "fp8_wgrad"),
+    *("keep_fp8_transpose_cache", "tp_only_amax_red", "reuse_grad_buf_for_mxfp8_param_ag"),
+}
+# besides the number formats and what config.json says of the network
+_IN_A_FORWARD_PASS = (
+    *("rollout_temperature", "normalization", "apply_layernorm_1p", "softmax_scale", "attention_softmax_in_fp32"),
+    *("apply_query_key_layer_scaling", "moe_router_dtype", "moe_apply_probs_on_input", "moe_latent_size"),
+    *("spec", "custom_model_provider_path", "custom_megatron_init_path", "custom_megatron_before_log_prob_hook_path"),
+)
+
+
+def forward_settings(args: Arguments) -> dict[str, Any]:
+    """The flags on which the log-probabilities of given weights depend by more than rounding, by field.
+
+    No flag of the layout, the batches or the kernels is among them.
+    """
+    network = {field for table in TABLES.values() for field in table.rows}
+    formats = {field.name for field in dataclasses.fields(PrecisionArguments)} - _NOT_IN_A_FORWARD_PASS
+    values = {name: vars(args)[name] for name in sorted(network | formats | {*_IN_A_FORWARD_PASS})}
+    if args.num_layers is not None:  # a pattern has two notations
+        values["moe_layer_freq"] = expand_layer_pattern(args.moe_layer_freq, args.num_layers)
+    return values
 
 
 def critic_start(args: Arguments, resumed: int | None) -> Found:

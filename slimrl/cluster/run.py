@@ -75,7 +75,7 @@ class Run:
         self._log = log
         self._timeline = timeline
         self._checks = RunChecks.from_args(args, start)
-        self._seconds: dict[str, float] = {}  # of this step, as the next
+        self._seconds: dict[str, float] = {}  # of the current step
         self._faults: dict[str, float] = {}
         self._updated: int | None = None  # the version last sent to the servers
         self._generation = manager.waiting_for("generate")
@@ -175,9 +175,8 @@ class Run:
         """Trains on a rollout; metrics per optimizer step, none with `--debug-rollout-only`."""
         if self._trainers is None:
             return []
-        for name in ("rollout/staleness/mean", "rollout/staleness/max"):
-            if name in rollout.metrics:
-                self._timeline.count(name, rollout.metrics[name])
+        for name in rollout.metrics.keys() & {"rollout/staleness/mean", "rollout/staleness/max"}:
+            self._timeline.count(name, rollout.metrics[name])
         self._colocated.onload_trainer()
         self._trained_version = rollout.rollout_id + 1
         with self._timed("train"), self._progress("train", self._trainers.progress, "micro-batch") as update:

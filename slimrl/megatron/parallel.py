@@ -74,6 +74,13 @@ class ParallelState:
             dist.broadcast(values, group=self.pp_group, group_src=self.pp_size - 1)
         return values
 
+    def from_leader(self, values: Tensor) -> Tensor:
+        """Broadcast `values` from the rank that `leads_replica`, in place; collective over the ranks of its samples."""
+        for group in (self.cp_group, self.tp_group):
+            if group.size() > 1:
+                dist.broadcast(values, group=group, group_src=0)
+        return self.from_last_stage(values)
+
 
 def initialize(
     flags: MegatronArguments,

@@ -1,15 +1,34 @@
-"""The reference model: a host copy of its weights, loaded into the training model for one forward pass."""
+"""The reference model: a host copy of its weights, loaded into the training model for one forward pass.
+
+`PrecomputedReference` has the log-probabilities of --precompute-ref-log-probs, which need no pass.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import logging
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
+from slimrl.arguments import Arguments
+from slimrl.arguments.checkpoints import forward_settings
+from slimrl.data import reference_log_probs
+from slimrl.data.reference_log_probs import ReferenceFolder, ReferenceIdentity, sample_key
+from slimrl.data.train_batch import RolloutBatch
+from slimrl.megatron.model.micro_batch import MicroBatch
 from slimrl.megatron.offload import HostCopy, HostMemory
+from slimrl.megatron.parallel import ParallelState
+from slimrl.platform.collective_errors import run_on_rank_zero
+
+logger = logging.getLogger(__name__)
 
 
 class ReferenceWeights:
@@ -69,3 +88,114 @@ def _state(stage: GPTModel) -> Iterator[Tensor]:
     """Parameters and buffers: the router's expert bias is a buffer."""
     yield from stage.parameters()
     yield from stage.buffers()
+
+
+@dataclasses.dataclass(frozen=True)
+class PrecomputeConfig:
+    """What --precompute-ref-log-probs needs to know of the run."""
+
+    folder: Path
+    ref_load: str
+    settings: dict[str, Any]  # of `forward_settings`
+    micro_batch_group: int  # consecutive micro-batches that virtual pipeline stages process together
+
+    @classmethod
+    def from_args(cls, args: Arguments) -> PrecomputeConfig | None:
+        """None without the flag."""
+        if args.precompute_ref_log_probs is None:
+            return None
+        folder, group = Path(args.precompute_ref_log_probs), args.microbatch_group_size_per_vp_stage or 1
+        return cls(folder, str(args.ref_load), forward_settings(args), group)
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredLogProbs:
+    """What the folder has of a rank's batch; equal on all ranks that share its samples."""
+
+    batch: RolloutBatch
+    keys: list[bytes]  # of the samples; empty except on the rank that leads the replica
+    known: Tensor  # bool [samples], on the host
+    values: Tensor  # float32 [response tokens], on the trainer's device; 0 where not known
+    needed: list[MicroBatch]  # those with a pass; of the same numbers on all data-parallel ranks
+
+    @property
+    def rows(self) -> list[int]:
+        """The samples in the pass: those that are not known, and the others of their micro-batches."""
+        return [row for micro_batch in self.needed for row in micro_batch.rows]
+
+
+@dataclasses.dataclass(frozen=True)
+class PrecomputedReference:
+    """The folder of --precompute-ref-log-probs, which one rank of each data-parallel rank reads and writes.
+
+    What is computed in place of a missing value is that of the pass without a folder, bit for bit: its micro-batch is
+    computed as a whole. `folder` is None on the other ranks.
+    """
+
+    folder: ReferenceFolder | None
+    parallel: ParallelState
+    micro_batch_group: int  # of `PrecomputeConfig`
+
+    @classmethod
+    def open(cls, config: PrecomputeConfig, weights: str, parallel: ParallelState) -> PrecomputedReference:
+        """Opens the folder for a reference whose weights have the checksum `weights`; collective over all ranks.
+
+        Raises CheckpointError if the folder is of another reference or cannot be written.
+        """
+        folder, identity = config.folder, ReferenceIdentity(weights, config.settings, config.ref_load)
+        run_on_rank_zero(lambda: reference_log_probs.claim(folder, identity))
+        own = ReferenceFolder(folder, identity) if parallel.leads_replica else None
+        if own is not None and parallel.dp_rank == 0:
+            logger.info("%s %s has the values of %d samples", reference_log_probs.FLAG, folder, len(own))
+        return cls(own, parallel, config.micro_batch_group)
+
+    def look_up(self, batch: RolloutBatch, micro_batches: Sequence[MicroBatch]) -> StoredLogProbs:
+        """The known values of `batch`, all of whose samples are in `micro_batches`; collective over all ranks."""
+        known = batch.response_lengths == 0
+        values = torch.zeros(batch.loss_mask.numel())
+        keys: list[bytes] = []
+        if self.folder is not None:
+            keys = _keys(batch)
+            parts = values.split(batch.response_lengths.tolist())
+            for row, found in enumerate(self.folder.find(keys)):
+                if found is not None:
+                    known[row] = True
+                    parts[row].copy_(torch.from_numpy(found))
+        # one rank decides: another might see a file earlier, and the ranks of a sample must agree bit for bit
+        both = self.parallel.from_leader(torch.cat([known.float(), values]).to(self.parallel.device))
+        known = both[: len(batch)].cpu() > 0
+        lacking = [not bool(known[list(micro_batch.rows)].all()) for micro_batch in micro_batches]
+        return StoredLogProbs(batch, keys, known, both[len(batch) :], self._needed(micro_batches, lacking))
+
+    def _needed(self, micro_batches: Sequence[MicroBatch], lacking: Sequence[bool]) -> list[MicroBatch]:
+        """The micro-batches that lack a value on any data-parallel rank, in whole groups.
+
+        Ranks exchange data in the layers (expert parallelism, sharded weights), so all compute the same numbers.
+        """
+        wanted = torch.tensor(lacking, dtype=torch.int32).view(-1, self.micro_batch_group).amax(1)
+        wanted = wanted.to(self.parallel.device)
+        if self.parallel.dp_size > 1:
+            dist.all_reduce(wanted, op=dist.ReduceOp.MAX, group=self.parallel.dp_group)
+        chosen = wanted.cpu().repeat_interleave(self.micro_batch_group).tolist()
+        return [micro_batch for micro_batch, take in zip(micro_batches, chosen, strict=True) if take]
+
+    def completed(self, stored: StoredLogProbs, computed: Tensor | None) -> Tensor:
+        """The values of the whole batch, float32 [response tokens]; new ones are added to the folder.
+
+        `computed` is the result of the pass over `stored.needed`, None if there was none.
+        """
+        if computed is None:
+            return stored.values
+        lengths = stored.batch.response_lengths
+        is_known = torch.repeat_interleave(stored.known, lengths).to(computed.device)
+        whole = torch.where(is_known, stored.values, computed)
+        if self.folder is not None:
+            parts = whole.cpu().split(lengths.tolist())
+            fresh = [row for row in (~stored.known).nonzero().flatten().tolist() if bool(parts[row].isfinite().all())]
+            self.folder.add({stored.keys[row]: parts[row].numpy() for row in fresh})
+        return whole
+
+
+def _keys(batch: RolloutBatch) -> list[bytes]:
+    samples = np.split(batch.tokens.numpy(), batch.token_offsets[1:-1].numpy())
+    return [sample_key(tokens, length) for tokens, length in zip(samples, batch.response_lengths.tolist(), strict=True)]

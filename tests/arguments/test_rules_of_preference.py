@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 
 from slimrl.arguments import read_args
+from slimrl.arguments.checkpoints import forward_settings
+from slimrl.arguments.namespace import Context
+from slimrl.arguments.validation.preference import precomputed_reference_is_usable
+from slimrl.data.reference_log_probs import ReferenceIdentity, claim
 
 ROLLOUT = "slimrl.rollout.preference_rollout.generate_rollout"
 # removed from the recipe, whose estimator and rewards a preference loss does not have
@@ -93,6 +98,56 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
                 "--chosen-key preferred",
                 "--prompt-data {dir}/pairs.jsonl has no column 'preferred' (--chosen-key) but 'prompt', 'chosen',"
                 " 'rejected': set --chosen-key to one of them.",
+            ),
+        ],
+    ),
+    "precomputed_reference_is_usable": (
+        [
+            "--precompute-ref-log-probs {dir}/new",
+            "--precompute-ref-log-probs {dir}/ours",
+            "--preference-loss ipo --precompute-ref-log-probs {dir}/empty --preference-beta 0.2",
+            f"{KTO.replace('kto', 'apo_zero_unpaired')} --prompt-data {{dir}}/both.jsonl"
+            " --precompute-ref-log-probs {dir}/new",
+        ],
+        [
+            *(
+                (
+                    f"--preference-loss {name} --precompute-ref-log-probs {{dir}}/new",
+                    f"--precompute-ref-log-probs {{dir}}/new has no effect with --preference-loss {name}, which has no"
+                    " reference: leave it out.",
+                )
+                for name in ("simpo", "orpo")
+            ),
+            (
+                "--preference-reference-free --precompute-ref-log-probs {dir}/new",
+                "--precompute-ref-log-probs {dir}/new has no effect with --preference-reference-free: leave one of them"
+                " out.",
+            ),
+            (
+                f"{KTO} --prompt-data {{dir}}/both.jsonl --precompute-ref-log-probs {{dir}}/new",
+                "--precompute-ref-log-probs {dir}/new is unsupported with --preference-loss kto, whose KL estimate"
+                " needs the reference on prompts with the answers of others, which change with the order of the data:"
+                " leave it out.",
+            ),
+            (
+                "--precompute-ref-log-probs {dir}/pairs.jsonl",
+                "--precompute-ref-log-probs {dir}/pairs.jsonl cannot be a folder, {dir}/pairs.jsonl is a file: choose"
+                " another path.",
+            ),
+            (
+                "--precompute-ref-log-probs {dir}/other",
+                "--precompute-ref-log-probs {dir}/other has notes.txt and no reference.json: give an empty or a new"
+                " folder.",
+            ),
+            (
+                "--precompute-ref-log-probs {dir}/cut",
+                "--precompute-ref-log-probs {dir}/cut has a damaged reference.json (its format is 1): remove the"
+                " folder, or give another one.",
+            ),
+            (
+                "--rollout-temperature 0.5 --precompute-ref-log-probs {dir}/ours",
+                "--precompute-ref-log-probs {dir}/ours has log-probabilities that were computed with other settings"
+                " (rollout_temperature is 0.8 there and 0.5 here): give the same ones, or another folder.",
             ),
         ],
     ),
@@ -236,6 +291,11 @@ def pairs(recipe):
         (recipe.dir / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (recipe.dir / "half.jsonl").write_text(json.dumps({"prompt": "1+1", "chosen": "2"}) + "\n")
 
+    for name, text in (("other/notes.txt", "mine"), ("cut/reference.json", '{"format": 1}')):
+        (recipe.dir / name).parent.mkdir()
+        (recipe.dir / name).write_text(text)
+    (recipe.dir / "empty").mkdir()
+
     def line(more: str) -> list[str]:
         found = recipe.line(f"{PAIRS} --prompt-data {{dir}}/pairs.jsonl {more}")
         static = "--micro-batch-size" in more
@@ -243,6 +303,8 @@ def pairs(recipe):
             found = without(found, flag, keep=flag in more)
         return found
 
+    settings = forward_settings(read_args(line(""))[0])
+    claim(recipe.dir / "ours", ReferenceIdentity("0", settings))
     return line
 
 
@@ -273,6 +335,11 @@ def test_each_violation_is_one_error(pairs, recipe, more, sentence):
             "--preference-loss belongs to --loss-type preference_loss: add it, or leave --preference-loss out.",
         ),
         (
+            "--precompute-ref-log-probs ref",
+            "--precompute-ref-log-probs belongs to --loss-type preference_loss: add it, or leave"
+            " --precompute-ref-log-probs out.",
+        ),
+        (
             "--rejected-key worse",
             f"--rejected-key belongs to --rollout-function-path {ROLLOUT}: add it, or leave --rejected-key out.",
         ),
@@ -280,6 +347,42 @@ def test_each_violation_is_one_error(pairs, recipe, more, sentence):
 )
 def test_flags_of_pairs_are_rejected_with_a_policy_loss(recipe, more, sentence):
     assert [str(problem) for problem in read_args(recipe.line(more))[1]] == [sentence]
+
+
+def test_precomputed_reference_needs_a_folder_that_can_be_written(pairs, recipe, monkeypatch):
+    monkeypatch.setattr("os.access", lambda path, mode: path != recipe.dir / "empty")  # root may write everywhere
+    for name, what in (("empty", "it"), ("empty/new", f"{recipe.dir}/empty, where it would be created,")):
+        folder = recipe.dir / name
+        assert [str(problem) for problem in read_args(pairs(f"--precompute-ref-log-probs {folder}"))[1]] == [
+            f"--precompute-ref-log-probs {folder} cannot be used, {what} is not writable: give another folder."
+        ]
+
+
+def test_precomputed_reference_needs_samples_that_do_not_depend_on_each_other(pairs, recipe):
+    args, _ = read_args(pairs("--precompute-ref-log-probs {dir}/new"))
+    for name, what in (
+        (
+            "moe_expert_capacity_factor",
+            "capacity-factor 1.5, by which the log-probabilities of a sample depend on the others of its micro-batch",
+        ),
+        ("moe_input_jitter_eps", "jitter-eps 1.5, by which every pass has other noise"),
+    ):
+        (problem,) = precomputed_reference_is_usable(dataclasses.replace(args, **{name: 1.5}), Context("train.py"))
+        assert str(problem).startswith(f"--precompute-ref-log-probs {recipe.dir}/new is unsupported with --moe-")
+        assert str(problem).endswith(f"{what}: leave one of them out.")
+
+
+def test_settings_of_a_forward_pass_are_none_of_the_layout_or_the_loss(pairs):
+    one, other, third = (
+        forward_settings(read_args(pairs(more))[0])
+        for more in (
+            "",
+            "--tensor-model-parallel-size 2 --preference-beta 0.5 --lr 1e-3 --micro-batch-size 2",
+            "--bf16 --rotary-base 5000 --fp32-residual-connection",
+        )
+    )
+    assert one == other
+    assert {name for name in one if one[name] != third[name]} == {"bf16", "rotary_base", "fp32_residual_connection"}
 
 
 def test_built_in_rollout_makes_no_pairs(pairs):

@@ -56,6 +56,11 @@ class PreferenceArguments:
     preference_reference_free: bool = flag(
         False, "leave the reference model out of the preference loss: its log-probabilities count as equal"
     )
+    precompute_ref_log_probs: str | None = flag(
+        None,
+        "folder of the reference's log-probabilities, by the content of the samples: those that it has need no"
+        " reference pass, others are added (path)",
+    )
     preference_nll_coef: float = flag(
         0.0, "weight of the preferred response's mean negative log-likelihood in the preference loss", at_least=0
     )

@@ -154,6 +154,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
     algorithm.overlong_penalty_is_complete,
     algorithm.supervised_training_is_consistent,
     preference.preference_flags_have_their_loss,
+    preference.precomputed_reference_is_usable,
     preference.preference_training_is_consistent,
     preference.pairs_are_whole,
     preference.kl_estimate_has_another_prompt,

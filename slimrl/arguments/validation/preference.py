@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 from slimrl.algorithms.preference_losses import PAIR, PREFERENCE_LOSSES
 from slimrl.algorithms.reward_model import REWARD_MODEL_LOSSES
+from slimrl.arguments.checkpoints import forward_settings
 from slimrl.arguments.flag import Problem, flag_specs
 from slimrl.arguments.flags.algorithm import PreferenceArguments
 from slimrl.arguments.flags.rollout import PREFERENCE_ROLLOUT_FUNCTION, SFT_ROLLOUT_FUNCTION
 from slimrl.arguments.namespace import Arguments, Context
 from slimrl.hooks import own_path
 
+_PRECOMPUTE = "--precompute-ref-log-probs"
 _REWARD_MODEL = "--loss-type reward_model_loss"
 _LABEL_LOSSES = [name for name, row in PREFERENCE_LOSSES.items() if not row.compares]
 
@@ -65,6 +69,53 @@ def preference_flags_have_their_loss(args: Arguments, context: Context) -> Itera
         yield Problem(
             "--desirable-weight", "--desirable-weight and --undesirable-weight are both 0: give one of them above 0."
         )
+
+
+def precomputed_reference_is_usable(args: Arguments, context: Context) -> Iterator[Problem]:
+    """A loss reads the stored log-probabilities, which depend on the sample alone and are those of this run."""
+    flag, value, row = _PRECOMPUTE, args.precompute_ref_log_probs, PREFERENCE_LOSSES.get(args.preference_loss)
+    if value is None or row is None or not args.trains_on_pairs:
+        return
+    given = f"{flag} {value}"
+    if not row.has_reference:
+        yield Problem(
+            flag, f"{given} has no effect with --preference-loss {row.name}, which has no reference: leave it out."
+        )
+    elif args.preference_reference_free:
+        yield Problem(flag, f"{given} has no effect with --preference-reference-free: leave one of them out.")
+    elif row.has_kl:
+        yield Problem(
+            flag,
+            f"{given} is unsupported with --preference-loss {row.name}, whose KL estimate needs the reference on"
+            " prompts with the answers of others, which change with the order of the data: leave it out.",
+        )
+    elif args.moe_expert_capacity_factor is not None:
+        yield Problem(
+            flag,
+            f"{given} is unsupported with --moe-expert-capacity-factor {args.moe_expert_capacity_factor:g}, by which"
+            " the log-probabilities of a sample depend on the others of its micro-batch: leave one of them out.",
+        )
+    elif args.moe_input_jitter_eps:
+        yield Problem(
+            flag,
+            f"{given} is unsupported with --moe-input-jitter-eps {args.moe_input_jitter_eps:g}, by which every pass has"
+            " other noise: leave one of them out.",
+        )
+    elif not args.debug_rollout_only:
+        yield from _folder_problems(Path(value), given, args)
+
+
+def _folder_problems(folder: Path, given: str, args: Arguments) -> Iterator[Problem]:
+    from slimrl.data.reference_log_probs import folder_fault  # imports numpy
+
+    place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not place.is_dir():
+        return  # `outputs_can_be_written` reports it
+    if not os.access(place, os.R_OK | os.W_OK | os.X_OK):
+        what = "it" if place == folder.absolute() else f"{place}, where it would be created,"
+        yield Problem(_PRECOMPUTE, f"{given} cannot be used, {what} is not writable: give another folder.")
+    elif fault := folder_fault(folder, forward_settings(args)):
+        yield Problem(_PRECOMPUTE, f"{given} {fault}.")
 
 
 def preference_training_is_consistent(args: Arguments, context: Context) -> Iterator[Problem]:

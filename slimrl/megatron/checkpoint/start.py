@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+import xxhash
 from megatron.core.models.gpt import GPTModel
 
 from slimrl.arguments.checkpoints import is_hf_model
@@ -20,7 +23,11 @@ from slimrl.megatron.checkpoint.state import (
     load_value_weights,
 )
 from slimrl.megatron.parallel import ParallelState
+from slimrl.megatron.ref_model import PrecomputeConfig, PrecomputedReference
+from slimrl.models.families import ModelMapping, family_for
 from slimrl.models.model_spec import ModelSpec
+from slimrl.weights.hf_checkpoint import read_hf_config
+from slimrl.weights.update.export import iter_hf_tensors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +39,7 @@ class PolicyStart:
     stages: Sequence[GPTModel]
     parallel: ParallelState
     is_reward_model: bool = False  # the stages have a value head
+    precompute: PrecomputeConfig | None = None
 
     def load_reference(self) -> None:
         """Loads the weights of --ref-load. Raises FileNotFoundError without that flag."""
@@ -42,6 +50,41 @@ class PolicyStart:
                 " tools/convert_hf_to_torch_dist.py and give its folder as --ref-load"
             )
         self._load_initial(Path(folders.ref_load), folders.ref_ckpt_step)
+
+    def precomputed_reference(self) -> PrecomputedReference | None:
+        """The folder of `precompute`; None without it. Collective over all ranks.
+
+        Call it while the stages have the weights of `load_reference`. Raises CheckpointError if the folder is of
+        another reference or cannot be written.
+        """
+        if self.precompute is None:
+            return None
+        family = family_for(read_hf_config(Path(self.folders.hf_checkpoint)))
+        return PrecomputedReference.open(self.precompute, self._weights_digest(family), self.parallel)
+
+    def _weights_digest(self, family: ModelMapping) -> str:
+        """A checksum of the values of all weights, whatever their layout, files and format; collective.
+
+        Every rank gathers all weights, as for a weight update, and hashes a part of them.
+        """
+        ranks, own = self.parallel, {}
+        tensors = iter_hf_tensors(
+            self.stages,
+            self.spec,
+            family,
+            ranks.tp_group,
+            pp_group=ranks.pp_group,
+            ep_group=ranks.ep_group,
+            etp_group=ranks.etp_group,
+        )
+        for number, (name, tensor) in enumerate(tensors):
+            if number % ranks.world_size == ranks.rank:
+                content = tensor.contiguous().view(-1).view(torch.uint8).cpu().numpy().data
+                own[name] = f"{tensor.dtype} {list(tensor.shape)} {xxhash.xxh3_128_hexdigest(content)}"
+        of_ranks: list[dict[str, str]] = [{} for _ in range(ranks.world_size)]
+        dist.all_gather_object(of_ranks, own)
+        lines = sorted(f"{name} {found}" for part in of_ranks for name, found in part.items())
+        return xxhash.xxh3_128_hexdigest("\n".join(lines).encode())
 
     def load_weights(self, *, has_reference: bool) -> CheckpointFolder | None:
         """Loads the policy's weights; returns the checkpoint to resume from, None for a new run.

@@ -11,6 +11,8 @@ log-probabilities come with the batch.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -27,7 +29,7 @@ from slimrl.megatron.data_parallel import ShardedReference, Stage, shard_referen
 from slimrl.megatron.model.micro_batch import MicroBatch
 from slimrl.megatron.model.output_layer import TeacherStates, TeacherTop
 from slimrl.megatron.parallel import ParallelState
-from slimrl.megatron.ref_model import ReferenceWeights
+from slimrl.megatron.ref_model import PrecomputedReference, ReferenceWeights, StoredLogProbs
 from slimrl.megatron.training.advantages import TrainingHooks
 from slimrl.megatron.training.forward_step import LogProbConfig, score_tokens
 from slimrl.megatron.training.loss.preference_loss import MismatchedStep
@@ -148,15 +150,28 @@ class LogProbPasses:
     times: PhaseTimes
     timeline: Timeline
     with_entropy: bool  # also compute the policy's entropy
+    precomputed: PrecomputedReference | None = None  # values of the reference that need no pass
+
+    def stored(self, batch: RolloutBatch, steps: Steps) -> StoredLogProbs | None:
+        """The reference's values that need no pass; None without --precompute-ref-log-probs. Collective."""
+        return None if self.precomputed is None else self.precomputed.look_up(batch, [*itertools.chain(*steps)])
 
     def count(
-        self, rollout_id: int, steps: Steps, mismatched: Sequence[MismatchedStep] = (), *, trains: bool = True
+        self,
+        rollout_id: int,
+        steps: Steps,
+        mismatched: Sequence[MismatchedStep] = (),
+        stored: StoredLogProbs | None = None,
+        *,
+        trains: bool = True,
     ) -> int:
         """Micro-batches in all passes over this rollout; those of `mismatched` also have one of the policy."""
         beside = sum(len(step.micro_batches) for step in mismatched) * 2
-        others = self.plan.runs_reference_pass(rollout_id) + self.plan.has_teacher
+        everything = sum(map(len, steps))
+        of_reference = everything if stored is None else len(stored.needed)
+        others = self.plan.runs_reference_pass(rollout_id) * of_reference + self.plan.has_teacher * everything
         scored = self._steps_with_pass(len(steps), trains)
-        return beside + others * sum(map(len, steps)) + sum(len(steps[number]) for number in scored)
+        return beside + others + sum(len(steps[number]) for number in scored)
 
     def _steps_with_pass(self, steps: int, trains: bool) -> range:
         return self.plan.steps_with_pass(steps) if trains else range(steps)
@@ -168,10 +183,11 @@ class LogProbPasses:
         batch: RolloutBatch,
         advance: Callable[[], None],
         mismatched: Sequence[MismatchedStep] = (),
+        stored: StoredLogProbs | None = None,
         *,
         trains: bool = True,
     ) -> RolloutLogProbs:
-        """Run the passes over `batch`, and the reference's over `mismatched`.
+        """Run the passes over `batch`, and the reference's over `mismatched`, without what is `stored`.
 
         `advance` is called at the start of each micro-batch.
         Without `trains` no optimizer step of the policy follows that could compute log-probabilities itself.
@@ -187,9 +203,13 @@ class LogProbPasses:
                     (computed,) = self._pass("teacher_", everything, response_tokens, advance, settings=own)
             scores.teacher = self.teacher.term(batch, computed, self.parallel.device)
         if self.reference is not None and self.plan.runs_reference_pass(rollout_id):
-            with self.reference.loaded_weights():
-                (scores.ref_log_probs,) = self._pass("ref_", everything, response_tokens, advance)
+
+            def score(needed: Sequence[MicroBatch]) -> Tensor:
+                (values,) = self._pass("ref_", needed, response_tokens, advance)
                 scores.mismatched = [(step, self._mismatched("ref_", step, advance)) for step in mismatched]
+                return values
+
+            scores.ref_log_probs = self._of_reference(everything, stored, score)
         if not self.plan.needs_old_log_probs:
             return scores
         chosen = [micro_batch for number in self._steps_with_pass(len(steps), trains) for micro_batch in steps[number]]
@@ -202,6 +222,25 @@ class LogProbPasses:
         if self.plan.reuses_first_step and trains:
             scores.first_step = torch.zeros(len(columns), response_tokens, device=self.parallel.device)
         return scores
+
+    def _of_reference(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        stored: StoredLogProbs | None,
+        score: Callable[[Sequence[MicroBatch]], Tensor],
+    ) -> Tensor:
+        """The reference's values, of which `score` computes those that are not `stored`."""
+        needed = micro_batches if stored is None else stored.needed
+        assert self.reference is not None
+        computed = None
+        if needed:
+            with self.reference.loaded_weights():
+                computed = score(needed)
+        if stored is not None:
+            assert self.precomputed is not None  # it has made them
+            return self.precomputed.completed(stored, computed)
+        assert computed is not None  # no batch is empty
+        return computed
 
     def kl(
         self, step: MismatchedStep, ref_log_probs: Tensor, advance: Callable[[], None], *, within: str | None
@@ -222,22 +261,23 @@ class LogProbPasses:
         with self.times.phase(name, within=within), self.timeline.span(name):
             return score_tokens(*parts)[0]
 
-    def score(self, micro_batches: Sequence[MicroBatch], response_tokens: int) -> tuple[Tensor, Tensor | None]:
+    def score(
+        self, micro_batches: Sequence[MicroBatch], response_tokens: int, stored: StoredLogProbs | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Log-probabilities of the policy and of the reference, if there is one, of samples that are not trained on.
 
-        Float32 [response_tokens]. Their time is in no phase of a rollout.
+        Float32 [response_tokens]. Those that are `stored` need no pass. Their time is in no phase of a rollout.
         """
 
-        def scored(store_prefix: str) -> Tensor:
+        def scored(store_prefix: str, chosen: Sequence[MicroBatch]) -> Tensor:
             self.hooks.before_log_probs(store_prefix)
-            parts = (self.stages, micro_batches, self.settings, response_tokens, self.parallel)
+            parts = (self.stages, chosen, self.settings, response_tokens, self.parallel)
             return score_tokens(*parts, lambda: None)[0]
 
-        if self.reference is None:
-            return scored(""), None
-        with self.reference.loaded_weights():
-            reference = scored("ref_")
-        return scored(""), reference
+        reference = None
+        if self.reference is not None:
+            reference = self._of_reference(micro_batches, stored, functools.partial(scored, "ref_"))
+        return scored("", micro_batches), reference
 
     def _pass(
         self,

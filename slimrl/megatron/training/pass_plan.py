@@ -24,6 +24,7 @@ class PassPlan:
     has_reference: bool
     reference_interval: int  # the reference's pass runs every that many rollouts
     has_teacher: bool = False  # the teacher's pass runs for every rollout
+    precomputed: str | None = None  # the folder of --precompute-ref-log-probs, whose samples need no reference pass
     estimates_kl: bool = False  # KTO: passes over mismatched responses, of the policy before each optimizer step
 
     @classmethod
@@ -61,6 +62,7 @@ class PassPlan:
             has_reference=args.use_reference and (args.compute_advantages_and_returns or args.trains_on_pairs),
             reference_interval=args.ref_kl_metric_interval if only_logged else 1,
             has_teacher=args.has_megatron_teacher and args.compute_advantages_and_returns,
+            precomputed=args.precompute_ref_log_probs,
             estimates_kl=args.trains_on_labels and PREFERENCE_LOSSES[args.preference_loss].has_kl,
         )
 
@@ -107,6 +109,8 @@ class PassPlan:
     def _reference(self) -> str:
         if not self.has_reference:
             return "no reference model"
+        if self.precomputed is not None:
+            return f"a pass of the reference model for samples that --precompute-ref-log-probs {self.precomputed} lacks"
         if self.reference_interval == 1:
             return "a pass of the reference model for every rollout"
         return (

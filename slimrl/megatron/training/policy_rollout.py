@@ -109,9 +109,11 @@ class PolicyRollout:
         with parts.times.phase("data_preprocess"):
             self.steps = parts.pack.steps(batch)
             self._mismatched = parts.loss.mismatched(batch)
+            self._stored = parts.passes.stored(batch, self.steps)
         self._trains = rollout_id >= parts.critic_only_rollouts
         micro_batches = sum(map(len, self.steps))
-        scored = parts.passes.count(rollout_id, self.steps, self._mismatched, trains=self._trains)
+        beside = self._mismatched, self._stored
+        scored = parts.passes.count(rollout_id, self.steps, *beside, trains=self._trains)
         total = (passes_of_critic + self._trains) * micro_batches + scored
         count = itertools.count(1)
 
@@ -128,7 +130,7 @@ class PolicyRollout:
     def score(self) -> None:
         """Runs the log-probability passes."""
         run, inputs = self._parts.passes.run, (self._rollout_id, self.steps, self.batch)
-        self._scores = run(*inputs, self.advance, self._mismatched, trains=self._trains)
+        self._scores = run(*inputs, self.advance, self._mismatched, self._stored, trains=self._trains)
 
     def prepare(self, values: Tensor | None) -> None:
         """Computes the inputs of the loss; `values` float32 [response tokens] are a critic's, if there is one."""
@@ -232,4 +234,6 @@ class PolicyRollout:
             parts.parallel,
             log_correct_samples=parts.log_correct_samples,
             scored_rows=self._scores.scored_rows,
+            reference_rows=range(len(self.batch)) if self._stored is None else self._stored.rows,
+            stored=None if self._stored is None else self._stored.known,
         )

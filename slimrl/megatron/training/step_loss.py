@@ -92,7 +92,8 @@ class PairTraining:
         """
         micro_batches = [self.pack(batch, rows) for step in batch.micro_batches for rows in step]
         mask = batch.loss_mask.to(self.passes.parallel.device)
-        policy, reference = self.passes.score(micro_batches, mask.numel())
+        stored = self.passes.stored(batch, [micro_batches])
+        policy, reference = self.passes.score(micro_batches, mask.numel(), stored)
         kl = self._no_kl
         for step in self.mismatched(batch):  # one: the whole set
             own, other = self.passes.score(step.micro_batches, step.response_tokens)

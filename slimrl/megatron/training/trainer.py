@@ -36,7 +36,7 @@ from slimrl.megatron.model.micro_batch import MicroBatchPacker
 from slimrl.megatron.model.model_builder import OF_VALUE_MODEL, CustomModel, build_stages, build_value_stages
 from slimrl.megatron.offload import State, TrainingMemory, memory_of
 from slimrl.megatron.parallel import ParallelState
-from slimrl.megatron.ref_model import ReferenceWeights
+from slimrl.megatron.ref_model import PrecomputeConfig, PrecomputedReference, ReferenceWeights
 from slimrl.megatron.training.advantages import TrainingHooks, after_initialization
 from slimrl.megatron.training.critic import VALUES, Critic, SampleColumns
 from slimrl.megatron.training.forward_step import LogProbConfig, layers_add_losses
@@ -64,6 +64,8 @@ class MegatronTrainer:
     measures it. `rollout_metrics` has means and speeds of the last rollout; `held_out` evaluates held-out data and is
     None with a policy loss.
     """
+
+    _precomputed: PrecomputedReference | None = None  # of `_load_policy`
 
     def __init__(
         self,
@@ -102,7 +104,14 @@ class MegatronTrainer:
             _warn_of_kernels(args, self.parallel.device)
         after_initialization(args.custom_megatron_init_path, self.hook_args)
         self.stages = _build_stages(args, self.parallel)
-        self._start = PolicyStart(args, self._spec, self.stages, self.parallel, args.trains_reward_model)
+        self._start = PolicyStart(
+            args,
+            self._spec,
+            self.stages,
+            self.parallel,
+            args.trains_reward_model,
+            PrecomputeConfig.from_args(args),
+        )
         teacher = Teacher.from_args(args, self._spec, self.stages, self.parallel)  # before the weights that stay loaded
         self._policy, resumed = self._load_policy(args)
         self.optimizer, self.scheduler = self._policy.optimizer, self._policy.scheduler
@@ -133,6 +142,7 @@ class MegatronTrainer:
         reference = None
         if args.use_reference and not args.eval_only:
             self._start.load_reference()
+            self._precomputed = self._start.precomputed_reference()
             reference = ReferenceWeights(self.stages)
         resumed = self._start.load_weights(has_reference=reference is not None)
         freeze_parameters(args, self.stages)
@@ -169,6 +179,7 @@ class MegatronTrainer:
             times=times,
             timeline=self._timeline,
             with_entropy=args.use_rollout_entropy,
+            precomputed=self._precomputed,
         )
         pack = MicroBatchPacker.of_rank(args, args, self.parallel)
         settings = PolicyLossConfig.from_args(args, PolicyLossHooks.from_args(args, self.hook_args))

@@ -27,6 +27,7 @@ _PAIRS = "--loss-type preference_loss"
 _LABELS = "--preference-loss kto, apo_zero_unpaired"
 _COMPARED = f"{_PAIRS}, or reward_model_loss with --reward-model-loss bradley_terry"
 _SCORED = "--reward-model-loss mse"
+_STORED = "--precompute-ref-log-probs"
 _CRITIC = "with a critic (--advantage-estimator ppo)"
 
 TRAIN = (
@@ -318,6 +319,7 @@ ROLLOUT = (
         "nats",
         when="with a reference model, every --ref-kl-metric-interval",
     ),
+    Metric("rollout/stored_ref_log_probs", "samples with stored values of the reference", "fraction", when=_STORED),
     Metric("rollout/kl", "the same for the KL to the reference model (--kl-loss-type)", "nats", when="the same"),
     Metric("rollout/sample_kl", "mean over samples of that KL, summed over trained tokens", "nats", when="--kl-target"),
     Metric("rollout/kl_coef", "coefficient of the KL penalty in this rollout", when="--kl-target"),

@@ -72,19 +72,24 @@ def rollout_metrics(
     *,
     log_correct_samples: bool,
     scored_rows: Sequence[int],
+    reference_rows: Sequence[int],
+    stored: Tensor | None,
 ) -> dict[str, float]:
     """Means over all samples, and speeds; equal on every rank except the seconds. Collective over data-parallel ranks.
 
-    `scored_rows` are the samples in the policy's pass before training. `returns` and `entropy` are float32 [response
-    tokens] or None; `seconds` by phase (`PhaseTimes`).
+    `scored_rows` and `reference_rows` are the samples in the passes of the policy and of the reference before training,
+    `stored` (bool [samples]) those whose values of the reference were stored, None without such values. `returns` and
+    `entropy` are float32 [response tokens] or None; `seconds` by phase (`PhaseTimes`).
     """
     of_every_sample = _plain_sums(batch)
-    scored = torch.tensor(scored_rows, dtype=torch.int64)
+    if stored is not None:
+        of_every_sample["rollout/stored_ref_log_probs"] = float(stored.sum())
     sums = {
         "samples": float(len(batch)),
         "tokens": float(batch.total_lengths.sum()),
-        "flops": _flops(spec, batch.total_lengths, batch.response_lengths),
-        "scored_flops": _flops(spec, batch.total_lengths[scored], batch.response_lengths[scored]),
+        "flops": _flops(spec, batch, range(len(batch))),
+        "scored_flops": _flops(spec, batch, scored_rows),
+        "reference_flops": _flops(spec, batch, reference_rows),
         **of_every_sample,
     }
     if algorithm.compute_advantages_and_returns:
@@ -92,20 +97,22 @@ def rollout_metrics(
     values = torch.tensor(list(sums.values()), dtype=torch.float64, device=parallel.device)
     dist.all_reduce(values, group=parallel.dp_group)
     total = dict(zip(sums, values.tolist(), strict=True))
-    samples, tokens, flops, scored_flops = (total.pop(name) for name in ("samples", "tokens", "flops", "scored_flops"))
+    samples, tokens, flops = (total.pop(name) for name in ("samples", "tokens", "flops"))
+    scored_flops, reference_flops = total.pop("scored_flops"), total.pop("reference_flops")
     trained, correct = total.pop("trained", 0.0), total.pop("correct", 0.0)
     of_correct = total.pop("rollout/correct_entropy", 0.0)
     means = {name: value / max(samples if name in of_every_sample else trained, 1.0) for name, value in total.items()}
     if correct:
         means["rollout/correct_entropy"] = of_correct / correct
-    work_of = {"teacher_log_probs": flops, "ref_log_probs": flops, "log_probs": scored_flops}
+    work_of = {"teacher_log_probs": flops, "ref_log_probs": reference_flops, "log_probs": scored_flops}
     work_of["actor_train"] = FORWARD_AND_BACKWARD * flops
     return means | _speeds(seconds, tokens, work_of, parallel.world_size)
 
 
-def _flops(spec: ModelSpec, total_lengths: Tensor, response_lengths: Tensor) -> float:
+def _flops(spec: ModelSpec, batch: RolloutBatch, rows: Sequence[int]) -> float:
     """Of one forward pass over these samples."""
-    return float(forward_flops(spec, total_lengths.tolist(), int(response_lengths.sum())))
+    chosen = torch.tensor(rows, dtype=torch.int64)
+    return float(forward_flops(spec, batch.total_lengths[chosen].tolist(), int(batch.response_lengths[chosen].sum())))
 
 
 def _plain_sums(batch: RolloutBatch) -> dict[str, float]:
