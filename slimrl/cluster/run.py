@@ -8,7 +8,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import ray
 
@@ -29,9 +28,9 @@ from slimrl.cluster.rollout_manager_proxy import (
     resolve_num_rollout,
     start_manager,
 )
-from slimrl.cluster.supervisor import Supervisor, TrainWorkerDiedError
+from slimrl.cluster.supervisor import Supervisor
 from slimrl.cluster.training.train_recovery import Trainers, TrainRecovery, start_training
-from slimrl.cluster.watchdog import WaitTarget, WatchdogConfig, poll_actors
+from slimrl.cluster.watchdog import WatchdogConfig, poll_actors
 from slimrl.engines.http import check_servers_reachable, with_key
 from slimrl.observability.ci_checks import RunCheckError, RunChecks
 from slimrl.observability.metrics.prometheus import scrape_targets
@@ -112,7 +111,7 @@ class Run:
             self._trainers_idle(),
             self._progress("generate", self._manager.progress) as update,
         ):
-            result: RolloutResult = self._wait(generation, self._generation, update)
+            result: RolloutResult = self._supervisor.get([generation], self._generation, update)[0]
         self._seconds["generate"] = result.seconds
         return result
 
@@ -128,19 +127,7 @@ class Run:
         if self.args.max_weight_staleness is not None and not self.args.debug_train_only:
             generation, target = self._manager.drain(), self._manager.waiting_for("the groups in flight")
         with self._timed("wait_for_rollout"), self._trainers_idle():
-            self._wait(generation, target)
-
-    def _wait(self, ref: ray.ObjectRef, target: WaitTarget, update: Callable[[], None] | None = None) -> Any:
-        """The result of a call to the rollout manager; ranks that are lost meanwhile are replaced."""
-        while True:
-            try:
-                return self._supervisor.get([ref], target, update)[0]
-            except TrainWorkerDiedError as error:
-                if not isinstance(self._trainers, TrainRecovery):
-                    raise
-                self._trainers.postpone(error)
-                if not self._colocated.training_offloaded:  # else their GPUs may hold the servers' memory
-                    self._trainers.restore()
+            self._supervisor.get([generation], target)
 
     def generate(self, rollout_id: int) -> RolloutResult:
         """Generates one rollout, unless `generate_next` has started it, and waits for it."""
@@ -282,7 +269,7 @@ class Run:
                 results = {name: EvaluationReport.of_held_out(name, metrics) for name, metrics in found.items()}
             else:
                 target = self._manager.waiting_for(f"evaluation after {step} rollouts")
-                results = self._wait(self._manager.evaluate(step), target, update)
+                results = self._supervisor.get([self._manager.evaluate(step)], target, update)[0]
         self._log.evaluation(when, step, results)
         if step > self.rollout_ids.start:
             self._log.phase(step - 1, "evaluate", self._seconds["evaluate"])

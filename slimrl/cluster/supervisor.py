@@ -93,6 +93,7 @@ class Supervisor:
         self._nodes = nodes
         self._watches: dict[ObjectRef, tuple[Callable[[Exception | None], str], type[ProcessDiedError]]] = {}
         self._event_handler: EventHandler | None = None
+        self._loss_handler: Callable[[TrainWorkerDiedError], None] | None = None
         self._report_suffix: Callable[[], str] = lambda: ""
 
     def watch(
@@ -116,6 +117,19 @@ class Supervisor:
         """Makes every later wait handle its events."""
         self._event_handler = event_handler
 
+    def set_loss_handler(self, loss_handler: Callable[[TrainWorkerDiedError], None]) -> None:
+        """Makes every later wait call it for a lost training rank, and continue."""
+        self._loss_handler = loss_handler
+
+    @contextlib.contextmanager
+    def raising_losses(self) -> Iterator[None]:
+        """Waits in this block need the training ranks: a lost one ends them."""
+        handler, self._loss_handler = self._loss_handler, None
+        try:
+            yield
+        finally:
+            self._loss_handler = handler
+
     def set_report_suffix(self, report_suffix: Callable[[], str]) -> None:
         """Appends the text of `report_suffix()`, if any, to every report of a long wait."""
         self._report_suffix = report_suffix
@@ -123,7 +137,7 @@ class Supervisor:
     def stop_watching(self) -> None:
         """Drops every watch: from here on processes end on request."""
         self._watches.clear()
-        self._event_handler = None
+        self._event_handler = self._loss_handler = None
         self._report_suffix = lambda: ""
 
     def get(
@@ -161,7 +175,8 @@ class Supervisor:
                 wait.check([index for index, ref in enumerate(refs) if ref in pending])
             for ref in ready:
                 if ref in self._watches:
-                    raise self._death(ref)
+                    self._handle_death(self._death(ref))
+                    break  # the watches are others now
                 pending.remove(ref)
                 self._raise_failure(ref)
 
@@ -183,6 +198,11 @@ class Supervisor:
                 event_handler.handle_events()
         finally:
             self._event_handler = event_handler
+
+    def _handle_death(self, death: ProcessDiedError) -> None:
+        if self._loss_handler is None or not isinstance(death, TrainWorkerDiedError):
+            raise death
+        self._loss_handler(death)
 
     def _death(self, ref: ObjectRef) -> ProcessDiedError:
         describe, died = self._watches[ref]

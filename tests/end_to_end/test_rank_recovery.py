@@ -42,7 +42,7 @@ def assert_equal_ends(folder: Path, done: Finished, calm: Finished) -> None:
     last = f"iter_{STEPS - 1:07d}"
     one, other = (checkpoints.read(folder / name / last) for name in ("undisturbed", "killed"))
     assert checkpoints.differences(one, other) == []
-    for name in ("reward", "weight_version", "train/loss", "train/grad_norm"):
+    for name in ("reward", "weight_version", "loss", "grad_norm"):
         assert done.steps(name) == calm.steps(name), name
 
 

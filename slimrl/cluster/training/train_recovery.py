@@ -5,8 +5,8 @@ object store. When the process of a rank ends, all ranks are replaced, since
 their process groups cannot continue without it. The servers keep running, with the rollouts in flight, and get the
 weights by the next weight update. Training on a batch is deterministic, so the run ends as one without the loss.
 
-A rank that is lost during generation is replaced before the trainers are needed next: until then the servers may hold
-the memory of its GPU. A node is not replaced.
+A rank that is lost while it is offloaded is replaced when the ranks are needed next: until then the servers hold the
+memory of its GPU. A node is not replaced.
 """
 
 from __future__ import annotations
@@ -44,9 +44,12 @@ class _Trained(NamedTuple):
 class TrainRecovery:
     """A `TrainGroup` that survives the loss of ranks: its methods are the group's, after a recovery where needed."""
 
-    def __init__(self, group: TrainGroup, args: Arguments) -> None:
+    def __init__(self, group: TrainGroup, args: Arguments, supervisor: Supervisor) -> None:
+        """Handles the losses of `supervisor` from now on."""
         self._group = group
         self._args = args
+        self._supervisor = supervisor
+        supervisor.set_loss_handler(self._handle)
         self._held: list[_Trained] = []  # in no complete checkpoint
         self._saving = -1  # the rollout of the newest save in the background
         self._endpoints: list[EngineEndpoint] = []
@@ -69,7 +72,8 @@ class TrainRecovery:
 
     def initialize(self) -> tuple[int, dict[str, Any] | None]:
         """As in `TrainGroup`; a loss before the first rollout ends the run."""
-        return self._group.initialize()
+        with self._supervisor.raising_losses():
+            return self._group.initialize()
 
     def connect_engines(self, endpoints: list[EngineEndpoint]) -> None:
         """As in `TrainGroup`."""
@@ -138,7 +142,8 @@ class TrainRecovery:
         try:
             if self._lost is not None:
                 raise self._lost
-            self._group.leave()
+            with self._supervisor.raising_losses():
+                self._group.leave()
         except TrainWorkerDiedError as error:
             if self._args.async_save:
                 raise
@@ -154,11 +159,14 @@ class TrainRecovery:
         found, self._metrics = self._metrics, dict.fromkeys(self._metrics, 0.0)
         return found
 
-    def postpone(self, error: TrainWorkerDiedError) -> None:
-        """Takes note of a loss: `restore`, or the next method that needs the ranks, replaces them.
+    def _handle(self, error: TrainWorkerDiedError) -> None:
+        """A loss while the driver waits for something else: offloaded ranks are replaced when they are needed next."""
+        self._note(error)
+        if self._keeps_weights is None:
+            self._retried(lambda: None)
 
-        Raises ProcessDiedError if ranks are lost again and again.
-        """
+    def _note(self, error: TrainWorkerDiedError) -> None:
+        """The next `_retried` replaces the ranks. Raises ProcessDiedError if ranks are lost again and again."""
         if self._losses == LOSSES_PER_ROLLOUT:
             raise ProcessDiedError(f"{error}; ranks were lost {self._losses + 1} times in one rollout") from error
         logger.warning("%s; new training processes take over", _without_log(error))
@@ -167,18 +175,15 @@ class TrainRecovery:
         self._group.forget()
         self._lost, self._connected = error, False
 
-    def restore(self) -> None:
-        """Replaces lost ranks now."""
-        self._retried(lambda: None)
-
     def _retried(self, action: Callable[[], Result]) -> Result:
         while True:
             try:
-                if self._lost is not None:
-                    self._replace(self._lost)
-                return action()
+                with self._supervisor.raising_losses():
+                    if self._lost is not None:
+                        self._replace(self._lost)
+                    return action()
             except TrainWorkerDiedError as error:
-                self.postpone(error)
+                self._note(error)
 
     def _replace(self, error: TrainWorkerDiedError) -> None:
         """Starts all ranks anew and repeats the training since the checkpoint that they load."""
@@ -232,7 +237,7 @@ def start_training(args: Arguments, gpus: GpuBundles, supervisor: Supervisor, la
     if args.save is None or not args.save_interval or args.no_save_optim or args.no_save_rng:
         logger.info("a lost training rank ends this run: its recovery needs --save and --save-interval, with all state")
         return group
-    return TrainRecovery(group, args)
+    return TrainRecovery(group, args, supervisor)
 
 
 def _without_log(error: Exception) -> str:
