@@ -16,8 +16,7 @@ from slimrl.cluster.colocate import ColocatedMemory
 from slimrl.cluster.engines.weight_update_recovery import WeightUpdateRecovery, weight_recovery
 from slimrl.cluster.launch import Launch
 from slimrl.cluster.network import bind_config
-from slimrl.cluster.node_check import check_nodes
-from slimrl.cluster.node_watch import watch_nodes
+from slimrl.cluster.nodes import check_nodes, watch_nodes
 from slimrl.cluster.placement import GpuBundles, PlacementPlan, plan_gpus
 from slimrl.cluster.ray_session import ray_session
 from slimrl.cluster.rollout_manager import RolloutResult

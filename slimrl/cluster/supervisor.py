@@ -1,7 +1,7 @@
 """A `ray.get` that watches every process of the run: the first death ends the wait with one message that names it.
 
 `summarize_oom` shortens Ray's page of text about a process that it killed for lack of memory to one sentence. Lost
-nodes (`node_watch`) end a wait too.
+nodes (`nodes`) end a wait too.
 """
 
 from __future__ import annotations

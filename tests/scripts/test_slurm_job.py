@@ -80,7 +80,7 @@ def submit(machines, folder: Path, driver: str, wait: int) -> subprocess.Popen:
     texts = {
         "srun": SRUN.format(python=sys.executable, prefixes=prefixes, wait=wait, folder=folder),
         "scancel": f'#!/usr/bin/env bash\n[[ $* == "--signal=TERM 7" ]] && kill -TERM $(<{folder}/nodes)\n',
-        "scontrol": SCONTROL.format(folder=folder, addresses=" ".join(ADDRESSES)),
+        "scontrol": SCONTROL.format(folder=folder, addresses=" ".join(ADDRESSES[:2])),
     }
     for name, text in texts.items():
         (commands / name).write_text(text.lstrip())

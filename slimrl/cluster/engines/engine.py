@@ -20,7 +20,7 @@ from ray.exceptions import RayActorError
 
 from slimrl.cluster import ray_session
 from slimrl.cluster.network import BindConfig, node_address, server_host
-from slimrl.cluster.node_check import NodeMark, place_node_mark, shared_memory_conflict, visible_marks
+from slimrl.cluster.nodes import NodeMark, place_node_mark, shared_memory_conflict, visible_marks
 from slimrl.cluster.placement import ENGINE_SHARE, REWARD_SHARE, EnginePart, GpuBundles
 from slimrl.engines.backend import SGLANG, backend
 from slimrl.engines.server_protocol import CALL_TIMEOUT_S, NodePart, ServerControl, ServerLaunch, ServerProcess
@@ -118,7 +118,7 @@ class EngineActor:
         return rendezvous
 
     def mark(self) -> NodeMark:
-        """Places this node's mark in shared memory until `start` (see `node_check.shared_memory_conflict`)."""
+        """Places this node's mark in shared memory until `start` (see `nodes.shared_memory_conflict`)."""
         return self._marks.enter_context(place_node_mark(node_address()))
 
     def visible_marks(self, marks: list[NodeMark]) -> set[str]:

@@ -21,7 +21,6 @@ _ENTROPY = "--use-rollout-entropy"
 _OPD = "--use-opd"
 _TEACHERS = "--opd-teacher-urls, --opd-teacher-models"
 _FAULTS = "--use-fault-tolerance"
-_RANK_FAULTS = "--use-fault-tolerance with --save-interval"
 _SFT = "--loss-type sft_loss"
 _PAIRS = "--loss-type preference_loss"
 _LABELS = "--preference-loss kto, apo_zero_unpaired"
@@ -224,7 +223,6 @@ ROLLOUT = (
     ),
     Metric("rollout/faults/servers_lost", "servers that died, hung or did not start", "count", when=_FAULTS),
     Metric("rollout/faults/servers_replaced", "servers that replaced a lost one", "count", when=_FAULTS),
-    Metric("rollout/faults/ranks_lost", "training ranks that died and were replaced", "count", when=_RANK_FAULTS),
     Metric("rollout/faults/router_restarts", "restarts of the router", "count", when=_FAULTS),
     Metric(
         "rollout/faults/requests_resent",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from slimrl.observability.metrics import Metric
 
+_RANKS = "--use-fault-tolerance with --save-interval"
 _TRAINING = "with training"
 _CRITIC = "with a critic (--advantage-estimator ppo)"
 _LATENCIES = "{mean,median,p99,max,min}"
@@ -24,12 +25,8 @@ PERF = (
         "s",
         when="--offload",
     ),
-    Metric(
-        "perf/rank_recovery_time",
-        "the replacement of lost training ranks, with the training that they repeat",
-        "s",
-        when="--use-fault-tolerance with --save-interval",
-    ),
+    Metric("rollout/faults/ranks_lost", "losses of training ranks, after which all are replaced", "count", when=_RANKS),
+    Metric("perf/rank_recovery_time", "replacing lost ranks, with the training that they repeat", "s", when=_RANKS),
     Metric("perf/train_tokens_per_second", "trained tokens / perf/train_time, all ranks together", "tokens/s"),
     Metric("perf/update_weights_wire_bytes", "sent by the rank that sent most", "bytes", when="after a weight update"),
     Metric(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from slimrl.cluster.node_check import CODE, CommonPath, NodeState, common_paths, differences, versions
+from slimrl.cluster.nodes import CODE, CommonPath, NodeState, common_paths, differences, versions
 from slimrl.processes.folders import LOCK_NAME, only_run_in
 from tests.megatron.tiny import tiny_args
 
