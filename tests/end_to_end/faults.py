@@ -18,6 +18,8 @@ TARGETS = {
     "server": "slimrl.engines.sglang.cpu_patches",
     "scheduler": "sglang::scheduler",
     "router": "sglang.entry router",
+    "rank": "slimrl.cluster.training.train_process",
+    "driver": "train.py",
 }
 
 
@@ -51,24 +53,25 @@ def strike(started: harness.Started, hits: list[Hit], seed: int, timeout: float)
         started.wait_for_line(f"step {hit.step} |", timeout)
         time.sleep(hit.delay_s)
         begun = begun or time.time()
-        victims = _victims(started, hit.target)
-        while not victims and started.process.poll() is None:  # the previous one is being replaced
+        found = victims(started, hit.target)
+        while not found and started.process.poll() is None:  # the previous one is being replaced
             time.sleep(0.1)
-            victims = _victims(started, hit.target)
-        if not victims:
+            found = victims(started, hit.target)
+        if not found:
             lines.append(f"{time.strftime('%H:%M:%S')} the run was over before {hit}")
             continue
         # a replacement that is still starting has no requests: its loss would not be counted
-        serving = [process for process in victims if process.create_time() < begun]
-        victim = numbers.choice(serving or victims)
+        serving = [process for process in found if process.create_time() < begun]
+        victim = numbers.choice(serving or found)
         victim.send_signal(hit.signal)
         lines.append(f"{time.strftime('%H:%M:%S')} {hit.signal.name} to {hit.target} process {victim.pid} ({hit})")
     return lines
 
 
-def _victims(started: harness.Started, target: str) -> list[psutil.Process]:
+def victims(started: harness.Started, target: str) -> list[psutil.Process]:
     """The processes themselves, not the subreapers above them, in the order in which they were started."""
     found = started.processes(TARGETS[target])
+    found = [process for process in found if process.name() != "bash"]  # scripts/resume.sh
     guarded = [process.children() if "subreaper.py" in " ".join(process.cmdline()) else [process] for process in found]
     unique = {process.pid: process for processes in guarded for process in processes}
     return [unique[pid] for pid in sorted(unique) if unique[pid].status() != psutil.STATUS_STOPPED]

@@ -51,6 +51,7 @@ class TrainRecovery:
         self._supervisor = supervisor
         supervisor.set_loss_handler(self._handle)
         self._held: list[_Trained] = []  # in no complete checkpoint
+        self._last: int | None = None  # the newest rollout that was trained on
         self._saving = -1  # the rollout of the newest save in the background
         self._endpoints: list[EngineEndpoint] = []
         self._connected = True
@@ -87,6 +88,7 @@ class TrainRecovery:
         """As in `TrainGroup`; holds the batches until a complete checkpoint contains the rollout."""
         metrics = self._retried(lambda: self._group.train(rollout_id, batches, progress))
         self._held.append(_Trained(rollout_id, batches))
+        self._last = rollout_id
         self._losses = 0
         return metrics
 
@@ -168,7 +170,7 @@ class TrainRecovery:
     def _note(self, error: TrainWorkerDiedError) -> None:
         """The next `_retried` replaces the ranks. Raises ProcessDiedError if ranks are lost again and again."""
         if self._losses == LOSSES_PER_ROLLOUT:
-            raise ProcessDiedError(f"{error}; ranks were lost {self._losses + 1} times in one rollout") from error
+            raise ProcessDiedError(f"ranks were lost {self._losses + 1} times in one rollout: {error}") from error
         logger.warning("%s; new training processes take over", _without_log(error))
         self._losses += 1
         self._metrics[RANKS_LOST] += 1
@@ -190,9 +192,10 @@ class TrainRecovery:
         started = time.monotonic()
         first = self._group.restart(self._newest())
         again = [trained for trained in self._held if trained.rollout_id >= first]
-        if again and again[0].rollout_id != first:
+        if self._last is not None and [trained.rollout_id for trained in again] != [*range(first, self._last + 1)]:
             raise ProcessDiedError(
-                f"{error}; the newest checkpoint continues with rollout {first}, whose batches are no longer held"
+                f"{_without_log(error)}; the newest checkpoint continues with rollout {first}, and the batches from"
+                " there on are no longer held"
             ) from error
         for trained in again:
             self._group.train(trained.rollout_id, trained.batches)
