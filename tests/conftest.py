@@ -35,6 +35,7 @@ WHOLE_RUNS = (
     "tests/scripts/test_ray_nodes.py",
     "tests/scripts/test_slurm_job.py",
 )
+ON_OWN_MACHINES = "tests/end_to_end/test_machines.py"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,8 +62,12 @@ def extended_tests() -> list[ExtendedTest]:
 
 
 def unit_of(nodeid: str) -> str:
-    """The unit of tests that one worker runs in sequence: those of a file, or of all files with full runs."""
-    return "whole runs" if nodeid.startswith(WHOLE_RUNS) else nodeid.partition("::")[0]
+    """The unit of tests that one worker runs in sequence: those of a file, or of all files with full runs.
+
+    Full runs on machines of their own do not meet the others.
+    """
+    file = nodeid.partition("::")[0]
+    return "whole runs" if nodeid.startswith(WHOLE_RUNS) and file != ON_OWN_MACHINES else file
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks

@@ -34,7 +34,7 @@ class Started:
     log: Path
     temporary: Path
     started: float
-    shared_memory: set[str]
+    shared_memory: set[str] | None  # of this machine before the start; None: the run has a shared memory of its own
 
     def finish(self, timeout: float) -> Finished:
         """Waits for its end and collects its leftovers; removes them, so that one failure causes no others."""
@@ -86,6 +86,8 @@ class Started:
         Those of concurrent tests are soon mapped or removed; a concurrent run that is killed needs `CLEAN_UP_WAIT` for
         it. What appears after the first look is not of this run, whose processes have ended.
         """
+        if self.shared_memory is None:
+            return set()
         deadline = time.monotonic() + timeout
         left = shared_memory() - self.shared_memory
         while left and time.monotonic() < deadline:
@@ -181,12 +183,13 @@ def launch(
     home: Path,
     more: dict[str, str] | None = None,
     temporary: Path | None = None,
+    own_shared_memory: bool = False,
 ) -> Started:
     """Starts a command with a minimal environment (and `more`), its own temporary folder and process group."""
     mark = uuid.uuid4().hex
     temporary = temporary or temporary_folder()
     environment = {"PATH": path, "HOME": str(home), "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1", MARK: mark}
-    before = shared_memory()
+    before = None if own_shared_memory else shared_memory()
     with open(log, "w") as output:
         process = subprocess.Popen(
             command,

@@ -68,6 +68,7 @@ class Cluster:
             path=PATH,
             home=self.tiny.home,
             more={"TMPDIR": "/tmp", "PYTHONPATH": str(ROOT)} | variables,
+            own_shared_memory=True,
         )
 
     def train(self, name: str, *, entry: str = "train.py", **flags: object) -> list[str]:

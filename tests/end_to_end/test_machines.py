@@ -40,11 +40,13 @@ def run_over_two(made: Cluster, before_second: Callable[[], object] = list, **fl
     return [head.finish(300), second.finish(90)]
 
 
-def started_over_two(made: Cluster, **flags: object) -> tuple[Started, Started]:
-    """A job over machines 0 and 1 that has trained three steps, its checkpoints among them."""
+def started_over_two(
+    made: Cluster, of_second: dict[str, str] | None = None, **flags: object
+) -> tuple[Started, Started]:
+    """A job over machines 0 and 1 that has trained and saved three steps; `of_second` are variables of machine 1."""
     checkpoints = {"save": made.shared / "checkpoints", "load": made.shared / "checkpoints", "save_interval": 1}
     job = made.train("run", **(OVER_TWO_NODES | checkpoints | {"num_rollout": 5000} | flags))
-    head, second = made.script(0, job), made.script(1, job)
+    head, second = made.script(0, job), made.script(1, job, **(of_second or {}))
     head.wait_for_line("step 2 |", 300)
     return head, second
 
@@ -88,16 +90,15 @@ def test_node_with_another_ray_is_refused_at_once(tiny: Tiny, tmp_path: Path):
         module = Path(ray.__file__).parent / "_version.py"
         (tmp_path / "version.py").write_text(module.read_text().replace(ray.__version__, "2.1.0"))
         made.machines.run(1, "mount", "--bind", str(tmp_path / "version.py"), str(module))
-        head = made.script(0, ["true"], RAY_JOIN_TIMEOUT_S="45")
+        head = made.script(0, ["true"])
         second = made.script(1, ["true"]).finish(120)
         assert second.code == 1 and second.seconds < 60, second.output
         assert (
             "this node has other versions than the Ray head at 10.77.31.1:6379: install the same lock" in second.output
         )
         assert "Ray: 2.1.0" in second.output  # Ray's own lines
-        first = head.finish(120)
-        assert first.code == 1 and "1 of 2 nodes (WORLD_SIZE) joined within 45 s" in first.output
-        assert (first.left, second.left, made.left(0), made.left(1)) == ([], [], [], [])
+        assert second.left == [] and made.left(1) == []
+        head.kill_everything()  # it waits for another node
 
 
 def test_rank_that_is_started_on_two_machines_is_refused(tiny: Tiny, tmp_path: Path):
@@ -111,9 +112,9 @@ def test_rank_that_is_started_on_two_machines_is_refused(tiny: Tiny, tmp_path: P
         assert [made.left(number) for number in range(3)] == [[], [], []]
 
 
-def test_lost_link_for_five_seconds_and_a_slow_link_heal(tiny: Tiny, tmp_path: Path):
+def test_lost_link_for_five_seconds_a_slow_link_and_a_clock_that_is_ahead_change_nothing(tiny: Tiny, tmp_path: Path):
     with cluster(tiny, tmp_path, 2) as made:
-        head, second = started_over_two(made, num_rollout=8)
+        head, second = started_over_two(made, clock_of_second(tmp_path), num_rollout=8)
         made.machines.cut(1)
         time.sleep(5)
         made.machines.cut(1, "up")
@@ -124,21 +125,15 @@ def test_lost_link_for_five_seconds_and_a_slow_link_heal(tiny: Tiny, tmp_path: P
         assert max(done[0].steps("train_rollout_logprob_abs_diff_max")) < 1e-4
 
 
-def test_clock_that_is_an_hour_ahead_changes_nothing(tiny: Tiny, tmp_path: Path):
+def clock_of_second(folder: Path) -> dict[str, str]:
+    """The variable that sets the clock of the second machine an hour ahead; none without a compiler."""
     if (compiler := shutil.which("gcc")) is None:
-        pytest.skip("no gcc, to compile the library that shifts a clock")
-    library = tmp_path / "shifted_clock.so"
-    (tmp_path / "shifted_clock.c").write_text(SHIFTED_CLOCK)
-    command = [compiler, "-shared", "-fPIC", "-O1", "-o", str(library), str(tmp_path / "shifted_clock.c"), "-ldl"]
+        return {}
+    library = folder / "shifted_clock.so"
+    (folder / "shifted_clock.c").write_text(SHIFTED_CLOCK)
+    command = [compiler, "-shared", "-fPIC", "-O1", "-o", str(library), str(folder / "shifted_clock.c"), "-ldl"]
     subprocess.run(command, check=True, timeout=60)
-    with cluster(tiny, tmp_path, 2) as made:
-        job = made.train("run", **(OVER_TWO_NODES | {"num_rollout": 2}))
-        head, second = made.script(0, job), made.script(1, job, LD_PRELOAD=str(library))
-        done = [head.finish(300), second.finish(90)]
-        assert [one.code for one in done] == [0, 0], outputs(*done)
-        hours = {path.name: path.read_text()[:2] for path in (tmp_path / "run" / "logs").glob("train-rank*.log")}
-        assert len(hours) == 2
-        assert max(done[0].steps("train_rollout_logprob_abs_diff_max")) < 1e-4
+    return {"LD_PRELOAD": str(library)}
 
 
 def test_node_that_loses_its_power_ends_the_run_by_name(tiny: Tiny, tmp_path: Path):
@@ -175,13 +170,6 @@ def test_lost_link_ends_both_sides_by_name(tiny: Tiny, tmp_path: Path):
         ), done[0].output
         assert "lost the Ray head at 10.77.31.1:6379: no answer on the network for 3" in done[1].output
         assert (done[0].left, done[1].left, made.left(0), made.left(1)) == ([], [], [], [])
-        # the same command continues from the last checkpoint
-        made.machines.cut(1, "up")
-        steps = len(done[0].steps("weight_version"))
-        saved = {"save": tmp_path / "checkpoints", "load": tmp_path / "checkpoints"}
-        again = run_over_two(made, num_rollout=steps + 1, **saved)
-        assert [one.code for one in again] == [0, 0], outputs(*again)
-        assert again[0].steps("weight_version")[-1] == str(steps)
 
 
 def test_jobs_from_outside_train_with_each_transport_on_an_existing_cluster(tiny: Tiny, tmp_path: Path):
