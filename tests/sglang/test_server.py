@@ -21,7 +21,7 @@ from slimrl.engines.sglang.server import (
     server_command,
 )
 from slimrl.engines.sglang.server_args import kv_cache_tokens, with_defaults
-from slimrl.processes import ProcessStartError
+from slimrl.processes import ManagedProcess, ProcessStartError
 from slimrl.processes.ports import LOWEST_PORT, claim_port, claim_ports
 
 MANAGED = {"tp_size": 1, "port": 21000}
@@ -129,6 +129,18 @@ def test_router_defaults_detect_a_dead_server_fast_and_user_options_win():
         command
     )
     assert {"--host=127.0.0.1", "--port=23000", "--prometheus-port=23001"} <= set(command)
+
+
+def test_server_counts_as_started_when_it_has_a_process(tmp_path, monkeypatch):
+    server = ServerProcess("/model", log_path=tmp_path / "log", launch=ServerLaunch(cuda=False))
+    seen = []
+    # meanwhile the actor's other threads ask a started server for its pid
+    monkeypatch.setattr(ManagedProcess, "start", lambda process: seen.append(server.started))
+    try:
+        server.start()
+    finally:
+        server.stop()
+    assert seen == [False] and server.started
 
 
 def test_reserved_port_is_not_reserved_again_until_released():

@@ -223,7 +223,7 @@ class ServerProcess:
         launch = self._launch
         if launch.cuda and launch.memory_saver and (changed := without_expandable_segments(os.environ)):
             logger.warning("%s: removed expandable_segments, the memory saver does not support it", ", ".join(changed))
-        self._process = ManagedProcess(
+        process = ManagedProcess(
             server_command(managed, self._options, launch),
             name=f"SGLang server {self.url}" + (f" (node {self.part.rank})" if self.part.count > 1 else ""),
             log_path=self.log_path,
@@ -233,7 +233,8 @@ class ServerProcess:
             | server_environment(launch, self._options, os.environ, ranks=ranks, base_gpu_id=managed["base_gpu_id"]),
             shared_memory_prefixes=SHARED_MEMORY_PREFIXES,
         )
-        self._process.start()
+        process.start()
+        self._process = process  # only now: other threads ask for its pid
 
     def wait_ready(self, timeout_s: float) -> None:
         """Waits until the server responds; call it on the first of several nodes, which responds when all are ready.
