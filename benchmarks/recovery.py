@@ -7,8 +7,8 @@ every kind of process is killed once (SIGKILL) in a run of its own, after a thir
 training rank, with --use-fault-tolerance; and the driver, whose run `scripts/resume.sh` starts again. The peer is the
 same loss of a rank without --use-fault-tolerance under `scripts/resume.sh`. A run is at full speed again when a step
 takes at most 1.5 times the median of the steps before the loss. Prints per kind the seconds until then (medians of the
-rounds), prompts lost and samples doubled in what was trained on (target: 0), and the part of its time in which a run
-trains if it loses such a process once in 100 steps of a minute.
+rounds), prompts lost and samples doubled in the rollouts of the finished run (target: 0), and the part of its time in
+which a run trains if it loses such a process once in 100 steps of a minute.
 """
 
 from __future__ import annotations
@@ -116,9 +116,10 @@ def recover(tiny: Tiny, folder: Path, kind: Kind, steps: int) -> Recovery:
     if done.code or not killed:
         raise SystemExit(f"the run with a lost {kind.name} ended with exit code {done.code}:\n{done.output[-4000:]}")
     usual = statistics.median(before)
-    after = sorted(step for step, end in ends.items() if end > killed and step - 1 in ends)
-    fast = [step for step in after if 0 < ends[step] - max(ends[step - 1], 0.0) <= FULL_SPEED * usual]
-    fast = [step for step in fast if ends[step - 1] > killed]  # a whole step after the loss
+    whole = [step for step in sorted(ends) if ends.get(step - 1, 0.0) > killed]  # steps that began after the loss
+    fast = [step for step in whole if ends[step] - ends[step - 1] <= FULL_SPEED * usual]
+    if not fast:
+        raise SystemExit(f"after a lost {kind.name} no step was as fast as before: give more --steps")
     indices = [sample.index for samples in faults.rollouts(folder / "{rollout_id}.jsonl", steps) for sample in samples]
     return Recovery(
         ends[fast[0]] - usual - killed,

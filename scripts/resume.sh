@@ -75,7 +75,10 @@ while :; do
          say "node ${RANK} joins again in case the head starts another try"
          continue
       fi
-      if ((CODE == 75)); then JOINED=yes; fi
+      if ((CODE == 75)); then
+         JOINED=yes
+         export RAY_JOIN_TIMEOUT_S=$REJOIN_S
+      fi
       if [[ $JOINED == yes && $RESUMABLE != *" $CODE "* ]]; then end_of_worker "no head has appeared"; fi
    fi
    if ((CODE == 0)) || [[ -n $SIGNAL || $RESUMABLE != *" $CODE "* ]]; then exit "$CODE"; fi

@@ -41,6 +41,8 @@ EXIT_RESUMABLE = 75  # slimrl.cluster.main.EXIT_RESUMABLE: the same command may 
 HEAD_GONE_S = 10
 # A head that does not answer at all may be behind a lost link, which may come back.
 HEAD_SILENT_S = 30
+# A node that starts again has the RANK of the one before it, which Ray takes for alive for a while.
+DOUBLED_S = 20
 RANK_LABEL = "slimrl-rank"  # of a Ray node: the RANK that its script had
 OTHER_VERSION = "Version mismatch"  # Ray's message if the head has another Ray or Python
 ACCEPTS, REFUSES, SILENT = "accepts", "refuses", "silent"
@@ -177,31 +179,35 @@ def alive_nodes(address: str) -> list[tuple[str, str]]:
     return sorted(found, key=lambda node: node[1])
 
 
-def check_ranks(nodes: list[tuple[str, str]]) -> None:
-    """Raises NotTogether if two of these nodes have the same RANK, which would give GPUs to two ranks or to none."""
+def doubled_rank(nodes: list[tuple[str, str]]) -> str:
+    """The reason that these nodes cannot be one cluster, "" if they can: two of them have the same RANK."""
     for rank, same in itertools.groupby(sorted(node for node in nodes if node[0]), key=lambda node: node[0]):
         addresses = [address for _, address in same]
         if len(addresses) > 1:
-            raise NotTogether(
+            return (
                 f"{len(addresses)} nodes were started with RANK={rank}: {', '.join(addresses)}; give each node its own"
                 " RANK, 0 to WORLD_SIZE - 1, and start the script once on each"
             )
+    return ""
 
 
 def wait_for_nodes(ray: subprocess.Popen, address: str, wanted: int, timeout_s: float) -> None:
     """Waits until `wanted` nodes are up. Raises NotTogether with the nodes that joined if they are too few."""
-    deadline, seen = time.monotonic() + timeout_s, []
+    deadline, seen, since = time.monotonic() + timeout_s, [], None
     while True:
         if ray.poll() is not None:
             raise RuntimeError(f"the Ray head exited unexpectedly with exit code {ray.returncode}")
         with contextlib.suppress(urllib.error.URLError, OSError):
             ranks = alive_nodes(address)
-            check_ranks(ranks)
+            doubled = doubled_rank(ranks)
+            since = since if doubled and since else time.monotonic() if doubled else None
+            if doubled and time.monotonic() - since > DOUBLED_S:
+                raise NotTogether(doubled)
             nodes = [node for _, node in ranks]
             if len(nodes) != len(seen) and wanted > 1:
                 print(f"slimrl: {len(nodes)} of {wanted} nodes have joined: {', '.join(nodes)}", flush=True)
             seen = nodes
-        if len(seen) >= wanted:
+        if len(seen) >= wanted and since is None:
             return
         if time.monotonic() > deadline + (0 if seen else READY_TIMEOUT_S):  # the first response takes longer
             raise NotTogether(
@@ -252,19 +258,26 @@ class HeadWatch:
     def __init__(self, address: str) -> None:
         self._address = address
         self._accepted = self._answered = time.monotonic()
+        self._refused = False  # since it last accepted a connection: its Ray ended in order, and its machine may follow
 
     def gone(self) -> bool:
-        """Asks the head; whether it is gone, by one or the other limit."""
+        """Asks the head; whether it has ended or is lost."""
         said, now = response(self._address), time.monotonic()
-        self._accepted = now if said == ACCEPTS else self._accepted
-        self._answered = now if said != SILENT else self._answered
-        if said == REFUSES:
-            return now - self._accepted > HEAD_GONE_S
-        return self.silent_s() > HEAD_SILENT_S
+        if said == ACCEPTS:
+            self._accepted, self._refused = now, False
+        self._refused |= said == REFUSES
+        self._answered = self._answered if said == SILENT else now
+        return now - self._accepted > HEAD_GONE_S if self._refused else self.lost
 
+    @property
     def silent_s(self) -> float:
         """Seconds since the head's machine last answered."""
         return time.monotonic() - self._answered
+
+    @property
+    def lost(self) -> bool:
+        """Whether the head has not answered for too long, without having ended first."""
+        return not self._refused and self.silent_s > HEAD_SILENT_S
 
 
 def stop_everything(ray: subprocess.Popen) -> None:
@@ -329,12 +342,11 @@ class Node:
         print(f"slimrl: joined the Ray head at {head}; this node runs until the head ends", flush=True)
         watch = HeadWatch(head)
         code = wait_for_end(self.ray, watch.gone)
-        said = response(head)
-        if code is not None and said == ACCEPTS:
+        if code is not None and reachable(head):
             raise Lost(f"Ray exited on this node with exit code {code} while the head is running")
-        if said == SILENT:
+        if watch.lost:
             raise Lost(
-                f"lost the Ray head at {head}: no answer on the network for {watch.silent_s():.0f} s; look for a lost"
+                f"lost the Ray head at {head}: no answer on the network for {watch.silent_s:.0f} s; look for a lost"
                 " link, or for a machine that is down"
             )
         print(f"slimrl: the Ray head at {head} has ended; ending this node", flush=True)

@@ -1,14 +1,14 @@
 """The nodes of a run: what they must have in common, compared before the model is loaded, and whether they answer.
 
-Packages and slimrl's own code must be equal on all nodes, paths must exist on each, and the folders of checkpoints must
-be the same folder everywhere: a checkpoint has a part of every rank (`check_nodes`).
+Packages and slimrl's own code must be equal on all nodes, checkpoints that are loaded must exist on each, and --save
+must be the same folder everywhere: a checkpoint has a part of every rank (`check_nodes`).
 SGLang detects by a name in shared memory which of its processes are on one machine, and connects them over loopback.
 Containers of one host that share /dev/shm but not their network would hang without a message: see
 `shared_memory_conflict`.
 `NodeWatch` reports a node that is cut off from the network long before Ray does, which takes more than a minute. It
-repeatedly connects to Ray on every other node of the run. A refused connection counts as a response: the machine is up,
-and Ray reports dead processes there at once. The network may recover, so the run ends only after
---node-timeout-seconds, and only for a node that it cannot replace.
+repeatedly connects to Ray on every other node of the run. The network may recover, so the run ends only after
+--node-timeout-seconds, and only for a node that it cannot replace. A refused connection is a response of the machine,
+without Ray: the run ends after `REFUSED_S`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ from slimrl.processes.folders import LOCK_NAME
 logger = logging.getLogger("slimrl")
 
 CODE = "slimrl's code"
+ACCEPTS, REFUSES = "accepts", "refuses"
 REFUSAL_TIMEOUT_S = 1.0
+REFUSED_S = 10.0
+SHARED_WITHIN_S = 5.0  # a network file system may show an older file for seconds
 _HEAD = "node:__internal_head__"  # Ray's resource that only the head node has
 
 
@@ -60,9 +63,12 @@ class CommonPath:
     def problem(self) -> str:
         """Why this node cannot use it; "" if it can."""
         if self.lock is not None:
-            with contextlib.suppress(OSError):
-                if (Path(self.path) / LOCK_NAME).read_text() == self.lock:
-                    return ""
+            deadline = time.monotonic() + SHARED_WITHIN_S
+            while time.monotonic() < deadline:
+                with contextlib.suppress(OSError):
+                    if (Path(self.path) / LOCK_NAME).read_text() == self.lock:
+                        return ""
+                time.sleep(0.5)
             return (
                 f"has another folder at {self.flag} {self.path} than the driver's node: a checkpoint needs the files of"
                 " all ranks in one folder; give one on a file system that all nodes share"
@@ -229,6 +235,7 @@ class NodeWatch:
         self._pace = pace
         self._lost_after_s = lost_after_s
         self._silent: dict[WatchedNode, float] = {}  # reported nodes, and when each responded last
+        self._refusing: dict[WatchedNode, float] = {}  # nodes without Ray, and since when
 
     def __bool__(self) -> bool:
         """Whether there are nodes to watch."""
@@ -242,8 +249,11 @@ class NodeWatch:
     def lost(self) -> str:
         """The nodes that the run requires and that have been unresponsive for too long, as text; "" for none."""
         now, limit = time.monotonic(), self._lost_after_s
-        silent = [(node, now - last) for node, last in list(self._silent.items())]
-        lost = [f"{node} for {seconds:.0f} s" for node, seconds in silent if node.required and 0 < limit <= seconds]
+        refused = [node for node, since in list(self._refusing.items()) if node.required and now - since >= REFUSED_S]
+        if refused:
+            return _ended_message(refused)
+        silent = [(node, now - last) for node, last in list(self._silent.items()) if node.required]
+        lost = [f"{node} for {seconds:.0f} s" for node, seconds in silent if 0 < limit <= seconds]
         return (
             f"no answer on the network from {', '.join(lost)} (--node-timeout-seconds {limit:g}): look for a lost link"
             " or a machine that is down"
@@ -254,8 +264,10 @@ class NodeWatch:
     def dead(self) -> str:
         """The nodes whose Ray has ended, as text; "" for none. Ray itself takes many seconds to notice."""
         alive = {(node["NodeManagerAddress"], node["NodeManagerPort"]) for node in ray.nodes() if node["Alive"]}
-        gone = [str(node) for node in self._nodes if (node.address, node.port) not in alive or _refuses(node)]
-        return f"{', '.join(gone)} is lost: the machine went down, or Ray ended on it" if gone else ""
+        gone = [
+            node for node in self._nodes if node.required and ((node.address, node.port) not in alive or _refuses(node))
+        ]
+        return _ended_message(gone) if gone else ""
 
     @contextlib.contextmanager
     def running(self) -> Iterator[NodeWatch]:
@@ -280,7 +292,12 @@ class NodeWatch:
     async def _watch(self, node: WatchedNode) -> None:
         last = time.monotonic()
         while True:
-            if await self._is_reachable(node):
+            answer = await self._answer(node)
+            if answer != REFUSES:
+                self._refusing.pop(node, None)
+            else:
+                self._refusing.setdefault(node, time.monotonic())
+            if answer is not None:
                 last = time.monotonic()
                 if self._silent.pop(node, None) is not None:
                     logger.warning("node %s answers on the network again", node.address)
@@ -289,16 +306,21 @@ class NodeWatch:
                 logger.warning("%s", _unreachable_message(node, time.monotonic() - last))
             await asyncio.sleep(self._pace.period_s)
 
-    async def _is_reachable(self, node: WatchedNode) -> bool:
+    async def _answer(self, node: WatchedNode) -> str | None:
+        """ACCEPTS, REFUSES, or None for no answer."""
         try:
             connecting = asyncio.open_connection(node.address, node.port)
             _, writer = await asyncio.wait_for(connecting, self._pace.timeout_s)
         except ConnectionRefusedError:
-            return True
+            return REFUSES
         except OSError:  # a timeout too
-            return False
+            return None
         writer.close()
-        return True
+        return ACCEPTS
+
+
+def _ended_message(nodes: Sequence[WatchedNode]) -> str:
+    return f"{', '.join(map(str, nodes))} is lost: the machine went down, or Ray ended on it"
 
 
 def _refuses(node: WatchedNode) -> bool:

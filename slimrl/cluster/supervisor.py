@@ -202,21 +202,25 @@ class Supervisor:
     def _handle_death(self, death: ProcessDiedError) -> None:
         if self._loss_handler is None or not isinstance(death, TrainWorkerDiedError):
             raise death
-        self._loss_handler(death)
+        event_handler, self._event_handler = self._event_handler, None  # it would call the ranks
+        try:
+            self._loss_handler(death)
+        finally:
+            self._event_handler = event_handler
 
     def _death(self, ref: ObjectRef) -> ProcessDiedError:
         describe, died = self._watches[ref]
         try:
-            return died(str(ray.get(ref)))
+            message, actor_died = str(ray.get(ref)), False
         except (RayActorError, OutOfMemoryError) as error:
-            message = describe(_without_details(summarize_oom(error)))
-            lost = self._lost_with(error)
-            return ProcessDiedError(f"{lost}: {message}") if lost else died(message)
+            message, actor_died = describe(_without_details(summarize_oom(error))), isinstance(error, RayActorError)
+        lost = self._lost_nodes() if actor_died or died is TrainWorkerDiedError else ""
+        return ProcessDiedError(f"{lost}: {message}") if lost else died(message)
 
-    def _lost_with(self, error: Exception) -> str:
-        """The nodes that went down when this actor died; Ray learns of the node a moment after the actor."""
+    def _lost_nodes(self) -> str:
+        """The nodes that go down while a process dies; their Ray may end a moment after the process."""
         deadline = time.monotonic() + NODE_DEATH_S
-        while self._nodes is not None and isinstance(error, RayActorError):
+        while self._nodes is not None:
             if (lost := self._nodes.dead()) or time.monotonic() > deadline:
                 return lost
             time.sleep(0.1)

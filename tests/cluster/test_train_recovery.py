@@ -9,6 +9,7 @@ import pytest
 from slimrl.arguments.checkpoints import TRACKER_NAME
 from slimrl.cluster.supervisor import ProcessDiedError, TrainWorkerDiedError
 from slimrl.cluster.training.train_recovery import LOSSES_PER_ROLLOUT, RANKS_LOST, TrainRecovery
+from slimrl.cluster.training.train_worker import RankFailedError
 from tests.megatron.tiny import tiny_args
 
 DIED = TrainWorkerDiedError("train worker rank 1 died with exit code -9; last lines of rank1.log:\nmany")
@@ -33,6 +34,9 @@ class Group:
 
         return call
 
+    def initialize(self):
+        return self.first, None
+
     def train(self, rollout_id, batches, progress=None):
         self.calls.append(("train", rollout_id, batches))
         if "train" in self.dies:
@@ -42,7 +46,7 @@ class Group:
 
     def restart(self, args):
         self.calls.append(("restart",))
-        self.loaded.append(args.load)
+        self.loaded.append((args.load, args.ckpt_step))
         return self.first
 
 
@@ -55,11 +59,16 @@ class Waits:
     def set_loss_handler(self, handler) -> None:
         self.handler = handler
 
+    def stop_watching(self) -> None:
+        self.handler = None
+
     @contextlib.contextmanager
     def raising_losses(self):
         handler, self.handler = self.handler, None
-        yield
-        self.handler = handler
+        try:
+            yield
+        finally:
+            self.handler = handler
 
 
 @pytest.fixture
@@ -67,51 +76,81 @@ def made(tmp_path):
     def make(**flags):
         group, waits = Group(), Waits()
         args = tiny_args(save=str(tmp_path / "save"), save_interval=3, load=str(tmp_path / "load"), **flags)
-        return TrainRecovery(group, args, waits), group, waits
+        trainers = TrainRecovery(group, args, waits)
+        assert waits.handler is None  # a loss before the ranks hold a model ends the run
+        trainers.initialize()
+        return trainers, group, waits
 
     return make
 
 
 def test_new_ranks_repeat_the_rollouts_since_the_checkpoint_that_they_load(made, tmp_path):
+    # a checkpoint of another run, which this one neither wrote nor loaded
+    (tmp_path / "save" / "iter_0000009").mkdir(parents=True)
+    (tmp_path / "save" / TRACKER_NAME).write_text("9")
     trainers, group, _ = made()
     for rollout in range(5):
         assert trainers.train(rollout, [f"batch {rollout}"]) == [{"loss": float(rollout)}]
         if rollout == 2:
             trainers.save(2, None)
-            (tmp_path / "save" / "iter_0000002").mkdir(parents=True)
-            (tmp_path / "save" / TRACKER_NAME).write_text("2")
     group.calls.clear()
     group.dies, group.first = ["train"], 3
     assert trainers.train(5, ["batch 5"]) == [{"loss": 5.0}]
     trained = [("train", number, [f"batch {number}"]) for number in range(3, 6)]
     assert group.calls == [("train", 5, ["batch 5"]), ("forget",), ("restart",), *trained]
-    assert group.loaded == [str(tmp_path / "save")]
+    assert group.loaded == [(str(tmp_path / "save"), 2)]
     assert trainers.take_metrics()[RANKS_LOST] == 1.0
     assert trainers.take_metrics()[RANKS_LOST] == 0.0
 
 
-def test_batches_are_held_until_a_save_in_the_background_is_complete(made):
+def test_new_ranks_start_as_the_run_did_while_it_has_saved_nothing(made, tmp_path):
+    (tmp_path / "save").mkdir()
+    (tmp_path / "save" / TRACKER_NAME).write_text("9")  # of another run
+    trainers, group, _ = made(ckpt_step=4)
+    group.dies = ["train"]
+    trainers.train(0, [0])
+    assert group.loaded == [(str(tmp_path / "load"), 4)]
+
+
+def test_save_in_the_background_is_repeated_and_its_batches_are_held_until_it_is_complete(made):
     trainers, group, _ = made(async_save=True)
     for rollout in range(4):
         trainers.train(rollout, [rollout])
         if rollout in (1, 3):
-            trainers.save(rollout, None)
+            trainers.save(rollout, {"prompt": rollout})
     group.calls.clear()
-    group.dies, group.first = ["update_weights"], 2  # the save after rollout 3 is lost with the ranks
+    group.dies, group.first = ["update_weights"], 2  # the save after rollout 3 may be lost with the ranks
     trainers.update_weights(4)
-    assert [call for call in group.calls if call[0] == "train"] == [("train", 2, [2]), ("train", 3, [3])]
+    assert [call for call in group.calls if call[0] in ("train", "save")] == [
+        ("train", 2, [2]),
+        ("train", 3, [3]),
+        ("save", 3, {"prompt": 3}),
+    ]
+    assert group.loaded[-1][1] == 1
+    trainers.train(4, [4])
+    trainers.save(4, None)  # now the save after rollout 3 is complete
+    group.calls.clear()
+    group.dies, group.first = ["train"], 4
+    trainers.train(5, [5])
+    assert group.loaded[-1][1] == 3
+    assert [call[1] for call in group.calls if call[0] == "train"] == [5, 4, 5]
 
 
-def test_checkpoint_older_than_the_held_batches_ends_the_run_by_name(made):
+def test_new_ranks_with_another_state_end_the_run_by_name(made):
     trainers, group, _ = made()
-    for rollout in range(3):
-        trainers.train(rollout, [rollout])
-    trainers.save(1, None)
+    trainers.train(0, [0])
+    trainers.save(0, None)
     group.dies, group.first = ["train"], 0
-    with pytest.raises(
-        ProcessDiedError, match="rank 1 died .* continues with rollout 0, and the batches from there on"
-    ):
-        trainers.train(3, [3])
+    with pytest.raises(ProcessDiedError, match="exit code -9; new ranks begin with rollout 0, the run needs 1"):
+        trainers.train(1, [1])
+
+
+def test_failed_replacement_ends_the_run_as_a_loss(made, monkeypatch):
+    trainers, group, _ = made()
+    monkeypatch.setattr(group, "restart", lambda args: (_ for _ in ()).throw(RankFailedError("out of memory\ntrace")))
+    group.dies = ["train"]
+    with pytest.raises(ProcessDiedError, match="rank 1 died .*; its replacement failed: out of memory$"):
+        trainers.train(0, [0])
 
 
 def test_offloaded_ranks_are_replaced_when_they_are_needed(made):
@@ -120,6 +159,7 @@ def test_offloaded_ranks_are_replaced_when_they_are_needed(made):
     trainers.sleep(keep_weights=False)
     group.calls.clear()
     waits.handler(DIED)
+    trainers.sleep(keep_weights=False)  # not to be replaced for it
     assert group.calls == [("forget",)]
     trainers.wake()
     assert group.calls == [("forget",), ("restart",), ("train", 0, [0])]  # new ranks are onloaded
@@ -160,10 +200,15 @@ def test_losses_again_and_again_end_the_run(made):
 
 def test_loss_at_the_end_matters_only_for_a_save_in_the_background(made):
     trainers, group, _ = made()
-    group.dies = ["leave"]
     trainers.close()
     assert group.calls[-1] == ("end",)
+    trainers, group, _ = made()
+    group.dies = ["leave"]
+    trainers.close()
+    assert group.calls[-1] == ("kill",)  # the other ranks may wait for the lost one
     trainers, group, _ = made(async_save=True)
+    trainers.train(0, [0])
+    trainers.save(0, None)
     group.dies = ["leave"]
     with pytest.raises(TrainWorkerDiedError):
         trainers.close()

@@ -28,7 +28,6 @@ pytestmark = [
 ]
 NAMED_WITHIN_S = 30.0
 END_S = 20.0  # from the message to the end of the driver's and the head's processes on a busy machine
-STEPS = 4
 
 
 def run_over_two(made: Cluster, before_second: Callable[[], object] = list, **flags: object) -> list[Finished]:

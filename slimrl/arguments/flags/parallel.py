@@ -64,8 +64,8 @@ class ClusterArguments:
     node_timeout_seconds: float = flag(
         30.0,
         "end the run, to be resumed, when a node that it cannot replace has not answered on the network for this long"
-        " (seconds; 0: only when Ray declares it dead, after more than a minute)",
-        at_least=0,
+        " (seconds; Ray declares it dead after more than a minute)",
+        at_least=20,
     )
     train_backend: str = flag("megatron", "training backend", choices=("megatron",))
     release_train: bool = flag(

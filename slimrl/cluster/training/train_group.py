@@ -59,7 +59,6 @@ class TrainGroup:
             logger.info("%s", PassPlan.from_args(args).sentence())
         self._role = role
         self._supervisor = supervisor
-        self._check_equal = args.check_weight_update_equal  # until the first weight update
         self._has_slept = False
         # once initialized: the leader of each data-parallel rank, and the data-parallel rank of each rank
         self.leaders: list[int] = []
@@ -72,6 +71,7 @@ class TrainGroup:
 
     def _start_workers(self, args: Arguments) -> None:
         """Starts an actor per rank and watches it."""
+        self._check_equal = args.check_weight_update_equal  # until the first weight update of these processes
         role, gpus, launch = self._role, self._gpus, self._launch
         ranks = gpus.plan.train if role == POLICY else gpus.plan.critic
         gpus_by_node = gpus_of_nodes()
@@ -187,11 +187,11 @@ class TrainGroup:
 
     def update_weights(self, version: int) -> dict[str, float]:
         """Sends the weights as `version`; returns when every engine reports it."""
-        check_equal, self._check_equal = self._check_equal, False
+        check_equal = self._check_equal
         self.updating_weights = version
         calls = [worker.update_weights.remote(str(version), check_equal) for worker in self.workers]
         report = self._get(calls, f"the weight update {version}")[0]
-        self.updating_weights = None
+        self.updating_weights, self._check_equal = None, False
         if check_equal:
             seconds = report["check_seconds"]
             logger.info("the weights of every engine equal the trained ones, bit for bit (compared in %.1f s)", seconds)

@@ -20,11 +20,12 @@ from typing import Any, NamedTuple, TypeVar
 from ray import ObjectRef
 
 from slimrl.arguments import Arguments
-from slimrl.arguments.checkpoints import find, start_of
+from slimrl.arguments.checkpoints import start_of
 from slimrl.cluster.launch import Launch
 from slimrl.cluster.placement import GpuBundles
 from slimrl.cluster.supervisor import ProcessDiedError, Supervisor, TrainWorkerDiedError
 from slimrl.cluster.training.train_group import PolicyAndCritic, TrainGroup
+from slimrl.cluster.training.train_worker import RankFailedError
 from slimrl.weights.update.topology import EngineEndpoint
 
 logger = logging.getLogger("slimrl")
@@ -45,14 +46,14 @@ class TrainRecovery:
     """A `TrainGroup` that survives the loss of ranks: its methods are the group's, after a recovery where needed."""
 
     def __init__(self, group: TrainGroup, args: Arguments, supervisor: Supervisor) -> None:
-        """Handles the losses of `supervisor` from now on."""
+        """Handles the losses of `supervisor` from the end of `initialize` on."""
         self._group = group
         self._args = args
         self._supervisor = supervisor
-        supervisor.set_loss_handler(self._handle)
-        self._held: list[_Trained] = []  # in no complete checkpoint
-        self._last: int | None = None  # the newest rollout that was trained on
-        self._saving = -1  # the rollout of the newest save in the background
+        self._held: list[_Trained] = []  # in no complete checkpoint of this run
+        self._first = 0  # the rollout that the run began with
+        self._complete: int | None = None  # the rollout of this run's newest complete checkpoint
+        self._pending: tuple[int, dict[str, Any] | None] | None = None  # the arguments of the save in the background
         self._endpoints: list[EngineEndpoint] = []
         self._connected = True
         self._keeps_weights: bool | None = None  # of the last `sleep`; None: onloaded
@@ -72,9 +73,11 @@ class TrainRecovery:
         return self._group.last_weight_update
 
     def initialize(self) -> tuple[int, dict[str, Any] | None]:
-        """As in `TrainGroup`; a loss before the first rollout ends the run."""
-        with self._supervisor.raising_losses():
-            return self._group.initialize()
+        """As in `TrainGroup`; a loss before its end ends the run."""
+        first, data_state = self._group.initialize()
+        self._first = first
+        self._supervisor.set_loss_handler(self._handle)
+        return first, data_state
 
     def connect_engines(self, endpoints: list[EngineEndpoint]) -> None:
         """As in `TrainGroup`."""
@@ -88,7 +91,6 @@ class TrainRecovery:
         """As in `TrainGroup`; holds the batches until a complete checkpoint contains the rollout."""
         metrics = self._retried(lambda: self._group.train(rollout_id, batches, progress))
         self._held.append(_Trained(rollout_id, batches))
-        self._last = rollout_id
         self._losses = 0
         return metrics
 
@@ -97,9 +99,16 @@ class TrainRecovery:
         return self._retried(self._group.evaluate_held_out)
 
     def sleep(self, *, keep_weights: bool) -> None:
-        """As in `TrainGroup`."""
-        self._retried(lambda: self._group.sleep(keep_weights=keep_weights))
+        """As in `TrainGroup`; lost ranks are not replaced to be offloaded as a whole."""
         self._keeps_weights = keep_weights
+        if keep_weights:
+            self._retried(lambda: self._group.sleep(keep_weights=True))
+        elif self._lost is None:
+            try:
+                with self._supervisor.raising_losses():
+                    self._group.sleep(keep_weights=False)
+            except TrainWorkerDiedError as error:
+                self._note(error)
 
     def wake(self) -> None:
         """As in `TrainGroup`; new ranks are onloaded already."""
@@ -125,11 +134,18 @@ class TrainRecovery:
     def save(self, rollout_id: int, data_state: dict[str, Any] | None) -> str:
         """As in `TrainGroup`; drops the batches that a complete checkpoint contains."""
         folder = self._retried(lambda: self._group.save(rollout_id, data_state))
-        complete = rollout_id
         if self._args.async_save:  # a save begins when the one before it is complete
-            complete, self._saving = self._saving, rollout_id
-        self._held = [trained for trained in self._held if trained.rollout_id > complete]
+            self._complete = self._complete if self._pending is None else self._pending[0]
+            self._pending = rollout_id, data_state
+        else:
+            self._complete = rollout_id
+        self._held = [trained for trained in self._held if trained.rollout_id >= self._resumes_with]
         return folder
+
+    @property
+    def _resumes_with(self) -> int:
+        """The first rollout that no complete checkpoint of this run contains."""
+        return self._first if self._complete is None else self._complete + 1
 
     def memory(self) -> list[ObjectRef]:
         """As in `TrainGroup`."""
@@ -147,10 +163,13 @@ class TrainRecovery:
             with self._supervisor.raising_losses():
                 self._group.leave()
         except TrainWorkerDiedError as error:
-            if self._args.async_save:
+            if self._pending is not None:
                 raise
             logger.warning("%s; the run is over and saved", _without_log(error))
-        self._group.end()
+            self._supervisor.stop_watching()  # the other ranks may wait for the lost one
+            self._group.kill()
+        else:
+            self._group.end()
 
     def kill(self) -> None:
         """As in `TrainGroup`."""
@@ -188,35 +207,42 @@ class TrainRecovery:
                 self._note(error)
 
     def _replace(self, error: TrainWorkerDiedError) -> None:
-        """Starts all ranks anew and repeats the training since the checkpoint that they load."""
+        """Starts all ranks anew and repeats the training since the checkpoint that they load.
+
+        Raises ProcessDiedError if they cannot take over.
+        """
         started = time.monotonic()
-        first = self._group.restart(self._newest())
-        again = [trained for trained in self._held if trained.rollout_id >= first]
-        if self._last is not None and [trained.rollout_id for trained in again] != [*range(first, self._last + 1)]:
-            raise ProcessDiedError(
-                f"{_without_log(error)}; the newest checkpoint continues with rollout {first}, and the batches from"
-                " there on are no longer held"
-            ) from error
-        for trained in again:
-            self._group.train(trained.rollout_id, trained.batches)
-        if self._keeps_weights is not None:
-            self._group.sleep(keep_weights=self._keeps_weights)
+        try:
+            first = self._group.restart(self._newest())
+            if first != self._resumes_with:
+                raise ProcessDiedError(
+                    f"{_without_log(error)}; new ranks begin with rollout {first}, the run needs {self._resumes_with}"
+                )
+            for trained in self._held:
+                self._group.train(trained.rollout_id, trained.batches)
+                if self._pending is not None and self._pending[0] == trained.rollout_id:
+                    self._group.save(*self._pending)  # it may have been lost with the ranks
+            if self._keeps_weights is not None:
+                self._group.sleep(keep_weights=self._keeps_weights)
+        except RankFailedError as failure:
+            what = str(failure).split("\n", 1)[0]
+            raise ProcessDiedError(f"{_without_log(error)}; its replacement failed: {what}") from failure
         self._lost = None
         self._restored += 1
         seconds = time.monotonic() - started
         self._metrics[RECOVERY_TIME] += seconds
-        repeated = f"{len(again)} rollouts were trained on again" if again else "no training had to be repeated"
+        again = len(self._held)
+        repeated = f"{again} rollouts were trained on again" if again else "no training had to be repeated"
         logger.warning("new training processes continue from the checkpoint; %s; %.1f s", repeated, seconds)
 
     def _newest(self) -> Arguments:
-        """The flags with which new ranks load the newest checkpoint: that of --save once it has one."""
-        args = self._args
-        if args.save is None or find(args.save, None) is None:
-            return args
+        """The flags with which new ranks load what the run has: its newest checkpoint, or what it started from."""
+        if self._complete is None:
+            return self._args
         return dataclasses.replace(
-            args,
-            load=args.save,
-            ckpt_step=None,
+            self._args,
+            load=self._args.save,
+            ckpt_step=self._complete,
             start_rollout_id=None,
             finetune=False,
             no_load_optim=False,
@@ -235,7 +261,7 @@ def start_training(args: Arguments, gpus: GpuBundles, supervisor: Supervisor, la
     logger.info("%s", start_of(args).sentence)
     kind = PolicyAndCritic if args.critic_num_gpus else TrainGroup
     group = kind(args, gpus, supervisor, launch)
-    if not args.use_fault_tolerance:
+    if not args.use_fault_tolerance or args.eval_only:
         return group
     if args.save is None or not args.save_interval or args.no_save_optim or args.no_save_rng:
         logger.info("a lost training rank ends this run: its recovery needs --save and --save-interval, with all state")
