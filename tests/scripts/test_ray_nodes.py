@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,10 @@ import pytest
 from tests.end_to_end import harness
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts" / "lib"))
+import ray_node  # noqa: E402
+from ray_node import ACCEPTS, REFUSES, SILENT  # noqa: E402
+
 SCRIPT = """
 set -euo pipefail
 source scripts/lib/say.sh
@@ -75,6 +80,38 @@ def test_head_that_times_out_reports_the_number_of_nodes(tmp_path):
     assert head.code == 1
     assert re.search(r"1 of 2 nodes \(WORLD_SIZE\) joined within 2 s: [\d.]+; check the other nodes", head.output)
     assert head.left == []
+
+
+@pytest.mark.parametrize(
+    ("answers", "gone_after", "lost"),
+    [
+        ([ACCEPTS] * 60, None, False),
+        ([ACCEPTS] * 5 + [REFUSES] * 40, 5 + 10, False),  # it has ended
+        ([ACCEPTS] * 5 + [REFUSES] * 2 + [SILENT] * 40, 5 + 10, False),  # and its machine with it, as a pod does
+        ([ACCEPTS] * 5 + [SILENT] * 40, 5 + 30, True),  # the link is cut
+        ([ACCEPTS] * 5 + [SILENT] * 25 + [ACCEPTS] * 40, None, False),  # and comes back
+        ([ACCEPTS] * 5 + [REFUSES] * 8 + [ACCEPTS] * 40, None, False),  # Ray was started again
+    ],
+    ids=["up", "ended", "ended with its machine", "cut", "back", "again"],
+)
+def test_head_that_has_ended_differs_from_one_behind_a_lost_link(answers, gone_after, lost, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(ray_node, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(ray_node, "response", lambda _: next(remaining))
+    remaining, watch, seconds = iter(answers), ray_node.HeadWatch("10.0.0.1:6379"), None
+    for second in range(len(answers)):
+        now[0] += 1
+        if watch.gone():
+            seconds = second
+            break
+    assert seconds == gone_after
+    assert watch.lost is lost
+
+
+def test_two_nodes_with_one_rank_are_named():
+    assert ray_node.doubled_rank([("0", "a"), ("1", "b"), ("", "c"), ("", "d")]) == ""
+    doubled = ray_node.doubled_rank([("0", "a"), ("1", "b"), ("1", "c")])
+    assert doubled.startswith("2 nodes were started with RANK=1: b, c; give each node its own RANK")
 
 
 def test_worker_without_a_head_gives_up_with_one_message(tmp_path):
