@@ -136,6 +136,17 @@ def test_save_in_the_background_is_repeated_and_its_batches_are_held_until_it_is
     assert [call[1] for call in group.calls if call[0] == "train"] == [5, 4, 5]
 
 
+def test_first_save_in_the_background_that_was_complete_is_what_new_ranks_load(made):
+    trainers, group, _ = made(async_save=True)
+    trainers.train(0, [0])
+    trainers.save(0, None)
+    trainers.train(1, [1])
+    group.calls.clear()
+    group.dies, group.first = ["update_weights"], 1  # --load is --save, and its newest checkpoint is this one
+    trainers.update_weights(2)
+    assert [call for call in group.calls if call[0] in ("train", "save")] == [("train", 1, [1])]
+
+
 def test_new_ranks_with_another_state_end_the_run_by_name(made):
     trainers, group, _ = made()
     trainers.train(0, [0])

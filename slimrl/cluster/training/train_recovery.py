@@ -139,8 +139,11 @@ class TrainRecovery:
             self._pending = rollout_id, data_state
         else:
             self._complete = rollout_id
-        self._held = [trained for trained in self._held if trained.rollout_id >= self._resumes_with]
+        self._drop_complete()
         return folder
+
+    def _drop_complete(self) -> None:
+        self._held = [trained for trained in self._held if trained.rollout_id >= self._resumes_with]
 
     @property
     def _resumes_with(self) -> int:
@@ -214,6 +217,9 @@ class TrainRecovery:
         started = time.monotonic()
         try:
             first = self._group.restart(self._newest())
+            if self._pending is not None and first == self._pending[0] + 1:  # it is in --load, and was complete
+                self._complete, self._pending = self._pending[0], None
+                self._drop_complete()
             if first != self._resumes_with:
                 raise ProcessDiedError(
                     f"{_without_log(error)}; new ranks begin with rollout {first}, the run needs {self._resumes_with}"
