@@ -175,7 +175,11 @@ def test_offloaded_ranks_are_replaced_when_they_are_needed(made):
     trainers.wake()
     assert group.calls == [("forget",), ("restart",), ("train", 0, [0])]  # new ranks are onloaded
     group.calls.clear()
+    group.dies = ["sleep"]
     trainers.sleep(keep_weights=True)
+    offload = ("sleep", True)
+    assert group.calls == [offload, ("forget",), ("restart",), ("train", 0, [0]), offload]
+    group.calls.clear()
     group.dies = ["update_weights"]
     trainers.connect_engines(["engine"])
     trainers.update_weights(1)

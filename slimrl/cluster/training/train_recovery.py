@@ -1,9 +1,9 @@
 """Replaces lost training ranks: new processes load the newest checkpoint and repeat the training since then.
 
 With --use-fault-tolerance the driver holds the batches of the rollouts that no complete checkpoint contains, in Ray's
-object store. When the process of a rank ends, all ranks are replaced, since
-their process groups cannot continue without it. The servers keep running, with the rollouts in flight, and get the
-weights by the next weight update. Training on a batch is deterministic, so the run ends as one without the loss.
+object store. When the process of a rank ends, all ranks are replaced, since their process groups cannot continue
+without it. The servers keep running, with the rollouts in flight, and get the weights by the next weight update. Where
+training on a batch is deterministic, the run ends as one without the loss.
 
 A rank that is lost while it is offloaded is replaced when the ranks are needed next: until then the servers hold the
 memory of its GPU. A node is not replaced.
@@ -100,10 +100,10 @@ class TrainRecovery:
 
     def sleep(self, *, keep_weights: bool) -> None:
         """As in `TrainGroup`; lost ranks are not replaced to be offloaded as a whole."""
-        self._keeps_weights = keep_weights
         if keep_weights:
             self._retried(lambda: self._group.sleep(keep_weights=True))
-        elif self._lost is None:
+        self._keeps_weights = keep_weights
+        if not keep_weights and self._lost is None:
             try:
                 with self._supervisor.raising_losses():
                     self._group.sleep(keep_weights=False)
