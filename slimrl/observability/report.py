@@ -100,6 +100,7 @@ _FAULTS = {  # handled failures by the name of their count
     "rollout/faults/servers_lost": "servers lost",
     "rollout/faults/servers_replaced": "servers replaced",
     "rollout/faults/router_restarts": "router restarts",
+    "rollout/faults/ranks_lost": "training ranks lost",
     "rollout/faults/requests_resent": "requests sent again",
     "rollout/failed_samples": "failed samples dropped",
     "rollout/staleness/dropped": "stale groups regenerated",
