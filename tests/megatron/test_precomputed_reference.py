@@ -14,19 +14,19 @@ import torch
 from slimrl.megatron.training.pass_plan import PassPlan
 from slimrl.observability.metrics import is_known
 from tests.megatron import layouts, ranks, tiny
-from tests.megatron.layouts import CP2, DYNAMIC, EP2, OVERLAP, PP2, SPREAD, TP2_SP, VIRTUAL, Layout
-from tests.megatron.test_preference_loss import PAIRS_OF_MICRO_BATCHES, Pairs
+from tests.megatron.layouts import CP2, DYNAMIC, EP2, OVERLAP, PAIRS, PP2, SPREAD, TP2_SP, VIRTUAL, Layout
+from tests.megatron.test_preference_loss import Pairs
 from tests.megatron.test_sharding import fsdp
 
 LAYOUTS = {
-    "1 rank": (Layout(1, PAIRS_OF_MICRO_BATCHES), "dense"),
+    "1 rank": (Layout(1, PAIRS), "dense"),
     "DP2, distributed optimizer, packed": (Layout(2, OVERLAP | DYNAMIC | {"balance_data": True}), "dense"),
     "TP2 SP, packed": (Layout(2, TP2_SP | DYNAMIC), "dense"),
-    "PP2": (Layout(2, PP2 | PAIRS_OF_MICRO_BATCHES), "dense"),
+    "PP2": (Layout(2, PP2 | PAIRS), "dense"),
     "PP2 virtual, packed": (Layout(2, VIRTUAL | DYNAMIC, 4), "dense"),
     "CP2, packed": (Layout(2, CP2 | DYNAMIC), "MLA"),
     "EP2, packed": (Layout(2, EP2 | SPREAD | DYNAMIC), "MoE"),
-    "DP2, Megatron-FSDP": (Layout(2, fsdp("optim_grads_params") | PAIRS_OF_MICRO_BATCHES), "dense"),
+    "DP2, Megatron-FSDP": (Layout(2, fsdp("optim_grads_params") | PAIRS), "dense"),
 }
 SHARE = "rollout/stored_ref_log_probs"
 

@@ -155,7 +155,8 @@ def test_user_without_a_name_gets_a_cluster():
     home = Path(tempfile.mkdtemp(prefix="slimrl-nameless-", dir="/tmp"))
     try:
         os.chown(home, 54321, 54321)
-        shutil.copytree(ROOT / "scripts", home / "scripts")
+        for part in ("scripts", "slimrl"):
+            shutil.copytree(ROOT / part, home / part, ignore=shutil.ignore_patterns("__pycache__"))
         environment = {"PATH": f"{python.parent}:/usr/bin:/bin", "HOME": str(home)}
         try:
             subprocess.run([python, "-c", "import ray"], cwd=home, env=environment, check=True, timeout=60, **nameless)

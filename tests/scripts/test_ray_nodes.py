@@ -1,5 +1,6 @@
 """A Ray cluster of several nodes, each started by its own script: they connect and end, or report missing nodes."""
 
+import importlib.util
 import os
 import re
 import socket
@@ -14,10 +15,10 @@ import pytest
 from tests.end_to_end import harness
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts" / "lib"))
-import ray_node  # noqa: E402
-from ray_node import ACCEPTS, REFUSES, SILENT  # noqa: E402
-
+_spec = importlib.util.spec_from_file_location("ray_node", ROOT / "scripts" / "lib" / "ray_node.py")
+ray_node = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(ray_node)
+ACCEPTS, REFUSES, SILENT = ray_node.ACCEPTS, ray_node.REFUSES, ray_node.SILENT
 SCRIPT = """
 set -euo pipefail
 source scripts/lib/say.sh

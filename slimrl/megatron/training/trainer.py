@@ -65,7 +65,7 @@ class MegatronTrainer:
     None with a policy loss.
     """
 
-    _precomputed: PrecomputedReference | None = None  # of `_load_policy`
+    _precomputed: PrecomputedReference | None = None  # of `_load_weights`
 
     def __init__(
         self,
@@ -135,21 +135,22 @@ class MegatronTrainer:
         self._exporter = self._open_exporter(args)
 
     def _load_policy(self, args: Arguments) -> tuple[TrainedModel, CheckpointFolder | None]:
-        """Loads the reference's weights, then the policy's, and makes the stages trainable.
-
-        Also returns the checkpoint to resume from.
-        """
-        reference = None
-        if args.use_reference and not args.eval_only:
-            self._start.load_reference()
-            self._precomputed = self._start.precomputed_reference()
-            reference = ReferenceWeights(self.stages)
-        resumed = self._start.load_weights(has_reference=reference is not None)
+        """Loads the weights and makes the stages trainable; also returns the checkpoint to resume from."""
+        reference, resumed = self._load_weights()
         freeze_parameters(args, self.stages)
         model = TrainedModel.build(
             _of_model(args), self.stages, self.parallel, reference, args.critic_only_rollouts, updates_engines=True
         )
         return model, resumed
+
+    def _load_weights(self) -> tuple[ReferenceWeights | None, CheckpointFolder | None]:
+        """Loads the reference's weights, then the policy's; also returns the checkpoint to resume from."""
+        reference = None
+        if self._algorithm.use_reference and not self._rollouts.eval_only:
+            self._start.load_reference()
+            self._precomputed = self._start.precomputed_reference()
+            reference = ReferenceWeights(self.stages)
+        return reference, self._start.load_weights(has_reference=reference is not None)
 
     def _memory_of_models(self, args: Arguments) -> TrainingMemory:
         """The memory of the policy and of a critic in this rank."""
