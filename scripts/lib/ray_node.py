@@ -200,8 +200,11 @@ def wait_for_nodes(ray: subprocess.Popen, address: str, wanted: int, timeout_s: 
         with contextlib.suppress(urllib.error.URLError, OSError):
             ranks = alive_nodes(address)
             doubled = doubled_rank(ranks)
-            since = since if doubled and since else time.monotonic() if doubled else None
-            if doubled and time.monotonic() - since > DOUBLED_S:
+            if not doubled:
+                since = None
+            elif since is None:
+                since = time.monotonic()
+            elif time.monotonic() - since > DOUBLED_S:
                 raise NotTogether(doubled)
             nodes = [node for _, node in ranks]
             if len(nodes) != len(seen) and wanted > 1:

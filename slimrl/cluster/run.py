@@ -89,7 +89,9 @@ class Run:
         elif args.eval_only:
             logger.info("--num-rollout 0: evaluation only, no training")
         else:
-            logger.info("nothing is left to do: the next rollout is %d, --num-rollout %d", start, args.num_rollout)
+            logger.info(
+                "nothing is left to do: the next rollout is %d and --num-rollout is %d", start, args.num_rollout
+            )
 
     @contextlib.contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
@@ -161,8 +163,9 @@ class Run:
         """Trains on a rollout; metrics per optimizer step, none with `--debug-rollout-only`."""
         if self._trainers is None:
             return []
-        for name in rollout.metrics.keys() & {"rollout/staleness/mean", "rollout/staleness/max"}:
-            self._timeline.count(name, rollout.metrics[name])
+        for name in ("rollout/staleness/mean", "rollout/staleness/max"):
+            if name in rollout.metrics:
+                self._timeline.count(name, rollout.metrics[name])
         self._colocated.onload_trainer()
         self._trained_version = rollout.rollout_id + 1
         with self._timed("train"), self._progress("train", self._trainers.progress, "micro-batch") as update:
@@ -313,7 +316,7 @@ class Run:
 
 @contextlib.contextmanager
 def open_run(args: Arguments) -> Iterator[Run]:
-    """Starts workers and engines, loads the checkpoint; ends all processes on exit."""
+    """Reserves GPUs, starts the train workers and engines, loads the checkpoint; ends all processes on exit."""
     check_servers_reachable(args.rollout_external_engine_addrs or [])
     plan = plan_gpus(args)
     launch = Launch.of_run(args)
