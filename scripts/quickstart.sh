@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # GRPO or PPO end to end on this machine's CPU, with real engines, in a few minutes.
 #
-#    bash scripts/quickstart.sh [--seed N] [--split | --async] [--ppo] [--run-name NAME] [-- more flags of train.py]
+#    bash scripts/quickstart.sh [--seed N] [--split | --async] [--ppo | --lora] [--engine NAME] [--run-name NAME] [-- more flags of train.py]
 #
 # Starts Ray, meanwhile creates a tiny Qwen3 and an addition task and converts it for Megatron, submits train.py as a Ray
 # job, converts the trained model back to Hugging Face and shows the result. All files are in runs/quickstart.
@@ -10,6 +10,8 @@
 #   --split          training and generation on separate GPUs, instead of alternating on the same ones
 #   --async          as --split, and the next rollout is generated during training
 #   --ppo            PPO with a critic instead of GRPO
+#   --lora           GRPO of LoRA adapters, which the engines load beside the model; PEFT folder by --save-hf
+#   --engine NAME    sglang (default) or vllm, which needs -- --vllm-python PATH, the interpreter of its environment
 #   --run-name NAME  write to runs/NAME (default quickstart); if that exists, to runs/NAME_attempt_N
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
@@ -22,6 +24,7 @@ SEED=0
 WANTED_NAME=quickstart
 PLACEMENT=colocated
 ALGORITHM=grpo
+ENGINE=sglang
 need_value() { (($# > 1)) || fail 2 "$1 needs a value; see --help"; }
 while (($#)); do
    case $1 in
@@ -30,12 +33,15 @@ while (($#)); do
       --split) PLACEMENT='split' && shift ;;
       --async) PLACEMENT=async && shift ;;
       --ppo) ALGORITHM=ppo && shift ;;
+      --lora) ALGORITHM=lora && shift ;;
+      --engine) need_value "$@" && ENGINE=$2 && shift 2 ;;
       --) shift && break ;;
       -h | --help) sed -n '2,/^set /{s/^# \{0,1\}//;/^set /!p}' "$0" && exit ;;
       *) fail 2 "unknown option $1; see --help (flags of train.py go after --)" ;;
    esac
 done
 [[ $SEED =~ ^[0-9]+$ ]] || fail 2 "--seed $SEED is not a whole number"
+[[ $ENGINE == sglang || $ENGINE == vllm ]] || fail 2 "--engine $ENGINE is neither sglang nor vllm"
 [[ $WANTED_NAME =~ ^[A-Za-z0-9][A-Za-z0-9._-]*$ ]] || fail 2 "--run-name $WANTED_NAME is not a plain folder name"
 
 # The tiny model runs on the CPU, even if there is a GPU. One thread per process: there are more processes than cores.
@@ -54,6 +60,12 @@ if flags_have --dry-run "$@"; then
    trap 'rm -rf -- "${TINY%/tiny}"' EXIT
 fi
 source scripts/lib/tiny/model_args.sh
+TINY_SIZE=()
+if [[ $ENGINE == vllm ]]; then
+   # vLLM's attention on a CPU needs heads of at least 32.
+   TINY_SIZE=(--kv-channels 32)
+   MODEL_ARGS+=("${TINY_SIZE[@]}")
+fi
 
 CKPT_ARGS=(
    --hf-checkpoint "$TINY/model"
@@ -121,18 +133,27 @@ OPTIMIZER_ARGS=(
    --adam-beta2 0.98
 )
 
+if [[ $ALGORITHM == lora ]]; then
+   OPTIMIZER_ARGS+=(--lr 1e-2)
+   CKPT_ARGS+=(--lora-rank 8 --save-hf "$RUN/adapters_{rollout_id}")
+fi
+
 SGLANG_ARGS=(
    --rollout-num-gpus-per-engine 1
    # One seed per sample and no shared prefix cache: the same flags and seed reproduce the same rewards and losses.
    --sglang-enable-deterministic-inference
    --sglang-disable-radix-cache
+   --check-weight-update-equal
 )
+if [[ $ENGINE == vllm ]]; then
+   SGLANG_ARGS=(--rollout-num-gpus-per-engine 1 --rollout-engine vllm)
+   [[ $ALGORITHM == lora ]] && SGLANG_ARGS+=(--lora-merge)
+fi
 
 MISC_ARGS=(
    --seed "$SEED"
    --run-name "$RUN_NAME"
    --use-tensorboard
-   --check-weight-update-equal
    --save-debug-rollout-data "{run_dir}/rollouts/{rollout_id}.jsonl"
    --save-debug-rollout-limit 10
 )
@@ -164,7 +185,7 @@ flags_check "$PYTHON_FOR_CHECK" "$ENTRY" "${TINY%/tiny}" "${PLACEMENT_ARGS[@]}" 
 prepare_environment
 if flags_have --dry-run "$@"; then
    say "creating a tiny model of the same sizes for the plan"
-   python tools/make_tiny_model.py --output-dir "$TINY" --seed "$SEED" --warm-start-steps 0 >/dev/null
+   python tools/make_tiny_model.py --output-dir "$TINY" --seed "$SEED" "${TINY_SIZE[@]}" --warm-start-steps 0 >/dev/null
    flags_plan "$ENTRY" "${PLACEMENT_ARGS[@]}" "${MODEL_ARGS[@]}" "${RUN_ARGS[@]}"
 fi
 
@@ -178,7 +199,7 @@ say "starting Ray with $NUM_GPUS GPUs in the background"
 ray_launch --num-gpus "$NUM_GPUS" --object-store-memory 200000000
 
 say "creating a tiny model and its task"
-ray_meanwhile python tools/make_tiny_model.py --output-dir "$TINY" --seed "$SEED"
+ray_meanwhile python tools/make_tiny_model.py --output-dir "$TINY" --seed "$SEED" "${TINY_SIZE[@]}"
 # shellcheck source=/dev/null
 source "$TINY/model_args.sh"
 
@@ -190,12 +211,17 @@ say "training: $ENTRY, $PLACEMENT"
 ray_job env CUDA_VISIBLE_DEVICES='' python3 "$ENTRY" "${PLACEMENT_ARGS[@]}" "${MODEL_ARGS[@]}" "${RUN_ARGS[@]}" ||
    fail $? "the training job failed; see its output above, and the logs of all processes in runs/$RUN_NAME/logs"
 
-say "converting torch_dist -> Hugging Face"
 ITERATION=$(<"$RUN/checkpoints/latest_checkpointed_iteration.txt")
-python tools/convert_torch_dist_to_hf.py \
-   --input-dir "$(printf '%s/checkpoints/iter_%07d' "$RUN" "$ITERATION")" \
-   --output-dir "$RUN/hf" \
-   --origin-hf-dir "$TINY/model"
+TRAINED=$RUN/hf
+if [[ $ALGORITHM == lora ]]; then
+   TRAINED=$RUN/adapters_$ITERATION
+else
+   say "converting torch_dist -> Hugging Face"
+   python tools/convert_torch_dist_to_hf.py \
+      --input-dir "$(printf '%s/checkpoints/iter_%07d' "$RUN" "$ITERATION")" \
+      --output-dir "$TRAINED" \
+      --origin-hf-dir "$TINY/model"
+fi
 
 say "done"
-python -m slimrl.observability.report "$RUN/summary.json" --png "$RUN/reward.png" --model "$RUN/hf"
+python -m slimrl.observability.report "$RUN/summary.json" --png "$RUN/reward.png" --model "$TRAINED"

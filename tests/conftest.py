@@ -14,6 +14,7 @@ import gc
 import os
 import subprocess
 import sys
+import time
 import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,6 +36,7 @@ WHOLE_RUNS = (
     "tests/scripts/test_ray_nodes.py",
     "tests/scripts/test_slurm_job.py",
 )
+PATIENCE = 2  # times the limits of whole runs and of tests, which fit a busy machine of today: others are slower
 ON_OWN_MACHINES = "tests/end_to_end/test_machines.py"
 
 
@@ -61,23 +63,49 @@ def extended_tests() -> list[ExtendedTest]:
     return [ExtendedTest(**row | {"ids": tuple(row.get("ids", ["*"]))}) for row in rows]
 
 
-def unit_of(nodeid: str) -> str:
+def unit_of(nodeid: str, *, extended: bool = False) -> str:
     """The unit of tests that one worker runs in sequence: those of a file, or of all files with full runs.
 
-    Full runs on machines of their own do not meet the others.
+    The extended tests of a file are a unit of their own, which comes later. Full runs on machines of their own do not
+    meet the others.
     """
     file = nodeid.partition("::")[0]
-    return "whole runs" if nodeid.startswith(WHOLE_RUNS) and file != ON_OWN_MACHINES else file
+    if nodeid.startswith(WHOLE_RUNS) and file != ON_OWN_MACHINES:
+        return "whole runs"
+    return f"{file}, extended" if extended else file
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds the option of `.ci/run`."""
+    parser.addoption(
+        "--extended-until",
+        type=float,
+        metavar="TIME",
+        help="skip extended tests that would start later (seconds since 1970, as printed by date +%%s)",
+    )
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures start anything
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips an extended test after --extended-until."""
+    until = item.config.getoption("--extended-until")
+    if until is not None and item.get_closest_marker("extended") and time.time() > until:
+        pytest.skip("not run: the time for extended tests is over (--extended-until)")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks extended tests; sorts full runs first, then files with slow tests, then the others in pytest's order."""
+    """Marks extended tests; sorts full runs first, then files with slow tests, then the others in pytest's order.
+
+    Extended tests come last, of full runs and of the others, because time may end.
+    """
     rows = extended_tests()
     named: set[ExtendedTest] = set()
     for item in items:
         of_item = {row for row in rows if row.has(item.nodeid)}
         named |= of_item
+        if limit := item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(PATIENCE * limit.args[0]), append=False)
         if of_item:
             assert item.get_closest_marker("slow"), f"{item.nodeid} of extended.toml is not marked slow"
             item.add_marker("extended")
@@ -87,9 +115,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         raise pytest.UsageError(f"extended.toml names no test: {[row.tests for row in rows if row not in named]}")
     slow_units = {unit_of(item.nodeid) for item in items if item.get_closest_marker("slow")}
 
-    def place(item: pytest.Item) -> int:
-        unit = unit_of(item.nodeid)
-        return 2 if unit not in slow_units else int(unit != "whole runs")
+    def place(item: pytest.Item) -> tuple[int, bool]:
+        unit, extended = unit_of(item.nodeid), item.get_closest_marker("extended") is not None
+        if unit == "whole runs":
+            return 0, extended
+        return (3 if extended else 1 if unit in slow_units else 2), False
 
     items.sort(key=place)
 
@@ -105,9 +135,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadScope
     """Sends a file, or all full runs, to one worker at a time."""
     from xdist.scheduler import LoadScopeScheduling
 
+    rows = extended_tests()
+    files = {row.tests.partition("::")[0] for row in rows}
+
     class ByUnit(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return unit_of(nodeid)
+            extended = nodeid.partition("::")[0] in files and any(row.has(nodeid) for row in rows)
+            return unit_of(nodeid, extended=extended)
 
     config.option.loadscopereorder = False  # in the order of `pytest_collection_modifyitems`
     return ByUnit(config, log)

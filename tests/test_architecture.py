@@ -25,14 +25,21 @@ LAYERS = {
     "observability": 2,
     "megatron": 3,
     "engines/sglang": 3,
+    "engines/vllm": 3,
     "weights": 3,
     "compatibility": 3,
     "cluster": 4,
 }
-HEAVY = {"ray": "cluster", "megatron": "megatron", "sglang": "engines/sglang", "sglang_router": "engines/sglang"}
+HEAVY = {
+    "ray": "cluster",
+    "megatron": "megatron",
+    "sglang": "engines/sglang",
+    "sglang_router": "engines/sglang",
+    "vllm": "engines/vllm",
+}
 # the only place that imports engines: each inside a function, when its row is requested
 TABLE_OF_ENGINES = ROOT / "slimrl/engines/backend.py"
-ROWS_OF_ENGINES = {"slimrl.engines.sglang.backend"}
+ROWS_OF_ENGINES = {"slimrl.engines.sglang.backend", "slimrl.engines.vllm.backend"}
 MOST_FILES_OF_A_FOLDER = 15
 MOST_LINES_OF_A_FILE = 400
 SOURCES = sorted((ROOT / "slimrl").rglob("*.py"))
@@ -124,10 +131,10 @@ def test_table_has_every_engine():
 def test_engine_flags_load_without_torch_and_engine_control_without_a_client():
     program = """
 import sys
-from slimrl.engines.backend import backend
-assert backend().flags() and backend().packages
+from slimrl.engines.backend import SGLANG, backend, passthrough_flags
+assert set(passthrough_flags([])) == {"sglang", "vllm", "router"} and backend(SGLANG).packages
 print([name for name in ("torch", "aiohttp", "ray", "sglang") if name in sys.modules])
-assert backend().control.__name__ == "ServerControl"
+assert backend(SGLANG).control.__name__ == "ServerControl"
 print([name for name in ("aiohttp", "ray", "sglang") if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)

@@ -111,6 +111,12 @@ NOT_CALLABLE = "cannot be called as needed"
             hooks.LayerSpec,
             "there is no module slime_plugins: the layers of every family are slimrl's own: leave --spec out",
         ),
+        (
+            "slime.backends.megatron_utils.loss.icepop_function",
+            hooks.CustomReward,
+            "there is no module slimrl.backends: IcePop is --use-tis --tis-mode mask here: leave"
+            " --custom-tis-function-path out",
+        ),
         ("slimrl.nowhere.deep.judge", hooks.CustomReward, f"there is no module slimrl.nowhere: {NO_MODULE}"),
         ("MODULE.juge", hooks.CustomReward, "module MODULE has no juge: did you mean judge?"),
         ("MODULE.zzz", hooks.CustomReward, "module MODULE has no zzz: check the spelling"),
@@ -242,3 +248,11 @@ def test_exception_in_a_function_is_reported_with_its_own_lines(tmp_path):
         f"  {file}:5 in inner: return x[0]",
     ]
     assert call.__name__ == "keep" and isinstance(caught.value.__cause__, IndexError)
+
+
+def test_teacher_of_slimes_example_is_slimrls_unless_the_folder_has_the_example(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    example = "examples.on_policy_distillation.on_policy_distillation.reward_func"
+    assert hooks.own_path(example) == "slimrl.rollout.on_policy_distillation.reward_func"
+    (tmp_path / "examples/on_policy_distillation").mkdir(parents=True)
+    assert hooks.own_path(example) == example

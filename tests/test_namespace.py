@@ -20,6 +20,7 @@ BUILDERS = {  # called once by an actor or a tool: they pass every component its
         # its steps
         "MegatronTrainer._load_policy",
         "MegatronTrainer._memory_of_models",
+        "MegatronTrainer._report_of_memory",
         "MegatronTrainer._parts_of_rollouts",
         "MegatronTrainer._open_exporter",
         "_warn_of_kernels",
@@ -29,6 +30,7 @@ BUILDERS = {  # called once by an actor or a tool: they pass every component its
     },
     "observability/run_log.py": {"RunLog.open"},
     "rollout/dataset/data_source.py": {"open_data_source"},
+    "weights/update/adapter_updater.py": {"create_updater"},
     "weights/update/weight_updater.py": {"WeightUpdater.create"},
 }
 CONFIGS = {"from_args", "for_training", "for_evaluation"}  # class methods that build configs: see the test below

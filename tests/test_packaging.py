@@ -120,6 +120,8 @@ def imported(paths: Iterable[Path]) -> set[str]:
 def test_setup_requires_every_package_the_source_imports():
     sources = [*(ROOT / "slimrl").rglob("*.py"), *(ROOT / "tools").rglob("*.py"), *ROOT.glob("train*.py")]
     sources += (ROOT / "scripts").rglob("*.py")
+    # vLLM's own environment has what these import
+    sources = [path for path in sources if not path.is_relative_to(ROOT / "slimrl/engines/vllm/environment")]
     asked = metadata()
     # one check of tools/gpu_check runs tests/gpu, and is skipped if pytest is not installed
     assert (

@@ -1,12 +1,14 @@
 """docs/testing.md lists the tests that the suite skips by default, and the tests that replace them run."""
 
 import ast
+import contextlib
 import re
+import types
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import ExtendedTest, extended_tests, unit_of
+from tests.conftest import ExtendedTest, extended_tests, pytest_runtest_setup, unit_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs/testing.md").read_text()
@@ -59,3 +61,21 @@ def test_tests_of_a_file_go_to_one_worker_and_full_runs_of_all_files_too():
     assert unit_of("tests/data/test_x.py::test_y[tests/end_to_end/]") == "tests/data/test_x.py"
     runs = {unit_of(f"tests/end_to_end/{name}::test_y") for name in ("test_colocated.py", "test_failures.py")}
     assert runs == {unit_of("tests/scripts/test_ray.py::test_z")} == {"whole runs"}
+    assert unit_of("tests/scripts/test_ray.py::test_z", extended=True) == "whole runs"
+    assert unit_of("tests/data/test_x.py::test_y", extended=True) != unit_of("tests/data/test_x.py::test_y")
+
+
+@pytest.mark.parametrize(("until", "skipped"), [(None, False), ("0", True), ("1e12", False)])
+def test_extended_test_is_skipped_only_after_the_time_for_it(until, skipped):
+    class Item:
+        config = types.SimpleNamespace(getoption=lambda _: None if until is None else float(until))
+
+        def __init__(self, *marks: str) -> None:
+            self._marks = marks
+
+        def get_closest_marker(self, name: str) -> object:
+            return name in self._marks
+
+    pytest_runtest_setup(Item("slow"))
+    with pytest.raises(pytest.skip.Exception) if skipped else contextlib.nullcontext():
+        pytest_runtest_setup(Item("slow", "extended"))

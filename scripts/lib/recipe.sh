@@ -154,6 +154,9 @@ recipe_tiny() {
    else
       recipe_tiny_rollouts "$TOY"
    fi
+   if [[ " ${GRPO_ARGS[*]} " == *' --num-critic-only-steps '* ]]; then
+      GRPO_ARGS+=(--num-critic-only-steps 1) # of the two rollouts
+   fi
    if [[ " ${GRPO_ARGS[*]} " == *' --use-opd '* ]]; then
       PLACEMENT_ARGS=(--actor-num-nodes 1 --actor-num-gpus-per-node 2 --rollout-num-gpus 1)
       GRPO_ARGS+=(--rm-model "$TOY/teacher/model" --rm-num-gpus 1 --rm-num-gpus-per-engine 1)

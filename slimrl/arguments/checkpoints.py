@@ -51,6 +51,9 @@ def manifest(iteration: int, files: dict[str, int], **more: Any) -> str:
     return json.dumps(content, indent=2) + "\n"
 
 
+SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads")  # of the model, in the manifest
+
+
 def read_manifest(folder: Path) -> dict[str, Any] | None:
     """The parsed manifest; None if it is missing or truncated."""
     try:

@@ -30,6 +30,9 @@ def derive(args: Arguments) -> None:
     _batch(args)
     _offload(args)
     _lengths(args)
+    # seeds per sample, and log-probabilities from one function at every temperature
+    if args.true_on_policy_mode and not args.uses_vllm:
+        args.sglang_options.setdefault("enable_deterministic_inference", True)
     args.rollout_function_path = own_path(args.rollout_function_path)
     if isinstance(args.prompt_data, list) and len(args.prompt_data) == 1:
         args.prompt_data = args.prompt_data[0]  # a plain string, as functions written for slime expect
@@ -172,7 +175,8 @@ def _critic(args: Arguments) -> None:
 
 
 def _lengths(args: Arguments) -> None:
-    if args.rollout_max_prompt_len is None and args.rollout_max_context_len is not None:
+    samples_responses = not args.reads_pairs and not args.reads_conversations
+    if args.rollout_max_prompt_len is None and args.rollout_max_context_len is not None and samples_responses:
         args.rollout_max_prompt_len = args.rollout_max_context_len - 1
 
 

@@ -40,7 +40,8 @@ One flat list of flags for `train.py` and `train_async.py`. This page is generat
 - Unknown flags, invalid values and invalid combinations are all reported together, before anything starts, with exit
   code 2.
 - If the default is `-`, the meaning ends with the value or behaviour used instead, in brackets.
-- Any other `--sglang-<x>` goes to the SGLang servers as their `--<x>`, any other `--router-<x>` to the router.
+- Any other `--sglang-<x>` goes to the SGLang servers as their `--<x>`, any other `--vllm-<x>` to the vLLM servers, any
+  other `--router-<x>` to the router.
 - Functions are given by dotted import path (`package.module.function`); their contracts are in `slimrl/hooks/`.
 - On a machine without GPUs, a GPU is a logical GPU of Ray: one process on the CPU.
 - The list includes flags of Megatron-LM and slime that slimrl does not support: *unsupported* names the alternative.
@@ -55,10 +56,9 @@ Flags of Megatron-LM, SGLang or slime that slimrl does not support. This page is
 flags: `python -m slimrl.arguments.docs unsupported > docs/unsupported.md`.
 
 A command line with such a flag is rejected before anything starts; the last column is the error. The default value of
-the flag is accepted, so that scripts which set it explicitly run. Two missing capabilities have no flag: **adapters
-(LoRA)**, since every weight is trained or frozen ([sharding.md](sharding.md#frozen-weights)), and **engines other than
-SGLang**. Some flags are supported alone and rejected in combination; the error then names both, and `--dry-run` finds
-it without starting anything ([dry-run.md](dry-run.md)).
+the flag is accepted, so that scripts which set it explicitly run. One missing capability has no flag: **engines other
+than SGLang**. Some flags are supported alone and rejected in combination; the error then names both, and `--dry-run`
+finds it without starting anything ([dry-run.md](dry-run.md)).
 """
 
 
@@ -125,6 +125,12 @@ CAPABILITIES = (
         in_readme=False,
     ),
     Capability(
+        "Parts of LoRA",
+        "lora_dropout",
+        "Adapters are trained without dropout ([lora.md](lora.md)).",
+        in_readme=False,
+    ),
+    Capability(
         "Precision recipes",
         "enable_autocast fp8_* fp4_* keep_fp8_* *kitchen* quant_recipe",
         "bf16, fp16, float32 and the fp8 recipes of Transformer Engine (not run on a GPU so far) are supported; custom"
@@ -163,9 +169,11 @@ CAPABILITIES = (
         "All engines of a run have the same options; there is no prefill/decode disaggregation.",
     ),
     Capability(
-        "Partial weight updates",
+        "Changed weights in files",
         "update_weight_*",
-        "A weight update sends every weight ([weight-updates.md](weight-updates.md)).",
+        "`--update-weight-mode delta` sends changes over HTTP, not in files. Files are removed when every engine has"
+        " read them ([weight-updates.md](weight-updates.md#only-what-changed)).",
+        in_readme=False,
     ),
     Capability(
         "Megatron's own generation",

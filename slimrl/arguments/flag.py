@@ -14,7 +14,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 
@@ -91,6 +91,7 @@ class FlagSpec:
     parse: Callable[[str], Any] | None
     not_served: str | None
     served: tuple[Any, ...]
+    hints: dict[str, str]
 
     @property
     def is_switch(self) -> bool:
@@ -117,7 +118,8 @@ class FlagSpec:
     def check(self, value: Any) -> None:
         """Raises ValueError, worded as in `convert`, if `value` is not among the choices or outside the bounds."""
         if self.choices is not None and value not in self.choices:
-            raise ValueError(f"is not {_either(self.choices)}")
+            hint = self.hints.get(value)
+            raise ValueError(f"is not {_either(self.choices)}{'' if hint is None else f': {hint}'}")
         self.bounds.check(value)
 
 
@@ -138,6 +140,7 @@ def flag(
     parse: Callable[[str], Any] | None = None,
     not_served: str | None = None,
     served: Sequence[Any] = (),
+    hints: Mapping[str, str] | None = None,
 ) -> Any:
     """A dataclass field that is a command line flag named like the field (`rollout_seed` is `--rollout-seed`).
 
@@ -148,7 +151,8 @@ def flag(
     has no name that sets it to True (it is True unless switched off). `nargs="+"` takes one or more values,
     `nargs="*"` any number. The next five bound a number. `parse` converts one word if the type alone does not define
     the conversion; it raises ValueError worded as in `FlagSpec.convert`. `not_served` marks a flag of other frameworks
-    of which only the default and the values in `served` are supported: it names the alternative.
+    of which only the default and the values in `served` are supported: it names the alternative. `hints` has values of
+    other frameworks that are not among the choices, each with what to give instead.
     """
     metadata = {
         _METADATA_KEY: {
@@ -163,6 +167,7 @@ def flag(
             "parse": parse,
             "not_served": not_served,
             "served": tuple(served),
+            "hints": dict(hints or {}),
         }
     }
     if isinstance(default, list | dict):
@@ -201,6 +206,7 @@ def _spec_of_field(field: dataclasses.Field[Any], hint: Any, group: str) -> Flag
         parse=declared["parse"],
         not_served=declared["not_served"],
         served=declared["served"],
+        hints=declared["hints"],
     )
 
 

@@ -1,23 +1,20 @@
-"""Estimates the memory of a training GPU of each pipeline stage and of a GPU of an SGLang server, from flags alone.
+"""Estimates the memory of a training GPU of each pipeline stage, from flags alone.
 
 Pure functions: they look at no file and no machine. Weights, gradients and optimizer state are exact (a test compares
-them with a real trainer). Activations and the loss are estimates, made for the largest micro-batch of a rollout. SGLang
-gives weights and KV cache together a fixed fraction of the GPU (its --mem-fraction-static); the cache is what the
-weights leave of it. docs/dry-run.md has the formulas. The dry run shows them, and each training rank compares what it
-measures.
+them with a real trainer). Activations and the loss are estimates, made for the largest micro-batch of a rollout.
+docs/dry-run.md has the formulas. The dry run shows them, and each training rank compares what it measures.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
 
 from slimrl.arguments.layout import Groups, critic_groups, groups_of, stage_layers
 from slimrl.arguments.namespace import Arguments
 from slimrl.models.activation_memory import Setting, output_bytes, saved_bytes, working_bytes
+from slimrl.models.adapters import AdapterConfig, adapter_weights
 from slimrl.models.model_spec import ModelSpec
-from slimrl.models.parameters import Split, Weights, buffer_elements, critic_weights, stage_weights, total_parameters
+from slimrl.models.parameters import Split, Weights, buffer_elements, critic_weights, stage_weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +103,13 @@ class StageMemory:
     critic: int  # its weights and optimizer state; 0 without one
     critic_gradients: int
     weight_update: int  # two buckets of new weights, and what is gathered then: none of the three above is there
-    host: int  # in host memory: weights of reference and teacher; with --optimizer-cpu-offload state and gradients
+    host_models: int  # in host memory: weights of reference and teacher, and room for the policy's beside each
+    host_optimizer: int  # in host memory, with --optimizer-cpu-offload: state and gradients
+
+    @property
+    def host(self) -> int:
+        """All in host memory."""
+        return self.host_models + self.host_optimizer
 
     @property
     def resident(self) -> int:
@@ -139,15 +142,15 @@ def training_memory(args: Arguments, *, tokens: int | None = None) -> tuple[Stag
         groups_of(args),
         value_head=args.trains_reward_model,
         critic=args.use_critic and not args.eval_only and not args.critic_num_gpus,
-        on_host=0 if args.eval_only else args.use_reference + args.has_megatron_teacher,
+        on_host=0 if args.eval_only or args.lora_rank else args.use_reference + args.has_megatron_teacher,
         updates_engines=not args.debug_train_only,
     )
     return _stages(args, held, tokens)
 
 
-def critic_memory(args: Arguments) -> tuple[StageMemory, ...]:
+def critic_memory(args: Arguments, *, tokens: int | None = None) -> tuple[StageMemory, ...]:
     """The same of one GPU of a critic on GPUs of its own; empty if there is none."""
-    return _stages(args, HeldModels(critic_groups(args), value_head=True), None) if args.critic_num_gpus else ()
+    return _stages(args, HeldModels(critic_groups(args), value_head=True), tokens) if args.critic_num_gpus else ()
 
 
 def parameter_bytes(args: Arguments) -> int:
@@ -166,58 +169,56 @@ def _stages(args: Arguments, held: HeldModels, tokens: int | None) -> tuple[Stag
 def _stage(
     args: Arguments, held: HeldModels, spec: ModelSpec, setting: Setting, parts: list[tuple[int, ...]], number: int
 ) -> StageMemory:
-    groups, element = held.groups, setting.element
-    first, last = number == 0, number == len(parts) - 1
+    groups, first, last = held.groups, number == 0, number == len(parts) - 1
     split = Split(groups.tensor, groups.expert_tensor, groups.expert)
     count = critic_weights if held.value_head else stage_weights
     weights = count(spec, split, parts[number], first=first, last=last)
-    dense, expert = _buffers(args, groups, weights)
-    state = _optimizer_bytes(args, groups, weights, dense, expert)
+    trains, whole = not args.eval_only, weights.total * setting.element
+    own, adapters = _trained_model(args, groups, weights), AdapterConfig.from_args(args)
+    if adapters is not None and not held.value_head:  # beside weights that are not trained
+        own = _trained_model(args, groups, adapter_weights(spec, split, parts[number], adapters))
+        own = dataclasses.replace(own, weights=own.weights + whole)
     of_critic = critic_weights(spec, split, parts[number], first=first, last=last)
-    critic, critic_gradients, of_critic_on_host = _critic_bytes(args, groups, of_critic) if held.critic else (0, 0, 0)
-    offloaded, copied = _offloaded_bytes(args, state)
-    kept = _shared_out(args, groups, dense, expert, "optim_grads_params") * element
-    trains = not args.eval_only
-    gathered = (dense + expert) * element - kept  # Megatron-FSDP holds weights whole between two passes
+    critic = _trained_model(args, groups, of_critic) if held.critic else _TrainedModel(0, 0, 0, 0, 0)
+    sent = own.weights - whole if args.engines_have_adapters else whole
     return StageMemory(
         layers=parts[number],
         parameters=weights.total,
-        weights=kept,
-        gradients=_shared_out(args, groups, dense, expert, "optim_grads", "optim_grads_params") * gradient_bytes(args),
-        optimizer=state - offloaded,
+        weights=own.weights,
+        gradients=own.gradients,
+        optimizer=own.optimizer,
         activations=trains
         * int(saved_bytes(spec, setting, parts[number], last=last) * _in_flight(args, groups, number)),
         loss=_output_bytes(args, groups, spec, setting) if last and trains and not held.value_head else 0,
-        critic=critic,
-        critic_gradients=critic_gradients,
+        critic=critic.weights + critic.gathered + critic.optimizer,
+        critic_gradients=critic.gradients,
         backward=trains * working_bytes(spec, setting, parts[number]),
-        weight_update=gathered + held.updates_engines * _bucket_bytes(args, weights.total * element),
-        # each model on the host also has room for the policy
-        host=offloaded + copied + of_critic_on_host + 2 * held.on_host * weights.total * element,
+        weight_update=own.gathered + held.updates_engines * min(2 * args.update_weight_buffer_size, sent),
+        host_models=2 * held.on_host * (own.weights if args.use_megatron_fsdp else whole),
+        host_optimizer=own.on_host + critic.on_host,
     )
 
 
-def _critic_bytes(args: Arguments, groups: Groups, weights: Weights) -> tuple[int, int, int]:
-    """Weights and optimizer state on the device, gradients, and what --optimizer-cpu-offload moves to the host.
+@dataclasses.dataclass(frozen=True)
+class _TrainedModel:
+    """Bytes of a model in training on one GPU; `on_host` are those that --optimizer-cpu-offload moves to the host."""
 
-    With Megatron-FSDP the weights are whole outside of the critic's own passes.
-    """
+    weights: int
+    gathered: int  # by Megatron-FSDP with sharded weights, outside of the model's own passes: whole weights beside them
+    gradients: int
+    optimizer: int
+    on_host: int
+
+
+def _trained_model(args: Arguments, groups: Groups, weights: Weights) -> _TrainedModel:
     dense, expert = _buffers(args, groups, weights)
     state = _optimizer_bytes(args, groups, weights, dense, expert)
-    offloaded, copied = _offloaded_bytes(args, state)
-    gradients = _shared_out(args, groups, dense, expert, "optim_grads", "optim_grads_params") * gradient_bytes(args)
-    return (dense + expert) * parameter_bytes(args) + state - offloaded, gradients, offloaded + copied
-
-
-def _offloaded_bytes(args: Arguments, state: int) -> tuple[int, int]:
-    """Of --optimizer-cpu-offload: the state on the host, and the gradients copied to it, in float32."""
     offloaded = int(state * args.optimizer_offload_fraction) if args.optimizer_cpu_offload else 0
-    return offloaded, offloaded * FP32 // max(_state_bytes(args), 1)
-
-
-def _bucket_bytes(args: Arguments, weights: int) -> int:
-    """The two buckets that new weights travel in."""
-    return min(2 * args.update_weight_buffer_size, weights)
+    copied = offloaded * FP32 // max(_state_bytes(args), 1)  # gradients, in float32
+    kept = _shared_out(args, groups, dense, expert, "optim_grads_params") * parameter_bytes(args)
+    whole = (dense + expert) * parameter_bytes(args)
+    gradients = _shared_out(args, groups, dense, expert, "optim_grads", "optim_grads_params") * gradient_bytes(args)
+    return _TrainedModel(kept, whole if kept < whole else 0, gradients, state - offloaded, offloaded + copied)
 
 
 def _shared_out(args: Arguments, groups: Groups, dense: int, expert: int, *strategies: str) -> int:
@@ -272,9 +273,12 @@ def _optimizer_bytes(args: Arguments, groups: Groups, weights: Weights, dense: i
 
 
 def _state_bytes(args: Arguments) -> int:
-    """Bytes of the optimizer's state for one weight; moments begin with the first step."""
+    """Bytes of the optimizer's state for one weight; moments begin with the first step.
+
+    Megatron-FSDP keeps a copy of float32 weights too.
+    """
     moments = 0 if args.eval_only else _moment_bytes(args)
-    return (_copy_bytes(args) if parameter_bytes(args) < FP32 else 0) + moments
+    return (_copy_bytes(args) if parameter_bytes(args) < FP32 or args.use_megatron_fsdp else 0) + moments
 
 
 def _copy_bytes(args: Arguments) -> int:
@@ -326,72 +330,3 @@ def _micro_batches(args: Arguments, groups: Groups) -> int:
     """Micro-batches of one optimizer step on one GPU: at most one per sample."""
     samples = max((args.global_batch_size or 1) // groups.data, 1)
     return samples if args.use_dynamic_batch_size else max(samples // args.micro_batch_size, 1)
-
-
-# SGLang computes its own where none is given, between 0.8 and 0.95 on the GPUs of today.
-ASSUMED_FRACTION = 0.88
-_ELEMENT_BYTES = {"float32": 4.0, "float": 4.0, "bfloat16": 2.0, "float16": 2.0, "half": 2.0, "auto": None}
-
-
-@dataclasses.dataclass(frozen=True)
-class EngineSettings:
-    """How a server keeps its numbers. `max_tokens` bounds the cache where the user (or the CPU's defaults) did."""
-
-    weight_bytes: float = 2.0  # per element
-    cache_bytes: int = 2  # per element
-    fraction: float = ASSUMED_FRACTION
-    max_tokens: int | None = None
-    stages: int = 1  # pipeline stages of a server
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any], weight_bytes: float = 2.0) -> EngineSettings:
-        """From the --sglang-* options by the server's own names; `weight_bytes` is what the checkpoint's files say."""
-        given = _ELEMENT_BYTES.get(str(options.get("dtype", "auto")))
-        element = given or weight_bytes
-        cache = str(options.get("kv_cache_dtype", "auto"))
-        wide = 4 if element >= 4 else 2
-        tokens, fraction = options.get("max_total_tokens"), options.get("mem_fraction_static")
-        return cls(
-            weight_bytes=element,
-            cache_bytes=1 if "fp8" in cache else 2 if cache == "bfloat16" else wide,
-            fraction=ASSUMED_FRACTION if fraction is None else float(fraction),
-            max_tokens=None if tokens is None else int(tokens),
-            stages=int(options.get("pp_size") or 1),
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class EngineMemory:
-    """One GPU of a server, bytes. `cache` and `tokens` are None if the GPU's memory is not known."""
-
-    weights: int
-    cache_per_token: int
-    cache: int | None
-    tokens: int | None
-
-    @property
-    def total(self) -> int:
-        """Weights and KV cache."""
-        return self.weights + (self.cache or 0)
-
-
-def engine_memory(spec: ModelSpec, settings: EngineSettings, gpus: int, gpu_bytes: int | None) -> EngineMemory:
-    """Weights divided over the server's GPUs (norms and the like are not, which is not counted), cache by token."""
-    weights = int(total_parameters(spec) * settings.weight_bytes) // gpus
-    per_token = cache_elements_per_token(spec, gpus, settings.stages) * settings.cache_bytes
-    tokens = settings.max_tokens
-    if gpu_bytes is not None:
-        room = max(int(gpu_bytes * settings.fraction) - weights, 0) // per_token
-        tokens = room if tokens is None else min(tokens, room)
-    return EngineMemory(weights, per_token, None if tokens is None else tokens * per_token, tokens)
-
-
-def cache_elements_per_token(spec: ModelSpec, gpus: int, stages: int = 1) -> int:
-    """Keys and values of every layer of a stage; with latent attention one vector per layer, whole on every GPU.
-
-    Fewer key/value heads than GPUs are held several times.
-    """
-    layers = -(-spec.num_layers // stages)
-    if spec.latent is not None:
-        return layers * (spec.latent.kv_lora_rank + spec.latent.qk_pos_emb_head_dim)
-    return layers * 2 * max(spec.num_query_groups * stages // gpus, 1) * spec.kv_channels

@@ -25,6 +25,7 @@ from slimrl.arguments.flags.logging import (
     PrometheusArguments,
     WandbArguments,
 )
+from slimrl.arguments.flags.lora import LoraArguments
 from slimrl.arguments.flags.model import (
     AttentionArguments,
     ModelArguments,
@@ -83,8 +84,14 @@ class DerivedEngine:
     """Derived values of the engines, computed after parsing by `derive`."""
 
     sglang_options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    vllm_options: dict[str, Any] = dataclasses.field(default_factory=dict)
     router_options: dict[str, Any] = dataclasses.field(default_factory=dict)
     engine_context_len: int | None = None  # tokens of prompt and response that an engine takes, where that is known
+
+    @property
+    def trusts_remote_code(self) -> bool:
+        """True if the engines, and so the tokenizer, run code of the model's folder."""
+        return any(options.get("trust_remote_code") for options in (self.sglang_options, self.vllm_options))
 
 
 @dataclasses.dataclass
@@ -118,6 +125,7 @@ class MegatronArguments(
     OffloadArguments,
     KernelArguments,
     OptimizerArguments,
+    LoraArguments,
     OtherModelArguments,
     DerivedLayout,
 ):
@@ -158,6 +166,13 @@ class ReportArguments(LoggingArguments, WandbArguments, PrometheusArguments, Der
     """The flags of reporting."""
 
 
+# fields whose entries are attributes of `Arguments`, with the prefix of these
+_ATTRIBUTES_OF_OPTIONS = (
+    ("custom", ""),
+    ("sglang_options", "sglang_"),
+    ("vllm_options", "vllm_"),
+    ("router_options", "router_"),
+)
 _COMPOSITES = (MegatronArguments, SamplingArguments, ConversionArguments, PromptArguments, ReportArguments)
 
 
@@ -188,6 +203,7 @@ class Arguments(
     CriticArguments,
     DistillationArguments,
     OptimizerArguments,
+    LoraArguments,
     WeightUpdateArguments,
     EngineArguments,
     LoggingArguments,
@@ -201,18 +217,18 @@ class Arguments(
     """Every flag and everything derived from them, one attribute each.
 
     It inherits from every group of flags. A component annotates its parameter with the group that it needs, and mypy
-    rejects reads of another. Custom settings (`custom`) and given `--sglang-*` and `--router-*` options are also
-    attributes, unless a flag has that name, as functions written for slime expect.
+    rejects reads of another. Custom settings (`custom`) and given `--sglang-*`, `--vllm-*` and `--router-*` options are
+    also attributes, unless a flag has that name, as functions written for slime expect.
     """
 
     def __getattr__(self, name: str) -> Any:
         given = self.__dict__  # empty while an object is unpickled
-        for field, prefix in (("custom", ""), ("sglang_options", "sglang_"), ("router_options", "router_")):
+        for field, prefix in _ATTRIBUTES_OF_OPTIONS:
             key = name.removeprefix(prefix)
             if name.startswith(prefix) and key in given.get(field, ()):
                 return given[field][key]
         fix = "put it under custom: in the file of --custom-config-path"
-        if name.startswith(("sglang_", "router_")):
+        if name.startswith(("sglang_", "vllm_", "router_")):
             fix = f"give --{name.replace('_', '-')}"
         raise AttributeError(f"args.{name} is neither a flag nor a custom setting: {fix}", name=name, obj=self)
 
@@ -249,7 +265,25 @@ class Arguments(
     @property
     def broadcasts_weights(self) -> bool:
         """True if weight updates are broadcasts, with --colocate those to the engines on the critic's GPUs."""
+        if self.engines_have_adapters:
+            return False
         return self.update_weight_transport == "nccl" and (not self.colocate or self.critic_num_gpus > 0)
+
+    @property
+    def engines_have_adapters(self) -> bool:
+        """True if the engines serve LoRA adapters beside their base, and weight updates send nothing else."""
+        alone = self.debug_rollout_only or self.debug_train_only
+        return self.lora_rank is not None and not self.lora_merge and not alone
+
+    @property
+    def uses_vllm(self) -> bool:
+        """True if the rollout's servers are vLLM's, and not SGLang's."""
+        return self.rollout_engine == "vllm"
+
+    @property
+    def engine_options(self) -> dict[str, Any]:
+        """The options of the rollout's servers, by the engine's own names."""
+        return self.vllm_options if self.uses_vllm else self.sglang_options
 
     @property
     def training_num_gpus(self) -> int:

@@ -27,8 +27,8 @@ def parse_args(
     """Parse, derive and check a command line.
 
     `entry` is the calling program: "train.py" and "train_async.py" check all flags, a tool only the model flags.
-    `passthrough` maps a prefix ("sglang", "router") to a function that lists the engine's flags; it is called only if
-    the command line has such a flag. With problems, prints all of them to stderr and exits with code 2.
+    `passthrough` maps a prefix ("sglang", "vllm", "router") to a function that lists the engine's flags; it is called
+    only if the command line has such a flag. With problems, prints all of them to stderr and exits with code 2.
     """
     if {"-h", "--help"} & set(argv):
         from slimrl.arguments.docs import help_text
@@ -64,6 +64,7 @@ def _checked(parsed: ParsedLine, entry: str) -> tuple[Arguments, list[Problem]]:
     """The arguments of a parsed line with derived values, and the problems that the rules find."""
     args = Arguments(**parsed.values)
     args.sglang_options = parsed.options.get("sglang", {})
+    args.vllm_options = parsed.options.get("vllm", {})
     args.router_options = parsed.options.get("router", {})
     context = Context(entry, frozenset(parsed.values), frozenset(parsed.broken))
     if context.is_training:

@@ -3,8 +3,8 @@
 Only exact spellings are flags. The last occurrence wins, and `--flag value` and `--flag=value` are the same. Every
 unusable word is reported as a `Problem`; a guess at its meaning is never used as a value. The parser does not read
 files or compare flags with each other.
-`PassthroughFlag` is a flag of the installed engine or router (`--sglang-<x>`, `--router-<x>`). `RETIRED_FLAGS` are
-flags of existing scripts without a counterpart, each with the reason or the alternative.
+`PassthroughFlag` is a flag of the installed engine or router (`--sglang-<x>`, `--vllm-<x>`, `--router-<x>`).
+`RETIRED_FLAGS` are flags of existing scripts without a counterpart, each with the reason or the alternative.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Spelling:
     """The flag of one spelling on the command line and, for a switch, the value that it sets."""
 
     target: FlagSpec | PassthroughFlag
-    prefix: str | None  # "sglang" or "router" for a flag that passes through
+    prefix: str | None  # "sglang", "vllm" or "router" for a flag that passes through
     switch_value: bool | None
 
 
@@ -190,7 +190,8 @@ def _refuse_unknown(occurrence: _Occurrence, spellings: dict[str, Spelling], par
         parsed.problems.append(Problem(name, f"{name} has no effect in slimrl: {RETIRED_FLAGS[name]}."))
         return
     meant: str | None = _same_but_for_dashes(name, spellings)
-    word = other_word(name) if meant is None else None
+    passes = {spelling.prefix for spelling in spellings.values()} & {name.removeprefix("--").partition("-")[0]}
+    word = other_word(name) if meant is None and not passes else None
     if word is not None:
         meant, sentence = word.flag, word.sentence(name)
     else:

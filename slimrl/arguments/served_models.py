@@ -53,7 +53,7 @@ class RewardModelConfig:
             raise ValueError(
                 f"--rm-model {folder} has no readable config.json ({error}): copy the model again."
             ) from error
-        architecture = (config.get("architectures") or ["nothing"])[0]
+        architecture = (config.get("architectures") or ["model without architectures in its config.json"])[0]
         default = 2 if architecture in TOKEN_CLASSIFIERS else 1  # transformers leaves out its default, 2 labels
         labels = config.get("num_labels") or len(config.get("id2label") or {}) or default
         scaled = config.get("rope_scaling") is not None
@@ -147,7 +147,11 @@ def reward_gpus(args: Arguments, others: int) -> tuple[range, ...]:
 
 # names of config.json for the longest sequence, in the server's order
 _KEYS = ("max_sequence_length", "seq_length", "max_seq_len", "model_max_length", "max_position_embeddings")
-_UNITS = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+_UNITS = {
+    **{"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12},
+    **{"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40},
+    "K": 2**10,  # only vLLM's
+}
 # A server rejects prompts within this many tokens of its context with HTTP 400, including continued responses.
 RESERVED_TOKENS = 6
 
@@ -156,7 +160,7 @@ def take_context_of_engines(args: Arguments) -> None:
     """Set `engine_context_len`; it stays None if it is not known, or if the engine truncates prompts itself."""
     if args.debug_train_only or args.rollout_external_engine_addrs or args.sglang_options.get("allow_auto_truncate"):
         return
-    given = args.sglang_options.get("context_length")
+    _, given = context_flag(args)
     try:
         context = context_of_model(args) if given is None else tokens(given)
     except ValueError:
@@ -166,6 +170,14 @@ def take_context_of_engines(args: Arguments) -> None:
         context = cache if context is None else min(context, cache)
     if context is not None and context > RESERVED_TOKENS + 1:
         args.engine_context_len = context - RESERVED_TOKENS
+
+
+def context_flag(args: Arguments) -> tuple[str, Any]:
+    """The flag of the engines' context, and its value; None if the model's context applies."""
+    if args.uses_vllm:
+        given = args.vllm_options.get("max_model_len")
+        return "--vllm-max-model-len", None if given in ("auto", "-1") else given
+    return "--sglang-context-length", args.sglang_options.get("context_length")
 
 
 def context_of_model(args: Arguments) -> int | None:
@@ -200,7 +212,7 @@ def stated_context(config: Mapping[str, Any]) -> int | None:
 
 
 def tokens(given: int | str) -> int:
-    """A number as SGLang reads it: 32768, "32k" (thousands) or "32Ki" (powers of 1024). Raises ValueError."""
+    """A number as the engines read it: 32768, "32k" (thousands), "32Ki" or "32K" (of 1024). Raises ValueError."""
     text = str(given).strip()
     unit = next((unit for unit in sorted(_UNITS, key=len, reverse=True) if text.endswith(unit)), "")
     return int(float(text.removesuffix(unit)) * _UNITS.get(unit, 1))

@@ -2,8 +2,8 @@
 
 Reads the flags from standard input, each word terminated by a zero byte. Reports the same problems as the entry point,
 except for files that do not exist yet, and starts nothing. Exit code 0, or 2 with all problems on stderr. Needs only
-the standard library; without an installed SGLang, --sglang-* flags are not checked. The scripts call it before they
-create a model, an environment or a Ray cluster.
+the standard library: --vllm-* flags, and --sglang-* flags without an installed SGLang, are not checked. The scripts
+call it before they create a model, an environment or a Ray cluster.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from slimrl.arguments import Problem, read_args
 from slimrl.arguments.flag import report
 from slimrl.arguments.namespace import all_flag_specs
 from slimrl.arguments.parser import PassthroughTables
-from slimrl.cluster.main import EXIT_REFUSED, passthrough_flags
-from slimrl.engines.backend import backend
+from slimrl.cluster.main import EXIT_REFUSED
+from slimrl.engines.backend import SGLANG, backend
+
+PREFIXES = ("sglang", "vllm", "router")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -50,8 +52,7 @@ def early_problems(
 ) -> list[Problem]:
     """The problems of `flags`, without those about paths in `made_later`."""
     fields = {name: spec.dest for spec in all_flag_specs() for name in spec.on + spec.off}
-    if not passthrough:
-        flags = _without_passed_on(flags, fields)
+    flags = _without_unchecked(flags, fields, passthrough)
     args, problems = read_args(flags, entry=entry, passthrough=passthrough)
     if made_later is None:
         return problems
@@ -61,17 +62,20 @@ def early_problems(
 
 
 def passthrough() -> PassthroughTables:
-    """The engines' flags; empty if the engines are not installed (yet)."""
-    installed = all(importlib.util.find_spec(name) is not None for name in backend().packages)
-    return passthrough_flags() if installed else {}
+    """The flags of SGLang and the router; empty if they are not installed (yet)."""
+    engine = backend(SGLANG)
+    installed = all(importlib.util.find_spec(name) is not None for name in engine.packages)
+    return engine.flags(()) if installed else {}
 
 
-def _without_passed_on(flags: Sequence[str], own: Container[str]) -> list[str]:
+def _without_unchecked(flags: Sequence[str], own: Container[str], checked: Container[str]) -> list[str]:
+    """Removes the flags, and their values, that pass through under a prefix that is not in `checked`."""
+    unchecked = tuple(f"--{prefix}-" for prefix in PREFIXES if prefix not in checked)
     kept, passing = [], False
     for word in flags:
         if word.startswith("--"):
             name = word.partition("=")[0]
-            passing = name.startswith(("--sglang-", "--router-")) and name not in own
+            passing = name.startswith(unchecked) and name not in own
         if not passing:
             kept.append(word)
     return kept

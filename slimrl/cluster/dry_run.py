@@ -23,7 +23,7 @@ def dry_run(args: Arguments, entry: str) -> int:
     model = f"--model-path={args.hf_checkpoint}"
     # with --gpu-memory-gib the plan is for another machine, which has GPUs
     on_cpu = not machine.gpus and args.gpu_memory_gib is None
-    words = [word for word in backend().cpu_options([model]) if word != model] if on_cpu else []
+    words = [word for word in backend(args.rollout_engine).cpu_options([model]) if word != model] if on_cpu else []
     try:
         nodes = gpus_of_nodes(os.environ.get("RAY_ADDRESS"))
     except ClusterAbsentError as error:

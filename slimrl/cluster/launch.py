@@ -31,6 +31,19 @@ class DriverWithoutGpuError(RuntimeError):
     """Ray reports GPUs and the driver's node has none: the run would train on CPUs instead."""
 
 
+class NeedsCpusError(RuntimeError):
+    """A flag whose operators exist for CPUs only, on a machine with GPUs."""
+
+
+def check_machine_has_operators(machine: Machine, *, batch_invariant: bool) -> None:
+    """Raises NeedsCpusError for the operators of --true-on-policy-mode on a machine with GPUs."""
+    if batch_invariant and machine.cuda:
+        raise NeedsCpusError(
+            "--true-on-policy-mode has operators for CPUs only, and this machine has a GPU: set CUDA_VISIBLE_DEVICES to"
+            " nothing to train on CPUs, or leave the flag out"
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class Launch:
     """`environment` is every actor's; `driver` are variables of the driver that ranks inherit unless flags set them.
@@ -57,7 +70,8 @@ class Launch:
 
     @classmethod
     def of_run(cls, args: Arguments) -> Launch:
-        """The decisions for this process's machine and environment."""
+        """The decisions for this process's machine and environment. Raises NeedsCpusError."""
+        check_machine_has_operators(this_machine(), batch_invariant=args.true_on_policy_mode)
         return cls.decide(this_machine(), run_facts(args), args.train_env_vars, os.environ)
 
     @classmethod

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 from slimrl.arguments import parse_args
 from slimrl.arguments.redact import set_process_title, without_secrets
+from slimrl.engines.backend import passthrough_flags
 from slimrl.processes.ray_environment import prepare_ray_environment
 
 if TYPE_CHECKING:
     from slimrl.arguments import Arguments
-    from slimrl.arguments.parser import PassthroughTables
     from slimrl.cluster.run import Run
 
 
@@ -64,16 +64,10 @@ class _Interrupts:
         os.close(devnull)
 
 
-def passthrough_flags() -> PassthroughTables:
-    """The `--sglang-*` and `--router-*` flags of the installed packages, read only if one is used."""
-    from slimrl.engines.backend import backend
-
-    return backend().flags()
-
-
 def main(entry: str, loop: Callable[[Run], None], argv: Sequence[str] | None = None) -> int:
     """Opens a run and runs `loop` on it; returns the process's exit code."""
-    args = parse_args(list(sys.argv[1:] if argv is None else argv), entry=entry, passthrough=passthrough_flags())
+    words = list(sys.argv[1:] if argv is None else argv)
+    args = parse_args(words, entry=entry, passthrough=passthrough_flags(words))
     set_process_title(without_secrets(sys.argv))
 
     prepare_ray_environment()
@@ -89,7 +83,7 @@ def main(entry: str, loop: Callable[[Run], None], argv: Sequence[str] | None = N
 
 
 def _run(args: Arguments, loop: Callable[[Run], None]) -> int:
-    from slimrl.cluster.launch import DriverWithoutGpuError
+    from slimrl.cluster.launch import DriverWithoutGpuError, NeedsCpusError
     from slimrl.cluster.nodes import NodesDifferError
     from slimrl.cluster.ray_session import InsufficientGpusError
     from slimrl.cluster.run import open_run
@@ -97,7 +91,7 @@ def _run(args: Arguments, loop: Callable[[Run], None]) -> int:
     from slimrl.cluster.training.train_worker import RankFailedError
     from slimrl.cluster.watchdog import WatchdogTimeoutError
     from slimrl.data.readers import ChangedDataError
-    from slimrl.engines.protocol import EngineError, EngineRequestError
+    from slimrl.engines.protocol import EngineError, EngineRequestError, EngineUnsupportedError
     from slimrl.hooks import HookFailedError
     from slimrl.observability.ci_checks import RunCheckError
     from slimrl.observability.metrics.prometheus import PrometheusError
@@ -120,6 +114,8 @@ def _run(args: Arguments, loop: Callable[[Run], None]) -> int:
     except (
         InsufficientGpusError,
         DriverWithoutGpuError,
+        EngineUnsupportedError,
+        NeedsCpusError,
         NodesDifferError,
         PrometheusError,
         FolderInUseError,

@@ -97,16 +97,24 @@ def check_nodes(args: Arguments, gpus: Iterable[GpuBundle], supervisor: Supervis
     if not nodes:
         return
     paths = common_paths(args)
-    checks = [
-        _state_of_node.options(
-            num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
-        ).remote(paths)
-        for node in nodes
-    ]
+    checks = [_state_on(node, paths) for node in nodes]
     target = WaitTarget("the checks of the nodes", lambda _: "a node has not started a process yet")
     problems = differences(NodeState(node_address(), versions(), []), supervisor.get(checks, target))
     if problems:
         raise NodesDifferError("; ".join(problems))
+
+
+async def check_node(args: Arguments, node: str) -> None:
+    """Compares one node with this one, as `check_nodes` does, for servers only."""
+    served = [path for path in common_paths(args) if path.flag == "--hf-checkpoint"]
+    theirs = await _state_on(node, served)
+    if problems := differences(NodeState(node_address(), versions(), []), [theirs]):
+        raise NodesDifferError("; ".join(problems))
+
+
+def _state_on(node: str, paths: Sequence[CommonPath]) -> ray.ObjectRef:
+    strategy = NodeAffinitySchedulingStrategy(node, soft=False)
+    return _state_of_node.options(num_cpus=0, max_retries=0, scheduling_strategy=strategy).remote(paths)
 
 
 @ray.remote

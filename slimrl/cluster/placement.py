@@ -6,11 +6,12 @@ with the same number of GPUs on each. The driver places all actors by this order
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import ipaddress
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -137,14 +138,39 @@ def _straddling(index: int, parts: list[EnginePart], gpus: Sequence[GpuBundle], 
 @ray.remote(num_cpus=0, num_gpus=TRAIN_SHARE)
 class _Probe:
     def location(self) -> tuple[str, str, int | str]:
-        gpu = str(ray.get_gpu_ids()[0])
+        found = ray.get_gpu_ids()
+        # a logical GPU has no number where an empty CUDA_VISIBLE_DEVICES is inherited
+        gpu = str(found[0]) if found else "0"
         number = int(gpu) if gpu.isdigit() else gpu
         return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), number
+
+
+class ReservedGpus(Protocol):
+    """GPUs that actors can be placed on."""
+
+    @property
+    def gpus(self) -> Sequence[GpuBundle] | Mapping[int, GpuBundle]:
+        """Each GPU by its index in the run's GPU order."""
+
+    def options(self, index: int, share: float) -> dict[str, object]:
+        """Ray options that place an actor on GPU `index`, taking `share` of it."""
+        ...
 
 
 def gpus_of_nodes() -> dict[str, int]:
     """The number of Ray's GPUs by node id, reserved or not."""
     return {node["NodeID"]: int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]}
+
+
+def _options(group: PlacementGroup, bundle: int, share: float) -> dict[str, object]:
+    strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+    return {"num_cpus": 0, "num_gpus": share, "scheduling_strategy": strategy}
+
+
+def _probes(group: PlacementGroup) -> list[Any]:
+    """One actor on each bundle."""
+    actor: Any = _Probe
+    return [actor.options(**_options(group, bundle, TRAIN_SHARE)).remote() for bundle in range(group.bundle_count)]
 
 
 class GpuBundles:
@@ -176,21 +202,50 @@ class GpuBundles:
             raise
 
     def _probe(self) -> list[GpuBundle]:
-        actor: Any = _Probe
-        probes = [actor.options(scheduling_strategy=self._strategy(i)).remote() for i in range(self.plan.total)]
+        probes = _probes(self.group)
         locations = ray.get([probe.location.remote() for probe in probes])
         for probe in probes:
             ray.kill(probe)
         return in_order(GpuBundle(bundle, *location) for bundle, location in enumerate(locations))
 
-    def _strategy(self, bundle: int) -> PlacementGroupSchedulingStrategy:
-        return PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=bundle)
-
     def options(self, index: int, share: float) -> dict[str, object]:
-        """Ray options that place an actor on GPU `index`, taking `share` of it."""
-        strategy = self._strategy(self.gpus[index].bundle)
-        return {"num_cpus": 0, "num_gpus": share, "scheduling_strategy": strategy}
+        """As `ReservedGpus.options`."""
+        return _options(self.group, self.gpus[index].bundle, share)
 
     def release(self) -> None:
         """Returns the GPUs to Ray."""
         remove_placement_group(self.group)
+
+
+class ExtraBundles:
+    """GPUs of one node that the run may get in addition, in a placement group of their own; in GPU order from `first`.
+
+    Asking for them waits for nothing: `wait` tells when Ray has reserved them.
+    """
+
+    def __init__(self, first: int, count: int) -> None:
+        self.gpus: dict[int, GpuBundle] = {}  # by index, after `locate`
+        self._first = first
+        self._group: PlacementGroup = placement_group([{"GPU": 1}] * count, strategy="STRICT_PACK")
+
+    def wait(self, seconds: float) -> bool:
+        """Waits so long at most; whether the GPUs are reserved."""
+        return self._group.wait(seconds)
+
+    async def locate(self) -> str:
+        """Finds the GPUs and returns the id of their node. Raises a RayError if the node is lost."""
+        probes = _probes(self._group)
+        locations = await asyncio.gather(*(probe.location.remote() for probe in probes))
+        for probe in probes:
+            ray.kill(probe)
+        found = in_order(GpuBundle(bundle, *location) for bundle, location in enumerate(locations))
+        self.gpus = dict(enumerate(found, start=self._first))
+        return found[0].node
+
+    def options(self, index: int, share: float) -> dict[str, object]:
+        """As `ReservedGpus.options`."""
+        return _options(self._group, self.gpus[index].bundle, share)
+
+    def release(self) -> None:
+        """Returns the GPUs to Ray, or stops asking for them."""
+        remove_placement_group(self._group)

@@ -16,6 +16,7 @@ import ray
 from slimrl.algorithms.estimators import RunningMoments
 from slimrl.arguments import Arguments
 from slimrl.cluster import ray_session
+from slimrl.cluster.engines.elastic_engines import ElasticEngines
 from slimrl.cluster.engines.engine_group import EngineGroup
 from slimrl.cluster.engines.engine_recovery import RETRY_TIMEOUT_S, EngineGroupStatus, EngineRecovery, RecoveryEvents
 from slimrl.cluster.engines.health_monitor import HealthConfig, states_of
@@ -29,6 +30,7 @@ from slimrl.engines.protocol import RETRY_TIMEOUT_S as RETRY_TIMEOUT_WITHOUT_REC
 from slimrl.engines.protocol import EngineGroupClient
 from slimrl.engines.server_protocol import EngineMemory
 from slimrl.hooks import contain_tasks
+from slimrl.models.adapters import ADAPTER_NAME
 from slimrl.observability.rollout_dump import RolloutDumps
 from slimrl.observability.tracer import Timeline
 from slimrl.processes.process_info import resident_gib
@@ -86,7 +88,7 @@ def load_tokenizer(path: str, *, trust_code: bool) -> Any:
 def _tokenizer_and_data(args: Arguments) -> tuple[Any, Any]:
     import slimrl.rollout.convert_samples  # noqa: F401 - torch: not before the servers start, nor in the driver
 
-    tokenizer = load_tokenizer(args.hf_checkpoint, trust_code=bool(args.sglang_options.get("trust_remote_code")))
+    tokenizer = load_tokenizer(args.hf_checkpoint, trust_code=args.trusts_remote_code)
     if args.dump_details is not None:
         tokenizer.save_pretrained(Path(args.dump_details) / "tokenizer")
     return tokenizer, open_data_source(args, tokenizer)
@@ -136,27 +138,30 @@ class RolloutManager:
             # concurrently: each takes seconds
             _, self._reward_servers, _ = await asyncio.gather(engines, reward_servers, self._open_data())
         self._args = self._engines.reachable(self._reward_servers.reachable(self._args))
-        self._client = backend().client(
+        per_server, trained = self._args.sglang_server_concurrency, not self._args.debug_rollout_only
+        self._client = backend(self._args.rollout_engine).client(
             self._engines.router_url,
             [endpoint.url for endpoint in self._engines.endpoints],
-            concurrency=self._args.sglang_server_concurrency * len(self._engines.endpoints),
+            concurrency=per_server * len(self._engines.endpoints),
             request_timeout_s=self._args.sglang_router_request_timeout_secs,
             retry_timeout_s=RETRY_TIMEOUT_S if self._args.use_fault_tolerance else RETRY_TIMEOUT_WITHOUT_RECOVERY_S,
-            weights_are_updated=not self._args.debug_rollout_only,
+            weights_are_updated=trained,
             key=key_of(self._args),
             vocabulary=self._args.vocab_size,
+            adapter=ADAPTER_NAME if self._args.engines_have_adapters else None,
         )
         await self._client.__aenter__()
         self._memory = EngineMemory([engine.control() for engine in self._engines.engines])
         if self._args.use_fault_tolerance:
-            flags, trained = HealthConfig.from_args(self._args), not self._args.debug_rollout_only
-            self._recovery = EngineRecovery(flags, self._engines, self._client, self._memory, needs_weight_sync=trained)
+            parts = HealthConfig.from_args(self._args), self._engines, self._client, self._memory
+            elastic = ElasticEngines.from_args(self._args, gpus.plan, launch)
+            self._recovery = EngineRecovery(*parts, needs_weight_sync=trained, concurrency=per_server, elastic=elastic)
         self._generator = RolloutGenerator.from_args(
             self._args, self._tokenizer, self._client, SampleTrace(self._timeline, self._args.timeline_requests)
         )
         if self._args.max_weight_staleness is not None and not self._args.eval_only:
-            requests = self._args.sglang_server_concurrency * len(self._engines.endpoints)
-            self._generator.start_async(self._data_source, requests)
+            client = self._client  # its concurrency follows the number of servers
+            self._generator.start_async(self._data_source, lambda: client.concurrency)
         self._phase = ""
         return self._engines.endpoints
 

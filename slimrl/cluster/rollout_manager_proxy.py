@@ -205,7 +205,7 @@ class RolloutManagerCleanup:
         urls = self._started if registered is None else registered
         try:
             address = self._args.sglang_router_ip, self._args.sglang_router_port
-            backend().external_router(*address, urls, key_of(self._args)).stop()
+            backend(self._args.rollout_engine).external_router(*address, urls, key_of(self._args)).stop()
         except EngineError as failure:  # not raised: the run's own error must be reported
             logger.warning("the router of --sglang-router-ip may still have %s: %s", ", ".join(urls), failure)
 

@@ -34,7 +34,7 @@ class GenerateState:
     """The run's state for generate functions; may be constructed per sample."""
 
     def __init__(self, args: Arguments) -> None:
-        trusted = bool(args.sglang_options.get("trust_remote_code"))
+        trusted = args.trusts_remote_code
         self.args = args
         self.tokenizer = _cached_tokenizer(args.hf_checkpoint, trusted)
         self.processor = None

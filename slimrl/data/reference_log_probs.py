@@ -63,7 +63,10 @@ def folder_fault(folder: Path, settings: Mapping[str, Any]) -> str | None:
     marker = folder / MARKER_NAME
     if not marker.is_file():
         others = [path.name for path in folder.iterdir() if path.name[0] != "."] if folder.is_dir() else []
-        return f"has {listed(others)} and no {MARKER_NAME}: give an empty or a new folder" if others else None
+        if not others:
+            return None
+        if not marker.is_file():  # else another run has begun the folder between the two looks
+            return f"has {listed(others)} and no {MARKER_NAME}: give an empty or a new folder"
     try:
         stored = _read_marker(marker)
     except (OSError, ValueError) as error:

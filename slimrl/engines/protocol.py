@@ -172,6 +172,13 @@ class EngineGroupClient(EngineClient, Protocol):
     def in_flight(self) -> int:
         """Number of requests that were sent and not yet answered."""
 
+    @property
+    def concurrency(self) -> int:
+        """The largest number of requests in flight."""
+
+    def set_concurrency(self, requests: int) -> None:
+        """At most so many requests are in flight from now on; those that are in flight continue."""
+
     async def __aenter__(self) -> EngineGroupClient:
         """Opens its connections."""
         ...
@@ -229,6 +236,10 @@ def aborted_answer(path: str) -> dict[str, Any] | None:
 
 class EngineError(EngineCallError):
     """Any failure of an engine or of a call to one."""
+
+
+class EngineUnsupportedError(EngineError):
+    """The engine cannot do what the run needs of it on these machines."""
 
 
 class EngineRequestError(EngineError):

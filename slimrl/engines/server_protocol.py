@@ -39,7 +39,8 @@ class ServerLaunch:
 
     `memory_saver`: its memory is released while training runs. `shares_gpus`: training ranks use the same GPUs.
     `nccl_cumem`: NCCL_CUMEM_ENABLE of the ranks that send weights to it. `gpus`: the GPUs of its node that it uses;
-    None: all GPUs that are visible to this process. `network`: how other nodes reach its node.
+    None: all GPUs that are visible to this process. `network`: how other nodes reach its node. `batch_invariant`: it
+    computes with the operators of --true-on-policy-mode, on a CPU.
     """
 
     cuda: bool
@@ -48,6 +49,7 @@ class ServerLaunch:
     nccl_cumem: str | None = None
     gpus: tuple[int | str, ...] | None = None
     network: Network = Network()
+    batch_invariant: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,6 +170,9 @@ class Router(Protocol):
     def add_worker(self, url: str) -> None:
         """Registers a server; `wait_ready` waits until it is in use."""
 
+    def add_workers(self, urls: Sequence[str]) -> None:
+        """`add_worker` for many servers."""
+
     def remove_worker(self, url: str) -> None:
         """Unregisters a server; its requests in flight end normally."""
 
@@ -266,6 +271,19 @@ class WeightControl(Protocol):
 
     def update_weights_from_disk(self, model_path: str, *, weight_version: str | None, flush_cache: bool) -> None:
         """Loads the safetensors of a folder that the server can read."""
+
+    def update_weights_from_changes(self, serialized: list[str]) -> None:
+        """Changes elements of the weights; one base64 payload per rank (`weights.update.transport_delta.serialize`)."""
+
+    def load_adapter(
+        self, name: str, config: dict[str, Any], serialized: list[str], checksums: dict[str, str] | None
+    ) -> None:
+        """Replaces the LoRA adapter `name`, which no request may use meanwhile.
+
+        `config` is PEFT's, `serialized` has one base64 payload per tensor-parallel rank
+        (`weights.update.transport_adapter.serialize`). With `checksums`, SHA-256 in hex by PEFT's names, each rank
+        compares them with its tensors.
+        """
 
     def weights_checksum(self) -> list[dict[str, Any]]:
         """Per engine rank: {"checksums": {name: hex digest}, "parallelism_info": {"tp_rank": ..., ...}}."""

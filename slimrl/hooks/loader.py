@@ -40,7 +40,14 @@ _INSTEAD = {
         "fully asynchronous generation is train_async.py --max-weight-staleness N here: leave --rollout-function-path"
         " out"
     ),
+    "icepop_function": "IcePop is --use-tis --tis-mode mask here: leave --custom-tis-function-path out",
     "slime_plugins": "the layers of every family are slimrl's own: leave --spec out",
+}
+
+
+# modules of slime's examples that slimrl has, unless the current folder has the example itself
+_MOVED = {
+    "examples.on_policy_distillation.on_policy_distillation.": "slimrl.rollout.on_policy_distillation.",
 }
 
 
@@ -85,6 +92,9 @@ def resolve_data_source(path: str) -> type[CustomDataSource]:
 
 def own_path(path: str) -> str:
     """slimrl's path for a path of slime; other paths unchanged."""
+    for prefix, own in _MOVED.items():
+        if path.startswith(prefix) and not Path(*prefix.split(".")[:2]).exists():
+            return own + path.removeprefix(prefix)
     return "slimrl." + path.removeprefix("slime.") if path.startswith("slime.") else path
 
 
@@ -115,7 +125,7 @@ def _load(path: str) -> tuple[str, Any]:
     module_path, _, name = path.rpartition(".")
     if not module_path or not all(part.isidentifier() for part in path.split(".")):
         raise HookError(f"{path!r} is not a dotted import path: write package.module.function")
-    return path, _attribute(_import_module(module_path), name)
+    return path, _attribute(_import_module(module_path, name), name)
 
 
 def _call(contract: type[Hook]) -> tuple[bool, dict[str, inspect.Parameter]]:
@@ -125,7 +135,8 @@ def _call(contract: type[Hook]) -> tuple[bool, dict[str, inspect.Parameter]]:
     return inspect.iscoroutinefunction(method), parameters
 
 
-def _import_module(module_path: str) -> types.ModuleType:
+def _import_module(module_path: str, name: str) -> types.ModuleType:
+    """The module; `name` is the attribute that is wanted of it."""
     # `python train.py` puts the script's folder on sys.path, not the current folder
     here = str(Path.cwd())
     if here not in sys.path:
@@ -136,7 +147,7 @@ def _import_module(module_path: str) -> types.ModuleType:
     except ModuleNotFoundError as error:
         if error.name is not None and (module_path == error.name or module_path.startswith(error.name + ".")):
             usual = "check the spelling, or start from the folder that contains it"
-            fix = next((_INSTEAD[part] for part in module_path.split(".") if part in _INSTEAD), usual)
+            fix = next((_INSTEAD[part] for part in [*module_path.split("."), name] if part in _INSTEAD), usual)
             raise HookError(f"there is no module {error.name}: {fix}") from error
         raise HookError(f"module {module_path} itself cannot be imported ({error}): install what it needs") from error
     except KeyboardInterrupt:  # Ctrl-C during the import

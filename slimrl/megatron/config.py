@@ -18,6 +18,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 
+from slimrl.algorithms.batch_invariant import operators
 from slimrl.arguments.derive import apex_installed, transformer_engine_installed
 from slimrl.arguments.flags.kernels import KernelArguments, PrecisionArguments
 from slimrl.arguments.flags.optimizer import OptimizerArguments
@@ -74,7 +75,12 @@ def transformer_config(flags: MegatronArguments) -> TransformerConfig:
     megatron-core) if the model's shape and the parallel sizes are incompatible.
     """
     config_class = MLATransformerConfig if flags.multi_latent_attention else TransformerConfig
-    return config_class(**_flag_values(config_class, flags) | _model_overrides(flags))
+    config = config_class(**_flag_values(config_class, flags) | _model_overrides(flags))
+    if flags.true_on_policy_mode:
+        # set afterwards: megatron-core only accepts it with the GPU kernels of FlashAttention. slimrl's layers read it.
+        config.batch_invariant_mode = True
+        config.activation_func = operators.silu
+    return config
 
 
 # megatron-core's field -> slimrl's, if Megatron-LM's flag has another name than the field it sets
@@ -118,6 +124,7 @@ _NOT_FLAGS = {
     "batch_p2p_comm",
     "variable_seq_lengths",
     "bias_activation_fusion",
+    "batch_invariant_mode",
     "_cpu_offloading_context",
 }
 # lists of one that megatron-core takes as a single value

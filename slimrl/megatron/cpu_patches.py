@@ -53,7 +53,7 @@ _CUDA_METHOD_CALLERS = (
 )
 
 
-class _Placeholder(types.ModuleType):
+class Placeholder(types.ModuleType):
     """A module with its own attributes that falls back to those of the wrapped module."""
 
     def __init__(self, wrapped: types.ModuleType, **overrides: Any):
@@ -88,7 +88,7 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
     return build
 
 
-def _torch_stand_in() -> _Placeholder:
+def _torch_stand_in() -> Placeholder:
     def nothing(*args: Any, **kwargs: Any) -> None:
         return None
 
@@ -100,7 +100,7 @@ def _torch_stand_in() -> _Placeholder:
 
     stream = _NullStream()
     generator = {"get_rng_state": get_rng_state, "set_rng_state": set_rng_state, "manual_seed": torch.manual_seed}
-    cuda = _Placeholder(
+    cuda = Placeholder(
         torch.cuda,
         current_device=lambda: torch.device("cpu"),
         synchronize=nothing,
@@ -111,11 +111,11 @@ def _torch_stand_in() -> _Placeholder:
         stream=lambda _: contextlib.nullcontext(),
         current_stream=lambda *args: stream,
         default_stream=lambda *args: stream,
-        random=_Placeholder(torch.cuda.random, **generator),
+        random=Placeholder(torch.cuda.random, **generator),
         **generator,
     )
     factories = {name: _on_cpu(getattr(torch, name)) for name in _FACTORIES}
-    return _Placeholder(torch, cuda=cuda, cpu=cuda, **factories)
+    return Placeholder(torch, cuda=cuda, cpu=cuda, **factories)
 
 
 def megatron_modules() -> list[types.ModuleType]:

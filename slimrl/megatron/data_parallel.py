@@ -28,7 +28,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from slimrl.megatron.ref_model import ReferenceWeights
+from slimrl.megatron.ref_model import BaseReference, ReferenceWeights
 from slimrl.weights.update.shared_memory import shared_copies, shared_file
 
 Stage: TypeAlias = DistributedDataParallel | FullyShardedDataParallel
@@ -151,6 +151,11 @@ class ShardedReference:
             [*zip((buffer.data for buffer in buffers), parts, strict=True), *rest]
         )
 
+    @property
+    def host_bytes(self) -> int:
+        """As `ReferenceWeights.host_bytes`."""
+        return self._weights.host_bytes
+
     @contextlib.contextmanager
     def loaded_weights(self) -> Iterator[None]:
         """As `ReferenceWeights.loaded_weights`; invalidates gathered weights before and after."""
@@ -165,11 +170,11 @@ class ShardedReference:
 
 
 def shard_reference(
-    reference: ReferenceWeights | None, stages: Sequence[Stage]
-) -> ReferenceWeights | ShardedReference | None:
+    reference: ReferenceWeights | BaseReference | None, stages: Sequence[Stage]
+) -> ReferenceWeights | ShardedReference | BaseReference | None:
     """The reference weights for the wrapped `stages`."""
     sharded = [stage for stage in stages if isinstance(stage, FullyShardedDataParallel)]
-    return ShardedReference(reference, sharded) if sharded and reference is not None else reference
+    return ShardedReference(reference, sharded) if sharded and isinstance(reference, ReferenceWeights) else reference
 
 
 def patch_fsdp_state_dict(optimizer: DistributedOptimizer) -> None:

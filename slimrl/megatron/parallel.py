@@ -119,7 +119,7 @@ def initialize(
     dist.init_process_group(
         **default_group(this_machine()), **rendezvous, rank=rank, world_size=world_size, timeout=timeout
     )
-    patches.activate()
+    patches.activate(batch_invariant=flags.true_on_policy_mode)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=flags.tensor_model_parallel_size,
         pipeline_model_parallel_size=flags.pipeline_model_parallel_size,

@@ -23,7 +23,7 @@ import torch
 
 from slimrl.arguments.derive import apex_installed, apex_optimizers_installed, transformer_engine_installed
 from slimrl.arguments.namespace import MegatronArguments
-from slimrl.megatron import cpu_patches
+from slimrl.megatron import batch_invariant_patches, cpu_patches
 from slimrl.megatron.checkpoint import io
 from slimrl.platform import is_cpu
 
@@ -46,12 +46,14 @@ def patches_for(*, cuda: bool, transformer_engine: bool, apex: bool) -> tuple[Pa
     return tuple(patch for patch in PATCHES if patch.applies(cuda, transformer_engine, apex))
 
 
-def activate() -> None:
-    """Apply the patches that this machine needs."""
+def activate(*, batch_invariant: bool = False) -> None:
+    """Apply the patches that this machine needs; with `batch_invariant` also those of --true-on-policy-mode."""
     for patch in patches_for(
         cuda=not is_cpu(), transformer_engine=transformer_engine_installed(), apex=apex_installed()
     ):
         patch.apply()
+    if batch_invariant:
+        batch_invariant_patches.apply()
 
 
 def define_router_gemm() -> None:

@@ -27,6 +27,7 @@ from slimrl.megatron.model.micro_batch import MicroBatch
 from slimrl.megatron.offload import HostCopy, HostMemory
 from slimrl.megatron.parallel import ParallelState
 from slimrl.platform.collective_errors import run_on_rank_zero
+from slimrl.weights.adapters import without_adapters
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +83,18 @@ class ReferenceWeights:
         copy.save(tensors)
         if self._on_gpu:
             torch.cuda.synchronize()
+
+
+@dataclasses.dataclass(frozen=True)
+class BaseReference:
+    """The reference of LoRA: the model without its adapters, which needs no memory."""
+
+    stages: Sequence[GPTModel]
+    host_bytes = 0
+
+    def loaded_weights(self) -> contextlib.AbstractContextManager[None]:
+        """Within the block the model computes without adapters."""
+        return without_adapters(self.stages)
 
 
 def _state(stage: GPTModel) -> Iterator[Tensor]:

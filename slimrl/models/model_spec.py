@@ -129,11 +129,13 @@ class ModelSpec:
         }[condition]
 
     def dimension(self, name: str) -> int:
-        """The size in elements of the dimension `name` of a parameter mapping.
+        """The size in elements of the dimension `name` of a parameter mapping; a number stands for itself.
 
         Raises KeyError for an unknown name, or for a size of experts or of latent attention that the model does not
         have.
         """
+        if name.isdecimal():
+            return int(name)
         heads, sizes = self.num_attention_heads, _plain_sizes(self)
         if self.experts is not None:
             sizes |= {

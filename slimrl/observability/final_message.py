@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import glob
+import json
 import math
 import os
 import re
@@ -14,6 +15,8 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from slimrl.models.adapters import ADAPTER_NAME
+from slimrl.models.peft_config import CONFIG_NAME
 from slimrl.observability.rollout_dump import PLACEHOLDER
 from slimrl.observability.summary import load_summary
 from slimrl.processes.process_info import this_machine
@@ -86,9 +89,15 @@ def _to_serve(summary: dict[str, Any], model: str | Path | None) -> dict[str, st
     if model is not None:
         on_gpu = this_machine().gpus and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
         server = "sglang.launch_server" if on_gpu else "slimrl.engines.sglang.cpu_patches"
-        return {"serve": f"python -m {server} --model-path {_word(model)} --port 30000"}
+        peft = Path(model) / CONFIG_NAME
+        if not peft.is_file():
+            return {"serve": f"python -m {server} --model-path {_word(model)} --port 30000"}
+        base = json.loads(peft.read_text(encoding="utf-8"))["base_model_name_or_path"]
+        adapter = f"--enable-lora --lora-paths {ADAPTER_NAME}={_word(model)}"
+        return {"serve": f"python -m {server} --model-path {_word(base)} {adapter} --port 30000"}
     saved = sorted(Path(paths["checkpoints"]).glob("iter_*[0-9]")) if "checkpoints" in paths else []
-    if not saved or "hf_checkpoint" not in paths:
+    adapters_alone = "--lora-rank" in summary["run"].get("command", "")
+    if not saved or "hf_checkpoint" not in paths or adapters_alone:
         return {}
     output, origin = Path(paths["run"]) / "hf", paths["hf_checkpoint"]
     command = f"python tools/convert_torch_dist_to_hf.py --input-dir {_word(saved[-1])} --output-dir {_word(output)}"

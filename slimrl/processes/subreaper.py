@@ -130,15 +130,23 @@ class Subreaper:
             time.sleep(0.005)
 
     def scan_shared_memory(self) -> None:
-        """Records the tree's files in /dev/shm that are mapped now."""
-        for pid in descendants() if self.prefixes else []:
+        """Records the tree's files in /dev/shm that are mapped now.
+
+        By inode: `sem_open` maps a file under another name than that which it gets.
+        """
+        if not self.prefixes:
+            return
+        inodes: set[int] = set()
+        for pid in descendants():
             with contextlib.suppress(OSError), open(f"/proc/{pid}/maps") as maps:
-                paths = (line.split(maxsplit=5)[5].strip() for line in maps if SHARED_MEMORY in line)
-                found = {path for path in paths if path.startswith(self.prefixes)} - self.mapped
-                self.mapped |= found
-                if self.owner is not None:
-                    for path in found:
-                        self.owner.add_shared_memory(path)
+                inodes |= {int(line.split(maxsplit=5)[4]) for line in maps if SHARED_MEMORY in line}
+        with contextlib.suppress(OSError), os.scandir(SHARED_MEMORY) as files:
+            for file in files:
+                wanted = file.path.startswith(self.prefixes) and file.path not in self.mapped
+                if wanted and file.inode() in inodes:
+                    self.mapped.add(file.path)
+                    if self.owner is not None:
+                        self.owner.add_shared_memory(file.path)
 
 
 def prctl(option: int, value: int) -> None:

@@ -13,7 +13,7 @@ A row has a prompt (`--input-key`), a preferred and a rejected answer (`--chosen
 (`--completion-key`) and whether it is desirable; see `slimrl.data.preference_pairs`. Messages are rendered with the
 chat template once as a whole, prompt and answer, as in supervised training, and the assistant's turns of the answer are
 trained on, including the end-of-turn marker. Plain text is tokenized as prompt and answer, the answer with the
-tokenizer's end token.
+tokenizer's end token. `--rollout-max-context-len` cuts longer answers at their end (metric rollout/truncated_ratio).
 
 The first sample of a group is the preferred answer (reward 1; for a reward model the margin of the row), the others are
 the rejected ones (reward 0). A labelled answer has reward 1 if it is desirable, else 0.
@@ -31,7 +31,7 @@ from slimrl.hooks.base import RunArguments
 from slimrl.rollout.dataset.data_source import RolloutDataSource
 from slimrl.rollout.dataset.prompt_dataset import load_prompts
 from slimrl.rollout.rollout_function import RolloutOutput
-from slimrl.rollout.sft_rollout import TURN_MARKS, TurnMarks, fill_conversation
+from slimrl.rollout.sft_rollout import TURN_MARKS, TurnMarks, fill_conversation, kept_tokens
 
 if TYPE_CHECKING:
     from slimrl.data.train_batch import RolloutBatch
@@ -57,7 +57,8 @@ def generate_rollout(
     groups = data_source.get_samples(args.rollout_batch_size)
     for group in groups:
         marks, options = TURN_MARKS[args.loss_mask_type], args.apply_chat_template_kwargs
-        _fill_pair(group, tokenizer, marks, options, reward=0.0 if args.trains_reward_model else 1.0)
+        reward = 0.0 if args.trains_reward_model else 1.0
+        _fill_pair(group, tokenizer, marks, options, reward=reward, max_tokens=args.rollout_max_context_len)
     return RolloutOutput(groups, {})
 
 
@@ -76,7 +77,8 @@ def held_out_pairs(args: PromptArguments, dataset: EvalDataset, tokenizer: Any) 
     for number, prompt in enumerate(load_prompts(dataset.path, form, tokenizer).prompts):
         places = range(len(samples), len(samples) + args.n_samples_per_prompt)
         group = [prompt.sample(group_index=number, index=place) for place in places]
-        _fill_pair(group, tokenizer, TURN_MARKS[args.loss_mask_type], options, flag=f"evaluation set {dataset.name}")
+        name, marks = f"evaluation set {dataset.name}", TURN_MARKS[args.loss_mask_type]
+        _fill_pair(group, tokenizer, marks, options, flag=name, max_tokens=dataset.max_context_len)
         samples += group
     rewards = torch.tensor([sample.reward_value() for sample in samples])
     return batch_from_samples(samples, rewards, rewards)
@@ -89,8 +91,12 @@ def _fill_pair(
     template_options: dict[str, Any],
     flag: str = "--prompt-data",
     reward: float = 1.0,
+    max_tokens: int | None = None,
 ) -> None:
-    """Tokenizes a group; `reward` is that of the preferred answer in a row without a margin."""
+    """Tokenizes a group; `reward` is that of the preferred answer in a row without a margin.
+
+    Tokens after `max_tokens` of a sample are cut off.
+    """
     name = f"{flag}, group {group[0].group_index}"
     if any(PAIR_KEY not in sample.metadata for sample in group):
         raise ValueError(
@@ -103,17 +109,18 @@ def _fill_pair(
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
         if isinstance(answer, str):
-            _fill_text(sample, answer, tokenizer, name)
+            _fill_text(sample, answer, tokenizer, name, max_tokens)
         else:
             sample.prompt = [_not_trained(message) for message in sample.prompt] + answer
-            fill_conversation(sample, tokenizer, marks, template_options)
+            fill_conversation(sample, tokenizer, marks, template_options, name, max_tokens)
         preferred = place == 0 and pair.get("label", True)
         sample.reward = float(pair.get("margin", reward)) if preferred else 0.0
         sample.metadata[SIDE_KEY] = SIDES[0 if preferred else 1]
     first, *others = group
     for second in others:
         if first.tokens == second.tokens:
-            raise ValueError(f"{name}: two of its answers have the same tokens: remove it from the data")
+            cut = "" if max_tokens is None else f" (of the first {max_tokens}, by --rollout-max-context-len)"
+            raise ValueError(f"{name}: two of its answers have the same tokens{cut}: remove it from the data")
         if first.tokens[: first.prompt_length] != second.tokens[: second.prompt_length]:
             raise ValueError(f"{name}: the chat template renders its prompt differently before its answers: remove it")
 
@@ -123,7 +130,7 @@ def _not_trained(message: Any) -> dict[str, Any]:
     return {**message, "step_loss_mask": 0} if message["role"] == "assistant" else message
 
 
-def _fill_text(sample: Sample, answer: str, tokenizer: Any, name: str) -> None:
+def _fill_text(sample: Sample, answer: str, tokenizer: Any, name: str, max_tokens: int | None) -> None:
     """Prompt and answer are tokenized apart, as in generation; the answer ends with the end token."""
     ids = tokenizer([sample.prompt, answer], add_special_tokens=False)["input_ids"]
     end = tokenizer.eos_token_id
@@ -131,9 +138,11 @@ def _fill_text(sample: Sample, answer: str, tokenizer: Any, name: str) -> None:
         raise ValueError(f"{name}: its prompt has no token")
     if end is not None and ids[1][-1:] != [end]:
         ids[1].append(end)
+    length = kept_tokens(name, len(ids[0]), len(ids[0]) + len(ids[1]), max_tokens)
+    sample.status = SampleStatus.COMPLETED if length == len(ids[0]) + len(ids[1]) else SampleStatus.TRUNCATED
+    ids[1] = ids[1][: length - len(ids[0])]
     sample.tokens = ids[0] + ids[1]
     sample.response_length = len(ids[1])
     sample.loss_mask = [1] * len(ids[1])
-    sample.response = answer
+    sample.response = answer if sample.status is SampleStatus.COMPLETED else tokenizer.decode(ids[1])
     sample.rollout_log_probs = [0.0] * len(ids[1])  # not sampled, and no preference loss reads them
-    sample.status = SampleStatus.COMPLETED

@@ -123,8 +123,8 @@ class RolloutGenerator:
         """The samples in work, the slowest first; may be called from any thread."""
         return self._sample_generator.tracker.snapshot()
 
-    def start_async(self, data_source: RolloutDataSource, requests: int) -> None:
-        """Switches to fully asynchronous generation; the engines take `requests` concurrent requests."""
+    def start_async(self, data_source: RolloutDataSource, requests: Callable[[], int]) -> None:
+        """Switches to fully asynchronous generation; the engines take `requests()` concurrent requests."""
         engine = StoppableEngine(self._client)
         config = self._config
         generator = SampleGenerator(config.generator, self._tokenizer, engine, self._scorer, self._trace)

@@ -5,7 +5,8 @@
 `--input-key` names the column of messages, `--tool-key` that of tool schemas. A sample's prompt ends before the
 assistant's first turn. In the rest, the assistant's turns are trained on, including the end-of-turn marker;
 `--loss-mask-type` selects the template's markers. A conversation is tokenized once as a whole, so that its tokens are
-the same as in generation, with one mask entry per token. With --loss-type reward_model_loss --reward-model-loss mse
+the same as in generation, with one mask entry per token. `--rollout-max-context-len` cuts longer ones at their end
+(metric rollout/truncated_ratio). With --loss-type reward_model_loss --reward-model-loss mse
 the label of a conversation is its score.
 """
 
@@ -96,7 +97,13 @@ def generate_rollout(
         raise ValueError("training evaluates held-out conversations itself, with --debug-train-only")
     groups = data_source.get_samples(args.rollout_batch_size)
     for sample in (sample for group in groups for sample in group):
-        fill_conversation(sample, tokenizer, TURN_MARKS[args.loss_mask_type], args.apply_chat_template_kwargs)
+        fill_conversation(
+            sample,
+            tokenizer,
+            TURN_MARKS[args.loss_mask_type],
+            args.apply_chat_template_kwargs,
+            max_tokens=args.rollout_max_context_len,
+        )
         if args.trains_reward_model:
             sample.reward = float(sample.label)  # a number, as `validate_row` has checked
     return RolloutOutput(groups, {})
@@ -116,7 +123,12 @@ def held_out_conversations(args: PromptArguments, dataset: EvalDataset, tokenize
     for sample in samples:
         name = f"evaluation set {dataset.name}"
         fill_conversation(
-            sample, tokenizer, TURN_MARKS[args.loss_mask_type], dataset.apply_chat_template_kwargs, flag=name
+            sample,
+            tokenizer,
+            TURN_MARKS[args.loss_mask_type],
+            dataset.apply_chat_template_kwargs,
+            flag=name,
+            max_tokens=dataset.max_context_len,
         )
         if args.trains_reward_model:
             sample.reward = float(sample.label)
@@ -130,11 +142,12 @@ def fill_conversation(
     marks: TurnMarks,
     template_options: dict[str, Any],
     flag: str = "--prompt-data",
+    max_tokens: int | None = None,
 ) -> None:
     """Tokenizes the messages in `sample.prompt` and fills in response and loss mask; reward 0.
 
-    `template_options` are keyword arguments of the chat template. Raises ValueError, which names the sample, if there
-    is nothing to train on.
+    `template_options` are keyword arguments of the chat template. Tokens after `max_tokens` are cut off. Raises
+    ValueError, which names the sample, if there is nothing to train on.
     """
     name = f"{flag}, sample {sample.index}"
     messages = sample.prompt
@@ -154,11 +167,21 @@ def fill_conversation(
         raise ValueError(f"{name}: {error}") from None
     if 1 not in mask:
         raise ValueError(f"{name} has no assistant message to train on: remove it from the data")
-    first = mask.index(1)
-    sample.tokens = list(encoded["input_ids"])
-    sample.response_length = len(mask) - first
-    sample.loss_mask = mask[first:]
-    sample.response = text[encoded["offset_mapping"][first][0] :]
+    first, length = mask.index(1), kept_tokens(name, mask.index(1), len(mask), max_tokens)
+    sample.tokens = list(encoded["input_ids"][:length])
+    sample.response_length = length - first
+    sample.loss_mask = mask[first:length]
+    sample.response = text[encoded["offset_mapping"][first][0] : encoded["offset_mapping"][length - 1][1]]
     sample.rollout_log_probs = [0.0] * sample.response_length  # not sampled, and no SFT loss reads them
     sample.reward = 0.0
-    sample.status = SampleStatus.COMPLETED
+    sample.status = SampleStatus.COMPLETED if length == len(mask) else SampleStatus.TRUNCATED
+
+
+def kept_tokens(name: str, prompt: int, tokens: int, max_tokens: int | None) -> int:
+    """How many of the `tokens` of a sample `max_tokens` leaves; ValueError if its `prompt` alone has as many."""
+    if max_tokens is not None and prompt >= max_tokens:
+        raise ValueError(
+            f"{name} has {prompt} tokens before the first one to train on, and --rollout-max-context-len {max_tokens}"
+            " cuts off the rest: raise it, or remove the row"
+        )
+    return tokens if max_tokens is None else min(tokens, max_tokens)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slimrl.models.adapters import is_adapter
 from slimrl.models.families import ModelMapping
 from slimrl.models.families.param_mapping import NON_PARAMETER_SUFFIXES, Layout, ParamMapping
 from slimrl.models.model_spec import ModelSpec
@@ -191,16 +192,18 @@ _EXPERT = re.compile(r"(.*\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(
 _TRAINED_BUFFER = "router.expert_bias"  # updated without gradients, but part of the checkpoint
 
 
-def global_tensors(model: nn.Module | Sequence[nn.Module]) -> dict[str, Tensor]:
+def global_tensors(model: nn.Module | Sequence[nn.Module], *, adapters: bool = False) -> dict[str, Tensor]:
     """Name to parameter (or the router's bias, a buffer), of one model or of all chunks of an interleaved stage.
 
-    Layers and experts have global numbers, counted from 0.
+    Layers and experts have global numbers, counted from 0. With `adapters` only the tensors of adapters, else all
+    others.
     """
     tensors: dict[str, Tensor] = {}
     for chunk in (model,) if isinstance(model, nn.Module) else model:
         biases = ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(_TRAINED_BUFFER))
         for name, tensor in (*chunk.named_parameters(), *biases):
-            tensors[_global_name(chunk, name)] = tensor
+            if is_adapter(name) == adapters:
+                tensors[global_name(chunk, name)] = tensor
     return tensors
 
 
@@ -209,7 +212,8 @@ def find(row: ParamMapping, tensors: Collection[str]) -> str | None:
     return next((name for name in row.megatron if name in tensors), None)
 
 
-def _global_name(model: nn.Module, name: str) -> str:
+def global_name(model: nn.Module, name: str) -> str:
+    """The name of a tensor of one chunk, `name` there, with global numbers of layer and expert."""
     if not name.startswith(_LAYERS):
         return name
     local, _, rest = name.removeprefix(_LAYERS).partition(".")

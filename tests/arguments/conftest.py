@@ -66,12 +66,30 @@ class Recipe:
             del line[start:end]
         return line
 
+    def supervised_line(self, more: str = "") -> list[str]:
+        """The recipe without the flags that supervised training does not read."""
+        line = self.line("--loss-type sft_loss")
+        return [
+            *without(line, "--advantage-estimator", "--eps-clip", "--use-kl-loss"),
+            *more.format(dir=self.dir).split(),
+        ]
+
     def model_line(self) -> list[str]:
         return f"{MODEL} --hf-checkpoint {self.dir}/hf".split()
 
     def write_config(self, **changes: object) -> None:
         config = {key: value for key, value in {**QWEN3_4B_CONFIG, **changes}.items() if value != "absent"}
         (self.dir / "hf" / "config.json").write_text(json.dumps(config))
+
+
+def without(line: list[str], *beginnings: str) -> list[str]:
+    """The line without the flags that begin so, and their values."""
+    kept, leaving = [], False
+    for word in line:
+        if word.startswith("--"):
+            leaving = word.startswith(beginnings)
+        kept += [] if leaving else [word]
+    return kept
 
 
 @pytest.fixture

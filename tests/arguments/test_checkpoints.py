@@ -42,6 +42,41 @@ def test_load_with_a_checkpoint_resumes_without_a_reference(recipe):
     assert sentences(line) == []
 
 
+def test_checkpoint_with_the_head_of_another_kind_of_model_is_rejected(recipe):
+    folder = recipe.dir / "ckpt"
+    make_checkpoint(folder, "iter_0000019", latest="19")
+    files = {"__0_0.distcp": 3}
+    for value_head in (True, False):
+        (folder / "iter_0000019" / MANIFEST_NAME).write_text(manifest(19, files, value_head=value_head))
+        of_policy = sentences(recipe.line())
+        of_reward_model = [one for one in sentences(recipe.line("--loss-type reward_model_loss")) if "--load" in one]
+        if value_head:
+            assert of_reward_model == []
+            assert of_policy == [
+                f"--load {folder} is the checkpoint of a critic or a reward model, which has no output layer to sample"
+                " tokens: give that of a policy; --critic-load takes a reward model."
+            ]
+        else:
+            assert of_policy == []
+            (sentence,) = of_reward_model
+            assert sentence.startswith(f"--load {folder} is the checkpoint of a policy, which has no reward head to")
+            finetuned = sentences(recipe.line("--loss-type reward_model_loss --finetune"))
+            assert not any("reward head" in one for one in finetuned)
+
+
+@pytest.mark.parametrize("flag", ["--load", "--ref-load", "--critic-load"])
+def test_checkpoint_of_a_model_of_other_sizes_is_rejected(recipe, flag):
+    folder = recipe.dir / "other"
+    make_checkpoint(folder, "iter_0000019", latest="19")
+    line = recipe.line(f"{flag} {folder}" + " --advantage-estimator ppo" * (flag == "--critic-load"))
+    assert sentences(line) == []
+    sizes = {"num_layers": 12, "hidden_size": 2560}
+    (folder / "iter_0000019" / MANIFEST_NAME).write_text(manifest(19, {"__0_0.distcp": 3}, sizes=sizes))
+    assert sentences(line) == [
+        f"{flag} {folder} is a checkpoint of another model (--num-layers 36 is 12 there): give another folder."
+    ]
+
+
 def test_absent_load_is_rejected_unless_it_is_the_save_folder(recipe):
     for wrong in ("chekpoints/run1", "ckpt2"):
         assert sentences(recipe.line(f"--load {{dir}}/{wrong}")) == [

@@ -33,7 +33,7 @@ def tables() -> set[str]:
 
 def test_every_validation_rule_is_in_a_table():
     written = set()
-    for path in Path(validation.__file__).parent.glob("[!_]*.py"):
+    for path in Path(validation.__file__).parent.rglob("[!_]*.py"):
         for node in ast.parse(path.read_text()).body:
             takes = [argument.arg for argument in node.args.args] if isinstance(node, ast.FunctionDef) else []
             if takes == ["args", "context"] and not node.name.startswith("_"):

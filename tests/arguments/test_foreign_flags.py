@@ -10,6 +10,7 @@ from slimrl.arguments import read_args
 from slimrl.arguments.foreign_flags import _PREFIXES, OTHER_WORDS, cloud_frameworks
 from slimrl.arguments.namespace import all_flag_specs
 from slimrl.arguments.parser import RETIRED_FLAGS, own_spellings, parse_line
+from tests.arguments.conftest import without
 
 OWN = own_spellings(all_flag_specs())
 
@@ -81,14 +82,13 @@ def test_common_flags_of_four_frameworks_are_covered():
         ("--pp=2", "--pp is a short form: use --pipeline-model-parallel-size."),
         ("--lr_scheduler cosine", "--lr_scheduler is transformers' name: use --lr-decay-style."),
         (
-            "--lora-rank 16",
-            "--lora-rank is TRL's name and has no counterpart: all weights are trained, adapters are unsupported;"
-            " leave it out.",
+            "--lora-task-type CAUSAL_LM",
+            "--lora-task-type is TRL's name and has no counterpart: docs/lora.md lists the flags of adapters, for"
+            " example --lora-rank; leave it out.",
         ),
         (
             "--use-lora",
-            "--use-lora is TRL's name and has no counterpart: all weights are trained, adapters are unsupported; leave"
-            " it out.",
+            "--use-lora is TRL's name: use --lora-rank, with --lora-alpha and --lora-target-modules.",
         ),
         (
             "--critic-num-gpus 8",
@@ -117,7 +117,7 @@ def test_values_that_look_like_settings_stay_values(line):
 @pytest.mark.parametrize(
     "line",
     [
-        "--lora-rank 16",
+        "--lora-task-type 16",
         "--use-lora",
         "--critic-num-gpus 8",
         "--z-lora-rank 16",
@@ -195,6 +195,33 @@ def test_each_flag_of_an_aiak_command_line_is_accepted_or_answered_once(program,
             row = OTHER_WORDS[name]
             assert str(problem) == row.sentence(problem.flag)
             assert (f"use {row.flag}" if row.flag else "has no counterpart") in str(problem)
+
+
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_aiak_reward_model_in_the_flags_of_its_page_passes_every_rule(recipe, tmp_path, zero_stage):
+    pair = {"prompt": "1+1", "chosen": "2", "rejected": "3"}
+    (tmp_path / "webgpt.jsonl").write_text(json.dumps(pair) + "\n")
+    pairs = "--rollout-function-path slimrl.rollout.preference_rollout.generate_rollout"
+    translated = f"""--loss-type reward_model_loss {pairs} --debug-train-only --n-samples-per-prompt 2
+     --prompt-data {tmp_path}/webgpt.jsonl --save {{dir}}/ckpt --save-interval 100 --rollout-batch-size 64
+     --global-batch-size 128 --micro-batch-size 2 --bf16 --num-epoch 1 --rollout-max-context-len 2048 --lr 9e-6
+     --attention-backend flash --tensorboard-dir {{dir}}/logs --use-tensorboard --recompute-granularity selective
+     --tensor-model-parallel-size 1"""
+    if zero_stage == 3:
+        translated += " --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params"
+    others = ["--use-dynamic-batch-size", "--sequence-parallel", "--apply-chat-template", "--colocate", "--eval"]
+    others += [
+        "--rollout-temperature",
+        "--rollout-max-response-len",
+        "--max-tokens-per-gpu",
+        "--label-key",
+        "--rm-type",
+    ]
+    others += ["--recompute", "--sglang", "--n-samples-per-eval", "--num-rollout"]
+    kept = without(recipe.supervised_line(), *others)
+    args, problems = read_args([*kept, *translated.format(dir=recipe.dir).split()])
+    assert "\n".join(str(problem) for problem in problems) == ""
+    assert args.trains_reward_model and args.rollout_max_context_len == 2048 and args.rollout_max_prompt_len is None
 
 
 def test_aiak_ppo_in_the_flags_of_its_page_passes_every_rule(recipe, tmp_path):

@@ -140,7 +140,7 @@ def test_misspelled_flag_gets_a_suggestion(typed, meant):
     assert sentences(typed) == [f"unknown flag {typed}: did you mean {meant}?"]
 
 
-@pytest.mark.parametrize("typed", ["--reward-num-gpus", "--use-adapter", "--z-lora-rank", "--verbose"])
+@pytest.mark.parametrize("typed", ["--reward-num-gpus", "--use-adapter", "--z-adapter-rank", "--verbose"])
 def test_different_word_gets_no_misspelling_suggestion(typed):
     assert sentences(typed) == [f"unknown flag {typed}: see docs/flags.md for all flags."]
 

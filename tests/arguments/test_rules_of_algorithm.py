@@ -128,8 +128,8 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             ),
             (
                 "--use-rs --rs-level geometric --rs-veto-threshold 1e-4",
-                "--rs-level geometric is the level of bounds, and none is given: give --rs-lower-bound or"
-                " --rs-upper-bound, or leave it out.",
+                "--rs-level geometric is the level of bounds, and none is given (those of --tis-clip are not taken, as"
+                " slime does): give --rs-lower-bound or --rs-upper-bound, or leave it out.",
             ),
             (
                 "--use-rs --rs-lower-bound 2 --rs-upper-bound 0.5",
@@ -204,7 +204,6 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
                 "--disable-compute-advantages-and-returns leaves --loss-type policy_loss without advantages: leave it"
                 " out.",
             ),
-            ("--loss-type sft_loss", "--use-kl-loss has no effect with --loss-type sft_loss: leave it out."),
         ],
     ),
     "precision_is_single": (
@@ -425,8 +424,35 @@ def test_kl_interval_without_a_computed_kl_is_rejected(recipe):
     ]
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        "--use-kl-loss",
+        "--kl-coef 0.1 --ref-load {dir}/ref",
+        "--advantage-estimator rloo",
+        "--eps-clip 0.1",
+        "--gamma 0.9",
+        "--rollout-max-prompt-len 100",
+    ],
+)
+def test_supervised_training_has_no_flags_of_reinforcement_learning(recipe, more):
+    assert read_args(recipe.supervised_line())[1] == []
+    flag = more.split()[0]
+    assert f"{flag} has no effect with --loss-type sft_loss: leave it out." in [
+        str(problem) for problem in read_args(recipe.supervised_line(more))[1]
+    ]
+
+
+def test_conversations_are_not_repeated(recipe):
+    rollout = "--rollout-function-path slimrl.rollout.sft_rollout.generate_rollout --debug-train-only"
+    line = recipe.supervised_line(f"{rollout} --n-samples-per-prompt 2")
+    problems = [str(problem) for problem in read_args(line)[1]]
+    assert "--n-samples-per-prompt 2 repeats each conversation: give 1, or leave it out." in problems
+    assert "--rm-type has no effect with --loss-type sft_loss: leave it out." in problems
+
+
 def test_forced_pass_is_rejected_for_supervised_training(recipe):
-    line = recipe.line("--loss-type sft_loss --compute-old-log-probs always", without="--use-kl-loss")
+    line = recipe.supervised_line("--compute-old-log-probs always")
     assert [str(problem) for problem in read_args(line)[1]] == [
         "--compute-old-log-probs always computes what --loss-type sft_loss without advantages does not read: leave it"
         " out."

@@ -12,6 +12,8 @@ from slimrl.arguments.layout import critic_layout, data_parallel_sizes
 from slimrl.arguments.namespace import Context
 from slimrl.arguments.validation.critic import critic_shares_gpus_with_engines
 from slimrl.arguments.validation.parallel import experts_can_be_sharded
+from tests.arguments.conftest import QWEN3_4B_CONFIG
+from tests.arguments.dry_run.test_files import safetensors
 
 PPO = "--advantage-estimator ppo"
 # rule -> (flags that pass when appended to the recipe, flags that do not with their error)
@@ -143,7 +145,10 @@ CASES |= {
         ],
     ),
 }
-TESTED_APART = ("critic_overrides_have_an_effect",)  # in test_config_file.py
+TESTED_APART = (
+    "critic_overrides_have_an_effect",  # in test_config_file.py
+    "critic_model_has_its_shape",
+)
 PASS = [(rule, line) for rule, (lines, _) in CASES.items() for line in lines]
 FAIL = [(rule, *case) for rule, (_, cases) in CASES.items() for case in cases]
 
@@ -270,3 +275,30 @@ def test_experts_of_a_critic_on_few_gpus_are_sharded_as_the_policys_are():
     assert list(experts_can_be_sharded(args)) == []  # four holders of each expert
     (problem,) = experts_can_be_sharded(critic_layout(args), " of the critic")
     assert problem.sentence.startswith("--expert-model-parallel-size 2 leaves each expert of the critic on one GPU")
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({}, None),
+        ({"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "score"}}, None),
+        (
+            {"num_hidden_layers": 12, "hidden_size": 1024},
+            "--critic-load {dir}/critic has another network than the policy (--num-layers is 36 and config.json says"
+            " num_hidden_layers 12; --hidden-size is 2560 and config.json says hidden_size 1024), and the critic has"
+            " the policy's: give the folder of a model of that shape.",
+        ),
+        (
+            {"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "a", "1": "b", "2": "c"}},
+            "--critic-load {dir}/critic is a classifier with 3 outputs (id2label in its config.json), and a critic has"
+            " one value: give a reward model with one output.",
+        ),
+    ],
+)
+def test_model_that_a_critic_starts_from_has_the_policys_shape_and_one_value(recipe, changes, sentence):
+    folder = recipe.dir / "critic"
+    folder.mkdir()
+    safetensors(folder / "model.safetensors", {"a": [2]})
+    (folder / "config.json").write_text(json.dumps({**QWEN3_4B_CONFIG, **changes}))
+    found = [str(one) for one in read_args(recipe.line(f"{PPO} --critic-load {folder}"))[1]]
+    assert found == ([] if sentence is None else [sentence.format(dir=recipe.dir)])

@@ -342,7 +342,7 @@ def test_each_violation_is_one_error(teachers, more, sentence):
 
 
 def test_supervised_training_has_no_teacher(teachers):
-    line = teachers.line(f"{MEGATRON} --loss-type sft_loss", without="--use-kl-loss")
+    line = teachers.supervised_line(MEGATRON)
     assert sentences(line) == ["--use-opd changes advantages and --loss-type sft_loss has none: leave one of them out."]
     custom = "--loss-type custom_loss --custom-loss-function-path examples.losses.high_entropy"
     line = teachers.line(f"{MEGATRON} {custom} --disable-compute-advantages-and-returns", without="--use-kl-loss")

@@ -123,16 +123,67 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             ),
         ],
     ),
-    "engines_have_no_adapters": (
+    "engine_flags_are_those_of_the_engine": (
+        ["--rollout-engine vllm --vllm-python /bin/sh", "--sglang-enable-symm-mem"],
+        [
+            (
+                "--vllm-python /bin/sh",
+                "--vllm-python is for vllm servers, and --rollout-engine is sglang: leave one of them out.",
+            ),
+            (
+                "--rollout-engine vllm --vllm-python /bin/sh --sglang-enable-symm-mem",
+                "--sglang-enable-symm-mem is for sglang servers, and --rollout-engine is vllm: leave one of them out.",
+            ),
+        ],
+    ),
+    "vllm_has_an_interpreter": (
+        ["--rollout-engine vllm --vllm-python /bin/sh"],
+        [
+            (
+                "--rollout-engine vllm",
+                "--rollout-engine vllm needs vllm, which this environment does not have: give --vllm-python, the"
+                " interpreter of one that has.",
+            ),
+            (
+                "--rollout-engine vllm --vllm-python /bin",
+                "--vllm-python /bin is not a program: give the path of a Python interpreter.",
+            ),
+        ],
+    ),
+    "vllm_serves_the_run": (
+        [
+            "--rollout-engine vllm --vllm-python /bin/sh --lora-rank 8 --lora-merge",
+            "--rollout-engine vllm --vllm-python /bin/sh --debug-rollout-only --rollout-top-p 0.9",
+        ],
+        [
+            (
+                "--rollout-engine vllm --vllm-python /bin/sh --check-weight-update-equal",
+                "--rollout-engine vllm excludes --check-weight-update-equal, because vLLM servers report no checksums:"
+                " leave --check-weight-update-equal out.",
+            ),
+            (
+                "--rollout-engine vllm --vllm-python /bin/sh --lora-rank 8",
+                "--rollout-engine vllm with --lora-rank sends the engines merged weights: add --lora-merge.",
+            ),
+            (
+                "--rollout-engine vllm --vllm-python /bin/sh --rollout-top-p 0.9",
+                "--rollout-top-p 0.9 limits the tokens, of which vLLM reports renormalised log-probabilities; those of"
+                " training are of all tokens: leave --rollout-top-p out, or use --rollout-engine sglang.",
+            ),
+            (
+                f"{FOUR_NODES} 16 --rollout-engine vllm --vllm-python /bin/sh",
+                "--rollout-num-gpus-per-engine 16 is more than the GPUs of a node (--num-gpus-per-node 8), and a vLLM"
+                " server has one node: lower it.",
+            ),
+        ],
+    ),
+    "delta_updates_fit_the_run": (
         [],
         [
             (
-                "--sglang-enable-lora",
-                "--sglang-enable-lora is for LoRA adapters, which are unsupported: leave it out.",
-            ),
-            (
-                "--sglang-max-lora-rank 16 --debug-rollout-only",
-                "--sglang-max-lora-rank is for LoRA adapters, which are unsupported: leave it out.",
+                "--bf16 --update-weight-mode delta",
+                "--colocate has engines that read the weights in the trainer's memory, and --update-weight-mode delta"
+                " sends changes: leave one of them out.",
             ),
         ],
     ),

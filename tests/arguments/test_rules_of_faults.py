@@ -40,6 +40,50 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             ),
         ],
     ),
+    "elastic_engines_have_gpus_of_their_own": (
+        [
+            "--rollout-num-gpus 6 --use-fault-tolerance --rollout-max-num-gpus 8",
+            "--rollout-num-gpus 6 --rollout-num-gpus-per-engine 1 --use-fault-tolerance --rollout-max-num-gpus 7",
+        ],
+        [
+            (
+                "--rollout-num-gpus 6 --rollout-max-num-gpus 8",
+                "--rollout-max-num-gpus 8 needs --use-fault-tolerance: add it, or leave --rollout-max-num-gpus out.",
+            ),
+            (
+                "--colocate --use-fault-tolerance --no-offload-rollout --rollout-max-num-gpus 8",
+                "--rollout-max-num-gpus 8 needs engines on separate GPUs: leave --colocate out, or leave"
+                " --rollout-max-num-gpus out.",
+            ),
+            (
+                "--rollout-num-gpus 6 --use-fault-tolerance --offload-rollout --rollout-max-num-gpus 8",
+                "--rollout-max-num-gpus 8 needs engines that keep their memory: leave --offload-rollout out, or leave"
+                " --rollout-max-num-gpus out.",
+            ),
+            (
+                f"{ONE} --use-fault-tolerance --rollout-max-num-gpus 8",
+                f"--rollout-max-num-gpus 8 needs engines that the run starts: leave {EXTERNAL} out, or leave"
+                " --rollout-max-num-gpus out.",
+            ),
+            (
+                "--rollout-num-gpus 6 --use-fault-tolerance --rollout-max-num-gpus 6",
+                "--rollout-max-num-gpus 6 is not --rollout-num-gpus 6 and the GPUs of one or more engines"
+                " (--rollout-num-gpus-per-engine 2): give 8, for instance.",
+            ),
+            (
+                "--rollout-num-gpus 6 --use-fault-tolerance --rollout-max-num-gpus 9",
+                "--rollout-max-num-gpus 9 is not --rollout-num-gpus 6 and the GPUs of one or more engines"
+                " (--rollout-num-gpus-per-engine 2): give 8, for instance.",
+            ),
+            (
+                "--actor-num-gpus-per-node 8 --rollout-num-gpus 16 --rollout-num-gpus-per-engine 16"
+                " --use-fault-tolerance --rollout-max-num-gpus 32",
+                "--rollout-max-num-gpus 32: an engine of --rollout-num-gpus-per-engine 16 is on several nodes"
+                " (--num-gpus-per-node 8) and cannot join a running job: lower --rollout-num-gpus-per-engine, or leave"
+                " --rollout-max-num-gpus out.",
+            ),
+        ],
+    ),
     "router_has_an_address": (
         [
             "--rollout-num-gpus 6 --sglang-router-ip 10.0.0.9 --sglang-router-port 30000",

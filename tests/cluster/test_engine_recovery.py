@@ -99,6 +99,10 @@ class FakeRouter:
     def server_urls(self) -> list[str]:
         return list(self.known)
 
+    def add_workers(self, urls) -> None:
+        for url in urls:
+            self.add_worker(url)
+
     def add_worker(self, url: str) -> None:
         self.known.append(url)
 
@@ -122,12 +126,22 @@ class FakeFleet:
         return self.engines[index]
 
 
+class FakeClient:
+    def __init__(self, server_urls: list[str]) -> None:
+        self.server_urls, self.resent, self.concurrency = server_urls, 0, 0
+
+    def set_concurrency(self, requests: int) -> None:
+        self.concurrency = requests
+
+
 @contextlib.asynccontextmanager
-async def recovering(count: int = 2, flags: HealthConfig = NEVER, *, needs_weight_sync: bool = True):
+async def recovering(count: int = 2, flags: HealthConfig = NEVER, *, needs_weight_sync: bool = True, elastic=None):
     fleet = FakeFleet(count)
-    client = types.SimpleNamespace(server_urls=[engine.url for engine in fleet.engines], resent=0)
+    client = FakeClient([engine.url for engine in fleet.engines])
     memory = EngineMemory([])
-    recovery = EngineRecovery(flags, fleet, client, memory, needs_weight_sync=needs_weight_sync)
+    recovery = EngineRecovery(
+        flags, fleet, client, memory, needs_weight_sync=needs_weight_sync, concurrency=8, elastic=elastic
+    )
     await asyncio.sleep(0)
     try:
         yield recovery, fleet, client, memory
@@ -164,6 +178,7 @@ def test_failed_server_is_stopped_and_its_replacement_serves_only_with_weights()
             assert recovery.take_metrics() == {
                 "rollout/faults/servers_lost": 1.0,
                 "rollout/faults/servers_replaced": 1.0,
+                "rollout/faults/servers_joined": 0.0,
                 "rollout/faults/router_restarts": 0.0,
                 "rollout/faults/requests_resent": 5.0,
             }
@@ -546,5 +561,93 @@ def test_complete_rollout_resets_the_failure_count_of_a_server():
                 place.losses, place.engine.url = MAX_LOSSES - 1, server.url
                 await recovery.generation_ends()
                 assert place.losses == 0
+
+    asyncio.run(body())
+
+
+class FakeElastic:
+    """Places whose GPUs are free as soon as `free` is set; records the places that were given back."""
+
+    def __init__(self, places: int) -> None:
+        self.places = range(places)
+        self.free = asyncio.Event()
+        self.lives = 0
+        self.given_back: list[tuple[int, bool]] = []
+        self.wanted = None
+
+    async def next_engine(self, place: int, wanted) -> FakeEngine:
+        self.wanted = wanted
+        await self.free.wait()
+        self.free.clear()
+        self.lives += 1
+        return FakeEngine(5 + place, self.lives)
+
+    def give_back(self, place: int, *, failed: bool = False) -> None:
+        self.given_back.append((place, failed))
+
+    def close(self) -> None:
+        self.given_back.append((-1, False))
+
+
+def test_engine_joins_with_weights_raises_the_concurrency_and_leaves_without_ending_the_run():
+    async def body():
+        elastic = FakeElastic(1)
+        async with recovering(elastic=elastic) as (recovery, fleet, client, _):
+            own = [engine.url for engine in fleet.engines]
+            for _ in range(MAX_LOSSES + 1):  # so often its own server would end the run
+                elastic.free.set()
+                await until(lambda: len(fleet.engines) == 3 and "started" in fleet.engines[2].done)
+                joined = fleet.engines[2]
+                await until(lambda: recovery._slots[-1].phase.value == "waiting")
+                assert client.server_urls == own
+                assert await recovery.begin_weight_update(True) == [joined.endpoint]
+                await recovery.end_weight_update([joined.url], "7")
+                assert client.server_urls == [*own, joined.url] == fleet.router.known
+                assert client.concurrency == 3 * 8
+                joined.die()
+                await until(lambda: len(fleet.engines) == 2)
+                assert client.server_urls == own == fleet.router.known
+                assert (client.concurrency, joined.done) == (2 * 8, ["started", "killed"])
+            assert elastic.given_back == [(0, False)] * (MAX_LOSSES + 1)
+            metrics = recovery.take_metrics()
+            assert metrics["rollout/faults/servers_joined"] == metrics["rollout/faults/servers_lost"] == MAX_LOSSES + 1
+            assert metrics["rollout/faults/servers_replaced"] == 0
+        assert elastic.given_back[-1] == (-1, False)
+
+    asyncio.run(body())
+
+
+def test_no_engine_is_asked_to_join_while_a_server_of_the_run_is_lost():
+    async def body():
+        elastic = FakeElastic(1)
+        async with recovering(elastic=elastic) as (recovery, fleet, _, _):
+            await until(lambda: elastic.wanted is not None)
+            assert elastic.wanted()
+            recovery._starts_paused = True  # the replacement has to wait
+            fleet.engines[0].die()
+            await until(lambda: not elastic.wanted())
+            recovery._starts_paused = False
+            recovery._notify()
+            await until(elastic.wanted)
+
+    asyncio.run(body())
+
+
+def test_joining_engine_that_does_not_start_is_given_back_as_failed():
+    async def body():
+        elastic = FakeElastic(1)
+
+        async def fails(engine, timeout_s: float) -> None:
+            raise ProcessStartError("no such model")
+
+        async with recovering(elastic=elastic) as (recovery, fleet, client, _):
+            original, FakeEngine.start = FakeEngine.start, fails
+            try:
+                elastic.free.set()
+                await until(lambda: elastic.given_back == [(0, True)])
+            finally:
+                FakeEngine.start = original
+            assert len(fleet.engines) == len(client.server_urls) == 2
+            assert "SGLang server 5.1 did not start: no such model" in recovery._events[0]
 
     asyncio.run(body())

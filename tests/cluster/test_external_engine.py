@@ -149,7 +149,7 @@ def test_invalid_server_response_is_rejected_with_address_field_and_value(tmp_pa
             with pytest.raises(EngineError) as refused:
                 await ExternalEngine(address, 0, Arguments(hf_checkpoint=str(tmp_path))).start(5)
             assert str(refused.value).startswith(
-                f"--rollout-external-engine-addrs {address}: this is not an SGLang server"
+                f"--rollout-external-engine-addrs {address}: this is no server with SGLang's calls"
             )
             assert wrong in str(refused.value)
 

@@ -8,7 +8,14 @@ import pytest
 
 from slimrl.arguments import Arguments
 from slimrl.cluster.engines.engine_group import server_settings
-from slimrl.cluster.launch import DriverWithoutGpuError, Launch, check_driver_sees_gpus, run_facts
+from slimrl.cluster.launch import (
+    DriverWithoutGpuError,
+    Launch,
+    NeedsCpusError,
+    check_driver_sees_gpus,
+    check_machine_has_operators,
+    run_facts,
+)
 from slimrl.engines.server_protocol import ServerLaunch
 from slimrl.engines.sglang.server import server_environment
 from slimrl.platform.launch_env import Machine, RunFacts, rank_environment
@@ -121,3 +128,10 @@ def test_driver_that_matches_the_ray_node_continues(
     machine: Machine, resources: dict[str, float], environment: dict[str, str]
 ):
     check_driver_sees_gpus(machine, resources, environment)
+
+
+def test_batch_invariant_operators_are_rejected_on_a_gpu_and_only_there():
+    with pytest.raises(NeedsCpusError, match="--true-on-policy-mode has operators for CPUs only"):
+        check_machine_has_operators(GPU, batch_invariant=True)
+    check_machine_has_operators(CPU, batch_invariant=True)
+    check_machine_has_operators(GPU, batch_invariant=False)

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.conftest import PATIENCE
+
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "SLIMRL_TEST_RUN"  # inherited by every process of a run, so that leftovers can be found
 LEFT_WAIT = 20.0  # seconds after which a file in /dev/shm is a leftover
@@ -37,9 +39,12 @@ class Started:
     shared_memory: set[str] | None  # of this machine before the start; None: the run has a shared memory of its own
 
     def finish(self, timeout: float) -> Finished:
-        """Waits for its end and collects its leftovers; removes them, so that one failure causes no others."""
+        """Waits for its end and collects its leftovers; removes them, so that one failure causes no others.
+
+        The limits of this class are multiplied by `PATIENCE`.
+        """
         try:
-            code = self.process.wait(timeout)
+            code = self.process.wait(PATIENCE * timeout)
         except subprocess.TimeoutExpired:
             self.kill_everything()  # a run that continues would slow down every test after this one
             raise
@@ -53,12 +58,12 @@ class Started:
         return marked_processes(self.mark, text)
 
     def wait_for_line(self, text: str, timeout: float) -> None:
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + PATIENCE * timeout
         while text not in self.log.read_text():
             assert self.process.poll() is None, f"ended before {text!r}:\n{self.log.read_text()[-4000:]}"
             if time.monotonic() > deadline:
                 self.kill_everything()
-                raise AssertionError(f"no {text!r} within {timeout} s:\n{self.log.read_text()[-4000:]}")
+                raise AssertionError(f"no {text!r} within {PATIENCE * timeout} s:\n{self.log.read_text()[-4000:]}")
             time.sleep(0.02)
 
     def kill_everything(self) -> None:
@@ -78,7 +83,7 @@ class Started:
     def _left_files(self) -> list[str]:
         # compiled kernels are kept deliberately, for the next server
         temporary = {name for name in os.listdir(self.temporary) if not name.startswith("torchinductor_")}
-        return sorted(temporary | self._left_shared_memory(LEFT_WAIT))
+        return sorted(temporary | self._left_shared_memory(PATIENCE * LEFT_WAIT))
 
     def _left_shared_memory(self, timeout: float) -> set[str]:
         """New files of /dev/shm that stay.
@@ -189,7 +194,8 @@ def launch(
     mark = uuid.uuid4().hex
     temporary = temporary or temporary_folder()
     environment = {"PATH": path, "HOME": str(home), "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1", MARK: mark}
-    before = None if own_shared_memory else shared_memory()
+    # those in use, too: a process that was killed before this run may still be ending
+    before = None if own_shared_memory else set(_inodes())
     with open(log, "w") as output:
         process = subprocess.Popen(
             command,

@@ -113,15 +113,20 @@ def test_every_token_was_sampled_by_the_weights_of_its_span(run, tiny):
     assert len(samples[-1].version_spans) > 1
     named = {version for sample in samples for version, _ in sample.version_spans}
     models = {v: AutoModelForCausalLM.from_pretrained(paths[v], dtype=torch.float32).eval() for v in named}
+    by_others = []
     for sample in samples:
         scores = {v: log_probs(models[v], sample) for v, _ in sample.version_spans}
         own, start = torch.tensor(sample.rollout_log_probs), 0
         for version, count in sample.version_spans:
             end = start + count
-            assert (scores[version][start:end] - own[start:end]).abs().max() < 1e-4
-            for other in scores.keys() - {version}:  # one step of random rewards changes them by several times that
-                assert count < 3 or (scores[other][start:end] - own[start:end]).abs().max() > 3e-4
+            differences = {v: float((score[start:end] - own[start:end]).abs().max()) for v, score in scores.items()}
+            by_own = differences.pop(version)
+            assert by_own < 1e-4
+            if count >= 3:  # a certain token has nearly the same log-probability by all of them
+                assert all(difference > 3 * by_own for difference in differences.values())
+                by_others += differences.values()
             start = end
+    assert max(by_others) > 3e-4  # one step of random rewards changes them by several times the allowed difference
 
 
 def log_probs(model, sample) -> torch.Tensor:

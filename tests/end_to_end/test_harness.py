@@ -26,7 +26,7 @@ QUIET = "import time; time.sleep(1.5)"
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch):
-    monkeypatch.setattr(harness, "LEFT_WAIT", 1.0)
+    monkeypatch.setattr(harness, "LEFT_WAIT", 0.5)
     monkeypatch.setattr(harness, "CLEAN_UP_WAIT", 0.2)
 
 
@@ -57,6 +57,14 @@ def test_a_semaphore_of_another_living_process_is_not_counted(tmp_path):
             assert Path("/dev/shm", name).exists()
         finally:
             other.kill()
+
+
+def test_a_file_that_a_process_from_before_the_run_leaves_is_not_counted(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", LEAVES, "0.7"], stdout=subprocess.PIPE, text=True) as other:
+        name = f"sem.{other.stdout.readline().strip()}"
+        started = run(tmp_path, QUIET)
+    assert started.finish(60).left == []
+    Path("/dev/shm", name).unlink()
 
 
 def test_any_other_left_file_is_found(tmp_path):

@@ -16,6 +16,7 @@ import pytest
 import ray
 
 import slimrl
+from tests.conftest import PATIENCE
 from tests.end_to_end.conftest import Tiny
 from tests.end_to_end.harness import Finished, Started
 from tests.end_to_end.nodes import OVER_TWO_NODES, TOKEN, Cluster, cluster, end_with_power, outputs
@@ -159,7 +160,7 @@ def test_lost_link_ends_both_sides_by_name(tiny: Tiny, tmp_path: Path):
         head.wait_for_line("ERROR", 120)
         named = time.monotonic() - lost
         done = [head.finish(120), second.finish(60)]
-        assert named < NAMED_WITHIN_S + 3, outputs(*done)  # the supervisor looks every second
+        assert named < NAMED_WITHIN_S + 3 * PATIENCE, outputs(*done)  # the supervisor looks every second
         assert time.monotonic() - lost < NAMED_WITHIN_S + 2 * END_S
         assert [one.code for one in done] == [75, 75], outputs(*done)
         assert re.search(

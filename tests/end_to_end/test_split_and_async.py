@@ -35,7 +35,7 @@ def test_split_run_is_on_policy_and_metrics_reach_every_writer(tiny, tmp_path):
     checks = {"check_weight_update_equal": True, "compute_old_log_probs": "always"}
     changes = {**SPLIT, **checks, "num_rollout": 4, **evaluation, **metrics.flags(port)}
     run = harness.start("train.py", tiny.flags(**changes), tmp_path, "split", tiny.home)
-    run.wait_for_line("step 2 |", 200)
+    run.wait_for_line("step 1 |", 200)  # two steps before its end, after which nothing answers
     scraped, shown = metrics.scrape(port), run.processes(metrics.KEY)
     targets = metrics.targets(run.run_dir)
     done = run.finish(200)

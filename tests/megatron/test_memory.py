@@ -9,7 +9,10 @@ import torch
 
 from slimrl.arguments import Arguments
 from slimrl.data.train_batch import RolloutBatch
+from slimrl.megatron.offload import CHUNK_BYTES
 from tests.megatron import ranks, tiny
+from tests.megatron.layouts import SPREAD, TP2_SP, Layout
+from tests.megatron.test_sharding import fsdp
 
 
 def test_shared_storage_of_saved_tensors_counts_once():
@@ -88,3 +91,38 @@ def test_kept_logits_are_counted_as_saved_and_others_are_not(models: Any, one_ra
     # hidden states of these; log-probabilities and entropies need the same few numbers per token in both
     positions, tokens = int(rollout.total_lengths[:4].sum()), int(rollout.response_lengths[:4].sum())
     assert sizes[True] - sizes[False] == 4 * (positions * 64 + tokens * 128 - tokens * 64)
+
+
+OF_ALL_MODELS = {
+    "1 rank": Layout(1, {}),
+    "TP2 SP, bf16": Layout(2, TP2_SP | {"bf16": True}),
+    "DP2, distributed optimizer": Layout(2, SPREAD),
+    "DP2, Megatron-FSDP": Layout(2, fsdp("optim_grads_params")),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OF_ALL_MODELS)
+def test_critic_and_reference_are_reported_beside_the_plan(name: str, models: Any, one_rank: Any, two_ranks: Any):
+    layout = OF_ALL_MODELS[name]
+    args = tiny.tiny_args(
+        load=str(models.policy),
+        ref_load=str(models.reference),
+        use_kl_loss=True,
+        kl_loss_coef=0.05,
+        advantage_estimator="ppo",
+        critic_lr=1e-3,
+        actor_num_gpus_per_node=layout.ranks,
+        **models.flags,
+        **layout.flags,
+    )
+    pool = one_rank if layout.ranks == 1 else two_ranks
+    results = pool.run(train, args, tiny.recorded_rollout(seed=5))
+    report = results[0][0]
+    for kind in ("parameters", "gradients", "critic_gradients"):
+        assert report[f"memory_{kind}"] == report[f"planned_memory_{kind}"] > 0, kind
+    for kind in ("optimizer", "critic"):  # except for padding, and a counter of the steps for each weight
+        assert report[f"memory_{kind}"] == pytest.approx(report[f"planned_memory_{kind}"], abs=1024), kind
+    planned = report["planned_memory_host_models"]
+    assert 0 <= report["memory_host_models"] - planned <= CHUNK_BYTES
+    assert planned == pytest.approx(2 * report["memory_parameters"], rel=0.01)  # reference and policy, without padding

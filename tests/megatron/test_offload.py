@@ -269,6 +269,7 @@ LAYOUTS = {
     "DP2 with the distributed optimizer in bfloat16": (2, "models", SPREAD | {"bf16": True}),
     "EP2 with the distributed optimizer": (2, "expert_models", SPREAD | {"expert_model_parallel_size": 2}),
 }
+CRITIC = {"advantage_estimator": "ppo", "gamma": 0.99, "lambd": 0.9, "critic_lr": 5e-3}
 
 
 @pytest.mark.slow
@@ -288,6 +289,18 @@ def test_weights_that_engines_can_open_are_trained_like_private_ones(
         assert one.metrics == other.metrics
         assert [name for name, value in other.weights.items() if not torch.equal(value, one.weights[name])] == []
         assert one.offloaded == other.offloaded | {"weights": 0} and other.offloaded["weights"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [SPREAD, TP2], ids=["DP2 with the distributed optimizer", "TP2"])
+def test_offloading_policy_and_critic_changes_nothing(changes: dict[str, Any], models: Any, two_ranks: RankPool):
+    rollouts = [tiny.recorded_rollout(seed) for seed in range(3)]
+    args = tiny.tiny_args(load=str(models.policy), **models.flags, **changes, **CRITIC)
+    slept, awake = (two_ranks.run(train, args, rollouts, sleeps) for sleeps in (True, False))
+    for one, other in zip(slept, awake, strict=True):
+        assert one.metrics == other.metrics and any("value_loss" in name for name in one.metrics[0])
+        assert [name for name, value in other.weights.items() if not torch.equal(value, one.weights[name])] == []
+        assert one.left_offloaded < 40_000
 
 
 @pytest.mark.slow

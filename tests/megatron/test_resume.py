@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from slimrl.arguments import Arguments
+from slimrl.arguments.checkpoints import read_manifest
 from slimrl.data.train_batch import RolloutBatch
 from tests.megatron import ranks, tiny
 from tests.megatron.launch import RankPool
@@ -121,6 +122,9 @@ LAYOUTS = {
     "EP2 with the distributed optimizer": (2, "expert_models", SPREAD | EP2),
     "reward model, TP2": (2, "models", TP2 | REWARD_MODEL),
     "PPO, DP2 with the distributed optimizer": (2, "models", SPREAD | PPO),
+    "PPO, TP2": (2, "models", TP2 | PPO),
+    "PPO, CP2 with the distributed optimizer": (2, "models", SPREAD | {"context_parallel_size": 2} | PPO),
+    "PPO, EP2": (2, "expert_models", EP2 | PPO),
     "PPO, PP2 virtual, saved in the background": (2, "deep_models", VIRTUAL | PPO | {"async_save": True}),
 }
 
@@ -153,6 +157,11 @@ def test_killed_run_resumes_bit_for_bit(
         assert [name for name, value in complete.state.items() if not torch.equal(value, after.state[name])] == []
         assert after.step_counts == complete.step_counts == {2.0 * (ROLLOUTS - args.num_critic_only_steps)}
         assert after.random_numbers == complete.random_numbers
+    written = read_manifest(tmp_path / f"iter_{ROLLOUTS - 1:07d}")
+    assert written is not None and written["value_head"] is args.trains_reward_model
+    if args.use_critic:
+        written = read_manifest(tmp_path / f"critic/iter_{ROLLOUTS - 1:07d}")
+        assert written is not None and written["value_head"] is True
 
 
 def test_learning_rate_follows_the_schedule(models: Any, one_rank: RankPool):

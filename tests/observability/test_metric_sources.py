@@ -41,7 +41,7 @@ def is_made(name: str) -> bool:
     plain, patterns = texts()
     bare = PREFIXES.sub("", name)
     # phase times, process memory and the critic's metrics are composed of separate words
-    inner = re.sub(r"^(rank1_|memory_|planned_memory_|critic-)", "", bare)
+    inner = re.sub(r"^(rank1_|critic-)?(memory_|planned_memory_)?", "", bare)
     words = {name, bare, bare.removesuffix("_time"), inner}
     return bool(words & plain) or any(pattern.fullmatch(word) for word in (name, bare, inner) for pattern in patterns)
 

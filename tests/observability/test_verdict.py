@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import json
 import os
 import shlex
 from pathlib import Path
@@ -134,6 +135,11 @@ def test_commands_name_existing_files(tmp_path, monkeypatch):
     served = dict(entry.split(maxsplit=1) for entry in next_commands(summary, run / "hf"))
     assert "export" not in served
     assert served["serve"].endswith(" --model-path runs/first/hf --port 30000")
+    (run / "adapters").mkdir()
+    (run / "adapters/adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "/models/tiny"}))
+    served = dict(entry.split(maxsplit=1) for entry in next_commands(summary, run / "adapters"))
+    served_adapters = "--enable-lora --lora-paths policy=runs/first/adapters"
+    assert served["serve"].endswith(f" --model-path /models/tiny {served_adapters} --port 30000")
     for command in commands.values():
         script = [word for word in shlex.split(command) if word.startswith("tools/")]
         assert all((ROOT / word).is_file() for word in script)

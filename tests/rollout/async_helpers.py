@@ -28,7 +28,7 @@ async def async_generation(args, tokenizer, engine=None, source=None, requests=1
     source = source or RolloutDataSource(args, tokenizer)
     engine = engine or ContinuingEngine(1000, 0, 0)
     generator = RolloutGenerator.from_args(args, tokenizer, engine)
-    generator.start_async(source, requests)
+    generator.start_async(source, lambda: requests)
     try:
         yield generator, source, engine
     finally:

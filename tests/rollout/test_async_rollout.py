@@ -108,7 +108,7 @@ def run(
         engine, source = ContinuingEngine(gpus, slowest, seed), RolloutDataSource(own, tokenizer)
         engine.version = begin
         generator = RolloutGenerator.from_args(own, tokenizer, engine)
-        generator.start_async(source, concurrency)
+        generator.start_async(source, lambda: concurrency)
         stream = generator.continuous
         if saved[1] is not None:
             stream.restore(inflight_state.restore(source, json.loads(saved[1]), keeps_finished=True))
@@ -267,7 +267,7 @@ def test_ready_rollout_counts_the_time_since_the_previous_one(make_args, tokeniz
         args = scripted(make_args, rollout_all_samples_process_path=None)
         source = RolloutDataSource(args, tokenizer)
         generator = RolloutGenerator.from_args(args, tokenizer, ContinuingEngine(1000, 2, 0))
-        generator.start_async(source, 1000)
+        generator.start_async(source, lambda: 1000)
         times = []
         began = time.perf_counter()
         try:
@@ -290,7 +290,7 @@ def test_out_of_order_rollout_is_rejected(make_args, tokenizer):
         args = scripted(make_args)
         source = RolloutDataSource(args, tokenizer)
         generator = RolloutGenerator.from_args(args, tokenizer, ContinuingEngine(9, 1, 0))
-        generator.start_async(source, 100)
+        generator.start_async(source, lambda: 100)
         generator.continuous.set_weight_version(3, 9)
         try:
             with pytest.raises(ValueError, match="rollout 4 was requested, but 3 is next"):
@@ -312,7 +312,7 @@ def test_failure_in_flight_is_raised_with_the_next_rollout_and_while_draining(ma
         args = scripted(make_args)
         source = RolloutDataSource(args, tokenizer)
         generator = RolloutGenerator.from_args(args, tokenizer, Failing(9, 1, 0))
-        generator.start_async(source, 100)
+        generator.start_async(source, lambda: 100)
         generator.continuous.set_weight_version(0, 9)
         try:
             with pytest.raises(RuntimeError, match=r"generation of sample \d+ .* failed: ConnectionError: no server"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slimrl.data.preference_pairs import PAIR_KEY, AnswerColumns, PairColumns, pair_of
+from slimrl.data.sample import SampleStatus
 from slimrl.rollout.dataset.data_source import RolloutDataSource
 from slimrl.rollout.preference_rollout import generate_rollout
 
@@ -278,3 +279,18 @@ def test_resumed_run_needs_the_same_answer_columns(source_of):
 def test_both_answers_from_one_column_are_rejected_by_flag():
     with pytest.raises(ValueError, match="--chosen-key and --rejected-key are both 'chosen': name the columns"):
         pair_of({"prompt": "q", "chosen": "a"}, "prompt", PairColumns("chosen", "chosen", as_chat=False))
+
+
+@pytest.mark.parametrize(
+    "row", [LAYOUTS["prompt and answers of messages"], {"prompt": "1+1=", "chosen": "2 yes", "rejected": "3 no"}]
+)
+def test_longer_answers_are_cut_at_their_end(groups_of, row):
+    (whole,) = groups_of([row])
+    limit = len(whole[1].tokens) - 1
+    (cut,) = groups_of([row], rollout_max_context_len=limit)
+    for before, after in zip(whole, cut, strict=True):
+        assert after.tokens == before.tokens[:limit] and len(after.loss_mask) == after.response_length
+        assert (after.status is SampleStatus.TRUNCATED) == (len(before.tokens) > limit)
+    prompt = whole[0].prompt_length
+    with pytest.raises(ValueError, match=f"--rollout-max-context-len {prompt} cuts off the rest"):
+        groups_of([row], rollout_max_context_len=prompt)

@@ -66,11 +66,11 @@ def filled(tokenizer: Any, samples: list[Sample], form: str = "conversation", **
         async with server:
             read = RewardInput(tokenizer, form, tokenizer.all_special_tokens)
             steps = StepInput(read, StepSplitter(tokenizer, BREAK), changes.get("marker", BREAK))
-            model = ProcessRewardModel(
+            model: Any = ProcessRewardModel(
                 [server.url], steps, coefficient=changes.get("coefficient", 1.0), labels=1, concurrency=2
             )
             pool = GraderPool(time_limit_s=1.0, size=1)
-            scorer = RewardScorer(pool, None, None, of_tokens=model)  # type: ignore[arg-type]
+            scorer = RewardScorer(pool, None, None, of_tokens=model)
             assert scorer.column_of_tokens == "token_rewards"
             try:
                 for one in samples:

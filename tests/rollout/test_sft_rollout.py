@@ -2,6 +2,7 @@
 
 import pytest
 
+from slimrl.data.sample import SampleStatus
 from slimrl.rollout.dataset.data_source import RolloutDataSource
 from slimrl.rollout.evaluate import EvaluationReport
 from slimrl.rollout.sft_rollout import generate_rollout, held_out_conversations
@@ -77,3 +78,24 @@ def test_held_out_conversations_of_a_reward_model_have_their_scores(
 def test_report_of_held_out_scores_is_their_mean_error():
     report = EvaluationReport.of_held_out("rest", {"loss": 0.5, "absolute_error": 0.6, "predicted_reward": 1.0})
     assert report.mean_reward == 0.6 and report.metrics() == {"eval/rest": 0.6, "eval/rest-loss": 0.5}
+
+
+def test_longer_conversation_is_cut_at_its_end_and_counted(samples_of, tokenizer):
+    rows = [{"messages": [USER, ASSISTANT, USER, ASSISTANT]}, {"messages": [USER, ASSISTANT]}]
+    whole, short = samples_of(rows)
+    limit = len(short.tokens)
+    cut, kept = samples_of(rows, rollout_max_context_len=limit)
+    assert cut.tokens == whole.tokens[:limit] and cut.response == tokenizer.decode(cut.tokens[cut.prompt_length :])
+    assert cut.loss_mask == whole.loss_mask[: cut.response_length]
+    assert (cut.status, kept.status) == (SampleStatus.TRUNCATED, SampleStatus.COMPLETED)
+    assert kept.tokens == short.tokens
+    with pytest.raises(ValueError, match="--rollout-max-context-len 2 cuts off the rest: raise it, or remove the row"):
+        samples_of(rows, rollout_max_context_len=2)
+
+
+def test_calls_of_the_assistant_are_trained_and_answers_of_tools_are_not(samples_of, tokenizer):
+    call = {"role": "assistant", "content": "call f"}
+    (sample,) = samples_of([{"messages": [USER, call, {"role": "tool", "content": "42"}, ASSISTANT], "tools": TOOLS}])
+    response = sample.tokens[sample.prompt_length :]
+    trained = [token for token, chosen in zip(response, sample.loss_mask, strict=True) if chosen]
+    assert tokenizer.decode(trained) == "call f<|im_end|>two<|im_end|>" and "42" in tokenizer.decode(response)

@@ -72,8 +72,8 @@ def known_flags() -> set[str]:
 
 
 def passed_on(flag: str) -> bool:
-    """Whether a flag is passed to SGLang or its router; tests/scripts/test_recipe.py parses those of the README."""
-    return flag.startswith(("--sglang-", "--router-"))
+    """Whether a flag is passed to an engine or the router; tests/scripts/test_recipe.py parses those of the README."""
+    return flag.startswith(("--sglang-", "--vllm-", "--router-"))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)

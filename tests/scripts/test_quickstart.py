@@ -16,7 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_quickstart_learns_carrying_and_leaves_only_its_folder(tmp_path):
+@pytest.mark.parametrize("options", [[], ["--ppo"]], ids=["GRPO", "PPO"])
+def test_quickstart_learns_carrying_and_leaves_only_its_folder(tmp_path, options):
     environment = Path(sys.prefix)
     stamp = environment / "installed"
     if not stamp.is_file() or not stamp.read_text().rstrip().endswith(f" {ROOT}"):
@@ -29,7 +30,7 @@ def test_quickstart_learns_carrying_and_leaves_only_its_folder(tmp_path):
     run_dir = ROOT / "runs" / f"{name}_attempt_2"
     try:
         started = harness.launch(
-            ["bash", "scripts/quickstart.sh", "--run-name", name],
+            ["bash", "scripts/quickstart.sh", *options, "--run-name", name],
             log=tmp_path / "quickstart.out",
             run_dir=run_dir,
             cwd=ROOT,

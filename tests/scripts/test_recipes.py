@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 
 from slimrl.arguments import read_args
 from slimrl.arguments.namespace import all_flag_specs
+from slimrl.cluster.check_flags import early_problems
 from slimrl.engines.sglang.server_args import router_flags, server_flags
 from tests.arguments.conftest import complete_model
 from tests.end_to_end import harness
@@ -131,6 +133,29 @@ def test_recipe_trains_a_toy_of_its_family_on_the_cpu(tmp_path):
     assert any(re.match(r"\d\d:\d\d:\d\d completed: .* over 2 steps in ", line) for line in lines)
     assert lines[-1].split()[0] == "export"  # the last lines show how to continue
     shutil.rmtree(folder)
+
+
+# Replaces Python: keeps the flags that a recipe checks before it makes anything, and refuses them.
+RECORDER = f"""#!/usr/bin/env bash
+[[ $* == *slimrl.cluster.check_flags* ]] || exec {sys.executable} "$@"
+printf '%s\\0' "$@" >"$CHECKED/options"
+cat >"$CHECKED/flags"
+exit 2
+"""
+
+
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if not NOT_SERVED.match(model_of(name))])
+def test_flags_of_a_toy_fit_each_other(recipe, tmp_path):
+    (tmp_path / "python3").write_text(RECORDER)
+    (tmp_path / "python3").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/local/bin:/usr/bin:/bin", "CHECKED": str(tmp_path)}
+    command = ["bash", f"scripts/{recipe}.sh", "--tiny"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2, done.stderr
+    options = (tmp_path / "options").read_text().split("\0")
+    entry, folder = value(options, "--entry"), Path(value(options, "--made-later"))
+    flags = (tmp_path / "flags").read_text().split("\0")[:-1]
+    assert early_problems(flags, entry, folder, {"sglang": server_flags, "router": router_flags}) == []
 
 
 def test_recipe_of_a_family_without_a_toy_reports_it(tmp_path):

@@ -121,7 +121,8 @@ class Server:
             self.is_open = not self.is_open
         if path == "/server_info":
             return {"version": self.version, "disable_radix_cache": True}
-        return {"paths": {}, "ranks": [{"parallelism_info": [{"tp_rank": 1}]}, {"parallelism_info": [{"tp_rank": 0}]}]}
+        ranks = [{"checksums": {}, "parallelism_info": [{"tp_rank": rank}]} for rank in (1, 0)]
+        return {"paths": {}, "ranks": ranks}
 
 
 @pytest.fixture

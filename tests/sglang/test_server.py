@@ -206,3 +206,12 @@ def test_sigkill_of_the_parent_leaves_no_process_shared_memory_or_port(tmp_path,
     assert not any(map(os.path.exists, own_memory))
     assert not {name for name in set(os.listdir("/dev/shm")) - memory_before if f"/dev/shm/{name}" in own_memory}
     claim_port(port, "127.0.0.1").release()
+
+
+def test_batch_invariant_operators_are_an_option_of_the_entry_for_cpus():
+    managed = {**MANAGED, "model_path": "/model"}
+    assert "--batch-invariant" not in server_command(managed, {}, CPU)
+    command = server_command(managed, {}, ServerLaunch(cuda=False, batch_invariant=True))
+    assert command[1:4] == ["-m", "slimrl.engines.sglang.cpu_patches", "--batch-invariant"]
+    with pytest.raises(ValueError, match="operators for CPUs only"):
+        server_command(managed, {}, ServerLaunch(cuda=True, batch_invariant=True))

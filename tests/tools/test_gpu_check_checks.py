@@ -24,7 +24,7 @@ from torch.multiprocessing import reductions
 from slimrl.arguments import read_args
 from slimrl.arguments.hf_config import disagreements
 from slimrl.arguments.memory import training_memory
-from slimrl.cluster.main import passthrough_flags
+from slimrl.engines.backend import passthrough_flags
 from slimrl.weights.update.buckets import Bucket
 from slimrl.weights.update.transport_tensor import serialize
 from tests.megatron import layouts
@@ -383,7 +383,7 @@ def test_flags_of_every_run_are_consistent(check: Check, made: Any, monkeypatch:
         config = models.hf_config(models.arguments("qwen3-0.6B"))
         monkeypatch.chdir(shape_only(folder, config))
     line = checks_runs.command_line(described, check.arguments["placement"], True, [])
-    args, problems = read_args(line, entry="train.py", passthrough=passthrough_flags())
+    args, problems = read_args(line, entry="train.py", passthrough=passthrough_flags(line))
     assert problems == [] and args.bf16 and args.sglang_options["dtype"] == "bfloat16"
     ranks = args.actor_num_nodes * args.actor_num_gpus_per_node
     assert ranks + (0 if args.colocate else args.rollout_num_gpus) == check.needs.gpus

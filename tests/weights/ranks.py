@@ -95,6 +95,81 @@ def update_weights(
     return result if isinstance(result, str) else (result.bytes, result.buckets)
 
 
+def delta_updates(
+    rank: int,
+    world_size: int,
+    init_method: str,
+    args: Arguments,
+    hf_dir: Path,
+    engines: list[EngineEndpoint],
+    parts: list[float | None],
+) -> list[WeightUpdateReport]:
+    """Updates the engines by `DeltaUpdater`, each time after the change of a part of the elements, with full checks.
+
+    None: after a failed attempt, of which the updater knows nothing but that it failed.
+    """
+    import torch
+    import xxhash
+
+    from slimrl.megatron import parallel
+    from slimrl.megatron.model import model_builder
+    from slimrl.weights.update.transport_delta import DeltaUpdater
+    from slimrl.weights.update.weight_updater import ModelSource
+
+    state = parallel.initialize(args, rank=rank, world_size=world_size, local_rank=rank, init_method=init_method)
+    spec, family = ModelSpec.from_args(args), family_for(read_hf_config(hf_dir))
+    built = model_builder.build_model(args, state)
+    places = {key: getattr(state, key) for key in ("tp_rank", "tp_size", "etp_rank", "etp_size")}
+    load_hf_checkpoint(built, spec, family, hf_dir, **places)
+    updater = DeltaUpdater.split(ModelSource(spec, family, state), engines, bucket_bytes=BUCKET_BYTES, timeout_s=60)
+    results = []
+    for version, part in enumerate(parts):
+        if part is None:
+            for transport in updater._transports:
+                transport.reset()
+        for name, parameter in built.named_parameters():  # a weight that is whole on every rank changes alike
+            generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(f"{version} {name}".encode()) >> 1)
+            chosen = torch.rand(parameter.shape, generator=generator) < (part or 0)
+            parameter.data[chosen] += 0.25
+        results.append(updater.update_weights(built, version=str(version + 1), check_equal=True))
+    updater.close()
+    parallel.shutdown()
+    return results
+
+
+def adapter_update(
+    rank: int, world_size: int, init_method: str, args: Arguments, hf_dir: Path, engines: list[EngineEndpoint]
+) -> WeightUpdateReport | str:
+    """One update by `AdapterUpdater`, of adapters on the base in `hf_dir`; its report, or the text of its error."""
+    from slimrl.megatron import parallel
+    from slimrl.megatron.model import model_builder
+    from slimrl.models.adapters import AdapterConfig
+    from slimrl.weights.adapters import initialize_adapters
+    from slimrl.weights.update.adapter_updater import AdapterUpdater
+    from slimrl.weights.update.weight_updater import ModelSource, WeightSyncError
+
+    state = parallel.initialize(args, rank=rank, world_size=world_size, local_rank=rank, init_method=init_method)
+    spec, family, adapters = (
+        ModelSpec.from_args(args),
+        family_for(read_hf_config(hf_dir)),
+        AdapterConfig.from_args(args),
+    )
+    assert adapters is not None
+    built = model_builder.build_model(args, state)
+    places = {key: getattr(state, key) for key in ("tp_rank", "tp_size", "etp_rank", "etp_size")}
+    load_hf_checkpoint(built, spec, family, hf_dir, **places)
+    initialize_adapters(built, 1, state.tp_rank, state.tp_size)
+    base = ModelSource(spec, family, state, merge_adapters=False)
+    updater = AdapterUpdater(base, adapters, engines, BUCKET_BYTES, timeout_s=60)
+    try:
+        return updater.update_weights(built, version="1", check_equal=True)
+    except WeightSyncError as error:
+        return str(error)
+    finally:
+        updater.close()
+        parallel.shutdown()
+
+
 def export_to(
     rank: int, world_size: int, init_method: str, args: Arguments, hf_dir: Path, receivers: set[int] | None
 ) -> tuple[int, list[str], int, int, int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import urllib.request
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from slimrl.weights.update.topology import EngineEndpoint
 from tests.megatron.launch import RankPool
 from tests.megatron.tiny import VOCAB_SIZE, save_qwen3, tiny_args
 from tests.weights import ranks
+from tests.weights.real_servers import running
 
 pytestmark = pytest.mark.slow
 SERVER_OPTIONS = {"skip_tokenizer_init": True, "max_total_tokens": 2048, "max_running_requests": 4}
@@ -39,15 +39,8 @@ def servers(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> It
         ServerProcess(folders[0], log_path=logs / f"{n}.log", tensor_parallel_size=size, options=SERVER_OPTIONS)
         for n, size in enumerate((1, 1, 2))
     ]
-    try:
-        for server in started:
-            server.start()
-        with ThreadPoolExecutor() as pool:
-            list(pool.map(lambda server: server.wait_ready(120), started))
-        yield [server.url for server in started]
-    finally:
-        for server in started:
-            server.stop()
+    with running(started) as urls:
+        yield urls
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from slimrl.arguments import Arguments
-from slimrl.engines.backend import backend
+from slimrl.engines.backend import SGLANG, backend
 from slimrl.engines.http import call, new_key
 from slimrl.engines.server_protocol import CUDA_GRAPHS, KV_CACHE, WEIGHTS, ServerLaunch
 from slimrl.models.families import family_for
@@ -67,7 +67,7 @@ class Serving:
     def __init__(self, model: Path, log: Path, options: Mapping[str, Any]) -> None:
         launch = ServerLaunch(cuda=torch.cuda.is_available(), memory_saver=True)
         self.key = new_key()
-        self._server = backend().server(model, log_path=log, options=options, launch=launch, key=self.key)
+        self._server = backend(SGLANG).server(model, log_path=log, options=options, launch=launch, key=self.key)
 
     def __enter__(self) -> Serving:
         self._server.start()
@@ -157,7 +157,7 @@ def memory_figures(record: Record, serving: Serving, updates: Updates, device: s
 
     The weights are updated again before the greedy answers are compared, because training has changed them meanwhile.
     """
-    control = backend().control(serving.url, timeout_s=ANSWER_S, key=serving.key)
+    control = backend(SGLANG).control(serving.url, timeout_s=ANSWER_S, key=serving.key)
     first = updates.update_weights("3")
     before = greedy(serving, updates._trainer.args)
     control.flush_cache()

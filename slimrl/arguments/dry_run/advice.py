@@ -11,8 +11,9 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
+from slimrl.arguments.dry_run.engine_memory import EngineSettings, engine_memory
 from slimrl.arguments.dry_run.plan import Plan
-from slimrl.arguments.memory import EngineSettings, engine_memory, training_memory
+from slimrl.arguments.memory import training_memory
 from slimrl.arguments.namespace import Arguments
 
 _FACTORS = (2, 4, 8, 16, 32, 64)

@@ -17,17 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from slimrl.arguments.checkpoints import ResumePlan, start_of
+from slimrl.arguments.dry_run.engine_memory import EngineMemory, EngineSettings, engine_memory
 from slimrl.arguments.flag import FlagSpec
 from slimrl.arguments.layout import Groups, Placement, groups_of, placement
 from slimrl.arguments.memory import (
     Batches,
-    EngineMemory,
-    EngineSettings,
     MicroBatch,
     StageMemory,
     batches,
     critic_memory,
-    engine_memory,
     largest_micro_batch,
     training_memory,
 )
@@ -63,19 +61,19 @@ def estimate(args: Arguments, *, gpu_bytes: int | None = None, engine: EngineSet
     """The memory of one GPU in each role, for checked flags.
 
     `gpu_bytes` is the GPU's memory: without it the engine's KV cache, which takes what is left, is not known.
-    `engine` is how the servers keep weights and cache; the default is two bytes per number and what --sglang-* says.
+    `engine` is how the servers keep weights and cache; the default is two bytes per number and what its flags say.
     """
     spec = ModelSpec.from_args(args)
     stages, critic = () if args.debug_rollout_only else training_memory(args), critic_memory(args)
     if args.debug_train_only or not args.rollout_gpus:
         return MemoryPlan(stages, None, critic)
-    settings = engine or EngineSettings.from_options(args.sglang_options)
+    settings = engine or EngineSettings.of_engine(args.rollout_engine, args.engine_options)
     return MemoryPlan(stages, engine_memory(spec, settings, args.rollout_num_gpus_per_engine, gpu_bytes), critic)
 
 
 @dataclasses.dataclass(frozen=True)
 class Server:
-    """One SGLang server; `gpus` are positions in the placement."""
+    """One server; `gpus` are positions in the placement."""
 
     index: int
     gpus: range
@@ -86,7 +84,7 @@ class Server:
 def servers(args: Arguments, where: Placement) -> list[Server]:
     """Every server, in order."""
     return [
-        Server(index, gpus, args.rollout_seed + index, f"{args.run_dir}/logs/sglang{index}.log")
+        Server(index, gpus, args.rollout_seed + index, f"{args.run_dir}/logs/{args.rollout_engine}{index}.log")
         for index, gpus in enumerate(where.engines)
     ]
 
@@ -175,8 +173,8 @@ def make_plan(args: Arguments, entry: str, surroundings: PlanContext) -> Plan:
     files = read_hf_files(folder, layers=spec.num_layers, tied=spec.tied)
     gpu = gpu_memory(args, where, surroundings)
     total = total_parameters(spec)
-    options = {**server_defaults(surroundings.server_words), **args.sglang_options}
-    settings = EngineSettings.from_options(options, weight_bytes=bytes_per_weight(folder, files, total))
+    options = {**server_defaults(surroundings.server_words), **args.engine_options}
+    settings = EngineSettings.of_engine(args.rollout_engine, options, bytes_per_weight(folder, files, total))
     gpu_bytes = None if gpu is None or gpu.shared else gpu.bytes
     return Plan(
         args=args,

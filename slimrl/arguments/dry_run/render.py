@@ -295,13 +295,13 @@ def _servers(plan: Plan) -> Iterator[str]:
     args = plan.args
     rows: list[tuple[object, ...]] = [("server", "where (node: GPUs on it)", "seed", "log")]
     shown = plan.servers if len(plan.servers) <= 2 * LISTED else [*plan.servers[:LISTED], plan.servers[-1]]
-    rows += [(one.index, _where(plan, one.gpus), one.seed, one.log) for one in shown]
-    yield from table(rows)
+    yield from table([*rows, *((one.index, _where(plan, one.gpus), one.seed, one.log) for one in shown)])
     if len(shown) < len(plan.servers):
         yield f"{len(plan.servers)} servers in all"
     size = args.rollout_num_gpus_per_engine // plan.engine_settings.stages
-    words = [f"--model-path {args.hf_checkpoint}", f"--tp-size {size}", *option_words(args.sglang_options)]
-    yield f"each with: {' '.join(words)}"
+    options = option_words(args.engine_options)
+    model, tensor_parallel = ("--model", "--tensor-parallel-size") if args.uses_vllm else ("--model-path", "--tp-size")
+    yield " ".join([f"each with: {model} {args.hf_checkpoint} {tensor_parallel} {size}", *options])
     if plan.surroundings.server_words:
         yield f"because there is no GPU here, before that: {' '.join(plan.surroundings.server_words)}"
     router = " ".join(option_words(args.router_options))
@@ -310,6 +310,8 @@ def _servers(plan: Plan) -> Iterator[str]:
         f" (--request-timeout-secs {args.sglang_router_request_timeout_secs}{' ' + router if router else ''})"
     )
     yield f"at most {args.sglang_server_concurrency} requests in flight per server (--sglang-server-concurrency)"
+    if (most := args.rollout_max_num_gpus) is not None:
+        yield f"more join the running job whenever Ray has free GPUs, up to --rollout-max-num-gpus {most} in all"
     yield from _reward_servers(plan)
 
 
@@ -394,7 +396,5 @@ def _engine(plan: Plan) -> Iterator[str]:
         )
     )
     if plan.gpu is not None and not plan.gpu.shared:
-        given = "mem_fraction_static" in plan.args.sglang_options
-        origin = "--sglang-mem-fraction-static" if given else "SGLang chooses its part, taken as"
-        fraction = plan.engine_settings.fraction
+        fraction, origin = plan.engine_settings.fraction, plan.engine_settings.fraction_from
         yield f"        {origin} {fraction:g} of the GPU = {gib(int(plan.gpu.bytes * fraction))} for both"

@@ -89,11 +89,19 @@ class AlgorithmArguments(PreferenceArguments, RewardModelArguments):
         DEFAULT,
         "advantage estimator",
         choices=_ESTIMATORS,
+        hints={
+            "gae": "give ppo, whose advantages are generalized ones (GAE)",
+            "dr_grpo": "give grpo with --disable-grpo-std-normalization and --rollout-max-response-len as the divisor"
+            " (docs/algorithms.md)",
+            "remax": "give opo or rloo, which need no greedy response as a baseline",
+            "on_policy_distillation": "give --use-opd with grpo, and --custom-rm-path or --rm-type zero",
+        },
     )
     loss_type: str = flag(
         "policy_loss",
         "training loss",
         choices=("policy_loss", "sft_loss", "preference_loss", "reward_model_loss", "custom_loss"),
+        hints={"topk_opd_loss": "give policy_loss with --use-opd, --opd-divergence and --opd-top-k"},
     )
     custom_loss_function_path: str | None = flag(
         None, "loss of --loss-type custom_loss (dotted import path); implies --keep-logits"

@@ -12,8 +12,16 @@ from slimrl.arguments.flag import flag
 
 @dataclasses.dataclass
 class EngineArguments:
-    """Servers, router, health. Any other --sglang-<x> or --router-<x> goes to the engine or the router as its --<x>."""
+    """Servers, router, health. Any other --sglang-<x>, --vllm-<x> or --router-<x> goes to engine or router as --<x>."""
 
+    rollout_engine: str = flag(
+        "sglang", "inference engine of the rollout; vllm has its own environment", choices=("sglang", "vllm")
+    )
+    vllm_python: str | None = flag(
+        None,
+        "--rollout-engine vllm: interpreter of the environment that has vllm, at the same path on every node (path;"
+        " the interpreter of the run)",
+    )
     sglang_server_concurrency: int = flag(512, "requests in flight per engine (count)", at_least=1)
     sglang_router_ip: str | None = flag(
         None,
@@ -81,9 +89,8 @@ class WeightUpdateArguments:
     )
     update_weight_mode: str = flag(
         "full",
-        "send all weights, or only changes",
+        "send all weights, or (delta) the elements that changed since the last update, to engines on GPUs of their own",
         choices=("full", "delta"),
-        not_served="every update sends all weights; leave it out",
     )
     update_weight_disk_keep_files: bool = flag(
         False,
@@ -91,19 +98,21 @@ class WeightUpdateArguments:
         not_served="files are removed once every engine has read them; use --save to keep weights",
     )
     update_weight_delta_encoding: str = flag(
-        "xor",
-        "encoding of changes",
-        choices=("xor", "overwrite"),
-        not_served="every update sends all weights; leave it out",
+        "overwrite",
+        "encoding of the changes of --update-weight-mode delta: places and new values",
+        choices=("overwrite", "xor"),
+        not_served="changes are sent as places and new values; leave it out",
     )
     update_weight_delta_checksum: str = flag(
         "xxh3-128",
-        "checksum of changes",
+        "checksum of the changes of --update-weight-mode delta",
         choices=("xxh3-128", "blake3", "adler32"),
-        not_served="every update sends all weights; use --check-weight-update-equal to compare",
+        not_served="changes are hashed with XXH3; leave it out",
     )
     update_weight_local_checkpoint_dir: str | None = flag(
-        None, "copy of the model on each engine's machine", not_served="every update sends all weights; leave it out"
+        None,
+        "copy of the model on each engine's machine",
+        not_served="engines change the weights in their own memory; leave it out",
     )
     custom_update_weight_post_write_path: str | None = flag(
         None,

@@ -144,10 +144,17 @@ class KernelArguments:
         "use deterministic kernels and collectives on every rank; an operation without one ends the run; slower on"
         " GPUs",
     )
+    true_on_policy_mode: bool = flag(
+        False,
+        "train and rollout log-probabilities are equal to the last bit: batch-invariant operators in float32, on CPUs"
+        " only",
+        spellings=("--true-on-policy",),
+    )
     batch_invariant_mode: bool = flag(
         False,
         "kernels whose result for a row does not depend on the rest of the batch",
-        not_served="training kernels are not batch-invariant; use --sglang-enable-deterministic-inference for engines",
+        not_served="it selects GPU kernels; on CPUs use --true-on-policy-mode, for engines on GPUs"
+        " --sglang-enable-deterministic-inference",
     )
     async_tensor_model_parallel_allreduce: bool = flag(
         True,

@@ -21,6 +21,7 @@ class OptimizerArguments:
         choices=("adam", "sgd", "muon", "dist_muon"),
         not_served="megatron-core 0.16.1 cannot load its state into another number of GPUs; use --optimizer muon",
         served=("sgd", "muon"),
+        hints={"adamw": "give adam, whose weight decay is decoupled (AdamW)"},
     )
     lr: float = flag(1e-6, "learning rate after warm-up", at_least=0)
     min_lr: float = flag(0.0, "learning rate at the end of the decay", at_least=0)

@@ -24,6 +24,12 @@ class ClusterArguments:
         "GPUs of all inference engines together (count; with --colocate the training GPUs, else required)",
         at_least=1,
     )
+    rollout_max_num_gpus: int | None = flag(
+        None,
+        "--use-fault-tolerance: engines on further GPUs join the running job, up to this number of rollout GPUs, "
+        "whenever Ray has GPUs free, and may be lost, as on spot machines (count; no more than --rollout-num-gpus)",
+        at_least=1,
+    )
     rollout_num_gpus_per_engine: int = flag(
         1, "GPUs of one SGLang engine: its tensor parallel size x --sglang-pp-size (count)", at_least=1
     )

@@ -55,7 +55,10 @@ class RolloutArguments:
         choices=("left", "right", "middle"),
     )
     rollout_max_context_len: int | None = flag(
-        None, "maximum length of prompt plus response (tokens; no limit)", at_least=2
+        None,
+        "maximum length of prompt plus response; conversations and pairs of training data are cut off there (tokens; no"
+        " limit)",
+        at_least=2,
     )
     rollout_stop: list[str] | None = flag(None, "strings that end a response", nargs="+")
     rollout_stop_token_ids: list[int] | None = flag(None, "token ids that end a response", nargs="+")

@@ -17,9 +17,11 @@ HF = "transformers'"
 FORMER = "a former name"
 SHORT = "a short form"
 CRITIC = "a critic flag"
-_LORA = "all weights are trained, adapters are unsupported; leave it out"
+_LORA = "with --lora-alpha and --lora-target-modules"
+_OTHER_LORA = "docs/lora.md lists the flags of adapters, for example --lora-rank; leave it out"
 _CRITIC = "leave it out; docs/flags.md lists the flags of a critic, for example --critic-lr"
-_VLLM = "the engines are SGLang servers; leave it out"
+_VLLM = "vllm, with --vllm-python; SGLang is the default"
+_MIS = "docs/coming-from-slime.md has the table; for a function that reads it, put it under custom:"
 _LISTED = "flags are written --flag value, and docs/flags.md lists all of them"
 _PACKED = "samples are always packed without padding; leave it out"
 
@@ -47,6 +49,12 @@ _ROWS: dict[str, tuple[str, str | None, str]] = {
     # keys of slime's example of corrections for the mismatch between engines and training
     "tis-upper-bound": (SLIME, "--tis-clip", ""),
     "tis-lower-bound": (SLIME, "--tis-clip-low", ""),
+    **dict.fromkeys(("mis-level", "mis-mode"), (SLIME, "--tis-level", _MIS)),
+    **dict.fromkeys(("mis-lower-bound", "mis-upper-bound"), (SLIME, "--tis-clip", _MIS)),
+    "mis-veto-threshold": (SLIME, "--rs-veto-threshold", _MIS),
+    "topk-level-opd": (SLIME, "--opd-top-k", "with --opd-divergence"),
+    "opd-teacher-loads": (SLIME, "--opd-teacher-models", "for several teachers, on servers of the run"),
+    "gae-lambda": (OPENRLHF, "--lambd", ""),
     # short forms
     "tp": (SHORT, "--tensor-model-parallel-size", "and --rollout-num-gpus-per-engine for the engines"),
     "tp-size": (SHORT, "--tensor-model-parallel-size", "and --rollout-num-gpus-per-engine for the engines"),
@@ -93,7 +101,7 @@ _ROWS: dict[str, tuple[str, str | None, str]] = {
     # verl: model and training
     "actor-rollout-ref.model.path": (VERL, "--hf-checkpoint", ""),
     "actor-rollout-ref.model.enable-gradient-checkpointing": (VERL, "--recompute-granularity", "selective or full"),
-    "actor-rollout-ref.model.lora-rank": (VERL, None, _LORA),
+    "actor-rollout-ref.model.lora-rank": (VERL, "--lora-rank", _LORA),
     "actor-rollout-ref.model.use-remove-padding": (VERL, None, _PACKED),
     "actor-rollout-ref.actor.strategy": (VERL, None, "Megatron trains; --use-megatron-fsdp is its FSDP"),
     "actor-rollout-ref.actor.optim.lr": (VERL, "--lr", ""),
@@ -125,7 +133,7 @@ _ROWS: dict[str, tuple[str, str | None, str]] = {
     "actor-rollout-ref.actor.megatron.expert-model-parallel-size": (VERL, "--expert-model-parallel-size", ""),
     "actor-rollout-ref.ref.log-prob-micro-batch-size-per-gpu": (VERL, "--max-tokens-per-gpu", "for all passes"),
     # verl: generation
-    "actor-rollout-ref.rollout.name": (VERL, None, _VLLM),
+    "actor-rollout-ref.rollout.name": (VERL, "--rollout-engine", _VLLM),
     "actor-rollout-ref.rollout.n": (VERL, "--n-samples-per-prompt", ""),
     "actor-rollout-ref.rollout.temperature": (VERL, "--rollout-temperature", ""),
     "actor-rollout-ref.rollout.top-p": (VERL, "--rollout-top-p", ""),
@@ -264,15 +272,15 @@ _ROWS: dict[str, tuple[str, str | None, str]] = {
     "vf-coef": (TRL, None, "the critic has weights and an optimizer of its own, with --critic-lr; leave it out"),
     "importance-sampling-level": (TRL, "--advantage-estimator", "gspo for sequence"),
     "reward-funcs": (TRL, "--custom-rm-path", "or --rm-type"),
-    "use-vllm": (TRL, None, _VLLM),
-    "use-peft": (TRL, None, _LORA),
-    "use-lora": (TRL, None, _LORA),
+    "use-vllm": (TRL, "--rollout-engine", _VLLM),
+    "use-peft": (TRL, "--lora-rank", _LORA),
+    "use-lora": (TRL, "--lora-rank", _LORA),
     # ms-swift
     "model": (SWIFT, "--hf-checkpoint", ""),
     "dataset": (SWIFT, "--prompt-data", "a .jsonl or .parquet file"),
     "val-dataset": (SWIFT, "--eval-prompt-data", "a name and a path"),
     "rlhf-type": (SWIFT, "--advantage-estimator", ""),
-    "train-type": (SWIFT, None, _LORA),
+    "train-type": (SWIFT, "--lora-rank", "for lora; leave it out for full"),
     "torch-dtype": (HF, "--bf16", "or --fp16; default: the model's dtype"),
     "reward-model": (SWIFT, "--rm-model", ""),
     "external-plugins": (SWIFT, "--custom-rm-path", "package.module.function"),
@@ -284,10 +292,8 @@ OTHER_WORDS = {word: ForeignFlag(*row) for word, row in (_ROWS | cloud_framework
 
 # prefixes of all other names
 _PREFIXES = {
-    "lora-": ForeignFlag(TRL, None, _LORA),
-    "vllm-": ForeignFlag(
-        OPENRLHF, None, "the engines are SGLang servers, whose flags begin with --sglang-; leave it out"
-    ),
+    "lora-": ForeignFlag(TRL, None, _OTHER_LORA),
+    "vllm-": ForeignFlag(OPENRLHF, "--rollout-engine", "vllm, with the flags of vLLM under the prefix vllm"),
     "critic-": ForeignFlag(CRITIC, None, _CRITIC),
     "critic.": ForeignFlag(VERL, None, _CRITIC),
     **dict.fromkeys(

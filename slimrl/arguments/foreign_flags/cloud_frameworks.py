@@ -55,12 +55,12 @@ AIAK: dict[str, AiakFlag] = {
     "logging-steps": AiakFlag("rm ppo", "1"),
     "tensorboard": AiakFlag("rm ppo", ""),
     "train-batch-size": AiakFlag("rm", "128"),
-    "micro-train-batch-size": AiakFlag("rm ppo", "8", "or `--use-dynamic-batch-size` with `--max-tokens-per-gpu`"),
+    "micro-train-batch-size": AiakFlag("rm ppo", "8", "a pair is two; or `--use-dynamic-batch-size`"),
     "micro-rollout-batch-size": AiakFlag("ppo", "8"),
     "rollout-batch-size": AiakFlag("ppo", "512", _PROMPTS),
     "max-samples": AiakFlag("ppo", "100000"),
     "max-epochs": AiakFlag("rm ppo", "1", "in `train_rm.py`: `--num-epoch`"),
-    "max-len": AiakFlag("rm", "512"),
+    "max-len": AiakFlag("rm", "512", "cuts longer answers at their end, as there"),
     "prompt-max-len": AiakFlag("ppo", "1024", "AIAK cuts longer prompts: `--rollout-truncate-prompt`"),
     "generate-max-len": AiakFlag("ppo", "1024"),
     "zero-stage": AiakFlag("rm ppo", "2", "3: `--data-parallel-sharding-strategy optim_grads_params`"),
@@ -312,8 +312,8 @@ AIAK_PAGE = f"""\
 # Coming from Baidu AIAK-RLHF
 
 AIAK-RLHF trains reward models (`train_rm.py`) and PPO with every model on every GPU (`train_ppo_ray_optim.py`), on
-OpenRLHF with DeepSpeed and vLLM. slimrl trains with Megatron-core and generates with SGLang. This page is generated
-from the table that the parser uses: `python -m slimrl.arguments.docs aiak > docs/coming-from-aiak-rlhf.md`.
+OpenRLHF with DeepSpeed and vLLM. slimrl trains with Megatron-core and generates with SGLang or vLLM. This page is
+generated from the table that the parser uses: `python -m slimrl.arguments.docs aiak > docs/coming-from-aiak-rlhf.md`.
 
 ## What is different
 
@@ -340,7 +340,7 @@ _CHATLEARN_DIFFERENCES = (
     ),
     (
         "vLLM or SGLang",
-        "SGLang behind its router ([engines.md](engines.md))",
+        "`--rollout-engine sglang` (default) or `vllm`, behind SGLang's router ([engines.md](engines.md))",
     ),
     (
         "models as a graph: `Engine`, `Environment`, `Trainer`, `Evaluator` with `env_flow` and `trainer_flow`",

@@ -180,8 +180,8 @@ def rejection_has_bounds(args: Arguments, context: Context) -> Iterator[Problem]
     if low is None and high is None and "rs_level" in context.given:
         yield Problem(
             "--rs-level",
-            f"--rs-level {args.rs_level} is the level of bounds, and none is given: give --rs-lower-bound or"
-            " --rs-upper-bound, or leave it out.",
+            f"--rs-level {args.rs_level} is the level of bounds, and none is given (those of --tis-clip are not"
+            " taken, as slime does): give --rs-lower-bound or --rs-upper-bound, or leave it out.",
         )
     if low is not None and high is not None and low >= high:
         yield Problem("--rs-lower-bound", f"--rs-lower-bound {low:g} is not below --rs-upper-bound {high:g}: lower it.")
@@ -279,9 +279,20 @@ def supervised_training_is_consistent(args: Arguments, context: Context) -> Iter
         ("--overlong-buffer-len", args.overlong_buffer_len is not None),
         ("--mask-truncated-samples", args.mask_truncated_samples),
         ("--rm-step-separator", args.rm_step_separator is not None),
+        ("--dynamic-sampling-filter-path", args.reads_conversations and args.dynamic_sampling_filter_path is not None),
+        ("--rm-type", args.reads_conversations and "rm_type" in context.given),
+        *(
+            ("--" + name.replace("_", "-"), name in context.given)
+            for name in ("advantage_estimator", "gamma", "eps_clip", "eps_clip_high", "eps_clip_c")
+        ),
     ):
         if given:
             yield Problem(flag, f"{flag} has no effect with --loss-type sft_loss: leave it out.")
+    if args.reads_conversations and args.n_samples_per_prompt > 1:
+        yield Problem(
+            "--n-samples-per-prompt",
+            f"--n-samples-per-prompt {args.n_samples_per_prompt} repeats each conversation: give 1, or leave it out.",
+        )
     if args.reads_conversations and args.eval_interval is not None:
         yield from held_out_problems(args, context, "conversations")
 

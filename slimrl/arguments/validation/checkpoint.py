@@ -13,7 +13,17 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from slimrl.arguments.checkpoints import CRITIC, REPLACED, find_corruption, folder_name, is_hf_model, placed
+from slimrl.arguments.checkpoints import (
+    CRITIC,
+    REPLACED,
+    SIZES,
+    find,
+    find_corruption,
+    folder_name,
+    is_hf_model,
+    placed,
+    read_manifest,
+)
 from slimrl.arguments.checkpoints import TRACKER_NAME as TRACKER
 from slimrl.arguments.flag import Problem
 from slimrl.arguments.hf_config import disagreements
@@ -84,6 +94,29 @@ def load_is_a_checkpoint_or_new(args: Arguments, context: Context) -> Iterator[P
         )
 
 
+def loaded_model_has_the_head(args: Arguments, context: Context) -> Iterator[Problem]:
+    """A reward model is continued as one, and a policy as a policy; checkpoints of slimrl say which they have."""
+    if args.load is None or args.debug_rollout_only or context.broken or not Path(args.load).is_dir():
+        return
+    try:
+        found = find(args.load, args.ckpt_step)
+    except ValueError:  # another rule reports it
+        return
+    has_value_head = ((read_manifest(found.folder) if found is not None else None) or {}).get("value_head")
+    if has_value_head is True and not args.trains_reward_model:
+        yield Problem(
+            "--load",
+            f"--load {args.load} is the checkpoint of a critic or a reward model, which has no output layer to sample"
+            " tokens: give that of a policy; --critic-load takes a reward model.",
+        )
+    if has_value_head is False and args.trains_reward_model and not args.finetune:
+        yield Problem(
+            "--load",
+            f"--load {args.load} is the checkpoint of a policy, which has no reward head to continue with: give it as"
+            " --ref-load, or add --finetune, which starts a reward model from its weights.",
+        )
+
+
 def _saves_to(folder: Path, args: Arguments) -> bool:
     """True if --save is `folder`, or missing although needed (another rule reports that)."""
     return args.save_interval is not None if args.save is None else folder.absolute() == Path(args.save).absolute()
@@ -137,6 +170,8 @@ def exports_have_a_place(args: Arguments, context: Context) -> Iterator[Problem]
         yield Problem(
             "--save-hf", f"--save-hf {args.save_hf} has the name of a training checkpoint: choose another name."
         )
+    if args.lora_rank is not None and not args.lora_merge:
+        return  # PEFT folders have the adapters alone
     if args.hf_checkpoint is not None and not any(Path(args.hf_checkpoint).glob("*.safetensors")):
         yield Problem(
             "--save-hf",
@@ -146,9 +181,8 @@ def exports_have_a_place(args: Arguments, context: Context) -> Iterator[Problem]
 
 
 def hf_models_agree(args: Arguments, context: Context) -> Iterator[Problem]:
-    """Hugging Face folders given as --load, --ref-load or --critic-load agree with the model flags."""
-    critic = ("--critic-load", args.critic_load if args.use_critic else None)
-    for flag, value in (("--load", args.load), ("--ref-load", args.ref_load), critic):
+    """Hugging Face folders given as --load or --ref-load agree with the model flags."""
+    for flag, value in (("--load", args.load), ("--ref-load", args.ref_load)):
         if value is None or value == args.hf_checkpoint or args.debug_rollout_only or not is_hf_model(Path(value)):
             continue
         try:
@@ -158,6 +192,35 @@ def hf_models_agree(args: Arguments, context: Context) -> Iterator[Problem]:
             continue
         for problem in disagreements(args, config):
             yield Problem(flag, f"{flag} {value}: {problem.sentence}")
+
+
+def checkpoints_have_the_sizes_of_the_model(args: Arguments, context: Context) -> Iterator[Problem]:
+    """Checkpoints of slimrl say the sizes of their model, which are those of the model flags."""
+    if args.debug_rollout_only or context.broken:
+        return
+    of_critic = args.critic_load if args.use_critic else None
+    for flag, value, step in (
+        ("--load", args.load, args.ckpt_step),
+        ("--ref-load", args.ref_load, args.ref_ckpt_step),
+        ("--critic-load", of_critic, None),
+    ):
+        if value is None or not Path(value).is_dir() or is_hf_model(Path(value)):
+            continue
+        try:
+            found = find(value, step)
+        except ValueError:  # another rule reports it
+            continue
+        sizes = ((read_manifest(found.folder) if found is not None else None) or {}).get("sizes", {})
+        flags = vars(args)
+        differ = [
+            f"--{name.replace('_', '-')} {flags[name]} is {sizes[name]} there"
+            for name in SIZES
+            if name in sizes and flags[name] not in (None, sizes[name])
+        ]
+        if differ:
+            yield Problem(
+                flag, f"{flag} {value} is a checkpoint of another model ({', '.join(differ)}): give another folder."
+            )
 
 
 def saved_apart_from_a_model(args: Arguments, context: Context) -> Iterator[Problem]:

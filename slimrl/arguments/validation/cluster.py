@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from slimrl.arguments.flag import Problem
 from slimrl.arguments.namespace import Arguments, Context
 
+_PER_ENGINE = "--rollout-num-gpus-per-engine"
 ACTOR_FIELDS = {"actor_num_nodes", "actor_num_gpus_per_node"}
 
 
@@ -142,4 +143,36 @@ def offload_is_said_once(args: Arguments, context: Context) -> Iterator[Problem]
         flag = "--no-" + kept[0].replace("_", "-")
         yield Problem(
             "--offload", f"--offload offloads both sides and {flag} leaves one out: give one of the two flags."
+        )
+
+
+def elastic_engines_have_gpus_of_their_own(args: Arguments, context: Context) -> Iterator[Problem]:
+    """--rollout-max-num-gpus is for whole engines on separate GPUs of one node each, and needs fault tolerance."""
+    most, flag, external = args.rollout_max_num_gpus, "--rollout-max-num-gpus", "--rollout-external-engine-addrs"
+    if most is None or "rollout_max_num_gpus" in context.broken:
+        return
+    for other, given, fix in (
+        ("--use-fault-tolerance", args.use_fault_tolerance, "add it"),
+        ("engines on separate GPUs", not args.colocate, "leave --colocate out"),
+        ("engines that keep their memory", not args.offload_rollout, "leave --offload-rollout out"),
+        ("engines that the run starts", not args.rollout_external_engine_addrs, f"leave {external} out"),
+        ("engines", not args.debug_train_only, "leave --debug-train-only out"),
+    ):
+        if not given:
+            yield Problem(flag, f"{flag} {most} needs {other}: {fix}, or leave {flag} out.")
+    unknown = context.broken & {"rollout_num_gpus", "rollout_num_gpus_per_engine", "num_gpus_per_node"}
+    if unknown or args.rollout_num_gpus is None or args.rollout_external_engine_addrs:
+        return
+    own, per_engine = args.rollout_num_gpus, args.rollout_num_gpus_per_engine
+    if most <= own or (most - own) % per_engine:
+        yield Problem(
+            flag,
+            f"{flag} {most} is not --rollout-num-gpus {own} and the GPUs of one or more engines ({_PER_ENGINE}"
+            f" {per_engine}): give {own + per_engine}, for instance.",
+        )
+    if per_engine > args.num_gpus_per_node:
+        yield Problem(
+            flag,
+            f"{flag} {most}: an engine of {_PER_ENGINE} {per_engine} is on several nodes (--num-gpus-per-node"
+            f" {args.num_gpus_per_node}) and cannot join a running job: lower {_PER_ENGINE}, or leave {flag} out.",
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 from slimrl.arguments.checkpoints import critic_start, is_hf_model, start_of
 from slimrl.arguments.flag import Problem
 from slimrl.arguments.flags.algorithm import WITH_CRITIC
+from slimrl.arguments.hf_config import disagreements
 from slimrl.arguments.layout import critic_groups, critic_layout
 from slimrl.arguments.namespace import Arguments, Context, absent
 from slimrl.arguments.validation.checkpoint import checkpoint_problems, is_fresh
@@ -98,6 +100,35 @@ def critic_has_weights(args: Arguments, context: Context) -> Iterator[Problem]:
             critic_start(args, start.weights.iteration if start.resumed else None)
     except FileNotFoundError as error:
         yield Problem("--critic-load", f"{error}.")
+
+
+def critic_model_has_its_shape(args: Arguments, context: Context) -> Iterator[Problem]:
+    """A Hugging Face folder of the critic has the policy's network, and a head of one value if it has one."""
+    folder = args.critic_load
+    if not args.use_critic or folder is None or args.debug_rollout_only or not is_hf_model(Path(folder)):
+        return
+    try:
+        config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    except ValueError as error:
+        yield Problem(
+            "--critic-load", f"--critic-load {folder}/config.json is not JSON ({error}): copy the model again."
+        )
+        return
+    if found := disagreements(args, config):
+        what = "; ".join(problem.sentence.partition(": ")[0] for problem in found)
+        yield Problem(
+            "--critic-load",
+            f"--critic-load {folder} has another network than the policy ({what}), and the critic has the policy's:"
+            " give the folder of a model of that shape.",
+        )
+    is_classifier = any("Classification" in str(name) for name in config.get("architectures") or ())
+    labels = len(config["id2label"]) if isinstance(config.get("id2label"), dict) else config.get("num_labels", 2)
+    if is_classifier and labels != 1:
+        yield Problem(
+            "--critic-load",
+            f"--critic-load {folder} is a classifier with {labels} outputs (id2label in its config.json), and a critic"
+            " has one value: give a reward model with one output.",
+        )
 
 
 def critic_is_saved_apart(args: Arguments, context: Context) -> Iterator[Problem]:

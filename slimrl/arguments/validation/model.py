@@ -108,7 +108,7 @@ def model_agrees_with_hf_config(args: Arguments, context: Context) -> Iterator[P
 
 def remote_code_is_trusted(args: Arguments, context: Context) -> Iterator[Problem]:
     """A tokenizer that is Python code in the model's folder runs only with the user's permission."""
-    if args.hf_checkpoint is None or args.sglang_options.get("trust_remote_code"):
+    if args.hf_checkpoint is None or args.trusts_remote_code:
         return
     path = Path(args.hf_checkpoint) / "tokenizer_config.json"
     try:

@@ -190,8 +190,9 @@ def _without_effect(args: Arguments, context: Context) -> list[tuple[str, bool]]
         ("--rollout-max-prompt-len", args.rollout_max_prompt_len is not None and args.reads_pairs),
         ("--overlong-buffer-len", args.overlong_buffer_len is not None),
         ("--mask-truncated-samples", args.mask_truncated_samples),
+        ("--dynamic-sampling-filter-path", args.dynamic_sampling_filter_path is not None),
     )
-    named = ("advantage_estimator", "gamma", "eps_clip", "eps_clip_high", "eps_clip_c")
+    named = ("advantage_estimator", "gamma", "eps_clip", "eps_clip_high", "eps_clip_c", "rm_type")
     return [*switches, *(("--" + name.replace("_", "-"), name in context.given) for name in named)]
 
 

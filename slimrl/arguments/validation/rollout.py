@@ -83,7 +83,9 @@ def weight_updates_keep_up(args: Arguments, context: Context) -> Iterator[Proble
 
 def in_flight_updates_are_supported(args: Arguments, context: Context) -> Iterator[Problem]:
     """In SGLang before 0.5.21 a request that continues after an update reads KV of the old weights."""
-    if context.entry != "train_async.py" or not args.update_weights_in_flight or args.debug_train_only:
+    if context.entry != "train_async.py" or not args.update_weights_in_flight:
+        return
+    if args.debug_train_only or args.uses_vllm:
         return
     installed = _sglang_version()
     if installed is None or installed[0] >= _RETRACTION_IS_RIGHT_FROM or args.sglang_options.get("disable_radix_cache"):

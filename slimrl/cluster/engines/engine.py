@@ -21,7 +21,7 @@ from ray.exceptions import RayActorError
 from slimrl.cluster import ray_session
 from slimrl.cluster.network import BindConfig, node_address, server_host
 from slimrl.cluster.nodes import NodeMark, place_node_mark, shared_memory_conflict, visible_marks
-from slimrl.cluster.placement import ENGINE_SHARE, REWARD_SHARE, EnginePart, GpuBundles
+from slimrl.cluster.placement import ENGINE_SHARE, REWARD_SHARE, EnginePart, ReservedGpus
 from slimrl.engines.backend import SGLANG, backend
 from slimrl.engines.server_protocol import CALL_TIMEOUT_S, NodePart, ServerControl, ServerLaunch, ServerProcess
 from slimrl.observability.tracer import Timeline
@@ -53,6 +53,7 @@ class ServerSettings:
     role: str = ""  # prefix of its name; empty for an engine of the policy
     bind: BindConfig = BindConfig()
     key: str | None = dataclasses.field(default=None, repr=False)
+    batch_invariant: bool = False  # --true-on-policy-mode
     engine: str = SGLANG  # its row in `engines.backend`
 
     @property
@@ -101,6 +102,7 @@ class EngineActor:
             settings.nccl_cumem,
             tuple(gpu_ids),
             network_of(settings.bind.local_address()),
+            settings.batch_invariant,
         )
         server = backend(settings.engine).server(
             settings.model_path,
@@ -195,7 +197,7 @@ class Engine:
     lost_message, started_message = "a replacement will be started", "started"  # after a loss, and after `start`
 
     def __init__(
-        self, settings: ServerSettings, parts: Sequence[EnginePart], gpus: GpuBundles, config: EngineActorConfig
+        self, settings: ServerSettings, parts: Sequence[EnginePart], gpus: ReservedGpus, config: EngineActorConfig
     ) -> None:
         """Places one actor per node, on the first GPU of its part; `start` starts the processes."""
         self.url: str | None = None
@@ -266,7 +268,7 @@ class Engine:
 
     async def _claim(self, rank: int, rendezvous: str | None) -> str:
         gpu_ids = [self._gpus.gpus[gpu].gpu_id for gpu in self._parts[rank].gpus]
-        log_path = self._config.log_dir / f"sglang{self._suffix(rank)}.log"
+        log_path = self._config.log_dir / f"{self.settings.engine}{self._suffix(rank)}.log"
         return await self._actors[rank].claim.remote(NodePart(rank, len(self._parts), rendezvous), gpu_ids, log_path)
 
     @property

@@ -9,33 +9,39 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import sys
 import time
 import urllib.parse
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from slimrl.arguments import Arguments
 from slimrl.cluster.engines.engine import Engine, EngineActorConfig, ServerExit, ServerSettings
 from slimrl.cluster.launch import Launch
 from slimrl.cluster.network import LOOPBACK, server_host
 from slimrl.cluster.placement import GpuBundles
-from slimrl.engines.backend import backend
+from slimrl.engines.backend import PYTHON_OPTION, backend
 from slimrl.engines.http import key_of
 from slimrl.engines.protocol import EngineError
 from slimrl.engines.server_protocol import CALL_TIMEOUT_S, ExternalServer, Router, ServerControl
+from slimrl.models.adapters import AdapterConfig
 from slimrl.observability.tracer import Timeline
 from slimrl.processes.process_info import resident_gib
 from slimrl.weights.update.topology import EngineEndpoint
 
 LOOK_INTERVAL_S = 1.0
+LOOKS_PER_S = 64  # at all external servers together: each is two HTTP calls
 ANSWER_TIMEOUT_S = 5.0
 
 
-async def wait_until_unresponsive(url: str, responds: Callable[[float], bool], limit_s: float) -> str:
+async def wait_until_unresponsive(
+    url: str, responds: Callable[[float], bool], limit_s: float, interval_s: float = LOOK_INTERVAL_S
+) -> str:
     """Pending while `responds(timeout_s)` returns true at least once per `limit_s`; then returns an error message."""
     last_answer = time.monotonic()
     while time.monotonic() - last_answer < limit_s:
-        await asyncio.sleep(min(LOOK_INTERVAL_S, limit_s / 4))
+        await asyncio.sleep(min(interval_s, limit_s / 4))
         if await asyncio.to_thread(responds, min(ANSWER_TIMEOUT_S, limit_s)):
             last_answer = time.monotonic()
     return f"{url} has not answered for {limit_s:g} s (--rollout-health-check-timeout)"
@@ -60,7 +66,7 @@ class ExternalEngine:
     @property
     def label(self) -> str:
         """As `Engine.label`."""
-        return f"{backend().title} server {self.name}"
+        return f"{backend(self._args.rollout_engine).title} server {self.name}"
 
     @property
     def url(self) -> str:
@@ -75,7 +81,7 @@ class ExternalEngine:
 
     def control(self, timeout_s: float = CALL_TIMEOUT_S) -> ServerControl:
         """As `Engine.control`."""
-        return backend().control(self.url, timeout_s, self._key)
+        return backend(self._args.rollout_engine).control(self.url, timeout_s, self._key)
 
     def respawn(self) -> ExternalEngine:
         """The same server after it went away."""
@@ -92,7 +98,7 @@ class ExternalEngine:
         while True:
             try:
                 self._server = await asyncio.to_thread(
-                    backend().inspect,
+                    backend(self._args.rollout_engine).inspect,
                     self.address,
                     self._args.hf_checkpoint,
                     needs_weight_sync=not self._args.debug_rollout_only,
@@ -107,10 +113,13 @@ class ExternalEngine:
     async def watch(self) -> ServerExit:
         """Pending while it responds and was not restarted."""
         limit_s = self._args.rollout_health_check_timeout
-        unresponsive = asyncio.ensure_future(wait_until_unresponsive(self.url, self._responds, limit_s))
+        servers = len(self._args.rollout_external_engine_addrs or ())
+        interval_s = min(max(LOOK_INTERVAL_S, servers / LOOKS_PER_S), limit_s / 4)
+        responding = wait_until_unresponsive(self.url, self._responds, limit_s, interval_s)
+        unresponsive = asyncio.ensure_future(responding)
         try:
             while not unresponsive.done():
-                await asyncio.wait([unresponsive], timeout=LOOK_INTERVAL_S)
+                await asyncio.wait([unresponsive], timeout=interval_s)
                 if not unresponsive.done() and await asyncio.to_thread(self._server.was_replaced):
                     return ServerExit(f"{self.label} ({self.url}) was restarted by its owner")
             return ServerExit(f"{self.label} of --rollout-external-engine-addrs: {unresponsive.result()}")
@@ -163,7 +172,7 @@ class EngineGroup:
     ) -> EngineGroup:
         """Starts every server and the router; returns when the router reports all servers ready."""
         nodes = [part.node for parts in gpus.engines for part in parts]
-        server_host(args.sglang_options.get("host"), LOOPBACK, nodes)  # raises before anything starts
+        server_host(args.engine_options.get("host"), LOOPBACK, nodes)  # raises before anything starts
         log_dir = Path(args.run_dir).absolute() / "logs"
         config = EngineActorConfig(log_dir, args.log_level, launch.environment, Path.cwd())
         engines: list[AnyEngine] = [
@@ -233,7 +242,7 @@ class EngineGroup:
 
 
 def _router(args: Arguments, log_path: Path) -> Router:
-    engine = backend()
+    engine = backend(args.rollout_engine)
     if args.sglang_router_ip is not None:
         return engine.external_router(args.sglang_router_ip, args.sglang_router_port, key=key_of(args))
     return engine.router(
@@ -263,26 +272,39 @@ def _open(router: Router) -> None:
 
 def _register(router: Router, urls: list[str]) -> None:
     try:
-        for url in urls:
-            router.add_worker(url)
+        router.add_workers(urls)
         router.wait_ready(len(urls), ROUTER_READY_TIMEOUT_S)
     except EngineError:
         router.stop()  # an external router keeps running; this only removes the run's servers
         raise
 
 
-def server_settings(args: Arguments, index: int, launch: Launch) -> ServerSettings:
-    """The settings of server number `index`."""
+def server_settings(args: Arguments, index: int, launch: Launch, life: int = 0) -> ServerSettings:
+    """The settings of server number `index`, in its life number `life`."""
+    own = {PYTHON_OPTION: args.vllm_python or sys.executable} if args.uses_vllm else {}
     return ServerSettings(
         index=index,
+        life=life,
         model_path=args.hf_checkpoint,
         tensor_parallel_size=args.rollout_num_gpus_per_engine // args.sglang_options.get("pp_size", 1),
         random_seed=args.rollout_seed + index,
-        options=args.sglang_options,
+        options=args.engine_options | own | _weight_update_options(args),
         memory_saver=args.offload_rollout,
         cuda=launch.machine.cuda,
         shares_gpus=launch.run.shares_gpus,
         nccl_cumem=launch.servers_nccl_cumem,
         bind=launch.bind,
         key=key_of(args),
+        engine=args.rollout_engine,
+        batch_invariant=args.true_on_policy_mode,
     )
+
+
+def _weight_update_options(args: Arguments) -> dict[str, Any]:
+    """The server's options, by the engine's names, for weight updates of a special kind."""
+    adapters = AdapterConfig.from_args(args)
+    if adapters is not None and args.engines_have_adapters:
+        return backend(args.rollout_engine).adapter_options(adapters, releases_memory=bool(args.offload_rollout))
+    if args.update_weight_mode == "delta":
+        return backend(args.rollout_engine).delta_options(args.sglang_options)
+    return {}

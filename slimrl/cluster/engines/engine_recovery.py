@@ -2,7 +2,8 @@
 
 Guarantees: a lost server is killed before its replacement uses its GPUs; the replacement is registered with the router
 only after it has the run's weights; the router restarts at the same address with the same servers; a server that dies
-repeatedly ends the run. Runs in the rollout manager; `weight_update_recovery` in the driver sends the weights.
+repeatedly ends the run, unless it is one of `ElasticEngines`, which join and leave in the same way. Runs in the rollout
+manager; `weight_update_recovery` in the driver sends the weights.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 from ray.exceptions import RayActorError, RayTaskError
 
+from slimrl.cluster.engines.elastic_engines import ElasticEngines
 from slimrl.cluster.engines.engine import ServerExit
 from slimrl.cluster.engines.engine_group import READY_TIMEOUT_S, AnyEngine, EngineGroup
 from slimrl.cluster.engines.health_monitor import HealthConfig, HealthMonitor
@@ -37,6 +39,7 @@ LOAD_TIMEOUT_S = 2.0
 LOG_TIMEOUT_S = 5.0
 START_LIMIT_S = READY_TIMEOUT_S + 60.0  # bounds the start even if the actor never answers
 LONG_LIFE_S = 600.0  # a server that served this long resets the count of consecutive losses
+NOT_STARTED = (ProcessStartError, RayActorError, EngineError, OSError)
 
 
 class Phase(enum.Enum):
@@ -47,12 +50,13 @@ class Phase(enum.Enum):
     WAITING = "waiting"  # for weights
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class _EngineSlot:
     """The GPUs of one server, its current engine and the history of losses there."""
 
     engine: AnyEngine
     phase: Phase = Phase.SERVING
+    elastic: bool = False  # the run can go on without it
     losses: int = 0  # consecutive
     since: float = dataclasses.field(default_factory=time.monotonic)  # when it started serving
     failure: asyncio.Future[str] = dataclasses.field(default_factory=asyncio.Future)  # set by `_mark_failed`
@@ -94,27 +98,33 @@ class EngineRecovery:
         memory: EngineMemory,
         *,
         needs_weight_sync: bool,
+        concurrency: int,
+        elastic: ElasticEngines | None = None,
     ) -> None:
         """Takes over the watch of `group`, and the lists of servers in `client` and `memory`.
 
         `needs_weight_sync` is false without a trainer: servers then keep the weights that they load at start.
+        `concurrency` is the number of requests per server.
         """
         self._group, self._client, self._memory = group, client, memory
         self._needs_weight_sync = needs_weight_sync
+        self._concurrency, self._elastic = concurrency, elastic
         self._slots = [_EngineSlot(engine) for engine in group.engines]
-        self._monitor = HealthMonitor(flags, len(group.engines))
+        places = range(0) if elastic is None else elastic.places
+        self._monitor = HealthMonitor(flags, len(group.engines) + len(places))
         self._events: list[str] = []
         self._counts: Counter[str] = Counter()
         self._resent = client.resent
         self._changed = asyncio.Event()
         self._memory_lock = asyncio.Lock()
         self._router = RouterSupervisor(group.router, self._monitor, self._serving, self._event)
-        self._starting: set[int] = set()
+        self._starting: set[_EngineSlot] = set()
         self._updated: list[AnyEngine] = []  # the engines of the current or last weight update
         self._starts_paused = False  # training has the GPUs, or is about to
         self._loop = asyncio.get_running_loop()
         memory.when_lost = self._mark_failed_from_thread
         self._tasks = [asyncio.create_task(self._supervise_engine(index)) for index in range(len(self._slots))]
+        self._tasks += [asyncio.create_task(self._supervise_elastic(place)) for place in places]
         self._tasks.append(asyncio.create_task(self._router.supervise()))
 
     # -- called by the rollout manager -----------------------------------------------------------------------------
@@ -139,7 +149,7 @@ class EngineRecovery:
 
     def take_metrics(self) -> dict[str, float]:
         """The fault counts since the previous call."""
-        names = ("servers_lost", "servers_replaced", "router_restarts", "requests_resent")
+        names = ("servers_lost", "servers_replaced", "servers_joined", "router_restarts", "requests_resent")
         counts, self._counts = self._counts, Counter()
         counts["router_restarts"] = self._router.take_restarts()
         counts["requests_resent"], self._resent = self._client.resent - self._resent, self._client.resent
@@ -149,7 +159,7 @@ class EngineRecovery:
         """`EngineMemory.release`, after all starting servers are up; no server starts until all memory is resumed."""
         self._starts_paused = True
         if self._starting:
-            names = ", ".join(self._slots[index].engine.label for index in sorted(self._starting))
+            names = ", ".join(sorted(slot.engine.label for slot in self._starting))
             self._event(f"training waits until {names} has started, which still holds the GPU memory")
         while self._starting:
             await self._wait_change()
@@ -169,6 +179,8 @@ class EngineRecovery:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._monitor.close()
+        if self._elastic is not None:
+            self._elastic.close()
 
     # -- called by the driver --------------------------------------------------------------------------------------
 
@@ -241,13 +253,35 @@ class EngineRecovery:
             await self._remove_engine(slot, end)
             while self._starts_paused and not (self._monitor.updating_weights and not self._any_left()):
                 await self._wait_change()
-            try:
-                await self._start(index)
-            except (ProcessStartError, RayActorError, EngineError, OSError) as error:
-                cause = error.cause if isinstance(error, RayTaskError) else error
-                end = ServerExit(f"{slot.engine.label} did not start: {cause}")
-                continue
-            end = await self._wait_lost(slot)
+            slot.engine, slot.failure = self._group.replace_engine(index), self._loop.create_future()
+            end = await self._serve(slot)
+
+    async def _supervise_elastic(self, place: int) -> str:
+        """Lets one engine after the other join at a place of `ElasticEngines`; never returns."""
+        assert self._elastic is not None
+        while True:
+            engine = await self._elastic.next_engine(place, self._has_its_own_engines)
+            slot = _EngineSlot(engine, Phase.LOST, elastic=True)
+            self._slots.append(slot)
+            self._group.engines.append(engine)
+            end = await self._serve(slot)
+            joined = slot.phase is not Phase.LOST
+            await self._remove_engine(slot, end)
+            self._slots.remove(slot)
+            self._group.engines.remove(engine)
+            self._elastic.give_back(place, failed=not joined)
+
+    def _has_its_own_engines(self) -> bool:
+        return all(slot.elastic or slot.phase is not Phase.LOST for slot in self._slots)
+
+    async def _serve(self, slot: _EngineSlot) -> ServerExit:
+        """Starts the slot's engine; pending until it is lost, or did not start."""
+        try:
+            await self._start(slot)
+        except NOT_STARTED as error:
+            cause = error.cause if isinstance(error, RayTaskError) else error
+            return ServerExit(f"{slot.engine.label} did not start: {cause}")
+        return await self._wait_lost(slot)
 
     async def _wait_lost(self, slot: _EngineSlot) -> ServerExit:
         """Pending while the server is alive and healthy; then returns how it was lost."""
@@ -280,19 +314,17 @@ class EngineRecovery:
         self._event(f"{end.what}{log}; {slot.engine.lost_message}")
         await asyncio.gather(slot.engine.kill(), self._router.sync_workers())
 
-    async def _start(self, index: int) -> None:
-        """Starts a replacement in a slot, which then waits for weights if there is a trainer."""
-        slot = self._slots[index]
-        self._starting.add(index)
+    async def _start(self, slot: _EngineSlot) -> None:
+        """Starts the new engine of a slot, which then waits for weights if there is a trainer."""
+        self._starting.add(slot)
         try:
-            slot.engine, slot.failure = self._group.replace_engine(index), self._loop.create_future()
             await self._start_monitored(slot.engine)
             async with self._memory_lock:
                 await asyncio.to_thread(self._memory.adopt, slot.engine.control())
                 slot.phase = Phase.WAITING
                 self._publish_servers()
         finally:
-            self._starting.discard(index)
+            self._starting.discard(slot)
             self._notify()
         if self._needs_weight_sync:
             label, started = slot.engine.label, slot.engine.started_message
@@ -318,7 +350,7 @@ class EngineRecovery:
     async def _admit_engines(self, slots: Sequence[_EngineSlot], what: str) -> None:
         for slot in slots:
             slot.phase, slot.since = Phase.SERVING, time.monotonic()
-            self._counts["servers_replaced"] += 1
+            self._counts["servers_joined" if slot.elastic else "servers_replaced"] += 1
         if slots:
             self._publish_servers()
             await self._router.sync_workers()
@@ -330,6 +362,8 @@ class EngineRecovery:
 
     def _publish_servers(self) -> None:
         self._client.server_urls = self._serving()
+        counted = sum(not slot.elastic or slot.phase is Phase.SERVING for slot in self._slots)  # others come back
+        self._client.set_concurrency(self._concurrency * counted)
         self._memory.servers = [slot.engine.control() for slot in self._slots if slot.phase is not Phase.LOST]
 
     def _serving(self) -> list[str]:

@@ -117,8 +117,7 @@ class RouterSupervisor:
         known = set(self._router.server_urls())
         for url in known - wanted:
             self._router.remove_worker(url)
-        for url in wanted - known:
-            self._router.add_worker(url)
+        self._router.add_workers(sorted(wanted - known))
         if wanted - known:
             self._router.wait_ready(len(wanted), SETTLE_TIMEOUT_S)
         return True

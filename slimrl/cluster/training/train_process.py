@@ -171,7 +171,7 @@ class PolicyRank(Rank):
 
     def _import(self) -> None:
         import slimrl.megatron.training.trainer
-        import slimrl.weights.update.weight_updater  # noqa: F401
+        import slimrl.weights.update.adapter_updater  # noqa: F401
 
     def _build(self, store: Store) -> None:
         from slimrl.megatron.training.trainer import MegatronTrainer
@@ -188,13 +188,11 @@ class PolicyRank(Rank):
 
     def connect_engines(self, endpoints: list[Any]) -> None:
         """Connects to these engines for weight updates, replacing earlier connections."""
-        from slimrl.weights.update.weight_updater import WeightUpdater
+        from slimrl.weights.update.adapter_updater import create_updater
 
         if self._updater is not None:
             self._updater.close_collective()
-        self._updater = WeightUpdater.create(
-            self._setup.args, self._trainer.parallel, endpoints, timeline=self.timeline
-        )
+        self._updater = create_updater(self._setup.args, self._trainer.parallel, endpoints, timeline=self.timeline)
 
     def train(self, rollout_id: int, batch: pickle.PickleBuffer) -> list[dict[str, float]]:
         """Trains on a pickled RolloutBatch.
@@ -278,9 +276,12 @@ class CriticRank(Rank):
         return self._for_the_others(self._trainer.values(rollout_id, pickle.loads(batch)))
 
     def train_values(self, rollout_id: int, targets: list[pickle.PickleBuffer]) -> list[dict[str, float]]:
-        """The optimizer steps on the policy's pickled columns; metrics of each."""
+        """The optimizer steps on the policy's pickled columns; metrics of each, the first also with those of memory."""
+        from slimrl.megatron.training.critic import PREFIX
+
         columns = [pickle.loads(part) for part in targets]
-        return self._finishing(lambda: self._trainer.train(rollout_id, columns))
+        first, *others = self._finishing(lambda: self._trainer.train(rollout_id, columns))
+        return [first | {PREFIX + name: size for name, size in self._trainer.memory_report.take().items()}, *others]
 
     def _leave_engines(self) -> None:
         pass  # only the policy's ranks update engines
@@ -307,7 +308,7 @@ def held_out_shares(args: Arguments, parallel: ParallelState) -> dict[str, Rollo
     from slimrl.rollout.preference_rollout import held_out_pairs
     from slimrl.rollout.sft_rollout import held_out_conversations
 
-    trust = bool(args.sglang_options.get("trust_remote_code"))
+    trust = args.trusts_remote_code
     tokenizer = AutoTokenizer.from_pretrained(args.hf_checkpoint, trust_remote_code=trust)
     training, shares = BatchSchedule.from_args(args), {}
     for dataset in args.eval_datasets:

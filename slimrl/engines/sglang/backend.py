@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
         ServerFactory,
         ServerInspector,
     )
+    from slimrl.models.adapters import AdapterConfig
 
 
 class SglangBackend:
@@ -73,11 +75,26 @@ class SglangBackend:
 
         return router_options(given, request_timeout_s=request_timeout_s, conversations=conversations)
 
-    def flags(self) -> PassthroughTables:
+    def flags(self, words: Sequence[str]) -> PassthroughTables:
         """--sglang-<x> and --router-<x>, read from the installed packages when one is given."""
         from slimrl.engines.sglang.server_args import router_flags, server_flags
 
         return {"sglang": server_flags, "router": router_flags}
+
+    def check_machine(self, model: str | Path, *, cuda: bool, releases_memory: bool) -> None:
+        """Does nothing: both kinds of machines serve every model."""
+
+    def adapter_options(self, adapters: AdapterConfig, *, releases_memory: bool) -> dict[str, Any]:
+        """See `server_args.adapter_options`."""
+        from slimrl.engines.sglang.server_args import adapter_options
+
+        return adapter_options(adapters, releases_memory=releases_memory)
+
+    def delta_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """See `server_args.delta_options`."""
+        from slimrl.engines.sglang.server_args import delta_options
+
+        return delta_options(given)
 
     def cpu_options(self, words: Sequence[str]) -> list[str]:
         """See `server_args.with_defaults`."""

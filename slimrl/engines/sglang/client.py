@@ -45,6 +45,7 @@ T = TypeVar("T")
 
 # the router's policy "manual" sends equal keys to one server (for its prefix cache), see `router.py`
 SESSION_HEADER = "X-SMG-Routing-Key"
+GENERATES = ("/generate", "/v1/completions", "/v1/chat/completions")
 MAX_LOSSES = 6  # bounds the damage of a request that crashes every server
 FIRST_BACKOFF_S = 0.25  # doubles
 LONGEST_BACKOFF_S = 2.0
@@ -70,7 +71,8 @@ class RouterClient:
     `request_timeout_s` bounds one attempt, from its start to the last byte of the response. `retry_timeout_s` is how
     long a request that no server accepts is retried: long enough to replace the router or the only server.
     `weights_are_updated`: versions of sent weights are numbers; responses of other versions are rejected (a server that
-    its owner has just restarted). `key` is sent to router and servers. Token ids >= `vocabulary` are rejected.
+    its owner has just restarted). `key` is sent to router and servers. Token ids >= `vocabulary` are rejected. Requests
+    for generation use the LoRA adapter `adapter`, unless they name another one or None.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class RouterClient:
         weights_are_updated: bool = False,
         key: str | None = None,
         vocabulary: int | None = None,
+        adapter: str | None = None,
     ) -> None:
         if concurrency < 1:
             raise ValueError(f"concurrency is {concurrency}: at least one request must be able to run")
@@ -95,8 +98,10 @@ class RouterClient:
         self._retry_timeout_s = retry_timeout_s
         self._weights_are_updated = weights_are_updated
         self._reader = ResponseReader(vocabulary)
+        self._adapter = {} if adapter is None else {"lora_path": adapter}
         # not a semaphore: it scans the waiters that it has woken, which is slow with thousands of waiters
         self._permits: asyncio.LifoQueue[None] = asyncio.LifoQueue()
+        self._surplus = 0  # permits to withdraw, after the concurrency was lowered
         for _ in range(concurrency):
             self._permits.put_nowait(None)
         self._connections: ConnectionPool | None = None
@@ -139,7 +144,7 @@ class RouterClient:
         EngineRequestError (rejected, with the body), EngineTimeoutError, EngineUnavailableError (after retries), and
         EngineResponseError.
         """
-        payload = {"input_ids": input_ids, "sampling_params": sampling_params, "return_logprob": True}
+        payload = {"input_ids": input_ids, "sampling_params": sampling_params, "return_logprob": True, **self._adapter}
         response = await self._request("/generate", payload, session_id, self._generation)
         if response is None:
             return Generation([], [], "abort", "")
@@ -155,6 +160,9 @@ class RouterClient:
         """
         if payload.get("stream"):
             raise ValueError(f"{path}: streaming is not supported: remove stream from the payload")
+
+        if path in GENERATES:
+            payload = self._adapter | payload
 
         def read(content: bytes) -> Any:
             if path == "/generate" and payload.get("return_logprob") and content.startswith(b"{"):
@@ -201,8 +209,27 @@ class RouterClient:
                 level = logging.DEBUG if self._waiting else logging.WARNING
                 logger.log(level, "%s: trying again in %.2g s", error, backoff_s)
             finally:
-                self._permits.put_nowait(None)
+                self._return_permit()
             await self._wait(backoff_s, aborted)
+
+    @property
+    def concurrency(self) -> int:
+        """As `EngineGroupClient.concurrency`."""
+        return self._concurrency
+
+    def set_concurrency(self, requests: int) -> None:
+        """As `EngineGroupClient.set_concurrency`."""
+        self._surplus += self._concurrency - requests
+        self._concurrency = requests
+        while self._surplus < 0:
+            self._surplus += 1
+            self._permits.put_nowait(None)
+
+    def _return_permit(self) -> None:
+        if self._surplus > 0:
+            self._surplus -= 1
+        else:
+            self._permits.put_nowait(None)
 
     async def abort_all(self) -> None:
         """Abort every request made so far; returns when all of them have returned.

@@ -20,6 +20,7 @@ import msgspec
 from slimrl.engines.http import call, decode_as, is_reachable
 from slimrl.engines.protocol import EngineError, EngineRequestError
 from slimrl.engines.server_protocol import CALL_TIMEOUT_S, RunningRequests, ServerLoad
+from slimrl.engines.sglang.server_args import DELTA_LOADER
 from slimrl.engines.sglang.versions import has_per_token_versions
 
 HTTP_BAD_REQUEST = 400
@@ -27,6 +28,7 @@ HTTP_NOT_FOUND = 404
 POLL_INTERVAL_S = 0.05
 HEALTH_TIMEOUT_S = 5.0
 LOADS = "/v1/loads"
+_NOT_LOADED = "does not exist"  # of a server that has no adapter of this name
 
 
 class _Version(msgspec.Struct):
@@ -170,6 +172,25 @@ class ServerControl:
         body = {"model_path": str(model_path), "load_format": load_format}
         self._update("/update_weights_from_disk", body, flush_cache, weight_version)
 
+    def update_weights_from_changes(self, serialized: list[str]) -> None:
+        """Changes elements of the weights; the server has `server_args.delta_options`."""
+        self.update_weights_from_tensor(serialized, load_format=DELTA_LOADER, weight_version=None, flush_cache=False)
+
+    def load_adapter(
+        self, name: str, config: dict[str, Any], serialized: list[str], checksums: dict[str, str] | None
+    ) -> None:
+        """Replaces the LoRA adapter `name`; the server has --enable-lora, and no request may use it meanwhile."""
+        try:
+            self._post("/unload_lora_adapter", {"lora_name": name})
+        except EngineRequestError as error:
+            if _NOT_LOADED not in str(error):
+                raise
+        body = {"lora_name": name, "config_dict": config, "serialized_named_tensors": serialized}
+        self._post(
+            "/load_lora_adapter_from_tensors",
+            {**body, "load_format": "flattened_bucket", "expected_checksums": checksums},
+        )
+
     def init_weights_update_group(
         self,
         *,
@@ -229,6 +250,8 @@ class ServerControl:
         answer = self._post("/weights_checker", {"action": "checksum"})
         ranks = decode_as(answer, _Checksums, f"{self.url}/weights_checker").ranks
         for rank in ranks:
+            # the layers of a server with --enable-lora contain the layers of the model
+            rank["checksums"] = {name.replace(".base_layer.", "."): one for name, one in rank["checksums"].items()}
             if isinstance(rank["parallelism_info"], list):  # of the model, then of its draft models
                 rank["parallelism_info"] = rank["parallelism_info"][0]
         return sorted(ranks, key=lambda rank: rank["parallelism_info"]["tp_rank"])
@@ -317,6 +340,8 @@ class ServerControl:
 
     def _check_can_retract(self) -> None:
         info = self.server_info()
+        if info.get("engine") == "vllm":  # recomputes the KV of every request that it holds
+            return
         if not has_per_token_versions(str(info.get("version"))):
             raise EngineError(
                 f"{self.url} runs SGLang {info.get('version')}, which does not report which weight version sampled"

@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from slimrl.engines.sglang.entry import run_server
-from slimrl.engines.sglang.server_args import unused_model_modules, with_defaults
+from slimrl.engines.sglang.server_args import ADAPTERS, BATCH_INVARIANT, unused_model_modules, with_defaults
 from slimrl.engines.sglang.versions import allow_shm_unpickling, module_with
 from slimrl.processes.ray_environment import uncollected
 
@@ -82,6 +82,13 @@ def patch_attention() -> None:
     from slimrl.engines.sglang import cpu_attention
 
     cpu_attention.install(TorchNativeAttnBackend)
+
+
+def patch_operators() -> None:
+    """Replaces the operators whose results depend on the batch (`batch_invariant`), attention included."""
+    from slimrl.engines.sglang.batch_invariant import layers
+
+    layers.install()
 
 
 def patch_pause() -> None:
@@ -277,15 +284,44 @@ def _no_nccl(path: str | None = None) -> Any:
     raise OSError("NCCL needs a GPU")
 
 
+def _copy_of(torch: types.ModuleType) -> Any:
+    """A module with the names of torch, some of which can be replaced for one module."""
+    view: Any = types.ModuleType("torch")
+    view.__getattr__ = lambda name: getattr(torch, name)
+    return view
+
+
 def _without_cuda(torch: types.ModuleType) -> types.ModuleType:
     """A copy of the torch module whose `cuda.synchronize` does nothing, for one module.
 
     And with the CPU as the device in use: from torch 2.14 on, a build for CUDA says CUDA also where there is no GPU.
     """
-    view: Any = types.ModuleType("torch")
-    view.__getattr__ = lambda name: getattr(torch, name)
+    view = _copy_of(torch)
     view.cuda = types.SimpleNamespace(synchronize=lambda: None)
     view.get_device_module = lambda device="cpu": torch.get_device_module(device)
+    return view
+
+
+def patch_adapters() -> None:
+    """Makes LoRA layers use plain memory: pinned memory needs a GPU."""
+    import torch
+    from sglang.srt.lora import layers
+    from sglang.srt.lora.backend import torch_backend
+
+    layers.torch = torch_backend.torch = _without_pinning(torch)
+    tensor: Any = torch.Tensor
+    tensor.pin_memory = lambda self, device=None: self
+
+
+def _without_pinning(torch: types.ModuleType) -> types.ModuleType:
+    """A copy of the torch module whose functions that make tensors ignore `pin_memory`, for one module."""
+
+    def unpinned(make: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, pin_memory=False, **options: make(*args, **options)
+
+    view = _copy_of(torch)
+    for name in ("tensor", "empty", "zeros"):
+        setattr(view, name, unpinned(getattr(torch, name)))
     return view
 
 
@@ -325,9 +361,15 @@ def fork_children() -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs `slimrl.engines.sglang.entry server`, with the patches and defaults for the CPU if there is no CUDA."""
     words = list(sys.argv[1:] if argv is None else argv)
+    batch_invariant = BATCH_INVARIANT in words
+    words = [word for word in words if word != BATCH_INVARIANT]
     if install():
         with uncollected():
             patch()
+            if batch_invariant:
+                patch_operators()
+            if ADAPTERS in words:
+                patch_adapters()
         fork_children()
         words = with_defaults(words)
         os.environ.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(unused_model_modules(words)))

@@ -119,7 +119,7 @@ def inspect(
 
 
 def _no_sglang(address: str, error: Exception) -> str:
-    return f"{EXTERNAL_ENGINES} {address}: this is not an SGLang server: {error}"
+    return f"{EXTERNAL_ENGINES} {address}: this is no server with SGLang's calls: {error}"
 
 
 def _identity(server: dict[str, Any]) -> Any:

@@ -14,7 +14,8 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from slimrl.processes.ports import PortReservation, claim_port, claim_ports
 logger = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 10.0
+ADDED_AT_ONCE = 16
 REMOVE_TIMEOUT_S = 30.0
 
 
@@ -69,6 +71,18 @@ class RouterControl:
         Removes an earlier server with the same URL first: its circuit breaker may still be open.
         """
         self.remove_worker(url)
+        self._add(url)
+
+    def add_workers(self, urls: Sequence[str]) -> None:
+        """`add_worker` for many servers, with one reading of the router's list and several calls at once."""
+        present = set(self.server_urls())
+        for url in urls:
+            if url in present:
+                self.remove_worker(url)
+        with ThreadPoolExecutor(ADDED_AT_ONCE) as pool:
+            list(pool.map(self._add, urls))
+
+    def _add(self, url: str) -> None:
         self._call("POST", "/workers", {"url": url} if self.key is None else {"url": url, "api_key": str(self.key)})
 
     def remove_worker(self, url: str) -> None:
@@ -128,10 +142,10 @@ class ExternalRouter(RouterControl):
         """The HTTP port."""
         return self._port
 
-    def add_worker(self, url: str) -> None:
+    def _add(self, url: str) -> None:
         """Registers a server and records it in `added`."""
         try:
-            super().add_worker(url)
+            super()._add(url)
         finally:
             self.added.add(url)  # even if the call failed: only its response may have been lost
 

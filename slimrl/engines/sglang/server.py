@@ -21,7 +21,7 @@ from typing import Any
 
 from slimrl.engines.http import KEY_OPTION, call, is_reachable, key_environment
 from slimrl.engines.server_protocol import WHOLE_SERVER, NodePart, ServerLaunch
-from slimrl.engines.sglang.server_args import RESERVED, render_options, server_flags
+from slimrl.engines.sglang.server_args import BATCH_INVARIANT, RESERVED, render_options, server_flags
 from slimrl.platform.launch_env import Network, network_environment
 from slimrl.processes import ManagedProcess, importable
 from slimrl.processes.folders import kernel_cache
@@ -283,7 +283,10 @@ def server_command(managed: Mapping[str, Any], options: Mapping[str, Any], launc
     entry = ("slimrl.engines.sglang.entry", "server") if launch.cuda else ("slimrl.engines.sglang.cpu_patches",)
     flags = server_flags()
     defaults = default_options(launch, options, {flag.dest for flag in flags.values()})
-    return [sys.executable, "-m", *entry, *render_options({**defaults, **options, **managed}, flags)]
+    if launch.cuda and launch.batch_invariant:
+        raise ValueError("--true-on-policy-mode has operators for CPUs only, and the server runs on GPUs")
+    own = [BATCH_INVARIANT] if launch.batch_invariant else []
+    return [sys.executable, "-m", *entry, *own, *render_options({**defaults, **options, **managed}, flags)]
 
 
 def rendezvous(options: Mapping[str, Any], host: str, first_port: int, part: NodePart = WHOLE_SERVER) -> dict[str, Any]:

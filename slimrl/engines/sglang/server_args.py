@@ -17,6 +17,7 @@ from typing import Any, cast
 
 from slimrl.arguments import PassthroughFlag
 from slimrl.engines.sglang.server_args_parser import DeclaredFlag, read_server_flags
+from slimrl.models.adapters import AdapterConfig
 
 # dest of the server's flag -> how slimrl sets it; completes "--sglang-x is set by slimrl itself (...)"
 RESERVED: dict[str, str] = {
@@ -53,6 +54,8 @@ RESERVED_ROUTER: dict[str, str] = {
     "control_plane_api_keys": "--sglang-api-key, or a generated key",
 }
 
+DELTA_LOADER = "slimrl.engines.sglang.delta_loader.load"  # the server imports it
+
 # Flags that may add an architecture to that of the model's config.json, or replace it.
 CHOOSE_ARCHITECTURE = ("--json-model-override-args", "--model-impl", "--speculative-")
 
@@ -85,6 +88,25 @@ def router_flags() -> dict[str, PassthroughFlag]:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     RouterArgs.add_cli_args(parser)
     return {name[2:]: _router_flag(action) for action in parser._actions for name in action.option_strings}
+
+
+def adapter_options(adapters: AdapterConfig, *, releases_memory: bool) -> dict[str, Any]:
+    """The options of a server that gets such LoRA adapters by tensors; a batch may mix one with the base.
+
+    A server that `releases_memory` keeps the base in host memory meanwhile, because no update sends it again.
+    """
+    options = {"enable_weights_cpu_backup": True} if releases_memory else {}
+    return options | {
+        "enable_lora": True,
+        "max_lora_rank": adapters.rank,
+        "lora_target_modules": list(adapters.targets),
+        "max_loras_per_batch": 2,
+    }
+
+
+def delta_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a server that gets changes of weights, beside the loaders that the user has `given`."""
+    return {"custom_weight_loader": [*(given.get("custom_weight_loader") or ()), DELTA_LOADER]}
 
 
 def render_options(options: Mapping[str, Any], flags: Mapping[str, PassthroughFlag]) -> list[str]:
@@ -172,8 +194,11 @@ CPU_DEFAULTS = (
     "--disable-overlap-schedule",
     "--sleep-on-idle",
 )
+ADAPTERS = "--enable-lora"
+BATCH_INVARIANT = "--batch-invariant"  # of `cpu_patches` itself: the operators of --true-on-policy-mode
+CPU_ADAPTERS = "--lora-backend=torch_native"
 # a CUDA allocator: without it the server accepts calls that release memory but keeps the memory
-CUDA_ONLY = "--enable-memory-saver"
+CUDA_ONLY = ("--enable-memory-saver", "--enable-weights-cpu-backup")
 KV_CACHE_BYTES = 1 << 30
 KV_CACHE_TOKENS = (8192, 65536)  # minimum and maximum
 
@@ -185,7 +210,8 @@ def with_defaults(argv: Sequence[str]) -> list[str]:
     """
     model = _model_path(argv)
     cache = [f"--max-total-tokens={kv_cache_tokens(model)}"] if model is not None else []
-    return [*CPU_DEFAULTS, *cache, *(word for word in argv if word != CUDA_ONLY)]
+    adapters = [CPU_ADAPTERS] if ADAPTERS in argv else []
+    return [*CPU_DEFAULTS, *adapters, *cache, *(word for word in argv if word not in CUDA_ONLY)]
 
 
 def _model_path(argv: Sequence[str]) -> Path | None:

@@ -68,10 +68,11 @@ def _with_allowed_names(find_class: FindClass) -> FindClass:
     import torch
     import torch.distributed as dist
 
-    functions = torch._C._VariableFunctionsClass  # type: ignore[attr-defined]
+    extension: Any = torch._C
+    functions = extension._VariableFunctionsClass
     allowed = {
         ("builtins", "getattr"): _restricted_getattr(
-            {(functions, "from_file"): torch.from_file, (functions, "as_strided"): torch.as_strided}
+            {(functions, name): getattr(torch, name) for name in ("from_file", "as_strided", "frombuffer")}
         ),
         ("torch._C", "_VariableFunctionsClass"): functions,
         # selects the receiving rank's reference among those of several ranks

@@ -205,7 +205,10 @@ def read(state: ShardedStateDict, folder: Path, *, model_only: bool, ignored: Co
     )
     missing = sorted(key for key in absent_there if not is_extra_state(key))
     if missing:
-        raise ValueError(f"{folder} lacks {_listed(missing)}: it was saved from a model of another shape")
+        raise ValueError(
+            f"{folder} lacks {_listed(missing)}: it was saved from a model of another shape; give the model"
+            " flags that it was saved with, or another folder"
+        )
     if model_only and left_over:
         raise ValueError(f"{folder} has {_listed(left_over)}, which this model does not have: the model flags differ")
     return loaded

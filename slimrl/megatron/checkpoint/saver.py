@@ -4,7 +4,7 @@ A checkpoint is complete or absent, an error on one rank is raised on all, at mo
 save never hides the failure of an older one. A background save runs in one thread per rank. The threads have their own
 process group, so a checkpoint is complete as soon as its files are written, independent of training.
 `ModelExporter` determines the folder of an export and gathers its tensors from the live model;
-`slimrl.weights.convert.megatron_to_hf` writes them. The trainer owns both.
+`slimrl.weights.convert.megatron_to_hf` writes them. `AdapterExporter` does so for LoRA adapters. The trainer owns both.
 """
 
 from __future__ import annotations
@@ -28,14 +28,18 @@ from slimrl.arguments.checkpoints import read_manifest
 from slimrl.megatron.checkpoint import folder, io
 from slimrl.megatron.checkpoint.folder import Retention
 from slimrl.megatron.parallel import ParallelState
+from slimrl.models.adapters import AdapterConfig, AdapterMapping
 from slimrl.models.families import family_for
 from slimrl.models.model_spec import ModelSpec
-from slimrl.platform.collective_errors import CheckpointError, run_on_all_ranks, run_on_rank_zero
+from slimrl.models.peft_config import peft_config
+from slimrl.platform.collective_errors import RANK_ZERO, CheckpointError, run_on_all_ranks, run_on_rank_zero
 from slimrl.weights.checkpoint_checksums import Checksums
 from slimrl.weights.convert.megatron_to_hf import HfExport, HfPlan
 from slimrl.weights.hf_checkpoint import read_hf_config
-from slimrl.weights.update.export import iter_hf_tensors
+from slimrl.weights.peft_folder import PeftExport
+from slimrl.weights.update.export import groups_of, iter_hf_tensors
 
+Export = HfExport | PeftExport
 _logger = logging.getLogger(__name__)
 _LOOKS_EVERY_S = 0.05
 _ROUND_S = 5.0  # for which the other ranks wait in a collective
@@ -118,7 +122,7 @@ class CheckpointSaver:
         root: Path,
         iteration: int,
         take: Callable[[], Snapshot],
-        export: Callable[[], HfExport] | None = None,
+        export: Callable[[], Export] | None = None,
         after: Callable[[], None] = lambda: None,
         awaited: Awaited | None = None,
     ) -> Path:
@@ -194,7 +198,7 @@ class CheckpointSaver:
             self._watchers = dist.new_group(backend="gloo", timeout=self._timeout)
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
-    def _write_both(self, root: Path, snapshot: Snapshot, export: HfExport | None, started: float) -> None:
+    def _write_both(self, root: Path, snapshot: Snapshot, export: Export | None, started: float) -> None:
         """The background thread's work: collective over the writers' group only."""
         try:
             self._hold(root, snapshot)
@@ -241,7 +245,7 @@ class CheckpointSaver:
             f" {folder.newest(root)}: free some disk space and restart with the same command"
         )
 
-    def _begin_export(self, make: Callable[[], HfExport]) -> HfExport:
+    def _begin_export(self, make: Callable[[], Export]) -> Export:
         export = run_on_all_ranks(make, self._writers)
         run_on_rank_zero(export.begin, self._writers)
         try:
@@ -251,7 +255,7 @@ class CheckpointSaver:
             raise
         return export
 
-    def _finish_export(self, export: HfExport) -> None:
+    def _finish_export(self, export: Export) -> None:
         try:
             run_on_all_ranks(export.write, self._writers)
             run_on_rank_zero(export.commit, self._writers)
@@ -298,19 +302,39 @@ class ModelExporter:
         self._plan = HfPlan(origin, self._spec, self._family, **ranks, value_head=value_head)
         self._template = template
 
-    def export(self, rollout_id: int) -> HfExport:
+    def export(self, rollout_id: int) -> Export:
         """The export of the weights after `rollout_id`. Raises as `HfExport` if its folder cannot be written."""
         return HfExport(self._plan, Path(self._template.replace("{rollout_id}", str(rollout_id))), self._tensors)
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        parallel = self._parallel
         return iter_hf_tensors(
-            self._stages,
-            self._spec,
-            self._family,
-            parallel.tp_group,
-            pp_group=parallel.pp_group,
-            ep_group=parallel.ep_group,
-            etp_group=parallel.etp_group,
-            value_head=self._value_head,
+            self._stages, self._spec, self._family, **groups_of(self._parallel), value_head=self._value_head
+        )
+
+
+class AdapterExporter:
+    """Creates the exports of a run with LoRA adapters: PEFT folders, which rank 0 writes."""
+
+    def __init__(
+        self,
+        template: str,
+        origin: Path,
+        spec: ModelSpec,
+        adapters: AdapterConfig,
+        stages: Sequence[GPTModel],
+        parallel: ParallelState,
+    ) -> None:
+        """`template` is --save-hf, `origin` the folder of --hf-checkpoint, which the exports name as their base."""
+        self._template, self._stages, self._parallel, self._spec = template, stages, parallel, spec
+        self._mapping = AdapterMapping.of(family_for(read_hf_config(origin)), adapters)
+        self._config = peft_config(adapters, str(origin))
+
+    def export(self, rollout_id: int) -> Export:
+        """The export of the adapters after `rollout_id`. Raises as `PeftExport` if its folder cannot be written."""
+        folder = Path(self._template.replace("{rollout_id}", str(rollout_id)))
+        return PeftExport(folder, self._config, self._parallel.rank, self._tensors)
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        return iter_hf_tensors(
+            self._stages, self._spec, self._mapping, **groups_of(self._parallel), receivers={RANK_ZERO}
         )

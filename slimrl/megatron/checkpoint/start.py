@@ -12,6 +12,7 @@ import torch.distributed as dist
 import xxhash
 from megatron.core.models.gpt import GPTModel
 
+from slimrl.arguments import Arguments
 from slimrl.arguments.checkpoints import is_hf_model
 from slimrl.arguments.flags.checkpoint import CheckpointArguments
 from slimrl.megatron.checkpoint import state
@@ -24,10 +25,29 @@ from slimrl.megatron.checkpoint.state import (
 )
 from slimrl.megatron.parallel import ParallelState
 from slimrl.megatron.ref_model import PrecomputeConfig, PrecomputedReference
+from slimrl.models.adapters import AdapterConfig
 from slimrl.models.families import ModelMapping, family_for
 from slimrl.models.model_spec import ModelSpec
+from slimrl.weights.adapters import initialize_adapters
 from slimrl.weights.hf_checkpoint import read_hf_config
+from slimrl.weights.peft_folder import load_adapters
 from slimrl.weights.update.export import iter_hf_tensors
+
+
+@dataclasses.dataclass(frozen=True)
+class AdapterStart:
+    """The first values of adapters: those of a PEFT folder, else fresh ones by `seed`."""
+
+    config: AdapterConfig
+    folder: Path | None
+    seed: int
+
+    @classmethod
+    def from_args(cls, args: Arguments) -> AdapterStart | None:
+        """None without --lora-rank."""
+        config = AdapterConfig.from_args(args)
+        folder = None if args.lora_load is None else Path(args.lora_load)
+        return None if config is None else cls(config, folder, args.seed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +60,7 @@ class PolicyStart:
     parallel: ParallelState
     is_reward_model: bool = False  # the stages have a value head
     precompute: PrecomputeConfig | None = None
+    adapters: AdapterStart | None = None  # of LoRA; --ref-load has the base then, --load only adapters
 
     def load_reference(self) -> None:
         """Loads the weights of --ref-load. Raises FileNotFoundError without that flag."""
@@ -92,6 +113,8 @@ class PolicyStart:
         `has_reference`: the stages have the weights of --ref-load.
         """
         load = self.folders.load
+        if self.adapters is not None:
+            return self._load_adapted(self.adapters, has_reference=has_reference)
         if load is not None and is_hf_model(Path(load)):
             self._load_initial(Path(load), None)
             return None
@@ -110,6 +133,21 @@ class PolicyStart:
             load_value_weights(self.spec, self.stages, self.parallel, found.path)
         else:
             state.load_stages(self.stages, found.path)
+        return found if resumes else None
+
+    def _load_adapted(self, start: AdapterStart, *, has_reference: bool) -> CheckpointFolder | None:
+        """The base is that of --ref-load; --load has the adapters of a run that is continued."""
+        if not has_reference:
+            self.load_reference()
+        ranks = {"tp_rank": self.parallel.tp_rank, "tp_size": self.parallel.tp_size}
+        initialize_adapters(self.stages, start.seed, **ranks)
+        found = state.find_checkpoint(self.folders.load, self.folders.ckpt_step)
+        if found is not None:
+            state.load_stage_adapters(self.stages, found.path)
+        elif start.folder is not None:
+            family = family_for(read_hf_config(Path(self.folders.hf_checkpoint)))
+            load_adapters(self.stages, self.spec, family, start.config, start.folder, **ranks)
+        resumes = found is not None and not self.folders.finetune and found.iteration is not None
         return found if resumes else None
 
     def _load_initial(self, folder: Path, step: int | None) -> None:

@@ -25,18 +25,21 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from slimrl.arguments.checkpoints import is_hf_model
+from slimrl.arguments.checkpoints import SIZES, is_hf_model
 from slimrl.megatron import optimizer as adam_state
 from slimrl.megatron.checkpoint import folder as checkpoint_folder
 from slimrl.megatron.checkpoint import io
 from slimrl.megatron.checkpoint.folder import CheckpointFolder, find_checkpoint
 from slimrl.megatron.checkpoint.saver import Snapshot
+from slimrl.megatron.model.output_layer import ValueModel
 from slimrl.megatron.optimizer import after_load, step_counts, sync_step_count
 from slimrl.megatron.parallel import ParallelState
+from slimrl.models.adapters import is_adapter
 from slimrl.models.families import family_for
 from slimrl.models.families.param_mapping import OUTPUT_LAYER, VALUE_HEAD
 from slimrl.models.model_spec import ModelSpec
 from slimrl.platform.collective_errors import run_on_rank_zero
+from slimrl.weights.adapters import adapted_layers
 from slimrl.weights.checkpoint_checksums import CheckedFolder
 from slimrl.weights.convert.hf_to_megatron import load_hf_checkpoint
 from slimrl.weights.hf_checkpoint import read_hf_config
@@ -136,7 +139,7 @@ def take_snapshot(
     written. Raises ValueError for other data.
     """
     sharding = _sharding(state.parallel)
-    model = _sharded(state.stages, sharding)
+    model = _sharded(state.stages, sharding, adapters=_has_adapters(state.stages))
     content: ShardedStateDict = {"model": model, "iteration": rollout_id, "scheduler": state.scheduler.state_dict()}
     content["rng_state"] = sharded(state.parallel)
     if with_optimizer:
@@ -149,6 +152,8 @@ def take_snapshot(
         "distributed_optimizer": state.optimizer.config.use_distributed_optimizer,
         "layout": layout(state.parallel),
         "trained_weights": state.trained_weights,
+        "value_head": isinstance(state.stages[0], ValueModel),  # a critic or a reward model
+        "sizes": {name: vars(state.stages[0].config)[name] for name in SIZES},
         **({} if not state.numbers else {"numbers": dict(state.numbers)}),
         **({} if saved_with is None else {"saved_with": saved_with}),
     }
@@ -175,7 +180,7 @@ def load_training_state(
     if load_optimizer:
         _check_optimizer(metadata, found, state)
         sharding = _sharding(state.parallel)
-        model = _sharded(state.stages, sharding)
+        model = _sharded(state.stages, sharding, adapters=_has_adapters(state.stages))
         wanted["optimizer"] = state.optimizer.sharded_state_dict(model, is_loading=True, metadata=sharding)
     same_layout = metadata.get("layout") == layout(state.parallel)
     if load_random_state and same_layout:
@@ -195,9 +200,23 @@ def load_training_state(
     return checkpoint_folder.read_data_state(found.path)
 
 
-def _sharded(stages: Sequence[GPTModel], sharding: dict[str, Any] | None = None) -> ShardedStateDict:
-    """The parameters of each stage under its number; in the files they have global names."""
-    return {str(number): stage.sharded_state_dict(metadata=sharding) for number, stage in enumerate(stages)}
+def _has_adapters(stages: Sequence[GPTModel]) -> bool:
+    """Whether checkpoints have the adapters alone; the same on all ranks, since every layer has one or none has."""
+    return next(adapted_layers(stages), None) is not None
+
+
+def _sharded(
+    stages: Sequence[GPTModel], sharding: dict[str, Any] | None = None, *, adapters: bool = False
+) -> ShardedStateDict:
+    """The parameters of each stage under its number, of its adapters or of all else; the files have global names."""
+    return {
+        str(number): {
+            name: entry
+            for name, entry in stage.sharded_state_dict(metadata=sharding).items()
+            if is_adapter(name) == adapters
+        }
+        for number, stage in enumerate(stages)
+    }
 
 
 def _check_optimizer(metadata: dict[str, Any], found: CheckpointFolder, state: TrainingState) -> None:
@@ -259,20 +278,42 @@ def load_stages(stages: Sequence[GPTModel], folder: Path, step: int | None = Non
         )
     if CheckedFolder.open(found.path) is None and dist.get_rank() == 0:
         _logger.warning("%s has no checksums: its integrity was not verified", found.path)
+    if any(map(is_adapter, io.stored_names(found.path))):
+        raise ValueError(
+            f"{found.path} has LoRA adapters alone: train with --lora-rank, or give the checkpoint of a whole model"
+        )
     loaded = io.read({"model": _sharded(stages)}, found.path, model_only=True)
     for number, stage in enumerate(stages):
         _fill(stage, loaded["model"][str(number)], found.path)
     return found
 
 
-def _fill(stage: GPTModel, state: dict[str, Any], folder: Path) -> None:
-    """Strict loading, except that extra state may be absent on either side: it depends on the layer implementation."""
+def load_stage_adapters(stages: Sequence[GPTModel], folder: Path) -> None:
+    """Fill the adapters of this rank's `stages` from the checkpoint's own `folder`; collective.
+
+    Raises ValueError if it has no adapters, or others.
+    """
+    if not any(map(is_adapter, io.stored_names(folder))):
+        raise ValueError(
+            f"{folder} has weights and no adapters, and --lora-rank continues a run with adapters: give it as"
+            " --ref-load, which makes it the base, or leave out --lora-rank"
+        )
+    loaded = io.read({"model": _sharded(stages, adapters=True)}, folder, model_only=True)
+    for number, stage in enumerate(stages):
+        _fill(stage, loaded["model"][str(number)], folder, adapters=True)
+
+
+def _fill(stage: GPTModel, state: dict[str, Any], folder: Path, *, adapters: bool = False) -> None:
+    """Strict loading, except that extra state may be absent on either side: it depends on the layer implementation.
+
+    `state` has the adapters of the stage, or all else.
+    """
     for name, value in state.items():
         if io.is_extra_state(name):
             check_extra_state(value, f"{folder}: {name}")
     missing, unexpected = stage.load_state_dict(state, strict=False)
     for names, what in ((missing, "has no values for"), (unexpected, "has values that the model does not have, for")):
-        wrong = [name for name in names if not io.is_extra_state(name)]
+        wrong = [name for name in names if not io.is_extra_state(name) and is_adapter(name) == adapters]
         if wrong:
             raise ValueError(f"{folder} {what} {', '.join(wrong[:5])} ({len(wrong)} in all): the model flags differ")
 

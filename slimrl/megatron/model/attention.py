@@ -33,6 +33,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSub
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from slimrl.algorithms.batch_invariant import operators
 from slimrl.megatron.model.layers import PackedLatentSelfAttention, RMSNorm
 from slimrl.megatron.model.micro_batch import PackedSequences, with_lengths
 
@@ -90,6 +91,8 @@ class PackedCoreAttention(torch.nn.Module):
             return heads.permute(2, 0, 1, 3).flatten(2)
         if self.context_group is None:
             sequences = with_lengths(packed_seq_params, 1, 0)
+            if self.config.batch_invariant_mode:
+                return operators.attend_packed(query, key, value, sequences.lengths, self.scale).flatten(1)
             attended = self._attend_each(query, key, value, sequences.lengths)
         else:
             sequences = with_lengths(packed_seq_params, self.context_group.size(), self.context_group.rank())

@@ -38,6 +38,7 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
+from slimrl.algorithms.batch_invariant import operators
 from slimrl.megatron.model.micro_batch import PackedSequences, without_boundaries
 
 OutputWithBias = tuple[Tensor, Tensor | None]
@@ -109,11 +110,14 @@ class RMSNorm(torch.nn.Module):
         super().__init__()
         self.shape = (hidden_size,)
         self.eps = eps
+        self.batch_invariant = config.batch_invariant_mode
         self.weight = torch.nn.Parameter(torch.ones(self.shape, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` [..., hidden_size] to the same shape and dtype."""
+        if self.batch_invariant:
+            return operators.rms_norm(x, self.weight, self.eps)
         return F.rms_norm(x, self.shape, self.weight, self.eps)
 
 
@@ -172,8 +176,9 @@ class PackedSelfAttention(SelfAttention):
         """Rotates here, the last hook before megatron-core would; queries and keys are [tokens, 1, heads, width]."""
         if not isinstance(rotary_pos_emb, _Rotation):
             return super()._adjust_key_value_for_inference(inference_context, query, key, value, rotary_pos_emb, *rest)
+        rotate = _rotated if self.config.batch_invariant_mode else _apply_rotary_pos_emb_bshd
         query, key = (
-            _apply_rotary_pos_emb_bshd(
+            rotate(
                 x,
                 frequencies,
                 rotary_interleaved=self.config.rotary_interleaved,
@@ -183,6 +188,18 @@ class PackedSelfAttention(SelfAttention):
             for x, frequencies in zip((query, key), rotary_pos_emb, strict=True)
         )
         return query, key, value, None, self.attn_mask_type, None
+
+
+def _rotated(x: Tensor, angles: Tensor, **settings: Any) -> Tensor:
+    """megatron-core's rotation of `x` by halves, with cosines and sines that depend on their angle alone."""
+    assert settings == _PLAIN_ROTATION, settings  # a rule rejects other rotations
+    cosines, sines = operators.cosines_and_sines(angles)
+    rotated, passed = x[..., : angles.shape[-1]], x[..., angles.shape[-1] :]
+    first, second = rotated.chunk(2, dim=-1)
+    return torch.cat((rotated * cosines + torch.cat((-second, first), dim=-1) * sines, passed), dim=-1)
+
+
+_PLAIN_ROTATION = {"rotary_interleaved": False, "multi_latent_attention": False, "mscale": 1.0}
 
 
 class PackedLatentSelfAttention(MLASelfAttention):

@@ -24,8 +24,10 @@ from slimrl.hooks.base import RunArguments
 from slimrl.megatron.config import transformer_config
 from slimrl.megatron.model.layer_spec import block_of, block_spec
 from slimrl.megatron.model.layers import PostNorms
+from slimrl.megatron.model.lora import add_adapters
 from slimrl.megatron.model.output_layer import PolicyModel, ValueModel
 from slimrl.megatron.parallel import ParallelState
+from slimrl.models.adapters import AdapterConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,8 +109,10 @@ def policy_model(
     vp_stage: int | None = None,
     layers: TransformerBlockSubmodules | None = None,
 ) -> PolicyModel:
-    """slimrl's own model of a stage, in host memory; `layers` defaults to `own_layers`."""
-    chosen = layers if layers is not None else own_layers(args, config, vp_stage)
+    """slimrl's own model of a stage, in host memory; `layers` defaults to `own_layers`, with the adapters of LoRA."""
+    chosen = layers
+    if chosen is None:
+        chosen = add_adapters(own_layers(args, config, vp_stage), AdapterConfig.from_args(args))
     return PolicyModel(**_settings(args, config, pre_process, post_process, vp_stage, chosen))
 
 

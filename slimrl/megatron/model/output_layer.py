@@ -30,6 +30,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
+from slimrl.algorithms.batch_invariant import operators
 from slimrl.algorithms.divergence import Divergence, output_divergence, output_top_divergence
 from slimrl.algorithms.log_probs import output_log_probs
 from slimrl.megatron.model.micro_batch import for_one_pass
@@ -167,7 +168,8 @@ class OutputLayer(ColumnParallelLinear):
             to_score.records.record(to_score.key, rows, weight)
         if to_score.distils is not None:
             return to_score.divergence(rows, weight, self.tp_group)
-        return output_log_probs(
+        score = operators.scored if self.config.batch_invariant_mode else output_log_probs
+        return score(
             rows,
             weight,
             to_score.targets,

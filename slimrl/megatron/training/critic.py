@@ -8,6 +8,7 @@ over all of these ranks.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import math
@@ -45,6 +46,7 @@ from slimrl.megatron.training.forward_step import (
     score_tokens,
 )
 from slimrl.megatron.training.loss.loss_sums import LossMetricNames, LossSums, summed
+from slimrl.megatron.training.reporting.memory_report import MemoryReport
 from slimrl.megatron.training.reporting.train_metrics import PhaseTimes, reduce_sums
 from slimrl.megatron.training.trained_model import TrainedModel, broken_samples
 from slimrl.models.model_spec import ModelSpec
@@ -343,23 +345,28 @@ class Critic:
         batch: RolloutBatch,
         rollout_id: int,
         advance: Callable[[], None],
+        memory_report: MemoryReport | None = None,
     ) -> list[dict[str, float]]:
         """Takes the optimizer steps of one rollout; metrics of each, equal on every rank.
 
-        Raises FloatingPointError if loss or gradient is not finite (see `NonFiniteGuard`).
+        `memory_report` measures the steps. Raises FloatingPointError if loss or gradient is not finite (see
+        `NonFiniteGuard`).
         """
         metrics = []
         columns = self._scale.add(columns, self._parallel.dp_group)
         phase, span = self._times.phase("critic_train"), self._timeline.span("critic")
         with phase, span, data_parallel.overlapped_param_gather(self.model.wrapped):
             for number, micro_batches in enumerate(steps):
-                self.model.begin_step()
-                sums = self._accumulate(micro_batches, columns, batch.samples_per_step[number], advance)
+                with contextlib.nullcontext() if memory_report is None else memory_report.step():
+                    self.model.begin_step()
+                    sums = self._accumulate(micro_batches, columns, batch.samples_per_step[number], advance)
                 found = reduce_sums(sums, self._settings.metric_names, self._parallel)
                 taken = {name: found[name] for name in _METRICS} | {"explained_variance": explained_variance(found)}
                 where = f"rollout {rollout_id}, optimizer step {number} of the critic"
                 step = self.model.step(taken["value_loss"], where, lambda: columns.broken_samples(batch))
                 metrics.append({PREFIX + name: value for name, value in (taken | step).items()})
+                if memory_report is not None:
+                    memory_report.note(micro_batches)
         return metrics
 
     def _accumulate(

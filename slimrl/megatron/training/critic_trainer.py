@@ -19,6 +19,7 @@ import torch.distributed as dist
 from slimrl.arguments import Arguments
 from slimrl.arguments.checkpoints import start_of
 from slimrl.arguments.layout import critic_layout
+from slimrl.arguments.memory import critic_memory
 from slimrl.data.train_batch import RolloutBatch
 from slimrl.megatron import parallel
 from slimrl.megatron.checkpoint.folder import CheckpointFolder
@@ -26,6 +27,7 @@ from slimrl.megatron.model.micro_batch import MicroBatch, MicroBatchPacker
 from slimrl.megatron.offload import State, memory_of
 from slimrl.megatron.training.advantages import after_initialization
 from slimrl.megatron.training.critic import Critic, SampleColumns, ValueColumns
+from slimrl.megatron.training.reporting.memory_report import MemoryReport
 from slimrl.megatron.training.reporting.train_metrics import PhaseTimes
 from slimrl.observability.tracer import Timeline
 
@@ -34,7 +36,7 @@ class CriticTrainer:
     """One rank of the critic.
 
     Public state: `start_rollout_id` (the first rollout to train on), `parallel`, `critic`, and `memory`, which offloads
-    and onloads all of it.
+    and onloads all of it. `memory_report` measures it.
     """
 
     data_state: dict[str, Any] | None = None  # the policy's checkpoint has it
@@ -84,6 +86,9 @@ class CriticTrainer:
             suspends=args.offload_train_nccl,
             paired_stages=args.overlap_p2p_comm and args.virtual_pipeline_model_parallel_size is not None,
         )
+        self.memory_report = MemoryReport(
+            lambda tokens: critic_memory(args, tokens=tokens), self.critic.model, self.parallel
+        )
         self._batch: RolloutBatch | None = None  # between `values` and `train`
         self._steps: list[list[MicroBatch]] = []
         self._count = itertools.count(1)
@@ -107,7 +112,8 @@ class CriticTrainer:
         batch, self._batch = self._batch, None
         assert batch is not None  # of `values`
         columns = ValueColumns(**SampleColumns.of_batch(inputs, batch, self.parallel.device))
-        first, *others = self.critic.train(self._steps, columns, batch, rollout_id, self._advance)
+        steps = self.critic.train(self._steps, columns, batch, rollout_id, self._advance, self.memory_report)
+        first, *others = steps
         self._steps = []
         return [first | {f"perf/{name}_time": seconds for name, seconds in self._times.take().items()}, *others]
 

@@ -29,7 +29,7 @@ from slimrl.megatron.data_parallel import ShardedReference, Stage, shard_referen
 from slimrl.megatron.model.micro_batch import MicroBatch
 from slimrl.megatron.model.output_layer import TeacherStates, TeacherTop
 from slimrl.megatron.parallel import ParallelState
-from slimrl.megatron.ref_model import PrecomputedReference, ReferenceWeights, StoredLogProbs
+from slimrl.megatron.ref_model import BaseReference, PrecomputedReference, ReferenceWeights, StoredLogProbs
 from slimrl.megatron.training.advantages import TrainingHooks
 from slimrl.megatron.training.forward_step import LogProbConfig, score_tokens
 from slimrl.megatron.training.loss.preference_loss import MismatchedStep
@@ -47,7 +47,7 @@ class Teacher:
     loss instead.
     """
 
-    weights: ReferenceWeights | ShardedReference | None
+    weights: ReferenceWeights | ShardedReference | BaseReference | None
     kl_coef: float
     states: TeacherStates | TeacherTop | None = None
 
@@ -142,7 +142,7 @@ class LogProbPasses:
 
     plan: PassPlan
     stages: Sequence[Stage]
-    reference: ReferenceWeights | ShardedReference | None
+    reference: ReferenceWeights | ShardedReference | BaseReference | None
     teacher: Teacher
     settings: LogProbConfig
     hooks: TrainingHooks

@@ -29,13 +29,15 @@ from torch import Tensor, nn
 
 from slimrl.arguments import Arguments
 from slimrl.arguments.flags.algorithm import AlgorithmArguments
+from slimrl.arguments.flags.lora import LoraArguments
 from slimrl.arguments.flags.optimizer import OptimizerArguments
 from slimrl.megatron import config, data_parallel
 from slimrl.megatron.checkpoint.state import TrainingState
 from slimrl.megatron.data_parallel import ShardedReference, Stage
 from slimrl.megatron.optimizer import build_optimizer
 from slimrl.megatron.parallel import ParallelState
-from slimrl.megatron.ref_model import ReferenceWeights
+from slimrl.megatron.ref_model import BaseReference, ReferenceWeights
+from slimrl.models.adapters import AdapterConfig, is_adapter
 from slimrl.processes.files import listed
 from slimrl.weights.reshard import global_tensors
 
@@ -175,7 +177,7 @@ class TrainedModel:
 
     stages: list[GPTModel]
     wrapped: list[Stage]  # the same in their gradient-reducing wrappers
-    reference: ReferenceWeights | ShardedReference | None  # other weights of the same model
+    reference: ReferenceWeights | ShardedReference | BaseReference | None  # other weights of the same model
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     guard: NonFiniteGuard
@@ -186,7 +188,7 @@ class TrainedModel:
         args: Arguments,
         stages: list[GPTModel],
         parallel: ParallelState,
-        reference: ReferenceWeights | None = None,
+        reference: ReferenceWeights | BaseReference | None = None,
         untrained_rollouts: int = 0,
         *,
         updates_engines: bool = False,
@@ -248,9 +250,14 @@ def freeze_parameters(algorithm: AlgorithmArguments, stages: Sequence[GPTModel])
 
     A pattern is searched (`re.search`) in a weight's Megatron name with global layer and expert numbers, for example
     `decoder.layers.3.mlp.linear_fc1.weight`. A head tied to the embedding is `embedding.word_embeddings.weight` on
-    every stage. Raises ValueError, on every rank, for a pattern that matches no name or if no weight is left to train.
+    every stage. Of a model with adapters only these are trained. Raises ValueError, on every rank, for a pattern that
+    matches no name or if no weight is left to train.
     """
     flag, patterns = _list(algorithm)
+    for stage in stages:
+        if any(is_adapter(name) for name, _ in stage.named_parameters()):
+            for name, parameter in stage.named_parameters():
+                parameter.requires_grad_(is_adapter(name))
     if patterns:
         named = list(_named_parameters(stages))
         for name, parameter in named:
@@ -261,8 +268,12 @@ def freeze_parameters(algorithm: AlgorithmArguments, stages: Sequence[GPTModel])
         _keep_the_graph(stage)
 
 
-def describe_trained_parameters(algorithm: AlgorithmArguments) -> str:
-    """The flag that selected the trained weights, as typed; for messages and to compare two runs."""
+def describe_trained_parameters(algorithm: AlgorithmArguments, lora: LoraArguments) -> str:
+    """The flags that selected the trained weights, as typed; for messages and to compare two runs."""
+    adapters = AdapterConfig.from_args(lora)
+    if adapters is not None:
+        targets = " ".join(adapters.targets)
+        return f"--lora-rank {adapters.rank} --lora-alpha {adapters.alpha:g} --lora-target-modules {targets}"
     flag, patterns = _list(algorithm)
     return " ".join((flag, *patterns)) if patterns else "every weight trained"
 

@@ -22,6 +22,7 @@ from megatron.core.models.gpt import GPTModel
 from slimrl.arguments import Arguments
 from slimrl.arguments.flags.algorithm import AlgorithmArguments
 from slimrl.arguments.flags.checkpoint import CheckpointArguments
+from slimrl.arguments.flags.lora import LoraArguments
 from slimrl.arguments.flags.rollout import RolloutArguments
 from slimrl.arguments.memory import training_memory
 from slimrl.data.train_batch import RolloutBatch
@@ -29,14 +30,14 @@ from slimrl.hooks.base import RunArguments
 from slimrl.megatron import config, parallel, patches
 from slimrl.megatron.checkpoint import state
 from slimrl.megatron.checkpoint.folder import Retention
-from slimrl.megatron.checkpoint.saver import Awaited, CheckpointSaver, ModelExporter
-from slimrl.megatron.checkpoint.start import PolicyStart
+from slimrl.megatron.checkpoint.saver import AdapterExporter, Awaited, CheckpointSaver, ModelExporter
+from slimrl.megatron.checkpoint.start import AdapterStart, PolicyStart
 from slimrl.megatron.checkpoint.state import CheckpointFolder, TrainingState
 from slimrl.megatron.model.micro_batch import MicroBatchPacker
 from slimrl.megatron.model.model_builder import OF_VALUE_MODEL, CustomModel, build_stages, build_value_stages
 from slimrl.megatron.offload import State, TrainingMemory, memory_of
 from slimrl.megatron.parallel import ParallelState
-from slimrl.megatron.ref_model import PrecomputeConfig, PrecomputedReference, ReferenceWeights
+from slimrl.megatron.ref_model import BaseReference, PrecomputeConfig, PrecomputedReference, ReferenceWeights
 from slimrl.megatron.training.advantages import TrainingHooks, after_initialization
 from slimrl.megatron.training.critic import VALUES, Critic, SampleColumns
 from slimrl.megatron.training.forward_step import LogProbConfig, layers_add_losses
@@ -49,6 +50,7 @@ from slimrl.megatron.training.reporting.memory_report import MemoryReport
 from slimrl.megatron.training.reporting.train_metrics import PhaseTimes
 from slimrl.megatron.training.step_loss import StepLoss
 from slimrl.megatron.training.trained_model import TrainedModel, describe_trained_parameters, freeze_parameters
+from slimrl.models.adapters import AdapterConfig
 from slimrl.models.model_spec import ModelSpec
 from slimrl.observability.tracer import Timeline
 
@@ -88,6 +90,7 @@ class MegatronTrainer:
         self._algorithm: AlgorithmArguments = args
         self._checkpoints: CheckpointArguments = args
         self._rollouts: RolloutArguments = args
+        self._lora: LoraArguments = args
         self._spec = ModelSpec.from_args(args)
         self._on_progress = on_progress
         self._timeline = timeline if timeline is not None else Timeline.off()
@@ -111,9 +114,11 @@ class MegatronTrainer:
             self.parallel,
             args.trains_reward_model,
             PrecomputeConfig.from_args(args),
+            AdapterStart.from_args(args),
         )
         teacher = Teacher.from_args(args, self._spec, self.stages, self.parallel)  # before the weights that stay loaded
         self._policy, resumed = self._load_policy(args)
+        teacher = teacher.sharded(self._policy.wrapped)
         self.optimizer, self.scheduler = self._policy.optimizer, self._policy.scheduler
         times = PhaseTimes(self.parallel.device)
         self._kl = KLController(args, self.parallel.device)
@@ -121,9 +126,7 @@ class MegatronTrainer:
         if args.use_critic and not args.eval_only and not args.critic_num_gpus:
             self._critic = Critic(args, self.parallel, resumed, times, self._timeline)
         self.start_rollout_id, self.data_state = self._resume(resumed)
-        self.memory_report = MemoryReport(
-            lambda tokens: training_memory(args, tokens=tokens), self._policy.wrapped, self.optimizer, self.parallel
-        )
+        self.memory_report = self._report_of_memory(args, teacher)
         self.memory = self._memory_of_models(args)
         self._parts = self._parts_of_rollouts(args, teacher, times)
         self.held_out = self._parts.loss.held_out
@@ -143,14 +146,24 @@ class MegatronTrainer:
         )
         return model, resumed
 
-    def _load_weights(self) -> tuple[ReferenceWeights | None, CheckpointFolder | None]:
+    def _load_weights(self) -> tuple[ReferenceWeights | BaseReference | None, CheckpointFolder | None]:
         """Loads the reference's weights, then the policy's; also returns the checkpoint to resume from."""
-        reference = None
+        reference: ReferenceWeights | BaseReference | None = None
         if self._algorithm.use_reference and not self._rollouts.eval_only:
             self._start.load_reference()
             self._precomputed = self._start.precomputed_reference()
-            reference = ReferenceWeights(self.stages)
+            adapters = self._start.adapters
+            reference = ReferenceWeights(self.stages) if adapters is None else BaseReference(self.stages)
         return reference, self._start.load_weights(has_reference=reference is not None)
+
+    def _report_of_memory(self, args: Arguments, teacher: Teacher) -> MemoryReport:
+        return MemoryReport(
+            lambda tokens: training_memory(args, tokens=tokens),
+            self._policy,
+            self.parallel,
+            critic=None if self._critic is None else self._critic.model,
+            host_models=[model for model in (self._policy.reference, teacher.weights) if model is not None],
+        )
 
     def _memory_of_models(self, args: Arguments) -> TrainingMemory:
         """The memory of the policy and of a critic in this rank."""
@@ -173,7 +186,7 @@ class MegatronTrainer:
             plan=PassPlan.from_args(args),
             stages=policy.wrapped,
             reference=policy.reference,
-            teacher=teacher.sharded(policy.wrapped),
+            teacher=teacher,
             settings=LogProbConfig.from_args(args, self.parallel),
             hooks=hooks,
             parallel=self.parallel,
@@ -204,9 +217,13 @@ class MegatronTrainer:
             dump_template=args.save_debug_train_data,
         )
 
-    def _open_exporter(self, args: Arguments) -> ModelExporter | None:
+    def _open_exporter(self, args: Arguments) -> ModelExporter | AdapterExporter | None:
         if args.save_hf is None:
             return None
+        adapters = AdapterConfig.from_args(args)
+        if adapters is not None and not args.lora_merge:
+            origin = Path(args.hf_checkpoint)
+            return AdapterExporter(args.save_hf, origin, self._spec, adapters, self.stages, self.parallel)
         parts = (Path(args.hf_checkpoint), self._spec, self.stages, self.parallel)
         return ModelExporter(args.save_hf, *parts, value_head=args.trains_reward_model)
 
@@ -217,7 +234,7 @@ class MegatronTrainer:
 
     @functools.cached_property
     def _training_state(self) -> TrainingState:
-        state = self._policy.training_state(self.parallel, describe_trained_parameters(self._algorithm))
+        state = self._policy.training_state(self.parallel, describe_trained_parameters(self._algorithm, self._lora))
         return dataclasses.replace(state, numbers=self._kl.numbers)
 
     def train(self, rollout_id: int, batch: RolloutBatch) -> list[dict[str, float]]:

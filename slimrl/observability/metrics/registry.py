@@ -9,7 +9,7 @@ functions report are passed on unchanged.
 from __future__ import annotations
 
 from slimrl.observability.metrics import Metric
-from slimrl.observability.metrics.speed_rows import MEMORY, PERF
+from slimrl.observability.metrics.speed_rows import MEMORY, PERF, TRAIN_MEMORY
 
 _OF_RANKS = "the trainer's rollout columns, "  # of all samples that are trained on
 _TURNS = "--log-multi-turn"
@@ -162,27 +162,7 @@ TRAIN = (
     Metric(
         "train/mismatch_log_ppl_abs_diff", "mean distance of these two logarithms, per sample", "nats", when=_MISMATCH
     ),
-    Metric(
-        "train/memory_{parameters,gradients,optimizer}",
-        "on the rank with the most",
-        "bytes",
-        "max",
-        "with a run's first step",
-    ),
-    Metric(
-        "train/memory_activations",
-        "the same of activations, at their peak",
-        "bytes",
-        "max",
-        "with a run's first step; on GPUs with every step",
-    ),
-    Metric(
-        "train/planned_memory_{parameters,gradients,optimizer,activations}",
-        "the estimate of --dry-run for them, with micro-batches of this size",
-        "bytes",
-        "max",
-        "as above",
-    ),
+    *TRAIN_MEMORY,
 )
 
 ROLLOUT = (
@@ -223,6 +203,7 @@ ROLLOUT = (
     ),
     Metric("rollout/faults/servers_lost", "servers that died, hung or did not start", "count", when=_FAULTS),
     Metric("rollout/faults/servers_replaced", "servers that replaced a lost one", "count", when=_FAULTS),
+    Metric("rollout/faults/servers_joined", "servers that joined the running job", "count", when=_FAULTS),
     Metric("rollout/faults/router_restarts", "restarts of the router", "count", when=_FAULTS),
     Metric(
         "rollout/faults/requests_resent",

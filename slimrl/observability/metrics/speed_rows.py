@@ -84,3 +84,38 @@ MEMORY = (
     Metric("memory/<process>_rss_gib", "resident memory, by process (docs/health.md)", "GiB"),
     Metric("memory/rank<r>_cuda_{allocated,peak,reserved,device_used}_gib", "GPU memory of a rank", "GiB", when="GPUs"),
 )
+
+
+def _bytes(name: str, meaning: str, when: str) -> Metric:
+    return Metric(name, meaning, "bytes", "max", when)
+
+
+TRAIN_MEMORY = (
+    _bytes("train/memory_{parameters,gradients,optimizer}", "on the rank with the most", "with a run's first step"),
+    _bytes(
+        "train/memory_{critic,critic_gradients}",
+        "a critic in the same ranks: weights, optimizer state; gradients",
+        _CRITIC,
+    ),
+    _bytes(
+        "train/memory_host_models",
+        "host memory of reference and teacher, and of the policy's weights while one of them is loaded",
+        "a reference, or --opd-type megatron",
+    ),
+    _bytes("train/memory_activations", "at their peak", "with a run's first step; on GPUs with every step"),
+    _bytes(
+        "train/planned_memory_{parameters,gradients,optimizer,activations,critic,critic_gradients,host_models}",
+        "the estimate of --dry-run for them, with micro-batches of this size",
+        "as above",
+    ),
+    _bytes(
+        "train/critic-memory_{parameters,gradients,optimizer,activations}",
+        "the same of a critic on GPUs of its own",
+        "--critic-num-gpus-per-node",
+    ),
+    _bytes(
+        "train/critic-planned_memory_{parameters,gradients,optimizer,activations}",
+        "the estimate of --dry-run for them",
+        "--critic-num-gpus-per-node",
+    ),
+)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
+from collections.abc import Callable
 
 from slimrl.arguments.flags.rollout import RolloutArguments
 from slimrl.data.sample import Sample
@@ -60,14 +61,14 @@ class AsyncRollout:
         sampling: SamplingConfig,
         keep: GroupFilter | None,
         data_source: RolloutDataSource,
-        requests: int,
+        requests: Callable[[], int],
         *,
         max_staleness: int,
         saves: bool,
     ) -> None:
         """`engine` and `generator` must be exclusive to it: neither is stopped or reset before `stop`.
 
-        `requests` is the number of concurrent requests of the engines; `saves` whether the run saves checkpoints.
+        `requests` tells how many concurrent requests the engines take now; `saves` whether the run saves checkpoints.
         """
         self._group_size = rollout.n_samples_per_prompt
         self._bound = max_staleness
@@ -185,7 +186,7 @@ class AsyncRollout:
         room = rollouts * self._batch - len(self._start_versions) - len(self._ready)
         if room <= 0:
             return
-        free = self._requests - sum(group_task.generating for group_task in self._start_versions)
+        free = self._requests() - sum(group_task.generating for group_task in self._start_versions)
         count = min(room, -(-free // self._group_size))
         if count <= 0:
             return

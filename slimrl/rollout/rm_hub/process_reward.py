@@ -164,7 +164,7 @@ class ProcessRewardModel:
         assert args.rm_model is not None and args.rm_url is not None  # checked by the caller
         assert args.rm_step_separator is not None
         config = RewardModelConfig.read(Path(args.rm_model))
-        trust = trusted(args.rm_server_options, args.sglang_options)
+        trust = trusted(args.rm_server_options, args.engine_options)
         read = RewardInput.open(args.rm_model, args.rm_input, args.hf_checkpoint, trust=trust)
         policy = AutoTokenizer.from_pretrained(args.hf_checkpoint, trust_remote_code=trust[1])
         separator = args.rm_step_separator

@@ -213,7 +213,7 @@ class RewardModel:
             args.rm_model,
             args.rm_input,
             args.hf_checkpoint,
-            trust=trusted(args.rm_server_options, args.sglang_options),
+            trust=trusted(args.rm_server_options, args.engine_options),
             template=args.rm_input_template,
         )
         urls = addresses(args.rm_url)

@@ -77,7 +77,7 @@ def compare_checkpoints(
     """
     config = read_hf_config(hf_dir)
     family, spec = family_for(config), ModelSpec.from_hf_config(config)
-    checkpoint = TorchDistCheckpoint(input_dir)
+    checkpoint = TorchDistCheckpoint.of_model(input_dir)
     with HfCheckpoint(hf_dir) as origin:
         names = {name for name in origin.names if not name.endswith(NON_PARAMETER_SUFFIXES)}
         on_compared = on_start(sum(math.prod(origin.shape(name)) * origin.dtype(name).itemsize for name in names))

@@ -86,7 +86,7 @@ def torch_dist_to_hf(
     if vocab_size is not None:
         spec = dataclasses.replace(spec, vocab_size=vocab_size)
         config["vocab_size"] = vocab_size
-    checkpoint = TorchDistCheckpoint(input_dir)
+    checkpoint = TorchDistCheckpoint.of_model(input_dir)
     if checkpoint.find(VALUE_HEAD) is not None:
         spec = dataclasses.replace(spec, tied=True)  # the head takes the place of an output layer
         config = classifier_config(config)

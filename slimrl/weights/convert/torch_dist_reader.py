@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.utils import _create_file_view
 
+from slimrl.models.adapters import PART_OF_NAME
 from slimrl.weights.checkpoint_checksums import CheckedFolder, read_at
 from slimrl.weights.safe_pickle import METADATA_NAME, read_metadata
 
@@ -112,6 +113,17 @@ class TorchDistCheckpoint:
         self._blocks: dict[tuple[str, torch.Size], _Block] = {}
         self._chunks_by_place: dict[tuple[str, int], dict[tuple[int, ...], list[ChunkStorageMetadata]]] = {}
         self._lock = threading.Lock()
+
+    @classmethod
+    def of_model(cls, folder: Path) -> TorchDistCheckpoint:
+        """A checkpoint with the weights of a model. Raises ValueError for one of LoRA adapters, and as the class."""
+        found = cls(folder)
+        if any(PART_OF_NAME in name for name in found.sizes):
+            raise ValueError(
+                f"{folder} has LoRA adapters and not the weights that they belong to: export the merged model from"
+                " training, with --save-hf and --lora-merge"
+            )
+        return found
 
     @property
     def checked(self) -> CheckedFolder | None:

@@ -12,10 +12,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal, ParamSpec, TypeVar
 
+from slimrl.engines.backend import backend
 from slimrl.engines.protocol import EngineError, EngineTimeoutError
 from slimrl.engines.server_protocol import RunningRequests, WeightControl
 from slimrl.observability.tracer import Timeline
-from slimrl.platform.collective_errors import SyncError
+from slimrl.platform.collective_errors import RankSync, SyncError
+from slimrl.weights.update.topology import EngineEndpoint
 
 Inputs = ParamSpec("Inputs")
 Result = TypeVar("Result")
@@ -23,6 +25,10 @@ Result = TypeVar("Result")
 
 class WeightSyncError(SyncError):
     """A weight update of the servers failed; they may hold a mixture of old and new weights."""
+
+
+class WeightsDifferError(WeightSyncError):
+    """A server has other weights than those that it should have."""
 
 
 def call_all(servers: Sequence[WeightControl], call: Callable[[WeightControl], Result], what: str) -> list[Result]:
@@ -90,6 +96,81 @@ def probe_all(servers: Sequence[WeightControl]) -> list[ServerState]:
             return ServerState(server.url, None, str(error))
 
     return call_all(servers, state, "asking for the weight version")
+
+
+ENGINES_OF_ONE_RANK = 32
+
+
+class EngineCalls:
+    """The calls before and after the weights of an update, divided over the trainer ranks; its methods are collective.
+
+    A call costs its rank a part of a millisecond, so that one rank would be busy for seconds with thousands of servers.
+    Every rank has about `of_one_rank` of them, as long as there are ranks; with fewer servers rank 0 calls all, because
+    a round of all ranks takes milliseconds, too.
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[WeightControl],
+        with_stages: Sequence[int],
+        rank: int,
+        ranks: RankSync,
+        timeline: Timeline,
+        of_one_rank: int = ENGINES_OF_ONE_RANK,
+    ) -> None:
+        """`with_stages` are the indices of servers with pipeline stages."""
+        callers = max(min(ranks.size, -(-len(servers) // of_one_rank)), 1)
+        own = range(rank, len(servers), callers) if rank < callers else range(0)
+        self._servers = [servers[number] for number in own]
+        self._with_stages = [servers[number] for number in own if number in with_stages]
+        self._one_caller = callers == 1
+        self._ranks, self._timeline = ranks, timeline
+
+    def begin(self, running: RunningRequests) -> None:
+        """Stops every server. Raises WeightSyncError on every rank."""
+        self._ranks.run_on_all_ranks(
+            lambda: call_all(self._servers, lambda server: server.begin_weight_update(running), "stopping for weights")
+        )
+
+    def commit_and_resume(self, version: str, running: RunningRequests) -> tuple[str, bool] | None:
+        """All servers resume once all report `version`; raises WeightSyncError on every rank if one does not.
+
+        Returns the failure to resume (message, whether it is final): all servers have the same version then, so that no
+        attempt must be repeated.
+        """
+
+        def commit() -> None:
+            commit_all(self._servers, version, running)
+
+        def resume() -> tuple[str, bool] | None:
+            self._timeline.mark("servers continue")
+            return self._resume(version)
+
+        if self._one_caller:  # in one round of the ranks
+
+            def both() -> tuple[str, bool] | None:
+                commit()
+                return resume()
+
+            return self._ranks.run_on_rank_zero(both)
+        self._ranks.run_on_all_ranks(commit)
+        failures = [failure for failure in self._ranks.run_on_all_ranks(resume) if failure is not None]
+        return ("; ".join(text for text, _ in failures), any(final for _, final in failures)) if failures else None
+
+    def _resume(self, version: str) -> tuple[str, bool] | None:
+        try:
+            call_all(self._servers, lambda server: server.continue_(), "continuing with new weights")
+            call_all(self._with_stages, lambda server: server.flush_pipeline(), "waiting for the later pipeline stages")
+        except WeightSyncError as error:
+            states = ", ".join(map(str, probe_all(self._servers)))
+            return f"every server has weight version {version!r}, and not all resume: {error}; {states}", error.final
+        return None
+
+    def states(self) -> list[ServerState]:
+        """The current state of every server, on every rank; never raises for one that does not answer."""
+        return [
+            state for of_rank in self._ranks.run_on_all_ranks(lambda: probe_all(self._servers)) for state in of_rank
+        ]
 
 
 TRACK = "calls from training"
@@ -185,6 +266,14 @@ class _TracedServer:
             self._server.update_weights_from_disk, model_path, weight_version=weight_version, flush_cache=flush_cache
         )
 
+    def update_weights_from_changes(self, serialized: list[str]) -> None:
+        self._record(self._server.update_weights_from_changes, serialized)
+
+    def load_adapter(
+        self, name: str, config: dict[str, Any], serialized: list[str], checksums: dict[str, str] | None
+    ) -> None:
+        self._record(self._server.load_adapter, name, config, serialized, checksums)
+
     def weights_checksum(self) -> list[dict[str, Any]]:
         return self._record(self._server.weights_checksum)
 
@@ -195,3 +284,13 @@ class _TracedServer:
         finally:
             server, name = f"server {self._server.url}", call.__name__.rstrip("_")
             self._timeline.add_span(TRACK, name, started, time.monotonic_ns(), process=server)
+
+
+def connect(
+    engines: Sequence[EngineEndpoint], timeout_s: float, timeline: Timeline | None
+) -> tuple[list[WeightControl], list[int]]:
+    """A `WeightControl` for each engine, and its tensor-parallel size."""
+    controls: list[WeightControl] = [backend(e.engine).control(e.url, timeout_s, e.key) for e in engines]
+    if timeline is not None:
+        controls = [traced(control, timeline) for control in controls]
+    return controls, [e.tensor_parallel for e in engines]

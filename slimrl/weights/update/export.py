@@ -14,18 +14,21 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from slimrl.models.adapters import AdapterMapping
 from slimrl.models.families import ModelMapping, ParamMapping
 from slimrl.models.families.param_mapping import VALUE_HEAD_ROW, Layout
 from slimrl.models.model_spec import ModelSpec
 from slimrl.processes.files import listed
+from slimrl.weights.adapters import merged_weights
 from slimrl.weights.reshard import find, from_shards, global_tensors, local_shape
 from slimrl.weights.update.buckets import BufferAllocator, ReusedBuffer
+from slimrl.weights.update.topology import RankGroups
 
 Group = dist.ProcessGroup | None
 
@@ -96,6 +99,25 @@ def _has_receiver(group: Group, receivers: frozenset[int] | None) -> bool:
     return any(_receives(rank, receivers) for rank in _members(group, receivers))
 
 
+class ExportGroups(TypedDict):
+    """The groups that shard a model."""
+
+    tp_group: dist.ProcessGroup
+    pp_group: dist.ProcessGroup
+    ep_group: dist.ProcessGroup
+    etp_group: dist.ProcessGroup
+
+
+def groups_of(parallel: RankGroups) -> ExportGroups:
+    """The groups of a trainer rank, as `iter_hf_tensors` takes them."""
+    return {
+        "tp_group": parallel.tp_group,
+        "pp_group": parallel.pp_group,
+        "ep_group": parallel.ep_group,
+        "etp_group": parallel.etp_group,
+    }
+
+
 @dataclasses.dataclass(frozen=True)
 class _Owner:
     """Which ranks hold a tensor: its pipeline stage, and its expert-parallel rank if it is an expert's (else None)."""
@@ -118,6 +140,7 @@ def iter_hf_tensors(
     receivers: Collection[int] | None = None,
     space: BufferAllocator | None = None,
     value_head: bool = False,
+    merge_adapters: bool = True,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields (HF name, full tensor) of every weight, on the model's device and in its dtype.
 
@@ -126,10 +149,12 @@ def iter_hf_tensors(
     row is requested and may share memory with the model: copy them to keep them. `space` is the memory for tensors that
     must be joined (default: private memory). Every rank of the groups must consume the whole iterator, which yields
     nothing on ranks not in `receivers` (global ranks; None: all). With `value_head` the model has one in place of an
-    output layer, which is yielded as a classifier's. Raises ValueError, on every rank, for a tensor missing from the
-    model or from the mapping.
+    output layer, which is yielded as a classifier's. A `family` that is an `AdapterMapping` yields the adapters of the
+    model; any other yields the weights, with the adapters merged unless `merge_adapters` is off. Raises ValueError, on
+    every rank, for a tensor missing from the model or from the mapping.
     """
-    tensors = global_tensors(model)
+    tensors = global_tensors(model, adapters=isinstance(family, AdapterMapping))
+    merged = merged_weights(model) if merge_adapters and not isinstance(family, AdapterMapping) else {}
     owners = _owners(tensors, pp_group, ep_group)
     if value_head:
         spec = dataclasses.replace(spec, tied=True)  # it has no output layer, as if that were the embedding
@@ -143,7 +168,7 @@ def iter_hf_tensors(
         assert name is not None  # checked by `_check_complete`
         group = tp_group if row.expert is None else etp_group
         size = group.size() if group is not None and row.shard_dim is not None else 1
-        local = tensors.get(name)
+        local = merged[name]() if name in merged else tensors.get(name)
         if local is None:
             local = torch.empty(local_shape(row, spec, size=size), dtype=owners[name].dtype, device=device)
         local = local.detach()

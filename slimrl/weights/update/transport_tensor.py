@@ -38,7 +38,7 @@ from slimrl.weights.update.shared_memory import (
 )
 
 
-class _Call:
+class Rebuilt:
     """Unpickles as the result of a function call; the receiver does not need this class."""
 
     def __init__(self, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
@@ -56,21 +56,22 @@ def serialize(bucket: Bucket, references: Sequence[Reference]) -> str:
     unpickler allows.
     """
     payload = {
-        "flattened_tensor": _Call(*references[0]) if len(references) == 1 else _of_own_rank(references),
-        "metadata": [_metadata(entry) for entry in bucket.entries],
+        "flattened_tensor": Rebuilt(*references[0]) if len(references) == 1 else _of_own_rank(references),
+        "metadata": [described(entry) for entry in bucket.entries],
     }
     return base64.b64encode(pickle.dumps(payload)).decode("ascii")
 
 
-def _of_own_rank(references: Sequence[Reference]) -> _Call:
+def _of_own_rank(references: Sequence[Reference]) -> Rebuilt:
     """Unpickles as the opened reference of the receiver's rank; the others are not opened, because that would fail."""
     function = references[0][0]
     arguments = [arguments for _, arguments in references]
-    from_own_rank = _Call(itertools.islice, (arguments, _Call(dist.get_rank, ()), None))
-    return _Call(next, (_Call(itertools.starmap, (function, from_own_rank)),))
+    from_own_rank = Rebuilt(itertools.islice, (arguments, Rebuilt(dist.get_rank, ()), None))
+    return Rebuilt(next, (Rebuilt(itertools.starmap, (function, from_own_rank)),))
 
 
-def _metadata(entry: Entry) -> types.SimpleNamespace:
+def described(entry: Entry) -> types.SimpleNamespace:
+    """The entry as SGLang's metadata of a tensor in a flat bucket."""
     return types.SimpleNamespace(
         name=entry.name,
         shape=entry.shape,
@@ -84,12 +85,12 @@ def _metadata(entry: Entry) -> types.SimpleNamespace:
 def serialize_named(bucket: Bucket, own: Reference) -> str:
     """The bucket as SGLang's list of named tensors, of which some are in the bucket's file and some in other files."""
     _, (path, _, size) = own
-    files: dict[tuple[str, torch.dtype], _Call] = {}
+    files: dict[tuple[str, torch.dtype], Rebuilt] = {}
 
-    def opened(path: str, size: int, dtype: torch.dtype) -> _Call:
+    def opened(path: str, size: int, dtype: torch.dtype) -> Rebuilt:
         """The whole file as one tensor, opened once per payload."""
         mapped = functools.partial(torch.from_file, dtype=dtype)
-        return files.setdefault((path, dtype), _Call(mapped, (path, True, size // dtype.itemsize)))
+        return files.setdefault((path, dtype), Rebuilt(mapped, (path, True, size // dtype.itemsize)))
 
     named = []
     for entry in bucket.entries:
@@ -101,7 +102,7 @@ def serialize_named(bucket: Bucket, own: Reference) -> str:
             assert file is not None  # checked by `TensorTransport.opens`
             flat, first = opened(file, storage.nbytes(), entry.dtype), int(entry.shared.storage_offset())
             strides = entry.shared.stride()
-        named.append((entry.name, _Call(torch.as_strided, (flat, entry.shape, strides, first))))
+        named.append((entry.name, Rebuilt(torch.as_strided, (flat, entry.shape, strides, first))))
     return base64.b64encode(pickle.dumps(named)).decode("ascii")
 
 

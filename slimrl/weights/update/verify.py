@@ -29,7 +29,7 @@ from slimrl.models.model_spec import ModelSpec
 from slimrl.processes.files import listed
 from slimrl.weights.reshard import hf_shapes
 from slimrl.weights.update.buckets import Bucket
-from slimrl.weights.update.engine_fanout import WeightSyncError, call_all
+from slimrl.weights.update.engine_fanout import WeightsDifferError, WeightSyncError, call_all
 
 VOCAB_MULTIPLE = 64  # the engine pads its vocabulary to a multiple of this
 HOST_FFN_MULTIPLE = 32  # on the CPU it also pads each rank's part of the FFN width of every MLP to a multiple of this
@@ -285,7 +285,7 @@ def check_servers(
     """Compares the weights of every server with the trainer's; `sizes` are the servers' tensor-parallel sizes.
 
     The servers hash their memory while `expected` hashes the trainer's. Raises WeightSyncError naming every server that
-    differs or fails.
+    fails, WeightsDifferError naming every server that differs.
     """
     with ThreadPoolExecutor(max_workers=1) as background:
         reported = background.submit(call_all, servers, lambda server: server.weights_checksum(), "computing checksums")
@@ -297,7 +297,7 @@ def check_servers(
         except WeightSyncError as error:
             wrong.append(str(error))
     if wrong:
-        raise WeightSyncError("; ".join(wrong))
+        raise WeightsDifferError("; ".join(wrong))
 
 
 def check_server(url: str, reported: list[dict[str, Any]], expected: list[Checksums]) -> None:

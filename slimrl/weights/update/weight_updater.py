@@ -15,12 +15,11 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slimrl.engines.backend import backend
 from slimrl.engines.server_protocol import RunningRequests, WeightControl
 from slimrl.models.families import ModelMapping, family_for
 from slimrl.models.model_spec import ModelSpec
@@ -28,8 +27,8 @@ from slimrl.observability.tracer import Timeline
 from slimrl.platform.collective_errors import RANK_ZERO, RankSync
 from slimrl.weights.hf_checkpoint import read_hf_config
 from slimrl.weights.update.buckets import BucketSpace, Transport, TransportGroup, iter_buckets
-from slimrl.weights.update.engine_fanout import WeightSyncError, call_all, commit_all, probe_all, traced
-from slimrl.weights.update.export import iter_hf_tensors
+from slimrl.weights.update.engine_fanout import EngineCalls, WeightSyncError, connect
+from slimrl.weights.update.export import groups_of, iter_hf_tensors
 from slimrl.weights.update.topology import (
     EngineEndpoint,
     RankGroups,
@@ -78,6 +77,7 @@ class ModelSource:
     spec: ModelSpec
     family: ModelMapping
     parallel: RankGroups
+    merge_adapters: bool = True  # LoRA adapters of the model, into its weights
 
 
 class WeightUpdater:
@@ -102,12 +102,12 @@ class WeightUpdater:
         self._source = source
         self._servers = servers
         self._engine_sizes = engine_sizes
-        self._with_stages = [servers[number] for number in with_stages]
         self._transports = transports
         self._bucket_bytes = bucket_bytes
         self._pause_between_s = pause_between_s
         self._timeline = timeline if timeline is not None else Timeline.off()
         self._ranks = RankSync(source.parallel.rank, WeightSyncError)
+        self._calls = EngineCalls(servers, with_stages, source.parallel.rank, self._ranks, self._timeline)
         self._partners = self._find_partners()
         self._senders = senders
         self._delivery: Delivery | None = None  # of files
@@ -185,7 +185,7 @@ class WeightUpdater:
         In between, every rank calls `post_write` with the folder of the weight update.
         """
         check_without_stages(engines)
-        servers, sizes = _connect(engines, timeout_s, timeline)
+        servers, sizes = connect(engines, timeout_s, timeline)
         is_rank_zero = source.parallel.rank == RANK_ZERO
         transports = [DiskTransport(servers, folder, source.parallel.device)] if is_rank_zero else []
         updater = cls(source, servers, sizes, transports, {RANK_ZERO}, bucket_bytes, timeline=timeline)
@@ -202,7 +202,7 @@ class WeightUpdater:
         timeout_s: float,
         timeline: Timeline | None,
     ) -> WeightUpdater:
-        servers, sizes = _connect(engines, timeout_s, timeline)
+        servers, sizes = connect(engines, timeout_s, timeline)
         rank, device = source.parallel.rank, source.parallel.device
         links = []
         for number, senders in sender_map.sharing.items():
@@ -272,7 +272,7 @@ class WeightUpdater:
         Returns (bytes, buckets), the seconds of the check, and the failure to resume (message, whether it is final).
         """
         self._timeline.mark("stop servers")
-        self._ranks.run_on_rank_zero(lambda: self._begin(running))
+        self._calls.begin(running)
         self._timeline.mark("send buckets")
         if self._delivery is not None:
             self._delivery.begin(version)
@@ -285,13 +285,13 @@ class WeightUpdater:
             self._ranks.run_on_all_ranks(lambda: self._check_equal(model))
         check_seconds = time.monotonic() - started
         self._timeline.mark("commit")
-        return sent, check_seconds, self._ranks.run_on_rank_zero(lambda: self._commit_and_resume(version, running))
+        return sent, check_seconds, self._calls.commit_and_resume(version, running)
 
     def _after_failure(self, error: WeightSyncError, version: str, attempt: int) -> None:
         """Returns if another attempt makes sense, else raises. Collective: `error.final` is the same on every rank."""
         for transport in self._transports:
             transport.reset()
-        states = self._ranks.run_on_rank_zero(lambda: probe_all(self._servers))
+        states = self._calls.states()
         if error.final or attempt == ATTEMPTS or any(state.error is not None for state in states):
             raise WeightSyncError(
                 f"weight version {version!r} was not loaded by every server ({attempt} of {ATTEMPTS} attempts), so no"
@@ -300,24 +300,6 @@ class WeightUpdater:
             ) from error
         logger.warning("attempt %d to update to weight version %s failed, retrying: %s", attempt, version, error)
         time.sleep(self._pause_between_s)
-
-    def _begin(self, running: RunningRequests) -> None:
-        call_all(self._servers, lambda server: server.begin_weight_update(running), "stopping for new weights")
-
-    def _commit_and_resume(self, version: str, running: RunningRequests) -> tuple[str, bool] | None:
-        """All servers resume once all report `version`; in one step, because a round of all ranks takes milliseconds.
-
-        Returns the failure to resume: all servers have the same version then, so that no attempt must be repeated.
-        """
-        commit_all(self._servers, version, running)
-        self._timeline.mark("servers continue")
-        try:
-            call_all(self._servers, lambda server: server.continue_(), "continuing with new weights")
-            call_all(self._with_stages, lambda server: server.flush_pipeline(), "waiting for the later pipeline stages")
-        except WeightSyncError as error:
-            states = ", ".join(map(str, probe_all(self._servers)))
-            return f"every server has weight version {version!r}, and not all resume: {error}; {states}", error.final
-        return None
 
     def _send(self, model: nn.Module | Sequence[nn.Module]) -> tuple[int, int]:
         """Sends every bucket; returns (bytes, buckets) of this rank.
@@ -328,7 +310,7 @@ class WeightUpdater:
         if not self._senders & self._partners:
             return 0, 0
         space = BucketSpace(self._source.parallel.device)
-        tensors = self._export(model, self._senders, space)
+        tensors = self._export(model, self._senders, self._source, space)
         try:
             return self._send_buckets(tensors, space) if self._transports else (0, 0)
         finally:
@@ -356,16 +338,18 @@ class WeightUpdater:
         return all(transport.opens(tensor) for transport in self._transports)
 
     def _check_equal(self, model: nn.Module | Sequence[nn.Module]) -> None:
+        self._compare(model, self._source)
+
+    def _compare(self, model: nn.Module | Sequence[nn.Module], source: ModelSource) -> None:
+        """Raises WeightSyncError naming the servers whose weights differ from those of `source`."""
         if RANK_ZERO not in self._partners:
             return
-        source = self._source
-        tensors = self._export(model, {RANK_ZERO})
+        tensors = self._export(model, {RANK_ZERO}, source)
         if source.parallel.rank != RANK_ZERO:
             for _ in tensors:
                 pass
             return
-        on_host = source.parallel.device.type == "cpu"
-        sizes = self._engine_sizes
+        sizes, on_host = self._engine_sizes, source.parallel.device.type == "cpu"
         check_servers(
             self._servers,
             sizes,
@@ -373,12 +357,22 @@ class WeightUpdater:
         )
 
     def _export(
-        self, model: nn.Module | Sequence[nn.Module], receivers: set[int], space: BucketSpace | None = None
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        receivers: set[int],
+        source: ModelSource,
+        space: BucketSpace | None = None,
     ) -> Iterator[tuple[str, Tensor]]:
         """(HF name, tensor) of the whole model on the `receivers`; collective over `_partners`."""
-        spec, family, parallel = self._source.spec, self._source.family, self._source.parallel
-        groups: Any = {"pp_group": parallel.pp_group, "ep_group": parallel.ep_group, "etp_group": parallel.etp_group}
-        return iter_hf_tensors(model, spec, family, parallel.tp_group, **groups, receivers=receivers, space=space)
+        return iter_hf_tensors(
+            model,
+            source.spec,
+            source.family,
+            **groups_of(source.parallel),
+            receivers=receivers,
+            space=space,
+            merge_adapters=source.merge_adapters,
+        )
 
     def _find_partners(self) -> set[int]:
         """The ranks that export together with this one; collective over all ranks."""
@@ -386,13 +380,3 @@ class WeightUpdater:
         groups = (parallel.tp_group, parallel.pp_group, parallel.ep_group, parallel.etp_group)
         own = [dist.get_process_group_ranks(group) for group in groups]
         return export_ranks(parallel.rank, [ranks for groups in self._ranks.gather(own) for ranks in groups])
-
-
-def _connect(
-    engines: Sequence[EngineEndpoint], timeout_s: float, timeline: Timeline | None
-) -> tuple[list[WeightControl], list[int]]:
-    """A `WeightControl` for each engine, and its tensor-parallel size."""
-    controls: list[WeightControl] = [backend(e.engine).control(e.url, timeout_s, e.key) for e in engines]
-    if timeline is not None:
-        controls = [traced(control, timeline) for control in controls]
-    return controls, [e.tensor_parallel for e in engines]

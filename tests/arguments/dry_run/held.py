@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from torch import Tensor
 
@@ -27,17 +28,18 @@ def held_bytes(rank: int, world_size: int, init_method: str, args: Arguments) ->
     from slimrl.megatron import config, parallel
     from slimrl.megatron.model import model_builder
     from slimrl.megatron.optimizer import build_optimizer
+    from slimrl.megatron.training.trained_model import freeze_parameters
 
     state = parallel.initialize(args, rank=rank, world_size=world_size, local_rank=rank, init_method=init_method)
     build = model_builder.build_value_stages if args.use_critic else model_builder.build_stages
     stages = build(args, state)
+    freeze_parameters(args, stages)
     wrapped = [DistributedDataParallel(stage.config, config.ddp_config(args), stage) for stage in stages]
     optimizer = build_optimizer(config.optimizer_config(args), wrapped)
     buffers = [buffer for stage in wrapped for buffer in (*stage.buffers, *stage.expert_parallel_buffers)]
     named = [pair for stage in stages for pair in stage.named_parameters()]
     held = Held(
-        weights=sum(size_of(buffer.param_data) for buffer in buffers if buffer.param_data is not None)
-        or sum(size_of(parameter) for _, parameter in named),
+        weights=_weight_bytes(buffers, [parameter for _, parameter in named]),
         gradients=sum(size_of(buffer.grad_data) for buffer in buffers),
         optimizer=_optimizer_bytes(optimizer, {parameter.data_ptr() for _, parameter in named}),
         dense=[parameter.numel() for name, parameter in named if ".experts." not in name],
@@ -45,6 +47,12 @@ def held_bytes(rank: int, world_size: int, init_method: str, args: Arguments) ->
     )
     parallel.shutdown()
     return held
+
+
+def _weight_bytes(buffers: list[Any], parameters: list[Tensor]) -> int:
+    """Bytes of the weights, with the padding of the buffers that a distributed optimizer keeps trained ones in."""
+    kept = sum(size_of(buffer.param_data) for buffer in buffers if buffer.param_data is not None)
+    return kept + sum(size_of(one) for one in parameters if not kept or not one.requires_grad)
 
 
 def size_of(tensor: Tensor) -> int:

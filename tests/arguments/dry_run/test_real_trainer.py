@@ -8,6 +8,7 @@ import pytest
 
 from slimrl.arguments.dry_run.plan import estimate
 from slimrl.arguments.layout import stage_layers
+from slimrl.models.adapters import AdapterConfig, adapter_weights
 from slimrl.models.model_spec import ModelSpec
 from slimrl.models.parameters import Split, critic_weights, stage_weights
 from tests.arguments.dry_run.held import held_bytes
@@ -40,6 +41,20 @@ CASES = {
     "bf16, latent": dict(bf16=True, tensor_model_parallel_size=2, sequence_parallel=True, **LATENT),
     "fp32, post norms": dict(post_self_attn_layernorm=True, post_mlp_layernorm=True),
 }
+SOME = ["q_proj", "v_proj", "down_proj"]
+ADAPTERS = {  # beside weights that are not trained
+    "fp32, adapters": dict(lora_rank=3),
+    "bf16, distributed, adapters": dict(bf16=True, **ALIGNED, lora_rank=64),
+    "bf16, tensor, adapters": dict(bf16=True, tensor_model_parallel_size=2, lora_rank=4, lora_target_modules=SOME),
+    "bf16, experts, adapters": dict(
+        bf16=True,
+        lora_rank=2,
+        expert_model_parallel_size=2,
+        moe_shared_expert_intermediate_size=48,
+        **EXPERTS,
+    ),
+}
+CASES |= ADAPTERS
 WORLD = 2
 
 
@@ -82,6 +97,8 @@ def test_every_weight_tensor_has_the_counted_size(held, name):
     for rank, one in enumerate(held[name]):
         number = rank if len(stages) > 1 else 0
         weights = stage_weights(shape, split, stages[number], first=number == 0, last=number == len(stages) - 1)
+        if name in ADAPTERS:
+            weights += adapter_weights(shape, split, stages[number], AdapterConfig.from_args(args))
         assert sorted(weights.dense) == sorted(one.dense)
         assert sorted(weights.expert) == sorted(one.expert)
 

@@ -1,6 +1,7 @@
 """Bytes on a training rank by kind, compared with the estimate of `--dry-run`.
 
-Persistent memory (weights, gradients, optimizer state) is exact. Activations are those of the first optimizer step: on
+Persistent memory (weights, gradients, optimizer state, also of a critic in the same ranks, and the weights of reference
+and teacher in host memory) is exact. Activations are those of the first optimizer step: on
 a GPU the allocator's peak above the persistent memory, on a CPU the most that autograd kept for the backward pass at
 one time, because process memory is not informative there. Later steps are measured on a GPU only, where it is free.
 Called by the trainer.
@@ -12,7 +13,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,29 @@ from slimrl.processes.process_info import gib
 logger = logging.getLogger(__name__)
 
 KINDS = ("parameters", "gradients", "optimizer", "activations")
+OF_CRITIC = ("critic", "critic_gradients")  # its weights and optimizer state, its gradients
+GATHERED = "gathered"  # by Megatron-FSDP, outside of a model's own passes
+HOST_MODELS = "host_models"  # in whole chunks of `HostMemory`
+
+
+class Trained(Protocol):
+    """A model in training."""
+
+    @property
+    def wrapped(self) -> Sequence[nn.Module]:
+        """Its stages in Megatron's DDP or Megatron-FSDP."""
+
+    @property
+    def optimizer(self) -> MegatronOptimizer:
+        """Of all stages."""
+
+
+class HostModel(Protocol):
+    """A model in host memory."""
+
+    @property
+    def host_bytes(self) -> int:
+        """Allocated bytes."""
 
 
 class MemoryReport:
@@ -38,17 +62,18 @@ class MemoryReport:
     def __init__(
         self,
         plan: Callable[[int], Sequence[StageMemory]],
-        stages: Sequence[nn.Module],
-        optimizer: MegatronOptimizer,
+        model: Trained,
         parallel: ParallelState,
+        *,
+        critic: Trained | None = None,
+        host_models: Sequence[HostModel] = (),
     ) -> None:
-        """`stages` are wrapped in Megatron's DDP or Megatron-FSDP.
+        """Measures the steps of `model`; `critic` is trained by the same ranks.
 
         `plan` returns the memory of each pipeline stage for a micro-batch of the given number of tokens per GPU.
         """
-        self._plan = plan
-        self._stages = stages
-        self._optimizer = optimizer
+        self._plan, self._model, self._critic, self._host_models = plan, model, critic, host_models
+        self._kinds = (*KINDS, *(OF_CRITIC if critic is not None else ()), *([HOST_MODELS] if host_models else ()))
         self._parallel = parallel
         self._measured_before = False
         self._noted: dict[str, float] = {}
@@ -65,7 +90,7 @@ class MemoryReport:
             yield
             self._activations = torch.cuda.max_memory_allocated(device) - before
         elif not self._measured_before:
-            weights = {_address(tensor) for stage in self._stages for tensor in stage.parameters()}
+            weights = {_address(tensor) for stage in self._model.wrapped for tensor in stage.parameters()}
             with KeptForBackward(weights) as kept:
                 yield
             self._activations = kept.peak
@@ -81,13 +106,14 @@ class MemoryReport:
             self._noted[name] = max(self._noted.get(name, 0.0), float(self._largest([self._activations])[0]))
             return
         self._measured_before = True
-        own = self._standing() | {"activations": self._activations}
+        found = self._standing() | {"activations": self._activations}
+        own = {kind: found[kind] for kind in self._kinds}
         tokens = max(micro_batch.tokens.numel() for micro_batch in micro_batches)
         planned = self._planned(tokens)[self._parallel.pp_rank]
         logger.info("memory of rank %d: %s", self._parallel.rank, sentence(own, planned, tokens))
-        *sizes, tokens = self._largest([*(own[kind] for kind in KINDS), tokens])
-        most, stages = dict(zip(KINDS, sizes, strict=True)), self._planned(tokens)
-        planned = {kind: max(stage[kind] for stage in stages) for kind in KINDS}
+        *sizes, tokens = self._largest([*(own[kind] for kind in self._kinds), tokens])
+        most, stages = dict(zip(self._kinds, sizes, strict=True)), self._planned(tokens)
+        planned = {kind: max(stage[kind] for stage in stages) for kind in self._kinds}
         if self._parallel.rank == 0 and self._parallel.world_size > 1:
             logger.info("maximum over ranks: %s", sentence(most, planned, tokens))
         self._noted = _named(most, "memory") | _named(planned, "planned_memory")
@@ -110,6 +136,9 @@ class MemoryReport:
                 "gradients": stage.gradients,
                 "optimizer": stage.optimizer,
                 "activations": stage.activations + (max(stage.loss, stage.backward) if on_gpu else 0),
+                "critic": stage.critic,
+                "critic_gradients": stage.critic_gradients,
+                HOST_MODELS: stage.host_models,
             }
             for stage in self._plan(tokens)
         ]
@@ -120,10 +149,21 @@ class MemoryReport:
         return most.tolist()
 
     def _standing(self) -> dict[str, int]:
-        """Bytes of this rank's device memory by kind; shared memory counts once."""
+        """Bytes of what this rank holds, by kind: all on its device, but for models in host memory."""
+        sizes = {kind: size for kind, size in self._sizes(self._model).items() if kind != GATHERED}
+        if self._critic is not None:
+            own = self._sizes(self._critic)
+            held = own["parameters"] + own[GATHERED] + own["optimizer"]
+            sizes |= dict(zip(OF_CRITIC, (held, own["gradients"]), strict=True))
+        if self._host_models:
+            sizes[HOST_MODELS] = sum(model.host_bytes for model in self._host_models)
+        return sizes
+
+    def _sizes(self, model: Trained) -> dict[str, int]:
+        """Bytes of one model on this rank's device; shared memory counts once."""
         seen: set[int] = set()
         sizes = {}
-        for kind, tensors in _held(self._stages, self._optimizer).items():
+        for kind, tensors in _held(model.wrapped, model.optimizer).items():
             sizes[kind] = 0
             for storage in (_local(tensor).untyped_storage() for tensor in tensors):
                 if storage.device == self._parallel.device and storage.data_ptr() not in seen:
@@ -137,10 +177,11 @@ def _held(stages: Sequence[Any], optimizer: MegatronOptimizer) -> dict[str, list
     whole = [stage for stage in stages if isinstance(stage, DistributedDataParallel)]
     held = persistent_tensors(whole, [optimizer])
     parameters, gradients, state = list(held["weights"]), list(held["gradients"]), list(held["optimizer"])
+    gathered: list[Tensor] = []
     for stage in stages:
         if stage in whole:
             continue
-        parameters += stage.parameters()  # gathered, outside of a pass
+        gathered += stage.parameters()
         for group in stage.param_and_grad_buffer.parameter_groups:
             for buffer, kind in (
                 (group.model_weight_buffer, parameters),
@@ -149,7 +190,7 @@ def _held(stages: Sequence[Any], optimizer: MegatronOptimizer) -> dict[str, list
             ):
                 if buffer is not None:
                     kind.append(buffer.data)
-    return {"parameters": parameters, "gradients": gradients, "optimizer": state}
+    return {"parameters": parameters, "gradients": gradients, "optimizer": state, GATHERED: gathered}
 
 
 class KeptForBackward(torch.autograd.graph.saved_tensors_hooks):
@@ -212,5 +253,5 @@ def _named(sizes: dict[str, int], prefix: str) -> dict[str, float]:
 
 def sentence(sizes: dict[str, int], planned: dict[str, int], tokens: int) -> str:
     """ "parameters 1.20 GiB (planned 1.20 GiB), ...": `tokens` are those of the step's largest micro-batch."""
-    parts = [f"{kind} {gib(sizes[kind])} (planned {gib(planned[kind])})" for kind in KINDS]
+    parts = [f"{kind.replace('_', ' ')} {gib(size)} (planned {gib(planned[kind])})" for kind, size in sizes.items()]
     return f"{', '.join(parts)} with micro-batches of up to {tokens:,} tokens"

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from slimrl.arguments.flag import Problem
 from slimrl.arguments.flags.rollout import DEFAULT_ROLLOUT_FUNCTION
 from slimrl.arguments.namespace import Arguments, Context
-from slimrl.arguments.served_models import context_of_model, served_models, tokens
+from slimrl.arguments.served_models import context_flag, context_of_model, served_models, tokens
 
 _LONGER = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"  # read by SGLang
 SIZES = {"--sglang-pp-size": "pp_size", "--sglang-dp-size": "dp_size", "--sglang-ep-size": "ep_size"}
@@ -193,8 +193,8 @@ def engine_weights_are_those_of_training(args: Arguments, context: Context) -> I
     if not context.is_training or args.debug_train_only or args.debug_rollout_only:
         return
     for name in _QUANTISES:
-        if value := args.sglang_options.get(name):
-            flag = f"--sglang-{name.replace('_', '-')}"
+        if value := args.engine_options.get(name):
+            flag = f"--{args.rollout_engine}-{name.replace('_', '-')}"
             shown = flag if value is True else f"{flag} {value}"
             yield Problem(
                 flag,
@@ -202,12 +202,29 @@ def engine_weights_are_those_of_training(args: Arguments, context: Context) -> I
             )
 
 
-def engines_have_no_adapters(args: Arguments, context: Context) -> Iterator[Problem]:
-    """LoRA options of the server are rejected: no request uses adapters and no weight update sends them."""
-    for name, value in args.sglang_options.items():
-        if value and "lora" in name:
-            flag = f"--sglang-{name.replace('_', '-')}"
-            yield Problem(flag, f"{flag} is for LoRA adapters, which are unsupported: leave it out.")
+def delta_updates_fit_the_run(args: Arguments, context: Context) -> Iterator[Problem]:
+    """--update-weight-mode delta sends changes to engines of the run, on GPUs of their own."""
+    if (
+        args.update_weight_mode != "delta"
+        or not context.is_training
+        or args.debug_train_only
+        or args.debug_rollout_only
+    ):
+        return
+    flag = "--update-weight-mode delta"
+    for given, other, reason in (
+        (args.colocate, "--colocate", "has engines that read the weights in the trainer's memory"),
+        (args.update_weight_transport == "disk", "--update-weight-transport disk", "writes whole models"),
+        (args.engines_have_adapters, "--lora-rank", "without --lora-merge sends nothing but the adapters"),
+        (args.rollout_external_engine_addrs, _EXTERNAL, "has servers without slimrl's loader"),
+    ):
+        if given:
+            yield Problem("--update-weight-mode", f"{other} {reason}, and {flag} sends changes: leave one of them out.")
+    if not (args.bf16 or args.fp16):
+        yield Problem(
+            "--update-weight-mode",
+            f"{flag} saves nothing in float32, in which every step changes every weight: add --bf16, or leave it out.",
+        )
 
 
 def engine_collectives_agree(args: Arguments, context: Context) -> Iterator[Problem]:
@@ -223,7 +240,7 @@ def engine_collectives_agree(args: Arguments, context: Context) -> Iterator[Prob
 
 def engine_context_holds_a_sample(args: Arguments, context: Context) -> Iterator[Problem]:
     """The longest sample fits into the engine's context; longer requests would be rejected."""
-    given = args.sglang_options.get("context_length")
+    flag, given = context_flag(args)
     if not _has_engines(args, context) or args.sglang_options.get("allow_auto_truncate"):
         return
     if args.rollout_external_engine_addrs:
@@ -231,12 +248,12 @@ def engine_context_holds_a_sample(args: Arguments, context: Context) -> Iterator
     of_model = context_of_model(args)
     if given is not None and of_model is not None and tokens(given) > of_model and _LONGER not in os.environ:
         yield Problem(
-            "--sglang-context-length",
-            f"--sglang-context-length {given} is more than the {of_model} tokens in config.json of --hf-checkpoint, and"
+            flag,
+            f"{flag} {given} is more than the {of_model} tokens in config.json of --hf-checkpoint, and"
             f" the engines would not start: lower it, or set {_LONGER}=1 if the model supports a longer context.",
         )
         return
-    limit = _Context(given, tokens(given)) if given is not None else _Context(None, of_model)
+    limit = _Context(flag, given, tokens(given)) if given is not None else _Context(flag, None, of_model)
     own = args.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION or args.custom_generate_function_path is not None
     if limit.tokens is None or own or "rollout_max_response_len" in context.broken:
         return
@@ -254,8 +271,9 @@ _Lengths = tuple[int | None, int | None, int | None]  # of a prompt, a response 
 
 @dataclasses.dataclass(frozen=True)
 class _Context:
-    """The context of an engine in tokens; `given` is --sglang-context-length, None if the model's context applies."""
+    """The context of an engine in tokens; `given` is the value of `flag`, None if the model's context applies."""
 
+    flag: str
     given: int | str | None
     tokens: int | None
 
@@ -275,8 +293,8 @@ def _fits_context(
         return
     if context.given is not None:
         yield Problem(
-            "--sglang-context-length",
-            f"--sglang-context-length {context.given} is less than the longest sample, {words}: give at least {need}.",
+            context.flag,
+            f"{context.flag} {context.given} is less than the longest sample, {words}: give at least {need}.",
         )
     else:
         yield Problem(

@@ -1,0 +1,97 @@
+"""Estimates the memory of a GPU of an SGLang or vLLM server, from flags alone.
+
+SGLang gives weights and KV cache together a fixed fraction of the GPU (its --mem-fraction-static), vLLM weights, cache
+and activations (its --gpu-memory-utilization); the cache is what the weights leave of it, which for vLLM is too much by
+the activations. docs/dry-run.md has the formulas.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from slimrl.models.model_spec import ModelSpec
+from slimrl.models.parameters import total_parameters
+
+# SGLang computes its own where none is given, between 0.8 and 0.95 on the GPUs of today.
+ASSUMED_FRACTION = 0.88
+VLLM_FRACTION = 0.92  # vLLM 0.27's default
+_ELEMENT_BYTES = {"float32": 4.0, "float": 4.0, "bfloat16": 2.0, "float16": 2.0, "half": 2.0, "auto": None}
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineSettings:
+    """How a server keeps its numbers. `max_tokens` bounds the cache where the user (or the CPU's defaults) did."""
+
+    weight_bytes: float = 2.0  # per element
+    cache_bytes: int = 2  # per element
+    fraction: float = ASSUMED_FRACTION
+    max_tokens: int | None = None
+    stages: int = 1  # pipeline stages of a server
+    fraction_from: str = dataclasses.field(default="", compare=False)  # what set `fraction`, for reading
+
+    @classmethod
+    def of_engine(cls, engine: str, options: Mapping[str, Any], weight_bytes: float = 2.0) -> EngineSettings:
+        """From the options of a server of `engine` by its own names; `weight_bytes` is what the files say."""
+        if engine == "sglang":
+            return cls.from_options(options, weight_bytes)
+        given = options.get("gpu_memory_utilization")
+        names = {"dtype": options.get("dtype", "auto"), "kv_cache_dtype": options.get("kv_cache_dtype", "auto")}
+        settings = cls.from_options({**names, "mem_fraction_static": given or VLLM_FRACTION}, weight_bytes)
+        origin = "--vllm-gpu-memory-utilization" if given is not None else "vLLM takes"
+        return dataclasses.replace(settings, fraction_from=origin)
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any], weight_bytes: float = 2.0) -> EngineSettings:
+        """From the --sglang-* options by the server's own names; `weight_bytes` is what the checkpoint's files say."""
+        given = _ELEMENT_BYTES.get(str(options.get("dtype", "auto")))
+        element = given or weight_bytes
+        cache = str(options.get("kv_cache_dtype", "auto"))
+        wide = 4 if element >= 4 else 2
+        tokens, fraction = options.get("max_total_tokens"), options.get("mem_fraction_static")
+        return cls(
+            weight_bytes=element,
+            cache_bytes=1 if "fp8" in cache else 2 if cache == "bfloat16" else wide,
+            fraction=ASSUMED_FRACTION if fraction is None else float(fraction),
+            max_tokens=None if tokens is None else int(tokens),
+            stages=int(options.get("pp_size") or 1),
+            fraction_from="SGLang chooses its part, taken as" if fraction is None else "--sglang-mem-fraction-static",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineMemory:
+    """One GPU of a server, bytes. `cache` and `tokens` are None if the GPU's memory is not known."""
+
+    weights: int
+    cache_per_token: int
+    cache: int | None
+    tokens: int | None
+
+    @property
+    def total(self) -> int:
+        """Weights and KV cache."""
+        return self.weights + (self.cache or 0)
+
+
+def engine_memory(spec: ModelSpec, settings: EngineSettings, gpus: int, gpu_bytes: int | None) -> EngineMemory:
+    """Weights divided over the server's GPUs (norms and the like are not, which is not counted), cache by token."""
+    weights = int(total_parameters(spec) * settings.weight_bytes) // gpus
+    per_token = cache_elements_per_token(spec, gpus, settings.stages) * settings.cache_bytes
+    tokens = settings.max_tokens
+    if gpu_bytes is not None:
+        room = max(int(gpu_bytes * settings.fraction) - weights, 0) // per_token
+        tokens = room if tokens is None else min(tokens, room)
+    return EngineMemory(weights, per_token, None if tokens is None else tokens * per_token, tokens)
+
+
+def cache_elements_per_token(spec: ModelSpec, gpus: int, stages: int = 1) -> int:
+    """Keys and values of every layer of a stage; with latent attention one vector per layer, whole on every GPU.
+
+    Fewer key/value heads than GPUs are held several times.
+    """
+    layers = -(-spec.num_layers // stages)
+    if spec.latent is not None:
+        return layers * (spec.latent.kv_lora_rank + spec.latent.qk_pos_emb_head_dim)
+    return layers * 2 * max(spec.num_query_groups * stages // gpus, 1) * spec.kv_channels

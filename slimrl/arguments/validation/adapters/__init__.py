@@ -1,0 +1,1 @@
+"""Rules about weights that are trained beside those of the model."""

@@ -1,0 +1,186 @@
+"""Rules about LoRA: its flags belong together, the model has the targets, the run can train and send adapters."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from slimrl.arguments.checkpoints import is_hf_model
+from slimrl.arguments.flag import Problem, flag_specs
+from slimrl.arguments.flags.lora import LoraArguments
+from slimrl.arguments.namespace import Arguments, Context
+from slimrl.models.adapters import AdapterConfig, AdapterMapping, targets_in
+from slimrl.models.families import FAMILIES, ModelMapping
+from slimrl.models.model_spec import ModelSpec
+from slimrl.models.peft_config import problem_with, problem_with_shapes
+
+_RANK, _MERGE = "--lora-rank", "--lora-merge"
+_IN_EXPERTS = {"gate_proj", "up_proj", "down_proj"}
+
+
+def lora_flags_have_a_rank(args: Arguments, context: Context) -> Iterator[Problem]:
+    """Without --lora-rank there are no adapters."""
+    if args.lora_rank is not None or "lora_rank" in context.broken:
+        return
+    for spec in flag_specs(LoraArguments):
+        if spec.dest in context.given and spec.dest not in context.broken and spec.dest != "lora_rank":
+            yield Problem(spec.name, f"{spec.name} belongs to {_RANK}: add it, or leave {spec.name} out.")
+
+
+def lora_targets_are_in_the_model(args: Arguments, context: Context) -> Iterator[Problem]:
+    """Each target is a projection of the model."""
+    family = _family(args)
+    if args.lora_rank is None or family is None or context.broken or args.multi_latent_attention:
+        return
+    found = targets_in(family, ModelSpec.from_args(args))
+    for target in args.lora_target_modules or ():
+        if target not in found:
+            yield Problem(
+                "--lora-target-modules",
+                f"--lora-target-modules has {target}, and a {family.model_type} model has {', '.join(found)}: leave"
+                f" {target} out.",
+            )
+    if not found:
+        yield Problem(
+            _RANK, f"{_RANK} {args.lora_rank} has no projection of a {family.model_type} model to adapt: leave it out."
+        )
+
+
+def lora_fits_the_run(args: Arguments, context: Context) -> Iterator[Problem]:
+    """Flags that adapters cannot combine with."""
+    if args.lora_rank is None:
+        return
+    adapters = AdapterConfig.from_args(args)
+    of_experts = args.num_experts is not None and adapters is not None and _IN_EXPERTS & set(adapters.targets)
+    moves = args.moe_router_enable_expert_bias and args.moe_router_bias_update_rate != 0
+    alone = "trains the adapters and nothing else"
+    for given, flag, reason in (
+        (args.only_train_params_name_list is not None, "--only-train-params-name-list", alone),
+        (args.freeze_params_name_list is not None, "--freeze-params-name-list", alone),
+        (args.custom_model_provider_path is not None, "--custom-model-provider-path", "adapts slimrl's own layers"),
+        (args.spec is not None, "--spec", "adapts slimrl's own layers"),
+        (args.multi_latent_attention, "--multi-latent-attention", "has no adapters for latent attention"),
+        (args.optimizer == "muon", "--optimizer muon", "has no matrices of Muon's kind"),
+        (args.use_megatron_fsdp, "--use-megatron-fsdp", "freezes weights that Megatron-FSDP hooks into"),
+        (args.optimizer_cpu_offload, "--optimizer-cpu-offload", "has a state too small to move"),
+        (args.fp8_format is not None, "--fp8-format", "does not adapt layers that compute in fp8"),
+        (args.fp4_format is not None, "--fp4-format", "does not adapt layers that compute in fp4"),
+        (args.trains_reward_model, "--loss-type reward_model_loss", "does not train the head of a reward model"),
+        (args.use_critic, "--advantage-estimator ppo", "does not train a critic beside the adapters"),
+        (args.has_megatron_teacher, "--opd-type megatron", "has no second set of weights for a teacher"),
+    ):
+        if given:
+            yield Problem(flag, f"{_RANK} {reason}: leave {flag} out, or {_RANK}.")
+    if args.transformer_impl == "transformer_engine":
+        yield Problem(
+            "--transformer-impl", f"{_RANK} adapts megatron-core's local layers: give --transformer-impl local."
+        )
+    if of_experts and args.expert_tensor_parallel_size != 1:
+        yield Problem(
+            "--expert-tensor-parallel-size",
+            f"--expert-tensor-parallel-size {args.expert_tensor_parallel_size} divides experts, and {_RANK} adapts"
+            " whole ones: give 1, or leave gate_proj, up_proj and down_proj out of --lora-target-modules.",
+        )
+    if moves:
+        yield Problem(
+            "--moe-router-bias-update-rate",
+            f"--moe-router-bias-update-rate {args.moe_router_bias_update_rate:g} changes the base of the adapters:"
+            " give 0.",
+        )
+
+
+def lora_has_a_base(args: Arguments, context: Context) -> Iterator[Problem]:
+    """--ref-load has the base; --load has adapters alone."""
+    if args.lora_rank is None or args.debug_rollout_only:
+        return
+    if args.ref_load is None and args.load is not None and "ref_load" not in context.broken:
+        yield Problem("--ref-load", f"{_RANK} adapts the model of --ref-load, which is missing: give its checkpoint.")
+    if args.load is not None and is_hf_model(Path(args.load)):
+        yield Problem(
+            "--load",
+            f"--load {args.load} is a Hugging Face model, and with {_RANK} --load has the adapters of a run: give it as"
+            " --ref-load, and PEFT adapters as --lora-load.",
+        )
+
+
+def lora_load_is_of_this_model(args: Arguments, context: Context) -> Iterator[Problem]:
+    """The PEFT folder has the adapters that the flags describe, tensor by tensor."""
+    adapters, family = AdapterConfig.from_args(args), _family(args)
+    if args.lora_load is None or adapters is None or context.broken or args.multi_latent_attention:
+        return
+    folder = Path(args.lora_load)
+    found = problem_with(folder, adapters)
+    if found is None and family is not None:
+        spec = ModelSpec.from_args(args)
+        shapes = {
+            part.name: tuple(spec.dimension(dim) for dim in part.dims)
+            for row in AdapterMapping.of(family, adapters).rows(spec)
+            for part in row.hf
+        }
+        found = problem_with_shapes(folder, shapes)
+    if found is not None:
+        yield Problem("--lora-load", f"--lora-load {folder} {found}.")
+
+
+_STAGES, _COPIES, _DRAFTS = "--sglang-pp-size", "--sglang-dp-size", "--sglang-speculative-algorithm"
+
+
+def engines_can_load_adapters(args: Arguments, context: Context) -> Iterator[Problem]:
+    """Without --lora-merge the engines keep their base and load the adapters."""
+    adapters = AdapterConfig.from_args(args)
+    if adapters is None or not args.engines_have_adapters or context.broken:
+        return
+    options = args.sglang_options
+    for given, flag, reason in (
+        (args.rollout_external_engine_addrs, "--rollout-external-engine-addrs", "external servers do not load them"),
+        (args.update_weight_transport == "disk", "--update-weight-transport disk", "they are sent in HTTP calls"),
+        (options.get("pp_size", 1) > 1, _STAGES, "engines with pipeline stages do not load them"),
+        (options.get("dp_size", 1) > 1, _COPIES, "engines with several copies do not load them"),
+        (options.get("speculative_algorithm"), _DRAFTS, "draft models do not know them"),
+        (options.get("load_format") == "dummy", "--sglang-load-format dummy", "the engines need the base's weights"),
+    ):
+        if given:
+            yield Problem(flag, f"{_RANK} sends the engines adapters, and {reason}: leave {flag} out, or add {_MERGE}.")
+    if args.update_weights_in_flight:
+        yield Problem(
+            _RANK,
+            f"{_RANK} replaces the adapter that requests in flight use: add --no-update-weights-in-flight or {_MERGE}.",
+        )
+    if args.num_experts is not None and (found := [name for name in adapters.targets if name in _IN_EXPERTS]):
+        yield Problem(
+            "--lora-target-modules",
+            f"--lora-target-modules has {', '.join(found)}, and engines do not load adapters of experts: give"
+            f" q_proj k_proj v_proj o_proj, or add {_MERGE}.",
+        )
+
+
+_LORA_KERNELS = ("lora_backend", "max_lora_chunk_size", "lora_use_virtual_experts")
+
+
+def engine_lora_options_follow_the_adapters(args: Arguments, context: Context) -> Iterator[Problem]:
+    """LoRA options of the server are set by --lora-rank, except those of its kernels."""
+    for name, value in args.sglang_options.items():
+        if value and "lora" in name and not (args.engines_have_adapters and name in _LORA_KERNELS):
+            flag = f"--sglang-{name.replace('_', '-')}"
+            yield Problem(
+                flag, f"{flag} is for LoRA adapters, which --lora-rank without --lora-merge sets up: leave it out."
+            )
+
+
+def _config(folder: str | None) -> dict[str, Any]:
+    """config.json of a folder; empty if another rule reports it."""
+    if folder is None:
+        return {}
+    try:
+        found = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _family(args: Arguments) -> ModelMapping | None:
+    """The family of --hf-checkpoint; None if another rule reports it."""
+    name = _config(args.hf_checkpoint).get("model_type")
+    return next((family for family in FAMILIES if family.model_type == name), None)

@@ -1,0 +1,1 @@
+"""Rules about the inference engines of the rollout."""

@@ -1,0 +1,215 @@
+"""Rules about --true-on-policy-mode: what it was shown to be exact for, or else a refusal by name.
+
+Both sides compute in one order of additions for the families in `FAMILIES`, in float32 on a CPU. Whatever adds in
+another order, or samples from other weights than those that are trained, is rejected here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from slimrl.arguments.flag import Problem
+from slimrl.arguments.namespace import Arguments, Context
+
+_MODE = "--true-on-policy-mode"
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")  # tested with a server and training ranks
+# columns of a dense block that a rank of a server on a CPU has at least: it pads others with zeros
+_ALIGNED = 32
+
+
+def true_on_policy_is_in_float32(args: Arguments, context: Context) -> Iterator[Problem]:
+    """The batch-invariant operators compute in float32."""
+    if not args.true_on_policy_mode:
+        return
+    if args.bf16 and "bf16" not in context.given:
+        yield Problem("--bf16", f"{_MODE} computes in float32, and config.json has bfloat16: give --no-bf16.")
+    for given, flag in (
+        (args.bf16 and "bf16" in context.given, "--bf16"),
+        (args.fp16, "--fp16"),
+        (args.fp8_format is not None, "--fp8-format"),
+        (args.fp4_format is not None, "--fp4-format"),
+    ):
+        if given:
+            yield Problem(flag, f"{_MODE} computes in float32, and {flag} does not: leave one out.")
+
+
+def true_on_policy_knows_the_model(args: Arguments, context: Context) -> Iterator[Problem]:
+    """The layers of the model are those of the batch-invariant operators."""
+    if not args.true_on_policy_mode:
+        return
+    kind = _model_type(args.hf_checkpoint)
+    if kind is not None and kind not in FAMILIES:
+        yield Problem(
+            "--hf-checkpoint",
+            f"--hf-checkpoint is a {kind} model, and {_MODE} has the layers of {', '.join(FAMILIES)}: give one of"
+            f" these, or leave {_MODE} out.",
+        )
+        return
+    own = "computes in slimrl's own layers"
+    for given, flag, reason in (
+        (args.custom_model_provider_path is not None, "--custom-model-provider-path", own),
+        (args.spec is not None, "--spec", own),
+        (args.transformer_impl == "transformer_engine", "--transformer-impl transformer_engine", own),
+        (args.lora_rank is not None, "--lora-rank", "has no products with an adapter"),
+        (args.use_rope_scaling, "--use-rope-scaling", "has plain rotary positions"),
+        (args.position_embedding_type != "rope", "--position-embedding-type", "has plain rotary positions"),
+        (args.rotary_interleaved, "--rotary-interleaved", "has plain rotary positions"),
+        (args.rotary_percent != 1, "--rotary-percent", "has plain rotary positions"),
+        (args.softmax_scale is not None, "--softmax-scale", "has the usual scale of attention"),
+        (args.attention_dropout > 0, "--attention-dropout", "has no dropout in the engines"),
+        (args.hidden_dropout > 0, "--hidden-dropout", "has no dropout in the engines"),
+        (args.keep_logits, "--keep-logits", "computes log-probabilities from chunks of rows"),
+        (args.has_divergence, "--opd-divergence", "has no divergence from a teacher"),
+        (args.num_experts is not None and args.moe_shared_expert_intermediate_size is not None, *_SHARED),
+        (args.moe_router_score_function != "softmax", "--moe-router-score-function", "has softmax routers"),
+        (args.moe_router_enable_expert_bias, "--moe-router-enable-expert-bias", "has softmax routers"),
+        (args.moe_router_group_topk is not None, "--moe-router-group-topk", "has softmax routers"),
+        (args.moe_router_topk_scaling_factor is not None, "--moe-router-topk-scaling-factor", "has softmax routers"),
+        (args.moe_router_dtype == "fp64", "--moe-router-dtype fp64", "computes in float32"),
+        (args.moe_expert_capacity_factor is not None, "--moe-expert-capacity-factor", "drops no token"),
+        (args.moe_apply_probs_on_input, "--moe-apply-probs-on-input", "scales the experts' outputs"),
+        (args.moe_input_jitter_eps is not None, "--moe-input-jitter-eps", "has no noise in the engines"),
+    ):
+        if given:
+            yield Problem(flag, f"{_MODE} {reason}: leave {flag} out, or {_MODE}.")
+
+
+_SHARED = ("--moe-shared-expert-intermediate-size", "has no shared experts")
+
+
+def true_on_policy_adds_in_one_order(args: Arguments, context: Context) -> Iterator[Problem]:
+    """Training and engines split every sum in the same way."""
+    if not args.true_on_policy_mode:
+        return
+    ranks, engine = args.tensor_model_parallel_size, args.rollout_num_gpus_per_engine
+    if args.debug_train_only:
+        engine = ranks
+    if ranks != engine:
+        yield Problem(
+            "--rollout-num-gpus-per-engine",
+            f"--tensor-model-parallel-size {ranks} and --rollout-num-gpus-per-engine {engine} split sums differently,"
+            f" and {_MODE} needs the same: give one number for both.",
+        )
+    elif ranks > 2:
+        yield Problem(
+            "--tensor-model-parallel-size",
+            f"--tensor-model-parallel-size {ranks} adds the sums of ranks in an order that depends on the number of"
+            f" tokens, and {_MODE} needs one order: give 1 or 2.",
+        )
+    elif ranks == 2 and args.num_experts is not None:
+        yield Problem(
+            "--tensor-model-parallel-size",
+            f"--tensor-model-parallel-size 2 adds the experts of a token before the ranks in engines and after them in"
+            f" training, and {_MODE} needs one order: give 1, or a model without experts.",
+        )
+    elif ranks == 2 and args.ffn_hidden_size and args.ffn_hidden_size % (2 * _ALIGNED):
+        yield Problem(
+            "--ffn-hidden-size",
+            f"--ffn-hidden-size {args.ffn_hidden_size} is not a multiple of {2 * _ALIGNED}, to which a server with 2"
+            f" ranks pads it, and {_MODE} needs the same halves: give --tensor-model-parallel-size 1.",
+        )
+    for given, flag, reason in (
+        (args.context_parallel_size > 1, "--context-parallel-size", "attends within one rank"),
+        (args.use_megatron_fsdp, "--use-megatron-fsdp", "was not shown to be exact with Megatron-FSDP"),
+    ):
+        if given:
+            yield Problem(flag, f"{_MODE} {reason}: leave {flag} out, or {_MODE}.")
+
+
+# options of SGLang that change no number; of the others some do
+_HARMLESS = {
+    "api_key",
+    "chunked_prefill_size",
+    "context_length",
+    "disable_chunked_prefix_cache",
+    "disable_radix_cache",
+    "enable_cache_report",
+    "enable_deterministic_inference",
+    "enable_metrics",
+    "host",
+    "load_format",
+    "log_level",
+    "log_level_http",
+    "log_requests",
+    "log_requests_level",
+    "max_prefill_tokens",
+    "max_queued_requests",
+    "max_running_requests",
+    "max_total_tokens",
+    "mem_fraction_static",
+    "page_size",
+    "schedule_conservativeness",
+    "schedule_policy",
+    "skip_tokenizer_init",
+    "sleep_on_idle",
+    "stream_interval",
+    "tokenizer_path",
+    "trust_remote_code",
+    "watchdog_timeout",
+}
+_FIXED = {"device": "cpu", "dtype": "float32", "attention_backend": "torch_native", "sampling_backend": "pytorch"}
+
+
+def true_on_policy_engines_compute_alike(args: Arguments, context: Context) -> Iterator[Problem]:
+    """Engines are this run's, on CPUs, and no option changes their arithmetic."""
+    if not args.true_on_policy_mode:
+        return
+    if args.rollout_engine != "sglang":
+        yield Problem(
+            "--rollout-engine",
+            f"--rollout-engine {args.rollout_engine} has operators of its own, and {_MODE} has those of sglang: give"
+            " sglang.",
+        )
+    if args.rollout_external_engine_addrs:
+        yield Problem(
+            "--rollout-external-engine-addrs",
+            f"--rollout-external-engine-addrs has servers with operators of their own, and {_MODE} starts its own:"
+            " leave it out.",
+        )
+    for name, value in args.sglang_options.items():
+        flag = f"--sglang-{name.replace('_', '-')}"
+        if name == "rl_on_policy_target":
+            yield Problem(
+                flag,
+                f"{flag} {value} makes engines compute in bfloat16 on GPUs, and {_MODE} computes in float32 on CPUs:"
+                f" leave {flag} out.",
+            )
+        elif name in _FIXED and value != _FIXED[name]:
+            yield Problem(
+                flag, f"{flag} {value} is another choice than {_FIXED[name]}, which {_MODE} needs: give that."
+            )
+        elif name == "enable_deterministic_inference" and not value:
+            yield Problem(flag, f"{_MODE} samples with a seed per sample: leave --no-sglang-{flag[9:]} out.")
+        elif name not in _HARMLESS and name not in _FIXED and value:
+            yield Problem(
+                flag, f"{flag} was not shown to leave log-probabilities as they are: leave it, or {_MODE} out."
+            )
+
+
+def true_on_policy_trains_what_it_samples(args: Arguments, context: Context) -> Iterator[Problem]:
+    """Samples are trained by the weights that generated them."""
+    if not args.true_on_policy_mode:
+        return
+    if context.entry == "train_async.py":
+        yield Problem(
+            _MODE,
+            f"{_MODE} trains samples of the current weights, and train_async.py those of older ones: start train.py.",
+        )
+    if args.partial_rollout:
+        yield Problem(
+            "--partial-rollout",
+            f"--partial-rollout continues responses of older weights, and {_MODE} has none: leave one out.",
+        )
+
+
+def _model_type(folder: str | None) -> str | None:
+    """model_type in config.json; None if another rule reports the folder."""
+    if folder is None:
+        return None
+    try:
+        found = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found.get("model_type") if isinstance(found, dict) else None

@@ -1,0 +1,178 @@
+"""Replaces SGLang's products, norms, activations, rotary tables, attention, experts, and log-softmax of the sampler.
+
+`install` is called by `cpu_patches` in the server's process, before SGLang builds the model, if its command line has
+`server_args.BATCH_INVARIANT`. Every operator is that of the trainer (`slimrl.algorithms.batch_invariant`); additions,
+and products of two numbers, are the same in torch.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from slimrl.algorithms.batch_invariant import operators
+from slimrl.engines.sglang.batch_invariant import experts
+from slimrl.engines.sglang.cpu_attention import OPTIONS
+
+
+def install() -> None:
+    """Applies the replacements to SGLang's classes and modules."""
+    from sglang.srt.layers import activation, layernorm, logits_processor, sampler
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+    from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+    from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+
+    UnquantizedLinearMethod.apply = product
+    logits_processor.LogitsProcessor._compute_lm_head = head
+    layernorm.RMSNorm.forward_cpu = layernorm.RMSNorm.forward_native = norm
+    activation.SiluAndMul.forward_cpu = activation.SiluAndMul.forward_native = gated_silu
+    RotaryEmbedding._compute_cos_sin_cache = rotary_table
+    RotaryEmbedding._ensure_cos_sin_cache_length = _extended(RotaryEmbedding._ensure_cos_sin_cache_length)
+    TorchNativeAttnBackend._run_sdpa_forward_decode = attend_last
+    TorchNativeAttnBackend._run_sdpa_forward_extend = attend_new
+    sampler.torch = _with_own_softmax(torch)
+    experts.install()
+
+
+def product(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`UnquantizedLinearMethod.apply`."""
+    output = operators.linear(x, layer.weight)
+    return output if bias is None else output + bias
+
+
+def head(self: Any, hidden: torch.Tensor, lm_head: Any, embedding_bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`LogitsProcessor._compute_lm_head`."""
+    return operators.linear(hidden, lm_head.weight)
+
+
+def norm(
+    self: Any,
+    x: torch.Tensor,
+    residual: torch.Tensor | None = None,
+    post_residual_addition: torch.Tensor | None = None,
+    quant_linear: Any = None,
+) -> Any:
+    """`RMSNorm.forward_native`: the norm, or with `residual` the norm of the sum and the sum."""
+    if self.variance_size_override is not None:
+        raise NotImplementedError("--true-on-policy-mode: this model normalises a part of its hidden states")
+    for other in (residual, post_residual_addition):
+        if other is not None:
+            x = x + other
+    output = operators.rms_norm(x, self.weight.data, self.variance_epsilon)
+    return output if residual is None else (output, x)
+
+
+def gated_silu(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """`SiluAndMul.forward_native`."""
+    gate, up = x.chunk(2, dim=-1)
+    return operators.silu(gate) * up
+
+
+def rotary_table(self: Any) -> torch.Tensor:
+    """`RotaryEmbedding._compute_cos_sin_cache`: [positions, rotary size], cosines before sines."""
+    return _table(self, self.max_position_embeddings)
+
+
+def _table(rotary: Any, positions: int) -> torch.Tensor:
+    angles = torch.outer(torch.arange(positions, dtype=torch.float32), rotary._compute_inv_freq(rotary.base))
+    return torch.cat(operators.cosines_and_sines(angles), dim=-1)
+
+
+def _extended(own: Callable[[Any, int], None]) -> Callable[[Any, int], None]:
+    """`_ensure_cos_sin_cache_length` with this module's rows for the positions that it adds."""
+
+    def ensure(self: Any, needed: int) -> None:
+        before = len(self.cos_sin_cache)
+        own(self, needed)
+        if len(self.cos_sin_cache) > before:
+            self.cos_sin_cache = _table(self, len(self.cos_sin_cache))
+
+    return ensure
+
+
+def attend_last(
+    self: Any,
+    query: torch.Tensor,
+    output: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    seq_lens: torch.Tensor,
+    encoder_lens: torch.Tensor | None = None,
+    **options: Any,
+) -> torch.Tensor:
+    """`_run_sdpa_forward_decode`: the last token of every request is its query."""
+    _check(self, encoder_lens, options)
+    tables = (req_to_token, req_pool_indices, seq_lens)
+    return _attend(query, output, k_cache, v_cache, *tables, torch.ones_like(seq_lens), options)
+
+
+def attend_new(
+    self: Any,
+    query: torch.Tensor,
+    output: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    seq_lens: torch.Tensor,
+    extend_prefix_lens: torch.Tensor,
+    extend_seq_lens: torch.Tensor,
+    encoder_lens: torch.Tensor | None = None,
+    **options: Any,
+) -> torch.Tensor:
+    """`_run_sdpa_forward_extend`: new tokens behind a prefix that is cached, or behind none."""
+    _check(self, encoder_lens, options)
+    tables = (req_to_token, req_pool_indices, seq_lens)
+    return _attend(query, output, k_cache, v_cache, *tables, extend_seq_lens, options)
+
+
+def _attend(
+    query: torch.Tensor,
+    output: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    req_to_token: torch.Tensor,
+    requests: torch.Tensor,
+    lengths: torch.Tensor,
+    new: torch.Tensor,
+    options: dict[str, Any],
+) -> torch.Tensor:
+    locations = torch.cat([req_to_token[row, :length] for row, length in zip(requests, lengths.tolist(), strict=True)])
+    scaling = options.get("scaling")
+    scale = query.shape[2] ** -0.5 if scaling is None else scaling
+    ends = lengths.long().cumsum(0), new.long().cumsum(0)
+    output.copy_(operators.attend_cached(query, k_cache, v_cache, locations.long(), *ends, scale))
+    return output
+
+
+def _check(backend: Any, encoder_lens: torch.Tensor | None, options: dict[str, Any]) -> None:
+    """Raises NotImplementedError for attention that the trainer does not compute."""
+    window, cross = options.get("sliding_window_size"), options.get("is_cross_attn") or encoder_lens is not None
+    unknown = sorted(options.keys() - OPTIONS)
+    if cross or unknown or backend.use_sliding_window_kv_pool or (window is not None and window > 0):
+        raise NotImplementedError(f"--true-on-policy-mode: attention with a window or an encoder, or with {unknown}")
+
+
+def _with_own_softmax(module: types.ModuleType) -> Any:
+    """A copy of the torch module, for one module, whose softmax functions over rows are this package's."""
+
+    def log_softmax(logits: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        return operators.log_softmax(logits.float())[0]
+
+    def softmax(logits: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        return log_softmax(logits).exp()
+
+    view: Any = types.ModuleType("torch")
+    nn: Any = types.ModuleType("torch.nn")
+    functional: Any = types.ModuleType("torch.nn.functional")
+    for copy, original in ((view, module), (nn, module.nn), (functional, module.nn.functional)):
+        copy.__getattr__ = original.__getattribute__
+    functional.log_softmax = view.log_softmax = log_softmax
+    view.softmax = softmax
+    nn.functional, view.nn = functional, nn
+    return view

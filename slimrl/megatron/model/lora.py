@@ -1,0 +1,215 @@
+"""Linear layers with LoRA adapters, for every parallel layout; their weight is frozen, only A and B are trained.
+
+A column-parallel layer divides B by rows and copies A; a row-parallel layer divides A by columns and copies B. What is
+exchanged between tensor-parallel ranks has the width of the rank of the adapters, not that of the model:
+
+| layer | without sequence parallelism | with it |
+| --- | --- | --- |
+| column | backward: all-reduce of the gradient of A x | all-gather of A x, backward: reduce-scatter |
+| row | all-reduce of A x | reduce-scatter of A x, backward: all-gather |
+
+The copies see all tokens without sequence parallelism, so that their gradients are equal on all ranks; with it each
+rank has the gradient of its tokens, and megatron-core sums those of parameters marked `sequence_parallel`. Layers of
+experts exchange nothing, because expert tensor parallelism is excluded. Used by `model_builder`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+from torch.nn import functional as F
+
+from slimrl.models.adapters import PART_OF_NAME, PROJECTIONS, AdapterConfig
+from slimrl.weights.adapters import AdaptedLinear, Adapter
+
+_CHILD = PART_OF_NAME.strip(".") + "."
+
+
+class _Adapted(AdaptedLinear):
+    """What both kinds have in common; the class beside it in the bases is megatron-core's."""
+
+    config: TransformerConfig
+    tp_group: Any
+    sequence_parallel: bool
+    is_expert: bool
+    divided: str  # the tensor that tensor parallelism divides
+
+    def attach(self, layer: str, settings: AdapterConfig) -> None:
+        """Adds the adapters of `layer`, a key of `PROJECTIONS`, and freezes the weight."""
+        self.scale = settings.scale
+        self.widths = _widths(layer, self.config, self.weight.shape[0], self.tp_group.size())
+        self.adapters = torch.nn.ModuleDict(
+            {
+                name: Adapter(settings.rank, self.weight.shape[1], self.widths[name], self.weight)
+                for name in settings.of_layer(layer)
+            }
+        )
+        tensor: Any
+        for name, tensor in self.adapters.named_parameters():
+            if name.endswith(self.divided) or self.is_expert:  # those of experts count on every rank, like the weight
+                set_tensor_model_parallel_attributes(tensor, True, 0 if self.divided == "lora_B" else 1, 1)
+            else:
+                tensor.sequence_parallel = self.sequence_parallel
+
+    def join(self, outputs: Any) -> Tensor:
+        """Queries, keys and values lie by key-value group."""
+        if len(outputs) < 3:
+            return super().join(outputs)
+        groups = self.widths["k_proj"] // self.config.kv_channels
+        return torch.cat([one.unflatten(-1, (groups, -1)) for one in outputs], dim=-1).flatten(-2)
+
+    def added(self, x: Tensor, complete: Callable[[Tensor], Tensor]) -> Tensor:
+        """scale * B A x, [..., outputs]; `complete` exchanges A x of all adapters, [..., rank * adapters]."""
+        pairs = {name: adapter() for name, adapter in self.adapters.items()}
+        compressed = complete(F.linear(x, torch.cat([a for a, _ in pairs.values()])))
+        parts = dict(zip(pairs, compressed.chunk(len(pairs), dim=-1), strict=True))
+        outputs = [
+            F.linear(parts[name], pairs[name][1])
+            if name in parts
+            else compressed.new_zeros(*compressed.shape[:-1], width)
+            for name, width in self.widths.items()
+        ]
+        return self.join(outputs) * self.scale
+
+    def base_state(self, save: Callable[..., ShardedStateDict], prefix: str, *rest: Any) -> ShardedStateDict:
+        """megatron-core's entries and those of the adapters, which it would take for copies."""
+        entries = save(prefix, *rest)
+        offsets, metadata = rest
+        own = {name: tensor for name, tensor in self.state_dict(keep_vars=True).items() if name.startswith(_CHILD)}
+        axis = 0 if self.divided == "lora_B" else 1
+        return {name: entry for name, entry in entries.items() if not name.startswith(prefix + _CHILD)} | (
+            make_sharded_tensors_for_checkpoint(
+                own,
+                prefix,
+                {name: axis for name in own if name.endswith(self.divided)},
+                offsets,
+                tp_group=self.tp_group,
+                dp_cp_group=metadata["dp_cp_group"],
+            )
+        )
+
+
+def _widths(layer: str, config: TransformerConfig, outputs: int, ranks: int) -> dict[str, int]:
+    """Rows of a rank's weight, by projection."""
+    names = PROJECTIONS[layer]
+    if layer == "linear_qkv":
+        assert config.num_query_groups is not None and config.kv_channels is not None
+        keys = config.num_query_groups * config.kv_channels // ranks
+        return dict(zip(names, (outputs - 2 * keys, keys, keys), strict=True))
+    return {name: outputs // len(names) for name in names}
+
+
+class AdaptedColumnLinear(_Adapted, ColumnParallelLinear):
+    """megatron-core's column-parallel layer with adapters."""
+
+    divided = "lora_B"
+
+    def __init__(self, *args: Any, layer: str, adapters: AdapterConfig, **settings: Any):
+        ColumnParallelLinear.__init__(self, *args, **settings)
+        self.attach(layer, adapters)
+
+    def forward(self, input_: Tensor, *args: Any, **settings: Any) -> tuple[Tensor, Tensor | None]:
+        """As megatron-core's: [tokens, batch, outputs of this rank] and the bias to add."""
+        output, bias = ColumnParallelLinear.forward(self, input_, *args, **settings)
+        if not self.enabled:
+            return output, bias
+        return output + self.added(input_, self._complete), bias
+
+    def _complete(self, compressed: Tensor) -> Tensor:
+        if self.is_expert or self.tp_group.size() == 1:
+            return compressed
+        gather = (
+            gather_from_sequence_parallel_region if self.sequence_parallel else copy_to_tensor_model_parallel_region
+        )
+        return gather(compressed, group=self.tp_group)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> ShardedStateDict:
+        """The entries of the layer and of its adapters."""
+        save = super(_Adapted, self).sharded_state_dict
+        return self.base_state(save, prefix, sharded_offsets, metadata)
+
+
+class AdaptedRowLinear(_Adapted, RowParallelLinear):
+    """megatron-core's row-parallel layer with adapters."""
+
+    divided = "lora_A"
+
+    def __init__(self, *args: Any, layer: str, adapters: AdapterConfig, **settings: Any):
+        RowParallelLinear.__init__(self, *args, **settings)
+        self.attach(layer, adapters)
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """As megatron-core's: [tokens, batch, outputs] and the bias to add."""
+        output, bias = RowParallelLinear.forward(self, input_)
+        if not self.enabled:
+            return output, bias
+        return output + self.added(input_, self._complete), bias
+
+    def _complete(self, compressed: Tensor) -> Tensor:
+        if self.is_expert or self.tp_group.size() == 1:
+            return compressed
+        scatters = self.sequence_parallel
+        reduce = reduce_scatter_to_sequence_parallel_region if scatters else reduce_from_tensor_model_parallel_region
+        return reduce(compressed, group=self.tp_group)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> ShardedStateDict:
+        """The entries of the layer and of its adapters."""
+        save = super(_Adapted, self).sharded_state_dict
+        return self.base_state(save, prefix, sharded_offsets, metadata)
+
+
+_KINDS = {
+    "linear_qkv": AdaptedColumnLinear,
+    "linear_proj": AdaptedRowLinear,
+    "linear_fc1": AdaptedColumnLinear,
+    "linear_fc2": AdaptedRowLinear,
+}
+
+
+def add_adapters(block: TransformerBlockSubmodules, settings: AdapterConfig | None) -> TransformerBlockSubmodules:
+    """`block`, whose layers are megatron-core's local ones, with adapters in its linear layers; None adds nothing."""
+    if settings is None:
+        return block
+    layers = {id(layer): _adapted(layer, settings) for layer in block.layer_specs or ()}
+    return dataclasses.replace(block, layer_specs=[layers[id(layer)] for layer in block.layer_specs or ()])
+
+
+def _adapted(layer: ModuleSpec, settings: AdapterConfig) -> ModuleSpec:
+    submodules = layer.submodules
+    assert submodules is not None
+    attention, mlp = submodules.self_attention, submodules.mlp
+    if isinstance(mlp.submodules, MoESubmodules):
+        experts, shared = (_linear(one, settings) for one in (mlp.submodules.experts, mlp.submodules.shared_experts))
+        mlp = dataclasses.replace(
+            mlp, submodules=dataclasses.replace(mlp.submodules, experts=experts, shared_experts=shared)
+        )
+    else:
+        mlp = _linear(mlp, settings)
+    changed = dataclasses.replace(submodules, self_attention=_linear(attention, settings), mlp=mlp)
+    return dataclasses.replace(layer, submodules=changed)
+
+
+def _linear(block: ModuleSpec, settings: AdapterConfig) -> ModuleSpec:
+    """Attention or MLP with the layers that have targets replaced."""
+    found = {
+        name: ModuleSpec(module=kind, params={"layer": name, "adapters": settings})
+        for name, kind in _KINDS.items()
+        if hasattr(block.submodules, name) and settings.of_layer(name)
+    }
+    return dataclasses.replace(block, submodules=dataclasses.replace(block.submodules, **found))

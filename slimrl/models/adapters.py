@@ -1,0 +1,153 @@
+"""LoRA adapters of a model (arXiv:2106.09685): which projections have one, their sizes, and their names.
+
+A target is a projection by its Hugging Face name. Its adapter is a pair A [rank, inputs], B [outputs, rank]; the layer
+then computes W x + alpha / rank * B A x. Megatron joins several projections in one linear layer: each has a pair of its
+own there, under `<layer>.adapters.<projection>`. In files and requests the names are PEFT's. Read by the rules, the
+plan, the trainer and the weight updates; imports no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from slimrl.models.families.param_mapping import HfTensor, Layout, ModelMapping, ParamMapping
+from slimrl.models.model_spec import ModelSpec
+from slimrl.models.parameters import Split, Weights
+
+# the projections of Megatron's linear layers, in the order of their rows
+PROJECTIONS: dict[str, tuple[str, ...]] = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc2": ("down_proj",),
+}
+TARGETS: tuple[str, ...] = tuple(name for names in PROJECTIONS.values() for name in names)
+ADAPTER_NAME = "policy"  # of the trained adapters in the engines
+PEFT_PREFIX = "base_model.model."
+PART_OF_NAME = ".adapters."  # in the Megatron name of every adapter tensor, and in no other
+
+
+class LoraFlags(Protocol):
+    """The flags of adapters."""
+
+    lora_rank: int | None
+    lora_alpha: float | None
+    lora_target_modules: list[str] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class AdapterConfig:
+    """The adapters of a run; `targets` in the order of `TARGETS`."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+
+    @classmethod
+    def from_args(cls, flags: LoraFlags) -> AdapterConfig | None:
+        """None without --lora-rank. The default of alpha is the rank, that of the targets every projection."""
+        if flags.lora_rank is None:
+            return None
+        alpha = float(flags.lora_rank) if flags.lora_alpha is None else flags.lora_alpha
+        wanted = flags.lora_target_modules or TARGETS
+        return cls(flags.lora_rank, alpha, tuple(name for name in TARGETS if name in wanted))
+
+    @property
+    def scale(self) -> float:
+        """The factor of B A."""
+        return self.alpha / self.rank
+
+    def of_layer(self, layer: str) -> tuple[str, ...]:
+        """The targets in a linear layer of Megatron, a key of `PROJECTIONS`."""
+        return tuple(name for name in PROJECTIONS[layer] if name in self.targets)
+
+
+def adapter_weights(spec: ModelSpec, split: Split, layers: Sequence[int], adapters: AdapterConfig) -> Weights:
+    """The adapter tensors of one GPU of a pipeline stage with these layers; experts are not tensor parallel.
+
+    Of a projection whose outputs are divided, A is whole on every GPU; of one whose inputs are, B is.
+    """
+    queries, keys = (number * spec.kv_channels for number in (spec.num_attention_heads, spec.num_query_groups))
+    attention = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "o_proj": queries}
+    found = Weights()
+    for layer in layers:
+        dense = _pairs(spec, adapters, attention, split.tp)
+        if not spec.moe_layers[layer] or spec.experts is None:
+            found += Weights((*dense, *_pairs(spec, adapters, _feed_forward(spec.ffn_hidden_size), split.tp)))
+            continue
+        if spec.experts.shared_ffn_hidden_size:
+            dense += _pairs(spec, adapters, _feed_forward(spec.experts.shared_ffn_hidden_size), split.tp)
+        expert = _pairs(spec, adapters, _feed_forward(spec.experts.ffn_hidden_size), 1)
+        found += Weights(dense, expert * (spec.experts.number // split.ep))
+    return found
+
+
+def _feed_forward(width: int) -> dict[str, int]:
+    return dict.fromkeys(("gate_proj", "up_proj", "down_proj"), width)
+
+
+def _pairs(spec: ModelSpec, adapters: AdapterConfig, widths: dict[str, int], tp: int) -> tuple[int, ...]:
+    """Elements of A and B of the targets in `widths`: the size of a projection on its side that is divided by `tp`."""
+    sizes = (
+        (adapters.rank * spec.hidden_size, adapters.rank * width // tp)
+        for name, width in widths.items()
+        if name in adapters.targets
+    )
+    return tuple(size for pair in sizes for size in pair)
+
+
+def is_adapter(name: str) -> bool:
+    """Whether `name` is the Megatron name of an adapter's tensor."""
+    return PART_OF_NAME in name
+
+
+@dataclasses.dataclass(frozen=True)
+class AdapterMapping(ModelMapping):
+    """The adapters of a model as rows like those of its weights: two for each target, A then B."""
+
+    adapters: AdapterConfig | None = None
+
+    @classmethod
+    def of(cls, family: ModelMapping, adapters: AdapterConfig) -> AdapterMapping:
+        """The adapters of a model of `family`."""
+        own = {field.name: getattr(family, field.name) for field in dataclasses.fields(ModelMapping)}
+        return cls(**own, adapters=adapters)
+
+    def rows(self, spec: ModelSpec) -> Iterator[ParamMapping]:
+        """The adapters' rows, in the order of the forward pass."""
+        for row in super().rows(spec):
+            yield from self._of_row(row)
+
+    def _of_row(self, row: ParamMapping) -> Iterator[ParamMapping]:
+        assert self.adapters is not None
+        rank = str(self.adapters.rank)
+        for projection, part in targets_of(row):
+            if projection not in self.adapters.targets:
+                continue
+            layer, hf = row.megatron[0].removesuffix(".weight"), PEFT_PREFIX + part.name.removesuffix(".weight")
+            for letter, dims, divided in (("A", (rank, part.dims[1]), 1), ("B", (part.dims[0], rank), 0)):
+                yield dataclasses.replace(
+                    row,
+                    megatron=(f"{layer}{PART_OF_NAME}{projection}.lora_{letter}",),
+                    hf=(HfTensor(f"{hf}.lora_{letter}.weight", dims),),
+                    layout=Layout.PLAIN,
+                    shard_dim=divided if row.shard_dim == divided else None,
+                    fuse_with_next=False,
+                )
+
+
+def targets_of(row: ParamMapping) -> Iterator[tuple[str, HfTensor]]:
+    """The projections in `row` that can have an adapter, each with its weight."""
+    *_, layer, kind = row.megatron[0].split(".")
+    for part in row.hf:
+        projection = part.name.split(".")[-2]
+        if kind == "weight" and projection in PROJECTIONS.get(layer, ()):
+            yield projection, part
+
+
+def targets_in(family: ModelMapping, spec: ModelSpec) -> tuple[str, ...]:
+    """The projections of a model that can have adapters, in the order of `TARGETS`."""
+    found = {projection for row in family.rows(spec) for projection, _ in targets_of(row)}
+    return tuple(name for name in TARGETS if name in found)

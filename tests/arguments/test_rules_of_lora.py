@@ -1,0 +1,159 @@
+"""Rules about LoRA adapters. The recipe with adapters passes, each violation is one error."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from slimrl.arguments import read_args
+from slimrl.engines.sglang.server_args import server_flags
+
+LORA = "--lora-rank 8 --lora-merge"
+BOTH = "leave {0} out, or --lora-rank."
+# rule -> (flags that pass when appended to the recipe, flags that do not with their error)
+CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
+    "lora_flags_have_a_rank": (
+        [f"{LORA} --lora-alpha 16 --lora-target-modules q_proj v_proj"],
+        [
+            ("--lora-alpha 16", "--lora-alpha belongs to --lora-rank: add it, or leave --lora-alpha out."),
+            ("--lora-merge", "--lora-merge belongs to --lora-rank: add it, or leave --lora-merge out."),
+        ],
+    ),
+    "lora_fits_the_run": (
+        [f"{LORA} --use-distributed-optimizer"],
+        [
+            (
+                f"{LORA} --only-train-params-name-list mlp",
+                "--lora-rank trains the adapters and nothing else: " + BOTH.format("--only-train-params-name-list"),
+            ),
+            (
+                f"{LORA} --freeze-params-name-list mlp",
+                "--lora-rank trains the adapters and nothing else: " + BOTH.format("--freeze-params-name-list"),
+            ),
+            (
+                f"{LORA} --custom-model-provider-path tests.megatron.custom_functions.half_frozen",
+                "--lora-rank adapts slimrl's own layers: " + BOTH.format("--custom-model-provider-path"),
+            ),
+            (
+                f"{LORA} --optimizer muon",
+                "--lora-rank has no matrices of Muon's kind: " + BOTH.format("--optimizer muon"),
+            ),
+            (
+                f"{LORA} --use-megatron-fsdp --use-distributed-optimizer --data-parallel-sharding-strategy optim",
+                "--lora-rank freezes weights that Megatron-FSDP hooks into: " + BOTH.format("--use-megatron-fsdp"),
+            ),
+            (
+                f"{LORA} --advantage-estimator ppo",
+                "--lora-rank does not train a critic beside the adapters: " + BOTH.format("--advantage-estimator ppo"),
+            ),
+            (
+                f"{LORA} --transformer-impl transformer_engine",
+                "--lora-rank adapts megatron-core's local layers: give --transformer-impl local.",
+            ),
+        ],
+    ),
+    "engines_can_load_adapters": (
+        ["--lora-rank 8 --save-hf {dir}/out_{{rollout_id}}", "--lora-rank 8 --sglang-lora-backend triton"],
+        [
+            (
+                "--lora-rank 8 --update-weight-transport disk --update-weight-disk-dir {dir}",
+                "--lora-rank sends the engines adapters, and they are sent in HTTP calls: leave"
+                " --update-weight-transport disk out, or add --lora-merge.",
+            ),
+            (
+                "--lora-rank 8 --sglang-load-format dummy",
+                "--lora-rank sends the engines adapters, and the engines need the base's weights: leave"
+                " --sglang-load-format dummy out, or add --lora-merge.",
+            ),
+            (
+                "--lora-rank 8 --sglang-speculative-algorithm NGRAM",
+                "--lora-rank sends the engines adapters, and draft models do not know them: leave"
+                " --sglang-speculative-algorithm out, or add --lora-merge.",
+            ),
+        ],
+    ),
+    "engine_lora_options_follow_the_adapters": (
+        [],
+        [
+            (
+                "--sglang-enable-lora",
+                "--sglang-enable-lora is for LoRA adapters, which --lora-rank without --lora-merge sets up:"
+                " leave it out.",
+            ),
+            (
+                "--sglang-max-lora-rank 16 --debug-rollout-only",
+                "--sglang-max-lora-rank is for LoRA adapters, which --lora-rank without --lora-merge sets up:"
+                " leave it out.",
+            ),
+        ],
+    ),
+}
+TESTED_APART = ("lora_has_a_base", "lora_targets_are_in_the_model", "lora_load_is_of_this_model")
+
+
+@pytest.mark.parametrize(("rule", "line"), [(rule, line) for rule, (good, _) in CASES.items() for line in good])
+def test_valid_variant_passes(rule, line, recipe):
+    args, problems = read_args(recipe.line(line), passthrough={"sglang": server_flags})
+    assert problems == []
+    assert (args.lora_rank, args.freeze_params_name_list) == (8, None)
+
+
+@pytest.mark.parametrize(
+    ("rule", "line", "sentence"), [(rule, *case) for rule, (_, bad) in CASES.items() for case in bad]
+)
+def test_violation_is_one_error(rule, line, sentence, recipe):
+    _, problems = read_args(recipe.line(line), passthrough={"sglang": server_flags})
+    about_adapters = [problem.sentence for problem in problems if "lora" in problem.sentence]
+    assert about_adapters == [sentence.format(dir=recipe.dir)]
+
+
+def test_base_of_the_adapters_is_needed(recipe):
+    _, problems = read_args(recipe.line(LORA, without="--ref-load"))
+    assert "--lora-rank adapts the model of --ref-load, which is missing: give its checkpoint." in [
+        problem.sentence for problem in problems
+    ]
+
+
+def test_load_has_adapters_and_no_model(recipe):
+    save_file({"x": torch.zeros(1)}, recipe.dir / "hf" / "model.safetensors")
+    _, problems = read_args(recipe.line(f"{LORA} --load {recipe.dir}/hf"))
+    assert (
+        f"--load {recipe.dir}/hf is a Hugging Face model, and with --lora-rank --load has the adapters of a run: give"
+        " it as --ref-load, and PEFT adapters as --lora-load."
+    ) in [problem.sentence for problem in problems]
+
+
+def write_adapter(folder, **changes):
+    """A PEFT folder of q_proj of both layers, rank 8, without tensors."""
+    folder.mkdir()
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj"], "bias": "none"} | changes
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    save_file({"x": torch.zeros(1)}, folder / "adapter_model.safetensors")
+
+
+def test_adapter_of_another_model_is_refused_by_its_first_tensor(recipe, tmp_path):
+    write_adapter(tmp_path / "adapter")
+    line = f"{LORA} --lora-target-modules q_proj --lora-load {tmp_path}/adapter"
+    _, problems = read_args(recipe.line(line))
+    (sentence,) = [problem.sentence for problem in problems]
+    assert sentence == (
+        f"--lora-load {tmp_path}/adapter lacks base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight: give the"
+        " adapter of this model."
+    )
+
+
+def test_adapter_of_another_rank_is_refused(recipe, tmp_path):
+    write_adapter(tmp_path / "adapter", r=4)
+    line = f"{LORA} --lora-target-modules q_proj --lora-load {tmp_path}/adapter"
+    _, problems = read_args(recipe.line(line))
+    (sentence,) = [problem.sentence for problem in problems]
+    assert sentence.startswith(f"--lora-load {tmp_path}/adapter ") and "4" in sentence and "8" in sentence
+
+
+def test_unknown_target_is_refused(recipe):
+    _, problems = read_args(recipe.line(f"{LORA} --lora-target-modules wq"))
+    (sentence,) = [problem.sentence for problem in problems]
+    assert sentence.startswith("--lora-target-modules wq") and "q_proj" in sentence

@@ -1,0 +1,177 @@
+"""Rules about --true-on-policy-mode. The recipe with it passes, whatever would add in another order is one error."""
+
+from __future__ import annotations
+
+import pytest
+
+from slimrl.arguments import read_args
+from slimrl.engines.sglang.server_args import server_flags
+
+MODE = "--true-on-policy-mode --no-bf16"
+OUT = "leave {0} out, or --true-on-policy-mode."
+EXPERTS = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 768"
+ONE = "--tensor-model-parallel-size 1 --rollout-num-gpus-per-engine 1"
+# rule -> (flags that pass when appended to the recipe, flags that do not with their error)
+CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
+    "true_on_policy_is_in_float32": (
+        [MODE, "--true-on-policy --no-bf16 --deterministic-mode"],
+        [
+            (
+                "--true-on-policy-mode --bf16",
+                "--true-on-policy-mode computes in float32, and --bf16 does not: leave one out.",
+            ),
+            (
+                f"{MODE} --fp16",
+                "--true-on-policy-mode computes in float32, and --fp16 does not: leave one out.",
+            ),
+        ],
+    ),
+    "true_on_policy_knows_the_model": (
+        [f"{MODE} --rollout-temperature 0.6"],
+        [
+            (
+                f"{MODE} --lora-rank 8 --lora-merge",
+                "--true-on-policy-mode has no products with an adapter: " + OUT.format("--lora-rank"),
+            ),
+            (
+                f"{MODE} --keep-logits",
+                "--true-on-policy-mode computes log-probabilities from chunks of rows: " + OUT.format("--keep-logits"),
+            ),
+            (
+                f"{MODE} --attention-dropout 0.1",
+                "--true-on-policy-mode has no dropout in the engines: " + OUT.format("--attention-dropout"),
+            ),
+            (
+                f"{MODE} --softmax-scale 0.1",
+                "--true-on-policy-mode has the usual scale of attention: " + OUT.format("--softmax-scale"),
+            ),
+            (
+                f"{MODE} --transformer-impl transformer_engine",
+                "--true-on-policy-mode computes in slimrl's own layers: "
+                + OUT.format("--transformer-impl transformer_engine"),
+            ),
+        ],
+    ),
+    "true_on_policy_adds_in_one_order": (
+        [f"{MODE} {ONE}", f"{MODE} {ONE} --pipeline-model-parallel-size 2"],
+        [
+            (
+                f"{MODE} --rollout-num-gpus-per-engine 1",
+                "--tensor-model-parallel-size 2 and --rollout-num-gpus-per-engine 1 split sums differently, and"
+                " --true-on-policy-mode needs the same: give one number for both.",
+            ),
+            (
+                f"{MODE} --tensor-model-parallel-size 4 --rollout-num-gpus-per-engine 4",
+                "--tensor-model-parallel-size 4 adds the sums of ranks in an order that depends on the number of"
+                " tokens, and --true-on-policy-mode needs one order: give 1 or 2.",
+            ),
+            (
+                f"{MODE} --context-parallel-size 2",
+                "--true-on-policy-mode attends within one rank: " + OUT.format("--context-parallel-size"),
+            ),
+            (
+                f"{MODE} --use-megatron-fsdp --use-distributed-optimizer --data-parallel-sharding-strategy optim",
+                "--true-on-policy-mode was not shown to be exact with Megatron-FSDP: "
+                + OUT.format("--use-megatron-fsdp"),
+            ),
+        ],
+    ),
+    "true_on_policy_engines_compute_alike": (
+        [f"{MODE} --sglang-enable-deterministic-inference --sglang-attention-backend torch_native"],
+        [
+            (
+                f"{MODE} --sglang-rl-on-policy-target fsdp",
+                "--sglang-rl-on-policy-target fsdp makes engines compute in bfloat16 on GPUs, and --true-on-policy-mode"
+                " computes in float32 on CPUs: leave --sglang-rl-on-policy-target out.",
+            ),
+            (
+                f"{MODE} --rollout-engine vllm",
+                "--rollout-engine vllm has operators of its own, and --true-on-policy-mode has those of sglang: give"
+                " sglang.",
+            ),
+            (
+                f"{MODE} --sglang-attention-backend fa3",
+                "--sglang-attention-backend fa3 is another choice than torch_native, which --true-on-policy-mode needs:"
+                " give that.",
+            ),
+            (
+                f"{MODE} --sglang-speculative-algorithm NGRAM",
+                "--sglang-speculative-algorithm was not shown to leave log-probabilities as they are: leave it, or"
+                " --true-on-policy-mode out.",
+            ),
+            (
+                f"{MODE} --sglang-kv-cache-dtype fp8_e5m2",
+                "--sglang-kv-cache-dtype was not shown to leave log-probabilities as they are: leave it, or"
+                " --true-on-policy-mode out.",
+            ),
+        ],
+    ),
+    "true_on_policy_trains_what_it_samples": (
+        [MODE],
+        [
+            (
+                f"{MODE} --partial-rollout --over-sampling-batch-size 64",
+                "--partial-rollout continues responses of older weights, and --true-on-policy-mode has none: leave one"
+                " out.",
+            ),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("line", sorted({line for good, _ in CASES.values() for line in good}))
+def test_valid_variant_passes(line, recipe):
+    args, problems = read_args(recipe.line(line), passthrough={"sglang": server_flags})
+    assert problems == []
+    assert args.sglang_options["enable_deterministic_inference"]
+
+
+@pytest.mark.parametrize(
+    ("rule", "line", "sentence"), [(rule, *case) for rule, (_, bad) in CASES.items() for case in bad]
+)
+def test_violation_is_one_error(rule, line, sentence, recipe):
+    _, problems = read_args(recipe.line(line), passthrough={"sglang": server_flags})
+    assert [problem.sentence for problem in problems if "--true-on-policy-mode" in problem.sentence] == [sentence]
+
+
+def test_other_families_are_refused(recipe):
+    recipe.write_config(model_type="glm4")
+    _, problems = read_args(recipe.line(MODE))
+    assert (
+        "--hf-checkpoint is a glm4 model, and --true-on-policy-mode has the layers of llama, qwen2, qwen3, qwen3_moe:"
+        " give one of these, or leave --true-on-policy-mode out."
+    ) in [problem.sentence for problem in problems]
+
+
+def test_experts_need_one_tensor_parallel_rank(recipe):
+    recipe.write_config(model_type="qwen3_moe")
+    _, problems = read_args(recipe.line(f"{MODE} {EXPERTS}"))
+    assert any("adds the experts of a token before the ranks" in problem.sentence for problem in problems)
+    _, problems = read_args(recipe.line(f"{MODE} {EXPERTS} {ONE} --moe-shared-expert-intermediate-size 512"))
+    assert any("--true-on-policy-mode has no shared experts" in problem.sentence for problem in problems)
+
+
+def test_asynchronous_training_is_refused(recipe):
+    placement = "--actor-num-nodes 1 --actor-num-gpus-per-node 2 --rollout-num-gpus 6"
+    _, problems = read_args(recipe.line(MODE, placement=placement), entry="train_async.py")
+    assert [problem.sentence for problem in problems] == [
+        "--true-on-policy-mode trains samples of the current weights, and train_async.py those of older ones: start"
+        " train.py."
+    ]
+
+
+def test_narrow_blocks_are_not_split(recipe):
+    recipe.write_config(intermediate_size=9696)
+    _, problems = read_args(recipe.line(f"{MODE} --ffn-hidden-size 9696"))
+    assert [problem.sentence for problem in problems] == [
+        "--ffn-hidden-size 9696 is not a multiple of 64, to which a server with 2 ranks pads it, and"
+        " --true-on-policy-mode needs the same halves: give --tensor-model-parallel-size 1."
+    ]
+
+
+def test_half_precision_of_the_checkpoint_is_refused(recipe):
+    recipe.write_config(dtype="bfloat16")
+    _, problems = read_args(recipe.line("--true-on-policy-mode"))
+    assert [problem.sentence for problem in problems] == [
+        "--true-on-policy-mode computes in float32, and config.json has bfloat16: give --no-bf16."
+    ]

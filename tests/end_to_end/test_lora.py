@@ -1,0 +1,67 @@
+"""GRPO of LoRA adapters with real engines, which load the adapters beside their base; a killed run resumes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from slimrl.models.adapters import TARGETS, AdapterConfig
+from slimrl.models.peft_config import CONFIG_NAME, WEIGHTS_NAME, peft_config
+from tests.end_to_end import harness
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+def random_adapters(model, folder):
+    """A PEFT folder for the projections of the model in the folder `model`, of rank 4; returns its tensors."""
+    generator, tensors = torch.Generator().manual_seed(1), {}
+    for name, weight in load_file(model / "model.safetensors").items():
+        if name.endswith("_proj.weight"):
+            module = f"base_model.model.{name.removesuffix('.weight')}"
+            tensors[f"{module}.lora_A.weight"] = 0.1 * torch.randn(4, weight.shape[1], generator=generator)
+            tensors[f"{module}.lora_B.weight"] = 0.1 * torch.randn(weight.shape[0], 4, generator=generator)
+    folder.mkdir()
+    save_file(tensors, folder / WEIGHTS_NAME)
+    (folder / CONFIG_NAME).write_text(json.dumps(peft_config(AdapterConfig(4, 8.0, TARGETS))))
+    return tensors
+
+
+def test_adapters_are_loaded_trained_sent_saved_and_exported(tiny, tmp_path):
+    first = random_adapters(tiny.model, tmp_path / "first")
+    flags = tiny.flags(
+        actor_num_gpus_per_node=2,
+        tensor_model_parallel_size=2,
+        colocate=True,
+        lora_rank=4,
+        lora_alpha=8,
+        lora_load=tmp_path / "first",
+        lr=1e-3,
+        num_rollout=4,
+        save=tmp_path / "checkpoints",
+        load=tmp_path / "checkpoints",
+        save_interval=1,
+        save_hf=tmp_path / "exported_{rollout_id}",
+    )
+    killed = harness.start("train.py", flags, tmp_path, "killed", tiny.home)
+    killed.wait_for_line("iter_0000001", 150)
+    killed.kill_everything()
+    done = harness.start("train.py", flags, tmp_path, "killed", tiny.home).finish(150)
+    assert done.code == 0, done.output[-6000:]
+    assert done.left == []
+
+    assert f"resuming from {tmp_path}/checkpoints/iter_000000" in done.output
+    assert done.steps("step") == list(range(4))
+    # of every weight version: the engines have what the trainer computes with
+    assert max(done.steps("train_rollout_logprob_abs_diff_max")) < 1e-4
+    assert all(step["grad_norm"] > 0 for step in done.summary["steps"])
+    assert done.steps("kl_loss")[0] > 1e-3  # from the base, which the reference model is
+
+    last = load_file(tmp_path / "exported_3" / WEIGHTS_NAME)
+    assert {name: tensor.shape for name, tensor in last.items()} == {name: one.shape for name, one in first.items()}
+    for name, tensor in last.items():  # four steps of Adam at 1e-3
+        assert 0 < (tensor - first[name]).abs().max() < 5e-3
+    config = json.loads((tmp_path / "exported_3" / CONFIG_NAME).read_text())
+    assert config == peft_config(AdapterConfig(4, 8.0, TARGETS), str(tiny.model))

@@ -1,0 +1,165 @@
+"""LoRA adapters train, in every layout, as plain float64 autograd trains A and B of W + alpha / rank * B A."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.megatron import layouts, lora_truth, ranks
+from tests.megatron.layouts import (
+    CP2,
+    DYNAMIC,
+    EP2,
+    FULL,
+    OVERLAP,
+    PP2,
+    SETTINGS,
+    SPREAD,
+    TP2,
+    TP2_SP,
+    VIRTUAL,
+    Layout,
+    selective,
+)
+
+LAYOUTS: dict[str, tuple[Layout, str]] = {
+    "1 rank": (Layout(1, {}), "dense"),
+    "1 rank, recompute full": (Layout(1, FULL), "dense"),
+    "1 rank, recompute layernorm, mlp": (Layout(1, selective("core_attn", "layernorm", "mlp")), "dense"),
+    "1 rank, experts": (Layout(1, {}), "MoE"),
+    "TP2": (Layout(2, TP2), "dense"),
+    "TP2 SP": (Layout(2, TP2_SP), "dense"),
+    "TP2 SP, experts": (Layout(2, TP2_SP), "MoE"),
+    "TP2 SP, packed, recompute full": (Layout(2, TP2_SP | DYNAMIC | FULL), "dense"),
+    "PP2": (Layout(2, PP2), "dense"),
+    "CP2": (Layout(2, CP2), "dense"),
+    "DP2": (Layout(2, {}), "dense"),
+    "DP2, distributed optimizer, overlapped": (Layout(2, OVERLAP), "dense"),
+    "EP2": (Layout(2, EP2), "MoE"),
+    "EP2, distributed optimizer": (Layout(2, EP2 | SPREAD), "MoE"),
+    "PP2 virtual, DP2, overlapped": (Layout(4, VIRTUAL | OVERLAP, 4), "dense"),
+    "TP2 SP PP2": (Layout(4, TP2_SP | PP2), "dense"),
+}
+
+
+@dataclasses.dataclass
+class Trained:
+    """Rank 0's result: metrics by step, adapters and gradients by PEFT name, merged weights by Hugging Face name."""
+
+    metrics: list[dict[str, float]]
+    adapters: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+    merged: dict[str, Tensor]
+    base: dict[str, Tensor]
+    trained: int  # elements with a gradient on this rank
+    optimized: int  # elements in the state of this rank's optimizer
+
+
+def exported(trainer: Any, adapters: bool, **more: Any) -> dict[str, Tensor]:
+    from slimrl.models.adapters import AdapterConfig, AdapterMapping
+    from slimrl.models.families import family_for
+    from slimrl.models.model_spec import ModelSpec
+    from slimrl.weights.update.export import iter_hf_tensors
+
+    args, parallel = trainer.hook_args, trainer.parallel
+    family = family_for({"model_type": ranks._model_type(args)})
+    config = AdapterConfig.from_args(args)
+    assert config is not None
+    if adapters:
+        family = AdapterMapping.of(family, config)
+    groups = {"pp_group": parallel.pp_group, "ep_group": parallel.ep_group, "etp_group": parallel.etp_group}
+    pieces = iter_hf_tensors(trainer.stages, ModelSpec.from_args(args), family, parallel.tp_group, **groups, **more)
+    return {name: tensor.detach().cpu().clone() for name, tensor in pieces}
+
+
+def train_adapters(rank: int, world_size: int, init_method: str, args: Any, rollout: Any) -> Any:
+    trainer = ranks.start(rank, world_size, init_method, args)
+    metrics = trainer.train(0, ranks.share_of(trainer, rollout))
+    adapters, merged = exported(trainer, True), exported(trainer, False)
+    base = exported(trainer, False, merge_adapters=False)
+    trained: list[Any] = [p for stage in trainer.stages for p in stage.parameters() if p.requires_grad]
+    for parameter in trained:
+        parameter.data = parameter.main_grad.clone()
+    gradients = exported(trainer, True)
+    optimized = sum(
+        tensor.numel()
+        for part in trainer.optimizer.chained_optimizers
+        for state in part.optimizer.state.values()
+        for name, tensor in state.items()
+        if name == "exp_avg"
+    )
+    result = Trained(metrics, adapters, gradients, merged, base, sum(p.numel() for p in trained), optimized)
+    trainer.close()
+    return result if rank == 0 else metrics
+
+
+class Adapted(layouts.Models):
+    """The models of the layouts, an adapter for each, and what float64 makes of it."""
+
+    def __init__(self, folder: Path):
+        super().__init__(folder)
+        self._found: dict[Any, lora_truth.Truth] = {}
+
+    def adapter(self, kind: str, layers: int) -> Path:
+        """A PEFT folder."""
+        folder = self._folder / f"{kind}-{layers}-adapter"
+        base = self.folder(kind, layers, "reference")
+        return folder if folder.exists() else lora_truth.save_adapter(base, folder)
+
+    def of_adapters(self, kind: str, layers: int) -> lora_truth.Truth:
+        """The truth, computed once."""
+        key = (kind, layers)
+        if key not in self._found:
+            base, adapter = self.folder(kind, layers, "reference"), self.adapter(kind, layers)
+            self._found[key] = lora_truth.train(base, adapter, self.rollout, SETTINGS)
+        return self._found[key]
+
+    def flags(self, layout: Layout, kind: str, **changes: Any) -> Any:
+        """The flags of a run that trains adapters."""
+        own = dict(
+            load=None,
+            hf_checkpoint=str(self.folder(kind, layout.layers, "reference")),
+            lora_rank=lora_truth.RANK,
+            lora_alpha=lora_truth.ALPHA,
+            lora_load=str(self.adapter(kind, layout.layers)),
+        )
+        return dataclasses.replace(self.args(layout, kind), **(own | changes))
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> Adapted:
+    return Adapted(tmp_path_factory.mktemp("adapted"))
+
+
+@pytest.fixture(scope="module")
+def pools(one_rank: Any, two_ranks: Any, four_ranks: Any) -> dict[int, Any]:
+    return {1: one_rank, 2: two_ranks, 4: four_ranks}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_adapters_train_like_plain_autograd_in_every_layout(name: str, adapted: Adapted, pools: Any):
+    layout, kind = LAYOUTS[name]
+    args = adapted.flags(layout, kind)
+    result, *others = pools[layout.ranks].run(train_adapters, args, adapted.rollout)
+    truth = adapted.of_adapters(kind, layout.layers)
+    assert all(other == result.metrics for other in others)
+    assert [step["loss"] for step in result.metrics] == pytest.approx(truth.losses, rel=2e-5, abs=1e-6)
+    assert [step["grad_norm"] for step in result.metrics] == pytest.approx(truth.gradient_norms, rel=2e-5)
+    assert layouts.relative_error(result.adapters, truth.adapters) < 1e-5
+    if not args.use_distributed_optimizer:
+        assert layouts.relative_error(result.gradients, truth.gradients) < 5e-5
+    base = lora_truth.published_weights(adapted.folder(kind, layout.layers, "reference"))
+    assert all(torch.equal(result.base[name], base[name]) for name in result.base)  # the base is frozen
+    changes = lora_truth.changes(truth.adapters)
+    merged = {name: value.double() + changes.get(name, 0) for name, value in base.items()}
+    assert layouts.relative_error(result.merged, {name: merged[name] for name in result.merged}) < 1e-5
+    if not args.use_distributed_optimizer:
+        assert result.optimized == result.trained
+    if layout.ranks == 1:
+        assert result.trained == sum(value.numel() for value in truth.adapters.values())

@@ -1,0 +1,126 @@
+"""Weight updates that send only changed elements, into a model's loader and into real SGLang servers."""
+
+from __future__ import annotations
+
+import base64
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from slimrl.engines.sglang import delta_loader
+from slimrl.engines.sglang.control import ServerControl
+from slimrl.engines.sglang.server import ServerProcess
+from slimrl.engines.sglang.server_args import delta_options
+from slimrl.weights.update.topology import EngineEndpoint
+from slimrl.weights.update.transport_delta import FARTHEST, changed_elements, serialize
+from tests.megatron.launch import RankPool
+from tests.megatron.tiny import save_qwen3, tiny_args
+from tests.weights import ranks
+from tests.weights.real_servers import running
+
+
+class Model(torch.nn.Module):
+    """Loads one tensor of the second half of `weight`, transposed, as fused and sharded layers do."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight.clone())
+
+    def load_weights(self, named_tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in named_tensors:
+            assert name == "part"
+            self.weight.data[len(self.weight) // 2 :].copy_(tensor.t().to(self.weight.dtype))
+
+
+def opened(payload: str) -> list[tuple[str, torch.Tensor]]:
+    found: list[tuple[str, torch.Tensor]] = pickle.loads(base64.b64decode(payload))
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "places", [[], [0], [7], [0, 1, 2, 799_999], [FARTHEST, 2 * FARTHEST + 1, 799_998], [FARTHEST - 1, 400_000]]
+)
+def test_model_has_the_senders_bits_where_elements_changed_and_its_own_elsewhere(dtype, places):
+    generator = torch.Generator().manual_seed(len(places))
+    whole = torch.randn(1600, 1000, generator=generator).to(dtype)
+    old = whole[800:].t().contiguous().flatten()
+    new = old.clone()
+    new[places] += 1
+    model = Model(whole)
+    model.load_weights(iter([("part", torch.full((1000, 800), torch.nan, dtype=dtype))]))
+    assert model.weight[800:].isnan().all()  # what the loader does without the changes' own way of copying
+    model = Model(whole)
+    delta_loader.load(model, opened(serialize([changed_elements("part", (1000, 800), old, new)])))
+    assert torch.equal(model.weight[800:], new.view(1000, 800).t()) and torch.equal(model.weight[:800], whole[:800])
+
+
+def test_sent_elements_are_the_changed_ones_and_as_few_between_as_the_gaps_need():
+    old = torch.zeros(10 * FARTHEST)
+    new = old.clone()
+    new[[3, 5 * FARTHEST]] = 1
+    delta = changed_elements("x", (10 * FARTHEST,), old, new)
+    assert delta.gaps.tolist() == [3, 65535, 65535, 65535, 65535, FARTHEST - 4]
+    assert delta.values.view("float32").tolist() == [1, 0, 0, 0, 0, 1]
+
+
+def test_damaged_changes_are_refused_before_any_weight_changes():
+    old, new = torch.zeros(8), torch.ones(8)
+    parts = dict(opened(serialize([changed_elements("part", (4, 2), old, new)])))
+    parts["values"][0] += 1
+    model = Model(torch.zeros(4, 4))
+    with pytest.raises(ValueError, match="arrived with checksum"):
+        delta_loader.load(model, list(parts.items()))
+    assert model.weight.count_nonzero() == 0
+
+
+def test_model_whose_loader_does_not_copy_is_named():
+    class Assigns(Model):
+        def load_weights(self, named_tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+            self.weight.data = next(iter(named_tensors))[1]
+
+    with pytest.raises(ValueError, match="weight has NaN after the changes were loaded"):
+        old = torch.zeros(8)
+        delta_loader.load(
+            Assigns(old), opened(serialize([changed_elements("part", (8,), old, old + old.new_tensor([1, *[0] * 7]))]))
+        )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_qwen3(tmp_path_factory.mktemp("model") / "base", seed=0)
+
+
+@pytest.fixture(scope="module")
+def servers(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    """One of one rank, and one of two, in bf16."""
+    options = {"skip_tokenizer_init": True, "max_total_tokens": 2048, "max_running_requests": 4, "dtype": "bfloat16"}
+    logs = tmp_path_factory.mktemp("logs")
+    started = [
+        ServerProcess(
+            folder, log_path=logs / f"{size}.log", tensor_parallel_size=size, options=options | delta_options({})
+        )
+        for size in (1, 2)
+    ]
+    with running(started) as urls:
+        yield urls
+
+
+@pytest.mark.slow
+def test_servers_have_the_trainers_bits_after_full_updates_and_changes(servers, folder):
+    """Each update compares every tensor of every server with the trainer's, by checksums."""
+    engines = [EngineEndpoint(url, gpus) for url, gpus in zip(servers, ([2], [3, 4]), strict=True)]
+    args = tiny_args(tensor_model_parallel_size=2, bf16=True)
+    parts = [0.0, 0.01, 0.0, 0.9, 0.01, None, 0.02]
+    with RankPool(2) as pool:
+        reports, _ = pool.run(ranks.delta_updates, args, folder, engines, parts, timeout_s=180)
+    whole = reports[0].bytes
+    sent = [report.bytes / whole for report in reports]
+    assert sent[0] == sent[3] == sent[5] == 1  # the first, most elements, after a failure
+    # twice for the server of two ranks; names and shapes of the few elements of a bucket are most of it
+    assert all(0.04 < part < 0.5 for part in (sent[1], sent[4], sent[6])) and sent[2] < 0.3
+    assert [report.attempts for report in reports] == [1] * len(parts)
+    assert [ServerControl(url).weight_version() for url in servers] == ["7", "7"]

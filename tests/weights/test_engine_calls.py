@@ -1,0 +1,68 @@
+"""With many servers every trainer rank calls its share of them, and all ranks know of every failure."""
+
+from __future__ import annotations
+
+import pytest
+
+from slimrl.observability.tracer import Timeline
+from slimrl.platform.collective_errors import RankSync
+from slimrl.weights.update.engine_fanout import EngineCalls, WeightSyncError
+from tests.megatron.launch import RankPool
+from tests.weights.servers import RecordingServer
+
+pytestmark = pytest.mark.slow
+UPDATE = ["begin", "commit 7", "continue"]
+
+
+class Stuck(RecordingServer):
+    """Does not resume."""
+
+    def continue_(self) -> None:
+        raise RuntimeError("stuck")
+
+
+def update(
+    rank: int, world_size: int, init_method: str, servers: int, of_one_rank: int, fault: str | None
+) -> tuple[list[list[str]], str, list[str]]:
+    """The calls of this rank to each server, the failure, and the states that every rank knows."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world_size)
+    try:
+        made = [RecordingServer(f"http://{number}") for number in range(servers)]
+        if fault == "resume":
+            made[3] = Stuck("http://3")
+        elif fault == "version":
+            made[3] = RecordingServer("http://3", reports="6")
+        calls = EngineCalls(made, [1], rank, RankSync(rank, WeightSyncError), Timeline.off(), of_one_rank)
+        calls.begin("abort")
+        try:
+            failed = calls.commit_and_resume("7", "abort")
+        except WeightSyncError as error:
+            failed = str(error), error.final
+        states = [f"{state.url} {state.version}" for state in calls.states()]
+        return [server.calls for server in made], "" if failed is None else failed[0], states
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("of_one_rank", [2, 5, 6])
+def test_every_server_is_called_by_one_rank(of_one_rank: int):
+    (first, _, known), (second, _, also) = RankPool(2).run(update, 6, of_one_rank, None)
+    whole = [[*UPDATE, "settle"] if number == 1 else UPDATE for number in range(6)]
+    assert [one + other for one, other in zip(first, second, strict=True)] == whole
+    assert all(second) is False and any(second) is (of_one_rank < 6)
+    assert sorted(known) == sorted(also) == [f"http://{number} 7" for number in range(6)]
+
+
+@pytest.mark.parametrize(
+    ("fault", "failure"),
+    [
+        ("resume", "every server has weight version '7', and not all resume: continuing with new weights failed on"),
+        ("version", "after the update to weight version '7', http://3 reports '6': these servers do not have the new"),
+    ],
+)
+def test_failure_of_a_server_is_known_to_every_rank(fault: str, failure: str):
+    for calls, found, _ in RankPool(2).run(update, 6, 2, fault):
+        assert found.startswith(failure)
+        assert all("continue" not in of_server for of_server in calls) or fault == "resume"
