@@ -16,7 +16,8 @@ from slimrl.cluster.colocate import ColocatedMemory
 from slimrl.cluster.engines.weight_update_recovery import WeightUpdateRecovery, weight_recovery
 from slimrl.cluster.launch import Launch
 from slimrl.cluster.network import bind_config
-from slimrl.cluster.nodes import check_nodes, watch_nodes
+from slimrl.cluster.nodes.comparison import check_nodes
+from slimrl.cluster.nodes.watch import watch_nodes
 from slimrl.cluster.placement import GpuBundles, PlacementPlan, plan_gpus
 from slimrl.cluster.ray_session import ray_session
 from slimrl.cluster.rollout_manager import RolloutResult
