@@ -17,6 +17,7 @@ from slimrl.cluster.engines.weight_update_recovery import WeightUpdateRecovery, 
 from slimrl.cluster.launch import Launch
 from slimrl.cluster.network import bind_config
 from slimrl.cluster.nodes.comparison import check_nodes
+from slimrl.cluster.nodes.logs import collected_logs
 from slimrl.cluster.nodes.watch import watch_nodes
 from slimrl.cluster.placement import GpuBundles, PlacementPlan, plan_gpus
 from slimrl.cluster.ray_session import ray_session
@@ -383,10 +384,12 @@ def _reserve(
 ) -> tuple[RolloutManagerProxy, RolloutManagerCleanup, GpuBundles, Supervisor]:
     """Starts the rollout manager and reserves the GPUs meanwhile; `stack` ends both."""
     reserved = stack.enter_context(contextlib.ExitStack())
+    logs = stack.enter_context(collected_logs(Path(args.run_dir).absolute() / "logs"))
     manager = start_manager(args, launch)
     manager_end = stack.enter_context(RolloutManagerCleanup.of_manager(args, manager))
     gpus = GpuBundles(plan)
     reserved.callback(gpus.release)
+    logs.follow(gpu.node for gpu in gpus.gpus)
     nodes = stack.enter_context(watch_nodes(gpus.gpus, plan, args.node_timeout_seconds, args.use_fault_tolerance))
     supervisor = Supervisor(WatchdogConfig.from_args(args), nodes or None)
     supervisor.set_report_suffix(manager.slow_servers)

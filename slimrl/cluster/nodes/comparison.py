@@ -140,7 +140,7 @@ def common_paths(args: Arguments) -> Iterator[list[CommonPath]]:
     with contextlib.ExitStack() as files:
         shared = []
         for flag, (folder, reason) in written.items():
-            file = None if folder is None else files.enter_context(_shared_file(Path(folder), reason))
+            file = None if folder is None else files.enter_context(shared_file(Path(folder), reason))
             if folder is not None and file is not None:
                 shared.append(CommonPath(flag, os.path.abspath(folder), file))
         those = {path.path for path in shared}
@@ -151,7 +151,7 @@ def common_paths(args: Arguments) -> Iterator[list[CommonPath]]:
 
 
 @contextlib.contextmanager
-def _shared_file(folder: Path, reason: str) -> Iterator[SharedFile | None]:
+def shared_file(folder: Path, reason: str) -> Iterator[SharedFile | None]:
     """A file in `folder`, or in its nearest parent that exists, which shows it to other nodes; None if unwritable."""
     with contextlib.suppress(OSError):
         lock = folder / LOCK_NAME
