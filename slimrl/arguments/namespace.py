@@ -80,6 +80,14 @@ class DerivedLayout:
 
 
 @dataclasses.dataclass
+class DerivedVision:
+    """The vision tower of config.json, read after parsing by `derive`; none of a model of text."""
+
+    vision_weights: tuple[int, ...] = ()  # elements of each tensor
+    vision_folder: str | None = None  # the folder with that config.json
+
+
+@dataclasses.dataclass
 class DerivedEngine:
     """Derived values of the engines, computed after parsing by `derive`."""
 
@@ -102,7 +110,7 @@ class DerivedRun:
 
 
 @dataclasses.dataclass
-class DerivedArguments(DerivedLayout, DerivedEngine, DerivedRun):
+class DerivedArguments(DerivedLayout, DerivedVision, DerivedEngine, DerivedRun):
     """Values that no flag sets directly, computed after parsing by `derive`."""
 
     eval_datasets: list[EvalDataset] = dataclasses.field(default_factory=list)
@@ -128,6 +136,7 @@ class MegatronArguments(
     LoraArguments,
     OtherModelArguments,
     DerivedLayout,
+    DerivedVision,
 ):
     """The flags of megatron-core's configurations: the model, its layout and its optimizer."""
 

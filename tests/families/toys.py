@@ -110,6 +110,7 @@ class Toy:
         """Rewrites config.json with the keys that published files of the family have."""
         path = folder / "config.json"
         entries = json.loads(path.read_text())
+        entries = entries.pop("text_config", {}) | entries  # published files have the decoder's entries at the top
         for key in NOT_PUBLISHED:
             entries.pop(key, None)
         if "kv_lora_rank" in entries:
@@ -118,6 +119,8 @@ class Toy:
         entries["rope_theta"] = rope.pop("rope_theta")
         if "partial_rotary_factor" in rope:
             entries["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
+        if "mrope_section" in rope:
+            rope = {"type": "mrope", "mrope_section": rope["mrope_section"]}
         entries["rope_scaling"] = None if rope.get("rope_type") == "default" else rope
         entries["torch_dtype"] = str(DTYPES[dtype]).removeprefix("torch.")
         path.write_text(json.dumps(entries | self.published, indent=2, sort_keys=True) + "\n")
