@@ -1,0 +1,91 @@
+"""A vision-language model trains, tower and decoder, as transformers and plain autograd in float64, in every layout."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slimrl.data.images import BatchImages, mrope_positions
+from slimrl.models.families.vision import VisionTokens
+from tests.megatron import layouts, ranks, reference, tiny, vision
+from tests.megatron.layouts import DYNAMIC, FULL, OVERLAP, PP2, SETTINGS, SPREAD, TP2, TP2_SP, Layout
+
+TOKENS = VisionTokens(vision.IMAGE, vision.VIDEO, vision.MERGE)
+FROZEN = {"freeze_params_name_list": ["vision_model"]}
+LAYOUTS = {
+    "1 rank": Layout(1, {}),
+    "1 rank, packed, layers recomputed": Layout(1, DYNAMIC | {"max_tokens_per_gpu": 80} | FULL),
+    "1 rank, the tower frozen": Layout(1, FROZEN),
+    "DP2": Layout(2, {}),
+    "DP2, distributed optimizer, overlapped": Layout(2, OVERLAP),
+    "TP2": Layout(2, TP2),
+    "TP2 SP": Layout(2, TP2_SP),
+    "TP2 SP, distributed optimizer, packed": Layout(2, TP2_SP | SPREAD | DYNAMIC | {"max_tokens_per_gpu": 80}),
+    "TP2 SP, the tower frozen": Layout(2, TP2_SP | FROZEN),
+    "PP2": Layout(2, PP2),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    root = tmp_path_factory.mktemp("vision")
+    return vision.save_qwen2_5_vl(root / "policy", seed=1), vision.save_qwen2_5_vl(root / "reference", seed=2)
+
+
+@pytest.fixture(scope="module")
+def batch() -> Any:
+    return vision.without_sampled_image(vision.rollout(seed=5))
+
+
+@pytest.fixture(scope="module")
+def truths(folders: tuple[Path, Path], batch: Any) -> dict[str | None, reference.ReferenceResult]:
+    """By the frozen weights."""
+    return {
+        frozen: reference.train(*folders, batch, dataclasses.replace(SETTINGS, frozen=frozen))
+        for frozen in (None, "visual")
+    }
+
+
+def args_of(folders: tuple[Path, Path], flags: dict[str, Any]) -> Any:
+    settings = SETTINGS
+    return tiny.tiny_args(
+        load=str(folders[0]),
+        ref_load=str(folders[1]),
+        use_kl_loss=True,
+        kl_loss_coef=settings.kl_coef,
+        kl_loss_type="k3",
+        entropy_coef=settings.entropy_coef,
+        eps_clip=settings.eps_clip,
+        eps_clip_high=settings.eps_clip_high,
+        rollout_temperature=settings.temperature,
+        num_steps_per_rollout=settings.steps,
+        **(vision.flags_of(folders[0]) | flags),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_trains_tower_and_decoder_like_plain_autograd(
+    name: str, folders: Any, batch: Any, truths: Any, one_rank: Any, two_ranks: Any
+):
+    layout = LAYOUTS[name]
+    frozen = "visual" if "frozen" in name else None
+    args, truth = args_of(folders, layout.flags), truths[frozen]
+    result = layouts.train({1: one_rank, 2: two_ranks}[layout.ranks], args, batch)
+    if frozen:
+        result.gradients = {name: value for name, value in result.gradients.items() if name in truth.gradients}
+    found = layouts.differences(args, result, truth)
+    print(f"{name}: {found}")
+    assert max(found.loss, found.grad_norm, found.weights) < 1e-5
+    assert found.gradients is None or found.gradients < 2e-5
+    tower = {weight for weight in truth.weights if weight.startswith("visual.")}
+    assert len(tower) == 30 and ({*truth.gradients} & tower == (set() if frozen else tower))
+    before = reference.load_model(folders[0]).state_dict()
+    for weight in tower:  # each is trained, or as it was
+        start = before[weight.replace("visual.", "model.visual.")]
+        assert torch.equal(result.weights[weight].double(), start) is bool(frozen), weight
