@@ -20,7 +20,7 @@ from slimrl.models.families.config_mapping import (
     table,
 )
 from slimrl.models.families.param_mapping import ModelMapping, MTPLayers
-from slimrl.models.families.toy_config import GROUPED, ToyConfig, rope
+from slimrl.models.families.toy_config import GROUPED, TOY_TOWER, ToyConfig, rope
 
 QWEN2_ATTENTION = (
     param_mapping.ATTENTION_NORM,
@@ -51,6 +51,13 @@ QWEN2_5_VL = ModelMapping(
     final_norm=param_mapping.FINAL_NORM,
     head=param_mapping.HEAD,
     tower=vision.QWEN2_5_VL,
+    toys={
+        "qwen2_5_vl": ToyConfig(
+            "Qwen2_5_VLForConditionalGeneration",
+            {"num_key_value_heads": 2, "rms_norm_eps": 1e-6, "vision_config": TOY_TOWER}
+            | rope(1e6, rope_type="default", mrope_section=[2, 3, 3]),
+        )
+    },
 )
 QWEN2_MOE = ModelMapping(
     model_type="qwen2_moe",
