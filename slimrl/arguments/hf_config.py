@@ -58,6 +58,7 @@ def _value(row: Value, args: Arguments, config: Config) -> Problem | None:
         )
     if given == wanted:
         return None
+    given, wanted = (" ".join(map(str, one)) if isinstance(one, list) else one for one in (given, wanted))
     return Problem(flag, f"{flag} is {given} and config.json says {row.key(config)} {wanted}: give {flag} {wanted}.")
 
 

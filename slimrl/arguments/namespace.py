@@ -64,6 +64,7 @@ class EvalDataset:
     tool_key: str
     apply_chat_template: bool
     apply_chat_template_kwargs: dict[str, Any]
+    multimodal_keys: dict[str, Any] | None
     rm_type: str | None
     custom_rm_path: str | None
     reward_key: str | None
@@ -110,7 +111,7 @@ class DerivedRun:
 
 
 @dataclasses.dataclass
-class DerivedArguments(DerivedLayout, DerivedVision, DerivedEngine, DerivedRun):
+class DerivedArguments(DerivedLayout, DerivedEngine, DerivedVision, DerivedRun):
     """Values that no flag sets directly, computed after parsing by `derive`."""
 
     eval_datasets: list[EvalDataset] = dataclasses.field(default_factory=list)
@@ -147,7 +148,7 @@ class SamplingArguments(RolloutArguments, DerivedEngine):
 
 
 @dataclasses.dataclass
-class ConversionArguments(RolloutArguments, DistillationArguments):
+class ConversionArguments(RolloutArguments, DistillationArguments, DerivedVision):
     """The flags of the conversion of samples to training data."""
 
 
@@ -161,6 +162,7 @@ class PromptArguments(
     DistillationArguments,
     DebugArguments,
     DerivedEngine,
+    DerivedVision,
 ):
     """The flags of prompt data."""
 

@@ -386,8 +386,9 @@ class Sample(SlimeSample):
         return value
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data (status as a string), for dumps."""
-        return {**dataclasses.asdict(self), "status": self.status.value}
+        """Plain data (status as a string), for dumps; without the tensors that are made of the images."""
+        fields = dataclasses.asdict(dataclasses.replace(self, multimodal_train_inputs=None))
+        return {**fields, "status": self.status.value}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Sample:

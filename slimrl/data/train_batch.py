@@ -13,7 +13,7 @@ import dataclasses
 import itertools
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -129,10 +129,13 @@ class RolloutBatch:
         return cls(**columns, images=images, **json.loads(metadata["schedule"]))
 
 
-def batch_from_samples(samples: list[Sample], raw_rewards: Tensor, rewards: Tensor) -> RolloutBatch:
+def batch_from_samples(
+    samples: list[Sample], raw_rewards: Tensor, rewards: Tensor, images: Sequence[Mapping[str, Any] | None] = ()
+) -> RolloutBatch:
     """Converts generated samples to columns, in order and without a schedule.
 
-    `raw_rewards` [n] are as scored, `rewards` [n] those to train on (normalized within groups).
+    `raw_rewards` [n] are as scored, `rewards` [n] those to train on (normalized within groups), `images` the tensors of
+    each sample's images (see `BatchImages.of_samples`).
     A sample without a loss mask trains on its whole response; one with `remove_sample` on nothing.
 
     Raises ValueError with the sample's name if it is incomplete or its lengths disagree.
@@ -175,7 +178,7 @@ def batch_from_samples(samples: list[Sample], raw_rewards: Tensor, rewards: Tens
         token_rewards=optional("token_rewards"),
         teacher_top_ids=top("teacher_top_ids", np.int64),
         teacher_top_log_probs=top("teacher_top_log_probs", np.float32),
-        images=BatchImages.of_samples([sample.multimodal_train_inputs for sample in samples]),
+        images=BatchImages.of_samples(images),
     )
 
 

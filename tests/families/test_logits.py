@@ -40,8 +40,7 @@ def outcomes(pools: Pools, folders: dict[str, Path]) -> dict[tuple[str, str], li
     found: dict[tuple[str, str], list[jobs.Outcome]] = {}
     for layout in LAYOUTS:
         cases = [
-            jobs.Case(name, flags(TOYS[name], layout, *of_folder(folders[name])), folders[name])
-            for name in layout.toys
+            jobs.Case(name, flags(TOYS[name], layout, *of_folder(folders[name])), folders[name]) for name in layout.toys
         ]
         by_rank = pools[layout.ranks].run(jobs.logits_and_export, cases, SEQUENCES)
         found |= {(layout.name, name): [one[name] for one in by_rank] for name in layout.toys}

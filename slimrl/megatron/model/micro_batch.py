@@ -240,7 +240,9 @@ def _of_vision(
     found: dict[str, Any] = {"position_ids": positions.to(device)}
     if images is not None:
         offsets = chosen.token_offsets.tolist()
-        rows = [image_rows(*sample, vision) + offset for *sample, offset in zip(samples, prompts, offsets, strict=False)]
+        rows = [
+            image_rows(*sample, vision) + offset for *sample, offset in zip(samples, prompts, offsets, strict=False)
+        ]
         pixels, of_images = images.in_order()
         found["images"] = ImageTensors(pixels.to(device), of_images.to(device), real[torch.cat(rows)].to(device))
     return found
