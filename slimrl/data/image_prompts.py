@@ -75,33 +75,31 @@ def _split(text: str) -> list[dict[str, Any]]:
     return parts
 
 
-def image_fault(row: dict[str, Any], messages: list[dict[str, Any]], column: ImageColumn) -> str | None:
-    """Why a row's images are bad, as far as can be told without opening them; None if they are good."""
-    try:
-        parts = [message["content"] for message in with_images(messages)]
-        places = sum(part["type"] == "image" for content in parts if isinstance(content, list) for part in content)
-        items = image_items(row, column)
-        if places != len(items):
-            raise ValueError(
-                f"the messages have {places} places for images ({PLACEHOLDER}) and column {column.key!r}"
-                f" (--multimodal-keys) has {len(items)} images"
-            )
-        for number, item in enumerate(items):
-            if (fault := _item_fault(item)) is not None:
-                raise ValueError(f"{column.key}[{number}] (--multimodal-keys) {fault}")
-    except ValueError as error:
-        return str(error)
-    return None
+def check_images(row: dict[str, Any], messages: list[dict[str, Any]], column: ImageColumn | None) -> None:
+    """Raises ValueError if a row's images are bad, as far as can be told without opening them."""
+    if column is None:
+        return
+    parts = [message["content"] for message in with_images(messages)]
+    places = sum(part["type"] == "image" for content in parts if isinstance(content, list) for part in content)
+    items = image_items(row, column)
+    if places != len(items):
+        raise ValueError(
+            f"the messages have {places} places for images ({PLACEHOLDER}) and column {column.key!r}"
+            f" (--multimodal-keys) has {len(items)} images"
+        )
+    for number, item in enumerate(items):
+        if (fault := _item_fault(item)) is not None:
+            raise ValueError(f"{column.key}[{number}] (--multimodal-keys) {fault}")
 
 
 def _item_fault(item: Any) -> str | None:
     if isinstance(item, dict):
-        item = item.get("bytes") or item.get("path")
-        if item is None:
+        stored, path = item.get("bytes"), item.get("path")
+        if stored is None and path is None:
             return 'is an object without "bytes" and "path"'
-        if isinstance(item, str) and not Path(item).is_file():
-            return None if _from_base64(item) is not None else "has neither base64 bytes nor the path of a file"
-        return None if isinstance(item, str | bytes) else f"has bytes of type {type(item).__name__}"
+        if isinstance(stored, str):
+            return None if _from_base64(stored) is not None else "has bytes that are no base64 text"
+        return _item_fault(path if stored is None else stored)
     if isinstance(item, bytes):
         return None
     if not isinstance(item, str):
@@ -109,11 +107,16 @@ def _item_fault(item: Any) -> str | None:
     if item.startswith("data:"):
         match = DATA_URI.match(item)
         return None if match and _from_base64(item[match.end() :]) is not None else "is a data URI without base64 bytes"
-    if item.startswith(URL) or Path(item).is_file():
+    if item.startswith(URL) or _is_file(item):
         return None
-    return (
-        f"is {item[:_SHOWN]!r}, which is no existing file: give a path from the working directory, or an absolute one"
-    )
+    return f"is {item[:_SHOWN]!r}, which is no existing file: give a path from the working directory, or an absolute one"
+
+
+def _is_file(path: str) -> bool:
+    try:
+        return Path(path).is_file()
+    except (OSError, ValueError):  # too long, or with a null character
+        return False
 
 
 def _from_base64(text: str) -> bytes | None:
@@ -126,9 +129,10 @@ def _from_base64(text: str) -> bytes | None:
 def stored_bytes(item: Any) -> bytes | None:
     """The bytes of an image of a valid row; None for a URL. Raises OSError for a file that cannot be read."""
     if isinstance(item, dict):
-        item = item.get("bytes") or item["path"]
-        if isinstance(item, str) and not Path(item).is_file():
-            return _from_base64(item)
+        stored = item.get("bytes")
+        if isinstance(stored, str):
+            return _from_base64(stored)
+        item = item["path"] if stored is None else stored
     if isinstance(item, bytes):
         return item
     if match := DATA_URI.match(item):

@@ -97,26 +97,29 @@ def image_rows(tokens: Tensor, prompt_length: int, vision: VisionTokens) -> Tens
 def mrope_positions(tokens: Tensor, prompt_length: int, grids: Tensor | None, vision: VisionTokens) -> Tensor:
     """int64 [3, tokens]: positions in time, height and width of a sample's `tokens` int64 [tokens].
 
-    `grids` int64 [images, 3] are its images, whose tokens are in the prompt. Raises ValueError if the prompt has another
-    number of image tokens than the images, or pieces of an image apart.
+    `grids` int64 [images, 3] are its images; their tokens are in the prompt. Raises ValueError if the prompt has
+    another number of image tokens, or pieces of an image apart.
     """
     rows = image_rows(tokens, prompt_length, vision)
-    sizes = [] if grids is None else [(t, h // vision.merge_size, w // vision.merge_size) for t, h, w in grids.tolist()]
-    expected = sum(t * h * w for t, h, w in sizes)
+    grids = torch.empty(0, 3, dtype=torch.int64) if grids is None else grids
+    if bool((grids[:, 0] != 1).any()):
+        raise ValueError("an image has several frames: videos are unsupported")
+    sizes = [(height // vision.merge_size, width // vision.merge_size) for _, height, width in grids.tolist()]
+    expected = sum(height * width for height, width in sizes)
     if len(rows) != expected:
         raise ValueError(f"the prompt has {len(rows)} image tokens, and its {len(sizes)} images have {expected}")
     positions = torch.empty(3, len(tokens), dtype=torch.int64)
     done, following, used = 0, 0, 0  # tokens with positions, the next one's, image tokens among them
-    for time, height, width in sizes:
-        count = time * height * width
+    for height, width in sizes:
+        count = height * width
         start = int(rows[used])
         if int(rows[used + count - 1]) != start + count - 1:
             raise ValueError(f"the image tokens from token {start} on are not the {count} of one image")
         text = start - done
         positions[:, done:start] = following + torch.arange(text)
-        axes = torch.meshgrid(torch.arange(time), torch.arange(height), torch.arange(width), indexing="ij")
+        axes = torch.meshgrid(torch.arange(1), torch.arange(height), torch.arange(width), indexing="ij")
         positions[:, start : start + count] = following + text + torch.stack(axes).flatten(1)
-        following += text + max(time, height, width)
+        following += text + max(height, width)
         done, used = start + count, used + count
     positions[:, done:] = following + torch.arange(len(tokens) - done)
     return positions

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from slimrl.data.image_prompts import ImageColumn, image_fault
+from slimrl.data.image_prompts import ImageColumn, check_images
 from slimrl.data.preference_pairs import AnswerColumns, PairColumns, number_of, pair_of
 from slimrl.data.reward_registry import reward_of
 
@@ -131,8 +131,7 @@ def validate_row(row: Row, form: PromptFormat) -> str | None:
         if form.apply_chat_template:
             if not isinstance(content, str) and not _are_messages(content):
                 raise ValueError(f'{form.input_key!r} must be text or a list of {{"role", "content"}} messages')
-            if form.images is not None and (fault := image_fault(row, messages_of(content), form.images)) is not None:
-                raise ValueError(fault)
+            check_images(row, messages_of(content), form.images)
         elif not isinstance(content, str) and form.input_template is not None:
             raise ValueError(f"{form.input_key!r} holds {type(content).__name__}: --input-template takes text")
         elif not isinstance(content, str) and not form.keep_messages:

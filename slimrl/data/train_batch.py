@@ -123,9 +123,10 @@ class RolloutBatch:
             metadata = file.metadata() or {}
             if metadata.get("format") != _FILE_FORMAT:
                 raise ValueError(f"{path} is not a rollout batch: its format is {metadata.get('format')!r}")
-            optional = [name for name in _OPTIONAL_COLUMNS if name in file.keys()]  # noqa: SIM118 - no mapping
+            names = file.keys()
+            optional = [name for name in _OPTIONAL_COLUMNS if name in names]
             columns = {name: file.get_tensor(name) for name in (*_tensor_columns(), *optional)}
-            images = BatchImages.from_tensors({name: file.get_tensor(name) for name in file.keys() if "." in name})
+            images = BatchImages.from_tensors({name: file.get_tensor(name) for name in names if "." in name})
         return cls(**columns, images=images, **json.loads(metadata["schedule"]))
 
 

@@ -21,7 +21,7 @@ import torch
 from slimrl.engines.sglang.server import ServerProcess
 from slimrl.weights.update.topology import EngineEndpoint
 from tests.families.conftest import Pools
-from tests.families.layouts import LAYOUTS, WITH_EXPERTS, flags
+from tests.families.layouts import LAYOUTS, WITH_EXPERTS, flags, of_folder
 from tests.families.toys import TOYS, Toy
 from tests.weights import ranks
 
@@ -146,7 +146,7 @@ def test_updated_server_gives_transformers_log_probs(
     layout = BY_NAME[sharing if way == "colocated" else "pipeline 2"]
     results = pools[layout.ranks].run(
         ranks.update_weights,
-        flags(served.toy, layout),
+        flags(served.toy, layout, *of_folder(served.folder(seed))),
         served.folder(seed),
         [EngineEndpoint(served.url, [gpu])],
         way,

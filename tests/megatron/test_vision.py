@@ -8,14 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from slimrl.data.images import BatchImages, mrope_positions
-from slimrl.models.families.vision import VisionTokens
-from tests.megatron import layouts, ranks, reference, tiny, vision
+from tests.megatron import layouts, reference, tiny, vision
 from tests.megatron.layouts import DYNAMIC, FULL, OVERLAP, PP2, SETTINGS, SPREAD, TP2, TP2_SP, Layout
 
-TOKENS = VisionTokens(vision.IMAGE, vision.VIDEO, vision.MERGE)
 FROZEN = {"freeze_params_name_list": ["vision_model"]}
 LAYOUTS = {
     "1 rank": Layout(1, {}),

@@ -127,7 +127,7 @@ def rollout(seed: int) -> RolloutBatch:
         loss_mask=torch.ones(total),
         rollout_log_probs=-3 - torch.rand(total, generator=generator),
         raw_rewards=rewards,
-        rewards=rewards,
+        rewards=rewards.clone(),
         group_ids=torch.arange(8) // 2,
         sample_ids=torch.arange(8),
         truncated=torch.zeros(8, dtype=torch.bool),

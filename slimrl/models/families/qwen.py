@@ -1,8 +1,8 @@
 """Tensors and config.json of Qwen2, Qwen2.5, Qwen2.5-VL, Qwen3 (dense and with experts) and MiMo.
 
 Qwen2 and Qwen2.5 have biases on queries, keys and values only, and a gated shared expert in MoE models. Qwen2.5-VL is
-Qwen2.5 with multimodal rotary positions behind a vision tower. Qwen3 has query and key norms and no biases. MiMo is dense with Qwen2's layers; its MTP layers are not trained: their tensors
-are copied from the original folder.
+Qwen2.5 with multimodal rotary positions behind a vision tower. Qwen3 has query and key norms and no biases. MiMo is
+dense with Qwen2's layers; its MTP layers are not trained: their tensors are copied from the original folder.
 """
 
 from __future__ import annotations
