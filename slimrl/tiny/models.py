@@ -12,8 +12,10 @@ one token each. Its size is deliberately not a multiple of 128, so that tests co
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -178,12 +180,11 @@ def publish_config(name: str, folder: Path) -> None:
     path.write_text(json.dumps(entries, indent=2, sort_keys=True) + "\n")
 
 
-def save_image_processor(name: str, folder: Path) -> None:
-    """Writes ``preprocessor_config.json`` of a family with a vision tower, as published; does nothing for others.
+def save_image_processor(tower: Mapping[str, Any] | None, folder: Path) -> None:
+    """Writes ``preprocessor_config.json`` of a model with this vision tower, as published; nothing without one.
 
     Images keep their size if both sides are multiples of a merged patch and they have at most 256 of these.
     """
-    tower = FAMILIES[name].config.get("vision_config")
     if tower is None:
         return
     patch, merge = tower["patch_size"], tower["spatial_merge_size"]

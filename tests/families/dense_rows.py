@@ -71,14 +71,15 @@ ROWS: dict[str, dict[str, Any]] = {
         "architecture": "Qwen2_5_VLForConditionalGeneration",
         "config": DENSE
         | {
+            "vocab_size": 285,  # with the tokens of images
             "rms_norm_eps": 1e-6,
             "rope_parameters": {"rope_theta": 1e6, "rope_type": "default", "mrope_section": [2, 3, 3]},
             "tie_word_embeddings": False,
             "vision_config": TOWER,
-            "image_token_id": 270,
-            "video_token_id": 271,
-            "vision_start_token_id": 272,
-            "vision_end_token_id": 273,
+            "image_token_id": 283,
+            "video_token_id": 284,
+            "vision_start_token_id": 281,
+            "vision_end_token_id": 282,
         },
         "flags": flags(
             2,
@@ -92,6 +93,7 @@ ROWS: dict[str, dict[str, Any]] = {
             "mrope",
             "--mrope-section",
             *("2", "3", "3"),
+            *("--vocab-size", "285"),
         ),
     },
     "qwen3": {

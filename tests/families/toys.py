@@ -45,6 +45,11 @@ class Toy:
         """model_type in config.json."""
         return self.published.get("model_type") or self._config_class().model_type
 
+    @property
+    def sees(self) -> bool:
+        """Whether it has a vision tower."""
+        return "vision_config" in self.config
+
     def save(
         self, folder: Path, *, shards: int = 2, dtype: str = "fp32", seed: int = 0, tokenizer: bool = True
     ) -> Path:
@@ -61,10 +66,12 @@ class Toy:
         if self.mtp_layers:
             self._add_mtp_layers(folder, seed, DTYPES[dtype])
         self._publish_config(folder, dtype)
-        if tokenizer:
-            from slimrl.tiny.models import build_tokenizer
+        if tokenizer or self.sees:  # servers of models with images need both
+            from slimrl.tiny.models import build_tokenizer, save_image_processor
 
-            build_tokenizer(max_length=self.config["max_position_embeddings"]).save_pretrained(folder)
+            length = self.config["max_position_embeddings"]
+            build_tokenizer(max_length=length, vision=self.sees).save_pretrained(folder)
+            save_image_processor(self.config.get("vision_config"), folder)
         return folder
 
     def build(self, seed: int) -> nn.Module:

@@ -24,7 +24,7 @@ from slimrl.data.sample import Sample
 from slimrl.engines.protocol import PromptImages
 from slimrl.rollout.dataset import images
 from slimrl.rollout.dataset.prompt_dataset import Prompt, PromptTokenizer, load_prompts
-from slimrl.tiny.models import IMAGE_PAD, build_family_model, build_tokenizer, publish_config, save_image_processor
+from slimrl.tiny.models import FAMILIES, IMAGE_PAD, build_family_model, build_tokenizer, publish_config, save_image_processor
 
 FAMILY = "qwen2_5_vl"
 QUESTION = "<image>How many squares?"
@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     build_family_model(FAMILY, tokenizer, seed=0).save_pretrained(made)
     tokenizer.save_pretrained(made)
     publish_config(FAMILY, made)
-    save_image_processor(FAMILY, made)
+    save_image_processor(FAMILIES[FAMILY].config["vision_config"], made)
     return made
 
 

@@ -50,7 +50,6 @@ def vision_model_can_be_trained(args: Arguments, context: Context) -> Iterator[P
         (args.true_on_policy_mode, "--true-on-policy-mode", "has no batch-invariant tower for"),
         (args.spec is not None, "--spec", "has its own layers instead of"),
         (args.custom_model_provider_path is not None, "--custom-model-provider-path", "is built without"),
-        (args.check_weight_update_equal, "--check-weight-update-equal", "has a tower that is not compared by"),
     ):
         if given:
             yield Problem(
@@ -67,6 +66,13 @@ def vision_model_can_be_served(args: Arguments, context: Context) -> Iterator[Pr
         yield Problem(
             "--rollout-engine",
             "--rollout-engine vllm serves models of text, and --hf-checkpoint is a vision-language model: use sglang.",
+        )
+    size = args.rollout_num_gpus_per_engine
+    if args.check_weight_update_equal and size > 1:
+        yield Problem(
+            "--check-weight-update-equal",
+            f"--check-weight-update-equal compares a vision tower (--hf-checkpoint) on engines of one GPU, and"
+            f" --rollout-num-gpus-per-engine is {size}: leave it out, or give 1.",
         )
     if args.update_weight_mode == "delta":
         yield Problem(
