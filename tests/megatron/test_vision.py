@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.megatron import layouts, reference, tiny, vision
+from tests.megatron import layouts, ranks, reference, tiny, vision
 from tests.megatron.layouts import DYNAMIC, FULL, OVERLAP, PP2, SETTINGS, SPREAD, TP2, TP2_SP, Layout
 
 FROZEN = {"freeze_params_name_list": ["vision_model"]}
@@ -85,3 +85,34 @@ def test_every_layout_trains_tower_and_decoder_like_plain_autograd(
     for weight in tower:  # each is trained, or as it was
         start = before[weight.replace("visual.", "model.visual.")]
         assert torch.equal(result.weights[weight].double(), start) is bool(frozen), weight
+
+
+@pytest.fixture(scope="module")
+def seen(folders: Any, batch: Any, tmp_path_factory: pytest.TempPathFactory, two_ranks: Any) -> dict[str, list[Any]]:
+    """By the images of the batch, its own or others of the same sizes: (trainer's, transformers') log-probabilities."""
+    pixels = torch.randn(batch.images.pixel_values.shape, generator=torch.Generator().manual_seed(9))
+    other = dataclasses.replace(batch.images, pixel_values=pixels)
+    found: dict[str, list[Any]] = {}
+    for name, images in (("own", batch.images), ("other", other)):
+        shown = dataclasses.replace(batch, images=images)
+        template = str(tmp_path_factory.mktemp(name) / "{rollout_id}.pt")
+        flags = TP2_SP | {"save_debug_train_data": template, "compute_old_log_probs": "always"}
+        two_ranks.run(ranks.train_once, args_of(folders, flags), shown)
+        samples = torch.load(template.format(rollout_id=0), weights_only=True)["samples"]
+        model = reference.load_model(folders[0])
+        with torch.no_grad():
+            theirs = [reference._log_probs(model, one, SETTINGS.temperature)[0] for one in reference._split(shown)]
+        found[name] = [(sample["train_log_probs"], true) for sample, true in zip(samples, theirs, strict=True)]
+    return found
+
+
+@pytest.mark.slow
+def test_other_image_changes_the_log_probs_of_its_samples(seen: Any):
+    for name in ("own", "other"):
+        for ours, theirs in seen[name]:
+            assert (torch.as_tensor(ours).double() - theirs).abs().max() < 1e-5
+    changes = [
+        float((torch.as_tensor(one).double() - torch.as_tensor(other).double()).abs().max())
+        for (one, _), (other, _) in zip(seen["own"], seen["other"], strict=True)
+    ]
+    assert min(changes[:6]) > 1e-2 and changes[6:] == [0.0, 0.0]  # the last two samples have no image
