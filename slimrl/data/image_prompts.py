@@ -109,7 +109,9 @@ def _item_fault(item: Any) -> str | None:
         return None if match and _from_base64(item[match.end() :]) is not None else "is a data URI without base64 bytes"
     if item.startswith(URL) or _is_file(item):
         return None
-    return f"is {item[:_SHOWN]!r}, which is no existing file: give a path from the working directory, or an absolute one"
+    return (
+        f"is {item[:_SHOWN]!r}, which is no existing file: give a path from the working directory, or an absolute one"
+    )
 
 
 def _is_file(path: str) -> bool:

@@ -37,7 +37,8 @@ class BatchImages:
         Samples that share the object share the images.
         """
         numbers: dict[int, range] = {}
-        pixels, grids, index, counts, images = [], [], [], [], 0
+        pixels, grids, counts, images = [], [], [], 0
+        index: list[int] = []
         for one in inputs:
             if one is None:
                 counts.append(0)

@@ -131,6 +131,11 @@ SIZE_FLAGS = {
 }
 
 
+def sees(name: str) -> bool:
+    """Whether the family has a vision tower."""
+    return "vision_config" in FAMILIES[name].config
+
+
 def build_family_model(
     name: str, tokenizer: PreTrainedTokenizerFast, *, seed: int, untie: bool = False
 ) -> PreTrainedModel:
@@ -142,7 +147,7 @@ def build_family_model(
     architecture = getattr(transformers, family.architecture)
     arguments = {**COMMON, **family.config, "vocab_size": len(tokenizer), "tie_word_embeddings": not untie}
     tokens = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    if "vision_config" in family.config:
+    if sees(name):
         arguments |= {key: tokenizer.convert_tokens_to_ids(token) for key, token in VISION_IDS.items()}
     config = architecture.config_class(**arguments, **tokens, dtype="float32")
     with torch.random.fork_rng(devices=[]):

@@ -24,7 +24,14 @@ from slimrl.data.sample import Sample
 from slimrl.engines.protocol import PromptImages
 from slimrl.rollout.dataset import images
 from slimrl.rollout.dataset.prompt_dataset import Prompt, PromptTokenizer, load_prompts
-from slimrl.tiny.models import FAMILIES, IMAGE_PAD, build_family_model, build_tokenizer, publish_config, save_image_processor
+from slimrl.tiny.models import (
+    FAMILIES,
+    IMAGE_PAD,
+    build_family_model,
+    build_tokenizer,
+    publish_config,
+    save_image_processor,
+)
 
 FAMILY = "qwen2_5_vl"
 QUESTION = "<image>How many squares?"

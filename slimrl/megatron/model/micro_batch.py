@@ -240,9 +240,8 @@ def _of_vision(
     found: dict[str, Any] = {"position_ids": positions.to(device)}
     if images is not None:
         offsets = chosen.token_offsets.tolist()
-        rows = [
-            image_rows(*sample, vision) + offset for *sample, offset in zip(samples, prompts, offsets, strict=False)
-        ]
+        of_samples = zip(samples, prompts, offsets[:-1], strict=True)
+        rows = [image_rows(tokens, prompt, vision) + offset for tokens, prompt, offset in of_samples]
         pixels, of_images = images.in_order()
         found["images"] = ImageTensors(pixels.to(device), of_images.to(device), real[torch.cat(rows)].to(device))
     return found

@@ -11,10 +11,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
 from torch import Tensor, nn
 
-from slimrl.megatron.model.output_layer import PolicyModel
+from slimrl.megatron.model.output_layer import PolicyModel, TokensToScore
 from slimrl.models.families import family_for
 
 if TYPE_CHECKING:
@@ -47,16 +48,19 @@ class VisionLanguageModel(PolicyModel):
 
     def forward(
         self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        attention_mask: Tensor | None,
-        *,
+        *inputs: Any,
+        wanted: TokensToScore | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
         images: ImageTensors | None = None,
         **settings: Any,
     ) -> Tensor:
-        """As PolicyModel's; `position_ids` int64 [3, 1, tokens] are those of time, height and width."""
-        inputs = self._embedded(input_ids, position_ids, images) if self.pre_process else None
-        return super().forward(input_ids, position_ids, attention_mask, decoder_input=inputs, **settings)
+        """As PolicyModel's: `inputs` are tokens, positions and mask.
+
+        The positions, int64 [3, 1, tokens], are those of time, height and width.
+        """
+        if self.pre_process:
+            settings["decoder_input"] = self._embedded(inputs[0], inputs[1], images)
+        return super().forward(*inputs, wanted=wanted, packed_seq_params=packed_seq_params, **settings)
 
     def _embedded(self, input_ids: Tensor, position_ids: Tensor, images: ImageTensors | None) -> Tensor:
         """[tokens (of this rank), 1, hidden]."""

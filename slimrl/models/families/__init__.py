@@ -45,7 +45,7 @@ def family_for(hf_config: dict[str, Any]) -> ModelMapping:
     for family in FAMILIES:
         if family.model_type == model_type:
             family.check_config(hf_config)
-            return family.of(hf_config)
+            return family.for_config(hf_config)
     known = ", ".join(family.model_type for family in FAMILIES)
     raise ValueError(
         f"config.json has model_type {model_type!r}, for which there is no parameter mapping;"

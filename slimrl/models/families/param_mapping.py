@@ -118,8 +118,8 @@ class ModelMapping:
     """A family: its tensors before the layers, of each layer, after the layers, and the untied head; its config.json.
 
     `config` maps keys of config.json to model flags. `float32_router`: engines keep the router's weight in float32,
-    regardless of the model's dtype. `toys` are toy-sized models of the family, by name. `of` puts the rows
-    of a model's vision tower, `tower`, into `tower_rows`.
+    regardless of the model's dtype. `toys` are toy-sized models of the family, by name. `tower` is their
+    vision tower, whose rows `for_config` puts into `tower_rows`.
     """
 
     model_type: str
@@ -136,7 +136,7 @@ class ModelMapping:
     tower: VisionTower | None = None
     tower_rows: tuple[ParamMapping, ...] = ()
 
-    def of(self, hf_config: Config) -> ModelMapping:
+    def for_config(self, hf_config: Config) -> ModelMapping:
         """The mapping of the model of this config.json, with the rows of its vision tower."""
         return self if self.tower is None else dataclasses.replace(self, tower_rows=self.tower.rows(hf_config))
 
