@@ -15,6 +15,9 @@ from pathlib import Path
 from typing import Any
 
 PLACEHOLDER = "<image>"
+# what transformers' processor makes of the images of a sample
+PIXELS = "pixel_values"  # float32 [patches, values of a patch]
+GRIDS = "image_grid_thw"  # int64 [images, 3]: patches in time, height and width
 URL = ("http://", "https://")
 DATA_URI = re.compile(r"data:image/[\w.+-]+;base64,")
 _SHOWN = 60

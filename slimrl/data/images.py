@@ -15,10 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slimrl.data.image_prompts import GRIDS, PIXELS
 from slimrl.models.families.vision import VisionTokens
-
-PIXELS = "pixel_values"  # float32 [patches, values of a patch] of all images of a sample, from transformers' processor
-GRIDS = "image_grid_thw"  # int64 [images, 3]: patches in time, height and width
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,8 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slimrl.data.image_prompts import stored_bytes
-from slimrl.data.images import GRIDS, PIXELS
+from slimrl.data.image_prompts import GRIDS, PIXELS, stored_bytes
 from slimrl.data.sample import Sample
 from slimrl.engines.protocol import PromptImages
 from slimrl.models.families.vision import VisionTokens
