@@ -69,7 +69,7 @@ class Counting:
 
 
 def split_countings(*, seed: int, train_size: int, eval_size: int) -> tuple[list[Counting], list[Counting]]:
-    """Samples ``(train, eval)`` pictures; the brightness makes all of them different."""
+    """Samples ``(train, eval)`` pictures, no two of them equal: squares have a random brightness."""
     rng = random.Random(seed)
     found: dict[Counting, None] = {}
     while len(found) < train_size + eval_size:
@@ -77,7 +77,7 @@ def split_countings(*, seed: int, train_size: int, eval_size: int) -> tuple[list
         fields = tuple(rng.choice(kinds) for _ in range(ROWS * COLUMNS))
         if BLUE in kinds and BLUE not in fields:
             continue
-        found[Counting(fields, tuple(rng.randrange(160, 256) for _ in fields))] = None
+        found[Counting(fields, tuple(rng.randrange(160, 256) * (field != EMPTY) for field in fields))] = None
     pictures = list(found)
     return pictures[:train_size], pictures[train_size:]
 

@@ -67,6 +67,12 @@ def vision_model_can_be_served(args: Arguments, context: Context) -> Iterator[Pr
             "--rollout-engine",
             "--rollout-engine vllm serves models of text, and --hf-checkpoint is a vision-language model: use sglang.",
         )
+    if args.rollout_external_engine_addrs:
+        yield Problem(
+            "--rollout-external-engine-addrs",
+            "--rollout-external-engine-addrs names servers that may keep the features of images over weight updates"
+            " (--hf-checkpoint is a vision-language model): let slimrl start them.",
+        )
     size = args.rollout_num_gpus_per_engine
     if args.check_weight_update_equal and size > 1:
         yield Problem(
