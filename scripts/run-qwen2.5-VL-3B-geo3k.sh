@@ -3,10 +3,10 @@
 #
 #    bash scripts/run-qwen2.5-VL-3B-geo3k.sh [--tiny] [more flags of train.py]
 #
-# The toy of --tiny counts the squares of pictures; the share of right answers rises from below a half to 0.9 in 30
+# The toy of --tiny counts the squares of pictures; the share of right answers rises from below a half to 0.9 in 20
 # rollouts. The vision tower is trained; --freeze-params-name-list vision_model freezes it (docs/vision.md).
 # docs/recipes.md lists the downloads; scripts/lib/recipe.sh explains the common settings and --tiny.
-# Proven: checked against published configs (qwen2.5-VL-3B.json).
+# Proven: gated in CI on CPU (tests/scripts/test_recipes.py).
 # shellcheck source-path=SCRIPTDIR disable=SC2034
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/lib/recipe.sh"
@@ -23,7 +23,7 @@ CKPT_ARGS=(
 )
 
 ROLLOUT_ARGS=(
-   --prompt-data "$BASE/geo3k/train.parquet"
+   --prompt-data "$BASE/geo3k/train.jsonl"
    --input-key prompt --label-key label --apply-chat-template
    --multimodal-keys '{"image": "images"}'
    --rollout-shuffle
@@ -39,7 +39,7 @@ ROLLOUT_ARGS=(
 
 EVAL_ARGS=(
    --eval-interval 20
-   --eval-prompt-data geo3k "$BASE/geo3k/test.parquet"
+   --eval-prompt-data geo3k "$BASE/geo3k/test.jsonl"
    --n-samples-per-eval-prompt 1
    --eval-max-response-len 4096
 )

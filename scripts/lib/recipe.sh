@@ -217,12 +217,12 @@ recipe_tiny_optimizer() {
 recipe_tiny_pictures() {
    ROLLOUT_ARGS+=(
       --multimodal-keys '{"image": "images"}'
-      --num-rollout 30
+      --num-rollout 20
       --rollout-batch-size 32
    )
    EVAL_ARGS=(--eval-interval 10 --eval-prompt-data squares "$1/eval.jsonl" --eval-temperature 0)
    OPTIMIZER_ARGS+=(--lr 1e-3 --lr-decay-style constant --lr-warmup-fraction 0)
-   CKPT_ARGS+=(--save-interval 30)
+   CKPT_ARGS+=(--save-interval 20)
 }
 
 # Two short rollouts on the problems of the toy in folder $1.
