@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.megatron import layouts, ranks, reference, tiny, vision
+from slimrl.arguments.dry_run.plan import estimate
+from tests.arguments.dry_run.held import held_bytes
+from tests.megatron import layouts, ranks, reference, test_resume, tiny, vision
 from tests.megatron.layouts import DYNAMIC, FULL, OVERLAP, PP2, SETTINGS, SPREAD, TP2, TP2_SP, Layout
 
 FROZEN = {"freeze_params_name_list": ["vision_model"]}
@@ -116,3 +119,32 @@ def test_other_image_changes_the_log_probs_of_its_samples(seen: Any):
         for (one, _), (other, _) in zip(seen["own"], seen["other"], strict=True)
     ]
     assert min(changes[:6]) > 1e-2 and changes[6:] == [0.0, 0.0]  # the last two samples have no image
+
+
+@pytest.mark.slow
+def test_checkpoint_of_two_ranks_resumes_on_one(folders: Any, batch: Any, one_rank: Any, two_ranks: Any, tmp_path: Any):
+    narrow = dataclasses.replace(args_of(folders, {}), num_rollout=2, save_interval=1)
+    wide = dataclasses.replace(
+        narrow, save=str(tmp_path), load=str(tmp_path), tensor_model_parallel_size=2, sequence_parallel=True
+    )
+    first = dataclasses.replace(wide, ref_load=str(folders[0]), use_kl_loss=False, kl_loss_coef=0.0)
+    two_ranks.run(test_resume.train, first, [batch, batch], 1)
+    shutil.copytree(tmp_path, tmp_path / "copy")
+    expected = two_ranks.run(test_resume.train, wide, [batch, batch], 2)[0]
+    resumed = dataclasses.replace(narrow, load=str(tmp_path / "copy"))
+    actual = one_rank.run(test_resume.train, resumed, [batch, batch], 2)[0]
+    assert (expected.first_rollout, actual.first_rollout) == (1, 1)
+    for name, value in expected.weights.items():
+        torch.testing.assert_close(actual.weights[name], value, rtol=0, atol=5e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, TP2, PP2], ids=str)
+def test_planned_memory_has_the_tower(changes: dict[str, Any], folders: Any, two_ranks: Any):
+    plan = {"actor_num_gpus_per_node": 2, "debug_train_only": True, "global_batch_size": 4, "bf16": True}
+    args = args_of(folders, changes | plan | {"rollout_max_response_len": 16, "rollout_max_prompt_len": 16})
+    stages = estimate(args).stages
+    for rank, held in enumerate(two_ranks.run(held_bytes, args)):
+        stage = stages[rank] if len(stages) > 1 else stages[0]
+        found = held.weights, held.gradients, held.optimizer
+        assert found == (stage.weights, stage.gradients, stage.optimizer)
