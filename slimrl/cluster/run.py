@@ -16,7 +16,9 @@ from slimrl.cluster.colocate import ColocatedMemory
 from slimrl.cluster.engines.weight_update_recovery import WeightUpdateRecovery, weight_recovery
 from slimrl.cluster.launch import Launch
 from slimrl.cluster.network import bind_config
-from slimrl.cluster.nodes import check_nodes, watch_nodes
+from slimrl.cluster.nodes.comparison import check_nodes
+from slimrl.cluster.nodes.logs import collected_logs
+from slimrl.cluster.nodes.watch import watch_nodes
 from slimrl.cluster.placement import GpuBundles, PlacementPlan, plan_gpus
 from slimrl.cluster.ray_session import ray_session
 from slimrl.cluster.rollout_manager import RolloutResult
@@ -28,7 +30,7 @@ from slimrl.cluster.rollout_manager_proxy import (
     start_manager,
 )
 from slimrl.cluster.supervisor import Supervisor
-from slimrl.cluster.training.train_recovery import Trainers, TrainRecovery, start_training
+from slimrl.cluster.training.train_recovery import SpareNodes, Trainers, TrainRecovery, start_training
 from slimrl.cluster.watchdog import WatchdogConfig, poll_actors
 from slimrl.engines.backend import backend
 from slimrl.engines.http import check_servers_reachable, with_key
@@ -337,14 +339,14 @@ def open_run(args: Arguments) -> Iterator[Run]:
         args = with_key(dataclasses.replace(args, wandb_key=None))  # only the run log needs it
         launch = launch.placed(bind_config(args))
         timeline.mark("reserve GPUs, start the rollout manager")
-        manager, manager_end, gpus, supervisor = _reserve(stack, args, plan, launch)
+        manager, manager_end, gpus, supervisor, spares = _reserve(stack, args, plan, launch)
         args = resolve_num_rollout(args, manager, supervisor)
 
         logger.info("starting %s", plan.sentence)
         starting = manager.start(None if args.debug_train_only else gpus, launch)
         trainers, start, data_state = None, args.start_rollout_id or 0, None
         if not args.debug_rollout_only:
-            trainers = start_training(args, gpus, supervisor, launch)
+            trainers = start_training(args, gpus, supervisor, launch, spares)
             stack.callback(trainers.kill)
         if args.offload_rollout:  # before training allocates its memory
             timeline.mark("wait for the servers")
@@ -379,16 +381,18 @@ def open_run(args: Arguments) -> Iterator[Run]:
 
 def _reserve(
     stack: contextlib.ExitStack, args: Arguments, plan: PlacementPlan, launch: Launch
-) -> tuple[RolloutManagerProxy, RolloutManagerCleanup, GpuBundles, Supervisor]:
+) -> tuple[RolloutManagerProxy, RolloutManagerCleanup, GpuBundles, Supervisor, SpareNodes]:
     """Starts the rollout manager and reserves the GPUs meanwhile; `stack` ends both."""
     reserved = stack.enter_context(contextlib.ExitStack())
+    logs = stack.enter_context(collected_logs(Path(args.run_dir).absolute() / "logs"))
     manager = start_manager(args, launch)
     manager_end = stack.enter_context(RolloutManagerCleanup.of_manager(args, manager))
     gpus = GpuBundles(plan)
     reserved.callback(gpus.release)
+    logs.follow(gpu.node for gpu in gpus.gpus)
     nodes = stack.enter_context(watch_nodes(gpus.gpus, plan, args.node_timeout_seconds, args.use_fault_tolerance))
     supervisor = Supervisor(WatchdogConfig.from_args(args), nodes or None)
     supervisor.set_report_suffix(manager.slow_servers)
     supervisor.watch(manager.watch_loop(), "the rollout manager died: {}".format)
     check_nodes(args, gpus.gpus, supervisor)
-    return manager, manager_end, gpus, supervisor
+    return manager, manager_end, gpus, supervisor, SpareNodes(args, gpus, supervisor, nodes, logs)

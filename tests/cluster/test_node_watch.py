@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 import slimrl
-from slimrl.cluster.nodes import NodeWatch, ProbeIntervals, WatchedNode, nodes_of
+from slimrl.cluster.nodes.watch import NodeWatch, ProbeIntervals, WatchedNode, nodes_of
 from slimrl.cluster.placement import GpuBundle, PlacementPlan
 from tests.machines import ADDRESSES, two_machines, why_not
 
 FAST = ProbeIntervals(period_s=0.1, timeout_s=5.0, silent_after_s=0.5)
 WATCHER = f"""
 import logging, sys, time
-from slimrl.cluster.nodes import NodeWatch, ProbeIntervals, WatchedNode
+from slimrl.cluster.nodes.watch import NodeWatch, ProbeIntervals, WatchedNode
 logging.basicConfig(stream=sys.stdout, format="%(message)s")
 node = WatchedNode("{ADDRESSES[1]}", 6380, "training ranks 2, 3")
 spare = WatchedNode("{ADDRESSES[1]}", 6380, "rollout GPUs 2", required=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from slimrl.cluster.nodes import CODE, CommonPath, NodeState, common_paths, differences, versions
+from slimrl.cluster.nodes.comparison import CODE, CommonPath, NodeState, common_paths, differences, versions
 from slimrl.processes.folders import LOCK_NAME, only_run_in
 from tests.megatron.tiny import tiny_args
 
@@ -33,8 +33,7 @@ def test_folder_of_checkpoints_must_be_that_of_the_driver(tmp_path: Path):
     model, save = tmp_path / "model", tmp_path / "checkpoints"
     model.mkdir()
     args = tiny_args(hf_checkpoint=str(model), ref_load="Qwen/Qwen3-4B", save=str(save), load=str(save))
-    with only_run_in(save, flag="--save", name="one"):
-        paths = common_paths(args)
+    with only_run_in(save, flag="--save", name="one"), common_paths(args) as paths:
         assert [(path.flag, path.path) for path in paths] == [("--hf-checkpoint", str(model)), ("--save", str(save))]
         assert [path.problem() for path in paths] == ["", ""]
         lock = (save / LOCK_NAME).read_text()
@@ -42,11 +41,32 @@ def test_folder_of_checkpoints_must_be_that_of_the_driver(tmp_path: Path):
     for text in (None, lock.replace("one", "two")):
         if text is not None:
             (save / LOCK_NAME).write_text(text)
-        assert (
-            paths[1].problem().startswith(f"has another folder at --save {save} than the driver's node: a checkpoint")
+        assert paths[1].problem() == (
+            f"has another folder at --save {save} than the driver's node: a checkpoint needs the files of all ranks in"
+            " one folder; give one on a file system that all nodes share"
         )
     model.rmdir()
     assert paths[0].problem() == (
         f"has no --hf-checkpoint {model}: copy it there, or give a path on a file system that all nodes share"
     )
     assert CommonPath("--load", "/nowhere").problem().startswith("has no --load /nowhere")
+
+
+def test_folders_of_the_critic_and_of_weight_files_must_be_those_of_the_driver(tmp_path: Path):
+    critic, weights = tmp_path / "critic", tmp_path / "not/yet"  # the run creates the second
+    critic.mkdir()
+    folders = {"save": str(tmp_path / "save"), "critic_save": str(critic), "update_weight_disk_dir": str(weights)}
+    args = tiny_args(hf_checkpoint="Qwen/Qwen3-4B", critic_load=str(critic), **folders)
+    with only_run_in(tmp_path / "save", flag="--save", name="one"), common_paths(args) as paths:
+        assert [path.flag for path in paths] == ["--update-weight-disk-dir", "--save", "--critic-save"]
+        assert [path.problem() for path in paths] == ["", "", ""]
+        assert not weights.exists()
+    assert list(critic.iterdir()) == [] and sorted(tmp_path.iterdir()) == [critic, tmp_path / "save"]  # nothing is left
+    # what another node sees that does not share them
+    assert paths[0].problem() == (
+        f"has another folder at --update-weight-disk-dir {weights} than the driver's node: engines read there what"
+        " training writes; give one on a file system that all nodes share"
+    )
+    assert paths[2].problem().startswith(f"has another folder at --critic-save {critic} than the driver's node: a")
+    with common_paths(args) as of_a_run_that_saves_nothing:
+        assert [path.flag for path in of_a_run_that_saves_nothing] == ["--critic-load", "--update-weight-disk-dir"]

@@ -14,7 +14,7 @@ import pytest
 
 import slimrl
 from slimrl.cluster.engines.engine import Engine
-from slimrl.cluster.nodes import NodeMark, place_node_mark, shared_memory_conflict, visible_marks
+from slimrl.cluster.nodes.comparison import NodeMark, place_node_mark, shared_memory_conflict, visible_marks
 from slimrl.processes import ProcessStartError, stale_resources
 from tests.machines import ADDRESSES, two_machines, why_not
 
@@ -23,7 +23,7 @@ A, B, C = (
 )
 NODE = """
 import json, sys
-from slimrl.cluster.nodes import NodeMark, place_node_mark, visible_marks
+from slimrl.cluster.nodes.comparison import NodeMark, place_node_mark, visible_marks
 with place_node_mark(sys.argv[1]) as mark:
     print(json.dumps([mark.address, mark.name, mark.network]), flush=True)
     marks = [NodeMark(*row) for row in json.loads(sys.stdin.readline())]

@@ -53,6 +53,9 @@ def started_over_two(
 
 def test_recipe_trains_over_two_machines_of_which_one_joins_late(tiny: Tiny, tmp_path: Path):
     with cluster(tiny, tmp_path, 2) as made:
+        folder = made.shared / "run"
+        folder.mkdir()
+        made.machines.run(1, "mount", "-t", "tmpfs", "tmpfs", str(folder))  # its run folder is its own
         head, second = run_over_two(
             made,
             before_second=lambda: time.sleep(8),
@@ -66,6 +69,14 @@ def test_recipe_trains_over_two_machines_of_which_one_joins_late(tiny: Tiny, tmp
         assert head.steps("weight_version") == ["0", "1"]
         assert (head.left, second.left, made.left(0), made.left(1)) == ([], [], [], [])
         assert "the Ray head at 10.77.31.1:6379 has ended; ending this node" in second.output
+        # the head's run folder has the logs of both
+        logs = folder / "logs"
+        own = made.machines.run(1, "ls", str(logs)).split()
+        assert "train-rank1.log" in own and len(own) > 1
+        assert {path.name for path in logs.iterdir()} > {"main.log", "train-rank0.log", *own}
+        for name in own:
+            assert made.machines.run(1, "cat", str(logs / name)) == (logs / name).read_text()
+        assert (logs / "train-rank1.log").stat().st_size > 0
 
 
 def test_node_with_another_checkout_or_a_folder_of_its_own_is_refused(tiny: Tiny, tmp_path: Path):

@@ -110,6 +110,12 @@ def test_trained_reward_model_prefers_unseen_answers(reward_model):
     assert config["architectures"] == ["Qwen3ForSequenceClassification"] and config["num_labels"] == 1
 
 
+@pytest.mark.parametrize("seed", [2, 3])
+def test_reward_model_of_other_data_prefers_unseen_answers(tiny, tmp_path, seed: int):
+    _, accuracy = trained(tiny, tmp_path, seed)
+    assert accuracy >= 0.95
+
+
 def test_trained_reward_model_scores_the_samples_of_a_run(reward_model, tiny, tmp_path):
     from transformers import AutoTokenizer
 

@@ -24,6 +24,7 @@ FLAGS = {
     "rollout_shuffle": False,
 } | dict.fromkeys(
     ("rm_type", "label_key", "apply_chat_template", "use_kl_loss", "kl_loss_coef", "kl_loss_type")
+    + ("advantage_estimator", "eps_clip", "eps_clip_high")
     + ("rollout_max_response_len", "sglang_enable_deterministic_inference", "sglang_disable_radix_cache")
 )
 

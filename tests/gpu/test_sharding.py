@@ -13,8 +13,9 @@ from slimrl.data.train_batch import RolloutBatch
 from tests.gpu.conftest import needs
 from tests.megatron import ranks, test_freeze, tiny
 from tests.megatron.launch import RankPool
+from tests.megatron.layouts import fsdp
 from tests.megatron.test_master_weights import HALF, ON_HOST
-from tests.megatron.test_sharding import ROLLOUTS, SPREAD, ZERO3, fsdp, losses_and_norms, relative_error, train
+from tests.megatron.test_sharding import ROLLOUTS, SPREAD, ZERO3, losses_and_norms, relative_error, train
 
 pytestmark = [pytest.mark.slow, needs()]
 

@@ -62,6 +62,11 @@ SPREAD = {"use_distributed_optimizer": True}
 OVERLAP = SPREAD | {"overlap_grad_reduce": True, "overlap_param_gather": True}
 
 
+def fsdp(strategy: str) -> dict[str, Any]:
+    """Megatron-FSDP; `strategy` is what it divides, the value of --data-parallel-sharding-strategy."""
+    return SPREAD | {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": strategy}
+
+
 def selective(*modules: str) -> dict[str, Any]:
     """Recomputation of these modules."""
     return {"recompute_granularity": "selective", "recompute_modules": list(modules)}
@@ -161,6 +166,7 @@ OF_ANSWERS: dict[str, tuple[Layout, str]] = {
     "PP2 virtual, packed": (Layout(2, VIRTUAL | DYNAMIC, 4), "dense"),
     "CP2, packed": (Layout(2, CP2 | DYNAMIC), "MLA"),
     "EP2, packed": (Layout(2, EP2 | SPREAD | DYNAMIC), "MoE"),
+    "DP2, Megatron-FSDP": (Layout(2, fsdp("optim_grads_params") | PAIRS), "dense"),
 }
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from slimrl.arguments import Arguments
 from slimrl.data.train_batch import RolloutBatch, schedule_batch
@@ -87,6 +88,11 @@ def export(trainer: Any, what: str = "data", family: Any = None) -> dict[str, Te
     return tensors
 
 
+def gradients(trainer: Any) -> dict[str, Tensor]:
+    """The full gradients of the last step by Hugging Face name; empty with Megatron-FSDP, which keeps none."""
+    return {} if trainer.hook_args.use_megatron_fsdp else export(trainer, "main_grad")
+
+
 def start(rank: int, world_size: int, init_method: str, args: Arguments, **more: Any) -> Any:
     """Builds a trainer."""
     from slimrl.megatron.training.trainer import MegatronTrainer
@@ -123,7 +129,7 @@ def train_once(
     trainer = start(rank, world_size, init_method, args, on_progress=lambda *now: progress.append(now))
     metrics = trainer.train(0, share_of(trainer, rollout))
     main_weights = export(trainer, "main_param") if args.bf16 and not args.use_distributed_optimizer else None
-    result = StepResult(metrics, export(trainer), export(trainer, "main_grad"), progress, main_weights)
+    result = StepResult(metrics, export(trainer), gradients(trainer), progress, main_weights)
     trainer.close()
     return result if rank == 0 else metrics
 
@@ -148,11 +154,17 @@ def local_state(model: Any) -> dict[str, Tensor]:
     for number, stage in enumerate(model.stages):
         named = (*stage.named_parameters(), *stage.named_buffers())
         tensors |= {f"weight {number} {name}": value.detach().clone() for name, value in named}
-    for part, optimizer in enumerate(model.optimizer.chained_optimizers):
+    for part, optimizer in enumerate(getattr(model.optimizer, "chained_optimizers", [model.optimizer])):
         for index, (parameter, state) in enumerate(optimizer.optimizer.state.items()):
-            tensors[f"main parameter {part} {index}"] = parameter.detach().clone()
-            tensors |= {f"{key} {part} {index}": value.clone() for key, value in state.items()}
-    return tensors
+            if local_part(parameter).numel():  # Megatron-FSDP counts the steps of empty parts or does not
+                tensors[f"main parameter {part} {index}"] = parameter.detach().clone()
+                tensors |= {f"{key} {part} {index}": value.clone() for key, value in state.items()}
+    return {name: local_part(value) for name, value in tensors.items()}
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor of Megatron-FSDP; any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def critic_state(trainer: Any) -> dict[str, Tensor]:

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.megatron import layouts, ranks, reference, tiny
-from tests.megatron.layouts import CP2, DYNAMIC, EP2, ETP2, FULL, OVERLAP, PP2, SPREAD, TP2_SP, VIRTUAL, Layout
-from tests.megatron.test_sharding import fsdp
+from tests.megatron.layouts import CP2, DYNAMIC, EP2, ETP2, FULL, OVERLAP, PP2, SPREAD, TP2_SP, VIRTUAL, Layout, fsdp
 
 pytestmark = pytest.mark.slow
 

@@ -21,7 +21,8 @@ from slimrl.data.train_batch import RolloutBatch
 from slimrl.megatron.training.critic import SampleColumns, critic_arguments
 from tests.megatron import ranks, tiny
 from tests.megatron.launch import RankPool
-from tests.megatron.test_resume import PP2, PPO, SPREAD, TP2, schedule_args
+from tests.megatron.layouts import DYNAMIC, fsdp
+from tests.megatron.test_resume import EP2, PP2, PPO, SPREAD, TP2, schedule_args
 
 pytestmark = pytest.mark.slow
 
@@ -137,17 +138,26 @@ EQUAL = {
     "TP2 each": (2, TP2),
     "PP2 each, two steps": (2, PP2 | TWO_STEPS),
     "DP2 each, two steps": (2, SPREAD | TWO_STEPS),
+    "TP2 without SP each": (2, {"tensor_model_parallel_size": 2}),
     "CP2 each": (2, SPREAD | {"context_parallel_size": 2}),
+    "EP2 each, packed": (2, EP2 | SPREAD | DYNAMIC),
+    "DP2 each, Megatron-FSDP": (2, fsdp("optim_grads_params")),
 }
 
 
 @pytest.mark.parametrize("name", EQUAL)
 def test_critic_of_the_same_layout_gives_the_same_bits(
-    name: str, models: Any, one_rank: RankPool, two_ranks: RankPool, four_ranks: RankPool, tmp_path: Path
+    name: str,
+    models: Any,
+    expert_models: Any,
+    one_rank: RankPool,
+    two_ranks: RankPool,
+    four_ranks: RankPool,
+    tmp_path: Path,
 ):
     size, changes = EQUAL[name]
     rollouts = [tiny.recorded_rollout(seed) for seed in range(ROLLOUTS)]
-    args = schedule_args(models, **FLAGS | changes)
+    args = schedule_args(expert_models if "EP2" in name else models, **FLAGS | changes)
     together = (one_rank if size == 1 else two_ranks).run(train_together, args, rollouts, ROLLOUTS)
     pool = two_ranks if size == 1 else four_ranks
     found = pool.run(train_apart, apart(args, size, size), rollouts, ROLLOUTS, tmp_path)

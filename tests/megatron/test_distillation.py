@@ -15,8 +15,7 @@ from slimrl.megatron.training.forward_step import TrainTensors
 from slimrl.megatron.training.pass_plan import PassPlan
 from slimrl.observability.metrics.registry import METRICS
 from tests.megatron import layouts, ranks, reference, tiny
-from tests.megatron.layouts import CP2, DYNAMIC, EP2, PP2, SPREAD, TP2_SP, Layout
-from tests.megatron.test_sharding import fsdp
+from tests.megatron.layouts import CP2, DYNAMIC, EP2, PP2, SPREAD, TP2_SP, Layout, fsdp
 
 COEF = 0.7
 SETTINGS = dataclasses.replace(layouts.SETTINGS, teacher_coef=COEF)
@@ -46,8 +45,7 @@ def train(rank: int, world_size: int, init_method: str, args: Any, rollout: Any)
     metrics = trainer.train(0, ranks.share_of(trainer, rollout))
     own = [trainer._policy.reference, trainer._parts.passes.teacher.weights]
     taken = sum(one.host_bytes for one in own if hasattr(one, "host_bytes"))
-    gradients = {} if args.use_megatron_fsdp else ranks.export(trainer, "main_grad")
-    result = ranks.StepResult(metrics, ranks.export(trainer), gradients, [], None)
+    result = ranks.StepResult(metrics, ranks.export(trainer), ranks.gradients(trainer), [], None)
     found = Distilled(result, trainer.rollout_metrics, taken)
     trainer.close()
     return found

@@ -16,10 +16,9 @@ from torch import Tensor
 from slimrl.megatron.training.pass_plan import PassPlan
 from slimrl.observability.metrics import is_known
 from tests.megatron import layouts, ranks, reference, tiny
-from tests.megatron.layouts import CP2, DYNAMIC, EP2, PP2, SETTINGS, SPREAD, TP2_SP, Layout
+from tests.megatron.layouts import CP2, DYNAMIC, EP2, PP2, SETTINGS, SPREAD, TP2_SP, Layout, fsdp
 from tests.megatron.test_distillation import distilled, teacher_of
 from tests.megatron.test_preference_loss import Truth
-from tests.megatron.test_sharding import fsdp
 
 COEF, BETA = 0.7, 0.3
 LAYOUTS = {
@@ -151,8 +150,7 @@ def train(rank: int, world_size: int, init_method: str, args: Any, rollout: Any)
     """The result of a rollout, and what the trainer keeps of the teacher after it."""
     trainer = ranks.start(rank, world_size, init_method, args)
     metrics = trainer.train(0, ranks.share_of(trainer, rollout))
-    gradients = {} if args.use_megatron_fsdp else ranks.export(trainer, "main_grad")
-    result = ranks.StepResult(metrics, ranks.export(trainer), gradients, [], None)
+    result = ranks.StepResult(metrics, ranks.export(trainer), ranks.gradients(trainer), [], None)
     states = trainer._parts.passes.teacher.states
     kept = None if states is None else (len(states.hidden), states.weight)
     report = trainer.rollout_metrics

@@ -25,8 +25,8 @@ from tests.megatron.layouts import (
     TP2_SP,
     VIRTUAL,
     Layout,
+    fsdp,
 )
-from tests.megatron.test_sharding import fsdp
 
 LAYOUTS = {
     "1 rank": (Layout(1, {}), "dense"),

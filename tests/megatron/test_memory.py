@@ -11,8 +11,7 @@ from slimrl.arguments import Arguments
 from slimrl.data.train_batch import RolloutBatch
 from slimrl.megatron.offload import CHUNK_BYTES
 from tests.megatron import ranks, tiny
-from tests.megatron.layouts import SPREAD, TP2_SP, Layout
-from tests.megatron.test_sharding import fsdp
+from tests.megatron.layouts import SPREAD, TP2_SP, Layout, fsdp
 
 
 def test_shared_storage_of_saved_tensors_counts_once():

@@ -14,9 +14,8 @@ import torch
 from slimrl.megatron.training.pass_plan import PassPlan
 from slimrl.observability.metrics import is_known
 from tests.megatron import layouts, ranks, tiny
-from tests.megatron.layouts import CP2, DYNAMIC, EP2, OVERLAP, PAIRS, PP2, SPREAD, TP2_SP, VIRTUAL, Layout
+from tests.megatron.layouts import CP2, DYNAMIC, EP2, OVERLAP, PAIRS, PP2, SPREAD, TP2_SP, VIRTUAL, Layout, fsdp
 from tests.megatron.test_preference_loss import Pairs
-from tests.megatron.test_sharding import fsdp
 
 LAYOUTS = {
     "1 rank": (Layout(1, PAIRS), "dense"),

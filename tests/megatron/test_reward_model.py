@@ -16,9 +16,8 @@ from transformers import AutoModelForSequenceClassification
 from slimrl.algorithms.reward_model import REWARD_MODEL_LOSSES
 from slimrl.observability.metrics import is_known
 from tests.megatron import layouts, ranks, reference, tiny
-from tests.megatron.layouts import CP2, DYNAMIC, EP2, ETP2, FULL, OVERLAP, PP2, SPREAD, TP2_SP, VIRTUAL, Layout
+from tests.megatron.layouts import CP2, DYNAMIC, EP2, ETP2, FULL, OVERLAP, PP2, SPREAD, TP2_SP, VIRTUAL, Layout, fsdp
 from tests.megatron.test_critic import Truth, set_head
-from tests.megatron.test_sharding import fsdp
 
 LR = 2e-3
 SETTINGS = dataclasses.replace(layouts.SETTINGS, lr=LR)

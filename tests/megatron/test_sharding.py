@@ -13,17 +13,13 @@ from torch import Tensor
 from slimrl.arguments import Arguments
 from slimrl.data.train_batch import RolloutBatch
 from tests.megatron import ranks, reference, tiny
-from tests.megatron.layouts import CP2, SPREAD, relative_error
+from tests.megatron.layouts import CP2, SPREAD, fsdp, relative_error
 from tests.megatron.test_freeze import SETTINGS, flags
 
 pytestmark = pytest.mark.slow
 
 ROLLOUTS = [tiny.recorded_rollout(seed=seed) for seed in (5, 6)]
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-
-
-def fsdp(strategy: str) -> dict[str, Any]:
-    return SPREAD | {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": strategy}
 
 
 ZERO3 = fsdp("optim_grads_params")

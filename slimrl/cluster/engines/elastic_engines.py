@@ -20,7 +20,7 @@ from slimrl.arguments import Arguments
 from slimrl.cluster.engines.engine import Engine, EngineActorConfig
 from slimrl.cluster.engines.engine_group import server_settings
 from slimrl.cluster.launch import Launch
-from slimrl.cluster.nodes import NodesDifferError, check_node
+from slimrl.cluster.nodes.comparison import NodesDifferError, check_node
 from slimrl.cluster.placement import EnginePart, ExtraBundles, PlacementPlan
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from ray.exceptions import RayActorError
 
 from slimrl.cluster import ray_session
 from slimrl.cluster.network import BindConfig, node_address, server_host
-from slimrl.cluster.nodes import NodeMark, place_node_mark, shared_memory_conflict, visible_marks
+from slimrl.cluster.nodes.comparison import NodeMark, place_node_mark, shared_memory_conflict, visible_marks
 from slimrl.cluster.placement import ENGINE_SHARE, REWARD_SHARE, EnginePart, ReservedGpus
 from slimrl.engines.backend import SGLANG, backend
 from slimrl.engines.server_protocol import CALL_TIMEOUT_S, NodePart, ServerControl, ServerLaunch, ServerProcess

@@ -1,0 +1,1 @@
+"""The nodes of a run: what they must have in common (`comparison`), whether they answer (`watch`)."""
