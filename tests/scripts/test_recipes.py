@@ -43,6 +43,8 @@ def prepare(line: list[str], model: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(published(name)))
         complete_model(folder)
+        if "vision_config" in published(name):
+            (folder / "preprocessor_config.json").write_text("{}")
     (reference / "release").mkdir(parents=True, exist_ok=True)
     for name in ("metadata.json", ".metadata"):
         (reference / "release" / name).touch()
@@ -111,6 +113,23 @@ def test_kto_recipe_learns_the_labels_of_unseen_answers_on_the_cpu(tmp_path):
     first, *_, last = (entry["metrics"] for entry in done.summary["eval"]["history"])
     assert first["eval/held-out-loss"] == 0.5 and first["eval/held-out"] == 0  # policy and reference are equal
     assert last["eval/held-out-loss"] < 0.4 and last["eval/held-out"] > 0.7 and last["eval/held-out-reward_margin"] > 1
+    shutil.rmtree(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_recipe_with_images_learns_to_count_squares_on_the_cpu(tmp_path):
+    """The model has to see the pictures, and engines the trained tower: half of the answers are right at first."""
+    folder = ROOT / "runs/run-qwen2.5-VL-3B-geo3k-tiny"
+    started = harness.launch(
+        ["bash", "scripts/run-qwen2.5-VL-3B-geo3k.sh", "--tiny", "--seed", "7"], **places(tmp_path, folder)
+    )
+    done = started.finish(380)
+    assert done.code == 0, done.output
+    assert done.left == []
+    first, *_, last = (entry["metrics"] for entry in done.summary["eval"]["history"])
+    assert first["eval/squares"] < 0.5 and last["eval/squares"] >= 0.9
+    assert max(done.steps("train_rollout_logprob_abs_diff_max")) < 1e-4
     shutil.rmtree(folder)
 
 
