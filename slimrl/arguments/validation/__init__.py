@@ -67,7 +67,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
     checkpoint.weights_have_a_source,
     checkpoint.ref_load_is_a_checkpoint,
     checkpoint.load_is_a_checkpoint_or_new,
-    checkpoint.loaded_model_has_the_head,
+    checkpoint.loaded_models_have_the_head,
     checkpoint.checkpoints_have_the_sizes_of_the_model,
     checkpoint.hf_models_agree,
     checkpoint.saving_is_complete,
