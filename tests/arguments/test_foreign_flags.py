@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,7 @@ from slimrl.arguments.parser import RETIRED_FLAGS, own_spellings, parse_line
 from tests.arguments.conftest import without
 
 OWN = own_spellings(all_flag_specs())
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def sentences(line: str) -> list[str]:
@@ -157,6 +159,74 @@ def test_errors_independent_of_a_misread_word_are_reported_together(recipe):
     problems = read_args(recipe.line("--rollout-batch-sise 32 --kl-coef 0.1 --kl-loss-coef 0.1"))[1]
     assert len(problems) == 2
     assert "count the KL twice" in str(problems[1])
+
+
+# slime's mismatch helper ---------------------------------------------------------------------------------------------
+
+# key of its YAML file, also with the value: flags with the same effect; the first one answers the key as a flag
+HELPER = {
+    "use_tis": "--use-tis",
+    "tis_level": "--tis-level",
+    "tis_mode: truncate": "--tis-mode truncate",
+    "tis_mode: clip": "--tis-mode truncate",
+    "tis_mode: mask": "--tis-mode mask",
+    "tis_upper_bound": "--tis-clip",
+    "tis_lower_bound": "--tis-clip-low",
+    "tis_batch_normalize": "--tis-batch-normalize",
+    "use_rs": "--use-rs",
+    "rs_level": "--rs-level",
+    "rs_lower_bound": "--rs-lower-bound",
+    "rs_upper_bound": "--rs-upper-bound",
+    "rs_veto_threshold": "--rs-veto-threshold",
+    "mis_level": "--tis-level",
+    "mis_mode": "--tis-mode",
+    "mis_upper_bound": "--tis-clip",
+    "mis_lower_bound": "--tis-clip-low",
+    "mis_veto_threshold": "--rs-veto-threshold",
+}
+
+
+def test_each_key_of_slimes_mismatch_helper_is_answered_with_the_flag_of_the_table():
+    section = (DOCS / "coming-from-slime.md").read_text().split("### Settings of the mismatch helper")[1]
+    table = {}
+    for row in section.split("\n## ")[0].splitlines():
+        if row.startswith("| `"):
+            keys, flags, _ = (cell.strip() for cell in row.strip("|").split(" | "))
+            keys = keys.replace("tis_level: token, sequence, geometric", "tis_level")
+            table |= dict(zip(keys.replace("`", "").split(", "), flags.replace("`", "").split(", "), strict=True))
+    assert table == {key: flags for key, flags in HELPER.items() if not key.startswith("mis_")}
+    for key, flags in HELPER.items():
+        name = key.partition(":")[0]
+        flag = flags.split()[0]
+        word = "--" + name.replace("_", "-")
+        assert flag in OWN and (word == flag if word in OWN else OTHER_WORDS[word.strip("-")].flag == flag)
+        if word not in OWN:
+            (sentence,) = sentences(f"--{name} 1")
+            assert sentence.startswith(f"--{name} is slime's name: use {flag}")
+
+
+# ratios 1/4, 1 and 4 with the bounds 1/2 and 2, as slime's modes weight them
+@pytest.mark.parametrize(
+    ("mode", "flags", "expected"),
+    [
+        ("truncate", "--tis-mode truncate", [0.25, 1.0, 2.0]),
+        ("clip", "--tis-mode truncate --tis-clip-low 0.5", [0.5, 1.0, 2.0]),
+        ("mask", "--tis-mode mask --tis-clip-low 0.5", [0.0, 1.0, 0.0]),
+    ],
+)
+def test_modes_of_slimes_mismatch_helper_in_the_flags_of_the_table(recipe, mode, flags, expected):
+    import torch
+
+    from slimrl.algorithms.off_policy import importance_weights
+    from slimrl.megatron.training.loss.policy_loss import importance_weighting
+
+    assert flags.startswith(HELPER[f"tis_mode: {mode}"])
+    args, problems = read_args(recipe.line(f"--use-tis --tis-clip 2 {flags}"))
+    assert problems == []
+    config = importance_weighting(args)
+    ratios = torch.tensor([0.25, 1.0, 4.0], dtype=torch.float64)
+    weights, _ = importance_weights(ratios.log(), low=config.low, high=config.high, masks=config.masks)
+    torch.testing.assert_close(weights, torch.tensor(expected, dtype=torch.float64))
 
 
 # AIAK-RLHF and ChatLearn ----------------------------------------------------------------------------------------------
