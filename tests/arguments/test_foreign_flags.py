@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slimrl.arguments import read_args
-from slimrl.arguments.foreign_flags import _PREFIXES, OTHER_WORDS, cloud_frameworks
+from slimrl.arguments.foreign_flags import _PREFIXES, OTHER_WORDS, aiak, chatlearn
 from slimrl.arguments.namespace import all_flag_specs
 from slimrl.arguments.parser import RETIRED_FLAGS, own_spellings, parse_line
 from tests.arguments.conftest import without
@@ -62,8 +62,8 @@ def test_common_flags_of_four_frameworks_are_covered():
         ),
         (
             "--colocate trainer.balance_batch=True",
-            "trainer.balance_batch is verl's name and has no counterpart: flags are written --flag value, and"
-            " docs/flags.md lists all of them.",
+            "trainer.balance_batch is verl's name and is not in the table of its counterparts: docs/coming-from-verl.md"
+            " has the table, and docs/flags.md all flags, written --flag value.",
         ),
         ("--tis-upper-bound 2.0", "--tis-upper-bound is slime's name: use --tis-clip."),
         (
@@ -252,7 +252,7 @@ SAME = {
 def test_each_flag_of_an_aiak_command_line_is_accepted_or_answered_once(program, line):
     given = [word for word in line.split() if word.startswith("--")]
     names = [word.strip("-").replace("_", "-") for word in given]
-    assert all(program in cloud_frameworks.AIAK[name].programs for name in names)
+    assert all(program in aiak.AIAK[name].programs for name in names)
     parsed = parse_line(line.split(), all_flag_specs(), {})
     assert parsed.values == {"bf16": True}
     assert [problem.flag for problem in parsed.problems] == [word for word in given if word != "--bf16"]
@@ -316,8 +316,8 @@ def test_aiak_ppo_in_the_flags_of_its_page_passes_every_rule(recipe, tmp_path):
 def test_cloud_rows_are_declared_once_and_reach_the_parser():
     from slimrl.arguments.foreign_flags import _ROWS
 
-    assert cloud_frameworks.ROWS.keys() & _ROWS.keys() == set()
-    missing = [name for name in cloud_frameworks.AIAK if f"--{name}" not in OWN and name not in OTHER_WORDS]
+    assert aiak.ROWS.keys() & _ROWS.keys() == chatlearn.ROWS.keys() & _ROWS.keys() == set()
+    missing = [name for name in aiak.AIAK if f"--{name}" not in OWN and name not in OTHER_WORDS]
     assert missing == []
 
 
@@ -341,10 +341,96 @@ def test_cloud_rows_are_declared_once_and_reach_the_parser():
         ),
         (
             "models.policy.unknown_key=1",
-            "models.policy.unknown_key is PAI-ChatLearn's name and has no counterpart: flags are written --flag value,"
-            " and docs/flags.md lists all of them.",
+            "models.policy.unknown_key is PAI-ChatLearn's name and is not in the table of its counterparts:"
+            " docs/coming-from-pai-chatlearn.md has the table, and docs/flags.md all flags, written --flag value.",
         ),
     ],
 )
 def test_key_of_chatlearn_is_answered_with_a_flag(line, sentence):
     assert sentences(line) == [sentence]
+
+
+# keys of ChatLearn's PPO, examples/megatron/configs/llama2/rlhf.yaml and vllm_rlhf.yaml
+CHATLEARN_PPO = {
+    "policy": "model_config_file num_gpu trainable batch_generation.ranking batch_generation.min_prompt_length"
+    " free_memory force_free_memory",
+    "reference": "model_config_file num_gpu trainable generation_batch_size free_memory",
+    "reward": "model_config_file num_gpu trainable generation_batch_size free_memory",
+    "value": "model_config_file num_gpu trainable generation_batch_size free_memory",
+    "ppo_policy": "model_config_file num_gpu trainable lora.enable_lora lora.lora_dim lora.lora_layer"
+    " lora.column_only_qkv lora.lora_dropout free_memory",
+    "ppo_value": "model_config_file num_gpu trainable lora.enable_lora lora.lora_dim lora.lora_layer"
+    " lora.column_only_qkv lora.lora_dropout free_memory",
+}
+CHATLEARN_RUNTIME = """colocation generation_batch_size train_micro_batch_size train_global_batch_size num_episode
+ sample_per_episode num_training_epoch save_episode_interval data_path eval_data_path training_data_num_limit
+ eval_data_num_limit eval_episode_interval data_checkpoint_path free_sync_collective_group exp_name output_dir debug
+ validate_param_sync sync_memory_optimization_level"""
+# of the files that these name, for each model
+CHATLEARN_FILES = """load load_iteration num_layers hidden_size num_attention_heads ffn_hidden_size num_query_groups
+ tensor_model_parallel_size pipeline_model_parallel_size use_distributed_optimizer gamma lam cliprange cliprange_value
+ init_kl_coef fix_kl_coef target horizon scale_reward cliprange_reward lr min_lr lr_decay_style lr_decay_iters
+ lr_warmup_iters weight_decay clip_grad adam_beta1 adam_beta2 recompute_granularity recompute_activations
+ sequence_parallel tokenizer_model seq_length max_new_tokens num_inference_per_prompt bf16 swiglu"""
+
+
+def test_each_key_of_chatlearns_ppo_has_a_row_and_is_answered_once():
+    keys = [f"models.{model}.{key}" for model, of_model in CHATLEARN_PPO.items() for key in of_model.split()]
+    keys += [f"runtime.{key}" for key in CHATLEARN_RUNTIME.split()]
+    keys += [f"models.{model}.{key}" for model in CHATLEARN_PPO for key in CHATLEARN_FILES.split()]
+    for key in keys:
+        row = OTHER_WORDS[key.replace("_", "-")]
+        assert sentences(f"{key}=1") == [row.sentence(key)]
+
+
+@pytest.mark.parametrize(
+    ("key", "flag"),
+    [
+        ("models.value.load", "--critic-load"),
+        ("models.ppo_value.load", "--critic-load"),
+        ("models.ppo_value.lr", "--critic-lr"),
+        ("models.value.num_gpu", "--critic-num-gpus-per-node"),
+        ("models.reward.load", "--rm-model"),
+        ("models.reward.num_gpu", "--rm-num-gpus"),
+        ("models.reference.load", "--ref-load"),
+        ("models.reference.num_gpu", None),
+        ("models.ppo_policy.num_gpu", "--actor-num-gpus-per-node"),
+        ("models.ppo_policy.lr", "--lr"),
+        ("models.ppo_policy.gamma", "--gamma"),
+        ("models.ppo_policy.lam", "--lambd"),
+        ("models.ppo_policy.lora.lora_dim", "--lora-rank"),
+        ("models.ppo_policy.num_layers", "--num-layers"),
+        ("models.value.num_layers", None),
+        ("models.policy.tensor_model_parallel_size", "--rollout-num-gpus-per-engine"),
+        ("models.ppo_policy.tensor_model_parallel_size", "--tensor-model-parallel-size"),
+        ("runtime.training_data_num_limit", "--prompt-data"),
+        ("rlhf.num_ppo_episode", "--num-rollout"),
+    ],
+)
+def test_key_of_chatlearns_ppo_is_answered_with_the_flag_of_its_model(key, flag):
+    (sentence,) = sentences(f"{key}=1")
+    assert (f"use {flag}" if flag else "has no counterpart") in sentence
+
+
+def test_chatlearns_ppo_in_the_flags_of_its_page_passes_every_rule(recipe, tmp_path):
+    (tmp_path / "judge").mkdir()
+    config = {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "LABEL_0"}, "vocab_size": 10}
+    (tmp_path / "judge/config.json").write_text(json.dumps(config))
+    (tmp_path / "judge/tokenizer.json").touch()
+    translated = """--advantage-estimator ppo --rm-type reward_model --rm-model {dir}/judge --rm-colocate
+     --rm-num-gpus 8 --critic-load {dir}/ref --micro-batch-size 2 --global-batch-size 512 --rollout-batch-size 1024
+     --n-samples-per-prompt 1 --num-steps-per-rollout 2 --num-rollout 200 --save-interval 50 --save {dir}/ckpt
+     --prompt-data {dir}/train.jsonl@[0:1000] --eval-interval 100 --run-name chatlearn --gamma 1 --lambd 0.95
+     --eps-clip 0.2 --value-clip 0.1 --kl-coef 0.02 --lr 2.4e-7 --min-lr 1e-9 --critic-lr 5e-6 --lr-decay-style linear
+     --lr-decay-iters 12000 --lr-warmup-iters 100 --weight-decay 0.01 --adam-beta1 0.9 --adam-beta2 0.95 --clip-grad 0.5
+     --check-weight-update-equal --sequence-parallel --tensor-model-parallel-size 8 --rollout-num-gpus-per-engine 8
+     --rollout-max-response-len 512"""
+    dropped = {"--use-dynamic-batch-size", "--use-kl-loss"}
+    line = recipe.line(translated, without="--max-tokens-per-gpu")
+    args, problems = read_args([word for word in line if word not in dropped])
+    assert [str(problem) for problem in problems] == []
+    assert args.use_critic and args.use_reference and args.rm_colocate
+
+
+def test_keys_of_model_files_with_the_same_name_are_flags():
+    assert [name for name in chatlearn.SAME_NAMES if f"--{name}" not in OWN] == []
