@@ -11,7 +11,7 @@ from slimrl.arguments import read_args
 from slimrl.arguments.foreign_flags import _PREFIXES, OTHER_WORDS, aiak, chatlearn
 from slimrl.arguments.namespace import all_flag_specs
 from slimrl.arguments.parser import RETIRED_FLAGS, own_spellings, parse_line
-from tests.arguments.conftest import without
+from tests.arguments.conftest import MODEL, without
 
 OWN = own_spellings(all_flag_specs())
 DOCS = Path(__file__).parents[2] / "docs"
@@ -294,23 +294,80 @@ def test_aiak_reward_model_in_the_flags_of_its_page_passes_every_rule(recipe, tm
     assert args.trains_reward_model and args.rollout_max_context_len == 2048 and args.rollout_max_prompt_len is None
 
 
-def test_aiak_ppo_in_the_flags_of_its_page_passes_every_rule(recipe, tmp_path):
+# each flag of AIAK_PPO as its page says; "" for one to leave out
+TRANSLATED = {
+    "num_nodes": "--actor-num-nodes 1",
+    "num_gpus_per_node": "--num-gpus-per-node 8 --actor-num-gpus-per-node 8",
+    "vllm_num_engines": "",  # with --colocate on all GPUs
+    "vllm_tensor_parallel_size": "--rollout-num-gpus-per-engine 1",
+    "vllm_gpu_memory_utilization": "--sglang-mem-fraction-static 0.9",
+    "colocate_all": "--colocate --rm-colocate",
+    "ref_reward_offload": "--rm-colocate --rm-num-gpus 8",
+    "pretrain": "--hf-checkpoint {dir}/hf --ref-load {dir}/ref --load {dir}/ckpt",
+    "reward_pretrain": "--rm-model {dir}/judge --rm-type reward_model",
+    "save_path": "--save {dir}/ckpt",
+    "micro_train_batch_size": "--micro-batch-size 8",
+    "micro_rollout_batch_size": "",
+    "rollout_batch_size": "--rollout-batch-size 1024 --n-samples-per-prompt 1",
+    "max_samples": "--prompt-data {dir}/prompts.jsonl@[0:1000000]",
+    "max_epochs": "",
+    "prompt_max_len": "--rollout-max-prompt-len 1024 --rollout-truncate-prompt left",
+    "generate_max_len": "--rollout-max-response-len 1024",
+    "zero_stage": "--use-distributed-optimizer",
+    "bf16": "--bf16",
+    "actor_learning_rate": "--lr 5e-7",
+    "critic_learning_rate": "--critic-lr 9e-6",
+    "init_kl_coef": "--kl-coef 0.01",
+    "prompt_data": "--prompt-data {dir}/prompts.jsonl@[0:1000000]",
+    "input_key": "--input-key context_messages",
+    "apply_chat_template": "--apply-chat-template",
+    "normalize_reward": "--normalize-reward",
+    "adam_offload": "--optimizer-cpu-offload --use-precision-aware-optimizer",
+    "flash_attn": "--attention-backend flash",
+    "tensorboard": "--tensorboard-dir {dir}/logs --use-tensorboard",
+    "gradient_checkpointing": "--recompute-granularity selective",
+}
+# what AIAK does not have: the network, the length of the run, and the estimator and the sizes of a step by flags
+OF_SLIMRL = """--advantage-estimator ppo --lambd 0.95 --num-rollout 8 --global-batch-size 128 --num-steps-per-rollout 8
+ --tensor-model-parallel-size 1"""
+WITHOUT_ADAM_OFFLOAD = {
+    "adam_offload": "",
+    "zero_stage": "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params",
+}
+
+
+@pytest.mark.parametrize("changes", [{}, WITHOUT_ADAM_OFFLOAD], ids=["its command line", "without adam_offload"])
+def test_aiak_ppo_in_the_flags_of_its_page_passes_every_rule(recipe, tmp_path, changes):
+    from slimrl.engines.sglang.server_args import server_flags
+
+    given = [word.removeprefix("--") for word in AIAK_PPO.split() if word.startswith("--")]
+    assert sorted(given) == sorted(TRANSLATED)
+    for name, flags in TRANSLATED.items():
+        row = OTHER_WORDS.get(name.replace("_", "-"))
+        answer = "--" + name.replace("_", "-") if row is None else row.flag
+        assert answer in flags.split() if flags else answer is None or name == "vllm_num_engines"
+    translated = TRANSLATED | changes
     (tmp_path / "judge").mkdir()
     config = {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "LABEL_0"}, "vocab_size": 10}
     (tmp_path / "judge/config.json").write_text(json.dumps(config))
     (tmp_path / "judge/tokenizer.json").touch()
-    translated = """--advantage-estimator ppo --rm-type reward_model --rm-model {dir}/judge --rm-colocate
-     --rm-num-gpus 8 --save {dir}/ckpt --micro-batch-size 8 --rollout-batch-size 1024 --n-samples-per-prompt 1
-     --global-batch-size 128
-     --num-steps-per-rollout 8 --prompt-data {dir}/train.jsonl@[0:1000000] --rollout-max-prompt-len 1024
-     --rollout-truncate-prompt left --rollout-max-response-len 1024 --bf16 --lr 5e-7 --critic-lr 9e-6 --kl-coef 0.01
-     --normalize-reward --tensorboard-dir {dir}/logs --use-tensorboard --actor-num-nodes 1 --num-gpus-per-node 8
-     --tensor-model-parallel-size 1 --rollout-num-gpus-per-engine 1 --lambd 0.95"""
-    line = [word for word in recipe.line(translated, without="--max-tokens-per-gpu")]
-    dropped = {"--use-dynamic-batch-size", "--sequence-parallel", "--use-kl-loss"}
-    args, problems = read_args([word for word in line if word not in dropped])
-    assert problems == []
+    messages = [{"role": "user", "content": "1+1"}]
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"context_messages": messages}) + "\n")
+    line = f"{MODEL} {OF_SLIMRL} {' '.join(translated.values())}".format(dir=recipe.dir)
+    args, problems = read_args(line.split(), passthrough={"sglang": server_flags})
+    assert [str(problem) for problem in problems] == []
     assert args.use_critic and args.normalize_reward and args.rm_colocate and args.use_reference
+    assert args.optimizer_cpu_offload is not bool(changes) and args.use_megatron_fsdp is bool(changes)
+
+
+def test_zero_3_and_adam_offload_of_the_page_exclude_each_other(recipe):
+    line = f"{TRANSLATED['adam_offload']} {WITHOUT_ADAM_OFFLOAD['zero_stage']}"
+    excluded = [str(problem) for problem in read_args(recipe.line(line))[1]]
+    assert any(one.startswith("--use-megatron-fsdp keeps its state on the device: leave") for one in excluded)
+    (sentence,) = sentences("--adam_offload")
+    assert sentence.endswith("with --use-precision-aware-optimizer and without --use-megatron-fsdp.")
+    (sentence,) = sentences("--zero_stage 3")
+    assert sentence.endswith("for 2 and 3, which excludes --optimizer-cpu-offload.")
 
 
 def test_cloud_rows_are_declared_once_and_reach_the_parser():

@@ -215,7 +215,8 @@ _ROWS: dict[str, tuple[str, str | None, str]] = {
     "zero-stage": (
         OPENRLHF,
         "--use-distributed-optimizer",
-        "on by default, for 1; --use-megatron-fsdp with --data-parallel-sharding-strategy for 2 and 3",
+        "on by default, for 1 and beside --optimizer-cpu-offload; --use-megatron-fsdp with"
+        " --data-parallel-sharding-strategy for 2 and 3, which excludes --optimizer-cpu-offload",
     ),
     "actor-learning-rate": (OPENRLHF, "--lr", ""),
     "critic-learning-rate": (OPENRLHF, "--critic-lr", ""),
@@ -225,7 +226,11 @@ _ROWS: dict[str, tuple[str, str | None, str]] = {
     "kl-estimator": (OPENRLHF, "--kl-loss-type", ""),
     "eps-clip-low-high": (OPENRLHF, "--eps-clip-high", "with --eps-clip"),
     "gradient-checkpointing": (HF, "--recompute-granularity", "selective or full"),
-    "adam-offload": (OPENRLHF, "--optimizer-cpu-offload", ""),
+    "adam-offload": (
+        OPENRLHF,
+        "--optimizer-cpu-offload",
+        "with --use-precision-aware-optimizer and without --use-megatron-fsdp",
+    ),
     "packing-samples": (OPENRLHF, None, _PACKED),
     "ring-attn-size": (OPENRLHF, "--context-parallel-size", ""),
     "flash-attn": (OPENRLHF, "--attention-backend", "flash"),

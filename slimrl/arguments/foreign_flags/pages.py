@@ -32,6 +32,13 @@ _AIAK_DIFFERENCES = (
         "passes ([colocation.md](colocation.md))",
     ),
     (
+        "`--zero_stage 3` and `--adam_offload` together",
+        "one of the two: `--optimizer-cpu-offload --use-precision-aware-optimizer` with the distributed optimizer, and "
+        "`--tensor-model-parallel-size` if the weights do not fit; or `--use-megatron-fsdp "
+        "--data-parallel-sharding-strategy optim_grads_params`, whose state stays on the GPUs "
+        "([sharding.md](sharding.md))",
+    ),
+    (
         "Llama-2",
         "`scripts/models/llama2-7B.sh`, `llama2-13B.sh`, `llama2-70B.sh`",
     ),
