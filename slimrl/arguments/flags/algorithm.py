@@ -91,8 +91,6 @@ class AlgorithmArguments(PreferenceArguments, RewardModelArguments):
         choices=_ESTIMATORS,
         hints={
             "gae": "give ppo, whose advantages are generalized ones (GAE)",
-            "dr_grpo": "give grpo with --disable-grpo-std-normalization and --rollout-max-response-len as the divisor"
-            " (docs/algorithms.md)",
             "remax": "give opo or rloo, which need no greedy response as a baseline",
             "on_policy_distillation": "give --use-opd with grpo, and --custom-rm-path or --rm-type zero",
         },
@@ -101,7 +99,11 @@ class AlgorithmArguments(PreferenceArguments, RewardModelArguments):
         "policy_loss",
         "training loss",
         choices=("policy_loss", "sft_loss", "preference_loss", "reward_model_loss", "custom_loss"),
-        hints={"topk_opd_loss": "give policy_loss with --use-opd, --opd-divergence and --opd-top-k"},
+        hints={
+            "topk_opd_loss": "give policy_loss with --use-opd, --opd-divergence and --opd-top-k",
+            "dr_grpo": "give policy_loss with --advantage-estimator dr_grpo",
+            "dapo": "give policy_loss with --calculate-per-token-loss",
+        },
     )
     custom_loss_function_path: str | None = flag(
         None, "loss of --loss-type custom_loss (dotted import path); implies --keep-logits"
@@ -159,7 +161,7 @@ class AlgorithmArguments(PreferenceArguments, RewardModelArguments):
     )
     grpo_std_normalization: bool = flag(
         True,
-        "do not divide by the group's standard deviation (Dr. GRPO)",
+        "do not divide by the group's standard deviation (always so with dr_grpo)",
         negated=True,
         off=("--disable-grpo-std-normalization",),
     )

@@ -131,7 +131,11 @@ _ROWS: dict[str, tuple[str, str | None, str]] = {
     "actor-rollout-ref.actor.clip-ratio-low": (VERL, "--eps-clip", ""),
     "actor-rollout-ref.actor.clip-ratio-high": (VERL, "--eps-clip-high", ""),
     "actor-rollout-ref.actor.clip-ratio-c": (VERL, "--eps-clip-c", ""),
-    "actor-rollout-ref.actor.loss-agg-mode": (VERL, "--calculate-per-token-loss", "for token-mean"),
+    "actor-rollout-ref.actor.loss-agg-mode": (
+        VERL,
+        "--calculate-per-token-loss",
+        "for token-mean; --advantage-estimator dr_grpo for seq-mean-token-sum-norm",
+    ),
     "actor-rollout-ref.actor.ulysses-sequence-parallel-size": (VERL, "--context-parallel-size", ""),
     "actor-rollout-ref.actor.fsdp-config.param-offload": (VERL, "--offload-train", ""),
     "actor-rollout-ref.actor.fsdp-config.optimizer-offload": (VERL, "--optimizer-cpu-offload", ""),

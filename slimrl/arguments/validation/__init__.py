@@ -158,6 +158,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
     rollout.dict_rewards_have_a_key,
     algorithm.clip_range_is_ordered,
     algorithm.estimator_has_what_it_needs,
+    algorithm.length_normalization_has_its_divisor,
     algorithm.process_rewards_have_their_model,
     algorithm.off_policy_corrections_are_consistent,
     algorithm.rejection_has_bounds,
