@@ -124,6 +124,9 @@ class AlgorithmArguments(PreferenceArguments, RewardModelArguments):
     )
     gamma: float = flag(1.0, f"discount factor of the returns of {_DISCOUNTED}", at_least=0, at_most=1)
     lambd: float = flag(1.0, f"lambda of the generalised advantages of {_WITH_CRITIC}", at_least=0, at_most=1)
+    critic_lambd: float | None = flag(
+        None, f"lambda of the returns that the critic of {_WITH_CRITIC} is trained on (--lambd)", at_least=0, at_most=1
+    )
     eps_clip: float = flag(0.2, "lower clip of the policy ratio: 1 - this", at_least=0)
     eps_clip_high: float = flag(None, "upper clip of the policy ratio: 1 + this (--eps-clip)", at_least=0)
     eps_clip_c: float | None = flag(
