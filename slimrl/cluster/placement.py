@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import ipaddress
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slimrl.arguments import Arguments
@@ -26,6 +27,8 @@ TRAIN_SHARE = 0.6
 ENGINE_SHARE = 0.3
 REWARD_SHARE = 0.1
 PLACEMENT_TIMEOUT_S = 600.0
+LOSS_NOTICED_S = 120.0  # by Ray, of a node that does not answer
+SPARE_TIMEOUT_S = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,6 +214,56 @@ class GpuBundles:
     def options(self, index: int, share: float) -> dict[str, object]:
         """As `ReservedGpus.options`."""
         return _options(self.group, self.gpus[index].bundle, share)
+
+    def relocate(self, *, node_is_lost: bool) -> list[GpuBundle]:
+        """Takes over the GPUs that Ray has reserved in the place of those of lost nodes; returns the new ones.
+
+        The GPUs of a lost node keep their indices. With `node_is_lost` waits until Ray has noticed the loss too. Raises
+        InsufficientGpusError if no node has as many free GPUs, or if those of one node would be on several.
+        """
+        deadline = time.monotonic() + (LOSS_NOTICED_S if node_is_lost else 0.0)
+        while not (lost := self._on_dead_nodes()):
+            if time.monotonic() >= deadline:
+                return []
+            time.sleep(0.2)
+        deadline = time.monotonic() + SPARE_TIMEOUT_S
+        while not self._is_placed():
+            if time.monotonic() > deadline:
+                raise InsufficientGpusError(
+                    f"no other node has {len(lost)} free GPUs for the {len(lost)} of {self.gpus[lost[0]].node_ip}"
+                )
+            time.sleep(0.2)
+        return self._move(lost)
+
+    def _on_dead_nodes(self) -> list[int]:
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        return [index for index, gpu in enumerate(self.gpus) if gpu.node not in alive]
+
+    def _is_placed(self) -> bool:
+        """Whether Ray has a living node for every bundle."""
+        table = placement_group_table(self.group)
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        return table["state"] == "CREATED" and set(table["bundles_to_node_id"].values()) <= alive
+
+    def _move(self, lost: Sequence[int]) -> list[GpuBundle]:
+        """Gives the indices `lost` the GPUs that their bundles have now."""
+        bundles = [self.gpus[index].bundle for index in lost]
+        actor: Any = _Probe
+        probes = [actor.options(**_options(self.group, bundle, TRAIN_SHARE)).remote() for bundle in bundles]
+        locations = ray.get([probe.location.remote() for probe in probes])
+        for probe in probes:
+            ray.kill(probe)
+        found = in_order(GpuBundle(bundle, *location) for bundle, location in zip(bundles, locations, strict=True))
+        changed = dict(zip(lost, found, strict=True))
+        for node in {self.gpus[index].node for index in lost}:
+            taken = {gpu.node_ip for index, gpu in changed.items() if self.gpus[index].node == node}
+            if len(taken) > 1:
+                raise InsufficientGpusError(
+                    f"the GPUs for those of one lost node are on several, {', '.join(sorted(taken))}: add whole nodes"
+                )
+        for index, gpu in changed.items():
+            self.gpus[index] = gpu
+        return found
 
     def release(self) -> None:
         """Returns the GPUs to Ray."""

@@ -30,7 +30,7 @@ from slimrl.cluster.rollout_manager_proxy import (
     start_manager,
 )
 from slimrl.cluster.supervisor import Supervisor
-from slimrl.cluster.training.train_recovery import Trainers, TrainRecovery, start_training
+from slimrl.cluster.training.train_recovery import SpareNodes, Trainers, TrainRecovery, start_training
 from slimrl.cluster.watchdog import WatchdogConfig, poll_actors
 from slimrl.engines.backend import backend
 from slimrl.engines.http import check_servers_reachable, with_key
@@ -339,14 +339,14 @@ def open_run(args: Arguments) -> Iterator[Run]:
         args = with_key(dataclasses.replace(args, wandb_key=None))  # only the run log needs it
         launch = launch.placed(bind_config(args))
         timeline.mark("reserve GPUs, start the rollout manager")
-        manager, manager_end, gpus, supervisor = _reserve(stack, args, plan, launch)
+        manager, manager_end, gpus, supervisor, spares = _reserve(stack, args, plan, launch)
         args = resolve_num_rollout(args, manager, supervisor)
 
         logger.info("starting %s", plan.sentence)
         starting = manager.start(None if args.debug_train_only else gpus, launch)
         trainers, start, data_state = None, args.start_rollout_id or 0, None
         if not args.debug_rollout_only:
-            trainers = start_training(args, gpus, supervisor, launch)
+            trainers = start_training(args, gpus, supervisor, launch, spares)
             stack.callback(trainers.kill)
         if args.offload_rollout:  # before training allocates its memory
             timeline.mark("wait for the servers")
@@ -381,7 +381,7 @@ def open_run(args: Arguments) -> Iterator[Run]:
 
 def _reserve(
     stack: contextlib.ExitStack, args: Arguments, plan: PlacementPlan, launch: Launch
-) -> tuple[RolloutManagerProxy, RolloutManagerCleanup, GpuBundles, Supervisor]:
+) -> tuple[RolloutManagerProxy, RolloutManagerCleanup, GpuBundles, Supervisor, SpareNodes]:
     """Starts the rollout manager and reserves the GPUs meanwhile; `stack` ends both."""
     reserved = stack.enter_context(contextlib.ExitStack())
     logs = stack.enter_context(collected_logs(Path(args.run_dir).absolute() / "logs"))
@@ -395,4 +395,4 @@ def _reserve(
     supervisor.set_report_suffix(manager.slow_servers)
     supervisor.watch(manager.watch_loop(), "the rollout manager died: {}".format)
     check_nodes(args, gpus.gpus, supervisor)
-    return manager, manager_end, gpus, supervisor
+    return manager, manager_end, gpus, supervisor, SpareNodes(args, gpus, supervisor, nodes, logs)

@@ -55,7 +55,11 @@ class ProcessDiedError(RuntimeError):
 
 
 class TrainWorkerDiedError(ProcessDiedError):
-    """A process of a training rank ended on a node that is still there: `TrainRecovery` may replace it."""
+    """A process of a training rank ended: `TrainRecovery` may replace it."""
+
+
+class TrainNodeLostError(TrainWorkerDiedError):
+    """It ended with its node, which had nothing but training ranks: a spare node may take its place."""
 
 
 class EventHandler(Protocol):
@@ -79,6 +83,9 @@ class Nodes(Protocol):
 
     def dead(self) -> str:
         """Nodes whose Ray has ended."""
+
+    def only_training_is_lost(self) -> bool:
+        """Whether spare nodes may replace the nodes whose Ray has ended."""
 
 
 class Supervisor:
@@ -215,7 +222,11 @@ class Supervisor:
         except (RayActorError, OutOfMemoryError) as error:
             message, actor_died = describe(_without_details(summarize_oom(error))), isinstance(error, RayActorError)
         lost = self._lost_nodes() if actor_died or died is TrainWorkerDiedError else ""
-        return ProcessDiedError(f"{lost}: {message}") if lost else died(message)
+        if not lost:
+            return died(message)
+        assert self._nodes is not None
+        replaceable = died is TrainWorkerDiedError and self._nodes.only_training_is_lost()
+        return (TrainNodeLostError if replaceable else ProcessDiedError)(f"{lost}: {message}")
 
     def _lost_nodes(self) -> str:
         """The nodes that go down while a process dies; their Ray may end a moment after the process."""

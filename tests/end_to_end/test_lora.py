@@ -57,7 +57,7 @@ def test_adapters_are_loaded_trained_sent_saved_and_exported(tiny, tmp_path):
     # of every weight version: the engines have what the trainer computes with
     assert max(done.steps("train_rollout_logprob_abs_diff_max")) < 1e-4
     assert all(step["grad_norm"] > 0 for step in done.summary["steps"])
-    assert done.steps("kl_loss")[0] > 1e-3  # from the base, which the reference model is
+    assert done.steps("kl_loss")[0] > 1e-5  # from the base, which the reference model is
 
     last = load_file(tmp_path / "exported_3" / WEIGHTS_NAME)
     assert {name: tensor.shape for name, tensor in last.items()} == {name: one.shape for name, one in first.items()}

@@ -148,10 +148,15 @@ def local_state(model: Any) -> dict[str, Tensor]:
         tensors |= {f"weight {number} {name}": value.detach().clone() for name, value in named}
     for part, optimizer in enumerate(getattr(model.optimizer, "chained_optimizers", [model.optimizer])):
         for index, (parameter, state) in enumerate(optimizer.optimizer.state.items()):
-            tensors[f"main parameter {part} {index}"] = parameter.detach().clone()
-            tensors |= {f"{key} {part} {index}": value.clone() for key, value in state.items()}
-    # of Megatron-FSDP's tensors this rank's part
-    return {name: value.to_local() if isinstance(value, DTensor) else value for name, value in tensors.items()}
+            if local_part(parameter).numel():  # Megatron-FSDP counts the steps of empty parts or does not
+                tensors[f"main parameter {part} {index}"] = parameter.detach().clone()
+                tensors |= {f"{key} {part} {index}": value.clone() for key, value in state.items()}
+    return {name: local_part(value) for name, value in tensors.items()}
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor of Megatron-FSDP; any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def critic_state(trainer: Any) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ from slimrl.arguments.checkpoints import read_manifest
 from slimrl.data.train_batch import RolloutBatch
 from tests.megatron import ranks, tiny
 from tests.megatron.launch import RankPool
+from tests.megatron.layouts import fsdp
 
 pytestmark = pytest.mark.slow
 
@@ -102,6 +103,7 @@ PPO = {
     "num_critic_only_steps": 1,
 }
 
+ADAPTIVE_KL = {"kl_coef": 0.05, "use_kl_loss": False, "kl_loss_coef": 0.0, "kl_target": 0.1, "kl_horizon": 20}
 REWARD_MODEL = {
     "loss_type": "reward_model_loss",
     "n_samples_per_prompt": 2,
@@ -121,6 +123,10 @@ LAYOUTS = {
     "CP2 with the distributed optimizer": (2, "models", SPREAD | {"context_parallel_size": 2}),
     "EP2 with the distributed optimizer": (2, "expert_models", SPREAD | EP2),
     "reward model, TP2": (2, "models", TP2 | REWARD_MODEL),
+    "reward model, Megatron-FSDP": (2, "models", fsdp("optim_grads_params") | REWARD_MODEL),
+    "PPO, Megatron-FSDP": (2, "models", fsdp("optim_grads_params") | PPO),
+    "PPO with Muon, TP2": (2, "models", TP2 | PPO | {"optimizer": "muon"}),
+    "PPO, normalized values, adaptive KL": (1, "models", PPO | ADAPTIVE_KL | {"normalize_values": True}),
     "PPO, DP2 with the distributed optimizer": (2, "models", SPREAD | PPO),
     "PPO, TP2": (2, "models", TP2 | PPO),
     "PPO, CP2 with the distributed optimizer": (2, "models", SPREAD | {"context_parallel_size": 2} | PPO),

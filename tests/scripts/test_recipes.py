@@ -1,6 +1,7 @@
 """All recipes submit command lines of known flags that fit the model, the data and the GPUs."""
 
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -132,6 +133,31 @@ def test_recipe_trains_a_toy_of_its_family_on_the_cpu(tmp_path):
     lines = done.output.splitlines()
     assert any(re.match(r"\d\d:\d\d:\d\d completed: .* over 2 steps in ", line) for line in lines)
     assert lines[-1].split()[0] == "export"  # the last lines show how to continue
+    shutil.rmtree(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("recipe", "steps"),
+    [
+        ("run-qwen3-4B-base-sft", 4),
+        ("run-qwen3-4B-rm", 4),
+        ("run-qwen3-4B-dpo", 4),
+        ("run-qwen3-4B-ppo", 2),
+        ("run-qwen3-8B-opd", 2),
+        ("run-qwen3-8B-math-fsdp", 2),
+    ],
+)
+def test_recipe_of_every_algorithm_trains_on_the_cpu(recipe: str, steps: int, tmp_path):
+    folder = ROOT / f"runs/{recipe}-tiny"
+    command = ["bash", f"scripts/{recipe}.sh", "--tiny", "--seed", "7", "--num-rollout", str(steps)]
+    done = harness.launch(command, **places(tmp_path, folder)).finish(380)
+    assert done.code == 0, done.output
+    assert done.left == []
+    assert len(done.steps("loss")) == steps and all(
+        math.isfinite(norm) and norm > 0 for norm in done.steps("grad_norm")
+    )
     shutil.rmtree(folder)
 
 

@@ -89,13 +89,14 @@ class NodeLogs:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._here = LogFolder(folder)
+        self._new: list[ray.actor.ActorHandle] = []
         self._sources: list[_Source] = []
         self._files = contextlib.ExitStack()
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
     def follow(self, nodes: Iterable[str]) -> None:
-        """Begins to copy the logs of the nodes (Ray's ids), without those of the driver's node. Call it once."""
+        """Begins to copy the logs of the nodes (Ray's ids), without those of the driver's node."""
         others = sorted(set(nodes) - {ray.get_runtime_context().get_node_id()})
         if not others:
             return
@@ -103,9 +104,10 @@ class NodeLogs:
         shared = self._files.enter_context(shared_file(self._folder, "the logs of all processes are there"))
         on_nodes = [NodeAffinitySchedulingStrategy(node, soft=False) for node in others]
         actor = ray.remote(num_cpus=0, max_restarts=0)(_LogReader)
-        readers = [actor.options(scheduling_strategy=where).remote(self._folder, shared) for where in on_nodes]
-        self._thread = threading.Thread(target=self._copy_until_end, args=(readers,), name="node logs", daemon=True)
-        self._thread.start()
+        self._new += [actor.options(scheduling_strategy=where).remote(self._folder, shared) for where in on_nodes]
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._copy_until_end, name="node logs", daemon=True)
+            self._thread.start()
 
     def close(self) -> None:
         """Copies the rest and ends the readers; within seconds also where a node is lost."""
@@ -114,20 +116,27 @@ class NodeLogs:
             self._thread.join(3 * TIMEOUT_S)
         self._files.close()
 
-    def _copy_until_end(self, readers: list[ray.actor.ActorHandle]) -> None:
+    def _copy_until_end(self) -> None:
+        readers: list[ray.actor.ActorHandle] = []
         try:
-            for reader in readers:
-                with contextlib.suppress(ray.exceptions.RayError):  # a node that is lost at once: the run ends by name
-                    begun = ray.get(reader.begin.remote(), timeout=60)
-                    if begun is not None:
-                        self._sources.append(_Source(reader, *begun))
-            while not self._ended.wait(PERIOD_S):
+            while True:
+                while self._new:
+                    readers.append(self._new.pop(0))
+                    self._begin(readers[-1])
+                if self._ended.wait(PERIOD_S):
+                    break
                 self._copy()
             while self._copy():
                 pass
         finally:
             for reader in readers:
                 ray.kill(reader)
+
+    def _begin(self, reader: ray.actor.ActorHandle) -> None:
+        with contextlib.suppress(ray.exceptions.RayError):  # a node that is lost at once is named by others
+            begun = ray.get(reader.begin.remote(), timeout=60)
+            if begun is not None:
+                self._sources.append(_Source(reader, *begun))
 
     def _copy(self) -> bool:
         """Appends what is new on all nodes; returns whether a node had something."""

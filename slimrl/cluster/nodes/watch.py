@@ -41,13 +41,15 @@ class ProbeIntervals:
 class WatchedNode:
     """The address of its Ray, and the part of the run on it, such as "training ranks 2, 3".
 
-    `required`: the run cannot continue without it.
+    `required`: the run cannot continue without it. `training_gpus`: the GPUs of its training ranks if it has nothing
+    else, so that a spare node with as many may replace it; else 0.
     """
 
     address: str
     port: int
     what: str
     required: bool = True
+    training_gpus: int = 0
 
     def __str__(self) -> str:
         return f"node {self.address} ({self.what})"
@@ -65,6 +67,9 @@ class NodeWatch:
         self._lost_after_s = lost_after_s
         self._silent: dict[WatchedNode, float] = {}  # reported nodes, and when each responded last
         self._refusing: dict[WatchedNode, float] = {}  # nodes without Ray, and since when
+        self._tasks: dict[WatchedNode, asyncio.Task[None]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None  # while it runs
+        self._spares = False
 
     def __bool__(self) -> bool:
         """Whether there are nodes to watch."""
@@ -78,11 +83,12 @@ class NodeWatch:
     def lost(self) -> str:
         """The nodes that the run requires and that have been unresponsive for too long, as text; "" for none."""
         now, limit = time.monotonic(), self._lost_after_s
-        refused = [node for node, since in list(self._refusing.items()) if node.required and now - since >= REFUSED_S]
+        refusing = list(self._refusing.items())
+        refused = [node for node, since in refusing if now - since >= REFUSED_S and self._ends_run(node)]
         if refused:
             return _ended_message(refused)
-        silent = [(node, now - last) for node, last in list(self._silent.items()) if node.required]
-        lost = [f"{node} for {seconds:.0f} s" for node, seconds in silent if 0 < limit <= seconds]
+        silent = [(node, now - last) for node, last in list(self._silent.items()) if 0 < limit <= now - last]
+        lost = [f"{node} for {seconds:.0f} s" for node, seconds in silent if self._ends_run(node)]
         return (
             f"no answer on the network from {', '.join(lost)} (--node-timeout-seconds {limit:g}): look for a lost link"
             " or a machine that is down"
@@ -90,13 +96,40 @@ class NodeWatch:
             else ""
         )
 
+    def _ends_run(self, node: WatchedNode) -> bool:
+        """Whether the run ends without it. Where a spare node is free, the run waits until Ray notices the loss."""
+        has_spare = self._spares and 0 < node.training_gpus <= ray.available_resources().get("GPU", 0)
+        return node.required and not has_spare
+
     def dead(self) -> str:
         """The nodes whose Ray has ended, as text; "" for none. Ray itself takes many seconds to notice."""
+        gone = self._gone()
+        return _ended_message(gone) if gone else ""
+
+    def only_training_is_lost(self) -> bool:
+        """Whether nodes whose Ray has ended had training ranks alone, and may be replaced."""
+        gone = self._gone()
+        return self._spares and bool(gone) and all(node.training_gpus for node in gone)
+
+    def _gone(self) -> list[WatchedNode]:
         alive = {(node["NodeManagerAddress"], node["NodeManagerPort"]) for node in ray.nodes() if node["Alive"]}
-        gone = [
+        return [
             node for node in self._nodes if node.required and ((node.address, node.port) not in alive or _refuses(node))
         ]
-        return _ended_message(gone) if gone else ""
+
+    def allow_spares(self) -> None:
+        """From now on training ranks may continue on another node."""
+        self._spares = True
+
+    def follow(self, gpus: Sequence[GpuBundle], plan: PlacementPlan, replaceable: bool) -> None:
+        """Watches the nodes that have the GPUs of the run now, as `nodes_of` finds them, and no others."""
+        nodes = nodes_of(gpus, plan, ray.nodes(), ray.get_runtime_context().get_node_id(), replaceable)
+        for node in set(self._nodes) - set(nodes):
+            self._silent.pop(node, None)
+            self._refusing.pop(node, None)
+        self._nodes = nodes
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._watch_each, self._loop)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[NodeWatch]:
@@ -104,19 +137,30 @@ class NodeWatch:
         if not self._nodes:
             yield self
             return
-        loop = asyncio.new_event_loop()
-        tasks = [loop.create_task(self._watch(node)) for node in self._nodes]
-        thread = threading.Thread(target=self._watch_all, args=(loop, tasks), name="node watch", daemon=True)
+        self._loop = loop = asyncio.new_event_loop()
+        thread = threading.Thread(target=self._watch_all, args=(loop,), name="node watch", daemon=True)
         thread.start()
         try:
             yield self
         finally:
-            loop.call_soon_threadsafe(lambda: [task.cancel() for task in tasks])
+            self._loop = None
+            loop.call_soon_threadsafe(loop.stop)
             thread.join(self._pace.timeout_s)
 
-    def _watch_all(self, loop: asyncio.AbstractEventLoop, tasks: Sequence[asyncio.Task[None]]) -> None:
+    def _watch_all(self, loop: asyncio.AbstractEventLoop) -> None:
         with contextlib.closing(loop):
-            loop.run_until_complete(asyncio.wait(tasks))
+            loop.call_soon(self._watch_each, loop)
+            loop.run_forever()
+            for task in self._tasks.values():
+                task.cancel()
+            loop.run_until_complete(asyncio.gather(*self._tasks.values(), return_exceptions=True))
+
+    def _watch_each(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Starts and ends tasks, so that each node has one; called in the loop's thread."""
+        for node in set(self._tasks) - set(self._nodes):
+            self._tasks.pop(node).cancel()
+        for node in set(self._nodes) - set(self._tasks):
+            self._tasks[node] = loop.create_task(self._watch(node))
 
     async def _watch(self, node: WatchedNode) -> None:
         last = time.monotonic()
@@ -204,6 +248,8 @@ def nodes_of(
         what = ["the head of Ray"] if is_head else []
         what += [f"{name} {', '.join(map(str, numbers))}" for name, numbers in parts]
         required = is_head or not replaceable or any(name != rollout for name, _ in parts)
+        trains_only = not is_head and all(name in ("training ranks", "critic ranks") for name, _ in parts)
+        training_gpus = sum(len(numbers) for _, numbers in parts) if trains_only else 0
         address = node["NodeManagerAddress"], node["NodeManagerPort"]
-        found.append(WatchedNode(*address, "; ".join(what), required))
+        found.append(WatchedNode(*address, "; ".join(what), required, training_gpus))
     return found

@@ -6,7 +6,7 @@ without it. The servers keep running, with the rollouts in flight, and get the w
 training on a batch is deterministic, the run ends as one without the loss.
 
 A rank that is lost while it is offloaded is replaced when the ranks are needed next: until then the servers hold the
-memory of its GPU. A node is not replaced.
+memory of its GPU. A lost node that had nothing but training ranks is replaced by a spare one (`SpareNodes`).
 """
 
 from __future__ import annotations
@@ -22,8 +22,12 @@ from ray import ObjectRef
 from slimrl.arguments import Arguments
 from slimrl.arguments.checkpoints import start_of
 from slimrl.cluster.launch import Launch
+from slimrl.cluster.nodes.comparison import NodesDifferError, check_nodes
+from slimrl.cluster.nodes.logs import NodeLogs
+from slimrl.cluster.nodes.watch import NodeWatch
 from slimrl.cluster.placement import GpuBundles
-from slimrl.cluster.supervisor import ProcessDiedError, Supervisor, TrainWorkerDiedError
+from slimrl.cluster.ray_session import InsufficientGpusError
+from slimrl.cluster.supervisor import ProcessDiedError, Supervisor, TrainNodeLostError, TrainWorkerDiedError
 from slimrl.cluster.training.train_group import PolicyAndCritic, TrainGroup
 from slimrl.cluster.training.train_worker import RankFailedError
 from slimrl.weights.update.topology import EngineEndpoint
@@ -42,12 +46,45 @@ class _Trained(NamedTuple):
     batches: Sequence[list[ObjectRef]]
 
 
+class SpareNodes:
+    """The GPUs of the Ray cluster that nobody has reserved, for the training ranks of a node that is lost.
+
+    Ray reserves them when it notices the loss. A node that also has engines, or Ray's head, is not replaced.
+    """
+
+    def __init__(
+        self, args: Arguments, gpus: GpuBundles, supervisor: Supervisor, watch: NodeWatch, logs: NodeLogs
+    ) -> None:
+        self._args, self._gpus, self._supervisor = args, gpus, supervisor
+        self._watch, self._logs = watch, logs
+
+    def allow(self) -> None:
+        """From now on the loss of a node with nothing but training ranks does not end the run."""
+        self._watch.allow_spares()
+
+    def take_over(self, *, node_is_lost: bool) -> None:
+        """Gives the ranks of lost nodes other GPUs, on nodes that are compared with the driver's and watched.
+
+        Raises InsufficientGpusError without such GPUs, NodesDifferError if their nodes cannot be used.
+        """
+        found = self._gpus.relocate(node_is_lost=node_is_lost)
+        if not found:
+            return
+        self._watch.follow(self._gpus.gpus, self._gpus.plan, replaceable=self._args.use_fault_tolerance)
+        check_nodes(self._args, found, self._supervisor)
+        self._logs.follow({gpu.node for gpu in found})
+        logger.warning("training continues on %s", ", ".join(sorted({gpu.node_ip for gpu in found})))
+
+
 class TrainRecovery:
     """A `TrainGroup` that survives the loss of ranks: its methods are the group's, after a recovery where needed."""
 
-    def __init__(self, group: TrainGroup, args: Arguments, supervisor: Supervisor) -> None:
-        """Handles the losses of `supervisor` from the end of `initialize` on."""
+    def __init__(
+        self, group: TrainGroup, args: Arguments, supervisor: Supervisor, spares: SpareNodes | None = None
+    ) -> None:
+        """Handles the losses of `supervisor` from the end of `initialize` on; without `spares` not those of nodes."""
         self._group = group
+        self._spares = spares
         self._args = args
         self._supervisor = supervisor
         self._held: list[_Trained] = []  # in no complete checkpoint of this run
@@ -77,6 +114,8 @@ class TrainRecovery:
         first, data_state = self._group.initialize()
         self._first = first
         self._supervisor.set_loss_handler(self._handle)
+        if self._spares is not None:
+            self._spares.allow()
         return first, data_state
 
     def connect_engines(self, endpoints: list[EngineEndpoint]) -> None:
@@ -216,6 +255,8 @@ class TrainRecovery:
         """
         started = time.monotonic()
         try:
+            if self._spares is not None:
+                self._spares.take_over(node_is_lost=isinstance(error, TrainNodeLostError))
             first = self._group.restart(self._newest())
             if self._pending is not None and first == self._pending[0] + 1:  # it is in --load, and was complete
                 self._complete, self._pending = self._pending[0], None
@@ -230,7 +271,7 @@ class TrainRecovery:
                     self._group.save(*self._pending)  # it may have been lost with the ranks
             if self._keeps_weights is not None:
                 self._group.sleep(keep_weights=self._keeps_weights)
-        except RankFailedError as failure:
+        except (RankFailedError, InsufficientGpusError, NodesDifferError) as failure:
             what = str(failure).split("\n", 1)[0]
             raise ProcessDiedError(f"{_without_log(error)}; its replacement failed: {what}") from failure
         self._lost = None
@@ -259,7 +300,9 @@ class TrainRecovery:
 Trainers = TrainGroup | TrainRecovery
 
 
-def start_training(args: Arguments, gpus: GpuBundles, supervisor: Supervisor, launch: Launch) -> Trainers:
+def start_training(
+    args: Arguments, gpus: GpuBundles, supervisor: Supervisor, launch: Launch, spares: SpareNodes
+) -> Trainers:
     """The training group of a run, with the critic's ranks if it has GPUs of its own.
 
     With recovery if --use-fault-tolerance asks for it and the run saves what new ranks need.
@@ -272,7 +315,7 @@ def start_training(args: Arguments, gpus: GpuBundles, supervisor: Supervisor, la
     if args.save is None or not args.save_interval or args.no_save_optim or args.no_save_rng:
         logger.info("a lost training rank ends this run: its recovery needs --save and --save-interval, with all state")
         return group
-    return TrainRecovery(group, args, supervisor)
+    return TrainRecovery(group, args, supervisor, spares)
 
 
 def _without_log(error: Exception) -> str:
