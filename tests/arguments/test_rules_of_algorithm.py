@@ -54,6 +54,24 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             ),
         ],
     ),
+    "length_normalization_has_its_divisor": (
+        [
+            "--advantage-estimator dr_grpo",
+            "--advantage-estimator dr_grpo --disable-grpo-std-normalization --use-kl-loss --kl-loss-coef 0.1",
+        ],
+        [
+            (
+                f"--advantage-estimator dr_grpo {flags}",
+                f"{flags} sets another divisor of the loss, and --advantage-estimator dr_grpo divides the sum of a"
+                " sample by --rollout-max-response-len: leave it out, or use grpo with"
+                " --disable-grpo-std-normalization.",
+            )
+            for flags in (
+                "--calculate-per-token-loss",
+                "--custom-pg-loss-reducer-function-path examples.policy_loss.by_constant",
+            )
+        ],
+    ),
     "log_prob_passes_have_a_use": (
         [
             "--compute-old-log-probs always",
@@ -512,3 +530,21 @@ def test_sampling_flags_without_effect_are_noted(recipe, in_a_folder_with_hooks,
 )
 def test_estimators_defined_with_whitened_advantages_whiten_them(recipe, more, on):
     assert read_args(recipe.line(more))[0].normalize_advantages is on
+
+
+def test_dr_grpo_needs_the_longest_response_and_its_own_loss(recipe):
+    (recipe.dir / "dump_0.jsonl").touch()
+    dumps = "--load-debug-rollout-data {dir}/dump_{{rollout_id}}.jsonl --advantage-estimator dr_grpo"
+    line = recipe.line(dumps, without="--rollout-max-response-len")
+    divides = "--advantage-estimator dr_grpo divides the sum of a sample by --rollout-max-response-len"
+    sentences = [str(problem) for problem in read_args(line)[1]]
+    assert f"{divides}, which is missing: give that of the rollouts." in sentences
+    own = "--loss-type custom_loss --custom-loss-function-path examples.loss.reinforce --advantage-estimator dr_grpo"
+    sentences = [str(problem) for problem in read_args(recipe.line(own))[1]]
+    assert any(
+        one.startswith(f"--loss-type custom_loss sets another divisor of the loss, and {divides}") for one in sentences
+    )
+    said = {"dr_grpo": "--advantage-estimator dr_grpo", "dapo": "--calculate-per-token-loss"}
+    for loss, flag in said.items():
+        sentences = [str(problem) for problem in read_args(recipe.line(f"--loss-type {loss}"))[1]]
+        assert any(f"give policy_loss with {flag}" in one for one in sentences)

@@ -90,6 +90,25 @@ def estimator_has_what_it_needs(args: Arguments, context: Context) -> Iterator[P
         )
 
 
+def length_normalization_has_its_divisor(args: Arguments, context: Context) -> Iterator[Problem]:
+    """A loss that divides by --rollout-max-response-len has that flag, and nothing else that sets the divisor."""
+    estimator = ESTIMATORS.get(args.advantage_estimator)
+    if estimator is None or not estimator.divides_by_longest or args.is_supervised:
+        return
+    which = f"--advantage-estimator {estimator.name} divides the sum of a sample by --rollout-max-response-len"
+    other = "leave it out, or use grpo with --disable-grpo-std-normalization"
+    reducer = args.custom_pg_loss_reducer_function_path
+    for flag, value, given in (
+        ("--calculate-per-token-loss", "", args.calculate_per_token_loss),
+        ("--custom-pg-loss-reducer-function-path", f" {reducer}", reducer is not None),
+        ("--loss-type", " custom_loss", args.loss_type == "custom_loss"),
+    ):
+        if given:
+            yield Problem(flag, f"{flag}{value} sets another divisor of the loss, and {which}: {other}.")
+    if args.rollout_max_response_len is None and args.debug_train_only:  # else another rule reports it
+        yield Problem("--rollout-max-response-len", f"{which}, which is missing: give that of the rollouts.")
+
+
 def process_rewards_have_their_model(args: Arguments, context: Context) -> Iterator[Problem]:
     """Rewards of steps have a model of their own, and returns that are sums over tokens."""
     flag, separator = "--rm-step-separator", args.rm_step_separator
