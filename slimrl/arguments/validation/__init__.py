@@ -151,6 +151,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
     model.remote_code_is_trusted,
     algorithm.kl_is_counted_once,
     algorithm.kl_target_has_a_coefficient,
+    algorithm.entropy_target_has_a_loss,
     algorithm.log_prob_passes_have_a_use,
     rollout.groups_can_be_compared,
     rollout.reward_is_given,
