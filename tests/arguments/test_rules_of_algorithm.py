@@ -443,6 +443,16 @@ def test_supervised_training_has_no_flags_of_reinforcement_learning(recipe, more
     ]
 
 
+def test_supervised_loss_is_not_scaled_by_the_temperature_of_sampling(recipe):
+    line = recipe.supervised_line("--rollout-temperature 0.8")
+    assert [str(problem) for problem in read_args(line)[1]] == [
+        "--rollout-temperature 0.8 also divides the logits of training, which changes the loss of --loss-type sft_loss:"
+        " give 1, or leave it out; responses sampled with another temperature are trained on from a file"
+        " (--save-debug-rollout-data with --debug-rollout-only, then --load-debug-rollout-data)."
+    ]
+    assert read_args([*line, "--debug-rollout-only"])[1] == []
+
+
 def test_conversations_are_not_repeated(recipe):
     rollout = "--rollout-function-path slimrl.rollout.sft_rollout.generate_rollout --debug-train-only"
     line = recipe.supervised_line(f"{rollout} --n-samples-per-prompt 2")

@@ -32,6 +32,7 @@ REMOVED = (
     "--label-key",
     "--rm-type",
     "--rollout-max-response-len",
+    "--rollout-temperature",
 )
 PAIRS = f"--loss-type preference_loss --rollout-function-path {ROLLOUT} --n-samples-per-prompt 2 --debug-train-only"
 KTO = "--preference-loss kto --n-samples-per-prompt 1"
@@ -145,9 +146,9 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
                 " folder, or give another one.",
             ),
             (
-                "--rollout-temperature 0.5 --precompute-ref-log-probs {dir}/ours",
+                "--bf16 --precompute-ref-log-probs {dir}/ours",
                 "--precompute-ref-log-probs {dir}/ours has log-probabilities that were computed with other settings"
-                " (rollout_temperature is 0.8 there and 0.5 here): give the same ones, or another folder.",
+                " (bf16 is false there and true here): give the same ones, or another folder.",
             ),
         ],
     ),
@@ -186,6 +187,16 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
                 "--eval-interval 5 --eval-prompt-data half {dir}/half.jsonl --eval-input-key prompt",
                 "--eval-prompt-data {dir}/half.jsonl (set half) has no column 'rejected' (--rejected-key) but 'prompt',"
                 " 'chosen': set --rejected-key to one of them.",
+            ),
+        ],
+    ),
+    "likelihoods_of_given_responses_are_not_scaled": (
+        ["--rollout-temperature 1"],
+        [
+            (
+                "--rollout-temperature 0.8",
+                "--rollout-temperature 0.8 also divides the logits of training, which changes the loss of --loss-type"
+                " preference_loss: give 1, or leave it out.",
             ),
         ],
     ),

@@ -37,7 +37,13 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
         [
             *(
                 (flag, f"{flag.split()[0]} has no effect with {LOSS}: leave it out.")
-                for flag in ("--use-kl-loss", "--entropy-coef 0.1", "--use-tis", "--advantage-estimator gspo")
+                for flag in (
+                    "--use-kl-loss",
+                    "--entropy-coef 0.1",
+                    "--use-tis",
+                    "--advantage-estimator gspo",
+                    "--rollout-temperature 0.8",
+                )
             ),
         ],
     ),

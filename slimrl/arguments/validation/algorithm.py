@@ -297,6 +297,25 @@ def supervised_training_is_consistent(args: Arguments, context: Context) -> Iter
         yield from held_out_problems(args, context, "conversations")
 
 
+def likelihoods_of_given_responses_are_not_scaled(args: Arguments, context: Context) -> Iterator[Problem]:
+    """Training divides logits by the temperature of sampling, and a supervised or preference loss is defined without."""
+    if not (args.loss_type == "sft_loss" or args.trains_on_pairs) or "rollout_temperature" in context.broken:
+        return
+    if args.rollout_temperature == 1 or args.debug_rollout_only or args.eval_only:
+        return
+    other = ""
+    if not args.reads_conversations and not args.reads_pairs and args.load_debug_rollout_data is None:
+        other = (
+            "; responses sampled with another temperature are trained on from a file (--save-debug-rollout-data with"
+            " --debug-rollout-only, then --load-debug-rollout-data)"
+        )
+    yield Problem(
+        "--rollout-temperature",
+        f"--rollout-temperature {args.rollout_temperature:g} also divides the logits of training, which changes the"
+        f" loss of --loss-type {args.loss_type}: give 1, or leave it out{other}.",
+    )
+
+
 def trained_weights_have_one_list(args: Arguments, context: Context) -> Iterator[Problem]:
     """Only one of the two lists is given, and it is not empty."""
     only, frozen = args.only_train_params_name_list, args.freeze_params_name_list

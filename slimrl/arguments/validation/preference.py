@@ -269,7 +269,8 @@ def reward_model_training_is_consistent(args: Arguments, context: Context) -> It
     """A reward model gives no tokens: no engine serves it in training, and flags of a policy's loss are left out."""
     if not args.trains_reward_model:
         return
-    for flag, given in _without_effect(args, context):
+    of_policy = (("--rollout-temperature", args.rollout_temperature != 1),)
+    for flag, given in [*_without_effect(args, context), *of_policy]:
         if given:
             yield Problem(flag, f"{flag} has no effect with {_REWARD_MODEL}: leave it out.")
     if not args.debug_train_only:
