@@ -43,6 +43,26 @@ LABELS = {  # rows of labelled answers, by the name of their file
     "numbers": (True, 1),
     "lacking": (True, None),
 }
+UNREAD = (
+    "--disable-rewards-normalization",
+    "--disable-grpo-std-normalization",
+    "--kl-loss-type k3",
+    "--get-mismatch-metrics",
+    "--use-rollout-entropy",
+)
+UNREAD_OF_SAMPLING = (  # of a rollout function that samples nothing
+    "--check-weight-update-equal",
+    "--partial-rollout",
+    "--over-sampling-batch-size 64",
+    "--buffer-filter-path slimrl.rollout.filter_hub.buffer_filters.pop_first",
+    "--log-passrate",
+    "--group-rm --custom-rm-path examples.reward.shortest_wins",
+    "--reward-key score",
+    "--rm-num-graders 2",
+    "--rollout-top-p 0.9",
+    "--rollout-top-k 20",
+    "--rollout-stop x",
+)
 HELD_OUT = "--eval-interval 5 --eval-prompt-data held-out {dir}/pairs.jsonl"
 
 # rule -> (flags that pass when appended to a line that trains on pairs, flags that do not with their error)
@@ -164,14 +184,14 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
                     "--use-tis",
                     "--use-opsm",
                     "--use-rollout-logprobs",
-                    "--get-mismatch-metrics",
-                    "--use-rollout-entropy",
                     "--normalize-advantages",
                     "--calculate-per-token-loss",
                     "--rollout-max-prompt-len 100",
                     "--positive-example-loss-coef 0.1",
                     "--advantage-estimator gspo",
                     "--eps-clip 0.1",
+                    *UNREAD,
+                    *UNREAD_OF_SAMPLING,
                 )
             ),
             (
