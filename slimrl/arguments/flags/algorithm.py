@@ -94,7 +94,7 @@ class AlgorithmArguments(PreferenceArguments, RewardModelArguments):
             "dr_grpo": "give grpo with --disable-grpo-std-normalization and --rollout-max-response-len as the divisor"
             " (docs/algorithms.md)",
             "remax": "give opo or rloo, which need no greedy response as a baseline",
-            "on_policy_distillation": "give --use-opd with grpo, and --custom-rm-path or --rm-type zero",
+            "on_policy_distillation": "give grpo with --use-opd --opd-type sglang, and a reward or --rm-type zero",
         },
     )
     loss_type: str = flag(
