@@ -70,7 +70,9 @@ class Recipe:
         """The recipe without the flags that supervised training does not read."""
         line = self.line("--loss-type sft_loss")
         return [
-            *without(line, "--advantage-estimator", "--eps-clip", "--use-kl-loss"),
+            *without(
+                line, "--advantage-estimator", "--eps-clip", "--use-kl-loss", "--kl-loss-type", "--rollout-temperature"
+            ),
             *more.format(dir=self.dir).split(),
         ]
 

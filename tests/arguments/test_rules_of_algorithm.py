@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 
 from slimrl.arguments import read_args
+from tests.arguments.test_rules_of_preference import UNREAD, UNREAD_OF_SAMPLING
 
 # rule -> (flags that pass when appended to the recipe, flags that do not with their error)
 CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
@@ -45,12 +46,21 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             "--advantage-estimator reinforce_plus_plus --gamma 0.99",
             "--advantage-estimator reinforce_plus_plus_baseline --normalize-advantages",
             "--advantage-estimator gspo --eps-clip 4e-4 --eps-clip-high 4e-4",
+            *(f"--advantage-estimator {name} --disable-grpo-std-normalization" for name in ("grpo", "gspo", "cispo")),
         ],
         [
             (
                 "--gamma 0.99",
                 "--gamma 0.99 discounts the returns of reinforce_plus_plus and ppo and --advantage-estimator is grpo:"
                 " leave it out.",
+            ),
+            *(
+                (
+                    f"--advantage-estimator {name} --disable-grpo-std-normalization",
+                    f"--disable-grpo-std-normalization has no effect with --advantage-estimator {name}, which never"
+                    " divides by the standard deviation (those that do: grpo, gspo, cispo): leave it out.",
+                )
+                for name in ("rloo", "opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
             ),
         ],
     ),
@@ -469,6 +479,7 @@ def test_kl_interval_without_a_computed_kl_is_rejected(recipe):
         "--eps-clip 0.1",
         "--gamma 0.9",
         "--rollout-max-prompt-len 100",
+        *UNREAD,
     ],
 )
 def test_supervised_training_has_no_flags_of_reinforcement_learning(recipe, more):
@@ -477,6 +488,29 @@ def test_supervised_training_has_no_flags_of_reinforcement_learning(recipe, more
     assert f"{flag} has no effect with --loss-type sft_loss: leave it out." in [
         str(problem) for problem in read_args(recipe.supervised_line(more))[1]
     ]
+
+
+def test_flags_of_sampling_are_for_sampled_responses_alone(recipe):
+    line = recipe.supervised_line()
+    rollout = ["--rollout-function-path", "slimrl.rollout.sft_rollout.generate_rollout", "--n-samples-per-prompt", "1"]
+    for more in UNREAD_OF_SAMPLING:
+        flag, sentence = more.split()[0], f"{more.split()[0]} has no effect with --loss-type sft_loss: leave it out."
+        assert sentence not in [str(problem) for problem in read_args([*line, *more.split()])[1]], flag
+        given = [*line, *rollout, *more.split()]
+        assert sentence in [str(problem) for problem in read_args([*given, "--debug-train-only"])[1]], flag
+        served = [str(problem) for problem in read_args([*given, "--eval-function-path", "examples.evaluation.run"])[1]]
+        of_engines = ("--check", "--group-rm", "--reward-key", "--rm-num", "--rollout-top", "--rollout-stop")
+        assert (sentence in served) is not flag.startswith(of_engines), flag
+
+
+def test_supervised_loss_is_not_scaled_by_the_temperature_of_sampling(recipe):
+    line = recipe.supervised_line("--rollout-temperature 0.8")
+    assert [str(problem) for problem in read_args(line)[1]] == [
+        "--rollout-temperature 0.8 also divides the logits of training, which changes the loss of --loss-type sft_loss:"
+        " give 1, or leave it out; responses sampled with another temperature are trained on from a file"
+        " (--save-debug-rollout-data with --debug-rollout-only, then --load-debug-rollout-data)."
+    ]
+    assert read_args([*line, "--debug-rollout-only"])[1] == []
 
 
 def test_conversations_are_not_repeated(recipe):

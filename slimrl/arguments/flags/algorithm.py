@@ -92,7 +92,7 @@ class AlgorithmArguments(PreferenceArguments, RewardModelArguments):
         hints={
             "gae": "give ppo, whose advantages are generalized ones (GAE)",
             "remax": "give opo or rloo, which need no greedy response as a baseline",
-            "on_policy_distillation": "give --use-opd with grpo, and --custom-rm-path or --rm-type zero",
+            "on_policy_distillation": "give grpo with --use-opd --opd-type sglang, and a reward or --rm-type zero",
         },
     )
     loss_type: str = flag(
@@ -147,11 +147,11 @@ class AlgorithmArguments(PreferenceArguments, RewardModelArguments):
         1.0, "smallest raw reward of the samples of --positive-example-loss-coef (reward)"
     )
     use_kl_loss: bool = flag(False, "add the KL to the reference model as a loss; with coefficient 0 it is only logged")
-    kl_loss_coef: float = flag(0.0, "weight of the KL loss")
+    kl_loss_coef: float = flag(0.0, "weight of the KL loss", at_least=0)
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = flag(
         "k1", "KL estimator of the loss and of --kl-coef", choices=("k1", "k2", "k3", "low_var_kl")
     )
-    kl_coef: float = flag(0.0, "weight of the KL penalty inside the advantage; needs --ref-load")
+    kl_coef: float = flag(0.0, "weight of the KL penalty inside the advantage; needs --ref-load", at_least=0)
     kl_target: float | None = flag(
         None,
         "move --kl-coef after every rollout so that the KL of a response to the reference approaches this (nats per"

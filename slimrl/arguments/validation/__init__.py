@@ -167,6 +167,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
     algorithm.rejection_has_bounds,
     algorithm.overlong_penalty_is_complete,
     algorithm.supervised_training_is_consistent,
+    algorithm.likelihoods_of_given_responses_are_not_scaled,
     preference.preference_flags_have_their_loss,
     preference.precomputed_reference_is_usable,
     preference.preference_training_is_consistent,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from slimrl.algorithms.estimators import ESTIMATORS, Objective, Returns
 from slimrl.arguments.flag import Problem
 from slimrl.arguments.namespace import Arguments, Context
-from slimrl.arguments.validation.preference import held_out_problems
+from slimrl.arguments.validation.preference import held_out_problems, unread_flags
 
 
 def kl_is_counted_once(args: Arguments, context: Context) -> Iterator[Problem]:
@@ -98,8 +98,17 @@ def clip_range_is_ordered(args: Arguments, context: Context) -> Iterator[Problem
 
 
 def estimator_has_what_it_needs(args: Arguments, context: Context) -> Iterator[Problem]:
-    """A discount belongs to the estimators with discounted returns."""
+    """A discount belongs to discounted returns, and --disable-grpo-std-normalization to a division by the deviation."""
     estimator = ESTIMATORS.get(args.advantage_estimator)
+    divides = estimator is None or estimator.normalizes_by_std
+    if not args.grpo_std_normalization and not divides and not args.is_supervised:
+        dividing = ", ".join(name for name, row in ESTIMATORS.items() if row.normalizes_by_std)
+        yield Problem(
+            "--disable-grpo-std-normalization",
+            "--disable-grpo-std-normalization has no effect with --advantage-estimator"
+            f" {args.advantage_estimator}, which never divides by the standard deviation (those that do: {dividing}):"
+            " leave it out.",
+        )
     if args.gamma != 1 and estimator is not None and estimator.returns is Returns.BROADCAST:
         discounted = " and ".join(name for name, row in ESTIMATORS.items() if row.returns is not Returns.BROADCAST)
         yield Problem(
@@ -319,6 +328,7 @@ def supervised_training_is_consistent(args: Arguments, context: Context) -> Iter
         ("--rm-step-separator", args.rm_step_separator is not None),
         ("--dynamic-sampling-filter-path", args.reads_conversations and args.dynamic_sampling_filter_path is not None),
         ("--rm-type", args.reads_conversations and "rm_type" in context.given),
+        *unread_flags(args, context.given),
         *(
             ("--" + name.replace("_", "-"), name in context.given)
             for name in ("advantage_estimator", "gamma", "eps_clip", "eps_clip_high", "eps_clip_c")
@@ -333,6 +343,25 @@ def supervised_training_is_consistent(args: Arguments, context: Context) -> Iter
         )
     if args.reads_conversations and args.eval_interval is not None:
         yield from held_out_problems(args, context, "conversations")
+
+
+def likelihoods_of_given_responses_are_not_scaled(args: Arguments, context: Context) -> Iterator[Problem]:
+    """Training divides logits by the temperature of sampling; a supervised or preference loss is defined without it."""
+    if not (args.loss_type == "sft_loss" or args.trains_on_pairs) or "rollout_temperature" in context.broken:
+        return
+    if args.rollout_temperature == 1 or args.debug_rollout_only or args.eval_only:
+        return
+    other = ""
+    if not args.reads_conversations and not args.reads_pairs and args.load_debug_rollout_data is None:
+        other = (
+            "; responses sampled with another temperature are trained on from a file (--save-debug-rollout-data with"
+            " --debug-rollout-only, then --load-debug-rollout-data)"
+        )
+    yield Problem(
+        "--rollout-temperature",
+        f"--rollout-temperature {args.rollout_temperature:g} also divides the logits of training, which changes the"
+        f" loss of --loss-type {args.loss_type}: give 1, or leave it out{other}.",
+    )
 
 
 def trained_weights_have_one_list(args: Arguments, context: Context) -> Iterator[Problem]:
