@@ -80,11 +80,6 @@ class Capability:
 # A flag belongs to the first matching row.
 CAPABILITIES = (
     Capability(
-        "Multimodal models",
-        "multimodal_keys mrope_section",
-        "Prompts and responses are text.",
-    ),
-    Capability(
         "Other attention and layer types",
         "linear_* attention_output_gate use_gated_attention experimental_attention_variant qwen_gdn_backend dsa_*"
         " freeze_indexer allgather_cp is_hybrid_model *mamba_* hetero* hetereo* softmax_type window_* no_rope_freq"

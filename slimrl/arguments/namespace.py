@@ -64,6 +64,7 @@ class EvalDataset:
     tool_key: str
     apply_chat_template: bool
     apply_chat_template_kwargs: dict[str, Any]
+    multimodal_keys: dict[str, Any] | None
     rm_type: str | None
     custom_rm_path: str | None
     reward_key: str | None
@@ -77,6 +78,14 @@ class DerivedLayout:
 
     data_parallel_size: int = 1
     virtual_pipeline_model_parallel_size: int | None = None
+
+
+@dataclasses.dataclass
+class DerivedVision:
+    """The vision tower of config.json, read after parsing by `derive`; none of a model of text."""
+
+    vision_weights: tuple[int, ...] = ()  # elements of each tensor
+    vision_folder: str | None = None  # the folder with that config.json
 
 
 @dataclasses.dataclass
@@ -102,7 +111,7 @@ class DerivedRun:
 
 
 @dataclasses.dataclass
-class DerivedArguments(DerivedLayout, DerivedEngine, DerivedRun):
+class DerivedArguments(DerivedLayout, DerivedEngine, DerivedVision, DerivedRun):
     """Values that no flag sets directly, computed after parsing by `derive`."""
 
     eval_datasets: list[EvalDataset] = dataclasses.field(default_factory=list)
@@ -128,6 +137,7 @@ class MegatronArguments(
     LoraArguments,
     OtherModelArguments,
     DerivedLayout,
+    DerivedVision,
 ):
     """The flags of megatron-core's configurations: the model, its layout and its optimizer."""
 
@@ -138,7 +148,7 @@ class SamplingArguments(RolloutArguments, DerivedEngine):
 
 
 @dataclasses.dataclass
-class ConversionArguments(RolloutArguments, DistillationArguments):
+class ConversionArguments(RolloutArguments, DistillationArguments, DerivedVision):
     """The flags of the conversion of samples to training data."""
 
 
@@ -152,6 +162,7 @@ class PromptArguments(
     DistillationArguments,
     DebugArguments,
     DerivedEngine,
+    DerivedVision,
 ):
     """The flags of prompt data."""
 

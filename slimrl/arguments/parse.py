@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from slimrl.arguments.config_file import ROLES_FLAG, read_config_file, read_roles
-from slimrl.arguments.derive import derive, take_distributed_optimizer, take_precision_of_model
+from slimrl.arguments.derive import derive, take_distributed_optimizer, take_precision_of_model, take_vision_of_model
 from slimrl.arguments.eval_datasets import resolve_eval_datasets
 from slimrl.arguments.flag import FlagSpec, Problem, report
 from slimrl.arguments.namespace import Arguments, all_flag_specs
@@ -71,6 +71,7 @@ def _checked(parsed: ParsedLine, entry: str) -> tuple[Arguments, list[Problem]]:
         take_precision_of_model(args, context.given)
         take_distributed_optimizer(args, context.given)
         take_context_of_engines(args)
+    take_vision_of_model(args)
     derive(args)
     eval_problems = resolve_eval_datasets(args)
     return args, [*eval_problems, *check(args, context)]

@@ -264,6 +264,24 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             ),
         ],
     ),
+    "entropy_target_has_a_loss": (
+        ["--entropy-target 0.2", "--entropy-target 0.2 --entropy-coef-delta 0.001 --entropy-coef 0.001"],
+        [
+            (
+                "--entropy-coef-delta 0.001",
+                "--entropy-coef-delta belongs to --entropy-target: add it, or leave --entropy-coef-delta out.",
+            ),
+            (
+                "--entropy-target 0.2 --loss-type custom_loss"
+                " --custom-loss-function-path tests.megatron.custom_functions.loss",
+                "--entropy-target 0.2 has no effect with --loss-type custom_loss: leave it out.",
+            ),
+            (
+                "--entropy-target 0.2 --entropy-coef -0.1",
+                "--entropy-coef -0.1 is below 0, where --entropy-target never moves it: give 0 or more.",
+            ),
+        ],
+    ),
     "groups_can_be_compared": (
         ["--n-samples-per-prompt 1 --disable-rewards-normalization"],
         [

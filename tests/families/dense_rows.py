@@ -12,6 +12,20 @@ LLAMA3_SCALING = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+# the published proportions of window, patch and merging
+TOWER = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "in_chans": 3,
+    "out_hidden_size": 64,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "window_size": 56,
+    "fullatt_block_indexes": [1],
+}
 ROWS: dict[str, dict[str, Any]] = {
     "llama": {
         "architecture": "LlamaForCausalLM",
@@ -52,6 +66,35 @@ ROWS: dict[str, dict[str, Any]] = {
         "architecture": "Qwen2ForCausalLM",
         "config": DENSE | {"rms_norm_eps": 1e-6, "rope_parameters": {"rope_theta": 1e6}, "tie_word_embeddings": True},
         "flags": flags(2, 96, 1000000, "1e-6", *GROUPED, "--add-qkv-bias"),
+    },
+    "qwen2.5-vl": {
+        "architecture": "Qwen2_5_VLForConditionalGeneration",
+        "config": DENSE
+        | {
+            "vocab_size": 285,  # with the tokens of images
+            "rms_norm_eps": 1e-6,
+            "rope_parameters": {"rope_theta": 1e6, "rope_type": "default", "mrope_section": [2, 3, 3]},
+            "tie_word_embeddings": False,
+            "vision_config": TOWER,
+            "image_token_id": 283,
+            "video_token_id": 284,
+            "vision_start_token_id": 281,
+            "vision_end_token_id": 282,
+        },
+        "flags": flags(
+            2,
+            96,
+            1000000,
+            "1e-6",
+            *GROUPED,
+            *UNTIED,
+            "--add-qkv-bias",
+            "--position-embedding-type",
+            "mrope",
+            "--mrope-section",
+            *("2", "3", "3"),
+            *("--vocab-size", "285"),
+        ),
     },
     "qwen3": {
         "architecture": "Qwen3ForCausalLM",

@@ -45,6 +45,11 @@ class Toy:
         """model_type in config.json."""
         return self.published.get("model_type") or self._config_class().model_type
 
+    @property
+    def sees(self) -> bool:
+        """Whether it has a vision tower."""
+        return "vision_config" in self.config
+
     def save(
         self, folder: Path, *, shards: int = 2, dtype: str = "fp32", seed: int = 0, tokenizer: bool = True
     ) -> Path:
@@ -61,10 +66,12 @@ class Toy:
         if self.mtp_layers:
             self._add_mtp_layers(folder, seed, DTYPES[dtype])
         self._publish_config(folder, dtype)
-        if tokenizer:
-            from slimrl.tiny.models import build_tokenizer
+        if tokenizer or self.sees:  # servers of models with images need both
+            from slimrl.tiny.models import build_tokenizer, save_image_processor
 
-            build_tokenizer(max_length=self.config["max_position_embeddings"]).save_pretrained(folder)
+            length = self.config["max_position_embeddings"]
+            build_tokenizer(max_length=length, vision=self.sees).save_pretrained(folder)
+            save_image_processor(self.config.get("vision_config"), folder)
         return folder
 
     def build(self, seed: int) -> nn.Module:
@@ -110,6 +117,7 @@ class Toy:
         """Rewrites config.json with the keys that published files of the family have."""
         path = folder / "config.json"
         entries = json.loads(path.read_text())
+        entries = entries.pop("text_config", {}) | entries  # published files have the decoder's entries at the top
         for key in NOT_PUBLISHED:
             entries.pop(key, None)
         if "kv_lora_rank" in entries:
@@ -118,6 +126,8 @@ class Toy:
         entries["rope_theta"] = rope.pop("rope_theta")
         if "partial_rotary_factor" in rope:
             entries["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
+        if "mrope_section" in rope:
+            rope = {"type": "mrope", "mrope_section": rope["mrope_section"]}
         entries["rope_scaling"] = None if rope.get("rope_type") == "default" else rope
         entries["torch_dtype"] = str(DTYPES[dtype]).removeprefix("torch.")
         path.write_text(json.dumps(entries | self.published, indent=2, sort_keys=True) + "\n")

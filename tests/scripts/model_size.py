@@ -31,6 +31,18 @@ def parameters(args: Arguments) -> tuple[int, int]:
     return total, active
 
 
+def tower_parameters(config: dict[str, int] | None) -> int:
+    """Of the vision tower of Qwen2.5-VL, from its config; 0 without one."""
+    if config is None or "fullatt_block_indexes" not in config:
+        return 0
+    width, inner, merged = config["hidden_size"], config["intermediate_size"], 4 * config["hidden_size"]
+    attention = 4 * width * (width + 1)
+    feed_forward = 3 * width * inner + 2 * inner + width
+    block = attention + feed_forward + 2 * width
+    merger = width + merged * (merged + 1) + config["out_hidden_size"] * (merged + 1)
+    return 3 * 2 * 14 * 14 * width + config["depth"] * block + merger
+
+
 def _attention(args: Arguments) -> int:
     if args.multi_latent_attention:
         return _latent_attention(args)

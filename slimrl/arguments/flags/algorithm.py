@@ -133,6 +133,13 @@ class AlgorithmArguments(PreferenceArguments, RewardModelArguments):
         None, "bound of the dual clip for negative advantages, above 1 (no dual clip)", above=1
     )
     entropy_coef: float = flag(0.0, "weight of the entropy bonus")
+    entropy_target: float | None = flag(
+        None,
+        "move --entropy-coef after every rollout by --entropy-coef-delta, up while the policy's mean entropy is below"
+        " this and down above it, where the bonus is off (nats per token; constant coefficient)",
+        above=0,
+    )
+    entropy_coef_delta: float = flag(0.005, "step of --entropy-coef with --entropy-target", above=0)
     positive_example_loss_coef: float = flag(
         0.0, "weight of an added likelihood loss on samples with a high reward (VAPO)", at_least=0
     )

@@ -22,6 +22,7 @@ from slimrl.arguments.validation import (
     parallel,
     preference,
     rollout,
+    vision,
 )
 from slimrl.arguments.validation.adapters import lora
 from slimrl.arguments.validation.engines import servers, vllm
@@ -40,6 +41,7 @@ MODEL_RULES: tuple[Rule, ...] = (
     model.precision_is_single,
     checkpoint.hf_checkpoint_exists,
     model.model_agrees_with_hf_config,
+    vision.multimodal_positions_are_complete,
 )
 
 TRAINING_RULES: tuple[Rule, ...] = (
@@ -149,6 +151,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
     model.remote_code_is_trusted,
     algorithm.kl_is_counted_once,
     algorithm.kl_target_has_a_coefficient,
+    algorithm.entropy_target_has_a_loss,
     algorithm.log_prob_passes_have_a_use,
     rollout.groups_can_be_compared,
     rollout.reward_is_given,
@@ -188,6 +191,10 @@ TRAINING_RULES: tuple[Rule, ...] = (
     parallel.recomputed_modules_are_there,
     parallel.saved_activations_have_gpus,
     algorithm.trained_weights_have_one_list,
+    vision.vision_model_can_be_trained,
+    vision.vision_model_can_be_served,
+    vision.images_have_a_model,
+    vision.images_fit_the_run,
     lora.lora_flags_have_a_rank,
     lora.lora_targets_are_in_the_model,
     lora.lora_fits_the_run,

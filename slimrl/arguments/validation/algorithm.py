@@ -59,6 +59,25 @@ def kl_target_has_a_coefficient(args: Arguments, context: Context) -> Iterator[P
         )
 
 
+def entropy_target_has_a_loss(args: Arguments, context: Context) -> Iterator[Problem]:
+    """An adaptive coefficient of the entropy bonus belongs to the policy's loss, which has the bonus."""
+    flag, target = "--entropy-target", args.entropy_target
+    if target is None:
+        if "entropy_coef_delta" in context.given:
+            yield Problem(
+                "--entropy-coef-delta",
+                f"--entropy-coef-delta belongs to {flag}: add it, or leave --entropy-coef-delta out.",
+            )
+        return
+    if args.loss_type != "policy_loss":
+        yield Problem(flag, f"{flag} {target:g} has no effect with --loss-type {args.loss_type}: leave it out.")
+    if args.entropy_coef < 0:
+        yield Problem(
+            "--entropy-coef",
+            f"--entropy-coef {args.entropy_coef:g} is below 0, where {flag} never moves it: give 0 or more.",
+        )
+
+
 def clip_range_is_ordered(args: Arguments, context: Context) -> Iterator[Problem]:
     """The dual clip bounds the ratio beyond the ordinary upper clip."""
     if args.eps_clip_c is None or args.eps_clip_high is None:
