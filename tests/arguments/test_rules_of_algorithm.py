@@ -67,7 +67,7 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
     "length_normalization_has_its_divisor": (
         [
             "--advantage-estimator dr_grpo",
-            "--advantage-estimator dr_grpo --disable-grpo-std-normalization --use-kl-loss --kl-loss-coef 0.1",
+            "--advantage-estimator dr_grpo --use-kl-loss --kl-loss-coef 0.1",
         ],
         [
             (
