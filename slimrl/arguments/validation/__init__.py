@@ -138,6 +138,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
     cluster.debug_only_flags_exclude_each_other,
     data.templates_have_their_fields,
     data.truncated_prompts_have_a_limit,
+    data.loss_mask_type_fits_the_chat_template,
     cluster.plan_flags_belong_to_dry_run,
     data.rollout_samples_equal_trained_samples,
     data.global_batch_divides_over_gpus,
