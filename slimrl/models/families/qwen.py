@@ -107,6 +107,20 @@ QWEN3 = ModelMapping(
     fixed_config=(("attention_bias", False),),
     toys={"qwen3": ToyConfig("Qwen3ForCausalLM", GROUPED | {"rms_norm_eps": 1e-6} | rope(1e6))},
 )
+QWEN3_VL = ModelMapping(
+    model_type="qwen3_vl",
+    config=table(
+        always("qk_layernorm", "--qk-layernorm", True),
+        head_width(128),
+        *MULTIMODAL_POSITIONS,
+        unserved=(config_rows.only("default", "mrope"), *NO_BIASES),
+    ),
+    embedding=vision.deeper(param_mapping.EMBEDDING),
+    layer=tuple(map(vision.deeper, QWEN3.layer)),
+    final_norm=vision.deeper(param_mapping.FINAL_NORM),
+    head=param_mapping.HEAD,
+    tower=vision.QWEN3_VL,
+)
 QWEN3_MOE = ModelMapping(
     model_type="qwen3_moe",
     config=table(
