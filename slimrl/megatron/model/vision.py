@@ -84,7 +84,7 @@ class VisionLanguageModel(PolicyModel):
         levels = len(getattr(tower.config, "deepstack_visual_indexes", ()))
         if levels > len(self.decoder.layers):
             raise ValueError(
-                f"the first pipeline stage has {len(self.decoder.layers)} layers, and the vision tower adds to the first"
+                f"the first pipeline stage has {len(self.decoder.layers)} layers, and the vision tower adds to"
                 f" {levels}: use fewer stages, or --decoder-first-pipeline-num-layers {levels}"
             )
         for level, layer in enumerate(self.decoder.layers[:levels]):
