@@ -54,6 +54,24 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             ),
         ],
     ),
+    "length_normalization_has_its_divisor": (
+        [
+            "--advantage-estimator dr_grpo",
+            "--advantage-estimator dr_grpo --disable-grpo-std-normalization --use-kl-loss --kl-loss-coef 0.1",
+        ],
+        [
+            (
+                f"--advantage-estimator dr_grpo {flags}",
+                f"{flags} sets another divisor of the loss, and --advantage-estimator dr_grpo divides the sum of a"
+                " sample by --rollout-max-response-len: leave it out, or use grpo with"
+                " --disable-grpo-std-normalization.",
+            )
+            for flags in (
+                "--calculate-per-token-loss",
+                "--custom-pg-loss-reducer-function-path examples.policy_loss.by_constant",
+            )
+        ],
+    ),
     "log_prob_passes_have_a_use": (
         [
             "--compute-old-log-probs always",
@@ -243,6 +261,24 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
                 " examples.advantages.discounted",
                 "--kl-target 6 moves the penalty of the built-in advantages, and --custom-advantage-function-path"
                 " examples.advantages.discounted replaces them: leave it out.",
+            ),
+        ],
+    ),
+    "entropy_target_has_a_loss": (
+        ["--entropy-target 0.2", "--entropy-target 0.2 --entropy-coef-delta 0.001 --entropy-coef 0.001"],
+        [
+            (
+                "--entropy-coef-delta 0.001",
+                "--entropy-coef-delta belongs to --entropy-target: add it, or leave --entropy-coef-delta out.",
+            ),
+            (
+                "--entropy-target 0.2 --loss-type custom_loss"
+                " --custom-loss-function-path tests.megatron.custom_functions.loss",
+                "--entropy-target 0.2 has no effect with --loss-type custom_loss: leave it out.",
+            ),
+            (
+                "--entropy-target 0.2 --entropy-coef -0.1",
+                "--entropy-coef -0.1 is below 0, where --entropy-target never moves it: give 0 or more.",
             ),
         ],
     ),
@@ -512,3 +548,21 @@ def test_sampling_flags_without_effect_are_noted(recipe, in_a_folder_with_hooks,
 )
 def test_estimators_defined_with_whitened_advantages_whiten_them(recipe, more, on):
     assert read_args(recipe.line(more))[0].normalize_advantages is on
+
+
+def test_dr_grpo_needs_the_longest_response_and_its_own_loss(recipe):
+    (recipe.dir / "dump_0.jsonl").touch()
+    dumps = "--load-debug-rollout-data {dir}/dump_{{rollout_id}}.jsonl --advantage-estimator dr_grpo"
+    line = recipe.line(dumps, without="--rollout-max-response-len")
+    divides = "--advantage-estimator dr_grpo divides the sum of a sample by --rollout-max-response-len"
+    sentences = [str(problem) for problem in read_args(line)[1]]
+    assert f"{divides}, which is missing: give that of the rollouts." in sentences
+    own = "--loss-type custom_loss --custom-loss-function-path examples.loss.reinforce --advantage-estimator dr_grpo"
+    sentences = [str(problem) for problem in read_args(recipe.line(own))[1]]
+    assert any(
+        one.startswith(f"--loss-type custom_loss sets another divisor of the loss, and {divides}") for one in sentences
+    )
+    said = {"dr_grpo": "--advantage-estimator dr_grpo", "dapo": "--calculate-per-token-loss"}
+    for loss, flag in said.items():
+        sentences = [str(problem) for problem in read_args(recipe.line(f"--loss-type {loss}"))[1]]
+        assert any(f"give policy_loss with {flag}" in one for one in sentences)

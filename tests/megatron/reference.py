@@ -39,6 +39,7 @@ class ReferenceSettings:
     frozen: str | None = None  # regular expression for the names of frozen weights in transformers' model
     bias_rate: float = 0.0  # step size of the expert bias
     rounded: bool = False  # whether the weights are rounded to bfloat16 first
+    tokens_per_sample: int | None = None  # constant divisor of a sample's sum; None: its trained tokens
     teacher_coef: float = 0.0  # of the sampled reverse KL to a teacher, within the advantage
     compute_dtype: torch.dtype = torch.float64  # of weights and activations; sums over samples and Adam are float64
 
@@ -159,7 +160,8 @@ def train(
             balance = settings.balance_coef * own_balance * samples[row]["tokens"].numel() / tokens
             mask = samples[row]["mask"]
             divisor = trained if settings.per_token else max(float(mask.sum()), 1.0) * size
-            loss = (values * mask).sum() / divisor
+            constant = settings.tokens_per_sample
+            loss = (values * mask).sum() / (divisor if constant is None else constant * size)
             (loss + balance).backward()
             _move_gradients(policy, masters)
             total += loss.item()

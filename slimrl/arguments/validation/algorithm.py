@@ -59,6 +59,25 @@ def kl_target_has_a_coefficient(args: Arguments, context: Context) -> Iterator[P
         )
 
 
+def entropy_target_has_a_loss(args: Arguments, context: Context) -> Iterator[Problem]:
+    """An adaptive coefficient of the entropy bonus belongs to the policy's loss, which has the bonus."""
+    flag, target = "--entropy-target", args.entropy_target
+    if target is None:
+        if "entropy_coef_delta" in context.given:
+            yield Problem(
+                "--entropy-coef-delta",
+                f"--entropy-coef-delta belongs to {flag}: add it, or leave --entropy-coef-delta out.",
+            )
+        return
+    if args.loss_type != "policy_loss":
+        yield Problem(flag, f"{flag} {target:g} has no effect with --loss-type {args.loss_type}: leave it out.")
+    if args.entropy_coef < 0:
+        yield Problem(
+            "--entropy-coef",
+            f"--entropy-coef {args.entropy_coef:g} is below 0, where {flag} never moves it: give 0 or more.",
+        )
+
+
 def clip_range_is_ordered(args: Arguments, context: Context) -> Iterator[Problem]:
     """The dual clip bounds the ratio beyond the ordinary upper clip."""
     if args.eps_clip_c is None or args.eps_clip_high is None:
@@ -88,6 +107,25 @@ def estimator_has_what_it_needs(args: Arguments, context: Context) -> Iterator[P
             f"--gamma {args.gamma:g} discounts the returns of {discounted} and --advantage-estimator is"
             f" {args.advantage_estimator}: leave it out.",
         )
+
+
+def length_normalization_has_its_divisor(args: Arguments, context: Context) -> Iterator[Problem]:
+    """A loss that divides by --rollout-max-response-len has that flag, and nothing else that sets the divisor."""
+    estimator = ESTIMATORS.get(args.advantage_estimator)
+    if estimator is None or not estimator.divides_by_longest or args.is_supervised:
+        return
+    which = f"--advantage-estimator {estimator.name} divides the sum of a sample by --rollout-max-response-len"
+    other = "leave it out, or use grpo with --disable-grpo-std-normalization"
+    reducer = args.custom_pg_loss_reducer_function_path
+    for flag, value, given in (
+        ("--calculate-per-token-loss", "", args.calculate_per_token_loss),
+        ("--custom-pg-loss-reducer-function-path", f" {reducer}", reducer is not None),
+        ("--loss-type", " custom_loss", args.loss_type == "custom_loss"),
+    ):
+        if given:
+            yield Problem(flag, f"{flag}{value} sets another divisor of the loss, and {which}: {other}.")
+    if args.rollout_max_response_len is None and args.debug_train_only:  # else another rule reports it
+        yield Problem("--rollout-max-response-len", f"{which}, which is missing: give that of the rollouts.")
 
 
 def process_rewards_have_their_model(args: Arguments, context: Context) -> Iterator[Problem]:
