@@ -273,6 +273,7 @@ def take_vision_of_model(args: Arguments) -> None:
             return  # another rule reports the family
         if args.vision_weights:
             args.vision_folder = args.hf_checkpoint
+            args.vision_levels = len(config[TOWER_CONFIG].get("deepstack_visual_indexes", ()))
 
 
 def _config(path: Path) -> dict[str, Any] | None:

@@ -86,6 +86,7 @@ class DerivedVision:
 
     vision_weights: tuple[int, ...] = ()  # elements of each tensor
     vision_folder: str | None = None  # the folder with that config.json
+    vision_levels: int = 0  # first layers of the decoder that the tower adds features to
 
 
 @dataclasses.dataclass

@@ -145,11 +145,13 @@ def build_family_model(
     """
     family = FAMILIES[name]
     architecture = getattr(transformers, family.architecture)
-    arguments = {**COMMON, **family.config, "vocab_size": len(tokenizer), "tie_word_embeddings": not untie}
+    own = dict(family.config)
     tokens = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    decoder = COMMON | own.pop("text_config", own) | {"vocab_size": len(tokenizer), **tokens}
+    arguments = decoder if "text_config" not in family.config else {**own, "text_config": decoder}
     if sees(name):
         arguments |= {key: tokenizer.convert_tokens_to_ids(token) for key, token in VISION_IDS.items()}
-    config = architecture.config_class(**arguments, **tokens, dtype="float32")
+    config = architecture.config_class(**arguments, tie_word_embeddings=not untie, dtype="float32")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = architecture(config)
@@ -160,8 +162,12 @@ def build_family_model(
 def publish_config(name: str, folder: Path) -> None:
     """Rewrites ``folder/config.json`` with the keys of the family's published files."""
     family, path = FAMILIES[name], folder / "config.json"
-    entries = json.loads(path.read_text())
-    entries = entries.pop("text_config", {}) | entries  # published files have the decoder's entries at the top
+    whole = json.loads(path.read_text())
+    nested = "text_config" in family.config
+    if not nested:  # transformers' own files have the decoder one level down
+        whole = whole.pop("text_config", {}) | whole
+    entries = whole["text_config"] if nested else whole
+    whole.pop("dtype", None)
     for key in ("layer_types", "mlp_layer_types", "qk_head_dim", "dtype"):
         entries.pop(key, None)
     if "kv_lora_rank" in entries:
@@ -172,17 +178,16 @@ def publish_config(name: str, folder: Path) -> None:
     for key in ("rope_theta", "partial_rotary_factor"):
         if key in rope:
             entries[key] = rope.pop(key)
-    entries["rope_scaling"] = rope if rope.get("rope_type", "default") != "default" else None
-    if "mrope_section" in rope:
+    entries["rope_scaling"] = rope if nested or rope.get("rope_type", "default") != "default" else None
+    if "mrope_section" in rope and not nested:
         entries["rope_scaling"] = {"type": "mrope", "mrope_section": rope["mrope_section"]}
-    entries["torch_dtype"] = "float32"
-    entries |= family.published
+    whole |= {"torch_dtype": "float32", **family.published}
     if family.config_code is not None:
         file, class_name, base = family.config_code
         entries["auto_map"] = {"AutoConfig": f"{file}.{class_name}"}
         code = f"class {class_name}(transformers.{base}):\n    model_type = {entries['model_type']!r}\n"
         (folder / f"{file}.py").write_text(f"import transformers\n\n\n{code}")
-    path.write_text(json.dumps(entries, indent=2, sort_keys=True) + "\n")
+    path.write_text(json.dumps(whole, indent=2, sort_keys=True) + "\n")
 
 
 def save_image_processor(tower: Mapping[str, Any] | None, folder: Path) -> None:
@@ -196,7 +201,7 @@ def save_image_processor(tower: Mapping[str, Any] | None, folder: Path) -> None:
     merged = (patch * merge) ** 2
     entries = {
         "image_processor_type": "Qwen2VLImageProcessor",
-        "processor_class": "Qwen2_5_VLProcessor",
+        "processor_class": "Qwen3VLProcessor" if "deepstack_visual_indexes" in tower else "Qwen2_5_VLProcessor",
         "patch_size": patch,
         "temporal_patch_size": tower["temporal_patch_size"],
         "merge_size": merge,

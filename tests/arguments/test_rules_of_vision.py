@@ -98,12 +98,12 @@ def seeing(recipe: Recipe) -> Recipe:
     return recipe
 
 
-def line(recipe: Recipe, more: str) -> list[str]:
-    """The recipe's line with the flags of Qwen2.5-VL-3B."""
-    command = f"source {ROOT}/scripts/models/qwen2.5-VL-3B.sh; printf '%s\\n' \"${{MODEL_ARGS[@]}}\""
-    model = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True).stdout.splitlines()
+def line(recipe: Recipe, more: str, model: str = "qwen2.5-VL-3B") -> list[str]:
+    """The recipe's line with the flags of a model."""
+    command = f"source {ROOT}/scripts/models/{model}.sh; printf '%s\\n' \"${{MODEL_ARGS[@]}}\""
+    words = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True).stdout.splitlines()
     base = without(recipe.line(), "--qk-layernorm", "--use-rotary")
-    return [*base, *model, *more.format(dir=recipe.dir).split()]
+    return [*base, *words, *more.format(dir=recipe.dir).split()]
 
 
 def sentences(words: list[str]) -> list[str]:
@@ -156,6 +156,40 @@ def test_images_need_a_processor(seeing):
         f"--multimodal-keys needs an image processor, and --hf-checkpoint {seeing.dir}/hf has no"
         " preprocessor_config.json: copy it there from the model."
     )
+
+
+TESTED_APART = ("levels_are_on_the_first_stage",)
+SELECTIVE = "--recompute-granularity selective"
+
+
+@pytest.mark.parametrize(
+    ("more", "found"),
+    [
+        (SELECTIVE, []),
+        (f"{SELECTIVE} --pipeline-model-parallel-size 4", []),
+        (
+            "",
+            [
+                "--recompute-granularity full repeats layers without the features that the vision tower adds to the"
+                " first 3 (--hf-checkpoint): give selective, or leave it out."
+            ],
+        ),
+        (
+            f"{SELECTIVE} --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 2",
+            [
+                "--pipeline-model-parallel-size 2 leaves 2 layers on the first stage, and the vision tower"
+                " (--hf-checkpoint) adds features to 3: use fewer stages, or give --decoder-first-pipeline-num-layers"
+                " 3."
+            ],
+        ),
+    ],
+)
+def test_levels_of_qwen3_vl_are_on_the_first_stage(more, found, seeing):
+    config = json.loads((ROOT / "tests/scripts/published_configs/qwen3-VL-4B.json").read_text())
+    (seeing.dir / "hf" / "config.json").write_text(json.dumps(config))
+    words = without(line(seeing, more, model="qwen3-VL-4B"), "--recompute-method", "--recompute-num-layers")
+    problems = [one for one in sentences(words) if "--recompute-method" not in one]
+    assert problems == found
 
 
 def test_images_need_a_chat_template(seeing):

@@ -26,6 +26,19 @@ TOWER = {
     "window_size": 56,
     "fullatt_block_indexes": [1],
 }
+LEVELS = {
+    "depth": 3,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "in_channels": 3,
+    "out_hidden_size": 64,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "num_position_embeddings": 64,
+    "deepstack_visual_indexes": [0, 1],
+}
 ROWS: dict[str, dict[str, Any]] = {
     "llama": {
         "architecture": "LlamaForCausalLM",
@@ -93,6 +106,44 @@ ROWS: dict[str, dict[str, Any]] = {
             "mrope",
             "--mrope-section",
             *("2", "3", "3"),
+            *("--vocab-size", "285"),
+        ),
+    },
+    "qwen3-vl": {
+        "architecture": "Qwen3VLForConditionalGeneration",
+        "config": {
+            "text_config": DENSE
+            | {
+                "vocab_size": 285,
+                "head_dim": 16,
+                "num_hidden_layers": 4,
+                "rms_norm_eps": 1e-6,
+                "rope_parameters": {
+                    "rope_theta": 5e6,
+                    "rope_type": "default",
+                    "mrope_section": [4, 2, 2],
+                    "mrope_interleaved": True,
+                },
+            },
+            "vision_config": LEVELS,
+            "image_token_id": 283,
+            "video_token_id": 284,
+            "vision_start_token_id": 281,
+            "vision_end_token_id": 282,
+            "tie_word_embeddings": False,
+        },
+        "flags": flags(
+            4,
+            96,
+            5000000,
+            "1e-6",
+            *GROUPED,
+            *UNTIED,
+            "--qk-layernorm",
+            "--position-embedding-type",
+            "mrope",
+            "--mrope-section",
+            *("4", "2", "2"),
             *("--vocab-size", "285"),
         ),
     },

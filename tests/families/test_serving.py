@@ -126,7 +126,7 @@ def ask(url: str, prompt: list[int], image: str | None = None) -> tuple[list[int
 
 def assert_serves(served: Served, seed: int, version: str) -> None:
     """Asserts that the server's log-probabilities match transformers for the weights of `seed`."""
-    vocab_size = served.toy.config["vocab_size"]
+    vocab_size = served.toy.decoder["vocab_size"]
     prompt = torch.randint(0, vocab_size, (PROMPT_TOKENS,), generator=torch.Generator().manual_seed(seed)).tolist()
     for _ in range(2):  # the second time most of the prompt is cached
         tokens, logprobs, reported = ask(served.url, prompt)

@@ -176,6 +176,14 @@ def train(
         result.gradient_norms.append(float(norm))
         result.clip_fractions.append(clipped)
     result.weights, result.gradients = final_state(masters, load)
+    if policy.config.model_type == "qwen2_5_vl":  # in memory it has both parts one level deeper
+        result.weights, result.gradients = (
+            {
+                name.replace("model.language_model.", "model.").replace("model.visual.", "visual."): tensor
+                for name, tensor in tensors.items()
+            }
+            for tensors in (result.weights, result.gradients)
+        )
     return result
 
 
@@ -244,13 +252,9 @@ def final_state(masters: dict[str, nn.Parameter], load: _ExpertLoad) -> tuple[di
 
 
 def _as_published(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Splits the experts into single tensors, as in checkpoints; transformers stacks them in memory.
-
-    It also has the parts of a vision-language model one level deeper.
-    """
+    """Splits the experts into single tensors, as in checkpoints; transformers stacks them in memory."""
     result = {}
     for name, tensor in tensors.items():
-        name = name.replace("model.language_model.", "model.").replace("model.visual.", "visual.")
         prefix, experts, kind = name.rpartition(".experts.")
         if not experts:
             result[name] = tensor

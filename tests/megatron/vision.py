@@ -53,9 +53,47 @@ def save_qwen2_5_vl(folder: Path, *, seed: int, tied: bool = False) -> Path:
         vision_end_token_id=END,
         tie_word_embeddings=tied,
     )
+    return _save(Qwen2_5_VLForConditionalGeneration, config, folder, seed)
+
+
+DEEP_LAYERS = 4
+DEEP_TOWER = {
+    "depth": 3,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "in_channels": 3,
+    "out_hidden_size": 64,
+    "patch_size": 16,
+    "spatial_merge_size": MERGE,
+    "temporal_patch_size": 2,
+    "num_position_embeddings": 64,
+    "deepstack_visual_indexes": [0, 1],
+}
+
+
+def save_qwen3_vl(folder: Path, *, seed: int) -> Path:
+    """The same of Qwen3-VL, with four layers, to the first two of which the tower adds."""
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+    text = {"num_hidden_layers": DEEP_LAYERS, "rope_parameters": rope, "bos_token_id": None, "eos_token_id": None}
+    config = Qwen3VLConfig(
+        text_config=tiny._SHAPE | text,
+        vision_config=DEEP_TOWER,
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        vision_start_token_id=START,
+        vision_end_token_id=END,
+        tie_word_embeddings=False,
+    )
+    return _save(Qwen3VLForConditionalGeneration, config, folder, seed)
+
+
+def _save(architecture: Any, config: Any, folder: Path, seed: int) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen2_5_VLForConditionalGeneration(config)
+        model = architecture(config)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if parameter.dim() == 1:  # norms of 1 and biases of 0 would hide that they are not applied
@@ -69,24 +107,26 @@ def save_qwen2_5_vl(folder: Path, *, seed: int, tied: bool = False) -> Path:
 def flags_of(folder: Path) -> dict[str, Any]:
     """The flags of the model, in addition to those of `tiny_args`."""
     config = json.loads((folder / "config.json").read_text())
+    deep = config["model_type"] == "qwen3_vl"
     return {
-        "qk_layernorm": False,
-        "add_qkv_bias": True,
+        "num_layers": DEEP_LAYERS if deep else 2,
+        "qk_layernorm": deep,
+        "add_qkv_bias": not deep,
         "untie_embeddings_and_output_weights": not config["tie_word_embeddings"],
         "position_embedding_type": "mrope",
-        "mrope_section": [2, 3, 3],
+        "mrope_section": config["text_config"]["rope_parameters"]["mrope_section"],
         "vision_weights": elements(family_for(config).tower_rows),
         "vision_folder": str(folder),
         "hf_checkpoint": str(folder),
     }
 
 
-def inputs(grids: list[tuple[int, int, int]], seed: int) -> dict[str, torch.Tensor]:
+def inputs(grids: list[tuple[int, int, int]], seed: int, values: int = PATCH_VALUES) -> dict[str, torch.Tensor]:
     """Random images of these sizes in patches, as transformers' processor gives them."""
     generator = torch.Generator().manual_seed(seed)
     patches = sum(time * height * width for time, height, width in grids)
     return {
-        "pixel_values": torch.randn(patches, PATCH_VALUES, generator=generator),
+        "pixel_values": torch.randn(patches, values, generator=generator),
         "image_grid_thw": torch.tensor(grids),
     }
 
@@ -100,14 +140,14 @@ def prompt(grids: list[tuple[int, int, int]], generator: torch.Generator) -> lis
     return ids
 
 
-def rollout(seed: int) -> RolloutBatch:
+def rollout(seed: int, values: int = PATCH_VALUES) -> RolloutBatch:
     """Eight samples: two groups about one image each, one about two images, one about none; without a schedule.
 
     One response has an image token that the model sampled.
     """
     generator = torch.Generator().manual_seed(seed)
     sizes: list[list[tuple[int, int, int]]] = [[(1, 4, 6)], [(1, 8, 4)], [(1, 2, 2), (1, 6, 10)], []]
-    images = [inputs(grids, seed + number) if grids else None for number, grids in enumerate(sizes)]
+    images = [inputs(grids, seed + number, values) if grids else None for number, grids in enumerate(sizes)]
     tokens, totals, responses, seen = [], [], [], []
     for sample in range(8):
         own = prompt(sizes[sample // 2], torch.Generator().manual_seed(sample // 2))

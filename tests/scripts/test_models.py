@@ -11,6 +11,7 @@ import pytest
 from slimrl.arguments import Arguments, Problem, read_args
 from slimrl.arguments.hf_config import disagreements
 from slimrl.arguments.namespace import all_flag_specs
+from slimrl.models.families.vision import decoder_config
 from tests.scripts.model_size import parameters, tower_parameters
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,6 +56,8 @@ PUBLISHED_SIZE = {
     "qwen2.5-32B": (32.76, None),
     "qwen2.5-VL-3B": (3.7546, None),
     "qwen2.5-VL-7B": (8.2922, None),
+    "qwen3-VL-4B": (4.4378, None),
+    "qwen3-VL-8B": (8.7671, None),
     "qwen3-0.6B": (0.596, None),
     "qwen3-1.7B": (1.72, None),
     "qwen3-4B": (4.02, None),
@@ -139,7 +142,7 @@ def test_model_script_matches_the_published_config(name):
     args, problems = parsed(name)
     assert [problem for problem in problems if problem.flag not in ("--hf-checkpoint", "--save")] == []
     assert disagreements(args, published(name)) == []
-    layers = published(name)["num_hidden_layers"]
+    layers = decoder_config(published(name))["num_hidden_layers"]
     assert disagreements(args, published(name) | {"num_hidden_layers": layers + 1}) != []
 
 
@@ -153,7 +156,7 @@ def test_family_without_a_weight_table_is_rejected(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_model_script_has_the_published_numbers(name):
     args, _ = parsed(name)
-    config, values = published(name), vars(args)
+    config, values = decoder_config(published(name)), vars(args)
     if config["model_type"] == "qwen3_5_moe_text":
         config["intermediate_size"] = config["moe_intermediate_size"]  # it has no dense layer
     stated = {key: config[key] for key in NUMBERS if key in config}

@@ -27,6 +27,7 @@ MODELS = {
     "qwen2": ("qwen2.5-0.5B", False),
     "qwen2_5_vl": ("qwen2.5-VL-3B", False),
     "qwen3": ("qwen3-4B", False),
+    "qwen3_vl": ("qwen3-VL-4B", False),
     "qwen3_moe": ("qwen3-30B-A3B", True),
     "glm4": ("glm4-9B", True),
     "glm4_moe": ("glm4.5-355B-A32B", True),

@@ -194,6 +194,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
     parallel.saved_activations_have_gpus,
     algorithm.trained_weights_have_one_list,
     vision.vision_model_can_be_trained,
+    vision.levels_are_on_the_first_stage,
     vision.vision_model_can_be_served,
     vision.images_have_a_model,
     vision.images_fit_the_run,

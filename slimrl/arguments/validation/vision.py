@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from slimrl.arguments.flag import Problem
+from slimrl.arguments.layout import stage_layers
 from slimrl.arguments.namespace import Arguments, Context
 
 _KEYS, _POSITIONS, _SECTION = "--multimodal-keys", "--position-embedding-type", "--mrope-section"
@@ -56,6 +57,29 @@ def vision_model_can_be_trained(args: Arguments, context: Context) -> Iterator[P
                 flag.split(" ")[0],
                 f"a vision-language model (--hf-checkpoint) {reason} {flag}: leave {flag} out, or give a text model.",
             )
+
+
+def levels_are_on_the_first_stage(args: Arguments, context: Context) -> Iterator[Problem]:
+    """Features that a tower adds to layers reach them: on its own stage, and in a pass that is not repeated."""
+    levels = args.vision_levels
+    if not levels or args.debug_rollout_only or context.broken:
+        return
+    if args.recompute_granularity == "full":
+        yield Problem(
+            "--recompute-granularity",
+            f"--recompute-granularity full repeats layers without the features that the vision tower adds to the first"
+            f" {levels} (--hf-checkpoint): give selective, or leave it out.",
+        )
+    first = len(stage_layers(args)[0])
+    if args.virtual_pipeline_model_parallel_size is not None:
+        first //= args.virtual_pipeline_model_parallel_size
+    if first < levels:
+        yield Problem(
+            "--pipeline-model-parallel-size",
+            f"--pipeline-model-parallel-size {args.pipeline_model_parallel_size} leaves {first} layers on the first"
+            f" stage, and the vision tower (--hf-checkpoint) adds features to {levels}: use fewer stages, or give"
+            f" --decoder-first-pipeline-num-layers {levels}.",
+        )
 
 
 def vision_model_can_be_served(args: Arguments, context: Context) -> Iterator[Problem]:

@@ -26,7 +26,7 @@ from slimrl.megatron.model.layer_spec import block_of, block_spec
 from slimrl.megatron.model.layers import PostNorms
 from slimrl.megatron.model.lora import add_adapters
 from slimrl.megatron.model.output_layer import PolicyModel, ValueModel
-from slimrl.megatron.model.vision import VisionLanguageModel, vision_tower
+from slimrl.megatron.model.vision import VisionLanguageModel, tower_of, vision_tower
 from slimrl.megatron.parallel import ParallelState
 from slimrl.models.adapters import AdapterConfig
 
@@ -118,7 +118,8 @@ def policy_model(
     if args.vision_folder is None:
         return PolicyModel(**settings)
     tower = vision_tower(args.vision_folder, config.params_dtype) if pre_process else None
-    return VisionLanguageModel(tower, **settings)
+    interleaves = tower_of(args.vision_folder).interleaves_positions
+    return VisionLanguageModel(tower, interleaves_positions=interleaves, **settings)
 
 
 def _settings(

@@ -20,6 +20,7 @@ FAMILIES: tuple[ModelMapping, ...] = (
     qwen.QWEN2_5_VL,
     qwen.QWEN2_MOE,
     qwen.QWEN3,
+    qwen.QWEN3_VL,
     qwen.QWEN3_MOE,
     glm4.GLM4,
     glm4.GLM4_MOE,

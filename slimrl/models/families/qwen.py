@@ -20,7 +20,7 @@ from slimrl.models.families.config_mapping import (
     table,
 )
 from slimrl.models.families.param_mapping import ModelMapping, MTPLayers
-from slimrl.models.families.toy_config import GROUPED, TOY_TOWER, ToyConfig, rope
+from slimrl.models.families.toy_config import GROUPED, TOY_LEVELS, TOY_TOWER, ToyConfig, rope
 
 QWEN2_ATTENTION = (
     param_mapping.ATTENTION_NORM,
@@ -106,6 +106,31 @@ QWEN3 = ModelMapping(
     head=param_mapping.HEAD,
     fixed_config=(("attention_bias", False),),
     toys={"qwen3": ToyConfig("Qwen3ForCausalLM", GROUPED | {"rms_norm_eps": 1e-6} | rope(1e6))},
+)
+QWEN3_VL = ModelMapping(
+    model_type="qwen3_vl",
+    config=table(
+        always("qk_layernorm", "--qk-layernorm", True),
+        head_width(128),
+        *MULTIMODAL_POSITIONS,
+        unserved=(config_rows.only("default", "mrope"), *NO_BIASES),
+    ),
+    embedding=vision.deeper(param_mapping.EMBEDDING),
+    layer=tuple(map(vision.deeper, QWEN3.layer)),
+    final_norm=vision.deeper(param_mapping.FINAL_NORM),
+    head=param_mapping.HEAD,
+    tower=vision.QWEN3_VL,
+    toys={
+        "qwen3_vl": ToyConfig(
+            "Qwen3VLForConditionalGeneration",
+            {
+                "text_config": GROUPED
+                | {"rms_norm_eps": 1e-6}
+                | rope(5e6, rope_type="default", mrope_section=[4, 2, 2], mrope_interleaved=True),
+                "vision_config": TOY_LEVELS,
+            },
+        )
+    },
 )
 QWEN3_MOE = ModelMapping(
     model_type="qwen3_moe",

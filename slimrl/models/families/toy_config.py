@@ -42,6 +42,21 @@ TOY_TOWER = {
     "fullatt_block_indexes": [1],
     "initializer_range": 0.1,
 }
+# the same with features for the first layer of the decoder
+TOY_LEVELS = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "in_channels": 3,
+    "out_hidden_size": 64,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "num_position_embeddings": 64,
+    "deepstack_visual_indexes": [0],
+    "initializer_range": 0.1,
+}
 LATENT = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 32,

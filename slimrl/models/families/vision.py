@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator
 
 from slimrl.models.config_rows import Config, settings
@@ -16,6 +17,8 @@ from slimrl.models.families.param_mapping import HfTensor, ParamMapping
 
 MEGATRON_TOWER = "vision_model."
 HF_TOWER = "visual."
+DEEPER_HF_TOWER = "model.visual."  # where the decoder is one level down, too
+DEEPER_HF_DECODER = "model.language_model."
 DECODER_CONFIG = "text_config"
 TOWER_CONFIG = "vision_config"
 
@@ -55,13 +58,13 @@ class VisionTokens:
         return cls(config["image_token_id"], config["video_token_id"], tower.get("spatial_merge_size", 2))
 
 
-def _row(name: str, *dims: int) -> ParamMapping:
-    return ParamMapping((MEGATRON_TOWER + name,), (HfTensor(HF_TOWER + name, tuple(map(str, dims))),))
+def _row(name: str, *dims: int, hf: str = HF_TOWER) -> ParamMapping:
+    return ParamMapping((MEGATRON_TOWER + name,), (HfTensor(hf + name, tuple(map(str, dims))),))
 
 
-def _linear(name: str, rows: int, columns: int) -> Iterator[ParamMapping]:
-    yield _row(f"{name}.weight", rows, columns)
-    yield _row(f"{name}.bias", rows)
+def _linear(name: str, rows: int, columns: int, hf: str = HF_TOWER) -> Iterator[ParamMapping]:
+    yield _row(f"{name}.weight", rows, columns, hf=hf)
+    yield _row(f"{name}.bias", rows, hf=hf)
 
 
 def qwen2_5_vl_tower(config: Config) -> tuple[ParamMapping, ...]:
@@ -94,16 +97,60 @@ def qwen2_5_vl_tower(config: Config) -> tuple[ParamMapping, ...]:
     return tuple(rows)
 
 
+def qwen3_vl_tower(config: Config) -> tuple[ParamMapping, ...]:
+    """The tower of Qwen3-VL, in the order of its forward pass, with a merger for each level of deepstack.
+
+    Missing entries have the defaults of transformers' Qwen3VLVisionConfig.
+    """
+    tower, hf = config[TOWER_CONFIG], DEEPER_HF_TOWER
+    width, inner = tower.get("hidden_size", 1152), tower.get("intermediate_size", 4304)
+    patch, merged = tower.get("patch_size", 16), width * tower.get("spatial_merge_size", 2) ** 2
+    out = tower.get("out_hidden_size", 3584)
+    dims = width, tower.get("in_channels", 3), tower.get("temporal_patch_size", 2), patch, patch
+    rows = [_row("patch_embed.proj.weight", *dims, hf=hf), _row("patch_embed.proj.bias", width, hf=hf)]
+    rows.append(_row("pos_embed.weight", tower.get("num_position_embeddings", 2304), width, hf=hf))
+
+    def norm(name: str, size: int) -> list[ParamMapping]:
+        return [_row(f"{name}.weight", size, hf=hf), _row(f"{name}.bias", size, hf=hf)]
+
+    for block in range(tower.get("depth", 27)):
+        at = f"blocks.{block}."
+        rows += norm(f"{at}norm1", width) + norm(f"{at}norm2", width)
+        rows += [*_linear(f"{at}attn.qkv", 3 * width, width, hf), *_linear(f"{at}attn.proj", width, width, hf)]
+        rows += [*_linear(f"{at}mlp.linear_fc1", inner, width, hf), *_linear(f"{at}mlp.linear_fc2", width, inner, hf)]
+    levels = [f"deepstack_merger_list.{level}" for level in range(len(tower["deepstack_visual_indexes"]))]
+    for merger in ("merger", *levels):
+        rows += norm(f"{merger}.norm", width if merger == "merger" else merged)
+        rows += _linear(f"{merger}.linear_fc1", merged, merged, hf)
+        rows += _linear(f"{merger}.linear_fc2", out, merged, hf)
+    return tuple(rows)
+
+
+def deeper(row: ParamMapping) -> ParamMapping:
+    """A decoder's row whose Hugging Face tensors are one level down, in `model.language_model`."""
+    parts = [dataclasses.replace(part, name=re.sub("^model\\.", DEEPER_HF_DECODER, part.name)) for part in row.hf]
+    return dataclasses.replace(row, hf=tuple(parts))
+
+
 @dataclasses.dataclass(frozen=True)
 class VisionTower:
-    """The tower of a family: `rows` gives its tensors from config.json, `architecture` is its class in transformers."""
+    """The tower of a family: `rows` gives its tensors from config.json, `architecture` is its class in transformers.
+
+    `interleaves_positions`: the rotary channels of time, height and width alternate, instead of three runs.
+    """
 
     rows: Callable[[Config], tuple[ParamMapping, ...]]
     architecture: str  # "module.Class"
+    interleaves_positions: bool = False
 
 
 QWEN2_5_VL = VisionTower(
     qwen2_5_vl_tower, "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel"
+)
+
+
+QWEN3_VL = VisionTower(
+    qwen3_vl_tower, "transformers.models.qwen3_vl.modeling_qwen3_vl.Qwen3VLVisionModel", interleaves_positions=True
 )
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from slimrl.engines.server_protocol import WeightControl
 from slimrl.models.families import ModelMapping, ParamMapping
 from slimrl.models.families.param_mapping import Layout
-from slimrl.models.families.vision import HF_TOWER
+from slimrl.models.families.vision import DEEPER_HF_DECODER, DEEPER_HF_TOWER, HF_TOWER
 from slimrl.models.model_spec import ModelSpec
 from slimrl.processes.files import listed
 from slimrl.weights.reshard import hf_shapes
@@ -65,9 +65,14 @@ class EngineTensor:
         return (torch.stack(shards) if self.stacked else torch.cat(shards)).to(self.dtype or shards[0].dtype)
 
 
+def engine_name(name: str) -> str:
+    """The name of a Hugging Face tensor in an engine, which has both parts of a vision-language model one level up."""
+    return name.replace(DEEPER_HF_DECODER, "model.", 1).replace(DEEPER_HF_TOWER, HF_TOWER, 1)
+
+
 def engine_tensor(row: ParamMapping, spec: ModelSpec, family: ModelMapping) -> EngineTensor:
     """The engine tensor that holds a row's tensors."""
-    name = row.hf[0].name
+    name = engine_name(row.hf[0].name)
     if name.startswith(HF_TOWER):
         fused = re.sub(r"\.mlp\.(gate|up)_proj\.", ".mlp.gate_up_proj.", name)
         return EngineTensor(fused.replace(".attn.qkv.", ".attn.qkv_proj."), rows=1 + (fused != name))
@@ -122,12 +127,12 @@ def engine_parts(
 
 def _padded_dim_of_tower(row: ParamMapping) -> int | None:
     """The dimension of the FFN width of a tensor of a vision tower; None for all others."""
-    name = row.hf[0].name
+    name = engine_name(row.hf[0].name)
     if not name.startswith(HF_TOWER):
         return None
-    if re.search(r"\.mlp\.(gate|up)_proj\.", name):
+    if re.search(r"\.mlp\.(gate_proj|up_proj|linear_fc1)\.", name):
         return 0
-    return 1 if name.endswith(".mlp.down_proj.weight") else None
+    return 1 if name.endswith((".mlp.down_proj.weight", ".mlp.linear_fc2.weight")) else None
 
 
 def _padded_length(dimension: str, length: int, row: ParamMapping, spec: ModelSpec, layout: EngineLayout) -> int:
