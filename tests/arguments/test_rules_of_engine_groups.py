@@ -7,10 +7,13 @@ import json
 import pytest
 
 from slimrl.arguments import PassthroughFlag, read_args
+from slimrl.arguments.dry_run.plan import PlanContext, make_plan
+from slimrl.arguments.dry_run.render import render
 from slimrl.arguments.engine_groups.config import ServerGroup
 from slimrl.arguments.engine_groups.layout import engine_places, group_flags, policy_groups
 from slimrl.cluster.placement import plan_gpus
 from slimrl.engines.sglang.server_args import server_flags
+from slimrl.processes.process_info import Machine
 from tests.arguments.conftest import COLOCATED, SPLIT
 
 OPTIONS = {
@@ -293,3 +296,22 @@ def test_file_may_be_json(recipe):
         recipe.line(f"--rollout-num-gpus-per-engine 3 --sglang-config {recipe.dir}/groups.json", placement=SPLIT)
     )
     assert problems == [] and policy_groups(args) == [ServerGroup("regular", 6, 3)]
+
+
+def test_plan_shows_the_servers_and_flags_of_each_group(recipe):
+    overrides = TWO.replace("4, num_gpus_per_engine: 2}", "2, num_gpus_per_engine: 2, overrides: {dp_size: 1}}")
+    text = file(actor(ONE, overrides), JUDGE.replace("4}", "2}"))
+    args, found = sentences(recipe, text, "")
+    assert found == []
+    plan = make_plan(args, "train.py", PlanContext(Machine(host=None, gpus=())))
+    shown = render(plan).replace(str(recipe.dir), "DIR")
+    assert [list(own) for own in (*plan.placement.engines, *plan.placement.frozen)] == [[2], [3], [4, 5], [6], [7]]
+    for line_of_plan in (
+        "model actor, group 0 (regular, 2 GPUs): servers 0 to 1, gets the weight updates, with: --model-path DIR/hf"
+        " --tp-size 1",
+        "model actor, group 1 (regular, 2 GPUs): server 2, gets the weight updates, with: --model-path DIR/hf --tp-size"
+        " 2 --dp-size 1",
+        "model judge, group 0 (regular, 2 GPUs): servers judge-0 to judge-1, frozen, with a router of its own, with:"
+        " --model-path DIR/hf2 --tp-size 1",
+    ):
+        assert f"  {line_of_plan}\n" in shown, shown
