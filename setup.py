@@ -31,6 +31,7 @@ setup(
         "numpy>=2.3",
         "orjson>=3.11",
         "pandas>=3.1",
+        "pillow>=11.0",
         "prometheus_client>=0.22",
         "psutil>=7.0",
         "py3langid>=0.4",

@@ -4,7 +4,7 @@
 
 The flags place the models: policy, engines, critic (--advantage-estimator ppo), reference (--ref-load) and reward model
 (--rm-model). The functions below are the edges between them. Unlike train.py this flow evaluates when the mean reward
-has risen by `RISE`, and ends once it has reached `ENOUGH`.
+has risen by `RISE`, without reading --eval-interval, and ends once it has reached `ENOUGH`.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 #    bash scripts/run-qwen3-4B-base-sft.sh [--tiny] [more flags of train_async.py]
 #
 # docs/recipes.md lists the downloads; scripts/lib/recipe.sh explains the common settings and --tiny.
-# Proven: checked against published configs (qwen3-4B.json).
+# Proven: gated in CI on CPU (tests/scripts/test_recipes.py).
 # shellcheck source-path=SCRIPTDIR disable=SC2034
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/lib/recipe.sh"

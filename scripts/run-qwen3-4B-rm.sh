@@ -5,7 +5,7 @@
 #
 # docs/recipes.md lists the downloads; scripts/lib/recipe.sh explains the common settings and --tiny;
 # docs/reward-models.md serves the result to scripts/run-qwen3-4B-ppo.sh.
-# Proven: checked against published configs (qwen3-4B.json).
+# Proven: gated in CI on CPU (tests/scripts/test_recipes.py).
 # shellcheck source-path=SCRIPTDIR disable=SC2034
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/lib/recipe.sh"

@@ -9,7 +9,7 @@
 # python tools/prepare_data.py MATH-lighteval --output-dir $BASE/math. Further arguments go to train.py and override
 # those below. If RAY_ADDRESS is set, the job is submitted to that cluster; otherwise the script starts a Ray head and
 # ends it with the job.
-# Proven: checked against published configs (qwen3-8B.json).
+# Proven: gated in CI on CPU (tests/scripts/test_recipes.py).
 # shellcheck source-path=SCRIPTDIR disable=SC2034
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/lib/recipe.sh"

@@ -6,7 +6,7 @@
 #
 # docs/recipes.md lists the downloads, of which the teacher needs only the Hugging Face folder; scripts/lib/recipe.sh
 # explains the common settings and --tiny; docs/distillation.md explains the method.
-# Proven: checked against published configs (qwen3-8B.json).
+# Proven: gated in CI on CPU (tests/scripts/test_recipes.py).
 # shellcheck source-path=SCRIPTDIR disable=SC2034
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/lib/recipe.sh"

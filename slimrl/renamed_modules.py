@@ -33,7 +33,6 @@ RENAMED = {
     "slimrl.arguments.plan": "slimrl.arguments.dry_run",
     "slimrl.compatibility.distillation": "slimrl.compatibility.graders",
     "slimrl.data.batch": "slimrl.data.train_batch",
-    "slimrl.data.loss_mask": "slimrl.rollout.sft_rollout",
     "slimrl.data.packed": "slimrl.data.sample",
     "slimrl.data.watched_file": "slimrl.data.readers",
     "slimrl.engines.auth": "slimrl.engines.http",

@@ -26,6 +26,7 @@ DISTRIBUTIONS = {
     "math_verify": "math-verify",
     "grpc": "grpcio",
     "xdist": "pytest-xdist",
+    "PIL": "pillow",
 }
 
 # named in setup.py in brackets

@@ -9,8 +9,11 @@ Megatron). The model is warm-started with supervised training to solve 40 % of t
 can improve it. The same seed gives the same files.
 
 With ``--family`` the model is a toy of another family, and ``size_args.sh`` replaces ``model_args.sh``: it appends the
-toy's sizes to the flags of a model of that family (``source scripts/models/moonlight.sh`` before it).
+toy's sizes to the flags of a model of that family (``source scripts/models/moonlight.sh`` before it). A toy with a
+vision tower counts the squares of pictures instead, which are data URIs under ``images``.
 """
+
+from __future__ import annotations
 
 import argparse
 import dataclasses
@@ -18,11 +21,13 @@ import json
 import logging
 import shutil
 import sys
+import tempfile
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
 from slimrl.tiny.models import (
@@ -34,9 +39,14 @@ from slimrl.tiny.models import (
     build_tokenizer,
     model_args_script,
     publish_config,
+    save_image_processor,
+    sees,
     size_args_script,
 )
 from slimrl.tiny.task import Addition, WarmStart, greedy_accuracy, split_additions, warm_start
+
+if TYPE_CHECKING:
+    from slimrl.tiny.vision_task import Counting
 
 OWN_FILES = ("train.jsonl", "eval.jsonl", "model_args.sh", "size_args.sh")  # besides the folder "model"
 SHAPE_FLAGS = (
@@ -92,9 +102,32 @@ def in_the_way(folder: Path, *, force: bool) -> str | None:
     return None
 
 
-def write_rows(path: Path, problems: list[Addition]) -> None:
+def write_rows(path: Path, problems: list[Addition] | list[Counting]) -> None:
     """Writes a .jsonl file of prompts and labels."""
     path.write_text("".join(json.dumps(problem.row()) + "\n" for problem in problems), encoding="utf-8")
+
+
+def taught_to_add(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace
+) -> tuple[list[Addition], list[Addition], float]:
+    """Problems of train and eval, and the model's accuracy after its warm start; raises ValueError for too many."""
+    train, held_out = split_additions(seed=args.seed, train_size=args.train_size, eval_size=args.eval_size)
+    warm_start(model, tokenizer, train, plan=WarmStart(steps=args.warm_start_steps), seed=args.seed)
+    return train, held_out, greedy_accuracy(model, tokenizer, held_out)
+
+
+def taught_to_count(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace
+) -> tuple[list[Counting], list[Counting], float]:
+    """The same with pictures."""
+    from slimrl.tiny import vision_task  # imported here: it imports the image processor
+
+    train, held_out = vision_task.split_countings(seed=args.seed, train_size=args.train_size, eval_size=args.eval_size)
+    with tempfile.TemporaryDirectory() as folder:
+        save_image_processor(FAMILIES[args.family].config["vision_config"], Path(folder))
+        plan = WarmStart(steps=args.warm_start_steps)
+        vision_task.warm_start(model, tokenizer, train, folder, plan=plan, seed=args.seed)
+        return train, held_out, vision_task.greedy_accuracy(model, tokenizer, held_out, folder)
 
 
 def main(argv: list[str]) -> int:
@@ -112,20 +145,20 @@ def main(argv: list[str]) -> int:
         return 2
     try:
         size = size_from(args)
-        train, held_out = split_additions(seed=args.seed, train_size=args.train_size, eval_size=args.eval_size)
+        # One thread: the model is too small for more, and sums are then the same in every run.
+        torch.set_num_threads(1)
+        started = time.monotonic()
+        vision = args.family is not None and sees(args.family)
+        tokenizer = build_tokenizer(max_length=size.max_position_embeddings, vision=vision)
+        if args.family:
+            model: PreTrainedModel = build_family_model(args.family, tokenizer, seed=args.seed, untie=args.untie)
+        else:
+            model = build_model(size, tokenizer, seed=args.seed)
+        teach = taught_to_count if vision else taught_to_add
+        train, held_out, accuracy = teach(model, tokenizer, args)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    # One thread: the model is too small for more, and sums are then the same in every run.
-    torch.set_num_threads(1)
-    started = time.monotonic()
-    tokenizer = build_tokenizer(max_length=size.max_position_embeddings)
-    if args.family:
-        model: PreTrainedModel = build_family_model(args.family, tokenizer, seed=args.seed, untie=args.untie)
-    else:
-        model = build_model(size, tokenizer, seed=args.seed)
-    warm_start(model, tokenizer, train, plan=WarmStart(steps=args.warm_start_steps), seed=args.seed)
-    accuracy = greedy_accuracy(model, tokenizer, held_out)
 
     model_dir = args.output_dir / "model"
     if model_dir.exists():
@@ -138,6 +171,7 @@ def main(argv: list[str]) -> int:
     write_rows(args.output_dir / "eval.jsonl", held_out)
     if args.family:
         publish_config(args.family, model_dir)
+        save_image_processor(FAMILIES[args.family].config.get("vision_config"), model_dir)
         (args.output_dir / "size_args.sh").write_text(size_args_script(args.family, model.config))
     else:
         (args.output_dir / "model_args.sh").write_text(model_args_script(size, vocab_size=len(tokenizer)))

@@ -32,7 +32,8 @@ from slimrl.processes.ray_environment import ON_LOOPBACK
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 READY_TIMEOUT_S = 120
 START_ATTEMPTS = 3
-PORT_TAKEN = ("Failed to start GCS", "ddress already in use")  # Ray's messages if it could not bind a port
+# Ray's messages if it could not bind a port
+PORT_TAKEN = ("Failed to start GCS", "ddress already in use", "already occupied")
 POLITE_STOP_S = 10
 # Ray makes its folder accessible to all users, so it gets a subfolder. A short name, because it contains sockets.
 RAY_FOLDER = "r"

@@ -152,7 +152,10 @@ recipe_tiny() {
       ROLLOUT_ARGS+=(--prompt-data "$TOY/pairs.jsonl" --num-rollout 4)
       EVAL_ARGS=(--eval-interval 2 --eval-prompt-data held-out "$TOY/eval-pairs.jsonl")
    else
+      local sees=''
+      if flags_have --multimodal-keys "${ROLLOUT_ARGS[@]}"; then sees=yes; fi
       recipe_tiny_rollouts "$TOY"
+      if [[ $sees == yes ]]; then recipe_tiny_pictures "$TOY"; fi
    fi
    if [[ " ${GRPO_ARGS[*]} " == *' --num-critic-only-steps '* ]]; then
       GRPO_ARGS+=(--num-critic-only-steps 1) # of the two rollouts
@@ -208,6 +211,18 @@ recipe_tiny_optimizer() {
       esac
    done
    OPTIMIZER_ARGS=("${kept[@]}")
+}
+
+# Rollouts on the pictures of the toy in folder $1: long enough to learn, with a learning rate for so small a model.
+recipe_tiny_pictures() {
+   ROLLOUT_ARGS+=(
+      --multimodal-keys '{"image": "images"}'
+      --num-rollout 20
+      --rollout-batch-size 32
+   )
+   EVAL_ARGS=(--eval-interval 10 --eval-prompt-data squares "$1/eval.jsonl" --eval-temperature 0)
+   OPTIMIZER_ARGS+=(--lr 1e-3 --lr-decay-style constant --lr-warmup-fraction 0)
+   CKPT_ARGS+=(--save-interval 20)
 }
 
 # Two short rollouts on the problems of the toy in folder $1.

@@ -40,6 +40,13 @@ class Objective(Enum):
     CISPO = "cispo"  # the likelihood, weighted by a clipped ratio that has no gradient
 
 
+class LengthNormalization(Enum):
+    """What the sum over a sample's trained tokens is divided by in the policy loss, before the mean over samples."""
+
+    SAMPLE = "sample"  # the sample's own number of trained tokens, unless --calculate-per-token-loss is given
+    LONGEST = "longest"  # the same constant for all samples, --rollout-max-response-len
+
+
 @dataclasses.dataclass(frozen=True)
 class Estimator:
     """One row of the table.
@@ -55,6 +62,12 @@ class Estimator:
     returns: Returns = Returns.BROADCAST
     objective: Objective = Objective.PPO_CLIP
     whitens: bool = False
+    length_normalization: LengthNormalization = LengthNormalization.SAMPLE
+
+    @property
+    def divides_by_longest(self) -> bool:
+        """Whether every trained token has the same weight in the loss, in samples and steps of any length."""
+        return self.length_normalization is LengthNormalization.LONGEST
 
     @property
     def is_group_relative(self) -> bool:
@@ -70,6 +83,12 @@ class Estimator:
 DEFAULT = "grpo"
 _ROWS = (
     Estimator(DEFAULT, "Shao et al. 2024 (DeepSeekMath), section 4.1"),
+    Estimator(
+        "dr_grpo",
+        "Liu et al. 2025 (Understanding R1-Zero-Like Training), section 3.2 and listing 1",
+        normalizes_by_std=False,
+        length_normalization=LengthNormalization.LONGEST,
+    ),
     Estimator("gspo", "Zheng et al. 2025 (Group Sequence Policy Optimization)", objective=Objective.GSPO_CLIP),
     Estimator("cispo", "MiniMax 2025 (MiniMax-M1), section 3.1", objective=Objective.CISPO),
     Estimator(

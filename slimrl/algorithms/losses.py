@@ -129,6 +129,17 @@ def next_kl_coef(coef: float, kl: float, *, target: float, samples: int, horizon
     return coef * (1.0 + error * samples / horizon)
 
 
+def next_entropy_coef(coef: float, entropy: float, *, target: float, delta: float) -> float:
+    """The coefficient of the entropy bonus after a rollout with this mean entropy, in nats per token.
+
+    It rises by `delta` while the entropy is below `target` and falls by it above: He et al. 2025 (Skywork-OR1,
+    arXiv:2505.22312), adaptive entropy control. It does not fall below 0, where the bonus would be a penalty.
+    """
+    if entropy == target:
+        return coef
+    return max(coef + (delta if entropy < target else -delta), 0.0)
+
+
 def clipped_value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, *, value_clip: float
 ) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,8 @@
 
 `derive` is arithmetic on flags; validation rules check files and contradictions. It fills unset values, overrides a few
 values that other flags determine, and never fails. If a value that it needs is missing or wrong, the field is unchanged
-and a rule reports the cause. `take_precision_of_model` takes bf16 or fp16 from config.json if no flag sets it.
+and a rule reports the cause. `take_precision_of_model` takes bf16 or fp16 from config.json if no flag sets it,
+`take_vision_of_model` the sizes of a vision tower.
 Kernel libraries are looked up without importing them. `slimrl.megatron` and the rules decide on these booleans.
 """
 
@@ -13,12 +14,15 @@ import json
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 from slimrl.algorithms.estimators import ESTIMATORS
 from slimrl.algorithms.preference_losses import PREFERENCE_LOSSES
 from slimrl.arguments.checkpoints import CRITIC
 from slimrl.arguments.namespace import Arguments
 from slimrl.hooks import own_path
+from slimrl.models.families import family_for
+from slimrl.models.families.vision import TOWER_CONFIG, decoder_config, elements
 from slimrl.models.model_spec import expand_layer_pattern
 
 
@@ -259,16 +263,34 @@ def take_precision_of_model(args: Arguments, given: frozenset[str]) -> None:
         args.notes.append(f"training in {name}, the dtype in config.json of --hf-checkpoint; for fp32 give --no-bf16.")
 
 
-def _stated(path: Path) -> str | None:
-    """The dtype name in config.json, "" if it has none; None without a readable file."""
+def take_vision_of_model(args: Arguments) -> None:
+    """Sets the vision tower from config.json of --hf-checkpoint; nothing if the file is missing or broken."""
+    config = None if args.hf_checkpoint is None else _config(Path(args.hf_checkpoint) / "config.json")
+    if config is not None and isinstance(config.get(TOWER_CONFIG), dict):
+        try:
+            args.vision_weights = elements(family_for(config).tower_rows)
+        except ValueError:
+            return  # another rule reports the family
+        if args.vision_weights:
+            args.vision_folder = args.hf_checkpoint
+            args.vision_levels = len(config[TOWER_CONFIG].get("deepstack_visual_indexes", ()))
+
+
+def _config(path: Path) -> dict[str, Any] | None:
+    """The entries of a config.json; None without a readable file."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    if not isinstance(config, dict):
+    return config if isinstance(config, dict) else None
+
+
+def _stated(path: Path) -> str | None:
+    """The dtype name in config.json, "" if it has none; None without a readable file."""
+    config = _config(path)
+    if config is None:
         return None
-    text = config.get("text_config")
-    entries = {**(text if isinstance(text, dict) else {}), **config}
+    entries = decoder_config(config)
     return str(entries.get("dtype") or entries.get("torch_dtype") or "")
 
 

@@ -20,13 +20,9 @@ from collections.abc import Iterator
 
 from slimrl.arguments.flag import Bounds, FlagSpec, ended, flag_specs
 from slimrl.arguments.foreign_flags import OTHER_WORDS
-from slimrl.arguments.foreign_flags.cloud_frameworks import (
-    AIAK,
-    AIAK_PAGE,
-    CHATLEARN_KEYS,
-    CHATLEARN_PAGE,
-    CHATLEARN_VARIABLES,
-)
+from slimrl.arguments.foreign_flags.aiak import AIAK
+from slimrl.arguments.foreign_flags.chatlearn import CHATLEARN_KEYS, CHATLEARN_VARIABLES, MODEL_FILE_KEYS
+from slimrl.arguments.foreign_flags.pages import AIAK_PAGE, CHATLEARN_PAGE
 from slimrl.arguments.namespace import GROUPS, all_flag_specs
 
 _INTRODUCTION = """\
@@ -83,11 +79,6 @@ class Capability:
 
 # A flag belongs to the first matching row.
 CAPABILITIES = (
-    Capability(
-        "Multimodal models",
-        "multimodal_keys mrope_section",
-        "Prompts and responses are text.",
-    ),
     Capability(
         "Other attention and layer types",
         "linear_* attention_output_gate use_gated_attention experimental_attention_variant qwen_gdn_backend dsa_*"
@@ -258,16 +249,27 @@ def aiak() -> str:
 
 def chatlearn() -> str:
     """docs/coming-from-pai-chatlearn.md."""
-    lines = ["| key | slimrl | |", "| --- | --- | --- |"]
-    lines += [
-        f"| `{name.replace('-', '_')}` | {f'`{flag}`' if flag else ''} | {_prose(clause)} |"
-        for name, (_, flag, clause) in CHATLEARN_KEYS.items()
-    ]
+    head = ["| key | slimrl | |", "| --- | --- | --- |"]
+    rows = {name: (flag, clause) for name, (_, flag, clause) in CHATLEARN_KEYS.items()}
+    lines = [*head, *(_key_row(name, *row) for name, row in rows.items())]
+    lines += ["", "## Keys of the models' files", "", _OF_FILES, "", *head]
+    lines += [_key_row(name, *row) for name, row in MODEL_FILE_KEYS.items()]
     lines += ["", "## Variables of `train_grpo_qwen3.sh`", "", "| variable | key |", "| --- | --- |"]
     lines += [
         f"| `{name.replace('-', '_')}` | `{key.replace('-', '_')}` |" for name, key in CHATLEARN_VARIABLES.items()
     ]
     return CHATLEARN_PAGE + "\n".join(" ".join(line.split()) for line in lines) + "\n"
+
+
+_OF_FILES = (
+    "The files of `model_config_file` set these for every model of PPO, here as `models.<model>.<key>`. Sizes of\n"
+    "`reward`, `value` and `ppo_value` have no flag: the reward model's are in its `config.json`, the critic has the\n"
+    "policy's."
+)
+
+
+def _key_row(name: str, flag: str | None, clause: str) -> str:
+    return f"| `{name.replace('-', '_')}` | {f'`{flag}`' if flag else ''} | {_prose(clause)} |"
 
 
 def help_text(entry: str) -> str:

@@ -18,8 +18,9 @@ from typing import Any
 from slimrl.arguments.config_file import read_yaml
 from slimrl.arguments.flag import Bounds, Problem, ended
 from slimrl.arguments.flags.rollout import DEFAULT_ROLLOUT_FUNCTION
-from slimrl.arguments.namespace import Arguments, EvalDataset, PromptArguments
+from slimrl.arguments.namespace import Arguments, DerivedVision, EvalDataset, PromptArguments
 from slimrl.arguments.served_models import least
+from slimrl.data.image_prompts import ImageColumn
 from slimrl.data.preference_pairs import AnswerColumns, PairColumns
 from slimrl.data.prompt_format import PromptFormat, TeacherChoice
 
@@ -37,7 +38,6 @@ _BOUNDS = {
 }
 # keys that slime knows, with what to do instead
 _NOT_SERVED = {
-    "multimodal_keys": "prompts are text; leave it out",
     "min_eval_samples": "every row is asked n_samples_per_eval_prompt times; give that",
     "reward_model": "a set is scored by rm_type or custom_rm_path; give one of them",
     "message_processor": "messages go through the chat template unchanged; prepare them in the file",
@@ -187,6 +187,7 @@ def _fallback(args: Arguments) -> dict[str, Any]:
         "tool_key": _first(args.eval_tool_key, args.tool_key),
         "apply_chat_template": args.apply_chat_template,
         "apply_chat_template_kwargs": args.apply_chat_template_kwargs,
+        "multimodal_keys": args.multimodal_keys,
         "rm_type": args.rm_type,
         "custom_rm_path": args.custom_rm_path,
         "reward_key": _first(args.eval_reward_key, args.reward_key),
@@ -229,6 +230,7 @@ def training_prompt_format(args: PromptArguments) -> PromptFormat:
         label_is_score=args.trains_reward_model and pair is None,
         teachers=_teachers(args),
         reward_rule=_rule(args, args.rm_type, args.custom_rm_path, args.custom_generate_function_path),
+        images=image_column(args, args.multimodal_keys),
     )
 
 
@@ -252,7 +254,16 @@ def eval_prompt_format(args: PromptArguments, dataset: EvalDataset) -> PromptFor
         input_template=None if dataset.apply_chat_template else args.input_template,
         label_is_score=args.trains_reward_model and holds_conversations,
         reward_rule=_rule(args, dataset.rm_type, dataset.custom_rm_path, dataset.custom_generate_function_path),
+        images=image_column(args, dataset.multimodal_keys),
     )
+
+
+def image_column(vision: DerivedVision, keys: dict[str, Any] | None) -> ImageColumn | None:
+    """The column of images of `--multimodal-keys`; None without any, or without a vision-language model (a rule)."""
+    column = None if keys is None else keys.get("image")
+    if not isinstance(column, str) or vision.vision_folder is None:
+        return None
+    return ImageColumn(column, vision.vision_folder)
 
 
 def _pair_columns(args: PromptArguments, as_chat: bool, label_key: str | None) -> PairColumns | AnswerColumns:

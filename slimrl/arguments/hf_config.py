@@ -12,6 +12,7 @@ from slimrl.arguments.flag import Problem
 from slimrl.arguments.namespace import Arguments
 from slimrl.models.config_rows import Config, LayerPattern, Row, Switch, Value
 from slimrl.models.families import MODEL_TYPES, TABLES, stated_flags
+from slimrl.models.families.vision import decoder_config
 from slimrl.models.model_spec import expand_layer_pattern
 
 
@@ -24,6 +25,7 @@ def disagreements(args: Arguments, config: Config) -> list[Problem]:
             f" {', '.join(MODEL_TYPES)}: give a model of these families."
         )
         return [Problem("--hf-checkpoint", sentence)]
+    config = decoder_config(config)
     problems = [
         Problem("--hf-checkpoint", f"--hf-checkpoint has {what} in config.json, which is unsupported: use another.")
         for unserved in table.unserved
@@ -56,6 +58,7 @@ def _value(row: Value, args: Arguments, config: Config) -> Problem | None:
         )
     if given == wanted:
         return None
+    given, wanted = (" ".join(map(str, one)) if isinstance(one, list) else one for one in (given, wanted))
     return Problem(flag, f"{flag} is {given} and config.json says {row.key(config)} {wanted}: give {flag} {wanted}.")
 
 

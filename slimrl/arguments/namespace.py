@@ -65,6 +65,7 @@ class EvalDataset:
     tool_key: str
     apply_chat_template: bool
     apply_chat_template_kwargs: dict[str, Any]
+    multimodal_keys: dict[str, Any] | None
     rm_type: str | None
     custom_rm_path: str | None
     reward_key: str | None
@@ -78,6 +79,15 @@ class DerivedLayout:
 
     data_parallel_size: int = 1
     virtual_pipeline_model_parallel_size: int | None = None
+
+
+@dataclasses.dataclass
+class DerivedVision:
+    """The vision tower of config.json, read after parsing by `derive`; none of a model of text."""
+
+    vision_weights: tuple[int, ...] = ()  # elements of each tensor
+    vision_folder: str | None = None  # the folder with that config.json
+    vision_levels: int = 0  # first layers of the decoder that the tower adds features to
 
 
 @dataclasses.dataclass
@@ -106,7 +116,7 @@ class DerivedRun:
 
 
 @dataclasses.dataclass
-class DerivedArguments(DerivedLayout, DerivedEngine, DerivedRun):
+class DerivedArguments(DerivedLayout, DerivedEngine, DerivedVision, DerivedRun):
     """Values that no flag sets directly, computed after parsing by `derive`."""
 
     eval_datasets: list[EvalDataset] = dataclasses.field(default_factory=list)
@@ -132,6 +142,7 @@ class MegatronArguments(
     LoraArguments,
     OtherModelArguments,
     DerivedLayout,
+    DerivedVision,
 ):
     """The flags of megatron-core's configurations: the model, its layout and its optimizer."""
 
@@ -142,7 +153,7 @@ class SamplingArguments(RolloutArguments, DerivedEngine):
 
 
 @dataclasses.dataclass
-class ConversionArguments(RolloutArguments, DistillationArguments):
+class ConversionArguments(RolloutArguments, DistillationArguments, DerivedVision):
     """The flags of the conversion of samples to training data."""
 
 
@@ -156,6 +167,7 @@ class PromptArguments(
     DistillationArguments,
     DebugArguments,
     DerivedEngine,
+    DerivedVision,
 ):
     """The flags of prompt data."""
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from slimrl.arguments.config_file import ROLES_FLAG, read_config_file, read_roles
-from slimrl.arguments.derive import derive, take_distributed_optimizer, take_precision_of_model
+from slimrl.arguments.derive import derive, take_distributed_optimizer, take_precision_of_model, take_vision_of_model
 from slimrl.arguments.engine_groups.layout import resolve_server_models
 from slimrl.arguments.eval_datasets import resolve_eval_datasets
 from slimrl.arguments.flag import FlagSpec, Problem, report
@@ -71,6 +71,7 @@ def _checked(parsed: ParsedLine, entry: str, passthrough: PassthroughTables) -> 
     if context.is_training:
         take_precision_of_model(args, context.given)
         take_distributed_optimizer(args, context.given)
+    take_vision_of_model(args)
     derive(args)
     problems = []
     if context.is_training:

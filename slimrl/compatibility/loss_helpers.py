@@ -16,7 +16,7 @@ from torch import Tensor
 from slimrl.algorithms.losses import KLKind, clipped_policy_loss, kl_estimate, masked_mean_per_sample_sum, masked_sum
 from slimrl.algorithms.off_policy import sequence_log_ratio
 from slimrl.algorithms.returns import discounted_returns, reward_at_last_token
-from slimrl.rollout.sft_rollout import TURN_MARKS, assistant_spans, conversation_mask, trained_turns
+from slimrl.data.loss_mask import LOSS_MASK_TYPES, masked_conversation
 
 
 def all_gather_with_cp(tensor: Tensor, total_length: int, response_length: int) -> Tensor:
@@ -127,11 +127,11 @@ def get_response_lengths(loss_masks: list[list[int]]) -> list[int]:
 
 
 class MultiTurnLossMaskGenerator:
-    """Loss masks for a fast tokenizer; `tokenizer_type` selects the turn markers of its template."""
+    """Loss masks for a fast tokenizer; `tokenizer_type` is a --loss-mask-type."""
 
     def __init__(self, tokenizer: Any, tokenizer_type: str = "qwen") -> None:
-        if tokenizer_type not in TURN_MARKS:
-            raise ValueError(f"tokenizer_type {tokenizer_type!r} is unknown: use {', '.join(TURN_MARKS)}")
+        if tokenizer_type not in LOSS_MASK_TYPES:
+            raise ValueError(f"tokenizer_type {tokenizer_type!r} is unknown: use {', '.join(LOSS_MASK_TYPES)}")
         self.tokenizer = tokenizer
         self.tokenizer_type = tokenizer_type
 
@@ -143,11 +143,8 @@ class MultiTurnLossMaskGenerator:
         A turn with `step_loss_mask` 0 is masked. Raises ValueError if the template rendered a different number of
         assistant turns.
         """
-        text = self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
-        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        spans = assistant_spans(text, TURN_MARKS[self.tokenizer_type])
-        mask = conversation_mask(encoded["offset_mapping"], spans, trained_turns(messages))
-        return list(encoded["input_ids"]), mask
+        conversation = masked_conversation(self.tokenizer, messages, self.tokenizer_type, tools=tools)
+        return conversation.ids, conversation.mask
 
     def get_response_lengths(self, loss_masks: list[list[int]]) -> list[int]:
         """See the function `get_response_lengths`."""

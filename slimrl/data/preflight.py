@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
-from slimrl.data.preference_pairs import AnswerColumns
+from slimrl.data.preference_pairs import AnswerColumns, pair_of
 from slimrl.data.prompt_format import InvalidRow, PromptFormat, Row, metadata_of, validate_row
 
 if TYPE_CHECKING:
@@ -31,7 +31,8 @@ class FilePreview:
     """Result for one file: number of rows read, the bad ones as "<file>:<line>: <reason>", the first row's columns.
 
     `columns` is None if no row is an object. `ended_early` is set at the deadline, or if the file cannot be decoded
-    here: the file may have rows even if `rows` is 0. `labels` are those of labelled answers.
+    here: the file may have rows even if `rows` is 0. `labels` are those of labelled answers. `messages`: a pair or a
+    labelled answer is of messages, not of text.
     """
 
     rows: int = 0
@@ -39,6 +40,7 @@ class FilePreview:
     columns: list[str] | None = None
     ended_early: bool = False
     labels: set[bool] = dataclasses.field(default_factory=set)
+    messages: bool = False
 
 
 class _EndedEarlyError(Exception):
@@ -65,8 +67,10 @@ def preview_file(path: Path, rows: slice, form: PromptFormat, *, seconds: float)
             fault = validate_row(row, form) or _teacher_fault(row, form, path)
             if fault is not None:
                 preview.bad.append(f"{where}: {fault}")
-            elif isinstance(row, dict) and isinstance(form.pair, AnswerColumns):
-                preview.labels.add(bool(row[form.pair.label]))
+            elif isinstance(row, dict) and form.pair is not None:
+                preview.messages |= not isinstance(pair_of(row, form.input_key, form.pair).prompt, str)
+                if isinstance(form.pair, AnswerColumns):
+                    preview.labels.add(bool(row[form.pair.label]))
     except _EndedEarlyError:
         preview.ended_early = True
     return preview

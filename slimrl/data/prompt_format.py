@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from slimrl.data.image_prompts import ImageColumn, check_images
 from slimrl.data.preference_pairs import AnswerColumns, PairColumns, number_of, pair_of
 from slimrl.data.reward_registry import reward_of
 
@@ -93,12 +94,14 @@ class PromptFormat:
     label_is_score: bool = False  # the label is a reward model's target, a number
     teachers: TeacherChoice | None = None  # with several teachers of on-policy distillation
     reward_rule: str | None = None  # the built-in reward that compares with the label; None: none, or unknown
+    images: ImageColumn | None = None  # rows have images
 
     @property
     def columns(self) -> list[str]:
         """Every column that is read."""
         answers = () if self.pair is None else self.pair.flags
-        keys = (self.input_key, self.label_key, self.metadata_key, self.tool_key, *answers)
+        images = () if self.images is None else (self.images.key,)
+        keys = (self.input_key, self.label_key, self.metadata_key, self.tool_key, *answers, *images)
         return [key for key in keys if key is not None]
 
     @property
@@ -128,6 +131,7 @@ def validate_row(row: Row, form: PromptFormat) -> str | None:
         if form.apply_chat_template:
             if not isinstance(content, str) and not _are_messages(content):
                 raise ValueError(f'{form.input_key!r} must be text or a list of {{"role", "content"}} messages')
+            check_images(row, messages_of(content), form.images)
         elif not isinstance(content, str) and form.input_template is not None:
             raise ValueError(f"{form.input_key!r} holds {type(content).__name__}: --input-template takes text")
         elif not isinstance(content, str) and not form.keep_messages:

@@ -191,8 +191,6 @@ def format_spans(spans: list[Span]) -> str:
 NOT_SERVED = {
     "generate_function_path": "give the evaluation set a custom_generate_function_path (--eval-config)",
     "mopd_teacher_log_probs": "the values of a sample's teacher are teacher_log_probs, also with several teachers",
-    "multimodal_inputs": "images, videos and audio are unsupported: leave it None",
-    "multimodal_train_inputs": "images, videos and audio are unsupported: leave it None",
     "rollout_routed_experts": "routing replay is unsupported: leave it None",
     "train_metadata": "put it into metadata, which --rollout-sample-filter-path and reward functions receive",
 }
@@ -350,6 +348,9 @@ class Sample(SlimeSample):
     session_id: str | None = None
     custom_rm_path: str | None = None
     metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
+    # of prompts with images, shared by the samples of a prompt: {"images": [data URI, ...]}, and transformers' tensors
+    multimodal_inputs: dict[str, Any] | None = None
+    multimodal_train_inputs: dict[str, Any] | None = None
 
     PACKABLE: ClassVar[frozenset[str]] = frozenset(
         {"tokens", "loss_mask", "rollout_log_probs", "teacher_log_probs", "token_rewards"}
@@ -385,8 +386,9 @@ class Sample(SlimeSample):
         return value
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data (status as a string), for dumps."""
-        return {**dataclasses.asdict(self), "status": self.status.value}
+        """Plain data (status as a string), for dumps; without the tensors that are made of the images."""
+        fields = dataclasses.asdict(dataclasses.replace(self, multimodal_train_inputs=None))
+        return {**fields, "status": self.status.value}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Sample:

@@ -13,7 +13,7 @@ import dataclasses
 import itertools
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from slimrl.data import bin_packing
+from slimrl.data.images import BatchImages
 from slimrl.data.sample import PackedColumn, Sample, SampleStatus, end_to_end
 
 _TOKEN_COLUMNS = ("tokens",)
@@ -67,6 +68,7 @@ class RolloutBatch:
     token_rewards: Tensor | None = None  # float32 [sum(response_lengths)], besides the reward of the sample
     teacher_top_ids: Tensor | None = None  # int64 [sum(response_lengths), k], the teacher's most probable tokens
     teacher_top_log_probs: Tensor | None = None  # float32, like these
+    images: BatchImages | None = None  # of the samples' prompts
 
     def __len__(self) -> int:
         return self.total_lengths.numel()
@@ -95,7 +97,7 @@ class RolloutBatch:
             },
             **{name: getattr(self, name)[index] for name in _SAMPLE_COLUMNS},
         }
-        return RolloutBatch(**columns)
+        return RolloutBatch(**columns, images=None if self.images is None else self.images.select(index))
 
     def _optional_columns(self) -> list[str]:
         return [name for name in _OPTIONAL_COLUMNS if getattr(self, name) is not None]
@@ -106,6 +108,7 @@ class RolloutBatch:
 
         names = (*_tensor_columns(), *self._optional_columns())
         columns = {name: getattr(self, name).contiguous() for name in names}
+        columns |= {} if self.images is None else self.images.tensors()
         schedule = json.dumps({name: getattr(self, name) for name in _SCHEDULE_COLUMNS})
         unfinished = f"{path}.{os.getpid()}.tmp"
         save_file(columns, unfinished, metadata={"format": _FILE_FORMAT, "schedule": schedule})
@@ -120,15 +123,20 @@ class RolloutBatch:
             metadata = file.metadata() or {}
             if metadata.get("format") != _FILE_FORMAT:
                 raise ValueError(f"{path} is not a rollout batch: its format is {metadata.get('format')!r}")
-            optional = [name for name in _OPTIONAL_COLUMNS if name in file.keys()]  # noqa: SIM118 - no mapping
+            names = file.keys()
+            optional = [name for name in _OPTIONAL_COLUMNS if name in names]
             columns = {name: file.get_tensor(name) for name in (*_tensor_columns(), *optional)}
-        return cls(**columns, **json.loads(metadata["schedule"]))
+            images = BatchImages.from_tensors({name: file.get_tensor(name) for name in names if "." in name})
+        return cls(**columns, images=images, **json.loads(metadata["schedule"]))
 
 
-def batch_from_samples(samples: list[Sample], raw_rewards: Tensor, rewards: Tensor) -> RolloutBatch:
+def batch_from_samples(
+    samples: list[Sample], raw_rewards: Tensor, rewards: Tensor, images: Sequence[Mapping[str, Any] | None] = ()
+) -> RolloutBatch:
     """Converts generated samples to columns, in order and without a schedule.
 
-    `raw_rewards` [n] are as scored, `rewards` [n] those to train on (normalized within groups).
+    `raw_rewards` [n] are as scored, `rewards` [n] those to train on (normalized within groups), `images` the tensors of
+    each sample's images (see `BatchImages.of_samples`).
     A sample without a loss mask trains on its whole response; one with `remove_sample` on nothing.
 
     Raises ValueError with the sample's name if it is incomplete or its lengths disagree.
@@ -171,6 +179,7 @@ def batch_from_samples(samples: list[Sample], raw_rewards: Tensor, rewards: Tens
         token_rewards=optional("token_rewards"),
         teacher_top_ids=top("teacher_top_ids", np.int64),
         teacher_top_log_probs=top("teacher_top_log_probs", np.float32),
+        images=BatchImages.of_samples(images),
     )
 
 

@@ -127,6 +127,7 @@ class Generation(PackedFields):
     text: str = ""
     version_spans: list[Span] = dataclasses.field(default_factory=list)
     sent_ns: int = 0  # time.monotonic_ns when the successful attempt was sent; 0 if unknown
+    prompt_tokens: int = 0  # as the engine counts them; 0 if it does not
 
     PACKABLE: ClassVar[frozenset[str]] = frozenset({"token_ids", "log_probs"})
 
@@ -140,11 +141,41 @@ class EngineCallError(ServiceError):
     """A request of an EngineClient failed, also one that a custom function made."""
 
 
+@dataclasses.dataclass(frozen=True)
+class PromptImages:
+    """The images of a prompt as data URIs, and the id of their tokens, of which the prompt has all."""
+
+    data: tuple[str, ...]
+    token_id: int
+
+    def one_each(self, input_ids: list[int]) -> list[int]:
+        """`input_ids` with one token for each image.
+
+        Raises ValueError unless there are as many runs of that token as images.
+        """
+        before = [None, *input_ids[:-1]]
+        kept = [
+            (one, one == self.token_id)
+            for one, other in zip(input_ids, before, strict=True)
+            if one != self.token_id or other != self.token_id
+        ]
+        if (runs := sum(image for _, image in kept)) != len(self.data):
+            raise ValueError(
+                f"the tokens have {runs} images (runs of token {self.token_id}) and the prompt {len(self.data)}: a"
+                " response with that token cannot be continued"
+            )
+        return [one for one, _ in kept]
+
+
 class EngineClient(Protocol):
     """Asynchronous client of a group of engines."""
 
     async def generate(
-        self, input_ids: list[int], sampling_params: dict[str, Any], session_id: str | None = None
+        self,
+        input_ids: list[int],
+        sampling_params: dict[str, Any],
+        session_id: str | None = None,
+        images: PromptImages | None = None,
     ) -> Generation:
         """Continue `input_ids`. Raises on an HTTP error, on a lost server (after the retries) and on a timeout."""
         ...
@@ -204,12 +235,16 @@ class StoppableEngine:
         await self._client.abort_all()
 
     async def generate(
-        self, input_ids: list[int], sampling_params: dict[str, Any], session_id: str | None = None
+        self,
+        input_ids: list[int],
+        sampling_params: dict[str, Any],
+        session_id: str | None = None,
+        images: PromptImages | None = None,
     ) -> Generation:
         """The client's `generate`; aborted and without tokens once stopped."""
         if self.stopped:
             return Generation([], [], "abort", "")
-        return await self._client.generate(input_ids, sampling_params, session_id)
+        return await self._client.generate(input_ids, sampling_params, session_id, **with_images(images))
 
     async def ask(self, path: str, payload: dict[str, Any], session_id: str | None = None) -> Any:
         """The client's `ask`; once stopped, the response of a generation that was aborted before it began."""
@@ -220,6 +255,11 @@ class StoppableEngine:
     async def abort_all(self) -> None:
         """The client's `abort_all`."""
         await self._client.abort_all()
+
+
+def with_images(images: PromptImages | None) -> dict[str, PromptImages]:
+    """The keyword of `generate`; none without images, because custom clients may lack it."""
+    return {} if images is None else {"images": images}
 
 
 def aborted_answer(path: str) -> dict[str, Any] | None:

@@ -179,8 +179,8 @@ def _model_overrides(flags: MegatronArguments) -> dict[str, Any]:
     }
     for name in _NEED_TRANSFORMER_ENGINE:
         overrides[name] = vars(flags)[name] and fused
-    if flags.rotary_interleaved:
-        # for packs the fused kernel rotates halves: megatron-core does not pass it the interleaved setting
+    if flags.rotary_interleaved or flags.mrope_section is not None:
+        # for packs the fused kernel rotates halves, by positions that it counts itself
         overrides["apply_rope_fusion"] = False
     if flags.multi_latent_attention:
         overrides["rope_type"] = flags.rope_type or "yarn"

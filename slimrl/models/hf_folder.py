@@ -169,6 +169,19 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
     return TokenizerFiles(None, *_tokens(contents))
 
 
+def read_chat_template(folder: Path) -> str | None:
+    """The source of the tokenizer's chat template, of several the one named default; None if there is none."""
+    try:
+        if (own := folder / "chat_template.jinja").is_file():
+            return own.read_text(encoding="utf-8")
+        found = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))["chat_template"]
+        if isinstance(found, list):
+            found = {entry["name"]: entry["template"] for entry in found}["default"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return found if isinstance(found, str) else None
+
+
 def weights_fault(folder: Path) -> str | None:
     """Completes "--hf-checkpoint <folder> ..." if weights are missing; None if they are complete."""
     try:

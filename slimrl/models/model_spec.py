@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from slimrl.models.families import family_for, stated_flags
+from slimrl.models.families.vision import decoder_config, elements
 
 _NEEDED = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 # config.json has no entry for these: every family has RMSNorm, and multi-token prediction layers are not trained
@@ -69,7 +70,8 @@ class ModelSpec:
     `num_query_groups` (key-value heads) do not apply and are 0. `tied`: embedding and output matrix share one weight.
     `gated`: the feed-forward block multiplies by a gate (SwiGLU). `linear_bias`: all linear layers have biases;
     `qkv_bias`: queries, keys and values do. `norms_per_layer` counts norms of the hidden states only. `mtp_layers`
-    counts multi-token prediction layers, which follow the decoder.
+    counts multi-token prediction layers, which follow the decoder. `vision_weights` are the elements of each tensor of
+    the vision tower before it; none for a model of text.
     """
 
     moe_layers: tuple[bool, ...]
@@ -90,6 +92,7 @@ class ModelSpec:
     experts: Experts | None = None
     latent: LatentAttention | None = None
     mtp_layers: int = 0
+    vision_weights: tuple[int, ...] = ()
 
     @property
     def num_layers(self) -> int:
@@ -168,11 +171,13 @@ class ModelSpec:
         required entry, or a list of layers whose length is not num_hidden_layers.
         """
         family = family_for(hf_config)
+        entries = decoder_config(hf_config)
         for key in _NEEDED:
-            if key not in hf_config:
+            if key not in entries:
                 raise ValueError(f"config.json of model_type {family.model_type} has no {key}: the file is incomplete")
         flags = stated_flags(hf_config)
-        return cls._from_flags(flags | _SAME_FOR_ALL | {"padded_vocab_size": flags["vocab_size"]})
+        more = {"padded_vocab_size": flags["vocab_size"], "vision_weights": elements(family.tower_rows)}
+        return cls._from_flags(flags | _SAME_FOR_ALL | more)
 
     @classmethod
     def _from_flags(cls, flags: Mapping[str, Any]) -> ModelSpec:
@@ -198,6 +203,7 @@ class ModelSpec:
             experts=experts,
             latent=latent,
             mtp_layers=flags["mtp_num_layers"] or 0,
+            vision_weights=flags["vision_weights"],
         )
 
 

@@ -167,7 +167,8 @@ def _line(sample: Sample) -> str:
     """As JSON of `sample.to_dict()`, without its deep copy: that takes four times as long as the JSON itself."""
     try:
         fields = {field.name: getattr(sample, field.name) for field in dataclasses.fields(sample)}
-        return json.dumps({**fields, "status": sample.status.value}, default=_plain, ensure_ascii=False)
+        fields |= {"status": sample.status.value, "multimodal_train_inputs": None}
+        return json.dumps(fields, default=_plain, ensure_ascii=False)
     except TypeError as error:
         raise TypeError(f"sample {sample.index} cannot be written to a rollout dump: {error}") from error
 

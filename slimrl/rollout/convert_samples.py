@@ -28,6 +28,7 @@ from slimrl.data.sample import Sample, SampleStatus
 from slimrl.data.train_batch import RolloutBatch, batch_from_samples, schedule_batch
 from slimrl.hooks import ConvertSamples, RewardPostProcess, named, naming, resolve
 from slimrl.hooks.base import RunArguments
+from slimrl.rollout.dataset.images import training_inputs
 
 _Stored = TypeVar("_Stored")
 
@@ -177,7 +178,8 @@ def training_batch(
     """
     path = flags.custom_convert_samples_to_train_data_path
     if path is None:
-        return _with_teacher(flags, batch_from_samples(samples, rewards.raw, rewards.normalized))
+        images = training_inputs(samples, flags.vision_folder)
+        return _with_teacher(flags, batch_from_samples(samples, rewards.raw, rewards.normalized, images))
     function = resolve(path, ConvertSamples)
     with naming(_FLAG, path):
         return _with_teacher(flags, batch_from_columns(function(hook_args, samples)))

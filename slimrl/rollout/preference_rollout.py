@@ -31,7 +31,7 @@ from slimrl.hooks.base import RunArguments
 from slimrl.rollout.dataset.data_source import RolloutDataSource
 from slimrl.rollout.dataset.prompt_dataset import load_prompts
 from slimrl.rollout.rollout_function import RolloutOutput
-from slimrl.rollout.sft_rollout import TURN_MARKS, TurnMarks, fill_conversation, kept_tokens
+from slimrl.rollout.sft_rollout import fill_conversation, kept_tokens
 
 if TYPE_CHECKING:
     from slimrl.data.train_batch import RolloutBatch
@@ -56,9 +56,9 @@ def generate_rollout(
         raise ValueError("training evaluates held-out pairs itself, with --debug-train-only")
     groups = data_source.get_samples(args.rollout_batch_size)
     for group in groups:
-        marks, options = TURN_MARKS[args.loss_mask_type], args.apply_chat_template_kwargs
+        mask_type, options = args.loss_mask_type, args.apply_chat_template_kwargs
         reward = 0.0 if args.trains_reward_model else 1.0
-        _fill_pair(group, tokenizer, marks, options, reward=reward, max_tokens=args.rollout_max_context_len)
+        _fill_pair(group, tokenizer, mask_type, options, reward=reward, max_tokens=args.rollout_max_context_len)
     return RolloutOutput(groups, {})
 
 
@@ -77,8 +77,8 @@ def held_out_pairs(args: PromptArguments, dataset: EvalDataset, tokenizer: Any) 
     for number, prompt in enumerate(load_prompts(dataset.path, form, tokenizer).prompts):
         places = range(len(samples), len(samples) + args.n_samples_per_prompt)
         group = [prompt.sample(group_index=number, index=place) for place in places]
-        name, marks = f"evaluation set {dataset.name}", TURN_MARKS[args.loss_mask_type]
-        _fill_pair(group, tokenizer, marks, options, flag=name, max_tokens=dataset.max_context_len)
+        name, mask_type = f"evaluation set {dataset.name}", args.loss_mask_type
+        _fill_pair(group, tokenizer, mask_type, options, flag=name, max_tokens=dataset.max_context_len)
         samples += group
     rewards = torch.tensor([sample.reward_value() for sample in samples])
     return batch_from_samples(samples, rewards, rewards)
@@ -87,7 +87,7 @@ def held_out_pairs(args: PromptArguments, dataset: EvalDataset, tokenizer: Any) 
 def _fill_pair(
     group: list[Sample],
     tokenizer: Any,
-    marks: TurnMarks,
+    mask_type: str,
     template_options: dict[str, Any],
     flag: str = "--prompt-data",
     reward: float = 1.0,
@@ -112,7 +112,7 @@ def _fill_pair(
             _fill_text(sample, answer, tokenizer, name, max_tokens)
         else:
             sample.prompt = [_not_trained(message) for message in sample.prompt] + answer
-            fill_conversation(sample, tokenizer, marks, template_options, name, max_tokens)
+            fill_conversation(sample, tokenizer, mask_type, template_options, name, max_tokens)
         preferred = place == 0 and pair.get("label", True)
         sample.reward = float(pair.get("margin", reward)) if preferred else 0.0
         sample.metadata[SIDE_KEY] = SIDES[0 if preferred else 1]

@@ -12,8 +12,10 @@ one token each. Its size is deliberately not a multiple of 128, so that tests co
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -33,6 +35,15 @@ from slimrl.models.families.toy_config import ToyConfig
 END_OF_TEXT = "<|endoftext|>"
 TURN_START = "<|im_start|>"
 TURN_END = "<|im_end|>"
+VISION_START, VISION_END = "<|vision_start|>", "<|vision_end|>"
+IMAGE_PAD, VIDEO_PAD = "<|image_pad|>", "<|video_pad|>"
+# key of config.json -> the token whose id it has, in a vision-language model
+VISION_IDS = {
+    "vision_start_token_id": VISION_START,
+    "vision_end_token_id": VISION_END,
+    "image_token_id": IMAGE_PAD,
+    "video_token_id": VIDEO_PAD,
+}
 WHOLE_WORDS = ("\\boxed{", "system", "user", "assistant")
 
 CHAT_TEMPLATE = (
@@ -41,6 +52,17 @@ CHAT_TEMPLATE = (
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
 )
+# the same with images among the parts of a message
+VISION_TEMPLATE = CHAT_TEMPLATE.replace(
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}",
+    "{{ '<|im_start|>' + message['role'] + '\\n' }}"
+    "{%- if message['content'] is string -%}{{ message['content'] }}{%- else -%}"
+    "{%- for part in message['content'] -%}"
+    "{%- if part['type'] == 'image' -%}{{ '<|vision_start|><|image_pad|><|vision_end|>' }}"
+    "{%- else -%}{{ part['text'] }}{%- endif -%}"
+    "{%- endfor -%}{%- endif -%}"
+    "{{ '<|im_end|>\\n' }}",
+)
 
 
 def _merges(word: str) -> list[tuple[str, str]]:
@@ -48,8 +70,11 @@ def _merges(word: str) -> list[tuple[str, str]]:
     return [(word[:end], word[end]) for end in range(1, len(word))]
 
 
-def build_tokenizer(*, max_length: int) -> PreTrainedTokenizerFast:
-    """The tokenizer of every tiny model; ``max_length`` is the model's context in tokens."""
+def build_tokenizer(*, max_length: int, vision: bool = False) -> PreTrainedTokenizerFast:
+    """The tokenizer of every tiny model; ``max_length`` is the model's context in tokens.
+
+    With ``vision`` it also has the tokens of images.
+    """
     merges = [merge for word in WHOLE_WORDS for merge in _merges(word)]
     pieces = sorted(pre_tokenizers.ByteLevel.alphabet()) + [left + right for left, right in merges]
     vocab = {piece: index for index, piece in enumerate(pieces)}
@@ -65,8 +90,8 @@ def build_tokenizer(*, max_length: int) -> PreTrainedTokenizerFast:
         tokenizer_object=tokenizer,
         eos_token=TURN_END,
         pad_token=END_OF_TEXT,
-        extra_special_tokens=[END_OF_TEXT, TURN_START, TURN_END],
-        chat_template=CHAT_TEMPLATE,
+        extra_special_tokens=[END_OF_TEXT, TURN_START, TURN_END, *(VISION_IDS.values() if vision else ())],
+        chat_template=VISION_TEMPLATE if vision else CHAT_TEMPLATE,
         model_max_length=max_length,
         clean_up_tokenization_spaces=False,
     )
@@ -106,6 +131,11 @@ SIZE_FLAGS = {
 }
 
 
+def sees(name: str) -> bool:
+    """Whether the family has a vision tower."""
+    return "vision_config" in FAMILIES[name].config
+
+
 def build_family_model(
     name: str, tokenizer: PreTrainedTokenizerFast, *, seed: int, untie: bool = False
 ) -> PreTrainedModel:
@@ -115,9 +145,13 @@ def build_family_model(
     """
     family = FAMILIES[name]
     architecture = getattr(transformers, family.architecture)
-    arguments = {**COMMON, **family.config, "vocab_size": len(tokenizer), "tie_word_embeddings": not untie}
+    own = dict(family.config)
     tokens = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    config = architecture.config_class(**arguments, **tokens, dtype="float32")
+    decoder = COMMON | own.pop("text_config", own) | {"vocab_size": len(tokenizer), **tokens}
+    arguments = decoder if "text_config" not in family.config else {**own, "text_config": decoder}
+    if sees(name):
+        arguments |= {key: tokenizer.convert_tokens_to_ids(token) for key, token in VISION_IDS.items()}
+    config = architecture.config_class(**arguments, tie_word_embeddings=not untie, dtype="float32")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = architecture(config)
@@ -128,7 +162,12 @@ def build_family_model(
 def publish_config(name: str, folder: Path) -> None:
     """Rewrites ``folder/config.json`` with the keys of the family's published files."""
     family, path = FAMILIES[name], folder / "config.json"
-    entries = json.loads(path.read_text())
+    whole = json.loads(path.read_text())
+    nested = "text_config" in family.config
+    if not nested:  # transformers' own files have the decoder one level down
+        whole = whole.pop("text_config", {}) | whole
+    entries = whole["text_config"] if nested else whole
+    whole.pop("dtype", None)
     for key in ("layer_types", "mlp_layer_types", "qk_head_dim", "dtype"):
         entries.pop(key, None)
     if "kv_lora_rank" in entries:
@@ -139,23 +178,50 @@ def publish_config(name: str, folder: Path) -> None:
     for key in ("rope_theta", "partial_rotary_factor"):
         if key in rope:
             entries[key] = rope.pop(key)
-    entries["rope_scaling"] = rope if rope.get("rope_type", "default") != "default" else None
-    entries["torch_dtype"] = "float32"
-    entries |= family.published
+    entries["rope_scaling"] = rope if nested or rope.get("rope_type", "default") != "default" else None
+    if "mrope_section" in rope and not nested:
+        entries["rope_scaling"] = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    whole |= {"torch_dtype": "float32", **family.published}
     if family.config_code is not None:
         file, class_name, base = family.config_code
         entries["auto_map"] = {"AutoConfig": f"{file}.{class_name}"}
         code = f"class {class_name}(transformers.{base}):\n    model_type = {entries['model_type']!r}\n"
         (folder / f"{file}.py").write_text(f"import transformers\n\n\n{code}")
-    path.write_text(json.dumps(entries, indent=2, sort_keys=True) + "\n")
+    path.write_text(json.dumps(whole, indent=2, sort_keys=True) + "\n")
+
+
+def save_image_processor(tower: Mapping[str, Any] | None, folder: Path) -> None:
+    """Writes ``preprocessor_config.json`` of a model with this vision tower, as published; nothing without one.
+
+    Images keep their size if both sides are multiples of a merged patch and they have at most 256 of these.
+    """
+    if tower is None:
+        return
+    patch, merge = tower["patch_size"], tower["spatial_merge_size"]
+    merged = (patch * merge) ** 2
+    entries = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "processor_class": "Qwen3VLProcessor" if "deepstack_visual_indexes" in tower else "Qwen2_5_VLProcessor",
+        "patch_size": patch,
+        "temporal_patch_size": tower["temporal_patch_size"],
+        "merge_size": merge,
+        "min_pixels": 4 * merged,
+        "max_pixels": 256 * merged,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    }
+    (folder / "preprocessor_config.json").write_text(json.dumps(entries, indent=2) + "\n")
 
 
 def size_args_script(name: str, config: PretrainedConfig) -> str:
     """A bash script that appends the tiny model's sizes to MODEL_ARGS of a model of the same family."""
     entries = config.to_dict()
+    entries = entries.pop("text_config", {}) | entries
     flags = {flag: entries[key] for key, flag in SIZE_FLAGS.items() if entries.get(key) is not None}
     rope = entries["rope_parameters"]
     flags["--rotary-base"] = int(rope["rope_theta"])
+    if "mrope_section" in rope:
+        flags["--mrope-section"] = " ".join(map(str, rope["mrope_section"]))
     if rope.get("rope_type") == "yarn":
         flags["--rotary-scaling-factor"] = rope["factor"]
     if not entries.get("kv_lora_rank"):

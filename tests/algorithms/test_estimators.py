@@ -10,22 +10,27 @@ import sys
 import pytest
 import torch
 
-from slimrl.algorithms.estimators import DEFAULT, ESTIMATORS, Baseline, Objective, Returns
+from slimrl.algorithms.estimators import DEFAULT, ESTIMATORS, Baseline, LengthNormalization, Objective, Returns
 from slimrl.algorithms.returns import group_normalized_rewards
 from slimrl.arguments.namespace import all_flag_specs
 
-# name -> (baseline, divided by the group's deviation, returns, objective, whitened), read from the papers
+OWN = LengthNormalization.SAMPLE
+# as the papers say: name -> (baseline, divided by the group's deviation, returns, objective, whitened, divisor of a
+# sample's sum)
 PAPERS = {
-    "grpo": (Baseline.GROUP_MEAN, True, Returns.BROADCAST, Objective.PPO_CLIP, False),
-    "gspo": (Baseline.GROUP_MEAN, True, Returns.BROADCAST, Objective.GSPO_CLIP, False),
-    "cispo": (Baseline.GROUP_MEAN, True, Returns.BROADCAST, Objective.CISPO, False),
-    "reinforce_plus_plus": (Baseline.NONE, False, Returns.DISCOUNTED, Objective.PPO_CLIP, True),
-    "reinforce_plus_plus_baseline": (
-        Baseline.GROUP_MEAN, False, Returns.BROADCAST, Objective.PPO_CLIP, True
+    "grpo": (Baseline.GROUP_MEAN, True, Returns.BROADCAST, Objective.PPO_CLIP, False, OWN),
+    "dr_grpo": (
+        Baseline.GROUP_MEAN, False, Returns.BROADCAST, Objective.PPO_CLIP, False, LengthNormalization.LONGEST
     ),
-    "rloo": (Baseline.LEAVE_ONE_OUT, False, Returns.BROADCAST, Objective.PPO_CLIP, False),
-    "opo": (Baseline.LENGTH_WEIGHTED, False, Returns.BROADCAST, Objective.PPO_CLIP, False),
-    "ppo": (Baseline.NONE, False, Returns.GENERALIZED, Objective.PPO_CLIP, False),
+    "gspo": (Baseline.GROUP_MEAN, True, Returns.BROADCAST, Objective.GSPO_CLIP, False, OWN),
+    "cispo": (Baseline.GROUP_MEAN, True, Returns.BROADCAST, Objective.CISPO, False, OWN),
+    "reinforce_plus_plus": (Baseline.NONE, False, Returns.DISCOUNTED, Objective.PPO_CLIP, True, OWN),
+    "reinforce_plus_plus_baseline": (
+        Baseline.GROUP_MEAN, False, Returns.BROADCAST, Objective.PPO_CLIP, True, OWN
+    ),
+    "rloo": (Baseline.LEAVE_ONE_OUT, False, Returns.BROADCAST, Objective.PPO_CLIP, False, OWN),
+    "opo": (Baseline.LENGTH_WEIGHTED, False, Returns.BROADCAST, Objective.PPO_CLIP, False, OWN),
+    "ppo": (Baseline.NONE, False, Returns.GENERALIZED, Objective.PPO_CLIP, False, OWN),
 }  # fmt: skip
 
 
@@ -52,6 +57,17 @@ def test_rloo_baseline_is_the_mean_of_the_other_samples():
     advantages = group_normalized_rewards(rewards, groups, scale_by_std=False, leave_one_out=True)
     by_hand = [1.0 - 0.25, 0.0 - 0.75, 0.5 - 0.5, 3.0 - 7.0, 7.0 - 3.0]
     assert advantages.tolist() == pytest.approx(by_hand, abs=1e-6)
+
+
+def test_dr_grpo_only_subtracts_the_mean_and_gives_each_token_the_same_weight():
+    """Liu et al. 2025: A = R - mean_G, and the loss sum_i sum_t term / (samples x longest response)."""
+    row = ESTIMATORS["dr_grpo"]
+    rewards, groups = torch.tensor([1.0, 0.0, 0.5, 3.0, 7.0]), torch.tensor([4, 4, 4, 2, 2])
+    advantages = group_normalized_rewards(rewards, groups, scale_by_std=row.normalizes_by_std)
+    assert advantages.tolist() == pytest.approx([0.5, -0.5, 0.0, -2.0, 2.0], abs=1e-6)
+    assert row.divides_by_longest and not any(
+        other.divides_by_longest for other in ESTIMATORS.values() if other is not row
+    )
 
 
 def test_opo_baseline_is_the_mean_weighted_by_length():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from slimrl.algorithms.losses import kl_estimate, next_kl_coef
+from slimrl.algorithms.losses import kl_estimate, next_entropy_coef, next_kl_coef
 
 LOG_PROBS = torch.tensor([-1.0, -2.0])
 REF_LOG_PROBS = torch.tensor([-1.2, -1.5])
@@ -65,3 +65,11 @@ def test_unknown_estimator_is_rejected_with_the_choices():
 def test_adaptive_coefficient_moves_by_the_bounded_relative_error(kl: float, factor: float):
     """Ziegler et al. 2019, section 2.2, with their gain of 0.1: 1,000 samples of a horizon of 10,000."""
     assert next_kl_coef(0.2, kl, target=6.0, samples=1000, horizon=10_000) == pytest.approx(0.2 * factor, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("coef", "entropy", "expected"),
+    [(0.0, 0.1, 0.005), (0.02, 0.1, 0.025), (0.02, 0.3, 0.015), (0.02, 0.2, 0.02), (0.003, 0.3, 0.0), (0.0, 0.3, 0.0)],
+)
+def test_entropy_coefficient_moves_by_a_step_and_stays_at_least_0(coef: float, entropy: float, expected: float):
+    assert next_entropy_coef(coef, entropy, target=0.2, delta=0.005) == pytest.approx(expected, abs=1e-15)

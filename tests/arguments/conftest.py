@@ -50,6 +50,8 @@ MISC = """--attention-dropout 0.0 --hidden-dropout 0.0 --accumulate-allreduce-gr
 COLOCATED = "--actor-num-nodes 1 --actor-num-gpus-per-node 8 --colocate"
 SPLIT = "--actor-num-nodes 1 --actor-num-gpus-per-node 2 --rollout-num-gpus 6"
 
+CHATML = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+
 
 class Recipe:
     """A valid command line; `line(more)` appends to it, since the last occurrence of a flag wins."""
@@ -70,7 +72,9 @@ class Recipe:
         """The recipe without the flags that supervised training does not read."""
         line = self.line("--loss-type sft_loss")
         return [
-            *without(line, "--advantage-estimator", "--eps-clip", "--use-kl-loss"),
+            *without(
+                line, "--advantage-estimator", "--eps-clip", "--use-kl-loss", "--kl-loss-type", "--rollout-temperature"
+            ),
             *more.format(dir=self.dir).split(),
         ]
 
@@ -101,6 +105,7 @@ def recipe(tmp_path: Path) -> Recipe:
     row = json.dumps({"prompt": [{"role": "user", "content": "1+1"}], "label": "2"})
     for name in ("train", "aime-2024"):
         (tmp_path / f"{name}.jsonl").write_text(row + "\n")
+    (tmp_path / "hf" / "chat_template.jinja").write_text(CHATML)
     made = Recipe(tmp_path)
     made.write_config()
     return made

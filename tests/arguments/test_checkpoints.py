@@ -54,7 +54,7 @@ def test_checkpoint_with_the_head_of_another_kind_of_model_is_rejected(recipe):
             assert of_reward_model == []
             assert of_policy == [
                 f"--load {folder} is the checkpoint of a critic or a reward model, which has no output layer to sample"
-                " tokens: give that of a policy; --critic-load takes a reward model."
+                " tokens: give that of a policy; --critic-load and --rm-model take a reward model."
             ]
         else:
             assert of_policy == []
@@ -64,11 +64,53 @@ def test_checkpoint_with_the_head_of_another_kind_of_model_is_rejected(recipe):
             assert not any("reward head" in one for one in finetuned)
 
 
-@pytest.mark.parametrize("flag", ["--load", "--ref-load", "--critic-load"])
+# flags that take a model, with what makes them read
+TEACHER = "--use-opd --opd-type megatron"
+READ = {"--critic-load": "--advantage-estimator ppo", "--opd-teacher-load": TEACHER}
+OF_A_POLICY = ("--load", "--ref-load", "--opd-teacher-load")
+
+
+@pytest.mark.parametrize("flag", OF_A_POLICY)
+def test_reward_model_as_a_policy_is_rejected(recipe, flag):
+    folder = recipe.dir / "rm"
+    make_checkpoint(folder, "iter_0000019", latest="19")
+    more = f"{flag} {folder} {READ.get(flag, '')}"
+    (folder / "iter_0000019" / MANIFEST_NAME).write_text(manifest(19, {"__0_0.distcp": 3}, value_head=True))
+    assert sentences(recipe.line(more)) == [
+        f"{flag} {folder} is the checkpoint of a critic or a reward model, which has no output layer to sample tokens:"
+        " give that of a policy; --critic-load and --rm-model take a reward model."
+    ]
+    critic = sentences(recipe.line(f"--advantage-estimator ppo --critic-load {folder}"))
+    reward_model = sentences(recipe.line(f"--loss-type reward_model_loss --ref-load {folder}"))
+    assert critic == [] and not any("output layer" in one for one in reward_model)
+    (folder / "iter_0000019" / MANIFEST_NAME).write_text(manifest(19, {"__0_0.distcp": 3}, value_head=False))
+    assert sentences(recipe.line(more)) == []
+
+
+@pytest.mark.parametrize("name", ["Qwen3ForSequenceClassification", "Qwen3ForTokenClassification"])
+@pytest.mark.parametrize("flag", [*OF_A_POLICY, "--hf-checkpoint"])
+def test_hf_classifier_as_a_policy_is_rejected(recipe, flag, name):
+    folder = recipe.dir / "hf" if flag == "--hf-checkpoint" else recipe.dir / "rm"
+    folder.mkdir(exist_ok=True)
+    safetensors(folder / "model.safetensors", {"a": [2]})
+    more = f"{flag} {folder} {'--save {dir}/new' if flag == '--load' else READ.get(flag, '')}"
+    config = json.loads((recipe.dir / "hf" / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": [name]}))
+    assert sentences(recipe.line(more)) == [
+        f"{flag} {folder} is a {name} (architectures in its config.json), which has no output layer to sample tokens:"
+        " give that of a policy; --critic-load and --rm-model take a reward model."
+    ]
+    reward_model = sentences(recipe.line(f"--loss-type reward_model_loss --ref-load {folder}"))
+    assert not any("output layer" in one for one in reward_model)
+    (folder / "config.json").write_text(json.dumps(config))
+    assert sentences(recipe.line(more)) == []
+
+
+@pytest.mark.parametrize("flag", ["--load", "--ref-load", "--critic-load", "--opd-teacher-load"])
 def test_checkpoint_of_a_model_of_other_sizes_is_rejected(recipe, flag):
     folder = recipe.dir / "other"
     make_checkpoint(folder, "iter_0000019", latest="19")
-    line = recipe.line(f"{flag} {folder}" + " --advantage-estimator ppo" * (flag == "--critic-load"))
+    line = recipe.line(f"{flag} {folder} {READ.get(flag, '')}")
     assert sentences(line) == []
     sizes = {"num_layers": 12, "hidden_size": 2560}
     (folder / "iter_0000019" / MANIFEST_NAME).write_text(manifest(19, {"__0_0.distcp": 3}, sizes=sizes))

@@ -102,8 +102,8 @@ def test_datasets_may_be_a_mapping_without_the_eval_key_or_json(config):
             "set 1 (a) has stop 'x', which is not of type list[str] | None",
         ),
         (
-            "datasets: [{{name: a, path: p, multimodal_keys: {{image: images}}}}]",
-            "set 1 (a) has multimodal_keys, which is unsupported: prompts are text; leave it out",
+            "datasets: [{{name: a, path: p, multimodal_keys: images}}]",
+            "set 1 (a) has multimodal_keys 'images', which is not of type dict[str, typing.Any] | None",
         ),
     ],
 )

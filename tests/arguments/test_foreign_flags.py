@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from slimrl.arguments import read_args
-from slimrl.arguments.foreign_flags import _PREFIXES, OTHER_WORDS, cloud_frameworks
+from slimrl.arguments.foreign_flags import _PREFIXES, OTHER_WORDS, aiak, chatlearn
 from slimrl.arguments.namespace import all_flag_specs
 from slimrl.arguments.parser import RETIRED_FLAGS, own_spellings, parse_line
-from tests.arguments.conftest import without
+from tests.arguments.conftest import MODEL, without
 
 OWN = own_spellings(all_flag_specs())
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def sentences(line: str) -> list[str]:
@@ -60,8 +62,8 @@ def test_common_flags_of_four_frameworks_are_covered():
         ),
         (
             "--colocate trainer.balance_batch=True",
-            "trainer.balance_batch is verl's name and has no counterpart: flags are written --flag value, and"
-            " docs/flags.md lists all of them.",
+            "trainer.balance_batch is verl's name and is not in the table of its counterparts: docs/coming-from-verl.md"
+            " has the table, and docs/flags.md all flags, written --flag value.",
         ),
         ("--tis-upper-bound 2.0", "--tis-upper-bound is slime's name: use --tis-clip."),
         (
@@ -159,6 +161,74 @@ def test_errors_independent_of_a_misread_word_are_reported_together(recipe):
     assert "count the KL twice" in str(problems[1])
 
 
+# slime's mismatch helper ---------------------------------------------------------------------------------------------
+
+# key of its YAML file, also with the value: flags with the same effect; the first one answers the key as a flag
+HELPER = {
+    "use_tis": "--use-tis",
+    "tis_level": "--tis-level",
+    "tis_mode: truncate": "--tis-mode truncate",
+    "tis_mode: clip": "--tis-mode truncate",
+    "tis_mode: mask": "--tis-mode mask",
+    "tis_upper_bound": "--tis-clip",
+    "tis_lower_bound": "--tis-clip-low",
+    "tis_batch_normalize": "--tis-batch-normalize",
+    "use_rs": "--use-rs",
+    "rs_level": "--rs-level",
+    "rs_lower_bound": "--rs-lower-bound",
+    "rs_upper_bound": "--rs-upper-bound",
+    "rs_veto_threshold": "--rs-veto-threshold",
+    "mis_level": "--tis-level",
+    "mis_mode": "--tis-mode",
+    "mis_upper_bound": "--tis-clip",
+    "mis_lower_bound": "--tis-clip-low",
+    "mis_veto_threshold": "--rs-veto-threshold",
+}
+
+
+def test_each_key_of_slimes_mismatch_helper_is_answered_with_the_flag_of_the_table():
+    section = (DOCS / "coming-from-slime.md").read_text().split("### Settings of the mismatch helper")[1]
+    table = {}
+    for row in section.split("\n## ")[0].splitlines():
+        if row.startswith("| `"):
+            keys, flags, _ = (cell.strip() for cell in row.strip("|").split(" | "))
+            keys = keys.replace("tis_level: token, sequence, geometric", "tis_level")
+            table |= dict(zip(keys.replace("`", "").split(", "), flags.replace("`", "").split(", "), strict=True))
+    assert table == {key: flags for key, flags in HELPER.items() if not key.startswith("mis_")}
+    for key, flags in HELPER.items():
+        name = key.partition(":")[0]
+        flag = flags.split()[0]
+        word = "--" + name.replace("_", "-")
+        assert flag in OWN and (word == flag if word in OWN else OTHER_WORDS[word.strip("-")].flag == flag)
+        if word not in OWN:
+            (sentence,) = sentences(f"--{name} 1")
+            assert sentence.startswith(f"--{name} is slime's name: use {flag}")
+
+
+# ratios 1/4, 1 and 4 with the bounds 1/2 and 2, as slime's modes weight them
+@pytest.mark.parametrize(
+    ("mode", "flags", "expected"),
+    [
+        ("truncate", "--tis-mode truncate", [0.25, 1.0, 2.0]),
+        ("clip", "--tis-mode truncate --tis-clip-low 0.5", [0.5, 1.0, 2.0]),
+        ("mask", "--tis-mode mask --tis-clip-low 0.5", [0.0, 1.0, 0.0]),
+    ],
+)
+def test_modes_of_slimes_mismatch_helper_in_the_flags_of_the_table(recipe, mode, flags, expected):
+    import torch
+
+    from slimrl.algorithms.off_policy import importance_weights
+    from slimrl.megatron.training.loss.policy_loss import importance_weighting
+
+    assert flags.startswith(HELPER[f"tis_mode: {mode}"])
+    args, problems = read_args(recipe.line(f"--use-tis --tis-clip 2 {flags}"))
+    assert problems == []
+    config = importance_weighting(args)
+    ratios = torch.tensor([0.25, 1.0, 4.0], dtype=torch.float64)
+    weights, _ = importance_weights(ratios.log(), low=config.low, high=config.high, masks=config.masks)
+    torch.testing.assert_close(weights, torch.tensor(expected, dtype=torch.float64))
+
+
 # AIAK-RLHF and ChatLearn ----------------------------------------------------------------------------------------------
 
 AIAK_RM = """--save_path out --save_steps -1 --logging_steps 1 --eval_steps -1 --train_batch_size 128
@@ -182,7 +252,7 @@ SAME = {
 def test_each_flag_of_an_aiak_command_line_is_accepted_or_answered_once(program, line):
     given = [word for word in line.split() if word.startswith("--")]
     names = [word.strip("-").replace("_", "-") for word in given]
-    assert all(program in cloud_frameworks.AIAK[name].programs for name in names)
+    assert all(program in aiak.AIAK[name].programs for name in names)
     parsed = parse_line(line.split(), all_flag_specs(), {})
     assert parsed.values == {"bf16": True}
     assert [problem.flag for problem in parsed.problems] == [word for word in given if word != "--bf16"]
@@ -224,30 +294,87 @@ def test_aiak_reward_model_in_the_flags_of_its_page_passes_every_rule(recipe, tm
     assert args.trains_reward_model and args.rollout_max_context_len == 2048 and args.rollout_max_prompt_len is None
 
 
-def test_aiak_ppo_in_the_flags_of_its_page_passes_every_rule(recipe, tmp_path):
+# each flag of AIAK_PPO as its page says; "" for one to leave out
+TRANSLATED = {
+    "num_nodes": "--actor-num-nodes 1",
+    "num_gpus_per_node": "--num-gpus-per-node 8 --actor-num-gpus-per-node 8",
+    "vllm_num_engines": "",  # with --colocate on all GPUs
+    "vllm_tensor_parallel_size": "--rollout-num-gpus-per-engine 1",
+    "vllm_gpu_memory_utilization": "--sglang-mem-fraction-static 0.9",
+    "colocate_all": "--colocate --rm-colocate",
+    "ref_reward_offload": "--rm-colocate --rm-num-gpus 8",
+    "pretrain": "--hf-checkpoint {dir}/hf --ref-load {dir}/ref --load {dir}/ckpt",
+    "reward_pretrain": "--rm-model {dir}/judge --rm-type reward_model",
+    "save_path": "--save {dir}/ckpt",
+    "micro_train_batch_size": "--micro-batch-size 8",
+    "micro_rollout_batch_size": "",
+    "rollout_batch_size": "--rollout-batch-size 1024 --n-samples-per-prompt 1",
+    "max_samples": "--prompt-data {dir}/prompts.jsonl@[0:1000000]",
+    "max_epochs": "",
+    "prompt_max_len": "--rollout-max-prompt-len 1024 --rollout-truncate-prompt left",
+    "generate_max_len": "--rollout-max-response-len 1024",
+    "zero_stage": "--use-distributed-optimizer",
+    "bf16": "--bf16",
+    "actor_learning_rate": "--lr 5e-7",
+    "critic_learning_rate": "--critic-lr 9e-6",
+    "init_kl_coef": "--kl-coef 0.01",
+    "prompt_data": "--prompt-data {dir}/prompts.jsonl@[0:1000000]",
+    "input_key": "--input-key context_messages",
+    "apply_chat_template": "--apply-chat-template",
+    "normalize_reward": "--normalize-reward",
+    "adam_offload": "--optimizer-cpu-offload --use-precision-aware-optimizer",
+    "flash_attn": "--attention-backend flash",
+    "tensorboard": "--tensorboard-dir {dir}/logs --use-tensorboard",
+    "gradient_checkpointing": "--recompute-granularity selective",
+}
+# what AIAK does not have: the network, the length of the run, and the estimator and the sizes of a step by flags
+OF_SLIMRL = """--advantage-estimator ppo --lambd 0.95 --num-rollout 8 --global-batch-size 128 --num-steps-per-rollout 8
+ --tensor-model-parallel-size 1"""
+WITHOUT_ADAM_OFFLOAD = {
+    "adam_offload": "",
+    "zero_stage": "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params",
+}
+
+
+@pytest.mark.parametrize("changes", [{}, WITHOUT_ADAM_OFFLOAD], ids=["its command line", "without adam_offload"])
+def test_aiak_ppo_in_the_flags_of_its_page_passes_every_rule(recipe, tmp_path, changes):
+    from slimrl.engines.sglang.server_args import server_flags
+
+    given = [word.removeprefix("--") for word in AIAK_PPO.split() if word.startswith("--")]
+    assert sorted(given) == sorted(TRANSLATED)
+    for name, flags in TRANSLATED.items():
+        row = OTHER_WORDS.get(name.replace("_", "-"))
+        answer = "--" + name.replace("_", "-") if row is None else row.flag
+        assert answer in flags.split() if flags else answer is None or name == "vllm_num_engines"
+    translated = TRANSLATED | changes
     (tmp_path / "judge").mkdir()
     config = {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "LABEL_0"}, "vocab_size": 10}
     (tmp_path / "judge/config.json").write_text(json.dumps(config))
     (tmp_path / "judge/tokenizer.json").touch()
-    translated = """--advantage-estimator ppo --rm-type reward_model --rm-model {dir}/judge --rm-colocate
-     --rm-num-gpus 8 --save {dir}/ckpt --micro-batch-size 8 --rollout-batch-size 1024 --n-samples-per-prompt 1
-     --global-batch-size 128
-     --num-steps-per-rollout 8 --prompt-data {dir}/train.jsonl@[0:1000000] --rollout-max-prompt-len 1024
-     --rollout-truncate-prompt left --rollout-max-response-len 1024 --bf16 --lr 5e-7 --critic-lr 9e-6 --kl-coef 0.01
-     --normalize-reward --tensorboard-dir {dir}/logs --use-tensorboard --actor-num-nodes 1 --num-gpus-per-node 8
-     --tensor-model-parallel-size 1 --rollout-num-gpus-per-engine 1 --lambd 0.95"""
-    line = [word for word in recipe.line(translated, without="--max-tokens-per-gpu")]
-    dropped = {"--use-dynamic-batch-size", "--sequence-parallel", "--use-kl-loss"}
-    args, problems = read_args([word for word in line if word not in dropped])
-    assert problems == []
+    messages = [{"role": "user", "content": "1+1"}]
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"context_messages": messages}) + "\n")
+    line = f"{MODEL} {OF_SLIMRL} {' '.join(translated.values())}".format(dir=recipe.dir)
+    args, problems = read_args(line.split(), passthrough={"sglang": server_flags})
+    assert [str(problem) for problem in problems] == []
     assert args.use_critic and args.normalize_reward and args.rm_colocate and args.use_reference
+    assert args.optimizer_cpu_offload is not bool(changes) and args.use_megatron_fsdp is bool(changes)
+
+
+def test_zero_3_and_adam_offload_of_the_page_exclude_each_other(recipe):
+    line = f"{TRANSLATED['adam_offload']} {WITHOUT_ADAM_OFFLOAD['zero_stage']}"
+    excluded = [str(problem) for problem in read_args(recipe.line(line))[1]]
+    assert any(one.startswith("--use-megatron-fsdp keeps its state on the device: leave") for one in excluded)
+    (sentence,) = sentences("--adam_offload")
+    assert sentence.endswith("with --use-precision-aware-optimizer and without --use-megatron-fsdp.")
+    (sentence,) = sentences("--zero_stage 3")
+    assert sentence.endswith("for 2 and 3, which excludes --optimizer-cpu-offload.")
 
 
 def test_cloud_rows_are_declared_once_and_reach_the_parser():
     from slimrl.arguments.foreign_flags import _ROWS
 
-    assert cloud_frameworks.ROWS.keys() & _ROWS.keys() == set()
-    missing = [name for name in cloud_frameworks.AIAK if f"--{name}" not in OWN and name not in OTHER_WORDS]
+    assert aiak.ROWS.keys() & _ROWS.keys() == chatlearn.ROWS.keys() & _ROWS.keys() == set()
+    missing = [name for name in aiak.AIAK if f"--{name}" not in OWN and name not in OTHER_WORDS]
     assert missing == []
 
 
@@ -271,10 +398,96 @@ def test_cloud_rows_are_declared_once_and_reach_the_parser():
         ),
         (
             "models.policy.unknown_key=1",
-            "models.policy.unknown_key is PAI-ChatLearn's name and has no counterpart: flags are written --flag value,"
-            " and docs/flags.md lists all of them.",
+            "models.policy.unknown_key is PAI-ChatLearn's name and is not in the table of its counterparts:"
+            " docs/coming-from-pai-chatlearn.md has the table, and docs/flags.md all flags, written --flag value.",
         ),
     ],
 )
 def test_key_of_chatlearn_is_answered_with_a_flag(line, sentence):
     assert sentences(line) == [sentence]
+
+
+# keys of ChatLearn's PPO, examples/megatron/configs/llama2/rlhf.yaml and vllm_rlhf.yaml
+CHATLEARN_PPO = {
+    "policy": "model_config_file num_gpu trainable batch_generation.ranking batch_generation.min_prompt_length"
+    " free_memory force_free_memory",
+    "reference": "model_config_file num_gpu trainable generation_batch_size free_memory",
+    "reward": "model_config_file num_gpu trainable generation_batch_size free_memory",
+    "value": "model_config_file num_gpu trainable generation_batch_size free_memory",
+    "ppo_policy": "model_config_file num_gpu trainable lora.enable_lora lora.lora_dim lora.lora_layer"
+    " lora.column_only_qkv lora.lora_dropout free_memory",
+    "ppo_value": "model_config_file num_gpu trainable lora.enable_lora lora.lora_dim lora.lora_layer"
+    " lora.column_only_qkv lora.lora_dropout free_memory",
+}
+CHATLEARN_RUNTIME = """colocation generation_batch_size train_micro_batch_size train_global_batch_size num_episode
+ sample_per_episode num_training_epoch save_episode_interval data_path eval_data_path training_data_num_limit
+ eval_data_num_limit eval_episode_interval data_checkpoint_path free_sync_collective_group exp_name output_dir debug
+ validate_param_sync sync_memory_optimization_level"""
+# of the files that these name, for each model
+CHATLEARN_FILES = """load load_iteration num_layers hidden_size num_attention_heads ffn_hidden_size num_query_groups
+ tensor_model_parallel_size pipeline_model_parallel_size use_distributed_optimizer gamma lam cliprange cliprange_value
+ init_kl_coef fix_kl_coef target horizon scale_reward cliprange_reward lr min_lr lr_decay_style lr_decay_iters
+ lr_warmup_iters weight_decay clip_grad adam_beta1 adam_beta2 recompute_granularity recompute_activations
+ sequence_parallel tokenizer_model seq_length max_new_tokens num_inference_per_prompt bf16 swiglu"""
+
+
+def test_each_key_of_chatlearns_ppo_has_a_row_and_is_answered_once():
+    keys = [f"models.{model}.{key}" for model, of_model in CHATLEARN_PPO.items() for key in of_model.split()]
+    keys += [f"runtime.{key}" for key in CHATLEARN_RUNTIME.split()]
+    keys += [f"models.{model}.{key}" for model in CHATLEARN_PPO for key in CHATLEARN_FILES.split()]
+    for key in keys:
+        row = OTHER_WORDS[key.replace("_", "-")]
+        assert sentences(f"{key}=1") == [row.sentence(key)]
+
+
+@pytest.mark.parametrize(
+    ("key", "flag"),
+    [
+        ("models.value.load", "--critic-load"),
+        ("models.ppo_value.load", "--critic-load"),
+        ("models.ppo_value.lr", "--critic-lr"),
+        ("models.value.num_gpu", "--critic-num-gpus-per-node"),
+        ("models.reward.load", "--rm-model"),
+        ("models.reward.num_gpu", "--rm-num-gpus"),
+        ("models.reference.load", "--ref-load"),
+        ("models.reference.num_gpu", None),
+        ("models.ppo_policy.num_gpu", "--actor-num-gpus-per-node"),
+        ("models.ppo_policy.lr", "--lr"),
+        ("models.ppo_policy.gamma", "--gamma"),
+        ("models.ppo_policy.lam", "--lambd"),
+        ("models.ppo_policy.lora.lora_dim", "--lora-rank"),
+        ("models.ppo_policy.num_layers", "--num-layers"),
+        ("models.value.num_layers", None),
+        ("models.policy.tensor_model_parallel_size", "--rollout-num-gpus-per-engine"),
+        ("models.ppo_policy.tensor_model_parallel_size", "--tensor-model-parallel-size"),
+        ("runtime.training_data_num_limit", "--prompt-data"),
+        ("rlhf.num_ppo_episode", "--num-rollout"),
+    ],
+)
+def test_key_of_chatlearns_ppo_is_answered_with_the_flag_of_its_model(key, flag):
+    (sentence,) = sentences(f"{key}=1")
+    assert (f"use {flag}" if flag else "has no counterpart") in sentence
+
+
+def test_chatlearns_ppo_in_the_flags_of_its_page_passes_every_rule(recipe, tmp_path):
+    (tmp_path / "judge").mkdir()
+    config = {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "LABEL_0"}, "vocab_size": 10}
+    (tmp_path / "judge/config.json").write_text(json.dumps(config))
+    (tmp_path / "judge/tokenizer.json").touch()
+    translated = """--advantage-estimator ppo --rm-type reward_model --rm-model {dir}/judge --rm-colocate
+     --rm-num-gpus 8 --critic-load {dir}/ref --micro-batch-size 2 --global-batch-size 512 --rollout-batch-size 1024
+     --n-samples-per-prompt 1 --num-steps-per-rollout 2 --num-rollout 200 --save-interval 50 --save {dir}/ckpt
+     --prompt-data {dir}/train.jsonl@[0:1000] --eval-interval 100 --run-name chatlearn --gamma 1 --lambd 0.95
+     --eps-clip 0.2 --value-clip 0.1 --kl-coef 0.02 --lr 2.4e-7 --min-lr 1e-9 --critic-lr 5e-6 --lr-decay-style linear
+     --lr-decay-iters 12000 --lr-warmup-iters 100 --weight-decay 0.01 --adam-beta1 0.9 --adam-beta2 0.95 --clip-grad 0.5
+     --check-weight-update-equal --sequence-parallel --tensor-model-parallel-size 8 --rollout-num-gpus-per-engine 8
+     --rollout-max-response-len 512"""
+    dropped = {"--use-dynamic-batch-size", "--use-kl-loss"}
+    line = recipe.line(translated, without="--max-tokens-per-gpu")
+    args, problems = read_args([word for word in line if word not in dropped])
+    assert [str(problem) for problem in problems] == []
+    assert args.use_critic and args.use_reference and args.rm_colocate
+
+
+def test_keys_of_model_files_with_the_same_name_are_flags():
+    assert [name for name in chatlearn.SAME_NAMES if f"--{name}" not in OWN] == []

@@ -81,6 +81,8 @@ def test_words_are_parsed_into_values(line, dest, value):
             "--log-probs-chunk-size 0 is not allowed: give another number, or leave it out.",
         ),
         ("--rollout-seed -5", "--rollout-seed -5 is too small: it must be at least 0."),
+        ("--kl-coef -0.1", "--kl-coef -0.1 is too small: it must be at least 0."),
+        ("--kl-loss-coef -0.1", "--kl-loss-coef -0.1 is too small: it must be at least 0."),
         ("--rollout-temperature 0", "--rollout-temperature 0 is too small: it must be above 0."),
         ("--rollout-top-p 1.5", "--rollout-top-p 1.5 is too large: it must be at most 1."),
         ("--kl-loss-type k4", "--kl-loss-type k4 is not k1, k2, k3 or low_var_kl."),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 
 from slimrl.arguments import read_args
+from tests.arguments.test_rules_of_preference import UNREAD, UNREAD_OF_SAMPLING
 
 # rule -> (flags that pass when appended to the recipe, flags that do not with their error)
 CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
@@ -45,6 +46,7 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             "--advantage-estimator reinforce_plus_plus --gamma 0.99",
             "--advantage-estimator reinforce_plus_plus_baseline --normalize-advantages",
             "--advantage-estimator gspo --eps-clip 4e-4 --eps-clip-high 4e-4",
+            *(f"--advantage-estimator {name} --disable-grpo-std-normalization" for name in ("grpo", "gspo", "cispo")),
         ],
         [
             (
@@ -52,6 +54,32 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
                 "--gamma 0.99 discounts the returns of reinforce_plus_plus and ppo and --advantage-estimator is grpo:"
                 " leave it out.",
             ),
+            *(
+                (
+                    f"--advantage-estimator {name} --disable-grpo-std-normalization",
+                    f"--disable-grpo-std-normalization has no effect with --advantage-estimator {name}, which never"
+                    " divides by the standard deviation (those that do: grpo, gspo, cispo): leave it out.",
+                )
+                for name in ("rloo", "opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+            ),
+        ],
+    ),
+    "length_normalization_has_its_divisor": (
+        [
+            "--advantage-estimator dr_grpo",
+            "--advantage-estimator dr_grpo --use-kl-loss --kl-loss-coef 0.1",
+        ],
+        [
+            (
+                f"--advantage-estimator dr_grpo {flags}",
+                f"{flags} sets another divisor of the loss, and --advantage-estimator dr_grpo divides the sum of a"
+                " sample by --rollout-max-response-len: leave it out, or use grpo with"
+                " --disable-grpo-std-normalization.",
+            )
+            for flags in (
+                "--calculate-per-token-loss",
+                "--custom-pg-loss-reducer-function-path examples.policy_loss.by_constant",
+            )
         ],
     ),
     "log_prob_passes_have_a_use": (
@@ -246,6 +274,24 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             ),
         ],
     ),
+    "entropy_target_has_a_loss": (
+        ["--entropy-target 0.2", "--entropy-target 0.2 --entropy-coef-delta 0.001 --entropy-coef 0.001"],
+        [
+            (
+                "--entropy-coef-delta 0.001",
+                "--entropy-coef-delta belongs to --entropy-target: add it, or leave --entropy-coef-delta out.",
+            ),
+            (
+                "--entropy-target 0.2 --loss-type custom_loss"
+                " --custom-loss-function-path tests.megatron.custom_functions.loss",
+                "--entropy-target 0.2 has no effect with --loss-type custom_loss: leave it out.",
+            ),
+            (
+                "--entropy-target 0.2 --entropy-coef -0.1",
+                "--entropy-coef -0.1 is below 0, where --entropy-target never moves it: give 0 or more.",
+            ),
+        ],
+    ),
     "groups_can_be_compared": (
         ["--n-samples-per-prompt 1 --disable-rewards-normalization"],
         [
@@ -433,6 +479,7 @@ def test_kl_interval_without_a_computed_kl_is_rejected(recipe):
         "--eps-clip 0.1",
         "--gamma 0.9",
         "--rollout-max-prompt-len 100",
+        *UNREAD,
     ],
 )
 def test_supervised_training_has_no_flags_of_reinforcement_learning(recipe, more):
@@ -441,6 +488,29 @@ def test_supervised_training_has_no_flags_of_reinforcement_learning(recipe, more
     assert f"{flag} has no effect with --loss-type sft_loss: leave it out." in [
         str(problem) for problem in read_args(recipe.supervised_line(more))[1]
     ]
+
+
+def test_flags_of_sampling_are_for_sampled_responses_alone(recipe):
+    line = recipe.supervised_line()
+    rollout = ["--rollout-function-path", "slimrl.rollout.sft_rollout.generate_rollout", "--n-samples-per-prompt", "1"]
+    for more in UNREAD_OF_SAMPLING:
+        flag, sentence = more.split()[0], f"{more.split()[0]} has no effect with --loss-type sft_loss: leave it out."
+        assert sentence not in [str(problem) for problem in read_args([*line, *more.split()])[1]], flag
+        given = [*line, *rollout, *more.split()]
+        assert sentence in [str(problem) for problem in read_args([*given, "--debug-train-only"])[1]], flag
+        served = [str(problem) for problem in read_args([*given, "--eval-function-path", "examples.evaluation.run"])[1]]
+        of_engines = ("--check", "--group-rm", "--reward-key", "--rm-num", "--rollout-top", "--rollout-stop")
+        assert (sentence in served) is not flag.startswith(of_engines), flag
+
+
+def test_supervised_loss_is_not_scaled_by_the_temperature_of_sampling(recipe):
+    line = recipe.supervised_line("--rollout-temperature 0.8")
+    assert [str(problem) for problem in read_args(line)[1]] == [
+        "--rollout-temperature 0.8 also divides the logits of training, which changes the loss of --loss-type sft_loss:"
+        " give 1, or leave it out; responses sampled with another temperature are trained on from a file"
+        " (--save-debug-rollout-data with --debug-rollout-only, then --load-debug-rollout-data)."
+    ]
+    assert read_args([*line, "--debug-rollout-only"])[1] == []
 
 
 def test_conversations_are_not_repeated(recipe):
@@ -512,3 +582,21 @@ def test_sampling_flags_without_effect_are_noted(recipe, in_a_folder_with_hooks,
 )
 def test_estimators_defined_with_whitened_advantages_whiten_them(recipe, more, on):
     assert read_args(recipe.line(more))[0].normalize_advantages is on
+
+
+def test_dr_grpo_needs_the_longest_response_and_its_own_loss(recipe):
+    (recipe.dir / "dump_0.jsonl").touch()
+    dumps = "--load-debug-rollout-data {dir}/dump_{{rollout_id}}.jsonl --advantage-estimator dr_grpo"
+    line = recipe.line(dumps, without="--rollout-max-response-len")
+    divides = "--advantage-estimator dr_grpo divides the sum of a sample by --rollout-max-response-len"
+    sentences = [str(problem) for problem in read_args(line)[1]]
+    assert f"{divides}, which is missing: give that of the rollouts." in sentences
+    own = "--loss-type custom_loss --custom-loss-function-path examples.loss.reinforce --advantage-estimator dr_grpo"
+    sentences = [str(problem) for problem in read_args(recipe.line(own))[1]]
+    assert any(
+        one.startswith(f"--loss-type custom_loss sets another divisor of the loss, and {divides}") for one in sentences
+    )
+    said = {"dr_grpo": "--advantage-estimator dr_grpo", "dapo": "--calculate-per-token-loss"}
+    for loss, flag in said.items():
+        sentences = [str(problem) for problem in read_args(recipe.line(f"--loss-type {loss}"))[1]]
+        assert any(f"give policy_loss with {flag}" in one for one in sentences)

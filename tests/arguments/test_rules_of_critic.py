@@ -21,9 +21,19 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
     "critic_flags_have_a_critic": (
         [
             "--advantage-estimator ppo --gamma 0.99 --lambd 0.95 --value-clip 0.5 --normalize-advantages",
+            "--advantage-estimator ppo --lambd 0.95 --critic-lambd 1 --num-critic-only-steps 3000",
             "--advantage-estimator ppo --critic-lr 1e-5 --critic-lr-warmup-iters 5 --num-critic-only-steps 3",
         ],
         [
+            (
+                "--critic-lambd 0.95",
+                "--critic-lambd 0.95 belongs to a critic and --advantage-estimator is grpo: give --advantage-estimator"
+                " ppo, or leave --critic-lambd out.",
+            ),
+            (
+                "--advantage-estimator ppo --critic-lambd 1.5",
+                "--critic-lambd 1.5 is too large: it must be at most 1.",
+            ),
             (
                 "--lambd 0.95",
                 "--lambd 0.95 belongs to a critic and --advantage-estimator is grpo: give --advantage-estimator ppo, or"
@@ -84,8 +94,9 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
                 "--critic-lr-warmup-iters 50 is not below --lr-decay-iters 20: the decay begins after the warm-up.",
             ),
             (
-                "--advantage-estimator ppo --num-critic-only-steps 3000",
-                "--num-critic-only-steps 3000 is not below --num-rollout 3000: the policy would never be trained.",
+                "--advantage-estimator ppo --num-critic-only-steps 3001",
+                "--num-critic-only-steps 3001 is above --num-rollout 3000: lower it, or give the same number, which"
+                " trains the critic alone.",
             ),
         ],
     ),

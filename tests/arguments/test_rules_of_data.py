@@ -19,7 +19,11 @@ from slimrl.data.preflight import preview_file
 BLANK = "--disable-rollout-global-dataset"
 OWN_FUNCTION = "--rollout-function-path slimrl.rollout.sft_rollout.generate_rollout"
 
-TESTED_APART = ("templates_have_their_fields", "truncated_prompts_have_a_limit")
+TESTED_APART = (
+    "templates_have_their_fields",
+    "truncated_prompts_have_a_limit",
+    "loss_mask_type_fits_the_chat_template",
+)
 
 # rule -> (flags that pass when appended to the recipe, flags that do not with their error)
 CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
@@ -372,6 +376,73 @@ def test_epochs_of_a_dataset_mixture_give_no_run_length(recipe):
     assert sentences(recipe.line(mixed, without="--num-rollout")) == [
         "--num-epoch 1 is ambiguous for a mixture by probability, whose sets have different epochs: give --num-rollout."
     ]
+
+
+# loss masks -----------------------------------------------------------------------------------------------------------
+
+TEMPLATES = {
+    "llama3": "{{ '<|start_header_id|>' + role + '<|end_header_id|>' + text + '<|eot_id|>' }}",
+    "kimi": "<|im_assistant|>assistant<|im_middle|>{{ text }}<|im_end|>",
+    "chat_template": "assistant: {%- generation -%}{{ text + eos_token }}{%- endgeneration -%}",
+    None: "assistant: {{ text + eos_token }}",
+}
+PREFERENCE = "--rollout-function-path slimrl.rollout.preference_rollout.generate_rollout --loss-type preference_loss"
+NEEDED = {
+    "sft": "--loss-type sft_loss --rollout-function-path slimrl.rollout.sft_rollout.generate_rollout",
+    "pairs": f"{PREFERENCE} --n-samples-per-prompt 2 --input-key prompt",
+    "labelled answers": f"{PREFERENCE} --n-samples-per-prompt 1 --preference-loss kto --input-key prompt",
+}
+
+
+def of_loss_masks(recipe, training: str, more: str = "") -> list[str]:
+    """The problems that concern the chat template; other rules have theirs with the recipe's other flags."""
+    line = recipe.line(f"{NEEDED[training]} {more}")
+    return [text for text in sentences(line) if "--loss-mask-type" in text or "chat template" in text]
+
+
+def write_answers(recipe, prompt: object) -> None:
+    answers = {"chosen": "2", "rejected": "3", "completion": "2", "label": True}
+    (recipe.dir / "train.jsonl").write_text(json.dumps({"prompt": prompt, **answers}) + "\n")
+
+
+@pytest.mark.parametrize("training", NEEDED)
+def test_loss_mask_type_is_that_of_the_chat_template(recipe, training):
+    write_answers(recipe, [{"role": "user", "content": "1+1"}])
+    assert of_loss_masks(recipe, training) == []
+    template = recipe.dir / "hf" / "chat_template.jinja"
+    for fitting, text in TEMPLATES.items():
+        template.write_text(text)
+        fix = fitting or "chat_template, and mark them in it with {% generation %}"
+        assert of_loss_masks(recipe, training) == [
+            "--loss-mask-type qwen does not find the assistant's turns by the chat template of --hf-checkpoint"
+            f" {recipe.dir}/hf: give {fix}."
+        ]
+        if fitting is not None:
+            assert of_loss_masks(recipe, training, f"--loss-mask-type {fitting}") == []
+
+
+def test_chat_template_of_the_tokenizer_config_is_read(recipe):
+    (recipe.dir / "hf" / "chat_template.jinja").unlink()
+    missing = (
+        f"--hf-checkpoint {recipe.dir}/hf has no chat template for the messages of --prompt-data: copy the model's"
+        " chat_template.jinja there."
+    )
+    assert of_loss_masks(recipe, "sft") == [missing]
+    named = [{"name": "tool_use", "template": "-"}, {"name": "default", "template": TEMPLATES["kimi"]}]
+    for found in (TEMPLATES["kimi"], named):
+        (recipe.dir / "hf" / "tokenizer_config.json").write_text(json.dumps({"chat_template": found}))
+        assert of_loss_masks(recipe, "sft", "--loss-mask-type kimi") == []
+        assert "give kimi." in of_loss_masks(recipe, "sft")[0]
+
+
+@pytest.mark.parametrize("training", ["pairs", "labelled answers"])
+def test_answers_to_plain_text_need_no_chat_template(recipe, training):
+    write_answers(recipe, "1+1=")
+    (recipe.dir / "hf" / "chat_template.jinja").unlink()
+    line = recipe.line(NEEDED[training])
+    plain = [word for word in line if word != "--apply-chat-template"]
+    assert not [text for text in sentences(plain) if "has no chat template" in text]
+    assert len([text for text in sentences(line) if "has no chat template" in text]) == 1
 
 
 # templates and truncation ---------------------------------------------------------------------------------------------

@@ -17,6 +17,14 @@ URL = f"{SERVED} --rm-url http://10.0.0.1:30000/generate"
 SERVED_TEACHERS = f"{SERVED} --opd-teacher-models default={{dir}}/served code={{dir}}/served"
 SEVERAL = f"{SERVED} --opd-teacher-urls default=http://10.0.0.1:30000"
 MODEL = f"{SERVED} --rm-model {{dir}}/served"
+OF_SLIME = [  # the reward function that asks the teacher in slime
+    f"{module}.reward_func"
+    for module in (
+        "slime.rollout.on_policy_distillation",
+        "examples.on_policy_distillation.on_policy_distillation",
+        "slimrl.compatibility.graders",
+    )
+]
 
 CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
     "distillation_has_its_switch": (
@@ -25,6 +33,7 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             f"{MEGATRON} --opd-kl-coef 0.5 --rm-type zero --n-samples-per-prompt 1",
             "--rm-type zero --custom-advantage-function-path examples.advantages.discounted",
             "--rm-type zero --debug-rollout-only",
+            *(f"{URL} --custom-rm-path {path}" for path in OF_SLIME),
             "--rm-type zero --overlong-buffer-len 512",
         ],
         [
@@ -44,6 +53,18 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
                 "--rm-type zero",
                 "--rm-type zero gives every response the same reward and --use-opd is off, so that nothing would be"
                 " learned: choose another reward, or add --use-opd.",
+            ),
+            *(
+                (
+                    f"--custom-rm-path {path} {given}",
+                    f"--custom-rm-path {path} gives every response the reward 0, and without --use-opd no teacher is"
+                    f" asked: add --use-opd --opd-type sglang{more}, or choose another reward.",
+                )
+                for path in OF_SLIME
+                for given, more in (
+                    ("--rm-url http://10.0.0.1:30000/generate", ""),
+                    ("", ", and the address of the teacher, --rm-url"),
+                )
             ),
             (
                 "--use-opd",

@@ -32,6 +32,7 @@ REMOVED = (
     "--label-key",
     "--rm-type",
     "--rollout-max-response-len",
+    "--rollout-temperature",
 )
 PAIRS = f"--loss-type preference_loss --rollout-function-path {ROLLOUT} --n-samples-per-prompt 2 --debug-train-only"
 KTO = "--preference-loss kto --n-samples-per-prompt 1"
@@ -42,6 +43,26 @@ LABELS = {  # rows of labelled answers, by the name of their file
     "numbers": (True, 1),
     "lacking": (True, None),
 }
+UNREAD = (
+    "--disable-rewards-normalization",
+    "--disable-grpo-std-normalization",
+    "--kl-loss-type k3",
+    "--get-mismatch-metrics",
+    "--use-rollout-entropy",
+)
+UNREAD_OF_SAMPLING = (  # of a rollout function that samples nothing
+    "--check-weight-update-equal",
+    "--partial-rollout",
+    "--over-sampling-batch-size 64",
+    "--buffer-filter-path slimrl.rollout.filter_hub.buffer_filters.pop_first",
+    "--log-passrate",
+    "--group-rm --custom-rm-path examples.reward.shortest_wins",
+    "--reward-key score",
+    "--rm-num-graders 2",
+    "--rollout-top-p 0.9",
+    "--rollout-top-k 20",
+    "--rollout-stop x",
+)
 HELD_OUT = "--eval-interval 5 --eval-prompt-data held-out {dir}/pairs.jsonl"
 
 # rule -> (flags that pass when appended to a line that trains on pairs, flags that do not with their error)
@@ -145,9 +166,9 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
                 " folder, or give another one.",
             ),
             (
-                "--rollout-temperature 0.5 --precompute-ref-log-probs {dir}/ours",
+                "--bf16 --precompute-ref-log-probs {dir}/ours",
                 "--precompute-ref-log-probs {dir}/ours has log-probabilities that were computed with other settings"
-                " (rollout_temperature is 0.8 there and 0.5 here): give the same ones, or another folder.",
+                " (bf16 is false there and true here): give the same ones, or another folder.",
             ),
         ],
     ),
@@ -163,14 +184,14 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
                     "--use-tis",
                     "--use-opsm",
                     "--use-rollout-logprobs",
-                    "--get-mismatch-metrics",
-                    "--use-rollout-entropy",
                     "--normalize-advantages",
                     "--calculate-per-token-loss",
                     "--rollout-max-prompt-len 100",
                     "--positive-example-loss-coef 0.1",
                     "--advantage-estimator gspo",
                     "--eps-clip 0.1",
+                    *UNREAD,
+                    *UNREAD_OF_SAMPLING,
                 )
             ),
             (
@@ -186,6 +207,16 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
                 "--eval-interval 5 --eval-prompt-data half {dir}/half.jsonl --eval-input-key prompt",
                 "--eval-prompt-data {dir}/half.jsonl (set half) has no column 'rejected' (--rejected-key) but 'prompt',"
                 " 'chosen': set --rejected-key to one of them.",
+            ),
+        ],
+    ),
+    "likelihoods_of_given_responses_are_not_scaled": (
+        ["--rollout-temperature 1"],
+        [
+            (
+                "--rollout-temperature 0.8",
+                "--rollout-temperature 0.8 also divides the logits of training, which changes the loss of --loss-type"
+                " preference_loss: give 1, or leave it out.",
             ),
         ],
     ),

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from slimrl.arguments import read_args
-from tests.arguments.test_rules_of_preference import HELD_OUT, pairs, without
+from tests.arguments.test_rules_of_preference import HELD_OUT, UNREAD, UNREAD_OF_SAMPLING, pairs, without
 
 LOSS = "--loss-type reward_model_loss"
 SFT = "slimrl.rollout.sft_rollout.generate_rollout"
@@ -37,7 +37,16 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
         [
             *(
                 (flag, f"{flag.split()[0]} has no effect with {LOSS}: leave it out.")
-                for flag in ("--use-kl-loss", "--entropy-coef 0.1", "--use-tis", "--advantage-estimator gspo")
+                for flag in (
+                    "--use-kl-loss",
+                    "--entropy-coef 0.1",
+                    "--use-tis",
+                    "--advantage-estimator gspo",
+                    "--rollout-temperature 0.8",
+                    "--keep-logits",
+                    *UNREAD,
+                    *UNREAD_OF_SAMPLING,
+                )
             ),
         ],
     ),

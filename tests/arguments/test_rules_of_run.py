@@ -211,7 +211,7 @@ TESTED_APART = {
     "weights_have_a_source",
     "ref_load_is_a_checkpoint",
     "load_is_a_checkpoint_or_new",
-    "loaded_model_has_the_head",
+    "loaded_models_have_the_head",
     "checkpoints_have_the_sizes_of_the_model",
 }
 

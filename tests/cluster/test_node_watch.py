@@ -75,7 +75,10 @@ def test_node_of_critic_ranks_is_described():
     gpus = [GpuBundle(i, node, "", 0) for i, node in enumerate("abb")]
     plan = PlacementPlan(3, range(1), range(0), 1, critic=range(1, 3))
     known = [{"NodeID": "b", "NodeManagerAddress": "10.0.0.2", "NodeManagerPort": 7, "Resources": {}}]
-    assert nodes_of(gpus, plan, known, own="a") == [WatchedNode("10.0.0.2", 7, "critic ranks 0, 1")]
+    # nothing but training: a node with two free GPUs may replace it
+    assert nodes_of(gpus, plan, known, own="a") == [WatchedNode("10.0.0.2", 7, "critic ranks 0, 1", training_gpus=2)]
+    known[0]["Resources"] = {"node:__internal_head__": 1.0}
+    assert nodes_of(gpus, plan, known, own="a")[0].training_gpus == 0
 
 
 def test_node_that_accepts_or_refuses_connections_is_not_named(caplog):

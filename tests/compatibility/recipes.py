@@ -1,7 +1,8 @@
 """Command lines as users of slime have them, as data: what each recipe asks for, in its own flags.
 
 `{data}` is a folder with the model, its reference checkpoint and the datasets. `refused` names the flags that slimrl
-rejects with an error instead of running; all other flags must be accepted unchanged.
+rejects with an error instead of running; all other flags must be accepted unchanged. `instead` are the flags that these
+errors say to give.
 """
 
 from __future__ import annotations
@@ -50,12 +51,13 @@ def layout(tp: int, pp: int, cp: int, ep: int, tokens: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """One launch script: the model's script, its flags, the program, and the unsupported flags."""
+    """One launch script: the model's script, its flags, the program, the unsupported flags and what replaces them."""
 
     model: str
     flags: str
     entry: str = "train.py"
     refused: tuple[str, ...] = ()
+    instead: str = ""
 
 
 RECIPES: dict[str, Recipe] = {
@@ -224,6 +226,16 @@ RECIPES: dict[str, Recipe] = {
  --custom-rm-path slime.rollout.on_policy_distillation.reward_func
  --custom-reward-post-process-path slime.rollout.on_policy_distillation.post_process_rewards
  --rm-url http://10.0.0.7:13141/generate --use-opd --opd-type sglang --opd-kl-coef 1.0""",
+    ),
+    "qwen3-4B, distilled by an estimator of its own": Recipe(
+        "qwen3-4B",
+        f"""{CKPT} {MATH} {GRPO} {ADAM} {MISC} {ONE_NODE} {layout(2, 1, 1, 1, 9216)} --rollout-num-gpus-per-engine 1
+ --advantage-estimator on_policy_distillation
+ --custom-rm-path examples.on_policy_distillation.on_policy_distillation.reward_func
+ --custom-reward-post-process-path examples.on_policy_distillation.on_policy_distillation.post_process_rewards
+ --rm-url http://10.0.0.7:13141/generate""",
+        refused=("--advantage-estimator", "--custom-rm-path"),
+        instead="--advantage-estimator grpo --use-opd --opd-type sglang --rm-type zero",
     ),
     "qwen3-4B, distilled from a teacher in the training ranks": Recipe(
         "qwen3-4B",

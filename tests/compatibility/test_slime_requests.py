@@ -124,9 +124,9 @@ OWN = """
     async def streams(args, sample, sampling_params):
         await post(get_model_url(args, "default"), {"text": "x", "stream": True})
 
-    async def with_pictures(args, sample, sampling_params):
+    async def with_routes(args, sample, sampling_params):
         sample = await plain(args, sample, sampling_params)
-        sample.multimodal_inputs = {"images": [1]}
+        sample.rollout_routed_experts = [[1]]
         return sample
 
     async def in_words(args, sample, sampling_params):
@@ -182,7 +182,7 @@ def test_slime_names_work_in_a_generate_function(own, tokenizer, make_args, monk
     ("name", "message"),
     [
         ("streams", "streaming is not supported: remove stream from the payload"),
-        ("with_pictures", "the sample sets multimodal_inputs, which slimrl does not use: images"),
+        ("with_routes", "the sample sets rollout_routed_experts, which slimrl does not use: routing replay"),
         ("refused", "rejected the request with HTTP 422"),
     ],
 )

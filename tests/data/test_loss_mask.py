@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slimrl.rollout.sft_rollout import TURN_MARKS, assistant_spans, conversation_mask, trained_turns
+from slimrl.data.loss_mask import TURN_MARKS, assistant_spans, conversation_mask, trained_turns
 
 TEXT = (
     "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nhello<|im_end|>\n"
@@ -34,7 +34,7 @@ def test_turn_may_be_excluded():
 
 def test_text_may_start_with_an_assistant_turn():
     marks = TURN_MARKS["qwen"]
-    assert assistant_spans(f"{marks.before}hi{marks.after}", marks) == [(22, 22 + len("hi<|im_end|>"))]
+    assert assistant_spans(f"{marks.before[0]}hi{marks.after[0]}", marks) == [(22, 22 + len("hi<|im_end|>"))]
 
 
 def test_last_turn_without_an_end_token_extends_to_the_end():

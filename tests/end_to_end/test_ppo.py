@@ -100,7 +100,7 @@ def record_rollouts(folder):
     return template
 
 
-def replay(tiny, folder, template, **changes):
+def replay(tiny, folder, template, critic_only=1, **changes):
     """PPO on recorded rollouts, without engines, two optimizer steps of each."""
     without = {"sglang_enable_deterministic_inference": None, "sglang_disable_radix_cache": None}
     return tiny.flags(
@@ -108,7 +108,7 @@ def replay(tiny, folder, template, **changes):
         advantage_estimator="ppo",
         lambd=0.95,
         critic_lr=3e-3,
-        num_critic_only_steps=1,
+        num_critic_only_steps=critic_only,
         normalize_values=True,
         use_kl_loss=None,
         kl_loss_coef=None,
@@ -195,6 +195,35 @@ def test_critic_on_gpus_of_its_own_gives_the_numbers_of_the_policys_ranks_after_
         assert [place for place in found if not place.startswith("/rng_state") and "saved_with" not in place] == []
     log = (done.run_dir / "logs/critic-rank0.log").read_text()
     assert f"{apart}/checkpoints/critic/iter_0000003 is complete" in log
+
+
+def moved_weights(folder):
+    """Tensors of weights that differ between the first and the last checkpoint."""
+    both = [checkpoints.read(folder / f"iter_000000{number}") for number in (0, ROLLOUTS - 1)]
+    places = checkpoints.differences(*both)
+    return [place for place in places if "weight" in place and not place.startswith("/common")]
+
+
+def test_critic_that_was_trained_alone_starts_a_run(tiny, tmp_path):
+    """Value pre-training: a run whose policy never moves, then one with its critic by --critic-load."""
+    dumps, alone, second = (tmp_path / name for name in ("dumps", "alone", "second"))
+    for folder in (dumps, alone, second):
+        folder.mkdir()
+    template = record_rollouts(dumps)
+    flags = replay(tiny, alone, template, critic_only=ROLLOUTS, critic_lambd=1)
+    done = harness.start("train.py", flags, alone, "run", tiny.home).finish(150)
+    assert done.code == 0, done.output[-6000:]
+    assert done.left == []
+    assert not any("grad_norm" in step for step in done.summary["steps"])
+    assert all(norm > 0 for norm in done.steps("critic-grad_norm"))
+    assert moved_weights(alone / "checkpoints") == []
+    assert moved_weights(alone / "checkpoints/critic") != []
+
+    flags = replay(tiny, second, template, critic_only=0, critic_load=alone / "checkpoints/critic")
+    done = harness.start("train.py", flags, second, "run", tiny.home).finish(150)
+    assert done.code == 0, done.output[-6000:]
+    assert all(norm > 0 for norm in [*done.steps("grad_norm"), *done.steps("critic-grad_norm")])
+    assert done.steps("rollout/values")[0] != 0  # a new head gives 0
 
 
 def metrics_of_training(run):

@@ -12,6 +12,33 @@ LLAMA3_SCALING = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+# the published proportions of window, patch and merging
+TOWER = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "in_chans": 3,
+    "out_hidden_size": 64,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "window_size": 56,
+    "fullatt_block_indexes": [1],
+}
+LEVELS = {
+    "depth": 3,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "in_channels": 3,
+    "out_hidden_size": 64,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "num_position_embeddings": 64,
+    "deepstack_visual_indexes": [0, 1],
+}
 ROWS: dict[str, dict[str, Any]] = {
     "llama": {
         "architecture": "LlamaForCausalLM",
@@ -52,6 +79,73 @@ ROWS: dict[str, dict[str, Any]] = {
         "architecture": "Qwen2ForCausalLM",
         "config": DENSE | {"rms_norm_eps": 1e-6, "rope_parameters": {"rope_theta": 1e6}, "tie_word_embeddings": True},
         "flags": flags(2, 96, 1000000, "1e-6", *GROUPED, "--add-qkv-bias"),
+    },
+    "qwen2.5-vl": {
+        "architecture": "Qwen2_5_VLForConditionalGeneration",
+        "config": DENSE
+        | {
+            "vocab_size": 285,  # with the tokens of images
+            "rms_norm_eps": 1e-6,
+            "rope_parameters": {"rope_theta": 1e6, "rope_type": "default", "mrope_section": [2, 3, 3]},
+            "tie_word_embeddings": False,
+            "vision_config": TOWER,
+            "image_token_id": 283,
+            "video_token_id": 284,
+            "vision_start_token_id": 281,
+            "vision_end_token_id": 282,
+        },
+        "flags": flags(
+            2,
+            96,
+            1000000,
+            "1e-6",
+            *GROUPED,
+            *UNTIED,
+            "--add-qkv-bias",
+            "--position-embedding-type",
+            "mrope",
+            "--mrope-section",
+            *("2", "3", "3"),
+            *("--vocab-size", "285"),
+        ),
+    },
+    "qwen3-vl": {
+        "architecture": "Qwen3VLForConditionalGeneration",
+        "config": {
+            "text_config": DENSE
+            | {
+                "vocab_size": 285,
+                "head_dim": 16,
+                "num_hidden_layers": 4,
+                "rms_norm_eps": 1e-6,
+                "rope_parameters": {
+                    "rope_theta": 5e6,
+                    "rope_type": "default",
+                    "mrope_section": [4, 2, 2],
+                    "mrope_interleaved": True,
+                },
+            },
+            "vision_config": LEVELS,
+            "image_token_id": 283,
+            "video_token_id": 284,
+            "vision_start_token_id": 281,
+            "vision_end_token_id": 282,
+            "tie_word_embeddings": False,
+        },
+        "flags": flags(
+            4,
+            96,
+            5000000,
+            "1e-6",
+            *GROUPED,
+            *UNTIED,
+            "--qk-layernorm",
+            "--position-embedding-type",
+            "mrope",
+            "--mrope-section",
+            *("4", "2", "2"),
+            *("--vocab-size", "285"),
+        ),
     },
     "qwen3": {
         "architecture": "Qwen3ForCausalLM",

@@ -100,11 +100,17 @@ def _packed_logits(built: Any, state: Any, args: Arguments, sequences: list[list
         max_seqlen_kv=max(lengths),
     )
     with torch.no_grad():
-        local = built(torch.tensor([tokens + [0] * padding]), None, None, packed_seq_params=params)
+        positions = None if args.mrope_section is None else positions_of_text([*lengths, padding])
+        local = built(torch.tensor([tokens + [0] * padding]), positions, None, packed_seq_params=params)
     shards = [torch.empty_like(local) for _ in range(state.tp_size)]
     torch.distributed.all_gather(shards, local, group=state.tp_group)
     logits = torch.cat(shards, dim=-1)[0, : len(tokens), : args.vocab_size]
     return list(logits.split(lengths))
+
+
+def positions_of_text(lengths: list[int]) -> Tensor:
+    """int64 [3, 1, tokens]: of text, which has the same position in time, height and width."""
+    return torch.cat([torch.arange(length) for length in lengths]).expand(3, 1, -1)
 
 
 def _compare_export(built: Any, shape: Any, family: Any, state: Any, folder: Path) -> tuple[list[str], list[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 from slimrl.arguments import Arguments, read_args
 from tests.families.toys import TOYS, Toy
@@ -37,6 +38,11 @@ LAYOUTS = (
     Layout("pipeline 2", 2, PIPELINE, tuple(TOYS)),
     Layout("pipeline 2, expert 2", 4, (*PIPELINE, *EXPERT), tuple(WITH_EXPERTS)),
 )
+
+
+def of_folder(folder: Path) -> tuple[str, ...]:
+    """The flag with the folder of a model, whose config.json describes a vision tower."""
+    return "--hf-checkpoint", str(folder)
 
 
 def flags(toy: Toy, layout: Layout, *others: str) -> Arguments:

@@ -120,7 +120,7 @@ def test_converted_checkpoint_gives_equal_results_over_tensor_and_expert_ranks(p
     for name in RESHARDED:
         toy, trip = TOYS[name], round_trips[name]
         found = pools[2].run(conversion_jobs.logits_from_torch_dist, (*toy.flags, *LAYOUT), trip.torch_dist)
-        ids = latent_jobs.tokens(toy.config["vocab_size"]).split(latent_jobs.SEQUENCES)
+        ids = latent_jobs.tokens(toy.decoder["vocab_size"]).split(latent_jobs.SEQUENCES)
         wanted = torch.cat([toy.reference_logits(trip.hf, sequence[None])[0] for sequence in ids])
         for logits in found:
             assert float((logits - wanted).abs().max() / wanted.abs().max()) < 1e-5

@@ -51,7 +51,7 @@ def expected(folders: dict[str, Path]) -> dict[str, PassResult]:
 
 def reference(toy: Toy, folder: Path) -> PassResult:
     model = toy.load(folder)
-    ids = latent_jobs.tokens(toy.config["vocab_size"])
+    ids = latent_jobs.tokens(toy.decoder["vocab_size"])
     pieces = [model(sequence[None]).logits[0] for sequence in ids.split(latent_jobs.SEQUENCES)]
     logits = torch.cat(pieces)
     loss = torch.nn.functional.cross_entropy(logits, latent_jobs.labels(ids), reduction="sum")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.families import jobs
 from tests.families.conftest import Pools
-from tests.families.layouts import LAYOUTS, flags
+from tests.families.layouts import LAYOUTS, flags, of_folder
 from tests.families.toys import TOYS
 
 pytestmark = pytest.mark.slow
@@ -39,7 +39,9 @@ def outcomes(pools: Pools, folders: dict[str, Path]) -> dict[tuple[str, str], li
     """Results of each rank, by layout and toy model."""
     found: dict[tuple[str, str], list[jobs.Outcome]] = {}
     for layout in LAYOUTS:
-        cases = [jobs.Case(name, flags(TOYS[name], layout), folders[name]) for name in layout.toys]
+        cases = [
+            jobs.Case(name, flags(TOYS[name], layout, *of_folder(folders[name])), folders[name]) for name in layout.toys
+        ]
         by_rank = pools[layout.ranks].run(jobs.logits_and_export, cases, SEQUENCES)
         found |= {(layout.name, name): [one[name] for one in by_rank] for name in layout.toys}
     return found

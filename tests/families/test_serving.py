@@ -9,19 +9,23 @@ settings have the same meaning on all sides.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import PIL.Image
 import pytest
 import torch
 
 from slimrl.engines.sglang.server import ServerProcess
+from slimrl.rollout.dataset.images import ImageProcessor, data_uri
 from slimrl.weights.update.topology import EngineEndpoint
 from tests.families.conftest import Pools
-from tests.families.layouts import LAYOUTS, WITH_EXPERTS, flags
+from tests.families.layouts import LAYOUTS, WITH_EXPERTS, flags, of_folder
 from tests.families.toys import TOYS, Toy
 from tests.weights import ranks
 
@@ -67,6 +71,7 @@ class Servers:
     def _start(self, toy: Toy) -> None:
         folder = toy.save(self.root / toy.name / "0", seed=0, tokenizer=False)
         options = OPTIONS if toy.code is None else OPTIONS | {"trust_remote_code": True}
+        options = options | {"skip_tokenizer_init": not toy.sees}
         self._running[toy.name] = ServerProcess(folder, log_path=self.root / f"{toy.name}.log", options=options)
         self._running[toy.name].start()
 
@@ -102,9 +107,10 @@ def served(request: pytest.FixtureRequest, servers: Servers) -> Served:
     return Served(TOYS[request.param], servers.url(request.param), servers.root)
 
 
-def ask(url: str, prompt: list[int]) -> tuple[list[int], list[float], str]:
+def ask(url: str, prompt: list[int], image: str | None = None) -> tuple[list[int], list[float], str]:
     """(sampled tokens, log-probabilities of prompt[1:] and of the sample, weight version)."""
     body = {
+        **({} if image is None else {"image_data": [image]}),
         "input_ids": prompt,
         "sampling_params": {"max_new_tokens": NEW_TOKENS, "temperature": 1.0, "ignore_eos": True},
         "return_logprob": True,
@@ -120,7 +126,7 @@ def ask(url: str, prompt: list[int]) -> tuple[list[int], list[float], str]:
 
 def assert_serves(served: Served, seed: int, version: str) -> None:
     """Asserts that the server's log-probabilities match transformers for the weights of `seed`."""
-    vocab_size = served.toy.config["vocab_size"]
+    vocab_size = served.toy.decoder["vocab_size"]
     prompt = torch.randint(0, vocab_size, (PROMPT_TOKENS,), generator=torch.Generator().manual_seed(seed)).tolist()
     for _ in range(2):  # the second time most of the prompt is cached
         tokens, logprobs, reported = ask(served.url, prompt)
@@ -131,6 +137,29 @@ def assert_serves(served: Served, seed: int, version: str) -> None:
         print(f"{served.toy.name}: weights {version}, mean {difference.mean():.1e}, largest {difference.max():.1e}")
         assert reported == version
         assert difference.mean() < LIMITS.get(served.toy.name, LIMIT)
+    if served.toy.sees:
+        assert_sees(served, seed)
+
+
+def assert_sees(served: Served, seed: int) -> None:
+    """Asserts the same for prompts with images: each has its own log-probabilities, of equal text after it."""
+    processor, model = ImageProcessor(str(served.folder(0))), served.toy.load(served.folder(seed))
+    draw = np.random.default_rng(0)  # equal images with all weights: their features must not outlive an update
+    found = []
+    for width, height in ((84, 56), (84, 56), (100, 71)):  # the last one is resized
+        image = PIL.Image.fromarray(draw.integers(0, 255, (height, width, 3), dtype=np.uint8))
+        ids = [5, 6, 281, 283, 282, *range(40, 60)]
+        tokens, logprobs, _ = ask(served.url, ids, data_uri(image))
+        whole = torch.tensor([[*processor.expand(ids, [processor.count(image)]), *tokens]])
+        seen = processor.train_inputs([data_uri(image)]) | {"mm_token_type_ids": (whole == 283).int()}
+        with torch.no_grad():
+            expected = model(whole, **seen).logits[0, :-1].log_softmax(-1).gather(1, whole[0, 1:, None])[:, 0]
+        text = len(tokens) + 19  # tokens after the image, but for the first
+        difference = (torch.tensor(logprobs[-text:]) - expected[-text:]).abs()
+        print(f"{served.toy.name}: image of {width} x {height}, largest {difference.max():.1e}")
+        assert difference.max() < 1e-5
+        found.append(torch.tensor(logprobs[-text : -text + 19]))
+    assert all((one - other).abs().max() > 1e-3 for one, other in itertools.combinations(found, 2))
 
 
 def test_fresh_server_gives_transformers_log_probs(served: Served):
@@ -146,7 +175,7 @@ def test_updated_server_gives_transformers_log_probs(
     layout = BY_NAME[sharing if way == "colocated" else "pipeline 2"]
     results = pools[layout.ranks].run(
         ranks.update_weights,
-        flags(served.toy, layout),
+        flags(served.toy, layout, *of_folder(served.folder(seed))),
         served.folder(seed),
         [EngineEndpoint(served.url, [gpu])],
         way,

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from slimrl.models.families.vision import decoder_config
 from tests.families.toys import TOYS, Toy
 
 IDS = torch.tensor([[5, 17, 90, 3, 250, 5, 17]])
@@ -40,7 +41,7 @@ def test_no_tensor_is_constant_and_experts_are_stored_separately(toy, tmp_path):
     tensors = tensors_of(toy.save(tmp_path))
     assert all(tensor.unique().numel() > tensor.numel() // 2 for tensor in tensors.values())
     experts = toy.config.get("num_experts") or toy.config.get("n_routed_experts") or 0
-    last = toy.config["num_hidden_layers"] - 1
+    last = toy.decoder["num_hidden_layers"] - 1
     projections = [name for name in tensors if name.startswith(f"model.layers.{last}.mlp.experts.")]
     assert len(projections) == 3 * experts
 
@@ -54,7 +55,7 @@ def test_bf16_files_are_the_rounded_fp32_ones_except_for_the_router_bias(toy, tm
 
 
 def test_config_json_has_the_published_keys_and_matches_the_flags(toy, tmp_path):
-    entries = json.loads((toy.save(tmp_path) / "config.json").read_text())
+    entries = decoder_config(json.loads((toy.save(tmp_path) / "config.json").read_text()))
     assert entries["model_type"] == toy.model_type and "rope_parameters" not in entries
     given = dict(zip(toy.flags, toy.flags[1:], strict=False))
     for flag, key in (

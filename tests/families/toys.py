@@ -45,6 +45,16 @@ class Toy:
         """model_type in config.json."""
         return self.published.get("model_type") or self._config_class().model_type
 
+    @property
+    def decoder(self) -> dict[str, Any]:
+        """The entries of the decoder."""
+        return self.config.get("text_config", self.config)
+
+    @property
+    def sees(self) -> bool:
+        """Whether it has a vision tower."""
+        return "vision_config" in self.config
+
     def save(
         self, folder: Path, *, shards: int = 2, dtype: str = "fp32", seed: int = 0, tokenizer: bool = True
     ) -> Path:
@@ -61,10 +71,12 @@ class Toy:
         if self.mtp_layers:
             self._add_mtp_layers(folder, seed, DTYPES[dtype])
         self._publish_config(folder, dtype)
-        if tokenizer:
-            from slimrl.tiny.models import build_tokenizer
+        if tokenizer or self.sees:  # servers of models with images need both
+            from slimrl.tiny.models import build_tokenizer, save_image_processor
 
-            build_tokenizer(max_length=self.config["max_position_embeddings"]).save_pretrained(folder)
+            length = self.decoder["max_position_embeddings"]
+            build_tokenizer(max_length=length, vision=self.sees).save_pretrained(folder)
+            save_image_processor(self.config.get("vision_config"), folder)
         return folder
 
     def build(self, seed: int) -> nn.Module:
@@ -109,7 +121,11 @@ class Toy:
     def _publish_config(self, folder: Path, dtype: str) -> None:
         """Rewrites config.json with the keys that published files of the family have."""
         path = folder / "config.json"
-        entries = json.loads(path.read_text())
+        whole = json.loads(path.read_text())
+        nested = "text_config" in self.config
+        if not nested:
+            whole = whole.pop("text_config", {}) | whole  # published files have the decoder's entries at the top
+        entries = whole["text_config"] if nested else whole
         for key in NOT_PUBLISHED:
             entries.pop(key, None)
         if "kv_lora_rank" in entries:
@@ -118,9 +134,11 @@ class Toy:
         entries["rope_theta"] = rope.pop("rope_theta")
         if "partial_rotary_factor" in rope:
             entries["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
-        entries["rope_scaling"] = None if rope.get("rope_type") == "default" else rope
-        entries["torch_dtype"] = str(DTYPES[dtype]).removeprefix("torch.")
-        path.write_text(json.dumps(entries | self.published, indent=2, sort_keys=True) + "\n")
+        if "mrope_section" in rope and not nested:
+            rope = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+        entries["rope_scaling"] = None if rope.get("rope_type") == "default" and not nested else rope
+        whole["torch_dtype"] = str(DTYPES[dtype]).removeprefix("torch.")
+        path.write_text(json.dumps(whole | self.published, indent=2, sort_keys=True) + "\n")
         if self.code is not None:
             (folder / self.code[0]).write_text(self.code[1])
 
@@ -131,7 +149,7 @@ class Toy:
         index_path, weights = folder / "model.safetensors.index.json", "model-mtp.safetensors"
         index = json.loads(index_path.read_text())
         generator = torch.Generator().manual_seed(seed + 1)
-        hidden = self.config["hidden_size"]
+        hidden = self.decoder["hidden_size"]
         shapes = {name: (hidden,) for name in ("token_layernorm", "hidden_layernorm", "final_layernorm")}
         shapes = {f"{name}.weight": shape for name, shape in shapes.items()} | {
             "input_proj.weight": (hidden, 2 * hidden)

@@ -31,6 +31,14 @@ def _model_type(args: Arguments) -> str:
     return "qwen3" if args.num_experts is None else "qwen3_moe"
 
 
+def _family(args: Arguments) -> Any:
+    from slimrl.models.families import family_for
+    from slimrl.weights.hf_checkpoint import read_hf_config
+
+    folder = args.vision_folder
+    return family_for({"model_type": _model_type(args)} if folder is None else read_hf_config(Path(folder)))
+
+
 def convert(rank: int, world_size: int, init_method: str, args: Arguments, hf_dir: Path, target: Path) -> None:
     """Hugging Face folder to torch_dist checkpoint."""
     from slimrl.megatron import parallel
@@ -54,19 +62,19 @@ def export(trainer: Any, what: str = "data", family: Any = None) -> dict[str, Te
 
     `family` defaults to that of the tiny models.
     """
-    from slimrl.models.families import family_for
     from slimrl.models.model_spec import ModelSpec
     from slimrl.weights.update.export import iter_hf_tensors
 
     parameters = [parameter for stage in trainer.stages for parameter in stage.parameters()]
     own = [parameter.data for parameter in parameters]
     for parameter in parameters:
-        parameter.data = getattr(parameter, what).clone()
+        frozen = what == "main_grad" and not parameter.requires_grad
+        parameter.data = parameter.new_zeros(parameter.shape) if frozen else getattr(parameter, what).clone()
     parallel = trainer.parallel
     pieces = iter_hf_tensors(
         trainer.stages,
         ModelSpec.from_args(trainer.hook_args),
-        family or family_for({"model_type": _model_type(trainer.hook_args)}),
+        family or _family(trainer.hook_args),
         parallel.tp_group,
         pp_group=parallel.pp_group,
         ep_group=parallel.ep_group,

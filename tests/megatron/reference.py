@@ -9,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +39,7 @@ class ReferenceSettings:
     frozen: str | None = None  # regular expression for the names of frozen weights in transformers' model
     bias_rate: float = 0.0  # step size of the expert bias
     rounded: bool = False  # whether the weights are rounded to bfloat16 first
+    tokens_per_sample: int | None = None  # constant divisor of a sample's sum; None: its trained tokens
     teacher_coef: float = 0.0  # of the sampled reverse KL to a teacher, within the advantage
     compute_dtype: torch.dtype = torch.float64  # of weights and activations; sums over samples and Adam are float64
 
@@ -55,14 +57,17 @@ class ReferenceResult:
 
 def load_model(folder: Path) -> nn.Module:
     """The Hugging Face model in float64 with plain attention and one expert at a time."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **plain)
+    sees = hasattr(AutoConfig.from_pretrained(folder), "vision_config")
+    kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    return kind.from_pretrained(folder, dtype=torch.float64, **plain)
 
 
-def _split(batch: RolloutBatch) -> list[dict[str, Tensor]]:
-    samples, start, response_start = [], 0, 0
+def _split(batch: RolloutBatch) -> list[dict[str, Any]]:
+    samples: list[dict[str, Any]] = []
+    start, response_start = 0, 0
     for total, response, reward in zip(
         batch.total_lengths.tolist(), batch.response_lengths.tolist(), batch.rewards.tolist(), strict=True
     ):
@@ -74,18 +79,33 @@ def _split(batch: RolloutBatch) -> list[dict[str, Tensor]]:
             }
         )
         start, response_start = start + total, response_start + response
+    if batch.images is not None:
+        of_image, grids = batch.images.pixel_values.split(batch.images.grids.prod(1).tolist()), batch.images.grids
+        for sample, own in zip(samples, batch.images.index.split(batch.images.counts.tolist()), strict=True):
+            if len(own):
+                pixels = torch.cat([of_image[image] for image in own.tolist()]).double()
+                sample["images"] = {"pixel_values": pixels, "image_grid_thw": grids[own]}
     return samples
 
 
-def _log_probs(model: nn.Module, sample: dict[str, Tensor], temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+def _log_probs(model: nn.Module, sample: dict[str, Any], temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities and entropies of the response; the balance loss of all routers over the whole sample."""
     tokens, length = sample["tokens"], sample["mask"].numel()
     routed = {"output_router_logits": True} if hasattr(model.config, "num_experts") else {}
-    output = model(tokens[None], **routed)
+    seen = {name: value.to(model.dtype) if value.is_floating_point() else value for name, value in _seen(sample, model)}
+    output = model(tokens[None], **routed, **seen)
     logits = output.logits[0, -length - 1 : -1].double() / temperature
     distribution = torch.distributions.Categorical(logits=logits)
     balance = sum(_balance(layer, model.config.num_experts_per_tok) for layer in output.router_logits) if routed else 0
     return distribution.log_prob(tokens[-length:]), distribution.entropy(), torch.as_tensor(balance)
+
+
+def _seen(sample: dict[str, Any], model: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    """The arguments that describe the sample's images."""
+    if "images" not in sample:
+        return ()
+    kinds = (sample["tokens"] == model.config.image_token_id).int()
+    return {**sample["images"], "mm_token_type_ids": kinds[None]}.items()
 
 
 def _balance(logits: Tensor, chosen: int) -> Tensor:
@@ -140,7 +160,8 @@ def train(
             balance = settings.balance_coef * own_balance * samples[row]["tokens"].numel() / tokens
             mask = samples[row]["mask"]
             divisor = trained if settings.per_token else max(float(mask.sum()), 1.0) * size
-            loss = (values * mask).sum() / divisor
+            constant = settings.tokens_per_sample
+            loss = (values * mask).sum() / (divisor if constant is None else constant * size)
             (loss + balance).backward()
             _move_gradients(policy, masters)
             total += loss.item()
@@ -155,6 +176,14 @@ def train(
         result.gradient_norms.append(float(norm))
         result.clip_fractions.append(clipped)
     result.weights, result.gradients = final_state(masters, load)
+    if policy.config.model_type == "qwen2_5_vl":  # in memory it has both parts one level deeper
+        result.weights, result.gradients = (
+            {
+                name.replace("model.language_model.", "model.").replace("model.visual.", "visual."): tensor
+                for name, tensor in tensors.items()
+            }
+            for tensors in (result.weights, result.gradients)
+        )
     return result
 
 
@@ -240,7 +269,7 @@ def _as_published(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _token_losses(
     policy: nn.Module,
-    sample: dict[str, Tensor],
+    sample: dict[str, Any],
     old: Tensor,
     ref: Tensor,
     settings: ReferenceSettings,

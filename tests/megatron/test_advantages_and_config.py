@@ -345,9 +345,10 @@ def returns_of(estimator: str, **changes: Any) -> tuple[torch.Tensor, torch.Tens
     return token_returns(flags, batch, torch.zeros(8), None, column)
 
 
-def test_token_rewards_reach_the_generalised_advantages_of_their_tokens():
+def generalised_by_hand(gamma: float, lambd: float) -> tuple[list[float], list[float]]:
+    """Advantages and returns of the samples of `with_token_rewards`, 0 where masked."""
     _, rewards, values, masks = with_token_rewards()
-    gamma, lambd, expected = 0.9, 0.8, []
+    expected = []
     for own, value, mask, outcome in zip(rewards, values, masks, [1.0, -3.0], strict=True):
         acted = [place for place, trained in enumerate(mask) if trained]
         advantages = [0.0] * len(own)
@@ -358,14 +359,21 @@ def test_token_rewards_reach_the_generalised_advantages_of_their_tokens():
                 delta = own[later] + (outcome if last else 0.0) + gamma * following - value[later]
                 advantages[place] += (gamma * lambd) ** ahead * delta
         expected += advantages
-    advantages, targets = returns_of("ppo", gamma=gamma, lambd=lambd)
-    assert advantages.tolist() == pytest.approx(expected, abs=1e-6)
     flat = [
         value if trained else 0.0
         for row, mask in zip(values, masks, strict=True)
         for value, trained in zip(row, mask, strict=True)
     ]
-    assert targets.tolist() == pytest.approx([one + value for one, value in zip(expected, flat, strict=True)], abs=1e-6)
+    return expected, [one + value for one, value in zip(expected, flat, strict=True)]
+
+
+@pytest.mark.parametrize("of_critic", [None, 0.8, 1.0, 0.0])
+def test_token_rewards_reach_the_generalised_advantages_of_their_tokens(of_critic: float | None):
+    gamma, lambd = 0.9, 0.8
+    advantages, targets = returns_of("ppo", gamma=gamma, lambd=lambd, critic_lambd=of_critic)
+    assert advantages.tolist() == pytest.approx(generalised_by_hand(gamma, lambd)[0], abs=1e-6)
+    wanted = generalised_by_hand(gamma, lambd if of_critic is None else of_critic)[1]
+    assert targets.tolist() == pytest.approx(wanted, abs=1e-6)
 
 
 def test_token_rewards_are_discounted_from_their_tokens():

@@ -100,25 +100,35 @@ def pieces_of(group: list[int], part: PolicyLossInputs) -> list[tuple[int, torch
     return list(zip(group, part.log_probs.grad.split([LENGTHS[row] for row in group]), strict=True))
 
 
-@pytest.mark.parametrize("per_token", [False, True], ids=["per sample", "per token"])
+DIVISORS: dict[str, dict[str, Any]] = {
+    "per sample": {"per_token": False},
+    "per token": {"per_token": True},
+    "by a constant": {"tokens_per_sample": 9},
+}
+
+
+@pytest.mark.parametrize("divisor", DIVISORS.values(), ids=DIVISORS)
 @pytest.mark.parametrize("changes", CORRECTIONS.values(), ids=CORRECTIONS)
-def test_split_into_micro_batches_changes_neither_gradient_nor_metrics(changes: dict[str, Any], per_token: bool):
-    settings = dataclasses.replace(SETTINGS, per_token=per_token, **changes)
+def test_split_into_micro_batches_changes_neither_gradient_nor_metrics(
+    changes: dict[str, Any], divisor: dict[str, Any]
+):
+    settings = dataclasses.replace(SETTINGS, **divisor, **changes)
     whole = trained([[0, 1, 2, 3, 4, 5]], settings)
     for groups in ([[0], [1], [2], [3], [4], [5]], [[4, 2], [5, 0, 1], [3]]):
         loss, gradient, metrics = trained(groups, settings)
         assert loss == pytest.approx(whole[0], rel=1e-12)
         torch.testing.assert_close(gradient, whole[1], rtol=1e-12, atol=1e-15)
         assert metrics == pytest.approx(whole[2], rel=1e-12)
-    plain = trained([[0, 1, 2, 3, 4, 5]], dataclasses.replace(SETTINGS, per_token=per_token))
+    plain = trained([[0, 1, 2, 3, 4, 5]], dataclasses.replace(SETTINGS, **divisor))
     assert not torch.allclose(plain[1], whole[1], rtol=1e-3)  # the correction does something
 
 
-@pytest.mark.parametrize("per_token", [False, True], ids=["per sample", "per token"])
-def test_loss_is_the_sum_of_the_formulas(per_token: bool):
+@pytest.mark.parametrize("divisor", DIVISORS.values(), ids=DIVISORS)
+def test_loss_is_the_sum_of_the_formulas(divisor: dict[str, Any]):
     """GRPO's clipped objective with weights of samples and rejected tokens, sample by sample in Python floats."""
+    per_token, constant = divisor.get("per_token", False), divisor.get("tokens_per_sample")
     changes = {"weighting": ImportanceWeighting(0.5, 1.2, "sequence"), "rejection": Rejection("token", 0.7, 1.3)}
-    settings = dataclasses.replace(SETTINGS, per_token=per_token, **changes)
+    settings = dataclasses.replace(SETTINGS, **divisor, **changes)
     columns = {name: value.tolist() for name, value in rollout().items()}
     total, trained_tokens = 0.0, 0
     for start, end in itertools.pairwise([0, *itertools.accumulate(LENGTHS)]):
@@ -128,10 +138,17 @@ def test_loss_is_the_sum_of_the_formulas(per_token: bool):
         gaps = [token["train_log_probs"] - token["rollout_log_probs"] for token in tokens]
         weight = min(max(math.exp(math.fsum(gaps)), 0.5), 1.2)
         terms = [loss_of(token, weight) for token, gap in zip(tokens, gaps, strict=True) if 0.7 <= math.exp(gap) <= 1.3]
-        total += math.fsum(terms) / (1 if per_token else max(len(terms), 1))
+        total += math.fsum(terms) / (1 if per_token else constant or max(len(terms), 1))
     loss, _, metrics = trained([[0, 1], [2, 3, 4, 5]], settings)
     assert loss == pytest.approx(total / (trained_tokens if per_token else len(LENGTHS)), rel=1e-9)
     assert metrics["loss"] == pytest.approx(loss, rel=1e-9)
+
+
+def test_constant_divisor_changes_no_other_metric_than_the_loss_and_its_policy_term():
+    own = trained([[0, 1, 2], [3, 4, 5]], SETTINGS)[2]
+    constant = trained([[0, 1, 2], [3, 4, 5]], dataclasses.replace(SETTINGS, tokens_per_sample=9))[2]
+    differ = {name for name in own if own[name] != pytest.approx(constant[name], rel=1e-12)}
+    assert differ == {"loss", "pg_loss"}
 
 
 def loss_of(token: dict[str, float], weight: float) -> float:
@@ -306,6 +323,24 @@ def test_weights_divided_by_their_mean_train_like_float64_in_every_layout(
     for name, layout in of_level.items():
         args = dataclasses.replace(models.args(layout, "dense"), use_tis=True, tis_batch_normalize=True, **flags)
         found = layouts.train(one_rank if layout.ranks == 1 else two_ranks, args, rollout)
+        differences = layouts.differences(args, found, truth)
+        assert max(differences.grad_norm, differences.weights) < 1e-5, (name, differences)
+        assert differences.loss < 1e-4, (name, differences)  # a sum of terms that nearly cancel
+
+
+@pytest.mark.slow
+def test_dr_grpo_trains_like_float64_in_every_layout(one_rank: Any, two_ranks: Any, tmp_path: Any):
+    """Each trained token has the same weight, 1 / (samples of the step x 24), in every micro-batch and rank."""
+    models, longest = layouts.Models(tmp_path), 24
+    settings = dataclasses.replace(layouts.SETTINGS, tokens_per_sample=longest)
+    folders = [models.folder("dense", Layout(1, {}).layers, role) for role in ("policy", "reference")]
+    truth = reference.train(*folders, models.rollout, settings)
+    of_own_length = reference.train(*folders, models.rollout, layouts.SETTINGS)
+    assert layouts.furthest(of_own_length.gradient_norms, truth.gradient_norms) > 1e-2  # the divisor matters
+    for name, layout in ({"one rank": Layout(1, {})} | LAYOUTS).items():
+        flags = {"advantage_estimator": "dr_grpo", "rollout_max_response_len": longest}
+        args = dataclasses.replace(models.args(layout, "dense"), **flags)
+        found = layouts.train(one_rank if layout.ranks == 1 else two_ranks, args, models.rollout)
         differences = layouts.differences(args, found, truth)
         assert max(differences.grad_norm, differences.weights) < 1e-5, (name, differences)
         assert differences.loss < 1e-4, (name, differences)  # a sum of terms that nearly cancel

@@ -92,7 +92,7 @@ class Truth(nn.Module):
         return hidden @ self.head[0]
 
 
-def advantages_of(reward: float, values: list[float], mask: list[float]) -> list[float]:
+def advantages_of(reward: float, values: list[float], mask: list[float], lambd: float) -> list[float]:
     """Generalised advantages by their definition: sums of discounted differences over the trained tokens."""
     trained = [position for position, weight in enumerate(mask) if weight]
     differences = []
@@ -102,7 +102,7 @@ def advantages_of(reward: float, values: list[float], mask: list[float]) -> list
         differences.append((reward if last else 0.0) + GAMMA * following - values[position])
     found = [0.0] * len(mask)
     for order, position in enumerate(trained):
-        found[position] = sum((GAMMA * LAMBD) ** k * d for k, d in enumerate(differences[order:]))
+        found[position] = sum((GAMMA * lambd) ** k * d for k, d in enumerate(differences[order:]))
     return found
 
 
@@ -116,11 +116,18 @@ class TrueResult:
 
 
 def truth(
-    folder: Path, head: Tensor, rollout: Any, *, normalized: bool = False, make_optimizer: Any = None
+    folder: Path,
+    head: Tensor,
+    rollout: Any,
+    *,
+    normalized: bool = False,
+    critic_lambd: float = LAMBD,
+    make_optimizer: Any = None,
 ) -> TrueResult:
     """The same training with transformers: the mean over samples of the means over trained tokens.
 
-    `normalized`: on returns less the mean over all trained tokens, divided by the deviation.
+    `normalized`: on returns less the mean over all trained tokens, divided by the deviation. The returns are those of
+    `critic_lambd`, the advantages those of LAMBD.
     """
     model = Truth(folder, head)
     samples = reference._split(rollout)
@@ -131,14 +138,17 @@ def truth(
             return [model.values(sample["tokens"], sample["mask"].numel()) for sample in samples]
 
     old = values()
-    advantages = [
-        torch.tensor(advantages_of(float(s["reward"]), v.tolist(), s["mask"].tolist()), dtype=torch.float64)
-        for s, v in zip(samples, old, strict=True)
-    ]
+
+    def of_lambda(lambd: float) -> list[Tensor]:
+        rows = [(float(s["reward"]), v.tolist(), s["mask"].tolist()) for s, v in zip(samples, old, strict=True)]
+        return [torch.tensor(advantages_of(*row, lambd), dtype=torch.float64) for row in rows]
+
+    advantages = of_lambda(LAMBD)
     result = TrueResult([old], [], [], [], 0.0)
     sums = [((a * s["mask"]).sum(), s["mask"].sum()) for a, s in zip(advantages, samples, strict=True)]
     means = [float(total / trained) for total, trained in sums if trained > 0]
     result.advantages = sum(means) / len(means)
+    advantages = of_lambda(critic_lambd)
     trained = torch.cat([(a + v)[s["mask"] != 0] for a, v, s in zip(advantages, old, samples, strict=True)])
     mean, std = (float(trained.mean()), float(trained.std())) if normalized else (0.0, 1.0)
     size = len(samples) // SETTINGS.steps
@@ -168,7 +178,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> layouts.Models:
 
 
 @pytest.fixture(scope="module")
-def truths(models: Any) -> dict[tuple[str, int], TrueResult]:
+def truths(models: Any) -> dict[tuple[Any, ...], TrueResult]:
     return {}
 
 
@@ -197,23 +207,28 @@ def critic_alone(args: Any) -> Any:
     )
 
 
-NORMALIZED = "DP2, overlapped, packed"
+CHANGES = {
+    "normalized, DP2": ("DP2, overlapped, packed", {"normalize_values": True}),
+    "its own lambda, 1 rank": ("1 rank", {"critic_lambd": 1.0}),
+    "its own lambda, CP2, normalized": ("CP2, packed", {"critic_lambd": 0.5, "normalize_values": True}),
+}
 
 
 @pytest.mark.parametrize(
-    ("name", "normalized"), [*((name, False) for name in LAYOUTS), pytest.param(NORMALIZED, True, id="normalized, DP2")]
+    ("name", "changes"), [*((name, {}) for name in LAYOUTS), *CHANGES.values()], ids=[*LAYOUTS, *CHANGES]
 )
 def test_critic_is_trained_as_by_plain_autograd(
-    name: str, normalized: bool, models: Any, truths: Any, head: Tensor, pools: Any
+    name: str, changes: dict[str, Any], models: Any, truths: Any, head: Tensor, pools: Any
 ):
     layout, kind = LAYOUTS[name]
-    args = dataclasses.replace(critic_alone(models.args(layout, kind, SETTINGS)), normalize_values=normalized)
+    args = dataclasses.replace(critic_alone(models.args(layout, kind, SETTINGS)), **changes)
     found = pools[layout.ranks].run(train, args, models.rollout, head)
     folder = models.folder(kind, layout.layers, "reference")  # a fresh start's --ref-load, unless --load has weights
     folder = models.folder(kind, layout.layers, "policy") if args.load is not None else folder
-    key = kind, layout.layers, normalized
+    key = kind, layout.layers, *changes.items()
     if key not in truths:
-        truths[key] = truth(folder, head, models.rollout, normalized=normalized)
+        own = {"critic_lambd": changes.get("critic_lambd", LAMBD), "normalized": args.normalize_values}
+        truths[key] = truth(folder, head, models.rollout, **own)
     true = truths[key]
 
     ids = models.rollout.sample_ids.tolist()

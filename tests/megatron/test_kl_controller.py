@@ -1,4 +1,4 @@
-"""--kl-target: the coefficient follows the measured KL, alike in every layout, and continues after a resume."""
+"""--kl-target and --entropy-target: the coefficient follows what is measured, in every layout and after a resume."""
 
 from __future__ import annotations
 
@@ -123,3 +123,42 @@ def coefficients_after(rank: int, world_size: int, init_method: str, values: lis
         found.append(next(iter(controller.numbers.values())))
     dist.destroy_process_group()
     return found
+
+
+ENTROPY = {"kl_target": None, "kl_coef": 0.0, "entropy_coef": 0.0, "entropy_target": 100.0, "entropy_coef_delta": 0.25}
+
+
+@pytest.mark.slow
+def test_entropy_coefficient_rises_below_the_target_and_is_the_loss_of_the_next_rollout(
+    models: Any, one_rank: Any, tmp_path: Path
+):
+    args = arguments(models, Layout(1, {}), **ENTROPY)
+    ((found, weights),) = one_rank.run(reports_of, args, models.rollout, range(2))
+    assert [report["rollout/entropy_coef"] for report in found] == [0.0, 0.25]
+    # the same with constant coefficients: a rollout with 0, then one with 0.25
+    constant = dataclasses.replace(args, entropy_target=None)
+    one_rank.run(reports_of, constant, models.rollout, range(1), tmp_path)
+    constant = dataclasses.replace(constant, entropy_coef=0.25, load=str(tmp_path))
+    ((second, last),) = one_rank.run(reports_of, constant, models.rollout, range(1, 2))
+    assert second[0]["loss of step 0"] == found[1]["loss of step 0"]
+    assert all(torch.equal(value, last[name]) for name, value in weights.items())
+
+
+@pytest.mark.slow
+def test_entropy_bonus_is_off_above_the_target_and_continues_after_a_resume(
+    models: Any, one_rank: Any, two_ranks: Any, tmp_path: Path
+):
+    args = arguments(models, Layout(1, {}), **ENTROPY | {"entropy_coef": 0.3, "entropy_target": 0.01})
+    ((whole, weights),) = one_rank.run(reports_of, args, models.rollout, range(4))
+    # the first rollout has the flag's; after it the entropy is above the target, and the coefficient falls to 0
+    assert [report["rollout/entropy_coef"] for report in whole] == [0.3, 0.0, 0.0, 0.0]
+    for layout in (Layout(2, PP2), Layout(2, SPREAD | DYNAMIC)):
+        wide = arguments(models, layout, **ENTROPY | {"entropy_coef": 0.3, "entropy_target": 0.01})
+        for reports, _ in two_ranks.run(reports_of, wide, models.rollout, range(2)):
+            for report, expected in zip(reports, whole, strict=False):
+                assert report == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    one_rank.run(reports_of, args, models.rollout, range(2), tmp_path)
+    resumed = dataclasses.replace(args, load=str(tmp_path))
+    ((rest, last),) = one_rank.run(reports_of, resumed, models.rollout, range(2, 4))
+    assert rest == whole[2:]
+    assert all(torch.equal(value, last[name]) for name, value in weights.items())

@@ -17,7 +17,7 @@ from slimrl.megatron.offload import Communicators, OffloadedError, State, Traini
 from slimrl.weights.update.shared_memory import shared_copies
 from tests.megatron import ranks, tiny
 from tests.megatron.launch import RankPool
-from tests.megatron.layouts import SPREAD
+from tests.megatron.layouts import CP2, EP2, PP2, SPREAD, fsdp
 from tests.megatron.layouts import TP2_SP as TP2
 
 CPU = torch.device("cpu")
@@ -270,6 +270,14 @@ LAYOUTS = {
     "EP2 with the distributed optimizer": (2, "expert_models", SPREAD | {"expert_model_parallel_size": 2}),
 }
 CRITIC = {"advantage_estimator": "ppo", "gamma": 0.99, "lambd": 0.9, "critic_lr": 5e-3}
+OF_CRITIC = {
+    "DP2 with the distributed optimizer": ("models", SPREAD),
+    "TP2": ("models", TP2),
+    "PP2": ("models", PP2),
+    "CP2": ("models", SPREAD | CP2),
+    "EP2": ("expert_models", SPREAD | EP2),
+    "Megatron-FSDP": ("models", fsdp("optim_grads_params")),
+}
 
 
 @pytest.mark.slow
@@ -292,8 +300,10 @@ def test_weights_that_engines_can_open_are_trained_like_private_ones(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [SPREAD, TP2], ids=["DP2 with the distributed optimizer", "TP2"])
-def test_offloading_policy_and_critic_changes_nothing(changes: dict[str, Any], models: Any, two_ranks: RankPool):
+@pytest.mark.parametrize("layout", OF_CRITIC)
+def test_offloading_policy_and_critic_changes_nothing(layout: str, request: pytest.FixtureRequest, two_ranks: RankPool):
+    kind, changes = OF_CRITIC[layout]
+    models = request.getfixturevalue(kind)
     rollouts = [tiny.recorded_rollout(seed) for seed in range(3)]
     args = tiny.tiny_args(load=str(models.policy), **models.flags, **changes, **CRITIC)
     slept, awake = (two_ranks.run(train, args, rollouts, sleeps) for sleeps in (True, False))

@@ -172,6 +172,7 @@ def test_each_estimator_uses_its_own_baseline(make_args):
     def normalized(estimator: str) -> list[float]:
         return compute_rewards(processing(make_args(advantage_estimator=estimator)), samples).normalized.tolist()
 
+    assert normalized("dr_grpo") == pytest.approx([0.5, -0.5, 0.0])
     assert normalized("rloo") == pytest.approx([0.75, -0.75, 0.0])
     assert normalized("reinforce_plus_plus_baseline") == pytest.approx([0.5, -0.5, 0.0])
     assert normalized("reinforce_plus_plus") == [1.0, 0.0, 0.5]

@@ -7,8 +7,10 @@ import json
 import pytest
 from aiohttp import web
 
-from slimrl.data.sample import Sample
+from slimrl.data.sample import Sample, SampleStatus
+from slimrl.rollout.dataset.data_source import RolloutDataSource
 from slimrl.rollout.dataset.prompt_dataset import MESSAGES_KEY, PromptFormat, PromptTokenizer
+from slimrl.rollout.preference_rollout import generate_rollout
 from slimrl.rollout.rm_hub import RewardConfig, RewardScorer
 from slimrl.rollout.rm_hub.remote import RemoteRefused, RemoteReward, RemoteUnreachable
 from slimrl.rollout.rm_hub.reward_model import (
@@ -97,7 +99,54 @@ def test_text_is_prompt_plus_response_and_tokens_are_those_of_the_policy(tokeniz
     text, tokens = FakeRewardServer(), FakeRewardServer()
     rewards_of(tokenizer, [SAMPLE], [text], "text")
     rewards_of(tokenizer, [SAMPLE], [tokens], "tokens")
-    assert tokenizer.decode(text.asked[0]) == "1+1=2" and tokens.asked == [[5, 6, 7]]
+    assert tokenizer.decode(text.asked[0]) == "1+1=2<|im_end|>" and tokens.asked == [[5, 6, 7]]
+
+
+@pytest.fixture
+def tokenizer_with_bos():
+    """One that begins every text with <s>, ends none, and has a token for "=2"."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {symbol: number for number, symbol in enumerate([*symbols, "=2", "<s>", "</s>"])}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[("=", "2")]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    special = [("<s>", vocabulary["<s>"])]
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=special)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+
+
+@pytest.mark.parametrize("form", ["text", "template"])
+@pytest.mark.parametrize("limit", [None, 3])
+def test_text_is_read_as_the_tokens_of_training(form, limit, make_args, write_rows, tokenizer_with_bos):
+    own = tokenizer_with_bos
+    prompt = "Q: 1+1=\nA:=" if form == "template" else "1+1="
+    args = make_args(
+        prompt_data=write_rows([{"prompt": prompt, "chosen": "2=2", "rejected": "2=2=2"}]),
+        input_key="prompt",
+        label_key=None,
+        rm_type=None,
+        rollout_function_path="slimrl.rollout.preference_rollout.generate_rollout",
+        loss_type="reward_model_loss",
+        rollout_batch_size=1,
+        n_samples_per_prompt=2,
+        rollout_max_context_len=None if limit is None else len(prompt) + limit,
+    )
+    (group,) = generate_rollout(args, 0, RolloutDataSource(args, own), tokenizer=own).groups
+    read = RewardInput(own, form, ["<|im_end|>"], "Q: {prompt}\nA:={response}" if form == "template" else None)
+    for trained, answer in zip(group, ("2=2", "2=2=2"), strict=True):
+        complete = limit is None or answer == "2=2"
+        served = Sample(
+            prompt=trained.prompt,
+            response=f"{answer}<|im_end|>" if complete else trained.response,  # the policy's end token is no text
+            status=SampleStatus.COMPLETED if complete else SampleStatus.TRUNCATED,
+            metadata={MESSAGES_KEY: [{"role": "user", "content": "1+1="}]},
+        )
+        assert trained.status is served.status
+        assert read.token_ids(served) == list(trained.tokens)
+        assert (trained.tokens[-1] == own.eos_token_id) is complete and own.bos_token_id not in trained.tokens
 
 
 def test_reward_model_reads_the_messages_of_a_rendered_prompt(tokenizer):
@@ -122,10 +171,16 @@ def test_template_puts_prompt_and_response_where_it_says(tokenizer):
     asked = RewardInput(tokenizer, "template", ["<|im_end|>"], "1{response}+{prompt}=")
     sample = Sample(prompt="Q: 4:", response="2{prompt}<|im_end|>", tokens=[5, 6], response_length=1)
     sample.metadata[MESSAGES_KEY] = [{"role": "user", "content": "3{response}"}]  # without --input-template
-    assert asked.token_ids(sample) == tokenizer("12{prompt}+3{response}=")["input_ids"]
+    assert tokenizer.decode(asked.token_ids(sample)) == "12{prompt}+3{response}=<|im_end|>"
     sample.metadata[MESSAGES_KEY] *= 2
     with pytest.raises(ValueError, match="has 2 messages, and --rm-input-template takes one text"):
         asked.token_ids(sample)
+
+
+def test_template_may_have_special_tokens(tokenizer_with_bos):
+    asked = RewardInput(tokenizer_with_bos, "template", ["<|im_end|>"], "<s>{prompt}{response}</s>")
+    ids = asked.token_ids(Sample(prompt="1=", response="2<|im_end|>", status=SampleStatus.COMPLETED))
+    assert [tokenizer_with_bos.decode([one]) for one in ids] == ["<s>", "1", "=", "2", "</s>"]  # one end token
 
 
 def test_requests_are_balanced_over_servers_within_their_limit(tokenizer):

@@ -31,6 +31,30 @@ def parameters(args: Arguments) -> tuple[int, int]:
     return total, active
 
 
+def tower_parameters(config: dict[str, int] | None) -> int:
+    """Of the vision tower of Qwen2.5-VL or Qwen3-VL, from its config; 0 without one."""
+    if config is not None and "deepstack_visual_indexes" in config:
+        return _tower_of_levels(config)
+    if config is None or "fullatt_block_indexes" not in config:
+        return 0
+    width, inner, merged = config["hidden_size"], config["intermediate_size"], 4 * config["hidden_size"]
+    attention = 4 * width * (width + 1)
+    feed_forward = 3 * width * inner + 2 * inner + width
+    block = attention + feed_forward + 2 * width
+    merger = width + merged * (merged + 1) + config["out_hidden_size"] * (merged + 1)
+    return 3 * 2 * 14 * 14 * width + config["depth"] * block + merger
+
+
+def _tower_of_levels(config: dict[str, int]) -> int:
+    """Patches and positions with biases, blocks with layer norms, and a merger for the output and for each level."""
+    width, inner, merged = config["hidden_size"], config["intermediate_size"], 4 * config["hidden_size"]
+    block = 4 * width * (width + 1) + (2 * width + 1) * inner + width + 4 * width
+    merger = merged * (merged + 1) + config["out_hidden_size"] * (merged + 1)
+    mergers = merger + 2 * width + len(config["deepstack_visual_indexes"]) * (merger + 2 * merged)
+    embedded = (3 * 2 * 16 * 16 + 1 + config["num_position_embeddings"]) * width
+    return embedded + config["depth"] * block + mergers
+
+
 def _attention(args: Arguments) -> int:
     if args.multi_latent_attention:
         return _latent_attention(args)

@@ -11,7 +11,8 @@ import pytest
 from slimrl.arguments import Arguments, Problem, read_args
 from slimrl.arguments.hf_config import disagreements
 from slimrl.arguments.namespace import all_flag_specs
-from tests.scripts.model_size import parameters
+from slimrl.models.families.vision import decoder_config
+from tests.scripts.model_size import parameters, tower_parameters
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = ROOT / "scripts/models"
@@ -53,6 +54,10 @@ PUBLISHED_SIZE = {
     "qwen2.5-3B": (3.086, None),
     "qwen2.5-7B": (7.62, None),
     "qwen2.5-32B": (32.76, None),
+    "qwen2.5-VL-3B": (3.7546, None),
+    "qwen2.5-VL-7B": (8.2922, None),
+    "qwen3-VL-4B": (4.4378, None),
+    "qwen3-VL-8B": (8.7671, None),
     "qwen3-0.6B": (0.596, None),
     "qwen3-1.7B": (1.72, None),
     "qwen3-4B": (4.02, None),
@@ -137,7 +142,7 @@ def test_model_script_matches_the_published_config(name):
     args, problems = parsed(name)
     assert [problem for problem in problems if problem.flag not in ("--hf-checkpoint", "--save")] == []
     assert disagreements(args, published(name)) == []
-    layers = published(name)["num_hidden_layers"]
+    layers = decoder_config(published(name))["num_hidden_layers"]
     assert disagreements(args, published(name) | {"num_hidden_layers": layers + 1}) != []
 
 
@@ -151,7 +156,7 @@ def test_family_without_a_weight_table_is_rejected(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_model_script_has_the_published_numbers(name):
     args, _ = parsed(name)
-    config, values = published(name), vars(args)
+    config, values = decoder_config(published(name)), vars(args)
     if config["model_type"] == "qwen3_5_moe_text":
         config["intermediate_size"] = config["moe_intermediate_size"]  # it has no dense layer
     stated = {key: config[key] for key in NUMBERS if key in config}
@@ -164,6 +169,7 @@ def test_model_script_has_the_published_numbers(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_model_has_the_published_parameter_count(name):
     total, active = (count / 1e9 for count in parameters(parsed(name)[0]))
+    total += tower_parameters(published(name).get("vision_config")) / 1e9
     published_total, published_active = PUBLISHED_SIZE[name]
     assert total == pytest.approx(published_total, rel=0.012 if name in ROUND else 0.002)
     if published_active is not None:  # published in round numbers, some with the embedding and some without

@@ -83,7 +83,9 @@ def test_only_unsupported_entries_are_unproven():
 @pytest.mark.parametrize("recipe", with_level(RECIPE, GATED))
 def test_gated_recipe_is_run_by_the_named_test(recipe):
     text = (ROOT / RECIPE[recipe]["by"]).read_text()
-    assert re.search(rf'harness\.launch\(\s*\["bash", "scripts/{re.escape(recipe)}\.sh", "--tiny"', text)
+    alone = re.search(rf'harness\.launch\(\s*\["bash", "scripts/{re.escape(recipe)}\.sh", "--tiny"', text)
+    among_others = f'("{recipe}", ' in text and 'command = ["bash", f"scripts/{recipe}.sh", "--tiny"' in text
+    assert alone or among_others
 
 
 @pytest.mark.parametrize("model", with_level(MODEL, GATED))

@@ -50,6 +50,7 @@ def test_server_gets_these_options(launch: ServerLaunch, options: dict[str, Any]
 def environment(launch: ServerLaunch, options: dict[str, Any], inherited: dict[str, str], ranks: int = 1) -> dict:
     found = server_environment(launch, options, inherited, ranks=ranks, base_gpu_id=0)
     assert found.pop("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION") == "0"
+    assert found.pop("SGLANG_VLM_CACHE_SIZE_MB") == "0"
     return found
 
 

@@ -10,15 +10,24 @@ import torch
 
 from slimrl.arguments import read_args
 from slimrl.arguments.hf_config import disagreements
-from slimrl.tiny.models import FAMILIES, build_family_model, build_tokenizer, publish_config, size_args_script
-from tests.scripts.model_size import parameters
+from slimrl.tiny.models import (
+    FAMILIES,
+    build_family_model,
+    build_tokenizer,
+    publish_config,
+    sees,
+    size_args_script,
+)
+from tests.scripts.model_size import parameters, tower_parameters
 
 ROOT = Path(__file__).resolve().parents[2]
 # A published model of each family, and whether its output layer has its own weights
 MODELS = {
     "llama": ("llama3.1-8B-Instruct", True),
     "qwen2": ("qwen2.5-0.5B", False),
+    "qwen2_5_vl": ("qwen2.5-VL-3B", False),
     "qwen3": ("qwen3-4B", False),
+    "qwen3_vl": ("qwen3-VL-4B", False),
     "qwen3_moe": ("qwen3-30B-A3B", True),
     "glm4": ("glm4-9B", True),
     "glm4_moe": ("glm4.5-355B-A32B", True),
@@ -42,6 +51,8 @@ def test_every_family_has_a_published_model():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_published_model_flags_with_toy_sizes_describe_the_toy(family, tokenizer, tmp_path):
     script, untied = MODELS[family]
+    if sees(family):
+        tokenizer = build_tokenizer(max_length=2048, vision=True)
     model = build_family_model(family, tokenizer, seed=0, untie=untied)
     model.save_pretrained(tmp_path)
     publish_config(family, tmp_path)
@@ -57,7 +68,8 @@ def test_published_model_flags_with_toy_sizes_describe_the_toy(family, tokenizer
     args, problems = read_args(words, entry="convert_hf_to_torch_dist.py")
     assert [problem for problem in problems if problem.flag not in ("--hf-checkpoint", "--save")] == []
     assert disagreements(args, json.loads((tmp_path / "config.json").read_text())) == []
-    assert parameters(args)[0] == model.num_parameters()
+    tower = json.loads((tmp_path / "config.json").read_text()).get("vision_config")
+    assert parameters(args)[0] + tower_parameters(tower) == model.num_parameters()
 
 
 def test_same_seed_gives_the_same_weights_and_keeps_the_random_state(tokenizer):

@@ -81,7 +81,7 @@ def test_head_width_and_groups_default_as_in_transformers():
 
 
 def test_unknown_family_is_rejected_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"'gpt2'.*supported are llama, qwen2, qwen2_moe, qwen3"):
+    with pytest.raises(ValueError, match=r"'gpt2'.*supported are llama, qwen2, qwen2_5_vl, qwen2_moe, qwen3"):
         family_for({"model_type": "gpt2"})
 
 

@@ -91,17 +91,19 @@ class AlgorithmArguments(PreferenceArguments, RewardModelArguments):
         choices=_ESTIMATORS,
         hints={
             "gae": "give ppo, whose advantages are generalized ones (GAE)",
-            "dr_grpo": "give grpo with --disable-grpo-std-normalization and --rollout-max-response-len as the divisor"
-            " (docs/algorithms.md)",
             "remax": "give opo or rloo, which need no greedy response as a baseline",
-            "on_policy_distillation": "give --use-opd with grpo, and --custom-rm-path or --rm-type zero",
+            "on_policy_distillation": "give grpo with --use-opd --opd-type sglang, and a reward or --rm-type zero",
         },
     )
     loss_type: str = flag(
         "policy_loss",
         "training loss",
         choices=("policy_loss", "sft_loss", "preference_loss", "reward_model_loss", "custom_loss"),
-        hints={"topk_opd_loss": "give policy_loss with --use-opd, --opd-divergence and --opd-top-k"},
+        hints={
+            "topk_opd_loss": "give policy_loss with --use-opd, --opd-divergence and --opd-top-k",
+            "dr_grpo": "give policy_loss with --advantage-estimator dr_grpo",
+            "dapo": "give policy_loss with --calculate-per-token-loss",
+        },
     )
     custom_loss_function_path: str | None = flag(
         None, "loss of --loss-type custom_loss (dotted import path); implies --keep-logits"
@@ -122,12 +124,22 @@ class AlgorithmArguments(PreferenceArguments, RewardModelArguments):
     )
     gamma: float = flag(1.0, f"discount factor of the returns of {_DISCOUNTED}", at_least=0, at_most=1)
     lambd: float = flag(1.0, f"lambda of the generalised advantages of {_WITH_CRITIC}", at_least=0, at_most=1)
+    critic_lambd: float | None = flag(
+        None, f"lambda of the returns that the critic of {_WITH_CRITIC} is trained on (--lambd)", at_least=0, at_most=1
+    )
     eps_clip: float = flag(0.2, "lower clip of the policy ratio: 1 - this", at_least=0)
     eps_clip_high: float = flag(None, "upper clip of the policy ratio: 1 + this (--eps-clip)", at_least=0)
     eps_clip_c: float | None = flag(
         None, "bound of the dual clip for negative advantages, above 1 (no dual clip)", above=1
     )
     entropy_coef: float = flag(0.0, "weight of the entropy bonus")
+    entropy_target: float | None = flag(
+        None,
+        "move --entropy-coef after every rollout by --entropy-coef-delta, up while the policy's mean entropy is below"
+        " this and down above it, where the bonus is off (nats per token; constant coefficient)",
+        above=0,
+    )
+    entropy_coef_delta: float = flag(0.005, "step of --entropy-coef with --entropy-target", above=0)
     positive_example_loss_coef: float = flag(
         0.0, "weight of an added likelihood loss on samples with a high reward (VAPO)", at_least=0
     )
@@ -135,11 +147,11 @@ class AlgorithmArguments(PreferenceArguments, RewardModelArguments):
         1.0, "smallest raw reward of the samples of --positive-example-loss-coef (reward)"
     )
     use_kl_loss: bool = flag(False, "add the KL to the reference model as a loss; with coefficient 0 it is only logged")
-    kl_loss_coef: float = flag(0.0, "weight of the KL loss")
+    kl_loss_coef: float = flag(0.0, "weight of the KL loss", at_least=0)
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = flag(
         "k1", "KL estimator of the loss and of --kl-coef", choices=("k1", "k2", "k3", "low_var_kl")
     )
-    kl_coef: float = flag(0.0, "weight of the KL penalty inside the advantage; needs --ref-load")
+    kl_coef: float = flag(0.0, "weight of the KL penalty inside the advantage; needs --ref-load", at_least=0)
     kl_target: float | None = flag(
         None,
         "move --kl-coef after every rollout so that the KL of a response to the reference approaches this (nats per"
@@ -159,7 +171,7 @@ class AlgorithmArguments(PreferenceArguments, RewardModelArguments):
     )
     grpo_std_normalization: bool = flag(
         True,
-        "do not divide by the group's standard deviation (Dr. GRPO)",
+        "do not divide by the group's standard deviation (always so with dr_grpo)",
         negated=True,
         off=("--disable-grpo-std-normalization",),
     )

@@ -23,7 +23,9 @@ class CriticArguments:
         "train the critic on returns normalized by the mean and standard deviation of all returns of the run so far,"
         " which checkpoints contain; --value-clip is then in units of that deviation",
     )
-    num_critic_only_steps: int = flag(0, "rollouts at the start that train the critic only (count)", at_least=0)
+    num_critic_only_steps: int = flag(
+        0, "rollouts at the start that train the critic only, up to all of --num-rollout (count)", at_least=0
+    )
     critic_lr: float = flag(None, "learning rate of the critic after warm-up (--lr)", at_least=0)
     critic_lr_warmup_iters: int = flag(
         None, "optimizer steps of the critic's linear warm-up (as the policy's)", at_least=0

@@ -65,8 +65,7 @@ class DataArguments:
     )
     multimodal_keys: dict[str, Any] | None = flag(
         None,
-        "columns of images and other media (JSON object: kind -> column)",
-        not_served="prompts are text; leave it out",
+        "column of the images of a vision-language model's prompts (JSON object: image -> column)",
     )
     data_source_path: str = flag(
         "slime.rollout.data_source.RolloutDataSourceWithBuffer", "class that supplies prompts (dotted import path)"

@@ -217,7 +217,10 @@ class PositionArguments:
         "kind of position embedding",
         choices=("rope", "yarn", "none", "learned_absolute", "mrope", "relative"),
         not_served="every supported family has rotary positions; leave it out",
-        served=("yarn",),
+        served=("yarn", "mrope"),
+    )
+    mrope_section: list[int] | None = flag(
+        None, "mrope: pairs of rotary channels of time, height and width (counts)", nargs="+", at_least=1
     )
     add_position_embedding: bool = flag(
         True,
@@ -264,7 +267,6 @@ class MultiTokenArguments:
 
 _MAMBA = "no family with Mamba layers is supported; use a transformer"
 _BLOCKS = "no family with different layer shapes is supported; use a model of equal layers"
-_MROPE = "no multimodal family is supported; use the text model"
 _LOOP = "it is megatron-core's switch for its own tests; leave it out"
 
 
@@ -286,9 +288,6 @@ class OtherModelArguments:
     )
     heterogeneous_block_specs: bool = flag(False, "describe layers individually in a file", not_served=_BLOCKS)
     hetereogenous_dist_checkpoint: bool = flag(False, "store each layer under its own key", not_served=_BLOCKS)
-    mrope_section: list[int] | None = flag(
-        None, "rotary channels of time, height and width", nargs="+", not_served=_MROPE
-    )
     mtp_standalone: bool = flag(False, "MTP layers on a separate pipeline stage", not_served=_MTP)
     init_model_with_meta_device: bool = flag(
         False,

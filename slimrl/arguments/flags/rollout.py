@@ -9,6 +9,7 @@ import dataclasses
 from typing import Any
 
 from slimrl.arguments.flag import flag
+from slimrl.data.loss_mask import LOSS_MASK_TYPES
 from slimrl.data.reward_registry import rm_types
 
 # slime's path: `slimrl.renamed_modules` maps it to slimrl.rollout.rollout_function
@@ -144,8 +145,9 @@ class RolloutArguments:
     )
     loss_mask_type: str = flag(
         "qwen",
-        "chat template family, by which supervised training finds the assistant's tokens",
-        choices=("qwen", "qwen3", "qwen3_5", "distill_qwen"),
+        "chat template family, by which training on messages finds the assistant's tokens; chat_template: the"
+        " {% generation %} blocks of the template itself",
+        choices=LOSS_MASK_TYPES,
     )
     rollout_external_engine_addrs: list[str] | None = flag(
         None,

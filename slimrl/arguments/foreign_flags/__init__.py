@@ -1,8 +1,8 @@
 """Setting names of other frameworks (slime, verl, OpenRLHF, TRL, ms-swift) and short forms, with slimrl's flags.
 
 One table: the name, its owner, slimrl's flag, and a clause that completes the error. The rows of PAI-ChatLearn and
-AIAK-RLHF are in `cloud_frameworks`. Names are compared without leading
-dashes and plus signs, with dashes for underscores. The parser looks up words that are not slimrl flags.
+AIAK-RLHF are in `chatlearn` and `aiak`. Names are compared without leading dashes and plus signs, with dashes for
+underscores. The parser looks up words that are not slimrl flags.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import re
 
-from slimrl.arguments.foreign_flags import cloud_frameworks
+from slimrl.arguments.foreign_flags import aiak, chatlearn
 
 SLIME, VERL, OPENRLHF, TRL, SWIFT = "slime's", "verl's", "OpenRLHF's", "TRL's", "ms-swift's"
 HF = "transformers'"
@@ -22,21 +22,27 @@ _OTHER_LORA = "docs/lora.md lists the flags of adapters, for example --lora-rank
 _CRITIC = "leave it out; docs/flags.md lists the flags of a critic, for example --critic-lr"
 _VLLM = "vllm, with --vllm-python; SGLang is the default"
 _MIS = "docs/coming-from-slime.md has the table; for a function that reads it, put it under custom:"
-_LISTED = "flags are written --flag value, and docs/flags.md lists all of them"
+_LISTED = "docs/coming-from-verl.md has the table, and docs/flags.md all flags, written --flag value"
 _PACKED = "samples are always packed without padding; leave it out"
 
 
 @dataclasses.dataclass(frozen=True)
 class ForeignFlag:
-    """A name of `owner`; `flag` is slimrl's flag, None if there is none; `clause` completes the error."""
+    """A name of `owner`; `flag` is slimrl's flag, None if there is none; `clause` completes the error.
+
+    `is_listed` is False for a name that only a prefix gives to its owner: a flag may exist under another name.
+    """
 
     owner: str
     flag: str | None
     clause: str
+    is_listed: bool = True
 
     def sentence(self, name: str) -> str:
         """The error for `name`, the word as typed: the flag to use, or the reason why there is none."""
         subject = f"{name} is {self.owner}{'' if self.owner in (SHORT, FORMER, CRITIC) else ' name'}"
+        if not self.is_listed:
+            return f"{subject} and is not in the table of its counterparts: {self.clause}."
         if self.flag is None:
             return f"{subject} and has no counterpart: {self.clause}."
         return f"{subject}: use {self.flag}{', ' + self.clause if self.clause else ''}."
@@ -48,10 +54,12 @@ _ROWS: dict[str, tuple[str, str | None, str]] = {
     "slot-memory-gib": (FORMER, "--gpu-memory-gib", ""),
     # keys of slime's example of corrections for the mismatch between engines and training
     "tis-upper-bound": (SLIME, "--tis-clip", ""),
-    "tis-lower-bound": (SLIME, "--tis-clip-low", ""),
-    **dict.fromkeys(("mis-level", "mis-mode"), (SLIME, "--tis-level", _MIS)),
-    **dict.fromkeys(("mis-lower-bound", "mis-upper-bound"), (SLIME, "--tis-clip", _MIS)),
-    "mis-veto-threshold": (SLIME, "--rs-veto-threshold", _MIS),
+    "tis-lower-bound": (SLIME, "--tis-clip-low", "not for tis_mode truncate, which does not read it"),
+    "mis-level": (SLIME, "--tis-level", f"with --use-tis; {_MIS}"),
+    "mis-mode": (SLIME, "--tis-mode", f"truncate also for clip, with --tis-clip-low; {_MIS}"),
+    "mis-lower-bound": (SLIME, "--tis-clip-low", f"not for mis_mode truncate; {_MIS}"),
+    "mis-upper-bound": (SLIME, "--tis-clip", f"with --use-tis; {_MIS}"),
+    "mis-veto-threshold": (SLIME, "--rs-veto-threshold", f"with --use-rs; {_MIS}"),
     "topk-level-opd": (SLIME, "--opd-top-k", "with --opd-divergence"),
     "opd-teacher-loads": (SLIME, "--opd-teacher-models", "for several teachers, on servers of the run"),
     "gae-lambda": (OPENRLHF, "--lambd", ""),
@@ -123,7 +131,11 @@ _ROWS: dict[str, tuple[str, str | None, str]] = {
     "actor-rollout-ref.actor.clip-ratio-low": (VERL, "--eps-clip", ""),
     "actor-rollout-ref.actor.clip-ratio-high": (VERL, "--eps-clip-high", ""),
     "actor-rollout-ref.actor.clip-ratio-c": (VERL, "--eps-clip-c", ""),
-    "actor-rollout-ref.actor.loss-agg-mode": (VERL, "--calculate-per-token-loss", "for token-mean"),
+    "actor-rollout-ref.actor.loss-agg-mode": (
+        VERL,
+        "--calculate-per-token-loss",
+        "for token-mean; --advantage-estimator dr_grpo for seq-mean-token-sum-norm",
+    ),
     "actor-rollout-ref.actor.ulysses-sequence-parallel-size": (VERL, "--context-parallel-size", ""),
     "actor-rollout-ref.actor.fsdp-config.param-offload": (VERL, "--offload-train", ""),
     "actor-rollout-ref.actor.fsdp-config.optimizer-offload": (VERL, "--optimizer-cpu-offload", ""),
@@ -207,7 +219,8 @@ _ROWS: dict[str, tuple[str, str | None, str]] = {
     "zero-stage": (
         OPENRLHF,
         "--use-distributed-optimizer",
-        "on by default, for 1; --use-megatron-fsdp with --data-parallel-sharding-strategy for 2 and 3",
+        "on by default, for 1 and beside --optimizer-cpu-offload; --use-megatron-fsdp with"
+        " --data-parallel-sharding-strategy for 2 and 3, which excludes --optimizer-cpu-offload",
     ),
     "actor-learning-rate": (OPENRLHF, "--lr", ""),
     "critic-learning-rate": (OPENRLHF, "--critic-lr", ""),
@@ -217,7 +230,11 @@ _ROWS: dict[str, tuple[str, str | None, str]] = {
     "kl-estimator": (OPENRLHF, "--kl-loss-type", ""),
     "eps-clip-low-high": (OPENRLHF, "--eps-clip-high", "with --eps-clip"),
     "gradient-checkpointing": (HF, "--recompute-granularity", "selective or full"),
-    "adam-offload": (OPENRLHF, "--optimizer-cpu-offload", ""),
+    "adam-offload": (
+        OPENRLHF,
+        "--optimizer-cpu-offload",
+        "with --use-precision-aware-optimizer and without --use-megatron-fsdp",
+    ),
     "packing-samples": (OPENRLHF, None, _PACKED),
     "ring-attn-size": (OPENRLHF, "--context-parallel-size", ""),
     "flash-attn": (OPENRLHF, "--attention-backend", "flash"),
@@ -288,19 +305,21 @@ _ROWS: dict[str, tuple[str, str | None, str]] = {
     "max-length": (SWIFT, "--rollout-max-context-len", ""),
 }
 
-OTHER_WORDS = {word: ForeignFlag(*row) for word, row in (_ROWS | cloud_frameworks.ROWS).items()}
+OTHER_WORDS = {word: ForeignFlag(*row) for word, row in (_ROWS | aiak.ROWS | chatlearn.ROWS).items()}
 
 # prefixes of all other names
 _PREFIXES = {
     "lora-": ForeignFlag(TRL, None, _OTHER_LORA),
     "vllm-": ForeignFlag(OPENRLHF, "--rollout-engine", "vllm, with the flags of vLLM under the prefix vllm"),
     "critic-": ForeignFlag(CRITIC, None, _CRITIC),
-    "critic.": ForeignFlag(VERL, None, _CRITIC),
     **dict.fromkeys(
-        ("actor-rollout-ref.", "algorithm.", "trainer.", "reward-model."),
-        ForeignFlag(VERL, None, _LISTED),
+        ("actor-rollout-ref.", "algorithm.", "critic.", "trainer.", "reward-model."),
+        ForeignFlag(VERL, None, _LISTED, is_listed=False),
     ),
-    **dict.fromkeys(cloud_frameworks.PREFIXES, ForeignFlag(cloud_frameworks.CHATLEARN, None, _LISTED)),
+    **{
+        prefix: ForeignFlag(chatlearn.CHATLEARN, None, clause, is_listed=False)
+        for prefix, clause in chatlearn.PREFIXES.items()
+    },
 }
 _SETTING = re.compile(r"\+{0,2}(?P<name>[a-z_]+(\.[a-z0-9_]+)+)=(?P<value>.*)", re.DOTALL)
 

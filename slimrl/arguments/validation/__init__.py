@@ -22,6 +22,7 @@ from slimrl.arguments.validation import (
     parallel,
     preference,
     rollout,
+    vision,
 )
 from slimrl.arguments.validation.adapters import lora
 from slimrl.arguments.validation.engines import groups, servers, vllm
@@ -40,6 +41,7 @@ MODEL_RULES: tuple[Rule, ...] = (
     model.precision_is_single,
     checkpoint.hf_checkpoint_exists,
     model.model_agrees_with_hf_config,
+    vision.multimodal_positions_are_complete,
 )
 
 TRAINING_RULES: tuple[Rule, ...] = (
@@ -67,7 +69,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
     checkpoint.weights_have_a_source,
     checkpoint.ref_load_is_a_checkpoint,
     checkpoint.load_is_a_checkpoint_or_new,
-    checkpoint.loaded_model_has_the_head,
+    checkpoint.loaded_models_have_the_head,
     checkpoint.checkpoints_have_the_sizes_of_the_model,
     checkpoint.hf_models_agree,
     checkpoint.saving_is_complete,
@@ -142,6 +144,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
     cluster.debug_only_flags_exclude_each_other,
     data.templates_have_their_fields,
     data.truncated_prompts_have_a_limit,
+    data.loss_mask_type_fits_the_chat_template,
     cluster.plan_flags_belong_to_dry_run,
     data.rollout_samples_equal_trained_samples,
     data.global_batch_divides_over_gpus,
@@ -155,6 +158,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
     model.remote_code_is_trusted,
     algorithm.kl_is_counted_once,
     algorithm.kl_target_has_a_coefficient,
+    algorithm.entropy_target_has_a_loss,
     algorithm.log_prob_passes_have_a_use,
     rollout.groups_can_be_compared,
     rollout.reward_is_given,
@@ -164,11 +168,13 @@ TRAINING_RULES: tuple[Rule, ...] = (
     rollout.dict_rewards_have_a_key,
     algorithm.clip_range_is_ordered,
     algorithm.estimator_has_what_it_needs,
+    algorithm.length_normalization_has_its_divisor,
     algorithm.process_rewards_have_their_model,
     algorithm.off_policy_corrections_are_consistent,
     algorithm.rejection_has_bounds,
     algorithm.overlong_penalty_is_complete,
     algorithm.supervised_training_is_consistent,
+    algorithm.likelihoods_of_given_responses_are_not_scaled,
     preference.preference_flags_have_their_loss,
     preference.precomputed_reference_is_usable,
     preference.preference_training_is_consistent,
@@ -193,6 +199,11 @@ TRAINING_RULES: tuple[Rule, ...] = (
     parallel.recomputed_modules_are_there,
     parallel.saved_activations_have_gpus,
     algorithm.trained_weights_have_one_list,
+    vision.vision_model_can_be_trained,
+    vision.levels_are_on_the_first_stage,
+    vision.vision_model_can_be_served,
+    vision.images_have_a_model,
+    vision.images_fit_the_run,
     lora.lora_flags_have_a_rank,
     lora.lora_targets_are_in_the_model,
     lora.lora_fits_the_run,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from slimrl.algorithms.estimators import ESTIMATORS, Objective, Returns
 from slimrl.arguments.flag import Problem
 from slimrl.arguments.namespace import Arguments, Context
-from slimrl.arguments.validation.preference import held_out_problems
+from slimrl.arguments.validation.preference import held_out_problems, unread_flags
 
 
 def kl_is_counted_once(args: Arguments, context: Context) -> Iterator[Problem]:
@@ -59,6 +59,25 @@ def kl_target_has_a_coefficient(args: Arguments, context: Context) -> Iterator[P
         )
 
 
+def entropy_target_has_a_loss(args: Arguments, context: Context) -> Iterator[Problem]:
+    """An adaptive coefficient of the entropy bonus belongs to the policy's loss, which has the bonus."""
+    flag, target = "--entropy-target", args.entropy_target
+    if target is None:
+        if "entropy_coef_delta" in context.given:
+            yield Problem(
+                "--entropy-coef-delta",
+                f"--entropy-coef-delta belongs to {flag}: add it, or leave --entropy-coef-delta out.",
+            )
+        return
+    if args.loss_type != "policy_loss":
+        yield Problem(flag, f"{flag} {target:g} has no effect with --loss-type {args.loss_type}: leave it out.")
+    if args.entropy_coef < 0:
+        yield Problem(
+            "--entropy-coef",
+            f"--entropy-coef {args.entropy_coef:g} is below 0, where {flag} never moves it: give 0 or more.",
+        )
+
+
 def clip_range_is_ordered(args: Arguments, context: Context) -> Iterator[Problem]:
     """The dual clip bounds the ratio beyond the ordinary upper clip."""
     if args.eps_clip_c is None or args.eps_clip_high is None:
@@ -79,8 +98,17 @@ def clip_range_is_ordered(args: Arguments, context: Context) -> Iterator[Problem
 
 
 def estimator_has_what_it_needs(args: Arguments, context: Context) -> Iterator[Problem]:
-    """A discount belongs to the estimators with discounted returns."""
+    """A discount belongs to discounted returns, and --disable-grpo-std-normalization to a division by the deviation."""
     estimator = ESTIMATORS.get(args.advantage_estimator)
+    divides = estimator is None or estimator.normalizes_by_std
+    if not args.grpo_std_normalization and not divides and not args.is_supervised:
+        dividing = ", ".join(name for name, row in ESTIMATORS.items() if row.normalizes_by_std)
+        yield Problem(
+            "--disable-grpo-std-normalization",
+            "--disable-grpo-std-normalization has no effect with --advantage-estimator"
+            f" {args.advantage_estimator}, which never divides by the standard deviation (those that do: {dividing}):"
+            " leave it out.",
+        )
     if args.gamma != 1 and estimator is not None and estimator.returns is Returns.BROADCAST:
         discounted = " and ".join(name for name, row in ESTIMATORS.items() if row.returns is not Returns.BROADCAST)
         yield Problem(
@@ -88,6 +116,25 @@ def estimator_has_what_it_needs(args: Arguments, context: Context) -> Iterator[P
             f"--gamma {args.gamma:g} discounts the returns of {discounted} and --advantage-estimator is"
             f" {args.advantage_estimator}: leave it out.",
         )
+
+
+def length_normalization_has_its_divisor(args: Arguments, context: Context) -> Iterator[Problem]:
+    """A loss that divides by --rollout-max-response-len has that flag, and nothing else that sets the divisor."""
+    estimator = ESTIMATORS.get(args.advantage_estimator)
+    if estimator is None or not estimator.divides_by_longest or args.is_supervised:
+        return
+    which = f"--advantage-estimator {estimator.name} divides the sum of a sample by --rollout-max-response-len"
+    other = "leave it out, or use grpo with --disable-grpo-std-normalization"
+    reducer = args.custom_pg_loss_reducer_function_path
+    for flag, value, given in (
+        ("--calculate-per-token-loss", "", args.calculate_per_token_loss),
+        ("--custom-pg-loss-reducer-function-path", f" {reducer}", reducer is not None),
+        ("--loss-type", " custom_loss", args.loss_type == "custom_loss"),
+    ):
+        if given:
+            yield Problem(flag, f"{flag}{value} sets another divisor of the loss, and {which}: {other}.")
+    if args.rollout_max_response_len is None and args.debug_train_only:  # else another rule reports it
+        yield Problem("--rollout-max-response-len", f"{which}, which is missing: give that of the rollouts.")
 
 
 def process_rewards_have_their_model(args: Arguments, context: Context) -> Iterator[Problem]:
@@ -281,6 +328,7 @@ def supervised_training_is_consistent(args: Arguments, context: Context) -> Iter
         ("--rm-step-separator", args.rm_step_separator is not None),
         ("--dynamic-sampling-filter-path", args.reads_conversations and args.dynamic_sampling_filter_path is not None),
         ("--rm-type", args.reads_conversations and "rm_type" in context.given),
+        *unread_flags(args, context.given),
         *(
             ("--" + name.replace("_", "-"), name in context.given)
             for name in ("advantage_estimator", "gamma", "eps_clip", "eps_clip_high", "eps_clip_c")
@@ -295,6 +343,25 @@ def supervised_training_is_consistent(args: Arguments, context: Context) -> Iter
         )
     if args.reads_conversations and args.eval_interval is not None:
         yield from held_out_problems(args, context, "conversations")
+
+
+def likelihoods_of_given_responses_are_not_scaled(args: Arguments, context: Context) -> Iterator[Problem]:
+    """Training divides logits by the temperature of sampling; a supervised or preference loss is defined without it."""
+    if not (args.loss_type == "sft_loss" or args.trains_on_pairs) or "rollout_temperature" in context.broken:
+        return
+    if args.rollout_temperature == 1 or args.debug_rollout_only or args.eval_only:
+        return
+    other = ""
+    if not args.reads_conversations and not args.reads_pairs and args.load_debug_rollout_data is None:
+        other = (
+            "; responses sampled with another temperature are trained on from a file (--save-debug-rollout-data with"
+            " --debug-rollout-only, then --load-debug-rollout-data)"
+        )
+    yield Problem(
+        "--rollout-temperature",
+        f"--rollout-temperature {args.rollout_temperature:g} also divides the logits of training, which changes the"
+        f" loss of --loss-type {args.loss_type}: give 1, or leave it out{other}.",
+    )
 
 
 def trained_weights_have_one_list(args: Arguments, context: Context) -> Iterator[Problem]:

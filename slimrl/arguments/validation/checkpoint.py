@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from slimrl.arguments.checkpoints import (
     CRITIC,
@@ -89,32 +90,58 @@ def load_is_a_checkpoint_or_new(args: Arguments, context: Context) -> Iterator[P
         yield Problem(
             "--load",
             f"--load {folder} {absent(folder)}, and it is not the --save folder: fix the path, or create the folder"
-            f" for a"
-            " fresh start.",
+            " for a fresh start.",
         )
 
 
-def loaded_model_has_the_head(args: Arguments, context: Context) -> Iterator[Problem]:
-    """A reward model is continued as one, and a policy as a policy; checkpoints of slimrl say which they have."""
-    if args.load is None or args.debug_rollout_only or context.broken or not Path(args.load).is_dir():
+def loaded_models_have_the_head(args: Arguments, context: Context) -> Iterator[Problem]:
+    """A reward model is continued as one; policy, reference and teacher are language models.
+
+    Checkpoints of slimrl say which they are in their manifest, Hugging Face folders in the `architectures` of
+    config.json.
+    """
+    if context.broken:
         return
+    teacher = args.opd_teacher_load if args.has_megatron_teacher else None
+    for flag, value, step in (
+        ("--load", args.load, args.ckpt_step),
+        ("--ref-load", args.ref_load, args.ref_ckpt_step),
+        ("--opd-teacher-load", teacher, args.opd_teacher_ckpt_step),
+        ("--hf-checkpoint", args.hf_checkpoint, None),
+    ):
+        if value is None or (args.debug_rollout_only and flag != "--hf-checkpoint") or not Path(value).is_dir():
+            continue
+        has_value_head, what = _head(Path(value), step)
+        if has_value_head is True and not args.trains_reward_model:
+            yield Problem(
+                flag,
+                f"{flag} {value} is {what}, which has no output layer to sample tokens: give that of a policy;"
+                " --critic-load and --rm-model take a reward model.",
+            )
+        if has_value_head is False and args.trains_reward_model and not args.finetune and flag == "--load":
+            yield Problem(
+                "--load",
+                f"--load {value} is the checkpoint of a policy, which has no reward head to continue with: give it as"
+                " --ref-load, or add --finetune, which starts a reward model from its weights.",
+            )
+
+
+def _head(folder: Path, step: int | None) -> tuple[bool | None, str]:
+    """Whether the model has a value head instead of an output layer (None: not said), and what it is, in words."""
+    if (folder / "config.json").is_file():
+        config = _config(folder)
+        names = [name for name in config.get("architectures") or () if re.search("Classification|RewardModel", name)]
+        return (True, f"a {names[0]} (architectures in its config.json)") if names else (None, "")
+    return (_manifest(folder, step).get("value_head"), "the checkpoint of a critic or a reward model")
+
+
+def _manifest(folder: Path, step: int | None) -> dict[str, Any]:
+    """The manifest of the checkpoint that is loaded from `folder`; empty without one."""
     try:
-        found = find(args.load, args.ckpt_step)
+        found = find(str(folder), step)
     except ValueError:  # another rule reports it
-        return
-    has_value_head = ((read_manifest(found.folder) if found is not None else None) or {}).get("value_head")
-    if has_value_head is True and not args.trains_reward_model:
-        yield Problem(
-            "--load",
-            f"--load {args.load} is the checkpoint of a critic or a reward model, which has no output layer to sample"
-            " tokens: give that of a policy; --critic-load takes a reward model.",
-        )
-    if has_value_head is False and args.trains_reward_model and not args.finetune:
-        yield Problem(
-            "--load",
-            f"--load {args.load} is the checkpoint of a policy, which has no reward head to continue with: give it as"
-            " --ref-load, or add --finetune, which starts a reward model from its weights.",
-        )
+        return {}
+    return (read_manifest(found.folder) if found is not None else None) or {}
 
 
 def _saves_to(folder: Path, args: Arguments) -> bool:
@@ -199,18 +226,16 @@ def checkpoints_have_the_sizes_of_the_model(args: Arguments, context: Context) -
     if args.debug_rollout_only or context.broken:
         return
     of_critic = args.critic_load if args.use_critic else None
+    of_teacher = args.opd_teacher_load if args.has_megatron_teacher else None
     for flag, value, step in (
         ("--load", args.load, args.ckpt_step),
         ("--ref-load", args.ref_load, args.ref_ckpt_step),
         ("--critic-load", of_critic, None),
+        ("--opd-teacher-load", of_teacher, args.opd_teacher_ckpt_step),
     ):
         if value is None or not Path(value).is_dir() or is_hf_model(Path(value)):
             continue
-        try:
-            found = find(value, step)
-        except ValueError:  # another rule reports it
-            continue
-        sizes = ((read_manifest(found.folder) if found is not None else None) or {}).get("sizes", {})
+        sizes = _manifest(Path(value), step).get("sizes", {})
         flags = vars(args)
         differ = [
             f"--{name.replace('_', '-')} {flags[name]} is {sizes[name]} there"
@@ -323,7 +348,7 @@ def tokenizer_fits_the_model(args: Arguments, context: Context) -> Iterator[Prob
         yield Problem("--hf-checkpoint", f"--hf-checkpoint {folder} {tokenizer.fault}.")
     if tokenizer.tokens is None or args.vocab_size is None or args.vocab_size >= tokenizer.tokens:
         return
-    if _stated_vocabulary(folder) in (None, args.vocab_size):  # else another rule reports it
+    if _config(folder).get("vocab_size") in (None, args.vocab_size):  # else another rule reports it
         yield Problem(
             "--vocab-size",
             f"--vocab-size {args.vocab_size} is less than the {tokenizer.tokens} tokens of {folder}/{tokenizer.source},"
@@ -349,12 +374,13 @@ def _folder(args: Arguments) -> Path | None:
     return folder if folder is not None and (folder / "config.json").is_file() else None
 
 
-def _stated_vocabulary(folder: Path) -> int | None:
+def _config(folder: Path) -> dict[str, Any]:
+    """The content of config.json; empty if it is not readable, which another rule reports."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return None
-    return config.get("vocab_size") if isinstance(config, dict) else None
+        return {}
+    return config if isinstance(config, dict) else {}
 
 
 def hf_checkpoint_exists(args: Arguments, context: Context) -> Iterator[Problem]:

@@ -20,6 +20,7 @@ from slimrl.arguments.validation.parallel import experts_can_be_sharded, sizes_t
 
 _FLAGS = (
     "lambd",
+    "critic_lambd",
     "value_clip",
     "normalize_values",
     "num_critic_only_steps",
@@ -194,11 +195,11 @@ def critic_schedule_is_complete(args: Arguments, context: Context) -> Iterator[P
             f"--critic-lr-warmup-iters {warmup} is not below --lr-decay-iters {args.lr_decay_iters}: the decay begins"
             " after the warm-up.",
         )
-    if args.num_rollout is not None and 0 < args.num_rollout <= args.num_critic_only_steps:
+    if args.num_rollout is not None and 0 < args.num_rollout < args.num_critic_only_steps:
         yield Problem(
             "--num-critic-only-steps",
-            f"--num-critic-only-steps {args.num_critic_only_steps} is not below --num-rollout {args.num_rollout}: the"
-            " policy would never be trained.",
+            f"--num-critic-only-steps {args.num_critic_only_steps} is above --num-rollout {args.num_rollout}: lower it,"
+            " or give the same number, which trains the critic alone.",
         )
 
 

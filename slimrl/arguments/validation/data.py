@@ -16,8 +16,10 @@ from slimrl.arguments.eval_datasets import eval_prompt_format, training_prompt_f
 from slimrl.arguments.flag import Problem
 from slimrl.arguments.namespace import Arguments, Context, absent
 from slimrl.data.dataset_spec import DATA_KINDS, DataMix, DataPath
+from slimrl.data.loss_mask import CHAT_TEMPLATE, fitting_types
 from slimrl.data.preflight import FilePreview, preview_file
 from slimrl.data.prompt_format import PromptFormat, needs_label
+from slimrl.models.hf_folder import read_chat_template, read_tokenizer_files
 
 _SECONDS = 0.8  # time limit of the check of all data
 
@@ -76,8 +78,7 @@ def labels_have_a_column(args: Arguments, context: Context) -> Iterator[Problem]
         yield Problem(
             "--label-key",
             f"--rm-type {args.rm_type} compares with the true answer, and no column of --prompt-data is set for it:"
-            f" give"
-            " --label-key.",
+            " give --label-key.",
         )
 
 
@@ -160,6 +161,43 @@ def truncated_prompts_have_a_limit(args: Arguments, context: Context) -> Iterato
     ):
         if given:
             yield Problem("--rollout-truncate-prompt", f"{flag} has no effect with {other}: leave one of the two out.")
+
+
+def loss_mask_type_fits_the_chat_template(args: Arguments, context: Context) -> Iterator[Problem]:
+    """The assistant's turns are found in the chat template of a local --hf-checkpoint, if training renders messages."""
+    folder = Path(args.hf_checkpoint or "")
+    if args.hf_checkpoint is None or not (folder / "config.json").is_file() or "loss_mask_type" in context.broken:
+        return
+    if args.eval_only or not (args.reads_conversations or (args.reads_pairs and _pairs_are_messages(args))):
+        return
+    template = args.apply_chat_template_kwargs.get("chat_template") or read_chat_template(folder)
+    if template is None:
+        # a tokenizer in Python may have its own; another rule reports an unreadable one
+        if not any(folder.glob("tokenization_*.py")) and read_tokenizer_files(folder).fault is None:
+            yield Problem(
+                "--hf-checkpoint",
+                f"--hf-checkpoint {folder} has no chat template for the messages of --prompt-data: copy the model's"
+                " chat_template.jinja there.",
+            )
+        return
+    fitting = fitting_types(template)
+    if args.loss_mask_type not in fitting:
+        fix = f"give {' or '.join(fitting) or f'{CHAT_TEMPLATE}, and mark them in it with {{% generation %}}'}"
+        yield Problem(
+            "--loss-mask-type",
+            f"--loss-mask-type {args.loss_mask_type} does not find the assistant's turns by the chat template of"
+            f" --hf-checkpoint {folder}: {fix}.",
+        )
+
+
+def _pairs_are_messages(args: Arguments) -> bool:
+    """Whether the first row of --prompt-data is of messages; False if it cannot be read."""
+    try:
+        files: list[Path] = []
+        _path_complaint(DataPath.parse(DataMix.parse(args.prompt_data or []).paths[0]).path, files)
+        return preview_file(files[0], slice(0, 1), training_prompt_format(args), seconds=_SECONDS).messages
+    except (OSError, ValueError, IndexError):
+        return False  # another rule reports it
 
 
 def _set_problems(one: _DataSet, *, seconds: float) -> Generator[Problem, None, list[FilePreview]]:

@@ -15,9 +15,12 @@ from slimrl.arguments.namespace import Arguments, Context, absent
 from slimrl.arguments.served_models import ARCHITECTURES, RewardModelConfig, served_models, starts_reward_servers
 from slimrl.arguments.validation.checkpoint import checkpoint_problems
 from slimrl.data.reward_registry import GradedBy, reward_of
+from slimrl.hooks import own_path
 from slimrl.models.hf_folder import same_vocabulary, weights_fault
 
 _ZERO = "zero"  # the --rm-type without a reward
+# slime's reward function, which asks the teacher there and is the reward 0 here
+_TEACHER_AS_REWARD = ("slimrl.rollout.on_policy_distillation.reward_func", "slimrl.compatibility.graders.reward_func")
 _ONLY_WITH_IT = (
     "opd_type",
     "opd_kl_coef",
@@ -42,6 +45,13 @@ def distillation_has_its_switch(args: Arguments, context: Context) -> Iterator[P
             value = getattr(args, name)
             text = " ".join(map(str, value)) if isinstance(value, list) else value
             yield Problem(flag, f"{flag} {text} belongs to --use-opd: add it, or leave {flag} out.")
+        if args.custom_rm_path is not None and own_path(args.custom_rm_path) in _TEACHER_AS_REWARD:
+            teacher = "" if args.rm_url is not None else ", and the address of the teacher, --rm-url"
+            yield Problem(
+                "--custom-rm-path",
+                f"--custom-rm-path {args.custom_rm_path} gives every response the reward 0, and without --use-opd no"
+                f" teacher is asked: add --use-opd --opd-type sglang{teacher}, or choose another reward.",
+            )
         if args.rm_type == _ZERO and not _has_other_signal(args):
             yield Problem(
                 "--rm-type",

@@ -172,6 +172,34 @@ def held_out_problems(args: Arguments, context: Context, what: str = "pairs") ->
             yield Problem(flag, f"{flag} has no effect on the evaluation of held-out {what}: leave it out.")
 
 
+def unread_flags(args: Arguments, given: frozenset[str]) -> list[tuple[str, bool]]:
+    """Flags that supervised, preference and reward-model training do not read, and whether each is set.
+
+    Those of sampling and of rewards are read unless a rollout function reads the responses from a file; some of them
+    are also read by an evaluation with engines. `given` are the fields that the command line sets.
+    """
+    is_read = args.reads_pairs or args.reads_conversations
+    is_sampled = not is_read or (args.eval_interval is not None and not args.debug_train_only)
+    return [
+        ("--disable-rewards-normalization", not args.rewards_normalization),
+        ("--disable-grpo-std-normalization", not args.grpo_std_normalization),
+        ("--kl-loss-type", "kl_loss_type" in given),
+        ("--get-mismatch-metrics", args.get_mismatch_metrics),
+        ("--use-rollout-entropy", args.use_rollout_entropy),
+        ("--check-weight-update-equal", args.check_weight_update_equal and args.debug_train_only),
+        ("--partial-rollout", is_read and args.partial_rollout),
+        ("--over-sampling-batch-size", is_read and "over_sampling_batch_size" in given),
+        ("--buffer-filter-path", is_read and args.buffer_filter_path is not None),
+        ("--log-passrate", is_read and args.log_passrate),
+        ("--group-rm", not is_sampled and args.group_rm),
+        ("--reward-key", not is_sampled and args.reward_key is not None),
+        ("--rm-num-graders", not is_sampled and args.rm_num_graders is not None),
+        ("--rollout-top-p", not is_sampled and args.rollout_top_p != 1),
+        ("--rollout-top-k", not is_sampled and args.rollout_top_k != -1),
+        ("--rollout-stop", not is_sampled and args.rollout_stop is not None),
+    ]
+
+
 def _without_effect(args: Arguments, context: Context) -> list[tuple[str, bool]]:
     """Flags that training on given responses does not read, and whether each is set."""
     switches = (
@@ -183,8 +211,6 @@ def _without_effect(args: Arguments, context: Context) -> list[tuple[str, bool]]
         ("--positive-example-loss-coef", args.positive_example_loss_coef != 0),
         ("--use-opsm", args.use_opsm),
         ("--use-rollout-logprobs", args.use_rollout_logprobs),
-        ("--get-mismatch-metrics", args.get_mismatch_metrics),
-        ("--use-rollout-entropy", args.use_rollout_entropy),
         ("--normalize-advantages", args.normalize_advantages),
         ("--calculate-per-token-loss", args.calculate_per_token_loss),
         ("--rollout-max-prompt-len", args.rollout_max_prompt_len is not None and args.reads_pairs),
@@ -193,7 +219,8 @@ def _without_effect(args: Arguments, context: Context) -> list[tuple[str, bool]]
         ("--dynamic-sampling-filter-path", args.dynamic_sampling_filter_path is not None),
     )
     named = ("advantage_estimator", "gamma", "eps_clip", "eps_clip_high", "eps_clip_c", "rm_type")
-    return [*switches, *(("--" + name.replace("_", "-"), name in context.given) for name in named)]
+    shared = unread_flags(args, context.given)
+    return [*switches, *shared, *(("--" + name.replace("_", "-"), name in context.given) for name in named)]
 
 
 def pairs_are_whole(args: Arguments, context: Context) -> Iterator[Problem]:
@@ -269,7 +296,8 @@ def reward_model_training_is_consistent(args: Arguments, context: Context) -> It
     """A reward model gives no tokens: no engine serves it in training, and flags of a policy's loss are left out."""
     if not args.trains_reward_model:
         return
-    for flag, given in _without_effect(args, context):
+    of_policy = (("--rollout-temperature", args.rollout_temperature != 1), ("--keep-logits", args.keep_logits))
+    for flag, given in [*_without_effect(args, context), *of_policy]:
         if given:
             yield Problem(flag, f"{flag} has no effect with {_REWARD_MODEL}: leave it out.")
     if not args.debug_train_only:

@@ -34,6 +34,7 @@ from slimrl.engines.protocol import (
     EngineTimeoutError,
     EngineUnavailableError,
     Generation,
+    PromptImages,
     RequestStats,
     aborted_answer,
 )
@@ -134,21 +135,33 @@ class RouterClient:
         return self._in_flight
 
     async def generate(
-        self, input_ids: list[int], sampling_params: dict[str, Any], session_id: str | None = None
+        self,
+        input_ids: list[int],
+        sampling_params: dict[str, Any],
+        session_id: str | None = None,
+        images: PromptImages | None = None,
     ) -> Generation:
         """Continue `input_ids`; `sampling_params` go to the engine unchanged (send one `sampling_seed` per request).
 
-        A request that was aborted before an engine accepted it has no tokens and the weight version "".
+        A request that was aborted before an engine accepted it has no tokens and the weight version "". The engine's
+        processor gives each of `images` its tokens; a prompt of another length than `input_ids` is an error.
 
         `session_id` keeps the requests of one conversation on one server, if the router's policy supports it. Raises
         EngineRequestError (rejected, with the body), EngineTimeoutError, EngineUnavailableError (after retries), and
         EngineResponseError.
         """
         payload = {"input_ids": input_ids, "sampling_params": sampling_params, "return_logprob": True, **self._adapter}
+        if images is not None:
+            payload |= {"input_ids": images.one_each(input_ids), "image_data": images.data}
         response = await self._request("/generate", payload, session_id, self._generation)
         if response is None:
             return Generation([], [], "abort", "")
         generation, sent_ns = response
+        if images is not None and generation.prompt_tokens != len(input_ids):
+            raise EngineResponseError(
+                f"the engine made {generation.prompt_tokens} tokens of a prompt with images that has {len(input_ids)}:"
+                " its image processor must be that of --hf-checkpoint (preprocessor_config.json)"
+            )
         generation.sent_ns = sent_ns
         return generation
 

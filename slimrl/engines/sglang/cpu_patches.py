@@ -91,6 +91,22 @@ def patch_operators() -> None:
     layers.install()
 
 
+# of SGLang's CPU kernels: models that are not served look them up while their modules are imported
+KERNELS_OF_OTHER_MODELS = (
+    *("fused_sigmoid_mul_cpu", "fused_qk_gemma_rmsnorm_cpu", "fused_qk_gemma_rmsnorm_with_gate_cpu"),
+    *("fused_qkvzba_split_reshape_cat_contiguous_cpu", "fused_gdn_gating_cpu"),
+)
+
+
+def patch_image_processors() -> None:
+    """Makes SGLang's processors of Qwen's images importable: they import every model that they are for."""
+    import torch
+
+    for name in KERNELS_OF_OTHER_MODELS:
+        if not hasattr(torch.ops.sgl_kernel, name):
+            setattr(torch.ops.sgl_kernel, name, _AbsentModule(name))
+
+
 def patch_pause() -> None:
     """Makes a paused scheduler sleep until the next call, as `--sleep-on-idle` does for one that has no request.
 
@@ -247,6 +263,7 @@ def patch() -> None:
     batch_invariant_ops.enable_batch_invariant_mode = lambda *args, **kwargs: None
     sampler.murmur_hash32 = murmur_hash32
     patch_layers()
+    patch_image_processors()
     patch_attention()
     allow_shm_unpickling(common.SafeUnpickler)
     pynccl.NCCLLibrary = _no_nccl  # torch's CUDA build has the library also on machines without a GPU

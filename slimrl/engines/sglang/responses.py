@@ -113,6 +113,7 @@ class ResponseReader:
             stats.note(meta)
         generation = Generation([], [], meta.finish_reason.type, meta.weight_version, answer.text)
         generation.version_spans = _spans(meta, len(token_ids))
+        generation.prompt_tokens = meta.prompt_tokens
         generation.pack("token_ids", PackedColumn(struct.pack(f"{len(token_ids)}i", *token_ids), "i4"))
         generation.pack("log_probs", log_probs)
         return generation
@@ -171,6 +172,7 @@ def _checked(answer: Any, stats: RequestStats | None) -> Generation:
         weight_version=meta.weight_version,
         text=answer.text,
         version_spans=_spans(meta, len(token_ids)),
+        prompt_tokens=meta.prompt_tokens,
     )
 
 

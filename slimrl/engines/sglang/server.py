@@ -58,6 +58,8 @@ def server_environment(
         # /health responds at once instead of generating a token: the router polls it every second, and a server that
         # is paused for a weight update is healthy
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+        # it would keep the features of images over weight updates, which change the vision tower
+        "SGLANG_VLM_CACHE_SIZE_MB": "0",
         **_of_network(launch.network, inherited),
     }
     decided = _on_gpus(launch, options, inherited) if launch.cuda else _on_cpu(ranks, base_gpu_id)

@@ -18,6 +18,7 @@ from typing import Any, cast
 from slimrl.arguments import PassthroughFlag
 from slimrl.engines.sglang.server_args_parser import DeclaredFlag, read_server_flags
 from slimrl.models.adapters import AdapterConfig
+from slimrl.models.families.vision import TOWER_CONFIG, decoder_config
 
 # dest of the server's flag -> how slimrl sets it; completes "--sglang-x is set by slimrl itself (...)"
 RESERVED: dict[str, str] = {
@@ -197,6 +198,7 @@ CPU_DEFAULTS = (
 ADAPTERS = "--enable-lora"
 BATCH_INVARIANT = "--batch-invariant"  # of `cpu_patches` itself: the operators of --true-on-policy-mode
 CPU_ADAPTERS = "--lora-backend=torch_native"
+CPU_IMAGES = "--image-processor-backend=pil"  # transformers' choice where torchvision is absent
 # a CUDA allocator: without it the server accepts calls that release memory but keeps the memory
 CUDA_ONLY = ("--enable-memory-saver", "--enable-weights-cpu-backup")
 KV_CACHE_BYTES = 1 << 30
@@ -211,7 +213,8 @@ def with_defaults(argv: Sequence[str]) -> list[str]:
     model = _model_path(argv)
     cache = [f"--max-total-tokens={kv_cache_tokens(model)}"] if model is not None else []
     adapters = [CPU_ADAPTERS] if ADAPTERS in argv else []
-    return [*CPU_DEFAULTS, *adapters, *cache, *(word for word in argv if word not in CUDA_ONLY)]
+    images = [CPU_IMAGES] if model is not None and TOWER_CONFIG in _config(model) else []
+    return [*CPU_DEFAULTS, *adapters, *images, *cache, *(word for word in argv if word not in CUDA_ONLY)]
 
 
 def _model_path(argv: Sequence[str]) -> Path | None:
@@ -232,7 +235,7 @@ def unused_model_modules(argv: Sequence[str]) -> list[str]:
     model = _model_path(argv)
     if model is None or any(word.startswith(CHOOSE_ARCHITECTURE) for word in argv):
         return []
-    names = json.loads((model / "config.json").read_text()).get("architectures") or []
+    names = _config(model).get("architectures") or []
     package = importlib.util.find_spec("sglang")
     if not names or package is None or not package.submodule_search_locations:
         return []
@@ -244,13 +247,17 @@ def unused_model_modules(argv: Sequence[str]) -> list[str]:
 
 def kv_cache_tokens(model_path: Path) -> int:
     """The number of KV cache tokens that fit into 1 GiB at float32, clamped to `KV_CACHE_TOKENS`."""
-    config = json.loads((model_path / "config.json").read_text())
+    config = decoder_config(_config(model_path))
     bytes_per_token = 4 * config["num_hidden_layers"] * _cached_values(config)
     minimum, maximum = KV_CACHE_TOKENS
     return max(minimum, min(maximum, KV_CACHE_BYTES // bytes_per_token))
 
 
-def _cached_values(config: dict[str, Any]) -> int:
+def _config(model: Path) -> dict[str, Any]:
+    return dict(json.loads((model / "config.json").read_text()))
+
+
+def _cached_values(config: Mapping[str, Any]) -> int:
     """Cached values per token and layer: keys and values of each KV head, or for MLA one latent and one rotary key."""
     if "kv_lora_rank" in config:
         return config["kv_lora_rank"] + config["qk_rope_head_dim"]

@@ -156,8 +156,13 @@ class PackedSelfAttention(SelfAttention):
         packed_seq_params: PackedSeqParams | None = None,
         **settings: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """As megatron-core's; `rotary_pos_emb` [longest sequence, 1, 1, width] has one row per position."""
-        if _laid_out(packed_seq_params, self.config) and isinstance(rotary_pos_emb, Tensor):
+        """As megatron-core's; `rotary_pos_emb` [longest sequence, 1, 1, width] has one row per position.
+
+        With multimodal positions it has one row per token.
+        """
+        if self.config.mrope_section is not None and isinstance(rotary_pos_emb, Tensor):
+            rotary_pos_emb = _Rotation(rotary_pos_emb, rotary_pos_emb)
+        elif _laid_out(packed_seq_params, self.config) and isinstance(rotary_pos_emb, Tensor):
             by_position = rotary_pos_emb
             assert packed_seq_params is not None  # `_laid_out`
             rows, _ = packed_seq_params.token_frequencies(lambda: (by_position, 1.0))

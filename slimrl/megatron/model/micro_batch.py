@@ -13,17 +13,22 @@ device in every layer.
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from slimrl.arguments.flags.data import TrainBatchArguments
-from slimrl.arguments.flags.parallel import ParallelArguments
+from slimrl.arguments.namespace import MegatronArguments
+from slimrl.data.images import image_rows, mrope_positions
 from slimrl.data.train_batch import RolloutBatch, sequence_multiple
 from slimrl.megatron.parallel import ParallelState
+from slimrl.models.families.vision import VisionTokens
 
 
 def local_rows(lengths: Tensor, rank: int, ranks: int) -> Tensor:
@@ -129,6 +134,15 @@ def without_boundaries(sequences: PackedSequences) -> PackedSequences:
 
 
 @dataclasses.dataclass(frozen=True)
+class ImageTensors:
+    """The images of a pack, on the model's device."""
+
+    pixel_values: Tensor  # float32 [patches, values of a patch]
+    grids: Tensor  # int64 [images, 3]: patches in time, height and width
+    rows: Tensor  # int64 [image tokens]: their places in the pack
+
+
+@dataclasses.dataclass(frozen=True)
 class MicroBatch:
     """One packed forward pass: sequences end to end; the last one may be padding.
 
@@ -148,6 +162,8 @@ class MicroBatch:
     response_lengths: Tensor  # int64 [samples]
     rows: tuple[int, ...]  # the samples' indices in the rank's batch
     lengths: tuple[tuple[int, int], ...]  # of each sample and of its response, on the host
+    position_ids: Tensor | None = None  # int64 [3, 1, padded tokens], of a vision-language model
+    images: ImageTensors | None = None
 
 
 def pack_micro_batch(
@@ -158,8 +174,12 @@ def pack_micro_batch(
     device: torch.device,
     context_rank: int = 0,
     context_size: int = 1,
+    vision: VisionTokens | None = None,
 ) -> MicroBatch:
     """Pack `rows` of `batch`; each rank's part is padded to a multiple of `length_multiple` tokens.
+
+    With `vision`, the tokens of a vision-language model, it has positions and images too; then there is one
+    context-parallel rank.
 
     Row t - 1 of the logits predicts the token at position t, so a sample of prompt length p and total length n uses
     the rows p - 1 to n - 2 of its own sequence.
@@ -175,7 +195,8 @@ def pack_micro_batch(
 
     tokens = torch.zeros(int(lengths.sum()), dtype=torch.int64)
     real = ranges(starts, totals)
-    tokens[real] = batch.select(index).tokens
+    chosen = batch.select(index)
+    tokens[real] = chosen.tokens
     padded = torch.ones_like(tokens, dtype=torch.bool)
     padded[real] = False
     positions = ranges(starts + totals - responses, responses)
@@ -200,7 +221,30 @@ def pack_micro_batch(
         response_lengths=responses.to(device),
         rows=tuple(rows),
         lengths=tuple(zip(totals.tolist(), responses.tolist(), strict=True)),
+        **({} if vision is None else _of_vision(chosen, real, len(tokens), vision, device)),
     )
+
+
+def _of_vision(
+    chosen: RolloutBatch, real: Tensor, length: int, vision: VisionTokens, device: torch.device
+) -> dict[str, Any]:
+    """`position_ids` and `images` of a pack of `length` tokens, of which `real` are those of the samples `chosen`."""
+    samples = chosen.tokens.split(chosen.total_lengths.tolist())
+    prompts = (chosen.total_lengths - chosen.response_lengths).tolist()
+    images = chosen.images
+    grids = [None] * len(samples) if images is None else images.grids_of_samples()
+    positions = torch.zeros(3, 1, length, dtype=torch.int64)
+    positions[:, 0, real] = torch.cat(
+        [mrope_positions(*sample, vision) for sample in zip(samples, prompts, grids, strict=True)], dim=1
+    )
+    found: dict[str, Any] = {"position_ids": positions.to(device)}
+    if images is not None:
+        offsets = chosen.token_offsets.tolist()
+        of_samples = zip(samples, prompts, offsets[:-1], strict=True)
+        rows = [image_rows(tokens, prompt, vision) + offset for tokens, prompt, offset in of_samples]
+        pixels, of_images = images.in_order()
+        found["images"] = ImageTensors(pixels.to(device), of_images.to(device), real[torch.cat(rows)].to(device))
+    return found
 
 
 def _rounded_up(lengths: Tensor, multiple: int) -> Tensor:
@@ -215,14 +259,17 @@ class MicroBatchPacker:
     device: torch.device
     context_rank: int
     context_size: int
+    vision: VisionTokens | None = None
 
     @classmethod
     def of_rank(
-        cls, layout: ParallelArguments, batches: TrainBatchArguments, parallel: ParallelState
+        cls, model: MegatronArguments, batches: TrainBatchArguments, parallel: ParallelState
     ) -> MicroBatchPacker:
         """The packer of the rank that `parallel` describes."""
-        multiple = batches.data_pad_size_multiplier * layout.tensor_model_parallel_size
-        return cls(multiple, parallel.device, parallel.cp_rank, parallel.cp_size)
+        multiple = batches.data_pad_size_multiplier * model.tensor_model_parallel_size
+        folder = model.vision_folder
+        vision = None if folder is None else VisionTokens.of(json.loads((Path(folder) / "config.json").read_text()))
+        return cls(multiple, parallel.device, parallel.cp_rank, parallel.cp_size, vision)
 
     def __call__(self, batch: RolloutBatch, rows: Sequence[int]) -> MicroBatch:
         """`pack_micro_batch`."""
@@ -233,6 +280,7 @@ class MicroBatchPacker:
             device=self.device,
             context_rank=self.context_rank,
             context_size=self.context_size,
+            vision=self.vision,
         )
 
     def steps(self, batch: RolloutBatch) -> list[list[MicroBatch]]:

@@ -26,6 +26,7 @@ from slimrl.megatron.model.layer_spec import block_of, block_spec
 from slimrl.megatron.model.layers import PostNorms
 from slimrl.megatron.model.lora import add_adapters
 from slimrl.megatron.model.output_layer import PolicyModel, ValueModel
+from slimrl.megatron.model.vision import VisionLanguageModel, tower_of, vision_tower
 from slimrl.megatron.parallel import ParallelState
 from slimrl.models.adapters import AdapterConfig
 
@@ -113,7 +114,12 @@ def policy_model(
     chosen = layers
     if chosen is None:
         chosen = add_adapters(own_layers(args, config, vp_stage), AdapterConfig.from_args(args))
-    return PolicyModel(**_settings(args, config, pre_process, post_process, vp_stage, chosen))
+    settings = _settings(args, config, pre_process, post_process, vp_stage, chosen)
+    if args.vision_folder is None:
+        return PolicyModel(**settings)
+    tower = vision_tower(args.vision_folder, config.params_dtype) if pre_process else None
+    interleaves = tower_of(args.vision_folder).interleaves_positions
+    return VisionLanguageModel(tower, interleaves_positions=interleaves, **settings)
 
 
 def _settings(

@@ -62,7 +62,8 @@ def token_returns(
 ) -> tuple[Tensor, Tensor]:
     """Advantages before whitening, and returns: [response tokens of the rank]; rewards are already normalised by group.
 
-    - `Returns.GENERALIZED` (PPO): generalised advantages of the rewards that follow, and the targets of the critic.
+    - `Returns.GENERALIZED` (PPO): generalised advantages of the rewards that follow, and the targets of the critic,
+      which are those of --critic-lambd if it is given (VC-PPO: Yuan et al. 2025, arXiv:2503.01491, section 3.2).
     - `Returns.DISCOUNTED` (REINFORCE++, Hu 2025, equations 3 and 4): the discounted return of the reward at the last
       trained token and of -kl_coef * KL_t at every trained token.
     - `Returns.BROADCAST`: the sample's reward - kl_coef * KL_t.
@@ -88,7 +89,11 @@ def token_returns(
         return returns, returns
     if values is None:
         raise ValueError(f"--advantage-estimator {algorithm.advantage_estimator} needs the values of a critic")
-    return generalized_advantages(rewards, values, mask, lengths, gamma=algorithm.gamma, lambd=algorithm.lambd)
+    columns, gamma, own = (rewards, values, mask, lengths), algorithm.gamma, algorithm.critic_lambd
+    advantages, targets = generalized_advantages(*columns, gamma=gamma, lambd=algorithm.lambd)
+    if own is not None and own != algorithm.lambd:
+        _, targets = generalized_advantages(*columns, gamma=gamma, lambd=own)
+    return advantages, targets
 
 
 def whitened(values: Tensor, mask: Tensor, group: dist.ProcessGroup) -> Tensor:

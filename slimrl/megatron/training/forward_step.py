@@ -255,11 +255,12 @@ def _forward(stage: Any, micro_batch: MicroBatch, settings: TokenScores) -> Tens
     wanted = settings.wanted(micro_batch)
     return stage(
         micro_batch.tokens,
-        None,
+        micro_batch.position_ids,
         None,
         packed_seq_params=micro_batch.sequences,
         padding_mask=padding,
         **({} if wanted is None else {"wanted": wanted}),  # a custom model may lack this parameter
+        **({} if micro_batch.images is None else {"images": micro_batch.images}),
     )
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slimrl.algorithms.losses import next_kl_coef
+from slimrl.algorithms.losses import next_entropy_coef, next_kl_coef
 from slimrl.arguments.flags.algorithm import AlgorithmArguments
 from slimrl.data.train_batch import RolloutBatch
 from slimrl.megatron import data_parallel
@@ -35,7 +35,7 @@ from slimrl.megatron.training.trained_model import TrainedModel
 from slimrl.models.model_spec import ModelSpec
 from slimrl.observability.tracer import Timeline
 
-_COEF = "kl_coef"
+_COEF, _ENTROPY_COEF, _ENTROPY = "kl_coef", "entropy_coef", "entropy"
 
 
 class KLController:
@@ -67,6 +67,44 @@ class KLController:
         self.numbers[_COEF] = moved
 
 
+class EntropyController:
+    """One rank's coefficient of the entropy bonus, equal on all ranks; see `next_entropy_coef`.
+
+    The entropy of a rollout is that of its first optimizer step. The bonus is on while that of the rollout before was
+    at most the target. `numbers` is that of the rank's `KLController`, which a checkpoint has; it gets an own entry.
+    """
+
+    def __init__(self, algorithm: AlgorithmArguments, device: torch.device, numbers: dict[str, float]) -> None:
+        self._target, self._delta, self._device = algorithm.entropy_target, algorithm.entropy_coef_delta, device
+        self.numbers = numbers
+        if self._target is not None:
+            numbers.update({_ENTROPY_COEF: algorithm.entropy_coef, _ENTROPY: 0.0})
+
+    def applied_to(self, loss: StepLoss) -> StepLoss:
+        """The loss with the current coefficient."""
+        if self._target is None:
+            return loss
+        return dataclasses.replace(loss, settings=dataclasses.replace(loss.settings, entropy_coef=self._now))
+
+    @property
+    def _now(self) -> float:
+        assert self._target is not None
+        return self.numbers[_ENTROPY_COEF] if self.numbers[_ENTROPY] <= self._target else 0.0
+
+    def after_rollout(self, metrics: dict[str, float], steps: Sequence[dict[str, float]]) -> None:
+        """Notes the coefficient of a rollout in its `metrics`, and moves it by those of its `steps`; collective."""
+        if self._target is None:
+            return
+        metrics["rollout/entropy_coef"] = self._now
+        # sums on a device may be rounded differently by each rank
+        entropy = torch.tensor(steps[0]["entropy_loss"], dtype=torch.float64, device=self._device)
+        dist.broadcast(entropy, src=0)
+        if not entropy.isfinite():
+            return
+        coef = next_entropy_coef(self.numbers[_ENTROPY_COEF], float(entropy), target=self._target, delta=self._delta)
+        self.numbers.update({_ENTROPY_COEF: coef, _ENTROPY: float(entropy)})
+
+
 @dataclasses.dataclass
 class PolicyParts:
     """What the rollouts of one rank have in common. The first `critic_only_rollouts` do not train the policy."""
@@ -78,6 +116,7 @@ class PolicyParts:
     passes: LogProbPasses
     hooks: TrainingHooks
     kl: KLController
+    entropy: EntropyController
     pack: MicroBatchPacker
     parallel: ParallelState
     times: PhaseTimes
@@ -179,16 +218,18 @@ class PolicyRollout:
         if of_critic:
             metrics = [counts | own for counts, own in zip(metrics, of_critic, strict=True)]
         if self._trains:
-            metrics = [other | own for own, other in zip(self._steps(), metrics, strict=True)]
+            own_steps = self._steps()
+            metrics = [other | own for own, other in zip(own_steps, metrics, strict=True)]
         parts.passes.teacher.release()
         self.metrics = self._report()
         if self._trains:
             parts.kl.after_rollout(self.metrics, sum(self.batch.samples_per_step))
+            parts.entropy.after_rollout(self.metrics, own_steps)
         return metrics
 
     def _steps(self) -> list[dict[str, float]]:
         parts, batch, columns, scores = self._parts, self.batch, self.columns, self._scores
-        metrics = []
+        loss, metrics = parts.entropy.applied_to(parts.loss), []
         part = parts.profiler.part(ACTOR, self._rollout_id)
         with part, parts.times.phase("actor_train"), data_parallel.overlapped_param_gather(parts.policy.wrapped):
             for number, micro_batches in enumerate(self.steps):
@@ -196,12 +237,12 @@ class PolicyRollout:
                 with parts.memory_report.step(), parts.timeline.span("forward and backward", optimizer_step=number):
                     parts.policy.begin_step()
                     parts.hooks.before_step(self._rollout_id, number)
-                    sums_of = parts.loss.sums_of(batch, columns, self._data, scores, number, self.advance)
+                    sums_of = loss.sums_of(batch, columns, self._data, scores, number, self.advance)
                     sums = self._accumulate(micro_batches, sums_of, samples)
                 scores.complete(micro_batches, parts.parallel)
                 where = f"rollout {self._rollout_id}, optimizer step {number}"
                 with parts.timeline.span("optimizer step", optimizer_step=number):
-                    step = reduce_step(sums, parts.loss.settings, parts.parallel)
+                    step = reduce_step(sums, loss.settings, parts.parallel)
                     step |= parts.policy.step(step["loss"], where, lambda: columns.broken_samples(batch))
                 if parts.policy.reference is not None and columns.ref_log_probs is None:
                     step.pop("kl_loss", None)  # absent, since it was not computed for this rollout

@@ -44,7 +44,7 @@ from slimrl.megatron.training.forward_step import LogProbConfig, layers_add_loss
 from slimrl.megatron.training.log_prob_passes import LogProbPasses, Teacher
 from slimrl.megatron.training.loss.policy_loss import PolicyLossConfig, PolicyLossHooks
 from slimrl.megatron.training.pass_plan import PassPlan
-from slimrl.megatron.training.policy_rollout import KLController, PolicyParts, PolicyRollout
+from slimrl.megatron.training.policy_rollout import EntropyController, KLController, PolicyParts, PolicyRollout
 from slimrl.megatron.training.reporting.diagnostics import LOG_PROBS, OVERALL, MemoryHistory, PartProfiler
 from slimrl.megatron.training.reporting.memory_report import MemoryReport
 from slimrl.megatron.training.reporting.train_metrics import PhaseTimes
@@ -122,6 +122,7 @@ class MegatronTrainer:
         self.optimizer, self.scheduler = self._policy.optimizer, self._policy.scheduler
         times = PhaseTimes(self.parallel.device)
         self._kl = KLController(args, self.parallel.device)
+        self._entropy = EntropyController(args, self.parallel.device, self._kl.numbers)
         self._critic: Critic | None = None
         if args.use_critic and not args.eval_only and not args.critic_num_gpus:
             self._critic = Critic(args, self.parallel, resumed, times, self._timeline)
@@ -205,6 +206,7 @@ class MegatronTrainer:
             passes=passes,
             hooks=hooks,
             kl=self._kl,
+            entropy=self._entropy,
             pack=pack,
             parallel=self.parallel,
             times=times,

@@ -12,12 +12,15 @@ from typing import Any
 from slimrl.models.config_rows import Config, FamilyTable
 from slimrl.models.families import deepseek_v3, glm4, llama, qwen
 from slimrl.models.families.param_mapping import ModelMapping, ParamMapping
+from slimrl.models.families.vision import decoder_config
 
 FAMILIES: tuple[ModelMapping, ...] = (
     llama.LLAMA,
     qwen.QWEN2,
+    qwen.QWEN2_5_VL,
     qwen.QWEN2_MOE,
     qwen.QWEN3,
+    qwen.QWEN3_VL,
     qwen.QWEN3_MOE,
     glm4.GLM4,
     glm4.GLM4_MOE,
@@ -34,7 +37,7 @@ __all__ = ["FAMILIES", "MODEL_TYPES", "TABLES", "ModelMapping", "ParamMapping", 
 
 
 def family_for(hf_config: dict[str, Any]) -> ModelMapping:
-    """The mapping for a config.json, selected by its `model_type`.
+    """The mapping for a config.json, selected by its `model_type`, with the rows of its vision tower.
 
     Raises ValueError naming the supported families if there is no mapping, or if the config describes a variant that
     its family's mapping does not support.
@@ -43,7 +46,7 @@ def family_for(hf_config: dict[str, Any]) -> ModelMapping:
     for family in FAMILIES:
         if family.model_type == model_type:
             family.check_config(hf_config)
-            return family
+            return family.for_config(hf_config)
     known = ", ".join(family.model_type for family in FAMILIES)
     raise ValueError(
         f"config.json has model_type {model_type!r}, for which there is no parameter mapping;"
@@ -56,5 +59,5 @@ def stated_flags(config: Config) -> dict[str, Any]:
 
     Raises KeyError for a model_type without a table.
     """
-    table = TABLES[config["model_type"]]
+    table, config = TABLES[config["model_type"]], decoder_config(config)
     return {field: row.stated(config) for field, row in table.rows.items()}

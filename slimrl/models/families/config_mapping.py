@@ -23,6 +23,7 @@ from slimrl.models.config_rows import (
     value,
     wrong,
 )
+from slimrl.models.families.vision import mrope_section
 
 
 def head_width(default: int | None = None) -> Row:
@@ -63,6 +64,7 @@ COMMON: tuple[Row, ...] = (
     config_rows.percent(1.0),
     config_rows.llama3_factor(),
     not_there("num_experts", "a model without experts"),
+    not_there("mrope_section", "rotary positions of text alone"),
     Switch(
         "swiglu",
         "--swiglu",
@@ -84,6 +86,11 @@ COMMON: tuple[Row, ...] = (
     always("post_self_attn_layernorm", "--post-self-attn-layernorm", False),
     always("post_mlp_layernorm", "--post-mlp-layernorm", False),
     always("multi_latent_attention", "--multi-latent-attention", False),
+)
+# rotary positions of time, height and width; text has the same number for all three
+MULTIMODAL_POSITIONS = (
+    computed("position_embedding_type", "rope mrope_section, value", lambda _: "mrope"),
+    computed("mrope_section", "rope mrope_section", mrope_section, absent="no mrope_section"),
 )
 PLAIN_ATTENTION = (
     config_rows.only("default", "llama3"),

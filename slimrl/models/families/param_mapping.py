@@ -17,10 +17,11 @@ from enum import Enum
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from slimrl.models.config_rows import FamilyTable
+from slimrl.models.config_rows import Config, FamilyTable
 from slimrl.models.families.toy_config import ToyConfig
 
 if TYPE_CHECKING:
+    from slimrl.models.families.vision import VisionTower
     from slimrl.models.model_spec import ModelSpec
 
 
@@ -117,7 +118,8 @@ class ModelMapping:
     """A family: its tensors before the layers, of each layer, after the layers, and the untied head; its config.json.
 
     `config` maps keys of config.json to model flags. `float32_router`: engines keep the router's weight in float32,
-    regardless of the model's dtype. `toys` are toy-sized models of the family, by name.
+    regardless of the model's dtype. `toys` are toy-sized models of the family, by name. `tower` is their
+    vision tower, whose rows `for_config` puts into `tower_rows`.
     """
 
     model_type: str
@@ -131,6 +133,12 @@ class ModelMapping:
     # config entries that must have this value (or be absent), because the mapping has no rows for other values
     fixed_config: tuple[tuple[str, Any], ...] = ()
     toys: Mapping[str, ToyConfig] = dataclasses.field(default_factory=dict)
+    tower: VisionTower | None = None
+    tower_rows: tuple[ParamMapping, ...] = ()
+
+    def for_config(self, hf_config: Config) -> ModelMapping:
+        """The mapping of the model of this config.json, with the rows of its vision tower."""
+        return self if self.tower is None else dataclasses.replace(self, tower_rows=self.tower.rows(hf_config))
 
     def check_config(self, hf_config: dict[str, Any]) -> None:
         """Raises ValueError if the config describes tensors that this mapping has no rows for."""
@@ -146,6 +154,7 @@ class ModelMapping:
 
         Experts come one after another, each with all of its rows.
         """
+        yield from self.tower_rows
         yield self.embedding
         present = [row for row in self.layer if row.when is None or spec.has(row.when)]
         kinds = {

@@ -1,17 +1,26 @@
-"""Tensors and config.json of Qwen2, Qwen2.5, Qwen3 (dense and with experts) and MiMo.
+"""Tensors and config.json of Qwen2, Qwen2.5, Qwen2.5-VL, Qwen3 (dense and with experts) and MiMo.
 
-Qwen2 and Qwen2.5 have biases on queries, keys and values only, and a gated shared expert in MoE models. Qwen3
-has query and key norms and no biases. MiMo is dense with Qwen2's layers; its MTP layers are not trained: their tensors
-are copied from the original folder.
+Qwen2 and Qwen2.5 have biases on queries, keys and values only, and a gated shared expert in MoE models. Qwen2.5-VL is
+Qwen2.5 with multimodal rotary positions behind a vision tower. Qwen3 has query and key norms and no biases. MiMo is
+dense with Qwen2's layers; its MTP layers are not trained: their tensors are copied from the original folder.
 """
 
 from __future__ import annotations
 
-from slimrl.models.config_rows import always, switched, value
-from slimrl.models.families import param_mapping
-from slimrl.models.families.config_mapping import EXPERTS, NO_BIASES, PLAIN_ATTENTION, SOFTMAX, head_width, table
+from slimrl.models import config_rows
+from slimrl.models.config_rows import always, switched, value, wrong
+from slimrl.models.families import param_mapping, vision
+from slimrl.models.families.config_mapping import (
+    EXPERTS,
+    MULTIMODAL_POSITIONS,
+    NO_BIASES,
+    PLAIN_ATTENTION,
+    SOFTMAX,
+    head_width,
+    table,
+)
 from slimrl.models.families.param_mapping import ModelMapping, MTPLayers
-from slimrl.models.families.toy_config import GROUPED, ToyConfig, rope
+from slimrl.models.families.toy_config import GROUPED, TOY_LEVELS, TOY_TOWER, ToyConfig, rope
 
 QWEN2_ATTENTION = (
     param_mapping.ATTENTION_NORM,
@@ -29,6 +38,26 @@ QWEN2 = ModelMapping(
     final_norm=param_mapping.FINAL_NORM,
     head=param_mapping.HEAD,
     toys={"qwen2": ToyConfig("Qwen2ForCausalLM", {"num_key_value_heads": 2, "rms_norm_eps": 1e-6} | rope(1e6))},
+)
+QWEN2_5_VL = ModelMapping(
+    model_type="qwen2_5_vl",
+    config=table(
+        always("add_qkv_bias", "--add-qkv-bias", True),
+        *MULTIMODAL_POSITIONS,
+        unserved=(config_rows.only("default", "mrope"), wrong("use_sliding_window", False)),
+    ),
+    embedding=param_mapping.EMBEDDING,
+    layer=QWEN2.layer,
+    final_norm=param_mapping.FINAL_NORM,
+    head=param_mapping.HEAD,
+    tower=vision.QWEN2_5_VL,
+    toys={
+        "qwen2_5_vl": ToyConfig(
+            "Qwen2_5_VLForConditionalGeneration",
+            {"num_key_value_heads": 2, "rms_norm_eps": 1e-6, "vision_config": TOY_TOWER}
+            | rope(1e6, rope_type="default", mrope_section=[2, 3, 3]),
+        )
+    },
 )
 QWEN2_MOE = ModelMapping(
     model_type="qwen2_moe",
@@ -77,6 +106,31 @@ QWEN3 = ModelMapping(
     head=param_mapping.HEAD,
     fixed_config=(("attention_bias", False),),
     toys={"qwen3": ToyConfig("Qwen3ForCausalLM", GROUPED | {"rms_norm_eps": 1e-6} | rope(1e6))},
+)
+QWEN3_VL = ModelMapping(
+    model_type="qwen3_vl",
+    config=table(
+        always("qk_layernorm", "--qk-layernorm", True),
+        head_width(128),
+        *MULTIMODAL_POSITIONS,
+        unserved=(config_rows.only("default", "mrope"), *NO_BIASES),
+    ),
+    embedding=vision.deeper(param_mapping.EMBEDDING),
+    layer=tuple(map(vision.deeper, QWEN3.layer)),
+    final_norm=vision.deeper(param_mapping.FINAL_NORM),
+    head=param_mapping.HEAD,
+    tower=vision.QWEN3_VL,
+    toys={
+        "qwen3_vl": ToyConfig(
+            "Qwen3VLForConditionalGeneration",
+            {
+                "text_config": GROUPED
+                | {"rms_norm_eps": 1e-6}
+                | rope(5e6, rope_type="default", mrope_section=[4, 2, 2], mrope_interleaved=True),
+                "vision_config": TOY_LEVELS,
+            },
+        )
+    },
 )
 QWEN3_MOE = ModelMapping(
     model_type="qwen3_moe",

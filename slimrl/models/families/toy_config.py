@@ -27,6 +27,36 @@ class ToyConfig:
 
 
 GROUPED = {"num_key_value_heads": 2, "head_dim": 16}
+# a vision tower with the published patches, windows and merging
+TOY_TOWER = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "in_chans": 3,
+    "out_hidden_size": 64,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "window_size": 112,
+    "fullatt_block_indexes": [1],
+    "initializer_range": 0.1,
+}
+# the same with features for the first layer of the decoder
+TOY_LEVELS = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "in_channels": 3,
+    "out_hidden_size": 64,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "num_position_embeddings": 64,
+    "deepstack_visual_indexes": [0],
+    "initializer_range": 0.1,
+}
 LATENT = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 32,

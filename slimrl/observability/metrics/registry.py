@@ -302,6 +302,7 @@ ROLLOUT = (
     Metric("rollout/kl", "the same for the KL to the reference model (--kl-loss-type)", "nats", when="the same"),
     Metric("rollout/sample_kl", "mean over samples of that KL, summed over trained tokens", "nats", when="--kl-target"),
     Metric("rollout/kl_coef", "coefficient of the KL penalty in this rollout", when="--kl-target"),
+    Metric("rollout/entropy_coef", "coefficient of the entropy bonus in this rollout", when="--entropy-target"),
     Metric("rollout/teacher_log_probs", "the same for the teacher's log-probabilities", "nats", when=_OPD),
     Metric(
         "rollout/opd_reverse_kl",

@@ -19,6 +19,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
+from slimrl.data.image_prompts import image_items, with_images
 from slimrl.data.preference_pairs import PAIR_KEY, pair_of
 from slimrl.data.prompt_format import (
     MESSAGES_KEY,
@@ -37,6 +38,7 @@ from slimrl.data.prompt_format import (
 from slimrl.data.readers import RowSet, open_rows
 from slimrl.data.sample import Sample
 from slimrl.rollout.async_utils import WorkerThread
+from slimrl.rollout.dataset.images import IMAGES, ImageProcessor, data_uri
 
 __all__ = [
     "MESSAGES_KEY",
@@ -61,13 +63,15 @@ BATCH_ROWS = 1024  # rows per read and tokenization when a whole set is processe
 class Prompt:
     """One tokenized row of a dataset.
 
-    `content` is the rendered chat template, the text in --input-template, or the unchanged input column.
+    `content` is the rendered chat template, the text in --input-template, or the unchanged input column. `images` are
+    the data URIs of its images, each of which has all of its tokens in `token_ids`.
     """
 
     content: str | list[dict[str, Any]]
     token_ids: array[int]
     label: Any
     metadata: dict[str, Any]
+    images: tuple[str, ...] = ()
 
     def sample(self, *, group_index: int, index: int) -> Sample:
         """A new sample of this prompt that shares no mutable object with others."""
@@ -78,6 +82,7 @@ class Prompt:
             label=_independent(self.label),
             tokens=self.token_ids.tolist(),
             metadata=_independent(self.metadata),
+            multimodal_inputs={IMAGES: list(self.images)} if self.images else None,
         )
 
 
@@ -117,6 +122,7 @@ class PromptTokenizer:
     def __init__(self, form: PromptFormat, tokenizer: Any) -> None:
         self._form = form
         self._tokenizer = tokenizer
+        self._images = None if form.images is None else ImageProcessor(form.images.folder)
 
     def make(self, rows: Sequence[Row]) -> list[Prompt | OverlongPrompt | InvalidRow]:
         """One result per row, in order."""
@@ -125,6 +131,12 @@ class PromptTokenizer:
         limit = self._form.max_prompt_len
         results: list[Prompt | OverlongPrompt | InvalidRow] = []
         for row, content, ids in zip(rows, contents, token_ids, strict=True):
+            images: tuple[str, ...] = ()
+            if self._images is not None and isinstance(content, str) and isinstance(row, dict):
+                try:
+                    ids, images = self._with_images(self._images, row, ids)
+                except ValueError as error:
+                    content = InvalidRow(str(error))
             if isinstance(content, InvalidRow):
                 results.append(content)
             elif isinstance(row, InvalidRow):
@@ -136,9 +148,24 @@ class PromptTokenizer:
                 metadata = metadata_of(row, self._form)
                 if self._form.pair is not None:
                     metadata = {**metadata, PAIR_KEY: pair_of(row, self._form.input_key, self._form.pair).answers}
-                prompt = Prompt(content, ids, label, metadata)
+                prompt = Prompt(content, ids, label, metadata, images)
                 results.append(prompt if limit is None or len(ids) <= limit else self._shortened(prompt, limit))
         return results
+
+    def _with_images(
+        self, processor: ImageProcessor, row: dict[str, Any], ids: array[int]
+    ) -> tuple[array[int], tuple[str, ...]]:
+        """The prompt's tokens with all of its images' tokens, and the images. Raises ValueError for a bad image."""
+        assert self._form.images is not None  # there is a processor
+        counts, uris = [], []
+        for number, item in enumerate(image_items(row, self._form.images)):
+            try:
+                image = processor.read(item)
+                counts.append(processor.count(image))
+            except ValueError as error:
+                raise ValueError(f"{self._form.images.key}[{number}] (--multimodal-keys) {error}") from error
+            uris.append(data_uri(image))
+        return processor.expand(ids, counts), tuple(uris)
 
     def _shortened(self, prompt: Prompt, limit: int) -> Prompt:
         """The prompt cut to `limit` tokens, with the text of those; the metadata tells how many were cut out."""
@@ -164,9 +191,10 @@ class PromptTokenizer:
         if not self._form.apply_chat_template:
             template = self._form.input_template
             return content if template is None else in_template(template, content)
+        messages = messages_of(content)
         try:
             return self._tokenizer.apply_chat_template(
-                messages_of(content),
+                messages if self._form.images is None else with_images(messages),
                 tools=tools_of(row, self._form),
                 tokenize=False,
                 add_generation_prompt=True,

@@ -8,6 +8,7 @@ layouts.
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import itertools
 import math
@@ -15,6 +16,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from slimrl.data.image_prompts import PLACEHOLDER
 from slimrl.rollout.rm_hub.rule_graders import last_boxed
 
 _TURN = re.compile(r"\n\n(Human|Assistant):")
@@ -201,7 +203,7 @@ class Problem:
 
 
 def problem_row(row: dict[str, Any], instruction: str | None) -> dict[str, Any]:
-    """`prompt` (messages), `label` and, if any, `metadata`.
+    """`prompt` (messages), `label` and, if any, `metadata` and `images`.
 
     `instruction` is appended to the last message; None appends INSTRUCTION to problems without one of their own.
     Raises ValueError for columns of an unknown layout, and for a missing answer.
@@ -211,8 +213,26 @@ def problem_row(row: dict[str, Any], instruction: str | None) -> dict[str, Any]:
     messages = [dict(message) for message in problem.messages]
     if suffix:
         messages[-1]["content"] = f"{messages[-1]['content']}\n{suffix}"
-    converted = {"prompt": messages, "label": problem.label}
-    return {**converted, "metadata": problem.metadata} if problem.metadata else converted
+    converted: dict[str, Any] = {"prompt": messages, "label": problem.label}
+    converted |= {"metadata": problem.metadata} if problem.metadata else {}
+    return converted | ({"images": _images(row["images"], messages)} if row.get("images") else {})
+
+
+def _images(images: Any, messages: Messages) -> list[dict[str, str]]:
+    """The images of a row (geo3k) as objects with base64 `bytes`, each of which has its <image> in the messages.
+
+    Raises ValueError for an image that is not in the row, and for another number of places.
+    """
+    found = []
+    for image in images:
+        stored = image.get("bytes") if isinstance(image, dict) else image
+        if not isinstance(stored, bytes):
+            raise ValueError("its images are not stored in the row")
+        found.append({"bytes": base64.b64encode(stored).decode("ascii")})
+    places = sum(str(message["content"]).count(PLACEHOLDER) for message in messages)
+    if places != len(found):
+        raise ValueError(f"it has {len(found)} images and {places} places for them ({PLACEHOLDER})")
+    return found
 
 
 def _problem(row: dict[str, Any]) -> Problem:

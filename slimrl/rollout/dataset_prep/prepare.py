@@ -135,6 +135,7 @@ PUBLIC_SETS = {
     "dapo-math-17k": PublicSet("zhuzilin/dapo-math-17k", file_name="dapo-math-17k.jsonl"),
     "aime-2024": PublicSet("zhuzilin/aime-2024", file_name="aime-2024.jsonl"),
     "gsm8k": PublicSet("openai/gsm8k", ("main",)),
+    "geo3k": PublicSet("hiyouga/geometry3k", ("data",)),
     "preference": PublicSet(None, holds_pairs=True),
 }
 

@@ -24,9 +24,10 @@ from slimrl.arguments import Arguments
 from slimrl.arguments.flags.rollout import RolloutArguments
 from slimrl.arguments.namespace import PromptArguments
 from slimrl.data.sample import Sample, SampleStatus, clip_spans, unserved_field
-from slimrl.engines.protocol import EngineClient, ServiceError, StoppableEngine
+from slimrl.engines.protocol import EngineClient, ServiceError, StoppableEngine, with_images
 from slimrl.hooks.base import RunArguments
 from slimrl.rollout.async_utils import ends_from_outside, gather_or_cancel
+from slimrl.rollout.dataset.images import image_token_id, prompt_images
 from slimrl.rollout.generation.multi_turn import (
     append_generation,
     complete_if_stopped,
@@ -126,6 +127,7 @@ class GeneratorConfig:
     scores_groups: bool  # the reward function gets a whole group in one call
     has_custom_sample_conversion: bool  # whether a custom function decides how many training rows a sample becomes
     router: RouterAccess
+    image_token_id: int | None  # of a vision-language model
     hook_args: RunArguments  # passed to custom functions
 
     @classmethod
@@ -137,6 +139,7 @@ class GeneratorConfig:
             scores_groups=args.group_rm,
             has_custom_sample_conversion=args.custom_convert_samples_to_train_data_path is not None,
             router=RouterAccess.from_args(args),
+            image_token_id=image_token_id(args.vision_folder),
             hook_args=args,
         )
 
@@ -298,7 +301,8 @@ class SampleGenerator:
             sample.status = SampleStatus.TRUNCATED
             return
         continued = sample.response_length > 0
-        generation = await engine.generate(sample.tokens, params, session_id=sample.session_id)
+        images = with_images(prompt_images(sample, self._config.image_token_id))
+        generation = await engine.generate(sample.tokens, params, session_id=sample.session_id, **images)
         append_generation(sample, generation)
         if not generation.new_tokens:
             return

@@ -29,7 +29,7 @@ from typing import Any, cast
 
 from slimrl.arguments import Arguments
 from slimrl.data.sample import Sample, add_span
-from slimrl.engines.protocol import EngineClient, Generation
+from slimrl.engines.protocol import EngineClient, Generation, PromptImages, with_images
 from slimrl.observability.timeline import REQUESTS, WAITED_MS
 from slimrl.observability.tracer import Timeline
 
@@ -190,13 +190,17 @@ class _TracedEngine:
         self._answered_ns: int | None = None
 
     async def generate(
-        self, input_ids: list[int], sampling_params: dict[str, Any], session_id: str | None = None
+        self,
+        input_ids: list[int],
+        sampling_params: dict[str, Any],
+        session_id: str | None = None,
+        images: PromptImages | None = None,
     ) -> Generation:
         """See `EngineClient`."""
         asked = self._start_request()
         answer: Generation | None = None
         try:
-            answer = await self._engine.generate(input_ids, sampling_params, session_id)
+            answer = await self._engine.generate(input_ids, sampling_params, session_id, **with_images(images))
             return answer
         finally:
             self._answered_ns = answered = time.monotonic_ns()

@@ -4,9 +4,10 @@ Sends token ids to `/classify`; the reward is the single number of the response,
 `--rm-concurrency` requests are in flight per server, and every wait is bounded. If a server is lost, another one scores
 its samples. A failure is an error that names the server, never a reward of 0.
 
-The ids are those of the conversation or the text with the reward model's tokenizer, or the policy's ids. Only the
-policy's end-of-turn tokens are removed, since a chat template adds its own, and only special tokens of the reward
-model's template or tokenizer are added.
+The ids are those that training on preferences has (`slimrl.rollout.preference_rollout`): of the conversation in the
+reward model's chat template; of prompt and response as two texts, followed by the end token if the response is
+complete; or the policy's ids. The policy's special tokens at the end of the response's text are removed, because the
+reward model has its own.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import orjson
 
 from slimrl.arguments import Arguments
 from slimrl.arguments.served_models import TOKENIZER_FILES, RewardModelConfig
-from slimrl.data.sample import Sample
+from slimrl.data.sample import Sample, SampleStatus
 from slimrl.rollout.dataset.prompt_dataset import MESSAGES_KEY
 from slimrl.rollout.rm_hub.remote import RemoteRewardError, ServerPool, addresses
 
@@ -75,9 +76,9 @@ class RewardInput:
                     f"sample {sample.index}: its prompt is a list of messages, which --rm-input text cannot concatenate"
                     " with a response: use --rm-input conversation, or --apply-chat-template"
                 )
-            ids = self.tokenizer(sample.prompt + self.response(sample))["input_ids"]
+            ids = self._of_texts(sample, sample.prompt, self.response(sample))
         elif self._template is not None:
-            ids = self.tokenizer(self._in_template(self._template, sample))["input_ids"]
+            ids = self._of_texts(sample, *self._in_template(self._template, sample))
         else:
             messages = [*prompt_messages(sample), {"role": "assistant", "content": self.response(sample)}]
             text = self.tokenizer.apply_chat_template(messages, tokenize=False)
@@ -88,8 +89,23 @@ class RewardInput:
             )
         return ids
 
-    def _in_template(self, template: str, sample: Sample) -> str:
-        """The prompt as in the data, without the policy's template, and the response."""
+    def _of_texts(self, sample: Sample, prompt: str, response: str) -> list[int]:
+        """The tokens of both texts, as training on pairs of text makes them; none for empty texts.
+
+        Each text is tokenized by itself without special tokens, and the end token follows a complete response.
+        """
+        before, after = self.tokenizer([prompt, response], add_special_tokens=False)["input_ids"]
+        end = self.tokenizer.eos_token_id
+        is_complete = sample.status not in (SampleStatus.TRUNCATED, SampleStatus.ABORTED)
+        if (before or after) and is_complete and end is not None and after[-1:] != [end]:
+            after = [*after, end]
+        return [*before, *after]
+
+    def _in_template(self, template: str, sample: Sample) -> tuple[str, str]:
+        """The template's text before the response, and the response with the text after it.
+
+        Its prompt is that of the data, without the policy's template.
+        """
         messages = prompt_messages(sample)
         if len(messages) != 1 or not isinstance(messages[0]["content"], str):
             raise ValueError(
@@ -98,7 +114,8 @@ class RewardInput:
             )
         before, after = template.split("{response}")  # one of the two has the prompt
         prompt = messages[0]["content"]
-        return self.response(sample).join(prompt.join(part.split("{prompt}")) for part in (before, after))
+        before, after = (prompt.join(part.split("{prompt}")) for part in (before, after))
+        return before, self.response(sample) + after
 
     def response(self, sample: Sample) -> str:
         """The response's text without the special tokens at its end."""

@@ -79,7 +79,7 @@ def torch_dist_to_hf(
     check_apart(output_dir, "--output-dir", origin_hf_dir, "--origin-hf-dir")
     check_apart(output_dir, "--output-dir", input_dir, "--input-dir")
     config = read_hf_config(origin_hf_dir)
-    family = family_for(config) if model_name is None else family_named(model_name)
+    family = family_for(config) if model_name is None else family_named(model_name).for_config(config)
     spec = ModelSpec.from_hf_config({**config, "model_type": family.model_type})
     if block_size(config) is not None:
         del config["quantization_config"]  # the weights are written as the bf16 that the fp8 blocks stand for

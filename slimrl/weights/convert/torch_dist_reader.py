@@ -28,11 +28,12 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from slimrl.models.adapters import PART_OF_NAME
+from slimrl.models.families.vision import MEGATRON_TOWER
 from slimrl.weights.checkpoint_checksums import CheckedFolder, read_at
 from slimrl.weights.safe_pickle import METADATA_NAME, read_metadata
 
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
-_MODEL_PREFIXES = ("decoder.", "embedding.", "output_layer.", "value_head.", "mtp.")
+_MODEL_PREFIXES = (MEGATRON_TOWER, "decoder.", "embedding.", "output_layer.", "value_head.", "mtp.")
 _LAYER = re.compile(r"((?:decoder|mtp)\.layers\.)(\d+)\.(.*)")
 # an expert of its own in a list of experts, or a numbered weight of grouped experts
 _EXPERT = re.compile(r"(.*\.experts\.)(?:local_experts\.(\d+)\.(.*)|(linear_fc[12]\.(?:weight|bias))(\d+))")

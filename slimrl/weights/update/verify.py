@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -25,6 +26,7 @@ from torch import Tensor
 from slimrl.engines.server_protocol import WeightControl
 from slimrl.models.families import ModelMapping, ParamMapping
 from slimrl.models.families.param_mapping import Layout
+from slimrl.models.families.vision import DEEPER_HF_DECODER, DEEPER_HF_TOWER, HF_TOWER
 from slimrl.models.model_spec import ModelSpec
 from slimrl.processes.files import listed
 from slimrl.weights.reshard import hf_shapes
@@ -33,6 +35,8 @@ from slimrl.weights.update.engine_fanout import WeightsDifferError, WeightSyncEr
 
 VOCAB_MULTIPLE = 64  # the engine pads its vocabulary to a multiple of this
 HOST_FFN_MULTIPLE = 32  # on the CPU it also pads each rank's part of the FFN width of every MLP to a multiple of this
+TOWER_FFN_MULTIPLE = 8  # and everywhere that of a vision tower
+COMPUTED = ("rotary_emb.axis_map",)  # tensors that a server makes of config.json
 FFN_WIDTHS = ("ffn", "moe_ffn", "shared_ffn")
 
 
@@ -61,9 +65,17 @@ class EngineTensor:
         return (torch.stack(shards) if self.stacked else torch.cat(shards)).to(self.dtype or shards[0].dtype)
 
 
+def engine_name(name: str) -> str:
+    """The name of a Hugging Face tensor in an engine, which has both parts of a vision-language model one level up."""
+    return name.replace(DEEPER_HF_DECODER, "model.", 1).replace(DEEPER_HF_TOWER, HF_TOWER, 1)
+
+
 def engine_tensor(row: ParamMapping, spec: ModelSpec, family: ModelMapping) -> EngineTensor:
     """The engine tensor that holds a row's tensors."""
-    name = row.hf[0].name
+    name = engine_name(row.hf[0].name)
+    if name.startswith(HF_TOWER):
+        fused = re.sub(r"\.mlp\.(gate|up)_proj\.", ".mlp.gate_up_proj.", name)
+        return EngineTensor(fused.replace(".attn.qkv.", ".attn.qkv_proj."), rows=1 + (fused != name))
     if name.endswith(".mlp.gate.weight") and family.float32_router:
         return EngineTensor(name, dtype=torch.float32)
     if row.expert is not None:
@@ -95,6 +107,10 @@ def engine_parts(
     nothing is padded.
     """
     described = [part.dims for part in row.hf]
+    if (padded := _padded_dim_of_tower(row)) is not None:
+        length = parts[0].shape[padded]
+        multiple = HOST_FFN_MULTIPLE * layout.size if layout.on_host else TOWER_FFN_MULTIPLE
+        return [_padded(parts[0], padded, _rounded_up(_rounded_up(length, TOWER_FFN_MULTIPLE), multiple))]
     if row.layout is Layout.PACKED_GATE_UP:
         described, parts = [("ffn", *described[0][1:])] * 2, parts[0].chunk(2)
     shards = []
@@ -107,6 +123,16 @@ def engine_parts(
             part = part.narrow(row.shard_dim, rank // copies * length, length)
         shards.append(part)
     return shards
+
+
+def _padded_dim_of_tower(row: ParamMapping) -> int | None:
+    """The dimension of the FFN width of a tensor of a vision tower; None for all others."""
+    name = engine_name(row.hf[0].name)
+    if not name.startswith(HF_TOWER):
+        return None
+    if re.search(r"\.mlp\.(gate_proj|up_proj|linear_fc1)\.", name):
+        return 0
+    return 1 if name.endswith((".mlp.down_proj.weight", ".mlp.linear_fc2.weight")) else None
 
 
 def _padded_length(dimension: str, length: int, row: ParamMapping, spec: ModelSpec, layout: EngineLayout) -> int:
@@ -309,7 +335,8 @@ def check_server(url: str, reported: list[dict[str, Any]], expected: list[Checks
         )
     for report in reported:
         rank = report["parallelism_info"]["tp_rank"]
-        actual, wanted = report["checksums"], expected[rank]
+        actual = {name: value for name, value in report["checksums"].items() if not name.endswith(COMPUTED)}
+        wanted = expected[rank]
         if actual.keys() != wanted.keys():
             only_engine, only_trainer = actual.keys() - wanted.keys(), wanted.keys() - actual.keys()
             raise WeightSyncError(

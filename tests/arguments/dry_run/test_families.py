@@ -16,7 +16,7 @@ from tests.families.toys import TOYS
 def test_flags_and_files_give_the_same_number_of_weights(name, tmp_path):
     toy = TOYS[name]
     toy.save(tmp_path, shards=2, dtype="bf16", tokenizer=False)
-    args, _ = read_args(list(toy.flags), entry="tools/convert_hf_to_torch_dist.py")
+    args, _ = read_args([*toy.flags, "--hf-checkpoint", str(tmp_path)], entry="tools/convert_hf_to_torch_dist.py")
     shape = ModelSpec.from_args(args)
     files = read_hf_files(tmp_path, layers=shape.num_layers, tied=shape.tied)
     assert files.files >= 2

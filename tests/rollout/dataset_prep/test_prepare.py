@@ -48,6 +48,26 @@ def bare(text):
     return [{"role": "user", "content": f"{text}\n{INSTRUCTION}"}]
 
 
+GEOMETRY = {
+    "images": [{"bytes": b"first", "path": None}, {"bytes": b"second", "path": None}],
+    "problem": "<image><image>Find $x$.",
+    "answer": "3",
+}
+
+
+def test_images_of_geometry_problems_are_kept_as_text(prepared, tmp_path):
+    (tmp_path / "in/data").mkdir(parents=True)
+    splits = {"train": [GEOMETRY], "test": [GEOMETRY | {"problem": "<image>Find $x$."}, GEOMETRY]}
+    for split, problems in splits.items():
+        path = tmp_path / f"in/data/{split}-00000-of-00001.parquet"
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(problems), path)
+    rows, reports = prepared("geo3k", max_bad=1)
+    stored = [{"bytes": "Zmlyc3Q="}, {"bytes": "c2Vjb25k"}]
+    expected = {"prompt": bare("<image><image>Find $x$."), "label": "3", "images": stored}
+    assert rows == {"test.jsonl": [expected], "train.jsonl": [expected]}
+    assert "test.jsonl: 1 of 2 rows (bad: 1)" in reports
+
+
 MATH = {
     "problem": "Halve $9$.",
     "level": "Level 1",

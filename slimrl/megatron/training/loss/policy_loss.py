@@ -139,6 +139,7 @@ class PolicyLossConfig:
     kl_loss_coef: float
     kl_loss_type: KLKind
     per_token: bool
+    tokens_per_sample: int | None = None  # constant divisor of a sample's sum; None: its own trained tokens
     supervised: bool = False  # likelihood of the given tokens instead of a policy loss
     objective: Objective = Objective.PPO_CLIP
     unbiased_kl: bool = False
@@ -158,7 +159,7 @@ class PolicyLossConfig:
         rejection = off_policy.Rejection(
             algorithm.rs_level, algorithm.rs_lower_bound, algorithm.rs_upper_bound, algorithm.rs_veto_threshold
         )
-        corrects = loss_hooks.correction is None  # a custom function replaces both
+        row = ESTIMATORS[algorithm.advantage_estimator]
         return cls(
             eps_clip=algorithm.eps_clip,
             eps_clip_high=algorithm.eps_clip if algorithm.eps_clip_high is None else algorithm.eps_clip_high,
@@ -168,10 +169,11 @@ class PolicyLossConfig:
             kl_loss_type=algorithm.kl_loss_type,
             per_token=algorithm.calculate_per_token_loss,
             supervised=algorithm.loss_type == "sft_loss",
-            objective=ESTIMATORS[algorithm.advantage_estimator].objective,
+            tokens_per_sample=algorithm.rollout_max_response_len if row.divides_by_longest else None,
+            objective=row.objective,
             unbiased_kl=algorithm.use_unbiased_kl,
             weighting=importance_weighting(algorithm),
-            rejection=rejection if algorithm.use_rs and corrects else None,
+            rejection=rejection if algorithm.use_rs and loss_hooks.correction is None else None,
             positive_coef=algorithm.positive_example_loss_coef,
             divergence_coef=algorithm.opd_kl_coef if algorithm.has_divergence else None,
             opsm_delta=algorithm.opsm_delta if algorithm.use_opsm else None,
@@ -189,8 +191,7 @@ class PolicyLossConfig:
             own = dict.fromkeys(("loss", *self.own_metrics), zero.sum())
             return named_sums(zero.sum(), zero.sum(), zero.sum(), own).names
         one = torch.ones(1, dtype=torch.int64)
-        zeros = (zero, zero, zero, zero, zero, zero, zero, zero)
-        inputs = PolicyLossInputs(*zeros, one, positive_weights=zero, weight_scales=zero, divergence=zero)
+        inputs = PolicyLossInputs(*(zero,) * 8, one, positive_weights=zero, weight_scales=zero, divergence=zero)
         return policy_loss_sums(inputs, dataclasses.replace(self, loss_hooks=_NO_HOOKS)).names
 
 
@@ -233,7 +234,8 @@ def policy_loss_sums(inputs: PolicyLossInputs, settings: PolicyLossConfig) -> Lo
     With divergence_coef also that times the divergence from a teacher. With positive_coef also the likelihood loss of
     positive examples, weighted to be a mean over their tokens.
     Per token: the sum over trained tokens; the count is the trained tokens. Otherwise: the sum over samples of the
-    mean over the sample's trained tokens; the count is the samples (fully masked ones add 0 and count).
+    mean over the sample's trained tokens, or of their sum / tokens_per_sample; the count is the samples (fully masked
+    ones add 0 and count). Metrics other than the loss and its policy term are means over a sample's tokens.
     """
     inputs = _without_masked_values(inputs)
     if settings.supervised:
@@ -243,6 +245,7 @@ def policy_loss_sums(inputs: PolicyLossInputs, settings: PolicyLossConfig) -> Lo
     trained_tokens, count = _counts(inputs, settings)
     corrected, mask, noted = _custom_correction(corrected, correction.mask, inputs, settings)
     weights = mask if settings.per_token else sample_mean_weights(mask, inputs.response_lengths)
+    of_loss = weights if settings.tokens_per_sample is None else mask / settings.tokens_per_sample
     reduced = _custom_reduction(corrected, mask, inputs, settings)
     positive = None
     if settings.positive_coef != 0.0:
@@ -250,7 +253,7 @@ def policy_loss_sums(inputs: PolicyLossInputs, settings: PolicyLossConfig) -> Lo
         positive = masked_sum(-inputs.log_probs, mask * inputs.positive_weights)
     per_token = corrected if reduced is None else torch.zeros_like(corrected)
     per_token, kl = _with_entropy_and_kl(per_token, inputs, settings)
-    loss = masked_sum(per_token, weights)
+    loss = masked_sum(per_token, of_loss)
     if reduced is not None:
         loss = loss + reduced
     if positive is not None:
@@ -258,8 +261,6 @@ def policy_loss_sums(inputs: PolicyLossInputs, settings: PolicyLossConfig) -> Lo
 
     with torch.no_grad():
         values = {
-            "loss": per_token,
-            "pg_loss": corrected,
             "entropy_loss": inputs.entropy,
             "pg_clipfrac": policy.clipped,
             "ppo_kl": inputs.old_log_probs - inputs.log_probs,
@@ -269,7 +270,7 @@ def policy_loss_sums(inputs: PolicyLossInputs, settings: PolicyLossConfig) -> Lo
         }
         if inputs.divergence is not None and settings.divergence_coef is not None:
             values["opd_divergence"] = inputs.divergence
-        weighted = summed(values, weights)
+        weighted = summed({"loss": per_token, "pg_loss": corrected}, of_loss) | summed(values, weights)
         if reduced is not None:
             weighted["loss"] = weighted["loss"] + reduced
             weighted["pg_loss"] = reduced.detach().double()

@@ -1,0 +1,15 @@
+# Toy sizes for the family qwen2_5_vl; to be sourced after the flags of a model of this family.
+# shellcheck shell=bash disable=SC2034
+MODEL_ARGS+=(
+   --num-layers 2
+   --hidden-size 64
+   --ffn-hidden-size 128
+   --num-attention-heads 4
+   --vocab-size 285
+   --max-position-embeddings 2048
+   --norm-epsilon 1e-06
+   --rotary-base 1000000
+   --mrope-section 2 3 3
+   --num-query-groups 2
+   --kv-channels 16
+)

@@ -1,0 +1,342 @@
+"""The keys of PAI-ChatLearn: slimrl's flag for each, and the page generated from this table.
+
+`ROWS` are rows of `foreign_flags`, by which the parser answers a word of this system. `CHATLEARN_KEYS` are the keys of
+a configuration by the part that has them, `MODEL_FILE_KEYS` those of the files of its models, which every model may
+have, and `CHATLEARN_VARIABLES` the variables of its scripts that set one. `slimrl.arguments.docs` prints the page.
+"""
+
+from __future__ import annotations
+
+from slimrl.arguments.foreign_flags.aiak import Row
+
+CHATLEARN = "PAI-ChatLearn's"
+# completes the error for a key without a row
+UNLISTED = "docs/coming-from-pai-chatlearn.md has the table, and docs/flags.md all flags, written --flag value"
+
+_DEVICES = "training ranks are one process per GPU; leave it out"
+_PARKED = "on with --colocate"
+_RESUME = "checkpoints contain the data position: --save and --load"
+_W = "W&B's own WANDB_* variables are read; leave it out"
+# ChatLearn: keys of the parts of a configuration, without the name of the part
+_RUNTIME: dict[str, tuple[str | None, str]] = {
+    "train-backend": (None, "Megatron trains; --use-megatron-fsdp is its FSDP"),
+    "exp-name": ("--run-name", ""),
+    "colocation": ("--colocate", ""),
+    "output-dir": ("--save", "for checkpoints; --runs-dir for logs"),
+    "data-path": ("--prompt-data", "a .jsonl or .parquet file"),
+    "eval-data-path": ("--eval-prompt-data", "a name and a path"),
+    "data-checkpoint-path": (None, _RESUME),
+    "num-episode": ("--num-rollout", ""),
+    "sample-per-episode": ("--rollout-batch-size", "in prompts: samples divided by --n-samples-per-prompt"),
+    "train-micro-batch-size": ("--micro-batch-size", ""),
+    "train-global-batch-size": ("--global-batch-size", "in samples"),
+    "save-episode-interval": ("--save-interval", "in rollouts"),
+    "eval-episode-interval": ("--eval-interval", "in rollouts"),
+    "enable-eval-before-training": ("--skip-eval-before-train", "for False"),
+    "data-shuffle": ("--rollout-shuffle", ""),
+    "data-rerank": ("--balance-data", ""),
+    "max-replay-episode": (None, "advantages come from the groups of one rollout, which is trained on once"),
+    "num-training-epoch": (None, "a sample is trained on once; see --num-steps-per-rollout"),
+    "generation-batch-size": ("--sglang-server-concurrency", "and --max-tokens-per-gpu for the passes of training"),
+    "training-data-num-limit": ("--prompt-data", "path@[0:N] for the first N rows; -1 for all: the path alone"),
+    "eval-data-num-limit": ("--eval-prompt-data", "a name and path@[0:N] for the first N rows"),
+    "validate-param-sync": ("--check-weight-update-equal", ""),
+    "free-sync-collective-group": (None, "the group of a weight update is made once and kept; leave it out"),
+    "sync-memory-optimization-level": ("--update-weight-buffer-size", "in bytes of one bucket"),
+    "debug": (None, "logs have each step; see docs/debugging.md; leave it out"),
+    "log-config-file": (None, "the settings of its file are flags: --use-wandb, --use-tensorboard and others"),
+    "log-args-dict.log-dir": ("--runs-dir", ""),
+    "log-args-dict.enable-tensorboard": ("--use-tensorboard", ""),
+    "log-args-dict.tensorboard-dir": ("--tensorboard-dir", ""),
+    "log-args-dict.enable-wandb": ("--use-wandb", ""),
+    "log-args-dict.wandb-project": ("--wandb-project", ""),
+    "log-args-dict.wandb-dir": ("--wandb-dir", ""),
+    "log-args-dict.wandb-name": ("--wandb-group", ""),
+    "log-args-dict.wandb-id": (None, _W),
+    "log-args-dict.wandb-resume": (None, _W),
+}
+_TRAINER: dict[str, tuple[str | None, str]] = {
+    "num-gpu": ("--actor-num-gpus-per-node", "with --actor-num-nodes"),
+    "gpu-per-process": (None, _DEVICES),
+    "trainable": (None, "the policy is trained, its engines and the reference are not; leave it out"),
+    "load": ("--hf-checkpoint", "whose weights --load or --ref-load name"),
+    "pretrain-or-model": ("--hf-checkpoint", "whose weights --load or --ref-load name"),
+    "optimizer.lr": ("--lr", ""),
+    "learning-rate": ("--lr", ""),
+    "optimizer.clip-grad": ("--clip-grad", ""),
+    "grad-clip": ("--clip-grad", ""),
+    "gradient-checkpointing": ("--recompute-granularity", "selective or full"),
+    "pos-clip-ratio": ("--eps-clip-high", ""),
+    "neg-clip-ratio": ("--eps-clip", ""),
+    "negative-clip-ratio": ("--eps-clip", ""),
+    "entropy-coef": ("--entropy-coef", ""),
+    "kl-coef": ("--kl-loss-coef", "with --use-kl-loss"),
+    "save-hf": ("--save-hf", "a path with {rollout_id}"),
+    "fsdp-size": ("--use-megatron-fsdp", "with --data-parallel-sharding-strategy"),
+    "sp-size": ("--context-parallel-size", ""),
+    "ulysses-sequence-parallel-size": ("--context-parallel-size", ""),
+    "tensor-model-parallel-size": ("--tensor-model-parallel-size", ""),
+    "pipeline-model-parallel-size": ("--pipeline-model-parallel-size", ""),
+    "expert-model-parallel-size": ("--expert-model-parallel-size", ""),
+    "packing": (None, "samples are always packed without padding; leave it out"),
+    "max-token-in-packing": ("--max-tokens-per-gpu", "with --use-dynamic-batch-size"),
+    "generation-batch-size": ("--max-tokens-per-gpu", "for all passes, with --use-dynamic-batch-size"),
+    "groupgemm": ("--moe-grouped-gemm", ""),
+    "meta-init": (None, "each rank reads only its part of the weights; leave it out"),
+    "use-expandable-segments": (None, "PYTORCH_CUDA_ALLOC_CONF in --train-env-vars sets it"),
+    "free-memory": ("--offload-train", _PARKED),
+    "free-gpu-memory.offload-weights": ("--offload-train", _PARKED),
+    "free-gpu-memory.offload-optimizer-states": ("--offload-train", _PARKED),
+    "free-gpu-memory.free-grad-buffers": ("--offload-train", _PARKED),
+}
+_SAMPLING = "no flag; --custom-generate-function-path may send any sampling parameter"
+_POLICY: dict[str, tuple[str | None, str]] = {
+    "num-gpu": ("--rollout-num-gpus", "not needed with --colocate"),
+    "gpu-per-process": (None, _DEVICES),
+    "trainable": (None, "the policy is trained, its engines and the reference are not; leave it out"),
+    "load": ("--hf-checkpoint", ""),
+    "tokenizer": ("--hf-checkpoint", ""),
+    "tensor-model-parallel-size": ("--rollout-num-gpus-per-engine", ""),
+    "pipeline-model-parallel-size": ("--sglang-pp-size", ""),
+    "num-inference-per-prompt": ("--n-samples-per-prompt", ""),
+    "seq-length": ("--rollout-max-context-len", ""),
+    "max-prompt-tokens-length": ("--rollout-max-prompt-len", ""),
+    "max-response-tokens-length": ("--rollout-max-response-len", ""),
+    "max-new-tokens": ("--rollout-max-response-len", ""),
+    "temperature": ("--rollout-temperature", ""),
+    "top-p": ("--rollout-top-p", ""),
+    "top-k": ("--rollout-top-k", ""),
+    "presence-penalty": (None, _SAMPLING),
+    "frequency-penalty": (None, _SAMPLING),
+    "repetition-penalty": (None, _SAMPLING),
+    "eval-temperature": ("--eval-temperature", ""),
+    "eval-top-p": ("--eval-top-p", ""),
+    "eval-top-k": ("--eval-top-k", ""),
+    "eval-presence-penalty": (None, _SAMPLING),
+    "eval-frequency-penalty": (None, _SAMPLING),
+    "eval-repetition-penalty": ("--eval-config", "repetition_penalty of a set"),
+    "vllm-prompt-key": ("--input-key", ""),
+    "vllm-input-ids-key": (None, "prompts are tokenized from text or messages; leave it out"),
+    "enable-thinking": ("--apply-chat-template-kwargs", '{"enable_thinking": false}'),
+    "max-num-batched-tokens": ("--sglang-chunked-prefill-size", ""),
+    "max-seq-len-to-capture": (None, "SGLang captures graphs by batch size: --sglang-cuda-graph-max-bs"),
+    "enable-stage-resume": (None, _RESUME),
+    "gpu-memory-utilization": ("--sglang-mem-fraction-static", ""),
+    "enforce-eager": ("--sglang-disable-cuda-graph", ""),
+    "generation-batch-size": ("--sglang-server-concurrency", ""),
+    "free-memory": ("--offload-rollout", _PARKED),
+    "free-gpu-memory.offload-weights": ("--offload-rollout", _PARKED),
+}
+_HOST = "the reference's weights are in host memory between its passes; leave it out"
+_REFERENCE: dict[str, tuple[str | None, str]] = {
+    "load": ("--ref-load", ""),
+    "num-gpu": (None, "the reference runs in the training ranks; leave it out"),
+    "generation-batch-size": ("--max-tokens-per-gpu", "for all passes, with --use-dynamic-batch-size"),
+    "free-memory": (None, _HOST),
+    "free-gpu-memory.offload-weights": (None, _HOST),
+}
+_OF_GROUP = "a sample of a batch is generated and scored on its own; leave it out"
+_OTHER_FILE = "the keys of its file are keys of this model here, and have rows of their own"
+_SAME_LAYOUT = "it has the layout of training; leave it out"
+_TRAINED = "policy and critic are trained, no other model; leave it out"
+_ITERATION = "no flag; the folder's tracker file names the iteration that is loaded"
+_REWARD: dict[str, tuple[str | None, str]] = {
+    "num-cpu": ("--rm-num-graders", ""),
+    "cpu-per-process": (None, "a grader is one process on one core; leave it out"),
+    "generation-batch-size": (None, "each response is scored when it is finished; leave it out"),
+    # a reward model, of its PPO
+    "model-config-file": (None, _OTHER_FILE),
+    "num-gpu": ("--rm-num-gpus", "with --rm-colocate on the GPUs of training"),
+    "gpu-per-process": (None, _DEVICES),
+    "trainable": (None, _TRAINED),
+    "free-memory": ("--rm-colocate", "which releases its GPUs during training"),
+    "load": ("--rm-model", "a Hugging Face folder, with --rm-type reward_model"),
+    "load-iteration": (None, "--rm-model is a Hugging Face folder; leave it out"),
+    "tensor-model-parallel-size": ("--rm-num-gpus-per-engine", ""),
+    "pipeline-model-parallel-size": (None, "a server of the reward model has one stage; leave it out"),
+}
+_CRITIC: dict[str, tuple[str | None, str]] = {  # its values before the update, and their training
+    "model-config-file": (None, _OTHER_FILE),
+    "num-gpu": ("--critic-num-gpus-per-node", "only for GPUs of its own; without it the policy's GPUs train it"),
+    "gpu-per-process": (None, _DEVICES),
+    "trainable": (None, _TRAINED),
+    "free-memory": ("--offload-train", _PARKED),
+    "generation-batch-size": ("--max-tokens-per-gpu", "for all passes, with --use-dynamic-batch-size"),
+    "load": ("--critic-load", "with --advantage-estimator ppo"),
+    "load-iteration": (None, _ITERATION),
+    "tensor-model-parallel-size": (None, _SAME_LAYOUT),
+    "pipeline-model-parallel-size": (None, _SAME_LAYOUT),
+    "sequence-parallel": (None, _SAME_LAYOUT),
+    "lr": ("--critic-lr", ""),
+    "lr-warmup-iters": ("--critic-lr-warmup-iters", ""),
+    **dict.fromkeys(
+        ("min-lr", "weight-decay", "adam-beta1", "adam-beta2", "clip-grad"),
+        ("--megatron-config-path", "a file with the critic's value; without it the policy's applies"),
+    ),
+    "lr-decay-style": ("--lr-decay-style", "for policy and critic"),
+    "lr-decay-iters": ("--lr-decay-iters", "for policy and critic"),
+}
+_NO_CRITIC = "for an estimator without a critic, such as grpo; ppo trains all weights"
+_LORA_OF_POLICY: dict[str, tuple[str | None, str]] = {
+    "lora.enable-lora": ("--lora-rank", _NO_CRITIC),
+    "lora.lora-dim": ("--lora-rank", _NO_CRITIC),
+    "lora.lora-layer": ("--lora-target-modules", "projections by their Hugging Face names; " + _NO_CRITIC),
+    "lora.column-only-qkv": ("--lora-target-modules", "projections by their Hugging Face names; " + _NO_CRITIC),
+    "lora.lora-dropout": (None, "adapters have no dropout, since the engines sample without it; leave it out"),
+}
+_PPO_POLICY: dict[str, tuple[str | None, str]] = {
+    "model-config-file": (None, _OTHER_FILE),
+    "num-gpu": ("--actor-num-gpus-per-node", "with --actor-num-nodes"),
+    "gpu-per-process": (None, _DEVICES),
+    "trainable": (None, _TRAINED),
+    "free-memory": ("--offload-train", _PARKED),
+    "load": ("--ref-load", "the weights from which the policy starts; --load resumes"),
+    "load-iteration": ("--ref-ckpt-step", ""),
+    **_LORA_OF_POLICY,
+}
+_PPO_REFERENCE = _REFERENCE | {
+    "model-config-file": (None, _OTHER_FILE),
+    "gpu-per-process": (None, _DEVICES),
+    "trainable": (None, _TRAINED),
+    "load-iteration": ("--ref-ckpt-step", ""),
+    "tensor-model-parallel-size": (None, _SAME_LAYOUT),
+    "pipeline-model-parallel-size": (None, _SAME_LAYOUT),
+    "parallel-output": (None, "log-probabilities are computed on the parts of the vocabulary; leave it out"),
+}
+_PPO_ENGINES: dict[str, tuple[str | None, str]] = {
+    "model-config-file": (None, _OTHER_FILE),
+    "load-iteration": (None, "engines get the weights of training; leave it out"),
+    "batch-generation.ranking": (None, _OF_GROUP),
+    "batch-generation.min-prompt-length": (None, _OF_GROUP),
+    "force-free-memory": ("--offload-rollout", _PARKED),
+    "drop-last": (None, "a rollout has --rollout-batch-size prompts, also at the end of the data; leave it out"),
+    "n": ("--n-samples-per-prompt", ""),
+    "stop-token-list": ("--rollout-stop", ""),
+}
+_NO_LORA: dict[str, tuple[str | None, str]] = dict.fromkeys(
+    _LORA_OF_POLICY, (None, "a critic has no adapters; leave it out")
+)
+_PARTS = {
+    "runtime-args": _RUNTIME,
+    "models.policy-trainer": _TRAINER,
+    "models.policy": _POLICY | _PPO_ENGINES,
+    "models.ref-policy": _REFERENCE,
+    "models.reward": _REWARD,
+    # of PPO
+    "models.ppo-policy": _PPO_POLICY,
+    "models.reference": _PPO_REFERENCE,
+    "models.value": _CRITIC,
+    "models.ppo-value": _CRITIC | _NO_LORA,
+}
+CHATLEARN_KEYS: dict[str, Row] = {
+    f"{part}.{key}": (CHATLEARN, *row) for part, rows in _PARTS.items() for key, row in rows.items()
+}
+
+_SIZES = (
+    *("num-layers", "hidden-size", "num-attention-heads", "ffn-hidden-size", "num-query-groups"),
+    *("group-query-attention", "normalization", "swiglu", "use-rotary-position-embeddings"),
+    *("untie-embeddings-and-output-weights", "max-position-embeddings", "make-vocab-size-divisible-by"),
+)
+# Megatron-LM's, which slimrl has under the same name
+SAME_NAMES = (
+    *("apply-query-key-layer-scaling", "attention-softmax-in-fp32", "bf16", "hysteresis", "init-method-std"),
+    *("attention-dropout", "hidden-dropout", "distributed-timeout-minutes", "finetune", "no-load-optim", "no-load-rng"),
+    *("tensor-model-parallel-size", "pipeline-model-parallel-size", "sequence-parallel", "use-distributed-optimizer"),
+    *("lr", "min-lr", "lr-decay-style", "lr-decay-iters", "lr-warmup-iters", "weight-decay", "clip-grad"),
+    *("adam-beta1", "adam-beta2", "recompute-granularity", "seed", "gamma"),
+)
+_FLAGS_OF_RUN = "the flags of the run apply, and a checkpoint's are compared with them; leave it out"
+_OWN_REWARD = "no flag; --custom-rm-path may add such a reward"
+_NOT_NEEDED = "nothing depends on it here; leave it out"
+# of the files that the models include, for every model
+MODEL_FILE_KEYS: dict[str, tuple[str | None, str]] = {
+    **{name: (f"--{name}", "") for name in (*_SIZES, *SAME_NAMES)},
+    "lam": ("--lambd", ""),
+    "cliprange": ("--eps-clip", ""),
+    "cliprange-value": ("--value-clip", ""),
+    "clipped-value-only": (None, "the loss of a value is the larger of the clipped and the other; see --value-clip"),
+    "init-kl-coef": ("--kl-coef", ""),
+    "fix-kl-coef": ("--kl-target", "for False; without it --kl-coef stays as it is"),
+    "target": ("--kl-target", "in nats per response"),
+    "horizon": ("--kl-horizon", "with --kl-target"),
+    "scale-reward": ("--normalize-reward", "for a running scale; leave it out for None"),
+    "cliprange-reward": ("--custom-reward-post-process-path", "a function that clips rewards"),
+    **dict.fromkeys(("ngram-coef", "lm-coef", "math-coef", "raw-reward-coeff"), (None, _OWN_REWARD)),
+    "trainer-engine": ("--advantage-estimator", "ppo for rlhf, grpo for grpo; --loss-type preference_loss for dpo"),
+    "use-ipo": ("--preference-loss", "ipo"),
+    "dpo-weight": ("--preference-beta", ""),
+    "num-inference-per-prompt": ("--n-samples-per-prompt", ""),
+    "train-to-compare-num-responses": ("--n-samples-per-prompt", "of a preference loss"),
+    "loss-on-prompts": (None, "losses are on responses; --loss-type sft_loss trains on the assistant's tokens"),
+    "log-entropy": (None, "the entropy is always logged; leave it out"),
+    "seq-length": ("--rollout-max-context-len", ""),
+    "max-new-tokens": ("--rollout-max-response-len", ""),
+    "init-shuffle-prompts": ("--rollout-shuffle", ""),
+    "tokenizer-model": ("--hf-checkpoint", ""),
+    "tokenizer-type": ("--hf-checkpoint", "whose tokenizer is used"),
+    "add-bias-linear": ("--disable-bias-linear", "for False"),
+    "add-position-embedding": ("--use-rotary-position-embeddings", "for False"),
+    "use-flash-attn": ("--attention-backend", "flash"),
+    "recompute-activations": ("--recompute-granularity", "selective"),
+    "gradient-accumulation-fusion": ("--no-gradient-accumulation-fusion", "for False"),
+    "save-interval": ("--save-interval", "in rollouts"),
+    "log-interval": (None, "every step is logged; leave it out"),
+    "exit-on-missing-checkpoint": (None, "a wrong path is always an error; leave it out"),
+    "adaptive-parallel-strategy-on-checkpoint": (None, "checkpoints load in every layout; leave it out"),
+    **dict.fromkeys(("use-checkpoint-args", "no-load-args", "no-load-scheduler"), (None, _FLAGS_OF_RUN)),
+    **dict.fromkeys(("numerical-stable", "build-path", "num-workers", "train-iters"), (None, _NOT_NEEDED)),
+}
+_PPO_MODELS = ("policy", "ppo-policy", "reference", "value", "ppo-value", "reward")
+_NO_SIZES = {
+    "reward": "config.json of --rm-model says it; leave it out",
+    "value": "the critic has the policy's network; leave it out",
+    "ppo-value": "the critic has the policy's network; leave it out",
+}
+_FROM_FILES: dict[str, Row] = {
+    f"models.{model}.{key}": (CHATLEARN, None, _NO_SIZES[model])
+    if key in _SIZES and model in _NO_SIZES
+    else (CHATLEARN, *row)
+    for model in _PPO_MODELS
+    for key, row in MODEL_FILE_KEYS.items()
+}
+# the variables that examples/fsdp/scripts/train_grpo_qwen3.sh exports, with the key that each sets
+CHATLEARN_VARIABLES: dict[str, str] = {
+    "model-path": "models.policy-trainer.load",
+    "train-data-path": "runtime-args.data-path",
+    "sample-per-episode": "runtime-args.sample-per-episode",
+    "num-episode": "runtime-args.num-episode",
+    "train-micro-batch-size": "runtime-args.train-micro-batch-size",
+    "train-global-batch-size": "runtime-args.train-global-batch-size",
+    "save-episode-interval": "runtime-args.save-episode-interval",
+    "eval-episode-interval": "runtime-args.eval-episode-interval",
+    "enable-eval-before-training": "runtime-args.enable-eval-before-training",
+    "exp-name": "runtime-args.exp-name",
+    "eval-data-path": "runtime-args.eval-data-path",
+    "data-checkpoint-path": "runtime-args.data-checkpoint-path",
+    "log-dir": "runtime-args.log-args-dict.log-dir",
+    "enable-wandb": "runtime-args.log-args-dict.enable-wandb",
+    "sp-size": "models.policy-trainer.sp-size",
+    "num-inference-per-prompt": "models.policy.num-inference-per-prompt",
+    "policy-temperature": "models.policy.temperature",
+    "policy-top-p": "models.policy.top-p",
+    "policy-top-k": "models.policy.top-k",
+    "policy-eval-temperature": "models.policy.eval-temperature",
+    "policy-eval-top-p": "models.policy.eval-top-p",
+    "policy-eval-top-k": "models.policy.eval-top-k",
+    "max-seq-len-to-capture": "models.policy.max-seq-len-to-capture",
+    "vllm-generation-batch-size": "models.policy.generation-batch-size",
+    "gpu-memory-utilization": "models.policy.gpu-memory-utilization",
+    "enable-thinking": "models.policy.enable-thinking",
+}
+ROWS: dict[str, Row] = {
+    **_FROM_FILES,
+    **CHATLEARN_KEYS,
+    # as its first configurations say
+    **{f"{part}.{key}": (CHATLEARN, *row) for part in ("runtime", "rlhf") for key, row in _RUNTIME.items()},
+    "rlhf.num-ppo-episode": (CHATLEARN, "--num-rollout", ""),
+    **{name: CHATLEARN_KEYS[key] for name, key in CHATLEARN_VARIABLES.items()},
+}
+PREFIXES = {
+    **dict.fromkeys(("runtime-args.", "runtime.", "rlhf.", "models."), UNLISTED),
+    "runtime-env.": "the job's files and environment are those of docs/launchers.md",
+}

@@ -1,0 +1,154 @@
+"""Reads the images of prompts with transformers' image processor, for the engines and for training.
+
+An image is decoded once; engines get its pixels as a PNG in a data URI, and training the tensors that the model's own
+processor makes of the same pixels. A prompt has one token per image until `expand` repeats it for every merged patch.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import urllib.error
+import urllib.request
+import warnings
+from array import array
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slimrl.data.image_prompts import GRIDS, PIXELS, stored_bytes
+from slimrl.data.sample import Sample
+from slimrl.engines.protocol import PromptImages
+from slimrl.models.families.vision import VisionTokens
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+IMAGES = "images"  # key of Sample.multimodal_inputs
+MAX_PIXELS = 100_000_000  # of a stored image; the processor scales it down to far fewer
+MAX_BYTES = 256 << 20  # of a downloaded one
+DOWNLOAD_TIMEOUT_S = 30.0
+_PREFIX = "data:image/png;base64,"
+
+
+class ImageProcessor:
+    """The image processor of the model in `folder`."""
+
+    def __init__(self, folder: str) -> None:
+        """Raises OSError if the folder has no preprocessor_config.json, ValueError for a model without images."""
+        # imported here: slow, and only vision-language models need it
+        from transformers.models.auto.image_processing_auto import AutoImageProcessor
+
+        vision = VisionTokens.of(json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")))
+        if vision is None:
+            raise ValueError(f"{folder} has no vision_config in config.json: give a vision-language model")
+        self.tokens = vision
+        self._processor = AutoImageProcessor.from_pretrained(folder)
+
+    def read(self, item: Any) -> Image:
+        """The image of a column's item, decoded, in RGB. Raises ValueError, worded to follow its name."""
+        import PIL.Image
+
+        try:
+            data = stored_bytes(item)
+            data = _downloaded(item) if data is None else data
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", PIL.Image.DecompressionBombWarning)  # the limit below is closer
+                image = PIL.Image.open(io.BytesIO(data))
+            if image.width * image.height > MAX_PIXELS:
+                raise ValueError(f"has {image.width} x {image.height} pixels, more than {MAX_PIXELS}: scale it down")
+            image.load()
+            return image if image.mode == "RGB" else image.convert("RGB")
+        except (OSError, SyntaxError, PIL.Image.DecompressionBombError) as error:
+            raise ValueError(f"cannot be read as an image ({type(error).__name__}: {error})") from error
+
+    def count(self, image: Image) -> int:
+        """The number of its tokens. Raises ValueError for a shape that the model does not take."""
+        patches: int = self._processor.get_number_of_image_patches(image.height, image.width, {})
+        return patches // self.tokens.merge_size**2
+
+    def expand(self, token_ids: Sequence[int], counts: Sequence[int]) -> array[int]:
+        """The prompt with the token of each image as often as it has tokens. Raises ValueError unless each has one."""
+        places = [place for place, token in enumerate(token_ids) if token == self.tokens.image_token_id]
+        if len(places) != len(counts):
+            raise ValueError(
+                f"the rendered prompt has {len(places)} image tokens ({self.tokens.image_token_id}) for {len(counts)}"
+                " images: the chat template of a vision-language model gives each one"
+            )
+        expanded, start = array("I"), 0
+        for place, count in zip(places, counts, strict=True):
+            expanded.extend(token_ids[start:place])
+            expanded.extend([self.tokens.image_token_id] * count)
+            start = place + 1
+        expanded.extend(token_ids[start:])
+        return expanded
+
+    def train_inputs(self, uris: Sequence[str]) -> dict[str, Any]:
+        """What transformers' model takes: `pixel_values` and `image_grid_thw` of all images end to end."""
+        images = [self.read(uri) for uri in uris]
+        found = self._processor(images=images, return_tensors="pt")
+        return {PIXELS: found[PIXELS], GRIDS: found[GRIDS]}
+
+
+def data_uri(image: Image) -> str:
+    """The image, pixel by pixel, as a data URI."""
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG", compress_level=1)
+    return _PREFIX + base64.b64encode(buffer.getvalue()).decode("ascii")
+
+
+def _downloaded(url: str) -> bytes:
+    """Raises ValueError for a failed or too large download."""
+    try:
+        with urllib.request.urlopen(url, timeout=DOWNLOAD_TIMEOUT_S) as response:
+            data: bytes = response.read(MAX_BYTES + 1)
+    except (urllib.error.URLError, TimeoutError, ValueError) as error:
+        raise ValueError(f"cannot be downloaded from {url} ({error})") from error
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"has more than {MAX_BYTES} bytes at {url}: use a smaller image")
+    return data
+
+
+def training_inputs(samples: Sequence[Sample], folder: str | None) -> list[Mapping[str, Any] | None]:
+    """The tensors of each sample's images for training, None for one without; samples with equal images share them.
+
+    `folder` has the model's processor. Raises ValueError for a sample with images and a model of text.
+    """
+    processor: ImageProcessor | None = None
+    made: dict[tuple[str, ...], Mapping[str, Any]] = {}
+    found: list[Mapping[str, Any] | None] = []
+    for sample in samples:
+        uris = images_of(sample)
+        if sample.multimodal_train_inputs is not None or not uris:
+            found.append(sample.multimodal_train_inputs)
+            continue
+        if folder is None:
+            raise ValueError(f"sample {sample.index} has images, and --hf-checkpoint is no vision-language model")
+        processor = processor or ImageProcessor(folder)
+        if uris not in made:
+            made[uris] = processor.train_inputs(uris)
+        found.append(made[uris])
+    return found
+
+
+def image_token_id(folder: str | None) -> int | None:
+    """The id of images' tokens of the model in `folder`; None for a model of text."""
+    if folder is None:
+        return None
+    vision = VisionTokens.of(json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")))
+    return None if vision is None else vision.image_token_id
+
+
+def prompt_images(sample: Sample, token_id: int | None) -> PromptImages | None:
+    """A sample's images for an engine. Raises ValueError for images and a model of text, without a `token_id`."""
+    if not (uris := images_of(sample)):
+        return None
+    if token_id is None:
+        raise ValueError("the sample has images, and --hf-checkpoint is no vision-language model")
+    return PromptImages(uris, token_id)
+
+
+def images_of(sample: Sample) -> tuple[str, ...]:
+    """The data URIs of a sample's images."""
+    return tuple((sample.multimodal_inputs or {}).get(IMAGES) or ())

@@ -1,0 +1,95 @@
+"""Images as columns of a batch, and positions of tokens and images as transformers has them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from slimrl.data.images import BatchImages, mrope_positions
+from slimrl.data.train_batch import RolloutBatch
+from slimrl.models.families.vision import VisionTokens
+from tests.megatron import vision
+
+TOKENS = VisionTokens(vision.IMAGE, vision.VIDEO, vision.MERGE)
+SIZES = {
+    "no image": [],
+    "one image": [(1, 4, 6)],
+    "an image of one token": [(1, 2, 2)],
+    "two images": [(1, 8, 4), (1, 2, 10)],
+    "three images": [(1, 4, 4), (1, 2, 2), (1, 4, 12)],
+}
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory):
+    """transformers' model."""
+    from transformers import Qwen2_5_VLForConditionalGeneration
+
+    folder = vision.save_qwen2_5_vl(tmp_path_factory.mktemp("vl"), seed=0)
+    return Qwen2_5_VLForConditionalGeneration.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_positions_are_those_of_transformers(name, theirs):
+    prompt = vision.prompt(SIZES[name], torch.Generator().manual_seed(1))
+    tokens = torch.tensor([*prompt, 5, 6, 7])
+    grids = torch.tensor(SIZES[name]) if SIZES[name] else None
+    kinds = (tokens == vision.IMAGE).int()[None]
+    expected, _ = theirs.model.get_rope_index(tokens[None], mm_token_type_ids=kinds, image_grid_thw=grids)
+    assert torch.equal(mrope_positions(tokens, len(prompt), grids, TOKENS), expected[:, 0])
+
+
+def test_sampled_image_token_counts_as_text():
+    prompt = vision.prompt([(1, 4, 4)], torch.Generator().manual_seed(1))
+    grids, answer = torch.tensor([(1, 4, 4)]), [7, 8, 9]
+    plain = mrope_positions(torch.tensor([*prompt, *answer]), len(prompt), grids, TOKENS)
+    answer[1] = vision.IMAGE
+    assert torch.equal(mrope_positions(torch.tensor([*prompt, *answer]), len(prompt), grids, TOKENS), plain)
+
+
+def test_other_number_of_image_tokens_is_an_error():
+    tokens = torch.tensor(vision.prompt([(1, 4, 4)], torch.Generator()))
+    with pytest.raises(ValueError, match="the prompt has 4 image tokens, and its 1 images have 6"):
+        mrope_positions(tokens, len(tokens), torch.tensor([(1, 4, 6)]), TOKENS)
+    with pytest.raises(ValueError, match="the prompt has 4 image tokens, and its 0 images have 0"):
+        mrope_positions(tokens, len(tokens), None, TOKENS)
+    with pytest.raises(ValueError, match="an image has several frames: videos are unsupported"):
+        mrope_positions(tokens, len(tokens), torch.tensor([(2, 4, 4)]), TOKENS)
+    apart = torch.tensor([1, vision.IMAGE, 2, vision.IMAGE, vision.IMAGE, vision.IMAGE])
+    with pytest.raises(ValueError, match="the image tokens from token 1 on are not the 4 of one image"):
+        mrope_positions(apart, len(apart), torch.tensor([(1, 4, 4)]), TOKENS)
+
+
+def test_samples_of_a_prompt_share_its_images():
+    images = vision.rollout(seed=5).images
+    assert images.grids.tolist() == [[1, 4, 6], [1, 8, 4], [1, 2, 2], [1, 6, 10]]
+    assert images.counts.tolist() == [1, 1, 1, 1, 2, 2, 0, 0]
+    assert images.index.tolist() == [0, 0, 1, 1, 2, 3, 2, 3]
+    assert images.pixel_values.shape == (24 + 32 + 4 + 60, vision.PATCH_VALUES)
+    pixels, grids = images.in_order()
+    assert grids.tolist()[:3] == [[1, 4, 6], [1, 4, 6], [1, 8, 4]] and len(pixels) == 2 * 24 + 2 * 32 + 2 * 64
+
+
+def test_selected_rows_have_their_own_images_alone():
+    batch = vision.rollout(seed=5)
+    chosen = batch.select([5, 2, 6])
+    assert chosen.images.grids.tolist() == [[1, 8, 4], [1, 2, 2], [1, 6, 10]]
+    assert chosen.images.counts.tolist() == [2, 1, 0]
+    patches = batch.images.pixel_values.split([24, 32, 4, 60])
+    assert torch.equal(chosen.images.in_order()[0], torch.cat([patches[2], patches[3], patches[1]]))
+    assert batch.select([6, 7]).images is None
+
+
+def test_batch_with_images_is_saved_and_loaded(tmp_path):
+    batch = vision.rollout(seed=5)
+    batch.save(tmp_path / "batch")
+    loaded = RolloutBatch.load(tmp_path / "batch")
+    for name, tensor in batch.images.tensors().items():
+        assert torch.equal(loaded.images.tensors()[name], tensor), name
+    without = batch.select([6, 7])
+    without.save(tmp_path / "text")
+    assert RolloutBatch.load(tmp_path / "text").images is None
+
+
+def test_batch_without_images_has_none():
+    assert BatchImages.of_samples([None, None]) is None

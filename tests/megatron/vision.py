@@ -1,0 +1,184 @@
+"""A Qwen2.5-VL of two layers for tests: its folder, its flags, and a rollout about images."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slimrl.data.images import BatchImages
+from slimrl.data.train_batch import RolloutBatch
+from slimrl.models.families import family_for
+from slimrl.models.families.vision import elements
+from tests.megatron import tiny
+
+IMAGE, VIDEO, START, END = range(110, 114)
+MERGE = 2
+PATCH_VALUES = 3 * 2 * 14 * 14
+TOWER = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "in_chans": 3,
+    "out_hidden_size": 64,
+    "patch_size": 14,
+    "spatial_merge_size": MERGE,
+    "temporal_patch_size": 2,
+    "window_size": 56,  # two by two merged patches, so that larger images have several windows
+    "fullatt_block_indexes": [1],
+}
+
+
+def save_qwen2_5_vl(folder: Path, *, seed: int, tied: bool = False) -> Path:
+    """A model with random weights, norms and biases as a Hugging Face folder."""
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    text = {name: value for name, value in tiny._SHAPE.items() if name != "head_dim"}
+    config = Qwen2_5_VLConfig(
+        text_config=text
+        | {
+            "num_hidden_layers": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
+            "bos_token_id": None,
+            "eos_token_id": None,
+        },
+        vision_config=TOWER,
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        vision_start_token_id=START,
+        vision_end_token_id=END,
+        tie_word_embeddings=tied,
+    )
+    return _save(Qwen2_5_VLForConditionalGeneration, config, folder, seed)
+
+
+DEEP_LAYERS = 4
+DEEP_TOWER = {
+    "depth": 3,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "in_channels": 3,
+    "out_hidden_size": 64,
+    "patch_size": 16,
+    "spatial_merge_size": MERGE,
+    "temporal_patch_size": 2,
+    "num_position_embeddings": 64,
+    "deepstack_visual_indexes": [0, 1],
+}
+
+
+def save_qwen3_vl(folder: Path, *, seed: int) -> Path:
+    """The same of Qwen3-VL, with four layers, to the first two of which the tower adds."""
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+    text = {"num_hidden_layers": DEEP_LAYERS, "rope_parameters": rope, "bos_token_id": None, "eos_token_id": None}
+    config = Qwen3VLConfig(
+        text_config=tiny._SHAPE | text,
+        vision_config=DEEP_TOWER,
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        vision_start_token_id=START,
+        vision_end_token_id=END,
+        tie_word_embeddings=False,
+    )
+    return _save(Qwen3VLForConditionalGeneration, config, folder, seed)
+
+
+def _save(architecture: Any, config: Any, folder: Path, seed: int) -> Path:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = architecture(config)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.dim() == 1:  # norms of 1 and biases of 0 would hide that they are not applied
+                    parameter.add_(0.2 * torch.randn_like(parameter))
+                elif "visual" in name:  # features as large as embeddings
+                    parameter.mul_(4)
+    model.save_pretrained(folder)
+    return folder
+
+
+def flags_of(folder: Path) -> dict[str, Any]:
+    """The flags of the model, in addition to those of `tiny_args`."""
+    config = json.loads((folder / "config.json").read_text())
+    deep = config["model_type"] == "qwen3_vl"
+    return {
+        "num_layers": DEEP_LAYERS if deep else 2,
+        "qk_layernorm": deep,
+        "add_qkv_bias": not deep,
+        "untie_embeddings_and_output_weights": not config["tie_word_embeddings"],
+        "position_embedding_type": "mrope",
+        "mrope_section": config["text_config"]["rope_parameters"]["mrope_section"],
+        "vision_weights": elements(family_for(config).tower_rows),
+        "vision_folder": str(folder),
+        "hf_checkpoint": str(folder),
+    }
+
+
+def inputs(grids: list[tuple[int, int, int]], seed: int, values: int = PATCH_VALUES) -> dict[str, torch.Tensor]:
+    """Random images of these sizes in patches, as transformers' processor gives them."""
+    generator = torch.Generator().manual_seed(seed)
+    patches = sum(time * height * width for time, height, width in grids)
+    return {
+        "pixel_values": torch.randn(patches, values, generator=generator),
+        "image_grid_thw": torch.tensor(grids),
+    }
+
+
+def prompt(grids: list[tuple[int, int, int]], generator: torch.Generator) -> list[int]:
+    """Words, then each image and more words."""
+    ids = torch.randint(0, 100, (4,), generator=generator).tolist()
+    for time, height, width in grids:
+        ids += [START, *[IMAGE] * (time * height * width // MERGE**2), END]
+        ids += torch.randint(0, 100, (3,), generator=generator).tolist()
+    return ids
+
+
+def rollout(seed: int, values: int = PATCH_VALUES) -> RolloutBatch:
+    """Eight samples: two groups about one image each, one about two images, one about none; without a schedule.
+
+    One response has an image token that the model sampled.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    sizes: list[list[tuple[int, int, int]]] = [[(1, 4, 6)], [(1, 8, 4)], [(1, 2, 2), (1, 6, 10)], []]
+    images = [inputs(grids, seed + number, values) if grids else None for number, grids in enumerate(sizes)]
+    tokens, totals, responses, seen = [], [], [], []
+    for sample in range(8):
+        own = prompt(sizes[sample // 2], torch.Generator().manual_seed(sample // 2))
+        answer = torch.randint(0, 100, (int(torch.randint(3, 12, (1,), generator=generator)),), generator=generator)
+        if sample == 1:
+            answer[1] = IMAGE
+        tokens += [*own, *answer.tolist()]
+        totals.append(len(own) + len(answer))
+        responses.append(len(answer))
+        seen.append(images[sample // 2])
+    rewards = torch.randn(8, generator=generator)
+    total = sum(responses)
+    return RolloutBatch(
+        tokens=torch.tensor(tokens),
+        total_lengths=torch.tensor(totals),
+        response_lengths=torch.tensor(responses),
+        loss_mask=torch.ones(total),
+        rollout_log_probs=-3 - torch.rand(total, generator=generator),
+        raw_rewards=rewards,
+        rewards=rewards.clone(),
+        group_ids=torch.arange(8) // 2,
+        sample_ids=torch.arange(8),
+        truncated=torch.zeros(8, dtype=torch.bool),
+        images=BatchImages.of_samples(seen),
+    )
+
+
+def without_sampled_image(batch: RolloutBatch) -> RolloutBatch:
+    """The same with another token where the model sampled an image token, which transformers takes for an image."""
+    tokens = batch.tokens.clone()
+    start = int(batch.token_offsets[1] + batch.total_lengths[1] - batch.response_lengths[1])
+    assert tokens[start + 1] == IMAGE
+    tokens[start + 1] = 7
+    return dataclasses.replace(batch, tokens=tokens)
