@@ -106,8 +106,8 @@ def test_death_of_a_frozen_model_ends_the_run_with_its_name(tiny, tmp_path):
     flags = tiny.flags(sglang_config=tmp_path / "groups.yaml", **changes)
     run = harness.start("train.py", flags, tmp_path, "groups", tiny.home)
     run.wait_for_line("step 0 |", 200)
-    for process in run.processes(str(judge)):
-        process.kill()
+    servers = [one for one in run.processes(str(judge)) if not any("subreaper" in word for word in one.cmdline())]
+    servers[0].kill()
     done = run.finish(60)
     assert done.code != 0 and done.left == []
     assert "a process of the frozen model judge has ended: SGLang server _judge-0" in done.output
