@@ -155,9 +155,10 @@ CAPABILITIES = (
         in_readme=False,
     ),
     Capability(
-        "Heterogeneous engines",
-        "prefill_num_servers sglang_config",
-        "All engines of a run have the same options; there is no prefill/decode disaggregation.",
+        "Prefill and decode on different engines",
+        "prefill_num_servers",
+        "Every engine does prefill and decode; `--sglang-config` rejects the worker types `prefill`, `decode` and"
+        " `encoder`.",
     ),
     Capability(
         "Changed weights in files",

@@ -10,6 +10,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 
+from slimrl.arguments.engine_groups.layout import frozen_places, policy_places
 from slimrl.arguments.namespace import Arguments
 from slimrl.arguments.served_models import reward_gpus
 
@@ -34,6 +35,8 @@ class Placement:
     engines: tuple[range, ...]
     reward: tuple[range, ...] = ()
     critic: range = range(0)
+    frozen: tuple[range, ...] = ()
+    rollout: range = range(0)
 
     @property
     def total(self) -> int:
@@ -41,15 +44,16 @@ class Placement:
         return max(
             self.train.stop,
             self.critic.stop,
+            self.rollout.stop,
             *(servers[-1].stop for servers in (self.engines, self.reward) if servers),
             0,
         )
 
-    def shares(self, positions: range) -> dict[int, int]:
+    def shares(self, positions: Sequence[int]) -> dict[int, int]:
         """The number of these GPUs by node."""
         return dict(Counter(self.places[position].node for position in positions))
 
-    def nodes_of(self, positions: range) -> list[int]:
+    def nodes_of(self, positions: Sequence[int]) -> list[int]:
         """The nodes of these GPUs."""
         return sorted({self.places[position].node for position in positions})
 
@@ -67,12 +71,13 @@ def placement(args: Arguments, nodes: Sequence[int] | None) -> Placement:
     rollout = 0 if args.debug_train_only else args.rollout_gpus
     critic = range(train, train + args.critic_num_gpus)
     start = 0 if args.colocate else critic.stop
-    size = args.rollout_num_gpus_per_engine
-    engines = tuple(range(first, first + size) for first in range(start, start + rollout, size))
+    engines = tuple(place.gpus for place in policy_places(args, start))
+    frozen = tuple(place.gpus for place in frozen_places(args, start))
     others = max(critic.stop, start + rollout)
     reward = reward_gpus(args, others)
     total = max(others, *(servers.stop for servers in reward), 0)
-    return Placement(tuple(_places(total, nodes, args.num_gpus_per_node)), range(train), engines, reward, critic)
+    places = tuple(_places(total, nodes, args.num_gpus_per_node))
+    return Placement(places, range(train), engines, reward, critic, frozen, range(start, start + rollout))
 
 
 def _places(total: int, nodes: Sequence[int] | None, per_node: int) -> list[Place]:

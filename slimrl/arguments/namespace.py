@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from slimrl.arguments.engine_groups.config import ServerModel
 from slimrl.arguments.flag import FlagSpec, Problem, flag_specs
 from slimrl.arguments.flags.algorithm import AlgorithmArguments
 from slimrl.arguments.flags.checkpoint import CheckpointArguments
@@ -96,6 +97,9 @@ class DerivedEngine:
     sglang_options: dict[str, Any] = dataclasses.field(default_factory=dict)
     vllm_options: dict[str, Any] = dataclasses.field(default_factory=dict)
     router_options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    server_models: tuple[ServerModel, ...] = ()  # of --sglang-config; empty: all engines alike
+    # host and port of each model's router, of the file's models, once the engines run
+    sglang_model_routers: dict[str, tuple[str, int]] = dataclasses.field(default_factory=dict)
     engine_context_len: int | None = None  # tokens of prompt and response that an engine takes, where that is known
 
     @property

@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from slimrl.arguments.config_file import ROLES_FLAG, read_config_file, read_roles
 from slimrl.arguments.derive import derive, take_distributed_optimizer, take_precision_of_model, take_vision_of_model
+from slimrl.arguments.engine_groups.layout import resolve_server_models
 from slimrl.arguments.eval_datasets import resolve_eval_datasets
 from slimrl.arguments.flag import FlagSpec, Problem, report
 from slimrl.arguments.namespace import Arguments, all_flag_specs
@@ -51,16 +52,16 @@ def read_args(
     specs = all_flag_specs()
     parsed = parse_line(argv, specs, passthrough or {})
     notes = _add_config_file(parsed, specs, passthrough or {}) + _add_roles(parsed, specs)
-    args, found = _checked(parsed, entry)
+    args, found = _checked(parsed, entry, passthrough or {})
     if parsed.guesses and found:
         # report only problems that exist both with and without the guesses
-        otherwise = _checked(parsed.as_guessed(), entry)[1]
+        otherwise = _checked(parsed.as_guessed(), entry, passthrough or {})[1]
         found = [problem for problem in found if problem in otherwise]
     args.notes = notes + args.notes
     return args, [*parsed.problems, *found]
 
 
-def _checked(parsed: ParsedLine, entry: str) -> tuple[Arguments, list[Problem]]:
+def _checked(parsed: ParsedLine, entry: str, passthrough: PassthroughTables) -> tuple[Arguments, list[Problem]]:
     """The arguments of a parsed line with derived values, and the problems that the rules find."""
     args = Arguments(**parsed.values)
     args.sglang_options = parsed.options.get("sglang", {})
@@ -70,11 +71,14 @@ def _checked(parsed: ParsedLine, entry: str) -> tuple[Arguments, list[Problem]]:
     if context.is_training:
         take_precision_of_model(args, context.given)
         take_distributed_optimizer(args, context.given)
-        take_context_of_engines(args)
     take_vision_of_model(args)
     derive(args)
-    eval_problems = resolve_eval_datasets(args)
-    return args, [*eval_problems, *check(args, context)]
+    problems = []
+    if context.is_training:
+        problems += resolve_server_models(args, passthrough)
+        take_context_of_engines(args)
+    problems += resolve_eval_datasets(args)
+    return args, [*problems, *check(args, context)]
 
 
 def _add_config_file(parsed: ParsedLine, specs: list[FlagSpec], passthrough: PassthroughTables) -> list[str]:

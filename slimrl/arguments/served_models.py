@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from slimrl.arguments.engine_groups.layout import group_flags, served_by_engines
 from slimrl.arguments.namespace import Arguments
 from slimrl.models import config_rows
 
@@ -160,16 +161,31 @@ def take_context_of_engines(args: Arguments) -> None:
     """Set `engine_context_len`; it stays None if it is not known, or if the engine truncates prompts itself."""
     if args.debug_train_only or args.rollout_external_engine_addrs or args.sglang_options.get("allow_auto_truncate"):
         return
+    groups = [
+        group_flags(args, model, group)
+        for model in served_by_engines(args)
+        if model.update_weights
+        for group in model.groups
+        if group.servers
+    ]
+    context = least(*(_context_of_engine(flags) for flags in groups or [args]))
+    if context is not None and context > RESERVED_TOKENS + 1:
+        args.engine_context_len = context - RESERVED_TOKENS
+
+
+def _context_of_engine(args: Arguments) -> int | None:
+    """The tokens that an engine with these flags takes; None if it is not known, or if it truncates prompts."""
+    if args.sglang_options.get("allow_auto_truncate"):
+        return None
     _, given = context_flag(args)
     try:
         context = context_of_model(args) if given is None else tokens(given)
     except ValueError:
-        return  # the server's own parser reports it
+        return None  # the server's own parser reports it
     cache = args.sglang_options.get("max_total_tokens")
     if isinstance(cache, int):
-        context = cache if context is None else min(context, cache)
-    if context is not None and context > RESERVED_TOKENS + 1:
-        args.engine_context_len = context - RESERVED_TOKENS
+        context = least(context, cache)
+    return context
 
 
 def context_flag(args: Arguments) -> tuple[str, Any]:

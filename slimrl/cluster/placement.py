@@ -19,6 +19,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slimrl.arguments import Arguments
+from slimrl.arguments.engine_groups.layout import frozen_places, policy_places
 from slimrl.arguments.served_models import reward_gpus
 from slimrl.cluster.ray_session import InsufficientGpusError
 
@@ -36,8 +37,8 @@ class PlacementPlan:
     """The number of reserved GPUs, and those of training, rollout and the reward model (indices in GPU order).
 
     `train` are those of the policy, which may also train the critic; `critic` those of a critic by itself. Each engine
-    takes `per_engine` consecutive rollout GPUs; `reward_servers` has the GPUs of each server of the reward model or
-    teachers.
+    takes `per_engine` consecutive rollout GPUs, unless `policy_servers` has the GPUs of each; `frozen_servers` has the
+    GPUs of the frozen models' servers, `reward_servers` those of the reward model or teachers.
     """
 
     total: int
@@ -46,6 +47,16 @@ class PlacementPlan:
     per_engine: int
     reward_servers: tuple[range, ...] = ()
     critic: range = range(0)
+    policy_servers: tuple[range, ...] | None = None
+    frozen_servers: tuple[range, ...] = ()
+
+    @property
+    def engine_ranges(self) -> tuple[range, ...]:
+        """The GPUs of each engine that gets weight updates."""
+        if self.policy_servers is not None:
+            return self.policy_servers
+        size = self.per_engine
+        return tuple(range(first, first + size) for first in range(self.rollout.start, self.rollout.stop, size))
 
     @property
     def reward(self) -> range:
@@ -74,7 +85,9 @@ def plan_gpus(args: Arguments) -> PlacementPlan:
     others = max(critic.stop, first + rollout)
     reward = reward_gpus(args, others)
     total = max(others, *(servers.stop for servers in reward), 0)
-    return PlacementPlan(total, range(train), range(first, first + rollout), per_engine, reward, critic)
+    policy = tuple(place.gpus for place in policy_places(args, first))
+    frozen = tuple(place.gpus for place in frozen_places(args, first))
+    return PlacementPlan(total, range(train), range(first, first + rollout), per_engine, reward, critic, policy, frozen)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,16 +121,16 @@ class EnginePart:
     gpus: tuple[int, ...]
 
 
-def engine_parts(indices: range, per_engine: int, gpus: Sequence[GpuBundle]) -> list[list[EnginePart]]:
-    """For each engine on the GPUs `indices`, its part on each of its nodes; `gpus` are all reserved GPUs, in order.
+def engine_parts(engine_ranges: Sequence[range], gpus: Sequence[GpuBundle]) -> list[list[EnginePart]]:
+    """For each engine, its part on each of its nodes; `gpus` are all reserved GPUs, in order.
 
     Raises InsufficientGpusError if an engine spans several nodes without filling each with the same number of GPUs.
     """
     on_node = Counter(gpu.node for gpu in gpus)
     engines: list[list[EnginePart]] = []
-    for first in range(indices.start, indices.stop, per_engine):
+    for indices in engine_ranges:
         by_node: dict[str, list[int]] = {}
-        for index in range(first, first + per_engine):
+        for index in indices:
             by_node.setdefault(gpus[index].node, []).append(index)
         parts = [EnginePart(node, tuple(own)) for node, own in by_node.items()]
         whole = all(len(part.gpus) == on_node[part.node] for part in parts)
@@ -179,7 +192,8 @@ def _probes(group: PlacementGroup) -> list[Any]:
 class GpuBundles:
     """The reserved GPUs, in order, so that consecutive GPUs share a node.
 
-    `engines` are the parts of each engine, one per node; `reward_engines` those of the reward model's servers.
+    `engines` are the parts of each engine, one per node; `frozen_engines` and `reward_engines` those of the servers of
+    frozen models and of the reward model.
     """
 
     def __init__(self, plan: PlacementPlan) -> None:
@@ -197,9 +211,9 @@ class GpuBundles:
             )
         self.gpus = self._probe()
         try:
-            self.engines = engine_parts(plan.rollout, plan.per_engine, self.gpus)
-            servers = [engine_parts(own, len(own), self.gpus) for own in plan.reward_servers]
-            self.reward_engines = [parts for (parts,) in servers]
+            self.engines = engine_parts(plan.engine_ranges, self.gpus)
+            self.frozen_engines = engine_parts(plan.frozen_servers, self.gpus)
+            self.reward_engines = engine_parts(plan.reward_servers, self.gpus)
         except InsufficientGpusError:
             self.release()
             raise

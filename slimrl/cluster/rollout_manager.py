@@ -20,7 +20,7 @@ from slimrl.cluster.engines.elastic_engines import ElasticEngines
 from slimrl.cluster.engines.engine_group import EngineGroup
 from slimrl.cluster.engines.engine_recovery import RETRY_TIMEOUT_S, EngineGroupStatus, EngineRecovery, RecoveryEvents
 from slimrl.cluster.engines.health_monitor import HealthConfig, states_of
-from slimrl.cluster.engines.reward_server import RewardServers
+from slimrl.cluster.engines.other_servers import OtherServers
 from slimrl.cluster.launch import Launch
 from slimrl.cluster.placement import GpuBundles
 from slimrl.cluster.watchdog import RolloutStatus
@@ -111,7 +111,7 @@ class RolloutManager:
         self._dumps = RolloutDumps(args.save_debug_rollout_data, args.save_debug_rollout_limit)
         self._data_parallel_sizes = data_parallel_sizes
         self._engines: EngineGroup | None = None
-        self._reward_servers = RewardServers([])
+        self._others = OtherServers()
         self._recovery: EngineRecovery | None = None
         self._client: EngineGroupClient | None = None
         self._generator: RolloutGenerator | None = None
@@ -133,11 +133,11 @@ class RolloutManager:
             return []
         self._phase = "starting the servers (logs: sglang*.log and router.log next to this log)"
         engines = asyncio.ensure_future(self._start_engines(gpus, launch))
-        reward_servers = RewardServers.start(self._args, gpus, launch, engines)
+        others = OtherServers.start(self._args, gpus, launch, engines)
         with self._timeline.span("start of the servers"):
             # concurrently: each takes seconds
-            _, self._reward_servers, _ = await asyncio.gather(engines, reward_servers, self._open_data())
-        self._args = self._engines.reachable(self._reward_servers.reachable(self._args))
+            _, self._others, _ = await asyncio.gather(engines, others, self._open_data())
+        self._args = self._others.reachable(self._engines.reachable(self._args))
         per_server, trained = self._args.sglang_server_concurrency, not self._args.debug_rollout_only
         self._client = backend(self._args.rollout_engine).client(
             self._engines.router_url,
@@ -177,7 +177,7 @@ class RolloutManager:
 
     async def watch(self) -> str:
         """Pending while the engines live; then the message of the first death that cannot be recovered from."""
-        return await self._reward_servers.watch((self._engines if self._recovery is None else self._recovery).watch())
+        return await self._others.watch((self._engines if self._recovery is None else self._recovery).watch())
 
     @ray.method(concurrency_group="watchdog")
     async def watch_loop(self) -> str:
@@ -208,12 +208,12 @@ class RolloutManager:
 
     async def release_memory(self) -> None:
         """Releases the GPU memory of every server on shared GPUs; no request may be running."""
-        await asyncio.to_thread(self._reward_servers.gpu_memory.release)
+        await self._others.release_memory()
         await (asyncio.to_thread(self._memory.release) if self._recovery is None else self._recovery.release_memory())
 
     async def resume_memory(self, tags: Sequence[str]) -> None:
         """Reallocates the memory of `tags` on these servers."""
-        await asyncio.to_thread(self._reward_servers.gpu_memory.resume, tags)
+        await self._others.resume_memory(tags)
         recovery = self._recovery
         await (asyncio.to_thread(self._memory.resume, tags) if recovery is None else recovery.resume_memory(tags))
 
@@ -254,7 +254,7 @@ class RolloutManager:
     async def memory(self) -> dict[str, float]:
         """Resident memory of this process, the router and every server in GiB, by name."""
         own = {"rollout_manager_rss_gib": resident_gib(with_children=False)}
-        return own | (await self._engines.memory() if self._engines else {}) | await self._reward_servers.memory()
+        return own | (await self._engines.memory() if self._engines else {}) | await self._others.memory()
 
     @ray.method(concurrency_group="watchdog")
     async def finish_dumps(self) -> None:
@@ -269,10 +269,10 @@ class RolloutManager:
 
     @ray.method(concurrency_group="watchdog")
     async def server_states(self) -> list[str]:
-        """One sentence per server that blocks others, including reward model servers."""
+        """One sentence per server that blocks others, including those of other models."""
         if self._engines is None:
             return []
-        return await states_of([*self._engines.engines, *self._reward_servers.engines], self._engines.router)
+        return await states_of([*self._engines.engines, *self._others.engines], self._engines.router)
 
     @ray.method(concurrency_group="watchdog")
     async def status(self) -> RolloutStatus:
@@ -393,7 +393,7 @@ class RolloutManager:
                 await self._client.close()
             if self._engines is not None:
                 await self._engines.close()
-            await self._reward_servers.close()
+            await self._others.close()
             self._timeline.close()
         finally:
             await self._dumps.finish()

@@ -22,12 +22,11 @@ import aiohttp
 import orjson
 
 from slimrl.arguments import Arguments
+from slimrl.arguments.engine_groups.config import POLICY_NAMES
 from slimrl.data.sample import Sample
 from slimrl.engines.protocol import SamplingConfig, ServiceError
 from slimrl.hooks import own_path
 from slimrl.rollout.generation.sample_tracker import CustomGenerateCall, own_headers
-
-_MODEL_NAMES = ("default", "actor")
 
 
 class GenerateState:
@@ -69,9 +68,15 @@ async def generate(args: Arguments, sample: Sample, sampling_params: dict[str, A
 
 
 def get_model_url(args: Arguments, model_name: str, endpoint: str = "/generate") -> str:
-    """The address of `endpoint` at the run's router. Raises ValueError for a model that the run does not have."""
-    if model_name not in _MODEL_NAMES:
-        raise ValueError(f"there is no model {model_name!r}: a run serves one, {' or '.join(_MODEL_NAMES)}")
+    """The address of `endpoint` at the model's router: the policy, or a model of --sglang-config by its name there.
+
+    Raises ValueError for a model that the run does not have.
+    """
+    if (router := args.sglang_model_routers.get(model_name)) is not None:
+        return f"http://{router[0]}:{router[1]}{endpoint}"
+    if model_name not in POLICY_NAMES:
+        names = sorted({*POLICY_NAMES, *args.sglang_model_routers})
+        raise ValueError(f"there is no model {model_name!r}: the run serves {', '.join(names)}")
     return f"http://{args.sglang_router_ip}:{args.sglang_router_port}{endpoint}"
 
 

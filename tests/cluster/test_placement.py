@@ -85,7 +85,7 @@ def gpus_on(*nodes):
 def parts(changes, *nodes):
     """[(node, GPUs)] of each engine."""
     plan = plan_gpus(flags(**changes))
-    engines = engine_parts(plan.rollout, plan.per_engine, gpus_on(*nodes))
+    engines = engine_parts(plan.engine_ranges, gpus_on(*nodes))
     return [[(part.node, list(part.gpus)) for part in engine] for engine in engines]
 
 

@@ -198,6 +198,11 @@ def test_helpers_report_where_they_cannot_be_called():
         asyncio.run(load_function("slimrl.compatibility.rollout_helpers.generate")(args, Sample(), {}))
     with pytest.raises(ValueError, match="there is no model 'ref'"):
         get_model_url(args, "ref")
+    args.sglang_model_routers = {"ref": ("r", 2), "policy": ("h", 1)}  # of --sglang-config
+    assert get_model_url(args, "ref", "/score") == "http://r:2/score"
+    assert get_model_url(args, "policy") == get_model_url(args, "actor") == "http://h:1/generate"
+    with pytest.raises(ValueError, match="there is no model 'judge': the run serves actor, default, policy, ref"):
+        get_model_url(args, "judge")
 
 
 def test_post_returns_aborted_once_the_rollout_is_full():

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from slimrl.arguments.dry_run.advice import less_training, more_cache
 from slimrl.arguments.dry_run.plan import Plan
+from slimrl.arguments.engine_groups.config import FLAG
 from slimrl.arguments.flag import Problem
 from slimrl.arguments.memory import StageMemory
 from slimrl.arguments.namespace import Arguments
@@ -49,7 +50,9 @@ def _groups_on_one_node(plan: Plan) -> Iterator[Problem]:
     per_node = (
         "as the cluster has it" if plan.surroundings.nodes else f"by --num-gpus-per-node {plan.args.num_gpus_per_node}"
     )
-    engines = [(f"engine {index}", "--rollout-num-gpus-per-engine", gpus) for index, gpus in enumerate(where.engines)]
+    flag = FLAG if plan.args.server_models else "--rollout-num-gpus-per-engine"
+    engines = [(f"engine {index}", flag, gpus) for index, gpus in enumerate(where.engines)]
+    engines += [(f"server {index} of the frozen models", FLAG, gpus) for index, gpus in enumerate(where.frozen)]
     engines += [
         (f"server {index} of the {served_role(plan.args)}", "--rm-num-gpus-per-engine", gpus)
         for index, gpus in enumerate(where.reward)

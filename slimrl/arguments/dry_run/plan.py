@@ -12,12 +12,14 @@ import ast
 import dataclasses
 import importlib.machinery
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from slimrl.arguments.checkpoints import ResumePlan, start_of
 from slimrl.arguments.dry_run.engine_memory import EngineMemory, EngineSettings, engine_memory
+from slimrl.arguments.engine_groups.layout import EnginePlace, engine_places, policy_groups
 from slimrl.arguments.flag import FlagSpec
 from slimrl.arguments.layout import Groups, Placement, groups_of, placement
 from slimrl.arguments.memory import (
@@ -68,25 +70,33 @@ def estimate(args: Arguments, *, gpu_bytes: int | None = None, engine: EngineSet
     if args.debug_train_only or not args.rollout_gpus:
         return MemoryPlan(stages, None, critic)
     settings = engine or EngineSettings.of_engine(args.rollout_engine, args.engine_options)
-    return MemoryPlan(stages, engine_memory(spec, settings, args.rollout_num_gpus_per_engine, gpu_bytes), critic)
+    # of the smallest engines, each GPU of which holds the largest part of the model
+    size = min((group.num_gpus_per_engine for group in policy_groups(args)), default=args.rollout_num_gpus_per_engine)
+    return MemoryPlan(stages, engine_memory(spec, settings, size, gpu_bytes), critic)
 
 
 @dataclasses.dataclass(frozen=True)
 class Server:
-    """One server; `gpus` are positions in the placement."""
+    """One server; `gpus` are positions in the placement. `name` is its index, after the name of a frozen model."""
 
-    index: int
+    name: str
     gpus: range
     seed: int
     log: str
+    place: EnginePlace
 
 
 def servers(args: Arguments, where: Placement) -> list[Server]:
-    """Every server, in order."""
-    return [
-        Server(index, gpus, args.rollout_seed + index, f"{args.run_dir}/logs/{args.rollout_engine}{index}.log")
-        for index, gpus in enumerate(where.engines)
-    ]
+    """Every server, in order: those of the policy first."""
+    found, counts = [], Counter[str]()
+    places = engine_places(args, where.rollout.start)
+    for place in sorted(places, key=lambda place: not place.model.update_weights):
+        role = "" if place.model.update_weights else f"_{place.model.name}-"
+        index = counts[role]
+        counts[role] += 1
+        log = f"{args.run_dir}/logs/{args.rollout_engine}{role}{index}.log"
+        found.append(Server(f"{role.lstrip('_')}{index}", place.gpus, args.rollout_seed + index, log, place))
+    return found
 
 
 def option_words(options: Mapping[str, Any]) -> list[str]:

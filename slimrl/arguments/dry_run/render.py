@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from slimrl.arguments.dry_run.plan import Plan, loop_rows, option_words
+from slimrl.arguments.dry_run.plan import Plan, loop_rows
 from slimrl.arguments.dry_run.resources import node_resources
+from slimrl.arguments.dry_run.server_lines import server_lines
+from slimrl.arguments.dry_run.text import LISTED, span, table, where_on
 from slimrl.arguments.layout import data_parallel_sizes, dense_axes, expert_axes, rank_lists
 from slimrl.arguments.memory import StageMemory
 from slimrl.arguments.served_models import served_models, served_role
@@ -13,7 +15,6 @@ from slimrl.processes.process_info import gib
 
 # groups are listed rank by rank up to this world size; beyond it the first group of each kind is shown
 SMALL_WORLD = 16
-LISTED = 4
 
 
 def render(plan: Plan) -> str:
@@ -26,7 +27,7 @@ def render(plan: Plan) -> str:
         ("Model", _model(plan)),
         ("Checkpoints", _checkpoints(plan)),
         ("Hooks", _hooks(plan)),
-        ("Servers", _servers(plan)),
+        ("Servers", server_lines(plan)),
         ("Memory of one GPU", _memory(plan)),
         ("Each node", _node(plan)),
     )
@@ -36,24 +37,6 @@ def render(plan: Plan) -> str:
         if body:
             blocks.append("\n".join([title, *(f"  {line}" for line in body)]))
     return "\n\n".join(blocks)
-
-
-def table(rows: Sequence[Sequence[object]]) -> list[str]:
-    """Columns padded to their widest entry; cells that are no text, or end in a unit, stand right."""
-    texts = [[str(cell) for cell in row] for row in rows]
-    widths = [max(len(row[column]) for row in texts if column < len(row)) for column in range(max(map(len, texts)))]
-    lines = []
-    for row, cells in zip(texts, rows, strict=True):
-        padded = [
-            text.rjust(width) if _is_number(cell) else text.ljust(width)
-            for text, width, cell in zip(row, widths, cells, strict=False)
-        ]
-        lines.append("  ".join(padded).rstrip())
-    return lines
-
-
-def _is_number(cell: object) -> bool:
-    return not isinstance(cell, str) or cell.endswith((" GiB", " MiB"))
 
 
 def _run(plan: Plan) -> Iterator[str]:
@@ -76,15 +59,19 @@ def _gpus(plan: Plan) -> Iterator[str]:
     where = plan.placement
     rows: list[tuple[object, ...]] = [("role", "gpus", "where (node: GPUs on it)")]
     if where.train:
-        rows.append(("training", len(where.train), _where(plan, where.train)))
+        rows.append(("training", len(where.train), where_on(plan, where.train)))
     if where.critic:
-        rows.append(("critic", len(where.critic), _where(plan, where.critic)))
+        rows.append(("critic", len(where.critic), where_on(plan, where.critic)))
     if where.engines:
-        every = range(where.engines[0].start, where.engines[-1].stop)
-        rows.append(("engines", len(every), _where(plan, every)))
+        of_policy = [gpu for gpus in where.engines for gpu in gpus]
+        rows.append(("engines", len(of_policy), where_on(plan, of_policy)))
+    for model in plan.args.server_models:
+        own = [gpu for one in plan.servers if one.place.model is model for gpu in one.gpus]
+        if own and not model.update_weights:
+            rows.append((model.name, len(own), where_on(plan, own)))
     if where.reward:
         every = range(where.reward[0].start, where.reward[-1].stop)
-        rows.append((served_role(plan.args), len(every), _where(plan, every)))
+        rows.append((served_role(plan.args), len(every), where_on(plan, every)))
     yield from table(rows)
     nodes = len(where.nodes_of(range(len(where.places))))
     shared = f", both roles on the same ones, {_turns(plan)}" if plan.colocated else ""
@@ -103,23 +90,11 @@ def _turns(plan: Plan) -> str:
     return "engines offloaded while training runs" if released else "nothing offloaded"
 
 
-def _where(plan: Plan, positions: range) -> str:
-    parts = []
-    for node in plan.placement.nodes_of(positions):
-        gpus = [plan.placement.places[i].gpu for i in positions if plan.placement.places[i].node == node]
-        parts.append(f"{node}: {_span(gpus)}")
-    return "; ".join(parts[:LISTED] + ([f"... {parts[-1]}"] if len(parts) > LISTED else []))
-
-
-def _span(numbers: Sequence[int]) -> str:
-    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
-
-
 def _runs(numbers: Sequence[int]) -> str:
     """ "0-3 and 8-11": where numbers follow each other."""
     starts = [i for i, number in enumerate(numbers) if i == 0 or number != numbers[i - 1] + 1]
     pieces = [numbers[start:end] for start, end in zip(starts, [*starts[1:], len(numbers)], strict=True)]
-    return " and ".join(map(_span, pieces)) or "none"
+    return " and ".join(map(span, pieces)) or "none"
 
 
 def _groups(plan: Plan) -> Iterator[str]:
@@ -287,44 +262,6 @@ def _hooks(plan: Plan) -> Iterator[str]:
     ]
     if rows:
         yield from table(rows)
-
-
-def _servers(plan: Plan) -> Iterator[str]:
-    if not plan.servers:
-        return
-    args = plan.args
-    rows: list[tuple[object, ...]] = [("server", "where (node: GPUs on it)", "seed", "log")]
-    shown = plan.servers if len(plan.servers) <= 2 * LISTED else [*plan.servers[:LISTED], plan.servers[-1]]
-    yield from table([*rows, *((one.index, _where(plan, one.gpus), one.seed, one.log) for one in shown)])
-    if len(shown) < len(plan.servers):
-        yield f"{len(plan.servers)} servers in all"
-    size = args.rollout_num_gpus_per_engine // plan.engine_settings.stages
-    options = option_words(args.engine_options)
-    model, tensor_parallel = ("--model", "--tensor-parallel-size") if args.uses_vllm else ("--model-path", "--tp-size")
-    yield " ".join([f"each with: {model} {args.hf_checkpoint} {tensor_parallel} {size}", *options])
-    if plan.surroundings.server_words:
-        yield f"because there is no GPU here, before that: {' '.join(plan.surroundings.server_words)}"
-    router = " ".join(option_words(args.router_options))
-    yield (
-        "ports: free ones, chosen when they start; in front of them one router"
-        f" (--request-timeout-secs {args.sglang_router_request_timeout_secs}{' ' + router if router else ''})"
-    )
-    yield f"at most {args.sglang_server_concurrency} requests in flight per server (--sglang-server-concurrency)"
-    if (most := args.rollout_max_num_gpus) is not None:
-        yield f"more join the running job whenever Ray has free GPUs, up to --rollout-max-num-gpus {most} in all"
-    yield from _reward_servers(plan)
-
-
-def _reward_servers(plan: Plan) -> Iterator[str]:
-    args, rest = plan.args, plan.placement.reward
-    words = [*([] if args.has_served_teacher else ["--is-embedding"]), *option_words(args.rm_server_options)]
-    for model in served_models(args):
-        count = -(-model.gpus // model.per_server)
-        places, rest = "; ".join(_where(plan, gpus) for gpus in rest[:count][:LISTED]), rest[count:]
-        yield f"{model.title(args)}: {count} {'server' if count == 1 else 'servers'} more, at {places}"
-        yield f"with: --model-path {model.folder} --tp-size {model.per_server} {' '.join(words)}".rstrip()
-    if plan.placement.reward:
-        yield f"at most {args.rm_concurrency} requests in flight per server (--rm-concurrency)"
 
 
 def _memory(plan: Plan) -> Iterator[str]:

@@ -55,7 +55,7 @@ def node_resources(plan: Plan) -> NodeResources:
     on_nodes = []
     for node in nodes:
         ranks = sum(size for position, size in trained.items() if where.places[position].node == node)
-        servers = sum(where.shares(gpus_of).get(node, 0) for gpus_of in (*where.engines, *where.reward))
+        servers = sum(where.shares(gpus_of).get(node, 0) for gpus_of in (*where.engines, *where.frozen, *where.reward))
         on_nodes.append(ranks + servers * SERVER_BYTES_PER_GPU)
     return NodeResources(len(nodes), gpus, NODE_BYTES + shared + max(on_nodes, default=0), shared)
 

@@ -40,8 +40,8 @@ class EngineArguments:
     )
     sglang_config: str | None = flag(
         None,
-        "YAML file that describes groups of engines",
-        not_served="all engines are identical; use --rollout-num-gpus and --rollout-num-gpus-per-engine",
+        "YAML file with the models that the run serves on the rollout GPUs: groups of servers with their own parallel"
+        " sizes and options, and frozen models (path)",
     )
     sglang_router_request_timeout_secs: int = flag(14400, "timeout of one request (seconds)", at_least=1)
     use_fault_tolerance: bool = flag(

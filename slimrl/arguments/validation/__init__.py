@@ -25,7 +25,7 @@ from slimrl.arguments.validation import (
     vision,
 )
 from slimrl.arguments.validation.adapters import lora
-from slimrl.arguments.validation.engines import servers, vllm
+from slimrl.arguments.validation.engines import groups, servers, vllm
 from slimrl.arguments.validation.exactness import true_on_policy
 
 # for every program that reads the model flags, including converters
@@ -108,6 +108,12 @@ TRAINING_RULES: tuple[Rule, ...] = (
     servers.engine_attention_copies_divide,
     servers.engine_experts_divide,
     servers.engine_context_holds_a_sample,
+    groups.groups_have_engines_of_the_run,
+    groups.groups_fill_the_rollout_gpus,
+    groups.one_model_is_the_policy,
+    groups.frozen_models_have_folders,
+    groups.groups_keep_the_rules_of_engines,
+    groups.groups_end_where_the_policy_ends,
     parallel.world_divides_by_model_gpus,
     parallel.model_divides_by_tensor_parallel,
     parallel.context_parallelism_has_one_level,

@@ -255,6 +255,8 @@ def critic_shares_gpus_with_engines(args: Arguments, context: Context) -> Iterat
     """With --colocate engines also run on the critic's GPUs, where they get the weights by a broadcast."""
     if not args.critic_num_gpus or not args.colocate or args.debug_train_only or context.broken & _LAYOUT:
         return
+    if args.server_models:
+        return  # engines.groups has the rule for groups
     size, policy = args.rollout_num_gpus_per_engine, args.actor_num_gpus
     if policy % size:
         yield Problem(

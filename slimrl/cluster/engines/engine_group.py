@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from slimrl.arguments import Arguments
+from slimrl.arguments.engine_groups.layout import EnginePlace, group_flags, policy_places
 from slimrl.cluster.engines.engine import Engine, EngineActorConfig, ServerExit, ServerSettings
 from slimrl.cluster.launch import Launch
 from slimrl.cluster.network import LOOPBACK, server_host
@@ -176,17 +177,17 @@ class EngineGroup:
         log_dir = Path(args.run_dir).absolute() / "logs"
         config = EngineActorConfig(log_dir, args.log_level, launch.environment, Path.cwd())
         engines: list[AnyEngine] = [
-            Engine(server_settings(args, index, launch), parts, gpus, config)
-            for index, parts in enumerate(gpus.engines)
+            Engine(server_settings(flags_of_place(args, place), index, launch), parts, gpus, config)
+            for index, (place, parts) in enumerate(zip(_policy(args, gpus), gpus.engines, strict=True))
         ] or [
             ExternalEngine(address, index, args)
             for index, address in enumerate(args.rollout_external_engine_addrs or ())
         ]
         router = _router(args, log_dir / "router.log")
-        opening = asyncio.to_thread(_open, router)  # concurrently with the servers: each takes seconds
+        opening = asyncio.to_thread(open_router, router)  # concurrently with the servers: each takes seconds
         await asyncio.gather(opening, *(engine.start(READY_TIMEOUT_S, timeline) for engine in engines))
         endpoints = [engine.endpoint for engine in engines]
-        await asyncio.to_thread(_register, router, [endpoint.url for endpoint in endpoints])
+        await asyncio.to_thread(register, router, [endpoint.url for endpoint in endpoints])
         return cls(engines, endpoints, router, router.url, args.rollout_health_check_timeout)
 
     def reachable(self, args: Arguments) -> Arguments:
@@ -245,9 +246,15 @@ def _router(args: Arguments, log_path: Path) -> Router:
     engine = backend(args.rollout_engine)
     if args.sglang_router_ip is not None:
         return engine.external_router(args.sglang_router_ip, args.sglang_router_port, key=key_of(args))
+    return own_router(args, log_path, port=args.sglang_router_port)
+
+
+def own_router(args: Arguments, log_path: Path, *, port: int | None) -> Router:
+    """A router that the run starts, at a free port if `port` is None; not yet open."""
+    engine = backend(args.rollout_engine)
     return engine.router(
         host=server_host(args.router_options.get("host"), LOOPBACK),  # only the rollout manager calls it
-        port=args.sglang_router_port,
+        port=port,
         options=engine.router_options(
             args.router_options,
             request_timeout_s=args.sglang_router_request_timeout_secs,
@@ -265,12 +272,14 @@ def has_conversations(args: Arguments) -> bool:
     return any(functions)
 
 
-def _open(router: Router) -> None:
+def open_router(router: Router) -> None:
+    """Starts it and waits until it responds."""
     router.open()
     router.wait_alive(ROUTER_READY_TIMEOUT_S)
 
 
-def _register(router: Router, urls: list[str]) -> None:
+def register(router: Router, urls: list[str]) -> None:
+    """Adds the servers and waits until they are in use; stops the router if that fails."""
     try:
         router.add_workers(urls)
         router.wait_ready(len(urls), ROUTER_READY_TIMEOUT_S)
@@ -279,8 +288,23 @@ def _register(router: Router, urls: list[str]) -> None:
         raise
 
 
+def _policy(args: Arguments, gpus: GpuBundles) -> list[EnginePlace]:
+    return policy_places(args, gpus.plan.rollout.start)
+
+
+def flags_of_place(args: Arguments, place: EnginePlace) -> Arguments:
+    """The flags as they apply to one engine."""
+    return group_flags(args, place.model, place.group)
+
+
 def server_settings(args: Arguments, index: int, launch: Launch, life: int = 0) -> ServerSettings:
-    """The settings of server number `index`, in its life number `life`."""
+    """The settings of server number `index`, in its life number `life`; `args` as they apply to its group."""
+    settings = plain_server_settings(args, index, launch, life)
+    return dataclasses.replace(settings, options=settings.options | _weight_update_options(args))
+
+
+def plain_server_settings(args: Arguments, index: int, launch: Launch, life: int = 0) -> ServerSettings:
+    """The same without the options for weight updates of a special kind."""
     own = {PYTHON_OPTION: args.vllm_python or sys.executable} if args.uses_vllm else {}
     return ServerSettings(
         index=index,
@@ -288,7 +312,7 @@ def server_settings(args: Arguments, index: int, launch: Launch, life: int = 0) 
         model_path=args.hf_checkpoint,
         tensor_parallel_size=args.rollout_num_gpus_per_engine // args.sglang_options.get("pp_size", 1),
         random_seed=args.rollout_seed + index,
-        options=args.engine_options | own | _weight_update_options(args),
+        options=args.engine_options | own,
         memory_saver=args.offload_rollout,
         cuda=launch.machine.cuda,
         shares_gpus=launch.run.shares_gpus,

@@ -233,7 +233,8 @@ def nodes_of(
     shares = (
         ("training ranks", plan.train),
         ("critic ranks", plan.critic),
-        (rollout, plan.rollout),
+        (rollout, tuple(gpu for gpus in plan.engine_ranges for gpu in gpus)),
+        ("GPUs of frozen models", tuple(gpu for gpus in plan.frozen_servers for gpu in gpus)),
         ("reward GPUs", plan.reward),
     )
     found = []
@@ -243,7 +244,7 @@ def nodes_of(
         if not (here or is_head) or node["NodeID"] == own:
             continue
         # indices within their kind, as ranks are numbered
-        parts = [(name, [index - share.start for index in share if index in here]) for name, share in shares]
+        parts = [(name, [number for number, index in enumerate(share) if index in here]) for name, share in shares]
         parts = [(name, numbers) for name, numbers in parts if numbers]
         what = ["the head of Ray"] if is_head else []
         what += [f"{name} {', '.join(map(str, numbers))}" for name, numbers in parts]

@@ -272,31 +272,38 @@ class LoopMonitor:
         return ""
 
 
-_headers: contextvars.ContextVar[tuple[str, dict[str, str]]] = contextvars.ContextVar("slimrl_router_headers")
+_headers: contextvars.ContextVar[tuple[tuple[str, ...], dict[str, str]]]
+_headers = contextvars.ContextVar("slimrl_router_headers")  # addresses, and the headers of calls to them
 _current: contextvars.ContextVar[CustomGenerateCall] = contextvars.ContextVar("slimrl_custom_generate_call")
 
 
 @dataclasses.dataclass(frozen=True)
 class RouterAccess:
-    """The router's address for custom functions, `url` without a path, and its API key."""
+    """The router's address for custom functions, `url` without a path, and its API key.
+
+    `others` are the addresses of the routers of frozen models, which have the same key.
+    """
 
     url: str
     key: str | None = dataclasses.field(default=None, repr=False)
+    others: tuple[str, ...] = ()
 
     @classmethod
     def from_args(cls, args: Arguments) -> RouterAccess:
-        """The router of the run."""
-        return cls(f"http://{args.sglang_router_ip}:{args.sglang_router_port}", args.sglang_options.get("api_key"))
+        """The routers of the run."""
+        others = tuple(f"http://{host}:{port}" for host, port in args.sglang_model_routers.values())
+        url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}"
+        return cls(url, args.sglang_options.get("api_key"), others)
 
     def begin_calls(self) -> None:
-        """Makes calls of the current task to the run's router send its API key, if it has one."""
-        _headers.set((self.url, {"Authorization": f"Bearer {self.key}"} if self.key else {}))
+        """Makes calls of the current task to the run's routers send their API key, if they have one."""
+        _headers.set(((self.url, *self.others), {"Authorization": f"Bearer {self.key}"} if self.key else {}))
 
 
 def own_headers(url: str) -> dict[str, str]:
-    """The headers that a call to `url` must send: none unless `url` is on the run's router."""
-    router_url, headers = _headers.get(("", {}))
-    return headers if router_url and url.startswith(f"{router_url}/") else {}
+    """The headers that a call to `url` must send: none unless `url` is on a router of the run."""
+    router_urls, headers = _headers.get(((), {}))
+    return headers if any(url.startswith(f"{router_url}/") for router_url in router_urls) else {}
 
 
 @dataclasses.dataclass(frozen=True)

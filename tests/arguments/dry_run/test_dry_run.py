@@ -15,7 +15,8 @@ import pytest
 
 from slimrl.arguments import read_args
 from slimrl.arguments.dry_run import Machine, PlanContext, make_plan, plan_errors, warnings
-from slimrl.arguments.dry_run.render import render, table
+from slimrl.arguments.dry_run.render import render
+from slimrl.arguments.dry_run.text import table
 from slimrl.engines.sglang.server_args import server_flags
 from tests.arguments.conftest import COLOCATED, SPLIT, make_checkpoint
 from tests.arguments.dry_run.test_files import safetensors

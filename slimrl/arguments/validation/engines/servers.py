@@ -22,7 +22,8 @@ _PER_ENGINE = "--rollout-num-gpus-per-engine"
 
 def _has_engines(args: Arguments, context: Context) -> bool:
     known = {"rollout_num_gpus", "rollout_num_gpus_per_engine", "num_gpus_per_node"}
-    return args.rollout_num_gpus is not None and not args.debug_train_only and not known & context.broken
+    alike = not args.server_models  # else the rules are applied to each group
+    return alike and args.rollout_num_gpus is not None and not args.debug_train_only and not known & context.broken
 
 
 def _size(args: Arguments, name: str) -> int:

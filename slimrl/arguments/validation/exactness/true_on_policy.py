@@ -81,7 +81,7 @@ _SHARED = ("--moe-shared-expert-intermediate-size", "has no shared experts")
 
 def true_on_policy_adds_in_one_order(args: Arguments, context: Context) -> Iterator[Problem]:
     """Training and engines split every sum in the same way."""
-    if not args.true_on_policy_mode:
+    if not args.true_on_policy_mode or args.server_models:  # engines.groups applies the rule to each group
         return
     ranks, engine = args.tensor_model_parallel_size, args.rollout_num_gpus_per_engine
     if args.debug_train_only:

@@ -1,0 +1,152 @@
+"""Rules about groups of engines (--sglang-config).
+
+The rules about one engine (its parallel sizes, nodes, options) are applied to each group with the flags of that group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from slimrl.arguments.engine_groups.config import FLAG, POLICY_NAMES, ServerModel
+from slimrl.arguments.engine_groups.layout import group_flags, policy_places, served_by_engines
+from slimrl.arguments.flag import Problem, ended
+from slimrl.arguments.namespace import Arguments, Context, Rule, absent
+from slimrl.arguments.validation.engines import servers
+from slimrl.arguments.validation.exactness import true_on_policy
+
+OF_ONE_ENGINE: tuple[Rule, ...] = (
+    servers.engine_sizes_are_counts,
+    servers.engines_fill_whole_nodes,
+    servers.engine_stages_divide,
+    servers.engine_stages_can_be_updated,
+    servers.engine_layout_can_be_checked,
+    servers.engine_weights_are_those_of_training,
+    servers.engine_collectives_agree,
+    servers.engine_attention_copies_divide,
+    servers.engine_experts_divide,
+    servers.engine_context_holds_a_sample,
+    true_on_policy.true_on_policy_adds_in_one_order,
+)
+_OF_FROZEN = (
+    servers.engine_sizes_are_counts,
+    servers.engines_fill_whole_nodes,
+    servers.engine_stages_divide,
+    servers.engine_attention_copies_divide,
+    servers.engine_experts_divide,
+)
+
+
+def _said(args: Arguments, complaint: str) -> Problem:
+    return Problem(FLAG, ended(f"{FLAG} {args.sglang_config}: {complaint}"))
+
+
+def groups_have_engines_of_the_run(args: Arguments, context: Context) -> Iterator[Problem]:
+    """Groups are of SGLang servers that the run starts."""
+    if args.sglang_config is None:
+        return
+    for given, other, reason in (
+        (args.uses_vllm, "--rollout-engine vllm", "has no groups of servers"),
+        (args.rollout_external_engine_addrs, "--rollout-external-engine-addrs", "names servers that others start"),
+        (args.rollout_max_num_gpus is not None, "--rollout-max-num-gpus", "adds servers that are all alike"),
+    ):
+        if given:
+            yield Problem(FLAG, f"{other} {reason}, and {FLAG} describes those of the run: leave one of the two out.")
+
+
+def groups_fill_the_rollout_gpus(args: Arguments, context: Context) -> Iterator[Problem]:
+    """The groups have exactly the rollout GPUs."""
+    if args.rollout_num_gpus is None or "rollout_num_gpus" in context.broken or args.rollout_external_engine_addrs:
+        return
+    total = sum(model.num_gpus for model in args.server_models)
+    if args.server_models and total != args.rollout_num_gpus and not args.debug_train_only:
+        shared = args.colocate and not args.debug_rollout_only
+        cause = " (the training GPUs, by --colocate)" if shared else ""
+        yield _said(
+            args,
+            f"its groups have {total} GPUs and --rollout-num-gpus is {args.rollout_num_gpus}{cause}: make them equal;"
+            " a group of worker_type placeholder leaves GPUs free",
+        )
+
+
+def one_model_is_the_policy(args: Arguments, context: Context) -> Iterator[Problem]:
+    """One model gets the weight updates, starts from --hf-checkpoint and has servers; the others are not called so."""
+    models = args.server_models
+    if not models:
+        return
+    updated = [model.name for model in models if model.update_weights]
+    if len(updated) > 1:
+        names = " and ".join(updated)
+        yield _said(args, f"models {names} get the weight updates, and a run trains one: give all but one false")
+    if not updated:
+        names = ", ".join(model.name for model in models)
+        yield _said(
+            args, f"no model ({names}) gets the weight updates: give the policy update_weights: true, or no model_path"
+        )
+    for model in models:
+        if not model.update_weights and model.name in POLICY_NAMES:
+            yield _said(
+                args,
+                f"model {model.name} is frozen (update_weights: false, or another model_path), and custom code asks for"
+                f" the policy by the name {model.name}: rename it, or give it update_weights: true",
+            )
+        if model.update_weights and _other_path(args, model):
+            yield _said(
+                args,
+                f"model {model.name} has model_path {model.model_path} and gets the weight updates, and the policy's"
+                f" servers start from --hf-checkpoint {args.hf_checkpoint}: leave model_path out",
+            )
+        if not any(group.servers for group in model.groups):
+            yield _said(args, f"model {model.name} has no servers: give it another group than placeholders")
+
+
+def _other_path(args: Arguments, model: ServerModel) -> bool:
+    if model.model_path is None or args.hf_checkpoint is None:
+        return False
+    return Path(model.model_path).absolute().resolve() != Path(args.hf_checkpoint).absolute().resolve()
+
+
+def frozen_models_have_folders(args: Arguments, context: Context) -> Iterator[Problem]:
+    """The folder of a frozen model exists."""
+    for model in args.server_models:
+        if model.update_weights or model.model_path is None:
+            continue
+        folder = Path(model.model_path)
+        if not folder.is_dir():
+            yield _said(args, f"model_path {folder} of model {model.name} {absent(folder)}: check the path")
+        elif not (folder / "config.json").is_file():
+            yield _said(
+                args, f"model_path {folder} of model {model.name} has no config.json: give a Hugging Face folder"
+            )
+
+
+def groups_keep_the_rules_of_engines(args: Arguments, context: Context) -> Iterator[Problem]:
+    """Each group's sizes and options are those that engines can have."""
+    if not args.server_models:
+        return
+    for model in served_by_engines(args):
+        for number, group in enumerate(model.groups):
+            if not group.servers:
+                continue
+            flags = group_flags(args, model, group)
+            for rule in OF_ONE_ENGINE if model.update_weights else _OF_FROZEN:
+                known = {problem.sentence for problem in rule(args, context)}
+                for problem in rule(flags, context):
+                    if problem.sentence not in known:
+                        sentence = problem.sentence.removesuffix(".")
+                        yield _said(args, f"model {model.name}, group {number}: {sentence}")
+
+
+def groups_end_where_the_policy_ends(args: Arguments, context: Context) -> Iterator[Problem]:
+    """No engine has GPUs of the policy and of a critic of its own, which get weights in different ways."""
+    if not args.server_models or not args.critic_num_gpus or not args.colocate or args.debug_train_only:
+        return
+    policy = args.actor_num_gpus
+    for place in policy_places(args, 0):
+        if place.gpus.start < policy < place.gpus.stop:
+            yield _said(
+                args,
+                f"model {place.model.name}, group {place.group_index} has an engine on GPUs {place.gpus.start} to"
+                f" {place.gpus.stop - 1}, of which the first {policy - place.gpus.start} train the policy and the"
+                " others the critic: let an engine end where the policy's GPUs end",
+            )

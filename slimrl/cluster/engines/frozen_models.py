@@ -1,0 +1,131 @@
+"""The frozen models of --sglang-config: judges, teachers, references, each with its servers and a router of its own.
+
+The rollout manager owns them. They start and end with the policy's engines, get no weight updates, and the death of a
+server or router ends the run with a message that names the model. On shared GPUs their memory is released and resumed
+with that of the engines; the servers then restore their weights from host memory.
+Custom functions find each router in `args.sglang_model_routers`, by the name of the model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import urllib.parse
+from collections.abc import Awaitable
+from pathlib import Path
+
+from slimrl.arguments import Arguments
+from slimrl.arguments.engine_groups.layout import EnginePlace, frozen_places
+from slimrl.cluster.engines.engine import Engine, EngineActorConfig, ServerSettings
+from slimrl.cluster.engines.engine_group import (
+    READY_TIMEOUT_S,
+    EngineGroup,
+    flags_of_place,
+    open_router,
+    own_router,
+    plain_server_settings,
+    register,
+)
+from slimrl.cluster.launch import Launch
+from slimrl.cluster.placement import EnginePart, GpuBundles
+from slimrl.engines.server_protocol import EngineMemory
+
+
+@dataclasses.dataclass
+class FrozenModels:
+    """Running servers and routers by the name of their model; empty without frozen models."""
+
+    groups: dict[str, EngineGroup] = dataclasses.field(default_factory=dict)
+    gpu_memory: EngineMemory = dataclasses.field(default_factory=lambda: EngineMemory([]))  # released during training
+    closing: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+
+    @classmethod
+    async def start(
+        cls, args: Arguments, gpus: GpuBundles, launch: Launch, policy: Awaitable[None] | None = None
+    ) -> FrozenModels:
+        """Starts all servers and routers, and waits until the routers report them ready.
+
+        Raises ProcessStartError if one dies. On shared GPUs it first waits for the engines of the `policy`.
+        """
+        places = frozen_places(args, gpus.plan.rollout.start)
+        by_model: dict[str, list[tuple[EnginePlace, list[EnginePart]]]] = {}
+        for place, parts in zip(places, gpus.frozen_engines, strict=True):
+            by_model.setdefault(place.model.name, []).append((place, parts))
+        if args.offload_rollout and policy is not None and places:
+            await policy
+        started = await asyncio.gather(*(_start_model(args, gpus, launch, own) for own in by_model.values()))
+        released = [engine.control() for group in started for engine in group.engines] if args.offload_rollout else []
+        return cls(dict(zip(by_model, started, strict=True)), EngineMemory(released))
+
+    @property
+    def engines(self) -> list[Engine]:
+        """The servers of all models."""
+        return [engine for group in self.groups.values() for engine in group.engines if isinstance(engine, Engine)]
+
+    def reachable(self, args: Arguments) -> Arguments:
+        """`args` with the address of each model's router in sglang_model_routers, that of the policy among them."""
+        if not args.server_models:
+            return args
+        routers = {name: _address(group.router_url) for name, group in self.groups.items()}
+        if args.sglang_router_ip is not None and args.sglang_router_port is not None:
+            own = args.sglang_router_ip, args.sglang_router_port
+            routers |= {model.name: own for model in args.server_models if model.update_weights}
+        return dataclasses.replace(args, sglang_model_routers=routers)
+
+    async def watch(self, others: Awaitable[str]) -> str:
+        """The result of `others`, or the message of the first death of a frozen model's server or router."""
+        own = [asyncio.ensure_future(self._watch(name, group)) for name, group in self.groups.items()]
+        watches = [asyncio.ensure_future(others), *own]
+        done, rest = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
+        for task in rest:
+            task.cancel()
+        return next(iter(done)).result()
+
+    async def _watch(self, name: str, group: EngineGroup) -> str:
+        end = await group.watch()
+        if self.closing.is_set():
+            await asyncio.Event().wait()  # a regular shutdown: `others` has the message
+        return f"a process of the frozen model {name} has ended: {end}"
+
+    async def memory(self) -> dict[str, float]:
+        """Resident memory of every server and router in GiB, by name."""
+        found: dict[str, float] = {}
+        for name, group in self.groups.items():
+            of_group = await group.memory()
+            found |= {f"router_{name}_rss_gib" if key == "router_rss_gib" else key: of_group[key] for key in of_group}
+        return found
+
+    async def close(self) -> None:
+        """Ends every router and server."""
+        self.closing.set()
+        await asyncio.gather(*(group.close() for group in self.groups.values()))
+
+
+async def _start_model(
+    args: Arguments, gpus: GpuBundles, launch: Launch, places: list[tuple[EnginePlace, list[EnginePart]]]
+) -> EngineGroup:
+    name, log_dir = places[0][0].model.name, Path(args.run_dir).absolute() / "logs"
+    config = EngineActorConfig(log_dir, args.log_level, launch.environment, Path.cwd())
+    engines = [
+        Engine(_settings(args, place, index, launch), parts, gpus, config)
+        for index, (place, parts) in enumerate(places)
+    ]
+    router = own_router(args, log_dir / f"router_{name}.log", port=None)
+    opening = asyncio.to_thread(open_router, router)
+    await asyncio.gather(opening, *(engine.start(READY_TIMEOUT_S) for engine in engines))
+    endpoints = [engine.endpoint for engine in engines]
+    await asyncio.to_thread(register, router, [endpoint.url for endpoint in endpoints])
+    return EngineGroup(list(engines), endpoints, router, router.url, args.rollout_health_check_timeout)
+
+
+def _settings(args: Arguments, place: EnginePlace, index: int, launch: Launch) -> ServerSettings:
+    """The settings of server number `index` of its model."""
+    settings = plain_server_settings(flags_of_place(args, place), index, launch)
+    backup = {"enable_weights_cpu_backup": True} if args.offload_rollout else {}
+    return dataclasses.replace(settings, role=f"_{place.model.name}-", options={**backup, **settings.options})
+
+
+def _address(url: str) -> tuple[str, int]:
+    parts = urllib.parse.urlsplit(url)
+    assert parts.hostname is not None and parts.port is not None  # a router's own
+    return parts.hostname, parts.port

@@ -1,0 +1,317 @@
+"""--sglang-config: the file as the run reads it, and one error for every violation."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from slimrl.arguments import PassthroughFlag, read_args
+from slimrl.arguments.dry_run.plan import PlanContext, make_plan
+from slimrl.arguments.dry_run.render import render
+from slimrl.arguments.engine_groups.config import ServerGroup
+from slimrl.arguments.engine_groups.layout import engine_places, group_flags, policy_groups
+from slimrl.cluster.placement import plan_gpus
+from slimrl.engines.sglang.server_args import server_flags
+from slimrl.processes.process_info import Machine
+from tests.arguments.conftest import COLOCATED, SPLIT
+
+OPTIONS = {
+    "context-length": PassthroughFlag("context_length", type=str),
+    "dp-size": PassthroughFlag("dp_size", type=int),
+    "enable-dp-attention": PassthroughFlag("enable_dp_attention", action="store_true"),
+    "max-running-requests": PassthroughFlag("max_running_requests", type=int),
+    "mem-fraction-static": PassthroughFlag("mem_fraction_static", type=float),
+    "pp-size": PassthroughFlag("pp_size", type=int),
+    "quantization": PassthroughFlag("quantization", type=str),
+    "random-seed": PassthroughFlag("random_seed", type=int, managed_by="--rollout-seed plus the index of the server"),
+}
+TABLES = {"sglang": lambda: OPTIONS}
+ONE = "{worker_type: regular, num_gpus: 2, num_gpus_per_engine: 1}"
+TWO = "{worker_type: regular, num_gpus: 4, num_gpus_per_engine: 2}"
+JUDGE = "{name: judge, model_path: DIR/hf2, server_groups: [{num_gpus: 4}]}"
+
+
+def actor(*groups: str, more: str = "") -> str:
+    return f"{{name: actor, {more}server_groups: [{', '.join(groups)}]}}"
+
+
+def file(*models: str) -> str:
+    return "sglang: [" + ", ".join(models) + "]"
+
+
+# rule -> (file and flags that pass, file and flags that do not with the error after the file's name); 6 rollout GPUs
+CASES: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str, str]]]] = {
+    "groups_have_engines_of_the_run": (
+        [(file(actor(ONE, TWO)), "")],
+        [
+            (
+                file(actor(ONE, TWO)),
+                "--use-fault-tolerance --rollout-max-num-gpus 8",
+                "--rollout-max-num-gpus adds servers that are all alike, and --sglang-config describes those of the"
+                " run: leave one of the two out.",
+            ),
+            (
+                file(actor(ONE, TWO)),
+                "--rollout-engine vllm --vllm-python /bin/sh",
+                "--rollout-engine vllm has no groups of servers, and --sglang-config describes those of the run: leave"
+                " one of the two out.",
+            ),
+        ],
+    ),
+    "groups_fill_the_rollout_gpus": (
+        [(file(actor(ONE, "{worker_type: placeholder, num_gpus: 4}")), "")],
+        [
+            (
+                file(actor(ONE)),
+                "",
+                "its groups have 2 GPUs and --rollout-num-gpus is 6: make them equal; a group of worker_type"
+                " placeholder leaves GPUs free.",
+            ),
+            (
+                file(actor(ONE, TWO)),
+                COLOCATED,
+                "its groups have 6 GPUs and --rollout-num-gpus is 8 (the training GPUs, by --colocate): make them"
+                " equal; a group of worker_type placeholder leaves GPUs free.",
+            ),
+        ],
+    ),
+    "one_model_is_the_policy": (
+        [(file(actor(ONE), JUDGE), ""), (file(actor(ONE, more="model_path: DIR/hf, "), JUDGE), "")],
+        [
+            (
+                file(actor(TWO), actor(ONE).replace("actor", "second")),
+                "",
+                "models actor and second get the weight updates, and a run trains one: give all but one false.",
+            ),
+            (
+                file(actor(ONE).replace("actor", "a").replace("{name", "{update_weights: false, name"), JUDGE),
+                "",
+                "no model (a, judge) gets the weight updates: give the policy update_weights: true, or no model_path.",
+            ),
+            (
+                file(actor(ONE).replace("actor", "policy"), JUDGE.replace("judge", "actor")),
+                "",
+                "model actor is frozen (update_weights: false, or another model_path), and custom code asks for the"
+                " policy by the name actor: rename it, or give it update_weights: true.",
+            ),
+            (
+                file(actor(ONE, TWO, more="model_path: DIR/hf2, update_weights: true, ")),
+                "",
+                "model actor has model_path DIR/hf2 and gets the weight updates, and the policy's servers start from"
+                " --hf-checkpoint DIR/hf: leave model_path out.",
+            ),
+            (
+                file(actor(ONE, TWO.replace("regular", "placeholder")).replace("regular", "placeholder")),
+                "",
+                "model actor has no servers: give it another group than placeholders.",
+            ),
+        ],
+    ),
+    "frozen_models_have_folders": (
+        [(file(actor(ONE), JUDGE), "")],
+        [
+            (
+                file(actor(ONE), JUDGE.replace("hf2", "none")),
+                "",
+                "model_path DIR/none of model judge does not exist (only DIR of it does): check the path.",
+            ),
+            (
+                file(actor(ONE), JUDGE.replace("hf2", "ref")),
+                "",
+                "model_path DIR/ref of model judge has no config.json: give a Hugging Face folder.",
+            ),
+        ],
+    ),
+    "groups_keep_the_rules_of_engines": (
+        [(file(actor(ONE, TWO.replace("2}", "2, overrides: {enable_dp_attention: true, dp_size: 2}}"))), "")],
+        [
+            (
+                file(actor(ONE, TWO.replace("2}", "2, overrides: {enable_dp_attention: true, dp_size: 4}}"))),
+                "",
+                "model actor, group 1: --sglang-dp-size 4 does not divide the tensor parallel size of an engine"
+                " (--rollout-num-gpus-per-engine 2): choose a divisor.",
+            ),
+            (
+                file(actor(ONE, TWO.replace("2}", "2, overrides: {pp_size: 2}}"))),
+                "",
+                "model actor, group 1: --sglang-pp-size 2 does not support weight updates by a broadcast: SGLang's"
+                " pipeline stages take weights only from trainers on their own GPUs; give --colocate without"
+                " --update-weight-transport disk, or use tensor and expert parallelism only.",
+            ),
+            (
+                file(actor(ONE, TWO.replace("2}", "2, overrides: {quantization: fp8}}"))),
+                "",
+                "model actor, group 1: --sglang-quantization fp8 quantises the engines' weights, and weight updates"
+                " send unquantised tensors: leave it out.",
+            ),
+            (
+                file(actor(ONE, TWO.replace("2}", "2, overrides: {context_length: 4096}}"))),
+                "--eval-max-response-len 64",
+                "model actor, group 1: --sglang-context-length 4096 is less than the longest sample, at least one token"
+                " of prompt + --rollout-max-response-len 8192 = 8193: give at least 8193.",
+            ),
+        ],
+    ),
+    "groups_end_where_the_policy_ends": ([(file(actor(ONE, TWO)), "")], []),
+}
+PROBLEMS = [
+    ("[1]", "the file must hold the key sglang with a list of models"),
+    ("models: []", "the file must hold the key sglang with a list of models"),
+    (file(actor(ONE, TWO)) + "\nrouter: 1", "the file has an unknown key 'router': known: sglang"),
+    ("sglang: [3]", "model 0 must be a mapping with name and server_groups"),
+    (file(actor(ONE, TWO, more="update_weight: true, ")), "model actor has an unknown key 'update_weight': did you"),
+    (file(actor(ONE, TWO, more="update_weights: maybe, ")), "model actor has update_weights 'maybe': give true or"),
+    (file(actor(ONE, TWO, more="model_path: 3, ")), "model actor has model_path 3: give a folder"),
+    (file(actor(ONE, TWO).replace("actor", "a/b")), "model a/b: name logs with letters, digits"),
+    (file("{name: actor}"), "model actor has no server_groups: list at least one, with worker_type and num_gpus"),
+    (file("{name: actor, server_groups: [], engine_groups: []}"), "has server_groups and their old name engine_groups"),
+    (file(actor(ONE), actor(TWO)), "model actor is given twice: join its server_groups, or rename one"),
+    (file(actor(ONE, "4")), "model actor, group 1 must be a mapping with worker_type and num_gpus"),
+    (file(actor(ONE, TWO.replace("worker_type", "type"))), "model actor, group 1 has an unknown key 'type'"),
+    (file(actor(ONE, TWO.replace("regular", "regulr"))), "worker_type 'regulr', which is not one of regular,"),
+    (file(actor(ONE, TWO.replace("regular", "encoder"))), "group 1 has worker_type encoder, which is unsupported"),
+    (file(actor(ONE, "{worker_type: regular}")), "model actor, group 1 has no num_gpus: give the number of its GPUs"),
+    (file(actor(ONE, TWO.replace("4", "none"))), "model actor, group 1 has num_gpus 'none': give a count of at least"),
+    (file(actor(ONE, TWO.replace("4", "0"))), "model actor, group 1 has num_gpus 0: give a count of at least 1"),
+    (file(actor(ONE, TWO.replace("4", "3"))), "has num_gpus 3, no multiple of num_gpus_per_engine 2: choose one"),
+    (file(actor(ONE, TWO.replace("regular", "prefill"))), "group 1 has worker_type prefill, which is unsupported"),
+    (file(actor(ONE, TWO.replace("regular", "decode"))), "group 1 has worker_type decode, which is unsupported"),
+    (file(actor(ONE, TWO.replace("2}", "2, overrides: [1]}"))), "has overrides [1]: give a mapping of SGLang's"),
+    (
+        file(actor(ONE, TWO.replace("2}", "2, overrides: {max_runing_requests: 4}}"))),
+        "model actor, group 1, overrides: unknown flag --sglang-max-runing-requests: did you mean"
+        " --sglang-max-running-requests?",
+    ),
+    (
+        file(actor(ONE, TWO.replace("2}", "2, overrides: {max_running_requests: few}}"))),
+        "model actor, group 1, overrides: --sglang-max-running-requests few is not a value that the engine accepts",
+    ),
+    (
+        file(actor(ONE, TWO.replace("2}", "2, overrides: {random_seed: 1}}"))),
+        "overrides: --sglang-random-seed is set by slimrl itself (--rollout-seed plus the index of the server)",
+    ),
+    (
+        file(actor(ONE, TWO.replace("2}", "2, overrides: {tp_size: 4}}"))),
+        "has tp_size 4 x pp_size 1 in its overrides and num_gpus_per_engine 2: leave tp_size out",
+    ),
+    (
+        file(actor(ONE, TWO.replace("2}", "2, overrides: {mem_fraction_static: null}}"))),
+        "model actor, group 1: mem_fraction_static in its overrides is null: give a value, or leave it out",
+    ),
+]
+
+
+def line(recipe, text: str, more: str = "") -> list[str]:
+    """The recipe with 2 training and 6 rollout GPUs and the file, whose DIR is the recipe's folder."""
+    (recipe.dir / "hf2").mkdir(exist_ok=True)
+    (recipe.dir / "hf2" / "config.json").write_text((recipe.dir / "hf" / "config.json").read_text())
+    path = recipe.dir / "groups.yaml"
+    path.write_text(text.replace("DIR", str(recipe.dir)))
+    one = "--rollout-num-gpus-per-engine 1 --seq-length 512"
+    return recipe.line(f"{one} --sglang-config {path} {more}", placement=SPLIT)
+
+
+def sentences(recipe, text, more):
+    args, problems = read_args(line(recipe, text, more), passthrough=TABLES)
+    path = f"--sglang-config {recipe.dir / 'groups.yaml'}: "
+    return args, [one.sentence.removeprefix(path).replace(str(recipe.dir), "DIR") for one in problems]
+
+
+@pytest.mark.parametrize(("rule", "case"), [(rule, case) for rule, (good, _) in CASES.items() for case in good])
+def test_valid_groups_pass(recipe, rule, case):
+    assert sentences(recipe, *case)[1] == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "text", "more", "sentence"), [(rule, *case) for rule, (_, bad) in CASES.items() for case in bad]
+)
+def test_violation_is_one_error(recipe, rule, text, more, sentence):
+    assert sentences(recipe, text, more)[1] == [sentence]
+
+
+@pytest.mark.parametrize(("text", "beginning"), PROBLEMS)
+def test_every_fault_of_the_file_is_named(recipe, text, beginning):
+    found = sentences(recipe, text, "")[1]
+    assert any(beginning in sentence for sentence in found), found
+    assert all(sentence.endswith((".", "?")) for sentence in found)
+
+
+def test_all_faults_of_a_file_are_reported_at_once(recipe):
+    text = file(actor("{worker_type: gpu, num_gpus: 0}", "{num_gpus: 3, num_gpus_per_engine: 2, x: 1}"), "{name: 5}")
+    assert len(sentences(recipe, text, "")[1]) == 5
+
+
+def test_engine_on_gpus_of_policy_and_critic_is_rejected(recipe):
+    critic = "--advantage-estimator ppo --critic-num-nodes 1 --critic-num-gpus-per-node 1 --critic-load DIR/ref"
+    flags = f"--actor-num-nodes 1 --actor-num-gpus-per-node 5 --colocate {critic.replace('DIR', str(recipe.dir))}"
+    found = sentences(recipe, file(actor(TWO, TWO.replace("4", "2"))), flags)[1]
+    assert (
+        "model actor, group 1 has an engine on GPUs 4 to 5, of which the first 1 train the policy and the others the"
+        " critic: let an engine end where the policy's GPUs end." in found
+    )
+
+
+def test_groups_take_the_rollout_gpus_in_the_order_of_the_file(recipe):
+    text = file(
+        actor("{num_gpus: 2, overrides: {max-running-requests: 4, enable_dp_attention: false}}"),
+        "{name: judge, model_path: DIR/hf2, num_gpus_per_engine: 2, engine_groups: [{worker_type: placeholder,"
+        " num_gpus: 2}, {num_gpus: 2}]}",
+    )
+    args, found = sentences(recipe, text, "--sglang-max-running-requests 8 --sglang-context-length 20000")
+    assert found == []
+    plan = plan_gpus(args)
+    assert (plan.total, plan.policy_servers, plan.frozen_servers) == (8, (range(2, 3), range(3, 4)), (range(6, 8),))
+    first, judge = engine_places(args, 2)[0], engine_places(args, 2)[2]
+    flags = group_flags(args, first.model, first.group)
+    assert flags.hf_checkpoint == args.hf_checkpoint and flags.rollout_num_gpus_per_engine == 1
+    expected = {"max_running_requests": 4, "enable_dp_attention": False, "context_length": "20000"}
+    assert flags.sglang_options == expected
+    flags = group_flags(args, judge.model, judge.group)
+    assert (flags.hf_checkpoint, flags.rollout_num_gpus_per_engine) == (str(recipe.dir / "hf2"), 2)
+    assert not judge.model.update_weights and first.model.update_weights
+
+
+def test_least_context_of_the_policys_groups_limits_samples(recipe):
+    texts = [TWO.replace("2}", f"2, overrides: {{context_length: {n}}}}}") for n in (30000, 20000)]
+    args, found = sentences(recipe, file(actor(ONE, texts[0])), "")
+    assert (found, args.engine_context_len) == ([], 30000 - 6)
+    judge = JUDGE.replace("4}", "4, overrides: {context_length: 100}}")
+    assert sentences(recipe, file(actor(ONE), judge), "")[0].engine_context_len == 40960 - 6
+
+
+def test_overrides_are_checked_against_the_installed_sglang(recipe):
+    text = file(actor(ONE, TWO.replace("2}", "2, overrides: {chunked_prefill_size: 256, no_such_option: 1}}")))
+    problems = read_args(line(recipe, text), passthrough={"sglang": server_flags})[1]
+    assert [one.sentence.partition("overrides: ")[2] for one in problems] == [
+        "unknown flag --sglang-no-such-option: see docs/flags.md for all flags."
+    ]
+
+
+def test_file_may_be_json(recipe):
+    (recipe.dir / "groups.json").write_text(
+        json.dumps({"sglang": [{"name": "actor", "server_groups": [{"num_gpus": 6}]}]})
+    )
+    args, problems = read_args(
+        recipe.line(f"--rollout-num-gpus-per-engine 3 --sglang-config {recipe.dir}/groups.json", placement=SPLIT)
+    )
+    assert problems == [] and policy_groups(args) == [ServerGroup("regular", 6, 3)]
+
+
+def test_plan_shows_the_servers_and_flags_of_each_group(recipe):
+    overrides = TWO.replace("4, num_gpus_per_engine: 2}", "2, num_gpus_per_engine: 2, overrides: {dp_size: 1}}")
+    text = file(actor(ONE, overrides), JUDGE.replace("4}", "2}"))
+    args, found = sentences(recipe, text, "")
+    assert found == []
+    plan = make_plan(args, "train.py", PlanContext(Machine(host=None, gpus=())))
+    shown = render(plan).replace(str(recipe.dir), "DIR")
+    assert [list(own) for own in (*plan.placement.engines, *plan.placement.frozen)] == [[2], [3], [4, 5], [6], [7]]
+    for line_of_plan in (
+        "model actor, group 0 (regular, 2 GPUs): servers 0 to 1, gets the weight updates, with: --model-path DIR/hf"
+        " --tp-size 1",
+        "model actor, group 1 (regular, 2 GPUs): server 2, gets the weight updates, with: --model-path DIR/hf --tp-size"
+        " 2 --dp-size 1",
+        "model judge, group 0 (regular, 2 GPUs): servers judge-0 to judge-1, frozen, with a router of its own, with:"
+        " --model-path DIR/hf2 --tp-size 1",
+    ):
+        assert f"  {line_of_plan}\n" in shown, shown

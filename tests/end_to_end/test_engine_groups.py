@@ -1,0 +1,113 @@
+"""Groups of engines of different sizes serve one run, and frozen models beside them (--sglang-config)."""
+
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from slimrl.observability.rollout_dump import read_dump
+from tests.end_to_end import harness
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+TWO_SIZES = """sglang:
+  - name: actor
+    server_groups:
+      - {worker_type: regular, num_gpus: 1, num_gpus_per_engine: 1}
+      - {worker_type: regular, num_gpus: 2, num_gpus_per_engine: 2, overrides: {max_running_requests: 16}}
+"""
+
+
+def finish(tiny, folder, text, **changes):
+    (folder / "groups.yaml").write_text(text)
+    values = {"sglang_config": folder / "groups.yaml", "check_weight_update_equal": True, **changes}
+    done = harness.start("train.py", tiny.flags(**values), folder, "groups", tiny.home).finish(250)
+    assert done.code == 0, done.output[-6000:]
+    assert done.left == []
+    return done
+
+
+def assert_on_policy(done, rollouts):
+    assert done.steps("weight_version") == [str(version) for version in range(rollouts)]
+    for step in done.summary["steps"]:
+        assert step["train_rollout_logprob_abs_diff_mean"] < 1e-5
+        assert step["train_rollout_logprob_abs_diff_max"] < 1e-3
+
+
+def server_arguments(done, name):
+    """What SGLang wrote about its own arguments at its start."""
+    text = (done.run_dir / "logs" / name).read_text()
+    return next(line for line in text.splitlines() if "server_args=" in line)
+
+
+def test_groups_of_two_sizes_get_every_update_and_the_policy_learns(tiny, tmp_path):
+    done = finish(tiny, tmp_path, TWO_SIZES, actor_num_gpus_per_node=1, rollout_num_gpus=3, num_rollout=8)
+    assert_on_policy(done, 8)
+    first, second = (server_arguments(done, f"sglang{index}.log") for index in range(2))
+    assert "'tp_size': 1," in first and "'max_running_requests': 16" not in first
+    assert "'tp_size': 2," in second and "'max_running_requests': 16" in second
+    rewards = done.steps("reward")
+    assert sum(rewards[-2:]) > sum(rewards[:2]), rewards
+
+
+def another_model(model, folder):
+    """A copy of the model that prefers the tokens which the model finds least likely."""
+    shutil.copytree(model, folder)
+    (path,) = folder.glob("*.safetensors")
+    tensors = load_file(path)
+    tensors["model.norm.weight"] = -tensors["model.norm.weight"]
+    save_file(tensors, path, metadata={"format": "pt"})
+    return folder
+
+
+def greedy(model, tokens, count):
+    with torch.no_grad():
+        found = model.generate(torch.tensor([tokens]), max_new_tokens=count, do_sample=False)
+    return found[0, len(tokens) :].tolist()
+
+
+@pytest.mark.parametrize("placement", ["split", "colocated"])
+def test_frozen_model_answers_custom_code_and_keeps_its_weights(tiny, tmp_path, placement):
+    judge = another_model(tiny.model, tmp_path / "judge")
+    text = TWO_SIZES.replace("2, num_gpus_per_engine: 2, overrides: {max_running_requests: 16}", "1") + (
+        f"  - {{name: judge, model_path: {judge}, server_groups: [{{worker_type: regular, num_gpus: 1}}]}}\n"
+    )
+    gpus = {"actor_num_gpus_per_node": 1, "rollout_num_gpus": 3}
+    if placement == "colocated":
+        gpus = {"actor_num_gpus_per_node": 3, "rollout_batch_size": 12, "colocate": True}
+    changes = {"rm_type": None, "custom_rm_path": "tests.end_to_end.judge.reward", "num_rollout": 3}
+    dump = {"save_debug_rollout_data": tmp_path / "dump" / "{rollout_id}.jsonl"}
+    done = finish(tiny, tmp_path, text, **gpus, **changes, **dump)
+    assert_on_policy(done, 3)
+    logs = {path.name for path in (done.run_dir / "logs").iterdir()}
+    assert {"sglang0.log", "sglang1.log", "sglang_judge-0.log", "router.log", "router_judge.log"} <= logs
+    model, policy = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in (judge, tiny.model)
+    )
+    differ = False
+    for rollout in range(3):
+        for sample in read_dump(tmp_path / "dump" / f"{rollout}.jsonl").samples[:8]:
+            expected = greedy(model, sample.tokens[:4], 4)
+            assert sample.metadata["judge"] == expected[: len(sample.metadata["judge"])]
+            assert sample.metadata["judge_version"] == "default"  # never updated
+            differ |= expected != greedy(policy, sample.tokens[:4], 4)
+    assert differ, "the judge answers as the policy does: the test cannot tell them apart"
+
+
+def test_death_of_a_frozen_model_ends_the_run_with_its_name(tiny, tmp_path):
+    judge = shutil.copytree(tiny.model, tmp_path / "judge")
+    text = TWO_SIZES.replace("2, num_gpus_per_engine: 2, overrides: {max_running_requests: 16}", "1") + (
+        f"  - {{name: judge, model_path: {judge}, server_groups: [{{worker_type: regular, num_gpus: 1}}]}}\n"
+    )
+    (tmp_path / "groups.yaml").write_text(text)
+    changes = {"actor_num_gpus_per_node": 1, "rollout_num_gpus": 3, "num_rollout": 200}
+    flags = tiny.flags(sglang_config=tmp_path / "groups.yaml", **changes)
+    run = harness.start("train.py", flags, tmp_path, "groups", tiny.home)
+    run.wait_for_line("step 0 |", 200)
+    servers = [one for one in run.processes(str(judge)) if not any("subreaper" in word for word in one.cmdline())]
+    servers[0].kill()
+    done = run.finish(60)
+    assert done.code != 0 and done.left == []
+    assert "a process of the frozen model judge has ended: SGLang server _judge-0" in done.output
