@@ -13,7 +13,7 @@ import pytest
 
 from slimrl.arguments import read_args
 from slimrl.engines.sglang.server_args import router_flags, server_flags
-from tests.arguments.conftest import complete_model, make_checkpoint
+from tests.arguments.conftest import CHATML, complete_model, make_checkpoint
 from tests.compatibility import recipes
 from tests.compatibility.recipes import RECIPES, Recipe
 
@@ -34,6 +34,7 @@ def folder_of(recipe: Recipe, folder: Path) -> Path:
     (folder / "hf").mkdir()
     shutil.copy(CONFIGS / f"{recipe.model}.json", folder / "hf/config.json")
     complete_model(folder / "hf")
+    (folder / "hf/chat_template.jinja").write_text(CHATML)
     make_checkpoint(folder / "torch_dist", "release")
     (folder / "roles.yaml").write_text(recipes.ROLES)
     row = json.dumps({"prompt": [{"role": "user", "content": "1+1"}], "label": "2"})

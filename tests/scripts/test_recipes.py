@@ -16,7 +16,7 @@ from slimrl.arguments import read_args
 from slimrl.arguments.namespace import all_flag_specs
 from slimrl.cluster.check_flags import early_problems
 from slimrl.engines.sglang.server_args import router_flags, server_flags
-from tests.arguments.conftest import complete_model
+from tests.arguments.conftest import CHATML, complete_model
 from tests.end_to_end import harness
 from tests.scripts.test_models import NOT_SERVED, published
 from tests.scripts.test_recipe import submitted
@@ -43,6 +43,7 @@ def prepare(line: list[str], model: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(published(name)))
         complete_model(folder)
+        (folder / "chat_template.jinja").write_text(CHATML)
         if "vision_config" in published(name):
             (folder / "preprocessor_config.json").write_text("{}")
     (reference / "release").mkdir(parents=True, exist_ok=True)
