@@ -105,7 +105,6 @@ def recipe(tmp_path: Path) -> Recipe:
     row = json.dumps({"prompt": [{"role": "user", "content": "1+1"}], "label": "2"})
     for name in ("train", "aime-2024"):
         (tmp_path / f"{name}.jsonl").write_text(row + "\n")
-    (tmp_path / "hf" / "chat_template.jinja").write_text(CHATML)
     made = Recipe(tmp_path)
     made.write_config()
     return made
@@ -114,6 +113,7 @@ def recipe(tmp_path: Path) -> Recipe:
 def complete_model(folder: Path, *, tokens: int = 2) -> None:
     """Writes what the command line checks of a model folder, besides config.json."""
     write_tokenizer(folder, tokens)
+    (folder / "chat_template.jinja").write_text(CHATML)
     (folder / "pytorch_model.bin").write_bytes(b"weights")
 
 
