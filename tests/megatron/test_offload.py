@@ -17,7 +17,7 @@ from slimrl.megatron.offload import Communicators, OffloadedError, State, Traini
 from slimrl.weights.update.shared_memory import shared_copies
 from tests.megatron import ranks, tiny
 from tests.megatron.launch import RankPool
-from tests.megatron.layouts import CP2, EP2, PP2, SPREAD, fsdp
+from tests.megatron.layouts import CP2, EP2, PP2, SPREAD
 from tests.megatron.layouts import TP2_SP as TP2
 
 CPU = torch.device("cpu")
@@ -276,7 +276,6 @@ OF_CRITIC = {
     "PP2": ("models", PP2),
     "CP2": ("models", SPREAD | CP2),
     "EP2": ("expert_models", SPREAD | EP2),
-    "Megatron-FSDP": ("models", fsdp("optim_grads_params")),
 }
 
 
