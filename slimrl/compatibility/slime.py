@@ -60,7 +60,8 @@ OFFERS = (
         "slime.rollout.sglang_rollout",
         "get_model_url",
         f"{_HERE}.rollout_helpers:get_model_url",
-        "there is one model: names other than `default` and `actor` are rejected",
+        "the policy is `default`, `actor` or its name in `--sglang-config`; frozen models have their names there, others"
+        " are rejected",
     ),
     Offer(
         "slime.rollout.base_types",
