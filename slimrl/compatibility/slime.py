@@ -60,8 +60,8 @@ OFFERS = (
         "slime.rollout.sglang_rollout",
         "get_model_url",
         f"{_HERE}.rollout_helpers:get_model_url",
-        "the policy is `default`, `actor` or its name in `--sglang-config`; frozen models have their names there, others"
-        " are rejected",
+        "the policy is `default`, `actor` or its name in `--sglang-config`; frozen models have their names there,"
+        " others are rejected",
     ),
     Offer(
         "slime.rollout.base_types",
