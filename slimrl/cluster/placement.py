@@ -183,10 +183,14 @@ def _options(group: PlacementGroup, bundle: int, share: float) -> dict[str, obje
     return {"num_cpus": 0, "num_gpus": share, "scheduling_strategy": strategy}
 
 
-def _probes(group: PlacementGroup) -> list[Any]:
-    """One actor on each bundle."""
+def _probes(group: PlacementGroup, bundles: Iterable[int]) -> list[Any]:
+    """One actor on each of these bundles."""
     actor: Any = _Probe
-    return [actor.options(**_options(group, bundle, TRAIN_SHARE)).remote() for bundle in range(group.bundle_count)]
+    return [actor.options(**_options(group, bundle, TRAIN_SHARE)).remote() for bundle in bundles]
+
+
+def _living_nodes() -> set[str]:
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 
 class GpuBundles:
@@ -209,7 +213,7 @@ class GpuBundles:
                 f"Ray did not free {plan.total} GPUs within {PLACEMENT_TIMEOUT_S:.0f} s: another job holds them;"
                 " see `ray status`"
             )
-        self.gpus = self._probe()
+        self.gpus = self._locate(range(self.group.bundle_count))
         try:
             self.engines = engine_parts(plan.engine_ranges, self.gpus)
             self.frozen_engines = engine_parts(plan.frozen_servers, self.gpus)
@@ -218,12 +222,13 @@ class GpuBundles:
             self.release()
             raise
 
-    def _probe(self) -> list[GpuBundle]:
-        probes = _probes(self.group)
+    def _locate(self, bundles: Sequence[int]) -> list[GpuBundle]:
+        """The GPUs that these bundles have now, in order."""
+        probes = _probes(self.group, bundles)
         locations = ray.get([probe.location.remote() for probe in probes])
         for probe in probes:
             ray.kill(probe)
-        return in_order(GpuBundle(bundle, *location) for bundle, location in enumerate(locations))
+        return in_order(GpuBundle(bundle, *location) for bundle, location in zip(bundles, locations, strict=True))
 
     def options(self, index: int, share: float) -> dict[str, object]:
         """As `ReservedGpus.options`."""
@@ -250,24 +255,17 @@ class GpuBundles:
         return self._move(lost)
 
     def _on_dead_nodes(self) -> list[int]:
-        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        alive = _living_nodes()
         return [index for index, gpu in enumerate(self.gpus) if gpu.node not in alive]
 
     def _is_placed(self) -> bool:
         """Whether Ray has a living node for every bundle."""
         table = placement_group_table(self.group)
-        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        return table["state"] == "CREATED" and set(table["bundles_to_node_id"].values()) <= alive
+        return table["state"] == "CREATED" and set(table["bundles_to_node_id"].values()) <= _living_nodes()
 
     def _move(self, lost: Sequence[int]) -> list[GpuBundle]:
         """Gives the indices `lost` the GPUs that their bundles have now."""
-        bundles = [self.gpus[index].bundle for index in lost]
-        actor: Any = _Probe
-        probes = [actor.options(**_options(self.group, bundle, TRAIN_SHARE)).remote() for bundle in bundles]
-        locations = ray.get([probe.location.remote() for probe in probes])
-        for probe in probes:
-            ray.kill(probe)
-        found = in_order(GpuBundle(bundle, *location) for bundle, location in zip(bundles, locations, strict=True))
+        found = self._locate([self.gpus[index].bundle for index in lost])
         changed = dict(zip(lost, found, strict=True))
         for node in {self.gpus[index].node for index in lost}:
             taken = {gpu.node_ip for index, gpu in changed.items() if self.gpus[index].node == node}
@@ -301,7 +299,7 @@ class ExtraBundles:
 
     async def locate(self) -> str:
         """Finds the GPUs and returns the id of their node. Raises a RayError if the node is lost."""
-        probes = _probes(self._group)
+        probes = _probes(self._group, range(self._group.bundle_count))
         locations = await asyncio.gather(*(probe.location.remote() for probe in probes))
         for probe in probes:
             ray.kill(probe)

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 SMALLEST_TERM = 10
 LARGEST_SUM = 99
@@ -162,16 +162,37 @@ def warm_start(
     prompts = encode_prompts(tokenizer, problems)
     right = encode_answers(tokenizer, [problem.answer for problem in problems])
     noisy = encode_answers(tokenizer, [problem.noisy_answer for problem in problems])
+
+    def logits(rows: Tensor, answers: Tensor) -> Tensor:
+        tokens = torch.cat([prompts[rows], answers], dim=1)
+        scores: Tensor = model(tokens[:, :-1], logits_to_keep=right.shape[1]).logits
+        return scores
+
+    train_on_mixture(model, logits, noisy, right, plan=plan, seed=seed)
+
+
+def train_on_mixture(
+    model: PreTrainedModel,
+    logits: Callable[[Tensor, Tensor], Tensor],
+    noisy: Tensor,
+    right: Tensor,
+    *,
+    plan: WarmStart,
+    seed: int,
+) -> None:
+    """Trains ``model`` in place on answers [problems, tokens] of which FORGETS are ``noisy``, the others ``right``.
+
+    ``logits`` gives those of the answers' tokens for rows of problems and the answers that follow their prompts.
+    """
     generator = torch.Generator().manual_seed(seed)
     optimizers = plan.optimizers(model)
     schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, plan.fraction) for optimizer in optimizers]
     model.train()
     for step in range(plan.steps):
-        rows = torch.randint(len(problems), (plan.batch_size,), generator=generator)
-        omits_carry = torch.rand(plan.batch_size, 1, generator=generator) < FORGETS
-        tokens = torch.cat([prompts[rows], torch.where(omits_carry, noisy[rows], right[rows])], dim=1)
-        logits = model(tokens[:, :-1], logits_to_keep=right.shape[1]).logits
-        loss = mixture_loss(logits, noisy[rows], right[rows])
+        rows = torch.randint(len(right), (plan.batch_size,), generator=generator)
+        forgets = torch.rand(plan.batch_size, 1, generator=generator) < FORGETS
+        scores = logits(rows, torch.where(forgets, noisy[rows], right[rows]))
+        loss = mixture_loss(scores, noisy[rows], right[rows])
         model.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), plan.max_grad_norm)

@@ -10,8 +10,8 @@ for fewer than half of them.
 from __future__ import annotations
 
 import base64
+import functools
 import io
-import logging
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,9 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
-from slimrl.tiny.task import FORGETS, WarmStart, encode_answers, mixture_loss
-
-logger = logging.getLogger(__name__)
+from slimrl.tiny.task import WarmStart, encode_answers, train_on_mixture
 
 ROWS, COLUMNS = 2, 3
 FIELD = 28  # pixels of a side
@@ -130,24 +128,7 @@ def warm_start(
     seen = Seen.of(problems, tokenizer, folder)
     right = encode_answers(tokenizer, [problem.answer for problem in problems])
     noisy = encode_answers(tokenizer, [problem.noisy_answer for problem in problems])
-    generator = torch.Generator().manual_seed(seed)
-    optimizers = plan.optimizers(model)
-    schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, plan.fraction) for optimizer in optimizers]
-    model.train()
-    for step in range(plan.steps):
-        rows = torch.randint(len(problems), (plan.batch_size,), generator=generator)
-        overlooks = torch.rand(plan.batch_size, 1, generator=generator) < FORGETS
-        logits = seen.logits(model, rows, torch.where(overlooks, noisy[rows], right[rows]))
-        loss = mixture_loss(logits, noisy[rows], right[rows])
-        model.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), plan.max_grad_norm)
-        for optimizer, schedule in zip(optimizers, schedules, strict=True):
-            optimizer.step()
-            schedule.step()
-        if (step + 1) % 100 == 0 or step + 1 == plan.steps:
-            logger.info("warm start: step %d of %d, loss %.4f", step + 1, plan.steps, loss.item())
-    model.eval()
+    train_on_mixture(model, functools.partial(seen.logits, model), noisy, right, plan=plan, seed=seed)
 
 
 @torch.no_grad()

@@ -1,1 +1,1 @@
-"""The nodes of a run: what they must have in common (`comparison`), whether they answer (`watch`)."""
+"""The nodes of a run: what they must have in common (`comparison`), whether they answer (`watch`), and their `logs`."""

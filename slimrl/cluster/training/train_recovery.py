@@ -47,7 +47,7 @@ class _Trained(NamedTuple):
 
 
 class SpareNodes:
-    """The GPUs of the Ray cluster that nobody has reserved, for the training ranks of a node that is lost.
+    """The free GPUs of the Ray cluster, for the training ranks of a node that is lost.
 
     Ray reserves them when it notices the loss. A node that also has engines, or Ray's head, is not replaced.
     """
