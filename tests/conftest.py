@@ -22,8 +22,12 @@ from typing import TYPE_CHECKING
 import hypothesis
 import pytest
 
+from slimrl.processes.ray_environment import prepare_ray_environment
+
 if TYPE_CHECKING:
     from xdist.scheduler import LoadScopeScheduling
+os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "1"  # clusters of the tests may have several nodes
+prepare_ray_environment()  # before any test module imports Ray, which then reads its access token
 hypothesis.settings.register_profile("slimrl", deadline=None)  # examples are slow on a busy machine
 hypothesis.settings.load_profile("slimrl")
 

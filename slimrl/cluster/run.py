@@ -395,4 +395,5 @@ def _reserve(
     supervisor.set_report_suffix(manager.slow_servers)
     supervisor.watch(manager.watch_loop(), "the rollout manager died: {}".format)
     check_nodes(args, gpus.gpus, supervisor)
+    logs.wait()
     return manager, manager_end, gpus, supervisor, SpareNodes(args, gpus, supervisor, nodes, logs)

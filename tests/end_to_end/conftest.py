@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from slimrl.processes.ray_environment import prepare_ray_environment
 from tests.tools.converting import run_tool
-
-os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "1"  # clusters of the tests may have several nodes
-prepare_ray_environment()  # Ray reads its access token when it is imported
 
 
 @dataclasses.dataclass(frozen=True)

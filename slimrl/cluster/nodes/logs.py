@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import queue
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -24,6 +25,7 @@ logger = logging.getLogger("slimrl")
 
 PERIOD_S = 2.0
 TIMEOUT_S = 5.0
+START_S = 60.0  # of the readers
 BYTES_PER_READ = 2**22  # of one file
 FAILURES = 3  # in a row, before a node is given up
 
@@ -89,14 +91,15 @@ class NodeLogs:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._here = LogFolder(folder)
-        self._new: list[ray.actor.ActorHandle] = []
-        self._sources: list[_Source] = []
+        self._starting: dict[ray.ObjectRef, ray.actor.ActorHandle] = {}
+        self._new: queue.SimpleQueue[_Source] = queue.SimpleQueue()
+        self._sources: list[_Source] = []  # of the thread alone
         self._files = contextlib.ExitStack()
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
     def follow(self, nodes: Iterable[str]) -> None:
-        """Begins to copy the logs of the nodes (Ray's ids), without those of the driver's node."""
+        """Starts readers on the nodes (Ray's ids), without the driver's node; `wait` ends their start."""
         others = sorted(set(nodes) - {ray.get_runtime_context().get_node_id()})
         if not others:
             return
@@ -104,8 +107,24 @@ class NodeLogs:
         shared = self._files.enter_context(shared_file(self._folder, "the logs of all processes are there"))
         on_nodes = [NodeAffinitySchedulingStrategy(node, soft=False) for node in others]
         actor = ray.remote(num_cpus=0, max_restarts=0)(_LogReader)
-        self._new += [actor.options(scheduling_strategy=where).remote(self._folder, shared) for where in on_nodes]
-        if self._thread is None:
+        readers = [actor.options(scheduling_strategy=where).remote(self._folder, shared) for where in on_nodes]
+        self._starting |= {reader.begin.remote(): reader for reader in readers}
+
+    def wait(self) -> None:
+        """Waits until the readers have begun. The run's processes start on these nodes afterwards: the logs that a
+        reader finds when it begins are those of earlier runs.
+        """
+        starting, self._starting = self._starting, {}
+        ready, _ = ray.wait(list(starting), num_returns=len(starting), timeout=START_S) if starting else ([], [])
+        for begun, reader in starting.items():
+            source = None
+            with contextlib.suppress(ray.exceptions.RayError):  # a node that is lost at once is named by others
+                source = ray.get(begun) if begun in ready else None
+            if source is None:
+                ray.kill(reader)
+            else:
+                self._new.put(_Source(reader, *source))
+        if self._thread is None and not self._new.empty():
             self._thread = threading.Thread(target=self._copy_until_end, name="node logs", daemon=True)
             self._thread.start()
 
@@ -114,32 +133,24 @@ class NodeLogs:
         self._ended.set()
         if self._thread is not None:
             self._thread.join(3 * TIMEOUT_S)
+        for reader in self._starting.values():
+            ray.kill(reader)
         self._files.close()
 
     def _copy_until_end(self) -> None:
-        readers: list[ray.actor.ActorHandle] = []
         try:
-            while True:
-                while self._new:
-                    readers.append(self._new.pop(0))
-                    self._begin(readers[-1])
-                if self._ended.wait(PERIOD_S):
-                    break
+            while not self._ended.wait(PERIOD_S):
                 self._copy()
             while self._copy():
                 pass
         finally:
-            for reader in readers:
-                ray.kill(reader)
-
-    def _begin(self, reader: ray.actor.ActorHandle) -> None:
-        with contextlib.suppress(ray.exceptions.RayError):  # a node that is lost at once is named by others
-            begun = ray.get(reader.begin.remote(), timeout=60)
-            if begun is not None:
-                self._sources.append(_Source(reader, *begun))
+            for source in self._sources:
+                ray.kill(source.reader)
 
     def _copy(self) -> bool:
         """Appends what is new on all nodes; returns whether a node had something."""
+        while not self._new.empty():
+            self._sources.append(self._new.get())
         asked = {source.reader.read.remote(source.offsets): source for source in self._sources}
         answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=TIMEOUT_S) if asked else ([], [])
         found = False
@@ -158,6 +169,7 @@ class NodeLogs:
                 found |= bool(added)
         for source in [source for source in self._sources if source.failures >= FAILURES]:
             self._sources.remove(source)
+            ray.kill(source.reader)
             logger.warning(
                 "the logs of node %s are no longer copied: it does not answer; what it wrote since is in %s there",
                 source.address,

@@ -73,6 +73,7 @@ class SpareNodes:
         self._watch.follow(self._gpus.gpus, self._gpus.plan, replaceable=self._args.use_fault_tolerance)
         check_nodes(self._args, found, self._supervisor)
         self._logs.follow({gpu.node for gpu in found})
+        self._logs.wait()
         logger.warning("training continues on %s", ", ".join(sorted({gpu.node_ip for gpu in found})))
 
 
