@@ -155,12 +155,6 @@ CAPABILITIES = (
         in_readme=False,
     ),
     Capability(
-        "Prefill and decode on different engines",
-        "prefill_num_servers",
-        "Every engine does prefill and decode; `--sglang-config` rejects the worker types `prefill`, `decode` and"
-        " `encoder`.",
-    ),
-    Capability(
         "Changed weights in files",
         "update_weight_*",
         "`--update-weight-mode delta` sends changes over HTTP, not in files. Files are removed when every engine has"

@@ -13,6 +13,7 @@ import ray
 
 from slimrl.arguments import Arguments
 from slimrl.cluster.colocate import ColocatedMemory
+from slimrl.cluster.engines.engine_group import check_machine
 from slimrl.cluster.engines.weight_update_recovery import WeightUpdateRecovery, weight_recovery
 from slimrl.cluster.launch import Launch
 from slimrl.cluster.network import bind_config
@@ -32,7 +33,6 @@ from slimrl.cluster.rollout_manager_proxy import (
 from slimrl.cluster.supervisor import Supervisor
 from slimrl.cluster.training.train_recovery import SpareNodes, Trainers, TrainRecovery, start_training
 from slimrl.cluster.watchdog import WatchdogConfig, poll_actors
-from slimrl.engines.backend import backend
 from slimrl.engines.http import check_servers_reachable, with_key
 from slimrl.observability.ci_checks import RunCheckError, RunChecks
 from slimrl.observability.metrics.prometheus import scrape_targets
@@ -323,10 +323,7 @@ def open_run(args: Arguments) -> Iterator[Run]:
     check_servers_reachable(args.rollout_external_engine_addrs or [])
     plan = plan_gpus(args)
     launch = Launch.of_run(args)
-    if args.rollout_gpus and not args.debug_train_only:
-        backend(args.rollout_engine).check_machine(
-            args.hf_checkpoint, cuda=launch.machine.cuda, releases_memory=bool(args.offload_rollout)
-        )
+    check_machine(args, launch)
     with contextlib.ExitStack() as stack:
         if args.save is not None and not args.debug_rollout_only and not args.eval_only:
             stack.enter_context(only_run_in(args.save, flag="--save", name=Path(args.run_dir).name))

@@ -149,11 +149,12 @@ class EngineBackend(Protocol):
         """Checks an external server."""
 
     def router_options(
-        self, given: Mapping[str, Any], *, request_timeout_s: int, conversations: bool
+        self, given: Mapping[str, Any], *, request_timeout_s: int, conversations: bool, disaggregated: bool = False
     ) -> dict[str, Any]:
         """The router's options by its own names; the user's options, `given`, win.
 
         `conversations`: requests may belong to multi-turn conversations, each of which must stay on one server.
+        `disaggregated`: the servers are prefill and decode servers.
         """
         ...
 
@@ -161,10 +162,12 @@ class EngineBackend(Protocol):
         """By prefix, the tables of flags that pass through to the engine and its router; `words`: the command line."""
         ...
 
-    def check_machine(self, model: str | Path, *, cuda: bool, releases_memory: bool) -> None:
+    def check_machine(
+        self, model: str | Path, *, cuda: bool, releases_memory: bool, kv_transfers: Sequence[str] = ()
+    ) -> None:
         """Raises EngineUnsupportedError if a server of `model` cannot run on machines with or without `cuda`.
 
-        `releases_memory`: between rollouts.
+        `releases_memory`: between rollouts. `kv_transfers`: what moves KV caches from prefill to decode servers.
         """
         ...
 

@@ -6,8 +6,7 @@ has the interface for generation. `engines.backend` has the table of engines.
 
 `EngineMemory` releases the memory of all servers while training has the GPUs and resumes it. It enforces the order of
 the calls, because the servers check nothing: a server crashes if it resumes memory that it still has, and generates
-garbage if it has none. So invalid calls raise here. Without a GPU the servers accept the same calls and keep their
-memory.
+garbage if it has none. So invalid calls raise here. Without a GPU the servers keep their memory.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class ServerLaunch:
     `memory_saver`: its memory is released while training runs. `shares_gpus`: training ranks use the same GPUs.
     `nccl_cumem`: NCCL_CUMEM_ENABLE of the ranks that send weights to it. `gpus`: the GPUs of its node that it uses;
     None: all GPUs that are visible to this process. `network`: how other nodes reach its node. `batch_invariant`: it
-    computes with the operators of --true-on-policy-mode, on a CPU.
+    computes with the operators of --true-on-policy-mode, on a CPU. `worker_type`: its part of a request.
     """
 
     cuda: bool
@@ -50,6 +49,7 @@ class ServerLaunch:
     gpus: tuple[int | str, ...] | None = None
     network: Network = Network()
     batch_invariant: bool = False
+    worker_type: str = "regular"  # or "prefill", "decode"
 
 
 @dataclasses.dataclass(frozen=True)

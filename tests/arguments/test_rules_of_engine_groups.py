@@ -18,6 +18,10 @@ from tests.arguments.conftest import COLOCATED, SPLIT
 
 OPTIONS = {
     "context-length": PassthroughFlag("context_length", type=str),
+    "disaggregation-mode": PassthroughFlag(
+        "disaggregation_mode", type=str, managed_by="--prefill-num-servers, or worker_type of --sglang-config"
+    ),
+    "disaggregation-transfer-backend": PassthroughFlag("disaggregation_transfer_backend", type=str),
     "dp-size": PassthroughFlag("dp_size", type=int),
     "enable-dp-attention": PassthroughFlag("enable_dp_attention", action="store_true"),
     "max-running-requests": PassthroughFlag("max_running_requests", type=int),
@@ -29,6 +33,8 @@ OPTIONS = {
 TABLES = {"sglang": lambda: OPTIONS}
 ONE = "{worker_type: regular, num_gpus: 2, num_gpus_per_engine: 1}"
 TWO = "{worker_type: regular, num_gpus: 4, num_gpus_per_engine: 2}"
+PREFILL = ONE.replace("regular", "prefill")
+DECODE = TWO.replace("regular", "decode")
 JUDGE = "{name: judge, model_path: DIR/hf2, server_groups: [{num_gpus: 4}]}"
 
 
@@ -56,6 +62,45 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str, str]]]] = {
                 "--rollout-engine vllm --vllm-python /bin/sh",
                 "--rollout-engine vllm has no groups of servers, and --sglang-config describes those of the run: leave"
                 " one of the two out.",
+            ),
+        ],
+    ),
+    "prefill_leaves_gpus_to_decode": (
+        [("", "--prefill-num-servers 5"), (file(actor(PREFILL, DECODE)), "")],
+        [
+            (
+                "",
+                "--prefill-num-servers 3 --rollout-num-gpus-per-engine 2",
+                "--prefill-num-servers 3 leaves no engine to decode: --rollout-num-gpus 6 are 3 engines of 2; give"
+                " fewer.",
+            ),
+            (
+                file(actor(PREFILL, DECODE)),
+                "--prefill-num-servers 1",
+                "--prefill-num-servers splits the policy's engines, and --sglang-config lists the groups: give one of"
+                " the two.",
+            ),
+            (
+                "",
+                "--prefill-num-servers 1 --use-fault-tolerance --rollout-max-num-gpus 8",
+                "--rollout-max-num-gpus adds servers that are all alike, and --prefill-num-servers describes those of"
+                " the run: leave one of the two out.",
+            ),
+        ],
+    ),
+    "caches_are_sent_by_one_backend": (
+        [("", "--prefill-num-servers 1 --sglang-disaggregation-transfer-backend nixl")],
+        [
+            (
+                file(actor(PREFILL, DECODE.replace("2}", "2, overrides: {disaggregation_transfer_backend: nixl}}"))),
+                "",
+                "its groups have the disaggregation_transfer_backend mooncake and nixl: give all of them one.",
+            ),
+            (
+                "",
+                "--prefill-num-servers 1 --sglang-router-ip 10.0.0.1 --sglang-router-port 30000",
+                "--prefill-num-servers 1: the policy has prefill and decode servers, and only a router that the run"
+                " starts sends requests to both: leave out --sglang-router-ip 10.0.0.1.",
             ),
         ],
     ),
@@ -175,8 +220,17 @@ PROBLEMS = [
     (file(actor(ONE, TWO.replace("4", "none"))), "model actor, group 1 has num_gpus 'none': give a count of at least"),
     (file(actor(ONE, TWO.replace("4", "0"))), "model actor, group 1 has num_gpus 0: give a count of at least 1"),
     (file(actor(ONE, TWO.replace("4", "3"))), "has num_gpus 3, no multiple of num_gpus_per_engine 2: choose one"),
-    (file(actor(ONE, TWO.replace("regular", "prefill"))), "group 1 has worker_type prefill, which is unsupported"),
-    (file(actor(ONE, TWO.replace("regular", "decode"))), "group 1 has worker_type decode, which is unsupported"),
+    (
+        file(actor(ONE, TWO.replace("regular", "prefill"))),
+        "model actor has regular groups beside prefill groups, and its router sends every request to a prefill and a"
+        " decode server: make all of them prefill or decode",
+    ),
+    (file(actor(TWO.replace("regular", "prefill"))), "model actor has prefill groups and no decode group: add one"),
+    (file(actor(TWO.replace("regular", "decode"))), "model actor has decode groups and no prefill group: add one"),
+    (
+        file(actor(PREFILL, DECODE.replace("2}", "2, overrides: {disaggregation_mode: prefill}}"))),
+        "overrides: --sglang-disaggregation-mode is set by slimrl itself (--prefill-num-servers, or worker_type of",
+    ),
     (file(actor(ONE, TWO.replace("2}", "2, overrides: [1]}"))), "has overrides [1]: give a mapping of SGLang's"),
     (
         file(actor(ONE, TWO.replace("2}", "2, overrides: {max_runing_requests: 4}}"))),
@@ -209,13 +263,25 @@ def line(recipe, text: str, more: str = "") -> list[str]:
     path = recipe.dir / "groups.yaml"
     path.write_text(text.replace("DIR", str(recipe.dir)))
     one = "--rollout-num-gpus-per-engine 1 --seq-length 512"
-    return recipe.line(f"{one} --sglang-config {path} {more}", placement=SPLIT)
+    groups = f"--sglang-config {path}" if text else ""
+    return recipe.line(f"{one} {groups} {more}", placement=SPLIT)
 
 
 def sentences(recipe, text, more):
     args, problems = read_args(line(recipe, text, more), passthrough=TABLES)
     path = f"--sglang-config {recipe.dir / 'groups.yaml'}: "
     return args, [one.sentence.removeprefix(path).replace(str(recipe.dir), "DIR") for one in problems]
+
+
+def test_weights_are_not_updated_while_caches_are_on_their_way(recipe):
+    flags = line(recipe, "", "--prefill-num-servers 1 --max-weight-staleness 1")
+    asynchronous = {"passthrough": TABLES, "entry": "train_async.py"}
+    _, problems = read_args(flags, **asynchronous)
+    assert (
+        "--prefill-num-servers 1: prefill servers send KV caches to others, and a cache on its way during a weight"
+        " update would be of the old weights: add --no-update-weights-in-flight."
+    ) in [one.sentence for one in problems]
+    assert read_args([*flags, "--no-update-weights-in-flight"], **asynchronous)[1] == []
 
 
 @pytest.mark.parametrize(("rule", "case"), [(rule, case) for rule, (good, _) in CASES.items() for case in good])
@@ -270,6 +336,20 @@ def test_groups_take_the_rollout_gpus_in_the_order_of_the_file(recipe):
     flags = group_flags(args, judge.model, judge.group)
     assert (flags.hf_checkpoint, flags.rollout_num_gpus_per_engine) == (str(recipe.dir / "hf2"), 2)
     assert not judge.model.update_weights and first.model.update_weights
+
+
+def test_prefill_servers_come_before_those_that_decode(recipe):
+    args, found = sentences(recipe, "", "--prefill-num-servers 1 --rollout-num-gpus-per-engine 2")
+    assert found == []
+    assert policy_groups(args) == [ServerGroup("prefill", 2, 2), ServerGroup("decode", 4, 2)]
+    shown = render(make_plan(args, "train.py", PlanContext(Machine(host=None, gpus=()))))
+    for words in (
+        "group 0 (prefill, 2 GPUs): server 0, gets the weight updates, with: --model-path {} --tp-size 2"
+        " --disaggregation-mode prefill",
+        "group 1 (decode, 4 GPUs): servers 1 to 2, gets the weight updates, with: --model-path {} --tp-size 2"
+        " --disaggregation-mode decode",
+    ):
+        assert words.format(args.hf_checkpoint) in shown, shown
 
 
 def test_least_context_of_the_policys_groups_limits_samples(recipe):

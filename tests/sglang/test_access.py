@@ -167,7 +167,7 @@ def test_router_gets_the_key_of_the_servers(locked):
 
 def test_server_log_does_not_contain_the_key():
     """SGLang logs its whole configuration as a dictionary."""
-    from slimrl.engines.sglang.server_args_parser import read_server_flags
+    from slimrl.engines.sglang.versions import read_server_flags
 
     assert any(declared.dest == engine_http.KEY_OPTION for declared in read_server_flags())  # still has that name
     assert SECRET not in f"server_args={ ({engine_http.KEY_OPTION: engine_http.Key(SECRET), 'log': Path('x')}) }"

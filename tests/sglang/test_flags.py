@@ -17,7 +17,7 @@ from slimrl.engines.sglang.server_args import (
     router_flags,
     server_flags,
 )
-from slimrl.engines.sglang.server_args_parser import RETIRED_SWITCHES, read_server_flags
+from slimrl.engines.sglang.versions import RETIRED_SWITCHES, read_server_flags
 
 # computed from plug-in registries when sglang's parser is built (in 0.5.17 some of them are still in the source)
 RUN_TIME_CHOICES = {"sampling_backend", "reasoning_parser", "tool_call_parser", "kv_canary_real_data"}

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from slimrl.arguments.dry_run.plan import Plan, option_words
 from slimrl.arguments.dry_run.text import LISTED, table, where_on
+from slimrl.arguments.engine_groups.config import DECODE, PREFILL
 from slimrl.arguments.engine_groups.layout import group_flags
 from slimrl.arguments.namespace import Arguments
 from slimrl.arguments.served_models import served_models
@@ -49,7 +50,8 @@ def _flags_of_servers(plan: Plan) -> Iterator[str]:
                 continue
             servers = f"server {names[0]}" if len(names) == 1 else f"servers {names[0]} to {names[-1]}"
             updates = "gets the weight updates" if model.update_weights else "frozen, with a router of its own"
-            yield f"{which}: {servers}, {updates}, with: {_flags(group_flags(plan.args, model, group))}"
+            role = f" --disaggregation-mode {group.worker_type}" if group.worker_type in (PREFILL, DECODE) else ""
+            yield f"{which}: {servers}, {updates}, with: {_flags(group_flags(plan.args, model, group))}{role}"
 
 
 def _flags(args: Arguments) -> str:

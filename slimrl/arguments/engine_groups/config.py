@@ -13,8 +13,10 @@ The file is slime's:
         server_groups:
           - {worker_type: regular, num_gpus: 1}
 
-Groups take the rollout GPUs one after the other. `placeholder` groups leave their GPUs free. `overrides` are options of
-SGLang's server by its own names, over the --sglang-* flags. Every problem of the file is reported at once.
+Groups take the rollout GPUs one after the other. `placeholder` groups leave their GPUs free. A model may have `prefill`
+and `decode` groups instead of `regular` ones: every request is prefilled by a server of the former, which transfers the
+KV cache to one of the latter. `overrides` are options of SGLang's server by its own names, over the --sglang-* flags.
+Every problem of the file is reported at once.
 """
 
 from __future__ import annotations
@@ -32,9 +34,9 @@ from slimrl.arguments.flag import Problem, ended
 from slimrl.arguments.parser import PassthroughTables, parse_line
 
 FLAG = "--sglang-config"
-REGULAR, PLACEHOLDER = "regular", "placeholder"
-WORKER_TYPES = (REGULAR, PLACEHOLDER)
-_NOT_SERVED = ("prefill", "decode", "encoder")  # slime's other types
+REGULAR, PREFILL, DECODE, PLACEHOLDER = "regular", "prefill", "decode", "placeholder"
+WORKER_TYPES = (REGULAR, PREFILL, DECODE, PLACEHOLDER)
+_NOT_SERVED = ("encoder",)  # slime's other types
 POLICY_NAMES = ("default", "actor")  # slime's names of the policy, under which custom code asks for it
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _MODEL_KEYS = ("name", "model_path", "update_weights", "num_gpus_per_engine", "server_groups", "engine_groups")
@@ -72,6 +74,11 @@ class ServerModel:
     def num_gpus(self) -> int:
         """The GPUs of all groups."""
         return sum(group.num_gpus for group in self.groups)
+
+    @property
+    def disaggregated(self) -> bool:
+        """Whether some of its servers prefill and the others decode."""
+        return any(group.worker_type in (PREFILL, DECODE) for group in self.groups)
 
 
 def read_server_models(
@@ -136,11 +143,25 @@ class _Reader:
         if len(paths) > 1:
             self.complaints.append(f"{where} has several model_path: {', '.join(sorted(paths))}: give one")
         model_path = next(iter(sorted(paths)), None)
+        self._roles(where, [group.worker_type for group in groups if group is not None])
         if len(self.complaints) > before:
             return None
         if updated is None:
             updated = model_path is None or _same_folder(model_path, self._hf_checkpoint)
         return ServerModel(entry["name"], model_path, updated, tuple(group for group in groups if group is not None))
+
+    def _roles(self, where: str, given: list[str]) -> None:
+        roles = set(given) - {PLACEHOLDER}
+        if not roles & {PREFILL, DECODE}:
+            return
+        if REGULAR in roles:
+            self.complaints.append(
+                f"{where} has {REGULAR} groups beside {' and '.join(sorted(roles - {REGULAR}))} groups, and its router"
+                f" sends every request to a {PREFILL} and a {DECODE} server: make all of them {PREFILL} or {DECODE}"
+            )
+        for role, other in ((PREFILL, DECODE), (DECODE, PREFILL)):
+            if role not in roles:
+                self.complaints.append(f"{where} has {other} groups and no {role} group: add one")
 
     def _group(self, where: str, entry: Any, size: int, model_path: str | None, paths: set[str]) -> ServerGroup | None:
         if not isinstance(entry, dict):
@@ -150,7 +171,7 @@ class _Reader:
         worker_type = entry.get("worker_type", REGULAR)
         if worker_type in _NOT_SERVED:
             self.complaints.append(
-                f"{where} has worker_type {worker_type}, which is unsupported: every server does prefill and decode;"
+                f"{where} has worker_type {worker_type}, which is unsupported: a model's own servers encode images;"
                 f" use {REGULAR}"
             )
         elif worker_type not in WORKER_TYPES:

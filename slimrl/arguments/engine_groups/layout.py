@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from slimrl.arguments.engine_groups.config import (
+    DECODE,
     POLICY_NAMES,
+    PREFILL,
     REGULAR,
     ServerGroup,
     ServerModel,
@@ -22,13 +24,18 @@ from slimrl.arguments.parser import PassthroughTables
 
 
 def resolve_server_models(args: Arguments, passthrough: PassthroughTables) -> list[Problem]:
-    """Set `args.server_models` from --sglang-config; returns the problems of the file."""
+    """Set `args.server_models` from --sglang-config or --prefill-num-servers; returns the problems of the file."""
     size = args.rollout_num_gpus_per_engine
     if args.sglang_config is not None:
         args.server_models, problems = read_server_models(
             args.sglang_config, hf_checkpoint=args.hf_checkpoint, per_engine=size, passthrough=passthrough
         )
         return problems
+    if args.prefill_num_servers and args.rollout_num_gpus:
+        prefill = args.prefill_num_servers * size
+        groups = (ServerGroup(PREFILL, prefill, size), ServerGroup(DECODE, args.rollout_num_gpus - prefill, size))
+        if prefill < args.rollout_num_gpus:  # else a rule says so
+            args.server_models = (ServerModel(POLICY_NAMES[0], None, True, groups),)
     return []
 
 
@@ -45,6 +52,21 @@ def policy_groups(args: Arguments) -> list[ServerGroup]:
     return [
         group for model in served_by_engines(args) if model.update_weights for group in model.groups if group.servers
     ]
+
+
+TRANSFER_OPTION, DEFAULT_TRANSFER = "disaggregation_transfer_backend", "mooncake"
+
+
+def kv_transfers(args: Arguments) -> list[str]:
+    """What moves KV caches from prefill to decode servers, by SGLang's names; empty without such servers."""
+    given = [
+        {**args.sglang_options, **group.overrides}
+        for model in served_by_engines(args)
+        if model.disaggregated
+        for group in model.groups
+        if group.servers
+    ]
+    return sorted({str(options.get(TRANSFER_OPTION, DEFAULT_TRANSFER)) for options in given})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +115,7 @@ def group_flags(args: Arguments, model: ServerModel, group: ServerGroup) -> Argu
         args,
         server_models=(),
         sglang_config=None,
+        prefill_num_servers=None,
         hf_checkpoint=args.hf_checkpoint if model.model_path is None else str(Path(model.model_path)),
         rollout_num_gpus=group.num_gpus,
         rollout_num_gpus_per_engine=group.num_gpus_per_engine,

@@ -35,8 +35,8 @@ class EngineArguments:
     )
     prefill_num_servers: int | None = flag(
         None,
-        "prefill engines; the others decode (count)",
-        not_served="every engine does prefill and decode; use --rollout-num-gpus",
+        "engines that only prefill; the others decode (count; every engine does both)",
+        at_least=1,
     )
     sglang_config: str | None = flag(
         None,

@@ -18,6 +18,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError
 
+from slimrl.arguments.engine_groups.config import REGULAR
 from slimrl.cluster import ray_session
 from slimrl.cluster.network import BindConfig, node_address, server_host
 from slimrl.cluster.nodes.comparison import NodeMark, place_node_mark, shared_memory_conflict, visible_marks
@@ -55,6 +56,7 @@ class ServerSettings:
     key: str | None = dataclasses.field(default=None, repr=False)
     batch_invariant: bool = False  # --true-on-policy-mode
     engine: str = SGLANG  # its row in `engines.backend`
+    worker_type: str = REGULAR
 
     @property
     def name(self) -> str:
@@ -103,6 +105,7 @@ class EngineActor:
             tuple(gpu_ids),
             network_of(settings.bind.local_address()),
             settings.batch_invariant,
+            settings.worker_type,
         )
         server = backend(settings.engine).server(
             settings.model_path,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from slimrl.arguments import Arguments
-from slimrl.arguments.engine_groups.layout import EnginePlace, group_flags, policy_places
+from slimrl.arguments.engine_groups.layout import EnginePlace, group_flags, kv_transfers, policy_places
 from slimrl.cluster.engines.engine import Engine, EngineActorConfig, ServerExit, ServerSettings
 from slimrl.cluster.launch import Launch
 from slimrl.cluster.network import LOOPBACK, server_host
@@ -149,6 +149,17 @@ class ExternalEngine:
         """Does nothing: its owner ends it."""
 
 
+def check_machine(args: Arguments, launch: Launch) -> None:
+    """Raises EngineUnsupportedError if the engines that the run would start cannot run on this machine."""
+    if args.rollout_gpus and not args.debug_train_only:
+        backend(args.rollout_engine).check_machine(
+            args.hf_checkpoint,
+            cuda=launch.machine.cuda,
+            releases_memory=bool(args.offload_rollout),
+            kv_transfers=kv_transfers(args),
+        )
+
+
 AnyEngine = Engine | ExternalEngine
 
 READY_TIMEOUT_S = 900.0
@@ -177,13 +188,14 @@ class EngineGroup:
         log_dir = Path(args.run_dir).absolute() / "logs"
         config = EngineActorConfig(log_dir, args.log_level, launch.environment, Path.cwd())
         engines: list[AnyEngine] = [
-            Engine(server_settings(flags_of_place(args, place), index, launch), parts, gpus, config)
+            Engine(settings_of_place(args, place, index, launch), parts, gpus, config)
             for index, (place, parts) in enumerate(zip(_policy(args, gpus), gpus.engines, strict=True))
         ] or [
             ExternalEngine(address, index, args)
             for index, address in enumerate(args.rollout_external_engine_addrs or ())
         ]
-        router = _router(args, log_dir / "router.log")
+        disaggregated = any(model.update_weights and model.disaggregated for model in args.server_models)
+        router = _router(args, log_dir / "router.log", disaggregated=disaggregated)
         opening = asyncio.to_thread(open_router, router)  # concurrently with the servers: each takes seconds
         await asyncio.gather(opening, *(engine.start(READY_TIMEOUT_S, timeline) for engine in engines))
         endpoints = [engine.endpoint for engine in engines]
@@ -242,15 +254,18 @@ class EngineGroup:
                 raise result
 
 
-def _router(args: Arguments, log_path: Path) -> Router:
+def _router(args: Arguments, log_path: Path, *, disaggregated: bool) -> Router:
     engine = backend(args.rollout_engine)
     if args.sglang_router_ip is not None:
         return engine.external_router(args.sglang_router_ip, args.sglang_router_port, key=key_of(args))
-    return own_router(args, log_path, port=args.sglang_router_port)
+    return own_router(args, log_path, port=args.sglang_router_port, disaggregated=disaggregated)
 
 
-def own_router(args: Arguments, log_path: Path, *, port: int | None) -> Router:
-    """A router that the run starts, at a free port if `port` is None; not yet open."""
+def own_router(args: Arguments, log_path: Path, *, port: int | None, disaggregated: bool) -> Router:
+    """A router that the run starts, at a free port if `port` is None; not yet open.
+
+    `disaggregated`: its servers are prefill and decode servers.
+    """
     engine = backend(args.rollout_engine)
     return engine.router(
         host=server_host(args.router_options.get("host"), LOOPBACK),  # only the rollout manager calls it
@@ -259,6 +274,7 @@ def own_router(args: Arguments, log_path: Path, *, port: int | None) -> Router:
             args.router_options,
             request_timeout_s=args.sglang_router_request_timeout_secs,
             conversations=has_conversations(args),
+            disaggregated=disaggregated,
         ),
         log_path=log_path,
         key=key_of(args),
@@ -295,6 +311,12 @@ def _policy(args: Arguments, gpus: GpuBundles) -> list[EnginePlace]:
 def flags_of_place(args: Arguments, place: EnginePlace) -> Arguments:
     """The flags as they apply to one engine."""
     return group_flags(args, place.model, place.group)
+
+
+def settings_of_place(args: Arguments, place: EnginePlace, index: int, launch: Launch) -> ServerSettings:
+    """The settings of the policy's engine number `index`."""
+    settings = server_settings(flags_of_place(args, place), index, launch)
+    return dataclasses.replace(settings, worker_type=place.group.worker_type)
 
 
 def server_settings(args: Arguments, index: int, launch: Launch, life: int = 0) -> ServerSettings:

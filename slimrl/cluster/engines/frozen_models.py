@@ -110,7 +110,8 @@ async def _start_model(
         Engine(_settings(args, place, index, launch), parts, gpus, config)
         for index, (place, parts) in enumerate(places)
     ]
-    router = own_router(args, log_dir / f"router_{name}.log", port=None)
+    disaggregated = places[0][0].model.disaggregated
+    router = own_router(args, log_dir / f"router_{name}.log", port=None, disaggregated=disaggregated)
     opening = asyncio.to_thread(open_router, router)
     await asyncio.gather(opening, *(engine.start(READY_TIMEOUT_S) for engine in engines))
     endpoints = [engine.endpoint for engine in engines]
@@ -122,7 +123,12 @@ def _settings(args: Arguments, place: EnginePlace, index: int, launch: Launch) -
     """The settings of server number `index` of its model."""
     settings = plain_server_settings(flags_of_place(args, place), index, launch)
     backup = {"enable_weights_cpu_backup": True} if args.offload_rollout else {}
-    return dataclasses.replace(settings, role=f"_{place.model.name}-", options={**backup, **settings.options})
+    return dataclasses.replace(
+        settings,
+        role=f"_{place.model.name}-",
+        options={**backup, **settings.options},
+        worker_type=place.group.worker_type,
+    )
 
 
 def _address(url: str) -> tuple[str, int]:

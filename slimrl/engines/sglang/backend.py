@@ -68,12 +68,14 @@ class SglangBackend:
         return inspect
 
     def router_options(
-        self, given: Mapping[str, Any], *, request_timeout_s: int, conversations: bool
+        self, given: Mapping[str, Any], *, request_timeout_s: int, conversations: bool, disaggregated: bool = False
     ) -> dict[str, Any]:
         """See `router.router_options`."""
         from slimrl.engines.sglang.router import router_options
 
-        return router_options(given, request_timeout_s=request_timeout_s, conversations=conversations)
+        return router_options(
+            given, request_timeout_s=request_timeout_s, conversations=conversations, disaggregated=disaggregated
+        )
 
     def flags(self, words: Sequence[str]) -> PassthroughTables:
         """--sglang-<x> and --router-<x>, read from the installed packages when one is given."""
@@ -81,8 +83,14 @@ class SglangBackend:
 
         return {"sglang": server_flags, "router": router_flags}
 
-    def check_machine(self, model: str | Path, *, cuda: bool, releases_memory: bool) -> None:
-        """Does nothing: both kinds of machines serve every model."""
+    def check_machine(
+        self, model: str | Path, *, cuda: bool, releases_memory: bool, kv_transfers: Sequence[str] = ()
+    ) -> None:
+        """Both kinds of machines serve every model; see `kv_transfer.check_installed`."""
+        from slimrl.engines.sglang.kv_transfer import check_installed
+
+        for transfer in kv_transfers:
+            check_installed(transfer, cuda=cuda)
 
     def adapter_options(self, adapters: AdapterConfig, *, releases_memory: bool) -> dict[str, Any]:
         """See `server_args.adapter_options`."""

@@ -23,6 +23,7 @@ import msgspec
 
 from slimrl.engines.http import call, decode_as, is_reachable, key_environment
 from slimrl.engines.protocol import EngineError, EngineUnavailableError
+from slimrl.engines.sglang.kv_transfer import role_of
 from slimrl.engines.sglang.server_args import RESERVED_ROUTER, render_options, router_flags
 from slimrl.processes import POLL_INTERVAL_S, ManagedProcess, importable
 from slimrl.processes.ports import PortReservation, claim_port, claim_ports
@@ -83,7 +84,12 @@ class RouterControl:
             list(pool.map(self._add, urls))
 
     def _add(self, url: str) -> None:
-        self._call("POST", "/workers", {"url": url} if self.key is None else {"url": url, "api_key": str(self.key)})
+        key = {} if self.key is None else {"api_key": str(self.key)}
+        self._call("POST", "/workers", {"url": url, **key, **self._role_of(url)})
+
+    def _role_of(self, url: str) -> dict[str, Any]:
+        """The fields of a server's registration that say what it does of each request; none for a whole server."""
+        return {}
 
     def remove_worker(self, url: str) -> None:
         """Unregisters a server and waits until it is removed; its requests in flight end normally."""
@@ -287,6 +293,9 @@ class RouterProcess(RouterControl):
         self.log_path = Path(log_path)
         self._launch()
 
+    def _role_of(self, url: str) -> dict[str, Any]:
+        return role_of(url, self.key) if self._options.get("pd_disaggregation") else {}
+
     def wait_alive(self, timeout_s: float) -> None:
         """Waits until the router responds, with or without servers.
 
@@ -331,20 +340,27 @@ class RouterProcess(RouterControl):
 def router_command(host: str, port: int, metrics_port: int, options: Mapping[str, Any]) -> list[str]:
     """The command line. Raises ValueError for an option that the router does not have or that slimrl sets."""
     managed = {"host": host, "port": port}
-    clash = sorted(options.keys() & (RESERVED_ROUTER.keys() - {"request_timeout_secs"}))
+    clash = sorted(options.keys() & (RESERVED_ROUTER.keys() - SET_BY_ROUTER_OPTIONS))
     if clash:
         raise ValueError(f"--router-{clash[0].replace('_', '-')} is set by slimrl itself ({RESERVED_ROUTER[clash[0]]})")
     chosen = {**DEFAULTS, "prometheus_port": metrics_port, **options, **managed}
     return [sys.executable, "-m", "slimrl.engines.sglang.entry", "router", *render_options(chosen, router_flags())]
 
 
+SET_BY_ROUTER_OPTIONS = {"request_timeout_secs", "pd_disaggregation"}
 BY_SESSION: dict[str, Any] = {"policy": "manual", "assignment_mode": "min_load"}
 
 
-def router_options(given: Mapping[str, Any], *, request_timeout_s: int, conversations: bool) -> dict[str, Any]:
+def router_options(
+    given: Mapping[str, Any], *, request_timeout_s: int, conversations: bool, disaggregated: bool = False
+) -> dict[str, Any]:
     """The router's options by its own names; the user's options, `given`, win.
 
     `conversations`: requests may belong to multi-turn conversations, each of which must stay on one server.
+    `disaggregated`: the servers are prefill and decode servers, and conversations find their cached prefix by tokens.
     """
     routing = BY_SESSION if conversations and "policy" not in given else {}
+    if disaggregated:
+        # an aborted request ends with HTTP 500 while its cache is on the way: that is no fault of the servers
+        routing = {"pd_disaggregation": True, "disable_circuit_breaker": True}
     return {"request_timeout_secs": request_timeout_s, **routing, **given}

@@ -21,6 +21,7 @@ from typing import Any
 
 from slimrl.engines.http import KEY_OPTION, call, is_reachable, key_environment
 from slimrl.engines.server_protocol import WHOLE_SERVER, NodePart, ServerLaunch
+from slimrl.engines.sglang.kv_transfer import role_environment, role_options
 from slimrl.engines.sglang.server_args import BATCH_INVARIANT, RESERVED, render_options, server_flags
 from slimrl.platform.launch_env import Network, network_environment
 from slimrl.processes import ManagedProcess, importable
@@ -179,6 +180,7 @@ class ServerProcess:
             "skip_server_warmup": True,
             "enable_memory_saver": self._launch.memory_saver,
         }
+        self._dp_size = self._options.get("dp_size", 1)
         self._reservations: list[PortReservation] = []
         self._process: ManagedProcess | None = None
 
@@ -212,7 +214,7 @@ class ServerProcess:
         self._release_ports()
         wanted = self._wanted_port
         self._reservations.append(claim_port(wanted, self.host) if wanted else claim_ports(1, self.host))
-        self._reservations.append(claim_ports(1 + NEIGHBOUR_PORTS + self._options.get("dp_size", 1), self.host))
+        self._reservations.append(claim_ports(2 + NEIGHBOUR_PORTS + self._dp_size, self.host))
         return self.part.rendezvous or f"{self.host}:{self._reservations[1].first + 1}"
 
     def start(self) -> None:
@@ -220,7 +222,8 @@ class ServerProcess:
         if not self._reservations:
             self.claim()
         rendezvous_options = rendezvous(self._options, self.host, self._reservations[1].first, self.part)
-        managed = self._managed | {"port": self.port} | rendezvous_options
+        role = role_options(self._launch.worker_type, self._bootstrap_port(), cuda=self._launch.cuda)
+        managed = self._managed | {"port": self.port} | rendezvous_options | role
         ranks = managed["tp_size"] * self._options.get("pp_size", 1)
         launch = self._launch
         if launch.cuda and launch.memory_saver and (changed := without_expandable_segments(os.environ)):
@@ -232,11 +235,19 @@ class ServerProcess:
             environment=importable()
             | kernel_cache(os.environ)
             | key_environment(self.key)
+            | role_environment(launch.worker_type, self.host, os.environ, cuda=launch.cuda)
             | server_environment(launch, self._options, os.environ, ranks=ranks, base_gpu_id=managed["base_gpu_id"]),
             shared_memory_prefixes=SHARED_MEMORY_PREFIXES,
         )
         process.start()
         self._process = process  # only now: other threads ask for its pid
+
+    def _bootstrap_port(self) -> int:
+        """Of a prefill server, the last of the ports that its first node has claimed."""
+        first = self._reservations[1].first + 1
+        if self.part.rendezvous is not None:
+            first = int(self.part.rendezvous.rpartition(":")[2])
+        return first + NEIGHBOUR_PORTS + self._dp_size
 
     def wait_ready(self, timeout_s: float) -> None:
         """Waits until the server responds; call it on the first of several nodes, which responds when all are ready.

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from slimrl.arguments import PassthroughFlag
-from slimrl.engines.sglang.server_args_parser import DeclaredFlag, read_server_flags
+from slimrl.engines.sglang.versions import DeclaredFlag, read_server_flags
 from slimrl.models.adapters import AdapterConfig
 from slimrl.models.families.vision import TOWER_CONFIG, decoder_config
 
@@ -38,6 +38,8 @@ RESERVED: dict[str, str] = {
     "config": "give the flags themselves, each as --sglang-<flag>",
     "use_ray": "slimrl starts the server itself",
     "admin_api_key": "the key of --sglang-api-key, or a generated one, is valid for every endpoint",
+    "disaggregation_mode": "--prefill-num-servers, or worker_type of --sglang-config",
+    "disaggregation_bootstrap_port": "slimrl picks a free port",
     "tokenizer_worker_num": "1: with several SGLang does not check the key",
     "grpc_port": "none: SGLang does not check the key there",
 }
@@ -48,7 +50,7 @@ RESERVED_ROUTER: dict[str, str] = {
     "worker_urls": "slimrl registers the servers it starts",
     "prefill": "slimrl registers the servers it starts",
     "decode": "slimrl registers the servers it starts",
-    "pd_disaggregation": "slimrl registers the servers it starts",
+    "pd_disaggregation": "--prefill-num-servers, or worker_type of --sglang-config",
     "mini_lb": "the real router is always used",
     "service_discovery": "slimrl registers the servers it starts",
     "api_key": "--sglang-api-key, or a generated key",

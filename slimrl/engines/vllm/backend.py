@@ -72,7 +72,7 @@ class VllmBackend:
         return inspect(address, hf_checkpoint, needs_weight_sync=needs_weight_sync, key=key)
 
     def router_options(
-        self, given: Mapping[str, Any], *, request_timeout_s: int, conversations: bool
+        self, given: Mapping[str, Any], *, request_timeout_s: int, conversations: bool, disaggregated: bool = False
     ) -> dict[str, Any]:
         """See `sglang.router.router_options`."""
         from slimrl.engines.sglang.router import router_options
@@ -85,7 +85,9 @@ class VllmBackend:
 
         return {"vllm": lambda: server_flags(interpreter(words))}
 
-    def check_machine(self, model: str | Path, *, cuda: bool, releases_memory: bool) -> None:
+    def check_machine(
+        self, model: str | Path, *, cuda: bool, releases_memory: bool, kv_transfers: Sequence[str] = ()
+    ) -> None:
         """On a CPU vLLM has no sleep mode, and no attention of heads of other sizes than `CPU_HEAD_SIZES`."""
         from slimrl.engines.vllm.server import check_cpu_can_serve
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from slimrl.arguments.engine_groups.config import FLAG, POLICY_NAMES, ServerModel
-from slimrl.arguments.engine_groups.layout import group_flags, policy_places, served_by_engines
+from slimrl.arguments.engine_groups.layout import group_flags, kv_transfers, policy_places, served_by_engines
 from slimrl.arguments.flag import Problem, ended
 from slimrl.arguments.namespace import Arguments, Context, Rule, absent
 from slimrl.arguments.validation.engines import servers
@@ -37,21 +37,83 @@ _OF_FROZEN = (
 )
 
 
+PREFILL_FLAG = "--prefill-num-servers"
+
+
+def _given(args: Arguments) -> tuple[str, str]:
+    """The flag that makes the groups, and its value."""
+    if args.sglang_config is not None:
+        return FLAG, args.sglang_config
+    return PREFILL_FLAG, str(args.prefill_num_servers)
+
+
 def _said(args: Arguments, complaint: str) -> Problem:
-    return Problem(FLAG, ended(f"{FLAG} {args.sglang_config}: {complaint}"))
+    flag, value = _given(args)
+    return Problem(flag, ended(f"{flag} {value}: {complaint}"))
 
 
 def groups_have_engines_of_the_run(args: Arguments, context: Context) -> Iterator[Problem]:
     """Groups are of SGLang servers that the run starts."""
-    if args.sglang_config is None:
+    if args.sglang_config is None and args.prefill_num_servers is None:
         return
+    flag = _given(args)[0]
+    if args.sglang_config is not None and args.prefill_num_servers is not None:
+        sentence = f"{PREFILL_FLAG} splits the policy's engines, and {FLAG} lists the groups: give one of the two."
+        yield Problem(PREFILL_FLAG, sentence)
     for given, other, reason in (
         (args.uses_vllm, "--rollout-engine vllm", "has no groups of servers"),
         (args.rollout_external_engine_addrs, "--rollout-external-engine-addrs", "names servers that others start"),
         (args.rollout_max_num_gpus is not None, "--rollout-max-num-gpus", "adds servers that are all alike"),
     ):
         if given:
-            yield Problem(FLAG, f"{other} {reason}, and {FLAG} describes those of the run: leave one of the two out.")
+            yield Problem(flag, f"{other} {reason}, and {flag} describes those of the run: leave one of the two out.")
+
+
+def prefill_leaves_gpus_to_decode(args: Arguments, context: Context) -> Iterator[Problem]:
+    """--prefill-num-servers leaves at least one engine."""
+    if args.prefill_num_servers is None or args.rollout_num_gpus is None or "rollout_num_gpus" in context.broken:
+        return
+    size = args.rollout_num_gpus_per_engine
+    if args.prefill_num_servers * size >= args.rollout_num_gpus and not args.debug_train_only:
+        yield Problem(
+            PREFILL_FLAG,
+            f"{PREFILL_FLAG} {args.prefill_num_servers} leaves no engine to decode: --rollout-num-gpus"
+            f" {args.rollout_num_gpus} are {args.rollout_num_gpus // size} engines of {size}; give fewer.",
+        )
+
+
+def caches_are_sent_by_one_backend(args: Arguments, context: Context) -> Iterator[Problem]:
+    """Prefill and decode servers have one transfer backend, and the router of the run."""
+    found = kv_transfers(args)
+    if len(found) > 1:
+        yield _said(
+            args, f"its groups have the disaggregation_transfer_backend {' and '.join(found)}: give all of them one"
+        )
+    if (
+        found
+        and args.sglang_router_ip is not None
+        and any(m.update_weights and m.disaggregated for m in args.server_models)
+    ):
+        yield _said(
+            args,
+            f"the policy has prefill and decode servers, and only a router that the run starts sends requests to both:"
+            f" leave out --sglang-router-ip {args.sglang_router_ip}",
+        )
+
+
+def caches_are_of_the_current_weights(args: Arguments, context: Context) -> Iterator[Problem]:
+    """No request is between a prefill and a decode server during a weight update.
+
+    Its cache would be of the old weights, and its response of the new ones.
+    """
+    if args.update_weights_in_flight and any(
+        model.update_weights and model.disaggregated for model in args.server_models
+    ):
+        yield _said(
+            args,
+            "prefill servers send KV caches to others, and a cache on its way during a weight update would be of the"
+            " old weights: add --no-update-weights-in-flight",
+        )
 
 
 def groups_fill_the_rollout_gpus(args: Arguments, context: Context) -> Iterator[Problem]:
