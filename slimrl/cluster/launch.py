@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from slimrl.arguments import Arguments
+from slimrl.arguments.engine_groups.layout import policy_options
 from slimrl.cluster.network import BindConfig, node_address
 from slimrl.platform.launch_env import Machine, RunFacts, actor_environment, nccl_cumem, of_driver, this_machine
 
@@ -97,7 +98,7 @@ def run_facts(args: Arguments) -> RunFacts:
         offloads_training=bool(args.offload_train),
         suspends_nccl=args.offload_train_nccl,
         megatron_fsdp=args.use_megatron_fsdp,
-        symmetric_memory=bool(args.sglang_options.get("enable_symm_mem")),
+        symmetric_memory=any(policy_options(args, "enable_symm_mem")),
         deterministic=args.deterministic_mode,
     )
 

@@ -49,6 +49,7 @@ class PlacementPlan:
     critic: range = range(0)
     policy_servers: tuple[range, ...] | None = None
     frozen_servers: tuple[range, ...] = ()
+    frozen_names: tuple[str, ...] = ()  # the model of each
 
     @property
     def engine_ranges(self) -> tuple[range, ...]:
@@ -68,7 +69,14 @@ class PlacementPlan:
     def sentence(self) -> str:
         """The number of workers and GPUs that a run starts."""
         critic = f", {len(self.critic)} critic workers" if self.critic else ""
-        return f"{len(self.train)} train workers{critic} and {len(self.rollout)} rollout GPUs"
+        counts = Counter(self.frozen_names)
+        frozen = [f"{_servers(count)} of the frozen model {name}" for name, count in counts.items()]
+        none = f"; {', '.join(frozen)}, which {'gets' if len(counts) == 1 else 'get'} no weight updates"
+        return f"{len(self.train)} train workers{critic} and {len(self.rollout)} rollout GPUs{none if frozen else ''}"
+
+
+def _servers(count: int) -> str:
+    return "1 server" if count == 1 else f"{count} servers"
 
 
 def plan_gpus(args: Arguments) -> PlacementPlan:
@@ -86,8 +94,18 @@ def plan_gpus(args: Arguments) -> PlacementPlan:
     reward = reward_gpus(args, others)
     total = max(others, *(servers.stop for servers in reward), 0)
     policy = tuple(place.gpus for place in policy_places(args, first))
-    frozen = tuple(place.gpus for place in frozen_places(args, first))
-    return PlacementPlan(total, range(train), range(first, first + rollout), per_engine, reward, critic, policy, frozen)
+    frozen = frozen_places(args, first)
+    return PlacementPlan(
+        total,
+        range(train),
+        range(first, first + rollout),
+        per_engine,
+        reward,
+        critic,
+        policy,
+        tuple(place.gpus for place in frozen),
+        tuple(place.model.name for place in frozen),
+    )
 
 
 @dataclasses.dataclass(frozen=True)

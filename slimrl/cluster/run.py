@@ -12,6 +12,7 @@ from pathlib import Path
 import ray
 
 from slimrl.arguments import Arguments
+from slimrl.arguments.engine_groups.layout import policy_options
 from slimrl.cluster.colocate import ColocatedMemory
 from slimrl.cluster.engines.engine_group import check_machine
 from slimrl.cluster.engines.weight_update_recovery import WeightUpdateRecovery, weight_recovery
@@ -85,7 +86,7 @@ class Run:
             trainers if args.offload_train else None,
             EngineMemoryProxy(manager, supervisor) if args.offload_rollout else None,
             self._timed,
-            tokens_during_weight_update=args.sglang_options.get("pp_size", 1) > 1,
+            tokens_during_weight_update=any(stages > 1 for stages in policy_options(args, "pp_size")),
         )
         if self.rollout_ids:
             logger.info("running rollouts %d to %d", start, args.num_rollout - 1)

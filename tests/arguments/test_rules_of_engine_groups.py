@@ -17,6 +17,7 @@ from slimrl.processes.process_info import Machine
 from tests.arguments.conftest import COLOCATED, SPLIT
 
 OPTIONS = {
+    "api-key": PassthroughFlag("api_key", type=str),
     "context-length": PassthroughFlag("context_length", type=str),
     "disaggregation-mode": PassthroughFlag(
         "disaggregation_mode", type=str, managed_by="--prefill-num-servers, or worker_type of --sglang-config"
@@ -24,6 +25,8 @@ OPTIONS = {
     "disaggregation-transfer-backend": PassthroughFlag("disaggregation_transfer_backend", type=str),
     "dp-size": PassthroughFlag("dp_size", type=int),
     "enable-dp-attention": PassthroughFlag("enable_dp_attention", action="store_true"),
+    "load-format": PassthroughFlag("load_format", type=str),
+    "lora-paths": PassthroughFlag("lora_paths", type=str),
     "max-running-requests": PassthroughFlag("max_running_requests", type=int),
     "mem-fraction-static": PassthroughFlag("mem_fraction_static", type=float),
     "pp-size": PassthroughFlag("pp_size", type=int),
@@ -35,6 +38,7 @@ ONE = "{worker_type: regular, num_gpus: 2, num_gpus_per_engine: 1}"
 TWO = "{worker_type: regular, num_gpus: 4, num_gpus_per_engine: 2}"
 PREFILL = ONE.replace("regular", "prefill")
 DECODE = TWO.replace("regular", "decode")
+DUMMY = "overrides: {load_format: dummy}"
 JUDGE = "{name: judge, model_path: DIR/hf2, server_groups: [{num_gpus: 4}]}"
 
 
@@ -154,7 +158,11 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str, str]]]] = {
         ],
     ),
     "frozen_models_have_folders": (
-        [(file(actor(ONE), JUDGE), "")],
+        [
+            (file(actor(ONE), JUDGE), ""),
+            (file(actor(ONE), JUDGE.replace("hf2", "bare")), "--dry-run"),
+            (file(actor(ONE), JUDGE.replace("hf2", "bare").replace("4}", f"4, {DUMMY}}}")), ""),
+        ],
         [
             (
                 file(actor(ONE), JUDGE.replace("hf2", "none")),
@@ -166,11 +174,32 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str, str]]]] = {
                 "",
                 "model_path DIR/ref of model judge has no config.json: give a Hugging Face folder.",
             ),
+            (
+                file(actor(ONE), JUDGE.replace("hf2", "bare")),
+                "",
+                "model_path DIR/bare of model judge has no weights (no .safetensors file), which the engines load: copy"
+                " them there too.",
+            ),
         ],
     ),
     "groups_keep_the_rules_of_engines": (
-        [(file(actor(ONE, TWO.replace("2}", "2, overrides: {enable_dp_attention: true, dp_size: 2}}"))), "")],
         [
+            (file(actor(ONE, TWO.replace("2}", "2, overrides: {enable_dp_attention: true, dp_size: 2}}"))), ""),
+            (file(actor(ONE), JUDGE.replace("4}", "4, overrides: {lora_paths: /adapters}}")), ""),
+        ],
+        [
+            (
+                file(actor(ONE, TWO.replace("2}", f"2, {DUMMY}}}"))),
+                "--lora-rank 8 --lora-alpha 16",
+                "model actor, group 1: --lora-rank sends the engines adapters, and the engines need the base's weights:"
+                " leave --sglang-load-format dummy out, or add --lora-merge.",
+            ),
+            (
+                file(actor(ONE, TWO.replace("2}", "2, overrides: {lora_paths: /adapters}}"))),
+                "",
+                "model actor, group 1: --sglang-lora-paths is for LoRA adapters, which --lora-rank without --lora-merge"
+                " sets up: leave it out.",
+            ),
             (
                 file(actor(ONE, TWO.replace("2}", "2, overrides: {enable_dp_attention: true, dp_size: 4}}"))),
                 "",
@@ -246,6 +275,10 @@ PROBLEMS = [
         "overrides: --sglang-random-seed is set by slimrl itself (--rollout-seed plus the index of the server)",
     ),
     (
+        file(actor(ONE, TWO.replace("2}", "2, overrides: {api_key: mine}}"))),
+        "group 1: api_key in its overrides is another key than that of the other servers, and the run has one: leave",
+    ),
+    (
         file(actor(ONE, TWO.replace("2}", "2, overrides: {tp_size: 4}}"))),
         "has tp_size 4 x pp_size 1 in its overrides and num_gpus_per_engine 2: leave tp_size out",
     ),
@@ -260,6 +293,9 @@ def line(recipe, text: str, more: str = "") -> list[str]:
     """The recipe with 2 training and 6 rollout GPUs and the file, whose DIR is the recipe's folder."""
     (recipe.dir / "hf2").mkdir(exist_ok=True)
     (recipe.dir / "hf2" / "config.json").write_text((recipe.dir / "hf" / "config.json").read_text())
+    (recipe.dir / "hf2" / "pytorch_model.bin").write_bytes(b"weights")
+    (recipe.dir / "bare").mkdir(exist_ok=True)
+    (recipe.dir / "bare" / "config.json").write_text((recipe.dir / "hf" / "config.json").read_text())
     path = recipe.dir / "groups.yaml"
     path.write_text(text.replace("DIR", str(recipe.dir)))
     one = "--rollout-num-gpus-per-engine 1 --seq-length 512"
@@ -316,6 +352,20 @@ def test_engine_on_gpus_of_policy_and_critic_is_rejected(recipe):
         "model actor, group 1 has an engine on GPUs 4 to 5, of which the first 1 train the policy and the others the"
         " critic: let an engine end where the policy's GPUs end." in found
     )
+
+
+def test_pipeline_stages_on_the_critics_gpus_are_rejected(recipe):
+    critic = "--advantage-estimator ppo --critic-num-nodes 1 --critic-num-gpus-per-node 4 --critic-load DIR/ref"
+    flags = f"--actor-num-nodes 1 --actor-num-gpus-per-node 4 --colocate {critic.replace('DIR', str(recipe.dir))}"
+    stages = TWO.replace("2}", "2, overrides: {pp_size: 2}}")
+    sentence = (
+        "model actor, group 1 has pp_size 2 and an engine on GPUs {} to {}, which train the critic: pipeline stages"
+        " take weights only from trainers of the policy on their own GPUs; give the group the policy's GPUs, or no"
+        " stages."
+    )
+    found = sentences(recipe, file(actor(TWO, stages)), flags)[1]
+    assert {sentence.format(4, 5), sentence.format(6, 7)} <= set(found)
+    assert not [one for one in sentences(recipe, file(actor(stages, TWO)), flags)[1] if "pp_size 2" in one]
 
 
 def test_groups_take_the_rollout_gpus_in_the_order_of_the_file(recipe):

@@ -1,9 +1,13 @@
-"""A reward function that asks the frozen model `judge` of --sglang-config, as functions for slime do."""
+"""Reward functions that ask the frozen model `judge` of --sglang-config, as functions for slime do."""
 
 from __future__ import annotations
 
 from slime.rollout.sglang_rollout import get_model_url
-from slime.utils.http_utils import post
+from slime.utils.http_utils import get, post
+
+from slimrl.models.adapters import ADAPTER_NAME
+
+SCORED = 8  # every 8th sample is scored by every server of the policy
 
 
 async def reward(args, sample, **kwargs):
@@ -13,3 +17,32 @@ async def reward(args, sample, **kwargs):
     sample.metadata["judge"] = answer["output_ids"]
     sample.metadata["judge_version"] = answer["meta_info"]["weight_version"]
     return float(sample.response.strip() == str(sample.label))
+
+
+async def reward_and_scores(args, sample, **kwargs):
+    """`reward`; of some samples the log-probabilities by each server of the policy are kept, by its address."""
+    if sample.index % SCORED == 0:
+        sample.metadata["scores"] = {url: await _score(args, sample, url) for url in await _servers(args)}
+    return await reward(args, sample, **kwargs)
+
+
+async def _servers(args):
+    """The addresses of the policy's servers, from their router."""
+    found = await get(get_model_url(args, "actor", "/workers"))
+    return sorted(worker["url"] for worker in found["workers"])
+
+
+async def _score(args, sample, url):
+    """The weight version of one server, and its log-probabilities of the response."""
+    payload = {
+        "input_ids": sample.tokens,
+        "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+    if args.engines_have_adapters:
+        payload["lora_path"] = ADAPTER_NAME
+    key = {"Authorization": f"Bearer {args.sglang_options['api_key']}"}  # `post` sends it to routers only
+    told = (await post(f"{url}/generate", payload, headers=key))["meta_info"]
+    log_probs = [entry[0] for entry in told["input_token_logprobs"]]
+    return told["weight_version"], log_probs[-sample.response_length :]

@@ -68,12 +68,55 @@ def greedy(model, tokens, count):
     return found[0, len(tokens) :].tolist()
 
 
+def with_judge(text, folder):
+    """The file with a frozen model of one server."""
+    return f"{text}  - {{name: judge, model_path: {folder}, server_groups: [{{worker_type: regular, num_gpus: 1}}]}}\n"
+
+
+# flags of each way of a weight update that groups of one and of two ranks take, and the largest difference of
+# log-probabilities: bf16 engines of two ranks add in another order
+WAYS = {
+    "broadcast": ({}, 1e-4),
+    "files": ({"update_weight_transport": "disk", "update_weight_disk_dir": "updates"}, 1e-4),
+    "changes": ({"bf16": True, "sglang_dtype": "bfloat16", "update_weight_mode": "delta"}, 0.3),
+    "adapters": ({"lora_rank": 4, "lora_alpha": 8, "lr": 1e-2}, 1e-4),
+    "shared memory": ({"colocate": True, "actor_num_gpus_per_node": 4}, 1e-4),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_server_of_every_group_has_every_update_and_the_frozen_model_none(tiny, tmp_path, way):
+    """Each server is asked at each version: those of the policy agree with training, the judge with transformers."""
+    judge = another_model(tiny.model, tmp_path / "judge")
+    changes, limit = WAYS[way]
+    gpus = {} if "colocate" in changes else {"actor_num_gpus_per_node": 1, "rollout_num_gpus": 4}
+    reward = {"rm_type": None, "custom_rm_path": "tests.end_to_end.judge.reward_and_scores"}
+    dump = {"save_debug_rollout_data": tmp_path / "dump" / "{rollout_id}.jsonl"}
+    done = finish(tiny, tmp_path, with_judge(TWO_SIZES, judge), **{**gpus, **reward, **dump, **changes})
+    assert done.steps("weight_version") == ["0", "1", "2"]
+    assert "1 server of the frozen model judge, which gets no weight updates" in done.output
+    model = AutoModelForCausalLM.from_pretrained(judge, dtype=torch.float32)
+    seen = []
+    for rollout in range(3):
+        samples = read_dump(tmp_path / "dump" / f"{rollout}.jsonl").samples
+        scored = [sample for sample in samples if "scores" in sample.metadata]
+        assert len(scored) == 4
+        for sample in scored:
+            scores = sample.metadata["scores"]
+            assert [version for version, _ in scores.values()] == [str(rollout)] * 2  # a server of each group
+            for _, log_probs in scores.values():
+                assert log_probs == pytest.approx(sample.rollout_log_probs, abs=limit)
+            assert sample.metadata["judge_version"] == "default"
+            if way != "changes":  # whose near ties bf16 decides otherwise
+                assert sample.metadata["judge"] == greedy(model, sample.tokens[:4], len(sample.metadata["judge"]))
+        seen.append(scored[0].metadata["scores"])
+    assert len(set(map(str, seen))) == 3
+
+
 @pytest.mark.parametrize("placement", ["split", "colocated"])
 def test_frozen_model_answers_custom_code_and_keeps_its_weights(tiny, tmp_path, placement):
     judge = another_model(tiny.model, tmp_path / "judge")
-    text = TWO_SIZES.replace("2, num_gpus_per_engine: 2, overrides: {max_running_requests: 16}", "1") + (
-        f"  - {{name: judge, model_path: {judge}, server_groups: [{{worker_type: regular, num_gpus: 1}}]}}\n"
-    )
+    text = with_judge(TWO_SIZES.replace("2, num_gpus_per_engine: 2, overrides: {max_running_requests: 16}", "1"), judge)
     gpus = {"actor_num_gpus_per_node": 1, "rollout_num_gpus": 3}
     if placement == "colocated":
         gpus = {"actor_num_gpus_per_node": 3, "rollout_batch_size": 12, "colocate": True}
@@ -98,9 +141,7 @@ def test_frozen_model_answers_custom_code_and_keeps_its_weights(tiny, tmp_path, 
 
 def test_death_of_a_frozen_model_ends_the_run_with_its_name(tiny, tmp_path):
     judge = shutil.copytree(tiny.model, tmp_path / "judge")
-    text = TWO_SIZES.replace("2, num_gpus_per_engine: 2, overrides: {max_running_requests: 16}", "1") + (
-        f"  - {{name: judge, model_path: {judge}, server_groups: [{{worker_type: regular, num_gpus: 1}}]}}\n"
-    )
+    text = with_judge(TWO_SIZES.replace("2, num_gpus_per_engine: 2, overrides: {max_running_requests: 16}", "1"), judge)
     (tmp_path / "groups.yaml").write_text(text)
     changes = {"actor_num_gpus_per_node": 1, "rollout_num_gpus": 3, "num_rollout": 200}
     flags = tiny.flags(sglang_config=tmp_path / "groups.yaml", **changes)

@@ -209,6 +209,11 @@ class _Reader:
         for name in (name for name, value in plain.items() if value is None or isinstance(value, dict)):
             if plain[name] is None:
                 self.complaints.append(f"{where}: {name} in its overrides is null: give a value, or leave it out")
+        if "api_key" in plain:
+            self.complaints.append(
+                f"{where}: api_key in its overrides is another key than that of the other servers, and the run has one:"
+                " leave it out, or give --sglang-api-key"
+            )
         options: dict[str, Any] = {}
         for words, is_on in ((on, True), (off, False)):
             if not words:

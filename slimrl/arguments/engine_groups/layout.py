@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from slimrl.arguments.engine_groups.config import (
     DECODE,
@@ -45,6 +46,14 @@ def served_by_engines(args: Arguments) -> tuple[ServerModel, ...]:
         return ()
     group = ServerGroup(REGULAR, args.rollout_gpus, args.rollout_num_gpus_per_engine)
     return args.server_models or (ServerModel(POLICY_NAMES[0], None, True, (group,)),)
+
+
+def policy_options(args: Arguments, name: str) -> list[Any]:
+    """The option `name` of SGLang's server in each group of the policy that has it."""
+    if not args.server_models:
+        return [args.sglang_options[name]] if name in args.sglang_options else []
+    own = [{**args.sglang_options, **group.overrides} for group in policy_groups(args)]
+    return [options[name] for options in own if name in options]
 
 
 def policy_groups(args: Arguments) -> list[ServerGroup]:

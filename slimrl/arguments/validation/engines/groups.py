@@ -12,8 +12,11 @@ from slimrl.arguments.engine_groups.config import FLAG, POLICY_NAMES, ServerMode
 from slimrl.arguments.engine_groups.layout import group_flags, kv_transfers, policy_places, served_by_engines
 from slimrl.arguments.flag import Problem, ended
 from slimrl.arguments.namespace import Arguments, Context, Rule, absent
+from slimrl.arguments.validation import rollout, vision
+from slimrl.arguments.validation.adapters import lora
 from slimrl.arguments.validation.engines import servers
 from slimrl.arguments.validation.exactness import true_on_policy
+from slimrl.models.hf_folder import weights_fault
 
 OF_ONE_ENGINE: tuple[Rule, ...] = (
     servers.engine_sizes_are_counts,
@@ -27,6 +30,11 @@ OF_ONE_ENGINE: tuple[Rule, ...] = (
     servers.engine_experts_divide,
     servers.engine_context_holds_a_sample,
     true_on_policy.true_on_policy_adds_in_one_order,
+    true_on_policy.true_on_policy_engines_compute_alike,
+    lora.engines_can_load_adapters,
+    lora.engine_lora_options_follow_the_adapters,
+    vision.vision_model_can_be_served,
+    rollout.in_flight_updates_are_supported,
 )
 _OF_FROZEN = (
     servers.engine_sizes_are_counts,
@@ -169,7 +177,7 @@ def _other_path(args: Arguments, model: ServerModel) -> bool:
 
 
 def frozen_models_have_folders(args: Arguments, context: Context) -> Iterator[Problem]:
-    """The folder of a frozen model exists."""
+    """The folder of a frozen model exists, and has weights."""
     for model in args.server_models:
         if model.update_weights or model.model_path is None:
             continue
@@ -180,6 +188,14 @@ def frozen_models_have_folders(args: Arguments, context: Context) -> Iterator[Pr
             yield _said(
                 args, f"model_path {folder} of model {model.name} has no config.json: give a Hugging Face folder"
             )
+        elif not args.dry_run and not _has_made_up_weights(args, model) and (fault := weights_fault(folder)):
+            yield _said(args, f"model_path {folder} of model {model.name} {fault}")
+
+
+def _has_made_up_weights(args: Arguments, model: ServerModel) -> bool:
+    """Whether all servers of the model take `load_format: dummy`."""
+    groups = [group_flags(args, model, group) for group in model.groups if group.servers]
+    return all(flags.sglang_options.get("load_format") == "dummy" for flags in groups)
 
 
 def groups_keep_the_rules_of_engines(args: Arguments, context: Context) -> Iterator[Problem]:
@@ -200,7 +216,10 @@ def groups_keep_the_rules_of_engines(args: Arguments, context: Context) -> Itera
 
 
 def groups_end_where_the_policy_ends(args: Arguments, context: Context) -> Iterator[Problem]:
-    """No engine has GPUs of the policy and of a critic of its own, which get weights in different ways."""
+    """No engine has GPUs of the policy and of a critic of its own, which get weights in different ways.
+
+    Engines on the critic's GPUs get a broadcast, which pipeline stages do not take.
+    """
     if not args.server_models or not args.critic_num_gpus or not args.colocate or args.debug_train_only:
         return
     policy = args.actor_num_gpus
@@ -211,4 +230,12 @@ def groups_end_where_the_policy_ends(args: Arguments, context: Context) -> Itera
                 f"model {place.model.name}, group {place.group_index} has an engine on GPUs {place.gpus.start} to"
                 f" {place.gpus.stop - 1}, of which the first {policy - place.gpus.start} train the policy and the"
                 " others the critic: let an engine end where the policy's GPUs end",
+            )
+        flags = group_flags(args, place.model, place.group)
+        if place.gpus.start >= policy and (stages := flags.sglang_options.get("pp_size", 1)) > 1:
+            yield _said(
+                args,
+                f"model {place.model.name}, group {place.group_index} has pp_size {stages} and an engine on GPUs"
+                f" {place.gpus.start} to {place.gpus.stop - 1}, which train the critic: pipeline stages take weights"
+                " only from trainers of the policy on their own GPUs; give the group the policy's GPUs, or no stages",
             )
