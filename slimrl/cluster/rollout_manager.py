@@ -19,6 +19,7 @@ from slimrl.cluster import ray_session
 from slimrl.cluster.engines.elastic_engines import ElasticEngines
 from slimrl.cluster.engines.engine_group import EngineGroup
 from slimrl.cluster.engines.engine_recovery import RETRY_TIMEOUT_S, EngineGroupStatus, EngineRecovery, RecoveryEvents
+from slimrl.cluster.engines.frozen_recovery import RunRecovery
 from slimrl.cluster.engines.health_monitor import HealthConfig, states_of
 from slimrl.cluster.engines.other_servers import OtherServers
 from slimrl.cluster.launch import Launch
@@ -153,9 +154,9 @@ class RolloutManager:
         await self._client.__aenter__()
         self._memory = EngineMemory([engine.control() for engine in self._engines.engines])
         if self._args.use_fault_tolerance:
-            parts = HealthConfig.from_args(self._args), self._engines, self._client, self._memory
+            parts = HealthConfig.from_args(self._args), self._engines, self._client, self._memory, self._others.frozen
             elastic = ElasticEngines.from_args(self._args, gpus.plan, launch)
-            self._recovery = EngineRecovery(*parts, needs_weight_sync=trained, concurrency=per_server, elastic=elastic)
+            self._recovery = RunRecovery(*parts, needs_weight_sync=trained, concurrency=per_server, elastic=elastic)
         self._generator = RolloutGenerator.from_args(
             self._args, self._tokenizer, self._client, SampleTrace(self._timeline, self._args.timeline_requests)
         )

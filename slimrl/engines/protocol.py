@@ -192,11 +192,19 @@ class EngineClient(Protocol):
         ...
 
 
-class EngineGroupClient(EngineClient, Protocol):
-    """The client that the rollout manager opens (`async with`) and closes at the end."""
+class ServerList(Protocol):
+    """What the recovery of servers tells and asks a client."""
 
     server_urls: list[str]  # for aborts, which the router does not forward; assign when the servers change
     resent: int  # number of resent requests
+
+    def set_concurrency(self, requests: int) -> None:
+        """At most so many requests are in flight from now on; those that are in flight continue."""
+
+
+class EngineGroupClient(EngineClient, ServerList, Protocol):
+    """The client that the rollout manager opens (`async with`) and closes at the end."""
+
     requests: RequestStats
 
     @property
@@ -206,9 +214,6 @@ class EngineGroupClient(EngineClient, Protocol):
     @property
     def concurrency(self) -> int:
         """The largest number of requests in flight."""
-
-    def set_concurrency(self, requests: int) -> None:
-        """At most so many requests are in flight from now on; those that are in flight continue."""
 
     async def __aenter__(self) -> EngineGroupClient:
         """Opens its connections."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from slime.rollout.sglang_rollout import get_model_url
 from slime.utils.http_utils import get, post
 
+from slimrl.compatibility.rollout_helpers import RequestFailedError
 from slimrl.models.adapters import ADAPTER_NAME
 
 SCORED = 8  # every 8th sample is scored by every server of the policy
@@ -13,7 +14,7 @@ SCORED = 8  # every 8th sample is scored by every server of the policy
 async def reward(args, sample, **kwargs):
     """1 for the right answer; the judge's continuation and weight version are kept in the sample's metadata."""
     payload = {"input_ids": sample.tokens[:4], "sampling_params": {"max_new_tokens": 4, "temperature": 0.0}}
-    answer = await post(get_model_url(args, "judge"), payload)
+    answer = await post(get_model_url(args, "judge"), payload, max_retries=240)  # a lost judge is back in that time
     sample.metadata["judge"] = answer["output_ids"]
     sample.metadata["judge_version"] = answer["meta_info"]["weight_version"]
     return float(sample.response.strip() == str(sample.label))
@@ -22,7 +23,8 @@ async def reward(args, sample, **kwargs):
 async def reward_and_scores(args, sample, **kwargs):
     """`reward`; of some samples the log-probabilities by each server of the policy are kept, by its address."""
     if sample.index % SCORED == 0:
-        sample.metadata["scores"] = {url: await _score(args, sample, url) for url in await _servers(args)}
+        scores = {url: await _score(args, sample, url) for url in await _servers(args)}
+        sample.metadata["scores"] = {url: score for url, score in scores.items() if score is not None}
     return await reward(args, sample, **kwargs)
 
 
@@ -33,7 +35,7 @@ async def _servers(args):
 
 
 async def _score(args, sample, url):
-    """The weight version of one server, and its log-probabilities of the response."""
+    """The weight version of one server, and its log-probabilities of the response; None if the server was lost."""
     payload = {
         "input_ids": sample.tokens,
         "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
@@ -43,6 +45,9 @@ async def _score(args, sample, url):
     if args.engines_have_adapters:
         payload["lora_path"] = ADAPTER_NAME
     key = {"Authorization": f"Bearer {args.sglang_options['api_key']}"}  # `post` sends it to routers only
-    told = (await post(f"{url}/generate", payload, headers=key))["meta_info"]
+    try:
+        told = (await post(f"{url}/generate", payload, max_retries=1, headers=key))["meta_info"]
+    except RequestFailedError:
+        return None
     log_probs = [entry[0] for entry in told["input_token_logprobs"]]
     return told["weight_version"], log_probs[-sample.response_length :]

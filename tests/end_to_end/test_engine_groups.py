@@ -1,5 +1,6 @@
 """Groups of engines of different sizes serve one run, and frozen models beside them (--sglang-config)."""
 
+import re
 import shutil
 
 import pytest
@@ -8,9 +9,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from slimrl.observability.rollout_dump import read_dump
-from tests.end_to_end import harness
+from tests.end_to_end import faults, harness
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+STEPS = 16
 
 TWO_SIZES = """sglang:
   - name: actor
@@ -152,3 +154,49 @@ def test_death_of_a_frozen_model_ends_the_run_with_its_name(tiny, tmp_path):
     done = run.finish(60)
     assert done.code != 0 and done.left == []
     assert "a process of the frozen model judge has ended: SGLang server _judge-0" in done.output
+
+
+def test_lost_servers_of_a_group_and_of_a_frozen_model_are_replaced_in_their_places(tiny, tmp_path):
+    judge = another_model(tiny.model, tmp_path / "judge")
+    (tmp_path / "groups.yaml").write_text(with_judge(TWO_SIZES, judge))
+    flags = tiny.flags(
+        sglang_config=tmp_path / "groups.yaml",
+        actor_num_gpus_per_node=1,
+        rollout_num_gpus=4,
+        num_rollout=STEPS,
+        rm_type=None,
+        custom_rm_path="tests.end_to_end.judge.reward_and_scores",
+        save_debug_rollout_data=tmp_path / "dump" / "{rollout_id}.jsonl",
+        use_fault_tolerance=True,
+        rollout_health_check_interval=0.5,
+        rollout_health_check_timeout=10,  # a healthy server is slow when all processes share two cores
+    )
+    run = harness.start("train.py", flags, tmp_path, "groups", tiny.home)
+    run.wait_for_line("step 1 |", 200)
+    servers = faults.victims(run, "server")
+    lost = [one for one in servers if {"--tp-size=2", f"--model-path={judge}"} & set(one.cmdline())]
+    assert len(servers) == 3 and len(lost) == 2
+    for process in [*lost, faults.victims(run, "router")[-1]]:  # started last: that of the judge
+        process.kill()
+    done = run.finish(300)
+    print("\n".join(faults.fault_lines(done.output)))
+    assert done.code == 0, done.output[-6000:]
+    assert done.left == []
+    assert done.steps("weight_version") == [str(version) for version in range(STEPS)]
+    assert max(done.steps("train_rollout_logprob_abs_diff_max")) < 1e-3
+    assert re.search(r"SGLang server 1\.1 .* has weights [0-9]+ and serves", done.output)
+    assert re.search(r"SGLang server _judge-0\.1 .* started and serves", done.output)
+    first, again = (server_arguments(done, name) for name in ("sglang1.log", "sglang1.1.log"))
+    assert all("'tp_size': 2," in one and "'max_running_requests': 16" in one for one in (first, again))
+    assert str(judge) in server_arguments(done, "sglang_judge-0.1.log")
+    assert (done.run_dir / "logs" / "router_judge.1.log").is_file()
+    assert sum(done.steps("rollout/faults/servers_lost")) >= 2
+    assert sum(done.steps("rollout/faults/router_restarts")) >= 1
+    model = AutoModelForCausalLM.from_pretrained(judge, dtype=torch.float32)
+    samples = read_dump(tmp_path / "dump" / f"{STEPS - 1}.jsonl").samples
+    for sample in (sample for sample in samples if "scores" in sample.metadata):
+        scores = sample.metadata["scores"]
+        assert [version for version, _ in scores.values()] == [str(STEPS - 1)] * 2
+        for _, log_probs in scores.values():
+            assert log_probs == pytest.approx(sample.rollout_log_probs, abs=1e-4)
+        assert sample.metadata["judge"] == greedy(model, sample.tokens[:4], len(sample.metadata["judge"]))

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from slimrl.arguments.dry_run.engine_memory import EngineSettings, engine_memory
+from slimrl.arguments.dry_run.group_memory import GroupMemory
 from slimrl.arguments.dry_run.plan import Plan
 from slimrl.arguments.memory import training_memory
 from slimrl.arguments.namespace import Arguments
@@ -62,6 +63,22 @@ def more_cache(plan: Plan) -> str:
     if settings.fraction < _HIGHEST_FRACTION and _tokens(plan, higher, gpus) >= need:
         means.append("raise --sglang-mem-fraction-static")
     return _either(means) if means else "take a smaller model, shorter samples, or GPUs with more memory"
+
+
+def more_room(group: GroupMemory, tokens: int, gpu_bytes: int) -> str:
+    """What gives the servers of a group of --sglang-config room for their weights and `tokens`."""
+    means, own = [], group.settings.fraction
+    for size in (group.per_server * factor for factor in _FACTORS):
+        if group.holds(tokens, gpu_bytes, per_server=size, fraction=own):
+            means.append(
+                f"raise its num_gpus_per_engine to {size}{'' if size <= group.gpus else ', with its num_gpus'}"
+            )
+            break
+    if own < _HIGHEST_FRACTION and group.holds(
+        tokens, gpu_bytes, per_server=group.per_server, fraction=_HIGHEST_FRACTION
+    ):
+        means.append("raise its mem_fraction_static")
+    return _either(means) if means else "serve a smaller model, or use GPUs with more memory"
 
 
 def _tokens(plan: Plan, settings: EngineSettings, gpus: int) -> int:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from slimrl.arguments.dry_run.advice import less_training, more_cache
+from slimrl.arguments.dry_run.advice import less_training, more_cache, more_room
+from slimrl.arguments.dry_run.engine_memory import EngineMemory
+from slimrl.arguments.dry_run.group_memory import GroupMemory
 from slimrl.arguments.dry_run.plan import Plan
 from slimrl.arguments.engine_groups.config import FLAG
 from slimrl.arguments.flag import Problem
@@ -135,9 +137,19 @@ def _memory(plan: Plan) -> Iterator[Problem]:
             per_server,
             f"the {served_role(plan.args)}'s weights take {gib(reward)} of a GPU that has {have}: raise {per_server}.",
         )
-    if engine is None:
-        return
-    fraction = plan.engine_settings.fraction
+    largest = max(stage.total if stage is not None else 0, critic.total if critic is not None else 0)
+    beside = largest if stage is not None and training_fits and critic_fits else 0
+    for group in plan.group_memory:
+        yield from _group(plan, group, beside)
+    if engine is not None and not plan.group_memory:
+        yield from _engine(plan, engine, beside)
+
+
+def _engine(plan: Plan, engine: EngineMemory, training: int) -> Iterator[Problem]:
+    """Engines that are alike have room for weights and samples, beside `training` on shared GPUs."""
+    assert plan.gpu is not None
+    gpu, have = plan.gpu, f"{gib(plan.gpu.bytes)} ({plan.gpu.source})"
+    fraction, reward = plan.engine_settings.fraction, max(plan.reward_weights, default=0)
     static = int(gpu.bytes * fraction)
     if plan.args.rm_colocate and static + reward > gpu.bytes:
         yield Problem(
@@ -153,21 +165,44 @@ def _memory(plan: Plan) -> Iterator[Problem]:
             f" cache, which leaves room for {engine.tokens:,} tokens; the longest sample has"
             f" {plan.micro_batch.longest_sample:,}: {more_cache(plan)}.",
         )
-    elif (
-        stage is not None
-        and training_fits
-        and critic_fits
-        and plan.colocated
-        and not plan.takes_turns
-        and (needed := max(stage.total, critic.total if critic is not None else 0)) + static > gpu.bytes
-    ):
-        most = (gpu.bytes - needed) / gpu.bytes
+    elif training and plan.colocated and not plan.takes_turns and training + static > gpu.bytes:
+        most = (gpu.bytes - training) / gpu.bytes
         yield Problem(
             "--sglang-mem-fraction-static",
-            f"a GPU has {have}, training takes {gib(needed)} of it and the engine beside it {fraction:g} x that ="
-            f" {gib(static)}, together {gib(needed + static)}: give --sglang-mem-fraction-static"
+            f"a GPU has {have}, training takes {gib(training)} of it and the engine beside it {fraction:g} x that ="
+            f" {gib(static)}, together {gib(training + static)}: give --sglang-mem-fraction-static"
             f" {max(int(most * 100) / 100, 0.01):g} or less, offload both (leave {_kept_by(plan.args)} out), or use"
             " separate GPUs with --rollout-num-gpus.",
+        )
+
+
+def _group(plan: Plan, group: GroupMemory, training: int) -> Iterator[Problem]:
+    """One group of --sglang-config has room for weights and samples, beside `training` on shared GPUs."""
+    assert plan.gpu is not None
+    gpu, static, memory = plan.gpu, group.static(plan.gpu.bytes), group.memory
+    if memory is None:
+        return
+    where, part = f"{FLAG} {plan.args.sglang_config}: {group.name}", f"{group.settings.fraction:g} x {gib(gpu.bytes)}"
+    need = 1 if group.frozen else plan.micro_batch.longest_sample  # what a frozen model is asked is not known
+    if memory.weights > static:
+        yield Problem(
+            FLAG,
+            f"{where} has {part} ({gpu.source}) = {gib(static)} of a GPU for each server, and weights of"
+            f" {gib(memory.weights)} there: {more_room(group, need, gpu.bytes)}.",
+        )
+    elif not group.frozen and memory.tokens is not None and memory.tokens < need:
+        yield Problem(
+            FLAG,
+            f"{where} has {part} ({gpu.source}) = {gib(static)} of a GPU for weights of {gib(memory.weights)} and a KV"
+            f" cache, which leaves room for {memory.tokens:,} tokens; the longest sample has {need:,}:"
+            f" {more_room(group, need, gpu.bytes)}.",
+        )
+    elif training and plan.colocated and not plan.takes_turns and training + static > gpu.bytes:
+        yield Problem(
+            FLAG,
+            f"{where} has {part} ({gpu.source}) = {gib(static)} of a GPU on which training takes {gib(training)},"
+            f" together {gib(training + static)}: lower its mem_fraction_static, or offload both (leave"
+            f" {_kept_by(plan.args)} out).",
         )
 
 
@@ -186,7 +221,12 @@ def warnings(plan: Plan) -> list[str]:
 def _no_weights(plan: Plan) -> list[str]:
     folder = Path(plan.args.hf_checkpoint)
     fault = weights_fault(folder) if plan.hf_files is None and plan.placement.engines else None
-    return [] if fault is None else [f"--hf-checkpoint {folder} {fault}. Without them only this plan can be made."]
+    faults = [] if fault is None else [f"--hf-checkpoint {folder} {fault}. Without them only this plan can be made."]
+    for model in plan.args.server_models:
+        if model.model_path is not None and (fault := weights_fault(Path(model.model_path))) is not None:
+            told = f"model_path {model.model_path} of model {model.name} {fault}"
+            faults.append(f"{FLAG} {plan.args.sglang_config}: {told}. Without them only this plan can be made.")
+    return faults
 
 
 def _small_machine(plan: Plan) -> list[str]:
@@ -207,6 +247,8 @@ def _shortage(plan: Plan) -> str | None:
     of_critic = plan.memory.critic
     train += sum((part.total + part.host) * (len(plan.placement.critic) // len(of_critic)) for part in of_critic)
     rollout = engine.total * sum(map(len, plan.placement.engines)) if engine is not None else 0
+    if plan.group_memory:
+        rollout = sum(group.memory.total * group.gpus for group in plan.group_memory if group.memory is not None)
     reward = sum(plan.reward_weights)
     nodes = len({place.node for place in plan.placement.places}) if plan.surroundings.nodes is not None else 1
     need, host = (train + rollout + reward) // nodes, plan.surroundings.machine.host
@@ -215,7 +257,7 @@ def _shortage(plan: Plan) -> str | None:
     return (
         f"this machine has no GPU and {gib(host)} of memory;"
         f" {len(plan.placement.train) + len(plan.placement.critic)} training GPUs take {gib(train)} and"
-        f" {len(plan.placement.engines)} engines {gib(rollout)}"
+        f" {len(plan.servers)} engines {gib(rollout)}"
         + (f", the {served_role(plan.args)} {gib(reward)}" if reward else "")
         + f", per machine {gib(need)}"
     )

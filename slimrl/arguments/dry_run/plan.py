@@ -19,6 +19,7 @@ from typing import Any
 
 from slimrl.arguments.checkpoints import ResumePlan, start_of
 from slimrl.arguments.dry_run.engine_memory import EngineMemory, EngineSettings, engine_memory
+from slimrl.arguments.dry_run.group_memory import GroupMemory, group_memories
 from slimrl.arguments.engine_groups.layout import EnginePlace, engine_places, policy_groups
 from slimrl.arguments.flag import FlagSpec
 from slimrl.arguments.layout import Groups, Placement, groups_of, placement
@@ -162,6 +163,7 @@ class Plan:
     gpu: GpuMemory | None
     engine_settings: EngineSettings
     memory: MemoryPlan
+    group_memory: tuple[GroupMemory, ...]  # of --sglang-config
     reward_weights: tuple[int, ...]  # bytes on each GPU of the reward model or teachers whose servers are started
 
     @property
@@ -205,6 +207,7 @@ def make_plan(args: Arguments, entry: str, surroundings: PlanContext) -> Plan:
         gpu=gpu,
         engine_settings=settings,
         memory=estimate(args, gpu_bytes=gpu_bytes, engine=settings),
+        group_memory=group_memories(args, spec, server_defaults(surroundings.server_words), gpu_bytes),
         reward_weights=tuple(
             _reward_weights(args, model, surroundings) for model in served_models(args) for _ in range(model.gpus)
         ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from slimrl.arguments.dry_run.engine_memory import EngineMemory, EngineSettings
 from slimrl.arguments.dry_run.plan import Plan, loop_rows
 from slimrl.arguments.dry_run.resources import node_resources
 from slimrl.arguments.dry_run.server_lines import server_lines
@@ -324,14 +325,26 @@ def _engine(plan: Plan) -> Iterator[str]:
     engine = plan.memory.engine
     if engine is None:
         return
-    yield (
-        f"engine: weights {gib(engine.weights)}, KV cache {engine.cache_per_token / 1024:,.1f} KiB per token"
-        + (
-            f" x {engine.tokens:,} tokens = {gib(engine.cache)}"
-            if engine.tokens is not None and engine.cache is not None
-            else ""
-        )
-    )
+    if not plan.group_memory:
+        yield f"engine: {_weights_and_cache(engine)}"
+        yield from _static(plan, plan.engine_settings)
+    for group in plan.group_memory:
+        if group.memory is None:
+            yield f"{group.name}: not known, its folder holds no safetensors files and config.json another family"
+            continue
+        unknown = "" if group.has_cache else "; the KV cache of its family is not known here"
+        yield f"{group.name}: {_weights_and_cache(group.memory)}{unknown}"
+        yield from _static(plan, group.settings)
+
+
+def _weights_and_cache(engine: EngineMemory) -> str:
+    cache = f", KV cache {engine.cache_per_token / 1024:,.1f} KiB per token" if engine.cache_per_token else ""
+    if engine.tokens is not None and engine.cache is not None:
+        cache += f" x {engine.tokens:,} tokens = {gib(engine.cache)}"
+    return f"weights {gib(engine.weights)}{cache}"
+
+
+def _static(plan: Plan, settings: EngineSettings) -> Iterator[str]:
     if plan.gpu is not None and not plan.gpu.shared:
-        fraction, origin = plan.engine_settings.fraction, plan.engine_settings.fraction_from
+        fraction, origin = settings.fraction, settings.fraction_from
         yield f"        {origin} {fraction:g} of the GPU = {gib(int(plan.gpu.bytes * fraction))} for both"

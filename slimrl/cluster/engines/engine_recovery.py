@@ -25,7 +25,7 @@ from slimrl.cluster.engines.engine import ServerExit
 from slimrl.cluster.engines.engine_group import READY_TIMEOUT_S, AnyEngine, EngineGroup
 from slimrl.cluster.engines.health_monitor import HealthConfig, HealthMonitor
 from slimrl.cluster.engines.router_supervisor import RouterSupervisor
-from slimrl.engines.protocol import EngineError, EngineGroupClient
+from slimrl.engines.protocol import EngineError, ServerList
 from slimrl.engines.server_protocol import EngineMemory, MemoryControl
 from slimrl.processes import ProcessStartError
 from slimrl.weights.update.topology import EngineEndpoint
@@ -94,7 +94,7 @@ class EngineRecovery:
         self,
         flags: HealthConfig,
         group: EngineGroup,
-        client: EngineGroupClient,
+        client: ServerList,
         memory: EngineMemory,
         *,
         needs_weight_sync: bool,

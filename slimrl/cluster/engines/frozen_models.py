@@ -1,8 +1,9 @@
 """The frozen models of --sglang-config: judges, teachers, references, each with its servers and a router of its own.
 
-The rollout manager owns them. They start and end with the policy's engines, get no weight updates, and the death of a
-server or router ends the run with a message that names the model. On shared GPUs their memory is released and resumed
-with that of the engines; the servers then restore their weights from host memory.
+The rollout manager owns them. They start and end with the policy's engines and get no weight updates. The death of a
+server or router ends the run with a message that names the model; with --use-fault-tolerance it is replaced
+(`frozen_recovery`). On shared GPUs their memory is released and resumed with that of the engines; the servers then
+restore their weights from host memory.
 Custom functions find each router in `args.sglang_model_routers`, by the name of the model.
 """
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import urllib.parse
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
 
 from slimrl.arguments import Arguments
@@ -26,6 +27,7 @@ from slimrl.cluster.engines.engine_group import (
     plain_server_settings,
     register,
 )
+from slimrl.cluster.engines.engine_recovery import EngineRecovery
 from slimrl.cluster.launch import Launch
 from slimrl.cluster.placement import EnginePart, GpuBundles
 from slimrl.engines.server_protocol import EngineMemory
@@ -33,10 +35,14 @@ from slimrl.engines.server_protocol import EngineMemory
 
 @dataclasses.dataclass
 class FrozenModels:
-    """Running servers and routers by the name of their model; empty without frozen models."""
+    """Running servers and routers by the name of their model; empty without frozen models.
+
+    `gpu_memory` is that of each model, to be released while training runs; `recoveries` replace what a model has lost.
+    """
 
     groups: dict[str, EngineGroup] = dataclasses.field(default_factory=dict)
-    gpu_memory: EngineMemory = dataclasses.field(default_factory=lambda: EngineMemory([]))  # released during training
+    gpu_memory: dict[str, EngineMemory] = dataclasses.field(default_factory=dict)
+    recoveries: dict[str, EngineRecovery] = dataclasses.field(default_factory=dict)
     closing: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
 
     @classmethod
@@ -54,8 +60,11 @@ class FrozenModels:
         if args.offload_rollout and policy is not None and places:
             await policy
         started = await asyncio.gather(*(_start_model(args, gpus, launch, own) for own in by_model.values()))
-        released = [engine.control() for group in started for engine in group.engines] if args.offload_rollout else []
-        return cls(dict(zip(by_model, started, strict=True)), EngineMemory(released))
+        groups = dict(zip(by_model, started, strict=True))
+        return cls(
+            groups,
+            {name: EngineMemory([engine.control() for engine in group.engines]) for name, group in groups.items()},
+        )
 
     @property
     def engines(self) -> list[Engine]:
@@ -73,7 +82,10 @@ class FrozenModels:
         return dataclasses.replace(args, sglang_model_routers=routers)
 
     async def watch(self, others: Awaitable[str]) -> str:
-        """The result of `others`, or the message of the first death of a frozen model's server or router."""
+        """The result of `others`, or the message of the first death of a frozen model's server or router.
+
+        With `recoveries` only of one that cannot be replaced.
+        """
         own = [asyncio.ensure_future(self._watch(name, group)) for name, group in self.groups.items()]
         watches = [asyncio.ensure_future(others), *own]
         done, rest = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
@@ -82,10 +94,23 @@ class FrozenModels:
         return next(iter(done)).result()
 
     async def _watch(self, name: str, group: EngineGroup) -> str:
-        end = await group.watch()
+        watched: EngineGroup | EngineRecovery = self.recoveries.get(name, group)
+        end = await watched.watch()
         if self.closing.is_set():
             await asyncio.Event().wait()  # a regular shutdown: `others` has the message
         return f"a process of the frozen model {name} has ended: {end}"
+
+    async def release_memory(self) -> None:
+        """Releases the memory of all servers; no request may be running."""
+        for name, memory in self.gpu_memory.items():
+            recovery = self.recoveries.get(name)
+            await (asyncio.to_thread(memory.release) if recovery is None else recovery.release_memory())
+
+    async def resume_memory(self, tags: Sequence[str]) -> None:
+        """Reallocates their memory of `tags`."""
+        for name, memory in self.gpu_memory.items():
+            recovery = self.recoveries.get(name)
+            await (asyncio.to_thread(memory.resume, tags) if recovery is None else recovery.resume_memory(tags))
 
     async def memory(self) -> dict[str, float]:
         """Resident memory of every server and router in GiB, by name."""

@@ -1,27 +1,26 @@
-"""Replaces lost servers and routers of frozen models beside those of the policy (`--use-fault-tolerance`).
+"""Replaces lost servers and routers of frozen models, beside those of the policy (`--use-fault-tolerance`).
 
 A replaced server has the model, options and GPUs of the lost one. It needs no weights, so it serves as soon as it has
-started. Events of both kinds reach the driver in one list. Created by the rollout manager.
+started. The events of all models reach the driver in one list. Created by the rollout manager.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from slimrl.cluster.engines.engine_group import EngineGroup
 from slimrl.cluster.engines.engine_recovery import EngineRecovery
 from slimrl.cluster.engines.frozen_models import FrozenModels
 from slimrl.cluster.engines.health_monitor import HealthConfig
-from slimrl.engines.protocol import EngineGroupClient
+from slimrl.engines.protocol import ServerList
 from slimrl.engines.server_protocol import EngineMemory
 
 
 @dataclasses.dataclass
 class OwnCalls:
-    """In place of a client: custom functions call a frozen model's router themselves."""
+    """In place of a client: custom functions call the router of a frozen model themselves."""
 
     server_urls: list[str] = dataclasses.field(default_factory=list)
     resent: int = 0
@@ -45,45 +44,47 @@ class FrozenRecovery(EngineRecovery):
         self._notify()
 
 
-class EnginesAndFrozenRecovery(EngineRecovery):
+class RunRecovery(EngineRecovery):
     """The recovery of the policy's engines, which also begins, counts and ends that of the frozen models."""
 
     def __init__(
-        self, flags: HealthConfig, group: EngineGroup, client: EngineGroupClient, memory: EngineMemory, **options: Any
+        self,
+        flags: HealthConfig,
+        group: EngineGroup,
+        client: ServerList,
+        memory: EngineMemory,
+        frozen: FrozenModels,
+        **options: Any,
     ) -> None:
-        """As `EngineRecovery`."""
+        """As `EngineRecovery`; takes over the watch of the frozen models too."""
         super().__init__(flags, group, client, memory, **options)
-        self._of_frozen: Mapping[str, FrozenRecovery] = {}
-
-    def add(self, flags: HealthConfig, frozen: FrozenModels) -> None:
-        """Takes over the watch of the frozen models and of their memory."""
-        self._of_frozen = {
-            name: FrozenRecovery(flags, group, frozen.gpu_memory[name], self._event)
-            for name, group in frozen.groups.items()
+        frozen.recoveries = {
+            name: FrozenRecovery(flags, own, frozen.gpu_memory[name], self._event)
+            for name, own in frozen.groups.items()
         }
-        frozen.recoveries = self._of_frozen
+        self._of_frozen = list(frozen.recoveries.values())
 
     def generation_begins(self) -> None:
         """As `EngineRecovery`."""
         super().generation_begins()
-        for recovery in self._of_frozen.values():
+        for recovery in self._of_frozen:
             recovery.generation_begins()
 
     async def generation_ends(self) -> None:
         """As `EngineRecovery`."""
         await super().generation_ends()
-        for recovery in self._of_frozen.values():
+        for recovery in self._of_frozen:
             await recovery.generation_ends()
 
     def take_metrics(self) -> dict[str, float]:
         """The fault counts of all models since the previous call."""
-        counts = Counter(super().take_metrics())
-        for recovery in self._of_frozen.values():
-            counts.update(recovery.take_metrics())
-        return dict(counts)
+        counts = super().take_metrics()
+        for recovery in self._of_frozen:
+            counts = {name: counts[name] + more for name, more in recovery.take_metrics().items()}
+        return counts
 
     async def close(self) -> None:
         """As `EngineRecovery`."""
-        for recovery in self._of_frozen.values():
+        for recovery in self._of_frozen:
             await recovery.close()
         await super().close()

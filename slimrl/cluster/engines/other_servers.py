@@ -49,12 +49,12 @@ class OtherServers:
     async def release_memory(self) -> None:
         """Releases the memory of those on shared GPUs."""
         await asyncio.to_thread(self.reward.gpu_memory.release)
-        await asyncio.to_thread(self.frozen.gpu_memory.release)
+        await self.frozen.release_memory()
 
     async def resume_memory(self, tags: Sequence[str]) -> None:
         """Reallocates their memory of `tags`."""
         await asyncio.to_thread(self.reward.gpu_memory.resume, tags)
-        await asyncio.to_thread(self.frozen.gpu_memory.resume, tags)
+        await self.frozen.resume_memory(tags)
 
     async def close(self) -> None:
         """Ends all of them."""
