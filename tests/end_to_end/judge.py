@@ -22,7 +22,7 @@ async def reward(args, sample, **kwargs):
 
 async def reward_and_scores(args, sample, **kwargs):
     """`reward`; of some samples the log-probabilities by each server of the policy are kept, by its address."""
-    if sample.index % SCORED == 0:
+    if (sample.index or 0) % SCORED == 0:
         scores = {url: await _score(args, sample, url) for url in await _servers(args)}
         sample.metadata["scores"] = {url: score for url, score in scores.items() if score is not None}
     return await reward(args, sample, **kwargs)

@@ -156,14 +156,19 @@ def test_death_of_a_frozen_model_ends_the_run_with_its_name(tiny, tmp_path):
     assert "a process of the frozen model judge has ended: SGLang server _judge-0" in done.output
 
 
-def test_lost_servers_of_a_group_and_of_a_frozen_model_are_replaced_in_their_places(tiny, tmp_path):
+@pytest.mark.parametrize("placement", ["split", "colocated"])
+def test_lost_servers_of_a_group_and_of_a_frozen_model_are_replaced_in_their_places(tiny, tmp_path, placement):
+    """Evaluations, which ask the judge too, run before and after."""
     judge = another_model(tiny.model, tmp_path / "judge")
     (tmp_path / "groups.yaml").write_text(with_judge(TWO_SIZES, judge))
     flags = tiny.flags(
         sglang_config=tmp_path / "groups.yaml",
-        actor_num_gpus_per_node=1,
-        rollout_num_gpus=4,
+        actor_num_gpus_per_node=4 if placement == "colocated" else 1,
+        rollout_num_gpus=None if placement == "colocated" else 4,
+        colocate=placement == "colocated",
         num_rollout=STEPS,
+        eval_interval=STEPS,
+        eval_prompt_data=["addition", f"{tiny.folder / 'eval.jsonl'}@[0:4]"],
         rm_type=None,
         custom_rm_path="tests.end_to_end.judge.reward_and_scores",
         save_debug_rollout_data=tmp_path / "dump" / "{rollout_id}.jsonl",
@@ -193,10 +198,13 @@ def test_lost_servers_of_a_group_and_of_a_frozen_model_are_replaced_in_their_pla
     assert sum(done.steps("rollout/faults/servers_lost")) >= 2
     assert sum(done.steps("rollout/faults/router_restarts")) >= 1
     model = AutoModelForCausalLM.from_pretrained(judge, dtype=torch.float32)
+    evaluated = [read_dump(tmp_path / "dump" / f"eval_{step}.jsonl").samples for step in (0, STEPS)]
     samples = read_dump(tmp_path / "dump" / f"{STEPS - 1}.jsonl").samples
+    for sample in (one for some in (samples, *evaluated) for one in some):
+        assert sample.metadata["judge"] == greedy(model, sample.tokens[:4], len(sample.metadata["judge"]))
+    assert [len(some) for some in evaluated] == [4, 4]
     for sample in (sample for sample in samples if "scores" in sample.metadata):
         scores = sample.metadata["scores"]
         assert [version for version, _ in scores.values()] == [str(STEPS - 1)] * 2
         for _, log_probs in scores.values():
             assert log_probs == pytest.approx(sample.rollout_log_probs, abs=1e-4)
-        assert sample.metadata["judge"] == greedy(model, sample.tokens[:4], len(sample.metadata["judge"]))
