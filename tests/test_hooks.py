@@ -117,6 +117,13 @@ NOT_CALLABLE = "cannot be called as needed"
             "there is no module slimrl.backends: IcePop is --use-tis --tis-mode mask here: leave"
             " --custom-tis-function-path out",
         ),
+        (
+            "slime.rollout.on_policy_distillation.reward_func_route_by_domain",
+            hooks.CustomReward,
+            "module slimrl.compatibility.graders has no reward_func_route_by_domain: teachers by domain are"
+            " --opd-teacher-models NAME=FOLDER ... with --opd-teacher-key domain here, on GPUs beside those of"
+            " --rollout-num-gpus: leave them out of --sglang-config, and give --rm-type zero",
+        ),
         ("slimrl.nowhere.deep.judge", hooks.CustomReward, f"there is no module slimrl.nowhere: {NO_MODULE}"),
         ("MODULE.juge", hooks.CustomReward, "module MODULE has no juge: did you mean judge?"),
         ("MODULE.zzz", hooks.CustomReward, "module MODULE has no zzz: check the spelling"),

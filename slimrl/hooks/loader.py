@@ -34,13 +34,17 @@ from slimrl.hooks.rollout_hooks import CustomDataSource
 SLIME = "slime"
 _SLIME_TABLE = "slimrl.compatibility.slime"  # by name: it is in a higher layer, and is loaded on demand
 
-# modules named in scripts written for slime that do not exist here -> what to use instead
+# modules and functions named in scripts written for slime that do not exist here -> what to use instead
 _INSTEAD = {
     "fully_async_rollout": (
         "fully asynchronous generation is train_async.py --max-weight-staleness N here: leave --rollout-function-path"
         " out"
     ),
     "icepop_function": "IcePop is --use-tis --tis-mode mask here: leave --custom-tis-function-path out",
+    "reward_func_route_by_domain": (
+        "teachers by domain are --opd-teacher-models NAME=FOLDER ... with --opd-teacher-key domain here, on GPUs beside"
+        " those of --rollout-num-gpus: leave them out of --sglang-config, and give --rm-type zero"
+    ),
     "slime_plugins": "the layers of every family are slimrl's own: leave --spec out",
 }
 
@@ -163,8 +167,8 @@ def _attribute(module: types.ModuleType, name: str) -> Any:
     except AttributeError:
         functions = [other for other, value in vars(module).items() if callable(value) and not other.startswith("_")]
     nearest = difflib.get_close_matches(name, functions, n=1)
-    fix = f"did you mean {nearest[0]}?" if nearest else "check the spelling"
-    raise HookError(f"module {module.__name__} has no {name}: {fix}")
+    usual = f"did you mean {nearest[0]}?" if nearest else "check the spelling"
+    raise HookError(f"module {module.__name__} has no {name}: {_INSTEAD.get(name, usual)}")
 
 
 def _check_call(path: str, function: Callable[..., Any], contract: type[Hook]) -> None:

@@ -418,6 +418,24 @@ def test_overrides_are_checked_against_the_installed_sglang(recipe):
     ]
 
 
+def test_overrides_may_have_the_names_of_the_servers_fields(recipe):
+    fields = "fp8_gemm_runner_backend: triton, lora_strict_loading: false, ple_offload_embedding: true"
+    text = file(actor(ONE), JUDGE.replace("4}", f"4, overrides: {{{fields}}}}}"))
+    args, problems = read_args(line(recipe, text), passthrough={"sglang": server_flags})
+    assert problems == []
+    expected = {"fp8_gemm_runner_backend": "triton", "lora_strict_loading": False, "ple_offload_embedding": True}
+    assert args.server_models[1].groups[0].overrides == expected
+
+
+def test_every_field_of_the_servers_arguments_is_known_in_overrides(recipe):
+    """Given by the name of its field as in slime's files, each is accepted or refused for its value or by a rule."""
+    fields = sorted({flag.dest for flag in server_flags().values()})
+    assert len(fields) > 450
+    text = file(actor(ONE), JUDGE.replace("4}", f"4, overrides: {{{', '.join(f'{one}: 1' for one in fields)}}}}}"))
+    problems = read_args(line(recipe, text), passthrough={"sglang": server_flags})[1]
+    assert problems and not [one.sentence for one in problems if "unknown flag" in one.sentence]
+
+
 def test_file_may_be_json(recipe):
     (recipe.dir / "groups.json").write_text(
         json.dumps({"sglang": [{"name": "actor", "server_groups": [{"num_gpus": 6}]}]})

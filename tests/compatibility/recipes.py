@@ -38,6 +38,38 @@ ROLES = """megatron:
 - {name: default, role: critic, overrides: {lr: 1e-5}}
 - {name: default, role: actor, overrides: {lr: 1e-6}}
 """
+# files of --sglang-config, by name
+GROUPS = {
+    "sizes": """sglang:
+  - name: default
+    num_gpus_per_engine: 2
+    server_groups:
+      - {worker_type: regular, num_gpus: 2, overrides: {mem_fraction_static: 0.85, chunked-prefill-size: 4096}}
+      - {worker_type: regular, num_gpus: 3, num_gpus_per_engine: 1, overrides: {enable_torch_compile: false}}
+      - {worker_type: placeholder, num_gpus: 1}
+""",
+    "models": """sglang:
+  - name: actor
+    update_weights: true
+    server_groups: [{worker_type: regular, num_gpus: 2, num_gpus_per_engine: 2}]
+  - name: ref
+    update_weights: false
+    engine_groups: [{worker_type: regular, num_gpus: 2, overrides: {fp8_gemm_runner_backend: triton}}]
+  - name: reward
+    model_path: DATA/hf2
+    server_groups: [{worker_type: regular, num_gpus: 2, overrides: {model_path: DATA/hf2, lora_strict_loading: false}}]
+""",
+    "student": """sglang:
+  - {name: student, server_groups: [{worker_type: regular, num_gpus: 2, num_gpus_per_engine: 1}]}
+""",
+    "teachers": """sglang:
+  - name: student
+    update_weights: true
+    server_groups: [{worker_type: regular, num_gpus: 2, num_gpus_per_engine: 1}]
+  - {name: stem, model_path: DATA/hf2, update_weights: false, server_groups: [{worker_type: regular, num_gpus: 1}]}
+  - {name: tool, model_path: DATA/hf2, update_weights: false, server_groups: [{worker_type: regular, num_gpus: 1}]}
+""",
+}
 
 
 def layout(tp: int, pp: int, cp: int, ep: int, tokens: int) -> str:
@@ -82,6 +114,29 @@ RECIPES: dict[str, Recipe] = {
         "qwen3-4B",
         f"""{CKPT} {MATH} {EVAL} {GRPO} {ADAM} {MISC} {layout(2, 1, 1, 1, 9216)} --actor-num-nodes 1
  --actor-num-gpus-per-node 2 --rollout-num-gpus 6 --rollout-num-gpus-per-engine 1""",
+    ),
+    "manual: groups of two sizes, with options and a reserved GPU": Recipe(
+        "qwen3-4B",
+        f"""{CKPT} {MATH} {EVAL} {GRPO} {ADAM} {MISC} {layout(2, 1, 1, 1, 9216)} --actor-num-nodes 1
+ --actor-num-gpus-per-node 2 --rollout-num-gpus 6 --sglang-config {{data}}/sizes.yaml""",
+    ),
+    "manual: a reference and a reward model beside the policy": Recipe(
+        "qwen3-4B",
+        f"""{CKPT} {MATH} {EVAL} {GRPO} {ADAM} {MISC} {layout(2, 1, 1, 1, 9216)} --actor-num-nodes 1
+ --actor-num-gpus-per-node 2 --rollout-num-gpus 6 --sglang-config {{data}}/models.yaml
+ --custom-rm-path tests.end_to_end.judge.reward""",
+    ),
+    "distillation from teachers in groups, asynchronous": Recipe(
+        "qwen3-4B",
+        f"""{CKPT} {MATH} {GRPO} {ADAM} {MISC} {layout(2, 1, 1, 1, 16384)} --actor-num-nodes 1
+ --actor-num-gpus-per-node 2 --rollout-num-gpus 4 --rollout-num-gpus-per-engine 1 --use-opd --opd-type sglang
+ --opd-kl-coef 1.0 --sglang-config {{data}}/teachers.yaml
+ --custom-rm-path slime.rollout.on_policy_distillation.reward_func_route_by_domain
+ --custom-reward-post-process-path slime.rollout.on_policy_distillation.post_process_rewards""",
+        entry="train_async.py",
+        refused=("--custom-rm-path",),
+        instead="--rm-type zero --rollout-num-gpus 2 --opd-teacher-models default={data}/hf tool={data}/hf"
+        " --opd-teacher-key domain --sglang-config {data}/student.yaml",
     ),
     "PPO, colocated, with a file of roles": Recipe(
         "qwen3-4B",

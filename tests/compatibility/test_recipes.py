@@ -37,6 +37,11 @@ def folder_of(recipe: Recipe, folder: Path) -> Path:
     (folder / "hf/chat_template.jinja").write_text(CHATML)
     make_checkpoint(folder / "torch_dist", "release")
     (folder / "roles.yaml").write_text(recipes.ROLES)
+    (folder / "hf2").mkdir()
+    shutil.copy(CONFIGS / "qwen3-0.6B.json", folder / "hf2/config.json")
+    complete_model(folder / "hf2")
+    for name, text in recipes.GROUPS.items():
+        (folder / f"{name}.yaml").write_text(text.replace("DATA", str(folder)))
     row = json.dumps({"prompt": [{"role": "user", "content": "1+1"}], "label": "2"})
     for name in ("dapo-math-17k", "aime-2024"):
         (folder / f"{name}.jsonl").write_text(row + "\n")
@@ -59,14 +64,17 @@ def test_slime_recipe_is_accepted_except_for_named_unsupported_flags(recipe: Rec
 
 @pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES.values() if recipe.refused], ids=lambda r: r.model)
 def test_recipe_without_unsupported_flags_has_no_other_error(recipe: Recipe, tmp_path: Path):
-    words = model_args(recipe.model) + recipe.flags.format(data=folder_of(recipe, tmp_path)).split()
+    folder = folder_of(recipe, tmp_path)
+    words = model_args(recipe.model) + recipe.flags.format(data=folder).split()
     kept, dropping = [], False
     for word in words:
         if word.startswith("--"):
             dropping = word in recipe.refused
         if not dropping:
             kept.append(word)
-    _, problems = read_args([*kept, *recipe.instead.split()], entry=recipe.entry, passthrough=TABLES)
+    _, problems = read_args(
+        [*kept, *recipe.instead.format(data=folder).split()], entry=recipe.entry, passthrough=TABLES
+    )
     assert problems == []
 
 

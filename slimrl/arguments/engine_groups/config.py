@@ -31,7 +31,7 @@ from typing import Any
 
 from slimrl.arguments.config_file import read_yaml
 from slimrl.arguments.flag import Problem, ended
-from slimrl.arguments.parser import PassthroughTables, parse_line
+from slimrl.arguments.parser import PassthroughFlag, PassthroughTables, parse_line
 
 FLAG = "--sglang-config"
 REGULAR, PREFILL, DECODE, PLACEHOLDER = "regular", "prefill", "decode", "placeholder"
@@ -205,7 +205,7 @@ class _Reader:
             )
         if "sglang" not in self._passthrough:
             return plain
-        on, off = _words(plain)
+        on, off = _words(plain, self._passthrough["sglang"]())
         for name in (name for name, value in plain.items() if value is None or isinstance(value, dict)):
             if plain[name] is None:
                 self.complaints.append(f"{where}: {name} in its overrides is null: give a value, or leave it out")
@@ -239,17 +239,23 @@ class _Reader:
             self.complaints.append(f"{where} has an unknown key {key!r}: {fix}")
 
 
-def _words(options: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Words of a command line for the options that are on, and for the switches that are off."""
+def _words(options: Mapping[str, Any], flags: Mapping[str, PassthroughFlag]) -> tuple[list[str], list[str]]:
+    """Words of a command line for the options that are on, and for the switches that are off.
+
+    `flags` are the server's. An option may have the name of its flag or of the field that the flag sets.
+    """
+    fields = {flag.dest: name for name, flag in flags.items() if flag.dest.replace("_", "-") not in flags}
     on: list[str] = []
     off: list[str] = []
     for name, value in options.items():
-        flag = "--sglang-" + name.replace("_", "-")
+        named = fields.get(name, name.replace("_", "-"))
+        word = f"--sglang-{named}"
         if isinstance(value, bool):
-            (on if value else off).append(flag)
+            sets_false = named in flags and flags[named].action == "store_false"
+            (on if value is not sets_false else off).append(word)
         elif value is not None:
             items = value if isinstance(value, list) else [value]
-            on += [flag, *(json.dumps(item) if isinstance(item, dict) else str(item) for item in items)]
+            on += [word, *(json.dumps(item) if isinstance(item, dict) else str(item) for item in items)]
     return on, off
 
 
