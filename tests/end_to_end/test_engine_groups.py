@@ -97,7 +97,11 @@ def test_every_server_of_every_group_has_every_update_and_the_frozen_model_none(
     done = finish(tiny, tmp_path, with_judge(TWO_SIZES, judge), **{**gpus, **reward, **dump, **changes})
     assert done.steps("weight_version") == ["0", "1", "2"]
     assert "1 server of the frozen model judge, which gets no weight updates" in done.output
-    model = AutoModelForCausalLM.from_pretrained(judge, dtype=torch.float32)
+    logs = {path.name for path in (done.run_dir / "logs").iterdir()}
+    assert {"sglang0.log", "sglang1.log", "sglang_judge-0.log", "router.log", "router_judge.log"} <= logs
+    model, policy = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in (judge, tiny.model)
+    )
     seen = []
     for rollout in range(3):
         samples = read_dump(tmp_path / "dump" / f"{rollout}.jsonl").samples
@@ -113,32 +117,8 @@ def test_every_server_of_every_group_has_every_update_and_the_frozen_model_none(
                 assert sample.metadata["judge"] == greedy(model, sample.tokens[:4], len(sample.metadata["judge"]))
         seen.append(scored[0].metadata["scores"])
     assert len(set(map(str, seen))) == 3
-
-
-@pytest.mark.parametrize("placement", ["split", "colocated"])
-def test_frozen_model_answers_custom_code_and_keeps_its_weights(tiny, tmp_path, placement):
-    judge = another_model(tiny.model, tmp_path / "judge")
-    text = with_judge(TWO_SIZES.replace("2, num_gpus_per_engine: 2, overrides: {max_running_requests: 16}", "1"), judge)
-    gpus = {"actor_num_gpus_per_node": 1, "rollout_num_gpus": 3}
-    if placement == "colocated":
-        gpus = {"actor_num_gpus_per_node": 3, "rollout_batch_size": 12, "colocate": True}
-    changes = {"rm_type": None, "custom_rm_path": "tests.end_to_end.judge.reward", "num_rollout": 3}
-    dump = {"save_debug_rollout_data": tmp_path / "dump" / "{rollout_id}.jsonl"}
-    done = finish(tiny, tmp_path, text, **gpus, **changes, **dump)
-    assert_on_policy(done, 3)
-    logs = {path.name for path in (done.run_dir / "logs").iterdir()}
-    assert {"sglang0.log", "sglang1.log", "sglang_judge-0.log", "router.log", "router_judge.log"} <= logs
-    model, policy = (
-        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in (judge, tiny.model)
-    )
-    differ = False
-    for rollout in range(3):
-        for sample in read_dump(tmp_path / "dump" / f"{rollout}.jsonl").samples[:8]:
-            expected = greedy(model, sample.tokens[:4], 4)
-            assert sample.metadata["judge"] == expected[: len(sample.metadata["judge"])]
-            assert sample.metadata["judge_version"] == "default"  # never updated
-            differ |= expected != greedy(policy, sample.tokens[:4], 4)
-    assert differ, "the judge answers as the policy does: the test cannot tell them apart"
+    answers = [greedy(model, sample.tokens[:4], 4) == greedy(policy, sample.tokens[:4], 4) for sample in samples]
+    assert not all(answers), "the judge answers as the policy does: the test cannot tell them apart"
 
 
 def test_death_of_a_frozen_model_ends_the_run_with_its_name(tiny, tmp_path):

@@ -10,6 +10,7 @@ from slimrl.arguments.dry_run.engine_memory import EngineMemory
 from slimrl.arguments.dry_run.group_memory import GroupMemory
 from slimrl.arguments.dry_run.plan import Plan
 from slimrl.arguments.engine_groups.config import FLAG
+from slimrl.arguments.engine_groups.layout import flag_of_groups
 from slimrl.arguments.flag import Problem
 from slimrl.arguments.memory import StageMemory
 from slimrl.arguments.namespace import Arguments
@@ -182,24 +183,25 @@ def _group(plan: Plan, group: GroupMemory, training: int) -> Iterator[Problem]:
     gpu, static, memory = plan.gpu, group.static(plan.gpu.bytes), group.memory
     if memory is None:
         return
-    where, part = f"{FLAG} {plan.args.sglang_config}: {group.name}", f"{group.settings.fraction:g} x {gib(gpu.bytes)}"
+    flag, value = flag_of_groups(plan.args)
+    where, part = f"{flag} {value}: {group.name}", f"{group.settings.fraction:g} x {gib(gpu.bytes)}"
     need = 1 if group.frozen else plan.micro_batch.longest_sample  # what a frozen model is asked is not known
     if memory.weights > static:
         yield Problem(
-            FLAG,
+            flag,
             f"{where} has {part} ({gpu.source}) = {gib(static)} of a GPU for each server, and weights of"
             f" {gib(memory.weights)} there: {more_room(group, need, gpu.bytes)}.",
         )
     elif not group.frozen and memory.tokens is not None and memory.tokens < need:
         yield Problem(
-            FLAG,
+            flag,
             f"{where} has {part} ({gpu.source}) = {gib(static)} of a GPU for weights of {gib(memory.weights)} and a KV"
             f" cache, which leaves room for {memory.tokens:,} tokens; the longest sample has {need:,}:"
             f" {more_room(group, need, gpu.bytes)}.",
         )
     elif training and plan.colocated and not plan.takes_turns and training + static > gpu.bytes:
         yield Problem(
-            FLAG,
+            flag,
             f"{where} has {part} ({gpu.source}) = {gib(static)} of a GPU on which training takes {gib(training)},"
             f" together {gib(training + static)}: lower its mem_fraction_static, or offload both (leave"
             f" {_kept_by(plan.args)} out).",

@@ -12,6 +12,7 @@ from typing import Any
 
 from slimrl.arguments.engine_groups.config import (
     DECODE,
+    FLAG,
     POLICY_NAMES,
     PREFILL,
     REGULAR,
@@ -38,6 +39,16 @@ def resolve_server_models(args: Arguments, passthrough: PassthroughTables) -> li
         if prefill < args.rollout_num_gpus:  # else a rule says so
             args.server_models = (ServerModel(POLICY_NAMES[0], None, True, groups),)
     return []
+
+
+PREFILL_FLAG = "--prefill-num-servers"
+
+
+def flag_of_groups(args: Arguments) -> tuple[str, str]:
+    """The flag that makes the groups, and its value."""
+    if args.sglang_config is not None:
+        return FLAG, args.sglang_config
+    return PREFILL_FLAG, str(args.prefill_num_servers)
 
 
 def served_by_engines(args: Arguments) -> tuple[ServerModel, ...]:

@@ -9,7 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from slimrl.arguments.engine_groups.config import FLAG, POLICY_NAMES, ServerModel
-from slimrl.arguments.engine_groups.layout import group_flags, kv_transfers, policy_places, served_by_engines
+from slimrl.arguments.engine_groups.layout import (
+    PREFILL_FLAG,
+    flag_of_groups,
+    group_flags,
+    kv_transfers,
+    policy_places,
+    served_by_engines,
+)
 from slimrl.arguments.flag import Problem, ended
 from slimrl.arguments.namespace import Arguments, Context, Rule, absent
 from slimrl.arguments.validation import rollout, vision
@@ -45,18 +52,8 @@ _OF_FROZEN = (
 )
 
 
-PREFILL_FLAG = "--prefill-num-servers"
-
-
-def _given(args: Arguments) -> tuple[str, str]:
-    """The flag that makes the groups, and its value."""
-    if args.sglang_config is not None:
-        return FLAG, args.sglang_config
-    return PREFILL_FLAG, str(args.prefill_num_servers)
-
-
 def _said(args: Arguments, complaint: str) -> Problem:
-    flag, value = _given(args)
+    flag, value = flag_of_groups(args)
     return Problem(flag, ended(f"{flag} {value}: {complaint}"))
 
 
@@ -64,7 +61,7 @@ def groups_have_engines_of_the_run(args: Arguments, context: Context) -> Iterato
     """Groups are of SGLang servers that the run starts."""
     if args.sglang_config is None and args.prefill_num_servers is None:
         return
-    flag = _given(args)[0]
+    flag = flag_of_groups(args)[0]
     if args.sglang_config is not None and args.prefill_num_servers is not None:
         sentence = f"{PREFILL_FLAG} splits the policy's engines, and {FLAG} lists the groups: give one of the two."
         yield Problem(PREFILL_FLAG, sentence)
