@@ -4,9 +4,8 @@
 `ExternalRouter` were not started by the run. Every implementation raises the errors of `engines.protocol`, which also
 has the interface for generation. `engines.backend` has the table of engines.
 
-`EngineMemory` releases the memory of all servers while training has the GPUs and resumes it. It enforces the order of
-the calls, because the servers check nothing: a server crashes if it resumes memory that it still has, and generates
-garbage if it has none. So invalid calls raise here. Without a GPU the servers keep their memory.
+`EngineMemory` releases the memory of all servers while training has the GPUs. The servers do not check the order of the
+calls: they crash or generate garbage. So invalid calls raise here. Without a GPU the servers keep their memory.
 """
 
 from __future__ import annotations
@@ -73,10 +72,7 @@ WHOLE_SERVER = NodePart()
 
 @dataclasses.dataclass(frozen=True)
 class ServerLoad:
-    """Request counts of a server, written by its scheduler `seconds` ago (a working scheduler writes continuously).
-
-    `prefilled`: whether it ever processed a request. All fields are None if the server does not respond.
-    """
+    """Request counts, written by the scheduler `seconds` ago; `prefilled`: ever. None without an answer."""
 
     url: str
     running: int | None = None
@@ -307,7 +303,10 @@ class MemoryControl(Protocol):
 
 
 class ServerControl(WeightControl, MemoryControl, Protocol):
-    """All blocking calls to one server, each bounded by the timeout that the control was created with."""
+    """All blocking calls to one server, each with the timeout that the control was created with."""
+
+    def abort_all(self) -> None:
+        """Returns every running and queued request with its tokens so far."""
 
     def load(self) -> ServerLoad:
         """Its request counts, with None fields if it does not respond; never raises."""

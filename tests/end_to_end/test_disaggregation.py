@@ -1,5 +1,6 @@
 """Prefill and decode on different servers: KV caches move from one to the other over TCP (Mooncake)."""
 
+import re
 import signal
 
 import pytest
@@ -11,6 +12,7 @@ from tests.mooncake import mooncake
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 SPLIT = {"actor_num_gpus_per_node": 1, "rollout_num_gpus": 2, "num_rollout": 3, "check_weight_update_equal": True}
 ROLES = {"prefill_num_servers": 1}
+FILTER = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
 TWO_SIZES = """sglang:
   - name: actor
     server_groups:
@@ -35,14 +37,17 @@ def finish(started):
     done = started.finish(300)
     assert done.code == 0, done.output[-6000:]
     assert done.left == []
-    versions = [str(version) for version in range(len(done.summary["steps"]))]
-    assert done.steps("weight_version") == versions
-    assert max(done.steps("train_rollout_logprob_abs_diff_mean")) < 1e-5
     return done
 
 
+def assert_on_policy(done):
+    """Both servers had the weights of every step."""
+    assert done.steps("weight_version") == [str(version) for version in range(len(done.summary["steps"]))]
+    assert max(done.steps("train_rollout_logprob_abs_diff_mean")) < 1e-5
+
+
 def rollouts(folder, count):
-    return [read_dump(folder / "dumps" / f"{rollout}.jsonl")["samples"] for rollout in range(count)]
+    return [read_dump(folder / "dumps" / f"{rollout}.jsonl").samples for rollout in range(count)]
 
 
 def requests(done, server):
@@ -53,6 +58,7 @@ def requests(done, server):
 def test_prefill_and_decode_servers_sample_the_tokens_of_whole_servers_over_weight_updates(tiny, tmp_path, transfer):
     finish(start(tiny, tmp_path / "whole", transfer))
     done = finish(start(tiny, tmp_path / "roles", transfer, **ROLES))
+    assert_on_policy(done)
     whole, roles = (rollouts(tmp_path / name, 3) for name in ("whole", "roles"))
     assert [len(samples) for samples in roles] == [32] * 3
     for first, second in zip(whole, roles, strict=True):
@@ -66,18 +72,24 @@ def test_prefill_and_decode_servers_sample_the_tokens_of_whole_servers_over_weig
 def test_caches_move_between_servers_of_two_sizes_whose_memory_is_released_for_training(tiny, tmp_path, transfer):
     (tmp_path / "groups.yaml").write_text(TWO_SIZES)
     colocated = {"colocate": True, "actor_num_gpus_per_node": 4, "rollout_num_gpus": None}
-    finish(start(tiny, tmp_path, transfer, sglang_config=tmp_path / "groups.yaml", **colocated))
+    assert_on_policy(finish(start(tiny, tmp_path, transfer, sglang_config=tmp_path / "groups.yaml", **colocated)))
 
 
 def test_requests_that_are_aborted_between_the_servers_are_generated_again(tiny, tmp_path, transfer):
     aborted = {"partial_rollout": True, "over_sampling_batch_size": 20, "rollout_max_response_len": 64}
-    aborted |= {"dynamic_sampling_filter_path": FILTER, "num_rollout": 6}
-    finish(start(tiny, tmp_path, transfer, **ROLES, **aborted))
+    aborted |= {"dynamic_sampling_filter_path": FILTER, "num_rollout": 6, "mask_offpolicy_in_partial_rollout": True}
+    done = finish(start(tiny, tmp_path, transfer, **ROLES, **aborted))
+    assert max(done.steps("train_rollout_logprob_abs_diff_mean")) < 1e-5  # of the tokens of the step's weights
+    assert [len(samples) for samples in rollouts(tmp_path, 6)] == [32] * 6
+    assert "Aborted by AbortReq" in (done.run_dir / "logs" / "sglang0.log").read_text()
 
 
 def test_fully_asynchronous_run_drains_both_servers_before_an_update(tiny, tmp_path, transfer):
-    asynchronous = {"max_weight_staleness": 2, "update_weights_in_flight": False, "rollout_max_response_len": 200}
-    finish(start(tiny, tmp_path, transfer, "train_async.py", **ROLES, **asynchronous))
+    asynchronous = {"max_weight_staleness": 2, "no_update_weights_in_flight": True, "rollout_max_response_len": 200}
+    done = finish(start(tiny, tmp_path, transfer, "train_async.py", **ROLES, **asynchronous))
+    assert max(done.steps("rollout/staleness/max")) <= 2
+    # no response is of two versions
+    assert all(len(set(sample.weight_versions)) == 1 for samples in rollouts(tmp_path, 3) for sample in samples)
 
 
 @pytest.mark.parametrize("lost", ["prefill", "decode"])
@@ -85,10 +97,10 @@ def test_lost_server_of_a_role_is_replaced_and_its_requests_are_sent_again(tiny,
     health = {"rollout_health_check_interval": 0.5, "rollout_health_check_timeout": 10}
     started = start(tiny, tmp_path, transfer, **ROLES, **health, use_fault_tolerance=True, num_rollout=8)
     started.wait_for_line("step 1 |", 200)
-    faults.victims(started, "server")[["prefill", "decode"].index(lost)].send_signal(signal.SIGKILL)
+    (server,) = (one for one in faults.victims(started, "server") if f"--disaggregation-mode={lost}" in one.cmdline())
+    server.send_signal(signal.SIGKILL)
     done = finish(started)
+    assert_on_policy(done)
     number = ["prefill", "decode"].index(lost)
-    assert f"SGLang server {number}.1" in done.output and "and serves" in done.output
-
-
-FILTER = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
+    assert f"SGLang server {number} (" in done.output and " died with exit code -9" in done.output
+    assert re.search(rf"SGLang server {number}\.1 \(\S+\) has weights \d and serves", done.output)

@@ -12,11 +12,12 @@ import dataclasses
 import sys
 import time
 import urllib.parse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from slimrl.arguments import Arguments
+from slimrl.arguments.engine_groups.config import DECODE, PREFILL
 from slimrl.arguments.engine_groups.layout import EnginePlace, group_flags, kv_transfers, policy_places
 from slimrl.cluster.engines.engine import Engine, EngineActorConfig, ServerExit, ServerSettings
 from slimrl.cluster.launch import Launch
@@ -165,6 +166,7 @@ AnyEngine = Engine | ExternalEngine
 READY_TIMEOUT_S = 900.0
 ROUTER_READY_TIMEOUT_S = 120.0
 POLL_INTERVAL_S = 0.25
+ABORT_TIMEOUT_S = 10.0
 
 
 @dataclasses.dataclass
@@ -252,6 +254,24 @@ class EngineGroup:
         for result in results:
             if isinstance(result, BaseException):
                 raise result
+
+
+async def abort_orphans(engines: Sequence[AnyEngine], lost: AnyEngine, serving: Sequence[str]) -> None:
+    """Ends the requests of prefill servers after the loss of a decode server; the client sends them again.
+
+    Those of the lost server would wait for it for minutes.
+    """
+    if not isinstance(lost, Engine) or lost.settings.worker_type != DECODE:
+        return
+    prefill = [
+        engine
+        for engine in engines
+        if isinstance(engine, Engine) and engine.settings.worker_type == PREFILL and engine.url in serving
+    ]
+    aborts = (asyncio.to_thread(engine.control(ABORT_TIMEOUT_S).abort_all) for engine in prefill)
+    for result in await asyncio.gather(*aborts, return_exceptions=True):
+        if isinstance(result, BaseException) and not isinstance(result, EngineError):  # a loss is seen by its watch
+            raise result
 
 
 def _router(args: Arguments, log_path: Path, *, disaggregated: bool) -> Router:

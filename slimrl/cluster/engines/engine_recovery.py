@@ -22,7 +22,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from slimrl.cluster.engines.elastic_engines import ElasticEngines
 from slimrl.cluster.engines.engine import ServerExit
-from slimrl.cluster.engines.engine_group import READY_TIMEOUT_S, AnyEngine, EngineGroup
+from slimrl.cluster.engines.engine_group import READY_TIMEOUT_S, AnyEngine, EngineGroup, abort_orphans
 from slimrl.cluster.engines.health_monitor import HealthConfig, HealthMonitor
 from slimrl.cluster.engines.router_supervisor import RouterSupervisor
 from slimrl.engines.protocol import EngineError, ServerList
@@ -35,8 +35,7 @@ logger = logging.getLogger(__name__)
 MAX_LOSSES = 3  # consecutive, of one slot
 RETRY_TIMEOUT_S = READY_TIMEOUT_S + 300.0  # of a request: long enough for the only server to restart
 DEATH_GRACE_S = 1.0  # for `watch` to report a death
-LOAD_TIMEOUT_S = 2.0
-LOG_TIMEOUT_S = 5.0
+LOAD_TIMEOUT_S, LOG_TIMEOUT_S = 2.0, 5.0
 START_LIMIT_S = READY_TIMEOUT_S + 60.0  # bounds the start even if the actor never answers
 LONG_LIFE_S = 600.0  # a server that served this long resets the count of consecutive losses
 NOT_STARTED = (ProcessStartError, RayActorError, EngineError, OSError)
@@ -313,6 +312,7 @@ class EngineRecovery:
         log = f" (log: {end.log_path})" if end.log_path is not None else ""
         self._event(f"{end.what}{log}; {slot.engine.lost_message}")
         await asyncio.gather(slot.engine.kill(), self._router.sync_workers())
+        await abort_orphans(self._group.engines, slot.engine, self._serving())
 
     async def _start(self, slot: _EngineSlot) -> None:
         """Starts the new engine of a slot, which then waits for weights if there is a trainer."""
