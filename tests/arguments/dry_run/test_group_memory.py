@@ -134,3 +134,22 @@ def test_node_holds_the_weights_of_frozen_models_while_training_has_the_gpus(pla
     )
     # two servers of two GPUs, each with half of 2 bytes per parameter
     assert offloaded.memory_bytes - kept.memory_bytes == 4 * QWEN3_0_6B
+
+
+def test_group_on_the_gpus_of_a_colocated_reward_model_leaves_room_to_it(planned, recipe):
+    folder = recipe.dir / "rm"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForSequenceClassification"]}))
+    (folder / "tokenizer.json").write_text("{}")
+    save_file({"score.weight": torch.zeros(1, 2 * 1024**2)}, folder / "model.safetensors")  # 8 MiB
+    flags = "--actor-num-nodes 1 --actor-num-gpus-per-node 8 --colocate --gpu-memory-gib 80 --rm-type reward_model"
+    flags += f" --rm-model {folder} --rm-num-gpus 1 --rm-colocate"
+    full, some = (
+        [one.sentence for one in plan_errors(planned(file(actor(group(2, 1, fraction(part)), group(6, 2))), flags))]
+        for part in (0.99999, 0.9)
+    )
+    assert some == [] and len(full) == 1
+    assert (
+        "model actor, group 0 has 0.99999 x 80.00 GiB (--gpu-memory-gib) = 80.00 GiB of a GPU on which the" in full[0]
+    )
+    assert full[0].endswith("reward model of --rm-colocate has weights of 8.0 MiB: lower its mem_fraction_static.")
