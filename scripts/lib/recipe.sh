@@ -64,7 +64,7 @@ recipe_run() {
       unset RAY_ADDRESS WORLD_SIZE RANK
       recipe_tiny
       later=$RUN_DIR
-      num_gpus=4
+      num_gpus=$TINY_GPUS
       prefix=(env "CUDA_VISIBLE_DEVICES=")
    elif [[ -n ${RAY_ADDRESS:-} || ${RANK:-0} != 0 ]]; then
       later=/ # paths are on the machine that the job runs on
@@ -125,6 +125,7 @@ recipe_tiny() {
       REFERENCE=$TOY/model
       trap 'rm -rf -- "$RUN_DIR"' EXIT
    fi
+   TINY_GPUS=4
    UNTIED=()
    if flags_have --untie-embeddings-and-output-weights "${MODEL_ARGS[@]}"; then UNTIED=(--untie); fi
    # shellcheck source=/dev/null
@@ -152,9 +153,15 @@ recipe_tiny() {
       ROLLOUT_ARGS+=(--prompt-data "$TOY/pairs.jsonl" --num-rollout 4)
       EVAL_ARGS=(--eval-interval 2 --eval-prompt-data held-out "$TOY/eval-pairs.jsonl")
    else
-      local sees=''
+      local sees='' grouped=''
       if flags_have --multimodal-keys "${ROLLOUT_ARGS[@]}"; then sees=yes; fi
+      if flags_have --sglang-config "${SGLANG_ARGS[@]}"; then grouped=yes; fi
       recipe_tiny_rollouts "$TOY"
+      if [[ $grouped == yes ]]; then
+         PLACEMENT_ARGS=(--actor-num-nodes 1 --actor-num-gpus-per-node 1 --rollout-num-gpus 4)
+         SGLANG_ARGS+=(--sglang-config "$LIB_DIR/tiny/judge.yaml")
+         TINY_GPUS=5
+      fi
       if [[ $sees == yes ]]; then recipe_tiny_pictures "$TOY"; fi
    fi
    if [[ " ${GRPO_ARGS[*]} " == *' --num-critic-only-steps '* ]]; then

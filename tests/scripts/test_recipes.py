@@ -16,6 +16,7 @@ from slimrl.arguments import read_args
 from slimrl.arguments.namespace import all_flag_specs
 from slimrl.cluster.check_flags import early_problems
 from slimrl.engines.sglang.server_args import router_flags, server_flags
+from slimrl.observability.rollout_dump import read_dump
 from tests.arguments.conftest import CHATML, complete_model
 from tests.end_to_end import harness
 from tests.scripts.test_models import NOT_SERVED, published
@@ -177,6 +178,30 @@ def test_recipe_of_every_algorithm_trains_on_the_cpu(recipe: str, steps: int, lo
     assert done.left == []
     losses, norms = done.steps(loss), done.steps(norm)
     assert len(losses) == steps and all(map(math.isfinite, losses)) and min(norms) > 0, (losses, norms)
+    shutil.rmtree(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_recipe_with_groups_of_engines_asks_its_frozen_judge_on_the_cpu(tmp_path):
+    folder = ROOT / "runs/run-qwen3-4B-judge-tiny"
+    started = harness.launch(
+        ["bash", "scripts/run-qwen3-4B-judge.sh", "--tiny", "--seed", "7"], **places(tmp_path, folder)
+    )
+    done = started.finish(380)
+    assert done.code == 0, done.output
+    assert done.left == []
+    assert done.steps("weight_version") == ["0", "1"]
+    assert max(done.steps("train_rollout_logprob_abs_diff_max")) < 1e-4
+    assert {"sglang0.log", "sglang1.log", "sglang_judge-0.log"} <= {path.name for path in (folder / "logs").iterdir()}
+    for rollout in range(2):
+        samples = read_dump(folder / f"rollouts/{rollout}.jsonl").samples
+        assert len(samples) == 64
+        for sample in samples:
+            by_rule = re.search(r"\\boxed\{(\d+)\}", sample.response)
+            right = by_rule is not None and int(by_rule[1]) == int(sample.label)
+            assert ("judge" in sample.metadata) != right  # asked about the others only
+            assert sample.reward == float(right or sample.metadata["judge"].strip().lower().startswith("yes"))
     shutil.rmtree(folder)
 
 

@@ -199,6 +199,12 @@ def _group(plan: Plan, group: GroupMemory, training: int) -> Iterator[Problem]:
             f" cache, which leaves room for {memory.tokens:,} tokens; the longest sample has {need:,}:"
             f" {more_room(group, need, gpu.bytes)}.",
         )
+    elif plan.args.rm_colocate and static + (reward := max(plan.reward_weights, default=0)) > gpu.bytes:
+        yield Problem(
+            flag,
+            f"{where} has {part} ({gpu.source}) = {gib(static)} of a GPU on which the {served_role(plan.args)} of"
+            f" --rm-colocate has weights of {gib(reward)}: lower its mem_fraction_static.",
+        )
     elif training and plan.colocated and not plan.takes_turns and training + static > gpu.bytes:
         yield Problem(
             flag,

@@ -52,12 +52,23 @@ def node_resources(plan: Plan) -> NodeResources:
     shared = SHARED_BYTES_PER_NODE + gpus * SHARED_BYTES_PER_GPU
     trained = _rank_bytes(plan, where.train, plan.memory.stages)
     trained |= _rank_bytes(plan, where.critic, plan.memory.critic)
+    kept = _frozen_weights(plan)
     on_nodes = []
     for node in nodes:
         ranks = sum(size for position, size in trained.items() if where.places[position].node == node)
         servers = sum(where.shares(gpus_of).get(node, 0) for gpus_of in (*where.engines, *where.frozen, *where.reward))
-        on_nodes.append(ranks + servers * SERVER_BYTES_PER_GPU)
+        frozen = sum(where.shares(gpus_of).get(node, 0) * size for gpus_of, size in kept)
+        on_nodes.append(ranks + servers * SERVER_BYTES_PER_GPU + frozen)
     return NodeResources(len(nodes), gpus, NODE_BYTES + shared + max(on_nodes, default=0), shared)
+
+
+def _frozen_weights(plan: Plan) -> list[tuple[range, int]]:
+    """GPUs of each frozen model's server, and its weights on one of them: in host memory while training runs."""
+    if not plan.args.offload_rollout:
+        return []
+    sizes = {(one.model, one.number): one.memory.weights for one in plan.group_memory if one.frozen and one.memory}
+    places = ((server.gpus, server.place) for server in plan.servers)
+    return [(gpus, sizes.get((place.model.name, place.group_index), 0)) for gpus, place in places]
 
 
 def _rank_bytes(plan: Plan, positions: range, stages: Sequence[StageMemory]) -> dict[int, int]:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from slimrl.arguments import read_args
-from slimrl.arguments.dry_run import Machine, PlanContext, make_plan, plan_errors, warnings
+from slimrl.arguments.dry_run import Machine, PlanContext, make_plan, node_resources, plan_errors, warnings
 from slimrl.arguments.dry_run.render import render
 from tests.arguments.conftest import SPLIT
 from tests.arguments.test_rules_of_engine_groups import TABLES, actor, file
@@ -124,3 +124,32 @@ def test_group_beside_training_that_stays_on_the_gpus_is_named(planned):
     found = [one.sentence for one in plan_errors(planned(file(*groups), flags))]
     assert len(found) == 1 and "model judge, group 0 has 0.95 x 80.00 GiB" in found[0]
     assert found[0].endswith("lower its mem_fraction_static, or offload both (leave --no-offload-train out).")
+
+
+def test_node_holds_the_weights_of_frozen_models_while_training_has_the_gpus(planned):
+    flags = "--actor-num-nodes 1 --actor-num-gpus-per-node 8 --colocate --gpu-memory-gib 80"
+    groups = actor(group(2, 1), group(2, 2)), judge(4, 2)
+    offloaded, kept = (
+        node_resources(planned(file(*groups), f"{flags} {more}")) for more in ("", "--no-offload-rollout")
+    )
+    # two servers of two GPUs, each with half of 2 bytes per parameter
+    assert offloaded.memory_bytes - kept.memory_bytes == 4 * QWEN3_0_6B
+
+
+def test_group_on_the_gpus_of_a_colocated_reward_model_leaves_room_to_it(planned, recipe):
+    folder = recipe.dir / "rm"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForSequenceClassification"]}))
+    (folder / "tokenizer.json").write_text("{}")
+    save_file({"score.weight": torch.zeros(1, 2 * 1024**2)}, folder / "model.safetensors")  # 8 MiB
+    flags = "--actor-num-nodes 1 --actor-num-gpus-per-node 8 --colocate --gpu-memory-gib 80 --rm-type reward_model"
+    flags += f" --rm-model {folder} --rm-num-gpus 1 --rm-colocate"
+    full, some = (
+        [one.sentence for one in plan_errors(planned(file(actor(group(2, 1, fraction(part)), group(6, 2))), flags))]
+        for part in (0.99999, 0.9)
+    )
+    assert some == [] and len(full) == 1
+    assert (
+        "model actor, group 0 has 0.99999 x 80.00 GiB (--gpu-memory-gib) = 80.00 GiB of a GPU on which the" in full[0]
+    )
+    assert full[0].endswith("reward model of --rm-colocate has weights of 8.0 MiB: lower its mem_fraction_static.")

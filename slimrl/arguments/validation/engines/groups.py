@@ -185,7 +185,9 @@ def frozen_models_have_folders(args: Arguments, context: Context) -> Iterator[Pr
             yield _said(
                 args, f"model_path {folder} of model {model.name} has no config.json: give a Hugging Face folder"
             )
-        elif not args.dry_run and not _has_made_up_weights(args, model) and (fault := weights_fault(folder)):
+        elif not (args.dry_run or args.debug_train_only or _has_made_up_weights(args, model)) and (
+            fault := weights_fault(folder)
+        ):
             yield _said(args, f"model_path {folder} of model {model.name} {fault}")
 
 
