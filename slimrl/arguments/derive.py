@@ -22,7 +22,7 @@ from slimrl.arguments.checkpoints import CRITIC
 from slimrl.arguments.namespace import Arguments
 from slimrl.hooks import own_path
 from slimrl.models.families import family_for
-from slimrl.models.families.vision import TOWER_CONFIG, decoder_config, elements
+from slimrl.models.families.vision import TOWER_CONFIG, decoder_config, kept_elements, tower_weights
 from slimrl.models.model_spec import expand_layer_pattern
 
 
@@ -268,10 +268,12 @@ def take_vision_of_model(args: Arguments) -> None:
     config = None if args.hf_checkpoint is None else _config(Path(args.hf_checkpoint) / "config.json")
     if config is not None and isinstance(config.get(TOWER_CONFIG), dict):
         try:
-            args.vision_weights = elements(family_for(config).tower_rows)
+            family = family_for(config)
         except ValueError:
             return  # another rule reports the family
-        if args.vision_weights:
+        if family.tower is not None:
+            args.vision_weights = tower_weights(family.tower_rows)
+            args.vision_activations = kept_elements(family.tower, config)
             args.vision_folder = args.hf_checkpoint
             args.vision_levels = len(config[TOWER_CONFIG].get("deepstack_visual_indexes", ()))
 

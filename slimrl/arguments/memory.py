@@ -11,7 +11,7 @@ import dataclasses
 
 from slimrl.arguments.layout import Groups, critic_groups, groups_of, stage_layers
 from slimrl.arguments.namespace import Arguments
-from slimrl.models.activation_memory import Setting, output_bytes, saved_bytes, working_bytes
+from slimrl.models.activation_memory import Setting, layer_input_bytes, output_bytes, saved_bytes, working_bytes
 from slimrl.models.adapters import AdapterConfig, adapter_weights
 from slimrl.models.model_spec import ModelSpec
 from slimrl.models.parameters import Split, Weights, buffer_elements, critic_weights, stage_weights
@@ -65,6 +65,23 @@ def longest_sample(args: Arguments) -> tuple[int, str]:
     if args.rollout_max_prompt_len is not None:
         return args.rollout_max_prompt_len + args.rollout_max_response_len, "the longest sample"
     return args.rollout_max_response_len, "the longest response (prompts have no limit)"
+
+
+ASSUMED_PROMPT_SHARE = 0.5
+
+
+def image_share(args: Arguments) -> float:
+    """The part of a micro-batch that may be tokens of images: the whole prompt of the longest sample.
+
+    Half of it if no flag bounds prompts, 0 without images. In supervised training all of it.
+    """
+    if not args.multimodal_keys:
+        return 0.0
+    longest = longest_sample(args)[0]
+    if args.rollout_max_response_len is None:
+        return 1.0
+    prompt = args.rollout_max_prompt_len or longest - args.rollout_max_response_len
+    return min(prompt / longest, 1.0) if prompt > 0 else ASSUMED_PROMPT_SHARE
 
 
 def largest_micro_batch(args: Arguments, groups: Groups) -> MicroBatch:
@@ -174,21 +191,28 @@ def _stage(
     count = critic_weights if held.value_head else stage_weights
     weights = count(spec, split, parts[number], first=first, last=last)
     trains, whole = not args.eval_only, weights.total * setting.element
-    own, adapters = _trained_model(args, groups, weights), AdapterConfig.from_args(args)
+    trained_spec = _without_frozen_tower(args, spec)
+    trained = count(trained_spec, split, parts[number], first=first, last=last)
+    own, adapters = _trained_model(args, groups, trained), AdapterConfig.from_args(args)
+    own = dataclasses.replace(own, weights=own.weights + (weights.total - trained.total) * setting.element)
     if adapters is not None and not held.value_head:  # beside weights that are not trained
         own = _trained_model(args, groups, adapter_weights(spec, split, parts[number], adapters))
         own = dataclasses.replace(own, weights=own.weights + whole)
     of_critic = critic_weights(spec, split, parts[number], first=first, last=last)
     critic = _trained_model(args, groups, of_critic) if held.critic else _TrainedModel(0, 0, 0, 0, 0)
     sent = own.weights - whole if args.engines_have_adapters else whole
+    kept, added = saved_bytes(spec, setting, parts[number], last=last), 0
+    if first:
+        images = setting.tokens * image_share(args)
+        kept += int(images * args.vision_activations * bool(trained_spec.vision_weights)) * setting.element
+        added = args.vision_levels * layer_input_bytes(spec, setting) * bool(images)
     return StageMemory(
         layers=parts[number],
         parameters=weights.total,
         weights=own.weights,
         gradients=own.gradients,
         optimizer=own.optimizer,
-        activations=trains
-        * int(saved_bytes(spec, setting, parts[number], last=last) * _in_flight(args, groups, number)),
+        activations=trains * int(kept * _in_flight(args, groups, number) + added),
         loss=_output_bytes(args, groups, spec, setting) if last and trains and not held.value_head else 0,
         critic=critic.weights + critic.gathered + critic.optimizer,
         critic_gradients=critic.gradients,
@@ -197,6 +221,12 @@ def _stage(
         host_models=2 * held.on_host * (own.weights if args.use_megatron_fsdp else whole),
         host_optimizer=own.on_host + critic.on_host,
     )
+
+
+def _without_frozen_tower(args: Arguments, spec: ModelSpec) -> ModelSpec:
+    """The model without the tensors of the vision tower that are not trained."""
+    tower = tuple((name, size) for name, size in spec.vision_weights if args.trains_weight(name))
+    return dataclasses.replace(spec, vision_weights=tower)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,6 +38,7 @@ from slimrl.arguments.flags.moe import MoeArguments
 from slimrl.arguments.flags.optimizer import OffloadArguments, OptimizerArguments
 from slimrl.arguments.flags.parallel import ClusterArguments, GradientArguments, ParallelArguments
 from slimrl.arguments.flags.rollout import EvalArguments, RewardArguments, RolloutArguments
+from slimrl.models.families.vision import TowerWeights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +86,8 @@ class DerivedLayout:
 class DerivedVision:
     """The vision tower of config.json, read after parsing by `derive`; none of a model of text."""
 
-    vision_weights: tuple[int, ...] = ()  # elements of each tensor
+    vision_weights: TowerWeights = ()
+    vision_activations: int = 0  # elements that a trained tower keeps for each token of an image
     vision_folder: str | None = None  # the folder with that config.json
     vision_levels: int = 0  # first layers of the decoder that the tower adds features to
 

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 PLACEHOLDER = "<image>"
+# keys of Sample.multimodal_inputs: the images, and the response tokens that the last of them begin with
+IMAGES, RESPONSE_STARTS = "images", "response_starts"
 # what transformers' processor makes of the images of a sample
 PIXELS = "pixel_values"  # float32 [patches, values of a patch]
 GRIDS = "image_grid_thw"  # int64 [images, 3]: patches in time, height and width
@@ -93,6 +95,17 @@ def check_images(row: dict[str, Any], messages: list[dict[str, Any]], column: Im
     for number, item in enumerate(items):
         if (fault := _item_fault(item)) is not None:
             raise ValueError(f"{column.key}[{number}] (--multimodal-keys) {fault}")
+
+
+def check_turns(conversation: list[dict[str, Any]]) -> None:
+    """Raises ValueError if an assistant's turn has an image: its tokens cannot be trained."""
+    for number, message in enumerate(with_images(conversation)):
+        parts = message["content"] if isinstance(message["content"], list) else []
+        if message.get("role") == "assistant" and any(part["type"] == "image" for part in parts):
+            raise ValueError(
+                f"message {number} is the assistant's and has an image, whose tokens cannot be trained: put the image"
+                " into a message of another role"
+            )
 
 
 def _item_fault(item: Any) -> str | None:

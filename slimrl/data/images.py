@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slimrl.data.image_prompts import GRIDS, PIXELS
+from slimrl.data.image_prompts import GRIDS, PIXELS, RESPONSE_STARTS
 from slimrl.models.families.vision import VisionTokens
+
+IN_PROMPT = -1  # of BatchImages.starts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,12 +29,17 @@ class BatchImages:
     grids: Tensor  # int64 [images, 3]
     index: Tensor  # int64 [sum(counts)]: which images each sample has, in their order
     counts: Tensor  # int64 [n]: how many
+    # int64 [sum(counts)]: the response token that each begins with; IN_PROMPT for those of prompts, which come first
+    starts: Tensor
 
     @classmethod
-    def of_samples(cls, inputs: Sequence[Mapping[str, Any] | None]) -> BatchImages | None:
+    def of_samples(
+        cls, inputs: Sequence[Mapping[str, Any] | None], given: Sequence[Mapping[str, Any] | None] = ()
+    ) -> BatchImages | None:
         """Those of each sample's `multimodal_train_inputs`; None if no sample has images.
 
-        Samples that share the object share the images.
+        Samples that share the object share the images. `given` are each sample's `multimodal_inputs`, which have the
+        places of images in its response. Raises ValueError for more places than images.
         """
         numbers: dict[int, range] = {}
         pixels, grids, counts, images = [], [], [], 0
@@ -49,22 +56,30 @@ class BatchImages:
             counts.append(len(numbers[id(one)]))
         if not images:
             return None
-        return cls(torch.cat(pixels), torch.cat(grids), torch.tensor(index), torch.tensor(counts))
+        starts: list[int] = []
+        for number, one in enumerate(given or [None] * len(counts)):
+            own = (one or {}).get(RESPONSE_STARTS) or ()
+            if len(own) > counts[number]:
+                raise ValueError(f"row {number} has {counts[number]} images and {len(own)} places in its response")
+            starts += [*[IN_PROMPT] * (counts[number] - len(own)), *own]
+        return cls(torch.cat(pixels), torch.cat(grids), torch.tensor(index), torch.tensor(counts), torch.tensor(starts))
 
     def select(self, rows: Tensor) -> BatchImages | None:
         """The images of these samples alone, in their order; None if they have none."""
         starts = self.counts.cumsum(0) - self.counts
         counts = self.counts[rows]
         chosen = [
-            self.index[start : start + count]
-            for start, count in zip(starts[rows].tolist(), counts.tolist(), strict=True)
+            slice(start, start + count) for start, count in zip(starts[rows].tolist(), counts.tolist(), strict=True)
         ]
-        index = torch.cat(chosen) if chosen else self.index[:0]
+        index = torch.cat([self.index[own] for own in chosen]) if chosen else self.index[:0]
         if not index.numel():
             return None
+        places = torch.cat([self.starts[own] for own in chosen])
         used, index = index.unique(return_inverse=True)
         patches = self.pixel_values.split(self.grids.prod(1).tolist())
-        return BatchImages(torch.cat([patches[image] for image in used.tolist()]), self.grids[used], index, counts)
+        return BatchImages(
+            torch.cat([patches[image] for image in used.tolist()]), self.grids[used], index, counts, places
+        )
 
     def in_order(self) -> tuple[Tensor, Tensor]:
         """Pixel values and grids of all samples' images end to end, an image as often as samples have it."""
@@ -74,6 +89,10 @@ class BatchImages:
     def grids_of_samples(self) -> list[Tensor]:
         """int64 [images of the sample, 3] for each sample."""
         return list(self.grids[self.index].split(self.counts.tolist()))
+
+    def starts_of_samples(self) -> list[list[int]]:
+        """`starts` for each sample."""
+        return [own.tolist() for own in self.starts.split(self.counts.tolist())]
 
     def tensors(self) -> dict[str, Tensor]:
         """By name, for files."""
@@ -88,25 +107,45 @@ class BatchImages:
         return cls(**{name: tensors[f"images.{name}"] for name in names})
 
 
-def image_rows(tokens: Tensor, prompt_length: int, vision: VisionTokens) -> Tensor:
-    """Positions of the tokens of images, int64 [image tokens]; an id that the model sampled stands for itself."""
-    return (tokens[:prompt_length] == vision.image_token_id).nonzero().squeeze(1)
+def image_rows(
+    tokens: Tensor, prompt_length: int, vision: VisionTokens, grids: Tensor | None = None, starts: Sequence[int] = ()
+) -> Tensor:
+    """Positions of the tokens of images in a sample's `tokens`, int64 [image tokens], in order.
+
+    In the prompt every id of an image is one; in the response, where the model may sample that id as text, those of the
+    images of `grids` whose `starts` are there. Raises ValueError if these are other tokens.
+    """
+    rows = (tokens[:prompt_length] == vision.image_token_id).nonzero().squeeze(1)
+    found = [rows]
+    for size, start in zip([] if grids is None else grids.prod(1).tolist(), starts, strict=False):
+        if start == IN_PROMPT:
+            continue
+        first, count = prompt_length + start, size // vision.merge_size**2
+        own = torch.arange(first, first + count)
+        if first + count > len(tokens) or bool((tokens[own] != vision.image_token_id).any()):
+            raise ValueError(f"the response tokens from {start} on are not the {count} of one image")
+        found.append(own)
+    return torch.cat(found)
 
 
-def mrope_positions(tokens: Tensor, prompt_length: int, grids: Tensor | None, vision: VisionTokens) -> Tensor:
+def mrope_positions(
+    tokens: Tensor, prompt_length: int, grids: Tensor | None, vision: VisionTokens, starts: Sequence[int] = ()
+) -> Tensor:
     """int64 [3, tokens]: positions in time, height and width of a sample's `tokens` int64 [tokens].
 
-    `grids` int64 [images, 3] are its images; their tokens are in the prompt. Raises ValueError if the prompt has
-    another number of image tokens, or pieces of an image apart.
+    `grids` int64 [images, 3] are its images, `starts` their places in the response (`BatchImages.starts`); without
+    these all are in the prompt. Raises ValueError if the sample has another number of image tokens, or pieces of an
+    image apart.
     """
-    rows = image_rows(tokens, prompt_length, vision)
+    rows = image_rows(tokens, prompt_length, vision, grids, starts)
     grids = torch.empty(0, 3, dtype=torch.int64) if grids is None else grids
     if bool((grids[:, 0] != 1).any()):
         raise ValueError("an image has several frames: videos are unsupported")
     sizes = [(height // vision.merge_size, width // vision.merge_size) for _, height, width in grids.tolist()]
     expected = sum(height * width for height, width in sizes)
     if len(rows) != expected:
-        raise ValueError(f"the prompt has {len(rows)} image tokens, and its {len(sizes)} images have {expected}")
+        where = "prompt" if set(starts) <= {IN_PROMPT} else "sample"
+        raise ValueError(f"the {where} has {len(rows)} image tokens, and its {len(sizes)} images have {expected}")
     positions = torch.empty(3, len(tokens), dtype=torch.int64)
     done, following, used = 0, 0, 0  # tokens with positions, the next one's, image tokens among them
     for height, width in sizes:

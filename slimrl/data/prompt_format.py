@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from slimrl.data.image_prompts import ImageColumn, check_images
+from slimrl.data.image_prompts import ImageColumn, check_images, check_turns
 from slimrl.data.preference_pairs import AnswerColumns, PairColumns, number_of, pair_of
 from slimrl.data.reward_registry import reward_of
 
@@ -128,14 +128,7 @@ def validate_row(row: Row, form: PromptFormat) -> str | None:
         if not content:
             state = "an empty" if form.input_key in row else "no"
             raise ValueError(f"{state} column {form.input_key!r} (--input-key); it has {sorted(row)}")
-        if form.apply_chat_template:
-            if not isinstance(content, str) and not _are_messages(content):
-                raise ValueError(f'{form.input_key!r} must be text or a list of {{"role", "content"}} messages')
-            check_images(row, messages_of(content), form.images)
-        elif not isinstance(content, str) and form.input_template is not None:
-            raise ValueError(f"{form.input_key!r} holds {type(content).__name__}: --input-template takes text")
-        elif not isinstance(content, str) and not form.keep_messages:
-            raise ValueError(f"{form.input_key!r} holds {type(content).__name__}: messages need --apply-chat-template")
+        _check_content(row, content, form)
         if form.label_key is not None and form.reward_rule is not None:
             rule = metadata.get("rm_type") or form.reward_rule
             if (fault := label_fault(str(rule), row[form.label_key])) is not None:
@@ -143,6 +136,21 @@ def validate_row(row: Row, form: PromptFormat) -> str | None:
     except ValueError as error:
         return str(error)
     return None
+
+
+def _check_content(row: dict[str, Any], content: Any, form: PromptFormat) -> None:
+    """Raises ValueError for an input column of the wrong form, or whose images are bad."""
+    if form.apply_chat_template:
+        if not isinstance(content, str) and not _are_messages(content):
+            raise ValueError(f'{form.input_key!r} must be text or a list of {{"role", "content"}} messages')
+        check_images(row, messages_of(content), form.images)
+    elif not isinstance(content, str) and form.input_template is not None:
+        raise ValueError(f"{form.input_key!r} holds {type(content).__name__}: --input-template takes text")
+    elif not isinstance(content, str) and not form.keep_messages:
+        raise ValueError(f"{form.input_key!r} holds {type(content).__name__}: messages need --apply-chat-template")
+    elif form.images is not None and _are_messages(content):
+        check_images(row, content, form.images)
+        check_turns(content)
 
 
 def needs_label(rule: str) -> bool:

@@ -179,7 +179,7 @@ def batch_from_samples(
         token_rewards=optional("token_rewards"),
         teacher_top_ids=top("teacher_top_ids", np.int64),
         teacher_top_log_probs=top("teacher_top_log_probs", np.float32),
-        images=BatchImages.of_samples(images),
+        images=BatchImages.of_samples(images, [sample.multimodal_inputs for sample in samples]),
     )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from slimrl.models.families import family_for, stated_flags
-from slimrl.models.families.vision import decoder_config, elements
+from slimrl.models.families.vision import TowerWeights, decoder_config, tower_weights
 
 _NEEDED = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 # config.json has no entry for these: every family has RMSNorm, and multi-token prediction layers are not trained
@@ -70,8 +70,8 @@ class ModelSpec:
     `num_query_groups` (key-value heads) do not apply and are 0. `tied`: embedding and output matrix share one weight.
     `gated`: the feed-forward block multiplies by a gate (SwiGLU). `linear_bias`: all linear layers have biases;
     `qkv_bias`: queries, keys and values do. `norms_per_layer` counts norms of the hidden states only. `mtp_layers`
-    counts multi-token prediction layers, which follow the decoder. `vision_weights` are the elements of each tensor of
-    the vision tower before it; none for a model of text.
+    counts multi-token prediction layers, which follow the decoder. `vision_weights` are the tensors of the vision
+    tower before it; none for a model of text.
     """
 
     moe_layers: tuple[bool, ...]
@@ -92,7 +92,7 @@ class ModelSpec:
     experts: Experts | None = None
     latent: LatentAttention | None = None
     mtp_layers: int = 0
-    vision_weights: tuple[int, ...] = ()
+    vision_weights: TowerWeights = ()
 
     @property
     def num_layers(self) -> int:
@@ -176,7 +176,7 @@ class ModelSpec:
             if key not in entries:
                 raise ValueError(f"config.json of model_type {family.model_type} has no {key}: the file is incomplete")
         flags = stated_flags(hf_config)
-        more = {"padded_vocab_size": flags["vocab_size"], "vision_weights": elements(family.tower_rows)}
+        more = {"padded_vocab_size": flags["vocab_size"], "vision_weights": tower_weights(family.tower_rows)}
         return cls._from_flags(flags | _SAME_FOR_ALL | more)
 
     @classmethod

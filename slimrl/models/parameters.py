@@ -90,7 +90,7 @@ def stage_weights(spec: ModelSpec, split: Split, layers: Sequence[int], *, first
     matrix = (ElementWise(spec.padded_vocab_size // split.tp * spec.hidden_size),)
     weights = Weights(matrix) if first or (last and spec.mtp_layers) else Weights()
     if first:  # whole on every tensor parallel GPU
-        weights += Weights(tuple(map(ElementWise, spec.vision_weights)))
+        weights += Weights(tuple(ElementWise(size) for _, size in spec.vision_weights))
     kinds = {moe: layer_weights(spec, split, moe=moe) for moe in {spec.moe_layers[layer] for layer in layers}}
     number = {moe: sum(spec.moe_layers[layer] is moe for layer in layers) for moe in kinds}
     for moe, one in kinds.items():

@@ -6,8 +6,9 @@
 assistant's first turn. In the rest, the assistant's turns are trained on, including the end-of-turn marker;
 `--loss-mask-type` tells how they are found (`slimrl.data.loss_mask`). A conversation is tokenized once as a whole, so
 that its tokens are the same as in generation, with one mask entry per token. `--rollout-max-context-len` cuts longer
-ones at their end (metric rollout/truncated_ratio). With --loss-type reward_model_loss --reward-model-loss mse the label
-of a conversation is its score.
+ones at their end (metric rollout/truncated_ratio). Images of --multimodal-keys have all of their tokens, none of which
+is trained on; a cut drops images that it does not leave whole. With --loss-type reward_model_loss --reward-model-loss
+mse the label of a conversation is its score.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from slimrl.arguments.eval_datasets import eval_prompt_format
 from slimrl.arguments.namespace import EvalDataset, PromptArguments
-from slimrl.data.loss_mask import masked_conversation
+from slimrl.data.image_prompts import GRIDS, IMAGES, RESPONSE_STARTS, with_images
+from slimrl.data.loss_mask import MaskedConversation, masked_conversation
 from slimrl.data.sample import Sample, SampleStatus
 from slimrl.hooks.base import RunArguments
 from slimrl.rollout.dataset.data_source import RolloutDataSource
+from slimrl.rollout.dataset.images import ImageProcessor, images_of, training_inputs
 from slimrl.rollout.dataset.prompt_dataset import TOOLS_KEY, load_prompts
 from slimrl.rollout.rollout_function import RolloutOutput
 
@@ -43,6 +46,7 @@ def generate_rollout(
     if evaluation:
         raise ValueError("training evaluates held-out conversations itself, with --debug-train-only")
     groups = data_source.get_samples(args.rollout_batch_size)
+    processor = _processor(args.vision_folder if args.multimodal_keys else None)
     for sample in (sample for group in groups for sample in group):
         fill_conversation(
             sample,
@@ -50,6 +54,7 @@ def generate_rollout(
             args.loss_mask_type,
             args.apply_chat_template_kwargs,
             max_tokens=args.rollout_max_context_len,
+            processor=processor,
         )
         if args.trains_reward_model:
             sample.reward = float(sample.label)  # a number, as `validate_row` has checked
@@ -67,6 +72,7 @@ def held_out_conversations(args: PromptArguments, dataset: EvalDataset, tokenize
 
     prompts = load_prompts(dataset.path, eval_prompt_format(args, dataset), tokenizer).prompts
     samples = [prompt.sample(group_index=number, index=number) for number, prompt in enumerate(prompts)]
+    processor = _processor(args.vision_folder if dataset.multimodal_keys else None)
     for sample in samples:
         name = f"evaluation set {dataset.name}"
         fill_conversation(
@@ -76,11 +82,16 @@ def held_out_conversations(args: PromptArguments, dataset: EvalDataset, tokenize
             dataset.apply_chat_template_kwargs,
             flag=name,
             max_tokens=dataset.max_context_len,
+            processor=processor,
         )
         if args.trains_reward_model:
             sample.reward = float(sample.label)
     rewards = torch.tensor([sample.reward_value() for sample in samples])
-    return batch_from_samples(samples, rewards, rewards)
+    return batch_from_samples(samples, rewards, rewards, training_inputs(samples, args.vision_folder))
+
+
+def _processor(folder: str | None) -> ImageProcessor | None:
+    return None if folder is None else ImageProcessor(folder)
 
 
 def fill_conversation(
@@ -90,11 +101,13 @@ def fill_conversation(
     template_options: dict[str, Any],
     flag: str = "--prompt-data",
     max_tokens: int | None = None,
+    processor: ImageProcessor | None = None,
 ) -> None:
     """Tokenizes the messages in `sample.prompt` and fills in response and loss mask; reward 0.
 
     `mask_type` is a --loss-mask-type, `template_options` are keyword arguments of the chat template. Tokens after
-    `max_tokens` are cut off. Raises ValueError, which names the sample, if there is nothing to train on.
+    `max_tokens` are cut off. `processor` is that of the sample's images. Raises ValueError, which names the sample, if
+    there is nothing to train on.
     """
     name = f"{flag}, sample {sample.index}"
     messages = sample.prompt
@@ -103,16 +116,22 @@ def fill_conversation(
             f"{name} is text, not a list of messages: leave --apply-chat-template out, and set --input-key to the"
             " column of messages"
         )
+    if processor is not None:
+        messages = with_images(messages)
     try:
         conversation = masked_conversation(
             tokenizer, messages, mask_type, tools=sample.metadata.get(TOOLS_KEY), template_options=template_options
         )
+        images = None if processor is None else _ImagesOf(sample, processor, conversation)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
+    conversation = conversation if images is None else images.conversation
     mask, offsets = conversation.mask, conversation.offsets
     if 1 not in mask:
         raise ValueError(f"{name} has no assistant message to train on: remove it from the data")
     first, length = mask.index(1), kept_tokens(name, mask.index(1), len(mask), max_tokens)
+    if images is not None:
+        length = images.keep(sample, first, length)
     sample.tokens = conversation.ids[:length]
     sample.response_length = length - first
     sample.loss_mask = mask[first:length]
@@ -123,6 +142,46 @@ def fill_conversation(
     sample.rollout_log_probs = [0.0] * sample.response_length  # not sampled, and no SFT loss reads them
     sample.reward = 0.0
     sample.status = SampleStatus.COMPLETED if length == len(mask) else SampleStatus.TRUNCATED
+
+
+class _ImagesOf:
+    """The images of a conversation: `conversation` has all of their tokens, and `starts` the first one of each."""
+
+    def __init__(self, sample: Sample, processor: ImageProcessor, conversation: MaskedConversation) -> None:
+        """Raises ValueError unless the rendered conversation has one token for each of the sample's images."""
+        self._uris, self._processor = images_of(sample), processor
+        self._inputs = processor.train_inputs(self._uris) if self._uris else None
+        sizes = [] if self._inputs is None else self._inputs[GRIDS].prod(1).tolist()
+        self._counts = [size // processor.tokens.merge_size**2 for size in sizes]
+        places = processor.expanded_places(conversation.ids, self._counts)
+        ids = [conversation.ids[place] for place in places]
+        self.conversation = MaskedConversation(
+            conversation.text,
+            ids,
+            [conversation.mask[place] for place in places],
+            None if conversation.offsets is None else [conversation.offsets[place] for place in places],
+        )
+        begins = [at == 0 or places[at - 1] != place for at, place in enumerate(places)]
+        image = processor.tokens.image_token_id
+        self.starts = [at for at, token in enumerate(ids) if token == image and begins[at]]
+
+    def keep(self, sample: Sample, first: int, length: int) -> int:
+        """Leaves the sample the images that its `length` tokens have whole; the response begins with token `first`.
+
+        Returns the number of tokens before an image that is not whole.
+        """
+        ends = [start + count for start, count in zip(self.starts, self._counts, strict=True)]
+        whole = sum(end <= length for end in ends)
+        if whole < len(ends):
+            length = min(length, self.starts[whole])
+        if whole:
+            inputs = self._inputs if whole == len(ends) else self._processor.train_inputs(self._uris[:whole])
+            response_starts = [start - first for start in self.starts[:whole] if start >= first]
+            sample.multimodal_inputs = {IMAGES: list(self._uris[:whole]), RESPONSE_STARTS: response_starts}
+            sample.multimodal_train_inputs = inputs
+        else:
+            sample.multimodal_inputs = sample.multimodal_train_inputs = None
+        return length
 
 
 def kept_tokens(name: str, prompt: int, tokens: int, max_tokens: int | None) -> int:

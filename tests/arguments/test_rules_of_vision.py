@@ -192,6 +192,30 @@ def test_levels_of_qwen3_vl_are_on_the_first_stage(more, found, seeing):
     assert problems == found
 
 
+CONVERSATIONS = (
+    "--rollout-function-path slimrl.rollout.sft_rollout.generate_rollout --loss-type sft_loss --debug-train-only"
+    " --disable-compute-advantages-and-returns"
+)
+
+
+def conversations(seeing: Recipe, messages: list[dict[str, str]]) -> list[str]:
+    """The problems of supervised training on these messages, that name images."""
+    row = {"prompt": messages, "label": "2", "images": ["data:image/png;base64,AA=="]}
+    (seeing.dir / "train.jsonl").write_text(json.dumps(row) + "\n")
+    words = [word for word in line(seeing, f"{KEYS} {CONVERSATIONS}") if word != "--apply-chat-template"]
+    return [one for one in sentences(words) if "image" in one]
+
+
+def test_conversations_may_have_images_in_messages_of_others_than_the_assistant(seeing):
+    question, answer = {"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "2"}
+    assert conversations(seeing, [question, answer]) == []
+    assert conversations(seeing, [answer, question]) == []
+    (found,) = conversations(seeing, [{**question, "content": "?"}, {**answer, "content": "<image>2"}])
+    assert f"{seeing.dir}/train.jsonl:1: message 1 is the assistant's and has an image, whose tokens cannot be" in found
+    (found,) = conversations(seeing, [question, question, answer])
+    assert "the messages have 2 places for images (<image>) and column 'images' (--multimodal-keys) has 1" in found
+
+
 def test_images_need_a_chat_template(seeing):
     words = [word for word in line(seeing, KEYS) if word != "--apply-chat-template"]
     assert "--multimodal-keys puts images where the chat template has them: add --apply-chat-template." in (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slimrl.data.images import BatchImages, mrope_positions
+from slimrl.data.images import IN_PROMPT, BatchImages, image_rows, mrope_positions
 from slimrl.data.train_batch import RolloutBatch
 from slimrl.models.families.vision import VisionTokens
 from tests.megatron import vision
@@ -45,6 +45,50 @@ def test_sampled_image_token_counts_as_text():
     plain = mrope_positions(torch.tensor([*prompt, *answer]), len(prompt), grids, TOKENS)
     answer[1] = vision.IMAGE
     assert torch.equal(mrope_positions(torch.tensor([*prompt, *answer]), len(prompt), grids, TOKENS), plain)
+
+
+def conversation(seed: int = 1) -> tuple[list[int], list[tuple[int, int, int]], int, list[int]]:
+    """Tokens with an image in the prompt and two in the response, their sizes, the prompt's length, their starts."""
+    sizes = [(1, 4, 6), (1, 8, 4), (1, 2, 2)]
+    first, second, third = (vision.prompt([size], torch.Generator().manual_seed(seed)) for size in sizes)
+    starts = [4 + 1, len(second) + 4 + 1]  # words and the token before an image
+    return [*first, *second, *third, 5, 6], sizes, len(first), starts
+
+
+def test_positions_of_images_in_a_response_are_those_of_transformers(theirs):
+    ids, sizes, prompt, starts = conversation()
+    tokens, grids = torch.tensor(ids), torch.tensor(sizes)
+    kinds = (tokens == vision.IMAGE).int()[None]
+    expected, _ = theirs.model.get_rope_index(tokens[None], mm_token_type_ids=kinds, image_grid_thw=grids)
+    places = [IN_PROMPT, *starts]
+    assert torch.equal(mrope_positions(tokens, prompt, grids, TOKENS, places), expected[:, 0])
+    assert image_rows(tokens, prompt, TOKENS, grids, places).tolist() == kinds[0].nonzero().squeeze(1).tolist()
+    tokens[-1] = vision.IMAGE  # sampled
+    assert torch.equal(mrope_positions(tokens, prompt, grids, TOKENS, places), expected[:, 0])
+
+
+def test_wrong_places_in_a_response_are_an_error():
+    ids, sizes, prompt, starts = conversation()
+    for wrong in ([starts[0] + 1, starts[1]], [starts[0], len(ids)]):
+        with pytest.raises(ValueError, match="the response tokens from .* on are not the .* of one image"):
+            mrope_positions(torch.tensor(ids), prompt, torch.tensor(sizes), TOKENS, [IN_PROMPT, *wrong])
+    with pytest.raises(ValueError, match="the sample has 14 image tokens, and its 3 images have 16"):
+        other = torch.tensor([(1, 4, 6), (1, 8, 4), (1, 2, 4)])
+        mrope_positions(torch.tensor(ids), prompt, other, TOKENS, [IN_PROMPT, starts[0], IN_PROMPT])
+    one = vision.inputs([(1, 4, 4)], 0)
+    with pytest.raises(ValueError, match="row 1 has 1 images and 2 places in its response"):
+        BatchImages.of_samples([None, one], [None, {"response_starts": [3, 9]}])
+
+
+def test_selected_rows_keep_the_places_of_their_images():
+    two, one = vision.inputs([(1, 4, 4), (1, 2, 2)], 0), vision.inputs([(1, 4, 4)], 1)
+    given = [{"response_starts": [7]}, None, {"images": []}]
+    images = BatchImages.of_samples([two, None, one], given)
+    assert images is not None and images.starts_of_samples() == [[IN_PROMPT, 7], [], [IN_PROMPT]]
+    chosen = images.select(torch.tensor([2, 1, 0, 0]))
+    assert chosen is not None
+    assert chosen.starts_of_samples() == [[IN_PROMPT], [], [IN_PROMPT, 7], [IN_PROMPT, 7]]
+    assert BatchImages.from_tensors(chosen.tensors()).starts.tolist() == chosen.starts.tolist()  # type: ignore[union-attr]
 
 
 def test_other_number_of_image_tokens_is_an_error():

@@ -12,12 +12,13 @@ import torch
 from slimrl.data.images import BatchImages
 from slimrl.data.train_batch import RolloutBatch
 from slimrl.models.families import family_for
-from slimrl.models.families.vision import elements
+from slimrl.models.families.vision import kept_elements, tower_weights
 from tests.megatron import tiny
 
 IMAGE, VIDEO, START, END = range(110, 114)
 MERGE = 2
 PATCH_VALUES = 3 * 2 * 14 * 14
+DEEP_PATCH_VALUES = 3 * 2 * 16 * 16
 TOWER = {
     "depth": 2,
     "hidden_size": 32,
@@ -107,7 +108,7 @@ def _save(architecture: Any, config: Any, folder: Path, seed: int) -> Path:
 def flags_of(folder: Path) -> dict[str, Any]:
     """The flags of the model, in addition to those of `tiny_args`."""
     config = json.loads((folder / "config.json").read_text())
-    deep = config["model_type"] == "qwen3_vl"
+    deep, family = config["model_type"] == "qwen3_vl", family_for(config)
     return {
         "num_layers": DEEP_LAYERS if deep else 2,
         "qk_layernorm": deep,
@@ -115,8 +116,10 @@ def flags_of(folder: Path) -> dict[str, Any]:
         "untie_embeddings_and_output_weights": not config["tie_word_embeddings"],
         "position_embedding_type": "mrope",
         "mrope_section": config["text_config"]["rope_parameters"]["mrope_section"],
-        "vision_weights": elements(family_for(config).tower_rows),
+        "vision_weights": tower_weights(family.tower_rows),
+        "vision_activations": kept_elements(family.tower, config),
         "vision_folder": str(folder),
+        "vision_levels": len(config["vision_config"].get("deepstack_visual_indexes", ())),
         "hf_checkpoint": str(folder),
     }
 

@@ -24,6 +24,7 @@ from slimrl.data.sample import Sample
 from slimrl.engines.protocol import PromptImages
 from slimrl.rollout.dataset import images
 from slimrl.rollout.dataset.prompt_dataset import Prompt, PromptTokenizer, load_prompts
+from slimrl.rollout.sft_rollout import fill_conversation
 from slimrl.tiny.models import (
     FAMILIES,
     IMAGE_PAD,
@@ -235,3 +236,50 @@ def test_engine_gets_one_token_for_each_image():
     assert sent.one_each([1, 9, 9, 9, 2, 9, 3]) == [1, 9, 2, 9, 3]
     with pytest.raises(ValueError, match="the tokens have 3 images"):
         sent.one_each([1, 9, 2, 9, 3, 9])
+
+
+def filled(folder: Path, tokenizer: Any, max_tokens: int | None = None) -> Sample:
+    """A conversation with images of 2 x 3 and 2 x 2 tokens, in the first turn and after the first answer."""
+    messages = [
+        {"role": "user", "content": QUESTION},
+        {"role": "assistant", "content": "3"},
+        {"role": "user", "content": "<image>and now?"},
+        {"role": "assistant", "content": "2"},
+    ]
+    row = {"prompt": messages, "images": [uri(picture(84, 56)), uri(picture(56, 56, seed=1))]}
+    conversation = form(folder, apply_chat_template=False, keep_messages=True)
+    (made,) = PromptTokenizer(conversation, tokenizer).make([row])
+    sample = made.sample(group_index=0, index=0)
+    fill_conversation(
+        sample, tokenizer, "qwen", {}, max_tokens=max_tokens, processor=images.ImageProcessor(str(folder))
+    )
+    return sample
+
+
+def test_conversation_has_the_tokens_of_its_images_and_trains_none_of_them(folder: Path, tokenizer: Any):
+    sample, image = filled(folder, tokenizer), tokenizer.convert_tokens_to_ids(IMAGE_PAD)
+    assert sample.tokens.count(image) == 6 + 4 and sample.tokens[: sample.prompt_length].count(image) == 6
+    response = sample.tokens[sample.prompt_length :]
+    assert sample.multimodal_inputs["response_starts"] == [response.index(image)]
+    trained = [token for token, chosen in zip(response, sample.loss_mask, strict=True) if chosen]
+    assert tokenizer.decode(trained) == "3<|im_end|>2<|im_end|>"
+    text = f"<|vision_start|>{IMAGE_PAD * 4}<|vision_end|>and now?"
+    assert text in tokenizer.decode(response)
+    assert sample.response.startswith("3<|im_end|>") and sample.response.endswith("2<|im_end|>\n")
+
+
+def test_cut_leaves_whole_images(folder: Path, tokenizer: Any):
+    whole, image = filled(folder, tokenizer), tokenizer.convert_tokens_to_ids(IMAGE_PAD)
+    first = whole.prompt_length
+    start = first + whole.multimodal_inputs["response_starts"][0]
+    for limit in range(first + 1, len(whole.tokens) + 1):
+        sample = filled(folder, tokenizer, limit)
+        has_second = limit >= start + 4
+        length = limit if has_second else min(limit, start)
+        assert sample.tokens == whole.tokens[:length] and len(sample.loss_mask) == length - first
+        assert sample.multimodal_inputs["response_starts"] == ([start - first] if has_second else [])
+        assert len(images.images_of(sample)) == 1 + has_second
+        grids = sample.multimodal_train_inputs["image_grid_thw"]
+        assert int(grids.prod(1).sum()) // 4 == sample.tokens.count(image) == 6 + 4 * has_second
+    with pytest.raises(ValueError, match="tokens before the first one to train on"):
+        filled(folder, tokenizer, first)

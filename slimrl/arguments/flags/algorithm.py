@@ -275,6 +275,12 @@ class AlgorithmArguments(PreferenceArguments, RewardModelArguments):
         None, "function that may change a rank's part of a rollout before its optimizer steps (dotted import path)"
     )
 
+    def trains_weight(self, name: str) -> bool:
+        """Whether the two lists let the weight of this Megatron name be trained."""
+        only = self.only_train_params_name_list
+        patterns = (self.freeze_params_name_list or []) if only is None else only
+        return any(re.search(pattern, name) for pattern in patterns) == (only is not None)
+
     @property
     def trains_on_pairs(self) -> bool:
         """True if the loss is one of preferences: of pairs of responses, or of labelled single ones."""

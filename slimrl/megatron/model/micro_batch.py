@@ -233,15 +233,23 @@ def _of_vision(
     prompts = (chosen.total_lengths - chosen.response_lengths).tolist()
     images = chosen.images
     grids = [None] * len(samples) if images is None else images.grids_of_samples()
+    starts: list[list[int]] = [[]] * len(samples) if images is None else images.starts_of_samples()
     positions = torch.zeros(3, 1, length, dtype=torch.int64)
     positions[:, 0, real] = torch.cat(
-        [mrope_positions(*sample, vision) for sample in zip(samples, prompts, grids, strict=True)], dim=1
+        [
+            mrope_positions(tokens, prompt, own, vision, places)
+            for tokens, prompt, own, places in zip(samples, prompts, grids, starts, strict=True)
+        ],
+        dim=1,
     )
     found: dict[str, Any] = {"position_ids": positions.to(device)}
     if images is not None:
         offsets = chosen.token_offsets.tolist()
-        of_samples = zip(samples, prompts, offsets[:-1], strict=True)
-        rows = [image_rows(tokens, prompt, vision) + offset for tokens, prompt, offset in of_samples]
+        of_samples = zip(samples, prompts, grids, starts, offsets[:-1], strict=True)
+        rows = [
+            image_rows(tokens, prompt, vision, own, places) + offset
+            for tokens, prompt, own, places, offset in of_samples
+        ]
         pixels, of_images = images.in_order()
         found["images"] = ImageTensors(pixels.to(device), of_images.to(device), real[torch.cat(rows)].to(device))
     return found

@@ -261,8 +261,7 @@ def freeze_parameters(algorithm: AlgorithmArguments, stages: Sequence[GPTModel])
     if patterns:
         named = list(_named_parameters(stages))
         for name, parameter in named:
-            found = any(re.search(pattern, name) for pattern in patterns)
-            parameter.requires_grad_(found == (flag == _ONLY))
+            parameter.requires_grad_(algorithm.trains_weight(name))
         _check_effect(flag, patterns, named)
     for stage in stages:  # a custom model may be frozen without a list
         _keep_the_graph(stage)

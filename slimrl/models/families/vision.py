@@ -11,6 +11,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from slimrl.models.config_rows import Config, settings
 from slimrl.models.families.param_mapping import HfTensor, ParamMapping
@@ -142,6 +143,7 @@ class VisionTower:
     rows: Callable[[Config], tuple[ParamMapping, ...]]
     architecture: str  # "module.Class"
     interleaves_positions: bool = False
+    feed_forward_results: int = 4  # of the inner width, kept for the backward pass: gate, up, silu and product
 
 
 QWEN2_5_VL = VisionTower(
@@ -150,10 +152,35 @@ QWEN2_5_VL = VisionTower(
 
 
 QWEN3_VL = VisionTower(
-    qwen3_vl_tower, "transformers.models.qwen3_vl.modeling_qwen3_vl.Qwen3VLVisionModel", interleaves_positions=True
+    qwen3_vl_tower,
+    "transformers.models.qwen3_vl.modeling_qwen3_vl.Qwen3VLVisionModel",
+    interleaves_positions=True,
+    feed_forward_results=2,  # before and after the activation
 )
 
+TowerWeights = tuple[tuple[str, int], ...]  # Megatron's name and the elements of each tensor of a tower
 
-def elements(rows: Iterable[ParamMapping]) -> tuple[int, ...]:
-    """The number of elements of each tensor of the tower."""
-    return tuple(math.prod(map(int, row.hf[0].dims)) for row in rows)
+
+def tower_weights(rows: Iterable[ParamMapping]) -> TowerWeights:
+    """The tensors of the tower."""
+    return tuple((row.megatron[0], math.prod(map(int, row.hf[0].dims))) for row in rows)
+
+
+def kept_elements(tower: VisionTower, config: Config) -> int:
+    """Elements that the backward pass of a trained tower reads, for each token of an image.
+
+    Of each patch: its values; in each block the input and the result of two norms, queries, keys, values, the result
+    of attention, and the results in the feed-forward block; in each merger the input and the result of its norm, and
+    those before and after its activation.
+    """
+    settings: dict[str, Any] = config[TOWER_CONFIG]
+    rows = {row.megatron[0].removeprefix(MEGATRON_TOWER): row.hf[0].dims for row in tower.rows(config)}
+    width, *patch = map(int, rows["patch_embed.proj.weight"])
+    inner = next(
+        int(dims[0]) for name, dims in rows.items() if re.match(r"blocks\.0\.mlp\.(gate_proj|linear_fc1)", name)
+    )
+    blocks = sum(name.endswith(".attn.proj.bias") for name in rows)
+    mergers = 1 + len(settings.get("deepstack_visual_indexes", ()))
+    kept = math.prod(patch) + blocks * (8 * width + tower.feed_forward_results * inner) + mergers * 4 * width
+    merge: int = settings.get("spatial_merge_size", 2)
+    return merge**2 * kept

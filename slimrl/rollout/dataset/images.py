@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slimrl.data.image_prompts import GRIDS, PIXELS, stored_bytes
+from slimrl.data.image_prompts import GRIDS, IMAGES, PIXELS, stored_bytes
 from slimrl.data.sample import Sample
 from slimrl.engines.protocol import PromptImages
 from slimrl.models.families.vision import VisionTokens
@@ -25,7 +25,6 @@ from slimrl.models.families.vision import VisionTokens
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-IMAGES = "images"  # key of Sample.multimodal_inputs
 MAX_PIXELS = 100_000_000  # of a stored image; the processor scales it down to far fewer
 MAX_BYTES = 256 << 20  # of a downloaded one
 DOWNLOAD_TIMEOUT_S = 30.0
@@ -69,20 +68,19 @@ class ImageProcessor:
         return patches // self.tokens.merge_size**2
 
     def expand(self, token_ids: Sequence[int], counts: Sequence[int]) -> array[int]:
-        """The prompt with the token of each image as often as it has tokens. Raises ValueError unless each has one."""
+        """The tokens with that of each image as often as it has tokens. Raises ValueError unless each has one."""
+        return array("I", [token_ids[place] for place in self.expanded_places(token_ids, counts)])
+
+    def expanded_places(self, token_ids: Sequence[int], counts: Sequence[int]) -> list[int]:
+        """For each token of `expand` its place in `token_ids`."""
         places = [place for place, token in enumerate(token_ids) if token == self.tokens.image_token_id]
         if len(places) != len(counts):
             raise ValueError(
                 f"the rendered prompt has {len(places)} image tokens ({self.tokens.image_token_id}) for {len(counts)}"
                 " images: the chat template of a vision-language model gives each one"
             )
-        expanded, start = array("I"), 0
-        for place, count in zip(places, counts, strict=True):
-            expanded.extend(token_ids[start:place])
-            expanded.extend([self.tokens.image_token_id] * count)
-            start = place + 1
-        expanded.extend(token_ids[start:])
-        return expanded
+        repeats = dict(zip(places, counts, strict=True))
+        return [place for place in range(len(token_ids)) for _ in range(repeats.get(place, 1))]
 
     def train_inputs(self, uris: Sequence[str]) -> dict[str, Any]:
         """What transformers' model takes: `pixel_values` and `image_grid_thw` of all images end to end."""

@@ -19,7 +19,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-from slimrl.data.image_prompts import image_items, with_images
+from slimrl.data.image_prompts import IMAGES, image_items, with_images
 from slimrl.data.preference_pairs import PAIR_KEY, pair_of
 from slimrl.data.prompt_format import (
     MESSAGES_KEY,
@@ -38,7 +38,7 @@ from slimrl.data.prompt_format import (
 from slimrl.data.readers import RowSet, open_rows
 from slimrl.data.sample import Sample
 from slimrl.rollout.async_utils import WorkerThread
-from slimrl.rollout.dataset.images import IMAGES, ImageProcessor, data_uri
+from slimrl.rollout.dataset.images import ImageProcessor, data_uri
 
 __all__ = [
     "MESSAGES_KEY",
@@ -132,9 +132,11 @@ class PromptTokenizer:
         results: list[Prompt | OverlongPrompt | InvalidRow] = []
         for row, content, ids in zip(rows, contents, token_ids, strict=True):
             images: tuple[str, ...] = ()
-            if self._images is not None and isinstance(content, str) and isinstance(row, dict):
+            if self._images is not None and not isinstance(content, InvalidRow) and isinstance(row, dict):
                 try:
-                    ids, images = self._with_images(self._images, row, ids)
+                    counts, images = self._read_images(self._images, row)
+                    if isinstance(content, str):  # a conversation is tokenized with its loss mask
+                        ids = self._images.expand(ids, counts)
                 except ValueError as error:
                     content = InvalidRow(str(error))
             if isinstance(content, InvalidRow):
@@ -152,10 +154,8 @@ class PromptTokenizer:
                 results.append(prompt if limit is None or len(ids) <= limit else self._shortened(prompt, limit))
         return results
 
-    def _with_images(
-        self, processor: ImageProcessor, row: dict[str, Any], ids: array[int]
-    ) -> tuple[array[int], tuple[str, ...]]:
-        """The prompt's tokens with all of its images' tokens, and the images. Raises ValueError for a bad image."""
+    def _read_images(self, processor: ImageProcessor, row: dict[str, Any]) -> tuple[list[int], tuple[str, ...]]:
+        """The number of tokens of each image, and the images. Raises ValueError for a bad image."""
         assert self._form.images is not None  # there is a processor
         counts, uris = [], []
         for number, item in enumerate(image_items(row, self._form.images)):
@@ -165,7 +165,7 @@ class PromptTokenizer:
             except ValueError as error:
                 raise ValueError(f"{self._form.images.key}[{number}] (--multimodal-keys) {error}") from error
             uris.append(data_uri(image))
-        return processor.expand(ids, counts), tuple(uris)
+        return counts, tuple(uris)
 
     def _shortened(self, prompt: Prompt, limit: int) -> Prompt:
         """The prompt cut to `limit` tokens, with the text of those; the metadata tells how many were cut out."""
