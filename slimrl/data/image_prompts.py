@@ -93,7 +93,7 @@ def check_images(row: dict[str, Any], messages: list[dict[str, Any]], column: Im
             f" (--multimodal-keys) has {len(items)} images"
         )
     for number, item in enumerate(items):
-        if (fault := _item_fault(item)) is not None:
+        if (fault := item_fault(item)) is not None:
             raise ValueError(f"{column.key}[{number}] (--multimodal-keys) {fault}")
 
 
@@ -108,14 +108,15 @@ def check_turns(conversation: list[dict[str, Any]]) -> None:
             )
 
 
-def _item_fault(item: Any) -> str | None:
+def item_fault(item: Any) -> str | None:
+    """Why an image cannot be one, as far as can be told without opening it, worded to follow its name; else None."""
     if isinstance(item, dict):
         stored, path = item.get("bytes"), item.get("path")
         if stored is None and path is None:
             return 'is an object without "bytes" and "path"'
         if isinstance(stored, str):
             return None if _from_base64(stored) is not None else "has bytes that are no base64 text"
-        return _item_fault(path if stored is None else stored)
+        return item_fault(path if stored is None else stored)
     if isinstance(item, bytes):
         return None
     if not isinstance(item, str):

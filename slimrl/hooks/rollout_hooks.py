@@ -58,12 +58,13 @@ class CustomGenerate(Hook, Protocol):
     """`--custom-generate-function-path`: generates one sample.
 
     `evaluation` is True for samples of an evaluation, `engine` is the client of the engines
-    (`slimrl.engines.protocol.EngineClient`) and `tokenizer` the run's tokenizer. The engine's finish reason "abort"
-    means that the rollout is full: return the sample with status ABORTED. With `--partial-rollout` the function is
-    called with it again, to continue it.
+    (`slimrl.engines.protocol.EngineClient`) and `tokenizer` the run's tokenizer. With a vision-language model
+    its requests have the sample's images, and `image_processor` is that of multi_turn_generate; else it is None. The
+    engine's finish reason "abort" means that the rollout is full: return the sample with status ABORTED. With
+    `--partial-rollout` the function is called with it again, to continue it.
     """
 
-    offered: ClassVar[tuple[str, ...]] = ("evaluation", "engine", "tokenizer")
+    offered: ClassVar[tuple[str, ...]] = ("evaluation", "engine", "tokenizer", "image_processor")
 
     async def __call__(
         self, args: RunArguments, sample: Sample, sampling_params: dict[str, Any]

@@ -161,9 +161,7 @@ class _ImagesOf:
             [conversation.mask[place] for place in places],
             None if conversation.offsets is None else [conversation.offsets[place] for place in places],
         )
-        begins = [at == 0 or places[at - 1] != place for at, place in enumerate(places)]
-        image = processor.tokens.image_token_id
-        self.starts = [at for at, token in enumerate(ids) if token == image and begins[at]]
+        self.starts = processor.image_starts(ids, places)
 
     def keep(self, sample: Sample, first: int, length: int) -> int:
         """Leaves the sample the images that its `length` tokens have whole; the response begins with token `first`.

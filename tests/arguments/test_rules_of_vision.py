@@ -68,7 +68,10 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
         ],
     ),
     "images_fit_the_run": (
-        [f"{KEYS} --rollout-max-prompt-len 1024"],
+        [
+            f"{KEYS} --rollout-max-prompt-len 1024",
+            f"{KEYS} --custom-generate-function-path examples.look_again.generate",
+        ],
         [
             (
                 f"{KEYS} --rollout-truncate-prompt left --rollout-max-prompt-len 1024",

@@ -10,6 +10,8 @@ import pytest
 
 from tests.tools.converting import run_tool
 
+ROOT = Path(__file__).parents[2]
+
 
 @dataclasses.dataclass(frozen=True)
 class Tiny:
@@ -78,4 +80,23 @@ def tiny(additions: Path, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     flags = (*made.model_args(), "--hf-checkpoint", made.model, "--save", made.torch_dist)
     done = run_tool("convert_hf_to_torch_dist.py", *flags)
     assert done.returncode == 0, done.stderr
+    return made
+
+
+class SeeingTiny(Tiny):
+    """The toy of Qwen2.5-VL, with the flags of its recipe."""
+
+    def model_args(self) -> list[str]:
+        script = f"source '{ROOT}/scripts/models/qwen2.5-VL-3B.sh'; source '{ROOT}/scripts/lib/tiny/qwen2_5_vl.sh'"
+        script += "; printf '%s\\n' \"${MODEL_ARGS[@]}\""
+        return subprocess.run(["bash", "-c", script], check=True, capture_output=True, text=True).stdout.split()
+
+
+def make_seeing(folder: Path, warm_start_steps: int) -> Tiny:
+    """The toy of Qwen2.5-VL, random or taught to count squares for so many steps."""
+    flags = ("--output-dir", folder / "toy", "--family", "qwen2_5_vl", "--warm-start-steps", str(warm_start_steps))
+    done = run_tool("make_tiny_model.py", *flags, "--train-size", "64", "--eval-size", "8")
+    assert done.returncode == 0, done.stderr
+    made = SeeingTiny(folder / "toy", folder / "home", folder / "toy" / "model")
+    made.home.mkdir()
     return made

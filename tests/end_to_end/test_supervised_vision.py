@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,34 +13,16 @@ import torch
 
 from slimrl.tiny.vision_task import Counting, split_countings
 from tests.end_to_end import harness
-from tests.end_to_end.conftest import Tiny
+from tests.end_to_end.conftest import Tiny, make_seeing
 from tests.end_to_end.test_supervised import FLAGS
-from tests.tools.converting import run_tool
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 IMAGE = "<|image_pad|>"
-ROOT = Path(__file__).parents[2]
-
-
-class SeeingTiny(Tiny):
-    """The toy of Qwen2.5-VL, with the flags of its recipe."""
-
-    def model_args(self) -> list[str]:
-        script = f"source '{ROOT}/scripts/models/qwen2.5-VL-3B.sh'; source '{ROOT}/scripts/lib/tiny/qwen2_5_vl.sh'"
-        script += "; printf '%s\\n' \"${MODEL_ARGS[@]}\""
-        return subprocess.run(["bash", "-c", script], check=True, capture_output=True, text=True).stdout.split()
 
 
 @pytest.fixture(scope="module")
 def seeing(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    """The toy of Qwen2.5-VL with random weights."""
-    folder = tmp_path_factory.mktemp("seeing")
-    flags = ("--output-dir", folder / "toy", "--family", "qwen2_5_vl", "--warm-start-steps", "0")
-    done = run_tool("make_tiny_model.py", *flags, "--train-size", "8", "--eval-size", "8")
-    assert done.returncode == 0, done.stderr
-    made = SeeingTiny(folder / "toy", folder / "home", folder / "toy" / "model")
-    made.home.mkdir()
-    return made
+    return make_seeing(tmp_path_factory.mktemp("seeing"), 0)
 
 
 def turns(role: str, text: str, answer: str) -> list[dict[str, str]]:

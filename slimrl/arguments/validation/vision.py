@@ -145,11 +145,9 @@ def images_fit_the_run(args: Arguments, context: Context) -> Iterator[Problem]:
         return
     if not args.apply_chat_template and not args.reads_conversations and not args.reads_pairs:
         yield Problem(_KEYS, f"{_KEYS} puts images where the chat template has them: add --apply-chat-template.")
-    custom = "passes the engine no images"
     own_function = args.has_custom_rollout_function and not args.reads_pairs and not args.reads_conversations
     for given, flag, reason in (
-        (args.custom_generate_function_path is not None, "--custom-generate-function-path", custom),
-        (own_function, "--rollout-function-path", custom),
+        (own_function, "--rollout-function-path", "passes the engine no images"),
         (args.reads_pairs, "--rollout-function-path", "reads pairs of text"),
         (
             args.custom_convert_samples_to_train_data_path is not None,

@@ -7,6 +7,7 @@ processor makes of the same pixels. A prompt has one token per image until `expa
 from __future__ import annotations
 
 import base64
+import dataclasses
 import io
 import json
 import urllib.error
@@ -17,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slimrl.data.image_prompts import GRIDS, IMAGES, PIXELS, stored_bytes
+from slimrl.data.image_prompts import GRIDS, IMAGES, PIXELS, PLACEHOLDER, RESPONSE_STARTS, item_fault, stored_bytes
 from slimrl.data.sample import Sample
 from slimrl.engines.protocol import PromptImages
 from slimrl.models.families.vision import VisionTokens
@@ -31,6 +32,15 @@ DOWNLOAD_TIMEOUT_S = 30.0
 _PREFIX = "data:image/png;base64,"
 
 
+@dataclasses.dataclass(frozen=True)
+class SeenText:
+    """Tokens of a text with all of its images' tokens, the first token of each image, and the images as data URIs."""
+
+    token_ids: list[int]
+    starts: list[int]
+    images: tuple[str, ...]
+
+
 class ImageProcessor:
     """The image processor of the model in `folder`."""
 
@@ -39,10 +49,12 @@ class ImageProcessor:
         # imported here: slow, and only vision-language models need it
         from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
-        vision = VisionTokens.of(json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")))
+        config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+        vision = VisionTokens.of(config)
         if vision is None:
             raise ValueError(f"{folder} has no vision_config in config.json: give a vision-language model")
         self.tokens = vision
+        self._around = config["vision_start_token_id"], config["vision_end_token_id"]
         self._processor = AutoImageProcessor.from_pretrained(folder)
 
     def read(self, item: Any) -> Image:
@@ -82,6 +94,38 @@ class ImageProcessor:
         repeats = dict(zip(places, counts, strict=True))
         return [place for place in range(len(token_ids)) for _ in range(repeats.get(place, 1))]
 
+    def image_starts(self, token_ids: Sequence[int], places: Sequence[int]) -> list[int]:
+        """The first token of each image; `token_ids` are expanded, and `places` those of `expanded_places`."""
+        begins = [at == 0 or places[at - 1] != place for at, place in enumerate(places)]
+        return [at for at, token in enumerate(token_ids) if token == self.tokens.image_token_id and begins[at]]
+
+    def tokenize(self, tokenizer: Any, text: str, items: Sequence[Any]) -> SeenText:
+        """A message of a tool: `text` with a place `<image>` for each of `items`, which are as in prompt data.
+
+        Raises ValueError for another number of places, and for an image that cannot be read.
+        """
+        pieces = text.split(PLACEHOLDER)
+        if len(pieces) - 1 != len(items):
+            raise ValueError(
+                f"its text has {len(pieces) - 1} places for images ({PLACEHOLDER}) and {len(items)} images"
+            )
+        counts, uris = [], []
+        for number, item in enumerate(items):
+            try:
+                if (fault := item_fault(item)) is not None:
+                    raise ValueError(fault)
+                image = self.read(item)
+                counts.append(self.count(image))
+            except ValueError as error:
+                raise ValueError(f"its image {number} {error}") from error
+            uris.append(data_uri(image))
+        start, end = self._around
+        place = "".join(tokenizer.convert_ids_to_tokens([start, self.tokens.image_token_id, end]))
+        ids = tokenizer(place.join(pieces), add_special_tokens=False)["input_ids"]
+        places = self.expanded_places(ids, counts)
+        ids = [ids[place] for place in places]
+        return SeenText(ids, self.image_starts(ids, places), tuple(uris))
+
     def train_inputs(self, uris: Sequence[str]) -> dict[str, Any]:
         """What transformers' model takes: `pixel_values` and `image_grid_thw` of all images end to end."""
         images = [self.read(uri) for uri in uris]
@@ -111,7 +155,8 @@ def _downloaded(url: str) -> bytes:
 def training_inputs(samples: Sequence[Sample], folder: str | None) -> list[Mapping[str, Any] | None]:
     """The tensors of each sample's images for training, None for one without; samples with equal images share them.
 
-    `folder` has the model's processor. Raises ValueError for a sample with images and a model of text.
+    `folder` has the model's processor. Raises ValueError for a sample with images and a model of text, and for one with
+    other images in its tokens, as a custom function may return.
     """
     processor: ImageProcessor | None = None
     made: dict[tuple[str, ...], Mapping[str, Any]] = {}
@@ -126,8 +171,24 @@ def training_inputs(samples: Sequence[Sample], folder: str | None) -> list[Mappi
         processor = processor or ImageProcessor(folder)
         if uris not in made:
             made[uris] = processor.train_inputs(uris)
+        _check_places(sample, made[uris][GRIDS], processor.tokens)
         found.append(made[uris])
     return found
+
+
+def _check_places(sample: Sample, grids: Any, vision: VisionTokens) -> None:
+    import torch  # not in the driver
+
+    from slimrl.data.images import IN_PROMPT, mrope_positions
+
+    starts = (sample.multimodal_inputs or {}).get(RESPONSE_STARTS) or []
+    places = [*[IN_PROMPT] * (len(grids) - len(starts)), *starts]
+    try:
+        mrope_positions(torch.tensor(sample.tokens), sample.prompt_length, grids, vision, places)
+    except ValueError as error:
+        raise ValueError(
+            f"sample {sample.index}: {error}; append images with multi_turn_generate or append_seen_text"
+        ) from error
 
 
 def image_token_id(folder: str | None) -> int | None:

@@ -11,16 +11,20 @@ An engine may also report an abort for a response that was complete. `complete_i
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import functools
 import json
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+from slimrl.data.image_prompts import IMAGES, RESPONSE_STARTS
 from slimrl.data.sample import NO_VERSION, PackedColumn, Sample, SampleStatus, Span, add_span, clip_spans
 from slimrl.engines.protocol import EngineClient, Generation
 from slimrl.renamed_modules import current_name
+from slimrl.rollout.dataset.images import ImageProcessor, SeenText, images_of
 
 _TOKENS_PER_CHARACTER = 4  # at most: one for each byte of UTF-8
 
@@ -116,20 +120,56 @@ def append_tool_output(sample: Sample, token_ids: list[int]) -> None:
     _append(sample, token_ids, [0.0] * len(token_ids), spans, trained=False)
 
 
+def append_seen_text(sample: Sample, seen: SeenText) -> None:
+    """Appends a tool's tokens with images, which later requests and training then have."""
+    given = sample.multimodal_inputs or {}
+    starts = [*(given.get(RESPONSE_STARTS) or ()), *(sample.response_length + start for start in seen.starts)]
+    append_tool_output(sample, seen.token_ids)
+    if seen.images:
+        sample.multimodal_inputs = {**given, IMAGES: [*images_of(sample), *seen.images], RESPONSE_STARTS: starts}
+        sample.multimodal_train_inputs = None  # made of all images, for training
+
+
+@dataclasses.dataclass(frozen=True)
+class ToolOutput:
+    """The text that a tool appends, and the images at its places `<image>`: paths, URLs, data URIs or bytes."""
+
+    text: str
+    images: Sequence[Any] = ()
+
+
+async def _seen_text(output: str | ToolOutput, tokenizer: Any, processor: ImageProcessor | None) -> SeenText:
+    """The tokens of a tool's output. Raises ValueError for bad images, and for images without a processor."""
+    if isinstance(output, str) or not output.images:
+        text = output if isinstance(output, str) else output.text
+        return SeenText(tokenizer(text, add_special_tokens=False)["input_ids"], [], ())
+    if processor is None:
+        raise ValueError(
+            "the tool's output has images: give multi_turn_generate the image_processor, which a function of"
+            " --custom-generate-function-path gets as the keyword image_processor with a vision-language model"
+        )
+    try:  # decoding would hold up the other samples
+        return await asyncio.to_thread(processor.tokenize, tokenizer, output.text, output.images)
+    except ValueError as error:
+        raise ValueError(f"the tool's output cannot be appended: {error}") from error
+
+
 async def multi_turn_generate(
     sample: Sample,
     sampling_params: dict[str, Any],
     *,
     engine: EngineClient,
     tokenizer: Any,
-    tool: Callable[[str], Awaitable[str | None]],
+    tool: Callable[[str], Awaitable[str | ToolOutput | None]],
     stop: list[str],
     max_calls: int,
+    image_processor: ImageProcessor | None = None,
 ) -> Sample:
     """Alternates between model and tool until the model ends its turn without a tool call or the sample is full.
 
     The model generates until one of the strings `stop`. `tool` receives that turn's text, including the stop string,
-    and returns the text to append, or None to end the sample. The sample is truncated when it reaches
+    and returns the text to append, also with images (`ToolOutput`, which needs the `image_processor`), or None to end
+    the sample. The sample is truncated when it reaches
     `max_new_tokens` (model and tool tokens) or makes more than `max_calls` calls. An aborted sample is returned
     ABORTED and can be continued by another call. A sample's `session_id` keeps its turns on one server.
     """
@@ -159,6 +199,8 @@ async def multi_turn_generate(
             end_at_stop_string(sample, generation.new_tokens, params["stop"], decode)
         if sample.status is not SampleStatus.COMPLETED:
             break
+        if image_processor is not None and image_processor.tokens.image_token_id in generation.token_ids:
+            break  # sampled as text, which an engine would take for an image in the next request
         call = _until(decode(sample.tokens[sample.prompt_length + starts[-1] :]), stop)
         if call is None:
             break
@@ -171,8 +213,11 @@ async def multi_turn_generate(
         if len(starts) > max_calls:
             sample.status = SampleStatus.TRUNCATED
             break
-        token_ids = tokenizer(answer, add_special_tokens=False)["input_ids"]
-        append_tool_output(sample, token_ids[: end - sample.response_length])
+        seen = await _seen_text(answer, tokenizer, image_processor)
+        if seen.images and len(seen.token_ids) > end - sample.response_length:
+            sample.status = SampleStatus.TRUNCATED  # a part of an image is none
+            break
+        append_seen_text(sample, dataclasses.replace(seen, token_ids=seen.token_ids[: end - sample.response_length]))
         starts.append(sample.response_length)
     sample.response = decode(sample.tokens[sample.prompt_length :])
     return sample

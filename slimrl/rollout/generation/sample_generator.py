@@ -24,16 +24,16 @@ from slimrl.arguments import Arguments
 from slimrl.arguments.flags.rollout import RolloutArguments
 from slimrl.arguments.namespace import PromptArguments
 from slimrl.data.sample import Sample, SampleStatus, clip_spans, unserved_field
-from slimrl.engines.protocol import EngineClient, ServiceError, StoppableEngine, with_images
+from slimrl.engines.protocol import EngineClient, ServiceError, StoppableEngine
 from slimrl.hooks.base import RunArguments
 from slimrl.rollout.async_utils import ends_from_outside, gather_or_cancel
-from slimrl.rollout.dataset.images import image_token_id, prompt_images
 from slimrl.rollout.generation.multi_turn import (
     append_generation,
     complete_if_stopped,
     end_at_stop_string,
     stop_tokens,
 )
+from slimrl.rollout.generation.sample_images import SampleImages
 from slimrl.rollout.generation.sample_tracker import (
     GENERATION,
     CustomGenerateCall,
@@ -127,7 +127,7 @@ class GeneratorConfig:
     scores_groups: bool  # the reward function gets a whole group in one call
     has_custom_sample_conversion: bool  # whether a custom function decides how many training rows a sample becomes
     router: RouterAccess
-    image_token_id: int | None  # of a vision-language model
+    vision_folder: str | None  # of a vision-language model
     hook_args: RunArguments  # passed to custom functions
 
     @classmethod
@@ -139,7 +139,7 @@ class GeneratorConfig:
             scores_groups=args.group_rm,
             has_custom_sample_conversion=args.custom_convert_samples_to_train_data_path is not None,
             router=RouterAccess.from_args(args),
-            image_token_id=image_token_id(args.vision_folder),
+            vision_folder=args.vision_folder,
             hook_args=args,
         )
 
@@ -165,6 +165,7 @@ class SampleGenerator:
         self._trace = trace
         self._functions: dict[str, tuple[hooks.CustomGenerate, tuple[str, ...]]] = {}
         self._sample_hooks = [(path, hooks.resolve(path, hooks.SampleHook)) for path in config.sample_hook_paths]
+        self._images = SampleImages(config.vision_folder)
         self.finished = 0
         self.tracker = SampleTracker(trace.stage)
 
@@ -251,7 +252,9 @@ class SampleGenerator:
             function, names = self._function(config.custom_generate_path)
             kind = "eval-sample" if config.evaluation else "sample"
             sample.session_id = sample.session_id or f"{kind}-{sample.index}"  # it may be a conversation
+            engine = self._images.engine_of(engine, sample)
             offered = {"engine": engine, "tokenizer": self._tokenizer, "evaluation": config.evaluation}
+            offered |= {"image_processor": self._images.processor} if "image_processor" in names else {}
             call = self._custom_call(sample, engine)
             self._scorer.begin()
             with call.active():
@@ -301,7 +304,7 @@ class SampleGenerator:
             sample.status = SampleStatus.TRUNCATED
             return
         continued = sample.response_length > 0
-        images = with_images(prompt_images(sample, self._config.image_token_id))
+        images = self._images.of(sample)
         generation = await engine.generate(sample.tokens, params, session_id=sample.session_id, **images)
         append_generation(sample, generation)
         if not generation.new_tokens:

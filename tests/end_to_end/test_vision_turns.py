@@ -1,0 +1,111 @@
+"""Rollouts of several turns in which the environment shows images: tokens, log-probabilities, training."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from examples.look_again import LOOKS, MESSAGE
+from slimrl.data.sample import Sample
+from slimrl.observability.rollout_dump import read_dump
+from slimrl.rollout.dataset.images import ImageProcessor, data_uri, images_of
+from slimrl.tiny.vision_task import split_countings
+from tests.end_to_end import harness
+from tests.end_to_end.conftest import Tiny, make_seeing
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+IMAGE = "<|image_pad|>"
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    """A toy that ends its answers."""
+    return make_seeing(tmp_path_factory.mktemp("seeing"), 60)
+
+
+@pytest.fixture(scope="module")
+def run(seeing: Tiny, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, list[list[Sample]]]:
+    """The finished run, and the samples of its rollouts."""
+    folder = tmp_path_factory.mktemp("turns")
+    flags = seeing.flags(
+        custom_generate_function_path="examples.look_again.generate",
+        multimodal_keys=json.dumps({"image": "images"}),
+        rollout_max_response_len=192,
+        num_rollout=2,
+        rollout_batch_size=4,
+        use_kl_loss=None,
+        kl_loss_coef=None,
+        kl_loss_type=None,
+        sglang_disable_radix_cache=None,
+        save_debug_rollout_data=folder / "dumps/{rollout_id}.jsonl",
+        actor_num_gpus_per_node=2,
+        colocate=True,
+    )
+    done = harness.start("train.py", flags, folder, "turns", seeing.home).finish(300)
+    assert done.code == 0, done.output[-6000:]
+    assert done.left == []
+    return done, [read_dump(folder / f"dumps/{number}.jsonl").samples for number in range(2)]
+
+
+def test_rollout_and_training_agree_on_every_trained_token(run: Any):
+    done, _ = run
+    assert len(done.steps("train_rollout_logprob_abs_diff_max")) == 2
+    assert max(done.steps("train_rollout_logprob_abs_diff_max")) < 1e-4
+
+
+def test_tokens_of_turns_and_images_are_in_place(run: Any, seeing: Tiny):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(seeing.model)
+    image = tokenizer.convert_tokens_to_ids(IMAGE)
+    message = MESSAGE.replace("<image>", f"<|vision_start|>{IMAGE * 6}<|vision_end|>")
+    looked = 0
+    for sample in (sample for samples in run[1] for sample in samples):
+        response, mask = sample.tokens[sample.prompt_length :], sample.loss_mask
+        assert mask is not None
+        starts = sample.multimodal_inputs.get("response_starts", [])
+        assert len(images_of(sample)) == 1 + len(starts) <= 1 + LOOKS
+        for start in starts:
+            assert response[start : start + 6] == [image] * 6 and mask[start : start + 6] == [0] * 6
+        shown = tokenizer.decode([token for token, trained in zip(response, mask, strict=True) if not trained])
+        assert shown == message * len(starts)
+        looked += len(starts) == LOOKS
+    assert looked >= 4
+
+
+def scores(model: Any, processor: Any, sample: Sample, uris: list[str], image: int) -> torch.Tensor:
+    """transformers' log-probabilities [response tokens] with these images."""
+    seen = processor(images=[ImageProcessor(model.name_or_path).read(uri) for uri in uris], return_tensors="pt")
+    tokens = torch.tensor([sample.tokens])
+    with torch.no_grad():
+        logits = model(tokens, mm_token_type_ids=(tokens == image).int(), **seen).logits[0]
+    own = torch.tensor(sample.tokens[sample.prompt_length :])
+    return logits[sample.prompt_length - 1 : -1].log_softmax(-1)[torch.arange(len(own)), own]
+
+
+def test_engine_saw_the_images_of_all_turns(run: Any, seeing: Tiny):
+    from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor
+
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(seeing.model, dtype=torch.float32)
+    processor = AutoImageProcessor.from_pretrained(seeing.model)
+    image = AutoTokenizer.from_pretrained(seeing.model).convert_tokens_to_ids(IMAGE)
+    other = data_uri(split_countings(seed=11, train_size=1, eval_size=0)[0][0].image())
+    samples = [one for one in run[1][0] if len(images_of(one)) == 1 + LOOKS][:6]
+    blind = []
+    for sample in samples:
+        trained = torch.tensor(sample.loss_mask).bool()
+        starts = sample.multimodal_inputs["response_starts"]
+        own, uris = torch.tensor(sample.rollout_log_probs), list(images_of(sample))
+        assert (scores(model, processor, sample, uris, image) - own)[trained].abs().max() < 1e-4
+        for turn, start in enumerate(starts):  # another picture in this turn changes what follows, and nothing before
+            uris[1 + turn : 2 + turn] = [other]
+            change = (scores(model, processor, sample, uris, image) - own).abs()
+            before = torch.arange(len(own)) < start
+            assert change[trained & before].max() < 1e-4
+            blind.append(float(change[trained & ~before].max()))
+            uris = list(images_of(sample))
+    assert min(blind) > 1e-3
