@@ -13,8 +13,10 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import itertools
 import logging
 import threading
+import time
 from collections.abc import Coroutine, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -26,7 +28,7 @@ from slimrl.arguments.engine_groups.config import POLICY_NAMES
 from slimrl.data.sample import Sample
 from slimrl.engines.protocol import SamplingConfig, ServiceError
 from slimrl.hooks import own_path
-from slimrl.rollout.generation.sample_tracker import CustomGenerateCall, own_headers
+from slimrl.rollout.generation.sample_tracker import CustomGenerateCall, own_headers, patience_s
 
 
 class GenerateState:
@@ -106,7 +108,9 @@ logger = logging.getLogger(__name__)
 TIME_LIMIT_S = 600.0
 CONNECT_LIMIT_S = 10.0
 PAUSE_S = 1.0
+MAX_RETRIES = 60
 _TOO_MANY_REQUESTS = 429
+_UNAVAILABLE = (502, 503, 504)  # of a router without servers, or whose server has just been lost
 
 
 class RequestFailedError(ServiceError):
@@ -114,29 +118,37 @@ class RequestFailedError(ServiceError):
 
 
 class _NoResponseError(Exception):
-    """No response; the request may be retried."""
+    """No response; the request may be retried. `unavailable`: no server could take it."""
+
+    def __init__(self, text: str, *, unavailable: bool = False) -> None:
+        super().__init__(text)
+        self.unavailable = unavailable
 
 
-async def post(url: str, payload: Any, max_retries: int = 60, headers: Mapping[str, str] | None = None) -> Any:
+async def post(url: str, payload: Any, max_retries: int = MAX_RETRIES, headers: Mapping[str, str] | None = None) -> Any:
     """Sends a POST with `payload` as JSON; returns the decoded JSON response, or its text if it is not JSON.
 
     Sent up to `max_retries` times, a second apart, after connection failures, HTTP 429 and 5xx. Raises
-    RequestFailedError after that, and immediately for other statuses than 2xx. For calls to the run's router from a
-    generate function, `max_retries`, `headers` and errors are those of the run's client
+    RequestFailedError after that, and immediately for other statuses than 2xx. With the default `max_retries` a call to
+    a router of the run waits longer for lost servers, which --use-fault-tolerance replaces. For calls to the run's
+    router from a generate function, `max_retries`, `headers` and errors are those of the run's client
     (`slimrl.engines.sglang.client`).
     """
     call = CustomGenerateCall.current()
     if call is not None and url.startswith(f"{call.router_url}/"):
         return await call.ask(url, payload or {})
-    for attempt in range(1, max_retries + 1):
+    if max_retries < 1:
+        raise ValueError(f"post was called with max_retries {max_retries}: give at least 1")
+    deadline = time.monotonic() + (patience_s(url) if max_retries == MAX_RETRIES else 0.0)
+    for attempt in itertools.count(1):
         try:
             return await _call("POST", url, orjson.dumps(payload or {}, default=_plain), headers)
         except _NoResponseError as error:
-            if attempt == max_retries:
+            if attempt >= max_retries and not (error.unavailable and time.monotonic() < deadline):
                 raise RequestFailedError(f"{error} (tried {attempt} times)") from error
             logger.warning("%s: retrying in %g s", error, PAUSE_S)
         await asyncio.sleep(PAUSE_S)
-    raise ValueError(f"post was called with max_retries {max_retries}: give at least 1")
+    raise AssertionError("unreachable")
 
 
 async def get(url: str) -> Any:
@@ -160,9 +172,11 @@ async def _call(method: str, url: str, body: bytes | None, headers: Mapping[str,
     except TimeoutError as error:
         raise _NoResponseError(f"{url} did not respond within {TIME_LIMIT_S:g} s") from error
     except aiohttp.ClientError as error:
-        raise _NoResponseError(f"{url} cannot be reached: {type(error).__name__}: {error}") from error
+        text = f"{url} cannot be reached: {type(error).__name__}: {error}"
+        raise _NoResponseError(text, unavailable=True) from error
     if status == _TOO_MANY_REQUESTS or status >= 500:
-        raise _NoResponseError(f"{url} failed with HTTP {status}: {content[:300].decode(errors='replace')}")
+        text = f"{url} failed with HTTP {status}: {content[:300].decode(errors='replace')}"
+        raise _NoResponseError(text, unavailable=status in _UNAVAILABLE)
     if not 200 <= status < 300:
         raise RequestFailedError(f"{url} returned HTTP {status}: {content[:300].decode(errors='replace')}")
     try:

@@ -39,7 +39,8 @@ OFFERS = (
         "post",
         f"{_HERE}.rollout_helpers:post",
         "calls to the run's router use the run's client: its concurrency limit, retries, key, and cancellation when the"
-        " rollout is full; HTTP 4xx and redirects fail at once; calls elsewhere time out after 600 s",
+        " rollout is full; HTTP 4xx and redirects fail at once; calls elsewhere time out after 600 s; with"
+        " `--use-fault-tolerance` and without `max_retries` it waits up to 20 minutes for a frozen model's lost server",
     ),
     Offer("slime.utils.http_utils", "get", f"{_HERE}.rollout_helpers:get", "fails as `post` does, without retries"),
     Offer(

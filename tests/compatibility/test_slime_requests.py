@@ -14,6 +14,7 @@ from slimrl.compatibility.rollout_helpers import GenerateState, get_model_url, l
 from slimrl.data.sample import Sample, SampleStatus
 from slimrl.engines.protocol import EngineRequestError, StoppableEngine
 from slimrl.engines.sglang.client import RouterClient
+from slimrl.rollout.generation.sample_tracker import RouterAccess
 from tests.compatibility.slime_router import Router, answer, rolled, serve
 
 
@@ -55,6 +56,31 @@ def test_post_and_get_return_json_or_text_and_retry_transient_errors(monkeypatch
         "/moved": 1,
     }
     assert router.asked[0][1] == {"a": [1]} and router.asked[0][2]["X-Own"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("replaced", "status", "retries", "answered"),
+    [(True, 503, 60, True), (True, 503, 5, False), (True, 500, 60, False), (False, 503, 60, False)],
+)
+def test_post_waits_for_the_lost_server_of_a_frozen_model_if_it_is_replaced(
+    monkeypatch, replaced, status, retries, answered
+):
+    monkeypatch.setattr(rollout_helpers, "PAUSE_S", 0.0)
+    router = Router({"/generate": [*[(status, "no server")] * 70, (200, {"text": "yes"})]})
+
+    async def body(port):
+        url = f"http://127.0.0.1:{port}/generate"
+        args = Arguments(sglang_router_ip="h", sglang_router_port=1, use_fault_tolerance=replaced)
+        args.sglang_model_routers = {"judge": ("127.0.0.1", port)}
+        RouterAccess.from_args(args).begin_calls()
+        if answered:
+            assert await rollout_helpers.post(url, {}, retries) == {"text": "yes"}
+        else:
+            with pytest.raises(rollout_helpers.RequestFailedError, match=rf"tried {retries} times"):
+                await rollout_helpers.post(url, {}, retries)
+
+    serve(router, body)
+    assert len(router.asked) == (71 if answered else retries)
 
 
 def test_text_agent_is_trained_on_its_own_tokens(tokenizer, make_args, monkeypatch):

@@ -272,8 +272,9 @@ class LoopMonitor:
         return ""
 
 
-_headers: contextvars.ContextVar[tuple[tuple[str, ...], dict[str, str]]]
-_headers = contextvars.ContextVar("slimrl_router_headers")  # addresses, and the headers of calls to them
+REPLACEMENT_LIMIT_S = 1200.0  # for the servers of a model to be replaced, as for the run's own requests
+
+_access: contextvars.ContextVar[RouterAccess] = contextvars.ContextVar("slimrl_router_access")  # of the current task
 _current: contextvars.ContextVar[CustomGenerateCall] = contextvars.ContextVar("slimrl_custom_generate_call")
 
 
@@ -281,29 +282,42 @@ _current: contextvars.ContextVar[CustomGenerateCall] = contextvars.ContextVar("s
 class RouterAccess:
     """The router's address for custom functions, `url` without a path, and its API key.
 
-    `others` are the addresses of the routers of frozen models, which have the same key.
+    `others` are the addresses of the routers of frozen models, which have the same key. `replaced`: lost servers are,
+    so calls may wait for them.
     """
 
     url: str
     key: str | None = dataclasses.field(default=None, repr=False)
     others: tuple[str, ...] = ()
+    replaced: bool = False
 
     @classmethod
     def from_args(cls, args: Arguments) -> RouterAccess:
         """The routers of the run."""
         others = tuple(f"http://{host}:{port}" for host, port in args.sglang_model_routers.values())
         url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}"
-        return cls(url, args.sglang_options.get("api_key"), others)
+        return cls(url, args.sglang_options.get("api_key"), others, args.use_fault_tolerance)
 
     def begin_calls(self) -> None:
         """Makes calls of the current task to the run's routers send their API key, if they have one."""
-        _headers.set(((self.url, *self.others), {"Authorization": f"Bearer {self.key}"} if self.key else {}))
+        _access.set(self)
+
+    def has(self, url: str) -> bool:
+        """Whether `url` is on a router of the run."""
+        return any(url.startswith(f"{router_url}/") for router_url in (self.url, *self.others))
 
 
 def own_headers(url: str) -> dict[str, str]:
     """The headers that a call to `url` must send: none unless `url` is on a router of the run."""
-    router_urls, headers = _headers.get(((), {}))
-    return headers if any(url.startswith(f"{router_url}/") for router_url in router_urls) else {}
+    access = _access.get(None)
+    key = access.key if access is not None and access.has(url) else None
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def patience_s(url: str) -> float:
+    """How long a call to `url` may wait for lost servers: 0 unless it is on a router whose servers are replaced."""
+    access = _access.get(None)
+    return REPLACEMENT_LIMIT_S if access is not None and access.replaced and access.has(url) else 0.0
 
 
 @dataclasses.dataclass(frozen=True)
