@@ -16,7 +16,7 @@ from tests.end_to_end import harness
 from tests.end_to_end.conftest import Tiny, make_seeing
 from tests.end_to_end.test_supervised import FLAGS
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 IMAGE = "<|image_pad|>"
 
 

@@ -16,7 +16,7 @@ from slimrl.tiny.vision_task import split_countings
 from tests.end_to_end import harness
 from tests.end_to_end.conftest import Tiny, make_seeing
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 IMAGE = "<|image_pad|>"
 
 
@@ -44,7 +44,7 @@ def run(seeing: Tiny, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, li
         actor_num_gpus_per_node=2,
         colocate=True,
     )
-    done = harness.start("train.py", flags, folder, "turns", seeing.home).finish(300)
+    done = harness.start("train.py", flags, folder, "turns", seeing.home).finish(400)
     assert done.code == 0, done.output[-6000:]
     assert done.left == []
     return done, [read_dump(folder / f"dumps/{number}.jsonl").samples for number in range(2)]
