@@ -59,6 +59,12 @@ GROUPS = {
     model_path: DATA/hf2
     server_groups: [{worker_type: regular, num_gpus: 2, overrides: {model_path: DATA/hf2, lora_strict_loading: false}}]
 """,
+    "disaggregated": """sglang:
+  - name: default
+    server_groups:
+      - {worker_type: prefill, num_gpus: 4, num_gpus_per_engine: 2, overrides: {chunked_prefill_size: 8192}}
+      - {worker_type: decode, num_gpus: 2, num_gpus_per_engine: 1, overrides: {mem_fraction_static: 0.88}}
+""",
     "student": """sglang:
   - {name: student, server_groups: [{worker_type: regular, num_gpus: 2, num_gpus_per_engine: 1}]}
 """,
@@ -125,6 +131,17 @@ RECIPES: dict[str, Recipe] = {
         f"""{CKPT} {MATH} {EVAL} {GRPO} {ADAM} {MISC} {layout(2, 1, 1, 1, 9216)} --actor-num-nodes 1
  --actor-num-gpus-per-node 2 --rollout-num-gpus 6 --sglang-config {{data}}/models.yaml
  --custom-rm-path tests.end_to_end.judge.reward""",
+    ),
+    "manual: two of three engines prefill": Recipe(
+        "qwen3-4B",
+        f"""{CKPT} {MATH} {EVAL} {GRPO} {ADAM} {MISC} {layout(2, 1, 1, 1, 9216)} --actor-num-nodes 1
+ --actor-num-gpus-per-node 2 --rollout-num-gpus 6 --rollout-num-gpus-per-engine 2 --prefill-num-servers 2
+ --sglang-disaggregation-ib-device mlx5_0,mlx5_1""",
+    ),
+    "manual: groups that prefill and groups that decode": Recipe(
+        "qwen3-4B",
+        f"""{CKPT} {MATH} {EVAL} {GRPO} {ADAM} {MISC} {layout(2, 1, 1, 1, 9216)} --actor-num-nodes 1
+ --actor-num-gpus-per-node 2 --rollout-num-gpus 6 --sglang-config {{data}}/disaggregated.yaml""",
     ),
     "distillation from teachers in groups, asynchronous": Recipe(
         "qwen3-4B",
