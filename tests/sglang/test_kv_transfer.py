@@ -22,10 +22,10 @@ def test_each_role_has_the_options_that_its_server_needs():
 
 def test_caches_move_over_tcp_at_the_servers_address_unless_the_user_says_otherwise():
     assert role_environment("regular", "10.0.0.1", {}, cuda=False) == {}
-    address = {"MC_TCP_BIND_ADDRESS": "10.0.0.1", "SGLANG_HOST_IP": "10.0.0.1"}
+    address = {"SGLANG_HOST_IP": "10.0.0.1"}
     assert role_environment("decode", "10.0.0.1", {}, cuda=True) == address
     assert role_environment("prefill", "10.0.0.1", {}, cuda=False) == address | {"MC_FORCE_TCP": "1"}
-    given = {"MC_TCP_BIND_ADDRESS": "0.0.0.0", "MC_FORCE_TCP": "0", "HOST_IP": "10.1.0.1"}
+    given = {"MC_FORCE_TCP": "0", "HOST_IP": "10.1.0.1"}
     assert role_environment("prefill", "10.0.0.1", given, cuda=False) == {}
 
 
@@ -40,9 +40,10 @@ def test_router_of_prefill_and_decode_servers_sends_every_request_to_both():
     assert "--pd-disaggregation" in router_command("127.0.0.1", 1, 2, given)
 
 
-def test_missing_backend_is_named_with_what_to_install(monkeypatch):
+def test_missing_backend_is_named_with_what_to_install(monkeypatch, caplog):
     monkeypatch.setitem(kv_transfer.MODULES, "nixl", "no_such_module")
     check_installed("fake", cuda=True)  # has no package
+    assert "fake, whose ports listen on all addresses of a machine and need no key" in caplog.text
     with pytest.raises(EngineUnsupportedError, match=r"`import no_such_module` fails \(ModuleNotFoundError: .*install"):
         check_installed("nixl", cuda=True)
 

@@ -8,6 +8,7 @@ without a GPU, TCP.
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -21,6 +22,8 @@ from slimrl.arguments.engine_groups.layout import DEFAULT_TRANSFER
 from slimrl.engines.http import call, decode_as
 from slimrl.engines.protocol import EngineUnsupportedError
 from slimrl.processes import importable
+
+logger = logging.getLogger("slimrl")
 
 MODULES = {DEFAULT_TRANSFER: "mooncake.engine", "nixl": "nixl", "mori": "mori"}  # that SGLang imports for a backend
 IMPORT_TIMEOUT_S = 60.0
@@ -50,10 +53,7 @@ def role_environment(worker_type: str, host: str, inherited: Mapping[str, str], 
     """Variables of a server of this `worker_type` at `host`, in addition to those that are `inherited`."""
     if worker_type == REGULAR:
         return {}
-    # Mooncake's port for the cache; it listens on all addresses otherwise, and needs no key
-    decided = {"MC_TCP_BIND_ADDRESS": host}
-    if not cuda:
-        decided["MC_FORCE_TCP"] = "1"
+    decided = {} if cuda else {"MC_FORCE_TCP": "1"}
     if not {"SGLANG_HOST_IP", "HOST_IP"} & inherited.keys():
         decided["SGLANG_HOST_IP"] = host  # where the servers reach each other
     return {name: value for name, value in decided.items() if name not in inherited}
@@ -72,15 +72,25 @@ def role_of(url: str, key: str | None) -> dict[str, Any]:
 
 
 def check_installed(transfer: str, *, cuda: bool) -> None:
-    """Raises EngineUnsupportedError if the backend cannot be imported here, or does not move caches of CPUs."""
+    """Raises EngineUnsupportedError if the backend cannot be imported here, or does not move caches of CPUs.
+
+    Warns that its ports are open: no backend has a key.
+    """
     if not cuda and transfer != DEFAULT_TRANSFER:
         raise EngineUnsupportedError(
             f"--sglang-disaggregation-transfer-backend {transfer} moves KV caches between GPUs, and there is none:"
             f" leave it out for {DEFAULT_TRANSFER}, which moves them over TCP"
         )
-    module = MODULES.get(transfer)
-    if module is None:
-        return
+    if (module := MODULES.get(transfer)) is not None:
+        _check_import(transfer, module)
+    logger.warning(
+        "prefill servers send KV caches by %s, whose ports listen on all addresses of a machine and need no key: restrict"
+        " access to its network (docs/security.md)",
+        transfer,
+    )
+
+
+def _check_import(transfer: str, module: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", f"import {module}"],
         env={**os.environ, **importable()},
