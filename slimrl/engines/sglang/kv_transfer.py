@@ -84,8 +84,8 @@ def check_installed(transfer: str, *, cuda: bool) -> None:
     if (module := MODULES.get(transfer)) is not None:
         _check_import(transfer, module)
     logger.warning(
-        "prefill servers send KV caches by %s, whose ports listen on all addresses of a machine and need no key: restrict"
-        " access to its network (docs/security.md)",
+        "prefill servers send KV caches by %s, whose ports listen on all addresses of a machine and need no key:"
+        " restrict access to its network (docs/security.md)",
         transfer,
     )
 
