@@ -229,6 +229,7 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str, str]]]] = {
     ),
     "groups_end_where_the_policy_ends": ([(file(actor(ONE, TWO)), "")], []),
 }
+TESTED_APART = ("caches_are_of_the_current_weights",)  # of train_async.py
 PROBLEMS = [
     ("[1]", "the file must hold the key sglang with a list of models"),
     ("models: []", "the file must hold the key sglang with a list of models"),
