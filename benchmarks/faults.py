@@ -39,12 +39,12 @@ KINDS = [
 TIMEOUT_S = 500.0
 
 
-def prepared(folder: Path) -> Tiny:
-    """The tiny model and its checkpoint in `folder`."""
+def prepared(folder: Path, *options: object) -> Tiny:
+    """The tiny model and its checkpoint in `folder`; `options` are further ones of make_tiny_model.py."""
     tiny = Tiny(folder / "made", folder / "home", folder / "torch_dist")
     tiny.home.mkdir()
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    make = [ROOT / "tools/make_tiny_model.py", "--output-dir", tiny.folder, "--seed", "0"]
+    make = [ROOT / "tools/make_tiny_model.py", "--output-dir", tiny.folder, "--seed", "0", *options]
     subprocess.run([sys.executable, *map(str, make)], check=True, env=environment, stdout=subprocess.DEVNULL)
     convert = [ROOT / "tools/convert_hf_to_torch_dist.py", *tiny.model_args(), "--hf-checkpoint", tiny.model]
     words = [sys.executable, *map(str, convert), "--save", str(tiny.torch_dist)]

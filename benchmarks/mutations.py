@@ -27,22 +27,24 @@ from pathlib import Path
 LIMIT_S = 120.0  # for the tests of one mutation
 REPOSITORY = Path(__file__).resolve().parents[1]
 # modules with a test file of the same name
-_NAMESAKES = "algorithms/kl algorithms/reduction algorithms/preference"
+_NAMESAKES = "algorithms/preference"
 # other modules, and the test files that should detect a fault in them, fastest first
 _OTHERS = (
-    ("algorithms/off_policy algorithms/policy_loss", "algorithms/off_policy algorithms/policy_loss"),
+    ("algorithms/losses", "algorithms/kl algorithms/reduction algorithms/policy_loss algorithms/value_loss"),
+    ("algorithms/off_policy", "algorithms/off_policy algorithms/policy_loss"),
     ("algorithms/returns", "algorithms/returns algorithms/advantages"),
     ("algorithms/log_probs", "algorithms/log_probs algorithms/output_log_probs"),
     ("data/train_batch", "data/train_batch data/packing data/pair_packing rollout/group_reward"),
     ("data/sample", "data/version_spans compatibility/slime_modules"),
     ("data/bin_packing", "data/bin_packing data/packing"),
     ("data/parquet", "data/parquet data/readers"),
-    ("data/prompt_format data/dataset_spec data/readers"
+    ("data/prompt_format data/readers"
      " rollout/dataset/prompt_dataset rollout/dataset/dataset_mixture",
      "data/readers rollout/prompts rollout/data_source"),
-    ("rollout/asynchronous/staleness", "rollout/staleness rollout/continuous"),
-    ("rollout/asynchronous/inflight_state rollout/metrics rollout/dataset/data_source",
-     "rollout/metrics rollout/drawn rollout/buffer rollout/partial rollout/accounting"),
+    ("rollout/asynchronous/staleness", "rollout/staleness rollout/async_rollout"),
+    ("rollout/asynchronous/async_rollout", "rollout/inflight_state rollout/async_rollout rollout/async_steps"),
+    ("rollout/metrics rollout/dataset/data_source",
+     "rollout/metrics rollout/data_source rollout/buffer rollout/partial rollout/accounting"),
     ("rollout/sft_rollout", "data/loss_mask rollout/sft_rollout"),
     ("data/preference_pairs rollout/preference_rollout", "rollout/preference_rollout"),
     ("weights/update/buckets", "weights/buckets"),

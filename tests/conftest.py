@@ -1,8 +1,8 @@
 """How `scripts/test.sh` distributes the tests over its worker processes, and which tests its default run skips.
 
 A file's tests stay together and in order, since they share fixtures. Files with slow tests come first, so that no
-worker waits for a long one at the end. Full runs and tests with a Ray cluster form one unit: they search for leftover
-processes and files, and several at once would need more memory than a small machine has.
+worker waits for a long one at the end. Full runs and tests with a Ray cluster run one at a time: they search for
+leftover processes and files, and several at once would need more memory than a small machine has.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 import time
 import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 import hypothesis
 import pytest
@@ -25,6 +25,8 @@ import pytest
 from slimrl.processes.ray_environment import prepare_ray_environment
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
+
     from xdist.scheduler import LoadScopeScheduling
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "1"  # clusters of the tests may have several nodes
 prepare_ray_environment()  # before any test module imports Ray, which then reads its access token
@@ -35,6 +37,7 @@ ROOT = Path(__file__).resolve().parent.parent
 WHOLE_RUNS = (
     "tests/end_to_end/",
     "tests/cluster/test_engine_over_nodes.py",
+    "tests/cluster/test_moved_gpus.py",
     "tests/scripts/test_quickstart.py",
     "tests/scripts/test_ray.py",
     "tests/scripts/test_ray_nodes.py",
@@ -67,16 +70,18 @@ def extended_tests() -> list[ExtendedTest]:
     return [ExtendedTest(**row | {"ids": tuple(row.get("ids", ["*"]))}) for row in rows]
 
 
+def is_whole_run(nodeid: str) -> bool:
+    """Whether the test must not meet others of its kind. Full runs on machines of their own do not meet the others."""
+    return nodeid.startswith(WHOLE_RUNS) and nodeid.partition("::")[0] != ON_OWN_MACHINES
+
+
 def unit_of(nodeid: str, *, extended: bool = False) -> str:
     """The unit of tests that one worker runs in sequence: those of a file, or of all files with full runs.
 
-    The extended tests of a file are a unit of their own, which comes later. Full runs on machines of their own do not
-    meet the others.
+    The extended tests of a file, and those of all files with full runs, are units of their own, which come later.
     """
-    file = nodeid.partition("::")[0]
-    if nodeid.startswith(WHOLE_RUNS) and file != ON_OWN_MACHINES:
-        return "whole runs"
-    return f"{file}, extended" if extended else file
+    unit = "whole runs" if is_whole_run(nodeid) else nodeid.partition("::")[0]
+    return f"{unit}, extended" if extended else unit
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -89,6 +94,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+WHOLE_RUNS_LOCK = pytest.StashKey[TextIO]()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # outside of the time limit of the test
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
+    """Runs one file with full runs at a time: the other worker may be at their extended tests.
+
+    A file as a whole, since its fixtures keep processes between its tests.
+    """
+    stash = item.config.stash
+    if is_whole_run(item.nodeid) and WHOLE_RUNS_LOCK not in stash:
+        stash[WHOLE_RUNS_LOCK] = lock = open(item.config.cache.mkdir("whole_runs") / "lock", "w")  # noqa: SIM115
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    try:
+        return (yield)
+    finally:
+        if WHOLE_RUNS_LOCK in stash and (nextitem is None or nextitem.path != item.path):
+            stash[WHOLE_RUNS_LOCK].close()
+            del stash[WHOLE_RUNS_LOCK]
+
+
 @pytest.hookimpl(tryfirst=True)  # before fixtures start anything
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skips an extended test after --extended-until."""
@@ -97,11 +123,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("not run: the time for extended tests is over (--extended-until)")
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # marks before pytest deselects by them, sorts after it has regrouped
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None, object, object]:
     """Marks extended tests; sorts full runs first, then files with slow tests, then the others in pytest's order.
 
-    Extended tests come last, of full runs and of the others, because time may end.
+    Extended tests come last, because time may end; those of full runs, which take longest, before the others.
     """
     rows = extended_tests()
     named: set[ExtendedTest] = set()
@@ -117,15 +143,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.getoption("lf")
     if whole and len(named) < len(rows):
         raise pytest.UsageError(f"extended.toml names no test: {[row.tests for row in rows if row not in named]}")
+    result = yield
     slow_units = {unit_of(item.nodeid) for item in items if item.get_closest_marker("slow")}
 
-    def place(item: pytest.Item) -> tuple[int, bool]:
-        unit, extended = unit_of(item.nodeid), item.get_closest_marker("extended") is not None
-        if unit == "whole runs":
-            return 0, extended
-        return (3 if extended else 1 if unit in slow_units else 2), False
+    def place(item: pytest.Item) -> tuple[bool, int]:
+        rank = 0 if is_whole_run(item.nodeid) else 1 if unit_of(item.nodeid) in slow_units else 2
+        return item.get_closest_marker("extended") is not None, rank
 
     items.sort(key=place)
+    return result
 
 
 def pytest_collection_finish() -> None:

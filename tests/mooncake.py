@@ -6,10 +6,12 @@ into the folder.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -49,3 +51,21 @@ def importable(environment: dict[str, str]) -> bool:
         [sys.executable, "-c", "import mooncake.engine"], env=os.environ | environment, capture_output=True, timeout=60
     )
     return done.returncode == 0
+
+
+def use_here(environment: dict[str, str]) -> None:
+    """Makes this process, which has started without these variables, import it."""
+    sys.path += [entry for entry in environment.get("PYTHONPATH", "").split(":") if entry]
+    waiting = [
+        library
+        for folder in environment.get("LD_LIBRARY_PATH", "").split(":")
+        if folder
+        for library in sorted(Path(folder).glob("*.so.*"))
+    ]
+    for _ in range(len(waiting)):  # each after those that it needs
+        for library in list(waiting):
+            try:
+                ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+            except OSError:
+                continue
+            waiting.remove(library)

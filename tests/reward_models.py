@@ -45,6 +45,44 @@ def write_reward_model(
     return folder
 
 
+def write_process_reward_model(folder: Path, tokenizer: Any) -> Path:
+    """A 2-layer Qwen2 with a head of two linear layers and 2 labels, as Qwen2.5-Math-PRM is published."""
+    import json
+
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    write_reward_model(folder, tokenizer, "Qwen2", labels=2)
+    weights = load_file(folder / "model.safetensors")
+    weights.pop("score.weight")
+    generator = torch.Generator().manual_seed(3)
+    for name, shape in {"0.weight": (64, 64), "0.bias": (64,), "2.weight": (2, 64), "2.bias": (2,)}.items():
+        weights[f"score.{name}"] = 0.2 * torch.randn(shape, generator=generator)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    for name in ("id2label", "label2id", "num_labels"):
+        config.pop(name, None)
+    config["architectures"] = ["Qwen2ForProcessRewardModel"]
+    config["auto_map"] = {"AutoModel": "modeling_qwen2_rm.Qwen2ForProcessRewardModel"}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def two_layer_logits(folder: Path, row: list[int]) -> list[list[float]]:
+    """The outputs at each token id: transformers' Qwen2 and the head by its formula, float32, in one pass."""
+    import torch
+    from safetensors.torch import load_file
+    from transformers import Qwen2Config, Qwen2Model
+
+    weights = load_file(folder / "model.safetensors")
+    body = Qwen2Model(Qwen2Config.from_pretrained(folder)).float().eval()
+    body.load_state_dict({name.removeprefix("model."): t for name, t in weights.items() if name.startswith("model.")})
+    with torch.no_grad():
+        hidden = body(torch.tensor([row])).last_hidden_state[0]
+        inner = (hidden @ weights["score.0.weight"].T + weights["score.0.bias"]).clamp(min=0)
+        return (inner @ weights["score.2.weight"].T + weights["score.2.bias"]).tolist()
+
+
 def token_logits(folder: Path, row: list[int]) -> list[list[float]]:
     """The outputs at each of the token ids by transformers' own token classifier, float32, in one pass."""
     import torch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -66,3 +67,19 @@ def test_ratios_are_written_and_read_and_must_be_positive_and_finite(run, tmp_pa
 def test_every_benchmark_of_the_set_exists(run):
     programs = {benchmark.program for benchmark in run.BENCHMARKS}
     assert {f"{program}.py" for program in programs} <= set(PROGRAMS)
+
+
+def test_table_of_the_docs_has_the_rows_of_the_accuracy_benchmark_with_measured_numbers(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    accuracy = importlib.import_module("accuracy")
+    section = (
+        (FOLDER.parent / "docs/algorithms.md").read_text().partition("## Measured accuracy")[2].partition("\n## ")[0]
+    )
+    table = section[section.index(accuracy.HEADER) + len(accuracy.HEADER) :].strip().split("\n\n")[0].splitlines()
+    without_numbers = [re.sub(r"\b\d\.\de-\d+ \(", "(", line) for line in table]
+    assert without_numbers == [row.line({}) for row in accuracy.ROWS]
+    assert [line for line, other in zip(table, without_numbers, strict=True) if line == other] == []
+    for row in accuracy.ROWS:
+        for test in row.tests:
+            file, _, name = test.partition("::")
+            assert f"def {name}(" in (FOLDER.parent / "tests" / file).read_text(), test

@@ -118,6 +118,13 @@ NOT_CALLABLE = "cannot be called as needed"
             " --custom-tis-function-path out",
         ),
         (
+            "slime.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp",
+            hooks.CustomReward,
+            "there is no module slimrl.train_infer_mismatch_helper: importance weights and rejection are --use-tis"
+            " with --tis-level and --tis-mode, and --use-rs, here (docs/algorithms.md): leave"
+            " --custom-tis-function-path out",
+        ),
+        (
             "slime.rollout.on_policy_distillation.reward_func_route_by_domain",
             hooks.CustomReward,
             "module slimrl.compatibility.graders has no reward_func_route_by_domain: teachers by domain are"

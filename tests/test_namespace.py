@@ -26,7 +26,6 @@ BUILDERS = {  # called once by an actor or a tool: they pass every component its
         "_warn_of_kernels",
         "_of_model",
         "_build_stages",
-        "_open_saver",
     },
     "observability/run_log.py": {"RunLog.open"},
     "rollout/dataset/data_source.py": {"open_data_source"},
@@ -35,8 +34,7 @@ BUILDERS = {  # called once by an actor or a tool: they pass every component its
 }
 CONFIGS = {"from_args", "for_training", "for_evaluation"}  # class methods that build configs: see the test below
 CONTRACTS = {  # custom functions and classes receive it, and so do functions that they may call or name
-    "hooks/rollout_hooks.py": None,  # all of them
-    "hooks/train_hooks.py": None,
+    "hooks/contracts.py": None,  # all of them
     "compatibility/graders.py": None,
     "compatibility/rollout_helpers.py": {"GenerateState.__init__", "generate", "get_model_url"},
     "data/sample.py": {
@@ -145,7 +143,7 @@ def test_run_needs_neither_dry_run_nor_validation():
     needed = [
         f"{below(path)}: {name}"
         for path in SOURCES
-        if not below(path).startswith("arguments/") and below(path) != "cluster/dry_run.py"
+        if not below(path).startswith("arguments/") and below(path) != "cluster/main.py"
         for name in imports_of(path)
         if name.startswith(apart)
     ]

@@ -97,6 +97,7 @@ def test_all_modules_are_used_where_another_architecture_may_be_needed(tmp_path:
     words = words_for(tmp_path, ["Qwen3ForCausalLM"])
     for more in ("--speculative-algorithm=EAGLE", "--json-model-override-args={}", "--model-impl"):
         assert unused_model_modules([*words, more]) == []
+    assert "qwen2_rm" not in unused_model_modules(words_for(tmp_path, ["Qwen2ForProcessRewardModel"]))
     assert unused_model_modules(words_for(tmp_path, ["NoSuchModel"])) == []
     assert unused_model_modules(words_for(tmp_path, [])) == []
     assert unused_model_modules(["--model-path", str(tmp_path / "none")]) == []

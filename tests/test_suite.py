@@ -61,7 +61,7 @@ def test_tests_of_a_file_go_to_one_worker_and_full_runs_of_all_files_too():
     assert unit_of("tests/data/test_x.py::test_y[tests/end_to_end/]") == "tests/data/test_x.py"
     runs = {unit_of(f"tests/end_to_end/{name}::test_y") for name in ("test_colocated.py", "test_failures.py")}
     assert runs == {unit_of("tests/scripts/test_ray.py::test_z")} == {"whole runs"}
-    assert unit_of("tests/scripts/test_ray.py::test_z", extended=True) == "whole runs"
+    assert unit_of("tests/scripts/test_ray.py::test_z", extended=True) == "whole runs, extended"
     assert unit_of("tests/data/test_x.py::test_y", extended=True) != unit_of("tests/data/test_x.py::test_y")
 
 

@@ -39,6 +39,7 @@ from slimrl.tiny.models import (
     build_tokenizer,
     model_args_script,
     publish_config,
+    publish_experts,
     save_image_processor,
     sees,
     size_args_script,
@@ -171,6 +172,7 @@ def main(argv: list[str]) -> int:
     write_rows(args.output_dir / "eval.jsonl", held_out)
     if args.family:
         publish_config(args.family, model_dir)
+        publish_experts(model_dir)
         save_image_processor(FAMILIES[args.family].config.get("vision_config"), model_dir)
         (args.output_dir / "size_args.sh").write_text(size_args_script(args.family, model.config))
     else:

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from slimrl.observability.rollout_dump import read_dump
-from slimrl.observability.viewer import page
+from slimrl.observability.show import page
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

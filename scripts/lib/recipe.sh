@@ -153,10 +153,12 @@ recipe_tiny() {
       ROLLOUT_ARGS+=(--prompt-data "$TOY/pairs.jsonl" --num-rollout 4)
       EVAL_ARGS=(--eval-interval 2 --eval-prompt-data held-out "$TOY/eval-pairs.jsonl")
    else
-      local sees='' grouped=''
+      local sees='' grouped='' roles=''
       if flags_have --multimodal-keys "${ROLLOUT_ARGS[@]}"; then sees=yes; fi
       if flags_have --sglang-config "${SGLANG_ARGS[@]}"; then grouped=yes; fi
+      if flags_have --prefill-num-servers "${SGLANG_ARGS[@]}"; then roles=yes; fi
       recipe_tiny_rollouts "$TOY"
+      if [[ $roles == yes ]]; then SGLANG_ARGS+=(--prefill-num-servers 1); fi
       if [[ $grouped == yes ]]; then
          PLACEMENT_ARGS=(--actor-num-nodes 1 --actor-num-gpus-per-node 1 --rollout-num-gpus 4)
          SGLANG_ARGS+=(--sglang-config "$LIB_DIR/tiny/judge.yaml")

@@ -40,11 +40,11 @@ def discounted_returns(rewards: Tensor, lengths: Tensor, gamma: float) -> Tensor
 _BLOCK = 16  # tokens: larger blocks cost more multiplications, smaller ones more levels
 
 
-def _discounted_sums(terms: Tensor, lengths: Tensor, factor: float) -> Tensor:
+def _discounted_sums(terms: Tensor, lengths: Tensor, factor: float | Tensor) -> Tensor:
     """`S_t = x_t + factor * S_(t+1)` within each sample; float64 [tokens] from float64 [tokens].
 
-    Blocks of each sample are summed by one matrix product. The sums from the starts of blocks are the same problem with
-    a block as a token, and are added to the blocks before.
+    `factor` is one for all, or float64 [n], one for each sample. Blocks of each sample are summed at once. The sums
+    from the starts of blocks are the same problem with a block as a token, and are added to the blocks before.
     """
     if terms.numel() == 0 or int(lengths.max()) == 1:
         return terms
@@ -54,16 +54,33 @@ def _discounted_sums(terms: Tensor, lengths: Tensor, factor: float) -> Tensor:
     place = torch.arange(terms.numel(), device=terms.device)
     place += torch.repeat_interleave(shift, lengths, output_size=terms.numel())
     padded = terms.new_zeros(total * _BLOCK).index_copy_(0, place, terms).view(total, _BLOCK)
-    position = torch.arange(_BLOCK, device=terms.device)
-    distance = position[:, None] - position
-    weights = torch.where(distance >= 0, factor ** distance.clamp(min=0).double(), 0.0)
-    sums = padded @ weights
+    of_blocks = factor
+    if isinstance(factor, Tensor):
+        of_blocks = torch.repeat_interleave(factor, blocks, output_size=total)[:, None]
+    sums = _sums_within_blocks(padded, of_blocks)
     if int(blocks.max()) > 1:
         from_start = _discounted_sums(sums[:, 0].contiguous(), blocks, factor**_BLOCK)
         following = torch.cat([from_start[1:], from_start.new_zeros(1)])
         following[(blocks.cumsum(0) - 1)[blocks > 0]] = 0.0
-        sums.addr_(following, factor ** (_BLOCK - position).double())
+        distance = _BLOCK - torch.arange(_BLOCK, device=terms.device).double()
+        sums.addcmul_(following[:, None], of_blocks**distance)
     return sums.view(-1).index_select(0, place)
+
+
+def _sums_within_blocks(terms: Tensor, factor: float | Tensor) -> Tensor:
+    """The sums [blocks, _BLOCK] within rows; by a matrix product, or with a factor [blocks, 1] by doubling.
+
+    Each doubling extends a sum over the next k terms by the sum over the k terms after them.
+    """
+    if not isinstance(factor, Tensor):
+        position = torch.arange(_BLOCK, device=terms.device)
+        distance = position[:, None] - position
+        return terms @ torch.where(distance >= 0, factor ** distance.clamp(min=0).double(), 0.0)
+    reach = 1
+    while reach < _BLOCK:
+        terms[:, :-reach] += factor**reach * terms[:, reach:]
+        reach *= 2
+    return terms
 
 
 COMPILED_FROM = 1 << 16  # tokens: below, a call takes less than 4 ms in torch; the import of numba takes 0.2 s
@@ -74,16 +91,16 @@ def _is_compiled(column: Tensor) -> bool:
 
 
 def _scan(
-    rewards: Any, values: Any, mask: Any, ends: Any, lengths: Any, first: int, last: int, gamma: float, decay: float,
+    rewards: Any, values: Any, mask: Any, ends: Any, lengths: Any, decays: Any, first: int, last: int, gamma: float,
     advantages: Any, returns: Any,
 ) -> None:  # fmt: skip
     """Writes advantages and returns of the samples [first, last); `ends`: one past the last token of each.
 
-    Arrays are float32 and int64. Two samples at a time go backwards, since each step of one waits for its previous
-    step. Indices are unsigned: numba would test signed ones for counting from the end.
+    Arrays are float32 and int64, `decays` [n] float64. Two samples at a time go backwards, since each step of one waits
+    for its previous step. Indices are unsigned: numba would test signed ones for counting from the end.
     """
 
-    def step(at: Any, after: Any, following: Any) -> Any:
+    def step(at: Any, after: Any, following: Any, decay: Any) -> Any:
         trained = mask[at] != 0
         value = np.float64(values[at])
         found = np.float64(rewards[at]) + gamma * following - value + decay * after
@@ -92,26 +109,28 @@ def _scan(
         return (found, value) if trained else (after, following)
 
     end_a, end_b, left_a, left_b = np.uint64(0), np.uint64(0), np.int64(0), np.int64(0)
-    after_a, after_b, following_a, following_b = 0.0, 0.0, 0.0, 0.0
+    after_a, after_b, following_a, following_b, decay_a, decay_b = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
     sample = first
     while True:
         while left_a == 0 and sample < last:
             end_a, left_a, after_a, following_a = np.uint64(ends[sample]), lengths[sample], 0.0, 0.0
+            decay_a = decays[sample]
             sample += 1
         while left_b == 0 and sample < last:
             end_b, left_b, after_b, following_b = np.uint64(ends[sample]), lengths[sample], 0.0, 0.0
+            decay_b = decays[sample]
             sample += 1
         steps = np.uint64(min(left_a, left_b))
         if steps == 0:
             break
         for back in range(np.uint64(1), steps + np.uint64(1)):
-            after_a, following_a = step(end_a - back, after_a, following_a)
-            after_b, following_b = step(end_b - back, after_b, following_b)
+            after_a, following_a = step(end_a - back, after_a, following_a, decay_a)
+            after_b, following_b = step(end_b - back, after_b, following_b, decay_b)
         end_a, end_b, left_a, left_b = end_a - steps, end_b - steps, left_a - steps, left_b - steps
     if left_b > 0:
-        end_a, left_a, after_a, following_a = end_b, left_b, after_b, following_b
+        end_a, left_a, after_a, following_a, decay_a = end_b, left_b, after_b, following_b, decay_b
     for back in range(np.uint64(1), np.uint64(left_a + 1)):
-        after_a, following_a = step(end_a - back, after_a, following_a)
+        after_a, following_a = step(end_a - back, after_a, following_a, decay_a)
 
 
 @functools.cache
@@ -121,7 +140,7 @@ def _compiled_scan() -> Callable[..., None]:
 
     column, whole = "float32[::1]", "int64[::1]"
     signature = (
-        f"void({column}, {column}, {column}, {whole}, {whole}, int64, int64, float64, float64, {column}, {column})"
+        f"void({column}, {column}, {column}, {whole}, {whole}, float64[::1], int64, int64, float64, {column}, {column})"
     )
     try:
         compiled: Callable[..., None] = numba.njit(signature, nogil=True, cache=True)(_scan)
@@ -137,19 +156,20 @@ def _threads(process: int, count: int) -> ThreadPoolExecutor:
 
 
 def _compiled_advantages(
-    rewards: Tensor, values: Tensor, mask: Tensor, lengths: Tensor, *, gamma: float, decay: float
+    rewards: Tensor, values: Tensor, mask: Tensor, lengths: Tensor, *, gamma: float, decay: float | Tensor
 ) -> tuple[Tensor, Tensor]:
     """`generalized_advantages` in host memory; samples are divided among torch's number of threads."""
     scan = _compiled_scan()
     columns = [column.detach().to(torch.float32).contiguous().numpy() for column in (rewards, values, mask)]
     counts = lengths.to("cpu", torch.int64).contiguous().numpy()
     ends = counts.cumsum()
+    decays = torch.as_tensor(decay, dtype=torch.float64, device="cpu").expand(len(counts)).contiguous().numpy()
     both = torch.empty(2, rewards.numel(), dtype=torch.float32)
     threads = max(1, min(torch.get_num_threads(), len(counts)))
     cuts = np.searchsorted(ends, [len(columns[0]) * part // threads for part in range(1, threads)]).tolist()
 
     def scan_part(first: int, last: int) -> None:
-        scan(*columns, ends, counts, first, last, gamma, decay, both[0].numpy(), both[1].numpy())
+        scan(*columns, ends, counts, decays, first, last, gamma, both[0].numpy(), both[1].numpy())
 
     if threads == 1:
         scan_part(0, len(counts))
@@ -160,8 +180,16 @@ def _compiled_advantages(
     return both[0], both[1]
 
 
+def length_adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:
+    """`1 - 1 / (alpha * l)` of a response of l tokens; Yue et al. 2025 (VAPO, arXiv:2504.05118), section 4.2.
+
+    `lengths` [n]; returns float64 [n]. 0 for responses of at most `1 / alpha` tokens, where the formula is negative.
+    """
+    return (1 - 1 / (alpha * lengths.double())).clamp(min=0)
+
+
 def generalized_advantages(
-    rewards: Tensor, values: Tensor, mask: Tensor, lengths: Tensor, *, gamma: float, lambd: float
+    rewards: Tensor, values: Tensor, mask: Tensor, lengths: Tensor, *, gamma: float, lambd: float | Tensor
 ) -> tuple[Tensor, Tensor]:
     """Advantages and returns of the trained tokens; Schulman et al. 2016 (GAE), equations 11, 12 and 16.
 
@@ -171,7 +199,8 @@ def generalized_advantages(
     followed by the next trained token. Its reward must be 0.
 
     `rewards`, `values` and `mask` [tokens] hold samples end to end; `lengths` [n] (integers) is the number of tokens of
-    each. Returns float32 [tokens] each, accumulated in float64. Raises ValueError if the lengths do not add up.
+    each. `lambd` is one for all samples, or float64 [n]. Returns float32 [tokens] each, accumulated in float64. Raises
+    ValueError if the lengths do not add up.
     """
     if not rewards.numel() == values.numel() == mask.numel() == int(lengths.sum()):
         raise ValueError(

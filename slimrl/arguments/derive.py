@@ -102,9 +102,6 @@ def _offload(args: Arguments) -> None:
         ),
     }
     alternates = args.colocate and not args.debug_rollout_only and not args.debug_train_only
-    if alternates and args.use_megatron_fsdp and not args.offload and args.offload_train is None:
-        args.offload_train = False
-        args.notes.append("--offload-train is off with --use-megatron-fsdp, whose buffers stay on the device.")
     for name, (absent, why) in sides.items():
         wanted = vars(args)[name]
         if absent and (wanted or args.offload):

@@ -21,7 +21,8 @@ from collections.abc import Iterator
 from slimrl.arguments.flag import Bounds, FlagSpec, ended, flag_specs
 from slimrl.arguments.foreign_flags import OTHER_WORDS
 from slimrl.arguments.foreign_flags.aiak import AIAK
-from slimrl.arguments.foreign_flags.chatlearn import CHATLEARN_KEYS, CHATLEARN_VARIABLES, MODEL_FILE_KEYS
+from slimrl.arguments.foreign_flags.chatlearn import CHATLEARN_KEYS, CHATLEARN_VARIABLES
+from slimrl.arguments.foreign_flags.chatlearn_megatron import MODEL_FILE_KEYS
 from slimrl.arguments.foreign_flags.pages import AIAK_PAGE, CHATLEARN_PAGE
 from slimrl.arguments.namespace import GROUPS, all_flag_specs
 
@@ -52,9 +53,8 @@ Flags of Megatron-LM, SGLang or slime that slimrl does not support. This page is
 flags: `python -m slimrl.arguments.docs unsupported > docs/unsupported.md`.
 
 A command line with such a flag is rejected before anything starts; the last column is the error. The default value of
-the flag is accepted, so that scripts which set it explicitly run. One missing capability has no flag: **engines other
-than SGLang**. Some flags are supported alone and rejected in combination; the error then names both, and `--dry-run`
-finds it without starting anything ([dry-run.md](dry-run.md)).
+the flag is accepted, so that scripts which set it explicitly run. Some flags are supported alone and rejected in
+combination; the error then names both, and `--dry-run` finds it without starting anything ([dry-run.md](dry-run.md)).
 """
 
 
@@ -164,7 +164,7 @@ CAPABILITIES = (
     Capability(
         "Megatron's own generation",
         "cache_mla_latents inference_* use_inference_* flash_decode mlp_chunks_* symmetric_ar_type transformer_impl",
-        "SGLang generates.",
+        "The engines of `--rollout-engine` generate: SGLang or vLLM ([engines.md](engines.md)).",
         in_readme=False,
     ),
     Capability(

@@ -18,8 +18,8 @@ from typing import Any
 from slimrl.arguments.config_file import read_yaml
 from slimrl.arguments.flag import Bounds, Problem, ended
 from slimrl.arguments.flags.rollout import DEFAULT_ROLLOUT_FUNCTION
+from slimrl.arguments.hf_config import least
 from slimrl.arguments.namespace import Arguments, DerivedVision, EvalDataset, PromptArguments
-from slimrl.arguments.served_models import least
 from slimrl.data.image_prompts import ImageColumn
 from slimrl.data.preference_pairs import AnswerColumns, PairColumns
 from slimrl.data.prompt_format import PromptFormat, TeacherChoice
@@ -218,7 +218,8 @@ def training_prompt_format(args: PromptArguments) -> PromptFormat:
         label_key=args.label_key,
         metadata_key=args.metadata_key,
         tool_key=args.tool_key,
-        apply_chat_template=args.apply_chat_template and pair is None,  # pairs are rendered with their answers
+        # pairs and conversations are rendered with their answers
+        apply_chat_template=args.apply_chat_template and pair is None and not args.reads_conversations,
         chat_template_kwargs=args.apply_chat_template_kwargs,
         max_prompt_len=least(args.rollout_max_prompt_len, _engine_limit(args)),
         refuse_too_long=args.refuse_long_prompts,
@@ -231,6 +232,7 @@ def training_prompt_format(args: PromptArguments) -> PromptFormat:
         teachers=_teachers(args),
         reward_rule=_rule(args, args.rm_type, args.custom_rm_path, args.custom_generate_function_path),
         images=image_column(args, args.multimodal_keys),
+        conversations=args.reads_conversations,
     )
 
 
@@ -255,6 +257,7 @@ def eval_prompt_format(args: PromptArguments, dataset: EvalDataset) -> PromptFor
         label_is_score=args.trains_reward_model and holds_conversations,
         reward_rule=_rule(args, dataset.rm_type, dataset.custom_rm_path, dataset.custom_generate_function_path),
         images=image_column(args, dataset.multimodal_keys),
+        conversations=holds_conversations,
     )
 
 

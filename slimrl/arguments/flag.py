@@ -9,6 +9,7 @@ layer). The expression is parsed, not evaluated: lists of integers, repeated by 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -175,14 +176,15 @@ def flag(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def flag_specs(group: type) -> list[FlagSpec]:
+@functools.cache  # rules ask for them many times, and annotations take long to evaluate
+def flag_specs(group: type) -> tuple[FlagSpec, ...]:
     """The flags of a group dataclass, in the order of their declaration."""
     hints = typing.get_type_hints(group)
-    return [
+    return tuple(
         _spec_of_field(field, hints[field.name], group.__name__.removesuffix("Arguments"))
         for field in dataclasses.fields(group)
         if _METADATA_KEY in field.metadata
-    ]
+    )
 
 
 def _spec_of_field(field: dataclasses.Field[Any], hint: Any, group: str) -> FlagSpec:

@@ -10,9 +10,9 @@ import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 
-from slimrl.arguments.engine_groups.layout import frozen_places, policy_places
+from slimrl.arguments.engine_groups import frozen_places, policy_places
+from slimrl.arguments.hf_config import reward_gpus
 from slimrl.arguments.namespace import Arguments
-from slimrl.arguments.served_models import reward_gpus
 
 
 @dataclasses.dataclass(frozen=True)

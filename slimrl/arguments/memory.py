@@ -191,7 +191,7 @@ def _stage(
     count = critic_weights if held.value_head else stage_weights
     weights = count(spec, split, parts[number], first=first, last=last)
     trains, whole = not args.eval_only, weights.total * setting.element
-    trained_spec = _without_frozen_tower(args, spec)
+    trained_spec = spec if held.value_head else _without_frozen_tower(args, spec)  # a critic trains all of its own
     trained = count(trained_spec, split, parts[number], first=first, last=last)
     own, adapters = _trained_model(args, groups, trained), AdapterConfig.from_args(args)
     own = dataclasses.replace(own, weights=own.weights + (weights.total - trained.total) * setting.element)
@@ -204,7 +204,9 @@ def _stage(
     kept, added = saved_bytes(spec, setting, parts[number], last=last), 0
     if first:
         images = setting.tokens * image_share(args)
-        kept += int(images * args.vision_activations * bool(trained_spec.vision_weights)) * setting.element
+        kept += (
+            int(images * args.vision_activations * (held.critic or bool(trained_spec.vision_weights))) * setting.element
+        )
         added = args.vision_levels * layer_input_bytes(spec, setting) * bool(images)
     return StageMemory(
         layers=parts[number],
@@ -225,7 +227,8 @@ def _stage(
 
 def _without_frozen_tower(args: Arguments, spec: ModelSpec) -> ModelSpec:
     """The model without the tensors of the vision tower that are not trained."""
-    tower = tuple((name, size) for name, size in spec.vision_weights if args.trains_weight(name))
+    trains = args.lora_rank is None  # else the adapters of the decoder alone
+    tower = tuple((name, size) for name, size in spec.vision_weights if trains and args.trains_weight(name))
     return dataclasses.replace(spec, vision_weights=tower)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from slimrl.arguments.engine_groups.config import ServerModel
+from slimrl.arguments.engine_groups import ServerModel
 from slimrl.arguments.flag import FlagSpec, Problem, flag_specs
 from slimrl.arguments.flags.algorithm import AlgorithmArguments
 from slimrl.arguments.flags.checkpoint import CheckpointArguments
@@ -26,9 +26,9 @@ from slimrl.arguments.flags.logging import (
     PrometheusArguments,
     WandbArguments,
 )
-from slimrl.arguments.flags.lora import LoraArguments
 from slimrl.arguments.flags.model import (
     AttentionArguments,
+    LoraArguments,
     ModelArguments,
     MultiTokenArguments,
     OtherModelArguments,
@@ -125,6 +125,7 @@ class DerivedArguments(DerivedLayout, DerivedEngine, DerivedVision, DerivedRun):
     custom: dict[str, Any] = dataclasses.field(default_factory=dict)  # settings of custom hooks, from a file
     # flags of the optimizer with another value for the critic, from --megatron-config-path
     critic_overrides: dict[str, Any] = dataclasses.field(default_factory=dict)
+    rm_servers_replaced: bool = False  # the run has started those of rm_url or opd_teacher_urls and replaces lost ones
     notes: list[str] = dataclasses.field(default_factory=list)  # sentences worth a log line at the start
 
 

@@ -10,13 +10,13 @@ from typing import NoReturn
 
 from slimrl.arguments.config_file import ROLES_FLAG, read_config_file, read_roles
 from slimrl.arguments.derive import derive, take_distributed_optimizer, take_precision_of_model, take_vision_of_model
-from slimrl.arguments.engine_groups.layout import resolve_server_models
+from slimrl.arguments.engine_groups import resolve_server_models
 from slimrl.arguments.eval_datasets import resolve_eval_datasets
 from slimrl.arguments.flag import FlagSpec, Problem, report
+from slimrl.arguments.hf_config import take_context_of_engines
 from slimrl.arguments.namespace import Arguments, all_flag_specs
 from slimrl.arguments.parser import ParsedLine, PassthroughTables, parse_line
 from slimrl.arguments.redact import redact_flag
-from slimrl.arguments.served_models import take_context_of_engines
 from slimrl.arguments.validation import Context, check
 
 logger = logging.getLogger(__name__)

@@ -94,6 +94,7 @@ RETIRED_FLAGS: dict[str, str] = {
     "--checkpoint-activations": "use --recompute-granularity full with --recompute-method and --recompute-num-layers",
     "--train-iters": "use --num-rollout or --num-epoch",
     "--train-samples": "use --num-rollout or --num-epoch",
+    "--megatron-to-hf-mode": "slimrl converts weights itself; leave it out, --ref-load reads Hugging Face folders",
     "--use-slime-router": "slimrl starts SGLang's own router; leave it out",
     "--trust-remote-code": "use --sglang-trust-remote-code, which also applies to the tokenizer",
     "--tokenizer-type": "the tokenizer is that of --hf-checkpoint; leave it out",

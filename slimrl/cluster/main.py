@@ -1,10 +1,14 @@
-"""The common part of both entry points: parse the flags, run the loop, exit with one message and an exit code."""
+"""The common part of both entry points: parse the flags, run the loop, exit with one message and an exit code.
+
+With `--dry-run` it inspects the machine or cluster and prints the plan, and starts no Ray, no model and no server.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,13 +16,12 @@ from typing import TYPE_CHECKING
 
 from slimrl.arguments import parse_args
 from slimrl.arguments.redact import set_process_title, without_secrets
-from slimrl.engines.backend import passthrough_flags
+from slimrl.engines.backend import backend, passthrough_flags
 from slimrl.processes.ray_environment import prepare_ray_environment
 
 if TYPE_CHECKING:
     from slimrl.arguments import Arguments
     from slimrl.cluster.run import Run
-
 
 logger = logging.getLogger("slimrl")
 
@@ -72,11 +75,9 @@ def main(entry: str, loop: Callable[[Run], None], argv: Sequence[str] | None = N
 
     prepare_ray_environment()
     if args.dry_run:
-        from slimrl.cluster.dry_run import dry_run
-
         return dry_run(args, entry)
     code = _run(args, loop)
-    from slimrl.observability.final_message import final_message
+    from slimrl.observability.summary import final_message
 
     logger.info("%s", final_message(args.run_dir, os.getpid()))
     return code
@@ -150,3 +151,58 @@ def _run(args: Arguments, loop: Callable[[Run], None]) -> int:
         logger.exception("the run failed")  # catch-all: writes the traceback to the run's log and the terminal
         return EXIT_FAILED
     return 0
+
+
+ANSWER_TIMEOUT_S = 3.0
+
+
+class ClusterAbsentError(ConnectionError):
+    """RAY_ADDRESS names a cluster that does not answer."""
+
+
+def dry_run(args: Arguments, entry: str) -> int:
+    """Prints the plan; returns the exit code, 2 if the plan is invalid."""
+    from slimrl.arguments.dry_run import PlanContext, print_plan, this_machine
+
+    machine = this_machine()
+    model = f"--model-path={args.hf_checkpoint}"
+    # with --gpu-memory-gib the plan is for another machine, which has GPUs
+    on_cpu = not machine.gpus and args.gpu_memory_gib is None
+    words = [word for word in backend(args.rollout_engine).cpu_options([model]) if word != model] if on_cpu else []
+    try:
+        nodes = gpus_of_nodes(os.environ.get("RAY_ADDRESS"))
+    except ClusterAbsentError as error:
+        print(f"{entry}: {error}", file=sys.stderr)
+        return EXIT_REFUSED
+    return print_plan(args, entry, PlanContext(machine, nodes, words))
+
+
+def gpus_of_nodes(address: str | None) -> list[int] | None:
+    """Numbers of GPUs of the nodes of the cluster at `address` (RAY_ADDRESS), descending; None without an address.
+
+    Raises ClusterAbsentError if nothing responds there; Ray itself would retry for minutes.
+    """
+    if not address:
+        return None
+    _check_answers(address)
+    import ray
+
+    ray.init(address, log_to_driver=False, logging_level="error")
+    try:
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+    finally:
+        ray.shutdown()
+    return sorted((int(node["Resources"].get("GPU", 0)) for node in nodes), reverse=True)
+
+
+def _check_answers(address: str) -> None:
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not port.isdigit():
+        return  # "auto": Ray looks for a cluster on this machine
+    try:
+        socket.create_connection((host, int(port)), ANSWER_TIMEOUT_S).close()
+    except OSError as error:
+        raise ClusterAbsentError(
+            f"the Ray cluster at RAY_ADDRESS={address} does not answer ({error}): start it, or unset RAY_ADDRESS to"
+            " plan without a cluster."
+        ) from error

@@ -9,27 +9,32 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import ipaddress
+import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import ray
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slimrl.arguments import Arguments
-from slimrl.arguments.engine_groups.layout import frozen_places, policy_places
-from slimrl.arguments.served_models import reward_gpus
+from slimrl.arguments.engine_groups import frozen_places, policy_places
+from slimrl.arguments.hf_config import reward_gpus
 from slimrl.cluster.ray_session import InsufficientGpusError
 
-# Fractions of one GPU: a train worker, an engine and a server of the reward model can share it (colocated).
-TRAIN_SHARE = 0.6
+# Fractions of one GPU: a train worker, an engine and a server of the reward model can share it (colocated), beside the
+# probe that finds it in the place of a lost one.
+TRAIN_SHARE = 0.55
 ENGINE_SHARE = 0.3
 REWARD_SHARE = 0.1
+PROBE_SHARE = 0.05
 PLACEMENT_TIMEOUT_S = 600.0
 LOSS_NOTICED_S = 120.0  # by Ray, of a node that does not answer
 SPARE_TIMEOUT_S = 10.0
+PROBE_TIMEOUT_S = 300.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +174,7 @@ def _straddling(index: int, parts: list[EnginePart], gpus: Sequence[GpuBundle], 
     )
 
 
-@ray.remote(num_cpus=0, num_gpus=TRAIN_SHARE)
+@ray.remote(num_cpus=0, num_gpus=PROBE_SHARE)
 class _Probe:
     def location(self) -> tuple[str, str, int | str]:
         found = ray.get_gpu_ids()
@@ -190,6 +195,14 @@ class ReservedGpus(Protocol):
         """Ray options that place an actor on GPU `index`, taking `share` of it."""
         ...
 
+    def follow(self) -> list[GpuBundle]:
+        """Takes over the GPUs that Ray has reserved in the place of those of lost nodes; returns the new ones."""
+        ...
+
+    def lost(self, indices: Collection[int]) -> list[int]:
+        """Those of these GPUs whose node is lost and not replaced."""
+        ...
+
 
 def gpus_of_nodes() -> dict[str, int]:
     """The number of Ray's GPUs by node id, reserved or not."""
@@ -204,7 +217,7 @@ def _options(group: PlacementGroup, bundle: int, share: float) -> dict[str, obje
 def _probes(group: PlacementGroup, bundles: Iterable[int]) -> list[Any]:
     """One actor on each of these bundles."""
     actor: Any = _Probe
-    return [actor.options(**_options(group, bundle, TRAIN_SHARE)).remote() for bundle in bundles]
+    return [actor.options(**_options(group, bundle, PROBE_SHARE)).remote() for bundle in bundles]
 
 
 def _living_nodes() -> set[str]:
@@ -224,6 +237,7 @@ class GpuBundles:
         Raises TimeoutError if Ray cannot place them, InsufficientGpusError if the engines do not fit them.
         """
         self.plan = plan
+        self._moving = threading.Lock()  # probes of two calls at once could wait for each other
         self.group: PlacementGroup = placement_group([{"GPU": 1}] * plan.total, strategy="PACK")
         if not self.group.wait(PLACEMENT_TIMEOUT_S):
             remove_placement_group(self.group)
@@ -240,12 +254,20 @@ class GpuBundles:
             self.release()
             raise
 
-    def _locate(self, bundles: Sequence[int]) -> list[GpuBundle]:
-        """The GPUs that these bundles have now, in order."""
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_moving"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _moving=threading.Lock())
+
+    def _locate(self, bundles: Sequence[int], timeout_s: float | None = None) -> list[GpuBundle]:
+        """The GPUs that these bundles have now, in order. Raises a RayError if a node is lost, or after `timeout_s`."""
         probes = _probes(self.group, bundles)
-        locations = ray.get([probe.location.remote() for probe in probes])
-        for probe in probes:
-            ray.kill(probe)
+        try:
+            locations = ray.get([probe.location.remote() for probe in probes], timeout=timeout_s)
+        finally:
+            for probe in probes:
+                ray.kill(probe)
         return in_order(GpuBundle(bundle, *location) for bundle, location in zip(bundles, locations, strict=True))
 
     def options(self, index: int, share: float) -> dict[str, object]:
@@ -253,13 +275,14 @@ class GpuBundles:
         return _options(self.group, self.gpus[index].bundle, share)
 
     def relocate(self, *, node_is_lost: bool) -> list[GpuBundle]:
-        """Takes over the GPUs that Ray has reserved in the place of those of lost nodes; returns the new ones.
+        """Takes over the GPUs that Ray has reserved in the place of those of lost nodes with training ranks.
 
-        The GPUs of a lost node keep their indices. With `node_is_lost` waits until Ray has noticed the loss too. Raises
-        InsufficientGpusError if no node has as many free GPUs, or if those of one node would be on several.
+        Returns the new ones. The GPUs of a lost node keep their indices. With `node_is_lost` waits until Ray has
+        noticed the loss too. Raises InsufficientGpusError if no node has as many free GPUs, or if those of one node
+        would be on several.
         """
         deadline = time.monotonic() + (LOSS_NOTICED_S if node_is_lost else 0.0)
-        while not (lost := self._on_dead_nodes()):
+        while not (lost := self.lost(self.beside_training())):
             if time.monotonic() >= deadline:
                 return []
             time.sleep(0.2)
@@ -272,9 +295,26 @@ class GpuBundles:
             time.sleep(0.2)
         return self._move(lost)
 
-    def _on_dead_nodes(self) -> list[int]:
+    def beside_training(self) -> set[int]:
+        """The GPUs of all nodes that have training ranks, those of servers too."""
+        training = {self.gpus[index].node for index in (*self.plan.train, *self.plan.critic)}
+        return {index for index, gpu in enumerate(self.gpus) if gpu.node in training}
+
+    def follow(self, indices: Collection[int] | None = None) -> list[GpuBundle]:
+        """As `ReservedGpus.follow`, of these indices only if given. Raises InsufficientGpusError as `relocate` does."""
+        lost = self.lost(range(len(self.gpus)) if indices is None else indices)
+        return self._move(lost) if lost and self._is_placed() else []
+
+    def has_moved(self, node: str) -> bool:
+        """Whether Ray has reserved other GPUs for all that the run has on this node, whose loss it has noticed then."""
+        places, alive = placement_group_table(self.group)["bundles_to_node_id"], _living_nodes() - {node}
+        own = [gpu.bundle for gpu in self.gpus if gpu.node == node]
+        return bool(own) and all(places.get(bundle) in alive for bundle in own)
+
+    def lost(self, indices: Collection[int]) -> list[int]:
+        """As `ReservedGpus.lost`."""
         alive = _living_nodes()
-        return [index for index, gpu in enumerate(self.gpus) if gpu.node not in alive]
+        return [index for index, gpu in enumerate(self.gpus) if index in indices and gpu.node not in alive]
 
     def _is_placed(self) -> bool:
         """Whether Ray has a living node for every bundle."""
@@ -282,18 +322,30 @@ class GpuBundles:
         return table["state"] == "CREATED" and set(table["bundles_to_node_id"].values()) <= _living_nodes()
 
     def _move(self, lost: Sequence[int]) -> list[GpuBundle]:
-        """Gives the indices `lost` the GPUs that their bundles have now."""
-        found = self._locate([self.gpus[index].bundle for index in lost])
-        changed = dict(zip(lost, found, strict=True))
-        for node in {self.gpus[index].node for index in lost}:
-            taken = {gpu.node_ip for index, gpu in changed.items() if self.gpus[index].node == node}
-            if len(taken) > 1:
-                raise InsufficientGpusError(
-                    f"the GPUs for those of one lost node are on several, {', '.join(sorted(taken))}: add whole nodes"
-                )
-        for index, gpu in changed.items():
-            self.gpus[index] = gpu
-        return found
+        """Gives the indices `lost` the GPUs that their bundles have now.
+
+        Each keeps its bundle, on which its actors may be already: the driver and the rollout manager find the same
+        without agreeing on it.
+        """
+        with self._moving:
+            lost = self.lost(lost)  # another thread may have moved them
+            bundles = {index: self.gpus[index].bundle for index in lost}
+            try:
+                found = {gpu.bundle: gpu for gpu in self._locate(list(bundles.values()), PROBE_TIMEOUT_S)}
+            except RayError as error:
+                why = str(error).split("\n", 1)[0]
+                raise InsufficientGpusError(f"the GPUs in the place of the lost ones were not found: {why}") from error
+            moved = {index: found[bundle] for index, bundle in bundles.items()}
+            for node in {self.gpus[index].node for index in lost}:
+                taken = {gpu.node: gpu.node_ip for index, gpu in moved.items() if self.gpus[index].node == node}
+                if len(taken) > 1:
+                    raise InsufficientGpusError(
+                        "the GPUs for those of one lost node are on several,"
+                        f" {', '.join(sorted(taken.values()))}: add whole nodes"
+                    )
+            for index, gpu in moved.items():
+                self.gpus[index] = gpu
+        return list(moved.values())
 
     def release(self) -> None:
         """Returns the GPUs to Ray."""
@@ -328,6 +380,14 @@ class ExtraBundles:
     def options(self, index: int, share: float) -> dict[str, object]:
         """As `ReservedGpus.options`."""
         return _options(self._group, self.gpus[index].bundle, share)
+
+    def follow(self) -> list[GpuBundle]:
+        """None: others are asked for in the place of lost ones."""
+        return []
+
+    def lost(self, indices: Collection[int]) -> list[int]:
+        """None, as of `follow`."""
+        return []
 
     def release(self) -> None:
         """Returns the GPUs to Ray, or stops asking for them."""

@@ -18,10 +18,10 @@ from slimrl.arguments import Arguments
 from slimrl.cluster import ray_session
 from slimrl.cluster.engines.elastic_engines import ElasticEngines
 from slimrl.cluster.engines.engine_group import EngineGroup
-from slimrl.cluster.engines.engine_recovery import RETRY_TIMEOUT_S, EngineGroupStatus, EngineRecovery, RecoveryEvents
-from slimrl.cluster.engines.frozen_recovery import RunRecovery
+from slimrl.cluster.engines.engine_recovery import RETRY_TIMEOUT_S, EngineRecovery
 from slimrl.cluster.engines.health_monitor import HealthConfig, states_of
-from slimrl.cluster.engines.other_servers import OtherServers
+from slimrl.cluster.engines.other_servers import OtherServers, RunRecovery
+from slimrl.cluster.engines.server_states import EngineGroupStatus, RecoveryEvents
 from slimrl.cluster.launch import Launch
 from slimrl.cluster.placement import GpuBundles
 from slimrl.cluster.watchdog import RolloutStatus
@@ -36,7 +36,7 @@ from slimrl.observability.rollout_dump import RolloutDumps
 from slimrl.observability.tracer import Timeline
 from slimrl.processes.process_info import resident_gib
 from slimrl.rollout import async_utils
-from slimrl.rollout.asynchronous import inflight_state
+from slimrl.rollout.asynchronous import async_rollout
 from slimrl.rollout.asynchronous.staleness import staleness_metrics
 from slimrl.rollout.dataset.data_source import open_data_source, recorded_groups
 from slimrl.rollout.evaluate import EvaluationReport
@@ -154,7 +154,7 @@ class RolloutManager:
         await self._client.__aenter__()
         self._memory = EngineMemory([engine.control() for engine in self._engines.engines])
         if self._args.use_fault_tolerance:
-            parts = HealthConfig.from_args(self._args), self._engines, self._client, self._memory, self._others.frozen
+            parts = HealthConfig.from_args(self._args), self._engines, self._client, self._memory, self._others
             elastic = ElasticEngines.from_args(self._args, gpus.plan, launch)
             self._recovery = RunRecovery(*parts, needs_weight_sync=trained, concurrency=per_server, elastic=elastic)
         self._generator = RolloutGenerator.from_args(
@@ -231,7 +231,7 @@ class RolloutManager:
         """Restores the data source from a checkpoint's state."""
         stream = self._generator.continuous if self._generator is not None else None
         state = self._moments.restored(state)
-        finished = inflight_state.restore(self._data_source, state, keeps_finished=stream is not None)
+        finished = async_rollout.restore(self._data_source, state, keeps_finished=stream is not None)
         if stream is not None:
             stream.restore(finished)
 

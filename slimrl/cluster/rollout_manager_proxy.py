@@ -30,7 +30,7 @@ from slimrl.engines.http import key_of
 from slimrl.engines.protocol import EngineError
 
 if TYPE_CHECKING:
-    from slimrl.cluster.engines.engine_recovery import EngineGroupStatus, RecoveryEvents
+    from slimrl.cluster.engines.server_states import EngineGroupStatus, RecoveryEvents
     from slimrl.cluster.placement import GpuBundles
     from slimrl.cluster.rollout_manager import RolloutResult
     from slimrl.cluster.watchdog import RolloutStatus

@@ -12,14 +12,14 @@ from pathlib import Path
 import ray
 
 from slimrl.arguments import Arguments
-from slimrl.arguments.engine_groups.layout import policy_options
+from slimrl.arguments.engine_groups import policy_options
 from slimrl.cluster.colocate import ColocatedMemory
 from slimrl.cluster.engines.engine_group import check_machine
 from slimrl.cluster.engines.weight_update_recovery import WeightUpdateRecovery, weight_recovery
-from slimrl.cluster.launch import Launch
-from slimrl.cluster.network import bind_config
+from slimrl.cluster.launch import Launch, bind_config
 from slimrl.cluster.nodes.comparison import check_nodes
 from slimrl.cluster.nodes.logs import collected_logs
+from slimrl.cluster.nodes.spares import SpareNodes
 from slimrl.cluster.nodes.watch import watch_nodes
 from slimrl.cluster.placement import GpuBundles, PlacementPlan, plan_gpus
 from slimrl.cluster.ray_session import ray_session
@@ -32,7 +32,7 @@ from slimrl.cluster.rollout_manager_proxy import (
     start_manager,
 )
 from slimrl.cluster.supervisor import Supervisor
-from slimrl.cluster.training.train_recovery import SpareNodes, Trainers, TrainRecovery, start_training
+from slimrl.cluster.training.train_recovery import Trainers, TrainRecovery, start_training
 from slimrl.cluster.watchdog import WatchdogConfig, poll_actors
 from slimrl.engines.http import check_servers_reachable, with_key
 from slimrl.observability.ci_checks import RunCheckError, RunChecks
@@ -362,7 +362,7 @@ def open_run(args: Arguments) -> Iterator[Run]:
             supervisor.watch(manager.watch(), "the rollout manager died: {}".format)
             if trainers is not None:
                 trainers.connect_engines(endpoints)
-        recovery = weight_recovery(args, manager, supervisor, trainers, endpoints)
+        recovery = weight_recovery(args, manager, supervisor, trainers, endpoints, spares.follow_servers)
         if data_state is not None and not args.eval_only:
             supervisor.get([manager.load_data_state(data_state)], manager.waiting_for("the position in the data"))
         timeline.mark("open the log")

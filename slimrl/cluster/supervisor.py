@@ -59,7 +59,7 @@ class TrainWorkerDiedError(ProcessDiedError):
 
 
 class TrainNodeLostError(TrainWorkerDiedError):
-    """It ended with its node, which had nothing but training ranks: a spare node may take its place."""
+    """It ended with its node, and a spare node may take the place of that."""
 
 
 class EventHandler(Protocol):
@@ -84,7 +84,7 @@ class Nodes(Protocol):
     def dead(self) -> str:
         """Nodes whose Ray has ended."""
 
-    def only_training_is_lost(self) -> bool:
+    def dead_are_replaceable(self) -> bool:
         """Whether spare nodes may replace the nodes whose Ray has ended."""
 
 
@@ -173,6 +173,9 @@ class Supervisor:
             ready, _ = ray.wait([*self._watches, *events, *pending], num_returns=1, timeout=timeout)
             if progress:
                 progress()
+            if died := [ref for ref in ready if ref in self._watches]:
+                self._handle_death(self._death(died[0]))
+                continue  # the watches are others now
             if self._nodes is not None and (lost := self._nodes.lost()):
                 raise ProcessDiedError(lost)
             if ready == events and event_handler is not None:
@@ -181,9 +184,6 @@ class Supervisor:
             if not ready:
                 wait.check([index for index, ref in enumerate(refs) if ref in pending])
             for ref in ready:
-                if ref in self._watches:
-                    self._handle_death(self._death(ref))
-                    break  # the watches are others now
                 pending.remove(ref)
                 self._raise_failure(ref)
 
@@ -225,7 +225,7 @@ class Supervisor:
         if not lost:
             return died(message)
         assert self._nodes is not None
-        replaceable = died is TrainWorkerDiedError and self._nodes.only_training_is_lost()
+        replaceable = died is TrainWorkerDiedError and self._nodes.dead_are_replaceable()
         return (TrainNodeLostError if replaceable else ProcessDiedError)(f"{lost}: {message}")
 
     def _lost_nodes(self) -> str:

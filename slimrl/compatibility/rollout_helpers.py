@@ -24,7 +24,7 @@ import aiohttp
 import orjson
 
 from slimrl.arguments import Arguments
-from slimrl.arguments.engine_groups.config import POLICY_NAMES
+from slimrl.arguments.engine_groups import POLICY_NAMES
 from slimrl.data.sample import Sample
 from slimrl.engines.protocol import SamplingConfig, ServiceError
 from slimrl.hooks import own_path
@@ -94,7 +94,7 @@ def load_tokenizer(name_or_path: str, chat_template_path: str | None = None, **o
 
 
 def load_processor(name_or_path: str, **options: Any) -> None:
-    """None: images are unsupported."""
+    """None: a run reads the images of its prompts itself, and the processor of transformers needs torchvision."""
     return None
 
 

@@ -166,7 +166,7 @@ OFFERS = (
         "slime.utils.processing_utils",
         "load_processor",
         f"{_HERE}.rollout_helpers:load_processor",
-        "always None: images are unsupported",
+        "always None: images are read by the run itself ([vision.md](vision.md))",
     ),
     Offer(
         "slime.utils.mask_utils",

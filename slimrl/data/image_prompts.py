@@ -108,6 +108,23 @@ def check_turns(conversation: list[dict[str, Any]]) -> None:
             )
 
 
+def check_pair_images(
+    row: dict[str, Any], prompt: str | list[dict[str, Any]], answers: list[Any], column: ImageColumn | None
+) -> None:
+    """Raises ValueError unless all images of a row of preferences are in the messages of its prompt."""
+    if column is None:
+        return
+    if isinstance(prompt, str):
+        if image_items(row, column):
+            raise ValueError("a prompt with images must be messages: the chat template puts their tokens into it")
+        return
+    check_images(row, prompt, column)
+    check_turns(prompt)
+    for message in with_images([message for answer in answers for message in answer]):
+        if isinstance(message["content"], list) and any(part["type"] == "image" for part in message["content"]):
+            raise ValueError("an answer has an image: put it into the prompt")
+
+
 def item_fault(item: Any) -> str | None:
     """Why an image cannot be one, as far as can be told without opening it, worded to follow its name; else None."""
     if isinstance(item, dict):

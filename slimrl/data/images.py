@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor
 
 from slimrl.data.image_prompts import GRIDS, PIXELS, RESPONSE_STARTS
@@ -93,6 +94,15 @@ class BatchImages:
     def starts_of_samples(self) -> list[list[int]]:
         """`starts` for each sample."""
         return [own.tolist() for own in self.starts.split(self.counts.tolist())]
+
+    def digests(self) -> list[bytes]:
+        """For each sample 16 bytes of each of its images: of its patches and of their arrangement."""
+        patches = self.pixel_values.split(self.grids.prod(1).tolist())
+        of_image = [
+            xxhash.xxh3_128_digest(repr(grid).encode() + pixels.numpy().tobytes())
+            for grid, pixels in zip(self.grids.tolist(), patches, strict=True)
+        ]
+        return [b"".join(of_image[image] for image in own.tolist()) for own in self.index.split(self.counts.tolist())]
 
     def tensors(self) -> dict[str, Tensor]:
         """By name, for files."""

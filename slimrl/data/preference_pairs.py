@@ -100,10 +100,10 @@ def pair_of(row: dict[str, Any], input_key: str, columns: PairColumns | AnswerCo
     if columns.rejected_answers > 1:
         rejected = _column(row, columns.rejected, "--rejected-key")
         if not isinstance(rejected, list) or len(rejected) != columns.rejected_answers:
-            count = len(rejected) if isinstance(rejected, list) else "one"
+            count = len(rejected) if isinstance(rejected, list) else 1
             raise ValueError(
-                f"{columns.rejected!r} has {count} rejected answers and --n-samples-per-prompt"
-                f" {columns.rejected_answers + 1} needs a list of {columns.rejected_answers}"
+                f"{columns.rejected!r} has {count} rejected answer{'' if count == 1 else 's'} and"
+                f" --n-samples-per-prompt {columns.rejected_answers + 1} needs a list of {columns.rejected_answers}"
             )
         if any(one == other for one, other in itertools.combinations(rejected, 2)):
             raise ValueError(f"{columns.rejected!r} has the same answer twice")

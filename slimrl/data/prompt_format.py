@@ -1,23 +1,113 @@
-"""The row format of prompt data: the meaning of the columns, validation of rows, and the error for bad rows.
+"""The format of prompt data: the paths on the command line, the meaning of columns, validation of rows, their errors.
 
-Opens no file and needs no tokenizer. The flag validation and the prompt loader share this module, so that both accept
-the same rows.
+Paths are `path`, `path@[start:end]`, and several of them with probabilities. No file is opened here, and no tokenizer
+is needed. The flag validation and the readers share this module, so that both accept the same paths and rows.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from slimrl.data.image_prompts import ImageColumn, check_images, check_turns
+from slimrl.data.image_prompts import ImageColumn, check_images, check_pair_images, check_turns
 from slimrl.data.preference_pairs import AnswerColumns, PairColumns, number_of, pair_of
 from slimrl.data.reward_registry import reward_of
 
+DATA_KINDS = (".jsonl", ".parquet")
+
+_SLICE = re.compile(r"(?P<path>.*)@\[(?P<start>-?\d+)?:(?P<end>-?\d+)?\]", re.DOTALL)
+_WEIGHTED = re.compile(r"(?P<path>.+)=(?P<number>[0-9][0-9.eE+-]*|\.[0-9]+)", re.DOTALL)
+
+
+@dataclasses.dataclass(frozen=True)
+class DataPath:
+    """A data file, or a folder of them, and a Python slice of its rows."""
+
+    path: Path
+    rows: slice
+
+    @classmethod
+    def parse(cls, text: str) -> DataPath:
+        """Parses `file.jsonl` or `file.jsonl@[start:end]`; either bound may be omitted or negative."""
+        match = _SLICE.fullmatch(text)
+        if match is None:
+            if "@[" in text:
+                raise ValueError(f"data path {text!r}: a slice is written path@[start:end] with whole numbers")
+            return cls(Path(text), slice(None))
+        start, end = (int(match[name]) if match[name] else None for name in ("start", "end"))
+        return cls(Path(match["path"]), slice(start, end))
+
+
+@dataclasses.dataclass(frozen=True)
+class DataMix:
+    """The sets of `--prompt-data`; with `probabilities` None they are concatenated to one set."""
+
+    paths: tuple[str, ...]
+    probabilities: tuple[float, ...] | None
+
+    @classmethod
+    def parse(cls, words: str | Sequence[str]) -> DataMix:
+        """Parses `path`, `path path ...` or `path=probability path=probability ...`.
+
+        A single path is used unchanged, even if it contains "=". Raises ValueError, worded to follow the flag's name,
+        if only some paths have a probability, one is not above 0, or they do not sum to 1.
+        """
+        words = (words,) if isinstance(words, str) else tuple(words)
+        if len(words) == 1:
+            return cls(words, None)
+        matches = [_WEIGHTED.fullmatch(word) for word in words]
+        if not any(matches):
+            return cls(words, None)
+        bare = [word for word, match in zip(words, matches, strict=True) if match is None]
+        if bare:
+            raise ValueError(
+                f"{' '.join(words)} gives some sets a probability but not {', '.join(bare)}: write path=probability for"
+                " all sets or for none"
+            )
+        probabilities = tuple(_probability(match) for match in matches if match is not None)
+        if not math.isclose(sum(probabilities), 1.0, abs_tol=1e-6):
+            raise ValueError(
+                f"{' '.join(words)} has probabilities that sum to {sum(probabilities):g}: make their sum 1"
+            )
+        return cls(tuple(match["path"] for match in matches if match is not None), probabilities)
+
+
+def _probability(match: re.Match[str]) -> float:
+    try:
+        value = float(match["number"])
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1:
+        raise ValueError(f"{match[0]} has the probability {match['number']}: give a number between 0 and 1")
+    return value
+
+
+def files_of(path: Path) -> list[Path]:
+    """The data files at `path`: itself, or those directly in the folder, sorted by name.
+
+    Raises FileNotFoundError if it does not exist, ValueError if it is not a data file or has none.
+    """
+    kinds = " or ".join(DATA_KINDS)
+    if path.is_dir():
+        files = sorted(file for file in path.iterdir() if file.suffix in DATA_KINDS and file.is_file())
+        if not files:
+            raise ValueError(f"data folder {path} has no {kinds} file: give a folder with such files, or a file")
+        return files
+    if not path.exists():
+        raise FileNotFoundError(f"data file {path} does not exist: give an existing {kinds} file, or a folder of them")
+    if path.suffix not in DATA_KINDS:
+        raise ValueError(f"data file {path}: unknown file type {path.suffix!r}, use {kinds}")
+    return [path]
+
+
 TOOLS_KEY = "tools"
 MESSAGES_KEY = "prompt_messages"
+PLACE_KEY = "data_row"  # metadata, until the row is tokenized as a whole: its "<file>:<line>", for errors
 _MAX_LISTED = 20
 
 
@@ -95,6 +185,7 @@ class PromptFormat:
     teachers: TeacherChoice | None = None  # with several teachers of on-policy distillation
     reward_rule: str | None = None  # the built-in reward that compares with the label; None: none, or unknown
     images: ImageColumn | None = None  # rows have images
+    conversations: bool = False  # rows are whole conversations, whose assistant's turns are trained on
 
     @property
     def columns(self) -> list[str]:
@@ -110,6 +201,11 @@ class PromptFormat:
         own = {self.input_key: "--input-key"} if self.pair is None else self.pair.flags
         return own if self.label_key is None else {**own, self.label_key: "--label-key"}
 
+    @property
+    def holds_answers(self) -> bool:
+        """Whether rows hold the answers, which are tokenized after the prompt."""
+        return self.pair is not None or self.conversations
+
 
 def validate_row(row: Row, form: PromptFormat) -> str | None:
     """Why a row is bad, as far as can be checked without a tokenizer; None if it is valid."""
@@ -121,7 +217,8 @@ def validate_row(row: Row, form: PromptFormat) -> str | None:
             raise ValueError(f"no column {form.label_key!r} (--label-key); it has {sorted(row)}")
         content = row.get(form.input_key)
         if form.pair is not None:
-            pair_of(row, form.input_key, form.pair)
+            pair = pair_of(row, form.input_key, form.pair)
+            check_pair_images(row, pair.prompt, [pair.chosen, *pair.rejected], form.images)
             return None
         if form.label_is_score and form.label_key is not None:
             number_of(row, form.label_key, "--label-key")
@@ -140,6 +237,8 @@ def validate_row(row: Row, form: PromptFormat) -> str | None:
 
 def _check_content(row: dict[str, Any], content: Any, form: PromptFormat) -> None:
     """Raises ValueError for an input column of the wrong form, or whose images are bad."""
+    if form.conversations and isinstance(content, str):
+        raise ValueError(f"{form.input_key!r} (--input-key) is text and must be a list of messages")
     if form.apply_chat_template:
         if not isinstance(content, str) and not _are_messages(content):
             raise ValueError(f'{form.input_key!r} must be text or a list of {{"role", "content"}} messages')
@@ -148,9 +247,32 @@ def _check_content(row: dict[str, Any], content: Any, form: PromptFormat) -> Non
         raise ValueError(f"{form.input_key!r} holds {type(content).__name__}: --input-template takes text")
     elif not isinstance(content, str) and not form.keep_messages:
         raise ValueError(f"{form.input_key!r} holds {type(content).__name__}: messages need --apply-chat-template")
-    elif form.images is not None and _are_messages(content):
-        check_images(row, content, form.images)
-        check_turns(content)
+    elif _are_messages(content):
+        if form.conversations:
+            _check_turns_to_train(content, scored=form.label_is_score)
+        if form.images is not None:
+            check_images(row, content, form.images)
+            check_turns(content)
+
+
+def _check_turns_to_train(conversation: list[dict[str, Any]], *, scored: bool) -> None:
+    """Raises ValueError for an empty turn of the assistant, a score of another's turn, and if no turn is trained on."""
+    for number, message in enumerate(conversation):
+        if message["role"] != "assistant" or message.get("step_loss_mask") == 0:
+            continue
+        content = message.get("content")
+        said = content.strip() if isinstance(content, str) else content
+        if not (said or message.get("tool_calls") or message.get("reasoning_content")):
+            raise ValueError(
+                f"message {number} is the assistant's and is empty, so that its end alone would be trained on: remove"
+                ' the row, or give the message "step_loss_mask": 0'
+            )
+    if scored and conversation[-1]["role"] != "assistant":
+        raise ValueError("the conversation does not end with a message of the assistant, which the score is of")
+    if not any(one["role"] == "assistant" and one.get("step_loss_mask") != 0 for one in conversation):
+        raise ValueError(
+            'no message of the assistant is trained on: remove the row, or leave out one "step_loss_mask": 0'
+        )
 
 
 def needs_label(rule: str) -> bool:

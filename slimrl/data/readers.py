@@ -27,8 +27,7 @@ import numpy as np
 import orjson
 import xxhash
 
-from slimrl.data.dataset_spec import DataPath, files_of
-from slimrl.data.prompt_format import InvalidRow, Row
+from slimrl.data.prompt_format import DataPath, InvalidRow, Row, files_of
 
 if TYPE_CHECKING:
     from slimrl.data.parquet import ParquetFile

@@ -48,13 +48,14 @@ class ReferenceIdentity:
         return xxhash.xxh3_128_hexdigest(json.dumps([self.weights, self.settings], sort_keys=True).encode())
 
 
-def sample_key(tokens: npt.NDArray[np.int64], response_length: int) -> bytes:
-    """The key of a sample, 16 bytes: its tokens, and how many of them are the response.
+def sample_key(tokens: npt.NDArray[np.int64], response_length: int, images: bytes = b"") -> bytes:
+    """The key of a sample, 16 bytes: its tokens, how many of them are the response, and what is in its `images`.
 
     The loss mask is no part of it: the values are those of every response token.
     """
     hashed = xxhash.xxh3_128(response_length.to_bytes(8, "little"))
     hashed.update(np.ascontiguousarray(tokens, dtype="<i8").tobytes())
+    hashed.update(images)
     return hashed.digest()
 
 

@@ -37,6 +37,7 @@ class ServerFactory(Protocol):
         *,
         log_path: Path,
         host: str = ...,
+        port: int | None = ...,
         tensor_parallel_size: int = ...,
         options: Mapping[str, Any] | None = ...,
         random_seed: int = ...,
@@ -44,7 +45,10 @@ class ServerFactory(Protocol):
         launch: ServerLaunch | None = ...,
         key: str | None = ...,
     ) -> ServerProcess:
-        """`options` are the user's, by the engine's names; clients call it at `host` and send `key`."""
+        """`options` are the user's, by the engine's names; clients call it at `host` and send `key`.
+
+        `port` None: a free one.
+        """
 
 
 class RouterFactory(Protocol):
@@ -163,11 +167,18 @@ class EngineBackend(Protocol):
         ...
 
     def check_machine(
-        self, model: str | Path, *, cuda: bool, releases_memory: bool, kv_transfers: Sequence[str] = ()
+        self,
+        model: str | Path,
+        *,
+        cuda: bool,
+        releases_memory: bool,
+        kv_transfers: Sequence[str] = (),
+        mooncake: bool = False,
     ) -> None:
         """Raises EngineUnsupportedError if a server of `model` cannot run on machines with or without `cuda`.
 
         `releases_memory`: between rollouts. `kv_transfers`: what moves KV caches from prefill to decode servers.
+        `mooncake`: it moves weights.
         """
         ...
 
@@ -180,6 +191,10 @@ class EngineBackend(Protocol):
 
     def delta_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The options, by the engine's names, of a server whose weight updates are changes; `given` are the user's."""
+        ...
+
+    def point_to_point_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The options, by the engine's names, of a server that gets shards of weights; `given` are the user's."""
         ...
 
     def cpu_options(self, words: Sequence[str]) -> list[str]:

@@ -17,7 +17,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from slimrl.arguments.served_models import least
+from slimrl.arguments.hf_config import least
 from slimrl.data.sample import PackedFields, Sample, Span
 
 if TYPE_CHECKING:

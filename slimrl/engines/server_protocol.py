@@ -225,12 +225,7 @@ class WeightControl(Protocol):
         """The version of the weights that the server reports."""
 
     def update_weights_from_tensor(
-        self,
-        serialized: list[str],
-        *,
-        load_format: str | None,
-        weight_version: str | None,
-        flush_cache: bool,
+        self, serialized: list[str], *, load_format: str | None, weight_version: str | None, flush_cache: bool
     ) -> None:
         """Loads tensors from shared memory; one base64 payload per tensor-parallel rank.
 
@@ -271,13 +266,16 @@ class WeightControl(Protocol):
     def update_weights_from_changes(self, serialized: list[str]) -> None:
         """Changes elements of the weights; one base64 payload per rank (`weights.update.transport_delta.serialize`)."""
 
+    def update_weights_from_shards(self, serialized: list[str], timeout_s: float | None = None) -> None:
+        """One step of a point-to-point update; a payload per rank (`point_to_point.engine_side.serialize_call`)."""
+
     def load_adapter(
         self, name: str, config: dict[str, Any], serialized: list[str], checksums: dict[str, str] | None
     ) -> None:
         """Replaces the LoRA adapter `name`, which no request may use meanwhile.
 
         `config` is PEFT's, `serialized` has one base64 payload per tensor-parallel rank
-        (`weights.update.transport_adapter.serialize`). With `checksums`, SHA-256 in hex by PEFT's names, each rank
+        (`weights.update.adapter_updater.serialize`). With `checksums`, SHA-256 in hex by PEFT's names, each rank
         compares them with its tensors.
         """
 

@@ -1,11 +1,44 @@
 """Extension points: the contract of every `--...-path` flag, and the loader of custom functions.
 
-`rollout_hooks` has the contracts of generation, `train_hooks` those of training. `loader` loads functions, checks them
-and names those that fail.
+`contracts` has the contracts of generation and training. `loader` loads functions, checks them and names those that
+fail.
 """
 
-from slimrl.hooks.base import Hook, HookError, HookExitError, HookFailedError
+from slimrl.hooks.contracts import (
+    AllSamplesProcess,
+    BeforeLogProb,
+    BeforeTrainStep,
+    BufferFilter,
+    ConvertSamples,
+    CustomAdvantage,
+    CustomDataSource,
+    CustomGenerate,
+    CustomLoss,
+    CustomReward,
+    CustomTIS,
+    DataSource,
+    DynamicSamplingFilter,
+    EvalRolloutLog,
+    GroupReward,
+    Hook,
+    LayerSpec,
+    LossBatch,
+    MegatronInit,
+    ModelProvider,
+    PgLossReducer,
+    RewardPostProcess,
+    RolloutDataPostprocess,
+    RolloutFunction,
+    RolloutLog,
+    RunArguments,
+    SampleFilter,
+    SampleHook,
+    UpdateWeightPostWrite,
+)
 from slimrl.hooks.loader import (
+    HookError,
+    HookExitError,
+    HookFailedError,
     accepted,
     accepts_keyword,
     contain_tasks,
@@ -16,40 +49,10 @@ from slimrl.hooks.loader import (
     naming,
     naming_calls,
     own_path,
+    plain_number,
     resolve,
     resolve_data_source,
     user_frames,
-)
-from slimrl.hooks.rollout_hooks import (
-    AllSamplesProcess,
-    BufferFilter,
-    ConvertSamples,
-    CustomDataSource,
-    CustomGenerate,
-    CustomReward,
-    DataSource,
-    DynamicSamplingFilter,
-    EvalRolloutLog,
-    GroupReward,
-    RewardPostProcess,
-    RolloutFunction,
-    RolloutLog,
-    SampleFilter,
-    SampleHook,
-)
-from slimrl.hooks.train_hooks import (
-    BeforeLogProb,
-    BeforeTrainStep,
-    CustomAdvantage,
-    CustomLoss,
-    CustomTIS,
-    LayerSpec,
-    LossBatch,
-    MegatronInit,
-    ModelProvider,
-    PgLossReducer,
-    RolloutDataPostprocess,
-    UpdateWeightPostWrite,
 )
 
 __all__ = [
@@ -81,6 +84,7 @@ __all__ = [
     "RolloutDataPostprocess",
     "RolloutFunction",
     "RolloutLog",
+    "RunArguments",
     "SampleFilter",
     "SampleHook",
     "UpdateWeightPostWrite",
@@ -95,6 +99,7 @@ __all__ = [
     "naming_calls",
     "user_frames",
     "own_path",
+    "plain_number",
     "resolve",
     "resolve_data_source",
 ]

@@ -1,10 +1,11 @@
 """Loads custom functions from their import paths, checks them against their contracts, and wraps their errors.
 
 A path is resolved and its signature checked without calling the function: once while the command line is checked, so
-that a wrong hook is reported before anything starts, and again when the hook is used.
-Exceptions of a custom function become an error that names the function and its lines. This includes every
-BaseException, so that a hook cannot end the process or the event loop: `sys.exit()`, KeyboardInterrupt, GeneratorExit,
-an unrequested CancelledError. `contain_tasks` extends this to the asyncio tasks that a hook creates.
+that a wrong hook is reported before anything starts, and again when the hook is used. Exceptions of a custom function
+become an error that names the function and its lines. This includes every BaseException, so that a hook cannot end the
+process or the event loop: `sys.exit()`, KeyboardInterrupt, GeneratorExit, an unrequested CancelledError.
+`contain_tasks` extends this to the asyncio tasks that a hook creates. `plain_number` converts a returned number to a
+plain float: numpy and torch scalars cannot be written as JSON.
 """
 
 from __future__ import annotations
@@ -28,8 +29,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from slimrl.hooks.base import Hook, HookError, HookExitError, HookFailedError
-from slimrl.hooks.rollout_hooks import CustomDataSource
+from slimrl.hooks.contracts import CustomDataSource, Hook
 
 SLIME = "slime"
 _SLIME_TABLE = "slimrl.compatibility.slime"  # by name: it is in a higher layer, and is loaded on demand
@@ -39,6 +39,10 @@ _INSTEAD = {
     "fully_async_rollout": (
         "fully asynchronous generation is train_async.py --max-weight-staleness N here: leave --rollout-function-path"
         " out"
+    ),
+    "train_infer_mismatch_helper": (
+        "importance weights and rejection are --use-tis with --tis-level and --tis-mode, and --use-rs, here"
+        " (docs/algorithms.md): leave --custom-tis-function-path out"
     ),
     "icepop_function": "IcePop is --use-tis --tis-mode mask here: leave --custom-tis-function-path out",
     "reward_func_route_by_domain": (
@@ -53,6 +57,18 @@ _INSTEAD = {
 _MOVED = {
     "examples.on_policy_distillation.on_policy_distillation.": "slimrl.rollout.on_policy_distillation.",
 }
+
+
+class HookError(ValueError):
+    """A hook path that cannot be resolved, or whose object does not fit the contract."""
+
+
+class HookFailedError(RuntimeError):
+    """A hook raised an exception, which is the `__cause__`; the message names the flag and the function."""
+
+
+class HookExitError(RuntimeError):
+    """A task of a hook raised an exception that would end the event loop, as sys.exit() does; it is the `__cause__`."""
 
 
 def resolve(path: str, contract: type[Hook]) -> Callable[..., Any]:
@@ -359,3 +375,18 @@ class SlimeFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             return value
 
         vars(module)["__getattr__"] = look_up
+
+
+def plain_number(value: Any) -> float:
+    """A number, or a numpy or torch scalar, as a float. Raises TypeError for anything else, including text."""
+    if isinstance(value, str | bytes | None):
+        raise TypeError(f"{value!r} is not a number")
+    try:
+        return float(value)
+    except (
+        TypeError,
+        ValueError,
+        OverflowError,
+        RuntimeError,
+    ) as error:  # RuntimeError: tensor with several elements
+        raise TypeError(f"{value!r} is not a number") from error

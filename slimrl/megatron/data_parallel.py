@@ -90,6 +90,22 @@ def all_gather_params(stages: Iterable[Stage]) -> None:
             stage.module._replace_param_with_raw_if_needed()
 
 
+class GatheredWeights:
+    """The full weights that the stages of Megatron-FSDP have between passes, beside their shards; none of others."""
+
+    def __init__(self, stages: Iterable[Stage]) -> None:
+        self._stages = [stage for stage in stages if isinstance(stage, FullyShardedDataParallel)]
+
+    def drop(self) -> None:
+        """Free them, until `gather` or the next pass."""
+        for stage in self._stages:
+            stage.module.synchronize_param_gather()
+
+    def gather(self) -> None:
+        """Gather them from the shards; collective."""
+        all_gather_params(self._stages)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Shard:
     """One weight: the compute parameter, the optimizer's, and this rank's part of the flattened weight."""
@@ -134,7 +150,7 @@ class ShardedReference:
     """Reference weights for stages that were wrapped afterwards: this rank's part of each weight."""
 
     def __init__(self, reference: ReferenceWeights, stages: Sequence[FullyShardedDataParallel]):
-        self._stages = stages
+        self._gathered = GatheredWeights(stages)
         groups = [group for stage in stages for group in stage.param_and_grad_buffer.parameter_groups]
         buffers = [group.model_weight_buffer for group in groups]
         numbers = {id(tensor): number for number, tensor in enumerate(reference.tensors)}
@@ -159,14 +175,10 @@ class ShardedReference:
     @contextlib.contextmanager
     def loaded_weights(self) -> Iterator[None]:
         """As `ReferenceWeights.loaded_weights`; invalidates gathered weights before and after."""
-        self._forget()
+        self._gathered.drop()
         with self._weights.loaded_weights():
             yield
-            self._forget()
-
-    def _forget(self) -> None:
-        for stage in self._stages:
-            stage.module.synchronize_param_gather()
+            self._gathered.drop()
 
 
 def shard_reference(

@@ -5,99 +5,30 @@ come back as zeros. Using an offloaded rank raises OffloadedError. megatron-core
 optimizer tensors one by one, which turns views of the weights into copies, and it moves weights only with a distributed
 optimizer.
 
-NCCL 2.29.7 and later can suspend a communicator, which frees its device buffers (hundreds of MiB per group) and keeps
-its connections. `slimrl.platform.launch_env` decides whether to do that; if not, a warning gives the reason.
-
 Host memory is pinned if a GPU is used, in chunks of 64 MiB: the allocator rounds each request up to a power of two,
 which would take up to twice a tensor's size. The reference model uses the same host memory.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
-import logging
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from contextlib import AbstractContextManager
+from typing import Literal, Protocol
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from slimrl.megatron.model.layers import drop_frequencies
-from slimrl.platform.launch_env import keeps_communicators, this_machine
-
-logger = logging.getLogger(__name__)
-
-
-class Backend(Protocol):
-    """The used interface of `torch.distributed`'s backends; both calls are collective over the backend's ranks."""
-
-    def _is_initialized(self) -> bool: ...
-
-    def suspend(self) -> None: ...
-
-    def resume(self) -> None: ...
-
-
-class Communicators:
-    """The communicators of one rank, in an order that is the same on all ranks that share them."""
-
-    def __init__(self, backends: Iterable[Backend]) -> None:
-        self._backends = list(backends)
-        self._suspended: list[Backend] = []
-
-    def suspend(self) -> None:
-        """Frees their device memory; no collective may run until `resume`. Collective over all ranks.
-
-        The first collective of a group creates its communicator on all of the group's ranks. A group without one has
-        nothing to free, and suspending it would fail.
-        """
-        self._suspended = [backend for backend in self._backends if backend._is_initialized()]
-        for backend in self._suspended:
-            backend.suspend()
-
-    def resume(self) -> None:
-        """Allocates the memory of the suspended communicators again. Collective over all ranks."""
-        for backend in self._suspended:
-            backend.resume()
-        self._suspended = []
-
-
-def open_communicators(device: torch.device, *, suspends: bool, paired_stages: bool) -> Communicators:
-    """Every NCCL communicator of Megatron's groups that is suspended with the rank; none on the CPU.
-
-    `suspends` is --offload-train-nccl; with `paired_stages` virtual pipeline stages exchange in pairs.
-    """
-    if device.type != "cuda":
-        return Communicators([])
-    why = keeps_communicators(this_machine(), os.environ, suspends=suspends, paired_stages=paired_stages)
-    if why is not None:
-        logger.warning("NCCL communicators keep their device memory while the trainer is offloaded: %s", why)
-        return Communicators([])
-    return Communicators(distinct_backends(_groups(), device))
-
-
-def distinct_backends(groups: Iterable[dist.ProcessGroup], device: torch.device) -> list[Backend]:
-    """The distinct backends of the groups for `device`, without groups of one rank, which have no connections."""
-    found: dict[int, Backend] = {}
-    for group in groups:
-        if group.size() > 1:
-            backend: Any = group._get_backend(device)
-            found[id(backend)] = backend
-    return list(found.values())
-
-
-def _groups() -> list[Any]:
-    """Megatron's list of groups in creation order, which is the same on all ranks."""
-    made = parallel_state._global_process_group_list or []
-    return [dist.group.WORLD if group is None else group for group in made]
-
+from slimrl.megatron.parallel import Communicators, open_communicators
 
 CHUNK_BYTES = 64 * 1024**2  # a power of two
 _ALIGNMENT = 64  # bytes: any element of any dtype, and a line of the processor's cache
@@ -205,6 +136,14 @@ class _OffloadedStorage:
     chunks: list[Tensor] | None
 
 
+class GatheredWeights(Protocol):
+    """Whole weights beside the shards that they are gathered from; both calls are collective over the shards' ranks."""
+
+    def drop(self) -> None: ...
+
+    def gather(self) -> None: ...
+
+
 class TrainingMemory:
     """The memory of one rank. Starts onloaded; `sleep` and `wake` are collective over its communicators' ranks."""
 
@@ -214,17 +153,21 @@ class TrainingMemory:
         device: torch.device,
         communicators: Communicators,
         drop_scratch: Callable[[], None] = lambda: None,
+        gathered: GatheredWeights | None = None,
     ) -> None:
         """`persistent_tensors` returns the current tensors by part; tensors that are not on `device` are not moved.
 
-        `drop_scratch` is called before anything is moved, and frees cached scratch memory.
+        `drop_scratch` is called before anything is moved, and frees cached scratch memory. `gathered` are dropped
+        before the weights are offloaded, and gathered anew when they are back.
         """
         self._persistent_tensors = persistent_tensors
         self._device = device
         self._communicators = communicators
         self._drop_scratch = drop_scratch
+        self._gathered = gathered
         self._offloaded: dict[Part, list[_OffloadedStorage]] = {}
         self._host = HostMemory(page_locked=device.type == "cuda")
+        self.moving: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # around every move
         self.state = State.AWAKE
 
     def sleep(self, *, keep_weights: bool = False) -> dict[Part, int]:
@@ -235,8 +178,16 @@ class TrainingMemory:
         if self.state is State.ASLEEP or (keep_weights and self.state is not State.AWAKE):
             raise OffloadedError(f"the training rank cannot be offloaded: it is already {self.state.value}")
         leaving: tuple[Part, ...] = ("gradients", "optimizer") if keep_weights else PARTS
+        with self.moving():
+            self._sleep(leaving, keep_weights=keep_weights)
+        self.state = State.WEIGHTS_ONLY if keep_weights else State.ASLEEP
+        return {part: sum(one.size for one in self._offloaded[part]) for part in leaving}
+
+    def _sleep(self, leaving: Sequence[Part], *, keep_weights: bool) -> None:
         self._synchronize()
         self._drop_scratch()
+        if self._gathered is not None and not keep_weights:
+            self._gathered.drop()
         found = self._storages()
         for part in leaving:
             if part not in self._offloaded:
@@ -245,20 +196,38 @@ class TrainingMemory:
             self._communicators.suspend()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # an engine cannot use memory that torch caches
-        self.state = State.WEIGHTS_ONLY if keep_weights else State.ASLEEP
-        return {part: sum(one.size for one in self._offloaded[part]) for part in leaving}
 
     def wake(self) -> None:
         """Onloads everything; gradients are zero. Raises OffloadedError if the rank is onloaded."""
         if self.state is State.AWAKE:
             raise OffloadedError("the training rank cannot be onloaded: it is already onloaded")
-        if self.state is State.ASLEEP:
+        with self.moving():
+            self._wake(weights_are_back=self.state is State.ASLEEP)
+        self.state = State.AWAKE
+
+    def _wake(self, *, weights_are_back: bool) -> None:
+        if weights_are_back:
             self._communicators.resume()
-        for offloaded in (one for part in PARTS for one in self._offloaded.pop(part)):
+        for offloaded in (one for part in PARTS for one in self._offloaded.pop(part, [])):
             self._onload(offloaded)
         self._synchronize()
         self._host.free()
-        self.state = State.AWAKE
+        if self._gathered is not None and weights_are_back:
+            self._gathered.gather()
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """The value of a persistent, contiguous tensor, also of an offloaded one; a copy in host memory."""
+        memory = tensor.untyped_storage()._cdata
+        found = (one for part in self._offloaded.values() for one in part if one.storage._cdata == memory)
+        if (offloaded := next(found, None)) is None:
+            return tensor.detach().to("cpu", copy=True)
+        assert offloaded.chunks is not None and tensor.is_contiguous()
+        start = tensor.storage_offset() * tensor.element_size()
+        end, at, pieces = start + tensor.numel() * tensor.element_size(), 0, []
+        for chunk in offloaded.chunks:
+            pieces.append(chunk[max(start - at, 0) : max(end - at, 0)])
+            at += chunk.numel()
+        return torch.cat(pieces).view(tensor.dtype).view(tensor.shape)
 
     def close(self) -> None:
         """Resumes suspended communicators, which otherwise cannot be closed."""
@@ -318,10 +287,11 @@ class TrainingMemory:
 
 
 def memory_of(
-    stages: Sequence[DistributedDataParallel],
+    stages: Sequence[DistributedDataParallel | FullyShardedDataParallel],
     optimizers: Sequence[MegatronOptimizer],
     device: torch.device,
     *,
+    gathered: GatheredWeights,
     release: Callable[[], object],
     offloads: bool,
     suspends: bool,
@@ -329,43 +299,59 @@ def memory_of(
 ) -> TrainingMemory:
     """The memory of a newly built rank, with the communicators of Megatron's groups.
 
-    `release` is called before memory is moved, and waits for other threads that read it. `offloads`: whether the rank
-    is ever offloaded; `suspends`: whether its communicators are too; `paired_stages`: whether virtual pipeline stages
-    overlap their exchanges.
+    `gathered` are the whole weights that sharded stages have between passes. `release` is called before memory is
+    moved, and waits for other threads that read it. `offloads`: whether the rank is ever offloaded; `suspends`: whether
+    its communicators are too; `paired_stages`: whether virtual pipeline stages overlap their exchanges.
     """
     # a rank that is never offloaded does not log a warning about its communicators
     suspended = (
         open_communicators(device, suspends=suspends, paired_stages=paired_stages) if offloads else Communicators([])
     )
     # buffer in which sequence-parallel layers gather their inputs, as large as the longest micro-batch so far
-    gathered = parallel_state.get_global_memory_buffer().buffer
+    inputs = parallel_state.get_global_memory_buffer().buffer
 
     def drop_scratch() -> None:
         release()
-        gathered.clear()
+        inputs.clear()
         drop_frequencies()
 
-    return TrainingMemory(lambda: persistent_tensors(stages, optimizers), device, suspended, drop_scratch)
+    return TrainingMemory(lambda: persistent_tensors(stages, optimizers), device, suspended, drop_scratch, gathered)
 
 
 def persistent_tensors(
-    stages: Sequence[DistributedDataParallel], optimizers: Sequence[MegatronOptimizer]
+    stages: Sequence[DistributedDataParallel | FullyShardedDataParallel], optimizers: Sequence[MegatronOptimizer]
 ) -> dict[Part, list[Tensor]]:
-    """Every tensor that persists between rollouts, by part."""
-    buffers = [buffer for stage in stages for buffer in (*stage.buffers, *stage.expert_parallel_buffers)]
-    parameters = [parameter for stage in stages for parameter in stage.module.parameters()]
-    weights = [buffer.param_data for buffer in buffers if buffer.param_data is not None]
-    weights += parameters
-    weights += [tensor for stage in stages for tensor in stage.module.buffers()]
+    """Every tensor that persists between rollouts, by part; of the stages of Megatron-FSDP the shards."""
+    weights: list[Tensor] = []
+    gradients: list[Tensor] = []
+    main: list[Tensor] = []
+    parameters: list[Tensor] = []
+    for stage in stages:
+        if isinstance(stage, DistributedDataParallel):
+            buffers = (*stage.buffers, *stage.expert_parallel_buffers)
+            weights += [buffer.param_data for buffer in buffers if buffer.param_data is not None]
+            gradients += [buffer.grad_data for buffer in buffers if buffer.grad_data is not None]
+            parameters += stage.module.parameters()
+        else:
+            groups = stage.param_and_grad_buffer.parameter_groups
+            weights += [group.model_weight_buffer.data for group in groups]
+            gradients += [group.main_grad_buffer.data for group in groups if group.main_grad_buffer is not None]
+            main += [group.main_weight_buffer.data for group in groups if group.main_weight_buffer is not None]
+        weights += stage.module.buffers()
     adams = [adam for optimizer in optimizers for adam in _adams(optimizer)]
-    main = [parameter for adam in adams for group in adam.param_groups for parameter in group["params"]]
-    gradients = [buffer.grad_data for buffer in buffers if buffer.grad_data is not None]
+    trained = [parameter for adam in adams for group in adam.param_groups for parameter in group["params"]]
     # shards of a distributed optimizer are not leaves: their gradients are parts of the buffers
-    leaves = [parameter for parameter in (*parameters, *main) if parameter.is_leaf]
+    leaves = [parameter for parameter in (*parameters, *trained) if parameter.is_leaf]
     gradients += [parameter.grad for parameter in leaves if parameter.grad is not None]
     states = [value for adam in adams for state in adam.state.values() for value in state.values()]
     kept = [value for value in states if isinstance(value, Tensor)]
-    return {"weights": weights, "gradients": gradients, "optimizer": main + kept}
+    parts = {"weights": weights + parameters, "gradients": gradients, "optimizer": main + trained + kept}
+    return {part: [local_part(tensor) for tensor in parts[part]] for part in PARTS}
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor that may be divided over ranks."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _adams(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Optimizer]:

@@ -1,14 +1,18 @@
 """The process groups of a training rank.
 
 Opens and closes torch.distributed and megatron-core's groups for one process. `initialize` also applies the CPU
-patches, binds the device and seeds every generator. Called by the trainer and by the converters.
+patches, binds the device and seeds every generator. Called by the trainer and by the converters. `Communicators` frees
+the device memory of the groups while a rank is offloaded.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
-from typing import Any
+import logging
+import os
+from collections.abc import Iterable
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,7 +22,9 @@ from torch import Tensor
 from slimrl.arguments.namespace import MegatronArguments
 from slimrl.megatron import patches
 from slimrl.platform import bind_local_device, is_cpu, seed_everything, use_deterministic_kernels
-from slimrl.platform.launch_env import default_group, this_machine
+from slimrl.platform.launch_env import default_group, keeps_communicators, this_machine
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +54,11 @@ class ParallelState:
     etp_size: int
     ep_group: dist.ProcessGroup  # expert parallel
     etp_group: dist.ProcessGroup  # expert tensor parallel
+
+    @property
+    def part(self) -> tuple[int, ...]:
+        """The part of the model on this rank: ranks with the same one have the same weights."""
+        return self.pp_rank, self.tp_rank, self.ep_rank, self.etp_rank
 
     @property
     def is_last_stage(self) -> bool:
@@ -163,3 +174,71 @@ def shutdown() -> None:
         parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+class Backend(Protocol):
+    """The used interface of `torch.distributed`'s backends; both calls are collective over the backend's ranks."""
+
+    def _is_initialized(self) -> bool: ...
+
+    def suspend(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+
+class Communicators:
+    """The communicators of one rank, in an order that is the same on all ranks that share them.
+
+    NCCL 2.29.7 and later can suspend a communicator, which frees its device buffers (hundreds of MiB per group) and
+    keeps its connections.
+    """
+
+    def __init__(self, backends: Iterable[Backend]) -> None:
+        self._backends = list(backends)
+        self._suspended: list[Backend] = []
+
+    def suspend(self) -> None:
+        """Frees their device memory; no collective may run until `resume`. Collective over all ranks.
+
+        The first collective of a group creates its communicator on all of the group's ranks. A group without one has
+        nothing to free, and suspending it would fail.
+        """
+        self._suspended = [backend for backend in self._backends if backend._is_initialized()]
+        for backend in self._suspended:
+            backend.suspend()
+
+    def resume(self) -> None:
+        """Allocates the memory of the suspended communicators again. Collective over all ranks."""
+        for backend in self._suspended:
+            backend.resume()
+        self._suspended = []
+
+
+def open_communicators(device: torch.device, *, suspends: bool, paired_stages: bool) -> Communicators:
+    """Every NCCL communicator of Megatron's groups that is suspended with the rank; none on the CPU.
+
+    `suspends` is --offload-train-nccl; with `paired_stages` virtual pipeline stages exchange in pairs.
+    """
+    if device.type != "cuda":
+        return Communicators([])
+    why = keeps_communicators(this_machine(), os.environ, suspends=suspends, paired_stages=paired_stages)
+    if why is not None:
+        logger.warning("NCCL communicators keep their device memory while the trainer is offloaded: %s", why)
+        return Communicators([])
+    return Communicators(distinct_backends(_groups(), device))
+
+
+def distinct_backends(groups: Iterable[dist.ProcessGroup], device: torch.device) -> list[Backend]:
+    """The distinct backends of the groups for `device`, without groups of one rank, which have no connections."""
+    found: dict[int, Backend] = {}
+    for group in groups:
+        if group.size() > 1:
+            backend: Any = group._get_backend(device)
+            found[id(backend)] = backend
+    return list(found.values())
+
+
+def _groups() -> list[Any]:
+    """Megatron's list of groups in creation order, which is the same on all ranks."""
+    made = parallel_state._global_process_group_list or []
+    return [dist.group.WORLD if group is None else group for group in made]

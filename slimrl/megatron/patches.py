@@ -23,7 +23,7 @@ import torch
 
 from slimrl.arguments.derive import apex_installed, apex_optimizers_installed, transformer_engine_installed
 from slimrl.arguments.namespace import MegatronArguments
-from slimrl.megatron import batch_invariant_patches, cpu_patches
+from slimrl.megatron import cpu_patches
 from slimrl.megatron.checkpoint import io
 from slimrl.platform import is_cpu
 
@@ -53,7 +53,7 @@ def activate(*, batch_invariant: bool = False) -> None:
     ):
         patch.apply()
     if batch_invariant:
-        batch_invariant_patches.apply()
+        cpu_patches.fix_order_of_additions()
 
 
 def define_router_gemm() -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,9 @@ class ReferenceWeights:
         self._memory = HostMemory(page_locked=self._on_gpu)
         self._reference = HostCopy(tensors, self._memory)
         self._own: HostCopy | None = None  # memory for the model's own weights, allocated by the first swap
+        self.loaded = False  # whether the model's own weights are those in the host's memory
+        self.restored: torch.cuda.Event | None = None  # after the last swap back
+        self.exclusive: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # around the copy of these
 
     @property
     def host_bytes(self) -> int:
@@ -72,12 +76,27 @@ class ReferenceWeights:
         """Within the block the model has the reference weights; afterwards its own are restored, bit for bit."""
         if self._own is None:
             self._own = HostCopy(self.tensors, self._memory)
-        self._save(self._own, self.tensors)
+        with self.exclusive():
+            self._save(self._own, self.tensors)
+            self.loaded = True
         self._reference.fill(self.tensors)
         try:
             yield
         finally:
             self._own.fill(self.tensors)
+            if self._on_gpu:
+                self.restored = torch.cuda.Event()
+                self.restored.record()
+            self.loaded = False
+
+    def own_value(self, tensor: Tensor) -> Tensor | None:
+        """The model's own value of one of `tensors` while the reference is loaded, a copy in host memory; else None."""
+        number = next((number for number, one in enumerate(self.tensors) if one is tensor), None)
+        if number is None or self._own is None:
+            return None
+        made = torch.empty(tensor.shape, dtype=tensor.dtype)
+        self._own.read(number, made)
+        return made
 
     def _save(self, copy: HostCopy, tensors: list[Tensor]) -> None:
         copy.save(tensors)
@@ -92,7 +111,7 @@ class BaseReference:
     stages: Sequence[GPTModel]
     host_bytes = 0
 
-    def loaded_weights(self) -> contextlib.AbstractContextManager[None]:
+    def loaded_weights(self) -> AbstractContextManager[None]:
         """Within the block the model computes without adapters."""
         return without_adapters(self.stages)
 
@@ -211,4 +230,5 @@ class PrecomputedReference:
 
 def _keys(batch: RolloutBatch) -> list[bytes]:
     samples = np.split(batch.tokens.numpy(), batch.token_offsets[1:-1].numpy())
-    return [sample_key(tokens, length) for tokens, length in zip(samples, batch.response_lengths.tolist(), strict=True)]
+    images = [b""] * len(samples) if batch.images is None else batch.images.digests()
+    return list(map(sample_key, samples, batch.response_lengths.tolist(), images))

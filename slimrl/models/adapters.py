@@ -1,18 +1,23 @@
-"""LoRA adapters of a model (arXiv:2106.09685): which projections have one, their sizes, and their names.
+"""LoRA adapters of a model (arXiv:2106.09685): which projections have one, their sizes, names, and PEFT's config.
 
 A target is a projection by its Hugging Face name. Its adapter is a pair A [rank, inputs], B [outputs, rank]; the layer
 then computes W x + alpha / rank * B A x. Megatron joins several projections in one linear layer: each has a pair of its
-own there, under `<layer>.adapters.<projection>`. In files and requests the names are PEFT's. Read by the rules, the
-plan, the trainer and the weight updates; imports no torch.
+own there, under `<layer>.adapters.<projection>`. In files and requests the names are PEFT's: adapter_config.json and
+the header of its tensors are compared with the flags before a run. Read by the rules, the plan, the trainer and the
+weight updates; imports no torch.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
 
 from slimrl.models.families.param_mapping import HfTensor, Layout, ModelMapping, ParamMapping
+from slimrl.models.families.vision import DECODER_IN_FILES, DEEPER_HF_DECODER
 from slimrl.models.model_spec import ModelSpec
 from slimrl.models.parameters import Split, Weights
 
@@ -126,7 +131,7 @@ class AdapterMapping(ModelMapping):
         for projection, part in targets_of(row):
             if projection not in self.adapters.targets:
                 continue
-            layer, hf = row.megatron[0].removesuffix(".weight"), PEFT_PREFIX + part.name.removesuffix(".weight")
+            layer, hf = row.megatron[0].removesuffix(".weight"), PEFT_PREFIX + self._module(part)
             for letter, dims, divided in (("A", (rank, part.dims[1]), 1), ("B", (part.dims[0], rank), 0)):
                 yield dataclasses.replace(
                     row,
@@ -136,6 +141,11 @@ class AdapterMapping(ModelMapping):
                     shard_dim=divided if row.shard_dim == divided else None,
                     fuse_with_next=False,
                 )
+
+    def _module(self, part: HfTensor) -> str:
+        """The name in transformers' model, which has a decoder behind a tower one level down, of a weight's layer."""
+        name = part.name.removesuffix(".weight")
+        return name if self.tower is None else re.sub(DECODER_IN_FILES, DEEPER_HF_DECODER, name)
 
 
 def targets_of(row: ParamMapping) -> Iterator[tuple[str, HfTensor]]:
@@ -151,3 +161,94 @@ def targets_in(family: ModelMapping, spec: ModelSpec) -> tuple[str, ...]:
     """The projections of a model that can have adapters, in the order of `TARGETS`."""
     found = {projection for row in family.rows(spec) for projection, _ in targets_of(row)}
     return tuple(name for name in TARGETS if name in found)
+
+
+CONFIG_NAME = "adapter_config.json"
+WEIGHTS_NAME = "adapter_model.safetensors"
+_LONGEST_HEADER = 100_000_000  # bytes, the limit of the format
+
+# settings that change what an adapter computes, with the only value that is served
+_PLAIN: dict[str, Any] = {
+    "use_rslora": False,
+    "use_dora": False,
+    "bias": "none",
+    "fan_in_fan_out": False,
+    "modules_to_save": None,
+    "layers_to_transform": None,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "trainable_token_indices": None,
+    "target_parameters": None,
+}
+
+
+def peft_config(adapters: AdapterConfig, base: str | None = None, *, has_tower: bool = False) -> dict[str, Any]:
+    """The adapter_config.json of `adapters`; `base` is the name or folder of the base model.
+
+    With `has_tower`, PEFT must not look for the targets in a vision tower, whose layers may have the same names.
+    """
+    skipped = {"exclude_modules": r".*\bvisual\..*"} if has_tower else {}
+    return (
+        _PLAIN
+        | skipped
+        | {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": base,
+            "inference_mode": True,
+            "r": adapters.rank,
+            "lora_alpha": adapters.alpha,
+            "lora_dropout": 0.0,
+            "target_modules": list(adapters.targets),
+        }
+    )
+
+
+def problem_with_shapes(folder: Path, expected: Mapping[str, tuple[int, ...]]) -> str | None:
+    """The first tensor in which the folder differs from `expected`, as the end of a sentence; None if none does.
+
+    Reads the header of the file, as the safetensors format defines it: its length in 8 bytes, then JSON.
+    """
+    with (folder / WEIGHTS_NAME).open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        try:
+            header = json.loads(file.read(min(length, _LONGEST_HEADER)))
+        except ValueError:
+            return f"has a damaged {WEIGHTS_NAME}: copy or download it again"
+    stored = {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+    for name in sorted(expected.keys() | stored.keys()):
+        if name not in stored:
+            return f"lacks {name}: give the adapter of this model"
+        if name not in expected:
+            return f"has {name}, which the flags do not describe: give the adapter of this model"
+        if stored[name] != expected[name]:
+            return (
+                f"has {name} of shape {list(stored[name])} and the flags describe {list(expected[name])}: give the"
+                " adapter of this model"
+            )
+    return None
+
+
+def problem_with(folder: Path, adapters: AdapterConfig) -> str | None:
+    """Why `folder` cannot be loaded as these adapters, as the end of a sentence; None if it can."""
+    for name in (CONFIG_NAME, WEIGHTS_NAME):
+        if not (folder / name).is_file():
+            return f"has no {name}: give the folder of a PEFT adapter"
+    try:
+        found = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        return f"has a damaged {CONFIG_NAME} ({error}): copy or download it again"
+    if found.get("peft_type") != "LORA":
+        return f"is of peft_type {found.get('peft_type')!r}, and only 'LORA' is supported: give another folder"
+    for key, value in _PLAIN.items():
+        if (found.get(key) or value) != value:
+            return f"has {key} {found[key]!r} in {CONFIG_NAME}, and only {value!r} is supported: give another folder"
+    if found.get("r") != adapters.rank:
+        return f"has rank {found.get('r')} (r) and --lora-rank is {adapters.rank}: make them equal"
+    if found.get("lora_alpha") != adapters.alpha:
+        return f"has lora_alpha {found.get('lora_alpha')} and --lora-alpha is {adapters.alpha:g}: make them equal"
+    targets = found.get("target_modules")
+    if not isinstance(targets, list) or set(targets) != set(adapters.targets):
+        own = " ".join(adapters.targets)
+        return f"has target_modules {targets} and --lora-target-modules is {own}: make them equal"
+    return None

@@ -21,8 +21,7 @@ from slimrl.observability.compare_runs import (
     running_mean,
     save_picture,
 )
-from slimrl.observability.final_message import next_commands, outcome_line, shown_path
-from slimrl.observability.summary import load_summary
+from slimrl.observability.summary import load_summary, next_commands, outcome_line, shown_path
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -27,7 +27,7 @@ from slimrl.arguments.namespace import ConversionArguments
 from slimrl.data.sample import Sample, SampleStatus
 from slimrl.data.train_batch import RolloutBatch, batch_from_samples, schedule_batch
 from slimrl.hooks import ConvertSamples, RewardPostProcess, named, naming, resolve
-from slimrl.hooks.base import RunArguments
+from slimrl.hooks.contracts import RunArguments
 from slimrl.rollout.dataset.images import training_inputs
 
 _Stored = TypeVar("_Stored")

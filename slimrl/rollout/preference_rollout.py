@@ -13,7 +13,8 @@ A row has a prompt (`--input-key`), a preferred and a rejected answer (`--chosen
 (`--completion-key`) and whether it is desirable; see `slimrl.data.preference_pairs`. Messages are rendered with the
 chat template once as a whole, prompt and answer, as in supervised training, and the assistant's turns of the answer are
 trained on, including the end-of-turn marker. Plain text is tokenized as prompt and answer, the answer with the
-tokenizer's end token. `--rollout-max-context-len` cuts longer answers at their end (metric rollout/truncated_ratio).
+tokenizer's end token. Images of --multimodal-keys are in the messages of the prompt. `--rollout-max-context-len` cuts
+longer answers at their end (metric rollout/truncated_ratio).
 
 The first sample of a group is the preferred answer (reward 1; for a reward model the margin of the row), the others are
 the rejected ones (reward 0). A labelled answer has reward 1 if it is desirable, else 0.
@@ -26,12 +27,14 @@ from typing import TYPE_CHECKING, Any
 from slimrl.arguments.eval_datasets import eval_prompt_format
 from slimrl.arguments.namespace import EvalDataset, PromptArguments
 from slimrl.data.preference_pairs import PAIR_KEY, SIDES, answers_of
+from slimrl.data.prompt_format import PLACE_KEY
 from slimrl.data.sample import Sample, SampleStatus
-from slimrl.hooks.base import RunArguments
+from slimrl.hooks.contracts import RunArguments
 from slimrl.rollout.dataset.data_source import RolloutDataSource
+from slimrl.rollout.dataset.images import ImageProcessor, training_inputs
 from slimrl.rollout.dataset.prompt_dataset import load_prompts
 from slimrl.rollout.rollout_function import RolloutOutput
-from slimrl.rollout.sft_rollout import fill_conversation, kept_tokens
+from slimrl.rollout.sft_rollout import fill_conversation, image_processor, kept_tokens
 
 if TYPE_CHECKING:
     from slimrl.data.train_batch import RolloutBatch
@@ -55,10 +58,17 @@ def generate_rollout(
     if evaluation:
         raise ValueError("training evaluates held-out pairs itself, with --debug-train-only")
     groups = data_source.get_samples(args.rollout_batch_size)
+    processor = image_processor(args.vision_folder if args.multimodal_keys else None)
     for group in groups:
-        mask_type, options = args.loss_mask_type, args.apply_chat_template_kwargs
-        reward = 0.0 if args.trains_reward_model else 1.0
-        _fill_pair(group, tokenizer, mask_type, options, reward=reward, max_tokens=args.rollout_max_context_len)
+        _fill_pair(
+            group,
+            tokenizer,
+            args.loss_mask_type,
+            args.apply_chat_template_kwargs,
+            reward=0.0 if args.trains_reward_model else 1.0,
+            max_tokens=args.rollout_max_context_len,
+            processor=processor,
+        )
     return RolloutOutput(groups, {})
 
 
@@ -73,15 +83,23 @@ def held_out_pairs(args: PromptArguments, dataset: EvalDataset, tokenizer: Any) 
 
     form = eval_prompt_format(args, dataset)
     options = dataset.apply_chat_template_kwargs
+    processor = image_processor(args.vision_folder if dataset.multimodal_keys else None)
     samples: list[Sample] = []
     for number, prompt in enumerate(load_prompts(dataset.path, form, tokenizer).prompts):
         places = range(len(samples), len(samples) + args.n_samples_per_prompt)
         group = [prompt.sample(group_index=number, index=place) for place in places]
-        name, mask_type = f"evaluation set {dataset.name}", args.loss_mask_type
-        _fill_pair(group, tokenizer, mask_type, options, flag=name, max_tokens=dataset.max_context_len)
+        _fill_pair(
+            group,
+            tokenizer,
+            args.loss_mask_type,
+            options,
+            flag=f"evaluation set {dataset.name}",
+            max_tokens=dataset.max_context_len,
+            processor=processor,
+        )
         samples += group
     rewards = torch.tensor([sample.reward_value() for sample in samples])
-    return batch_from_samples(samples, rewards, rewards)
+    return batch_from_samples(samples, rewards, rewards, training_inputs(samples, args.vision_folder))
 
 
 def _fill_pair(
@@ -92,12 +110,15 @@ def _fill_pair(
     flag: str = "--prompt-data",
     reward: float = 1.0,
     max_tokens: int | None = None,
+    processor: ImageProcessor | None = None,
 ) -> None:
     """Tokenizes a group; `reward` is that of the preferred answer in a row without a margin.
 
-    Tokens after `max_tokens` of a sample are cut off.
+    Errors name the row, or the group of a custom data source. Tokens after `max_tokens` of a sample are cut off.
+    `processor` is that of the images, which are in the prompt.
     """
-    name = f"{flag}, group {group[0].group_index}"
+    row, *_ = [sample.metadata.pop(PLACE_KEY, f"group {sample.group_index}") for sample in group]
+    name = f"{flag}, {row}"
     if any(PAIR_KEY not in sample.metadata for sample in group):
         raise ValueError(
             f"{name} is not a pair: in a custom --data-source-path put both answers into metadata[{PAIR_KEY!r}]"
@@ -112,12 +133,14 @@ def _fill_pair(
             _fill_text(sample, answer, tokenizer, name, max_tokens)
         else:
             sample.prompt = [_not_trained(message) for message in sample.prompt] + answer
-            fill_conversation(sample, tokenizer, mask_type, template_options, name, max_tokens)
+            fill_conversation(sample, tokenizer, mask_type, template_options, name, max_tokens, processor)
         preferred = place == 0 and pair.get("label", True)
         sample.reward = float(pair.get("margin", reward)) if preferred else 0.0
         sample.metadata[SIDE_KEY] = SIDES[0 if preferred else 1]
     first, *others = group
     for second in others:
+        if second.multimodal_inputs == first.multimodal_inputs:  # the batch has the images once
+            second.multimodal_train_inputs = first.multimodal_train_inputs
         if first.tokens == second.tokens:
             cut = "" if max_tokens is None else f" (of the first {max_tokens}, by --rollout-max-context-len)"
             raise ValueError(f"{name}: two of its answers have the same tokens{cut}: remove it from the data")

@@ -30,7 +30,8 @@ from slimrl.hooks import (
     own_path,
     resolve,
 )
-from slimrl.hooks.base import RunArguments, plain_number
+from slimrl.hooks.contracts import RunArguments
+from slimrl.hooks.loader import plain_number
 from slimrl.observability.metrics import is_known
 from slimrl.rollout.dataset.data_source import RolloutDataSource
 from slimrl.rollout.evaluate import EvalResult

@@ -19,8 +19,9 @@ from slimrl.arguments.eval_datasets import eval_prompt_format
 from slimrl.arguments.namespace import EvalDataset, PromptArguments
 from slimrl.data.image_prompts import GRIDS, IMAGES, RESPONSE_STARTS, with_images
 from slimrl.data.loss_mask import MaskedConversation, masked_conversation
+from slimrl.data.prompt_format import PLACE_KEY
 from slimrl.data.sample import Sample, SampleStatus
-from slimrl.hooks.base import RunArguments
+from slimrl.hooks.contracts import RunArguments
 from slimrl.rollout.dataset.data_source import RolloutDataSource
 from slimrl.rollout.dataset.images import ImageProcessor, images_of, training_inputs
 from slimrl.rollout.dataset.prompt_dataset import TOOLS_KEY, load_prompts
@@ -46,7 +47,7 @@ def generate_rollout(
     if evaluation:
         raise ValueError("training evaluates held-out conversations itself, with --debug-train-only")
     groups = data_source.get_samples(args.rollout_batch_size)
-    processor = _processor(args.vision_folder if args.multimodal_keys else None)
+    processor = image_processor(args.vision_folder if args.multimodal_keys else None)
     for sample in (sample for group in groups for sample in group):
         fill_conversation(
             sample,
@@ -72,7 +73,7 @@ def held_out_conversations(args: PromptArguments, dataset: EvalDataset, tokenize
 
     prompts = load_prompts(dataset.path, eval_prompt_format(args, dataset), tokenizer).prompts
     samples = [prompt.sample(group_index=number, index=number) for number, prompt in enumerate(prompts)]
-    processor = _processor(args.vision_folder if dataset.multimodal_keys else None)
+    processor = image_processor(args.vision_folder if dataset.multimodal_keys else None)
     for sample in samples:
         name = f"evaluation set {dataset.name}"
         fill_conversation(
@@ -90,7 +91,8 @@ def held_out_conversations(args: PromptArguments, dataset: EvalDataset, tokenize
     return batch_from_samples(samples, rewards, rewards, training_inputs(samples, args.vision_folder))
 
 
-def _processor(folder: str | None) -> ImageProcessor | None:
+def image_processor(folder: str | None) -> ImageProcessor | None:
+    """That of the model in `folder`; None without a folder."""
     return None if folder is None else ImageProcessor(folder)
 
 
@@ -106,16 +108,13 @@ def fill_conversation(
     """Tokenizes the messages in `sample.prompt` and fills in response and loss mask; reward 0.
 
     `mask_type` is a --loss-mask-type, `template_options` are keyword arguments of the chat template. Tokens after
-    `max_tokens` are cut off. `processor` is that of the sample's images. Raises ValueError, which names the sample, if
-    there is nothing to train on.
+    `max_tokens` are cut off. `processor` is that of the sample's images. Raises ValueError, which names the row, or the
+    sample of a custom data source, if there is nothing to train on.
     """
-    name = f"{flag}, sample {sample.index}"
+    name = f"{flag}, {sample.metadata.pop(PLACE_KEY, f'sample {sample.index}')}"
     messages = sample.prompt
     if not isinstance(messages, list):
-        raise ValueError(
-            f"{name} is text, not a list of messages: leave --apply-chat-template out, and set --input-key to the"
-            " column of messages"
-        )
+        raise ValueError(f"{name} is text, not a list of messages: set --input-key to the column of messages")
     if processor is not None:
         messages = with_images(messages)
     try:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     GenerationConfig,
@@ -188,6 +189,19 @@ def publish_config(name: str, folder: Path) -> None:
         code = f"class {class_name}(transformers.{base}):\n    model_type = {entries['model_type']!r}\n"
         (folder / f"{file}.py").write_text(f"import transformers\n\n\n{code}")
     path.write_text(json.dumps(whole, indent=2, sort_keys=True) + "\n")
+
+
+def publish_experts(folder: Path) -> None:
+    """Transposes the stacked experts in the files of ``folder``; other files stay as they are.
+
+    Published files of Qwen3-VL-MoE have the inputs before the outputs, transformers saves them the other way round.
+    """
+    for path in folder.glob("*.safetensors"):
+        tensors = load_file(path)
+        stacks = {name for name in tensors if name.endswith((".experts.gate_up_proj", ".experts.down_proj"))}
+        if stacks:
+            whole = {name: t.transpose(1, 2).contiguous() if name in stacks else t for name, t in tensors.items()}
+            save_file(whole, path, metadata={"format": "pt"})
 
 
 def save_image_processor(tower: Mapping[str, Any] | None, folder: Path) -> None:

@@ -267,3 +267,16 @@ def finish(folder: Path, shards: Sequence[Shard], beside: Sequence[Path], config
     if len(shards) > 1:
         (folder / INDEX_NAME).write_text(index_text(shards), encoding="utf-8")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def classifier_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The config.json of a model as that of the classifier with one output, as reward models are published.
+
+    Raises ValueError if the architecture has no name of the usual form.
+    """
+    names = config.get("architectures") or [""]
+    found = [name.removesuffix("ForCausalLM").removesuffix("ForSequenceClassification") for name in names]
+    if found == [""] or any(one == name for one, name in zip(found, names, strict=True)):
+        raise ValueError(f"config.json of the origin has architectures {names}: a reward model needs ...ForCausalLM")
+    labels = {"num_labels": 1, "id2label": {"0": "reward"}, "label2id": {"reward": 0}}
+    return {**config, "architectures": [f"{one}ForSequenceClassification" for one in found], **labels}

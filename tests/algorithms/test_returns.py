@@ -8,7 +8,12 @@ import pytest
 import torch
 
 from slimrl.algorithms import returns
-from slimrl.algorithms.returns import discounted_returns, generalized_advantages, reward_at_last_token
+from slimrl.algorithms.returns import (
+    discounted_returns,
+    generalized_advantages,
+    length_adaptive_lambda,
+    reward_at_last_token,
+)
 
 
 @pytest.mark.parametrize("gamma", [1.0, 0.9, 0.0])
@@ -78,6 +83,43 @@ def test_generalized_advantages_follow_their_definition_over_trained_tokens(gamm
     torch.testing.assert_close(returns, wanted_returns, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("length", "alpha", "expected"),
+    [(1000, 0.05, 0.98), (40, 0.05, 0.5), (20, 0.05, 0.0), (7, 0.05, 0.0), (0, 0.05, 0.0), (1, 4.0, 0.75)],
+)
+def test_lambda_of_a_response_grows_with_its_length(length: int, alpha: float, expected: float):
+    assert float(length_adaptive_lambda(torch.tensor([length]), alpha)) == pytest.approx(expected, abs=1e-15)
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.99])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_samples_with_their_own_lambdas_follow_the_definition(
+    gamma: float, compiled: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(returns, "COMPILED_FROM", 0 if compiled else 1 << 40)
+    generator = torch.Generator().manual_seed(5)
+    lengths = torch.tensor([7, 1, 0, 400, 16, 33, 4, 250])
+    mask = (torch.rand(int(lengths.sum()), generator=generator) < 0.7).float()
+    mask[428:457] = 0.0  # one sample has four trained tokens, and the next one none
+    rewards, values = torch.randn(mask.numel(), generator=generator), torch.randn(mask.numel(), generator=generator)
+    rewards *= mask
+    acted = torch.stack([part.sum() for part in mask.split(lengths.tolist())])
+    wanted_advantages, wanted_returns = torch.zeros_like(mask), torch.zeros_like(mask)
+    for rows in torch.arange(mask.numel()).split(lengths.tolist()):
+        rows = rows[mask[rows] != 0]
+        lambd = max(0.0, 1 - 1 / (0.2 * len(rows))) if len(rows) else 0.0
+        found = by_definition(rewards[rows].tolist(), values[rows].tolist(), gamma, lambd)
+        wanted_advantages[rows], wanted_returns[rows] = map(torch.tensor, found)
+    lambdas = length_adaptive_lambda(acted, 0.2)
+    assert lambdas.min() == 0.0 and lambdas.max() > 0.98
+    advantages, targets = generalized_advantages(rewards, values, mask, lengths, gamma=gamma, lambd=lambdas)
+    torch.testing.assert_close(advantages, wanted_advantages, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(targets, wanted_returns, rtol=1e-6, atol=1e-6)
+    one = generalized_advantages(rewards, values, mask, lengths, gamma=gamma, lambd=0.9)
+    same = generalized_advantages(rewards, values, mask, lengths, gamma=gamma, lambd=torch.full((8,), 0.9).double())
+    torch.testing.assert_close(torch.stack(one), torch.stack(same), rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize(("gamma", "lambd"), [(1.0, 0.95), (0.9, 1.0)])
 def test_compiled_loop_gives_the_sums_in_float64_rounded_to_float32(gamma: float, lambd: float, threads: int):
@@ -88,6 +130,7 @@ def test_compiled_loop_gives_the_sums_in_float64_rounded_to_float32(gamma: float
     assert tokens > returns.COMPILED_FROM
     mask = (torch.rand(tokens, generator=generator) < 0.8).float()
     mask[: int(lengths[:3].sum())] = 0.0  # two samples are fully masked
+    mask[-int(lengths[-12:].sum()) :] = 1.0  # others are fully trained
     rewards, values = torch.randn(2, tokens, generator=generator)
     values[mask == 0] = math.nan  # takes part in no sum
     rewards *= mask

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slimrl.arguments import read_args
-from slimrl.arguments.foreign_flags import _PREFIXES, OTHER_WORDS, aiak, chatlearn
+from slimrl.arguments.foreign_flags import _PREFIXES, OTHER_WORDS, aiak, chatlearn, chatlearn_megatron
 from slimrl.arguments.namespace import all_flag_specs
 from slimrl.arguments.parser import RETIRED_FLAGS, own_spellings, parse_line
 from tests.arguments.conftest import MODEL, without
@@ -367,7 +367,7 @@ def test_zero_3_and_adam_offload_of_the_page_exclude_each_other(recipe):
     (sentence,) = sentences("--adam_offload")
     assert sentence.endswith("with --use-precision-aware-optimizer and without --use-megatron-fsdp.")
     (sentence,) = sentences("--zero_stage 3")
-    assert sentence.endswith("for 2 and 3, which excludes --optimizer-cpu-offload.")
+    assert sentence.endswith("Only the first can be combined with --optimizer-cpu-offload.")
 
 
 def test_cloud_rows_are_declared_once_and_reach_the_parser():
@@ -440,9 +440,78 @@ def test_each_key_of_chatlearns_ppo_has_a_row_and_is_answered_once():
         assert sentences(f"{key}=1") == [row.sentence(key)]
 
 
+# the fields of the classes of chatlearn/configs, by the part of a configuration that they describe
+_EVERY_MODEL = "num_gpu num_cpu gpu_per_process cpu_per_process trainable generation_batch_size sync_frequency"
+_PACKED = f"{_EVERY_MODEL} packing max_token_in_packing free_gpu_memory.offload_weights load num_replica"
+_NETWORK = """attention_dropout hidden_dropout num_layers hidden_size num_attention_heads ffn_hidden_size
+ num_query_groups max_position_embeddings swiglu normalization norm_epsilon position_embedding_type
+ add_qkv_bias add_bias_linear rotary_base group_query_attention untie_embeddings_and_output_weights
+ qk_layernorm vocab_size kv_channels num_experts moe_grouped_gemm moe_token_dispatcher_type
+ moe_router_topk moe_router_load_balancing_type moe_router_dtype moe_router_pre_softmax
+ moe_layer_freq moe_ffn_hidden_size moe_aux_loss_coeff q_lora_rank kv_lora_rank moe_router_num_groups
+ moe_router_group_topk moe_shared_expert_intermediate_size moe_router_score_function
+ moe_router_enable_expert_bias multi_latent_attention v_head_dim moe_router_topk_scaling_factor
+ apply_rope_fusion disable_bf16_reduced_precision_matmul moe_shared_expert_overlap bias_swiglu_fusion
+ bias_dropout_fusion rotary_scaling_factor"""
+_MEGATRON = (
+    " ".join(f"megatron_model_cfg.{name}" for name in _NETWORK.split())
+    + """ tokenizer_type tokenizer_model seq_length sequence_parallel expert_tensor_parallel_size
+ decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers moe_router_force_load_balancing
+ bf16 seed attention_backend variable_seq_lengths tensor_model_parallel_size
+ pipeline_model_parallel_size expert_model_parallel_size fsdp_size ulysses_sequence_parallel_size
+ meta_init groupgemm use_expandable_segments"""
+)
+CHATLEARN_GRPO = {
+    "runtime_args": """train_backend rollout_backend exp_name colocation concurrent_setup debug nsys output_dir
+ profiler_dir data_path eval_data_path data_checkpoint_path num_episode sample_per_episode
+ num_training_epoch train_micro_batch_size train_global_batch_size save_episode_interval
+ enable_resume_training data_ratio data_shuffle data_rerank max_replay_episode replay_episode_offset
+ consumed_samples max_data_ckpt_nums load_data_checkpoint_iteration stream_data_loader_type
+ eval_episode_interval enable_eval_before_training coalesced_buffer_mb concurrent_comm
+ param_sync_comm_type param_sync_max_workers routed_expert_regrouping_comm_type
+ bucket_size_mb_in_memory_manager free_sync_collective_group cpu_schedule_strategy
+ validate_param_sync policy_to_regroup_queue log_args_dict.log_dir log_args_dict.enable_tensorboard
+ log_args_dict.tensorboard_dir log_args_dict.enable_wandb log_args_dict.wandb_dir
+ log_args_dict.wandb_project log_args_dict.wandb_id log_args_dict.wandb_name
+ log_args_dict.wandb_resume""",
+    "models.policy": f"""{_PACKED} tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size
+ max_new_tokens temperature top_p top_k presence_penalty frequency_penalty repetition_penalty
+ eval_temperature eval_top_p eval_top_k eval_presence_penalty eval_frequency_penalty
+ eval_repetition_penalty vllm_prompt_key vllm_input_ids_key max_num_batched_tokens
+ max_seq_len_to_capture gpu_memory_utilization enforce_eager num_inference_per_prompt seq_length
+ enable_thinking enable_stage_resume tokenizer seed""",
+    "models.policy_trainer": f"""{_PACKED} {_MEGATRON} save save_interval log_interval train_iters
+ use_checkpoint_opt_param_scheduler
+ recompute_granularity use_distributed_optimizer no_load_optim no_load_rng no_load_scheduler finetune
+ optimizer.lr optimizer.min_lr optimizer.weight_decay optimizer.clip_grad calculate_per_token_loss
+ gradient_accumulation_fusion async_tensor_model_parallel_allreduce overlap_p2p_comm batch_p2p_comm
+ deallocate_pipeline_outputs attention_softmax_in_fp32 pos_clip_ratio neg_clip_ratio diff_clip_ratio
+ final_clip_ratio save_hf gradient_checkpointing learning_rate grad_clip use_group_sequence_policy
+ train_micro_batch_size free_gpu_memory.free_grad_buffers free_gpu_memory.offload_optimizer_states""",
+    "models.ref_policy": f"{_PACKED} {_MEGATRON}",
+    "models.rollout_manager": f"""{_EVERY_MODEL} max_rollout_round max_gen_len num_inference_per_prompt
+ mini_response_per_prompt rollout_ratio enable_thinking""",
+}
+
+
+@pytest.mark.parametrize("part", CHATLEARN_GRPO)
+def test_each_field_of_chatlearns_configuration_has_a_row_and_is_answered_once(part):
+    keys = [f"{part}.{key}" for key in CHATLEARN_GRPO[part].split()]
+    assert [key for key in keys if key.replace("_", "-") not in OTHER_WORDS] == []
+    assert sentences(" ".join(f"{key}=1" for key in keys)) == [
+        OTHER_WORDS[key.replace("_", "-")].sentence(key) for key in keys
+    ]
+
+
 @pytest.mark.parametrize(
     ("key", "flag"),
     [
+        ("models.policy_trainer.megatron_model_cfg.num_layers", "--num-layers"),
+        ("models.policy_trainer.use_group_sequence_policy", "--advantage-estimator"),
+        ("models.ref_policy.sequence_parallel", None),
+        ("runtime_args.data_ratio", "--prompt-data"),
+        ("runtime_args.param_sync_comm_type", "--update-weight-transfer-mode"),
+        ("models.rollout_manager.max_rollout_round", "--partial-rollout"),
         ("models.value.load", "--critic-load"),
         ("models.ppo_value.load", "--critic-load"),
         ("models.ppo_value.lr", "--critic-lr"),
@@ -490,4 +559,5 @@ def test_chatlearns_ppo_in_the_flags_of_its_page_passes_every_rule(recipe, tmp_p
 
 
 def test_keys_of_model_files_with_the_same_name_are_flags():
-    assert [name for name in chatlearn.SAME_NAMES if f"--{name}" not in OWN] == []
+    names = (*chatlearn_megatron.SAME_NAMES, *chatlearn_megatron.GRPO_NAMES)
+    assert [name for name in names if f"--{name}" not in OWN] == []

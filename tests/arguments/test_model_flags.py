@@ -57,8 +57,8 @@ def test_number_that_differs_from_the_config_is_reported_with_both_values(recipe
         (
             {"model_type": "gpt_oss"},
             "--hf-checkpoint has model_type 'gpt_oss', and slimrl supports llama, qwen2, qwen2_5_vl,"
-            " qwen2_moe, qwen3, qwen3_vl, qwen3_moe, glm4, glm4_moe, deepseek_v3, kimi_k2, glm4_moe_lite, mimo: give a"
-            " model of these families.",
+            " qwen2_moe, qwen3, qwen3_vl, qwen3_moe, qwen3_vl_moe, glm4, glm4_moe, deepseek_v3, kimi_k2, glm4_moe_lite,"
+            " mimo: give a model of these families.",
         ),
         (
             {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import re
-import resource
 import subprocess
 import sys
 
@@ -86,7 +85,7 @@ def test_run_folder_is_named_by_flag_or_by_time_and_process(recipe):
     assert args.tensorboard_dir == "tensorboard_log/p/e"
 
 
-def test_four_errors_are_reported_together_within_one_cpu_second(recipe):
+def test_four_errors_are_reported_together_without_heavy_imports(recipe):
     line = recipe.line(
         "--global-batch-size 96 --rollout-shufle --custom-rm-path my_rewards.judge", without="--prompt-data"
     )
@@ -97,12 +96,11 @@ from slimrl.arguments import parse_args
 try:
     parse_args(sys.argv[1:])
 finally:
-    assert "torch" not in sys.modules
+    loaded = {"torch", "ray", "transformers", "sglang", "megatron", "numba", "aiohttp"} & sys.modules.keys()
+    assert not loaded, loaded
 """
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run([sys.executable, "-c", program, *line], capture_output=True, text=True, timeout=60)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert done.returncode == 2
+    assert done.returncode == 2, done.stderr
     assert done.stdout == ""
     assert done.stderr.splitlines() == [
         "train.py: 4 problems with the command line; nothing was started.",
@@ -113,8 +111,6 @@ finally:
         "  4. --custom-rm-path my_rewards.judge: there is no module my_rewards: check the spelling, or start from the"
         " folder that contains it.",
     ]
-    # processor time, which is independent of other load on this machine
-    assert (after.ru_utime + after.ru_stime) - (before.ru_utime + before.ru_stime) < 1.0
 
 
 def test_parse_args_returns_a_valid_command_line(recipe):

@@ -47,6 +47,7 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             "--advantage-estimator reinforce_plus_plus_baseline --normalize-advantages",
             "--advantage-estimator gspo --eps-clip 4e-4 --eps-clip-high 4e-4",
             *(f"--advantage-estimator {name} --disable-grpo-std-normalization" for name in ("grpo", "gspo", "cispo")),
+            *(f"--advantage-estimator {name} --disable-rewards-normalization" for name in ("rloo", "opo", "grpo")),
         ],
         [
             (
@@ -61,6 +62,12 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
                     " divides by the standard deviation (those that do: grpo, gspo, cispo): leave it out.",
                 )
                 for name in ("rloo", "opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+            ),
+            (
+                "--advantage-estimator reinforce_plus_plus --disable-rewards-normalization",
+                "--disable-rewards-normalization has no effect with --advantage-estimator reinforce_plus_plus, whose"
+                " rewards are never relative to their group (those that are: grpo, dr_grpo, gspo, cispo,"
+                " reinforce_plus_plus_baseline, rloo, opo): leave it out.",
             ),
         ],
     ),

@@ -60,7 +60,8 @@ def test_features_that_run_during_training_are_accepted(recipe, more, in_flight)
             f" --sglang-server-concurrency; leave --over-sampling-batch-size 64 out.",
         ),
         (
-            "--max-weight-staleness 2 --rollout-function-path slimrl.rollout.sft_rollout.generate_rollout",
+            "--max-weight-staleness 2 --max-bad-rows 1"
+            " --rollout-function-path slimrl.rollout.sft_rollout.generate_rollout",
             f"{BOUNDED}, and --rollout-function-path slimrl.rollout.sft_rollout.generate_rollout makes one rollout at"
             f" a time: leave one of the two out; --custom-generate-function-path generates single samples.",
         ),

@@ -50,13 +50,10 @@ def test_absent_role_is_not_offloaded(recipe):
         assert "--offload-rollout is off with --debug-rollout-only: no trainer is started." in args.notes
 
 
-def test_role_that_cannot_be_offloaded_stays_unless_requested(recipe):
+def test_shards_of_megatron_fsdp_are_offloaded_like_whole_weights(recipe):
     sharded = "--use-megatron-fsdp --data-parallel-sharding-strategy optim"
-    args, problems = read_args(recipe.line(sharded))
-    assert problems == [] and (args.offload_train, args.offload_rollout) == (False, True)
-    assert "--offload-train is off with --use-megatron-fsdp, whose buffers stay on the device." in args.notes
-    _, problems = read(recipe, f"{sharded} --offload-train")
-    assert len(problems) == 1 and "--use-megatron-fsdp" in problems[0] and "--offload-train" in problems[0]
+    assert read(recipe, sharded) == read(recipe, f"{sharded} --offload-train") == ((True, True), [])
+    assert read(recipe, f"{sharded} --no-offload-train") == ((False, True), [])
 
 
 @pytest.mark.parametrize("flag", ["--offload-train", "--offload-rollout"])

@@ -11,7 +11,7 @@ from slimrl.arguments.checkpoints import MANIFEST_NAME, TRACKER_NAME, critic_sta
 from slimrl.arguments.layout import critic_layout, data_parallel_sizes
 from slimrl.arguments.namespace import Context
 from slimrl.arguments.validation.critic import critic_shares_gpus_with_engines
-from slimrl.arguments.validation.parallel import experts_can_be_sharded
+from slimrl.arguments.validation.parallel import gradients_can_be_sharded
 from tests.arguments.conftest import QWEN3_4B_CONFIG
 from tests.arguments.dry_run.test_files import safetensors
 
@@ -34,6 +34,10 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
                 "--advantage-estimator ppo --critic-lambd 1.5",
                 "--critic-lambd 1.5 is too large: it must be at most 1.",
             ),
+            ("--advantage-estimator ppo --lambd 1.5", "--lambd 1.5 is too large: it must be at most 1."),
+            ("--advantage-estimator ppo --lambd -0.1", "--lambd -0.1 is too small: it must be at least 0."),
+            ("--advantage-estimator ppo --gamma 1.5", "--gamma 1.5 is too large: it must be at most 1."),
+            ("--advantage-estimator ppo --gamma -0.1", "--gamma -0.1 is too small: it must be at least 0."),
             (
                 "--lambd 0.95",
                 "--lambd 0.95 belongs to a critic and --advantage-estimator is grpo: give --advantage-estimator ppo, or"
@@ -49,6 +53,37 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
                 " tests.megatron.custom_functions.loss --disable-compute-advantages-and-returns",
                 "--advantage-estimator ppo trains a critic, and --loss-type custom_loss without advantages has no use"
                 " for one: leave it out.",
+            ),
+        ],
+    ),
+    "advantages_have_one_lambda": (
+        [
+            "--advantage-estimator ppo --length-adaptive-gae-alpha 0.05",
+            "--advantage-estimator ppo --length-adaptive-gae-alpha 0.05 --critic-lambd 0.95",
+            "--advantage-estimator ppo --gamma 1 --length-adaptive-gae-alpha 0.05 --critic-lambd 1"  # VAPO
+            " --num-critic-only-steps 50 --lr 1e-6 --critic-lr 2e-6 --eps-clip 0.2 --eps-clip-high 0.28"
+            " --calculate-per-token-loss --positive-example-loss-coef 0.1 --positive-example-reward 1",
+        ],
+        [
+            (
+                "--advantage-estimator ppo --length-adaptive-gae-alpha 0.05 --lambd 0.95",
+                "--length-adaptive-gae-alpha 0.05 gives the advantages of each response a lambda by its length, and"
+                " --lambd 0.95 one for all: leave one of them out (the critic's lambda is --critic-lambd).",
+            ),
+            (
+                "--advantage-estimator ppo --length-adaptive-gae-alpha 0.05 --custom-advantage-function-path"
+                " examples.advantages.discounted",
+                "--length-adaptive-gae-alpha 0.05 is for the built-in advantages, and --custom-advantage-function-path"
+                " examples.advantages.discounted replaces them: leave it out.",
+            ),
+            (
+                "--length-adaptive-gae-alpha 0.05",
+                "--length-adaptive-gae-alpha 0.05 belongs to a critic and --advantage-estimator is grpo: give"
+                " --advantage-estimator ppo, or leave --length-adaptive-gae-alpha out.",
+            ),
+            (
+                "--advantage-estimator ppo --length-adaptive-gae-alpha 0",
+                "--length-adaptive-gae-alpha 0 is too small: it must be above 0.",
             ),
         ],
     ),
@@ -271,6 +306,15 @@ def test_engines_with_stages_do_not_share_the_critics_gpus(recipe):
     )
 
 
+def test_weights_of_a_critic_on_one_gpu_cannot_be_sharded():
+    flags = {"actor_num_gpus_per_node": 8, "critic_num_nodes": 1, "critic_num_gpus_per_node": 1}
+    sharding = {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads"}
+    args = Arguments(advantage_estimator="ppo", actor_num_nodes=1, **flags, **sharding)
+    assert list(gradients_can_be_sharded(args)) == []
+    (problem,) = gradients_can_be_sharded(critic_layout(args), " of the critic")
+    assert "leaves each weight of the critic on one GPU" in problem.sentence
+
+
 def test_experts_of_a_critic_on_few_gpus_are_sharded_as_the_policys_are():
     args = Arguments(
         num_experts=8,
@@ -283,8 +327,8 @@ def test_experts_of_a_critic_on_few_gpus_are_sharded_as_the_policys_are():
         critic_num_nodes=1,
         critic_num_gpus_per_node=2,
     )
-    assert list(experts_can_be_sharded(args)) == []  # four holders of each expert
-    (problem,) = experts_can_be_sharded(critic_layout(args), " of the critic")
+    assert list(gradients_can_be_sharded(args)) == []  # four holders of each expert
+    (problem,) = gradients_can_be_sharded(critic_layout(args), " of the critic")
     assert problem.sentence.startswith("--expert-model-parallel-size 2 leaves each expert of the critic on one GPU")
 
 

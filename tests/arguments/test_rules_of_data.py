@@ -79,7 +79,12 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
     "labels_have_a_column": (["--label-key label"], []),
     "prompts_have_one_source": (
         ["--data-source-path slime.rollout.data_source.RolloutDataSourceWithBuffer"],
-        [(f"{BLANK} {OWN_FUNCTION}", f"{BLANK} leaves --prompt-data unread: leave one of the two out.")],
+        [
+            (
+                f"{BLANK} {OWN_FUNCTION} --max-bad-rows 1",  # the prompts are no conversations to train on
+                f"{BLANK} leaves --prompt-data unread: leave one of the two out.",
+            )
+        ],
     ),
     "epochs_have_an_end": (
         ["--num-epoch 2", "--prompt-data {dir}/train.jsonl=0.5 {dir}/aime-2024.jsonl=0.5 --num-epoch 1"],

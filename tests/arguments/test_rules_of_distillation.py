@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slimrl.arguments import read_args
-from slimrl.arguments.served_models import reward_gpus, starts_reward_servers
+from slimrl.arguments.hf_config import reward_gpus, starts_reward_servers
 from tests.arguments.conftest import QWEN3_4B_CONFIG, complete_model, make_checkpoint
 
 MEGATRON = "--use-opd --opd-type megatron --opd-teacher-load {dir}/teacher"

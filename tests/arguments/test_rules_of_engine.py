@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from slimrl.arguments import PassthroughFlag, read_args
-from slimrl.arguments.served_models import context_of_model, stated_context, tokens
+from slimrl.arguments.hf_config import context_of_model, stated_context, tokens
 from slimrl.engines.sglang.server_args import server_flags
 
 OPTIONS = {

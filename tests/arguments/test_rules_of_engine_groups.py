@@ -9,8 +9,7 @@ import pytest
 from slimrl.arguments import PassthroughFlag, read_args
 from slimrl.arguments.dry_run.plan import PlanContext, make_plan
 from slimrl.arguments.dry_run.render import render
-from slimrl.arguments.engine_groups.config import ServerGroup
-from slimrl.arguments.engine_groups.layout import engine_places, group_flags, policy_groups
+from slimrl.arguments.engine_groups import ServerGroup, engine_places, group_flags, policy_groups
 from slimrl.cluster.placement import plan_gpus
 from slimrl.engines.sglang.server_args import server_flags
 from slimrl.processes.process_info import Machine

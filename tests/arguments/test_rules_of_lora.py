@@ -23,7 +23,7 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
         ],
     ),
     "lora_fits_the_run": (
-        [f"{LORA} --use-distributed-optimizer"],
+        [f"{LORA} --use-distributed-optimizer", f"{LORA} --advantage-estimator ppo"],
         [
             (
                 f"{LORA} --only-train-params-name-list mlp",
@@ -44,10 +44,6 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             (
                 f"{LORA} --use-megatron-fsdp --use-distributed-optimizer --data-parallel-sharding-strategy optim",
                 "--lora-rank freezes weights that Megatron-FSDP hooks into: " + BOTH.format("--use-megatron-fsdp"),
-            ),
-            (
-                f"{LORA} --advantage-estimator ppo",
-                "--lora-rank does not train a critic beside the adapters: " + BOTH.format("--advantage-estimator ppo"),
             ),
             (
                 f"{LORA} --transformer-impl transformer_engine",

@@ -53,6 +53,12 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
                 " --use-megatron-fsdp.",
             ),
             (
+                f"{FSDP} optim_grads --tensor-model-parallel-size 8",
+                "--use-megatron-fsdp with --data-parallel-sharding-strategy optim_grads and"
+                " --tensor-model-parallel-size 8 leaves each weight on one GPU, where it cannot shard its gradients:"
+                " leave --use-megatron-fsdp out, or use --data-parallel-sharding-strategy optim.",
+            ),
+            (
                 f"{FSDP} optim --use-precision-aware-optimizer",
                 "--use-megatron-fsdp keeps its state in fp32: leave --use-precision-aware-optimizer out, or"
                 " --use-megatron-fsdp.",

@@ -88,8 +88,8 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             ),
             (
                 "--preference-label-smoothing 0.5",
-                "--preference-label-smoothing 0.5 says that most pairs are exchanged: give less than 0.5, or exchange"
-                " the columns.",
+                "--preference-label-smoothing 0.5 says that half of the pairs or more are exchanged: give less than"
+                " 0.5, or exchange the columns.",
             ),
             ("--desirable-weight 2", "--desirable-weight has no effect with --preference-loss sigmoid: leave it out."),
             (
@@ -113,7 +113,7 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             (
                 "--preference-loss dpo",
                 "--preference-loss dpo is not sigmoid, sigmoid_norm, robust, hinge, ipo, simpo, orpo, kto or"
-                " apo_zero_unpaired.",
+                " apo_zero_unpaired: give sigmoid, which is the loss of DPO.",
             ),
             (
                 "--chosen-key preferred",
@@ -236,7 +236,7 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             (
                 "--n-samples-per-prompt 4",
                 "--prompt-data {dir}/pairs.jsonl has a bad row among the 1 looked at; {dir}/pairs.jsonl:1: 'rejected'"
-                " has one rejected answers and --n-samples-per-prompt 4 needs a list of 3: fix it, or allow for bad"
+                " has 1 rejected answer and --n-samples-per-prompt 4 needs a list of 3: fix it, or allow for bad"
                 " rows with --max-bad-rows.",
             ),
             (

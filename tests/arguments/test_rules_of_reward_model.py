@@ -147,7 +147,7 @@ def test_group_is_the_preferred_response_and_the_rejected_ones(reward_model):
         ({"margin": "much"}, "--margin-key margin", "'margin' (--margin-key) is 'much' and must be a finite number"),
         ({"margin": True}, "--margin-key margin", "'margin' (--margin-key) is True and must be a finite number"),
         ({"rejected": ["3", "4"]}, "--n-samples-per-prompt 4", "'rejected' has 2 rejected answers and"),
-        ({"rejected": "3"}, "--n-samples-per-prompt 4", "'rejected' has one rejected answers and"),
+        ({"rejected": "3"}, "--n-samples-per-prompt 4", "'rejected' has 1 rejected answer and"),
         ({"rejected": ["3", "4", "3"]}, "--n-samples-per-prompt 4", "'rejected' has the same answer twice"),
         ({"rejected": ["3", "2", "4"]}, "--n-samples-per-prompt 4", "'chosen' and 'rejected' are equal"),
         ({"rejected": ["3", "", "4"]}, "--n-samples-per-prompt 4", "an empty column 'rejected'"),
@@ -158,6 +158,31 @@ def test_bad_row_is_rejected_with_file_and_line(reward_model, recipe, row, more,
     (recipe.dir / "bad.jsonl").write_text(json.dumps(first | row) + "\n")
     (problem,) = [str(one) for one in read_args(reward_model(f"{more} --prompt-data {{dir}}/bad.jsonl"))[1]]
     assert f"{recipe.dir}/bad.jsonl:1" in problem and reason in problem
+
+
+@pytest.mark.parametrize(
+    ("turns", "reason"),
+    [
+        (["1+1=", ""], "message 1 is the assistant's and is empty, so that its end alone would be trained on"),
+        (["1+1=", " ", "2+2=", "4"], "message 1 is the assistant's and is empty"),
+        (["1+1=", "2", "2+2="], "the conversation does not end with a message of the assistant, which the score is of"),
+    ],
+)
+def test_conversation_without_an_answer_is_rejected_with_file_and_line(reward_model, recipe, turns, reason):
+    roles = ("user", "assistant") * 2
+    messages = [{"role": role, "content": text} for role, text in zip(roles, turns, strict=False)]
+    (recipe.dir / "bad.jsonl").write_text(json.dumps({"messages": messages, "score": 1}) + "\n")
+    more = f"{SCORED} --label-key score".replace("scored.jsonl", "bad.jsonl")
+    (problem,) = [str(one) for one in read_args(reward_model(more))[1]]
+    assert f"{recipe.dir}/bad.jsonl:1: " in problem and reason in problem
+    empty = {"role": "assistant", "content": "", "step_loss_mask": 0}  # not trained on
+    (recipe.dir / "bad.jsonl").write_text(json.dumps({"messages": [messages[0], empty], "score": 1}) + "\n")
+    (problem,) = [str(one) for one in read_args(reward_model(more))[1]]
+    assert f"{recipe.dir}/bad.jsonl:1: no message of the assistant is trained on: remove the row" in problem
+    answer = {"role": "assistant", "content": "2"}
+    rows = {"messages": [messages[0], empty, messages[0], answer], "score": 1}
+    (recipe.dir / "bad.jsonl").write_text(json.dumps(rows) + "\n")
+    assert read_args(reward_model(more))[1] == []
 
 
 def test_score_that_is_no_number_is_rejected_with_file_and_line(reward_model, recipe):

@@ -85,6 +85,10 @@ def test_reward_model_servers_divide_its_gpus_evenly(recipe, write_reward_model)
     ("changes", "message"),
     [
         ({"architectures": ["Qwen3ForCausalLM"]}, "is a Qwen3ForCausalLM, and a reward model is one of Gemma2For"),
+        (
+            {"architectures": ["Qwen2ForProcessRewardModel"]},
+            "is a Qwen2ForProcessRewardModel, which scores steps (--rm-step-separator), and a reward model one",
+        ),
         ({"id2label": {"0": "bad", "1": "good"}}, "has 2 labels, and a reward model has one"),
         (
             {"max_position_embeddings": 64},
@@ -155,7 +159,7 @@ def test_step_rewards_need_a_model_and_returns_over_tokens(recipe, write_reward_
     assert sentences([*line, *model]) == []
     assert sentences([*recipe.line("--rm-type math --rm-step-separator ###"), *model]) == [
         "--rm-step-separator '###' rewards steps, and --advantage-estimator grpo has one reward per response: use"
-        " reinforce_plus_plus and ppo."
+        " reinforce_plus_plus or ppo."
     ]
     assert sentences([*recipe.line(PPO.replace("zero", "reward_model")), *model]) == [
         "--rm-step-separator '###' makes --rm-model a process reward model, and --rm-type reward_model would score"
@@ -173,6 +177,7 @@ def test_step_rewards_need_a_model_and_returns_over_tokens(recipe, write_reward_
             {"architectures": ["Qwen2ForTokenClassification"], "num_labels": 3},
             "has 3 labels, and a process reward model",
         ),
+        ({"architectures": ["Qwen2ForProcessRewardModel"], "id2label": {}}, None),  # 2 labels, without an entry
         ({"architectures": ["LlamaForTokenClassification"]}, "is a LlamaForTokenClassification, and a process reward"),
     ],
 )

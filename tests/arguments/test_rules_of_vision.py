@@ -30,13 +30,19 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
         ],
     ),
     "vision_model_can_be_trained": (
-        ["--freeze-params-name-list vision_model", "--pipeline-model-parallel-size 2 --use-distributed-optimizer"],
+        [
+            "--freeze-params-name-list vision_model",
+            "--pipeline-model-parallel-size 2 --use-distributed-optimizer",
+            "--context-parallel-size 2",
+            "--lora-rank 8 --transformer-impl local",
+            "--advantage-estimator ppo",
+            "--use-megatron-fsdp --data-parallel-sharding-strategy optim",
+        ],
         [
             (
-                "--context-parallel-size 2",
-                TEXT.format("--context-parallel-size 2", "is not split over"),
+                "--spec tests.megatron.engine_layers layers",
+                TEXT.format("--spec", "has its own layers instead of"),
             ),
-            ("--advantage-estimator ppo", TEXT.format("--advantage-estimator ppo", "has no value head for")),
         ],
     ),
     "vision_model_can_be_served": (
@@ -45,6 +51,11 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             (
                 "--check-weight-update-equal",
                 "--check-weight-update-equal compares a vision tower (--hf-checkpoint) on engines of one GPU, and"
+                " --rollout-num-gpus-per-engine is 2: leave it out, or give 1.",
+            ),
+            (
+                "--update-weight-transfer-mode p2p --rollout-num-gpus 6",
+                "--update-weight-transfer-mode p2p sends a vision tower (--hf-checkpoint) to engines of one GPU, and"
                 " --rollout-num-gpus-per-engine is 2: leave it out, or give 1.",
             ),
             (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -22,13 +21,13 @@ from slimrl.cluster.engines.engine_group import EngineGroup
 from slimrl.cluster.launch import Launch
 from slimrl.cluster.placement import GpuBundles, plan_gpus
 from slimrl.engines.sglang.server import ServerProcess
+from tests.end_to_end.ray_nodes import NODE, empty_cluster
 from tests.megatron.launch import RankPool
 from tests.megatron.tiny import save_qwen3, tiny_args
 from tests.weights import ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 OPTIONS = {"skip_tokenizer_init": True, "max_total_tokens": 2048, "max_running_requests": 4}
-NODE = {"num_cpus": 2, "num_gpus": 1, "object_store_memory": 100_000_000, "include_dashboard": False}
 PROMPT = [5, 17, 90, 3]
 
 
@@ -42,14 +41,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @pytest.fixture(scope="module")
 def two_nodes() -> Iterator[Cluster]:
     """A Ray cluster of two nodes with one GPU each."""
-    with (
-        tempfile.TemporaryDirectory(prefix="slimrl-", dir="/tmp", ignore_cleanup_errors=True) as folder,
-        pytest.MonkeyPatch.context() as patch,
-    ):
-        # where Cluster writes its address, without creating the folder
-        patch.setenv("RAY_TMPDIR", folder)
-        (Path(folder) / "ray").mkdir()
-        cluster = Cluster()
+    with empty_cluster() as (cluster, folder):
         try:
             for _ in range(2):
                 cluster.add_node(**NODE, temp_dir=folder)
@@ -57,7 +49,6 @@ def two_nodes() -> Iterator[Cluster]:
             yield cluster
         finally:
             ray.shutdown()
-            cluster.shutdown()
 
 
 @pytest.fixture(scope="module")

@@ -16,10 +16,11 @@ import pytest
 
 from slimrl.cluster.engines import engine_recovery as recovery_module
 from slimrl.cluster.engines import router_supervisor
-from slimrl.cluster.engines.engine import Engine, ServerExit
+from slimrl.cluster.engines.engine import Engine
 from slimrl.cluster.engines.engine_group import ExternalEngine
 from slimrl.cluster.engines.engine_recovery import MAX_LOSSES, EngineRecovery
 from slimrl.cluster.engines.health_monitor import HealthConfig, HealthMonitor
+from slimrl.cluster.engines.server_states import ServerExit
 from slimrl.engines.http import is_reachable
 from slimrl.engines.server_protocol import EVERYTHING, EngineMemory, ServerLoad
 from slimrl.engines.sglang.control import ServerControl
@@ -54,6 +55,8 @@ class FakeEngine:
 
     async def watch(self) -> ServerExit:
         return await self.end
+
+    async def placed(self) -> None: ...
 
     async def start(self, timeout_s: float) -> None:
         self.done.append("started")
@@ -183,6 +186,65 @@ def test_failed_server_is_stopped_and_its_replacement_serves_only_with_weights()
                 "rollout/faults/requests_resent": 5.0,
             }
             assert set(recovery.take_metrics().values()) == {0.0}
+
+    asyncio.run(body())
+
+
+def test_servers_without_a_router_or_weights_serve_as_soon_as_they_have_started():
+    async def body():
+        fleet = FakeFleet(1)
+        fleet.router = None
+        recovery = EngineRecovery(
+            NEVER, fleet, FakeClient([]), EngineMemory([]), needs_weight_sync=False, concurrency=0
+        )
+        await asyncio.sleep(0)
+        fleet.engines[0].die()
+        await until(lambda: len(recovery._events) == 2)
+        assert recovery._events[1].startswith("SGLang server 0.1 (http") and recovery._events[1].endswith(
+            " started and serves"
+        )
+        assert recovery.take_metrics()["rollout/faults/router_restarts"] == 0
+        await recovery.close()
+
+    asyncio.run(body())
+
+
+def test_only_server_that_is_lost_in_an_update_starts_when_training_waits_for_it(monkeypatch):
+    """Before, training may start ranks anew on its GPUs."""
+    monkeypatch.setattr(recovery_module, "DEATH_GRACE_S", 0.0)
+
+    async def body():
+        async with recovering(1) as (recovery, fleet, *_):
+            recovery._starts_paused = True  # by --colocate, in a weight update
+            lost = fleet.engines[0]
+            urls = [endpoint.url for endpoint in await recovery.begin_weight_update(False)]
+            lost.die()
+            await until(lambda: lost.done == ["killed"])
+            await asyncio.sleep(0.05)
+            assert fleet.engines[0] is lost
+            assert await recovery.weight_update_failed(urls) == urls
+            await asyncio.sleep(0.05)
+            assert fleet.engines[0] is lost
+            (new,) = await asyncio.wait_for(recovery.begin_weight_update(False), 10)
+            assert fleet.engines[0].done == ["started"] and new == fleet.engines[0].endpoint
+
+    asyncio.run(body())
+
+
+def test_server_that_waits_for_a_node_delays_no_training():
+    async def body():
+        async with recovering(1) as (recovery, fleet, *_):
+            node = asyncio.Event()
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(FakeEngine, "placed", lambda _: node.wait())
+                fleet.engines[0].die()
+                await until(lambda: fleet.engines[0].life == 1)
+                await asyncio.wait_for(recovery.release_memory(), 5)
+                node.set()
+                await asyncio.sleep(0.05)
+                assert fleet.engines[0].done == []  # training has its GPUs
+                await recovery.resume_memory(EVERYTHING)
+                await until(lambda: fleet.engines[0].done == ["started"])
 
     asyncio.run(body())
 
@@ -476,6 +538,31 @@ def test_unread_log_and_hung_start_do_not_block_replacement(monkeypatch):
             await until(lambda: recovery._slots[0].phase.value == "waiting")
             assert fleet.engines[0].life == 2
             assert any("did not start: it was not ready after 0.05 s" in line for line in recovery._events)
+
+    asyncio.run(body())
+
+
+@pytest.mark.timeout(20)
+def test_replacement_waits_for_a_node_as_long_as_it_takes(monkeypatch):
+    monkeypatch.setattr(recovery_module, "START_LIMIT_S", 0.05)
+
+    async def body():
+        async with recovering(2) as (recovery, fleet, _, _memory):
+            replace_engine, spare = fleet.replace_engine, asyncio.Event()
+
+            def replaced(index: int) -> FakeEngine:
+                engine = replace_engine(index)
+                engine.placed = spare.wait
+                return engine
+
+            fleet.replace_engine = replaced
+            fleet.engines[0].die()
+            await until(lambda: fleet.engines[0].life == 1)
+            await asyncio.sleep(0.2)
+            assert (fleet.engines[0].life, fleet.engines[0].done) == (1, [])
+            spare.set()
+            await until(lambda: recovery._slots[0].phase.value == "waiting")
+            assert fleet.engines[0].done == ["started"]
 
     asyncio.run(body())
 

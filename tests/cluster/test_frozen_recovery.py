@@ -6,7 +6,7 @@ import asyncio
 
 from slimrl.cluster.engines.engine_recovery import MAX_LOSSES
 from slimrl.cluster.engines.frozen_models import FrozenModels
-from slimrl.cluster.engines.frozen_recovery import RunRecovery
+from slimrl.cluster.engines.other_servers import OtherServers, RunRecovery
 from slimrl.engines.server_protocol import EngineMemory
 from tests.cluster.test_engine_recovery import NEVER, FakeClient, FakeFleet, until
 
@@ -19,7 +19,7 @@ def supervised(body):
         frozen = FrozenModels({"judge": judge}, {"judge": EngineMemory([])})
         client = FakeClient([engine.url for engine in policy.engines])
         options = {"needs_weight_sync": True, "concurrency": 8, "elastic": None}
-        recovery = RunRecovery(NEVER, policy, client, EngineMemory([]), frozen, **options)
+        recovery = RunRecovery(NEVER, policy, client, EngineMemory([]), OtherServers(frozen=frozen), **options)
         await asyncio.sleep(0)
         try:
             await body(recovery, policy, judge, frozen)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from slimrl.arguments import Arguments
-from slimrl.cluster import dry_run, main
+from slimrl.cluster import main
 from slimrl.cluster import run as run_module
 from slimrl.cluster.supervisor import ProcessDiedError
 from slimrl.cluster.training.train_worker import RankFailedError
@@ -33,7 +33,7 @@ def test_secrets_are_removed_from_the_command_before_it_is_recorded(monkeypatch)
     monkeypatch.setattr(sys, "argv", [*words, "--train-env-vars", '{"A": "s3cret"}'])
     monkeypatch.setattr(main, "parse_args", lambda words, **_: Arguments(dry_run=True))
     monkeypatch.setattr(main, "prepare_ray_environment", lambda: None)
-    monkeypatch.setattr(dry_run, "dry_run", lambda args, entry: 7)
+    monkeypatch.setattr(main, "dry_run", lambda args, entry: 7)
     shown = []
     monkeypatch.setattr(main, "set_process_title", shown.append)
     assert main.main("train.py", lambda run: None) == 7

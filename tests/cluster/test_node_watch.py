@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import slimrl
+from slimrl.cluster.nodes import watch as watch_module
 from slimrl.cluster.nodes.watch import NodeWatch, ProbeIntervals, WatchedNode, nodes_of
 from slimrl.cluster.placement import GpuBundle, PlacementPlan
 from tests.machines import ADDRESSES, two_machines, why_not
@@ -54,7 +55,7 @@ def test_every_other_gpu_node_is_watched_and_described_by_its_roles():
     ]
 
 
-def test_nodes_with_servers_alone_are_not_required_where_servers_are_replaced():
+def test_nodes_with_servers_are_not_required_or_have_a_replacement_where_servers_are_replaced():
     gpus = [GpuBundle(i, node, "", 0) for i, node in enumerate("abcd")]
     plan = PlacementPlan(4, range(2), range(1, 4), 1)
     known = [
@@ -63,12 +64,12 @@ def test_nodes_with_servers_alone_are_not_required_where_servers_are_replaced():
     ]
     known[3]["Resources"] = {"node:__internal_head__": 1.0}
     found = nodes_of(gpus, plan, known, own="a", replaceable=True)
-    assert [(node.what, node.required) for node in found] == [
-        ("training ranks 1; rollout GPUs 0", True),
-        ("rollout GPUs 1", False),
-        ("the head of Ray; rollout GPUs 2", True),
+    assert [(node.what, node.required, node.replaceable_gpus) for node in found] == [
+        ("training ranks 1; rollout GPUs 0", True, 1),  # a spare node gets both
+        ("rollout GPUs 1", False, 0),
+        ("the head of Ray; rollout GPUs 2", True, 0),
     ]
-    assert all(node.required for node in nodes_of(gpus, plan, known, own="a"))
+    assert all(node.required and not node.replaceable_gpus for node in nodes_of(gpus, plan, known, own="a"))
 
 
 def test_node_of_critic_ranks_is_described():
@@ -76,9 +77,23 @@ def test_node_of_critic_ranks_is_described():
     plan = PlacementPlan(3, range(1), range(0), 1, critic=range(1, 3))
     known = [{"NodeID": "b", "NodeManagerAddress": "10.0.0.2", "NodeManagerPort": 7, "Resources": {}}]
     # nothing but training: a node with two free GPUs may replace it
-    assert nodes_of(gpus, plan, known, own="a") == [WatchedNode("10.0.0.2", 7, "critic ranks 0, 1", training_gpus=2)]
+    assert nodes_of(gpus, plan, known, own="a") == [WatchedNode("10.0.0.2", 7, "critic ranks 0, 1", replaceable_gpus=2)]
     known[0]["Resources"] = {"node:__internal_head__": 1.0}
-    assert nodes_of(gpus, plan, known, own="a")[0].training_gpus == 0
+    assert nodes_of(gpus, plan, known, own="a")[0].replaceable_gpus == 0
+
+
+@pytest.mark.parametrize(("free", "moved", "ended"), [(2, False, False), (0, True, False), (0, False, True)])
+def test_lost_node_ends_the_run_unless_a_spare_one_is_free_or_has_been_reserved(monkeypatch, free, moved, ended):
+    node = WatchedNode("10.0.0.2", 7, "training ranks 2, 3; rollout GPUs 0", replaceable_gpus=2, node_id="b")
+    monkeypatch.setattr(watch_module.ray, "available_resources", lambda: {"GPU": float(free)})
+    watch = NodeWatch([node], lost_after_s=30.0)
+    watch._silent[node] = time.monotonic() - 40
+    assert "10.0.0.2" in watch.lost()  # no spare node is allowed
+    asked = []
+    watch.allow_spares(lambda name: asked.append(name) or moved)
+    assert bool(watch.lost()) == ended and set(asked) <= {"b"}
+    watch._nodes = []  # replaced, and a last answer arrives
+    assert watch.lost() == watch.unreachable() == ""
 
 
 def test_node_that_accepts_or_refuses_connections_is_not_named(caplog):

@@ -13,6 +13,7 @@ from slimrl.arguments.layout import placement
 from slimrl.cluster import ray_session as ray_session_module
 from slimrl.cluster.placement import (
     ENGINE_SHARE,
+    PROBE_SHARE,
     REWARD_SHARE,
     TRAIN_SHARE,
     GpuBundle,
@@ -63,7 +64,7 @@ def test_reward_model_comes_last_and_shares_no_gpu(colocate, reward):
 def test_colocated_reward_model_has_the_first_shared_gpus():
     plan = plan_gpus(flags(colocate=True, rm_model="judge", rm_colocate=True))
     assert list(plan.reward) == [0, 1, 2] and plan.total == 6 and list(plan.rollout) == [0, 1, 2, 3, 4, 5]
-    assert pytest.approx(1.0) == TRAIN_SHARE + ENGINE_SHARE + REWARD_SHARE  # of a GPU that all three use
+    assert pytest.approx(1.0) == TRAIN_SHARE + ENGINE_SHARE + REWARD_SHARE + PROBE_SHARE  # of a GPU that all use
 
 
 @pytest.mark.parametrize("changes", [{}, {"rm_url": "http://a:1"}, {"debug_train_only": True}])

@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from slimrl.arguments import Arguments
-from slimrl.cluster.network import LOOPBACK, BindConfig, is_this_machine, partner_of, server_host, source_address
+from slimrl.cluster.launch import LOOPBACK, BindConfig, is_this_machine, partner_of, server_host, source_address
 from slimrl.engines.protocol import EngineError
 
 
@@ -25,7 +25,7 @@ def test_remote_external_server_must_be_able_to_reach_the_run():
 
 
 def test_run_binds_an_address_its_peer_can_reach_when_ray_is_on_loopback(monkeypatch):
-    monkeypatch.setattr("slimrl.cluster.network.source_address", lambda host: f"as seen by {host}")
+    monkeypatch.setattr("slimrl.cluster.launch.source_address", lambda host: f"as seen by {host}")
     assert BindConfig(nodes=1, partner="192.0.2.250").address("127.0.0.1") == "as seen by 192.0.2.250"
     assert source_address("127.0.0.1") == "127.0.0.1"
 

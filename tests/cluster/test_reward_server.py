@@ -4,22 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
 
 from slimrl.arguments import Arguments
-from slimrl.cluster.engines.reward_server import RewardServers
+from slimrl.cluster.engines.frozen_models import FrozenRecovery
+from slimrl.cluster.engines.health_monitor import HealthConfig
+from slimrl.cluster.engines.other_servers import RewardServers
 from slimrl.cluster.launch import Launch
 from slimrl.cluster.placement import GpuBundles, PlacementPlan
 from slimrl.cluster.ray_session import ray_session
 from slimrl.data.sample import Sample
 from slimrl.rollout.rm_hub import RewardConfig, RewardScorer
 from slimrl.rollout.rm_hub.remote import RemoteRefused
-from tests.reward_models import logits, token_logits, write_reward_model
+from tests import accuracy
+from tests.reward_models import (
+    logits,
+    token_logits,
+    two_layer_logits,
+    write_process_reward_model,
+    write_reward_model,
+)
 from tests.rollout.conftest import tokenizer  # noqa: F401 - the fixture
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 REWARD = RewardConfig(None, "reward_model")
+Ended = TypeVar("Ended")
 
 
 def sample(index: int, question: str, response: str) -> Sample:
@@ -36,54 +49,97 @@ def kill_server(log_dir) -> None:
             process.kill()
 
 
-def test_rewards_match_transformers_logits_and_a_dead_server_is_named(tmp_path, tokenizer):  # noqa: F811
+def conversation(one: Sample) -> list[dict[str, str]]:
+    return [{"role": "user", "content": one.prompt}, {"role": "assistant", "content": one.response}]
+
+
+def served(
+    folder: Path,
+    tokenizer: Any,  # noqa: F811
+    family: str,
+    then: Callable[[RewardServers, RewardScorer, list[Sample]], Awaitable[Ended]],
+    **flags: Any,
+) -> tuple[list[float], Ended]:
+    """Rewards of six samples, which are compared with transformers' logits, and the result of `then`."""
     # shards with an index: SGLang loads only the files that an index names
-    model = write_reward_model(tmp_path / "judge", tokenizer, "Qwen2", shard_size="100KB")
+    model = write_reward_model(folder / "judge", tokenizer, family, shard_size="100KB")
     args = Arguments(
         rm_type="reward_model",
         rm_model=str(model),
         hf_checkpoint=str(model),
-        run_dir=str(tmp_path / "run"),
+        run_dir=str(folder / "run"),
         rm_concurrency=2,
+        **flags,
     )
     samples = [sample(i, f"{i}+{i}=", f"it is {'very ' * i}clear: {2 * i}") for i in range(6)]
-    read = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": one.prompt}, {"role": "assistant", "content": one.response}], return_dict=False
-        )
-        for one in samples
-    ]
+    read = [tokenizer.apply_chat_template(conversation(one), return_dict=False) for one in samples]
     assert len({len(row) for row in read}) == 6 and tokenizer.decode(read[0]).endswith("<|im_end|>\n")
 
-    async def run() -> tuple[list[float], str]:
+    async def run() -> tuple[list[float], Ended]:
         gpus = GpuBundles(PlacementPlan(1, range(0), range(0), 1, (range(1),)))
         servers = await RewardServers.start(args, gpus, Launch.of_run(args))
         scorer = RewardScorer.from_args(servers.reachable(args))
         try:
-            never = asyncio.Event().wait()
-            watch = asyncio.ensure_future(servers.watch(never))
             rewards = await asyncio.gather(*(scorer.score(one, REWARD) for one in samples))
-            with pytest.raises(RemoteRefused, match="is longer than the model's context length"):
-                await scorer.score(sample(9, "1+1=", "x" * 2000), REWARD)
-            assert not watch.done()
-            assert set(await servers.memory()) == {"server_reward0_rss_gib", "server_reward0_actor_rss_gib"}
-            kill_server(tmp_path)
-            return rewards, await asyncio.wait_for(watch, 20)
+            return rewards, await then(servers, scorer, samples)
         finally:
             scorer.close()
+            if servers.recovery is not None:
+                await servers.recovery.close()
             await servers.close()
             gpus.release()
 
     with ray_session(1):
-        rewards, death = asyncio.run(run())
-    assert rewards == pytest.approx(logits(model, read), abs=1e-4)
+        rewards, end = asyncio.run(run())
+    accuracy.near_outputs(rewards, logits(model, read), abs=1e-5)
     assert max(rewards) - min(rewards) > 0.5  # weights for which any comparison would succeed
+    return rewards, end
+
+
+def test_rewards_match_transformers_logits_and_a_dead_server_is_named(tmp_path, tokenizer):  # noqa: F811
+    async def die(servers: RewardServers, scorer: RewardScorer, samples: list[Sample]) -> str:
+        watch = asyncio.ensure_future(servers.watch(asyncio.Event().wait()))
+        with pytest.raises(RemoteRefused, match="is longer than the model's context length"):
+            await scorer.score(sample(9, "1+1=", "x" * 2000), REWARD)
+        assert not watch.done()
+        assert set(await servers.memory()) == {"server_reward0_rss_gib", "server_reward0_actor_rss_gib"}
+        kill_server(tmp_path)
+        return await asyncio.wait_for(watch, 20)
+
+    _, death = served(tmp_path, tokenizer, "Qwen2", die)
     assert death.startswith("the reward model's server 0 has ended, responses cannot be scored: SGLang server _reward0")
 
 
-def test_rewards_of_steps_are_those_of_a_token_classifier_in_one_pass(tmp_path, tokenizer):  # noqa: F811
-    """The probability of the second label at each marker, from transformers' token classifier over the whole text."""
-    model = write_reward_model(tmp_path / "prm", tokenizer, "Qwen3", head="TokenClassification", labels=2)
+def test_rewards_after_the_death_of_a_server_are_those_of_its_replacement(tmp_path, tokenizer):  # noqa: F811
+    """Requests for the only server wait for it, at its address."""
+    lines: list[str] = []
+
+    async def recover(servers: RewardServers, scorer: RewardScorer, samples: list[Sample]) -> list[float]:
+        servers.recovery = FrozenRecovery(HealthConfig(30.0, 30.0, 0.0), servers, servers.gpu_memory, lines.append)
+        watch = asyncio.ensure_future(servers.watch(asyncio.Event().wait()))
+        url = servers.engines[0].url
+        kill_server(tmp_path)
+        again = await asyncio.wait_for(asyncio.gather(*(scorer.score(one, REWARD) for one in samples)), 200)
+        assert servers.engines[0].url == url and not watch.done()
+        assert set(await servers.memory()) == {"server_reward0_rss_gib", "server_reward0_actor_rss_gib"}
+        assert servers.recovery.take_metrics()["rollout/faults/servers_replaced"] == 1
+        return again
+
+    rewards, again = served(tmp_path, tokenizer, "Llama", recover, use_fault_tolerance=True)
+    accuracy.near_outputs(again, rewards, abs=1e-5)
+    died, back = lines
+    assert "SGLang server _reward0 (http" in died and "; a replacement will be started" in died
+    assert back.startswith("SGLang server _reward0.1 (http") and back.endswith(" started and serves")
+
+
+@pytest.mark.parametrize("kind", ["token classifier", "head of two layers"])
+def test_rewards_of_steps_are_those_of_a_token_classifier_in_one_pass(kind, tmp_path, tokenizer):  # noqa: F811
+    """The probability of the second label at each marker, from transformers' model over the whole text."""
+    if kind == "token classifier":
+        model = write_reward_model(tmp_path / "prm", tokenizer, "Qwen3", head="TokenClassification", labels=2)
+        outputs_of = token_logits
+    else:
+        model, outputs_of = write_process_reward_model(tmp_path / "prm", tokenizer), two_layer_logits
     args = Arguments(
         rm_type="zero",
         rm_model=str(model),
@@ -133,10 +189,9 @@ def test_rewards_of_steps_are_those_of_a_token_classifier_in_one_pass(tmp_path, 
     found = [reward for one in samples for reward in one.metadata["step_rewards"]]
     expected = []
     for row, ends in zip(rows, marks, strict=True):
-        outputs = token_logits(model, row)
+        outputs = outputs_of(model, row)
         expected += [1 / (1 + math.exp(outputs[end][0] - outputs[end][1])) for end in ends]
-    print("largest difference", max(abs(one - other) for one, other in zip(found, expected, strict=True)))
-    assert found == pytest.approx(expected, abs=1e-5)
+    accuracy.near_outputs(found, expected, abs=1e-5)
     assert max(found) - min(found) > 0.05
     for one, steps in zip(samples, texts, strict=True):
         assert [value for value in one.token_rewards if value] == one.metadata["step_rewards"] and len(steps) == sum(

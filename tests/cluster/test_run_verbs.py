@@ -11,7 +11,8 @@ from slimrl.arguments import Arguments
 from slimrl.cluster.rollout_manager_proxy import RolloutManagerProxy
 from slimrl.cluster.run import Run
 from slimrl.cluster.training import train_group
-from slimrl.cluster.training.train_group import PolicyAndCritic, TrainGroup
+from slimrl.cluster.training.policy_and_critic import PolicyAndCritic
+from slimrl.cluster.training.train_group import TrainGroup
 from slimrl.cluster.training.train_messages import CRITIC, POLICY
 from slimrl.cluster.training.train_worker import NotFiniteError
 from slimrl.observability.tracer import Timeline
@@ -126,7 +127,7 @@ def test_generation_is_notified_which_rollouts_are_checkpointed(save, saved):
 
 
 def test_only_rank_0_receives_the_data_state(monkeypatch):
-    monkeypatch.setattr(train_group, "_target", lambda workers, what, role: SimpleNamespace(what=what))
+    monkeypatch.setattr(train_group, "target_of", lambda workers, what, role: SimpleNamespace(what=what))
     group, calls = TrainGroup.__new__(TrainGroup), []
     group.workers, group._supervisor, group._role = [Remote(calls) for _ in range(3)], World(None), POLICY
     group.save(7, {"offset": 3})

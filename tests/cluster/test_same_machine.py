@@ -58,7 +58,7 @@ def test_engine_on_such_nodes_does_not_start_and_names_them():
         return types.SimpleNamespace(stopped=stopped, **remote)
 
     engine = Engine.__new__(Engine)
-    engine.settings = types.SimpleNamespace(label="SGLang server 0")
+    engine.settings = types.SimpleNamespace(label="SGLang server 0", life=0)
     engine._actors = [actor(A), actor(B)]
     with pytest.raises(ProcessStartError, match=r"SGLang server 0 cannot start: the nodes 10\.0\.0\.1 and 10\.0\.0\.2"):
         asyncio.run(engine.start(1.0))

@@ -8,7 +8,13 @@ import pytest
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayActorError, RayTaskError
 
 from slimrl.cluster import supervisor as supervise
-from slimrl.cluster.supervisor import ProcessDiedError, Supervisor, summarize_oom
+from slimrl.cluster.supervisor import (
+    ProcessDiedError,
+    Supervisor,
+    TrainNodeLostError,
+    TrainWorkerDiedError,
+    summarize_oom,
+)
 from slimrl.cluster.watchdog import WaitTarget, WatchdogConfig, WatchdogTimeoutError
 
 RAYS_PAGE = """1 worker(s) were killed due to the node running low on memory.
@@ -67,6 +73,35 @@ def test_errors_of_all_failed_ranks_are_collected(monkeypatch, failed):
     else:
         assert supervisor.get(calls, awaited) == [0, 0, 0]
     assert [call.taken for call in calls] == [failed] * 3
+
+
+def test_death_that_ray_reports_is_handled_before_a_node_is_named_lost(monkeypatch):
+    """Its spare one has been reserved when Ray reports the death: only the handler makes that known."""
+    handled = []
+
+    def wait(refs, **_):
+        return refs[:1], refs[1:]
+
+    def get(ref):
+        if ref == "watch":
+            raise ActorDiedError
+        return [0] if isinstance(ref, list) else 0
+
+    def handle(error: TrainWorkerDiedError) -> None:
+        handled.append(error)
+        supervisor.unwatch(["watch"])
+
+    monkeypatch.setattr(supervise, "ray", types.SimpleNamespace(wait=wait, get=get))
+    nodes = types.SimpleNamespace(
+        unreachable=str, lost=lambda: "" if handled else "node b is silent", dead=lambda: "node b is lost"
+    )
+    nodes.dead_are_replaceable = lambda: True
+    supervisor = Supervisor(WatchdogConfig(0, None), nodes)
+    supervisor.watch("watch", lambda _: "rank 0 died", TrainWorkerDiedError)
+    supervisor.set_loss_handler(handle)
+    assert supervisor.get(["call"], WaitTarget("generation", lambda _: "")) == [0]
+    (death,) = handled
+    assert isinstance(death, TrainNodeLostError) and str(death) == "node b is lost: rank 0 died"
 
 
 def watching(monkeypatch, error: Exception) -> Supervisor:

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from slimrl.cluster.engines import weight_update_recovery as resync_module
-from slimrl.cluster.engines.engine_recovery import EngineGroupStatus, RecoveryEvents
+from slimrl.cluster.engines.server_states import EngineGroupStatus, RecoveryEvents
 from slimrl.cluster.engines.weight_update_recovery import WeightUpdateRecovery
 from slimrl.cluster.training.train_worker import RankFailedError
 from slimrl.cluster.watchdog import WaitTarget
@@ -145,10 +145,13 @@ class CallsWithNews(Calls):
 def test_events_during_a_weight_update_are_handled_after_it_once_per_server(monkeypatch, wait):
     standings = [EngineGroupStatus([NEW], 1), EngineGroupStatus([OTHER], 2)]
     calls = CallsWithNews(monkeypatch, {wait: 1}, engine_status=standings, begin_weight_update=[[NEW], [OTHER]])
-    calls.event_handler = made = recovery(calls, [OLD])
+    followed: list[int] = []
+    made = WeightUpdateRecovery(calls, calls, calls, [OLD], lambda: followed.append(calls.received))
+    calls.event_handler = made
     with made.trainer_idle(4, pytest.fail):
         pass
     assert calls.weight_updates() == [("connect", [NEW.url]), ("update", 4), ("connect", [OTHER.url]), ("update", 4)]
+    assert followed == [1]
     assert [call for call in calls.made if call[0].endswith("_weight_update")] == [
         ("begin_weight_update", True),
         ("end_weight_update", [NEW.url], "4"),

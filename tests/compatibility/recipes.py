@@ -168,7 +168,21 @@ RECIPES: dict[str, Recipe] = {
         f"""{CKPT} {MATH} {EVAL} {PPO} {ADAM} {MISC} {layout(2, 1, 2, 1, 2048)} --actor-num-nodes 1
  --actor-num-gpus-per-node 4 --rollout-num-gpus 4 --megatron-config-path {{data}}/roles.yaml --num-rollout 3
  --rollout-batch-size 8 --n-samples-per-prompt 4 --global-batch-size 32 --rollout-num-gpus-per-engine 2
- --sglang-mem-fraction-static 0.8 --ci-test""",
+ --sglang-mem-fraction-static 0.8 --sglang-cuda-graph-max-bs 32 --sglang-max-running-requests 512
+ --sglang-enable-metrics --ci-test""",
+    ),
+    "PPO, only the critic is trained": Recipe(
+        "qwen2.5-0.5B",
+        f"""--hf-checkpoint {{data}}/hf {MATH} {PPO} {ADAM} {MISC} --tensor-model-parallel-size 1 --sequence-parallel
+ --pipeline-model-parallel-size 1 --context-parallel-size 1 --expert-model-parallel-size 1
+ --expert-tensor-parallel-size 1 --use-dynamic-batch-size --max-tokens-per-gpu 9216 --num-rollout 3
+ --rollout-batch-size 8 --n-samples-per-prompt 4 --rollout-max-response-len 1024 --rollout-temperature 0.8
+ --global-batch-size 32 --num-critic-only-steps 3 --rollout-num-gpus-per-engine 1 --rollout-num-gpus 4
+ --sglang-mem-fraction-static 0.7 --sglang-cuda-graph-max-bs 32 --sglang-enable-metrics --ci-test
+ --actor-num-nodes 1 --actor-num-gpus-per-node 4 --megatron-to-hf-mode bridge --colocate
+ --critic-config-path {{data}}/roles.yaml""",
+        refused=("--critic-config-path", "--megatron-to-hf-mode", "--ref-load"),
+        instead="--megatron-config-path {data}/roles.yaml --ref-load {data}/torch_dist",
     ),
     "manual: PPO with a critic on GPUs of its own": Recipe(
         "qwen3-4B",

@@ -46,8 +46,9 @@ def folder_of(recipe: Recipe, folder: Path) -> Path:
     for name in ("dapo-math-17k", "aime-2024"):
         (folder / f"{name}.jsonl").write_text(row + "\n")
     for name in ("gsm8k", "openhermes"):
-        messages = [{"role": "user", "content": "1+1"}]
-        columns = {"messages": [messages], "prompt": [messages], "label": ["2"]}
+        prompt = [{"role": "user", "content": "1+1"}]
+        answered = prompt if name == "gsm8k" else [*prompt, {"role": "assistant", "content": "2"}]
+        columns = {"messages": [answered], "prompt": [prompt], "label": ["2"]}
         pyarrow.parquet.write_table(pyarrow.table(columns), folder / f"{name}.parquet")
     return folder
 

@@ -137,3 +137,19 @@ def test_batch_with_images_is_saved_and_loaded(tmp_path):
 
 def test_batch_without_images_has_none():
     assert BatchImages.of_samples([None, None]) is None
+
+
+def test_digest_of_a_samples_images_is_that_of_their_pixels_and_arrangement():
+    pixels = torch.arange(32.0).view(16, 2)
+
+    def digest(values: torch.Tensor, *grids: tuple[int, int, int]) -> bytes:
+        counts = torch.tensor([len(grids), 0])
+        index, starts = torch.arange(len(grids)), torch.full((len(grids),), IN_PROMPT)
+        own, none = BatchImages(values, torch.tensor(grids), index, counts, starts).digests()
+        assert none == b""
+        return own
+
+    wide, moved = digest(pixels, (1, 2, 8)), pixels.clone()
+    moved[3, 1] += 1
+    assert len({wide, digest(moved, (1, 2, 8)), digest(pixels, (1, 8, 2)), digest(pixels, (1, 2, 4), (1, 2, 4))}) == 4
+    assert wide == digest(pixels.clone(), (1, 2, 8)) and len(wide) == 16

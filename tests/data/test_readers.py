@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from slimrl.data import parquet as parquet_reader
 from slimrl.data import readers as jsonl_reader
-from slimrl.data.dataset_spec import DataMix, DataPath
-from slimrl.data.prompt_format import InvalidRow, bad_rows_error
+from slimrl.data.prompt_format import DataMix, DataPath, InvalidRow, bad_rows_error
 from slimrl.data.readers import ChangedDataError, RowSet, open_rows
 
 ROWS = [{"prompt": [{"role": "user", "content": f"{i}+{i}"}], "label": str(2 * i)} for i in range(10)]

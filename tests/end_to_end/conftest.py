@@ -83,20 +83,33 @@ def tiny(additions: Path, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     return made
 
 
+# a published model of each family that sees images, its toy, and the further flags of the latter
+SEEING = {
+    "Qwen2.5-VL": ("qwen2.5-VL-3B", "qwen2_5_vl", ()),
+    "Qwen3-VL": ("qwen3-VL-4B", "qwen3_vl", ()),
+    "Qwen3-VL-MoE": ("qwen3-VL-30B-A3B", "qwen3_vl_moe", ("--untie",)),
+}
+
+
+@dataclasses.dataclass(frozen=True)
 class SeeingTiny(Tiny):
-    """The toy of Qwen2.5-VL, with the flags of its recipe."""
+    """The toy of a family of `SEEING`, with the flags of its recipe."""
+
+    name: str
 
     def model_args(self) -> list[str]:
-        script = f"source '{ROOT}/scripts/models/qwen2.5-VL-3B.sh'; source '{ROOT}/scripts/lib/tiny/qwen2_5_vl.sh'"
+        model, toy, _ = SEEING[self.name]
+        script = f"source '{ROOT}/scripts/models/{model}.sh'; source '{ROOT}/scripts/lib/tiny/{toy}.sh'"
         script += "; printf '%s\\n' \"${MODEL_ARGS[@]}\""
         return subprocess.run(["bash", "-c", script], check=True, capture_output=True, text=True).stdout.split()
 
 
-def make_seeing(folder: Path, warm_start_steps: int) -> Tiny:
-    """The toy of Qwen2.5-VL, random or taught to count squares for so many steps."""
-    flags = ("--output-dir", folder / "toy", "--family", "qwen2_5_vl", "--warm-start-steps", str(warm_start_steps))
+def make_seeing(folder: Path, warm_start_steps: int, name: str) -> Tiny:
+    """The toy, random or taught to count squares for so many steps."""
+    _, toy, more = SEEING[name]
+    flags = ("--output-dir", folder / "toy", "--family", toy, "--warm-start-steps", str(warm_start_steps), *more)
     done = run_tool("make_tiny_model.py", *flags, "--train-size", "64", "--eval-size", "8")
     assert done.returncode == 0, done.stderr
-    made = SeeingTiny(folder / "toy", folder / "home", folder / "toy" / "model")
+    made = SeeingTiny(folder / "toy", folder / "home", folder / "toy" / "model", name)
     made.home.mkdir()
     return made

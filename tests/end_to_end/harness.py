@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Iterable
@@ -37,6 +38,7 @@ class Started:
     temporary: Path
     started: float
     shared_memory: set[str] | None  # of this machine before the start; None: the run has a shared memory of its own
+    others: OthersSharedMemory
 
     def finish(self, timeout: float) -> Finished:
         """Waits for its end and collects its leftovers; removes them, so that one failure causes no others.
@@ -50,6 +52,7 @@ class Started:
             raise
         seconds = time.monotonic() - self.started
         left = [*wait_until_gone(self.mark), *self._left_files()]
+        self.others.stop()
         self._clean_up()
         return Finished(code, self.log.read_text(), self.run_dir, seconds, left)
 
@@ -78,6 +81,7 @@ class Started:
                     process.send_signal(signal.SIGKILL)
         psutil.wait_procs(nameless, timeout=20)  # they end with their parents, a moment later
         self.process.wait(10)
+        self.others.stop()
         self._clean_up()
 
     def _left_files(self) -> list[str]:
@@ -88,13 +92,14 @@ class Started:
     def _left_shared_memory(self, timeout: float) -> set[str]:
         """New files of /dev/shm that stay.
 
-        Those of concurrent tests are soon mapped or removed; a concurrent run that is killed needs `CLEAN_UP_WAIT` for
-        it. What appears after the first look is not of this run, whose processes have ended.
+        Those that a process of a concurrent test was seen to use belong to that test. Its others are soon mapped or
+        removed; a concurrent run that is killed needs `CLEAN_UP_WAIT` for it. What appears after the first look is not
+        of this run, whose processes have ended.
         """
         if self.shared_memory is None:
             return set()
         deadline = time.monotonic() + timeout
-        left = shared_memory() - self.shared_memory
+        left = shared_memory() - self.shared_memory - self.others.names
         while left and time.monotonic() < deadline:
             time.sleep(0.2)
             left &= shared_memory()
@@ -123,6 +128,50 @@ class Finished:
     def steps(self, name: str) -> list:
         """One value per step of the summary."""
         return [step[name] for step in self.summary["steps"]]
+
+
+class OthersSharedMemory(threading.Thread):
+    """Finds the new files of /dev/shm that processes outside a run use, as long as they use them.
+
+    A process that is killed leaves its files, and then nothing says whose they were.
+    """
+
+    INTERVAL_S, LOOKS = 0.2, 5  # a file is created a moment before it is mapped
+
+    def __init__(self, mark: str, before: set[str] | None) -> None:
+        super().__init__(daemon=True)
+        self.names: set[str] = set()
+        self._mark, self._before = mark, before
+        self._looks: dict[tuple[str, int], int] = {}
+        self._stopped = threading.Event()
+
+    def run(self) -> None:
+        while self._before is not None and not self._stopped.wait(self.INTERVAL_S):
+            files = {one for one in _inodes().items() if self._looks.get(one, 0) < self.LOOKS}
+            files = {one for one in files if one[0] not in self._before}
+            if files:
+                self._look(files)
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self.join()
+
+    def _look(self, files: set[tuple[str, int]]) -> None:
+        users = {int(path.name): _in_use([path]) for path in Path("/proc").iterdir() if path.name.isdigit()}
+        for name, inode in files:
+            of_file = [pid for pid, used in users.items() if inode in used]
+            if of_file and not any(_descends_from(self._mark, pid) for pid in of_file):
+                self.names.add(name)
+            self._looks[name, inode] = self.LOOKS if of_file else self._looks.get((name, inode), 0) + 1
+
+
+def _descends_from(mark: str, pid: int) -> bool:
+    """Whether the process or one above it has the mark; True if that cannot be read any more."""
+    try:
+        process = psutil.Process(pid)
+        return any(one.environ().get(MARK) == mark for one in [process, *process.parents()] if one.pid != 1)
+    except (psutil.Error, ProcessLookupError):
+        return True
 
 
 def marked_processes(mark: str, text: str = "") -> list[psutil.Process]:
@@ -207,7 +256,9 @@ def launch(
             start_new_session=True,
             preexec_fn=reset_signals,
         )
-    return Started(process, mark, run_dir, log, temporary, time.monotonic(), before)
+    others = OthersSharedMemory(mark, before)
+    others.start()
+    return Started(process, mark, run_dir, log, temporary, time.monotonic(), before, others)
 
 
 def places_of(text: str, *folders: Path) -> list[str]:

@@ -140,7 +140,7 @@ def strike(
     deadline = time.monotonic() + timeout
     everybody = _processes(started, timeline, since_ns, deadline) if aim.tree else []
     kind = "train" if aim.kind == ANYWHERE else aim.kind
-    if not _wait(started, timeline, since_ns, kind, aim.nth, deadline):
+    if not wait_for_call(started, timeline, since_ns, kind, aim.nth, deadline):
         return None
     time.sleep(aim.share * lengths.get(aim.kind, LONGEST_STEP_S))
     if started.process.poll() is not None:
@@ -162,7 +162,7 @@ def strike(
 
 def _processes(started: harness.Started, timeline: Path, since_ns: int, deadline: float) -> list[int]:
     """Every process of a run with servers and ranks, the ranks first, because they write the checkpoints."""
-    _wait(started, timeline, since_ns, UPDATE, 0, deadline)
+    wait_for_call(started, timeline, since_ns, UPDATE, 0, deadline)
     found = started.processes()
     # SGLang's schedulers overwrite the mark in their environment with their title
     family = {process.pid: process for process in found}
@@ -179,7 +179,9 @@ def _is_rank(process: object) -> bool:
     return False
 
 
-def _wait(started: harness.Started, timeline: Path, since_ns: int, kind: str, nth: int, deadline: float) -> bool:
+def wait_for_call(
+    started: harness.Started, timeline: Path, since_ns: int, kind: str, nth: int, deadline: float
+) -> bool:
     """Waits until the nth call of a kind begins; False if the run ended before."""
     size = -1
     while True:

@@ -81,6 +81,10 @@ WAYS = {
     "broadcast": ({}, 1e-4),
     "files": ({"update_weight_transport": "disk", "update_weight_disk_dir": "updates"}, 1e-4),
     "changes": ({"bf16": True, "sglang_dtype": "bfloat16", "update_weight_mode": "delta"}, 0.3),
+    "point to point": (
+        {"update_weight_transfer_mode": "p2p", "actor_num_gpus_per_node": 2, "tensor_model_parallel_size": 2},
+        1e-4,
+    ),
     "adapters": ({"lora_rank": 4, "lora_alpha": 8, "lr": 1e-2}, 1e-4),
     "shared memory": ({"colocate": True, "actor_num_gpus_per_node": 4}, 1e-4),
     "while the next rollout is generated": ({"entry": "train_async.py"}, 1e-4),
@@ -163,7 +167,9 @@ def test_lost_servers_of_a_group_and_of_a_frozen_model_are_replaced_in_their_pla
     servers = faults.victims(run, "server")
     lost = [one for one in servers if {"--tp-size=2", f"--model-path={judge}"} & set(one.cmdline())]
     assert len(servers) == 3 and len(lost) == 2
-    for process in [*lost, faults.victims(run, "router")[-1]]:  # started last: that of the judge
+    log = str(run.run_dir / "logs" / "router_judge.log")
+    (router,) = (one for one in faults.victims(run, "router") if log in [file.path for file in one.open_files()])
+    for process in [*lost, router]:
         process.kill()
     done = run.finish(300)
     print("\n".join(faults.fault_lines(done.output)))

@@ -23,7 +23,8 @@ def right(sample: Sample) -> float:
     return float(answer is not None and int(answer[1]) == int(sample.label))
 
 
-def test_every_sample_is_trained_once_while_servers_and_router_fail(tiny, tmp_path):
+@pytest.mark.parametrize("way", ["broadcast", "p2p"])
+def test_every_sample_is_trained_once_while_servers_and_router_fail(tiny, tmp_path, way):
     dumps = tmp_path / "dumps" / "{rollout_id}.jsonl"
     flags = tiny.flags(
         actor_num_gpus_per_node=1,
@@ -32,6 +33,7 @@ def test_every_sample_is_trained_once_while_servers_and_router_fail(tiny, tmp_pa
         rollout_shuffle=None,
         sglang_max_running_requests=2,
         use_fault_tolerance=True,
+        update_weight_transfer_mode=way,
         rollout_health_check_interval=0.5,
         rollout_health_check_timeout=10,  # a healthy server is slow when all processes share two cores
         save_debug_rollout_data=dumps,

@@ -67,6 +67,15 @@ def test_a_file_that_a_process_from_before_the_run_leaves_is_not_counted(tmp_pat
     Path("/dev/shm", name).unlink()
 
 
+def test_a_file_that_another_process_used_and_left_during_the_run_is_not_counted(tmp_path):
+    started = run(tmp_path, QUIET)
+    other = subprocess.run([sys.executable, "-c", LEAVES, "0.7"], capture_output=True, text=True, check=True)
+    name = f"sem.{other.stdout.strip()}"
+    assert started.finish(60).left == []
+    assert Path("/dev/shm", name).exists()
+    Path("/dev/shm", name).unlink()
+
+
 def test_any_other_left_file_is_found(tmp_path):
     started = run(tmp_path, f"open('/dev/shm/slimrl-test-{time.time_ns()}', 'w').close(); {QUIET}")
     (left,) = started.finish(60).left

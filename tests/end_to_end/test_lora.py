@@ -8,8 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from slimrl.models.adapters import TARGETS, AdapterConfig
-from slimrl.models.peft_config import CONFIG_NAME, WEIGHTS_NAME, peft_config
+from slimrl.models.adapters import CONFIG_NAME, TARGETS, WEIGHTS_NAME, AdapterConfig, peft_config
 from tests.end_to_end import harness
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

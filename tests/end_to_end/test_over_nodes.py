@@ -1,10 +1,7 @@
 """A full colocated run on a Ray cluster of two nodes: training over both, and one engine over both."""
 
-import os
 import sys
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import pytest
@@ -12,30 +9,20 @@ from ray.cluster_utils import Cluster
 
 from tests.end_to_end import harness
 from tests.end_to_end.harness import ROOT
+from tests.end_to_end.ray_nodes import NODE, empty_cluster, token
 from tests.machines import why_not
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
-NODE = {"num_cpus": 2, "num_gpus": 1, "object_store_memory": 100_000_000, "include_dashboard": False}
 NODES = {"actor_num_nodes": 2, "actor_num_gpus_per_node": 1, "num_gpus_per_node": 1, "rollout_num_gpus_per_engine": 2}
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """Two Ray nodes with one GPU each."""
-    with (
-        tempfile.TemporaryDirectory(prefix="slimrl-", dir="/tmp", ignore_cleanup_errors=True) as folder,
-        pytest.MonkeyPatch.context() as patch,
-    ):
-        # where Cluster writes its address, without creating the folder
-        patch.setenv("RAY_TMPDIR", folder)
-        (Path(folder) / "ray").mkdir()
-        cluster = Cluster()
-        try:
-            for _ in range(2):
-                cluster.add_node(**NODE, temp_dir=folder)
-            yield cluster
-        finally:
-            cluster.shutdown()
+    with empty_cluster() as (made, folder):
+        for _ in range(2):
+            made.add_node(**NODE, temp_dir=folder)
+        yield made
 
 
 @pytest.mark.parametrize(
@@ -71,8 +58,3 @@ def test_run_trains_and_generates_over_two_nodes(name, flags, cluster, tiny, tmp
     assert {"sglang0.log", "sglang0.node1.log", "engine0.log", "engine0.node1.log"} <= logs
     model = f"--model-path={tiny.model}"
     assert not [process for process in psutil.process_iter(["cmdline"]) if model in (process.info["cmdline"] or [])]
-
-
-def token() -> dict[str, str]:
-    """Ray's access token, which this process created for the cluster."""
-    return {name: value for name, value in os.environ.items() if name.startswith("RAY_AUTH")}

@@ -80,6 +80,7 @@ def test_supervised_training_starts_at_the_transformers_loss_and_learns(tiny, tm
     assert losses[-1] < losses[0] / 2
     assert done.steps("perplexity") == pytest.approx([math.exp(loss) for loss in losses])
     assert " | ppl " in done.output and " tokens | " in done.output and "reward 0" not in done.output
+    assert "weight update" not in done.output and " kl " not in done.output  # nothing of reinforcement learning
     assert "sglang" not in done.output.lower().replace(str(tmp_path).lower(), "")
     assert f"--load {tmp_path}/checkpoints has no checkpoint yet: a fresh start from --ref-load" in done.output
     assert f"saving {tmp_path}/checkpoints/iter_0000014 in the background" in done.output

@@ -1,4 +1,4 @@
-"""Supervised training on conversations with images, in first and in later turns, against transformers' own loss."""
+"""Supervised training on conversations with images, and on preferences about images, against transformers' own loss."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import pytest
 import torch
 
 from slimrl.tiny.vision_task import Counting, split_countings
-from tests.end_to_end import harness
-from tests.end_to_end.conftest import Tiny, make_seeing
+from tests.end_to_end import harness, test_preference
+from tests.end_to_end.conftest import SEEING, Tiny, make_seeing
 from tests.end_to_end.test_supervised import FLAGS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 IMAGE = "<|image_pad|>"
 
 
-@pytest.fixture(scope="module")
-def seeing(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    return make_seeing(tmp_path_factory.mktemp("seeing"), 0)
+@pytest.fixture(scope="module", params=SEEING)
+def seeing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return make_seeing(tmp_path_factory.mktemp("seeing"), 0, request.param)
 
 
 def turns(role: str, text: str, answer: str) -> list[dict[str, str]]:
@@ -74,9 +74,9 @@ def batches(folder: Path, data: list[dict[str, Any]]) -> Iterator[dict[str, Any]
 
 def transformers_loss(folder: Path, data: list[dict[str, Any]]) -> float:
     """The mean over the assistant's tokens of all rows, of the loss that transformers' model returns."""
-    from transformers import Qwen2_5_VLForConditionalGeneration
+    from transformers import AutoModelForImageTextToText
 
-    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     total = tokens = 0.0
     for batch in batches(folder, data):
         trained = int((batch["labels"] != -100).sum())
@@ -119,3 +119,71 @@ def test_loss_of_conversations_with_images_is_that_of_transformers_and_falls(see
     blind = [{**row, "images": row["images"][:1] * len(row["images"])} for row in trained]
     blind[0]["images"] = trained[1]["images"][1:]
     assert abs(transformers_loss(tmp_path / "hf_11", blind) - losses[-1]) > 1e-3  # the loss depends on the pixels
+
+
+def pairs(pictures: list[Counting]) -> list[dict[str, Any]]:
+    """Of each picture its number of squares, preferred to that without the blue ones, or to one more.
+
+    The prompt of every other row has two turns.
+    """
+    found = []
+    for number, picture in enumerate(pictures):
+        opening = turns("user", "1+1=", "2") if number % 2 else []
+        prompt = [*opening, {"role": "user", "content": "<image>squares?"}]
+        wrong = picture.noisy_answer if picture.noisy_answer != picture.answer else picture.answer + 1
+        answers = {"chosen": str(picture.answer), "rejected": str(wrong)}
+        found.append({"prompt": prompt, **answers, "images": picture.row()["images"]})
+    return found
+
+
+def answer_log_probs(folder: Path, data: list[dict[str, Any]], side: str) -> torch.Tensor:
+    """The sum over the tokens of the last turn, of transformers' model: float64 [pairs]."""
+    from transformers import AutoModelForImageTextToText
+
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64)
+    chats = [
+        {"messages": [*row["prompt"], {"role": "assistant", "content": row[side]}], "images": row["images"]}
+        for row in data
+    ]
+    sums = []
+    for batch in batches(folder, chats):
+        labels = batch.pop("labels")[0]
+        answer = 2  # a digit and the end of the turn, before the newline that the template adds
+        positions = (labels != -100).nonzero().flatten()[-answer:]
+        with torch.no_grad():
+            logits = model(**batch).logits[0].log_softmax(-1)
+        sums.append(logits[positions - 1, labels[positions]].sum())
+    return torch.stack(sums)
+
+
+@pytest.mark.parametrize("seeing", ["Qwen2.5-VL"], indirect=True)
+def test_preferences_about_images_are_learned_with_the_loss_of_transformers(seeing: Tiny, tmp_path: Path):
+    trained, held_out = (pairs(pictures) for pictures in split_countings(seed=5, train_size=320, eval_size=24))
+    flags = test_preference.FLAGS | {
+        "prompt_data": write(tmp_path / "train.jsonl", trained),
+        "multimodal_keys": json.dumps({"image": "images"}),
+        "input_key": "prompt",
+        "rollout_batch_size": 16,
+        "num_rollout": 40,
+        "lr": 3e-3,
+        "preference_beta": 0.1,
+        "eval_interval": 40,
+        "eval_prompt_data": ["unseen", write(tmp_path / "held-out.jsonl", held_out)],
+        "eval_input_key": "prompt",
+        "save_hf": tmp_path / "hf_{rollout_id}",
+        "save": tmp_path / "checkpoints",
+    }
+    started = harness.start("train.py", seeing.flags(**flags), tmp_path, "dpo", seeing.home)
+    done = started.finish(400)
+    assert done.code == 0, done.output[-6000:]
+    assert done.left == []
+    assert done.steps("loss")[0] == pytest.approx(math.log(2), rel=1e-6)
+    gains = [
+        answer_log_probs(tmp_path / "hf_39", held_out, side) - answer_log_probs(seeing.model, held_out, side)
+        for side in ("chosen", "rejected")
+    ]
+    margins = 0.1 * (gains[0] - gains[1])
+    last = done.summary["eval"]["history"][-1]["metrics"]
+    assert last["eval/unseen-loss"] == pytest.approx(float(torch.nn.functional.softplus(-margins).mean()), rel=1e-4)
+    assert last["eval/unseen-reward_margin"] == pytest.approx(float(margins.mean()), rel=1e-4)
+    assert last["eval/unseen"] == pytest.approx(float((margins > 0).double().mean())) and last["eval/unseen"] >= 0.85

@@ -14,16 +14,17 @@ from slimrl.observability.rollout_dump import read_dump
 from slimrl.rollout.dataset.images import ImageProcessor, data_uri, images_of
 from slimrl.tiny.vision_task import split_countings
 from tests.end_to_end import harness
-from tests.end_to_end.conftest import Tiny, make_seeing
+from tests.end_to_end.conftest import SEEING, Tiny, make_seeing
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 IMAGE = "<|image_pad|>"
+LIMIT = 1e-4  # of differences between log-probabilities with equal images
 
 
-@pytest.fixture(scope="module")
-def seeing(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+@pytest.fixture(scope="module", params=SEEING)
+def seeing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     """A toy that ends its answers."""
-    return make_seeing(tmp_path_factory.mktemp("seeing"), 60)
+    return make_seeing(tmp_path_factory.mktemp("seeing"), 60, request.param)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,7 @@ def run(seeing: Tiny, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, li
 def test_rollout_and_training_agree_on_every_trained_token(run: Any):
     done, _ = run
     assert len(done.steps("train_rollout_logprob_abs_diff_max")) == 2
-    assert max(done.steps("train_rollout_logprob_abs_diff_max")) < 1e-4
+    assert max(done.steps("train_rollout_logprob_abs_diff_max")) < LIMIT
 
 
 def test_tokens_of_turns_and_images_are_in_place(run: Any, seeing: Tiny):
@@ -87,10 +88,10 @@ def scores(model: Any, processor: Any, sample: Sample, uris: list[str], image: i
 
 
 def test_engine_saw_the_images_of_all_turns(run: Any, seeing: Tiny):
-    from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
+    from transformers import AutoModelForImageTextToText, AutoTokenizer
     from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
-    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(seeing.model, dtype=torch.float32)
+    model = AutoModelForImageTextToText.from_pretrained(seeing.model, dtype=torch.float32)
     processor = AutoImageProcessor.from_pretrained(seeing.model)
     image = AutoTokenizer.from_pretrained(seeing.model).convert_tokens_to_ids(IMAGE)
     other = data_uri(split_countings(seed=11, train_size=1, eval_size=0)[0][0].image())
@@ -100,12 +101,12 @@ def test_engine_saw_the_images_of_all_turns(run: Any, seeing: Tiny):
         trained = torch.tensor(sample.loss_mask).bool()
         starts = sample.multimodal_inputs["response_starts"]
         own, uris = torch.tensor(sample.rollout_log_probs), list(images_of(sample))
-        assert (scores(model, processor, sample, uris, image) - own)[trained].abs().max() < 1e-4
+        assert (scores(model, processor, sample, uris, image) - own)[trained].abs().max() < LIMIT
         for turn, start in enumerate(starts):  # another picture in this turn changes what follows, and nothing before
             uris[1 + turn : 2 + turn] = [other]
             change = (scores(model, processor, sample, uris, image) - own).abs()
             before = torch.arange(len(own)) < start
-            assert change[trained & before].max() < 1e-4
+            assert change[trained & before].max() < LIMIT
             blind.append(float(change[trained & ~before].max()))
             uris = list(images_of(sample))
-    assert min(blind) > 1e-3
+    assert min(blind) > LIMIT and max(blind) > 0.1

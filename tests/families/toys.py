@@ -68,6 +68,10 @@ class Toy:
             bias.data = expert_bias(name, bias.shape, seed)
         size = sum(tensor.nbytes for tensor in model.state_dict().values())
         model.save_pretrained(folder, max_shard_size=size // shards)
+        if self.decoder is not self.config:
+            from slimrl.tiny.models import publish_experts
+
+            publish_experts(folder)
         if self.mtp_layers:
             self._add_mtp_layers(folder, seed, DTYPES[dtype])
         self._publish_config(folder, dtype)
@@ -130,6 +134,8 @@ class Toy:
             entries.pop(key, None)
         if "kv_lora_rank" in entries:
             entries.pop("head_dim", None)
+        if nested and "num_local_experts" in entries:
+            entries["num_experts"] = entries.pop("num_local_experts")
         rope = entries.pop("rope_parameters")
         entries["rope_theta"] = rope.pop("rope_theta")
         if "partial_rotary_factor" in rope:

@@ -14,7 +14,8 @@ from slimrl.arguments import Arguments
 from slimrl.engines.server_protocol import EngineMemory, ServerLaunch
 from slimrl.engines.sglang.control import ServerControl
 from slimrl.engines.sglang.server import ServerProcess
-from slimrl.megatron.offload import Communicators, TrainingMemory
+from slimrl.megatron.offload import TrainingMemory
+from slimrl.megatron.parallel import Communicators
 from slimrl.platform.launch_env import SUSPENDS_SINCE
 from tests.gpu.conftest import needs
 from tests.megatron import ranks, tiny

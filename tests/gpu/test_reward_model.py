@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from slimrl.arguments import Arguments
-from slimrl.cluster.engines.reward_server import RewardServers
+from slimrl.cluster.engines.other_servers import RewardServers
 from slimrl.cluster.launch import Launch
 from slimrl.cluster.placement import GpuBundles, PlacementPlan
 from slimrl.cluster.ray_session import ray_session

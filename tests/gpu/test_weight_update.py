@@ -12,6 +12,7 @@ import pytest
 
 from slimrl.engines.sglang.control import ServerControl
 from slimrl.engines.sglang.server import ServerProcess
+from slimrl.engines.sglang.server_args import point_to_point_options
 from slimrl.weights.update.topology import EngineEndpoint
 from tests.gpu.conftest import needs
 from tests.megatron.launch import RankPool
@@ -42,7 +43,8 @@ def server_on(folders: list[Path], tmp_path: Path) -> Iterator[Callable[[int], s
     started: list[ServerProcess] = []
 
     def start(gpu: int) -> str:
-        server = ServerProcess(folders[0], log_path=tmp_path / f"{gpu}.log", options=OPTIONS, base_gpu_id=gpu)
+        options = OPTIONS | point_to_point_options({})
+        server = ServerProcess(folders[0], log_path=tmp_path / f"{gpu}.log", options=options, base_gpu_id=gpu)
         started.append(server)
         server.start()
         server.wait_ready(300)
@@ -71,7 +73,7 @@ def test_server_on_the_same_gpu_opens_the_trainer_memory(server_on, folders, tmp
 
 
 @needs(gpus=2)
-@pytest.mark.parametrize("way", ["split", "disk"])
+@pytest.mark.parametrize("way", ["split", "disk", "p2p"])
 def test_server_on_another_gpu_receives_the_weights(way, server_on, folders, tmp_path):
     url = server_on(1)
     first, second = update_weights(folders[1], url, 1, way, ["1", "2"], tmp_path)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from slimrl.arguments import Arguments
 from slimrl.data.train_batch import RolloutBatch
+from tests import accuracy
 from tests.megatron import ranks, reference, tiny
 from tests.megatron.launch import RankPool
 
@@ -268,12 +269,17 @@ def differences(args: Arguments, result: ranks.StepResult, truth: reference.Refe
     """The distance of `result` of `args` from `truth`."""
     norms = [step["grad_norm"] for step in result.metrics]
     whole = not args.use_distributed_optimizer
-    return Differences(
+    found = Differences(
         loss=furthest([step["loss"] for step in result.metrics], truth.losses),
         grad_norm=furthest(norms, truth.gradient_norms),
         weights=relative_error(result.main_weights or result.weights, truth.weights),
         gradients=relative_error(result.gradients, truth.gradients) if whole else None,
     )
+    accuracy.record("loss", max(found.loss, found.grad_norm))
+    accuracy.record("weights", found.weights)
+    if found.gradients is not None:
+        accuracy.record("gradients", found.gradients)
+    return found
 
 
 # of the whole gradient: a token with nearly equal best experts may be routed to the other one

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,9 +32,12 @@ def published_weights(folder: Path) -> dict[str, Tensor]:
 def save_adapter(base: Path, folder: Path, *, targets: tuple[str, ...] = ALL, seed: int = 7) -> Path:
     """Random A and B, large enough to change the model."""
     generator, tensors = torch.Generator().manual_seed(seed), {}
+    sees = any("visual." in name for name in published_weights(base))
     for name, weight in published_weights(base).items():
         layer = name.removesuffix(".weight")
-        if layer.rpartition(".")[2] in targets:
+        if sees:  # PEFT has the names of transformers' modules, and the tower has no adapters
+            layer = re.sub(r"^model\.(language_model\.)?", "model.language_model.", layer)
+        if "visual." not in name and layer.rpartition(".")[2] in targets:
             for letter, shape in (("A", (RANK, weight.shape[1])), ("B", (weight.shape[0], RANK))):
                 values = torch.randn(shape, generator=generator) * 0.2
                 tensors[f"{PREFIX}{layer}.lora_{letter}.weight"] = values

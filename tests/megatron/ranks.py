@@ -31,7 +31,8 @@ def _model_type(args: Arguments) -> str:
     return "qwen3" if args.num_experts is None else "qwen3_moe"
 
 
-def _family(args: Arguments) -> Any:
+def family_of(args: Arguments) -> Any:
+    """The mapping of the model that `args` describe."""
     from slimrl.models.families import family_for
     from slimrl.weights.hf_checkpoint import read_hf_config
 
@@ -74,7 +75,7 @@ def export(trainer: Any, what: str = "data", family: Any = None) -> dict[str, Te
     pieces = iter_hf_tensors(
         trainer.stages,
         ModelSpec.from_args(trainer.hook_args),
-        family or _family(trainer.hook_args),
+        family or family_of(trainer.hook_args),
         parallel.tp_group,
         pp_group=parallel.pp_group,
         ep_group=parallel.ep_group,

@@ -40,6 +40,7 @@ class ReferenceSettings:
     bias_rate: float = 0.0  # step size of the expert bias
     rounded: bool = False  # whether the weights are rounded to bfloat16 first
     tokens_per_sample: int | None = None  # constant divisor of a sample's sum; None: its trained tokens
+    objective: str = "ppo"  # or "gspo", "cispo", and "likelihood" of supervised training
     teacher_coef: float = 0.0  # of the sampled reverse KL to a teacher, within the advantage
     compute_dtype: torch.dtype = torch.float64  # of weights and activations; sums over samples and Adam are float64
 
@@ -124,12 +125,15 @@ def train(
     teacher_dir: Path | None = None,
     factors: list[Tensor] | None = None,
     make_optimizer: Callable[[dict[str, nn.Parameter], ReferenceSettings], torch.optim.Optimizer] | None = None,
+    advantages: list[Tensor] | None = None,
 ) -> ReferenceResult:
     """Trains the policy on the rollout's samples, in `settings.steps` equal steps in order; by default with AdamW.
 
-    `factors` of each sample's tokens multiply the policy loss.
+    `factors` of each sample's tokens multiply the policy loss; `advantages` of its tokens replace its reward.
     """
     policy, samples = _prepare(policy_dir, settings), _split(batch)
+    if advantages is not None:
+        samples = [{**sample, "reward": own} for sample, own in zip(samples, advantages, strict=True)]
     masters = {name: nn.Parameter(p.detach().double()) for name, p in policy.named_parameters()}
     _prepare_compute(policy, settings)
     anchor = _prepare(reference_dir, settings)
@@ -277,8 +281,18 @@ def _token_losses(
 ) -> tuple[Tensor, Tensor, Tensor]:
     log_probs, entropy, balance = _log_probs(policy, sample, settings.temperature)
     ratio, advantage = (log_probs - old).exp(), sample["reward"]
+    if settings.objective == "gspo":  # one ratio of the whole response
+        trained = sample["mask"].sum().clamp(min=1)
+        ratio = ((((log_probs - old) * sample["mask"]).sum() / trained).exp()).expand_as(log_probs)
     bounded = torch.clamp(ratio, 1 - settings.eps_clip, 1 + settings.eps_clip_high)
-    policy_loss = -torch.minimum(ratio * advantage, bounded * advantage)
+    policy_loss, clipped = (
+        -torch.minimum(ratio * advantage, bounded * advantage),
+        bounded * advantage < ratio * advantage,
+    )
+    if settings.objective == "likelihood":
+        policy_loss, clipped = -log_probs, torch.zeros_like(log_probs)
+    if settings.objective == "cispo":
+        policy_loss, clipped = -bounded.detach() * advantage * log_probs, bounded != ratio
     gap = ref - log_probs
     values = factors * policy_loss + settings.kl_coef * (gap.exp() - 1 - gap) - settings.entropy_coef * entropy
-    return values, (bounded * advantage < ratio * advantage).double(), balance
+    return values, clipped.double(), balance

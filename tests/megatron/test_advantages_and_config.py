@@ -78,7 +78,7 @@ def test_sequence_parallelism_is_disabled_without_tensor_parallelism():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
 def test_features_that_need_transformer_engine_are_rejected_without_it():
     from slimrl.megatron.config import transformer_config
-    from slimrl.megatron.model.layer_spec import block_spec
+    from slimrl.megatron.model.model_builder import block_spec
 
     with pytest.raises(ValueError, match="--transformer-impl transformer_engine: Transformer Engine is not installed"):
         transformer_config(tiny.tiny_args(transformer_impl="transformer_engine"))
@@ -345,11 +345,12 @@ def returns_of(estimator: str, **changes: Any) -> tuple[torch.Tensor, torch.Tens
     return token_returns(flags, batch, torch.zeros(8), None, column)
 
 
-def generalised_by_hand(gamma: float, lambd: float) -> tuple[list[float], list[float]]:
-    """Advantages and returns of the samples of `with_token_rewards`, 0 where masked."""
+def generalised_by_hand(gamma: float, *lambdas: float) -> tuple[list[float], list[float]]:
+    """Advantages and returns of the samples of `with_token_rewards`, 0 where masked; one lambda, or one of each."""
     _, rewards, values, masks = with_token_rewards()
     expected = []
-    for own, value, mask, outcome in zip(rewards, values, masks, [1.0, -3.0], strict=True):
+    lambdas = lambdas * 2 if len(lambdas) == 1 else lambdas
+    for own, value, mask, outcome, lambd in zip(rewards, values, masks, [1.0, -3.0], lambdas, strict=True):
         acted = [place for place, trained in enumerate(mask) if trained]
         advantages = [0.0] * len(own)
         for number, place in enumerate(acted):
@@ -373,6 +374,17 @@ def test_token_rewards_reach_the_generalised_advantages_of_their_tokens(of_criti
     advantages, targets = returns_of("ppo", gamma=gamma, lambd=lambd, critic_lambd=of_critic)
     assert advantages.tolist() == pytest.approx(generalised_by_hand(gamma, lambd)[0], abs=1e-6)
     wanted = generalised_by_hand(gamma, lambd if of_critic is None else of_critic)[1]
+    assert targets.tolist() == pytest.approx(wanted, abs=1e-6)
+
+
+@pytest.mark.parametrize("of_critic", [None, 0.5])
+def test_lambda_of_the_advantages_alone_depends_on_the_trained_tokens(of_critic: float | None):
+    masks = with_token_rewards()[3]
+    own = [1 - 1 / (0.7 * sum(mask)) for mask in masks]
+    assert min(own) > 0 and own[0] != own[1]
+    advantages, targets = returns_of("ppo", gamma=0.9, length_adaptive_gae_alpha=0.7, critic_lambd=of_critic)
+    assert advantages.tolist() == pytest.approx(generalised_by_hand(0.9, *own)[0], abs=1e-6)
+    wanted = generalised_by_hand(0.9, 1.0 if of_critic is None else of_critic)[1]  # 1 is the default
     assert targets.tolist() == pytest.approx(wanted, abs=1e-6)
 
 

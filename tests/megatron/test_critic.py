@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from slimrl.megatron.training.critic import explained_variance
+from tests import accuracy
 from tests.megatron import layouts, ranks, reference, tiny
 from tests.megatron.layouts import CP2, DYNAMIC, EP2, ETP2, FULL, OVERLAP, PP2, SPREAD, TP2_SP, VIRTUAL, Layout, fsdp
 
@@ -30,6 +32,9 @@ LAYOUTS = {
     "EP2, packed": (Layout(2, EP2 | SPREAD | DYNAMIC), "MoE"),
     "ETP2 TP2 SP, packed": (Layout(2, ETP2 | DYNAMIC), "MLA"),
     "DP2, Megatron-FSDP": (Layout(2, fsdp("optim_grads_params")), "dense"),
+    "DP2, Megatron-FSDP of the optimizer's state": (Layout(2, fsdp("optim")), "MoE"),
+    "TP2 SP PP2, packed": (Layout(4, TP2_SP | PP2 | DYNAMIC), "dense"),
+    "EP2 CP2, packed": (Layout(4, EP2 | CP2 | DYNAMIC), "MoE"),
 }
 
 
@@ -86,9 +91,10 @@ class Truth(nn.Module):
         self.body = reference.load_model(folder).model
         self.head = nn.Parameter(head.double())
 
-    def values(self, tokens: Tensor, response: int) -> Tensor:
+    def values(self, sample: dict[str, Any]) -> Tensor:
         """The value of each response token, from the position before it."""
-        hidden = self.body(tokens[None]).last_hidden_state[0, -response - 1 : -1]
+        response, seen = sample["mask"].numel(), dict(reference._seen(sample, self.body))
+        hidden = self.body(sample["tokens"][None], **seen).last_hidden_state[0, -response - 1 : -1]
         return hidden @ self.head[0]
 
 
@@ -122,12 +128,13 @@ def truth(
     *,
     normalized: bool = False,
     critic_lambd: float = LAMBD,
+    alpha: float | None = None,
     make_optimizer: Any = None,
 ) -> TrueResult:
     """The same training with transformers: the mean over samples of the means over trained tokens.
 
     `normalized`: on returns less the mean over all trained tokens, divided by the deviation. The returns are those of
-    `critic_lambd`, the advantages those of LAMBD.
+    `critic_lambd`, the advantages those of LAMBD, or with VAPO's `alpha` of a lambda by the number of trained tokens.
     """
     model = Truth(folder, head)
     samples = reference._split(rollout)
@@ -135,20 +142,22 @@ def truth(
 
     def values() -> list[Tensor]:
         with torch.no_grad():
-            return [model.values(sample["tokens"], sample["mask"].numel()) for sample in samples]
+            return [model.values(sample) for sample in samples]
 
     old = values()
 
-    def of_lambda(lambd: float) -> list[Tensor]:
+    def of_lambda(lambdas: list[float]) -> list[Tensor]:
         rows = [(float(s["reward"]), v.tolist(), s["mask"].tolist()) for s, v in zip(samples, old, strict=True)]
-        return [torch.tensor(advantages_of(*row, lambd), dtype=torch.float64) for row in rows]
+        found = [advantages_of(*row, lambd) for row, lambd in zip(rows, lambdas, strict=True)]
+        return [torch.tensor(one, dtype=torch.float64) for one in found]
 
-    advantages = of_lambda(LAMBD)
+    lengths = [max(float(sample["mask"].sum()), 1.0) for sample in samples]
+    advantages = of_lambda([LAMBD if alpha is None else max(0.0, 1 - 1 / (alpha * length)) for length in lengths])
     result = TrueResult([old], [], [], [], 0.0)
     sums = [((a * s["mask"]).sum(), s["mask"].sum()) for a, s in zip(advantages, samples, strict=True)]
     means = [float(total / trained) for total, trained in sums if trained > 0]
     result.advantages = sum(means) / len(means)
-    advantages = of_lambda(critic_lambd)
+    advantages = of_lambda([critic_lambd] * len(samples))
     trained = torch.cat([(a + v)[s["mask"] != 0] for a, v, s in zip(advantages, old, samples, strict=True)])
     mean, std = (float(trained.mean()), float(trained.std())) if normalized else (0.0, 1.0)
     size = len(samples) // SETTINGS.steps
@@ -157,7 +166,7 @@ def truth(
         total = clipped = 0.0
         for row in range(step * size, (step + 1) * size):
             mask, returns = samples[row]["mask"], (advantages[row] + old[row] - mean) / std
-            now = model.values(samples[row]["tokens"], mask.numel())
+            now = model.values(samples[row])
             held = torch.minimum(torch.maximum(now, old[row] - VALUE_CLIP), old[row] + VALUE_CLIP)
             loss = torch.maximum((now - returns) ** 2, (held - returns) ** 2)
             divisor = max(float(mask.sum()), 1.0) * size
@@ -188,8 +197,8 @@ def head() -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def pools(one_rank: Any, two_ranks: Any) -> dict[int, Any]:
-    return {1: one_rank, 2: two_ranks}
+def pools(one_rank: Any, two_ranks: Any, four_ranks: Any) -> dict[int, Any]:
+    return {1: one_rank, 2: two_ranks, 4: four_ranks}
 
 
 def critic_alone(args: Any) -> Any:
@@ -207,10 +216,13 @@ def critic_alone(args: Any) -> Any:
     )
 
 
+BY_LENGTH = {"length_adaptive_gae_alpha": 0.2, "lambd": 1.0, "critic_lambd": 0.95}
+OF_LENGTHS = ("TP2 SP, packed", "CP2, packed", "DP2, overlapped, packed", "PP2 virtual, packed")
 CHANGES = {
     "normalized, DP2": ("DP2, overlapped, packed", {"normalize_values": True}),
     "its own lambda, 1 rank": ("1 rank", {"critic_lambd": 1.0}),
     "its own lambda, CP2, normalized": ("CP2, packed", {"critic_lambd": 0.5, "normalize_values": True}),
+    **{f"lambda by length, {name}": (name, BY_LENGTH) for name in OF_LENGTHS},
 }
 
 
@@ -228,20 +240,41 @@ def test_critic_is_trained_as_by_plain_autograd(
     key = kind, layout.layers, *changes.items()
     if key not in truths:
         own = {"critic_lambd": changes.get("critic_lambd", LAMBD), "normalized": args.normalize_values}
+        own |= {"alpha": args.length_adaptive_gae_alpha}
         truths[key] = truth(folder, head, models.rollout, **own)
-    true = truths[key]
+    assert_as_truth(found, models.rollout, truths[key])
+    assert max(truths[key].clipped) > 0.05  # so that the clip is tested
 
-    ids = models.rollout.sample_ids.tolist()
+
+def assert_as_truth(found: list[Trained], rollout: Any, true: TrueResult) -> None:
+    ids = rollout.sample_ids.tolist()
     for rank in found:
         for when in (0, 1):
             for sample, values in zip(rank.samples, rank.values[when], strict=True):
                 wanted = true.values[when][ids.index(sample)]
-                torch.testing.assert_close(values.double(), wanted, rtol=2e-4, atol=2e-4 if when else 2e-5)
-        assert [step["critic-value_loss"] for step in rank.metrics] == pytest.approx(true.losses, rel=1e-4)
-        assert [step["critic-grad_norm"] for step in rank.metrics] == pytest.approx(true.norms, rel=1e-4)
+                accuracy.near_values(values, wanted, rtol=2e-4, atol=2e-4 if when else 2e-5)
+        accuracy.near("loss", [step["critic-value_loss"] for step in rank.metrics], true.losses, rel=1e-4)
+        accuracy.near("loss", [step["critic-grad_norm"] for step in rank.metrics], true.norms, rel=1e-4)
         assert [step["critic-value_clipfrac"] for step in rank.metrics] == pytest.approx(true.clipped, abs=0.02)
         assert rank.report["rollout/advantages"] == pytest.approx(true.advantages, rel=1e-4, abs=1e-6)
-    assert max(true.clipped) > 0.05  # so that the clip is tested
+
+
+@pytest.mark.parametrize(
+    ("values", "returns", "expected"),
+    [
+        ([1.0, -2.0, 4.0], [1.0, -2.0, 4.0], 1.0),  # perfect
+        ([7.0, 7.0, 7.0], [1.0, -2.0, 4.0], 0.0),  # a constant
+        ([3.0, 0.0, 6.0], [1.0, -2.0, 4.0], 1.0),  # a constant error is not counted
+        ([-1.0, 2.0, -4.0], [1.0, -2.0, 4.0], -3.0),  # opposite: the errors are twice the returns
+        ([1.0, 2.0, 3.0], [5.0, 5.0, 5.0], 0.0),  # nothing to explain
+    ],
+)
+def test_explained_variance(values: list[float], returns: list[float], expected: float):
+    errors = [own - value for own, value in zip(returns, values, strict=True)]
+    columns = {"returns": returns, "errors": errors}
+    means = {name: sum(column) / 3 for name, column in columns.items()}
+    means |= {f"{name}_squared": sum(one * one for one in column) / 3 for name, column in columns.items()}
+    assert explained_variance(means) == pytest.approx(expected, abs=1e-12)
 
 
 def saving(models: Any, folder: Path, **changes: Any) -> Any:
@@ -352,7 +385,7 @@ def test_critic_starts_from_a_reward_model(layout: dict[str, Any], models: Any, 
     samples = dict(zip(models.rollout.sample_ids.tolist(), reference._split(models.rollout), strict=True))
     for sample, values in zip(ids, found, strict=True):
         with torch.no_grad():
-            wanted = model.values(samples[sample]["tokens"], samples[sample]["mask"].numel())
+            wanted = model.values(samples[sample])
         torch.testing.assert_close(values.double(), wanted, rtol=2e-5, atol=2e-5)
 
 

@@ -15,7 +15,7 @@ from slimrl.megatron.training.forward_step import TrainTensors
 from slimrl.megatron.training.pass_plan import PassPlan
 from slimrl.observability.metrics.registry import METRICS
 from tests.megatron import layouts, ranks, reference, tiny
-from tests.megatron.layouts import CP2, DYNAMIC, EP2, PP2, SPREAD, TP2_SP, Layout, fsdp
+from tests.megatron.layouts import CP2, DYNAMIC, EP2, ETP2, PP2, SPREAD, TP2_SP, VIRTUAL, Layout, fsdp
 
 COEF = 0.7
 SETTINGS = dataclasses.replace(layouts.SETTINGS, teacher_coef=COEF)
@@ -24,7 +24,9 @@ LAYOUTS = {
     "DP2, packed": (Layout(2, SPREAD | DYNAMIC), "dense"),
     "TP2 SP": (Layout(2, TP2_SP), "dense"),
     "PP2, packed": (Layout(2, PP2 | DYNAMIC), "dense"),
+    "PP2 virtual, packed": (Layout(2, VIRTUAL | DYNAMIC, 4), "dense"),
     "CP2": (Layout(2, CP2), "dense"),
+    "ETP2 TP2 SP": (Layout(2, ETP2), "MLA"),
     "EP2": (Layout(2, EP2), "MLA"),
     "DP2, Megatron-FSDP of all": (Layout(2, fsdp("optim_grads_params")), "dense"),
     "DP2, Megatron-FSDP of the optimizer's state": (Layout(2, fsdp("optim")), "MoE"),
@@ -61,16 +63,17 @@ def pools(one_rank: Any, two_ranks: Any) -> dict[int, Any]:
     return {1: one_rank, 2: two_ranks}
 
 
-def teacher_of(models: layouts.Models, kind: str) -> Path:
+def teacher_of(models: layouts.Models, kind: str, layers: int = 2) -> Path:
     """A third set of weights, neither the policy's nor the reference's."""
-    folder = models._folder / f"{kind}-teacher"
-    return folder if folder.exists() else layouts.save(kind, folder, seed=3, layers=2)
+    folder = models._folder / f"{kind}-{layers}-teacher"
+    return folder if folder.exists() else layouts.save(kind, folder, seed=3, layers=layers)
 
 
 def distilled(models: layouts.Models, layout: Layout, kind: str, **changes: Any) -> Any:
     """The flags of a run with a reference and a teacher."""
-    teacher = {"use_opd": True, "opd_type": "megatron", "opd_kl_coef": COEF}
-    args = dataclasses.replace(models.args(layout, kind), **teacher, opd_teacher_load=str(teacher_of(models, kind)))
+    folder = teacher_of(models, kind, layout.layers)
+    teacher = {"use_opd": True, "opd_type": "megatron", "opd_kl_coef": COEF, "opd_teacher_load": str(folder)}
+    args = dataclasses.replace(models.args(layout, kind), **teacher)
     return dataclasses.replace(args, **changes)
 
 
@@ -78,14 +81,15 @@ def distilled(models: layouts.Models, layout: Layout, kind: str, **changes: Any)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_distils_like_plain_autograd(name: str, models: Any, pools: Any):
     layout, kind = LAYOUTS[name]
-    folders = [models.folder(kind, 2, role) for role in ("policy", "reference")]
-    truth = reference.train(*folders, models.rollout, SETTINGS, teacher_of(models, kind))
-    assert layouts.relative_error(truth.weights, models.truth(kind, 2, layouts.SETTINGS).weights) > 1e-3
+    folders = [models.folder(kind, layout.layers, role) for role in ("policy", "reference")]
+    truth = reference.train(*folders, models.rollout, SETTINGS, teacher_of(models, kind, layout.layers))
+    assert layouts.relative_error(truth.weights, models.truth(kind, layout.layers, layouts.SETTINGS).weights) > 1e-3
     args = distilled(models, layout, kind)
     found, *others = pools[layout.ranks].run(train, args, models.rollout)
     assert all(other.result.metrics == found.result.metrics for other in others)
     away = layouts.differences(args if found.result.gradients else spread(args), found.result, truth)
-    assert max(away.loss, away.grad_norm, away.weights, away.gradients or 0.0) < 1e-5
+    assert max(away.grad_norm, away.weights, away.gradients or 0.0) < 1e-5
+    assert away.loss < 2e-5  # a sum of terms that nearly cancel
 
 
 def spread(args: Any) -> Any:

@@ -26,7 +26,7 @@ def expert_gradients(
 
     from slimrl.megatron import config, parallel
     from slimrl.megatron.checkpoint import state
-    from slimrl.megatron.model import layer_spec, model_builder
+    from slimrl.megatron.model import model_builder
 
     parallel.initialize(args, rank=rank, world_size=world_size, local_rank=rank, init_method=init_method)
     shape = dataclasses.replace(
@@ -38,7 +38,7 @@ def expert_gradients(
     )
     built = GPTModel(
         config=shape,
-        transformer_layer_spec=layer_spec.block_spec(shape),
+        transformer_layer_spec=model_builder.block_spec(shape),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=64,
         position_embedding_type="rope",

@@ -1,4 +1,4 @@
-"""Supervised training evaluates held-out conversations with the perplexity of transformers, in every layout."""
+"""Supervised training and its evaluation of held-out conversations equal transformers' in every layout."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests import accuracy
 from tests.megatron import layouts, ranks, reference
-from tests.megatron.layouts import CP2, DYNAMIC, EP2, OVERLAP, PP2, SETTINGS, SPREAD, TP2_SP, VIRTUAL, Layout
+from tests.megatron.layouts import CP2, DYNAMIC, EP2, OVERLAP, PP2, SETTINGS, SPREAD, TP2_SP, VIRTUAL, Layout, fsdp
 
 pytestmark = pytest.mark.slow
 LAYOUTS = {
@@ -22,6 +23,9 @@ LAYOUTS = {
     "CP2, packed": (Layout(2, CP2 | DYNAMIC), "MLA"),
     "EP2, packed": (Layout(2, EP2 | SPREAD | DYNAMIC), "MoE"),
 }
+
+
+SHARDED = {"DP2, Megatron-FSDP": (Layout(2, fsdp("optim_grads_params")), "dense")}
 
 
 def evaluate(rank: int, world_size: int, init_method: str, args: Any, rollout: Any) -> list[dict[str, float]]:
@@ -36,6 +40,11 @@ def evaluate(rank: int, world_size: int, init_method: str, args: Any, rollout: A
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> layouts.Models:
     return layouts.Models(tmp_path_factory.mktemp("held-out"))
+
+
+@pytest.fixture(scope="module")
+def truths() -> dict[Any, Any]:
+    return {}
 
 
 @pytest.fixture(scope="module")
@@ -54,27 +63,39 @@ def likelihoods(folder: Any, rollout: Any) -> list[tuple[float, float]]:
     return found
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+def supervised(models: Any, layout: Layout, kind: str, **changes: Any) -> Any:
+    """The flags; the loss is the mean over all tokens of a step, with one rank that of the samples' means."""
+    off = {"compute_advantages_and_returns": False, "use_kl_loss": False, "kl_loss_coef": 0.0, "entropy_coef": 0.0}
+    own = {"loss_type": "sft_loss", "calculate_per_token_loss": layout.ranks > 1}
+    return dataclasses.replace(models.args(layout, kind), **(off | own | changes))
+
+
+@pytest.mark.parametrize("name", LAYOUTS | SHARDED)
+def test_supervised_training_is_that_of_plain_autograd(name: str, models: Any, pools: Any, truths: dict[Any, Any]):
+    layout, kind = (LAYOUTS | SHARDED)[name]
+    args = supervised(models, layout, kind)
+    key = (kind, layout.layers, args.calculate_per_token_loss)
+    if key not in truths:
+        plain = {"objective": "likelihood", "kl_coef": 0.0, "entropy_coef": 0.0, "per_token": key[-1]}
+        folders = [models.folder(kind, layout.layers, role) for role in ("policy", "reference")]
+        truths[key] = reference.train(*folders, models.rollout, dataclasses.replace(SETTINGS, **plain))
+    found = layouts.differences(args, layouts.train(pools[layout.ranks], args, models.rollout), truths[key])
+    assert max(found.loss, found.grad_norm, found.weights) < 1e-5
+    assert found.gradients is None or found.gradients < 5e-5
+
+
+@pytest.mark.parametrize("name", LAYOUTS | SHARDED)
 def test_held_out_loss_is_that_of_transformers(name: str, models: Any, pools: Any):
-    layout, kind = LAYOUTS[name]
-    per_token = layout.ranks > 1  # the mean of all tokens, else of the samples' means
-    args = dataclasses.replace(
-        models.args(layout, kind),
-        loss_type="sft_loss",
-        compute_advantages_and_returns=False,
-        calculate_per_token_loss=per_token,
-        use_kl_loss=False,
-        kl_loss_coef=0.0,
-        entropy_coef=0.0,
-        num_steps_per_rollout=1,
-    )
+    layout, kind = (LAYOUTS | SHARDED)[name]
+    args = supervised(models, layout, kind, num_steps_per_rollout=1)
+    per_token = args.calculate_per_token_loss
     found = likelihoods(models.folder(kind, layout.layers, "policy"), models.rollout)
     if per_token:
         expected = -sum(total for total, _ in found) / sum(count for _, count in found)
     else:
         expected = -sum(total / max(count, 1.0) for total, count in found) / len(found)
     for before, trained, after in pools[layout.ranks].run(evaluate, args, models.rollout):
-        assert before["loss"] == pytest.approx(expected, rel=1e-5)
+        accuracy.near("loss", [before["loss"]], [expected], rel=1e-5)
         assert before["perplexity"] == pytest.approx(math.exp(expected), rel=1e-5)
         assert before["loss"] == pytest.approx(trained["loss"], rel=1e-5)
         assert after["loss"] != before["loss"]

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from slimrl.arguments import Arguments
 from slimrl.data.train_batch import RolloutBatch
-from slimrl.megatron.offload import Communicators, OffloadedError, State, TrainingMemory, distinct_backends
+from slimrl.megatron.offload import OffloadedError, State, TrainingMemory
+from slimrl.megatron.parallel import Communicators, distinct_backends
 from slimrl.weights.update.shared_memory import shared_copies
 from tests.megatron import ranks, tiny
 from tests.megatron.launch import RankPool
-from tests.megatron.layouts import CP2, EP2, PP2, SPREAD
+from tests.megatron.layouts import CP2, EP2, PP2, SPREAD, fsdp
 from tests.megatron.layouts import TP2_SP as TP2
 
 CPU = torch.device("cpu")
@@ -209,7 +210,7 @@ def train(
             left = _tensor_bytes(trainer)
             refusals = _refusals(trainer, rollout_id, rollout)
             trainer.memory.wake()
-    weights, held = ranks.export(trainer), _held(trainer)
+    weights, held = ranks.export(trainer) | ranks.critic_state(trainer), _held(trainer)
     trainer.close()
     return Outcome(metrics, weights, left, offloaded, held, refusals)
 
@@ -227,19 +228,21 @@ def _refusals(trainer: Any, rollout_id: int, rollout: RolloutBatch) -> list[str]
 
 
 def _held(trainer: Any) -> dict[str, float]:
-    """Weights as stored, gradients in float32, two float32 moments and, for 16-bit weights, a float32 copy."""
-    element, per_weight = (2, 12) if trainer.hook_args.bf16 else (4, 8)
+    """Weights as stored, gradients in float32, two float32 moments, and a float32 copy of 16-bit or sharded weights."""
+    flags = trainer.hook_args
+    element, per_weight = 2 if flags.bf16 else 4, 12 if flags.bf16 or flags.use_megatron_fsdp else 8
     counts = {"dense": 0, "expert": 0}
     for stage in trainer.stages:
         for name, parameter in stage.named_parameters():
             counts["expert" if ".experts." in name else "dense"] += parameter.numel()
     parallel = trainer.parallel
     shares = {"dense": parallel.dp_cp_group.size(), "expert": parallel.world_size // parallel.ep_size}
-    if not trainer.hook_args.use_distributed_optimizer:
+    if not flags.use_distributed_optimizer:
         shares = dict.fromkeys(counts, 1)
-    weights = sum(counts.values())
-    state = sum(counts[kind] / shares[kind] for kind in counts)
-    return {"weights": weights * element, "gradients": weights * 4, "optimizer": state * per_weight}
+    whole, part = sum(counts.values()), sum(counts[kind] / shares[kind] for kind in counts)
+    weights = part if flags.data_parallel_sharding_strategy == "optim_grads_params" else whole
+    gradients = part if "grads" in flags.data_parallel_sharding_strategy else whole
+    return {"weights": weights * element, "gradients": gradients * 4, "optimizer": part * per_weight}
 
 
 def _tensor_bytes(trainer: Any) -> int:
@@ -251,8 +254,9 @@ def _tensor_bytes(trainer: Any) -> int:
         for one in offloaded
         for chunk in one.chunks or ()
     }
-    if trainer._policy.reference is not None:
-        for chunk in trainer._policy.reference._memory._chunks:
+    reference = trainer._policy.reference
+    if reference is not None:
+        for chunk in getattr(reference, "_weights", reference)._memory._chunks:  # Megatron-FSDP divides it
             aside.add(chunk.untyped_storage().data_ptr())
     found = {}
     for thing in gc.get_objects():
@@ -268,6 +272,9 @@ LAYOUTS = {
     "TP2 with the distributed optimizer": (2, "models", TP2 | SPREAD),
     "DP2 with the distributed optimizer in bfloat16": (2, "models", SPREAD | {"bf16": True}),
     "EP2 with the distributed optimizer": (2, "expert_models", SPREAD | {"expert_model_parallel_size": 2}),
+    "DP2, Megatron-FSDP in bfloat16": (2, "models", fsdp("optim_grads_params") | {"bf16": True}),
+    "DP2, Megatron-FSDP of gradients": (2, "models", fsdp("optim_grads")),
+    "EP2, Megatron-FSDP of the optimizer's state": (2, "expert_models", EP2 | fsdp("optim")),
 }
 CRITIC = {"advantage_estimator": "ppo", "gamma": 0.99, "lambd": 0.9, "critic_lr": 5e-3}
 OF_CRITIC = {
@@ -276,6 +283,8 @@ OF_CRITIC = {
     "PP2": ("models", PP2),
     "CP2": ("models", SPREAD | CP2),
     "EP2": ("expert_models", SPREAD | EP2),
+    "DP2, Megatron-FSDP": ("models", fsdp("optim_grads_params")),
+    "DP2 in bfloat16": ("models", SPREAD | {"bf16": True}),
 }
 
 

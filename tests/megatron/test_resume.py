@@ -131,6 +131,7 @@ LAYOUTS = {
     "PPO, TP2": (2, "models", TP2 | PPO),
     "PPO, CP2 with the distributed optimizer": (2, "models", SPREAD | {"context_parallel_size": 2} | PPO),
     "PPO, EP2": (2, "expert_models", EP2 | PPO),
+    "PPO, LoRA adapters, TP2": (2, "models", TP2 | PPO | {"lora_rank": 4, "lora_alpha": 8.0}),
     "PPO, PP2 virtual, saved in the background": (2, "deep_models", VIRTUAL | PPO | {"async_save": True}),
 }
 

@@ -25,13 +25,13 @@ def stored_keys(rank: int, world_size: int, init_method: str, models: dict[str, 
 
 def refusal(rank: int, world_size: int, init_method: str, args: Arguments, changes: dict[str, Any]) -> str:
     from slimrl.megatron import config
-    from slimrl.megatron.model import layer_spec
+    from slimrl.megatron.model import model_builder
 
     shape = config.transformer_config(args)
     for name, value in changes.items():
         setattr(shape, name, value)
     try:
-        layer_spec.block_spec(shape)
+        model_builder.block_spec(shape)
     except ValueError as error:
         return str(error)
     return ""

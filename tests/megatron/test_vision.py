@@ -14,9 +14,10 @@ from slimrl.arguments.dry_run.plan import estimate
 from slimrl.arguments.memory import training_memory
 from tests.arguments.dry_run.held import held_bytes
 from tests.megatron import layouts, ranks, reference, test_resume, tiny, vision
-from tests.megatron.layouts import DYNAMIC, FULL, OVERLAP, PP2, SETTINGS, SPREAD, TP2, TP2_SP, Layout
+from tests.megatron.layouts import CP2, DYNAMIC, FULL, OVERLAP, PP2, SETTINGS, SPREAD, TP2, TP2_SP, Layout
 
 FROZEN = {"freeze_params_name_list": ["vision_model"]}
+LORA = {"lora_rank": 4, "load": None}
 SOME_BLOCKS = {"freeze_params_name_list": ["vision_model.blocks"]}
 LAYOUTS = {
     "1 rank": Layout(1, {}),
@@ -29,6 +30,8 @@ LAYOUTS = {
     "TP2 SP, distributed optimizer, packed": Layout(2, TP2_SP | SPREAD | DYNAMIC | {"max_tokens_per_gpu": 80}),
     "TP2 SP, the tower frozen": Layout(2, TP2_SP | FROZEN),
     "PP2": Layout(2, PP2),
+    "CP2, packed": Layout(2, CP2 | SPREAD | DYNAMIC | {"max_tokens_per_gpu": 60}),
+    "CP2, the tower frozen": Layout(2, CP2 | SPREAD | FROZEN),
 }
 
 
@@ -54,9 +57,8 @@ def truths(folders: tuple[Path, Path], batch: Any) -> dict[str | None, reference
 
 def args_of(folders: tuple[Path, Path], flags: dict[str, Any]) -> Any:
     settings = SETTINGS
+    own = {"load": str(folders[0]), "ref_load": str(folders[1])}
     return tiny.tiny_args(
-        load=str(folders[0]),
-        ref_load=str(folders[1]),
         use_kl_loss=True,
         kl_loss_coef=settings.kl_coef,
         kl_loss_type="k3",
@@ -65,7 +67,7 @@ def args_of(folders: tuple[Path, Path], flags: dict[str, Any]) -> Any:
         eps_clip_high=settings.eps_clip_high,
         rollout_temperature=settings.temperature,
         num_steps_per_rollout=settings.steps,
-        **(vision.flags_of(folders[0]) | flags),
+        **(own | vision.flags_of(folders[0]) | flags),
     )
 
 
@@ -141,7 +143,7 @@ def test_checkpoint_of_two_ranks_resumes_on_one(folders: Any, batch: Any, one_ra
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{}, TP2, PP2, FROZEN, PP2 | FROZEN, SPREAD, SPREAD | SOME_BLOCKS], ids=str)
+@pytest.mark.parametrize("changes", [{}, TP2, PP2, FROZEN, PP2 | FROZEN, SPREAD, SPREAD | SOME_BLOCKS, LORA], ids=str)
 def test_planned_memory_has_the_tower(changes: dict[str, Any], folders: Any, two_ranks: Any):
     plan = {"actor_num_gpus_per_node": 2, "debug_train_only": True, "global_batch_size": 4, "bf16": True}
     args = args_of(folders, changes | plan | {"rollout_max_response_len": 16, "rollout_max_prompt_len": 16})
@@ -160,6 +162,16 @@ def test_planned_memory_has_the_tower(changes: dict[str, Any], folders: Any, two
         assert trained.weights == stages[0].weights
         assert trained.gradients - stages[0].gradients == 4 * tower  # float32
         assert trained.optimizer - stages[0].optimizer == 12 * tower  # a copy and two moments
+
+
+@pytest.mark.slow
+def test_planned_memory_of_a_critic_has_a_tower_of_its_own(folders: Any, two_ranks: Any):
+    plan = {"actor_num_gpus_per_node": 2, "debug_train_only": True, "global_batch_size": 4, "bf16": True}
+    more = {"advantage_estimator": "ppo", "rollout_max_response_len": 16, "rollout_max_prompt_len": 16}
+    args = args_of(folders, plan | more | TP2)
+    (stage,) = estimate(args).stages
+    for held in two_ranks.run(held_bytes, args):
+        assert (held.weights + held.optimizer, held.gradients) == (stage.critic, stage.critic_gradients)
 
 
 @pytest.mark.parametrize("deep", [False, True], ids=["qwen2.5", "qwen3"])

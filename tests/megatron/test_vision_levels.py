@@ -12,7 +12,7 @@ import torch
 from slimrl.data.images import mrope_positions
 from slimrl.models.families.vision import VisionTokens
 from tests.megatron import layouts, reference, vision
-from tests.megatron.layouts import DYNAMIC, OVERLAP, PP2, SETTINGS, TP2, TP2_SP, Layout
+from tests.megatron.layouts import CP2, DYNAMIC, OVERLAP, PP2, SETTINGS, SPREAD, TP2, TP2_SP, Layout
 from tests.megatron.test_vision import FROZEN, args_of
 
 VALUES = 3 * 2 * 16 * 16
@@ -23,6 +23,7 @@ LAYOUTS = {
     "TP2": Layout(2, TP2),
     "TP2 SP": Layout(2, TP2_SP),
     "PP2": Layout(2, PP2),
+    "CP2": Layout(2, CP2 | SPREAD),
 }
 
 

@@ -91,6 +91,30 @@ def save_qwen3_vl(folder: Path, *, seed: int) -> Path:
     return _save(Qwen3VLForConditionalGeneration, config, folder, seed)
 
 
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}  # gate_up_proj is not square
+
+
+def save_qwen3_vl_moe(folder: Path, *, seed: int) -> Path:
+    """The same with experts in each layer, stacked as in published files."""
+    from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
+
+    from slimrl.tiny.models import publish_experts
+
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+    text = {"num_hidden_layers": DEEP_LAYERS, "rope_parameters": rope, "bos_token_id": None, "eos_token_id": None}
+    config = Qwen3VLMoeConfig(
+        text_config=tiny._SHAPE | EXPERTS | text,
+        vision_config=DEEP_TOWER,
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        vision_start_token_id=START,
+        vision_end_token_id=END,
+        tie_word_embeddings=False,
+    )
+    publish_experts(_save(Qwen3VLMoeForConditionalGeneration, config, folder, seed))
+    return folder
+
+
 def _save(architecture: Any, config: Any, folder: Path, seed: int) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -108,8 +132,10 @@ def _save(architecture: Any, config: Any, folder: Path, seed: int) -> Path:
 def flags_of(folder: Path) -> dict[str, Any]:
     """The flags of the model, in addition to those of `tiny_args`."""
     config = json.loads((folder / "config.json").read_text())
-    deep, family = config["model_type"] == "qwen3_vl", family_for(config)
+    deep, family = config["model_type"].startswith("qwen3_vl"), family_for(config)
+    experts = {"moe_layer_freq": [1] * DEEP_LAYERS, "moe_ffn_hidden_size": EXPERTS["moe_intermediate_size"]}
     return {
+        **(tiny.MOE_FLAGS | experts if family.stacked_experts else {}),
         "num_layers": DEEP_LAYERS if deep else 2,
         "qk_layernorm": deep,
         "add_qkv_bias": not deep,

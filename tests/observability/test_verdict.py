@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from slimrl.arguments import read_args
-from slimrl.observability.final_message import final_message, newest_dump, next_commands, outcome_line
 from slimrl.observability.run_log import RunLog, StepRecord
-from slimrl.observability.summary import load_summary
+from slimrl.observability.summary import final_message, load_summary, newest_dump, next_commands, outcome_line
 from tests.observability.test_run_log import Result
 
 ROOT = Path(__file__).resolve().parents[2]

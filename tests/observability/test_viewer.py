@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from slimrl.data.sample import Sample, SampleStatus
-from slimrl.observability import viewer
+from slimrl.observability import show
 from slimrl.observability.rollout_dump import RolloutDump, save_rollout
-from slimrl.observability.viewer import page, token_pieces
+from slimrl.observability.show import page, token_pieces
 
 ROOT = Path(__file__).resolve().parents[2]
 HOSTILE = "4 é😀 </script><script>document.title='taken over'</script>"
@@ -114,7 +114,7 @@ def test_several_rollouts_have_their_own_samples_and_mean_metrics():
 @pytest.mark.parametrize(("flag", "rewards"), [(None, [0.25, 7.0]), ("length", [3.0, 7.0])])
 def test_page_sorts_by_the_trained_reward_entry_or_another(monkeypatch, flag, rewards):
     rows: list[dict] = []
-    monkeypatch.setattr(viewer, "_table", lambda of_page: rows.extend(of_page) or "")
+    monkeypatch.setattr(show, "_table", lambda of_page: rows.extend(of_page) or "")
     header, samples = dump()
     samples[0].reward, samples[1].reward = {"score": 0.25, "length": 3}, {"length": 7}
     text = page([RolloutDump({**header, "reward_keys": [["score", 1], ["length", 1]]}, samples)], None, reward_key=flag)

@@ -86,7 +86,7 @@ def uri(image: PIL.Image.Image, kind: str = "PNG") -> str:
 
 
 def one(row: dict[str, Any], folder: Path, tokenizer: Any) -> Any:
-    (made,) = PromptTokenizer(form(folder), tokenizer).make([row])
+    (made,) = PromptTokenizer(form(folder), tokenizer).make([row], ["rows.jsonl:1"])
     return made
 
 
@@ -216,7 +216,7 @@ def test_template_without_images_is_an_error(folder, tokenizer):
 
 def test_long_prompt_counts_the_tokens_of_images(folder, tokenizer):
     row = {"prompt": QUESTION, "images": [uri(picture(280, 280))]}
-    (made,) = PromptTokenizer(form(folder, max_prompt_len=100), tokenizer).make([row])
+    (made,) = PromptTokenizer(form(folder, max_prompt_len=100), tokenizer).make([row], ["rows.jsonl:1"])
     assert made.num_tokens > 100
 
 
@@ -248,7 +248,7 @@ def filled(folder: Path, tokenizer: Any, max_tokens: int | None = None) -> Sampl
     ]
     row = {"prompt": messages, "images": [uri(picture(84, 56)), uri(picture(56, 56, seed=1))]}
     conversation = form(folder, apply_chat_template=False, keep_messages=True)
-    (made,) = PromptTokenizer(conversation, tokenizer).make([row])
+    (made,) = PromptTokenizer(conversation, tokenizer).make([row], ["rows.jsonl:1"])
     sample = made.sample(group_index=0, index=0)
     fill_conversation(
         sample, tokenizer, "qwen", {}, max_tokens=max_tokens, processor=images.ImageProcessor(str(folder))

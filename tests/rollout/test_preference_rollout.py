@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from slimrl.data.preference_pairs import PAIR_KEY, AnswerColumns, PairColumns, pair_of
+from slimrl.data.prompt_format import PLACE_KEY
 from slimrl.data.sample import SampleStatus
 from slimrl.rollout.dataset.data_source import RolloutDataSource
-from slimrl.rollout.preference_rollout import generate_rollout
+from slimrl.rollout.preference_rollout import generate_rollout, held_out_pairs
 
 QUESTION = {"role": "user", "content": "1+1"}
 RIGHT, WRONG = {"role": "assistant", "content": "two"}, {"role": "assistant", "content": "three"}
@@ -74,7 +75,7 @@ def test_answers_are_trained_after_the_same_prompt(groups_of, tokenizer, row):
     assert parts(tokenizer, worse) == (f"{prompt}<|im_start|>assistant\n", "three<|im_end|>")
     assert better.group_index == worse.group_index and (better.reward, worse.reward) == (1.0, 0.0)
     assert [sample.metadata["preference"] for sample in (better, worse)] == ["chosen", "rejected"]
-    assert PAIR_KEY not in better.metadata
+    assert not {PAIR_KEY, PLACE_KEY} & {*better.metadata, *worse.metadata}
 
 
 def test_conversation_tokens_are_those_of_the_template_applied_once(groups_of, tokenizer):
@@ -128,12 +129,12 @@ def test_prompt_that_the_template_renders_differently_is_rejected(source_of, tok
         def __call__(self, *texts, **options):
             return tokenizer(*texts, **options)
 
-    with pytest.raises(ValueError, match="group 0: the chat template renders its prompt differently"):
+    with pytest.raises(ValueError, match=r"train.jsonl:1: the chat template renders its prompt differently"):
         generate_rollout(args, 0, source, tokenizer=LaterTurnsChangeEarlierOnes())
 
 
 def test_group_of_another_size_is_rejected(groups_of):
-    with pytest.raises(ValueError, match="'rejected' has one rejected answers and --n-samples-per-prompt 3 needs a"):
+    with pytest.raises(ValueError, match="'rejected' has 1 rejected answer and --n-samples-per-prompt 3 needs a"):
         groups_of([{"prompt": "q", "chosen": "a", "rejected": "b"}], n_samples_per_prompt=3)
 
 
@@ -215,7 +216,7 @@ def test_labelled_answers_of_another_source_are_checked(source_of, tokenizer):
         groups[0][0].metadata[PAIR_KEY] = {"chosen": "a", "rejected": "b"}
         return groups
 
-    with pytest.raises(ValueError, match="group 0: it has no 'completion' with a 'label', and --n-samples-per-prompt"):
+    with pytest.raises(ValueError, match=r"train.jsonl:1: it has no 'completion' with a 'label', and --n-samples"):
         generate_rollout(args, 0, pairs_instead, tokenizer=tokenizer)
 
 
@@ -294,3 +295,45 @@ def test_longer_answers_are_cut_at_their_end(groups_of, row):
     prompt = whole[0].prompt_length
     with pytest.raises(ValueError, match=f"--rollout-max-context-len {prompt} cuts off the rest"):
         groups_of([row], rollout_max_context_len=prompt)
+
+
+TOO_LATE = {"prompt": "1+1=", "chosen": "the same words, then yes", "rejected": "the same words, then no"}
+CUT, KTO = {"rollout_max_context_len": 4}, {"n_samples_per_prompt": 1, "preference_loss": "kto"}
+
+
+@pytest.mark.parametrize(
+    ("row", "flags", "reason"),
+    [
+        (TOO_LATE, {"rollout_max_context_len": 9}, ": two of its answers have the same tokens (of the first 9,"),
+        (
+            {**TOO_LATE, "chosen": "2", "rejected": "2<|im_end|>"},
+            {},
+            ": two of its answers have the same tokens: remove",
+        ),
+        (TOO_LATE, CUT, " has 4 tokens before the first one to train on, and --rollout-max-context-len 4 cuts off the"),
+        (LAYOUTS["whole conversations"], CUT, ", sample 2 has"),
+        ({"prompt": "1+1=", "completion": "2", "label": True}, {**KTO, **CUT}, " has 4 tokens before the first one"),
+        (LABELLED["messages"], {**KTO, **CUT}, ", sample 1 has"),
+    ],
+)
+def test_row_of_which_the_tokens_leave_nothing_to_train_is_named_with_its_line(
+    source_of, make_eval_dataset, tokenizer, row, flags, reason
+):
+    labelled = {"prompt": "q", "completion": "a", "label": True}
+    good = labelled if "completion" in row else {"prompt": "q", "chosen": "a", "rejected": "b"}
+    args, source = source_of([good, row], debug_train_only=True, **flags)
+    with pytest.raises(ValueError) as caught:
+        generate_rollout(args, 0, source, tokenizer=tokenizer)
+    assert str(caught.value).startswith("--prompt-data, ") and f"train.jsonl:2{reason}" in str(caught.value)
+    held_out = make_eval_dataset(
+        name="rest",
+        path=args.prompt_data,
+        input_key="prompt",
+        label_key="label" if flags.get("preference_loss") else None,
+        max_context_len=args.rollout_max_context_len,
+        apply_chat_template=False,
+        apply_chat_template_kwargs={},
+    )
+    with pytest.raises(ValueError) as caught:
+        held_out_pairs(args, held_out, tokenizer)
+    assert str(caught.value).startswith("evaluation set rest, ") and f"train.jsonl:2{reason}" in str(caught.value)

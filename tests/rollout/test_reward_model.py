@@ -12,7 +12,7 @@ from slimrl.rollout.dataset.data_source import RolloutDataSource
 from slimrl.rollout.dataset.prompt_dataset import MESSAGES_KEY, PromptFormat, PromptTokenizer
 from slimrl.rollout.preference_rollout import generate_rollout
 from slimrl.rollout.rm_hub import RewardConfig, RewardScorer
-from slimrl.rollout.rm_hub.remote import RemoteRefused, RemoteReward, RemoteUnreachable
+from slimrl.rollout.rm_hub.remote import RemoteGone, RemoteRefused, RemoteReward, RemoteUnreachable
 from slimrl.rollout.rm_hub.reward_model import (
     RewardInput,
     RewardModel,
@@ -160,7 +160,7 @@ def test_reward_model_reads_the_messages_of_a_rendered_prompt(tokenizer):
         keep_messages=False,
         keep_conversation=True,
     )
-    (prompt,) = PromptTokenizer(form, tokenizer).make([{"prompt": messages}])
+    (prompt,) = PromptTokenizer(form, tokenizer).make([{"prompt": messages}], ["rows.jsonl:1"])
     sample = prompt.sample(group_index=0, index=0)
     assert sample.prompt.endswith("<|im_start|>assistant\n")
     assert prompt_messages(sample) == messages
@@ -236,6 +236,36 @@ def test_last_server_is_named_when_none_is_reachable(tokenizer, unreachable):
     finally:
         model.close()
     assert sorted(prompt_messages) == ["http://127.0.0.1:10"] * 2 + ["http://127.0.0.1:9"] * 2
+
+
+@pytest.mark.parametrize(("patience_s", "failure"), [(0.0, RemoteGone), (60.0, RemoteGone), (60.0, RemoteUnreachable)])
+def test_requests_wait_for_the_replacement_of_the_only_server(tokenizer, monkeypatch, patience_s, failure):
+    """Where lost servers are replaced; elsewhere, or if it answers with errors, the first round is the last."""
+    server, failures, ask = FakeRewardServer(), [], RemoteReward.ask
+
+    async def fails_thrice(service, body):
+        if len(failures) == 3:
+            return await ask(service, body)
+        failures.append(body)
+        raise failure("gone")
+
+    monkeypatch.setattr(RemoteReward, "ask", fails_thrice)
+
+    async def main():
+        async with server:
+            form = RewardInput(tokenizer, "tokens", [])
+            model = RewardModel([server.url], form, concurrency=3, vocabulary=None, patience_s=patience_s)
+            try:
+                return await model.reward(SAMPLE)
+            finally:
+                model.close()
+
+    if patience_s and failure is RemoteGone:
+        assert asyncio.run(main()) == 3.0 and len(failures) == 3
+    else:
+        with pytest.raises(RemoteUnreachable, match="gone"):
+            asyncio.run(main())
+        assert len(failures) == 1
 
 
 def test_token_ids_that_would_crash_the_server_are_not_sent(tokenizer):

@@ -44,9 +44,15 @@ def test_tool_schemas_of_a_row_are_in_the_trained_conversation(samples_of, token
     assert tokenizer.decode(with_tools.tokens) == tokenizer.decode(without.tokens) + "[1 tools]"
 
 
-def test_prerendered_conversation_is_rejected_with_the_flag(samples_of):
-    with pytest.raises(ValueError, match="sample 0 is text, not a list of messages: leave --apply-chat-template out"):
-        samples_of([{"messages": [USER, ASSISTANT]}], apply_chat_template=True)
+def test_conversation_is_rendered_once_with_and_without_the_flag(samples_of):
+    rows = [{"messages": [USER, ASSISTANT]}]
+    (with_flag,), (without,) = samples_of(rows, apply_chat_template=True), samples_of(rows)
+    assert (with_flag.tokens, with_flag.loss_mask) == (without.tokens, without.loss_mask)
+
+
+def test_rendered_text_is_rejected_with_the_flag_of_its_column(samples_of):
+    with pytest.raises(ValueError, match=r"'messages' \(--input-key\) is text and must be a list of messages"):
+        samples_of([{"messages": "<|im_start|>user"}])
 
 
 def test_held_out_conversations_of_a_reward_model_have_their_scores(
@@ -89,8 +95,25 @@ def test_longer_conversation_is_cut_at_its_end_and_counted(samples_of, tokenizer
     assert cut.loss_mask == whole.loss_mask[: cut.response_length]
     assert (cut.status, kept.status) == (SampleStatus.TRUNCATED, SampleStatus.COMPLETED)
     assert kept.tokens == short.tokens
-    with pytest.raises(ValueError, match="--rollout-max-context-len 2 cuts off the rest: raise it, or remove the row"):
+    with pytest.raises(ValueError, match="train.jsonl:1 has .*--rollout-max-context-len 2 cuts off the rest: raise"):
         samples_of(rows, rollout_max_context_len=2)
+
+
+def test_held_out_conversation_that_the_limit_leaves_nothing_of_is_named_with_its_line(
+    make_args, make_eval_dataset, write_rows, tokenizer
+):
+    long = [{"role": "user", "content": "1+1" * 20}, ASSISTANT]
+    path = write_rows([{"messages": [USER, ASSISTANT]}, {"messages": long}])
+    args = make_args(
+        loss_type="sft_loss",
+        rollout_function_path="slimrl.rollout.sft_rollout.generate_rollout",
+        debug_train_only=True,
+    )
+    held_out = make_eval_dataset(
+        name="rest", path=path, input_key="messages", label_key=None, rm_type=None, max_context_len=60
+    )
+    with pytest.raises(ValueError, match=r"^evaluation set rest, \S*train.jsonl:2 has \d+ tokens before the first one"):
+        held_out_conversations(args, held_out, tokenizer)
 
 
 def test_calls_of_the_assistant_are_trained_and_answers_of_tools_are_not(samples_of, tokenizer):

@@ -10,10 +10,9 @@ import pytest
 
 from slimrl.data.sample import Sample, SampleStatus
 from slimrl.engines.protocol import Generation, PromptImages
-from slimrl.rollout.dataset.images import ImageProcessor, data_uri, images_of, training_inputs
+from slimrl.rollout.dataset.images import ImageProcessor, SampleImages, data_uri, images_of, training_inputs
 from slimrl.rollout.dataset.prompt_dataset import PromptTokenizer
 from slimrl.rollout.generation.multi_turn import ToolOutput, multi_turn_generate
-from slimrl.rollout.generation.sample_images import SampleImages
 from slimrl.tiny.models import IMAGE_PAD
 from tests.rollout.test_image_prompts import QUESTION, folder, form, picture, tokenizer, uri  # noqa: F401
 
@@ -44,7 +43,7 @@ class Engine:
 @pytest.fixture
 def sample(folder: Path, tokenizer: Any) -> Sample:  # noqa: F811
     row = {"prompt": [{"role": "user", "content": QUESTION}], "images": [uri(picture(84, 56))]}
-    (made,) = PromptTokenizer(form(folder), tokenizer).make([row])
+    (made,) = PromptTokenizer(form(folder), tokenizer).make([row], ["rows.jsonl:1"])
     return made.sample(group_index=0, index=0)
 
 

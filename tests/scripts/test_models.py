@@ -58,6 +58,8 @@ PUBLISHED_SIZE = {
     "qwen2.5-VL-7B": (8.2922, None),
     "qwen3-VL-4B": (4.4378, None),
     "qwen3-VL-8B": (8.7671, None),
+    "qwen3-VL-30B-A3B": (31.07, 3.0),
+    "qwen3-VL-235B-A22B": (235.67, 22),
     "qwen3-0.6B": (0.596, None),
     "qwen3-1.7B": (1.72, None),
     "qwen3-4B": (4.02, None),

@@ -19,6 +19,7 @@ from slimrl.engines.sglang.server_args import router_flags, server_flags
 from slimrl.observability.rollout_dump import read_dump
 from tests.arguments.conftest import CHATML, complete_model
 from tests.end_to_end import harness
+from tests.mooncake import mooncake
 from tests.scripts.test_models import NOT_SERVED, published
 from tests.scripts.test_recipe import submitted
 from tests.scripts.test_shell import run
@@ -54,7 +55,8 @@ def prepare(line: list[str], model: str) -> None:
     data = (word for word in line if word.endswith((".jsonl", ".parquet")) and not word.startswith("{run_dir}"))
     for path in map(Path, data):
         path.parent.mkdir(parents=True, exist_ok=True)
-        row = {"prompt": "1+1", "messages": "1+1", "label": "2", "chosen": "2", "rejected": "3"}
+        talk = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
+        row = {"prompt": "1+1", "messages": talk, "label": "2", "chosen": "2", "rejected": "3"}
         rows = [row]
         if "kto" in line:
             rows = [{"prompt": "1+1", "completion": answer, "label": answer == "2"} for answer in "23"]
@@ -120,11 +122,14 @@ def test_kto_recipe_learns_the_labels_of_unseen_answers_on_the_cpu(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_recipe_with_images_learns_to_count_squares_on_the_cpu(tmp_path):
+@pytest.mark.parametrize(
+    "flags", [[], ["--lora-rank", "16", "--lr", "3e-3"]], ids=["tower and decoder", "adapters of the decoder"]
+)
+def test_recipe_with_images_learns_to_count_squares_on_the_cpu(flags, tmp_path):
     """The model has to see the pictures, and engines the trained tower: half of the answers are right at first."""
     folder = ROOT / "runs/run-qwen2.5-VL-3B-geo3k-tiny"
     started = harness.launch(
-        ["bash", "scripts/run-qwen2.5-VL-3B-geo3k.sh", "--tiny", "--seed", "7"], **places(tmp_path, folder)
+        ["bash", "scripts/run-qwen2.5-VL-3B-geo3k.sh", "--tiny", "--seed", "7", *flags], **places(tmp_path, folder)
     )
     done = started.finish(380)
     assert done.code == 0, done.output
@@ -202,6 +207,25 @@ def test_recipe_with_groups_of_engines_asks_its_frozen_judge_on_the_cpu(tmp_path
             right = by_rule is not None and int(by_rule[1]) == int(sample.label)
             assert ("judge" in sample.metadata) != right  # asked about the others only
             assert sample.reward == float(right or sample.metadata["judge"].strip().lower().startswith("yes"))
+    shutil.rmtree(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_recipe_with_prefill_and_decode_servers_trains_on_the_cpu(tmp_path, tmp_path_factory):
+    folder = ROOT / "runs/run-qwen3-4B-pd-tiny"
+    started = harness.launch(
+        ["bash", "scripts/run-qwen3-4B-pd.sh", "--tiny", "--seed", "7"],
+        **places(tmp_path, folder),
+        more=mooncake(tmp_path_factory),
+    )
+    done = started.finish(380)
+    assert done.code == 0, done.output
+    assert done.left == []
+    assert done.steps("weight_version") == ["0", "1"]
+    assert max(done.steps("train_rollout_logprob_abs_diff_max")) < 1e-4
+    prefill, decode = ((folder / f"logs/sglang{server}.log").read_text() for server in (0, 1))
+    assert "'disaggregation_mode': 'prefill'" in prefill and "'disaggregation_mode': 'decode'" in decode
     shutil.rmtree(folder)
 
 

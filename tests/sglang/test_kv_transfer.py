@@ -48,6 +48,16 @@ def test_missing_backend_is_named_with_what_to_install(monkeypatch, caplog):
         check_installed("nixl", cuda=True)
 
 
+def test_mooncake_for_weights_is_named_with_what_to_install(monkeypatch, caplog):
+    monkeypatch.setitem(kv_transfer.MODULES, "mooncake", "mooncake_is_not_here")
+    with pytest.raises(EngineUnsupportedError, match=r"--update-weight-transport mooncake needs Mooncake, and `import"):
+        kv_transfer.check_mooncake()
+    assert caplog.messages == []
+    monkeypatch.setitem(kv_transfer.MODULES, "mooncake", "json")
+    kv_transfer.check_mooncake()
+    assert "whose ports listen on all addresses of a machine and need no key" in caplog.text
+
+
 def test_backend_for_gpus_is_refused_without_one():
     with pytest.raises(EngineUnsupportedError, match="nixl moves KV caches between GPUs, and there is none: leave it"):
         check_installed("nixl", cuda=False)

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from slimrl.engines.server_protocol import ServerLaunch
-from slimrl.engines.sglang.server import default_options, server_environment, without_expandable_segments
+from slimrl.engines.sglang.server import (
+    default_options,
+    model_environment,
+    server_environment,
+    without_expandable_segments,
+)
 from slimrl.engines.sglang.server_args import server_flags
 from slimrl.platform.launch_env import Network
 
@@ -52,6 +58,15 @@ def environment(launch: ServerLaunch, options: dict[str, Any], inherited: dict[s
     assert found.pop("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION") == "0"
     assert found.pop("SGLANG_VLM_CACHE_SIZE_MB") == "0"
     return found
+
+
+def test_server_of_a_model_that_sglang_has_no_class_for_finds_it_here(tmp_path: Path):
+    package = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "slimrl.engines.sglang.models"}
+    assert model_environment(tmp_path, {}) == {}  # a name of the hub, or no model
+    for architecture, expected in (("Qwen2ForRewardModel", {}), ("Qwen2ForProcessRewardModel", package)):
+        (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+        assert model_environment(tmp_path, {}) == expected
+        assert model_environment(tmp_path, {"SGLANG_EXTERNAL_MODEL_PACKAGE": "mine"}) == {}
 
 
 ON_TWO_GPUS = {"CUDA_VISIBLE_DEVICES": "2,3", "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false"}

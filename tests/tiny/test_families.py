@@ -29,6 +29,7 @@ MODELS = {
     "qwen3": ("qwen3-4B", False),
     "qwen3_vl": ("qwen3-VL-4B", False),
     "qwen3_moe": ("qwen3-30B-A3B", True),
+    "qwen3_vl_moe": ("qwen3-VL-30B-A3B", True),
     "glm4": ("glm4-9B", True),
     "glm4_moe": ("glm4.5-355B-A32B", True),
     "glm4_moe_lite": ("glm4.7-30B-A3B", True),

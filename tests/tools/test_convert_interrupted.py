@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -114,6 +115,10 @@ def test_kill_leaves_either_nothing_or_the_complete_output(direction, source, tm
 
 @pytest.mark.parametrize("direction", ["there", "back"])
 def test_ctrl_c_leaves_nothing_behind(direction, source, tmp_path):
-    code, errors = start_and_stop(direction, source, tmp_path / "out", signal.SIGINT, 0.02)
+    for _ in range(5):
+        code, errors = start_and_stop(direction, source, tmp_path / "out", signal.SIGINT, 0.0)
+        if code != 0:
+            break
+        shutil.rmtree(tmp_path / "out")  # on a busy machine it was complete before the signal
     assert code == 130 and "interrupted; nothing was written" in errors, errors
     assert list(tmp_path.iterdir()) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -45,12 +46,21 @@ def written(scheduler: str, *options: str, nodes: int = 2, command=RECIPE) -> st
     return launch.WRITERS[scheduler](launch.job_of(parsed), parsed)
 
 
+@functools.cache  # the schema is large, and checking it takes longer than a document
+def kubernetes_validator(name: str) -> jsonschema.protocols.Validator:
+    """Of one kind of document."""
+    schema = {**SCHEMAS["kubernetes"], "$ref": f"#/$defs/{name}"}
+    kind = jsonschema.validators.validator_for(schema)
+    kind.check_schema(schema)
+    return kind(schema)
+
+
 def documents(text: str) -> list[dict]:
     """The documents of a Kubernetes file, each checked with the schema of its kind."""
     found = list(yaml.safe_load_all(text))
     for one in found:
         name = DEFINITIONS.get(one["kind"], one["kind"])
-        jsonschema.validate(one, {**SCHEMAS["kubernetes"], "$ref": f"#/$defs/{name}"})
+        kubernetes_validator(name).validate(one)
     return found
 
 

@@ -12,8 +12,8 @@ import pytest
 from slimrl.arguments.parser import parse_line
 from slimrl.engines.backend import VLLM, backend
 from slimrl.engines.protocol import EngineUnsupportedError
+from slimrl.engines.vllm.backend import interpreter, passed_flags, server_flags
 from slimrl.engines.vllm.server import rendered
-from slimrl.engines.vllm.server_flags import interpreter, passed_flags, server_flags
 
 PYTHON = os.environ.get("SLIMRL_VLLM_PYTHON")
 KEY = "a key"

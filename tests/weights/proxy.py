@@ -19,6 +19,7 @@ UPDATES = {
     "colocated": "/update_weights_from_tensor",
     "split": "/update_weights_from_distributed",
     "disk": "/update_weights_from_disk",
+    "p2p": "/update_weights_from_tensor",
 }
 Action = Callable[[dict[str, Any]], dict[str, Any] | None]
 

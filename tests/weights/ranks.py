@@ -14,6 +14,7 @@ from slimrl.weights.convert.hf_to_megatron import load_hf_checkpoint
 from slimrl.weights.hf_checkpoint import HfCheckpoint, read_hf_config
 from slimrl.weights.update.shared_memory import shared_copies
 from slimrl.weights.update.topology import EngineEndpoint
+from tests.mooncake import use_here
 
 if TYPE_CHECKING:
     from slimrl.weights.update.weight_updater import WeightUpdateReport
@@ -36,7 +37,7 @@ def weight_updates(
     shared: bool = False,
 ) -> list[WeightUpdateReport | str]:
     """Loads `hf_dir` into a Megatron model and updates the engines from it under each version, `way` being a
-    constructor's name.
+    constructor's name, or p2p.
 
     Returns the report of each weight update, or the text of its error. `shared`: the weights are in shared memory, as
     those of a colocated trainer. With `left`, another updater updates those
@@ -44,10 +45,13 @@ def weight_updates(
     """
     from slimrl.megatron import parallel
     from slimrl.megatron.model import model_builder
+    from slimrl.weights.point_to_point.updater import PointToPointUpdater
     from slimrl.weights.update.weight_updater import ModelSource, WeightSyncError, WeightUpdater
 
     # the environment of a run's rank: NCCL reads it when it creates its first communicator
-    cumem = nccl_cumem(this_machine(), RunFacts(broadcasts_weights=way == "split"), given={}, inherited=os.environ)
+    cumem = nccl_cumem(
+        this_machine(), RunFacts(broadcasts_weights=way in ("split", "p2p")), given={}, inherited=os.environ
+    )
     os.environ.update({} if cumem is None else {CUMEM: cumem})
     state = parallel.initialize(args, rank=rank, world_size=world_size, local_rank=rank, init_method=init_method)
     shape, family = ModelSpec.from_args(args), family_for(read_hf_config(hf_dir))
@@ -58,7 +62,7 @@ def weight_updates(
         parameters = list(built.parameters())
         for parameter, copy in zip(parameters, shared_copies(parameters), strict=True):
             parameter.data = copy
-    make = getattr(WeightUpdater, way)
+    make = PointToPointUpdater if way == "p2p" else getattr(WeightUpdater, way)
     more = (folder,) if way == "disk" else ()
     updater = make(ModelSource(shape, family, state), engines, *more, bucket_bytes=BUCKET_BYTES, timeout_s=60)
     results: list[WeightUpdateReport | str] = []
@@ -132,6 +136,52 @@ def delta_updates(
             chosen = torch.rand(parameter.shape, generator=generator) < (part or 0)
             parameter.data[chosen] += 0.25
         results.append(updater.update_weights(built, version=str(version + 1), check_equal=True))
+    updater.close()
+    parallel.shutdown()
+    return results
+
+
+def point_to_point_updates(
+    rank: int,
+    world_size: int,
+    init_method: str,
+    args: Arguments,
+    hf_dirs: list[Path],
+    engines: list[EngineEndpoint],
+    transport: str = "nccl",
+    environment: dict[str, str] | None = None,
+    buffer_bytes: int = BUCKET_BYTES,
+) -> list[WeightUpdateReport | str]:
+    """Updates the engines from each of `hf_dirs` by `PointToPointUpdater`, with full checks; adapters are random.
+
+    `environment` is that of Mooncake. Returns the report of each weight update, or the text of its error.
+    """
+    import torch
+    import xxhash
+
+    from slimrl.megatron import parallel
+    from slimrl.megatron.model import model_builder
+    from slimrl.weights.point_to_point.updater import PointToPointUpdater
+    from slimrl.weights.reshard import global_tensors
+    from slimrl.weights.update.weight_updater import ModelSource, WeightSyncError
+
+    use_here(environment or {})
+    state = parallel.initialize(args, rank=rank, world_size=world_size, local_rank=rank, init_method=init_method)
+    spec, family = ModelSpec.from_args(args), family_for(read_hf_config(hf_dirs[0]))
+    built = model_builder.build_model(args, state)
+    places = {key: getattr(state, key) for key in ("tp_rank", "tp_size", "etp_rank", "etp_size")}
+    source = ModelSource(spec, family, state)
+    updater = PointToPointUpdater(source, engines, transport=transport, bucket_bytes=buffer_bytes, timeout_s=60)
+    results: list[WeightUpdateReport | str] = []
+    for version, hf_dir in enumerate(hf_dirs):
+        load_hf_checkpoint(built, spec, family, hf_dir, **places)
+        for name, adapter in global_tensors(built, adapters=True).items():
+            generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(name.encode()) >> 1)
+            adapter.data.copy_(torch.randn(adapter.shape, generator=generator))
+        try:
+            results.append(updater.update_weights(built, version=str(version + 1), check_equal=True))
+        except WeightSyncError as error:
+            results.append(str(error))
     updater.close()
     parallel.shutdown()
     return results

@@ -16,12 +16,11 @@ from slimrl.engines.protocol import EngineError
 from slimrl.engines.sglang.control import ServerControl
 from slimrl.engines.sglang.server import ServerProcess
 from slimrl.engines.sglang.server_args import adapter_options
-from slimrl.models.adapters import ADAPTER_NAME, TARGETS, AdapterConfig
-from slimrl.models.peft_config import peft_config
+from slimrl.models.adapters import ADAPTER_NAME, TARGETS, AdapterConfig, peft_config
+from slimrl.weights.update.adapter_updater import AdapterTransport
 from slimrl.weights.update.buckets import iter_buckets
 from slimrl.weights.update.engine_fanout import WeightSyncError
 from slimrl.weights.update.topology import EngineEndpoint
-from slimrl.weights.update.transport_adapter import AdapterTransport
 from tests.megatron.launch import RankPool
 from tests.megatron.tiny import save_qwen3, tiny_args
 from tests.weights import ranks

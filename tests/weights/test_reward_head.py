@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy
 from safetensors.numpy import load_file, save_file
 
-from slimrl.cluster.engines.reward_server import servable_folder
+from slimrl.cluster.engines.other_servers import servable_folder
 
 CLASS = "Qwen2ForSequenceClassification"
 

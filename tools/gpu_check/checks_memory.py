@@ -124,7 +124,8 @@ def random_bytes(seed: int, count: int, device: str) -> Tensor:
 
 def offload(record: Record, device: str, most_bytes: float) -> None:
     """Weights, gradients and optimizer state in the proportions of bf16 training (2 : 4 : 12 bytes per weight)."""
-    from slimrl.megatron.offload import Communicators, TrainingMemory
+    from slimrl.megatron.offload import TrainingMemory
+    from slimrl.megatron.parallel import Communicators
 
     size = int(min(most_bytes, DEVICE_SHARE * free_bytes(device), HOST_SHARE * free_host_bytes()))
     if size < LEAST_BYTES:

@@ -6,15 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from slimrl.arguments.dry_run.advice import less_training, more_cache, more_room
-from slimrl.arguments.dry_run.engine_memory import EngineMemory
-from slimrl.arguments.dry_run.group_memory import GroupMemory
+from slimrl.arguments.dry_run.engine_memory import EngineMemory, GroupMemory
 from slimrl.arguments.dry_run.plan import Plan
-from slimrl.arguments.engine_groups.config import FLAG
-from slimrl.arguments.engine_groups.layout import flag_of_groups
+from slimrl.arguments.engine_groups import FLAG, flag_of_groups
 from slimrl.arguments.flag import Problem
+from slimrl.arguments.hf_config import served_role
 from slimrl.arguments.memory import StageMemory
 from slimrl.arguments.namespace import Arguments
-from slimrl.arguments.served_models import served_role
 from slimrl.models.hf_folder import weights_fault
 from slimrl.processes.process_info import gib
 
@@ -216,8 +214,7 @@ def _group(plan: Plan, group: GroupMemory, training: int) -> Iterator[Problem]:
 
 def _kept_by(args: Arguments) -> str:
     """The flags that keep a side on the device."""
-    training = "--use-megatron-fsdp" if args.use_megatron_fsdp else "--no-offload-train"
-    sides = ((training, args.offload_train), ("--no-offload-rollout", args.offload_rollout))
+    sides = (("--no-offload-train", args.offload_train), ("--no-offload-rollout", args.offload_rollout))
     return " and ".join(flag for flag, leaves in sides if not leaves)
 
 

@@ -18,10 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from slimrl.arguments.checkpoints import ResumePlan, start_of
-from slimrl.arguments.dry_run.engine_memory import EngineMemory, EngineSettings, engine_memory
-from slimrl.arguments.dry_run.group_memory import GroupMemory, group_memories
-from slimrl.arguments.engine_groups.layout import EnginePlace, engine_places, policy_groups
+from slimrl.arguments.dry_run.engine_memory import (
+    EngineMemory,
+    EngineSettings,
+    GroupMemory,
+    engine_memory,
+    group_memories,
+)
+from slimrl.arguments.engine_groups import EnginePlace, engine_places, policy_groups
 from slimrl.arguments.flag import FlagSpec
+from slimrl.arguments.hf_config import ServedModel, served_models
 from slimrl.arguments.layout import Groups, Placement, groups_of, placement
 from slimrl.arguments.memory import (
     Batches,
@@ -34,7 +40,6 @@ from slimrl.arguments.memory import (
 )
 from slimrl.arguments.namespace import Arguments, all_flag_specs
 from slimrl.arguments.redact import redact_flag
-from slimrl.arguments.served_models import ServedModel, served_models
 from slimrl.hooks import own_path
 from slimrl.models.hf_folder import HfFiles, bytes_per_weight, read_hf_files
 from slimrl.models.model_spec import ModelSpec

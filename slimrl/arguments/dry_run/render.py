@@ -7,11 +7,10 @@ from collections.abc import Iterator, Sequence
 from slimrl.arguments.dry_run.engine_memory import EngineMemory, EngineSettings
 from slimrl.arguments.dry_run.plan import Plan, loop_rows
 from slimrl.arguments.dry_run.resources import node_resources
-from slimrl.arguments.dry_run.server_lines import server_lines
-from slimrl.arguments.dry_run.text import LISTED, span, table, where_on
+from slimrl.arguments.dry_run.server_lines import LISTED, server_lines, span, table, weight_transport_rows, where_on
+from slimrl.arguments.hf_config import served_models, served_role
 from slimrl.arguments.layout import data_parallel_sizes, dense_axes, expert_axes, rank_lists
 from slimrl.arguments.memory import StageMemory
-from slimrl.arguments.served_models import served_models, served_role
 from slimrl.processes.process_info import gib
 
 # groups are listed rank by rank up to this world size; beyond it the first group of each kind is shown
@@ -53,7 +52,7 @@ def _run(plan: Plan) -> Iterator[str]:
         length = f"no rollout is left: the next is {first} and --num-rollout is {args.num_rollout}"
     else:
         length = f"rollouts {first} to {args.num_rollout - 1} ({args.num_rollout - first})"
-    yield from table([("length", length), *loop_rows(plan), ("folder", args.run_dir)])
+    yield from table([("length", length), *loop_rows(plan), *weight_transport_rows(plan), ("folder", args.run_dir)])
 
 
 def _gpus(plan: Plan) -> Iterator[str]:

@@ -1,15 +1,53 @@
-"""The servers of the plan: the policy's engines, group by group, frozen models, and the reward model."""
+"""The servers of the plan, group by group, how weights reach them, and the pieces of the plan's text (tables, GPUs).
+
+Of the transports of weight updates to engines on other GPUs, NCCL (gloo without a GPU) moves weights between the
+memories of GPUs and needs no further package, but is one group of all ranks: with a lost rank every other one waits for
+the engines' own watchdog. Mooncake has a connection for each pair of ranks, and each of the others is told at once; it
+needs its wheel, RDMA devices to be fast, and copies through host memory.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from slimrl.arguments.dry_run.plan import Plan, option_words
-from slimrl.arguments.dry_run.text import LISTED, table, where_on
-from slimrl.arguments.engine_groups.config import DECODE, PREFILL
-from slimrl.arguments.engine_groups.layout import group_flags
+from slimrl.arguments.engine_groups import DECODE, PREFILL, group_flags
+from slimrl.arguments.hf_config import served_models
 from slimrl.arguments.namespace import Arguments
-from slimrl.arguments.served_models import served_models
+
+LISTED = 4
+
+
+def table(rows: Sequence[Sequence[object]]) -> list[str]:
+    """Columns padded to their widest entry; cells that are no text, or end in a unit, stand right."""
+    texts = [[str(cell) for cell in row] for row in rows]
+    widths = [max(len(row[column]) for row in texts if column < len(row)) for column in range(max(map(len, texts)))]
+    lines = []
+    for row, cells in zip(texts, rows, strict=True):
+        padded = [
+            text.rjust(width) if _is_number(cell) else text.ljust(width)
+            for text, width, cell in zip(row, widths, cells, strict=False)
+        ]
+        lines.append("  ".join(padded).rstrip())
+    return lines
+
+
+def _is_number(cell: object) -> bool:
+    return not isinstance(cell, str) or cell.endswith((" GiB", " MiB"))
+
+
+def where_on(plan: Plan, positions: Sequence[int]) -> str:
+    """ "0: 2-3; 1: 0": the GPUs at these positions on each node."""
+    parts = []
+    for node in plan.placement.nodes_of(positions):
+        gpus = [plan.placement.places[i].gpu for i in positions if plan.placement.places[i].node == node]
+        parts.append(f"{node}: {span(gpus)}")
+    return "; ".join(parts[:LISTED] + ([f"... {parts[-1]}"] if len(parts) > LISTED else []))
+
+
+def span(numbers: Sequence[int]) -> str:
+    """ "2-5" for consecutive numbers, "2" for one."""
+    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
 
 
 def server_lines(plan: Plan) -> Iterator[str]:
@@ -72,3 +110,67 @@ def _reward_servers(plan: Plan) -> Iterator[str]:
         yield f"with: --model-path {model.folder} --tp-size {model.per_server} {' '.join(words)}".rstrip()
     if plan.placement.reward:
         yield f"at most {args.rm_concurrency} requests in flight per server (--rm-concurrency)"
+
+
+_GIGA = 1e9
+
+
+def weight_transport_rows(plan: Plan) -> Iterator[tuple[str, str]]:
+    """One row, or none for a run without such weight updates."""
+    args = plan.args
+    updates = not (args.eval_only or args.debug_train_only or args.debug_rollout_only or args.engines_have_adapters)
+    sizes = [len(one.gpus) for one in plan.servers if one.place.model.update_weights]
+    if not updates or args.colocate or args.uses_vllm or args.rollout_external_engine_addrs or not sizes:
+        return
+    if args.update_weight_transport == "disk" or args.update_weight_mode == "delta":
+        return
+    whole = plan.total_parameters * plan.engine_settings.weight_bytes / _GIGA
+    average = whole * len(sizes) / sum(sizes)
+    ranks = f"{sum(sizes)} engine {'rank' if sum(sizes) == 1 else 'ranks'}"
+    if args.update_weight_transfer_mode == "p2p":
+        yield (
+            "weight transport",
+            f"point to point by {_name(plan)}: about {average:.3g} GB into each of {ranks}, {_shared(plan)}, instead of"
+            f" {whole:.3g} GB by broadcast; {_suits(plan)}",
+        )
+        return
+    yield (
+        "weight transport",
+        f"broadcast by {_name(plan)}: rank 0 gathers and sends {whole:.3g} GB into each of {ranks};"
+        f" --update-weight-transfer-mode p2p sends about {average:.3g} GB into each, {_shared(plan)}",
+    )
+
+
+def _on_gpus(plan: Plan) -> bool:
+    """Whether the plan is for GPUs, those of --gpu-memory-gib too, and not for the memory of a CPU machine."""
+    return plan.gpu is not None and not plan.gpu.shared
+
+
+def _name(plan: Plan) -> str:
+    if plan.args.update_weight_transport == "mooncake":
+        return "Mooncake"
+    return "NCCL" if _on_gpus(plan) else "gloo"
+
+
+def _shared(plan: Plan) -> str:
+    ranks = plan.args.actor_num_gpus
+    return f"from {ranks} training {'rank' if ranks == 1 else 'ranks'}"
+
+
+def _suits(plan: Plan) -> str:
+    """Which transport suits the cluster, and why."""
+    args = plan.args
+    mooncake = args.update_weight_transport == "mooncake"
+    if not _on_gpus(plan):
+        words = "gloo suits machines without a GPU: it needs no further package, and Mooncake's TCP is not faster"
+        return words + ("; leave --update-weight-transport mooncake out" if mooncake else "")
+    nodes = len(plan.placement.nodes_of(range(len(plan.placement.places))))
+    if nodes > 1 and args.use_fault_tolerance:
+        words = (
+            "Mooncake suits these nodes if they have RDMA devices: engines may be lost (--use-fault-tolerance), and it"
+            " has no group of all ranks that a lost one blocks"
+        )
+        return words + ("" if mooncake else "; add --update-weight-transport mooncake, and install its wheel")
+    where = "one node" if nodes == 1 else "engines that stay"
+    words = f"NCCL suits {where}: it moves weights from GPU to GPU and needs no further package"
+    return words + ("; leave --update-weight-transport mooncake out" if mooncake else "")

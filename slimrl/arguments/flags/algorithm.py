@@ -44,6 +44,7 @@ class PreferenceArguments:
         "loss of a preferred and a rejected response, sigmoid is DPO; kto and apo_zero_unpaired of single responses"
         " that are labelled as desirable or not",
         choices=tuple(PREFERENCE_LOSSES),
+        hints={"dpo": "give sigmoid, which is the loss of DPO"},
     )
     preference_beta: float = flag(
         None,
@@ -103,6 +104,10 @@ class AlgorithmArguments(PreferenceArguments, RewardModelArguments):
             "topk_opd_loss": "give policy_loss with --use-opd, --opd-divergence and --opd-top-k",
             "dr_grpo": "give policy_loss with --advantage-estimator dr_grpo",
             "dapo": "give policy_loss with --calculate-per-token-loss",
+            "dpo": "give preference_loss, whose --preference-loss sigmoid is DPO",
+            "kto": "give preference_loss with --preference-loss kto",
+            "rm": "give reward_model_loss",
+            "sft": "give sft_loss",
         },
     )
     custom_loss_function_path: str | None = flag(
@@ -126,6 +131,11 @@ class AlgorithmArguments(PreferenceArguments, RewardModelArguments):
     lambd: float = flag(1.0, f"lambda of the generalised advantages of {_WITH_CRITIC}", at_least=0, at_most=1)
     critic_lambd: float | None = flag(
         None, f"lambda of the returns that the critic of {_WITH_CRITIC} is trained on (--lambd)", at_least=0, at_most=1
+    )
+    length_adaptive_gae_alpha: float | None = flag(
+        None,
+        "lambda of the advantages is 1 - 1 / (this x trained tokens of a response), at least 0 (VAPO; --lambd for all)",
+        above=0,
     )
     eps_clip: float = flag(0.2, "lower clip of the policy ratio: 1 - this", at_least=0)
     eps_clip_high: float = flag(None, "upper clip of the policy ratio: 1 + this (--eps-clip)", at_least=0)

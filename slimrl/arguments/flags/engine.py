@@ -47,7 +47,8 @@ class EngineArguments:
     use_fault_tolerance: bool = flag(
         False,
         "probe servers and router, and replace dead or hung ones while the run continues; with --save-interval also"
-        " replace lost training ranks, which repeat the training since the newest checkpoint",
+        " replace lost training ranks, which take over the state of their peers, or train again since the newest"
+        " checkpoint",
     )
     rollout_health_check_interval: float = flag(
         30.0, "--use-fault-tolerance: time between two health probes (seconds)", above=0
@@ -81,8 +82,15 @@ class WeightUpdateArguments:
     update_weight_buffer_size: int = flag(512 * 1024**2, "size of one bucket of weights in flight (bytes)", at_least=1)
     update_weight_transport: str = flag(
         "nccl",
-        "nccl: process group broadcast (gloo on CPU), shared tensors with --colocate; disk: files",
-        choices=("nccl", "disk"),
+        "nccl: process group (gloo on CPU), shared tensors with --colocate; disk: files; mooncake: RDMA or TCP, with"
+        " --update-weight-transfer-mode p2p",
+        choices=("nccl", "disk", "mooncake"),
+    )
+    update_weight_transfer_mode: str = flag(
+        "broadcast",
+        "to engines on GPUs of their own: gather and broadcast from trainer rank 0, or (p2p) send each trainer shard"
+        " straight to the engine ranks that need it",
+        choices=("broadcast", "p2p"),
     )
     update_weight_disk_dir: str | None = flag(
         None, "folder for --update-weight-transport disk, shared by training and engines (path)"

@@ -1,14 +1,11 @@
-"""Flags of the network in Megatron-LM's spelling: sizes, attention variants, RoPE, multi-token prediction (MTP).
-
-They must agree with config.json of --hf-checkpoint. megatron-core flags of models that no slimrl family supports are
-rejected with the reason.
-"""
+"""Flags of the network in Megatron-LM's spelling (sizes, attention variants, RoPE, MTP), and of its LoRA adapters."""
 
 from __future__ import annotations
 
 import dataclasses
 
 from slimrl.arguments.flag import flag, layer_pattern
+from slimrl.models.adapters import TARGETS
 
 
 @dataclasses.dataclass
@@ -296,3 +293,34 @@ class OtherModelArguments:
     )
     test_mode: bool = flag(False, "megatron-core's test mode", not_served=_LOOP)
     config_logger_dir: str = flag("", "folder for megatron-core's log of configurations", not_served=_LOOP)
+
+
+@dataclasses.dataclass
+class LoraArguments:
+    """LoRA adapters (arXiv:2106.09685), trained in place of the weights of the policy."""
+
+    lora_rank: int | None = flag(
+        None, "train LoRA adapters of this rank; the weights of --ref-load are their base and stay as they are", above=0
+    )
+    lora_alpha: float | None = flag(
+        None, "scale of the adapters: their part is multiplied by alpha / rank (default: the rank)", above=0
+    )
+    lora_target_modules: list[str] | None = flag(
+        None,
+        "projections with an adapter, by their Hugging Face names; those of experts included (default: all)",
+        choices=TARGETS,
+        nargs="+",
+    )
+    lora_dropout: float = flag(
+        0.0,
+        "probability of dropping an input of an adapter in training",
+        at_least=0,
+        below=1,
+        not_served="dropout before adapters is unsupported: the engines sample without it; leave it out",
+    )
+    lora_load: str | None = flag(None, "PEFT folder with the adapters of a new run (default: fresh ones, by --seed)")
+    lora_merge: bool = flag(
+        False,
+        "merge the adapters into the weights that the engines and --save-hf get (default: the engines load them beside"
+        " their base, and --save-hf writes PEFT folders)",
+    )

@@ -61,6 +61,7 @@ _ROWS: dict[str, tuple[str, str | None, str]] = {
     "mis-upper-bound": (SLIME, "--tis-clip", f"with --use-tis; {_MIS}"),
     "mis-veto-threshold": (SLIME, "--rs-veto-threshold", f"with --use-rs; {_MIS}"),
     "topk-level-opd": (SLIME, "--opd-top-k", "with --opd-divergence"),
+    "critic-config-path": (SLIME, "--megatron-config-path", "with its entries below megatron, each with role: critic"),
     "opd-teacher-loads": (SLIME, "--opd-teacher-models", "for several teachers, on servers of the run"),
     "gae-lambda": (OPENRLHF, "--lambd", ""),
     # short forms
@@ -219,8 +220,8 @@ _ROWS: dict[str, tuple[str, str | None, str]] = {
     "zero-stage": (
         OPENRLHF,
         "--use-distributed-optimizer",
-        "on by default, for 1 and beside --optimizer-cpu-offload; --use-megatron-fsdp with"
-        " --data-parallel-sharding-strategy for 2 and 3, which excludes --optimizer-cpu-offload",
+        "on by default, for 1; --use-megatron-fsdp with --data-parallel-sharding-strategy for 2 and 3. Only the first"
+        " can be combined with --optimizer-cpu-offload",
     ),
     "actor-learning-rate": (OPENRLHF, "--lr", ""),
     "critic-learning-rate": (OPENRLHF, "--critic-lr", ""),
@@ -278,6 +279,7 @@ _ROWS: dict[str, tuple[str, str | None, str]] = {
     "max-completion-length": (TRL, "--rollout-max-response-len", ""),
     "max-response-length": (SHORT, "--rollout-max-response-len", ""),
     "beta": (TRL, "--kl-loss-coef", "with --use-kl-loss; --preference-beta for preferences"),
+    "dpo-beta": (SHORT, "--preference-beta", ""),
     "rpo-alpha": (TRL, "--preference-nll-coef", ""),
     "reference-free": (TRL, "--preference-reference-free", ""),
     "epsilon": (TRL, "--eps-clip", ""),

@@ -8,13 +8,13 @@ have, and `CHATLEARN_VARIABLES` the variables of its scripts that set one. `slim
 from __future__ import annotations
 
 from slimrl.arguments.foreign_flags.aiak import Row
+from slimrl.arguments.foreign_flags.chatlearn_megatron import MODEL_FILE_KEYS, PARKED, SIZES, TRAINER_OF_MEGATRON
 
 CHATLEARN = "PAI-ChatLearn's"
 # completes the error for a key without a row
 UNLISTED = "docs/coming-from-pai-chatlearn.md has the table, and docs/flags.md all flags, written --flag value"
 
 _DEVICES = "training ranks are one process per GPU; leave it out"
-_PARKED = "on with --colocate"
 _RESUME = "checkpoints contain the data position: --save and --load"
 _W = "W&B's own WANDB_* variables are read; leave it out"
 # ChatLearn: keys of the parts of a configuration, without the name of the part
@@ -45,6 +45,28 @@ _RUNTIME: dict[str, tuple[str | None, str]] = {
     "sync-memory-optimization-level": ("--update-weight-buffer-size", "in bytes of one bucket"),
     "debug": (None, "logs have each step; see docs/debugging.md; leave it out"),
     "log-config-file": (None, "the settings of its file are flags: --use-wandb, --use-tensorboard and others"),
+    "rollout-backend": ("--rollout-engine", "sglang or vllm"),
+    "param-sync-comm-type": ("--update-weight-transfer-mode", "broadcast or p2p"),
+    **dict.fromkeys(
+        ("bucket-size-mb-in-memory-manager", "coalesced-buffer-mb"),
+        ("--update-weight-buffer-size", "in bytes of one bucket"),
+    ),
+    "data-ratio": ("--prompt-data", "path=probability for each path"),
+    "enable-resume-training": ("--load", "a folder of --save; leave it out for False"),
+    "load-data-checkpoint-iteration": ("--ckpt-step", ""),
+    "max-data-ckpt-nums": ("--save-retain-interval", "the checkpoints that are kept"),
+    "consumed-samples": (None, _RESUME),
+    "nsys": ("--use-pytorch-profiler", ""),
+    "profiler-dir": ("--tensorboard-dir", "where --use-pytorch-profiler writes"),
+    "replay-episode-offset": (None, "a rollout is trained on once; leave it out"),
+    "policy-to-regroup-queue": (None, "one flow of samples; see docs/hooks.md for flows of your own; leave it out"),
+    "stream-data-loader-type": (None, "prompts are read as they are needed; leave it out"),
+    "cpu-schedule-strategy": (None, "graders are processes of the rollout manager; leave it out"),
+    "concurrent-setup": (None, "ranks and engines always start side by side; leave it out"),
+    **dict.fromkeys(
+        ("concurrent-comm", "param-sync-max-workers", "routed-expert-regrouping-comm-type"),
+        (None, "each way of a weight update has its own order; see docs/weight-updates.md; leave it out"),
+    ),
     "log-args-dict.log-dir": ("--runs-dir", ""),
     "log-args-dict.enable-tensorboard": ("--use-tensorboard", ""),
     "log-args-dict.tensorboard-dir": ("--tensorboard-dir", ""),
@@ -84,10 +106,19 @@ _TRAINER: dict[str, tuple[str | None, str]] = {
     "groupgemm": ("--moe-grouped-gemm", ""),
     "meta-init": (None, "each rank reads only its part of the weights; leave it out"),
     "use-expandable-segments": (None, "PYTORCH_CUDA_ALLOC_CONF in --train-env-vars sets it"),
-    "free-memory": ("--offload-train", _PARKED),
-    "free-gpu-memory.offload-weights": ("--offload-train", _PARKED),
-    "free-gpu-memory.offload-optimizer-states": ("--offload-train", _PARKED),
-    "free-gpu-memory.free-grad-buffers": ("--offload-train", _PARKED),
+    "free-memory": ("--offload-train", PARKED),
+    "free-gpu-memory.offload-weights": ("--offload-train", PARKED),
+    "free-gpu-memory.offload-optimizer-states": ("--offload-train", PARKED),
+    "free-gpu-memory.free-grad-buffers": ("--offload-train", PARKED),
+}
+_REPLICAS = "data parallelism follows from the number of GPUs; leave it out"
+# of every model of its GRPO
+_OF_EVERY_MODEL: dict[str, tuple[str | None, str]] = {
+    "num-cpu": (None, "a rank or server takes the cores that it needs; leave it out"),
+    "cpu-per-process": (None, "a rank or server takes the cores that it needs; leave it out"),
+    "num-replica": (None, _REPLICAS),
+    "replica-dp-size": (None, _REPLICAS),
+    "sync-frequency": ("--update-weights-interval", "in rollouts, with train_async.py"),
 }
 _SAMPLING = "no flag; --custom-generate-function-path may send any sampling parameter"
 _POLICY: dict[str, tuple[str | None, str]] = {
@@ -121,11 +152,16 @@ _POLICY: dict[str, tuple[str | None, str]] = {
     "max-num-batched-tokens": ("--sglang-chunked-prefill-size", ""),
     "max-seq-len-to-capture": (None, "SGLang captures graphs by batch size: --sglang-cuda-graph-max-bs"),
     "enable-stage-resume": (None, _RESUME),
+    "expert-model-parallel-size": ("--sglang-ep-size", ""),
+    "seed": ("--rollout-seed", ""),
+    "packing": (None, "engines batch requests by themselves; leave it out"),
+    "max-token-in-packing": (None, "engines batch requests by themselves; leave it out"),
+    "offload-weights": ("--offload-rollout", PARKED),
     "gpu-memory-utilization": ("--sglang-mem-fraction-static", ""),
     "enforce-eager": ("--sglang-disable-cuda-graph", ""),
     "generation-batch-size": ("--sglang-server-concurrency", ""),
-    "free-memory": ("--offload-rollout", _PARKED),
-    "free-gpu-memory.offload-weights": ("--offload-rollout", _PARKED),
+    "free-memory": ("--offload-rollout", PARKED),
+    "free-gpu-memory.offload-weights": ("--offload-rollout", PARKED),
 }
 _HOST = "the reference's weights are in host memory between its passes; leave it out"
 _REFERENCE: dict[str, tuple[str | None, str]] = {
@@ -160,7 +196,7 @@ _CRITIC: dict[str, tuple[str | None, str]] = {  # its values before the update, 
     "num-gpu": ("--critic-num-gpus-per-node", "only for GPUs of its own; without it the policy's GPUs train it"),
     "gpu-per-process": (None, _DEVICES),
     "trainable": (None, _TRAINED),
-    "free-memory": ("--offload-train", _PARKED),
+    "free-memory": ("--offload-train", PARKED),
     "generation-batch-size": ("--max-tokens-per-gpu", "for all passes, with --use-dynamic-batch-size"),
     "load": ("--critic-load", "with --advantage-estimator ppo"),
     "load-iteration": (None, _ITERATION),
@@ -176,12 +212,11 @@ _CRITIC: dict[str, tuple[str | None, str]] = {  # its values before the update, 
     "lr-decay-style": ("--lr-decay-style", "for policy and critic"),
     "lr-decay-iters": ("--lr-decay-iters", "for policy and critic"),
 }
-_NO_CRITIC = "for an estimator without a critic, such as grpo; ppo trains all weights"
 _LORA_OF_POLICY: dict[str, tuple[str | None, str]] = {
-    "lora.enable-lora": ("--lora-rank", _NO_CRITIC),
-    "lora.lora-dim": ("--lora-rank", _NO_CRITIC),
-    "lora.lora-layer": ("--lora-target-modules", "projections by their Hugging Face names; " + _NO_CRITIC),
-    "lora.column-only-qkv": ("--lora-target-modules", "projections by their Hugging Face names; " + _NO_CRITIC),
+    "lora.enable-lora": ("--lora-rank", ""),
+    "lora.lora-dim": ("--lora-rank", ""),
+    "lora.lora-layer": ("--lora-target-modules", "projections by their Hugging Face names"),
+    "lora.column-only-qkv": ("--lora-target-modules", "projections by their Hugging Face names"),
     "lora.lora-dropout": (None, "adapters have no dropout, since the engines sample without it; leave it out"),
 }
 _PPO_POLICY: dict[str, tuple[str | None, str]] = {
@@ -189,7 +224,7 @@ _PPO_POLICY: dict[str, tuple[str | None, str]] = {
     "num-gpu": ("--actor-num-gpus-per-node", "with --actor-num-nodes"),
     "gpu-per-process": (None, _DEVICES),
     "trainable": (None, _TRAINED),
-    "free-memory": ("--offload-train", _PARKED),
+    "free-memory": ("--offload-train", PARKED),
     "load": ("--ref-load", "the weights from which the policy starts; --load resumes"),
     "load-iteration": ("--ref-ckpt-step", ""),
     **_LORA_OF_POLICY,
@@ -208,7 +243,7 @@ _PPO_ENGINES: dict[str, tuple[str | None, str]] = {
     "load-iteration": (None, "engines get the weights of training; leave it out"),
     "batch-generation.ranking": (None, _OF_GROUP),
     "batch-generation.min-prompt-length": (None, _OF_GROUP),
-    "force-free-memory": ("--offload-rollout", _PARKED),
+    "force-free-memory": ("--offload-rollout", PARKED),
     "drop-last": (None, "a rollout has --rollout-batch-size prompts, also at the end of the data; leave it out"),
     "n": ("--n-samples-per-prompt", ""),
     "stop-token-list": ("--rollout-stop", ""),
@@ -216,11 +251,27 @@ _PPO_ENGINES: dict[str, tuple[str | None, str]] = {
 _NO_LORA: dict[str, tuple[str | None, str]] = dict.fromkeys(
     _LORA_OF_POLICY, (None, "a critic has no adapters; leave it out")
 )
+_REFERENCE_OF_MEGATRON: dict[str, tuple[str | None, str]] = dict.fromkeys(
+    (*TRAINER_OF_MEGATRON, *_TRAINER), (None, "the reference has the network and the layout of training; leave it out")
+)
+_MANAGER: dict[str, tuple[str | None, str]] = {
+    **dict.fromkeys(
+        ("num-gpu", "gpu-per-process", "trainable", "generation-batch-size"),
+        (None, "the rollout manager is one process without a GPU; leave it out"),
+    ),
+    "max-rollout-round": ("--partial-rollout", "a response continues in the next rollout, as often as it needs"),
+    "rollout-ratio": ("--partial-rollout", "a rollout ends when it has its groups, not at a share of the tokens"),
+    "mini-response-per-prompt": (None, "a group is trained on when all of its responses are complete; leave it out"),
+    "max-gen-len": ("--rollout-max-response-len", ""),
+    "num-inference-per-prompt": ("--n-samples-per-prompt", ""),
+    "enable-thinking": ("--apply-chat-template-kwargs", '{"enable_thinking": false}'),
+}
 _PARTS = {
     "runtime-args": _RUNTIME,
-    "models.policy-trainer": _TRAINER,
-    "models.policy": _POLICY | _PPO_ENGINES,
-    "models.ref-policy": _REFERENCE,
+    "models.policy-trainer": _OF_EVERY_MODEL | TRAINER_OF_MEGATRON | _TRAINER,
+    "models.policy": _OF_EVERY_MODEL | _POLICY | _PPO_ENGINES,
+    "models.ref-policy": _OF_EVERY_MODEL | _REFERENCE_OF_MEGATRON | _REFERENCE,
+    "models.rollout-manager": _OF_EVERY_MODEL | _MANAGER,
     "models.reward": _REWARD,
     # of PPO
     "models.ppo-policy": _PPO_POLICY,
@@ -232,60 +283,6 @@ CHATLEARN_KEYS: dict[str, Row] = {
     f"{part}.{key}": (CHATLEARN, *row) for part, rows in _PARTS.items() for key, row in rows.items()
 }
 
-_SIZES = (
-    *("num-layers", "hidden-size", "num-attention-heads", "ffn-hidden-size", "num-query-groups"),
-    *("group-query-attention", "normalization", "swiglu", "use-rotary-position-embeddings"),
-    *("untie-embeddings-and-output-weights", "max-position-embeddings", "make-vocab-size-divisible-by"),
-)
-# Megatron-LM's, which slimrl has under the same name
-SAME_NAMES = (
-    *("apply-query-key-layer-scaling", "attention-softmax-in-fp32", "bf16", "hysteresis", "init-method-std"),
-    *("attention-dropout", "hidden-dropout", "distributed-timeout-minutes", "finetune", "no-load-optim", "no-load-rng"),
-    *("tensor-model-parallel-size", "pipeline-model-parallel-size", "sequence-parallel", "use-distributed-optimizer"),
-    *("lr", "min-lr", "lr-decay-style", "lr-decay-iters", "lr-warmup-iters", "weight-decay", "clip-grad"),
-    *("adam-beta1", "adam-beta2", "recompute-granularity", "seed", "gamma"),
-)
-_FLAGS_OF_RUN = "the flags of the run apply, and a checkpoint's are compared with them; leave it out"
-_OWN_REWARD = "no flag; --custom-rm-path may add such a reward"
-_NOT_NEEDED = "nothing depends on it here; leave it out"
-# of the files that the models include, for every model
-MODEL_FILE_KEYS: dict[str, tuple[str | None, str]] = {
-    **{name: (f"--{name}", "") for name in (*_SIZES, *SAME_NAMES)},
-    "lam": ("--lambd", ""),
-    "cliprange": ("--eps-clip", ""),
-    "cliprange-value": ("--value-clip", ""),
-    "clipped-value-only": (None, "the loss of a value is the larger of the clipped and the other; see --value-clip"),
-    "init-kl-coef": ("--kl-coef", ""),
-    "fix-kl-coef": ("--kl-target", "for False; without it --kl-coef stays as it is"),
-    "target": ("--kl-target", "in nats per response"),
-    "horizon": ("--kl-horizon", "with --kl-target"),
-    "scale-reward": ("--normalize-reward", "for a running scale; leave it out for None"),
-    "cliprange-reward": ("--custom-reward-post-process-path", "a function that clips rewards"),
-    **dict.fromkeys(("ngram-coef", "lm-coef", "math-coef", "raw-reward-coeff"), (None, _OWN_REWARD)),
-    "trainer-engine": ("--advantage-estimator", "ppo for rlhf, grpo for grpo; --loss-type preference_loss for dpo"),
-    "use-ipo": ("--preference-loss", "ipo"),
-    "dpo-weight": ("--preference-beta", ""),
-    "num-inference-per-prompt": ("--n-samples-per-prompt", ""),
-    "train-to-compare-num-responses": ("--n-samples-per-prompt", "of a preference loss"),
-    "loss-on-prompts": (None, "losses are on responses; --loss-type sft_loss trains on the assistant's tokens"),
-    "log-entropy": (None, "the entropy is always logged; leave it out"),
-    "seq-length": ("--rollout-max-context-len", ""),
-    "max-new-tokens": ("--rollout-max-response-len", ""),
-    "init-shuffle-prompts": ("--rollout-shuffle", ""),
-    "tokenizer-model": ("--hf-checkpoint", ""),
-    "tokenizer-type": ("--hf-checkpoint", "whose tokenizer is used"),
-    "add-bias-linear": ("--disable-bias-linear", "for False"),
-    "add-position-embedding": ("--use-rotary-position-embeddings", "for False"),
-    "use-flash-attn": ("--attention-backend", "flash"),
-    "recompute-activations": ("--recompute-granularity", "selective"),
-    "gradient-accumulation-fusion": ("--no-gradient-accumulation-fusion", "for False"),
-    "save-interval": ("--save-interval", "in rollouts"),
-    "log-interval": (None, "every step is logged; leave it out"),
-    "exit-on-missing-checkpoint": (None, "a wrong path is always an error; leave it out"),
-    "adaptive-parallel-strategy-on-checkpoint": (None, "checkpoints load in every layout; leave it out"),
-    **dict.fromkeys(("use-checkpoint-args", "no-load-args", "no-load-scheduler"), (None, _FLAGS_OF_RUN)),
-    **dict.fromkeys(("numerical-stable", "build-path", "num-workers", "train-iters"), (None, _NOT_NEEDED)),
-}
 _PPO_MODELS = ("policy", "ppo-policy", "reference", "value", "ppo-value", "reward")
 _NO_SIZES = {
     "reward": "config.json of --rm-model says it; leave it out",
@@ -294,7 +291,7 @@ _NO_SIZES = {
 }
 _FROM_FILES: dict[str, Row] = {
     f"models.{model}.{key}": (CHATLEARN, None, _NO_SIZES[model])
-    if key in _SIZES and model in _NO_SIZES
+    if key in SIZES and model in _NO_SIZES
     else (CHATLEARN, *row)
     for model in _PPO_MODELS
     for key, row in MODEL_FILE_KEYS.items()

@@ -25,7 +25,7 @@ from slimrl.arguments.validation import (
     vision,
 )
 from slimrl.arguments.validation.adapters import lora
-from slimrl.arguments.validation.engines import groups, servers, vllm
+from slimrl.arguments.validation.engines import groups, servers, vllm, weight_updates
 from slimrl.arguments.validation.exactness import true_on_policy
 
 # for every program that reads the model flags, including converters
@@ -65,7 +65,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
     logging.wandb_is_installed,
     logging.prometheus_port_is_free,
     logging.ports_are_apart,
-    servers.disk_transport_has_a_folder,
+    weight_updates.disk_transport_has_a_folder,
     checkpoint.weights_have_a_source,
     checkpoint.ref_load_is_a_checkpoint,
     checkpoint.load_is_a_checkpoint_or_new,
@@ -77,6 +77,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
     checkpoint.retention_fits_saving,
     checkpoint.exports_have_a_place,
     critic.critic_flags_have_a_critic,
+    critic.advantages_have_one_lambda,
     critic.critic_can_be_built,
     critic.critic_has_weights,
     critic.critic_model_has_its_shape,
@@ -102,7 +103,9 @@ TRAINING_RULES: tuple[Rule, ...] = (
     servers.engine_stages_can_be_updated,
     servers.engine_layout_can_be_checked,
     servers.engine_weights_are_those_of_training,
-    servers.delta_updates_fit_the_run,
+    weight_updates.delta_updates_fit_the_run,
+    weight_updates.p2p_updates_fit_the_run,
+    weight_updates.p2p_knows_the_layout_of_engines,
     lora.engine_lora_options_follow_the_adapters,
     servers.engine_collectives_agree,
     servers.engine_attention_copies_divide,

@@ -98,8 +98,17 @@ def clip_range_is_ordered(args: Arguments, context: Context) -> Iterator[Problem
 
 
 def estimator_has_what_it_needs(args: Arguments, context: Context) -> Iterator[Problem]:
-    """A discount belongs to discounted returns, and --disable-grpo-std-normalization to a division by the deviation."""
+    """A discount belongs to discounted returns; a switch of the normalization of rewards to a row that has it."""
     estimator = ESTIMATORS.get(args.advantage_estimator)
+    if not args.rewards_normalization and estimator is not None and not estimator.is_group_relative:
+        relative = ", ".join(name for name, row in ESTIMATORS.items() if row.is_group_relative)
+        if not args.is_supervised:
+            yield Problem(
+                "--disable-rewards-normalization",
+                "--disable-rewards-normalization has no effect with --advantage-estimator"
+                f" {args.advantage_estimator}, whose rewards are never relative to their group (those that are:"
+                f" {relative}): leave it out.",
+            )
     divides = estimator is None or estimator.normalizes_by_std
     if not args.grpo_std_normalization and not divides and not args.is_supervised:
         dividing = ", ".join(name for name, row in ESTIMATORS.items() if row.normalizes_by_std)
@@ -170,7 +179,7 @@ def process_rewards_have_their_model(args: Arguments, context: Context) -> Itera
         )
     estimator = ESTIMATORS.get(args.advantage_estimator)
     if estimator is not None and estimator.returns is Returns.BROADCAST:
-        summed = " and ".join(name for name, row in ESTIMATORS.items() if row.returns is not Returns.BROADCAST)
+        summed = " or ".join(name for name, row in ESTIMATORS.items() if row.returns is not Returns.BROADCAST)
         yield Problem(
             flag,
             f"{flag} {separator!r} rewards steps, and --advantage-estimator {estimator.name} has one reward per"

@@ -16,11 +16,12 @@ from slimrl.arguments.namespace import Arguments, Context, absent
 from slimrl.arguments.validation.checkpoint import checkpoint_problems, is_fresh
 from slimrl.arguments.validation.data import how_batch_misses
 from slimrl.arguments.validation.optimizer import other_owner
-from slimrl.arguments.validation.parallel import experts_can_be_sharded, sizes_that_do_not_divide
+from slimrl.arguments.validation.parallel import gradients_can_be_sharded, sizes_that_do_not_divide
 
 _FLAGS = (
     "lambd",
     "critic_lambd",
+    "length_adaptive_gae_alpha",
     "value_clip",
     "normalize_values",
     "num_critic_only_steps",
@@ -60,6 +61,25 @@ def critic_flags_have_a_critic(args: Arguments, context: Context) -> Iterator[Pr
                 f"{flag} {vars(args)[name]} belongs to a critic and --advantage-estimator is"
                 f" {args.advantage_estimator}: give --advantage-estimator {estimators}, or leave {flag} out.",
             )
+
+
+def advantages_have_one_lambda(args: Arguments, context: Context) -> Iterator[Problem]:
+    """--length-adaptive-gae-alpha gives every response a lambda in place of --lambd, in the built-in advantages."""
+    if not args.use_critic or args.length_adaptive_gae_alpha is None:
+        return
+    if args.custom_advantage_function_path is not None:
+        yield Problem(
+            "--length-adaptive-gae-alpha",
+            f"--length-adaptive-gae-alpha {args.length_adaptive_gae_alpha:g} is for the built-in advantages, and"
+            f" --custom-advantage-function-path {args.custom_advantage_function_path} replaces them: leave it out.",
+        )
+    if "lambd" in context.given:
+        yield Problem(
+            "--length-adaptive-gae-alpha",
+            f"--length-adaptive-gae-alpha {args.length_adaptive_gae_alpha:g} gives the advantages of each response a"
+            f" lambda by its length, and --lambd {args.lambd:g} one for all: leave one of them out (the critic's lambda"
+            " is --critic-lambd).",
+        )
 
 
 def critic_can_be_built(args: Arguments, context: Context) -> Iterator[Problem]:
@@ -240,7 +260,7 @@ def critic_fits_its_gpus(args: Arguments, context: Context) -> Iterator[Problem]
             f" by {shown}, which also applies to the critic: give a multiple of {math.prod(used.values())} GPUs.",
         )
         return
-    yield from experts_can_be_sharded(own, " of the critic")
+    yield from gradients_can_be_sharded(own, " of the critic")
     batch = args.global_batch_size
     missed = how_batch_misses(args, critic_groups(args).data) if batch else None
     if missed is not None:

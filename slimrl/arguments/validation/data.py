@@ -15,10 +15,9 @@ from pathlib import Path
 from slimrl.arguments.eval_datasets import eval_prompt_format, training_prompt_format
 from slimrl.arguments.flag import Problem
 from slimrl.arguments.namespace import Arguments, Context, absent
-from slimrl.data.dataset_spec import DATA_KINDS, DataMix, DataPath
 from slimrl.data.loss_mask import CHAT_TEMPLATE, fitting_types
 from slimrl.data.preflight import FilePreview, preview_file
-from slimrl.data.prompt_format import PromptFormat, needs_label
+from slimrl.data.prompt_format import DATA_KINDS, DataMix, DataPath, PromptFormat, needs_label
 from slimrl.models.hf_folder import read_chat_template, read_tokenizer_files
 
 _SECONDS = 0.8  # time limit of the check of all data

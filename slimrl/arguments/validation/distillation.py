@@ -10,9 +10,14 @@ from typing import Any
 from slimrl.arguments.checkpoints import is_hf_model
 from slimrl.arguments.flag import Problem
 from slimrl.arguments.flags.rollout import DEFAULT_ROLLOUT_FUNCTION
-from slimrl.arguments.hf_config import disagreements
+from slimrl.arguments.hf_config import (
+    ARCHITECTURES,
+    RewardModelConfig,
+    disagreements,
+    served_models,
+    starts_reward_servers,
+)
 from slimrl.arguments.namespace import Arguments, Context, absent
-from slimrl.arguments.served_models import ARCHITECTURES, RewardModelConfig, served_models, starts_reward_servers
 from slimrl.arguments.validation.checkpoint import checkpoint_problems
 from slimrl.data.reward_registry import GradedBy, reward_of
 from slimrl.hooks import own_path

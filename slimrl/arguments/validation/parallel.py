@@ -157,7 +157,6 @@ def sharding_fits_the_run(args: Arguments, context: Context) -> Iterator[Problem
         (args.fp8_param_gather, "--fp8-param-gather", "gathers weights in the dtype of their update"),
         (args.use_precision_aware_optimizer, "--use-precision-aware-optimizer", "keeps its state in fp32"),
         (args.optimizer_cpu_offload, "--optimizer-cpu-offload", "keeps its state on the device"),
-        (bool(args.offload_train), "--offload-train", "has buffers that cannot be offloaded"),
     ):
         if given:
             yield Problem(flag, f"{_SWITCH} {reason}: leave {flag} out, or {_SWITCH}.")
@@ -167,8 +166,8 @@ def sharding_fits_the_run(args: Arguments, context: Context) -> Iterator[Problem
             f"{_SWITCH} with --data-parallel-sharding-strategy optim adds each GPU's own gradient twice with"
             " --overlap-grad-reduce: leave it out, or also shard gradients (optim_grads).",
         )
-    if not context.broken & _OF_EXPERTS:
-        yield from experts_can_be_sharded(args)
+    if not context.broken & _OF_GRADIENTS:
+        yield from gradients_can_be_sharded(args)
 
 
 def _list_of(args: Arguments) -> str:
@@ -176,18 +175,30 @@ def _list_of(args: Arguments) -> str:
     return "--only-train-params-name-list" if only else "--freeze-params-name-list"
 
 
-_OF_EXPERTS = {"expert_model_parallel_size", "expert_tensor_parallel_size", *ACTOR_FIELDS}
+_SIZES = ("tensor_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size")
+_OF_GRADIENTS = {*_SIZES, "data_parallel_sharding_strategy", *ACTOR_FIELDS}
 
 
-def experts_can_be_sharded(args: Arguments, of: str = "") -> Iterator[Problem]:
-    """If each expert is on one GPU only, megatron-core 0.16.1 adds its gradients again at each micro-batch.
+def gradients_can_be_sharded(args: Arguments, of: str = "") -> Iterator[Problem]:
+    """If a weight is on one GPU only, megatron-core 0.16.1 adds its gradients again at each micro-batch.
 
     `args` are the flags of the policy, or as they apply to a critic on GPUs of its own: `of` names it.
     """
-    if args.num_experts is None or not args.use_megatron_fsdp:
+    strategy = args.data_parallel_sharding_strategy
+    if not args.use_megatron_fsdp or strategy not in ("optim_grads", "optim_grads_params"):
+        return
+    tp = args.tensor_model_parallel_size
+    if args.actor_num_gpus <= tp:
+        shared = f" and --tensor-model-parallel-size {tp}" if tp > 1 else ""
+        yield Problem(
+            _SWITCH,
+            f"{_SWITCH} with --data-parallel-sharding-strategy {strategy}{shared} leaves each weight{of} on one GPU,"
+            f" where it cannot shard its gradients: leave {_SWITCH} out, or use --data-parallel-sharding-strategy"
+            " optim.",
+        )
         return
     holders = args.actor_num_gpus // (args.expert_model_parallel_size * (args.expert_tensor_parallel_size or 1))
-    if holders <= 1 and args.data_parallel_sharding_strategy in ("optim_grads", "optim_grads_params"):
+    if args.num_experts is not None and holders <= 1:
         yield Problem(
             "--expert-model-parallel-size",
             f"--expert-model-parallel-size {args.expert_model_parallel_size} leaves each expert{of} on one GPU, where"

@@ -62,8 +62,8 @@ def preference_flags_have_their_loss(args: Arguments, context: Context) -> Itera
     if args.preference_label_smoothing >= 0.5:
         yield Problem(
             "--preference-label-smoothing",
-            f"--preference-label-smoothing {args.preference_label_smoothing:g} says that most pairs are exchanged:"
-            " give less than 0.5, or exchange the columns.",
+            f"--preference-label-smoothing {args.preference_label_smoothing:g} says that half of the pairs or more"
+            " are exchanged: give less than 0.5, or exchange the columns.",
         )
     if not row.compares and args.desirable_weight == args.undesirable_weight == 0:
         yield Problem(

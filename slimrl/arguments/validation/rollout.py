@@ -14,9 +14,9 @@ from pathlib import Path
 from slimrl.algorithms.estimators import ESTIMATORS
 from slimrl.arguments.flag import Problem
 from slimrl.arguments.flags.rollout import DEFAULT_ROLLOUT_FUNCTION, RM_TYPES
+from slimrl.arguments.hf_config import TOKENIZER_FILES, RewardModelConfig, starts_reward_servers
 from slimrl.arguments.namespace import Arguments, Context, EvalDataset, missing
-from slimrl.arguments.served_models import TOKENIZER_FILES, RewardModelConfig, starts_reward_servers
-from slimrl.data.dataset_spec import DataMix
+from slimrl.data.prompt_format import DataMix
 from slimrl.data.reward_registry import BuiltInReward, GradedBy, reward_of
 
 _BOUND, _IN_FLIGHT = "--max-weight-staleness", "--update-weights-in-flight"

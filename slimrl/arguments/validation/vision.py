@@ -43,11 +43,7 @@ def vision_model_can_be_trained(args: Arguments, context: Context) -> Iterator[P
     if args.vision_folder is None or args.debug_rollout_only:
         return
     for given, flag, reason in (
-        (args.context_parallel_size > 1, f"--context-parallel-size {args.context_parallel_size}", "is not split over"),
-        (args.use_megatron_fsdp, "--use-megatron-fsdp", "is not sharded with"),
-        (args.use_critic, f"--advantage-estimator {args.advantage_estimator}", "has no value head for"),
         (args.trains_reward_model, "--loss-type reward_model_loss", "has no value head for"),
-        (args.lora_rank is not None, "--lora-rank", "has no adapters for"),
         (args.true_on_policy_mode, "--true-on-policy-mode", "has no batch-invariant tower for"),
         (args.spec is not None, "--spec", "has its own layers instead of"),
         (args.custom_model_provider_path is not None, "--custom-model-provider-path", "is built without"),
@@ -104,6 +100,12 @@ def vision_model_can_be_served(args: Arguments, context: Context) -> Iterator[Pr
             f"--check-weight-update-equal compares a vision tower (--hf-checkpoint) on engines of one GPU, and"
             f" --rollout-num-gpus-per-engine is {size}: leave it out, or give 1.",
         )
+    if args.update_weight_transfer_mode == "p2p" and size > 1:
+        yield Problem(
+            "--update-weight-transfer-mode",
+            f"--update-weight-transfer-mode p2p sends a vision tower (--hf-checkpoint) to engines of one GPU, and"
+            f" --rollout-num-gpus-per-engine is {size}: leave it out, or give 1.",
+        )
     if args.update_weight_mode == "delta":
         yield Problem(
             "--update-weight-mode",
@@ -148,7 +150,6 @@ def images_fit_the_run(args: Arguments, context: Context) -> Iterator[Problem]:
     own_function = args.has_custom_rollout_function and not args.reads_pairs and not args.reads_conversations
     for given, flag, reason in (
         (own_function, "--rollout-function-path", "passes the engine no images"),
-        (args.reads_pairs, "--rollout-function-path", "reads pairs of text"),
         (
             args.custom_convert_samples_to_train_data_path is not None,
             "--custom-convert-samples-to-train-data-path",

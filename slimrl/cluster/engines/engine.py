@@ -11,18 +11,26 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import Sequence
+import urllib.parse
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError
 
-from slimrl.arguments.engine_groups.config import REGULAR
+from slimrl.arguments.engine_groups import REGULAR
 from slimrl.cluster import ray_session
-from slimrl.cluster.network import BindConfig, node_address, server_host
-from slimrl.cluster.nodes.comparison import NodeMark, place_node_mark, shared_memory_conflict, visible_marks
-from slimrl.cluster.placement import ENGINE_SHARE, REWARD_SHARE, EnginePart, ReservedGpus
+from slimrl.cluster.engines.server_states import ServerExit
+from slimrl.cluster.launch import BindConfig, node_address, server_host
+from slimrl.cluster.nodes.comparison import (
+    NodeMark,
+    NodesDifferError,
+    place_node_mark,
+    shared_memory_conflict,
+    visible_marks,
+)
+from slimrl.cluster.placement import ENGINE_SHARE, REWARD_SHARE, EnginePart, InsufficientGpusError, ReservedGpus
 from slimrl.engines.backend import SGLANG, backend
 from slimrl.engines.server_protocol import CALL_TIMEOUT_S, NodePart, ServerControl, ServerLaunch, ServerProcess
 from slimrl.observability.tracer import Timeline
@@ -32,6 +40,8 @@ from slimrl.processes.process_info import resident_gib
 from slimrl.weights.update.topology import EngineEndpoint
 
 POLL_INTERVAL_S = 0.25
+CLOSE_TIMEOUT_S, MEMORY_TIMEOUT_S = 120.0, 5.0
+PORT_TIMEOUT_S = 15.0  # for the port of a lost server to be free
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +66,8 @@ class ServerSettings:
     key: str | None = dataclasses.field(default=None, repr=False)
     batch_invariant: bool = False  # --true-on-policy-mode
     engine: str = SGLANG  # its row in `engines.backend`
+    keeps_port: bool = False  # a replacement serves at the same address: clients have a fixed list
+    port: int | None = None  # of the lost server, for its replacement
     worker_type: str = REGULAR
 
     @property
@@ -67,18 +79,6 @@ class ServerSettings:
     def label(self) -> str:
         """Its name in messages: "SGLang server 0.1"."""
         return f"{backend(self.engine).title} server {self.name}"
-
-
-@dataclasses.dataclass(frozen=True)
-class ServerExit:
-    """How a process of a server ended; `str()` adds the last lines of its log."""
-
-    what: str
-    log_path: Path | None = None
-    last_lines: str = ""
-
-    def __str__(self) -> str:
-        return self.what if self.log_path is None else f"{self.what}; last lines of {self.log_path}:\n{self.last_lines}"
 
 
 @ray.remote(concurrency_groups={"watch": 1, "stop": 1, "memory": 1})
@@ -117,8 +117,17 @@ class EngineActor:
             log_path=log_path,
             part=part,
             key=settings.key,
+            port=settings.port if part.rank == 0 else None,
         )
-        rendezvous = server.claim()
+        deadline = time.monotonic() + (PORT_TIMEOUT_S if settings.port is not None else 0.0)
+        while True:
+            try:
+                rendezvous = server.claim()
+                break
+            except OSError:  # the lost server's actor may still hold the port
+                if time.monotonic() >= deadline:
+                    raise
+            time.sleep(POLL_INTERVAL_S)
         self._server = server
         return rendezvous
 
@@ -192,6 +201,7 @@ class EngineActorConfig:
     log_level: str
     environment: dict[str, str]
     folder: Path
+    check_node: Callable[[str], Awaitable[None]] | None = None  # raises NodesDifferError for a node that cannot be used
 
 
 class Engine:
@@ -208,7 +218,12 @@ class Engine:
         self._parts = parts
         self._gpus = gpus
         self._config = config
-        self._actors = [self._actor(rank, part) for rank, part in enumerate(parts)]
+        self._placements = 0
+        self._place()
+
+    def _place(self) -> None:
+        self._placements += 1
+        self._actors = [self._actor(rank, part) for rank, part in enumerate(self._parts)]
         self._watches = [actor.watch.remote() for actor in self._actors]
 
     @property
@@ -226,16 +241,26 @@ class Engine:
 
     def _actor(self, rank: int, part: EnginePart) -> ray.actor.ActorHandle:
         config, suffix = self._config, self._suffix(rank)
+        again = f", placement {self._placements}" if self._placements > 1 else ""  # Ray may not have freed the name yet
         return EngineActor.options(  # type: ignore[attr-defined]
             **self._gpus.options(part.gpus[0], REWARD_SHARE if self.settings.role else ENGINE_SHARE),
             runtime_env={"env_vars": config.environment},
-            name=f"engine {suffix}",
+            name=f"engine {suffix}{again}",
         ).remote(self.settings, config.log_dir / f"engine{suffix}.log", config.log_level, config.folder)
 
     def respawn(self) -> Engine:
         """A new server on the same GPUs, not yet started; this one must have ended."""
-        settings = dataclasses.replace(self.settings, life=self.settings.life + 1)
+        port = urllib.parse.urlsplit(self.url).port if self.settings.keeps_port else None
+        settings = dataclasses.replace(self.settings, life=self.settings.life + 1, port=port or self.settings.port)
         return Engine(settings, self._parts, self._gpus, self._config)
+
+    async def placed(self) -> None:
+        """Pending until Ray has nodes for its actors. Raises RayActorError if they end there at once."""
+        try:
+            await asyncio.gather(*(actor.__ray_ready__.remote() for actor in self._actors))
+        except RayActorError:  # Ray had put them on a lost node before it noticed the loss
+            self._place()
+            await asyncio.gather(*(actor.__ray_ready__.remote() for actor in self._actors))
 
     async def start(self, timeout_s: float, timeline: Timeline | None = None) -> None:
         """Starts the processes and waits until the server responds; records both parts of the wait in `timeline`.
@@ -243,6 +268,8 @@ class Engine:
         Raises ProcessStartError if one of them dies, after `timeout_s`, or if its nodes cannot host one server.
         """
         began = time.monotonic_ns()
+        if self.settings.life:
+            await self._take_over_spares()
         await self._check_nodes()
         rendezvous = await self._claim(0, None)
         await asyncio.gather(*(self._claim(rank, rendezvous) for rank in range(1, len(self._parts))))
@@ -259,6 +286,24 @@ class Engine:
             process = f"server {self.url}"
             timeline.add_span("start", "start of the actor", began, launched, process)
             timeline.add_span("start", "start of the server", launched, time.monotonic_ns(), process)
+
+    async def _take_over_spares(self) -> None:
+        """Finds the actors of a replacement: Ray has put them on a spare node if that of the lost server is lost.
+
+        Raises ProcessStartError if that node cannot be used.
+        """
+        await self.placed()
+        try:
+            await asyncio.to_thread(self._gpus.follow)
+            if self._gpus.lost([gpu for part in self._parts for gpu in part.gpus]):
+                raise InsufficientGpusError("a node is lost, and Ray has not reserved others for all of its GPUs")
+            parts = [dataclasses.replace(part, node=self._gpus.gpus[part.gpus[0]].node) for part in self._parts]
+            for node in {part.node for part in parts} - {part.node for part in self._parts}:
+                if self._config.check_node is not None:
+                    await self._config.check_node(node)
+        except (InsufficientGpusError, NodesDifferError) as error:
+            raise ProcessStartError(f"{self.label} cannot start on a spare node: {error}") from error
+        self._parts = parts
 
     async def _check_nodes(self) -> None:
         if len(self._actors) == 1:
@@ -292,8 +337,12 @@ class Engine:
         return backend(self.settings.engine).control(self.url, timeout_s, self.settings.key)
 
     async def memory(self) -> dict[str, float]:
-        """Resident memory of its processes on all nodes in GiB by name, without lost nodes."""
-        results = await asyncio.gather(*(actor.memory.remote() for actor in self._actors), return_exceptions=True)
+        """Resident memory of its processes on all nodes in GiB by name, without lost nodes; {} if it waits for one."""
+        calls = asyncio.gather(*(actor.memory.remote() for actor in self._actors), return_exceptions=True)
+        try:
+            results = await asyncio.wait_for(calls, MEMORY_TIMEOUT_S)
+        except TimeoutError:
+            return {}
         memory: dict[str, float] = {}
         for result in results:
             if isinstance(result, RayActorError):  # `watch` reports the death
@@ -338,8 +387,11 @@ class Engine:
             await asyncio.wait_for(stops, KILL_TIMEOUT_S)
 
     async def close(self) -> None:
-        """Ends the processes, then the actors; ignores actors that are dead already."""
-        results = await asyncio.gather(*(actor.stop.remote() for actor in self._actors), return_exceptions=True)
+        """Ends the processes, then the actors; ignores actors that are dead already, or wait for a node."""
+        stops = asyncio.gather(*(actor.stop.remote() for actor in self._actors), return_exceptions=True)
+        results = []
+        with contextlib.suppress(TimeoutError):
+            results = await asyncio.wait_for(stops, CLOSE_TIMEOUT_S)
         for actor in self._actors:
             ray.kill(actor)
         for result in results:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import sys
 import time
 import urllib.parse
@@ -17,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from slimrl.arguments import Arguments
-from slimrl.arguments.engine_groups.config import DECODE, PREFILL
-from slimrl.arguments.engine_groups.layout import EnginePlace, group_flags, kv_transfers, policy_places
-from slimrl.cluster.engines.engine import Engine, EngineActorConfig, ServerExit, ServerSettings
-from slimrl.cluster.launch import Launch
-from slimrl.cluster.network import LOOPBACK, server_host
+from slimrl.arguments.engine_groups import DECODE, PREFILL, EnginePlace, group_flags, kv_transfers, policy_places
+from slimrl.cluster.engines.engine import Engine, EngineActorConfig, ServerSettings
+from slimrl.cluster.engines.server_states import ServerExit
+from slimrl.cluster.launch import LOOPBACK, Launch, server_host
+from slimrl.cluster.nodes.comparison import check_node
 from slimrl.cluster.placement import GpuBundles
 from slimrl.engines.backend import PYTHON_OPTION, backend
 from slimrl.engines.http import key_of
@@ -88,6 +89,9 @@ class ExternalEngine:
     def respawn(self) -> ExternalEngine:
         """The same server after it went away."""
         return ExternalEngine(self.address, self.index, self._args, self.life + 1)
+
+    async def placed(self) -> None:
+        """It is where it is."""
 
     async def start(self, timeout_s: float, timeline: Timeline | None = None) -> None:
         """Checks that the server is usable: once in its first life, in later lives for up to `timeout_s`.
@@ -158,6 +162,7 @@ def check_machine(args: Arguments, launch: Launch) -> None:
             cuda=launch.machine.cuda,
             releases_memory=bool(args.offload_rollout),
             kv_transfers=kv_transfers(args),
+            mooncake=args.update_weight_transport == "mooncake" and not args.debug_rollout_only,
         )
 
 
@@ -188,7 +193,8 @@ class EngineGroup:
         nodes = [part.node for parts in gpus.engines for part in parts]
         server_host(args.engine_options.get("host"), LOOPBACK, nodes)  # raises before anything starts
         log_dir = Path(args.run_dir).absolute() / "logs"
-        config = EngineActorConfig(log_dir, args.log_level, launch.environment, Path.cwd())
+        check = functools.partial(check_node, args)
+        config = EngineActorConfig(log_dir, args.log_level, launch.environment, Path.cwd(), check)
         engines: list[AnyEngine] = [
             Engine(settings_of_place(args, place, index, launch), parts, gpus, config)
             for index, (place, parts) in enumerate(zip(_policy(args, gpus), gpus.engines, strict=True))
@@ -373,4 +379,6 @@ def _weight_update_options(args: Arguments) -> dict[str, Any]:
         return backend(args.rollout_engine).adapter_options(adapters, releases_memory=bool(args.offload_rollout))
     if args.update_weight_mode == "delta":
         return backend(args.rollout_engine).delta_options(args.sglang_options)
+    if args.update_weight_transfer_mode == "p2p":
+        return backend(args.rollout_engine).point_to_point_options(args.sglang_options)
     return {}

@@ -18,13 +18,13 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from slimrl.cluster.engines.elastic_engines import ElasticEngines
-from slimrl.cluster.engines.engine import ServerExit
-from slimrl.cluster.engines.engine_group import READY_TIMEOUT_S, AnyEngine, EngineGroup, abort_orphans
+from slimrl.cluster.engines.engine_group import READY_TIMEOUT_S, AnyEngine, abort_orphans
 from slimrl.cluster.engines.health_monitor import HealthConfig, HealthMonitor
-from slimrl.cluster.engines.router_supervisor import RouterSupervisor
+from slimrl.cluster.engines.router_supervisor import Servers, router_supervisor
+from slimrl.cluster.engines.server_states import EngineGroupStatus, RecoveryEvents, ServerExit
 from slimrl.engines.protocol import EngineError, ServerList
 from slimrl.engines.server_protocol import EngineMemory, MemoryControl
 from slimrl.processes import ProcessStartError
@@ -38,7 +38,7 @@ DEATH_GRACE_S = 1.0  # for `watch` to report a death
 LOAD_TIMEOUT_S, LOG_TIMEOUT_S = 2.0, 5.0
 START_LIMIT_S = READY_TIMEOUT_S + 60.0  # bounds the start even if the actor never answers
 LONG_LIFE_S = 600.0  # a server that served this long resets the count of consecutive losses
-NOT_STARTED = (ProcessStartError, RayActorError, EngineError, OSError)
+NOT_STARTED = (ProcessStartError, RayError, EngineError, OSError)
 
 
 class Phase(enum.Enum):
@@ -70,29 +70,13 @@ class _EngineSlot:
         return self.engine is engine and self.phase is not Phase.LOST
 
 
-@dataclasses.dataclass(frozen=True)
-class RecoveryEvents:
-    """The events after those already received; `serial` counts all events so far."""
-
-    serial: int
-    lines: list[str]
-
-
-@dataclasses.dataclass(frozen=True)
-class EngineGroupStatus:
-    """Servers that have started and wait for weights, and the number of serving ones."""
-
-    waiting: list[EngineEndpoint]
-    serving: int
-
-
 class EngineRecovery:
     """Supervises and replaces the engines. Construct it in the event loop that calls its methods."""
 
     def __init__(
         self,
         flags: HealthConfig,
-        group: EngineGroup,
+        group: Servers,
         client: ServerList,
         memory: EngineMemory,
         *,
@@ -116,10 +100,11 @@ class EngineRecovery:
         self._resent = client.resent
         self._changed = asyncio.Event()
         self._memory_lock = asyncio.Lock()
-        self._router = RouterSupervisor(group.router, self._monitor, self._serving, self._event)
+        self._router = router_supervisor(group.router, self._monitor, self._serving, self._event)
         self._starting: set[_EngineSlot] = set()
         self._updated: list[AnyEngine] = []  # the engines of the current or last weight update
         self._starts_paused = False  # training has the GPUs, or is about to
+        self._awaited = False  # a weight update waits for the first server
         self._loop = asyncio.get_running_loop()
         memory.when_lost = self._mark_failed_from_thread
         self._tasks = [asyncio.create_task(self._supervise_engine(index)) for index in range(len(self._slots))]
@@ -203,7 +188,10 @@ class EngineRecovery:
         self._monitor.updating_weights = True
         self._notify()
         while not (chosen := [slot for slot in self._slots if slot.phase in wanted]) and not only_waiting:
+            self._awaited = True
+            self._notify()
             await self._wait_change()
+        self._awaited = False
         if not chosen:
             self._monitor.updating_weights = False
         self._updated = [slot.engine for slot in chosen]
@@ -216,8 +204,7 @@ class EngineRecovery:
         """
         self._monitor.updating_weights = False
         updated = [slot for slot in self._slots if slot.engine.url in urls and slot.engine in self._updated]
-        waiting = [slot for slot in updated if slot.phase is Phase.WAITING]
-        await self._admit_engines(waiting, f"has weights {version}")
+        await self._admit_engines([slot for slot in updated if slot.phase is Phase.WAITING], f"has weights {version}")
 
     async def weight_update_failed(self, urls: Sequence[str]) -> list[str]:
         """Probes the servers at `urls` and returns the lost ones; the others can be updated again."""
@@ -250,8 +237,7 @@ class EngineRecovery:
                 condition = f"without a completed rollout or {LONG_LIFE_S:g} s of service in between"
                 return f"{end}\nit was lost {slot.losses} times in a row, {condition}"
             await self._remove_engine(slot, end)
-            while self._starts_paused and not (self._monitor.updating_weights and not self._any_left()):
-                await self._wait_change()
+            await self._wait_for_gpus()
             slot.engine, slot.failure = self._group.replace_engine(index), self._loop.create_future()
             end = await self._serve(slot)
 
@@ -276,11 +262,18 @@ class EngineRecovery:
     async def _serve(self, slot: _EngineSlot) -> ServerExit:
         """Starts the slot's engine; pending until it is lost, or did not start."""
         try:
+            await slot.engine.placed()  # if its node is lost, as soon as there is a spare one
+            await self._wait_for_gpus()
             await self._start(slot)
         except NOT_STARTED as error:
             cause = error.cause if isinstance(error, RayTaskError) else error
             return ServerExit(f"{slot.engine.label} did not start: {cause}")
         return await self._wait_lost(slot)
+
+    async def _wait_for_gpus(self) -> None:
+        """Waits while training has the GPUs, unless it waits for the first server with its weights alone on them."""
+        while self._starts_paused and not (self._awaited and not self._any_left()):
+            await self._wait_change()
 
     async def _wait_lost(self, slot: _EngineSlot) -> ServerExit:
         """Pending while the server is alive and healthy; then returns how it was lost."""

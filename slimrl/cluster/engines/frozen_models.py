@@ -1,9 +1,11 @@
 """The frozen models of --sglang-config: judges, teachers, references, each with its servers and a router of its own.
 
 The rollout manager owns them. They start and end with the policy's engines and get no weight updates. The death of a
-server or router ends the run with a message that names the model; with --use-fault-tolerance it is replaced
-(`frozen_recovery`). On shared GPUs their memory is released and resumed with that of the engines; the servers then
-restore their weights from host memory.
+server or router ends the run with a message that names the model. With --use-fault-tolerance it is replaced
+(`FrozenRecovery`): a new server has the model, options and GPUs of the lost one, and serves as soon as it has started,
+since it needs no weights. The events of all models reach the driver in one list. On shared GPUs their memory is
+released and resumed with that of the engines; the servers then restore their weights from host memory.
+
 Custom functions find each router in `args.sglang_model_routers`, by the name of the model.
 """
 
@@ -12,11 +14,11 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import urllib.parse
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from slimrl.arguments import Arguments
-from slimrl.arguments.engine_groups.layout import EnginePlace, frozen_places
+from slimrl.arguments.engine_groups import EnginePlace, frozen_places
 from slimrl.cluster.engines.engine import Engine, EngineActorConfig, ServerSettings
 from slimrl.cluster.engines.engine_group import (
     READY_TIMEOUT_S,
@@ -28,6 +30,8 @@ from slimrl.cluster.engines.engine_group import (
     register,
 )
 from slimrl.cluster.engines.engine_recovery import EngineRecovery
+from slimrl.cluster.engines.health_monitor import HealthConfig
+from slimrl.cluster.engines.router_supervisor import Servers
 from slimrl.cluster.launch import Launch
 from slimrl.cluster.placement import EnginePart, GpuBundles
 from slimrl.engines.server_protocol import EngineMemory
@@ -160,3 +164,29 @@ def _address(url: str) -> tuple[str, int]:
     parts = urllib.parse.urlsplit(url)
     assert parts.hostname is not None and parts.port is not None  # a router's own
     return parts.hostname, parts.port
+
+
+@dataclasses.dataclass
+class OwnCalls:
+    """In place of a client: custom functions call the router of a frozen model, rewards the servers of theirs."""
+
+    server_urls: list[str] = dataclasses.field(default_factory=list)
+    resent: int = 0
+
+    def set_concurrency(self, requests: int) -> None:
+        """Does nothing: custom functions decide how many requests they send."""
+
+
+class FrozenRecovery(EngineRecovery):
+    """Supervises the servers of one model that gets no weight updates, and its router if it has one."""
+
+    def __init__(
+        self, flags: HealthConfig, group: Servers, memory: EngineMemory, report: Callable[[str], None]
+    ) -> None:
+        """`report(line)` is called for every event."""
+        self._report = report
+        super().__init__(flags, group, OwnCalls(), memory, needs_weight_sync=False, concurrency=0)
+
+    def _event(self, line: str) -> None:
+        self._report(line)
+        self._notify()

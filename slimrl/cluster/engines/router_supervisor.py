@@ -11,8 +11,9 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
+from typing import Any, Protocol
 
-from slimrl.cluster.engines.engine_group import POLL_INTERVAL_S, ROUTER_READY_TIMEOUT_S
+from slimrl.cluster.engines.engine_group import POLL_INTERVAL_S, ROUTER_READY_TIMEOUT_S, AnyEngine
 from slimrl.cluster.engines.health_monitor import HealthMonitor
 from slimrl.engines.protocol import EngineError
 from slimrl.engines.server_protocol import Router
@@ -25,6 +26,39 @@ SETTLE_TIMEOUT_S = 10.0  # for the router to admit a server; a server that dies 
 SETTLE_INTERVAL_S = 5.0
 LONG_LIFE_S = 600.0  # a router that lived this long resets the count of consecutive losses
 RESTART_PAUSE_S = 5.0  # after a failed start: the process that took its port may release it
+
+
+class Servers(Protocol):
+    """An `EngineGroup`, or servers that clients call themselves, without a router."""
+
+    @property
+    def engines(self) -> list[Any]:
+        """The engines of the run, and those that join later."""
+
+    @property
+    def router(self) -> Router | None:
+        """The router in front of them."""
+
+    def replace_engine(self, index: int) -> AnyEngine:
+        """As `EngineGroup.replace_engine`."""
+
+
+class NoRouter:
+    """In place of a `RouterSupervisor`, without a router."""
+
+    losses = 0
+
+    def take_restarts(self) -> int:
+        """None."""
+        return 0
+
+    async def supervise(self) -> str:
+        """Never returns."""
+        return await asyncio.Future()
+
+    async def sync_workers(self) -> bool:
+        """Has nothing to do."""
+        return True
 
 
 class RouterSupervisor:
@@ -121,3 +155,10 @@ class RouterSupervisor:
         if wanted - known:
             self._router.wait_ready(len(wanted), SETTLE_TIMEOUT_S)
         return True
+
+
+def router_supervisor(
+    router: Router | None, monitor: HealthMonitor, serving: Callable[[], list[str]], report: Callable[[str], None]
+) -> RouterSupervisor | NoRouter:
+    """As `RouterSupervisor`, also for servers without a router."""
+    return NoRouter() if router is None else RouterSupervisor(router, monitor, serving, report)

@@ -17,7 +17,7 @@ import ray
 from ray import ObjectRef
 
 from slimrl.arguments import Arguments
-from slimrl.cluster.engines.engine_recovery import EngineGroupStatus, RecoveryEvents
+from slimrl.cluster.engines.server_states import EngineGroupStatus, RecoveryEvents
 from slimrl.cluster.rollout_manager_proxy import RolloutManagerProxy
 from slimrl.cluster.supervisor import Supervisor
 from slimrl.cluster.training.train_recovery import Trainers
@@ -36,8 +36,13 @@ class WeightUpdateRecovery:
         supervisor: Supervisor,
         trainers: Trainers | None,
         connected: list[EngineEndpoint],
+        follow_servers: Callable[[], None] = lambda: None,
     ) -> None:
-        """`connected` are the servers that the trainers are already connected to."""
+        """`connected` are the servers that the trainers are already connected to.
+
+        `follow_servers` is called after each event, for servers on other nodes than before.
+        """
+        self._follow_servers = follow_servers
         self._manager = manager
         self._supervisor = supervisor
         self._trainers = trainers
@@ -58,6 +63,7 @@ class WeightUpdateRecovery:
         self._pending_events, self._serial = None, events.serial
         for line in events.lines:
             logger.warning("%s", line)
+        self._follow_servers()
         self._update_waiting()
 
     @contextlib.contextmanager
@@ -149,10 +155,11 @@ def weight_recovery(
     supervisor: Supervisor,
     trainers: Trainers | None,
     endpoints: list[EngineEndpoint],
+    follow_servers: Callable[[], None],
 ) -> WeightUpdateRecovery | None:
     """The object that sends weights to replaced servers; None without `--use-fault-tolerance` or without servers."""
     if not args.use_fault_tolerance or not endpoints:
         return None
-    recovery = WeightUpdateRecovery(manager, supervisor, trainers, endpoints)
+    recovery = WeightUpdateRecovery(manager, supervisor, trainers, endpoints, follow_servers)
     supervisor.set_event_handler(recovery)
     return recovery

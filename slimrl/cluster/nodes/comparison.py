@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import slimrl
 from slimrl.arguments import Arguments
-from slimrl.cluster.network import node_address
+from slimrl.cluster.launch import node_address
 from slimrl.cluster.placement import GpuBundle
 from slimrl.cluster.supervisor import Supervisor
 from slimrl.cluster.watchdog import WaitTarget

@@ -18,7 +18,7 @@ from pathlib import Path
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from slimrl.cluster.network import node_address
+from slimrl.cluster.launch import node_address
 from slimrl.cluster.nodes.comparison import CommonPath, SharedFile, shared_file
 
 logger = logging.getLogger("slimrl")

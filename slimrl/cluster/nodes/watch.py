@@ -14,7 +14,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import ray
 
@@ -41,15 +41,16 @@ class ProbeIntervals:
 class WatchedNode:
     """The address of its Ray, and the part of the run on it, such as "training ranks 2, 3".
 
-    `required`: the run cannot continue without it. `training_gpus`: the GPUs of its training ranks if it has nothing
-    else, so that a spare node with as many may replace it; else 0.
+    `required`: the run cannot continue without it. `replaceable_gpus`: its GPUs if it has training ranks, and beside
+    them nothing but replaceable servers, so that a spare node with as many may replace it; else 0.
     """
 
     address: str
     port: int
     what: str
     required: bool = True
-    training_gpus: int = 0
+    replaceable_gpus: int = 0
+    node_id: str = dataclasses.field(default="", compare=False)
 
     def __str__(self) -> str:
         return f"node {self.address} ({self.what})"
@@ -69,7 +70,7 @@ class NodeWatch:
         self._refusing: dict[WatchedNode, float] = {}  # nodes without Ray, and since when
         self._tasks: dict[WatchedNode, asyncio.Task[None]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None  # while it runs
-        self._spares = False
+        self._has_moved: Callable[[str], bool] | None = None  # where spare nodes are allowed
 
     def __bool__(self) -> bool:
         """Whether there are nodes to watch."""
@@ -78,7 +79,8 @@ class NodeWatch:
     def unreachable(self) -> str:
         """The unresponsive nodes, as text; "" if all respond."""
         now = time.monotonic()
-        return "; ".join(_unreachable_message(node, now - last) for node, last in list(self._silent.items()))
+        silent = [(node, last) for node, last in list(self._silent.items()) if node in self._nodes]
+        return "; ".join(_unreachable_message(node, now - last) for node, last in silent)
 
     def lost(self) -> str:
         """The nodes that the run requires and that have been unresponsive for too long, as text; "" for none."""
@@ -97,19 +99,26 @@ class NodeWatch:
         )
 
     def _ends_run(self, node: WatchedNode) -> bool:
-        """Whether the run ends without it. Where a spare node is free, the run waits until Ray notices the loss."""
-        has_spare = self._spares and 0 < node.training_gpus <= ray.available_resources().get("GPU", 0)
-        return node.required and not has_spare
+        """Whether the run ends without it, unless it has been replaced.
+
+        Where a spare node is free, the run waits until Ray notices the loss. Then its GPUs are no longer free.
+        """
+        if node not in self._nodes:
+            return False
+        if not node.required or self._has_moved is None or not node.replaceable_gpus:
+            return node.required
+        is_free = node.replaceable_gpus <= ray.available_resources().get("GPU", 0)
+        return not is_free and not self._has_moved(node.node_id)
 
     def dead(self) -> str:
         """The nodes whose Ray has ended, as text; "" for none. Ray itself takes many seconds to notice."""
         gone = self._gone()
         return _ended_message(gone) if gone else ""
 
-    def only_training_is_lost(self) -> bool:
-        """Whether nodes whose Ray has ended had training ranks alone, and may be replaced."""
+    def dead_are_replaceable(self) -> bool:
+        """Whether spare nodes may replace all required nodes whose Ray has ended."""
         gone = self._gone()
-        return self._spares and bool(gone) and all(node.training_gpus for node in gone)
+        return self._has_moved is not None and bool(gone) and all(node.replaceable_gpus for node in gone)
 
     def _gone(self) -> list[WatchedNode]:
         alive = {(node["NodeManagerAddress"], node["NodeManagerPort"]) for node in ray.nodes() if node["Alive"]}
@@ -117,16 +126,16 @@ class NodeWatch:
             node for node in self._nodes if node.required and ((node.address, node.port) not in alive or _refuses(node))
         ]
 
-    def allow_spares(self) -> None:
-        """From now on training ranks may continue on another node."""
-        self._spares = True
+    def allow_spares(self, has_moved: Callable[[str], bool]) -> None:
+        """From now on training ranks may continue on another node.
+
+        `has_moved` tells whether Ray has reserved other GPUs in the place of a node's, which has this id.
+        """
+        self._has_moved = has_moved
 
     def follow(self, gpus: Sequence[GpuBundle], plan: PlacementPlan, replaceable: bool) -> None:
         """Watches the nodes that have the GPUs of the run now, as `nodes_of` finds them, and no others."""
         nodes = nodes_of(gpus, plan, ray.nodes(), ray.get_runtime_context().get_node_id(), replaceable)
-        for node in set(self._nodes) - set(nodes):
-            self._silent.pop(node, None)
-            self._refusing.pop(node, None)
         self._nodes = nodes
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._watch_each, self._loop)
@@ -159,6 +168,8 @@ class NodeWatch:
         """Starts and ends tasks, so that each node has one; called in the loop's thread."""
         for node in set(self._tasks) - set(self._nodes):
             self._tasks.pop(node).cancel()
+            self._silent.pop(node, None)
+            self._refusing.pop(node, None)
         for node in set(self._nodes) - set(self._tasks):
             self._tasks[node] = loop.create_task(self._watch(node))
 
@@ -227,7 +238,8 @@ def nodes_of(
 ) -> list[WatchedNode]:
     """The nodes to watch: Ray's head and the nodes with a GPU of the run, except `own`; `known` are `ray.nodes()`.
 
-    With `replaceable`, the run does not require nodes that have nothing but rollout GPUs.
+    With `replaceable`, lost servers are replaced: the run does not require nodes that have nothing but rollout GPUs,
+    and a spare node may take over servers together with training ranks.
     """
     rollout = "rollout GPUs"
     shares = (
@@ -249,8 +261,8 @@ def nodes_of(
         what = ["the head of Ray"] if is_head else []
         what += [f"{name} {', '.join(map(str, numbers))}" for name, numbers in parts]
         required = is_head or not replaceable or any(name != rollout for name, _ in parts)
-        trains_only = not is_head and all(name in ("training ranks", "critic ranks") for name, _ in parts)
-        training_gpus = sum(len(numbers) for _, numbers in parts) if trains_only else 0
+        kinds = {name for name, _ in parts} - ({rollout} if replaceable else set())
+        trains = bool(kinds) and kinds <= {"training ranks", "critic ranks"} and not is_head
         address = node["NodeManagerAddress"], node["NodeManagerPort"]
-        found.append(WatchedNode(*address, "; ".join(what), required, training_gpus))
+        found.append(WatchedNode(*address, "; ".join(what), required, len(here) if trains else 0, node["NodeID"]))
     return found

@@ -1,35 +1,33 @@
-"""The training ranks of a run: one group of actors per role, and policy and critic as one.
+"""The training ranks of a run: one group of actors per role (`policy_and_critic` has two as one).
 
 A call goes to every rank: `TrainGroup.train`, `TrainWorker.train` (Ray), `PolicyRank.train` (socket),
 `MegatronTrainer`. Results come from rank 0.
 
-Policy and critic on GPUs of their own work at the same time. The driver begins all calls of a rollout at once; columns
-pass between the ranks through Ray's object store, one object per data-parallel rank:
-
-    policy   log-probability passes -> advantages -> optimizer steps
-                                       ^     |
-                                values |     | targets
-                                       |     v
-    critic   pass for the values  -----+     +-----> optimizer steps
+When a rank is lost, new ones take over the state of their data-parallel peers (`PeerState`). Ranks with the same part
+of the model have the same weights, optimizer state and schedule. So the survivors still have the state of a lost rank
+if one of them has the same part, and is at the end of the rollout that the run has trained on last: had it begun the
+optimizer steps of the next one, its state would be that of no complete rollout. Otherwise the state is that of the
+newest checkpoint.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
 from ray import ObjectRef
+from ray.exceptions import RayError
 
 from slimrl.arguments import Arguments
 from slimrl.cluster.launch import Launch, RankLocation
 from slimrl.cluster.placement import TRAIN_SHARE, GpuBundles, gpus_of_nodes
 from slimrl.cluster.supervisor import Supervisor, TrainWorkerDiedError
-from slimrl.cluster.training.train_messages import CRITIC, POLICY, TrainInit, TrainReady, TrainRole
-from slimrl.cluster.training.train_worker import NotFiniteError, TrainWorker
+from slimrl.cluster.training.train_messages import POLICY, StateReport, TrainInit, TrainReady, TrainRole, why_not_shared
+from slimrl.cluster.training.train_worker import TrainWorker
 from slimrl.cluster.watchdog import WaitTarget, format_rank_status, poll_actors
 from slimrl.megatron.training.pass_plan import PassPlan
 from slimrl.weights.update.topology import EngineEndpoint
@@ -37,9 +35,10 @@ from slimrl.weights.update.topology import EngineEndpoint
 if TYPE_CHECKING:
     from slimrl.megatron.offload import Part
 
-_START = "the start of training"
-_OFFLOADING, _ONLOADING = "offloading training", "onloading training"
-_LAST_SAVES = "the end of the saves in the background"
+START = "the start of training"
+OFFLOADING, ONLOADING = "offloading training", "onloading training"
+_ENDED = ("gone", "zombie")  # states of a process
+LAST_SAVES = "the end of the saves in the background"
 
 logger = logging.getLogger("slimrl")
 
@@ -60,9 +59,11 @@ class TrainGroup:
         self._role = role
         self._supervisor = supervisor
         self._has_slept = False
-        # once initialized: the leader of each data-parallel rank, and the data-parallel rank of each rank
+        # once initialized: the leader of each data-parallel rank; the data-parallel rank of each rank, and its part of
+        # the model
         self.leaders: list[int] = []
         self.data_parallel_ranks: list[int] = []
+        self.parts: list[tuple[int, ...]] = []
         self.updating_weights: int | None = None  # the version of a weight update that has begun and is not complete
         self.last_weight_update: dict[str, float] = {}  # its metrics by full name
         self._gpus, self._launch = gpus, launch
@@ -84,7 +85,7 @@ class TrainGroup:
             ).remote(
                 TrainInit(args, rank, len(ranks), launch.machine.cuda, role),
                 launch,
-                RankLocation(gpus.gpus[gpu].gpu_id, gpus_by_node[gpus.gpus[gpu].node]),
+                RankLocation(gpus.gpus[gpu].gpu_id, gpus_by_node.get(gpus.gpus[gpu].node, 0)),
                 Path.cwd(),
             )
             for rank, gpu in enumerate(ranks)
@@ -95,10 +96,15 @@ class TrainGroup:
         for worker in self.workers:
             worker.prepare.remote()  # not awaited: calls run in order
 
-    def restart(self, args: Arguments) -> int:
-        """Replaces all ranks by new ones with the checkpoint of `args`; returns the first rollout to train on."""
+    def restart(self, args: Arguments, states: Sequence[ObjectRef] | None = None) -> int:
+        """Replaces all ranks by new ones with the checkpoint of `args`; returns the first rollout to train on.
+
+        With `states` each begins with one of them, of `TrainWorker.read_state`, in place of the checkpoint.
+        """
         self._replace_workers(args)
-        return self.initialize()[0]
+        if states is None:
+            return self.initialize()[0]
+        return self._started(self._get(self._starting(states), START))[0]
 
     def _replace_workers(self, args: Arguments) -> None:
         self.forget()
@@ -108,17 +114,18 @@ class TrainGroup:
 
     def _get(self, calls: list[ObjectRef], what: str) -> list[Any]:
         """The results of one call per worker."""
-        return self._supervisor.get(calls, _target(self.workers, what, self._role))
+        return self._supervisor.get(calls, target_of(self.workers, what, self._role))
 
     def initialize(self) -> tuple[int, dict[str, Any] | None]:
         """Builds and loads the model on every rank; returns the first rollout id and the saved data state, if any."""
-        return self._started(self._get(self._starting(), _START))
+        return self._started(self._get(self._starting(), START))
 
-    def _starting(self) -> list[ObjectRef]:
+    def _starting(self, states: Sequence[ObjectRef | None] | None = None) -> list[ObjectRef]:
         """Begins `initialize`: a call per worker."""
         first = self.workers[0]
-        store = self._supervisor.get([first.open_store.remote()], _target([first], _START, self._role))[0]
-        return [worker.initialize.remote(store) for worker in self.workers]
+        store = self._supervisor.get([first.open_store.remote()], target_of([first], START, self._role))[0]
+        states = [None] * len(self.workers) if states is None else states
+        return [worker.initialize.remote(store, state) for worker, state in zip(self.workers, states, strict=True)]
 
     def _started(self, starts: list[TrainReady]) -> tuple[int, dict[str, Any] | None]:
         """Takes over the results of `_starting`; returns as `initialize`."""
@@ -130,6 +137,7 @@ class TrainGroup:
         leaders = {start.data_parallel_rank: rank for rank, start in enumerate(starts) if start.leader}
         self.leaders = [leaders[replica] for replica in sorted(leaders)]
         self.data_parallel_ranks = [start.data_parallel_rank for start in starts]
+        self.parts = [start.part for start in starts]
         return starts[0].start_rollout_id, starts[0].data_state
 
     def connect_engines(self, endpoints: list[EngineEndpoint]) -> None:
@@ -147,7 +155,7 @@ class TrainGroup:
         (own,) = batches
         calls = [worker.train.remote(rollout_id, own) for worker in self.workers]
         return self._supervisor.get(
-            calls, _target(self.workers, f"training on rollout {rollout_id}", self._role), progress
+            calls, target_of(self.workers, f"training on rollout {rollout_id}", self._role), progress
         )[0]
 
     def evaluate_held_out(self) -> dict[str, dict[str, float]]:
@@ -164,7 +172,7 @@ class TrainGroup:
 
     def sleep(self, *, keep_weights: bool) -> None:
         """Offloads every rank: gradients and optimizer state, and the weights unless `keep_weights`."""
-        self._slept(self._get(self._sleeping(keep_weights), _OFFLOADING), keep_weights)
+        self._slept(self._get(self._sleeping(keep_weights), OFFLOADING), keep_weights)
 
     def _sleeping(self, keep_weights: bool) -> list[ObjectRef]:
         return [worker.sleep.remote(keep_weights) for worker in self.workers]
@@ -180,7 +188,7 @@ class TrainGroup:
 
     def wake(self) -> None:
         """Onloads every rank."""
-        self._get(self._waking(), _ONLOADING)
+        self._get(self._waking(), ONLOADING)
 
     def _waking(self) -> list[ObjectRef]:
         return [worker.wake.remote() for worker in self.workers]
@@ -230,6 +238,14 @@ class TrainGroup:
         self.stop()
         self.kill()
 
+    def find_lost(self) -> TrainWorkerDiedError | None:
+        """A rank whose process has ended; asks all of them. The watch of a busy node may report it seconds later."""
+        for status in poll_actors([worker.status.remote() for worker in self.workers]):
+            if status is not None and status.state in _ENDED:
+                where = f"{self._role.worker} rank {status.rank} on {status.node}"
+                return TrainWorkerDiedError(f"{where} has ended; its log: {status.log}")
+        return None
+
     def forget(self) -> None:
         """Stops watching the ranks: one of them is lost, and all are to be replaced."""
         self._supervisor.unwatch(self._watches)
@@ -248,7 +264,7 @@ class TrainGroup:
             ray.kill(worker)
 
 
-def _target(workers: Sequence[ray.actor.ActorHandle], what: str, role: TrainRole) -> WaitTarget:
+def target_of(workers: Sequence[ray.actor.ActorHandle], what: str, role: TrainRole) -> WaitTarget:
     """The wait target of one call on each of these workers of a role, in order."""
 
     def describe(pending: Sequence[int]) -> str:
@@ -257,143 +273,75 @@ def _target(workers: Sequence[ray.actor.ActorHandle], what: str, role: TrainRole
     return WaitTarget(what, describe)
 
 
-class PolicyAndCritic(TrainGroup):
-    """The policy's group, whose methods also reach the critic's ranks where these have a part in it."""
-
-    def __init__(self, args: Arguments, gpus: GpuBundles, supervisor: Supervisor, launch: Launch) -> None:
-        super().__init__(args, gpus, supervisor, launch)
-        self._critic = TrainGroup(args, gpus, supervisor, launch, CRITIC)
-        self._critic_sleeps = False
-
-    def _replace_workers(self, args: Arguments) -> None:
-        for group in (self, self._critic):
-            TrainGroup._replace_workers(group, args)  # the policy's first: it ends both
-        self._critic_sleeps = False
-
-    def _both(
-        self,
-        policy: list[ObjectRef],
-        critic: list[ObjectRef],
-        what: str,
-        progress: Callable[[], None] | None = None,
-    ) -> tuple[list[Any], list[Any]]:
-        """The results of calls to the workers of both groups: each list has a multiple of its workers, in order."""
-        found = self._supervisor.get([*critic, *policy], self._target(len(critic), len(policy), what), progress)
-        return found[len(critic) :], found[: len(critic)]
-
-    def _target(self, of_critic: int, of_policy: int, what: str) -> WaitTarget:
-        groups = ((self._critic, range(of_critic)), (self, range(of_critic, of_critic + of_policy)))
-
-        def describe(pending: Sequence[int]) -> str:
-            parts = []
-            for group, calls in groups:
-                ranks = sorted({(call - calls.start) % len(group.workers) for call in pending if call in calls})
-                parts.append(_target(group.workers, what, group._role).describe(ranks))
-            return "; ".join(parts)
-
-        return WaitTarget(what, describe)
-
-    def initialize(self) -> tuple[int, dict[str, Any] | None]:
-        """Builds and loads both models. Raises RuntimeError if they begin with different rollouts."""
-        of_critic = self._critic._starting()
-        of_policy, of_critic = self._both(self._starting(), of_critic, _START)
-        first, _ = self._critic._started(of_critic)
-        start, data_state = self._started(of_policy)
-        if first != start:
-            raise RuntimeError(f"the critic starts with rollout {first} and the policy with {start}")
-        return start, data_state
-
-    def train(
-        self,
-        rollout_id: int,
-        batches: Sequence[list[ObjectRef]],
-        progress: Callable[[], None] | None = None,
-    ) -> list[dict[str, float]]:
-        """Trains both on one rollout; metrics per optimizer step.
-
-        If a value is not finite, the saves of both groups that are in the background are complete before it raises.
-        """
-        policy, critic = self.workers, self._critic.workers
-        for_policy, for_critic = batches
-        # two results each: the columns, which stay in the object store, and the end of the call
-        values, with_values = zip(*(worker.values.remote(rollout_id, for_critic) for worker in critic), strict=True)
-        scored = [worker.score.remote(rollout_id, for_policy) for worker in policy]
-        targets, with_targets = zip(
-            *(worker.targets.remote(_passed(values, self._critic, self, rank)) for rank, worker in enumerate(policy)),
-            strict=True,
-        )
-        of_critic = [
-            worker.train_values.remote(rollout_id, _passed(targets, self, self._critic, rank))
-            for rank, worker in enumerate(critic)
-        ]
-        of_policy = [worker.train_scored.remote() for worker in policy]
-        what = f"training on rollout {rollout_id}"
-        try:
-            found, of_values = self._both(
-                [*scored, *with_targets, *of_policy], [*with_values, *of_critic], what, progress
-            )
-        except NotFiniteError:
-            self._both(self._finishing_saves(), self._critic._finishing_saves(), _LAST_SAVES)
-            raise
-        steps, of_steps = found[-len(policy)], of_values[-len(critic)]
-        return [critic_step | step for critic_step, step in zip(of_steps, steps, strict=True)]
-
-    def memory(self) -> list[ObjectRef]:
-        """References to the memory of every rank, GiB by name."""
-        return super().memory() + self._critic.memory()
-
-    def sleep(self, *, keep_weights: bool) -> None:
-        """Offloads every rank; the critic's weights too, since no engine needs them."""
-        of_critic = [] if self._critic_sleeps else self._critic._sleeping(keep_weights=False)
-        self._critic_sleeps = True
-        given, of_critic = self._both(self._sleeping(keep_weights), of_critic, _OFFLOADING)
-        self._slept(given, keep_weights)
-        if of_critic:
-            self._critic._slept(of_critic, keep_weights=False)
-
-    def wake(self) -> None:
-        """Onloads every rank."""
-        self._critic_sleeps = False
-        self._both(self._waking(), self._critic._waking(), _ONLOADING)
-
-    def save(self, rollout_id: int, data_state: dict[str, Any] | None) -> str:
-        """Writes both checkpoints at the same time; returns the folder of the policy's.
-
-        With --async-save both are written in the background. The policy's becomes complete after the critic's.
-        """
-        # the end of the policy's previous save removes old folders of the critic, too
-        self._get(self._finishing_saves(), _LAST_SAVES)
-        saved_with = uuid.uuid4().hex
-        of_critic = [worker.save_critic.remote(rollout_id, saved_with) for worker in self._critic.workers]
-        of_policy = self._saving(rollout_id, data_state, saved_with)
-        return self._both(of_policy, of_critic, f"save after rollout {rollout_id}")[0][0]
-
-    def leave(self) -> None:
-        """Finishes saving and leaves the process groups; the critic first, on whose checkpoint the policy's waits."""
-        self._critic.leave()
-        super().leave()
-
-    def stop(self) -> None:
-        """Ends the ranks' processes."""
-        self._critic.stop()
-        super().stop()
-
-    def kill(self) -> None:
-        """Kills the actors."""
-        self._critic.kill()
-        super().kill()
-
-    def forget(self) -> None:
-        """Stops watching the ranks of both."""
-        self._critic.forget()
-        super().forget()
+READ_TIMEOUT_S = 600.0
 
 
-def _passed(columns: Sequence[ObjectRef], of: TrainGroup, to: TrainGroup, rank: int) -> list[ObjectRef]:
-    """The columns that a rank of `to` needs, of those that the workers of `of` return.
+class NoPeerStateError(RuntimeError):
+    """The survivors do not have the state of every rank; the message says why."""
 
-    With equal data-parallel sizes both groups have the same batches; otherwise a rank finds its samples in all of them.
+
+@dataclasses.dataclass(frozen=True)
+class PeerState:
+    """The state before rollout `first`: for every new rank that of the rank in `sources`, in Ray's object store.
+
+    `saved` is the newest checkpoint that a survivor knows to be complete.
     """
-    if len(of.leaders) == len(to.leaders):
-        return [columns[of.leaders[to.data_parallel_ranks[rank]]]]
-    return [columns[leader] for leader in of.leaders]
+
+    first: int
+    states: list[ObjectRef]
+    sources: list[int]
+    saved: int | None
+
+    @property
+    def sentence(self) -> str:
+        """Where the state comes from."""
+        ranks = sorted(set(self.sources))
+        one = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+        return f"the state of their data-parallel peers in memory ({one})"
+
+
+def take_over(group: TrainGroup, args: Arguments, first: int) -> PeerState:
+    """The state before rollout `first`, from the surviving ranks of `group`, which can only be replaced afterwards.
+
+    Raises NoPeerStateError.
+    """
+    if (why := why_not_shared(args)) is not None:
+        raise NoPeerStateError(why)
+    reports: list[StateReport | None] = poll_actors([worker.report_state.remote() for worker in group.workers])
+    sources = choose_sources(group.parts, reports, first)
+    reads = {source: group.workers[source].read_state.remote() for source in sorted(set(sources))}
+    ends = [end for _, end in reads.values()]
+    ready, _ = ray.wait(ends, num_returns=len(ends), timeout=READ_TIMEOUT_S)
+    if len(ready) < len(ends):
+        raise NoPeerStateError(f"a surviving rank did not hand over its state within {READ_TIMEOUT_S:.0f} s")
+    try:
+        ray.get(ready)
+    except RayError as error:
+        raise NoPeerStateError("a surviving rank ended while it handed over its state") from error
+    saved = max((report.saved for report in reports if report is not None and report.saved is not None), default=None)
+    return PeerState(first, [reads[source][0] for source in sources], sources, saved)
+
+
+def choose_sources(parts: Sequence[tuple[int, ...]], reports: Sequence[StateReport | None], first: int) -> list[int]:
+    """The rank whose state each rank gets: a survivor with the same part of the model, itself where possible.
+
+    `parts` names the part of the model of every rank, `reports` are None for lost ranks. Raises NoPeerStateError if no
+    survivor with some part has the whole state before rollout `first`.
+    """
+    whole = [rank for rank, report in enumerate(reports) if report is not None and report.first == first]
+    sources = []
+    for rank, part in enumerate(parts):
+        if not (usable := [other for other in whole if parts[other] == part]):
+            raise NoPeerStateError(_why_none(rank, parts, reports, first))
+        sources.append(usable[0])
+    return sources
+
+
+def _why_none(rank: int, parts: Sequence[tuple[int, ...]], reports: Sequence[StateReport | None], first: int) -> str:
+    for other, report in enumerate(reports):
+        if report is None or parts[other] != parts[rank]:
+            continue
+        if report.first is None:
+            return f"rank {other} {report.why}"
+        return f"rank {other} has trained up to rollout {report.first - 1}, the run up to {first - 1}"
+    return f"no rank that is left has the part of the model of rank {rank}"

@@ -1,15 +1,20 @@
-"""The messages between a train worker and its rank's process, and the encoding of calls on the socket between them.
+"""The messages between a train worker and its rank's process: calls, and requests for the rank's state.
 
 A batch is pickled once, by the rollout manager: it follows the call as a separate frame (`send_call`).
+
+Requests for the state are on a socket beside that of the calls. A thread of the rank's process answers them
+(`answer_requests`), since the main thread may wait in a collective for a lost rank. The actor sends them
+(`StateRequests`). `StepState` has the state.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import pickle
+import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Protocol
 
 from slimrl.arguments import Arguments
 
@@ -51,8 +56,9 @@ class TrainInit:
 
 @dataclasses.dataclass(frozen=True)
 class TrainReady:
-    """A rank's state after loading: the first rollout id, the data state, and its data-parallel rank.
+    """A rank after loading: the first rollout id, the data state, its data-parallel rank, its part of the model.
 
+    Ranks with the same `part` have the same weights.
     One rank of each data-parallel rank is its `leader`: it returns the columns that policy and critic exchange.
     """
 
@@ -60,6 +66,7 @@ class TrainReady:
     data_state: dict[str, Any] | None
     data_parallel_rank: int
     leader: bool
+    part: tuple[int, ...] = ()
 
 
 def send_call(connection: Connection, method: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
@@ -73,3 +80,83 @@ def send_call(connection: Connection, method: Callable[..., Any], arguments: tup
 def receive_call(connection: Connection) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Receives a method and its arguments, buffers as `bytes`. Raises EOFError if the other end closed."""
     return pickle.loads(connection.recv_bytes(), buffers=iter(connection.recv_bytes, None))
+
+
+_REPORT, _READ = b"report", b"read"
+
+
+@dataclasses.dataclass(frozen=True)
+class StateReport:
+    """Whether a rank's state can be taken over; the fields are those of `StepState.report`."""
+
+    first: int | None
+    why: str
+    saved: int | None
+
+
+class RankState(Protocol):
+    """See `StepState`."""
+
+    def report(self) -> tuple[int | None, str, int | None]: ...
+
+    def read(self) -> memoryview: ...
+
+
+def why_not_shared(args: Arguments) -> str | None:
+    """Why a rank's state cannot come from another one; None if ranks with the same part of the model have the same."""
+    reasons = {
+        "--use-distributed-optimizer gives each data-parallel rank its own part of the optimizer": (
+            args.use_distributed_optimizer
+        ),
+        "--use-megatron-fsdp gives each data-parallel rank its own part of the weights": args.use_megatron_fsdp,
+        "the critic has ranks of its own": args.critic_num_gpus,
+        "layers keep scales with --fp8-format": args.fp8_format,
+        "--custom-megatron-before-train-step-hook-path may change it": args.custom_megatron_before_train_step_hook_path,
+        "--custom-megatron-before-log-prob-hook-path may change it": args.custom_megatron_before_log_prob_hook_path,
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)
+
+
+def shares_state(args: Arguments) -> bool:
+    """Whether the ranks of a run keep their states for each other."""
+    return args.use_fault_tolerance and not args.eval_only and why_not_shared(args) is None
+
+
+def answer_requests(connection: Connection, find: Callable[[], RankState | None]) -> None:
+    """Begins to answer the requests on `connection`, until its other end closes; `find` returns the rank's state."""
+
+    def serve() -> None:
+        while True:
+            try:
+                request = connection.recv_bytes()
+            except EOFError:
+                return
+            state = find()
+            if request == _REPORT:
+                found = (None, "is not loaded yet", None) if state is None else state.report()
+                connection.send_bytes(pickle.dumps(StateReport(*found)))
+            else:
+                connection.send_bytes(b"" if state is None else state.read())
+
+    threading.Thread(target=serve, name="state", daemon=True).start()
+
+
+class StateRequests:
+    """The actor's side."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def report(self) -> StateReport | None:
+        """Ends the training of the rank where it is; None if its process has ended."""
+        try:
+            self._connection.send_bytes(_REPORT)
+            report: StateReport = pickle.loads(self._connection.recv_bytes())
+        except (EOFError, OSError):
+            return None
+        return report
+
+    def read(self) -> bytes:
+        """The state, after a report of a whole one. Raises EOFError or OSError if the process has ended."""
+        self._connection.send_bytes(_READ)
+        return self._connection.recv_bytes()

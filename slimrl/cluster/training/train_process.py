@@ -1,4 +1,4 @@
-"""The process of one training rank, `python -m slimrl.cluster.training.train_process FD`, driven by its actor.
+"""The process of one training rank, `python -m slimrl.cluster.training.train_process FD FD`, driven by its actor.
 
 The rank is a separate process, so that its death has an exit code, its log contains all its output, and Megatron runs
 in the main thread.
@@ -19,7 +19,14 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, Protocol
 
 from slimrl.cluster.launch import Rendezvous, create_store, join_store
-from slimrl.cluster.training.train_messages import CRITIC, TrainInit, TrainReady, receive_call
+from slimrl.cluster.training.train_messages import (
+    CRITIC,
+    TrainInit,
+    TrainReady,
+    answer_requests,
+    receive_call,
+    shares_state,
+)
 from slimrl.hooks import described
 from slimrl.observability.terminal import LOG_FORMAT
 from slimrl.observability.tracer import Timeline
@@ -38,6 +45,7 @@ if TYPE_CHECKING:
     from slimrl.megatron.parallel import ParallelState
     from slimrl.megatron.training.critic import SampleColumns
     from slimrl.megatron.training.critic_trainer import CriticTrainer
+    from slimrl.megatron.training.step_state import StepState
     from slimrl.megatron.training.trainer import MegatronTrainer
     from slimrl.weights.update.weight_updater import WeightUpdater
 
@@ -76,6 +84,7 @@ class Rank(abc.ABC):
         self.timeline = Timeline.open(setup.args, f"{setup.role.rank} {setup.rank}")
         self.timeline.add_process_start()
         self._store: Store | None = None
+        self.state: StepState | None = None  # what other ranks take over, if they do
         self._rendezvous_timeout = datetime.timedelta(minutes=setup.args.distributed_timeout_minutes)
 
     @abc.abstractmethod
@@ -83,8 +92,8 @@ class Rank(abc.ABC):
         """Imports the modules for training."""
 
     @abc.abstractmethod
-    def _build(self, store: Store) -> None:
-        """Sets the trainer, which joins the ranks of `store`."""
+    def _build(self, store: Store, state: pickle.PickleBuffer | None) -> None:
+        """Sets the trainer, which joins the ranks of `store`, and begins with a peer's `state` if there is one."""
 
     def open_store(self, host: str | None) -> Rendezvous:
         """Opens the rendezvous store of all ranks, on rank 0. `host` as in `launch.create_store`."""
@@ -96,8 +105,8 @@ class Rank(abc.ABC):
         with uncollected():
             self._import()
 
-    def initialize(self, rendezvous: Rendezvous) -> TrainReady:
-        """Joins rank 0's store, builds and loads the model and the optimizer.
+    def initialize(self, rendezvous: Rendezvous, state: pickle.PickleBuffer | None) -> TrainReady:
+        """Joins rank 0's store, builds and loads the model and the optimizer; the values are a peer's `state` if given.
 
         Raises RuntimeError if the run uses GPUs and this rank has none.
         """
@@ -114,10 +123,10 @@ class Rank(abc.ABC):
             raise RuntimeError(why)
         if self._store is None:
             self._store = join_store(rendezvous, setup.world_size, self._rendezvous_timeout)
-        self._build(self._store)
+        self._build(self._store, state)
         trainer = self._trainer
         at = trainer.parallel
-        return TrainReady(trainer.start_rollout_id, trainer.data_state, at.dp_rank, at.leads_replica)
+        return TrainReady(trainer.start_rollout_id, trainer.data_state, at.dp_rank, at.leads_replica, at.part)
 
     def sleep(self, keep_weights: bool) -> dict[Part, int]:
         """Offloads this rank, with or without its weights; returns the offloaded bytes by part."""
@@ -173,9 +182,12 @@ class PolicyRank(Rank):
         import slimrl.megatron.training.trainer
         import slimrl.weights.update.adapter_updater  # noqa: F401
 
-    def _build(self, store: Store) -> None:
+    def _build(self, store: Store, state: pickle.PickleBuffer | None) -> None:
+        from slimrl.megatron.training.step_state import StepState
         from slimrl.megatron.training.trainer import MegatronTrainer
 
+        if shares_state(self._setup.args):
+            self.state = StepState(state)
         self._trainer = MegatronTrainer(
             self._setup.args,
             rank=self._setup.rank,
@@ -184,6 +196,7 @@ class PolicyRank(Rank):
             init_method=store,
             on_progress=self._on_progress,
             timeline=self.timeline,
+            state=self.state,
         )
 
     def connect_engines(self, endpoints: list[Any]) -> None:
@@ -258,7 +271,7 @@ class CriticRank(Rank):
     def _import(self) -> None:
         import slimrl.megatron.training.critic_trainer  # noqa: F401
 
-    def _build(self, store: Store) -> None:
+    def _build(self, store: Store, state: pickle.PickleBuffer | None) -> None:
         from slimrl.megatron.training.critic_trainer import CriticTrainer
 
         self._trainer = CriticTrainer(
@@ -320,18 +333,21 @@ def held_out_shares(args: Arguments, parallel: ParallelState) -> dict[str, Rollo
     return shares
 
 
-def serve(connection: Connection) -> None:
+def serve(connection: Connection, requests: Connection | None = None) -> None:
     """Answers calls `(method of the rank, arguments)` until the end, that the actor closes.
 
     The answer is `("value", result)`, `("error", texts)`, or `("not finite", texts)` for a loss or gradient.
 
     Before the answer it may send any number of `("progress", (done, total))`, and on a GPU `("memory", {name: GiB})`.
+    `requests` are those of `train_messages`.
     """
 
     def send_progress(done: int, total: int) -> None:
         connection.send_bytes(pickle.dumps(("progress", (done, total))))
 
     rank = rank_of(pickle.loads(connection.recv_bytes()), send_progress)
+    if requests is not None:
+        answer_requests(requests, lambda: rank.state)
     while True:
         try:
             method, arguments = receive_call(connection)
@@ -356,11 +372,11 @@ def _span_attributes(arguments: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Serves the actor at the other end of the socket whose file descriptor is the argument."""
+    """Serves the actor at the other end of the sockets whose file descriptors are the arguments."""
     process_info.enable_stack_dump()
     sys.stdout, sys.stderr = optional_output(1), optional_output(2)  # a custom loss function may print
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=LOG_FORMAT)
-    serve(Connection(int(sys.argv[1])))
+    serve(*(Connection(int(number)) for number in sys.argv[1:]))
 
 
 if __name__ == "__main__":

@@ -1,35 +1,40 @@
-"""Replaces lost training ranks: new processes load the newest checkpoint and repeat the training since then.
+"""Replaces lost training ranks: new processes take over the state of the survivors, or load the newest checkpoint.
 
 With --use-fault-tolerance the driver holds the batches of the rollouts that no complete checkpoint contains, in Ray's
 object store. When the process of a rank ends, all ranks are replaced, since their process groups cannot continue
-without it. The servers keep running, with the rollouts in flight, and get the weights by the next weight update. Where
-training on a batch is deterministic, the run ends as one without the loss.
+without it. The new ones begin with the state of their data-parallel peers (`PeerState`); where these do not have it,
+with the newest checkpoint, and repeat the training since then. The servers keep running, with the rollouts in flight,
+and get the weights by the next weight update. Where training on a batch is deterministic, the run ends as one without
+the loss.
 
 A rank that is lost while it is offloaded is replaced when the ranks are needed next: until then the servers hold the
-memory of its GPU. A lost node that had nothing but training ranks is replaced by a spare one (`SpareNodes`).
+memory of its GPU. A lost node is replaced by a spare one (`SpareNodes`), with its servers if it had any: the rollout
+manager, which starts these, finds the same GPUs, and training waits for a server that is starting before it begins.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from ray import ObjectRef
+from ray.exceptions import RayError
 
 from slimrl.arguments import Arguments
 from slimrl.arguments.checkpoints import start_of
 from slimrl.cluster.launch import Launch
-from slimrl.cluster.nodes.comparison import NodesDifferError, check_nodes
-from slimrl.cluster.nodes.logs import NodeLogs
-from slimrl.cluster.nodes.watch import NodeWatch
+from slimrl.cluster.nodes.comparison import NodesDifferError
+from slimrl.cluster.nodes.spares import SpareNodes
 from slimrl.cluster.placement import GpuBundles
 from slimrl.cluster.ray_session import InsufficientGpusError
 from slimrl.cluster.supervisor import ProcessDiedError, Supervisor, TrainNodeLostError, TrainWorkerDiedError
-from slimrl.cluster.training.train_group import PolicyAndCritic, TrainGroup
-from slimrl.cluster.training.train_worker import RankFailedError
+from slimrl.cluster.training.policy_and_critic import PolicyAndCritic
+from slimrl.cluster.training.train_group import NoPeerStateError, PeerState, TrainGroup, take_over
+from slimrl.cluster.training.train_worker import NotFiniteError, RankFailedError
 from slimrl.weights.update.topology import EngineEndpoint
 
 logger = logging.getLogger("slimrl")
@@ -46,37 +51,6 @@ class _Trained(NamedTuple):
     batches: Sequence[list[ObjectRef]]
 
 
-class SpareNodes:
-    """The free GPUs of the Ray cluster, for the training ranks of a node that is lost.
-
-    Ray reserves them when it notices the loss. A node that also has engines, or Ray's head, is not replaced.
-    """
-
-    def __init__(
-        self, args: Arguments, gpus: GpuBundles, supervisor: Supervisor, watch: NodeWatch, logs: NodeLogs
-    ) -> None:
-        self._args, self._gpus, self._supervisor = args, gpus, supervisor
-        self._watch, self._logs = watch, logs
-
-    def allow(self) -> None:
-        """From now on the loss of a node with nothing but training ranks does not end the run."""
-        self._watch.allow_spares()
-
-    def take_over(self, *, node_is_lost: bool) -> None:
-        """Gives the ranks of lost nodes other GPUs, on nodes that are compared with the driver's and watched.
-
-        Raises InsufficientGpusError without such GPUs, NodesDifferError if their nodes cannot be used.
-        """
-        found = self._gpus.relocate(node_is_lost=node_is_lost)
-        if not found:
-            return
-        self._watch.follow(self._gpus.gpus, self._gpus.plan, replaceable=self._args.use_fault_tolerance)
-        check_nodes(self._args, found, self._supervisor)
-        self._logs.follow({gpu.node for gpu in found})
-        self._logs.wait()
-        logger.warning("training continues on %s", ", ".join(sorted({gpu.node_ip for gpu in found})))
-
-
 class TrainRecovery:
     """A `TrainGroup` that survives the loss of ranks: its methods are the group's, after a recovery where needed."""
 
@@ -90,12 +64,15 @@ class TrainRecovery:
         self._supervisor = supervisor
         self._held: list[_Trained] = []  # in no complete checkpoint of this run
         self._first = 0  # the rollout that the run began with
+        self._next = 0  # the first rollout that the ranks have not trained on
+        self._peers: PeerState | None = None  # taken over for a replacement that was lost, too
         self._complete: int | None = None  # the rollout of this run's newest complete checkpoint
         self._pending: tuple[int, dict[str, Any] | None] | None = None  # the arguments of the save in the background
         self._endpoints: list[EngineEndpoint] = []
         self._connected = True
         self._keeps_weights: bool | None = None  # of the last `sleep`; None: onloaded
         self._lost: TrainWorkerDiedError | None = None
+        self._node_is_lost = False  # and not yet replaced by a spare one
         self._losses = 0  # since the last new rollout that was trained on
         self._restored = 0
         self._metrics = dict.fromkeys((RANKS_LOST, RECOVERY_TIME), 0.0)
@@ -113,7 +90,7 @@ class TrainRecovery:
     def initialize(self) -> tuple[int, dict[str, Any] | None]:
         """As in `TrainGroup`; a loss before its end ends the run."""
         first, data_state = self._group.initialize()
-        self._first = first
+        self._first = self._next = first
         self._supervisor.set_loss_handler(self._handle)
         if self._spares is not None:
             self._spares.allow()
@@ -131,7 +108,7 @@ class TrainRecovery:
         """As in `TrainGroup`; holds the batches until a complete checkpoint contains the rollout."""
         metrics = self._retried(lambda: self._group.train(rollout_id, batches, progress))
         self._held.append(_Trained(rollout_id, batches))
-        self._losses = 0
+        self._next, self._losses, self._peers = rollout_id + 1, 0, None
         return metrics
 
     def evaluate_held_out(self) -> dict[str, dict[str, float]]:
@@ -148,7 +125,7 @@ class TrainRecovery:
                 with self._supervisor.raising_losses():
                     self._group.sleep(keep_weights=False)
             except TrainWorkerDiedError as error:
-                self._note(error)
+                self._handle(error)
 
     def wake(self) -> None:
         """As in `TrainGroup`; new ranks are onloaded already."""
@@ -224,10 +201,16 @@ class TrainRecovery:
         return found
 
     def _handle(self, error: TrainWorkerDiedError) -> None:
-        """A loss while the driver waits for something else: offloaded ranks are replaced when they are needed next."""
+        """A loss while the driver waits for something else: offloaded ranks are replaced when they are needed next.
+
+        A lost node is replaced now: its servers start there while the ranks are offloaded.
+        """
         self._note(error)
         if self._keeps_weights is None:
             self._retried(lambda: None)
+        elif self._node_is_lost:
+            with self._naming_failure(error):
+                self._take_over_spares()
 
     def _note(self, error: TrainWorkerDiedError) -> None:
         """The next `_retried` replaces the ranks. Raises ProcessDiedError if ranks are lost again and again."""
@@ -238,6 +221,7 @@ class TrainRecovery:
         self._metrics[RANKS_LOST] += 1
         self._group.forget()
         self._lost, self._connected = error, False
+        self._node_is_lost |= isinstance(error, TrainNodeLostError)
 
     def _retried(self, action: Callable[[], Result]) -> Result:
         while True:
@@ -246,42 +230,98 @@ class TrainRecovery:
                     if self._lost is not None:
                         self._replace(self._lost)
                     return action()
+            except NotFiniteError:
+                raise
+            except RankFailedError as error:  # perhaps a collective with a lost rank, whose end is not reported yet
+                if (lost := self._group.find_lost()) is None:
+                    raise
+                self._note(lost)
+                logger.info("what another rank reported: %s", str(error).split("\n", 1)[0])
             except TrainWorkerDiedError as error:
                 self._note(error)
 
     def _replace(self, error: TrainWorkerDiedError) -> None:
-        """Starts all ranks anew and repeats the training since the checkpoint that they load.
+        """Starts all ranks anew, with the state of their peers, or with a checkpoint and the training since.
 
         Raises ProcessDiedError if they cannot take over.
         """
         started = time.monotonic()
-        try:
-            if self._spares is not None:
-                self._spares.take_over(node_is_lost=isinstance(error, TrainNodeLostError))
-            first = self._group.restart(self._newest())
-            if self._pending is not None and first == self._pending[0] + 1:  # it is in --load, and was complete
-                self._complete, self._pending = self._pending[0], None
-                self._drop_complete()
-            if first != self._resumes_with:
-                raise ProcessDiedError(
-                    f"{_without_log(error)}; new ranks begin with rollout {first}, the run needs {self._resumes_with}"
-                )
-            for trained in self._held:
-                self._group.train(trained.rollout_id, trained.batches)
-                if self._pending is not None and self._pending[0] == trained.rollout_id:
-                    self._group.save(*self._pending)  # it may have been lost with the ranks
+        with self._naming_failure(error):
+            why = self._take_over_peers()
+            self._take_over_spares()
+            source = self._continue_from_peers() if self._peers is not None else None
+            if source is None:
+                source = self._continue_from_checkpoint(error, why)
             if self._keeps_weights is not None:
                 self._group.sleep(keep_weights=self._keeps_weights)
-        except (RankFailedError, InsufficientGpusError, NodesDifferError) as failure:
-            what = str(failure).split("\n", 1)[0]
-            raise ProcessDiedError(f"{_without_log(error)}; its replacement failed: {what}") from failure
-        self._lost = None
+        self._lost = self._peers = None
         self._restored += 1
         seconds = time.monotonic() - started
         self._metrics[RECOVERY_TIME] += seconds
+        logger.warning("new training processes continue from %s; %.1f s", source, seconds)
+
+    @contextlib.contextmanager
+    def _naming_failure(self, error: TrainWorkerDiedError) -> Iterator[None]:
+        """A failure in this block ends the run with the loss `error` before it, unless more ranks are lost."""
+        try:
+            yield
+        except (RankFailedError, InsufficientGpusError, NodesDifferError, RayError) as failure:
+            if isinstance(failure, RankFailedError) and (lost := self._group.find_lost()) is not None:
+                raise lost from failure
+            what = str(failure).split("\n", 1)[0]
+            raise ProcessDiedError(f"{_without_log(error)}; its replacement failed: {what}") from failure
+
+    def _take_over_spares(self) -> None:
+        if self._spares is not None:
+            self._spares.take_over(node_is_lost=self._node_is_lost)
+        self._node_is_lost = False
+
+    def _take_over_peers(self) -> str:
+        """Takes over the state of the surviving ranks; "" or why it cannot be used."""
+        if self._peers is not None:  # and the ranks that it was for are lost
+            return ""
+        try:
+            peers = take_over(self._group, self._args, self._next)
+        except NoPeerStateError as error:
+            return str(error)
+        if self._pending is not None and peers.saved == self._pending[0]:
+            self._complete, self._pending = self._pending[0], None
+            self._drop_complete()
+        if self._pending is not None and self._pending[0] + 1 != self._next:
+            return f"the checkpoint after rollout {self._pending[0]} was not complete"
+        self._peers = peers
+        return ""
+
+    def _continue_from_peers(self) -> str | None:
+        """Starts the ranks with the state of the peers; returns what to log, None if that fails."""
+        assert self._peers is not None
+        try:
+            first = self._group.restart(self._args, self._peers.states)
+        except RankFailedError as error:
+            logger.warning("the state of the peers is not usable: %s", str(error).split("\n", 1)[0])
+            return None
+        assert first == self._next == self._peers.first
+        if self._pending is not None:  # the survivors do not know it to be complete
+            self._group.save(*self._pending)
+        return f"{self._peers.sentence}; no training had to be repeated"
+
+    def _continue_from_checkpoint(self, error: TrainWorkerDiedError, why: str) -> str:
+        """Starts the ranks with the newest checkpoint and repeats the training since; returns what to log."""
+        first = self._group.restart(self._newest())
+        if self._pending is not None and first == self._pending[0] + 1:  # it is in --load, and was complete
+            self._complete, self._pending = self._pending[0], None
+            self._drop_complete()
+        if first != self._resumes_with:
+            raise ProcessDiedError(
+                f"{_without_log(error)}; new ranks begin with rollout {first}, the run needs {self._resumes_with}"
+            )
+        for trained in self._held:
+            self._group.train(trained.rollout_id, trained.batches)
+            if self._pending is not None and self._pending[0] == trained.rollout_id:
+                self._group.save(*self._pending)  # it may have been lost with the ranks
         again = len(self._held)
         repeated = f"{again} rollouts were trained on again" if again else "no training had to be repeated"
-        logger.warning("new training processes continue from the checkpoint; %s; %.1f s", repeated, seconds)
+        return f"the checkpoint ({why or 'that of the peers failed'}); {repeated}"
 
     def _newest(self) -> Arguments:
         """The flags with which new ranks load what the run has: its newest checkpoint, or what it started from."""

@@ -18,7 +18,7 @@ from ray import ObjectRef
 
 from slimrl.cluster import ray_session
 from slimrl.cluster.launch import Launch, RankLocation, Rendezvous
-from slimrl.cluster.training.train_messages import TrainInit, TrainReady, send_call
+from slimrl.cluster.training.train_messages import StateReport, StateRequests, TrainInit, TrainReady, send_call
 from slimrl.cluster.training.train_process import CriticRank, PolicyRank, Rank
 from slimrl.cluster.watchdog import RankStatus
 from slimrl.platform.launch_env import network_of, rank_environment, usable_cores
@@ -45,7 +45,7 @@ class NotFiniteError(RankFailedError):
     """A loss or a gradient is not finite: raised on all ranks of its group, which took no optimizer step."""
 
 
-@ray.remote(concurrency_groups={"watch": 1, "progress": 1})
+@ray.remote(concurrency_groups={"watch": 1, "progress": 1, "state": 1})
 class TrainWorker:
     """One training rank. Calls run one after another; `watch` stays pending concurrently."""
 
@@ -71,15 +71,19 @@ class TrainWorker:
         self._last_message = time.monotonic()
         ours, theirs = socket.socketpair()
         self._connection = Connection(ours.detach())
+        own_requests, requests = socket.socketpair()
+        self._requests = StateRequests(Connection(own_requests.detach()))
+        ends = (theirs, requests)
         self._process = ManagedProcess(
-            [sys.executable, "-m", "slimrl.cluster.training.train_process", str(theirs.fileno())],
+            [sys.executable, "-m", "slimrl.cluster.training.train_process", *(str(end.fileno()) for end in ends)],
             name=self._name,
             log_path=Path(setup.args.run_dir).absolute() / "logs" / setup.role.log_name(setup.rank),
             environment=decided | importable(os.environ | decided),
-            pass_fds=(theirs.fileno(),),
+            pass_fds=tuple(end.fileno() for end in ends),
         )
         self._process.start()
-        theirs.close()
+        for end in ends:
+            end.close()
         self._connection.send_bytes(pickle.dumps(setup))
 
     @ray.method(concurrency_group="watch")
@@ -127,6 +131,16 @@ class TrainWorker:
             log=os.fspath(log),
         )
 
+    @ray.method(concurrency_group="state")
+    def report_state(self) -> StateReport | None:
+        """Whether the rank's state can be taken over; it can only be replaced afterwards. None if it has ended."""
+        return self._requests.report()
+
+    @ray.method(num_returns=2, concurrency_group="state")
+    def read_state(self) -> tuple[bytes, None]:
+        """The state after `report_state`, which stays in the object store; the second result is the end of the call."""
+        return self._requests.read(), None
+
     def open_store(self) -> Rendezvous:
         """Opens the rendezvous of all ranks; called on rank 0."""
         return self._call(Rank.open_store, None if self._bind.one_machine else self._bind.local_address())
@@ -135,9 +149,10 @@ class TrainWorker:
         """Imports the modules for training."""
         self._call(Rank.prepare)
 
-    def initialize(self, rendezvous: Rendezvous) -> TrainReady:
-        """Builds and loads the model in the rank."""
-        self._start = self._call(Rank.initialize, rendezvous)
+    def initialize(self, rendezvous: Rendezvous, state: bytes | None) -> TrainReady:
+        """Builds and loads the model in the rank, with the `state` of `read_state` of a peer if given."""
+        passed = None if state is None else pickle.PickleBuffer(state)
+        self._start = self._call(Rank.initialize, rendezvous, passed)
         return self._start
 
     def connect_engines(self, endpoints: list[EngineEndpoint]) -> None:

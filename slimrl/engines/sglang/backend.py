@@ -84,11 +84,19 @@ class SglangBackend:
         return {"sglang": server_flags, "router": router_flags}
 
     def check_machine(
-        self, model: str | Path, *, cuda: bool, releases_memory: bool, kv_transfers: Sequence[str] = ()
+        self,
+        model: str | Path,
+        *,
+        cuda: bool,
+        releases_memory: bool,
+        kv_transfers: Sequence[str] = (),
+        mooncake: bool = False,
     ) -> None:
         """Both kinds of machines serve every model; see `kv_transfer.check_installed`."""
-        from slimrl.engines.sglang.kv_transfer import check_installed
+        from slimrl.engines.sglang.kv_transfer import check_installed, check_mooncake
 
+        if mooncake:
+            check_mooncake()
         for transfer in kv_transfers:
             check_installed(transfer, cuda=cuda)
 
@@ -103,6 +111,12 @@ class SglangBackend:
         from slimrl.engines.sglang.server_args import delta_options
 
         return delta_options(given)
+
+    def point_to_point_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """See `server_args.point_to_point_options`."""
+        from slimrl.engines.sglang.server_args import point_to_point_options
+
+        return point_to_point_options(given)
 
     def cpu_options(self, words: Sequence[str]) -> list[str]:
         """See `server_args.with_defaults`."""

@@ -20,7 +20,7 @@ import msgspec
 from slimrl.engines.http import call, decode_as, is_reachable
 from slimrl.engines.protocol import EngineError, EngineRequestError
 from slimrl.engines.server_protocol import CALL_TIMEOUT_S, RunningRequests, ServerLoad
-from slimrl.engines.sglang.server_args import DELTA_LOADER
+from slimrl.engines.sglang.server_args import DELTA_LOADER, POINT_TO_POINT_LOADER
 from slimrl.engines.sglang.versions import has_per_token_versions
 
 HTTP_BAD_REQUEST = 400
@@ -175,6 +175,17 @@ class ServerControl:
     def update_weights_from_changes(self, serialized: list[str]) -> None:
         """Changes elements of the weights; the server has `server_args.delta_options`."""
         self.update_weights_from_tensor(serialized, load_format=DELTA_LOADER, weight_version=None, flush_cache=False)
+
+    def update_weights_from_shards(self, serialized: list[str], timeout_s: float | None = None) -> None:
+        """One step of a point-to-point update; the server has `server_args.point_to_point_options`."""
+        body = {
+            "serialized_named_tensors": serialized,
+            "load_format": POINT_TO_POINT_LOADER,
+            "flush_cache": False,
+            "weight_version": None,
+        }
+        url = f"{self.url}/update_weights_from_tensor"
+        call("POST", url, body, timeout_s=timeout_s or self.timeout_s, key=self._key)
 
     def load_adapter(
         self, name: str, config: dict[str, Any], serialized: list[str], checksums: dict[str, str] | None

@@ -17,8 +17,7 @@ from typing import Any
 
 import msgspec
 
-from slimrl.arguments.engine_groups.config import DECODE, PREFILL, REGULAR
-from slimrl.arguments.engine_groups.layout import DEFAULT_TRANSFER
+from slimrl.arguments.engine_groups import DECODE, DEFAULT_TRANSFER, PREFILL, REGULAR
 from slimrl.engines.http import call, decode_as
 from slimrl.engines.protocol import EngineUnsupportedError
 from slimrl.processes import importable
@@ -26,6 +25,10 @@ from slimrl.processes import importable
 logger = logging.getLogger("slimrl")
 
 MODULES = {DEFAULT_TRANSFER: "mooncake.engine", "nixl": "nixl", "mori": "mori"}  # that SGLang imports for a backend
+_OPEN = (
+    "whose ports listen on all addresses of a machine and need no key: restrict access to its network"
+    " (docs/security.md)"
+)
 IMPORT_TIMEOUT_S = 60.0
 CALL_TIMEOUT_S = 10.0
 
@@ -82,15 +85,19 @@ def check_installed(transfer: str, *, cuda: bool) -> None:
             f" leave it out for {DEFAULT_TRANSFER}, which moves them over TCP"
         )
     if (module := MODULES.get(transfer)) is not None:
-        _check_import(transfer, module)
-    logger.warning(
-        "prefill servers send KV caches by %s, whose ports listen on all addresses of a machine and need no key:"
-        " restrict access to its network (docs/security.md)",
-        transfer,
-    )
+        needs = f"prefill and decode on different servers need {transfer}"
+        _check_import(module, needs, "docs/engine-groups.md, prefill and decode")
+    logger.warning("prefill servers send KV caches by %s, %s", transfer, _OPEN)
 
 
-def _check_import(transfer: str, module: str) -> None:
+def check_mooncake() -> None:
+    """Raises EngineUnsupportedError if weights cannot be sent by Mooncake; warns that its ports are open."""
+    needs = "--update-weight-transport mooncake needs Mooncake"
+    _check_import(MODULES[DEFAULT_TRANSFER], needs, "docs/weight-updates.md, point to point")
+    logger.warning("training sends weights by Mooncake, %s", _OPEN)
+
+
+def _check_import(module: str, needs: str, page: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", f"import {module}"],
         env={**os.environ, **importable()},
@@ -101,6 +108,5 @@ def _check_import(transfer: str, module: str) -> None:
     if done.returncode:
         cause = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         raise EngineUnsupportedError(
-            f"prefill and decode on different servers need {transfer}, and `import {module}` fails ({cause}): install"
-            " it on every node (docs/engine-groups.md, prefill and decode)"
+            f"{needs}, and `import {module}` fails ({cause}): install it on every node ({page})"
         )

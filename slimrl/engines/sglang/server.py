@@ -22,14 +22,15 @@ from typing import Any
 from slimrl.engines.http import KEY_OPTION, call, is_reachable, key_environment
 from slimrl.engines.server_protocol import WHOLE_SERVER, NodePart, ServerLaunch
 from slimrl.engines.sglang.kv_transfer import role_environment, role_options
-from slimrl.engines.sglang.server_args import BATCH_INVARIANT, RESERVED, render_options, server_flags
+from slimrl.engines.sglang.server_args import BATCH_INVARIANT, RESERVED, own_models, render_options, server_flags
 from slimrl.platform.launch_env import Network, network_environment
 from slimrl.processes import ManagedProcess, importable
 from slimrl.processes.folders import kernel_cache
-from slimrl.processes.ports import PortReservation, claim_port, claim_ports
+from slimrl.processes.managed_process import PortReservation, claim_port, claim_ports
 
 DISABLED, BREAKABLE = "disabled", "breakable"
 _ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+OF_OWN_MODELS, OWN_MODELS = "SGLANG_EXTERNAL_MODEL_PACKAGE", "slimrl.engines.sglang.models"
 _BETWEEN_SETTINGS = re.compile(r",(?![^\[]*\])")  # commas outside brackets
 
 
@@ -65,6 +66,13 @@ def server_environment(
     }
     decided = _on_gpus(launch, options, inherited) if launch.cuda else _on_cpu(ranks, base_gpu_id)
     return common | decided
+
+
+def model_environment(model: Path, inherited: Mapping[str, str]) -> dict[str, str]:
+    """The package with the class of the model in the folder `model`, if SGLang has none."""
+    if OF_OWN_MODELS in inherited or not own_models(model):
+        return {}
+    return {OF_OWN_MODELS: OWN_MODELS}
 
 
 def _of_network(network: Network, inherited: Mapping[str, str]) -> dict[str, str]:
@@ -236,6 +244,7 @@ class ServerProcess:
             | kernel_cache(os.environ)
             | key_environment(self.key)
             | role_environment(launch.worker_type, self.host, os.environ, cuda=launch.cuda)
+            | model_environment(Path(managed["model_path"]), os.environ)
             | server_environment(launch, self._options, os.environ, ranks=ranks, base_gpu_id=managed["base_gpu_id"]),
             shared_memory_prefixes=SHARED_MEMORY_PREFIXES,
         )

@@ -57,7 +57,9 @@ RESERVED_ROUTER: dict[str, str] = {
     "control_plane_api_keys": "--sglang-api-key, or a generated key",
 }
 
-DELTA_LOADER = "slimrl.engines.sglang.delta_loader.load"  # the server imports it
+# the server imports them
+DELTA_LOADER = "slimrl.engines.sglang.delta_loader.load"
+POINT_TO_POINT_LOADER = "slimrl.engines.sglang.point_to_point.receiver.load"
 
 # Flags that may add an architecture to that of the model's config.json, or replace it.
 CHOOSE_ARCHITECTURE = ("--json-model-override-args", "--model-impl", "--speculative-")
@@ -110,6 +112,11 @@ def adapter_options(adapters: AdapterConfig, *, releases_memory: bool) -> dict[s
 def delta_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a server that gets changes of weights, beside the loaders that the user has `given`."""
     return {"custom_weight_loader": [*(given.get("custom_weight_loader") or ()), DELTA_LOADER]}
+
+
+def point_to_point_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a server that gets shards of weights, beside the loaders that the user has `given`."""
+    return {"custom_weight_loader": [*(given.get("custom_weight_loader") or ()), POINT_TO_POINT_LOADER]}
 
 
 def render_options(options: Mapping[str, Any], flags: Mapping[str, PassthroughFlag]) -> list[str]:
@@ -237,7 +244,8 @@ def unused_model_modules(argv: Sequence[str]) -> list[str]:
     model = _model_path(argv)
     if model is None or any(word.startswith(CHOOSE_ARCHITECTURE) for word in argv):
         return []
-    names = _config(model).get("architectures") or []
+    extended = own_models(model)
+    names = [extended.get(name, name) for name in _config(model).get("architectures") or []]
     package = importlib.util.find_spec("sglang")
     if not names or package is None or not package.submodule_search_locations:
         return []
@@ -245,6 +253,18 @@ def unused_model_modules(argv: Sequence[str]) -> list[str]:
     modules = sorted((Path(package.submodule_search_locations[0]) / "srt" / "models").glob("*.py"))
     unused = [path.stem for path in modules if not defines.search(path.read_text(errors="replace"))]
     return unused if len(unused) < len(modules) else []
+
+
+# architectures with a class in `slimrl.engines.sglang.models`, and the class of SGLang that it extends
+_OWN_MODELS = {"Qwen2ForProcessRewardModel": "Qwen2ForRewardModel"}
+
+
+def own_models(model: Path) -> dict[str, str]:
+    """The architectures of the model in this folder that slimrl has a class for; none without a local config.json."""
+    if not (model / "config.json").is_file():
+        return {}
+    names = _config(model).get("architectures") or []
+    return {name: base for name, base in _OWN_MODELS.items() if name in names}
 
 
 def kv_cache_tokens(model_path: Path) -> int:

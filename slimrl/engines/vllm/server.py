@@ -1,7 +1,8 @@
-"""One vLLM server as a child process, in vLLM's own environment.
+"""One vLLM server as a child process, in vLLM's own environment; and the check of an external one (`inspect`).
 
 The process is `<python> environment/slimrl_vllm_server.py`: vLLM's OpenAI server with the calls of slimrl. `python` is
 the interpreter of an environment that has vllm; slimrl need not be installed there. Based on the source of vLLM 0.27.1.
+The owner of an external server starts the same program; the check is SGLang's, and what slimrl's calls rely on.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from slimrl.engines.backend import PYTHON_OPTION
-from slimrl.engines.http import KEY_OPTION, is_reachable, key_environment
-from slimrl.engines.protocol import EngineUnsupportedError
+from slimrl.engines.http import EXTERNAL_ENGINES, KEY_OPTION, call, decode_as, is_reachable, key_environment
+from slimrl.engines.protocol import EngineError, EngineUnsupportedError
 from slimrl.engines.server_protocol import WHOLE_SERVER, NodePart, ServerLaunch
-from slimrl.engines.vllm.server_flags import ENVIRONMENT
+from slimrl.engines.sglang import external_server_check as sglang
+from slimrl.engines.vllm.backend import ENVIRONMENT
 from slimrl.processes import ManagedProcess
-from slimrl.processes.ports import PortReservation, claim_port, claim_ports
+from slimrl.processes.managed_process import PortReservation, claim_port, claim_ports
 
 KV_CACHE_BYTES = 1 << 28  # of a server without CUDA, whose default is a share of the machine's memory
 GRACEFUL_STOP_S = 20.0
@@ -192,3 +194,31 @@ def server_environment(launch: ServerLaunch) -> dict[str, str]:
         gpus = launch.gpus
         return common if gpus is None else common | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
     return common | {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
+
+NEEDED = {"logprobs_mode": LOGPROBS_MODE, "worker_extension": "slimrl_vllm_worker.WorkerExtension"}
+
+
+def inspect(
+    address: str, hf_checkpoint: str, *, needs_weight_sync: bool = True, key: str | None = None
+) -> sglang.ExternalServer:
+    """The server at "host:port", called with `key`. Raises EngineError with one sentence per problem."""
+    found = sglang.inspect(address, hf_checkpoint, needs_weight_sync=needs_weight_sync, key=key)
+    info = decode_as(
+        call("GET", f"{found.url}/server_info", timeout_s=sglang.TIMEOUT_S, key=key),
+        dict[str, Any],
+        f"{found.url}/server_info",
+    )
+    if info.get("engine") != "vllm":
+        raise EngineError(
+            f"{EXTERNAL_ENGINES} {address}: it is an SGLang server, and --rollout-engine is vllm: leave the flag out"
+        )
+    problems = [
+        f"{EXTERNAL_ENGINES} {address}: it has --{name.replace('_', '-')} {info.get(name)} instead of {value}: start"
+        " slimrl/engines/vllm/environment/slimrl_vllm_server.py without that flag"
+        for name, value in NEEDED.items()
+        if info.get(name) != value
+    ]
+    if problems:
+        raise EngineError("\n".join(problems))
+    return found

@@ -25,18 +25,18 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from slimrl.arguments.checkpoints import read_manifest
+from slimrl.arguments.flags.checkpoint import CheckpointArguments
 from slimrl.megatron.checkpoint import folder, io
 from slimrl.megatron.checkpoint.folder import Retention
 from slimrl.megatron.parallel import ParallelState
-from slimrl.models.adapters import AdapterConfig, AdapterMapping
+from slimrl.models.adapters import AdapterConfig, AdapterMapping, peft_config
 from slimrl.models.families import family_for
 from slimrl.models.model_spec import ModelSpec
-from slimrl.models.peft_config import peft_config
 from slimrl.platform.collective_errors import RANK_ZERO, CheckpointError, run_on_all_ranks, run_on_rank_zero
+from slimrl.weights.adapters import PeftExport
 from slimrl.weights.checkpoint_checksums import Checksums
 from slimrl.weights.convert.megatron_to_hf import HfExport, HfPlan
 from slimrl.weights.hf_checkpoint import read_hf_config
-from slimrl.weights.peft_folder import PeftExport
 from slimrl.weights.update.export import groups_of, iter_hf_tensors
 
 Export = HfExport | PeftExport
@@ -116,6 +116,13 @@ class CheckpointSaver:
         self._awaited: Awaited | None = None
         self._copied = threading.Event()
         self._copied.set()
+        self.completed: int | None = None  # the newest checkpoint that is complete, by its iteration
+
+    @classmethod
+    def from_args(cls, flags: CheckpointArguments, beside: Sequence[Path], timeout_minutes: int) -> CheckpointSaver:
+        """The saver for the flags; old checkpoints in the folders `beside` are deleted together with its own."""
+        timeout = datetime.timedelta(minutes=timeout_minutes)
+        return cls(background=flags.async_save, retention=Retention.from_args(flags, *beside), timeout=timeout)
 
     def save(
         self,
@@ -233,6 +240,7 @@ class CheckpointSaver:
             if self._awaited is not None:
                 self._awaited.wait(self._writers)
             run_on_rank_zero(lambda: self._complete(root, partial, snapshot, checksums, started), self._writers)
+            self.completed = snapshot.iteration
         except CheckpointError as error:
             raise self._failed(root, snapshot, error) from error
 
@@ -326,8 +334,9 @@ class AdapterExporter:
     ) -> None:
         """`template` is --save-hf, `origin` the folder of --hf-checkpoint, which the exports name as their base."""
         self._template, self._stages, self._parallel, self._spec = template, stages, parallel, spec
-        self._mapping = AdapterMapping.of(family_for(read_hf_config(origin)), adapters)
-        self._config = peft_config(adapters, str(origin))
+        family = family_for(read_hf_config(origin))
+        self._mapping = AdapterMapping.of(family, adapters)
+        self._config = peft_config(adapters, str(origin), has_tower=family.tower is not None)
 
     def export(self, rollout_id: int) -> Export:
         """The export of the adapters after `rollout_id`. Raises as `PeftExport` if its folder cannot be written."""

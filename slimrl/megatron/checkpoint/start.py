@@ -28,9 +28,8 @@ from slimrl.megatron.ref_model import PrecomputeConfig, PrecomputedReference
 from slimrl.models.adapters import AdapterConfig
 from slimrl.models.families import ModelMapping, family_for
 from slimrl.models.model_spec import ModelSpec
-from slimrl.weights.adapters import initialize_adapters
+from slimrl.weights.adapters import initialize_adapters, load_adapters
 from slimrl.weights.hf_checkpoint import read_hf_config
-from slimrl.weights.peft_folder import load_adapters
 from slimrl.weights.update.export import iter_hf_tensors
 
 

@@ -54,10 +54,11 @@ def layout(parallel: ParallelState) -> list[int]:
 def sharded(parallel: ParallelState) -> ShardedObject:
     """This rank's generators as its own shard of the entry `rng_state`."""
     place = (parallel.pp_rank, parallel.tp_rank, parallel.dp_cp_group.rank())
-    return ShardedObject("rng_state", _capture(), tuple(layout(parallel)), place)
+    return ShardedObject("rng_state", capture(), tuple(layout(parallel)), place)
 
 
-def _capture() -> dict[str, Any]:
+def capture() -> dict[str, Any]:
+    """The state of every generator of this process, as plain data and tensors."""
     drawn: Any = numpy.random.get_state()
     kind, keys, position, has_gauss, gauss = drawn
     state = {
@@ -72,7 +73,7 @@ def _capture() -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any]) -> None:
-    """Restore every generator to its state at `sharded`."""
+    """Restore every generator to its state at `capture`."""
     random.setstate(state["python"])
     kind, keys, *rest = state["numpy"]
     numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), *rest))

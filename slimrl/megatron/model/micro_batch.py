@@ -139,7 +139,8 @@ class ImageTensors:
 
     pixel_values: Tensor  # float32 [patches, values of a patch]
     grids: Tensor  # int64 [images, 3]: patches in time, height and width
-    rows: Tensor  # int64 [image tokens]: their places in the pack
+    rows: Tensor  # int64 [image tokens of this context-parallel rank]: their places in its part of the pack
+    features: Tensor | None = None  # int64 like rows: their indices among all image tokens; None: this rank has all
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +163,7 @@ class MicroBatch:
     response_lengths: Tensor  # int64 [samples]
     rows: tuple[int, ...]  # the samples' indices in the rank's batch
     lengths: tuple[tuple[int, int], ...]  # of each sample and of its response, on the host
-    position_ids: Tensor | None = None  # int64 [3, 1, padded tokens], of a vision-language model
+    position_ids: Tensor | None = None  # int64 [3, 1, tokens of this rank], of a vision-language model
     images: ImageTensors | None = None
 
 
@@ -178,8 +179,7 @@ def pack_micro_batch(
 ) -> MicroBatch:
     """Pack `rows` of `batch`; each rank's part is padded to a multiple of `length_multiple` tokens.
 
-    With `vision`, the tokens of a vision-language model, it has positions and images too; then there is one
-    context-parallel rank.
+    With `vision`, the tokens of a vision-language model, it has positions and images too.
 
     Row t - 1 of the logits predicts the token at position t, so a sample of prompt length p and total length n uses
     the rows p - 1 to n - 2 of its own sequence.
@@ -221,20 +221,24 @@ def pack_micro_batch(
         response_lengths=responses.to(device),
         rows=tuple(rows),
         lengths=tuple(zip(totals.tolist(), responses.tolist(), strict=True)),
-        **({} if vision is None else _of_vision(chosen, real, len(tokens), vision, device)),
+        **({} if vision is None else _of_vision(chosen, real, local, local_index, vision, device)),
     )
 
 
 def _of_vision(
-    chosen: RolloutBatch, real: Tensor, length: int, vision: VisionTokens, device: torch.device
+    chosen: RolloutBatch, real: Tensor, local: Tensor, local_index: Tensor, vision: VisionTokens, device: torch.device
 ) -> dict[str, Any]:
-    """`position_ids` and `images` of a pack of `length` tokens, of which `real` are those of the samples `chosen`."""
+    """`position_ids` and `images` of this rank's part of a pack.
+
+    `real` are the rows of the pack with tokens of the samples `chosen`, `local` those of this rank, and `local_index`
+    the place of each row of the pack there, or -1.
+    """
     samples = chosen.tokens.split(chosen.total_lengths.tolist())
     prompts = (chosen.total_lengths - chosen.response_lengths).tolist()
     images = chosen.images
     grids = [None] * len(samples) if images is None else images.grids_of_samples()
     starts: list[list[int]] = [[]] * len(samples) if images is None else images.starts_of_samples()
-    positions = torch.zeros(3, 1, length, dtype=torch.int64)
+    positions = torch.zeros(3, 1, local_index.numel(), dtype=torch.int64)
     positions[:, 0, real] = torch.cat(
         [
             mrope_positions(tokens, prompt, own, vision, places)
@@ -242,7 +246,7 @@ def _of_vision(
         ],
         dim=1,
     )
-    found: dict[str, Any] = {"position_ids": positions.to(device)}
+    found: dict[str, Any] = {"position_ids": positions[:, :, local].to(device)}
     if images is not None:
         offsets = chosen.token_offsets.tolist()
         of_samples = zip(samples, prompts, grids, starts, offsets[:-1], strict=True)
@@ -250,8 +254,11 @@ def _of_vision(
             image_rows(tokens, prompt, vision, own, places) + offset
             for tokens, prompt, own, places, offset in of_samples
         ]
+        places = local_index[real[torch.cat(rows)]]
+        own = (places >= 0).nonzero().squeeze(1)
+        features = None if own.numel() == places.numel() else own.to(device)
         pixels, of_images = images.in_order()
-        found["images"] = ImageTensors(pixels.to(device), of_images.to(device), real[torch.cat(rows)].to(device))
+        found["images"] = ImageTensors(pixels.to(device), of_images.to(device), places[own].to(device), features)
     return found
 
 

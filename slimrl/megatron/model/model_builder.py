@@ -2,6 +2,10 @@
 
 The result is a bare `GPTModel` on this process' device, with vocabulary-parallel logits over the padded vocabulary and
 every parameter marked as gradient reduction needs it. Called by the trainer and by the converters.
+
+`block_spec` says which modules a transformer block is built from. With --transformer-impl transformer_engine these are
+Transformer Engine's layers, otherwise megatron-core's local layers with this package's packed attention and norms that
+support sequence parallelism. --moe-layer-freq decides which layers are dense and which have experts.
 """
 
 from __future__ import annotations
@@ -14,21 +18,141 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.transformer import ModuleSpec, TransformerConfig
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from slimrl.arguments.flags.model import AttentionArguments
 from slimrl.arguments.namespace import Arguments, MegatronArguments
 from slimrl.hooks import HookFailedError, LayerSpec, ModelProvider, accepted, named, naming_calls, resolve
-from slimrl.hooks.base import RunArguments
+from slimrl.hooks.contracts import RunArguments
 from slimrl.megatron.config import transformer_config
-from slimrl.megatron.model.layer_spec import block_of, block_spec
-from slimrl.megatron.model.layers import PostNorms
+from slimrl.megatron.model.attention import PackedCoreAttention, attention_spec, with_latent_epsilon
+from slimrl.megatron.model.layers import PostNorms, RMSNorm, Router, with_post_norms, with_token_frequencies
 from slimrl.megatron.model.lora import add_adapters
 from slimrl.megatron.model.output_layer import PolicyModel, ValueModel
-from slimrl.megatron.model.vision import VisionLanguageModel, tower_of, vision_tower
+from slimrl.megatron.model.vision import VisionLanguageModel, VisionValueModel, sight
 from slimrl.megatron.parallel import ParallelState
 from slimrl.models.adapters import AdapterConfig
+from slimrl.models.model_spec import expand_layer_pattern
+
+
+def block_spec(
+    config: TransformerConfig, virtual_stage: int | None = None, post_norms: PostNorms | None = None
+) -> TransformerBlockSubmodules:
+    """The spec of this rank's transformer block, or of one of its virtual pipeline stages.
+
+    Raises ValueError for a normalisation other than RMSNorm without Transformer Engine, and for experts in a layout
+    that no parameter mapping describes.
+    """
+    if config.moe_grouped_gemm and config.moe_use_legacy_grouped_gemm:
+        raise ValueError(
+            "--moe-use-legacy-grouped-gemm joins all experts of a GPU in one matrix, which weight conversion does not"
+            " support: leave it out, --moe-grouped-gemm alone uses Transformer Engine's kernels"
+        )
+    fused = config.transformer_impl == "transformer_engine"
+    if not fused and config.normalization != "RMSNorm":
+        raise ValueError(
+            f"--normalization {config.normalization} needs --transformer-impl transformer_engine: install it on a"
+            " machine with a GPU or train a model with --normalization RMSNorm"
+        )
+    norm = _engine_norm() if fused else RMSNorm
+    make = _engine_layer_spec if fused else _local_layer_spec
+    kinds = {}
+    for moe in set(moe_layers(config)):
+        layer = with_token_frequencies(make(config, moe=moe), config)
+        kinds[moe] = with_post_norms(layer, post_norms or PostNorms(), norm)
+        if moe:
+            kinds[moe].submodules.mlp.submodules.router = Router
+    first = get_transformer_layer_offset(config, virtual_stage)
+    local = moe_layers(config)[first : first + get_num_layers_to_build(config, virtual_stage)]
+    # For a bare layer spec megatron-core adds its own final norm, which does not support sequence parallelism.
+    return TransformerBlockSubmodules(layer_specs=[kinds[moe] for moe in local], layer_norm=norm)
+
+
+def block_of(
+    config: TransformerConfig, found: ModuleSpec | TransformerBlockSubmodules, virtual_stage: int | None
+) -> TransformerBlockSubmodules:
+    """The block that --spec describes, either as a block or as one layer spec used for every layer."""
+    if isinstance(found, TransformerBlockSubmodules):
+        return found
+    if isinstance(found.submodules, TransformerBlockSubmodules):
+        return found.submodules
+    norm = _engine_norm() if config.transformer_impl == "transformer_engine" else RMSNorm
+    return TransformerBlockSubmodules(
+        layer_specs=[found] * get_num_layers_to_build(config, virtual_stage), layer_norm=norm
+    )
+
+
+def moe_layers(config: TransformerConfig) -> tuple[bool, ...]:
+    """Whether each layer of the whole model has experts.
+
+    Raises ValueError if config.moe_layer_freq is a list whose length is not config.num_layers.
+    """
+    if config.num_moe_experts is None:
+        return (False,) * config.num_layers
+    return expand_layer_pattern(config.moe_layer_freq, config.num_layers)
+
+
+def _engine_norm() -> type:
+    # imported here because it needs Transformer Engine, which may be absent
+    from megatron.core.extensions.transformer_engine import TENorm
+
+    return TENorm
+
+
+def _engine_layer_spec(config: TransformerConfig, *, moe: bool) -> ModuleSpec:
+    layer = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=config.num_moe_experts if moe else None,
+        moe_grouped_gemm=config.moe_grouped_gemm and moe,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
+        use_te_activation_func=config.use_te_activation_func,
+    )
+    return with_latent_epsilon(layer) if config.multi_latent_attention and config.qk_layernorm else layer
+
+
+def _local_layer_spec(config: TransformerConfig, *, moe: bool) -> ModuleSpec:
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts if moe else None,
+        # the grouped kernels need a GPU; the checkpoint format is the same with either
+        moe_grouped_gemm=False,
+        qk_layernorm=config.qk_layernorm,
+        normalization=config.normalization,
+    )
+    submodules = layer.submodules
+    submodules.input_layernorm = RMSNorm
+    submodules.pre_mlp_layernorm = RMSNorm
+    if config.multi_latent_attention:
+        submodules.self_attention = attention_spec(config)
+    else:
+        attention = submodules.self_attention.submodules
+        attention.core_attention = PackedCoreAttention
+        if config.qk_layernorm:
+            attention.q_layernorm = RMSNorm
+            attention.k_layernorm = RMSNorm
+    submodules.sharded_state_dict_keys_map = _stored_names(config, moe=moe)
+    return layer
+
+
+def _stored_names(config: TransformerConfig, *, moe: bool) -> dict[str, str]:
+    """Checkpoint names of the norms: those of Transformer Engine's layers, so that both can load the checkpoint.
+
+    Transformer Engine fuses a norm with the linear layer after it, if there is exactly one.
+    """
+    names = {}
+    if config.multi_latent_attention:
+        for latent in ("q", "kv"):
+            names[f"self_attention.{latent}_layernorm."] = f"self_attention.linear_{latent}_up_proj.layer_norm_"
+    else:
+        names["input_layernorm."] = "self_attention.linear_qkv.layer_norm_"
+    if not moe:  # in a layer with experts the norm feeds the router and every expert
+        names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+    return names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +204,12 @@ def build_value_stages(flags: MegatronArguments, parallel: ParallelState) -> lis
     stages: list[GPTModel] = []
     for number in _stage_numbers(parallel):
         ends = parallel.holds_embedding(number), parallel.holds_head(number)
-        model = ValueModel(**_settings(flags, config, *ends, number, own_layers(flags, config, number)))
+        settings = _settings(flags, config, *ends, number, own_layers(flags, config, number))
+        if flags.vision_folder is None:
+            model: GPTModel = ValueModel(**settings)
+        else:
+            seen = _sight(flags, config, first_stage=ends[0])
+            model = VisionValueModel(**settings, **seen)
         mark_expert_parameters(model)
         stages.append(model.to(parallel.device))
     return stages
@@ -117,9 +246,13 @@ def policy_model(
     settings = _settings(args, config, pre_process, post_process, vp_stage, chosen)
     if args.vision_folder is None:
         return PolicyModel(**settings)
-    tower = vision_tower(args.vision_folder, config.params_dtype) if pre_process else None
-    interleaves = tower_of(args.vision_folder).interleaves_positions
-    return VisionLanguageModel(tower, interleaves_positions=interleaves, **settings)
+    return VisionLanguageModel(**settings, **_sight(args, config, first_stage=pre_process))
+
+
+def _sight(args: MegatronArguments, config: TransformerConfig, *, first_stage: bool) -> dict[str, Any]:
+    assert args.vision_folder is not None
+    sharded = args.use_megatron_fsdp
+    return sight(args.vision_folder, config.params_dtype, first_stage=first_stage, sharded=sharded)
 
 
 def _settings(

@@ -1,8 +1,8 @@
 """Advantages and the other per-token columns of training, and the custom functions that may change them.
 
 Between the log-probability passes and the first optimizer step, a rank's part of a rollout becomes the dict that custom
-functions receive (`slimrl.hooks.train_hooks`), and then columns again. The changed dict is checked against the samples;
-an error in a function names its flag.
+functions receive (`slimrl.hooks.contracts`), and then columns again. The changed dict is checked against the
+samples; an error in a function names its flag.
 
 docs/hooks.md lists when each is called. Custom losses are in `custom_loss`, custom corrections and reducers in `loss`.
 """
@@ -21,12 +21,17 @@ from torch import Tensor
 from slimrl.algorithms.estimators import ESTIMATORS, Returns
 from slimrl.algorithms.losses import TeacherTerm, kl_estimate, sums_per_sample
 from slimrl.algorithms.off_policy import ImportanceWeighting, weight_totals
-from slimrl.algorithms.returns import discounted_returns, generalized_advantages, reward_at_last_token
+from slimrl.algorithms.returns import (
+    discounted_returns,
+    generalized_advantages,
+    length_adaptive_lambda,
+    reward_at_last_token,
+)
 from slimrl.arguments.flags.algorithm import AlgorithmArguments
 from slimrl.data.train_batch import RolloutBatch
 from slimrl.hooks import BeforeLogProb, BeforeTrainStep, CustomAdvantage, Hook, HookFailedError, MegatronInit, named
 from slimrl.hooks import RolloutDataPostprocess as Postprocess
-from slimrl.hooks.base import RunArguments
+from slimrl.hooks.contracts import RunArguments
 from slimrl.megatron.training.forward_step import TrainTensors
 from slimrl.megatron.training.loss.policy_loss import importance_weighting
 
@@ -63,7 +68,8 @@ def token_returns(
     """Advantages before whitening, and returns: [response tokens of the rank]; rewards are already normalised by group.
 
     - `Returns.GENERALIZED` (PPO): generalised advantages of the rewards that follow, and the targets of the critic,
-      which are those of --critic-lambd if it is given (VC-PPO: Yuan et al. 2025, arXiv:2503.01491, section 3.2).
+      which are those of --critic-lambd if it is given (VC-PPO: Yuan et al. 2025, arXiv:2503.01491, section 3.2). With
+      --length-adaptive-gae-alpha the lambda of the advantages alone depends on a response's trained tokens.
     - `Returns.DISCOUNTED` (REINFORCE++, Hu 2025, equations 3 and 4): the discounted return of the reward at the last
       trained token and of -kl_coef * KL_t at every trained token.
     - `Returns.BROADCAST`: the sample's reward - kl_coef * KL_t.
@@ -89,10 +95,14 @@ def token_returns(
         return returns, returns
     if values is None:
         raise ValueError(f"--advantage-estimator {algorithm.advantage_estimator} needs the values of a critic")
-    columns, gamma, own = (rewards, values, mask, lengths), algorithm.gamma, algorithm.critic_lambd
-    advantages, targets = generalized_advantages(*columns, gamma=gamma, lambd=algorithm.lambd)
-    if own is not None and own != algorithm.lambd:
-        _, targets = generalized_advantages(*columns, gamma=gamma, lambd=own)
+    columns, gamma, alpha = (rewards, values, mask, lengths), algorithm.gamma, algorithm.length_adaptive_gae_alpha
+    of_critic = algorithm.lambd if algorithm.critic_lambd is None else algorithm.critic_lambd
+    lambd: float | Tensor = algorithm.lambd
+    if alpha is not None:
+        lambd = length_adaptive_lambda(sums_per_sample((mask != 0).double(), lengths), alpha)
+    advantages, targets = generalized_advantages(*columns, gamma=gamma, lambd=lambd)
+    if alpha is not None or of_critic != algorithm.lambd:
+        _, targets = generalized_advantages(*columns, gamma=gamma, lambd=of_critic)
     return advantages, targets
 
 

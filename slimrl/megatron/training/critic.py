@@ -252,7 +252,10 @@ def explained_variance(means: dict[str, float]) -> float:
 
 
 def critic_arguments(args: Arguments) -> Arguments:
-    """The flags as they apply to the critic: its own schedule and optimizer; every weight of it is trained."""
+    """The flags as they apply to the critic: its own schedule and optimizer; every weight of it is trained.
+
+    So it has no adapters beside a policy of LoRA adapters.
+    """
     warmup = args.critic_lr_warmup_iters
     return dataclasses.replace(
         args,
@@ -260,6 +263,7 @@ def critic_arguments(args: Arguments) -> Arguments:
         lr=args.critic_lr,
         lr_warmup_iters=args.lr_warmup_iters if warmup is None else warmup,
         lr_warmup_fraction=args.lr_warmup_fraction if warmup is None else None,
+        lora_rank=None,
         **OF_VALUE_MODEL,
     )
 

@@ -23,6 +23,7 @@ from slimrl.arguments.memory import critic_memory
 from slimrl.data.train_batch import RolloutBatch
 from slimrl.megatron import parallel
 from slimrl.megatron.checkpoint.folder import CheckpointFolder
+from slimrl.megatron.data_parallel import GatheredWeights
 from slimrl.megatron.model.micro_batch import MicroBatch, MicroBatchPacker
 from slimrl.megatron.offload import State, memory_of
 from slimrl.megatron.training.advantages import after_initialization
@@ -81,6 +82,7 @@ class CriticTrainer:
             self.critic.model.wrapped,
             [self.critic.model.optimizer],
             self.parallel.device,
+            gathered=GatheredWeights(self.critic.model.wrapped),
             release=lambda: self.critic.saver.release(),
             offloads=bool(args.offload_train),
             suspends=args.offload_train_nccl,

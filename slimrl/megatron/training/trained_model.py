@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from slimrl.arguments import Arguments
 from slimrl.arguments.flags.algorithm import AlgorithmArguments
-from slimrl.arguments.flags.lora import LoraArguments
+from slimrl.arguments.flags.model import LoraArguments
 from slimrl.arguments.flags.optimizer import OptimizerArguments
 from slimrl.megatron import config, data_parallel
 from slimrl.megatron.checkpoint.state import TrainingState
@@ -67,6 +67,7 @@ class NonFiniteGuard:
         ]
         self._biases_before: list[Tensor] = []
         self._in_a_row = 0
+        self.before_change: Callable[[], None] = lambda: None  # called before a step changes anything
 
     def begin(self) -> None:
         """Save the state that the backward pass itself changes."""
@@ -81,10 +82,13 @@ class NonFiniteGuard:
         """
         scale = self._adaptive_scale()
         overflow, norm = False, math.nan
+        if scale is not None:
+            self.before_change()  # by an overflow
         if math.isfinite(loss) or not self._scales_loss():  # a smaller loss scale cannot fix a non-finite loss
             overflow = self._optimizer.prepare_grads()
             norm = math.inf if overflow else float(self._optimizer.get_grad_norm())
         if not self._on_any_rank(not (math.isfinite(loss) and math.isfinite(norm))):
+            self.before_change()
             self._clip(norm)
             self._optimizer.step_with_ready_grads()
             self._in_a_row = 0

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
 import functools
 import logging
 from collections.abc import Callable, Sequence
@@ -22,17 +21,17 @@ from megatron.core.models.gpt import GPTModel
 from slimrl.arguments import Arguments
 from slimrl.arguments.flags.algorithm import AlgorithmArguments
 from slimrl.arguments.flags.checkpoint import CheckpointArguments
-from slimrl.arguments.flags.lora import LoraArguments
+from slimrl.arguments.flags.model import LoraArguments
 from slimrl.arguments.flags.rollout import RolloutArguments
 from slimrl.arguments.memory import training_memory
 from slimrl.data.train_batch import RolloutBatch
-from slimrl.hooks.base import RunArguments
+from slimrl.hooks.contracts import RunArguments
 from slimrl.megatron import config, parallel, patches
 from slimrl.megatron.checkpoint import state
-from slimrl.megatron.checkpoint.folder import Retention
 from slimrl.megatron.checkpoint.saver import AdapterExporter, Awaited, CheckpointSaver, ModelExporter
 from slimrl.megatron.checkpoint.start import AdapterStart, PolicyStart
 from slimrl.megatron.checkpoint.state import CheckpointFolder, TrainingState
+from slimrl.megatron.data_parallel import GatheredWeights
 from slimrl.megatron.model.micro_batch import MicroBatchPacker
 from slimrl.megatron.model.model_builder import OF_VALUE_MODEL, CustomModel, build_stages, build_value_stages
 from slimrl.megatron.offload import State, TrainingMemory, memory_of
@@ -49,6 +48,7 @@ from slimrl.megatron.training.reporting.diagnostics import LOG_PROBS, OVERALL, M
 from slimrl.megatron.training.reporting.memory_report import MemoryReport
 from slimrl.megatron.training.reporting.train_metrics import PhaseTimes
 from slimrl.megatron.training.step_loss import StepLoss
+from slimrl.megatron.training.step_state import Held, StepState
 from slimrl.megatron.training.trained_model import TrainedModel, describe_trained_parameters, freeze_parameters
 from slimrl.models.adapters import AdapterConfig
 from slimrl.models.model_spec import ModelSpec
@@ -79,10 +79,12 @@ class MegatronTrainer:
         init_method: str | dist.Store,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
         timeline: Timeline | None = None,
+        state: StepState | None = None,
     ):
         """Opens the process groups, builds and loads everything; collective over `world_size` processes.
 
-        `train` calls `on_progress(done, total)` at the start of every micro-batch, in each of its passes.
+        `train` calls `on_progress(done, total)` at the start of every micro-batch, in each of its passes. The trainer
+        begins with what `state` was given, in place of a checkpoint, and keeps its own state known to it.
 
         Raises FileNotFoundError if neither --load nor --ref-load contains a checkpoint.
         """
@@ -92,6 +94,7 @@ class MegatronTrainer:
         self._rollouts: RolloutArguments = args
         self._lora: LoraArguments = args
         self._spec = ModelSpec.from_args(args)
+        self._state = StepState() if state is None else state
         self._on_progress = on_progress
         self._timeline = timeline if timeline is not None else Timeline.off()
         self._memory_history = MemoryHistory(args, rank)
@@ -135,8 +138,12 @@ class MegatronTrainer:
         self._open = contextlib.ExitStack()  # its profile
         self.rollout_metrics: dict[str, float] = {}
         self._checkpoints_of_critic = Path(args.critic_save) if args.critic_save is not None else None
-        self._saver = _open_saver(args)
+        beside = [self._checkpoints_of_critic] if args.use_critic and self._checkpoints_of_critic else []
+        self._saver = CheckpointSaver.from_args(args, beside, args.distributed_timeout_minutes)
         self._exporter = self._open_exporter(args)
+        if state is not None:
+            swapped = (self._policy.reference, teacher.weights)
+            state.follow(self._held, self.parallel, self.memory, swapped, self._saver, self.start_rollout_id)
 
     def _load_policy(self, args: Arguments) -> tuple[TrainedModel, CheckpointFolder | None]:
         """Loads the weights and makes the stages trainable; also returns the checkpoint to resume from."""
@@ -155,6 +162,8 @@ class MegatronTrainer:
             self._precomputed = self._start.precomputed_reference()
             adapters = self._start.adapters
             reference = ReferenceWeights(self.stages) if adapters is None else BaseReference(self.stages)
+        if self._state.given is not None:  # `_resume` replaces the weights
+            return reference, None
         return reference, self._start.load_weights(has_reference=reference is not None)
 
     def _report_of_memory(self, args: Arguments, teacher: Teacher) -> MemoryReport:
@@ -169,10 +178,12 @@ class MegatronTrainer:
     def _memory_of_models(self, args: Arguments) -> TrainingMemory:
         """The memory of the policy and of a critic in this rank."""
         trained = [self._policy, *([] if self._critic is None else [self._critic.model])]
+        stages = [stage for model in trained for stage in model.wrapped]
         return memory_of(
-            [stage for model in trained for stage in model.wrapped],
+            stages,
             [model.optimizer for model in trained],
             self.parallel.device,
+            gathered=GatheredWeights(stages),
             release=lambda: self.release_saved(),
             offloads=bool(args.offload_train),
             suspends=args.offload_train_nccl,
@@ -230,9 +241,18 @@ class MegatronTrainer:
         return ModelExporter(args.save_hf, *parts, value_head=args.trains_reward_model)
 
     def _resume(self, found: CheckpointFolder | None) -> tuple[int, dict[str, Any] | None]:
+        if self._state.given is not None:
+            return self._state.restore(self._held, self.parallel.rank), None
         with_optimizer = not self._rollouts.eval_only
         first, data_state = self._start.resume(self._training_state, found, with_optimizer=with_optimizer)
         return (first if self._rollouts.start_rollout_id is None else self._rollouts.start_rollout_id), data_state
+
+    @property
+    def _held(self) -> list[Held]:
+        """What another rank takes over of this one."""
+        critic = self._critic
+        of_critic = [] if critic is None else [Held(critic.model, critic.state.numbers)]
+        return [Held(self._policy, self._kl.numbers), *of_critic]
 
     @functools.cached_property
     def _training_state(self) -> TrainingState:
@@ -259,6 +279,7 @@ class MegatronTrainer:
             if self._critic is not None:
                 of_critic = self._critic.train(rollout.steps, rollout.value_columns, batch, rollout_id, rollout.advance)
             metrics = rollout.train(of_critic)
+        self._state.complete(rollout_id + 1)
         return self._trained(rollout, metrics)
 
     def score(self, rollout_id: int, batch: RolloutBatch) -> None:
@@ -373,13 +394,3 @@ def _build_stages(args: Arguments, parallel_state: ParallelState) -> list[GPTMod
     if args.trains_reward_model:
         return build_value_stages(_of_model(args), parallel_state)
     return build_stages(args, parallel_state, CustomModel.from_args(args))
-
-
-def _open_saver(args: Arguments) -> CheckpointSaver:
-    """Old checkpoints of the critic are deleted together with the policy's."""
-    beside = [Path(args.critic_save)] if args.use_critic and args.critic_save is not None else []
-    return CheckpointSaver(
-        background=args.async_save,
-        retention=Retention.from_args(args, *beside),
-        timeout=datetime.timedelta(minutes=args.distributed_timeout_minutes),
-    )

@@ -22,6 +22,7 @@ FAMILIES: tuple[ModelMapping, ...] = (
     qwen.QWEN3,
     qwen.QWEN3_VL,
     qwen.QWEN3_MOE,
+    qwen.QWEN3_VL_MOE,
     glm4.GLM4,
     glm4.GLM4_MOE,
     deepseek_v3.DEEPSEEK_V3,
@@ -33,7 +34,16 @@ FAMILIES: tuple[ModelMapping, ...] = (
 TABLES: dict[str, FamilyTable] = {family.model_type: family.config for family in FAMILIES}
 MODEL_TYPES = tuple(TABLES)
 
-__all__ = ["FAMILIES", "MODEL_TYPES", "TABLES", "ModelMapping", "ParamMapping", "family_for", "stated_flags"]
+__all__ = [
+    "FAMILIES",
+    "MODEL_TYPES",
+    "TABLES",
+    "ModelMapping",
+    "ParamMapping",
+    "family_for",
+    "stacks_experts",
+    "stated_flags",
+]
 
 
 def family_for(hf_config: dict[str, Any]) -> ModelMapping:
@@ -52,6 +62,11 @@ def family_for(hf_config: dict[str, Any]) -> ModelMapping:
         f"config.json has model_type {model_type!r}, for which there is no parameter mapping;"
         f" supported are {known}: use such a model or add a mapping under slimrl/models/families"
     )
+
+
+def stacks_experts(config: Config) -> bool:
+    """Whether files of this config.json's family have all experts of a layer in one tensor per projection."""
+    return any(family.stacked_experts for family in FAMILIES if family.model_type == config.get("model_type"))
 
 
 def stated_flags(config: Config) -> dict[str, Any]:

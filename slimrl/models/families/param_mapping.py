@@ -3,8 +3,9 @@
 A mapping is data only; the arithmetic is in `slimrl.weights.reshard`. Loader, exporter, converters and checks all use
 it. This file also has the rows that families share: dense layers, experts, latent attention.
 
-Experts: Hugging Face has one tensor per expert and projection; megatron-core keeps experts one by one (SequentialMLP)
-or grouped (Transformer Engine). Latent attention: config.json says whether queries have a latent. Down-projections are
+Experts: rows have one Hugging Face tensor per expert and projection, also where files stack those of a layer
+(`slimrl.weights.hf_checkpoint`); megatron-core keeps experts one by one (SequentialMLP) or grouped (Transformer
+Engine). Latent attention: config.json says whether queries have a latent. Down-projections are
 replicated over tensor-parallel ranks, up-projections are sharded by heads. Rotary channels keep the stored order
 (adjacent pairs), as megatron-core expects. Engines fuse both down-projections and need them in one request.
 """
@@ -119,7 +120,7 @@ class ModelMapping:
 
     `config` maps keys of config.json to model flags. `float32_router`: engines keep the router's weight in float32,
     regardless of the model's dtype. `toys` are toy-sized models of the family, by name. `tower` is their
-    vision tower, whose rows `for_config` puts into `tower_rows`.
+    vision tower, whose rows `for_config` puts into `tower_rows`. `stacked_experts`: files stack those of a layer.
     """
 
     model_type: str
@@ -135,6 +136,7 @@ class ModelMapping:
     toys: Mapping[str, ToyConfig] = dataclasses.field(default_factory=dict)
     tower: VisionTower | None = None
     tower_rows: tuple[ParamMapping, ...] = ()
+    stacked_experts: bool = False
 
     def for_config(self, hf_config: Config) -> ModelMapping:
         """The mapping of the model of this config.json, with the rows of its vision tower."""

@@ -1,14 +1,15 @@
-"""Tensors and config.json of Qwen2, Qwen2.5, Qwen2.5-VL, Qwen3 (dense and with experts) and MiMo.
+"""Tensors and config.json of Qwen2, Qwen2.5, Qwen2.5-VL, Qwen3 and Qwen3-VL (dense and with experts), and MiMo.
 
 Qwen2 and Qwen2.5 have biases on queries, keys and values only, and a gated shared expert in MoE models. Qwen2.5-VL is
-Qwen2.5 with multimodal rotary positions behind a vision tower. Qwen3 has query and key norms and no biases. MiMo is
-dense with Qwen2's layers; its MTP layers are not trained: their tensors are copied from the original folder.
+Qwen2.5 with multimodal rotary positions behind a vision tower. Qwen3 has query and key norms and no biases. Qwen3-VL is
+Qwen3 with such positions and a tower; files of its MoE models stack the experts of a layer. MiMo is dense with Qwen2's
+layers; its MTP layers are not trained: their tensors are copied from the original folder.
 """
 
 from __future__ import annotations
 
 from slimrl.models import config_rows
-from slimrl.models.config_rows import always, switched, value, wrong
+from slimrl.models.config_rows import Config, Unsupported, always, switched, value, wrong
 from slimrl.models.families import param_mapping, vision
 from slimrl.models.families.config_mapping import (
     EXPERTS,
@@ -20,7 +21,7 @@ from slimrl.models.families.config_mapping import (
     table,
 )
 from slimrl.models.families.param_mapping import ModelMapping, MTPLayers
-from slimrl.models.families.toy_config import GROUPED, TOY_LEVELS, TOY_TOWER, ToyConfig, rope
+from slimrl.models.families.toy_config import GROUPED, TOY_EXPERTS, TOY_LEVELS, TOY_TOWER, ToyConfig, rope
 
 QWEN2_ATTENTION = (
     param_mapping.ATTENTION_NORM,
@@ -155,10 +156,53 @@ QWEN3_MOE = ModelMapping(
     toys={
         "qwen3_moe": ToyConfig(
             "Qwen3MoeForCausalLM",
-            GROUPED
-            | {"rms_norm_eps": 1e-6, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-            | {"norm_topk_prob": True}
-            | rope(1e6),
+            GROUPED | TOY_EXPERTS | {"rms_norm_eps": 1e-6, "norm_topk_prob": True} | rope(1e6),
+        )
+    },
+)
+
+
+def _other_levels(config: Config) -> str | None:
+    """Engines add the features of exactly three levels."""
+    levels = config[vision.TOWER_CONFIG].get("deepstack_visual_indexes", ())
+    return None if len(levels) == vision.SERVED_LEVELS else f"deepstack_visual_indexes {list(levels)}"
+
+
+QWEN3_VL_MOE = ModelMapping(
+    model_type="qwen3_vl_moe",
+    config=table(
+        *EXPERTS,
+        *SOFTMAX,
+        # transformers normalises without an entry for it
+        always("moe_router_pre_softmax", "--moe-router-pre-softmax", False),
+        always("qk_layernorm", "--qk-layernorm", True),
+        *MULTIMODAL_POSITIONS,
+        unserved=(
+            config_rows.only("default", "mrope"),
+            *NO_BIASES,
+            wrong("norm_topk_prob", True),
+            Unsupported(_other_levels),
+        ),
+    ),
+    embedding=QWEN3_VL.embedding,
+    layer=tuple(map(vision.deeper, QWEN3_MOE.layer)),
+    final_norm=QWEN3_VL.final_norm,
+    head=param_mapping.HEAD,
+    stacked_experts=True,
+    tower=vision.QWEN3_VL_MOE,
+    toys={
+        "qwen3_vl_moe": ToyConfig(
+            "Qwen3VLMoeForConditionalGeneration",
+            {
+                "text_config": GROUPED
+                | TOY_EXPERTS
+                # transformers cannot tell which way round a square gate_up_proj is
+                | {"moe_intermediate_size": 48}
+                | {"rms_norm_eps": 1e-6, "num_hidden_layers": vision.SERVED_LEVELS}
+                | rope(5e6, rope_type="default", mrope_section=[4, 2, 2], mrope_interleaved=True),
+                "vision_config": TOY_LEVELS
+                | {"depth": vision.SERVED_LEVELS, "deepstack_visual_indexes": list(range(vision.SERVED_LEVELS))},
+            },
         )
     },
 )

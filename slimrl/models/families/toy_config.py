@@ -27,6 +27,7 @@ class ToyConfig:
 
 
 GROUPED = {"num_key_value_heads": 2, "head_dim": 16}
+TOY_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 # a vision tower with the published patches, windows and merging
 TOY_TOWER = {
     "depth": 2,

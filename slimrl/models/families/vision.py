@@ -20,8 +20,10 @@ MEGATRON_TOWER = "vision_model."
 HF_TOWER = "visual."
 DEEPER_HF_TOWER = "model.visual."  # where the decoder is one level down, too
 DEEPER_HF_DECODER = "model.language_model."
+DECODER_IN_FILES = r"^model\.(?!language_model\.)"  # of some families only transformers' modules are one level down
 DECODER_CONFIG = "text_config"
 TOWER_CONFIG = "vision_config"
+SERVED_LEVELS = 3  # of deepstack, that SGLang adds to the layers of a decoder with experts
 
 
 def decoder_config(config: Config) -> Config:
@@ -129,7 +131,7 @@ def qwen3_vl_tower(config: Config) -> tuple[ParamMapping, ...]:
 
 def deeper(row: ParamMapping) -> ParamMapping:
     """A decoder's row whose Hugging Face tensors are one level down, in `model.language_model`."""
-    parts = [dataclasses.replace(part, name=re.sub("^model\\.", DEEPER_HF_DECODER, part.name)) for part in row.hf]
+    parts = [dataclasses.replace(part, name=re.sub(DECODER_IN_FILES, DEEPER_HF_DECODER, part.name)) for part in row.hf]
     return dataclasses.replace(row, hf=tuple(parts))
 
 
@@ -156,6 +158,9 @@ QWEN3_VL = VisionTower(
     "transformers.models.qwen3_vl.modeling_qwen3_vl.Qwen3VLVisionModel",
     interleaves_positions=True,
     feed_forward_results=2,  # before and after the activation
+)
+QWEN3_VL_MOE = dataclasses.replace(
+    QWEN3_VL, architecture="transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe.Qwen3VLMoeVisionModel"
 )
 
 TowerWeights = tuple[tuple[str, int], ...]  # Megatron's name and the elements of each tensor of a tower

@@ -22,7 +22,7 @@ from slimrl.arguments.flags.data import DataArguments
 from slimrl.arguments.namespace import PromptArguments
 from slimrl.data.sample import Sample
 from slimrl.hooks import BufferFilter, accepts_keyword, named, naming, resolve_data_source
-from slimrl.hooks.base import RunArguments
+from slimrl.hooks.contracts import RunArguments
 from slimrl.observability import rollout_dump
 from slimrl.rollout.dataset.dataset_mixture import DatasetMixture
 

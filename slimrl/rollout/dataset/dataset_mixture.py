@@ -14,8 +14,7 @@ from typing import Any
 
 from slimrl.arguments.eval_datasets import training_prompt_format
 from slimrl.arguments.namespace import PromptArguments
-from slimrl.data.dataset_spec import DataMix
-from slimrl.data.prompt_format import PromptFormat
+from slimrl.data.prompt_format import DataMix, PromptFormat
 from slimrl.rollout.dataset.prompt_dataset import OverlongPrompt, Prompt, PromptDataset
 
 logger = logging.getLogger(__name__)

@@ -1,13 +1,16 @@
-"""Reads the images of prompts with transformers' image processor, for the engines and for training.
+"""Reads the images of prompts with transformers' image processor, for training, and sends them to the engines.
 
 An image is decoded once; engines get its pixels as a PNG in a data URI, and training the tensors that the model's own
 processor makes of the same pixels. A prompt has one token per image until `expand` repeats it for every merged patch.
+
+`SampleImages` adds the images of samples to the requests of the built-in generation and of custom generate functions.
 """
 
 from __future__ import annotations
 
 import base64
 import dataclasses
+import functools
 import io
 import json
 import urllib.error
@@ -20,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from slimrl.data.image_prompts import GRIDS, IMAGES, PIXELS, PLACEHOLDER, RESPONSE_STARTS, item_fault, stored_bytes
 from slimrl.data.sample import Sample
-from slimrl.engines.protocol import PromptImages
+from slimrl.engines.protocol import EngineClient, Generation, PromptImages, with_images
 from slimrl.models.families.vision import VisionTokens
 
 if TYPE_CHECKING:
@@ -56,6 +59,7 @@ class ImageProcessor:
         self.tokens = vision
         self._around = config["vision_start_token_id"], config["vision_end_token_id"]
         self._processor = AutoImageProcessor.from_pretrained(folder)
+        self._last: tuple[tuple[str, ...], dict[str, Any]] = ((), {})  # of `train_inputs`: answers share their images
 
     def read(self, item: Any) -> Image:
         """The image of a column's item, decoded, in RGB. Raises ValueError, worded to follow its name."""
@@ -128,9 +132,10 @@ class ImageProcessor:
 
     def train_inputs(self, uris: Sequence[str]) -> dict[str, Any]:
         """What transformers' model takes: `pixel_values` and `image_grid_thw` of all images end to end."""
-        images = [self.read(uri) for uri in uris]
-        found = self._processor(images=images, return_tensors="pt")
-        return {PIXELS: found[PIXELS], GRIDS: found[GRIDS]}
+        if tuple(uris) != self._last[0]:
+            found = self._processor(images=[self.read(uri) for uri in uris], return_tensors="pt")
+            self._last = tuple(uris), {PIXELS: found[PIXELS], GRIDS: found[GRIDS]}
+        return self._last[1]
 
 
 def data_uri(image: Image) -> str:
@@ -211,3 +216,55 @@ def prompt_images(sample: Sample, token_id: int | None) -> PromptImages | None:
 def images_of(sample: Sample) -> tuple[str, ...]:
     """The data URIs of a sample's images."""
     return tuple((sample.multimodal_inputs or {}).get(IMAGES) or ())
+
+
+class SampleImages:
+    """The images that requests have, and what custom functions get, of the model in `folder`; None: a model of text."""
+
+    def __init__(self, folder: str | None) -> None:
+        self._folder = folder
+        self._token_id = image_token_id(folder)
+
+    def of(self, sample: Sample) -> dict[str, PromptImages]:
+        """The keyword of `EngineClient.generate`. Raises ValueError for images and a model of text."""
+        return with_images(prompt_images(sample, self._token_id))
+
+    def engine_of(self, engine: EngineClient, sample: Sample) -> EngineClient:
+        """The engine of a custom function that generates `sample`."""
+        return engine if self._token_id is None else EngineOfSample(engine, sample, self._token_id)
+
+    @functools.cached_property
+    def processor(self) -> ImageProcessor | None:
+        """For `multi_turn_generate`."""
+        return None if self._folder is None else ImageProcessor(self._folder)
+
+
+class EngineOfSample:
+    """An `EngineClient` whose requests have the images of `sample`: those of the prompt, and those appended since."""
+
+    def __init__(self, engine: EngineClient, sample: Sample, image_token_id: int) -> None:
+        self._engine, self._sample, self._token_id = engine, sample, image_token_id
+
+    async def generate(
+        self,
+        input_ids: list[int],
+        sampling_params: dict[str, Any],
+        session_id: str | None = None,
+        images: PromptImages | None = None,
+    ) -> Generation:
+        """See `EngineClient`. Raises ValueError if `input_ids` have another number of images."""
+        own = images or prompt_images(self._sample, self._token_id)
+        return await self._engine.generate(input_ids, sampling_params, session_id, **with_images(own))
+
+    async def ask(self, path: str, payload: dict[str, Any], session_id: str | None = None) -> Any:
+        """See `EngineClient`. Raises ValueError for a sample with images."""
+        if images_of(self._sample):
+            raise ValueError(
+                f"a request to {path} would leave out the sample's images: call engine.generate (`engine` is a keyword"
+                " of the function), which adds them"
+            )
+        return await self._engine.ask(path, payload, session_id)
+
+    async def abort_all(self) -> None:
+        """See `EngineClient`."""
+        await self._engine.abort_all()

@@ -23,6 +23,7 @@ from slimrl.data.image_prompts import IMAGES, image_items, with_images
 from slimrl.data.preference_pairs import PAIR_KEY, pair_of
 from slimrl.data.prompt_format import (
     MESSAGES_KEY,
+    PLACE_KEY,
     TOOLS_KEY,
     InvalidRow,
     PromptFormat,
@@ -124,13 +125,13 @@ class PromptTokenizer:
         self._tokenizer = tokenizer
         self._images = None if form.images is None else ImageProcessor(form.images.folder)
 
-    def make(self, rows: Sequence[Row]) -> list[Prompt | OverlongPrompt | InvalidRow]:
-        """One result per row, in order."""
+    def make(self, rows: Sequence[Row], places: Sequence[str]) -> list[Prompt | OverlongPrompt | InvalidRow]:
+        """One result per row, in order; `places` has the "<file>:<line>" of each."""
         contents = [self._content(row) for row in rows]
         token_ids = self._tokenize(contents)
         limit = self._form.max_prompt_len
         results: list[Prompt | OverlongPrompt | InvalidRow] = []
-        for row, content, ids in zip(rows, contents, token_ids, strict=True):
+        for row, place, content, ids in zip(rows, places, contents, token_ids, strict=True):
             images: tuple[str, ...] = ()
             if self._images is not None and not isinstance(content, InvalidRow) and isinstance(row, dict):
                 try:
@@ -147,7 +148,7 @@ class PromptTokenizer:
                 results.append(OverlongPrompt(len(ids)))
             else:
                 label = None if self._form.label_key is None else row[self._form.label_key]
-                metadata = metadata_of(row, self._form)
+                metadata = metadata_of(row, self._form) | ({PLACE_KEY: place} if self._form.holds_answers else {})
                 if self._form.pair is not None:
                     metadata = {**metadata, PAIR_KEY: pair_of(row, self._form.input_key, self._form.pair).answers}
                 prompt = Prompt(content, ids, label, metadata, images)
@@ -235,13 +236,14 @@ def load_prompts(data_path: str, form: PromptFormat, tokenizer: Any) -> PromptSe
     bad: list[str] = []
     for start in range(0, len(rows), BATCH_ROWS):
         numbers = range(start, min(start + BATCH_ROWS, len(rows)))
-        for number, result in zip(numbers, prompt_tokenizer.make(rows.read(numbers)), strict=True):
+        places = [rows.where(number) for number in numbers]
+        for place, result in zip(places, prompt_tokenizer.make(rows.read(numbers), places), strict=True):
             if isinstance(result, InvalidRow):
-                bad.append(f"{rows.where(number)}: {result.reason}")
+                bad.append(f"{place}: {result.reason}")
             elif isinstance(result, Prompt):
                 prompts.append(result)
             elif form.refuse_too_long:
-                raise result.error(rows.where(number), form)
+                raise result.error(place, form)
     if bad:
         raise bad_rows_error(data_path, bad, 0, "fix or remove them")
     if not prompts:
@@ -337,7 +339,7 @@ class PromptDataset:
         return results[: next((number for number, (row, other) in pairs if row != other), len(rows))]
 
     def _make(self, rows: Sequence[int]) -> list[Prompt | OverlongPrompt | InvalidRow]:
-        results = self._prompt_tokenizer.make(self._rows.read(rows))
+        results = self._prompt_tokenizer.make(self._rows.read(rows), [self.where(row) for row in rows])
         if self.form.teachers is not None:
             results = [self._with_teacher(row, result) for row, result in zip(rows, results, strict=True)]
         return results

@@ -10,7 +10,7 @@ from typing import Any
 
 from slimrl.data.sample import Sample, SampleStatus
 from slimrl.hooks import DynamicSamplingFilter, naming, resolve
-from slimrl.hooks.base import RunArguments
+from slimrl.hooks.contracts import RunArguments
 
 
 @dataclasses.dataclass(frozen=True)

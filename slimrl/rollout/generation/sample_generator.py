@@ -25,15 +25,15 @@ from slimrl.arguments.flags.rollout import RolloutArguments
 from slimrl.arguments.namespace import PromptArguments
 from slimrl.data.sample import Sample, SampleStatus, clip_spans, unserved_field
 from slimrl.engines.protocol import EngineClient, ServiceError, StoppableEngine
-from slimrl.hooks.base import RunArguments
+from slimrl.hooks.contracts import RunArguments
 from slimrl.rollout.async_utils import ends_from_outside, gather_or_cancel
+from slimrl.rollout.dataset.images import SampleImages
 from slimrl.rollout.generation.multi_turn import (
     append_generation,
     complete_if_stopped,
     end_at_stop_string,
     stop_tokens,
 )
-from slimrl.rollout.generation.sample_images import SampleImages
 from slimrl.rollout.generation.sample_tracker import (
     GENERATION,
     CustomGenerateCall,

@@ -23,9 +23,9 @@ from typing import Any
 import orjson
 
 from slimrl.arguments import Arguments
-from slimrl.arguments.served_models import RewardModelConfig
+from slimrl.arguments.hf_config import RewardModelConfig
 from slimrl.data.sample import Sample
-from slimrl.rollout.rm_hub.remote import addresses
+from slimrl.rollout.rm_hub.remote import addresses, patience
 from slimrl.rollout.rm_hub.reward_model import (
     ClassifierServers,
     RewardInput,
@@ -149,9 +149,12 @@ class ProcessRewardModel:
         concurrency: int,
         vocabulary: int | None = None,
         key: str | None = None,
+        patience_s: float = 0.0,
     ) -> None:
-        """`labels` is the number of outputs per token, 1 or 2; `concurrency` is per server."""
-        self._servers = ClassifierServers(urls, concurrency=concurrency, vocabulary=vocabulary, key=key)
+        """`labels` is the number of outputs per token, 1 or 2; the others as in `ClassifierServers`."""
+        self._servers = ClassifierServers(
+            urls, concurrency=concurrency, vocabulary=vocabulary, key=key, patience_s=patience_s
+        )
         self._input = step_input
         self._coefficient = coefficient
         self._labels = labels
@@ -179,6 +182,7 @@ class ProcessRewardModel:
             concurrency=args.rm_concurrency,
             vocabulary=config.vocabulary,
             key=args.rm_server_options.get("api_key"),
+            patience_s=patience(replaced=args.rm_servers_replaced),
         )
 
     async def fill(self, sample: Sample) -> None:

@@ -45,6 +45,10 @@ class RemoteUnreachable(RemoteRewardError):
     """The service failed, timed out or could not be reached in every attempt."""
 
 
+class RemoteGone(RemoteUnreachable):
+    """No connection to the service in the last attempt: nothing listens there, or its process has ended."""
+
+
 class RemoteReward:
     """Posts `{"prompt", "response", "label"}` to one address; the JSON response is the reward.
 
@@ -83,7 +87,7 @@ class RemoteReward:
 
     async def ask(self, body: bytes) -> bytes:
         """Posts this JSON and returns the response. Raises RemoteRefused and RemoteUnreachable like `reward`."""
-        cause = ""
+        cause, failed = "", RemoteUnreachable
         for attempt in range(ATTEMPTS):
             if attempt:
                 await asyncio.sleep(self._first_pause_s * 2 ** (attempt - 1))
@@ -94,14 +98,12 @@ class RemoteReward:
                 aiohttp.ServerDisconnectedError,
                 aiohttp.ClientPayloadError,
             ) as error:
-                cause = f"{type(error).__name__}: {error}"
+                cause, failed = f"{type(error).__name__}: {error}", RemoteGone
             except TimeoutError:
-                cause = f"no response within {self._time_limit_s:g} s"
+                cause, failed = f"no response within {self._time_limit_s:g} s", RemoteUnreachable
             except _Busy as error:
-                cause = str(error)
-        raise RemoteUnreachable(
-            f"{self._name} returned no reward in {ATTEMPTS} attempts, last error: {cause}; check the service"
-        )
+                cause, failed = str(error), RemoteUnreachable
+        raise failed(f"{self._name} returned no reward in {ATTEMPTS} attempts, last error: {cause}; check the service")
 
     def close(self) -> None:
         """Closes the connections; if their event loop is running, asynchronously."""
@@ -165,7 +167,13 @@ class _Busy(Exception):
 logger = logging.getLogger(__name__)
 
 AVOIDED_S = 60.0  # an unreachable server is used only as the last choice for this long
+REPLACED_WITHIN_S = 1200.0  # a lost server, with --use-fault-tolerance
 _Answer = TypeVar("_Answer")
+
+
+def patience(*, replaced: bool) -> float:
+    """Seconds for which a request is repeated while no server of the model is reachable; `replaced`: lost ones are."""
+    return REPLACED_WITHIN_S if replaced else 0.0
 
 
 def addresses(url: str) -> list[str]:
@@ -197,8 +205,13 @@ class ServerPool:
         key: str | None,
         time_limit_s: float = TIME_LIMIT_S,
         max_reply_bytes: int = MAX_REPLY_BYTES,
+        patience_s: float = 0.0,
     ) -> None:
-        """Requests are posted to `path`; `key` is sent as the bearer token."""
+        """Requests are posted to `path`; `key` is sent as the bearer token.
+
+        While no server listens, a request is repeated for `patience_s`: lost servers are replaced.
+        """
+        self._patience_s = patience_s
         self._servers = [
             _Server(
                 url,
@@ -222,7 +235,8 @@ class ServerPool:
         of `read`.
         """
         async with self._slots:
-            remaining = list(self._servers)
+            remaining, deadline = list(self._servers), time.monotonic() + self._patience_s
+            gone = True  # every server that was asked
             while True:
                 now = time.monotonic()
                 server = min(remaining, key=lambda one: (one.avoided_until > now, one.in_flight))
@@ -232,10 +246,17 @@ class ServerPool:
                     async with server.slots:
                         return read(await server.service.ask(body), server.url)
                 except RemoteUnreachable as error:
+                    is_new = server.avoided_until <= now
                     server.avoided_until = time.monotonic() + AVOIDED_S
-                    if not remaining:
+                    gone = gone and isinstance(error, RemoteGone)
+                    if remaining:
+                        logger.warning("%s; retrying on another server", error)
+                    elif gone and time.monotonic() < deadline:
+                        if is_new:
+                            logger.warning("%s; waiting for its replacement", error)
+                        remaining = list(self._servers)
+                    else:
                         raise
-                    logger.warning("%s; retrying on another server", error)
                 finally:
                     server.in_flight -= 1
 

@@ -23,10 +23,10 @@ from typing import Any, TypeVar
 import orjson
 
 from slimrl.arguments import Arguments
-from slimrl.arguments.served_models import TOKENIZER_FILES, RewardModelConfig
+from slimrl.arguments.hf_config import TOKENIZER_FILES, RewardModelConfig
 from slimrl.data.sample import Sample, SampleStatus
 from slimrl.rollout.dataset.prompt_dataset import MESSAGES_KEY
-from slimrl.rollout.rm_hub.remote import RemoteRewardError, ServerPool, addresses
+from slimrl.rollout.rm_hub.remote import RemoteRewardError, ServerPool, addresses, patience
 
 
 class RewardInput:
@@ -171,9 +171,16 @@ class RewardModelError(RemoteRewardError):
 class ClassifierServers:
     """The servers of a classifier, which scores token ids; samples are tokenized in a thread."""
 
-    def __init__(self, urls: list[str], *, concurrency: int, vocabulary: int | None, key: str | None) -> None:
-        """`concurrency` is per server; ids >= `vocabulary` are rejected, because they would crash a server."""
-        self._pool = ServerPool(urls, "/classify", owner="the reward model", concurrency=concurrency, key=key)
+    def __init__(
+        self, urls: list[str], *, concurrency: int, vocabulary: int | None, key: str | None, patience_s: float
+    ) -> None:
+        """`concurrency` is per server; ids >= `vocabulary` are rejected, because they would crash a server.
+
+        `patience_s` as in `ServerPool`.
+        """
+        self._pool = ServerPool(
+            urls, "/classify", owner="the reward model", concurrency=concurrency, key=key, patience_s=patience_s
+        )
         self._vocabulary = math.inf if vocabulary is None else vocabulary
         # one thread: tokenizers are not thread-safe, and the rollout's loop must not block
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="slimrl-reward-tokens")
@@ -216,9 +223,12 @@ class RewardModel:
         concurrency: int,
         vocabulary: int | None,
         key: str | None = None,
+        patience_s: float = 0.0,
     ) -> None:
         """As `ClassifierServers`."""
-        self._servers = ClassifierServers(urls, concurrency=concurrency, vocabulary=vocabulary, key=key)
+        self._servers = ClassifierServers(
+            urls, concurrency=concurrency, vocabulary=vocabulary, key=key, patience_s=patience_s
+        )
         self._input = reward_input
 
     @classmethod
@@ -235,8 +245,14 @@ class RewardModel:
         )
         urls = addresses(args.rm_url)
         logger.info("reward model %s at %s, input: %s", args.rm_model, ", ".join(urls), reward_input.form)
-        key = args.rm_server_options.get("api_key")
-        return cls(urls, reward_input, concurrency=args.rm_concurrency, vocabulary=config.vocabulary, key=key)
+        return cls(
+            urls,
+            reward_input,
+            concurrency=args.rm_concurrency,
+            vocabulary=config.vocabulary,
+            key=args.rm_server_options.get("api_key"),
+            patience_s=patience(replaced=args.rm_servers_replaced),
+        )
 
     async def reward(self, sample: Sample) -> float:
         """The reward of a sample.

@@ -22,7 +22,8 @@ from slimrl.arguments import Arguments
 from slimrl.data.reward_registry import GradedBy
 from slimrl.data.sample import Sample
 from slimrl.hooks import CustomReward, GroupReward, resolve
-from slimrl.hooks.base import RunArguments, plain_number
+from slimrl.hooks.contracts import RunArguments
+from slimrl.hooks.loader import plain_number
 from slimrl.rollout.async_utils import gather_or_cancel
 from slimrl.rollout.generation.sample_tracker import RouterAccess
 from slimrl.rollout.rm_hub import rule_reward

@@ -20,9 +20,9 @@ import orjson
 
 from slimrl.arguments import Arguments
 from slimrl.arguments.flags.critic_and_teacher import DistillationArguments
-from slimrl.arguments.served_models import served_vocabulary
+from slimrl.arguments.hf_config import served_vocabulary
 from slimrl.data.sample import PackedColumn, Sample
-from slimrl.rollout.rm_hub.remote import RemoteRewardError, ServerPool, addresses
+from slimrl.rollout.rm_hub.remote import RemoteRewardError, ServerPool, addresses, patience
 
 logger = logging.getLogger(__name__)
 
@@ -50,10 +50,12 @@ class ServedTeacher:
         key: str | None = None,
         owner: str = "the teacher",
         top: int = 0,
+        patience_s: float = 0.0,
     ) -> None:
         """`concurrency` is per server; ids >= `vocabulary` are rejected: the teacher has another tokenizer.
 
-        Messages call it `owner`. With `top` it also gives so many most probable tokens at each place.
+        `patience_s` as in `ServerPool`. Messages call it `owner`. With `top` it also gives so many most probable tokens
+        at each place.
         """
         self._top = top
         self._pool = ServerPool(
@@ -64,6 +66,7 @@ class ServedTeacher:
             key=key,
             time_limit_s=TIME_LIMIT_S,
             max_reply_bytes=MAX_REPLY_BYTES,
+            patience_s=patience_s,
         )
         self._vocabulary = math.inf if vocabulary is None else vocabulary
 
@@ -75,7 +78,14 @@ class ServedTeacher:
         urls, key = addresses(args.rm_url), args.rm_server_options.get("api_key")
         logger.info("teacher %s at %s", args.rm_model or "", ", ".join(urls))
         vocabulary = None if args.rm_model is None else served_vocabulary(Path(args.rm_model))
-        return cls(urls, concurrency=args.rm_concurrency, vocabulary=vocabulary, key=key, top=_top_tokens(args))
+        return cls(
+            urls,
+            concurrency=args.rm_concurrency,
+            vocabulary=vocabulary,
+            key=key,
+            top=_top_tokens(args),
+            patience_s=patience(replaced=args.rm_servers_replaced),
+        )
 
     async def fill(self, sample: Sample) -> None:
         """Sets `teacher_log_probs` of a finished sample, one for each response token, and the teacher's top tokens.
@@ -145,6 +155,7 @@ class NamedTeachers:
                 key=key,
                 owner=f"the teacher {name}",
                 top=_top_tokens(args),
+                patience_s=patience(replaced=args.rm_servers_replaced),
             )
             for name, urls in args.opd_teachers.items()
         }

@@ -1,11 +1,11 @@
-"""Writes a Hugging Face folder from a torch_dist checkpoint (converter), or from the trainer's weights (export).
+"""Writes a Hugging Face folder: from a torch_dist checkpoint, or from the trainer's weights when a checkpoint is saved.
 
 The folder appears atomically. It has every tensor of the original folder exactly once, in the original's dtypes, with
-the original's tokenizer and config.
+the original's tokenizer and config. The converter (`torch_dist_to_hf`) needs no model and no GPU, holds a few rows or
+one layer's tensors at a time, and several processes may share the work.
 
-The converter needs no model and no GPU, holds a few rows or one layer's tensors at a time, and several processes may
-share the work. The export runs when a checkpoint is saved: all ranks take part, each writes its own files, and a rank
-that cannot write still gathers to the end, because other ranks of its groups wait for it.
+In the export of a trainer all ranks take part, each writes its own files, and a rank that cannot write still gathers to
+the end, because other ranks of its groups wait for it.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from slimrl.models.model_spec import ModelSpec
 from slimrl.platform.collective_errors import ConversionGroup
 from slimrl.processes.files import AtomicDir, check_apart, listed, partial_path
 from slimrl.weights.convert.torch_dist_reader import Scratch, StoredTensor, TorchDistCheckpoint
-from slimrl.weights.hf_checkpoint import HfCheckpoint, block_size, read_hf_config
+from slimrl.weights.hf_checkpoint import HfCheckpoint, block_size, plan_files, read_hf_config, writer_of
 from slimrl.weights.reshard import check_hf_names, from_shards, hf_shapes, megatron_shape, redundant_head
 from slimrl.weights.safetensors_writer import (
     MAX_SHARD_BYTES,
     Shard,
     ShardWriter,
     TensorSpec,
+    classifier_config,
     companions,
     finish,
-    plan_shards,
     replaceable,
 )
 
@@ -92,7 +92,7 @@ def torch_dist_to_hf(
         config = classifier_config(config)
     with HfCheckpoint(origin_hf_dir) as origin:
         jobs = _jobs(checkpoint, origin, family, spec, config, add_missing=add_missing)
-        shards = plan_shards([spec for job in jobs for spec in job.specs], max_shard_bytes)
+        shards = plan_files([spec for job in jobs for spec in job.specs], max_shard_bytes, stacks=origin.stacks_experts)
         beside = companions(Path(origin_hf_dir))
         needed = sum(shard.nbytes for shard in shards) + sum(path.stat().st_size for path in beside)
         replace = replaceable(beside) if force else ()
@@ -111,19 +111,6 @@ def torch_dist_to_hf(
                 if group.is_rank_zero:
                     folder.discard()
                 raise
-
-
-def classifier_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The config.json of a model as that of the classifier with one output, as reward models are published.
-
-    Raises ValueError if the architecture has no name of the usual form.
-    """
-    names = config.get("architectures") or [""]
-    found = [name.removesuffix("ForCausalLM").removesuffix("ForSequenceClassification") for name in names]
-    if found == [""] or any(one == name for one, name in zip(found, names, strict=True)):
-        raise ValueError(f"config.json of the origin has architectures {names}: a reward model needs ...ForCausalLM")
-    labels = {"num_labels": 1, "id2label": {"0": "reward"}, "label2id": {"reward": 0}}
-    return {**config, "architectures": [f"{one}ForSequenceClassification" for one in found], **labels}
 
 
 def family_named(model_name: str) -> ModelMapping:
@@ -233,7 +220,7 @@ class _Conversion:
 
     def run(self, jobs: Sequence[_Job], shards: Sequence[Shard], folder: Path) -> None:
         """Writes the files of `shards` into `folder`."""
-        with ShardWriter(folder, shards) as writer:
+        with writer_of(folder, shards, stacks=self._origin.stacks_experts) as writer:
             mine = [job for job in jobs if any(spec.name in writer for spec in job.specs)]
             parts = iter([part for job in mine for part in self._parts(job)])
             lock = threading.Lock()
@@ -317,11 +304,17 @@ class HfPlan:
             if value_head:
                 dtype = stored.dtype(family.embedding.hf[0].name)
                 specs.append(TensorSpec(CLASSIFIER_HEAD, dtype, (1, spec.hidden_size)))
+            self.shards = plan_files(specs, max_shard_bytes, stacks=stored.stacks_experts)
+            self.stacks_experts = stored.stacks_experts
         if block_size(self.config) is not None:
             del self.config["quantization_config"]  # the weights are written as the bf16 that the fp8 blocks stand for
-        self.shards = plan_shards(specs, max_shard_bytes)
         self.own_shards = self.shards[rank::world_size]
-        self.own_names = {spec.name for shard in self.own_shards for spec in shard.specs}
+        written = self.writer(Path())
+        self.own_names = {spec.name for spec in specs if spec.name in written}
+
+    def writer(self, folder: Path) -> ShardWriter:
+        """Writes this rank's files into `folder`, at the first tensor of each."""
+        return writer_of(folder, self.own_shards, stacks=self.stacks_experts)
 
 
 class HfExport:
@@ -355,7 +348,7 @@ class HfExport:
         With `copy` they are kept in host memory for `write`, else written at once.
         """
         if self._plan.own_shards and not copy:
-            self._writer = ShardWriter(self._folder.partial, self._plan.own_shards)
+            self._writer = self._plan.writer(self._folder.partial)
         failure: OSError | ValueError | None = None
         for name, tensor in self._tensors():
             for own in {name, self._plan.twice.get(name, name)} & self._plan.own_names:
@@ -376,7 +369,7 @@ class HfExport:
         """Write the rest of this rank's files and flush them to disk."""
         if not self._plan.own_shards:
             return
-        writer, self._writer = self._writer or ShardWriter(self._folder.partial, self._plan.own_shards), None
+        writer, self._writer = self._writer or self._plan.writer(self._folder.partial), None
         with writer, HfCheckpoint(self._plan.origin) as origin:
             for name in list(self._copies):
                 writer.write(name, self._copies.pop(name))

@@ -269,6 +269,9 @@ class _TracedServer:
     def update_weights_from_changes(self, serialized: list[str]) -> None:
         self._record(self._server.update_weights_from_changes, serialized)
 
+    def update_weights_from_shards(self, serialized: list[str], timeout_s: float | None = None) -> None:
+        self._record(self._server.update_weights_from_shards, serialized, timeout_s)
+
     def load_adapter(
         self, name: str, config: dict[str, Any], serialized: list[str], checksums: dict[str, str] | None
     ) -> None:

@@ -160,12 +160,12 @@ def iter_hf_tensors(
         spec = dataclasses.replace(spec, tied=True)  # it has no output layer, as if that were the embedding
     mapped = [*family.rows(spec), *([VALUE_HEAD_ROW] if value_head else [])]
     rows = [(row, find(row, owners)) for row in mapped]
-    _check_complete(rows, owners, spec, family)
+    check_complete(rows, owners, spec, family)
     device = next(iter(tensors.values())).device
     plan = GatherPlan.find(receivers, tp_group, pp_group, ep_group, etp_group)
     memory, parts = ReusedBuffer(device), _RowMemory(space or ReusedBuffer(device))
     for row, name in rows:
-        assert name is not None  # checked by `_check_complete`
+        assert name is not None  # checked by `check_complete`
         group = tp_group if row.expert is None else etp_group
         size = group.size() if group is not None and row.shard_dim is not None else 1
         local = merged[name]() if name in merged else tensors.get(name)
@@ -197,9 +197,10 @@ def _owners(tensors: dict[str, Tensor], pp_group: Group, ep_group: Group) -> dic
     return owners
 
 
-def _check_complete(
-    rows: list[tuple[ParamMapping, str | None]], owners: dict[str, _Owner], spec: ModelSpec, family: ModelMapping
+def check_complete(
+    rows: list[tuple[ParamMapping, str | None]], owners: Collection[str], spec: ModelSpec, family: ModelMapping
 ) -> None:
+    """Raises ValueError unless each row has the name of one of the model's tensors, `owners`, and each tensor a row."""
     if missing := [row.megatron[0] for row, name in rows if name is None]:
         raise ValueError(
             f"the model has no {listed(missing)}, which a {family.model_type} model has: it was built from other"

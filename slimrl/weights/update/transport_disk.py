@@ -18,7 +18,7 @@ import torch
 
 from slimrl.engines.server_protocol import WeightControl
 from slimrl.hooks import HookFailedError, UpdateWeightPostWrite, named
-from slimrl.hooks.base import RunArguments
+from slimrl.hooks.contracts import RunArguments
 from slimrl.platform.collective_errors import RankSync
 from slimrl.weights.safetensors_writer import INDEX_NAME, Shard, ShardWriter, TensorSpec, index_text, shard_of
 from slimrl.weights.update.buckets import Bucket, ReusedBuffer

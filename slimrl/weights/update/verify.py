@@ -107,7 +107,7 @@ def engine_parts(
     nothing is padded.
     """
     described = [part.dims for part in row.hf]
-    if (padded := _padded_dim_of_tower(row)) is not None:
+    if (padded := padded_dim_of_tower(row)) is not None:
         length = parts[0].shape[padded]
         multiple = HOST_FFN_MULTIPLE * layout.size if layout.on_host else TOWER_FFN_MULTIPLE
         return [_padded(parts[0], padded, _rounded_up(_rounded_up(length, TOWER_FFN_MULTIPLE), multiple))]
@@ -125,7 +125,7 @@ def engine_parts(
     return shards
 
 
-def _padded_dim_of_tower(row: ParamMapping) -> int | None:
+def padded_dim_of_tower(row: ParamMapping) -> int | None:
     """The dimension of the FFN width of a tensor of a vision tower; None for all others."""
     name = engine_name(row.hf[0].name)
     if not name.startswith(HF_TOWER):

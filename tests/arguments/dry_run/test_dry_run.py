@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import resource
 import shutil
 import subprocess
 import sys
@@ -16,7 +15,7 @@ import pytest
 from slimrl.arguments import read_args
 from slimrl.arguments.dry_run import Machine, PlanContext, make_plan, plan_errors, warnings
 from slimrl.arguments.dry_run.render import render
-from slimrl.arguments.dry_run.text import table
+from slimrl.arguments.dry_run.server_lines import table
 from slimrl.engines.sglang.server_args import server_flags
 from tests.arguments.conftest import COLOCATED, SPLIT, make_checkpoint
 from tests.arguments.dry_run.test_files import safetensors
@@ -380,24 +379,19 @@ def test_incomplete_model_folder_is_rejected(recipe):
 def run(recipe, program, *more, placement=COLOCATED):
     line = [sys.executable, str(ROOT / program), *recipe.line("--dry-run " + " ".join(more), placement=placement)]
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(line, capture_output=True, text=True, timeout=60, cwd=recipe.dir, env=environment)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    # processor time, which is independent of other load on this machine
-    return done, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return subprocess.run(line, capture_output=True, text=True, timeout=60, cwd=recipe.dir, env=environment)
 
 
 @pytest.mark.parametrize(("program", "placement"), [("train.py", COLOCATED), ("train_async.py", SPLIT)])
-def test_both_programs_print_the_plan_within_two_cpu_seconds(recipe, program, placement):
-    done, seconds = run(recipe, program, "--gpu-memory-gib 141 --sglang-mem-fraction-static 0.5", placement=placement)
+def test_both_programs_print_the_plan_and_start_nothing(recipe, program, placement):
+    done = run(recipe, program, "--gpu-memory-gib 141 --sglang-mem-fraction-static 0.5", placement=placement)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"Plan of {program}: nothing is started.")
-    assert seconds < 2
     assert not (recipe.dir / "runs").exists()
 
 
 def test_rejected_plan_exits_with_code_2_and_is_still_printed(recipe):
-    done, _ = run(recipe, "train.py", "--gpu-memory-gib 4")
+    done = run(recipe, "train.py", "--gpu-memory-gib 4")
     assert done.returncode == 2
     assert "Memory of one GPU" in done.stdout
     assert "2 problems with the command line; nothing was started." in done.stderr  # training, and the engine
@@ -405,7 +399,7 @@ def test_rejected_plan_exits_with_code_2_and_is_still_printed(recipe):
 
 def test_broken_weights_file_is_reported(recipe):
     (recipe.dir / "hf" / "model.safetensors").write_bytes(b"short")
-    done, _ = run(recipe, "train.py")
+    done = run(recipe, "train.py")
     assert done.returncode == 2
     assert "is truncated or not a safetensors file" in done.stderr
 

@@ -9,12 +9,11 @@ from typing import Any
 
 from slimrl.arguments.checkpoints import is_hf_model
 from slimrl.arguments.flag import Problem, flag_specs
-from slimrl.arguments.flags.lora import LoraArguments
+from slimrl.arguments.flags.model import LoraArguments
 from slimrl.arguments.namespace import Arguments, Context
-from slimrl.models.adapters import AdapterConfig, AdapterMapping, targets_in
+from slimrl.models.adapters import AdapterConfig, AdapterMapping, problem_with, problem_with_shapes, targets_in
 from slimrl.models.families import FAMILIES, ModelMapping
 from slimrl.models.model_spec import ModelSpec
-from slimrl.models.peft_config import problem_with, problem_with_shapes
 
 _RANK, _MERGE = "--lora-rank", "--lora-merge"
 _IN_EXPERTS = {"gate_proj", "up_proj", "down_proj"}
@@ -68,7 +67,6 @@ def lora_fits_the_run(args: Arguments, context: Context) -> Iterator[Problem]:
         (args.fp8_format is not None, "--fp8-format", "does not adapt layers that compute in fp8"),
         (args.fp4_format is not None, "--fp4-format", "does not adapt layers that compute in fp4"),
         (args.trains_reward_model, "--loss-type reward_model_loss", "does not train the head of a reward model"),
-        (args.use_critic, "--advantage-estimator ppo", "does not train a critic beside the adapters"),
         (args.has_megatron_teacher, "--opd-type megatron", "has no second set of weights for a teacher"),
     ):
         if given:

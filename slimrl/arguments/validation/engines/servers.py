@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 from slimrl.arguments.flag import Problem
 from slimrl.arguments.flags.rollout import DEFAULT_ROLLOUT_FUNCTION
+from slimrl.arguments.hf_config import context_flag, context_of_model, served_models, tokens
 from slimrl.arguments.namespace import Arguments, Context
-from slimrl.arguments.served_models import context_flag, context_of_model, served_models, tokens
 
 _LONGER = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"  # read by SGLang
 SIZES = {"--sglang-pp-size": "pp_size", "--sglang-dp-size": "dp_size", "--sglang-ep-size": "ep_size"}
@@ -132,7 +132,8 @@ def engine_stages_can_be_updated(args: Arguments, context: Context) -> Iterator[
     if not _has_engines(args, context) or stages == 1 or args.debug_rollout_only:
         return
     if not args.colocate or args.update_weight_transport != "nccl":
-        way = "a broadcast" if args.update_weight_transport == "nccl" else "--update-weight-transport disk"
+        transport = args.update_weight_transport
+        way = "a broadcast" if transport == "nccl" else f"--update-weight-transport {transport}"
         yield Problem(
             "--sglang-pp-size",
             f"--sglang-pp-size {stages} does not support weight updates by {way}: SGLang's pipeline stages take weights"
@@ -201,31 +202,6 @@ def engine_weights_are_those_of_training(args: Arguments, context: Context) -> I
                 flag,
                 f"{shown} quantises the engines' weights, and weight updates send unquantised tensors: leave it out.",
             )
-
-
-def delta_updates_fit_the_run(args: Arguments, context: Context) -> Iterator[Problem]:
-    """--update-weight-mode delta sends changes to engines of the run, on GPUs of their own."""
-    if (
-        args.update_weight_mode != "delta"
-        or not context.is_training
-        or args.debug_train_only
-        or args.debug_rollout_only
-    ):
-        return
-    flag = "--update-weight-mode delta"
-    for given, other, reason in (
-        (args.colocate, "--colocate", "has engines that read the weights in the trainer's memory"),
-        (args.update_weight_transport == "disk", "--update-weight-transport disk", "writes whole models"),
-        (args.engines_have_adapters, "--lora-rank", "without --lora-merge sends nothing but the adapters"),
-        (args.rollout_external_engine_addrs, _EXTERNAL, "has servers without slimrl's loader"),
-    ):
-        if given:
-            yield Problem("--update-weight-mode", f"{other} {reason}, and {flag} sends changes: leave one of them out.")
-    if not (args.bf16 or args.fp16):
-        yield Problem(
-            "--update-weight-mode",
-            f"{flag} saves nothing in float32, in which every step changes every weight: add --bf16, or leave it out.",
-        )
 
 
 def engine_collectives_agree(args: Arguments, context: Context) -> Iterator[Problem]:
@@ -375,18 +351,4 @@ def external_engines_exclude_local_engine_flags(args: Arguments, context: Contex
             _EXTERNAL,
             f"{names} is for servers that slimrl starts, and {_EXTERNAL} names external ones: start those with the"
             " option, and leave it out here.",
-        )
-
-
-def disk_transport_has_a_folder(args: Arguments, context: Context) -> Iterator[Problem]:
-    """The disk transport has a folder, and only the disk transport has one."""
-    if args.update_weight_transport == "disk" and args.update_weight_disk_dir is None:
-        yield Problem(
-            "--update-weight-disk-dir", "--update-weight-transport disk needs --update-weight-disk-dir: give a folder."
-        )
-    if args.update_weight_transport != "disk" and args.update_weight_disk_dir is not None:
-        yield Problem(
-            "--update-weight-disk-dir",
-            f"--update-weight-disk-dir {args.update_weight_disk_dir} is used by --update-weight-transport disk only:"
-            " add it, or leave the folder out.",
         )

@@ -1,7 +1,8 @@
 """The state that slimrl's calls share in a vLLM server: running requests, the pause, the version of the weights.
 
-Runs in vLLM's environment. `Engine` wraps vLLM's `AsyncLLM`. Every token is attributed to the weight version at its
-arrival: a pause returns when the scheduler is idle and its outputs have arrived, and the version changes only after it.
+Runs in vLLM's environment. `Engine` wraps vLLM's `AsyncLLM`; `sampling_params` translates the parameters of a request.
+Every token is attributed to the weight version at its arrival: a pause returns when the scheduler is idle and its
+outputs have arrived, and the version changes only after it.
 """
 
 from __future__ import annotations
@@ -13,10 +14,32 @@ import itertools
 import time
 from typing import Any
 
-from slimrl_vllm_sampling import sampling_params
-
 PING_INTERVAL_S = 1.0
 DRAIN_TIMEOUT_S = 30.0  # for aborted requests to return
+# slimrl's name (that of SGLang's server) -> vLLM's
+_NAMES = {
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "frequency_penalty": "frequency_penalty",
+    "presence_penalty": "presence_penalty",
+    "repetition_penalty": "repetition_penalty",
+    "stop": "stop",
+    "stop_token_ids": "stop_token_ids",
+    "ignore_eos": "ignore_eos",
+    "skip_special_tokens": "skip_special_tokens",
+    "spaces_between_special_tokens": "spaces_between_special_tokens",
+    "no_stop_trim": "include_stop_str_in_output",
+    "sampling_seed": "seed",
+    "logit_bias": "logit_bias",
+}
+
+
+class UnknownParameterError(ValueError):
+    """A request has a sampling parameter that vLLM has no counterpart of."""
 
 
 class RefusedError(Exception):
@@ -184,3 +207,16 @@ class Engine:
         """The numbers of running and waiting requests."""
         running = sum(bool(answer.token_ids) for answer in self._running.values())
         return running, len(self._running) - running + self._waiting
+
+
+def sampling_params(given: dict[str, Any], output_kind: Any) -> Any:
+    """The `SamplingParams` of a request, with the log-probability of every sampled token.
+
+    Raises UnknownParameterError, which names the parameter, and ValueError for a value that vLLM rejects.
+    """
+    from vllm import SamplingParams
+
+    if unknown := sorted(given.keys() - _NAMES.keys()):
+        raise UnknownParameterError(f"sampling_params has {', '.join(unknown)}, which vLLM's server does not take here")
+    values = {_NAMES[name]: value for name, value in given.items() if value is not None}
+    return SamplingParams(**values, logprobs=0, detokenize=True, output_kind=output_kind)

@@ -15,7 +15,7 @@ from torch import Tensor
 from slimrl.algorithms.losses import masked_mean_per_sample_sum, masked_sum
 from slimrl.arguments.flags.algorithm import AlgorithmArguments
 from slimrl.hooks import CustomLoss, HookFailedError, named
-from slimrl.hooks.base import RunArguments
+from slimrl.hooks.contracts import RunArguments
 from slimrl.megatron.model.micro_batch import MicroBatch
 from slimrl.megatron.training.loss.loss_sums import LossSums, named_sums
 

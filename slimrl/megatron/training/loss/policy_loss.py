@@ -35,7 +35,7 @@ from slimrl.algorithms.reward_model import REWARD_MODEL_LOSSES
 from slimrl.arguments import Arguments
 from slimrl.arguments.flags.algorithm import AlgorithmArguments
 from slimrl.hooks import CustomTIS, HookFailedError, PgLossReducer, named, naming_calls
-from slimrl.hooks.base import RunArguments
+from slimrl.hooks.contracts import RunArguments
 from slimrl.megatron.training.loss.loss_sums import LossMetricNames, LossSums, named_sums, summed
 
 _TIS = "--custom-tis-function-path"

@@ -20,11 +20,10 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from slimrl.arguments.memory import StageMemory
 from slimrl.megatron.model.micro_batch import MicroBatch
-from slimrl.megatron.offload import persistent_tensors
+from slimrl.megatron.offload import local_part, persistent_tensors
 from slimrl.megatron.parallel import ParallelState
 from slimrl.processes.process_info import gib
 
@@ -165,7 +164,7 @@ class MemoryReport:
         sizes = {}
         for kind, tensors in _held(model.wrapped, model.optimizer).items():
             sizes[kind] = 0
-            for storage in (_local(tensor).untyped_storage() for tensor in tensors):
+            for storage in (local_part(tensor).untyped_storage() for tensor in tensors):
                 if storage.device == self._parallel.device and storage.data_ptr() not in seen:
                     seen.add(storage.data_ptr())
                     sizes[kind] += storage.nbytes()
@@ -174,23 +173,15 @@ class MemoryReport:
 
 def _held(stages: Sequence[Any], optimizer: MegatronOptimizer) -> dict[str, list[Tensor]]:
     """Every tensor that persists from step to step."""
-    whole = [stage for stage in stages if isinstance(stage, DistributedDataParallel)]
-    held = persistent_tensors(whole, [optimizer])
-    parameters, gradients, state = list(held["weights"]), list(held["gradients"]), list(held["optimizer"])
-    gathered: list[Tensor] = []
-    for stage in stages:
-        if stage in whole:
-            continue
-        gathered += stage.parameters()
-        for group in stage.param_and_grad_buffer.parameter_groups:
-            for buffer, kind in (
-                (group.model_weight_buffer, parameters),
-                (group.main_grad_buffer, gradients),
-                (group.main_weight_buffer, state),
-            ):
-                if buffer is not None:
-                    kind.append(buffer.data)
-    return {"parameters": parameters, "gradients": gradients, "optimizer": state, GATHERED: gathered}
+    held = persistent_tensors(stages, [optimizer])
+    sharded = [stage for stage in stages if not isinstance(stage, DistributedDataParallel)]
+    gathered = [parameter for stage in sharded for parameter in stage.parameters()]
+    return {
+        "parameters": held["weights"],
+        "gradients": held["gradients"],
+        "optimizer": held["optimizer"],
+        GATHERED: gathered,
+    }
 
 
 class KeptForBackward(torch.autograd.graph.saved_tensors_hooks):
@@ -238,13 +229,8 @@ class _Kept:
         self._release()
 
 
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _address(tensor: Tensor) -> int:
-    return _local(tensor).untyped_storage().data_ptr()
+    return local_part(tensor).untyped_storage().data_ptr()
 
 
 def _named(sizes: dict[str, int], prefix: str) -> dict[str, float]:

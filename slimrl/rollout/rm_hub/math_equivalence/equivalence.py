@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from fractions import Fraction
 
-from slimrl.rollout.rm_hub.math_equivalence import equality_chains, intervals, parse, text_answers
+from slimrl.rollout.rm_hub.math_equivalence import equality_chains, intervals, normalize, parse
 from slimrl.rollout.rm_hub.math_equivalence.normalize import clean, tight
 from slimrl.rollout.rm_hub.math_equivalence.quantities import at_once, conversion, measure, rational, split_unit
 
@@ -56,7 +56,7 @@ class _Comparison:
     def equal(self, answer: str, label: str) -> bool:
         if tight(answer) == tight(label):
             return True
-        if "\\text" in answer + label and text_answers.plain(answer) == text_answers.plain(label):
+        if "\\text" in answer + label and normalize.plain(answer) == normalize.plain(label):
             return True
         if self.depth > MAX_DEPTH or not answer or not label:
             return False
@@ -152,7 +152,7 @@ class _Comparison:
         return self._ordered(entries, items.items)
 
     def _choices(self, answer: str, label: str) -> bool | None:
-        first, second = text_answers.choice(answer), text_answers.choice(label)
+        first, second = normalize.choice(answer), normalize.choice(label)
         if first is not None and second is not None:
             return first[0] == second[0]
         if first is not None and first[1]:
@@ -162,14 +162,14 @@ class _Comparison:
         return None
 
     def _words(self, answer: str, label: str) -> bool | None:
-        first, second = text_answers.as_words(answer), text_answers.as_words(label)
+        first, second = normalize.as_words(answer), normalize.as_words(label)
         if first is None and second is None:
             return None
         if first is not None and second is not None:
-            if first == second or text_answers.with_digits(first) == text_answers.with_digits(second):
+            if first == second or normalize.with_digits(first) == normalize.with_digits(second):
                 return True
             lists = [found for text in (answer, label) if (found := parse.bare_list(text)) is not None]
-            if len(lists) == 2 and all(text_answers.as_words(item) for part in lists for item in part.items):
+            if len(lists) == 2 and all(normalize.as_words(item) for part in lists for item in part.items):
                 return self._unordered(lists[0].items, lists[1].items)
             with_units = split_unit(answer), split_unit(label)
             if all(rational(value) is not None for value, _ in with_units):
@@ -177,7 +177,7 @@ class _Comparison:
             return False
         words, other = (first, label) if first is not None else (second, answer)
         assert words is not None  # exactly one of the two is None
-        value = text_answers.number_word(words)
+        value = normalize.number_word(words)
         if value is not None:
             return value == rational(split_unit(other)[0])
         if words == "infinitely many":

@@ -1,0 +1,1 @@
+"""An engine rank's part of weight updates from trainer shards straight to engine shards."""

@@ -1,0 +1,159 @@
+"""SGLang's custom weight loader for point-to-point weight updates (`weights.point_to_point`).
+
+The trainer calls it through the server, once for each step: it describes the rank's parameters, joins the trainer's
+link, and then receives updates, whose pieces it copies into the parameters. The copies convert the trainer's dtype to
+the parameter's, as the model's loader does. A failure is an answer, not an exception, which would end the server.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import PrefixStore, TCPStore
+from torch.distributed.distributed_c10d import Store
+
+from slimrl.weights.point_to_point.engine_side import Call, Piece, Pieces, deserialize_call, message_bytes
+from slimrl.weights.point_to_point.links import Buffers, Link, LinkError, MooncakeLink, ProcessGroupLink, ready_key
+
+logger = logging.getLogger(__name__)
+
+ATTRIBUTE = "slimrl_weight_receivers"  # of the model: its receivers by the name of their link
+PACKED = "use_intel_amx_backend"  # of a layer whose weights SGLang has packed for the CPU's matrix unit
+# of the method of a layer whose weights SGLang has permuted or exchanged for a kernel
+PERMUTED = ("w13_swiglu_interleaved", "use_flashinfer_trtllm_moe", "use_flashinfer_cutlass", "use_triton_kernels")
+
+
+def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
+    """Answers one call of the trainer; raises only if the trainer's store cannot be reached."""
+    call, targets, pieces = deserialize_call(named_tensors)
+    receivers: dict[str, Receiver] = model.__dict__.setdefault(ATTRIBUTE, {})
+    if call.action == "leave":  # also after a failure, when the store may be gone
+        if (receiver := receivers.pop(call.name, None)) is not None:
+            receiver.close(failed=False)
+        return
+    store = receivers[call.name].store if call.name in receivers else _store_of(call)
+    answer: dict[str, Any] = {}
+    try:
+        if call.action == "describe":
+            answer = describe(model)
+        elif call.action == "join":
+            receivers[call.name] = Receiver(model, call, targets, pieces, store)
+        elif call.name not in receivers:
+            raise LinkError("the server has restarted since it joined the update")
+        else:
+            receivers[call.name].receive(call.update)
+    except Exception as error:
+        logger.exception("point-to-point weight update: %s failed", call.action)
+        if (failed := receivers.pop(call.name, None)) is not None:
+            failed.close(failed=True)
+        answer = {"error": f"{type(error).__name__}: {error}"}
+    store.set(call.key, json.dumps(answer))
+
+
+def _store_of(call: Call) -> Store:
+    host, port = call.store
+    return TCPStore(host, port, is_master=False, timeout=datetime.timedelta(seconds=call.timeout_s))
+
+
+def describe(model: nn.Module) -> dict[str, Any]:
+    """The shape of each parameter, those that are not plain memory, and layers whose weights have another form."""
+    tensors = dict(model.named_parameters())
+    other = [
+        name
+        for name, module in model.named_modules()
+        if getattr(module, PACKED, False) or not _is_plain(getattr(module, "quant_method", None))
+    ]
+    return {
+        "shapes": {name: list(tensor.shape) for name, tensor in tensors.items()},
+        "not_contiguous": [name for name, tensor in tensors.items() if not tensor.is_contiguous()],
+        "other_form": other,
+    }
+
+
+def _is_plain(method: object) -> bool:
+    """Whether a layer of this method has its weights as a checkpoint does."""
+    permuted = any(getattr(method, name, False) for name in PERMUTED)
+    return method is None or ("Unquantized" in type(method).__name__ and not permuted)
+
+
+class Receiver:
+    """A rank's end of a link, and where each piece of every message goes."""
+
+    def __init__(self, model: Any, call: Call, targets: Sequence[str], pieces: Pieces, store: Store) -> None:
+        """Joins the link; raises LinkError if it cannot."""
+        self.store = store
+        self._name, self._member = call.name, call.member
+        self._model = model
+        parameters: Mapping[str, Tensor] = dict(model.named_parameters())
+        device = next(iter(parameters.values())).device
+        self._messages = {sender: [_views(one, parameters) for one in own] for sender, own in pieces.items()}
+        self._sizes = {sender: [message_bytes(one) for one in own] for sender, own in pieces.items()}
+        self._rounds = max(map(len, pieces.values()), default=0)
+        filled = dict.fromkeys(targets, 0)
+        for own in pieces.values():
+            for message in own:
+                for piece in message:
+                    filled[piece.target] += piece.rows * piece.columns
+        self._padded = [parameters[name] for name, count in filled.items() if count < parameters[name].numel()]
+        self._link = _link(call, {sender: max(sizes) for sender, sizes in self._sizes.items()}, store, device)
+
+    def receive(self, update: int) -> None:
+        """Receives all messages of update number `update` of this link into the parameters."""
+        with torch.no_grad():
+            for tensor in self._padded:
+                tensor.zero_()
+            self._start(0)
+            self.store.set(ready_key(self._name, update, self._member), "")
+            for number in range(self._rounds):
+                self._start(number + 1)
+                self._link.wait(number)
+                for sender in self._in_round(number):
+                    self._unpack(self._link.inbox(sender, number), self._messages[sender][number])
+            if hasattr(self._model, "post_load_weights"):  # of latent attention: matrices made of its weights
+                self._model.post_load_weights()
+
+    def close(self, *, failed: bool) -> None:
+        """Leaves the link."""
+        self._link.close(failed=failed)
+
+    def _in_round(self, number: int) -> list[int]:
+        return [sender for sender, messages in self._messages.items() if number < len(messages)]
+
+    def _start(self, number: int) -> None:
+        receives = {sender: self._sizes[sender][number] for sender in self._in_round(number)}
+        if receives:
+            self._link.start(number, {}, receives)
+
+    @staticmethod
+    def _unpack(packed: Tensor, pieces: Sequence[tuple[Piece, Tensor]]) -> None:
+        for piece, view in pieces:
+            view.copy_(packed[piece.start : piece.start + piece.nbytes].view(piece.dtype).view(view.shape))
+
+
+def _views(pieces: Sequence[Piece], parameters: Mapping[str, Tensor]) -> list[tuple[Piece, Tensor]]:
+    """Each piece with the part of the parameter that it becomes."""
+    return [
+        (
+            piece,
+            parameters[piece.target]
+            .data.view(-1, piece.width)
+            .narrow(0, piece.row, piece.rows)
+            .narrow(1, piece.column, piece.columns),
+        )
+        for piece in pieces
+    ]
+
+
+def _link(call: Call, receives: dict[int, int], store: Store, device: torch.device) -> Link:
+    own = PrefixStore(call.name, store)
+    if call.transport == "mooncake":
+        buffers = Buffers({}, receives, torch.device("cpu"), pinned=device.type == "cuda")
+        return MooncakeLink(own, call.member, call.host, buffers, call.timeout_s)
+    buffers = Buffers({}, receives, device)
+    return ProcessGroupLink(own, call.member, call.members, buffers, device, call.timeout_s)

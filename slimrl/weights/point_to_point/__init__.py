@@ -1,0 +1,1 @@
+"""Weight updates from trainer shards straight to engine shards (--update-weight-transfer-mode p2p)."""

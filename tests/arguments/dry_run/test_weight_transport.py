@@ -1,0 +1,63 @@
+"""The plan's row about the transport of weight updates: bytes for each engine rank, and which transport suits."""
+
+from __future__ import annotations
+
+import pytest
+
+from slimrl.arguments.dry_run import Machine, PlanContext
+from slimrl.arguments.dry_run.render import render
+from slimrl.arguments.dry_run.server_lines import weight_transport_rows
+from tests.arguments.conftest import SPLIT
+from tests.arguments.dry_run.test_dry_run import H100S, HERE, plan_of
+
+P2P = "--update-weight-transfer-mode p2p"
+TWO_NODES = "--actor-num-nodes 1 --actor-num-gpus-per-node 8 --rollout-num-gpus 8"
+
+
+@pytest.mark.parametrize(
+    ("more", "placement", "around", "parts"),
+    [
+        # 4.02 billion parameters in bf16, in engines of two ranks
+        ("", SPLIT, H100S, ["broadcast by NCCL", "8.04 GB into each of 6 engine ranks", "p2p sends about 4.02 GB"]),
+        (P2P, SPLIT, H100S, ["point to point by NCCL: about 4.02 GB", "from 2 training ranks", "NCCL suits one node"]),
+        (P2P, SPLIT, HERE, ["point to point by gloo", "gloo suits machines without a GPU"]),
+        (
+            f"{P2P} --update-weight-transport mooncake",
+            SPLIT,
+            HERE,
+            ["point to point by Mooncake", "leave --update-weight-transport mooncake out"],
+        ),
+        (f"{P2P} --use-fault-tolerance", SPLIT, H100S, ["NCCL suits one node"]),
+        (P2P, TWO_NODES, H100S, ["NCCL suits engines that stay"]),
+        (f"{P2P} --gpu-memory-gib 80", SPLIT, HERE, ["point to point by NCCL", "NCCL suits one node"]),
+        (
+            f"{P2P} --use-fault-tolerance",
+            TWO_NODES,
+            H100S,
+            ["Mooncake suits these nodes if they have RDMA devices", "add --update-weight-transport mooncake"],
+        ),
+    ],
+)
+def test_row_says_what_moves_and_which_transport_suits(recipe, more, placement, around, parts):
+    plan = plan_of(recipe, f"--bf16 {more}", placement=placement, around=around)
+    ((name, text),) = weight_transport_rows(plan)
+    assert name == "weight transport" and text in render(plan)
+    for part in parts:
+        assert part in text, text
+
+
+@pytest.mark.parametrize("more", ["--debug-rollout-only", "--lora-rank 8"])
+def test_runs_without_such_updates_have_no_row(recipe, more):
+    assert list(weight_transport_rows(plan_of(recipe, f"--bf16 {more}", placement=SPLIT))) == []
+
+
+def test_colocated_run_has_no_row(recipe):
+    assert list(weight_transport_rows(plan_of(recipe, "--bf16"))) == []
+
+
+def test_one_rank_is_one(recipe):
+    machine = PlanContext(Machine(gpus=(), host=None))
+    placement = "--actor-num-nodes 1 --actor-num-gpus-per-node 2 --rollout-num-gpus 1"
+    plan = plan_of(recipe, f"--bf16 {P2P} --rollout-num-gpus-per-engine 1", placement=placement, around=machine)
+    ((_, text),) = weight_transport_rows(plan)
+    assert "about 8.04 GB into each of 1 engine rank, from 2 training ranks" in text

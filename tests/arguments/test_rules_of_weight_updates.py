@@ -1,0 +1,117 @@
+"""Rules about weight updates from trainer shards straight to engine ranks: each violation is one error."""
+
+from __future__ import annotations
+
+import pytest
+
+from slimrl.arguments import read_args
+from slimrl.engines.sglang.server_args import server_flags
+from tests.arguments.conftest import COLOCATED, SPLIT
+
+P2P = "--update-weight-transfer-mode p2p"
+MOONCAKE = "--update-weight-transport mooncake"
+OTHERS = "sends each trainer shard to the ranks of SGLang servers on other GPUs: leave one of them out."
+UNKNOWN = f"which {P2P} does not know: leave one of them out."
+GROUPS = """sglang:
+  - name: actor
+    server_groups:
+      - {worker_type: regular, num_gpus: 2}
+      - {worker_type: regular, num_gpus: 4, num_gpus_per_engine: 4, overrides: {ep_size: 2}}
+"""
+
+CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
+    "p2p_updates_fit_the_run": (
+        [
+            P2P,
+            f"{P2P} {MOONCAKE} --check-weight-update-equal",
+            f"{P2P} --use-fault-tolerance",
+            f"{P2P} --debug-rollout-only",
+            "--update-weight-transfer-mode broadcast",
+        ],
+        [
+            (
+                MOONCAKE,
+                f"{MOONCAKE} moves weights between pairs of ranks, which {P2P} does: add it, or leave mooncake out.",
+            ),
+            (
+                f"{P2P} --update-weight-transport disk --update-weight-disk-dir x",
+                f"--update-weight-transport disk writes files, and {P2P} {OTHERS}",
+            ),
+            (
+                f"{P2P} --lora-rank 8",
+                f"--lora-rank without --lora-merge sends nothing but the adapters, and {P2P} {OTHERS}",
+            ),
+            (
+                f"{P2P} --rollout-engine vllm --vllm-python /bin/sh",
+                f"--rollout-engine vllm has servers that take whole weights, and {P2P} {OTHERS}",
+            ),
+        ],
+    ),
+    "p2p_knows_the_layout_of_engines": (
+        [f"{P2P} --sglang-moe-runner-backend triton --sglang-ep-size 1", "--sglang-ep-size 2"],
+        [
+            (
+                f"{P2P} --sglang-ep-size 2",
+                f"--sglang-ep-size divides an engine in other ways than tensors, {UNKNOWN}",
+            ),
+            (
+                f"{P2P} --sglang-speculative-algorithm EAGLE",
+                f"--sglang-speculative-algorithm adds a draft model, {UNKNOWN}",
+            ),
+            (
+                f"{P2P} --sglang-moe-runner-backend flashinfer_trtllm",
+                "--sglang-moe-runner-backend flashinfer_trtllm stores experts in a layout of its own, " + UNKNOWN,
+            ),
+            (
+                f"{P2P} --sglang-moe-a2a-backend deepep",
+                f"--sglang-moe-a2a-backend moves experts between ranks, {UNKNOWN}",
+            ),
+        ],
+    ),
+}
+
+
+def sentences(recipe, more: str, placement: str = SPLIT) -> list[str]:
+    _, problems = read_args(recipe.line(more, placement=placement), passthrough={"sglang": server_flags})
+    return [str(problem) for problem in problems]
+
+
+@pytest.mark.parametrize(("rule", "more"), [(rule, more) for rule, (good, _) in CASES.items() for more in good])
+def test_valid_flags_are_accepted(recipe, rule, more):
+    assert sentences(recipe, more) == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "more", "sentence"), [(rule, *case) for rule, (_, bad) in CASES.items() for case in bad]
+)
+def test_each_violation_is_one_error(recipe, rule, more, sentence):
+    assert sentences(recipe, more) == [sentence]
+
+
+def test_shards_are_not_sent_to_engines_on_the_trainers_gpus(recipe):
+    assert sentences(recipe, P2P, COLOCATED) == [
+        f"--colocate has engines that read the weights in the trainer's memory, and {P2P} {OTHERS}"
+    ]
+
+
+def test_changes_and_shards_exclude_each_other(recipe):
+    assert sentences(recipe, f"{P2P} --bf16 --update-weight-mode delta") == [
+        f"{P2P} compares nothing with the last update, and --update-weight-mode delta sends changes: leave one of them"
+        " out."
+    ]
+
+
+def test_external_servers_have_no_loader_for_shards(recipe):
+    found = sentences(recipe, f"{P2P} --rollout-external-engine-addrs h:1")
+    assert f"--rollout-external-engine-addrs has servers without slimrl's loader, and {P2P} {OTHERS}" in found
+
+
+def test_weights_divided_by_rank_are_not_sent(recipe):
+    found = sentences(recipe, f"{P2P} --use-megatron-fsdp")
+    assert f"--use-megatron-fsdp divides tensors anywhere in their rows, and {P2P} {OTHERS}" in found
+
+
+def test_group_of_engines_with_experts_on_several_ranks_is_named(recipe):
+    (recipe.dir / "groups.yaml").write_text(GROUPS)
+    (sentence,) = sentences(recipe, f"{P2P} --sglang-config {{dir}}/groups.yaml --rollout-num-gpus-per-engine 1")
+    assert "model actor, group 1: --sglang-ep-size divides an engine in other ways than tensors" in sentence
