@@ -1,9 +1,9 @@
-"""Row layouts of published datasets: preference pairs, and problems with a verifiable answer.
+"""Row layouts of published datasets: preference pairs, labelled answers, and problems with a verifiable answer.
 
 A pair becomes `prompt` (messages that end with the user's), `chosen` and `rejected` (assistant texts), and `margin` if
-its answers have scores: that of the preferred answer less the other one. A problem becomes `prompt`, `label` and
-`metadata`. The columns determine the layout, not the name of the dataset: a dataset may be published in several
-layouts.
+its answers have scores: that of the preferred answer less the other one. A labelled answer becomes `prompt`,
+`completion` (assistant text) and `label`, true for a desirable one. A problem becomes `prompt`, `label` and `metadata`.
+The columns determine the layout, not the name of the dataset: a dataset may be published in several layouts.
 """
 
 from __future__ import annotations
@@ -89,6 +89,34 @@ def tree_pairs(rows: list[dict[str, Any]]) -> Iterator[Pair]:
         for other in others:
             if other["rank"] > best["rank"]:
                 yield _pair(_path(by_id, parent), best["text"], other["text"])
+
+
+def is_labelled(row: dict[str, Any]) -> bool:
+    """True for one answer with a label, as published for KTO (kto-mix-14k)."""
+    return {"prompt", "completion", "label"} <= set(row)
+
+
+def labelled_row(row: dict[str, Any]) -> dict[str, Any]:
+    """The answer of one row and its label. Raises ValueError for a bad row."""
+    if not isinstance(row["label"], bool):
+        raise ValueError(f"its label is {row['label']!r}, not true or false")
+    prompt = _clean(_user(row["prompt"]) if isinstance(row["prompt"], str) else row["prompt"])
+    answer = row["completion"]
+    if isinstance(answer, list):
+        if len(answer) != 1 or answer[0]["role"] != "assistant":
+            raise ValueError("its completion is not one message of the assistant")
+        answer = answer[0]["content"]
+    if prompt[-1]["role"] != "user":
+        raise ValueError(f"its prompt ends with the {prompt[-1]['role']}")
+    if not isinstance(answer, str) or not answer.strip():
+        raise ValueError("its completion is empty")
+    return {"prompt": prompt, "completion": answer.strip(), "label": row["label"]}
+
+
+def answers_of_pair(pair: Pair) -> Iterator[dict[str, Any]]:
+    """The preferred answer as a desirable one, the rejected answer as an undesirable one."""
+    for side, desirable in (("chosen", True), ("rejected", False)):
+        yield {"prompt": pair["prompt"], "completion": pair[side], "label": desirable}
 
 
 def _path(by_id: dict[str, dict[str, Any]], message_id: str) -> Messages:
@@ -262,7 +290,7 @@ def _problem(row: dict[str, Any]) -> Problem:
 
 def _user(text: Any) -> list[dict[str, Any]]:
     if not isinstance(text, str) or not text.strip():
-        raise ValueError("its problem is empty")
+        raise ValueError("its prompt is empty")
     return [{"role": "user", "content": text.strip()}]
 
 

@@ -13,13 +13,22 @@ import hashlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import orjson
 
 from slimrl.data.prompt_format import InvalidRow, Row, bad_rows_error
 from slimrl.data.readers import open_rows
-from slimrl.rollout.dataset_prep.layouts import SkippedRowError, is_tree, preference_row, problem_row, tree_pairs
+from slimrl.rollout.dataset_prep.layouts import (
+    SkippedRowError,
+    answers_of_pair,
+    is_labelled,
+    is_tree,
+    labelled_row,
+    preference_row,
+    problem_row,
+    tree_pairs,
+)
 
 SPLITS = ("train", "test", "validation")
 _KINDS = (".parquet", ".jsonl", ".jsonl.gz", ".json")
@@ -127,7 +136,7 @@ class PublicSet:
     hub_id: str | None  # None: given on the command line
     parts: tuple[str, ...] = ()  # folders; the first one that exists has all rows
     file_name: str | None = None  # None: by split, train.jsonl and so on
-    holds_pairs: bool = False
+    rows: Literal["problems", "pairs", "answers"] = "problems"
 
 
 PUBLIC_SETS = {
@@ -136,13 +145,14 @@ PUBLIC_SETS = {
     "aime-2024": PublicSet("zhuzilin/aime-2024", file_name="aime-2024.jsonl"),
     "gsm8k": PublicSet("openai/gsm8k", ("main",)),
     "geo3k": PublicSet("hiyouga/geometry3k", ("data",)),
-    "preference": PublicSet(None, holds_pairs=True),
+    "preference": PublicSet(None, rows="pairs"),
+    "labelled-answers": PublicSet(None, rows="answers"),
 }
 
 
 @dataclasses.dataclass
 class ConversionReport:
-    """Row counts of one file; `read` is the sum of the others, except for message trees."""
+    """Row counts of one file; `read` is the sum of the others, except for message trees and answers of pairs."""
 
     path: Path
     read: int = 0
@@ -182,13 +192,12 @@ def prepare(
         if target.exists():
             raise FileExistsError(f"{target} already exists: remove it, or give another --output-dir")
     folder.mkdir(parents=True, exist_ok=True)
-    if known.holds_pairs:
-        return [_write_file(target, splits[split], _pairs, max_bad, keys) for split, target in targets.items()]
 
     def problems(files: list[Path], report: ConversionReport) -> Iterator[dict[str, Any]]:
         return _each(files, report, lambda row: problem_row(row, instruction))
 
-    return [_write_file(target, splits[split], problems, max_bad, keys) for split, target in targets.items()]
+    convert = {"problems": problems, "pairs": _pairs, "answers": _answers}[known.rows]
+    return [_write_file(target, splits[split], convert, max_bad, keys) for split, target in targets.items()]
 
 
 Convert = Callable[[list[Path], ConversionReport], Iterator[dict[str, Any]]]
@@ -237,9 +246,21 @@ def _each(
             report.bad.append(f"{where}: a column does not have the structure of this layout ({error!r})")
 
 
+def _first(files: list[Path]) -> dict[str, Any]:
+    """The first row that is an object, which tells the layout."""
+    return next((row for file in files for _, row in read_file(file) if not isinstance(row, InvalidRow)), {})
+
+
+def _answers(files: list[Path], report: ConversionReport) -> Iterator[dict[str, Any]]:
+    if is_labelled(_first(files)):
+        yield from _each(files, report, labelled_row)
+        return
+    for pair in _pairs(files, report):
+        yield from answers_of_pair(pair)
+
+
 def _pairs(files: list[Path], report: ConversionReport) -> Iterator[dict[str, Any]]:
-    first = next((row for file in files for _, row in read_file(file) if not isinstance(row, InvalidRow)), {})
-    if not is_tree(first):
+    if not is_tree(_first(files)):
         yield from _each(files, report, preference_row)
         return
     rows = list(_each(files, report, dict))

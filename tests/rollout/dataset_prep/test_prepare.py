@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 
 import pyarrow.parquet
 import pytest
@@ -213,6 +214,45 @@ ARENA = {"model_a": "x", "model_b": "y", "conversation_a": [USER, WRONG], "conve
 def test_preferences_in_their_published_layouts(prepared, tmp_path, file, row, pair):
     write(tmp_path / "in" / file, [row])
     assert prepared("preference")[0] == {"train.jsonl": [pair]}
+
+
+def test_pairs_of_any_layout_become_a_desirable_and_an_undesirable_answer(prepared, tmp_path):
+    row = {"prompt": "What is 3+4?", "chosen": [USER, ANSWER], "rejected": [USER, WRONG]}
+    write(tmp_path / "in/train.jsonl", [row, row])
+    rows, reports = prepared("labelled-answers")
+    answers = [
+        {"prompt": [USER], "completion": "Seven.", "label": True},
+        {"prompt": [USER], "completion": "Eight.", "label": False},
+    ]
+    assert rows == {"train.jsonl": answers}
+    assert reports == ["train.jsonl: 2 of 2 rows (repetitions: 2)"]
+
+
+@pytest.mark.parametrize("prompt", ["What is 3+4?", [USER]], ids=["text", "messages"])
+@pytest.mark.parametrize("answer", ["Eight. ", [WRONG]], ids=["text", "message"])
+def test_answers_published_for_kto_keep_their_labels(prepared, tmp_path, prompt, answer):
+    write(tmp_path / "in/data/test-0.parquet", [{"prompt": prompt, "completion": answer, "label": False}])
+    rows, _ = prepared("labelled-answers", keys={"label": "good"})
+    assert rows == {"test.jsonl": [{"prompt": [USER], "completion": "Eight.", "good": False}]}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"label": 1}, "its label is 1, not true or false"),
+        ({"completion": " "}, "its completion is empty"),
+        ({"completion": [USER]}, "its completion is not one message of the assistant"),
+        ({"completion": [ANSWER, USER]}, "its completion is not one message of the assistant"),
+        ({"prompt": ""}, "its prompt is empty"),
+        ({"prompt": [USER, ANSWER]}, "its prompt ends with the assistant"),
+        ({"prompt": [{"text": "?"}]}, "it has no prompt"),
+    ],
+)
+def test_bad_labelled_answer_is_named(prepared, tmp_path, change, reason):
+    row = {"prompt": "What is 3+4?", "completion": "Seven.", "label": True}
+    write(tmp_path / "in/train.jsonl", [row, {**row, **change}])
+    with pytest.raises(ValueError, match=f"train.jsonl:2: {re.escape(reason)}"):
+        prepared("labelled-answers")
 
 
 def test_conversation_tree_pairs_the_best_answer_with_each_lower_one(prepared, tmp_path):
