@@ -9,6 +9,7 @@ from slimrl.engines.sglang.server_args import server_flags
 
 MODE = "--true-on-policy-mode --no-bf16"
 OUT = "leave {0} out, or --true-on-policy-mode."
+HALVES = "--expert-tensor-parallel-size 2"
 EXPERTS = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 768"
 ONE = "--tensor-model-parallel-size 1 --rollout-num-gpus-per-engine 1"
 # rule -> (flags that pass when appended to the recipe, flags that do not with their error)
@@ -143,12 +144,36 @@ def test_other_families_are_refused(recipe):
     ) in [problem.sentence for problem in problems]
 
 
-def test_experts_need_one_tensor_parallel_rank(recipe):
+def test_shared_experts_are_refused(recipe):
     recipe.write_config(model_type="qwen3_moe")
-    _, problems = read_args(recipe.line(f"{MODE} {EXPERTS}"))
-    assert any("adds the experts of a token before the ranks" in problem.sentence for problem in problems)
     _, problems = read_args(recipe.line(f"{MODE} {EXPERTS} {ONE} --moe-shared-expert-intermediate-size 512"))
     assert any("--true-on-policy-mode has no shared experts" in problem.sentence for problem in problems)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentences"),
+    [
+        (f"{EXPERTS} {HALVES}", []),
+        (
+            f"{EXPERTS} --expert-tensor-parallel-size 1",
+            [
+                "--expert-tensor-parallel-size 1 has whole experts in training, of which two ranks of an engine have"
+                " halves, and --true-on-policy-mode needs the same: give 2, or --tensor-model-parallel-size 1."
+            ],
+        ),
+        (
+            f"{EXPERTS.replace('768', '736')} {HALVES}",
+            [
+                "--moe-ffn-hidden-size 736 is not a multiple of 64, to which a server with 2 ranks pads it, and"
+                " --true-on-policy-mode needs the same halves: give --tensor-model-parallel-size 1."
+            ],
+        ),
+    ],
+)
+def test_two_ranks_have_the_same_halves_of_experts(recipe, flags, sentences):
+    recipe.write_config(model_type="qwen3_moe")
+    _, problems = read_args(recipe.line(f"{MODE} {flags}"))
+    assert [problem.sentence for problem in problems if "--true-on-policy-mode" in problem.sentence] == sentences
 
 
 def test_asynchronous_training_is_refused(recipe):

@@ -36,10 +36,12 @@ PACKS = [[[0, 1, 2, 3, 4, 5, 6, 7]], [[n] for n in range(8)], [[7, 2, 5], [0], [
 
 
 def widened(toy: Toy) -> Toy:
-    """The toy with a dense block of 128 columns: two ranks of a server divide 96 into 64 and 32, of training by 2."""
-    words = list(toy.flags)
-    words[words.index("--ffn-hidden-size") + 1] = "128"
-    return dataclasses.replace(toy, config=toy.config | {"intermediate_size": 128}, flags=tuple(words))
+    """The toy with blocks of 128 columns: two ranks of a server divide 96 into 64 and 32, those of training by 2."""
+    words, config = list(toy.flags), dict(toy.config)
+    for flag, entry in (("--ffn-hidden-size", "intermediate_size"), ("--moe-ffn-hidden-size", "moe_intermediate_size")):
+        if flag in words:
+            words[words.index(flag) + 1], config[entry] = "128", 128
+    return dataclasses.replace(toy, config=config, flags=tuple(words))
 
 
 class Served:
@@ -85,6 +87,7 @@ CASES = (
     ("qwen3", 1, ("one rank",)),
     ("qwen3", 2, ("tensor 2", "tensor 2, sequence")),
     ("qwen3-moe", 1, ("one rank", "expert 2")),
+    ("qwen3-moe", 2, ("tensor 2, expert tensor 2",)),
     ("qwen2", 1, ("one rank",)),
     ("llama-tied", 1, ("one rank",)),
 )

@@ -15,7 +15,7 @@ from slimrl.arguments.namespace import Arguments, Context
 
 _MODE = "--true-on-policy-mode"
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")  # tested with a server and training ranks
-# columns of a dense block that a rank of a server on a CPU has at least: it pads others with zeros
+# columns of a dense block or an expert that a rank of a server on a CPU has at least: it pads others with zeros
 _ALIGNED = 32
 
 
@@ -98,24 +98,36 @@ def true_on_policy_adds_in_one_order(args: Arguments, context: Context) -> Itera
             f"--tensor-model-parallel-size {ranks} adds the sums of ranks in an order that depends on the number of"
             f" tokens, and {_MODE} needs one order: give 1 or 2.",
         )
-    elif ranks == 2 and args.num_experts is not None:
-        yield Problem(
-            "--tensor-model-parallel-size",
-            f"--tensor-model-parallel-size 2 adds the experts of a token before the ranks in engines and after them in"
-            f" training, and {_MODE} needs one order: give 1, or a model without experts.",
-        )
-    elif ranks == 2 and args.ffn_hidden_size and args.ffn_hidden_size % (2 * _ALIGNED):
-        yield Problem(
-            "--ffn-hidden-size",
-            f"--ffn-hidden-size {args.ffn_hidden_size} is not a multiple of {2 * _ALIGNED}, to which a server with 2"
-            f" ranks pads it, and {_MODE} needs the same halves: give --tensor-model-parallel-size 1.",
-        )
+    elif ranks == 2:
+        yield from _halves_are_equal(args)
     for given, flag, reason in (
         (args.context_parallel_size > 1, "--context-parallel-size", "attends within one rank"),
         (args.use_megatron_fsdp, "--use-megatron-fsdp", "was not shown to be exact with Megatron-FSDP"),
     ):
         if given:
             yield Problem(flag, f"{_MODE} {reason}: leave {flag} out, or {_MODE}.")
+
+
+def _halves_are_equal(args: Arguments) -> Iterator[Problem]:
+    """Two ranks of training and of a server have the same halves of dense blocks and of experts."""
+    experts = args.num_experts is not None
+    if experts and args.expert_tensor_parallel_size != 2:
+        yield Problem(
+            "--expert-tensor-parallel-size",
+            f"--expert-tensor-parallel-size {args.expert_tensor_parallel_size} has whole experts in training, of which"
+            f" two ranks of an engine have halves, and {_MODE} needs the same: give 2, or"
+            " --tensor-model-parallel-size 1.",
+        )
+    dense = not experts or 0 in args.moe_layer_freq
+    sizes = {"--ffn-hidden-size": args.ffn_hidden_size if dense else None}
+    sizes["--moe-ffn-hidden-size"] = args.moe_ffn_hidden_size if experts else None
+    for flag, size in sizes.items():
+        if size and size % (2 * _ALIGNED):
+            yield Problem(
+                flag,
+                f"{flag} {size} is not a multiple of {2 * _ALIGNED}, to which a server with 2 ranks pads it, and"
+                f" {_MODE} needs the same halves: give --tensor-model-parallel-size 1.",
+            )
 
 
 # options of SGLang that change no number; of the others some do

@@ -44,20 +44,34 @@ def choose_experts(
 
 
 def sum_experts(layer: Any, x: torch.Tensor, topk_output: Any, moe_runner_config: Any) -> torch.Tensor:
-    """`moe_forward_native`: the sums [tokens, hidden] of the experts' outputs."""
+    """`moe_forward_native`: the sums [tokens, hidden] of the experts' outputs.
+
+    With two tensor parallel ranks, each of which has a half of every expert, the halves of an expert's output are added
+    before the experts of a token are, as megatron-core does. The first rank returns the sum and the other zeros,
+    because SGLang adds what its ranks return.
+    """
     others = (moe_runner_config.gemm1_alpha, moe_runner_config.gemm1_clamp_limit)
     if moe_runner_config.activation != "silu" or any(value is not None for value in others):
         raise NotImplementedError("--true-on-policy-mode: experts with another activation than SwiGLU")
+    from sglang.srt.distributed import moe_tensor_model_parallel_all_reduce
+
     weights, ids, _ = topk_output
     outputs, places = [], []
     for expert in range(layer.num_experts):
-        rows, column = (ids == expert).nonzero(as_tuple=True)
-        if len(rows):
-            gate, up = operators.linear(x[rows], layer.w13_weight[expert]).chunk(2, dim=-1)
-            inner = operators.silu(gate) * up * weights[rows, column, None]
+        tokens, column = (ids == expert).nonzero(as_tuple=True)
+        if len(tokens):
+            gate, up = operators.linear(x[tokens], layer.w13_weight[expert]).chunk(2, dim=-1)
+            inner = operators.silu(gate) * up * weights[tokens, column, None]
             outputs.append(operators.linear(inner, layer.w2_weight[expert]))
-            places.append(rows)
-    return operators.sum_rows(torch.cat(outputs), torch.cat(places), len(x)) if outputs else torch.zeros_like(x)
+            places.append(tokens)
+    if not outputs:
+        return torch.zeros_like(x)
+    rows = torch.cat(outputs)
+    if layer.moe_tp_size > 1:
+        rows = moe_tensor_model_parallel_all_reduce(rows)
+        if layer.moe_tp_rank > 0:
+            return torch.zeros_like(x)
+    return operators.sum_rows(rows, torch.cat(places), len(x))
 
 
 def install() -> None:
