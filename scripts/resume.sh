@@ -8,7 +8,7 @@
 # checkpoint if --load and --save of the command name the same folder. Any other exit code is this script's.
 # On the other nodes: joins the head's cluster again each time the head has ended. A node that has been part of the
 # cluster ends with code 0 if no head appears within S seconds (default 180), and any ends so when it receives a signal:
-# the head's node reports the outcome.
+# the head's node reports the outcome. A node that finds no head at first tries again as after a loss.
 set -euo pipefail
 LIB=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/lib" && pwd)
 # shellcheck source-path=SCRIPTDIR source=lib/say.sh
@@ -19,6 +19,7 @@ REJOIN_S=180
 # A new head on the same port would hide the old one's end from the other nodes, which look for 10 s.
 PAUSE_S=15
 RESUMABLE=' 75 134 135 137 139 '
+NO_HEAD=69 # of scripts/lib/ray_node.py
 while (($#)); do
    case $1 in
       --max-restarts) (($# > 1)) || fail 2 "$1 needs a value; see --help" && LIMIT=$2 && shift 2 ;;
@@ -79,7 +80,10 @@ while :; do
          JOINED=yes
          export RAY_JOIN_TIMEOUT_S=$REJOIN_S
       fi
-      if [[ $JOINED == yes && $RESUMABLE != *" $CODE "* ]]; then end_of_worker "no head has appeared"; fi
+      if ((CODE == NO_HEAD)); then
+         if [[ $JOINED == yes ]]; then end_of_worker "no head has appeared"; fi
+         CODE=75
+      fi
    fi
    if ((CODE == 0)) || [[ -n $SIGNAL || $RESUMABLE != *" $CODE "* ]]; then exit "$CODE"; fi
    if ((RESTARTS == LIMIT)); then

@@ -18,8 +18,9 @@
 # Several nodes: run the same script on each of them, with WORLD_SIZE (number of nodes), RANK (0 on the head) and
 # MASTER_ADDR (the head's address for the other nodes), as Kubernetes jobs set them. The head continues once all nodes
 # have joined; on the other nodes ray_begin joins the head, waits for its end and ends the script. If the nodes do not
-# join within RAY_JOIN_TIMEOUT_S (600), each prints an error and fails. RAY_PORT (6379) is the head's port. Every node
-# needs the same RAY_AUTH_TOKEN, or a RAY_AUTH_TOKEN_PATH to a file with it; it authenticates access to the cluster.
+# join within RAY_JOIN_TIMEOUT_S (600), each prints an error and fails, the head with exit code 75, another node that
+# finds no head with 69. RAY_PORT (6379) is the head's port. Every node needs the same RAY_AUTH_TOKEN, or a
+# RAY_AUTH_TOKEN_PATH to a file with it; it authenticates access to the cluster.
 
 RAY_NODE_PID=
 RAY_JOB_ID=
@@ -71,7 +72,7 @@ ray_await() {
    [[ -n $RAY_NODE_PID ]] || return 0
    until [[ -f $RAY_FOLDER/address ]]; do
       if ! kill -0 "$RAY_NODE_PID" 2>/dev/null; then
-         wait "$RAY_NODE_PID" || fail 1 "Ray did not start; see its message above"
+         wait "$RAY_NODE_PID" || fail $? "Ray did not start; see its message above"
       fi
       sleep 0.2
    done

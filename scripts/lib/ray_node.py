@@ -38,6 +38,8 @@ POLITE_STOP_S = 10
 # Ray makes its folder accessible to all users, so it gets a subfolder. A short name, because it contains sockets.
 RAY_FOLDER = "r"
 EXIT_RESUMABLE = 75  # slimrl.cluster.main.EXIT_RESUMABLE: the same command may succeed
+# EX_UNAVAILABLE of sysexits.h: no head within the time, which is no failure if the last one has done its work.
+EXIT_NO_HEAD = 69
 # A head whose machine refuses connections for this long has ended: even a busy head responds, from a separate thread.
 HEAD_GONE_S = 10
 # A head that does not answer at all may be behind a lost link, which may come back.
@@ -60,7 +62,19 @@ class Lost(RuntimeError):
 
 
 class NotTogether(Exception):
-    """Not all nodes joined in time; Ray's log on this node is not relevant."""
+    """The nodes that joined are not those of the cluster; Ray's log on this node is not relevant."""
+
+    exit_code = 1
+
+
+class NotInTime(NotTogether):
+    """Nodes are missing after the time to join; they may come later."""
+
+    exit_code = EXIT_RESUMABLE
+
+
+class NoHead(RuntimeError):
+    """This node could not join the head in time."""
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -193,7 +207,7 @@ def doubled_rank(nodes: list[tuple[str, str]]) -> str:
 
 
 def wait_for_nodes(ray: subprocess.Popen, address: str, wanted: int, timeout_s: float) -> None:
-    """Waits until `wanted` nodes are up. Raises NotTogether with the nodes that joined if they are too few."""
+    """Waits until `wanted` nodes are up. Raises NotInTime with the nodes that joined, NotTogether for a doubled RANK."""
     deadline, seen, since = time.monotonic() + timeout_s, [], None
     while True:
         if ray.poll() is not None:
@@ -214,7 +228,7 @@ def wait_for_nodes(ray: subprocess.Popen, address: str, wanted: int, timeout_s: 
         if len(seen) >= wanted and since is None:
             return
         if time.monotonic() > deadline + (0 if seen else READY_TIMEOUT_S):  # the first response takes longer
-            raise NotTogether(
+            raise NotInTime(
                 f"{len(seen)} of {wanted} nodes (WORLD_SIZE) joined within {timeout_s:g} s: {', '.join(seen)}; "
                 "check the other nodes, or set RAY_JOIN_TIMEOUT_S to wait longer"
             )
@@ -356,7 +370,7 @@ class Node:
         print(f"slimrl: the Ray head at {head} has ended; ending this node", flush=True)
 
     def _join(self, head: str) -> None:
-        """Retries until this node has joined the head. Raises RuntimeError on timeout."""
+        """Retries until this node has joined. Raises NoHead on timeout, RuntimeError if the head has other versions."""
         args, reason = self.args, "no response from the head"
         flags = [f"--address={head}", *([f"--node-ip-address={args.host}"] if args.host else []), *self.extra]
         deadline = time.monotonic() + args.timeout_s
@@ -375,7 +389,7 @@ class Node:
                     )
                 reason = "`ray start` failed or did not finish"
             time.sleep(1)
-        raise RuntimeError(
+        raise NoHead(
             f"this node could not join the Ray head at {head} (MASTER_ADDR, RAY_PORT) within {args.timeout_s:g} s: "
             f"{reason}; check that the node with RANK 0 is running, or set RAY_JOIN_TIMEOUT_S to wait longer"
         )
@@ -402,11 +416,11 @@ def main(argv: list[str]) -> int:
         return 0
     except NotTogether as error:
         print(f"slimrl: {error}", file=sys.stderr)
-        return 1
+        return error.exit_code
     except RuntimeError as error:
         lines = node.log().splitlines()[-15:]
         print(f"slimrl: {error}" + ("; Ray's last lines:" if lines else ""), *lines, sep="\n  ", file=sys.stderr)
-        return EXIT_RESUMABLE if isinstance(error, Lost) else 1
+        return {Lost: EXIT_RESUMABLE, NoHead: EXIT_NO_HEAD}.get(type(error), 1)
     except Stopped:
         return 0
     finally:

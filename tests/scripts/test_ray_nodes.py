@@ -30,11 +30,11 @@ TOKEN = os.urandom(32).hex()
 GPUS = "import ray; ray.init(logging_level='error'); print('GPUs', ray.cluster_resources()['GPU'], flush=True)"
 
 
-def node(rank: int, folder: Path, **variables: str) -> harness.Started:
-    """The script of one node; all nodes of a test are on this machine."""
+def node(rank: int, folder: Path, *before: str, **variables: str) -> harness.Started:
+    """The script of one node, run by the command `before`; all nodes of a test are on this machine."""
     (folder / str(rank)).mkdir()
     return harness.launch(
-        ["bash", "-c", SCRIPT, "script", GPUS],
+        [*before, "bash", "-c", SCRIPT, "script", GPUS],
         log=folder / f"{rank}.out",
         run_dir=folder,
         cwd=ROOT,
@@ -76,11 +76,24 @@ def test_two_nodes_start_and_end_together(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_head_that_times_out_reports_the_number_of_nodes(tmp_path):
+def test_head_that_times_out_reports_the_number_of_nodes_and_may_be_started_again(tmp_path):
     head = node(0, tmp_path, RAY_PORT=free_port(), RAY_JOIN_TIMEOUT_S="2").finish(90)
-    assert head.code == 1
+    assert head.code == ray_node.EXIT_RESUMABLE
     assert re.search(r"1 of 2 nodes \(WORLD_SIZE\) joined within 2 s: [\d.]+; check the other nodes", head.output)
     assert head.left == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_head_that_missed_a_node_is_started_again_and_runs_with_it(tmp_path):
+    port = free_port()
+    head = node(0, tmp_path, "bash", "scripts/resume.sh", "--", RAY_PORT=port, RAY_JOIN_TIMEOUT_S="20")
+    head.wait_for_line("exit code 75: restart 1 of at most 10", 120)
+    worker = node(1, tmp_path, RAY_PORT=port, RAY_JOIN_TIMEOUT_S="120")
+    done, worked = head.finish(150), worker.finish(60)
+    assert (done.code, worked.code) == (0, 0), done.output + worked.output
+    assert "1 of 2 nodes (WORLD_SIZE) joined within 20 s" in done.output and "GPUs 4.0" in done.output
+    assert (done.left, worked.left) == ([], [])
 
 
 @pytest.mark.parametrize(
@@ -119,7 +132,7 @@ def test_worker_without_a_head_gives_up_with_one_message(tmp_path):
     port = free_port()
     worker = node(1, tmp_path, RAY_PORT=port, RAY_JOIN_TIMEOUT_S="1")
     done = worker.finish(30)
-    assert done.code == 1
+    assert done.code == ray_node.EXIT_NO_HEAD
     assert (
         f"this node could not join the Ray head at 127.0.0.1:{port} (MASTER_ADDR, RAY_PORT) within 1 s" in done.output
     )

@@ -57,12 +57,15 @@ def test_head_tries_again_only_after_a_loss(codes, options, code, tries, tmp_pat
 @pytest.mark.parametrize(
     ("codes", "code", "tries"),
     [
-        ("1", 1, 1),  # there was no head
-        ("0 1", 0, 2),  # joined; the head ended, and no other one appeared
-        ("0 0 0 1", 0, 4),  # three heads
-        ("75 0 1", 0, 3),  # Ray on this node was lost
-        ("0 75 1", 0, 3),
-        ("75 1", 0, 2),  # it had joined, and lost its own Ray
+        ("1", 1, 1),  # other versions than the head's
+        ("69", 75, 11),  # there was no head, and none of ten restarts found one
+        ("69 0 69", 0, 3),  # it came late
+        ("0 69", 0, 2),  # joined; the head ended, and no other one appeared
+        ("0 0 0 69", 0, 4),  # three heads
+        ("75 0 69", 0, 3),  # Ray on this node was lost
+        ("0 75 69", 0, 3),
+        ("75 69", 0, 2),  # it had joined, and lost its own Ray
+        ("0 1", 1, 2),  # the next head has other versions
     ],
 )
 def test_other_nodes_join_each_try_of_the_head(codes, code, tries, tmp_path):

@@ -313,7 +313,10 @@ def test_exit_code_of_a_lost_run_is_the_same_everywhere():
     assert job_module.RESUMABLE == EXIT_RESUMABLE
     for file in ("ray_node.py", "ray_job.py"):
         assert f"EXIT_RESUMABLE = {EXIT_RESUMABLE} " in (ROOT / "scripts/lib" / file).read_text()
-    assert f" {EXIT_RESUMABLE} " in (ROOT / "scripts/resume.sh").read_text()
+    resume = (ROOT / "scripts/resume.sh").read_text()
+    assert f" {EXIT_RESUMABLE} " in resume
+    (no_head,) = re.findall(r"^EXIT_NO_HEAD = (\d+)$", (ROOT / "scripts/lib/ray_node.py").read_text(), re.MULTILINE)
+    assert f"\nNO_HEAD={no_head} " in resume and os.EX_UNAVAILABLE == int(no_head)
 
 
 def test_tool_runs_from_the_command_line():
