@@ -27,6 +27,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from slimrl.processes import stale_resources
 from slimrl.processes.folders import kernel_cache
+from slimrl.processes.managed_process import PortReservation, claim_port, claim_ports
 from slimrl.processes.ray_environment import ON_LOOPBACK
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
@@ -91,15 +92,6 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return parser.parse_known_args(argv)
 
 
-def free_ports(count: int) -> list[int]:
-    """Distinct ports that are free on all addresses now."""
-    with contextlib.ExitStack() as stack:
-        listeners = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for listener in listeners:
-            listener.bind(("", 0))
-        return [listener.getsockname()[1] for listener in listeners]
-
-
 def own_address(master: str) -> str:
     """This node's address for other nodes: that of `master`, if it is a non-loopback address of this node.
 
@@ -128,17 +120,22 @@ def own_every_descendant() -> None:
 
 
 def ray_start(
-    folder: Path, flags: list[str], owner: stale_resources.Owner, *, rank: int = 0, alone: bool = False
+    folder: Path,
+    flags: list[str],
+    owner: stale_resources.Owner,
+    agent: PortReservation,
+    *,
+    rank: int = 0,
+    alone: bool = False,
 ) -> subprocess.Popen:
-    """Runs ``ray start --block`` on free ports, with its output in ``<folder>/ray.log``; Ray also owns the folder.
+    """Runs ``ray start --block``, with its output in ``<folder>/ray.log``; Ray also owns the folder.
 
-    `rank` is the number of this node; `alone`: no other node joins.
+    `agent` are two ports for the node's agent; `rank` is the number of this node; `alone`: no other node joins.
     """
-    agent, agent_grpc = free_ports(2)
     command = [
         str(Path(sys.executable).with_name("ray")),
         *("start", "--block", "--disable-usage-stats", "--log-color=false", f"--temp-dir={folder / RAY_FOLDER}"),
-        *(f"--dashboard-agent-listen-port={agent}", f"--dashboard-agent-grpc-port={agent_grpc}"),
+        *(f"--dashboard-agent-listen-port={agent.first}", f"--dashboard-agent-grpc-port={agent.first + 1}"),
         *("--min-worker-port=0", "--max-worker-port=0", f"--labels={RANK_LABEL}={rank}"),
         *flags,
     ]
@@ -207,7 +204,10 @@ def doubled_rank(nodes: list[tuple[str, str]]) -> str:
 
 
 def wait_for_nodes(ray: subprocess.Popen, address: str, wanted: int, timeout_s: float) -> None:
-    """Waits until `wanted` nodes are up. Raises NotInTime with the nodes that joined, NotTogether for a doubled RANK."""
+    """Waits until `wanted` nodes are up.
+
+    Raises NotInTime with the nodes that joined if they are too few, NotTogether if two have the same RANK.
+    """
     deadline, seen, since = time.monotonic() + timeout_s, [], None
     while True:
         if ray.poll() is not None:
@@ -319,6 +319,8 @@ class Node:
         self.extra = extra
         self.owner = owner
         self.ray: subprocess.Popen | None = None
+        # Of the last `ray start`, which binds them seconds later. Ray binds the rest at once, to ports of the system.
+        self._ports: list[PortReservation] = []
 
     def be_head(self) -> None:
         """Starts the head, waits for the other nodes, writes the job address and waits; RuntimeError if Ray exits."""
@@ -337,14 +339,14 @@ class Node:
         Ray binds its ports seconds after they were found free: if one was taken meanwhile, it retries with others.
         """
         for attempt in itertools.count(1):
-            free, dashboard, client = free_ports(3)
-            port = self.args.port or free
-            if reachable(f"{host}:{port}"):
-                raise RuntimeError(f"port {port} of {host} is taken; set RAY_PORT to another one, on every node")
+            self._release_ports()
+            port = self._head_port(host)
+            dashboard, client, agent = self._claim(host), self._claim(host), self._claim(host, 2)
             flags = ["--head", "--include-dashboard=true", f"--node-ip-address={host}", f"--port={port}"]
-            flags += [f"--dashboard-host={host}", f"--dashboard-port={dashboard}", f"--ray-client-server-port={client}"]
-            self.ray = ray_start(self.args.folder, [*flags, *self.extra], self.owner, alone=self.args.nodes == 1)
-            address = f"http://{host}:{dashboard}"
+            flags += [f"--dashboard-host={host}", f"--dashboard-port={dashboard.first}"]
+            flags += [f"--ray-client-server-port={client.first}", *self.extra]
+            self.ray = ray_start(self.args.folder, flags, self.owner, agent, alone=self.args.nodes == 1)
+            address = f"http://{host}:{dashboard.first}"
             try:
                 wait_until_ready(self.ray, address)
                 return address
@@ -352,6 +354,26 @@ class Node:
                 if attempt == START_ATTEMPTS or not any(sign in self.log() for sign in PORT_TAKEN):
                     raise
                 stop_everything(self.ray)
+
+    def _head_port(self, host: str) -> int:
+        """Reserves the port that the other nodes know, or any. Raises RuntimeError if it is taken."""
+        port = self.args.port
+        if not port:
+            return self._claim(host).first
+        try:
+            self._ports.append(claim_port(port, host))
+        except OSError:
+            raise RuntimeError(f"port {port} of {host} is taken; set RAY_PORT to another one, on every node") from None
+        return port
+
+    def _claim(self, host: str = "127.0.0.1", count: int = 1) -> PortReservation:
+        """Reserves `count` consecutive ports, below those that the system gives to outgoing connections."""
+        self._ports.append(claim_ports(count, host))
+        return self._ports[-1]
+
+    def _release_ports(self) -> None:
+        while self._ports:
+            self._ports.pop().release()
 
     def be_worker(self) -> None:
         """Joins the head and waits for its end. Raises RuntimeError if this node ends before the head, or loses it."""
@@ -376,7 +398,8 @@ class Node:
         deadline = time.monotonic() + args.timeout_s
         while time.monotonic() < deadline:
             if reachable(head):
-                self.ray = ray_start(args.folder, flags, self.owner, rank=args.rank)
+                self._release_ports()
+                self.ray = ray_start(args.folder, flags, self.owner, self._claim(count=2), rank=args.rank)
                 while self.ray.poll() is None and time.monotonic() < deadline:
                     if "Ray runtime started" in self.log():
                         return

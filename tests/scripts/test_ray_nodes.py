@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from slimrl.processes import managed_process
 from tests.end_to_end import harness
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,9 +46,16 @@ def node(rank: int, folder: Path, *before: str, **variables: str) -> harness.Sta
 
 
 def free_port() -> str:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return str(listener.getsockname()[1])
+    reservation = managed_process.claim_ports()
+    reservation.release()
+    return str(reservation.first)
+
+
+def given_ports(started: harness.Started) -> list[int]:
+    """The ports that this node's `ray start` was told to bind."""
+    (ray,) = started.processes("ray start --block")
+    given = [re.fullmatch(r"--[a-z-]*port=([1-9]\d*)", word) for word in ray.cmdline()]
+    return [int(one[1]) for one in given if one]
 
 
 def ray_folders(started: harness.Started) -> list[Path]:
@@ -63,8 +71,14 @@ def test_two_nodes_start_and_end_together(tmp_path):
     worker = node(1, tmp_path, RAY_AUTH_TOKEN="", RAY_AUTH_TOKEN_PATH=str(tmp_path / "token"), **variables)
     time.sleep(2)
     head = node(0, tmp_path, **variables)
+    head.wait_for_line("2 of 2", 120)
+    ports = given_ports(head) + given_ports(worker)
     done, worked = head.finish(150), worker.finish(60)
     assert (done.code, worked.code) == (0, 0), done.output + worked.output
+    # head: its own, dashboard, client; both: two of the agent. Outgoing connections cannot take them before Ray does.
+    assert len(set(ports)) == len(ports) == 3 + 2 + 2
+    first_ephemeral = int(managed_process.EPHEMERAL_RANGE_FILE.read_text().split()[0])
+    assert min(ports) > 1024 and max(ports) < first_ephemeral
     assert "2 of 2 nodes have joined" in done.output
     assert "GPUs 4.0" in done.output
     assert f"the Ray head at 127.0.0.1:{variables['RAY_PORT']} has ended" in worked.output
