@@ -1,5 +1,6 @@
 """A Ray cluster of several nodes, each started by its own script: they connect and end, or report missing nodes."""
 
+import contextlib
 import importlib.util
 import os
 import re
@@ -18,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 _spec = importlib.util.spec_from_file_location("ray_node", ROOT / "scripts" / "lib" / "ray_node.py")
 ray_node = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(ray_node)
+node_messages = ray_node.node_messages
 ACCEPTS, REFUSES, SILENT = ray_node.ACCEPTS, ray_node.REFUSES, ray_node.SILENT
 SCRIPT = """
 set -euo pipefail
@@ -30,11 +32,11 @@ TOKEN = os.urandom(32).hex()
 GPUS = "import ray; ray.init(logging_level='error'); print('GPUs', ray.cluster_resources()['GPU'], flush=True)"
 
 
-def node(rank: int, folder: Path, **variables: str) -> harness.Started:
-    """The script of one node; all nodes of a test are on this machine."""
+def node(rank: int, folder: Path, job: str = GPUS, **variables: str) -> harness.Started:
+    """The script of one node, whose job is this Python code; all nodes of a test are on this machine."""
     (folder / str(rank)).mkdir()
     return harness.launch(
-        ["bash", "-c", SCRIPT, "script", GPUS],
+        ["bash", "-c", SCRIPT, "script", job],
         log=folder / f"{rank}.out",
         run_dir=folder,
         cwd=ROOT,
@@ -48,6 +50,39 @@ def free_port() -> str:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return str(listener.getsockname()[1])
+
+
+def test_message_arrives_only_with_the_token_and_at_its_port():
+    with contextlib.closing(node_messages.Listener("secret")) as one:
+        with contextlib.closing(node_messages.Listener("secret")) as other:
+            node_messages.send("secret", "75", [("127.0.0.1", one.port), ("127.0.0.1", other.port)])
+            node_messages.send("guessed", "0", [("127.0.0.1", one.port)])
+            with socket.create_connection(("127.0.0.1", one.port)) as silent, contextlib.suppress(OSError):
+                silent.sendall(b"0" * 5000)
+            assert (one.received(), other.received()) == (["75"], ["75"])
+            assert one.received() == []
+            port = other.port
+        began = time.monotonic()
+        node_messages.send("secret", "0", [("127.0.0.1", port), ("127.0.0.1", one.port)])  # one has ended
+        assert one.received() == ["0"] and time.monotonic() - began < 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("code", [1, 75, 143])
+def test_other_node_ends_with_the_outcome_of_the_head(code: int, tmp_path):
+    """75, so that scripts/resume.sh joins again, only where it runs the head again."""
+    port = free_port()
+    command = (
+        f"import os, signal, sys; {'os.kill(os.getpid(), signal.SIGTERM)' if code == 143 else f'sys.exit({code})'}"
+    )
+    head, worker = (node(rank, tmp_path, command, RAY_PORT=port) for rank in (0, 1))
+    done, worked = head.finish(150), worker.finish(60)
+    assert done.code == code, done.output
+    assert worked.code == (75 if code == 75 else 0), worked.output
+    then = " with exit code 75, after which the same command may continue" if code == 75 else ""
+    assert f"the Ray head at 127.0.0.1:{port} has ended{then}; ending this node" in worked.output
+    assert (done.left, worked.left) == ([], [])
 
 
 def ray_folders(started: harness.Started) -> list[Path]:
