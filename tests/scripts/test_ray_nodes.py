@@ -1,5 +1,6 @@
 """A Ray cluster of several nodes, each started by its own script: they connect and end, or report missing nodes."""
 
+import contextlib
 import importlib.util
 import os
 import re
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import time
 import types
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 _spec = importlib.util.spec_from_file_location("ray_node", ROOT / "scripts" / "lib" / "ray_node.py")
 ray_node = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(ray_node)
+node_messages = ray_node.node_messages
 ACCEPTS, REFUSES, SILENT = ray_node.ACCEPTS, ray_node.REFUSES, ray_node.SILENT
 SCRIPT = """
 set -euo pipefail
@@ -31,11 +34,11 @@ TOKEN = os.urandom(32).hex()
 GPUS = "import ray; ray.init(logging_level='error'); print('GPUs', ray.cluster_resources()['GPU'], flush=True)"
 
 
-def node(rank: int, folder: Path, *before: str, **variables: str) -> harness.Started:
-    """The script of one node, run by the command `before`; all nodes of a test are on this machine."""
+def node(rank: int, folder: Path, job: str = GPUS, *, by: Sequence[str] = (), **variables: str) -> harness.Started:
+    """The script of one node, whose job is this Python code, run by the command `by`; all nodes are on this machine."""
     (folder / str(rank)).mkdir()
     return harness.launch(
-        [*before, "bash", "-c", SCRIPT, "script", GPUS],
+        [*by, "bash", "-c", SCRIPT, "script", job],
         log=folder / f"{rank}.out",
         run_dir=folder,
         cwd=ROOT,
@@ -56,6 +59,39 @@ def given_ports(started: harness.Started) -> list[int]:
     (ray,) = started.processes("ray start --block")
     given = [re.fullmatch(r"--[a-z-]*port=([1-9]\d*)", word) for word in ray.cmdline()]
     return [int(one[1]) for one in given if one]
+
+
+def test_message_arrives_only_with_the_token_and_at_its_port():
+    with contextlib.closing(node_messages.Listener("secret")) as one:
+        with contextlib.closing(node_messages.Listener("secret")) as other:
+            node_messages.send("secret", "75", [("127.0.0.1", one.port), ("127.0.0.1", other.port)])
+            node_messages.send("guessed", "0", [("127.0.0.1", one.port)])
+            with socket.create_connection(("127.0.0.1", one.port)) as silent, contextlib.suppress(OSError):
+                silent.sendall(b"0" * 5000)
+            assert (one.received(), other.received()) == (["75"], ["75"])
+            assert one.received() == []
+            port = other.port
+        began = time.monotonic()
+        node_messages.send("secret", "0", [("127.0.0.1", port), ("127.0.0.1", one.port)])  # one has ended
+        assert one.received() == ["0"] and time.monotonic() - began < 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("code", [1, 75, 143])
+def test_other_node_ends_with_the_outcome_of_the_head(code: int, tmp_path):
+    """75, so that scripts/resume.sh joins again, only where it runs the head again."""
+    port = free_port()
+    command = (
+        f"import os, signal, sys; {'os.kill(os.getpid(), signal.SIGTERM)' if code == 143 else f'sys.exit({code})'}"
+    )
+    head, worker = (node(rank, tmp_path, command, RAY_PORT=port) for rank in (0, 1))
+    done, worked = head.finish(150), worker.finish(60)
+    assert done.code == code, done.output
+    assert worked.code == (75 if code == 75 else 0), worked.output
+    then = " with exit code 75, after which the same command may continue" if code == 75 else ""
+    assert f"the Ray head at 127.0.0.1:{port} has ended{then}; ending this node" in worked.output
+    assert (done.left, worked.left) == ([], [])
 
 
 def ray_folders(started: harness.Started) -> list[Path]:
@@ -101,7 +137,7 @@ def test_head_that_times_out_reports_the_number_of_nodes_and_may_be_started_agai
 @pytest.mark.timeout(300)
 def test_head_that_missed_a_node_is_started_again_and_runs_with_it(tmp_path):
     port = free_port()
-    head = node(0, tmp_path, "bash", "scripts/resume.sh", "--", RAY_PORT=port, RAY_JOIN_TIMEOUT_S="20")
+    head = node(0, tmp_path, by=["bash", "scripts/resume.sh", "--"], RAY_PORT=port, RAY_JOIN_TIMEOUT_S="20")
     head.wait_for_line("exit code 75: restart 1 of at most 10", 120)
     worker = node(1, tmp_path, RAY_PORT=port, RAY_JOIN_TIMEOUT_S="120")
     done, worked = head.finish(150), worker.finish(60)
