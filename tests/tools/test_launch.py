@@ -255,12 +255,15 @@ def test_tool_runs_from_the_command_line():
     assert done.returncode == 0 and done.stdout.startswith("#!/usr/bin/env bash\n#SBATCH --job-name=glm4-7-30b-a3b\n")
 
 
+SCHEDULERS = ("kubernetes", "pytorchjob", "slurm", "skypilot")
+
+
 def test_files_of_the_documentation_are_what_the_tool_writes():
     page = (ROOT / "docs/launchers.md").read_text()
     shown = re.findall(
         r"```bash\n(python tools/launch\.py (?:[^\n]*\\\n)+[^\n]*)\n```\n\n```\w+\n(.*?)```", page, re.DOTALL
     )
-    assert len(shown) == 3
+    assert [re.match(r"python tools/launch\.py (\w+)", command)[1] for command, _ in shown] == list(SCHEDULERS)
     for command, text in shown:
         words = shlex.split(command.replace("\\\n", " "))[2:]
         options = launch.parser().parse_args(words)
