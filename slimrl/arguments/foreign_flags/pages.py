@@ -145,7 +145,8 @@ _CHATLEARN_DIFFERENCES = (
         "a job on PAI-DLC that is shown as failed after its training is complete: `ray.exceptions.RpcError: Timed out "
         "while waiting for GCS to become available.`",
         "no such end: the head's node tells the others how the run ended before its Ray ends; they exit with code 0, "
-        "and the recipe on the head's node with that of training ([launchers.md](launchers.md#a-lost-run-starts-again))",
+        "and the recipe on the head's node with that of training "
+        "([launchers.md](launchers.md#a-lost-run-starts-again))",
     ),
 )
 CHATLEARN_PAGE = f"""\
