@@ -47,12 +47,16 @@ def kubernetes_validator(name: str) -> jsonschema.protocols.Validator:
     return kind(schema)
 
 
+def check(document: dict) -> None:
+    """Raises ValidationError if the document is not valid by the schema of its kind."""
+    kubernetes_validator(DEFINITIONS.get(document["kind"], document["kind"])).validate(document)
+
+
 def documents(text: str) -> list[dict]:
-    """The documents of a Kubernetes file, each checked with the schema of its kind."""
+    """The documents of a Kubernetes file, each checked."""
     found = list(yaml.safe_load_all(text))
     for one in found:
-        name = DEFINITIONS.get(one["kind"], one["kind"])
-        kubernetes_validator(name).validate(one)
+        check(one)
     return found
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
+import jsonschema
 import pytest
 
-from tests.tools.launching import EVERYTHING, KINDS, PODS, documents, pods, written
+from tests.tools.launching import EVERYTHING, KINDS, PODS, check, documents, pods, written
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 16])
@@ -27,6 +30,43 @@ def test_kubernetes_file_has_a_pod_with_the_resources_of_each_node(kind, more, n
         if more:
             assert container["resources"]["limits"]["rdma/hca"] == 1
             assert pod["hostNetwork"] and pod["dnsPolicy"] == "ClusterFirstWithHostNet"
+
+
+# fields that the files have, for values of another type; the other fields are unknown
+EXISTING = {"backoffLimit", "submissionMode", "mode", "num-gpus", "minReplicas", "cleanPodPolicy", "restartPolicy"}
+HEAD, WORKERS = "rayClusterSpec.headGroupSpec", "rayClusterSpec.workerGroupSpecs.0"
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value"),
+    [
+        (KINDS[0], "retries", 3),
+        (KINDS[0], "deletionPolicy", "DeleteCluster"),  # of KubeRay 1.3, since replaced
+        (KINDS[0], "backoffLimit", "0"),
+        (KINDS[0], "submissionMode", "Job"),
+        (KINDS[0], "rayClusterSpec.authOptions.token", "secret"),
+        (KINDS[0], "rayClusterSpec.authOptions.mode", "password"),
+        (KINDS[0], f"{HEAD}.replicas", 1),
+        (KINDS[0], f"{HEAD}.rayStartParams.num-gpus", 8),
+        (KINDS[0], f"{HEAD}.template.spec.containers.0.gpu", 8),
+        (KINDS[0], f"{WORKERS}.count", 1),
+        (KINDS[1], "entrypoint", "bash launch.sh"),  # a RayCluster runs no job
+        (KINDS[1], "workerGroupSpecs.0.minReplicas", "1"),
+        (KINDS[2], "runPolicy.restarts", 3),
+        (KINDS[2], "runPolicy.cleanPodPolicy", "Finished"),
+        (KINDS[2], "pytorchReplicaSpecs.Worker.restartPolicy", "Once"),
+        (KINDS[2], "pytorchReplicaSpecs.Master.template.spec.hostnetwork", True),
+    ],
+)
+def test_schemas_refuse_what_the_operators_do_not_know(kind, field, value):
+    *_, document = documents(written(*kind, *PODS))
+    *path, name = field.split(".")
+    part = document["spec"]
+    for key in path:
+        part = part[int(key) if isinstance(part, list) else key]
+    part[name] = value
+    with pytest.raises(jsonschema.ValidationError, match=re.escape(repr(value if name in EXISTING else name))):
+        check(document)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=["rayjob", "raycluster", "pytorchjob"])
