@@ -16,6 +16,7 @@ import pytest
 
 from slimrl.processes import managed_process
 from tests.end_to_end import harness
+from tests.scripts.launched_jobs import RAY_ERRORS
 
 ROOT = Path(__file__).resolve().parents[2]
 _spec = importlib.util.spec_from_file_location("ray_node", ROOT / "scripts" / "lib" / "ray_node.py")
@@ -118,6 +119,7 @@ def test_two_nodes_start_and_end_together(tmp_path):
     assert "2 of 2 nodes have joined" in done.output
     assert "GPUs 4.0" in done.output
     assert f"the Ray head at 127.0.0.1:{variables['RAY_PORT']} has ended" in worked.output
+    assert not RAY_ERRORS.search(done.output + worked.output)
     assert (done.left, worked.left) == ([], [])
     assert ray_folders(head) == ray_folders(worker) == []
     for rank in "01":
