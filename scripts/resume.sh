@@ -73,7 +73,7 @@ while :; do
       if ((CODE == 75)); then
          JOINED=yes
          export RAY_JOIN_TIMEOUT_S=$REJOIN_S
-         say "node ${RANK} joins again in case the head starts another try"
+         say "exit code 75: node ${RANK} joins again in case the head starts another try"
          continue
       fi
       if [[ $JOINED == yes && $RESUMABLE != *" $CODE "* ]]; then end_of_worker "no head has appeared"; fi

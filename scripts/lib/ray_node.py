@@ -292,7 +292,7 @@ class HeadWatch:
         self._refused |= said == REFUSES
         self._answered = self._answered if said == SILENT else now
         if self.silent_s > HEAD_NAMED_S and not self._named:
-            print(f"slimrl: {self._silence}; this node ends after {HEAD_SILENT_S} s", file=sys.stderr, flush=True)
+            print(f"slimrl: the Ray head at {self._address}: {self._silence}", file=sys.stderr, flush=True)
         self._named = self.silent_s > HEAD_NAMED_S
         return now - self._accepted > HEAD_GONE_S if self._refused else self.lost
 
