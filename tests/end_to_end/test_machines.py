@@ -104,7 +104,7 @@ def test_node_with_another_checkout_or_a_folder_of_its_own_is_refused(tiny: Tiny
         second.wait_for_line("joined the Ray head", 90)
         joined = time.monotonic()
         head, second = head.finish(120), second.finish(60)
-        assert time.monotonic() - joined < NAMED_WITHIN_S * PATIENCE  # with the start of the driver
+        report("exit of the head after both have joined", joined, NAMED_WITHIN_S * PATIENCE)  # the driver starts first
         assert (head.code, second.code) == (2, 0), outputs(head, second)
         assert re.search(
             r"node 10\.77\.31\.2 has other versions than the driver's node 10\.77\.31\.1: slimrl's code \w{12} \(here"
@@ -127,7 +127,7 @@ def test_node_with_another_ray_is_refused_at_once_and_the_head_says_so(tiny: Tin
         second = made.script(1, flags)
         began = time.monotonic()
         done = [head.finish(60), second.finish(60)]
-        assert time.monotonic() - began < NAMED_WITHIN_S * PATIENCE
+        report("exit of both after the start of machine 1", began, NAMED_WITHIN_S)
         assert [one.code for one in done] == [1, 1], outputs(*done)
         assert (
             "this node has other versions than the Ray head at 10.77.31.1:6379: install the same lock" in done[1].output
@@ -151,7 +151,7 @@ def test_rank_that_is_started_on_two_machines_is_refused(tiny: Tiny, tmp_path: P
             other.wait_for_line("joined the Ray head", 90)
         joined = time.monotonic()
         done = head.finish(90)
-        assert time.monotonic() - joined < NAMED_WITHIN_S + PATIENCE * 5
+        report("exit of the head after both have joined", joined, NAMED_WITHIN_S + PATIENCE * 5)
         others = [other.finish(60) for other in others]
         assert done.code == 1, outputs(done, *others)
         assert "2 nodes were started with RANK=1: 10.77.31.2, 10.77.31.3; give each node its own RANK" in done.output
@@ -182,7 +182,7 @@ def test_node_that_loses_its_power_ends_the_run_by_name(tiny: Tiny, tmp_path: Pa
         end_with_power(second)
         lost = time.monotonic()
         done = head.finish(120)
-        assert time.monotonic() - lost < NAMED_WITHIN_S
+        report("exit of the head", lost, NAMED_WITHIN_S)
         assert done.code == 75, done.output
         assert (
             "node 10.77.31.2 (training ranks 1; rollout GPUs 1) is lost: the machine went down, or Ray" in done.output
@@ -199,7 +199,7 @@ def test_head_that_loses_its_power_is_named_and_the_next_one_continues_the_run(t
         end_with_power(head)
         lost = time.monotonic()
         second.wait_for_line("exit code 75: node 1 joins again in case the head starts another try", 90)
-        assert time.monotonic() - lost < NAMED_WITHIN_S
+        report("exit of machine 1", lost, NAMED_WITHIN_S)
         named = (
             "lost the Ray head at 10.77.31.1:6379: it ended before its script did: its processes were killed, or its"
         )
@@ -223,14 +223,14 @@ def test_lost_link_ends_both_sides_by_name_and_the_same_command_resumes(tiny: Ti
         made.machines.cut(1)
         lost = time.monotonic()
         head.wait_for_line("has not answered on the network for", 60)  # a warning
-        assert time.monotonic() - lost < NAMED_WITHIN_S
+        report("warning of the head", lost, NAMED_WITHIN_S)
         second.wait_for_line("no answer on the network for", 60)
-        assert time.monotonic() - lost < NAMED_WITHIN_S
+        report("warning of machine 1", lost, NAMED_WITHIN_S)
         head.wait_for_line("ERROR", 120)
         named = time.monotonic() - lost
         done = [head.finish(120), second.finish(60)]
         assert named < NAMED_WITHIN_S + 3 * PATIENCE, outputs(*done)  # the supervisor looks every second
-        assert time.monotonic() - lost < NAMED_WITHIN_S + 2 * END_S
+        report("exit of both", lost, NAMED_WITHIN_S + 2 * END_S)
         assert [one.code for one in done] == [75, 75], outputs(*done)
         whom = r"node 10\.77\.31\.2 \(training ranks 1; rollout GPUs 1\)"
         warning = rf"WARNING {whom} has not answered on the network for (1[5-9]|2\d) s"
@@ -263,11 +263,11 @@ def test_spare_machine_takes_the_place_of_one_whose_link_is_lost(tiny: Tiny, tmp
         made.machines.cut(1)
         lost = time.monotonic()
         head.wait_for_line("has not answered on the network for", 60)
-        assert time.monotonic() - lost < NAMED_WITHIN_S
+        report("warning of the head", lost, NAMED_WITHIN_S)
         head.wait_for_line("training continues on 10.77.31.3", 200)
-        print(f"the spare machine was found after {time.monotonic() - lost:.0f} s")
+        report("training on the spare machine", lost, 150)
         done = [head.finish(300), second.finish(90), spare.finish(90)]
-        print(f"trained to the end after {time.monotonic() - lost:.0f} s")
+        report("end of the run", lost, 300)
         assert [one.code for one in done] == [0, 75, 0], outputs(*done)
         assert "lost the Ray head at 10.77.31.1:6379: no answer on the network for 3" in done[1].output
         assert sum(done[0].steps("rollout/faults/ranks_lost")) == 1
@@ -300,6 +300,13 @@ def test_server_on_a_machine_that_joins_sends_its_log_and_may_lose_its_power(tin
         assert sum(done[0].steps("rollout/faults/servers_joined")) == 1
         assert max(done[0].steps("train_rollout_logprob_abs_diff_max")) < 1e-3
         assert (done[0].left, done[1].left, made.left(0), made.left(1)) == ([], [], [], [])
+
+
+def report(event: str, since: float, limit: float) -> None:
+    """Prints the seconds for the tables of docs/gpu-cluster.md; raises AssertionError from `limit` on."""
+    seconds = time.monotonic() - since
+    print(f"{event}: {seconds:.1f} s")
+    assert seconds < limit, f"{event}: {seconds:.1f} s"
 
 
 def wait_until(condition: Callable[[], bool], timeout: float = 30.0) -> None:
