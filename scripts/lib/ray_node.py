@@ -6,8 +6,8 @@ head is gone. On a signal, when its parent dies, or when Ray exits, it ends ever
 session or group, and removes the folder. It does not use ``ray stop``, which would also end other clusters.
 
 Before the head ends on a signal it tells the other nodes the exit code in ``<folder>/outcome``, where its script has
-written it. They end with code 75 if the same command may succeed after it (`RESUMABLE`), else with 0. A head that ends
-without a word was lost: code 75.
+written it. They end with code 75 if the same command may continue after it (75, or a signal ended it), else with 0. A
+head that ends without a word was lost: code 75.
 """
 
 import argparse
@@ -49,7 +49,7 @@ RAY_FOLDER = "r"
 EXIT_RESUMABLE = 75  # slimrl.cluster.main.EXIT_RESUMABLE: the same command may succeed
 # EX_UNAVAILABLE of sysexits.h: no head within the time, which is no failure if the last one has done its work.
 EXIT_NO_HEAD = 69
-RESUMABLE = (EXIT_RESUMABLE, 134, 135, 137, 139)  # of the head's script, as in scripts/resume.sh
+SIGNALLED = 128  # exit codes from here on: a signal ended the script, and a scheduler may start it again
 # A head whose machine refuses connections for this long has ended: even a busy head responds, from a separate thread.
 HEAD_GONE_S = 10
 # A head that does not answer at all may be behind a lost link, which may come back.
@@ -304,7 +304,7 @@ class HeadWatch:
         self._refused |= said == REFUSES
         self._answered = self._answered if said == SILENT else now
         if self.silent_s > HEAD_NAMED_S and not self._named:
-            print(f"slimrl: {self._silence}; this node ends after {HEAD_SILENT_S} s", file=sys.stderr, flush=True)
+            print(f"slimrl: the Ray head at {self._address}: {self._silence}", file=sys.stderr, flush=True)
         self._named = self.silent_s > HEAD_NAMED_S
         return now - self._accepted > HEAD_GONE_S if self._refused else self.lost
 
@@ -450,13 +450,13 @@ class Node:
             code = wait_for_end(self.ray, ended)
             outcome.extend(listener.received())
         if outcome:
-            may_succeed = int(outcome[-1]) in RESUMABLE
-            then = f" with exit code {outcome[-1]}, after which the same command may continue" if may_succeed else ""
+            may_continue = int(outcome[-1]) == EXIT_RESUMABLE or int(outcome[-1]) >= SIGNALLED
+            then = f" with exit code {outcome[-1]}, after which the same command may continue" if may_continue else ""
             print(f"slimrl: the Ray head at {head} has ended{then}; ending this node", flush=True)
             deadline = time.monotonic() + POLITE_STOP_S
             while reachable(head) and time.monotonic() < deadline:  # another try of this node must not join it
                 time.sleep(0.2)
-            return EXIT_RESUMABLE if may_succeed else 0
+            return EXIT_RESUMABLE if may_continue else 0
         if code is not None and reachable(head):
             raise Lost(f"Ray exited on this node with exit code {code} while the head is running")
         raise Lost(f"lost the Ray head at {head}: {watch.reason}")

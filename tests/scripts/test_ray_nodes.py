@@ -81,7 +81,7 @@ def test_message_arrives_only_with_the_token_and_at_its_port():
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("code", [1, 75, 143])
 def test_other_node_ends_with_the_outcome_of_the_head(code: int, tmp_path):
-    """75, so that scripts/resume.sh joins again, only where it runs the head again."""
+    """75, so that scripts/resume.sh joins again, only where the head may be started again."""
     port = free_port()
     command = (
         f"import os, signal, sys; {'os.kill(os.getpid(), signal.SIGTERM)' if code == 143 else f'sys.exit({code})'}"
@@ -89,8 +89,8 @@ def test_other_node_ends_with_the_outcome_of_the_head(code: int, tmp_path):
     head, worker = (node(rank, tmp_path, command, RAY_PORT=port) for rank in (0, 1))
     done, worked = head.finish(150), worker.finish(60)
     assert done.code == code, done.output
-    assert worked.code == (75 if code == 75 else 0), worked.output
-    then = " with exit code 75, after which the same command may continue" if code == 75 else ""
+    assert worked.code == (75 if code > 1 else 0), worked.output
+    then = f" with exit code {code}, after which the same command may continue" if code > 1 else ""
     assert f"the Ray head at 127.0.0.1:{port} has ended{then}; ending this node" in worked.output
     assert (done.left, worked.left) == ([], [])
 
