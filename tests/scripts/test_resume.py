@@ -89,11 +89,12 @@ def test_signal_reaches_the_recipe_and_ends_without_another_try(name, rank, code
 
 
 def test_node_that_waits_for_another_head_ends_well_on_a_signal(tmp_path):
-    """As when a scheduler ends the other nodes after the head's success."""
-    script = "trap 'kill $!; exit 143' TERM; if [[ -e joined ]]; then echo waiting; sleep 30 & wait; fi; touch joined"
+    """As when a scheduler ends the other nodes after the end of the head."""
+    first = "if [[ ! -e joined ]]; then touch joined; exit 75; fi"
+    script = f"{first}; trap 'kill $!; exit 143' TERM; echo waiting; sleep 30 & wait"
     process = start(tmp_path, script, RANK="1")
-    while process.stdout.readline() != "waiting\n":
-        pass
+    lines = iter(process.stdout.readline, "")
+    assert "waiting\n" in lines  # reads no further
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate(timeout=20)
     assert process.returncode == 0 and "the node with RANK 0 reports the outcome" in said
