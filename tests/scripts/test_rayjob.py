@@ -17,7 +17,8 @@ from tools import launch
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 # As in a pod, Ray's programs find the cluster of this machine by the folder that they have in common. Unlike a pod's,
-# this cluster listens on loopback alone, which the programs must know.
+# this cluster listens on loopback alone, which the programs must know. Before `ray start` has written its address,
+# they would take that of any cluster whose processes they find.
 SCRIPT = """
 set -euo pipefail
 source scripts/lib/say.sh
@@ -25,6 +26,7 @@ source scripts/lib/ray.sh
 ray_begin --num-gpus 2 --object-store-memory 100000000
 mkdir "$HOME/tmp" && ln -s "$RAY_FOLDER/r" "$HOME/tmp/ray" && export RAY_TMPDIR=$HOME/tmp
 export RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0
+until [[ -s $RAY_TMPDIR/ray/ray_current_cluster ]]; do sleep 0.2; done
 for file in "$@"; do
    bash "$file" && code=0 || code=$?
    echo "$(basename "$file") ended with $code"
