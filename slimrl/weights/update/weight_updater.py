@@ -273,6 +273,7 @@ class WeightUpdater:
         """
         self._timeline.mark("stop servers")
         self._calls.begin(running)
+        self._prepare(model)
         self._timeline.mark("send buckets")
         if self._delivery is not None:
             self._delivery.begin(version)
@@ -286,6 +287,9 @@ class WeightUpdater:
         check_seconds = time.monotonic() - started
         self._timeline.mark("commit")
         return sent, check_seconds, self._calls.commit_and_resume(version, running)
+
+    def _prepare(self, model: nn.Module | Sequence[nn.Module]) -> None:
+        """What a kind of update needs before it sends, once all servers are paused; collective."""
 
     def _after_failure(self, error: WeightSyncError, version: str, attempt: int) -> None:
         """Returns if another attempt makes sense, else raises. Collective: `error.final` is the same on every rank."""
