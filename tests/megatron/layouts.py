@@ -8,7 +8,7 @@ this folder, by benchmarks/layouts.py and by the GPU checks.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +168,33 @@ OF_ANSWERS: dict[str, tuple[Layout, str]] = {
     "CP2, packed": (Layout(2, CP2 | DYNAMIC), "MLA"),
     "EP2, packed": (Layout(2, EP2 | SPREAD | DYNAMIC), "MoE"),
     "DP2, Megatron-FSDP": (Layout(2, fsdp("optim_grads_params") | PAIRS), "dense"),
+    "DP2, Megatron-FSDP, packed": (Layout(2, fsdp("optim_grads_params") | DYNAMIC), "dense"),
 }
+
+
+def axes_of(some: Iterable[Layout]) -> str:
+    """The kinds of parallelism of layouts, and whether any is packed: "TP SP PP, packed" (docs/algorithms.md)."""
+    axes: dict[str, bool] = {}
+    for layout in some:
+        flags = layout.flags
+        sizes = {name: flags.get(f"{name}_parallel_size", 1) for name in ("tensor_model", "pipeline_model", "context")}
+        tp, pp, cp = sizes.values()
+        ep, sharded = flags.get("expert_model_parallel_size", 1), flags.get("use_megatron_fsdp", False)
+        found = {
+            "TP": tp > 1,
+            "SP": flags.get("sequence_parallel", False),
+            "PP": pp > 1,
+            "VPP": "virtual_pipeline_model_parallel_size" in flags,
+            "CP": cp > 1,
+            # of whole models: not the ranks that share the experts of one, or the weights
+            "DP": layout.ranks // (tp * pp * cp) > ep and not sharded,
+            "EP": ep > 1,
+            "ETP": flags.get("expert_tensor_parallel_size", 1) > 1,
+            "FSDP": sharded,
+            ", packed": flags.get("use_dynamic_batch_size", False),
+        }
+        axes = {name: there or axes.get(name, False) for name, there in found.items()}
+    return " ".join(name for name, there in axes.items() if there).replace(" ,", ",")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -302,6 +328,14 @@ def train(pool: RankPool, args: Arguments, rollout: RolloutBatch) -> ranks.StepR
     for other in others:
         assert other == result.metrics
     return result
+
+
+def train_each(pool: RankPool, runs: list[tuple[Arguments, RolloutBatch]]) -> list[ranks.StepResult]:
+    """As `train`, of several runs in the same ranks: a fraction of the time, since a start takes longer than a run."""
+    results, *others = pool.run(ranks.train_each, runs)
+    for other in others:
+        assert other == [result.metrics for result in results]
+    return results
 
 
 # One step from weights that bfloat16 can hold, in bfloat16 with fp32 main weights; the peer is transformers' own model
