@@ -20,10 +20,9 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -46,7 +45,7 @@ from tests.megatron import (
     test_vision_critic,
     test_vision_lora,
 )
-from tests.megatron.layouts import Layout
+from tests.megatron.layouts import Layout, of
 
 ROOT = Path(__file__).resolve().parent.parent
 PAIR = "2e-5 or 1e-5 absolute"
@@ -88,13 +87,6 @@ class Row:
         first = _cell(worst.get("output", worst.get("loss")), loss)
         cells = (self.name, self.reference, first, _cell(worst.get("weights"), weights), self.layouts, self.file)
         return f"| {' | '.join(cells)} |".replace("|  |", "| |").replace("|  |", "| |")
-
-
-def of(table: Mapping[str, Any], names: Iterable[str] | None = None) -> dict[str, Layout]:
-    """The layouts in a table of tests, whose entries are layouts or have one among other things."""
-    entries = {name: table[name] for name in (names or table)}
-    parts = {name: entry if isinstance(entry, tuple) else (entry,) for name, entry in entries.items()}
-    return {name: next(part for part in own if isinstance(part, Layout)) for name, own in parts.items()}
 
 
 POLICY_LOSS = {name: test_layouts.EVERY[name] for name, _, _ in test_layouts.CASES}
@@ -204,6 +196,7 @@ ROWS = (
         ("2e-5", "1e-5"),
         of(test_divergence.LAYOUTS),
         ("megatron/test_divergence.py::test_every_layout_trains_on_the_divergence_like_plain_autograd",),
+        note="; one divergence in each",
     ),
     Row(
         "distillation, top tokens of a served teacher",
@@ -211,6 +204,7 @@ ROWS = (
         ("2e-5", "1e-5"),
         of(test_divergence.TOP_LAYOUTS),
         ("megatron/test_divergence.py::test_every_layout_trains_on_the_top_tokens_of_a_served_teacher",),
+        note="; one divergence in each",
     ),
     Row(
         "DPO",
@@ -253,6 +247,7 @@ ROWS = (
         ("1e-4 or 1e-5 absolute", "losses 2e-4"),
         of(test_reward_model.CASES),
         ("megatron/test_reward_model.py::test_reward_model_is_trained_as_by_plain_autograd",),
+        note="; one of the two losses in each",
     ),
     Row(
         "reward model exported by `--save-hf`",

@@ -8,7 +8,7 @@ this folder, by benchmarks/layouts.py and by the GPU checks.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -191,10 +191,17 @@ def axes_of(some: Iterable[Layout]) -> str:
             "EP": ep > 1,
             "ETP": flags.get("expert_tensor_parallel_size", 1) > 1,
             "FSDP": sharded,
-            ", packed": flags.get("use_dynamic_batch_size", False),
+            "packed": flags.get("use_dynamic_batch_size", False),
         }
         axes = {name: there or axes.get(name, False) for name, there in found.items()}
-    return " ".join(name for name, there in axes.items() if there).replace(" ,", ",")
+    return " ".join(name for name, there in axes.items() if there).replace(" packed", ", packed")
+
+
+def of(table: Mapping[str, Any], names: Iterable[str] | None = None) -> dict[str, Layout]:
+    """The layouts in a table of tests, or only these `names`; an entry is a layout, or a tuple with one in it."""
+    entries = {name: table[name] for name in (names or table)}
+    parts = {name: entry if isinstance(entry, tuple) else (entry,) for name, entry in entries.items()}
+    return {name: next(part for part in own if isinstance(part, Layout)) for name, own in parts.items()}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -158,7 +158,7 @@ def pools(one_rank: Any, two_ranks: Any) -> dict[int, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "estimator"), itertools.product(LAYOUTS, ALL))
+@pytest.mark.parametrize(("name", "estimator"), list(itertools.product(LAYOUTS, ALL)))
 def test_estimator_trains_like_float64_in_every_layout(name: str, estimator: str, estimators: Estimators, pools: Any):
     layout, kind = LAYOUTS[name]
     found = estimators.trained(name, pools)[estimator]

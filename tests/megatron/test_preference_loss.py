@@ -224,7 +224,7 @@ def test_dpo_trains_like_plain_autograd_in_every_layout(name: str, pairs: Pairs,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "loss"), itertools.product(LAYOUTS, LOSSES))
+@pytest.mark.parametrize(("name", "loss"), list(itertools.product(LAYOUTS, LOSSES)))
 def test_losses_of_pairs_train_like_plain_autograd(name: str, loss: str, pairs: Pairs, pools: Any):
     layout, kind = LAYOUTS[name]
     _, formula = LOSSES[loss]
