@@ -67,10 +67,7 @@ class Row:
     @property
     def layouts(self) -> str:
         """The number of layouts and the kinds of parallelism that they have, with the note."""
-        if not self.table:
-            return self.note
-        axes = layouts.axes_of(self.table.values())
-        return f"{len(self.table)}{': ' if axes else ''}{axes}{self.note}"
+        return (layouts.summary_of(self.table.values()) if self.table else "") + self.note
 
     @property
     def file(self) -> str:

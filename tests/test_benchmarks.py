@@ -113,19 +113,19 @@ def test_layouts_in_the_table_of_the_docs_are_those_of_the_tests(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("some", "axes"),
+    ("some", "summary"),
     [
-        ([Layout(1, {})], ""),
-        ([Layout(1, DYNAMIC)], "packed"),
-        ([Layout(2, TP2)], "TP"),
-        ([Layout(2, SPREAD)], "DP"),
-        ([Layout(2, VIRTUAL | DYNAMIC, 4)], "PP VPP, packed"),
-        ([Layout(2, CP2), Layout(2, TP2_SP)], "TP SP CP"),
-        ([Layout(2, EP2)], "EP"),  # the other rank has other experts
-        ([Layout(4, EP2)], "DP EP"),
-        ([Layout(4, ETP2 | PP2)], "TP SP PP ETP"),
-        ([Layout(2, fsdp("optim"))], "FSDP"),
+        ([Layout(1, {})], "1"),
+        ([Layout(1, DYNAMIC)], "1, 1 packed"),
+        ([Layout(2, TP2)], "1: TP"),
+        ([Layout(2, SPREAD)], "1: DP"),
+        ([Layout(2, VIRTUAL | DYNAMIC, 4)], "1: PP VPP, 1 packed"),
+        ([Layout(2, CP2), Layout(2, TP2_SP | DYNAMIC), Layout(1, DYNAMIC)], "3: TP SP CP, 2 packed"),
+        ([Layout(2, EP2)], "1: EP"),  # the other rank has other experts
+        ([Layout(4, EP2)], "1: DP EP"),
+        ([Layout(4, ETP2 | PP2)], "1: TP SP PP ETP"),
+        ([Layout(2, fsdp("optim"))], "1: FSDP"),
     ],
 )
-def test_kinds_of_parallelism_are_named(some: list[Layout], axes: str):
-    assert layouts.axes_of(some) == axes
+def test_kinds_of_parallelism_are_named(some: list[Layout], summary: str):
+    assert layouts.summary_of(some) == summary

@@ -8,7 +8,7 @@ this folder, by benchmarks/layouts.py and by the GPU checks.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -172,29 +172,34 @@ OF_ANSWERS: dict[str, tuple[Layout, str]] = {
 }
 
 
-def axes_of(some: Iterable[Layout]) -> str:
-    """The kinds of parallelism of layouts, and whether any is packed: "TP SP PP, packed" (docs/algorithms.md)."""
-    axes: dict[str, bool] = {}
-    for layout in some:
-        flags = layout.flags
-        sizes = {name: flags.get(f"{name}_parallel_size", 1) for name in ("tensor_model", "pipeline_model", "context")}
-        tp, pp, cp = sizes.values()
-        ep, sharded = flags.get("expert_model_parallel_size", 1), flags.get("use_megatron_fsdp", False)
-        found = {
-            "TP": tp > 1,
-            "SP": flags.get("sequence_parallel", False),
-            "PP": pp > 1,
-            "VPP": "virtual_pipeline_model_parallel_size" in flags,
-            "CP": cp > 1,
-            # of whole models: not the ranks that share the experts of one, or the weights
-            "DP": layout.ranks // (tp * pp * cp) > ep and not sharded,
-            "EP": ep > 1,
-            "ETP": flags.get("expert_tensor_parallel_size", 1) > 1,
-            "FSDP": sharded,
-            "packed": flags.get("use_dynamic_batch_size", False),
-        }
-        axes = {name: there or axes.get(name, False) for name, there in found.items()}
-    return " ".join(name for name, there in axes.items() if there).replace(" packed", ", packed")
+def axes_of(layout: Layout) -> dict[str, bool]:
+    """The kinds of parallelism, and whether this layout has them."""
+    flags = layout.flags
+    tp, pp, cp, ep, etp = (
+        flags.get(f"{name}_parallel_size", 1)
+        for name in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
+    )
+    sharded = flags.get("use_megatron_fsdp", False)
+    return {
+        "TP": tp > 1,
+        "SP": flags.get("sequence_parallel", False),
+        "PP": pp > 1,
+        "VPP": "virtual_pipeline_model_parallel_size" in flags,
+        "CP": cp > 1,
+        # of whole models: not the ranks that share the experts of one, or the weights
+        "DP": layout.ranks // (tp * pp * cp) > ep and not sharded,
+        "EP": ep > 1,
+        "ETP": etp > 1,
+        "FSDP": sharded,
+    }
+
+
+def summary_of(some: Collection[Layout]) -> str:
+    """Number of layouts, all their kinds of parallelism, number of packed ones: "3: TP SP PP, 1 packed"."""
+    axes = [axes_of(layout) for layout in some]
+    names = " ".join(name for name in axes[0] if any(own[name] for own in axes))
+    packed = sum(layout.flags.get("use_dynamic_batch_size", False) for layout in some)
+    return f"{len(some)}{names and ': '}{names}" + (f", {packed} packed" if packed else "")
 
 
 def of(table: Mapping[str, Any], names: Iterable[str] | None = None) -> dict[str, Layout]:
