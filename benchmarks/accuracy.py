@@ -358,7 +358,7 @@ def _cell(measured: float | None, allowed: str) -> str:
 
 def run(rows: list[Row], workers: int, file: Path) -> int:
     """Runs the tests of the rows, which append their differences to the file; returns pytest's exit code."""
-    names = [f"tests/{test}" for row in rows for test in row.tests]
+    names = dict.fromkeys(f"tests/{test}" for row in rows for test in row.tests)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", FILE: str(file)}
     command = [sys.executable, "-m", "pytest", "-q", "-n", str(workers), "-p", "no:cacheprovider", *names]
     return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
