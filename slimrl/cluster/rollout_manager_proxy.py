@@ -1,8 +1,8 @@
 """The driver's side of the rollout manager: calls, waits, engine memory, and the cleanup after a failed run.
 
 Every call of the driver goes through `RolloutManagerProxy`. After a failure or an interrupt, `RolloutManagerCleanup`
-removes the run's servers from an external router, so that the next run can use it, and names external servers that may
-hold a partial weight update. A run that ends normally needs neither.
+removes the run's servers from an external router, so that the next run can use it, unloads the run's adapters from
+external servers, and names those that may hold a partial weight update. A run that ends normally needs neither.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from slimrl.cluster.watchdog import WaitTarget, format_rollout_status, poll_acto
 from slimrl.engines.backend import backend
 from slimrl.engines.http import key_of
 from slimrl.engines.protocol import EngineError
+from slimrl.engines.shared_adapters import remove_adapters
+from slimrl.models.adapters import SharedAdapter
 
 if TYPE_CHECKING:
     from slimrl.cluster.engines.server_states import EngineGroupStatus, RecoveryEvents
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from slimrl.weights.update.topology import EngineEndpoint
 
 logger = logging.getLogger("slimrl")
+_ADAPTER_TIMEOUT_S = 30.0  # of a call that unloads an adapter
 _DUMP_WAIT_S = 120.0  # after which a failed run ends without its last dump
 
 
@@ -196,7 +199,11 @@ class RolloutManagerCleanup:
         if kind is None:
             self._kill()
             return
-        self._report_paused()
+        if (adapter := self._args.shared_adapter) is not None:
+            self._kill()  # first: it ends the requests, which the adapters would wait for
+            self._remove_adapters(adapter)
+        else:
+            self._report_paused()
         if self._args.sglang_router_ip is None:
             self._kill()
             return
@@ -208,6 +215,11 @@ class RolloutManagerCleanup:
             backend(self._args.rollout_engine).external_router(*address, urls, key_of(self._args)).stop()
         except EngineError as failure:  # not raised: the run's own error must be reported
             logger.warning("the router of --sglang-router-ip may still have %s: %s", ", ".join(urls), failure)
+
+    def _remove_adapters(self, adapter: SharedAdapter) -> None:
+        for address in self._args.rollout_external_engine_addrs or ():
+            url, key = f"http://{address}", key_of(self._args)
+            remove_adapters(backend(self._args.rollout_engine).control(url, _ADAPTER_TIMEOUT_S, key), adapter)
 
     def _report_paused(self) -> None:
         addresses = self._args.rollout_external_engine_addrs
