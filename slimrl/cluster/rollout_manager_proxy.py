@@ -199,16 +199,14 @@ class RolloutManagerCleanup:
         if kind is None:
             self._kill()
             return
+        self._report_paused()
+        own_router = self._args.sglang_router_ip is None
+        registered = None if own_router else self._registered()
+        self._kill()  # first: it would restore the router's list, and it ends the requests of the run's adapters
         if (adapter := self._args.shared_adapter) is not None:
-            self._kill()  # first: it ends the requests, which the adapters would wait for
             self._remove_adapters(adapter)
-        else:
-            self._report_paused()
-        if self._args.sglang_router_ip is None:
-            self._kill()
+        if own_router:
             return
-        registered = self._registered()
-        self._kill()  # first: it would restore the router's list
         urls = self._started if registered is None else registered
         try:
             address = self._args.sglang_router_ip, self._args.sglang_router_port
@@ -223,6 +221,8 @@ class RolloutManagerCleanup:
 
     def _report_paused(self) -> None:
         addresses = self._args.rollout_external_engine_addrs
+        if self._args.shared_adapter is not None:  # an update of adapters pauses nothing
+            return
         if addresses and self._trainers is not None and self._trainers.updating_weights is not None:
             logger.error(
                 "the run ended during weight update %s: the servers %s of --rollout-external-engine-addrs may be paused"

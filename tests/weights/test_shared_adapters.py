@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
+from slimrl.arguments import Arguments
+from slimrl.cluster.rollout_manager_proxy import RolloutManagerCleanup
 from slimrl.engines.protocol import EngineError, EngineRequestError, Generation
 from slimrl.engines.sglang.client import RouterClient
 from slimrl.engines.sglang.control import ServerControl
@@ -231,6 +233,8 @@ def test_abort_ends_the_requests_of_one_run_and_unloading_waits_for_none(fleet, 
             await until(lambda: b.requests() == 4)
             flying = [asyncio.create_task(a.generate(480, first)) for first in range(6, 26)]
             await until(lambda: a.requests() == 20)  # more than run at a time: most wait in the servers
+            await asyncio.to_thread(remove_adapters, fleet[0], a.adapter, 0.2)  # as at the end of a run, too early
+            assert a.loaded() == [["0"]] * 2
             await a.client.abort_all()
             aborted = await asyncio.gather(*flying)
             assert {answer.finish_reason for answer in aborted} == {"abort"}
@@ -285,6 +289,27 @@ def test_request_is_sent_again_where_a_restarted_server_lacks_the_adapter(fleet,
             answer = await waiting
             assert answer.weight_version == "1" and difference(answer, folder, a.tensors["1"]) < 1e-5
             assert difference(await runs.b.generate(5), folder, runs.b.tensors["0"]) < 1e-5
+
+    asyncio.run(scenario())
+
+
+def test_failed_run_unloads_its_adapters_and_no_others(fleet, ranks, folder, routers):
+    addresses = [server.url.removeprefix("http://") for server in fleet]
+    args = Arguments(
+        lora_rank=4, lora_name="a", adapter_owner="11111111", rollout_external_engine_addrs=addresses, run_dir="unused"
+    )
+    calls: list[str] = []
+
+    def fail() -> None:
+        with RolloutManagerCleanup(args, lambda: None, lambda: calls.append("killed")):
+            raise RuntimeError("a rank died")
+
+    async def scenario() -> None:
+        async with two_runs(fleet, ranks, folder, routers) as runs:
+            with pytest.raises(RuntimeError, match="a rank died"):
+                await asyncio.to_thread(fail)
+            assert calls == ["killed"]
+            assert (runs.a.loaded(), runs.b.loaded()) == ([[], []], [["0"], ["0"]])
 
     asyncio.run(scenario())
 

@@ -1,0 +1,76 @@
+"""Two runs train adapters at once, on the same external server, and end as each does alone."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from slimrl.engines.sglang.control import ServerControl
+from slimrl.models.adapters import TARGETS, WEIGHTS_NAME
+from tests.end_to_end import harness
+from tests.end_to_end.serving import served
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+LORA = ("--enable-lora", "--max-lora-rank", "4", "--lora-target-modules", *TARGETS, "--max-loras-per-batch", "3")
+
+
+@pytest.fixture(scope="module")
+def url(tiny, tmp_path_factory):
+    with served(tiny.model, tmp_path_factory.mktemp("server"), "--enable-deterministic-inference", *LORA) as url:
+        yield url
+
+
+def flags_of(name, url, tiny, folder):
+    """The runs differ in everything that decides their samples and weights."""
+    seed = {"a": 1, "b": 2}[name]
+    return tiny.flags(
+        actor_num_gpus_per_node=1,
+        num_rollout=3,
+        seed=seed,
+        rollout_seed=seed,
+        lr=1e-2 * seed,
+        lora_rank=4,
+        lora_alpha=8,
+        lora_name=name,
+        save_hf=folder / "exported_{rollout_id}",
+        check_weight_update_equal=True,
+        rollout_external_engine_addrs=url.removeprefix("http://"),
+        sglang_enable_deterministic_inference=None,
+        sglang_disable_radix_cache=None,
+    )
+
+
+def start(name, url, tiny, folder):
+    folder.mkdir(parents=True)
+    return harness.start("train.py", flags_of(name, url, tiny, folder), folder, name, tiny.home)
+
+
+def adapters_of(run, folder):
+    """The trained adapters of a finished run, which sampled each rollout from its own newest version."""
+    done = run.finish(400)
+    assert done.code == 0, done.output[-6000:]
+    assert done.left == []
+    assert done.steps("weight_version") == ["0", "1", "2"]
+    assert max(done.steps("train_rollout_logprob_abs_diff_max")) < 1e-4
+    return load_file(folder / "exported_2" / WEIGHTS_NAME)
+
+
+def test_two_runs_at_once_train_what_each_trains_alone(url, tiny, tmp_path):
+    alone = {}
+    for name in ("a", "b"):
+        folder = tmp_path / "alone" / name
+        alone[name] = adapters_of(start(name, url, tiny, folder), folder)
+    together = {name: tmp_path / "together" / name for name in ("a", "b")}
+    runs = {name: start(name, url, tiny, folder) for name, folder in together.items()}
+    runs["a"].wait_for_line(r"step 0 \|", 300)
+    seen = ServerControl(url).adapter_requests()
+    for name, folder in together.items():
+        found = adapters_of(runs[name], folder)
+        assert found.keys() == alone[name].keys()
+        assert all(torch.equal(found[key], alone[name][key]) for key in found)
+    assert re.search(r"a\.[0-9a-f]{8}@[01]\b", " ".join(seen))
+    assert ServerControl(url).adapter_requests() == {}  # each run has unloaded its own
+    assert ServerControl(url).weight_version() == "default"
