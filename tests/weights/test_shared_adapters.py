@@ -19,7 +19,9 @@ from transformers import AutoModelForCausalLM
 
 from slimrl.arguments import Arguments
 from slimrl.cluster.rollout_manager_proxy import RolloutManagerCleanup
+from slimrl.engines.http import KEY_OPTION, call
 from slimrl.engines.protocol import EngineError, EngineRequestError, Generation
+from slimrl.engines.sglang.adapters.server_patches import ABORT_PATH, COUNTS_PATH
 from slimrl.engines.sglang.client import RouterClient
 from slimrl.engines.sglang.control import ServerControl
 from slimrl.engines.sglang.external_server_check import inspect
@@ -39,6 +41,7 @@ from tests.weights.real_servers import running
 pytestmark = pytest.mark.slow
 CONFIG = AdapterConfig(rank=4, alpha=8.0, targets=TARGETS)
 PROMPT = [5, 17, 90, 3]
+KEY = "key-of-the-fleet"
 RUNNING = 4  # requests at a time in a server; others wait
 OPTIONS = {
     "max_total_tokens": 4096,
@@ -61,9 +64,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def fleet(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[ServerControl]]:
     """Two servers, which their owner has started."""
     logs = tmp_path_factory.mktemp("logs")
-    started = [ServerProcess(folder, log_path=logs / f"{n}.log", options=OPTIONS) for n in range(2)]
+    started = [ServerProcess(folder, log_path=logs / f"{n}.log", options=OPTIONS, key=KEY) for n in range(2)]
     with running(started) as urls:
-        yield [ServerControl(url, timeout_s=30) for url in urls]
+        yield [ServerControl(url, timeout_s=30, key=KEY) for url in urls]
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +134,7 @@ async def two_runs(fleet, ranks, folder, routers):
     urls = [server.url for server in fleet]
     async with contextlib.AsyncExitStack() as stack:
         for number, (run, router) in enumerate(zip(runs, routers, strict=True)):
-            client = RouterClient(router.url, urls, concurrency=32, request_timeout_s=60, adapter=run.adapter)
+            client = RouterClient(router.url, urls, concurrency=32, request_timeout_s=60, key=KEY, adapter=run.adapter)
             run.client = await stack.enter_async_context(client)
             await asyncio.to_thread(run.update, "0", 10 * number)
         yield Pair(*runs)
@@ -146,7 +149,7 @@ def routers(fleet, tmp_path_factory) -> Iterator[list[RouterProcess]]:
     """One for each run."""
     logs = tmp_path_factory.mktemp("routers")
     with contextlib.ExitStack() as stack:
-        started = [RouterProcess(log_path=logs / f"{number}.log") for number in range(2)]
+        started = [RouterProcess(log_path=logs / f"{number}.log", key=KEY) for number in range(2)]
         for router in started:
             stack.callback(router.stop)
             router.start()
@@ -266,7 +269,9 @@ def test_no_version_reads_the_prefix_cache_of_another(fleet, ranks, folder, rout
     async def scenario() -> None:
         url = fleet[0].url
         run = Run("a", "11111111", fleet[:1], ranks, folder)
-        async with RouterClient(url, [url], concurrency=4, request_timeout_s=60, adapter=run.adapter) as run.client:
+        async with RouterClient(
+            url, [url], concurrency=4, request_timeout_s=60, key=KEY, adapter=run.adapter
+        ) as run.client:
             with pytest.raises(EngineError, match="the adapter a has no weights yet"):
                 await run.generate(1)
             for version, seed in (("0", 0), ("1", 1), ("1", 2)):  # the last as after a failure: under the same name
@@ -296,7 +301,11 @@ def test_request_is_sent_again_where_a_restarted_server_lacks_the_adapter(fleet,
 def test_failed_run_unloads_its_adapters_and_no_others(fleet, ranks, folder, routers):
     addresses = [server.url.removeprefix("http://") for server in fleet]
     args = Arguments(
-        lora_rank=4, lora_name="a", adapter_owner="11111111", rollout_external_engine_addrs=addresses, run_dir="unused"
+        lora_rank=4,
+        lora_name="a",
+        adapter_owner="11111111",
+        rollout_external_engine_addrs=addresses,
+        sglang_options={KEY_OPTION: KEY},
     )
     calls: list[str] = []
 
@@ -314,6 +323,14 @@ def test_failed_run_unloads_its_adapters_and_no_others(fleet, ranks, folder, rou
     asyncio.run(scenario())
 
 
+def test_calls_about_adapters_need_the_key_of_the_server(fleet):
+    for path, body in ((COUNTS_PATH, None), (ABORT_PATH, {"prefix": ""})):
+        method = "GET" if body is None else "POST"
+        with pytest.raises(EngineRequestError, match="HTTP 401"):
+            call(method, fleet[0].url + path, body, timeout_s=10)
+        call(method, fleet[0].url + path, body, timeout_s=10, key=KEY)
+
+
 def test_server_is_refused_by_the_name_of_another_run_and_by_what_it_lacks(fleet, ranks, folder, routers):
     address = fleet[0].url.removeprefix("http://")
 
@@ -322,17 +339,17 @@ def test_server_is_refused_by_the_name_of_another_run_and_by_what_it_lacks(fleet
             own, other = SharedAdapter("a", "11111111", CONFIG), SharedAdapter("a", "33333333", CONFIG)
             larger = SharedAdapter("c", "33333333", AdapterConfig(8, 8.0, TARGETS))
             with pytest.raises(EngineError) as refused:
-                inspect(address, str(folder), adapter=other)
+                inspect(address, str(folder), key=KEY, adapter=other)
             assert (
                 f"{address}: another run has its adapter a.11111111@0 there: give this run another --lora-name"
                 in str(refused.value)
             )
             with pytest.raises(EngineError) as refused:
-                inspect(address, str(folder), adapter=own)
+                inspect(address, str(folder), key=KEY, adapter=own)
             assert "another run" not in str(refused.value)  # itself, before it was killed
             with pytest.raises(EngineError, match="it has --max-lora-rank 4, and --lora-rank is 8: give it that"):
-                inspect(address, str(folder), adapter=larger)
+                inspect(address, str(folder), key=KEY, adapter=larger)
             with pytest.raises(EngineError, match="it serves the adapters a.11111111@0, b.22222222@0 of other runs"):
-                inspect(address, str(folder))
+                inspect(address, str(folder), key=KEY)
 
     asyncio.run(scenario())

@@ -15,7 +15,8 @@ Called by `engines.sglang.entry` for servers with --enable-lora; `control` and `
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 COUNTS_PATH = "/lora_adapter_requests"
@@ -27,8 +28,12 @@ def install(manager_type: Any, app: Any, current_manager: Callable[[], Any]) -> 
 
     `current_manager()` is the server's TokenizerManager once it runs.
     """
-    manager_type._handle_abort_req = releasing_aborted(manager_type._handle_abort_req)
-    manager_type._release_req_states_on_failure = releasing_failed(manager_type._release_req_states_on_failure)
+    for name, counting in (
+        ("_handle_abort_req", releasing_aborted),
+        ("_release_req_states_on_failure", releasing_failed),
+    ):
+        if hasattr(manager_type, name):  # older releases have no such function, and drop nothing there
+            setattr(manager_type, name, counting(getattr(manager_type, name)))
 
     async def count_requests() -> dict[str, dict[str, int]]:
         registry = current_manager().lora_registry
@@ -46,10 +51,8 @@ def releasing_aborted(handle: Callable[[Any, Any], None]) -> Callable[[Any, Any]
     """`TokenizerManager._handle_abort_req`, which also counts down for the adapter of a request that it ends."""
 
     def handle_and_release(manager: Any, message: Any) -> None:
-        state = manager.rid_to_state.get(message.rid)
-        handle(manager, message)
-        if state is not None and message.rid not in manager.rid_to_state:
-            _release(manager, [state.obj])
+        with counted_here(manager, [message.rid]):
+            handle(manager, message)
 
     return handle_and_release
 
@@ -59,21 +62,37 @@ def releasing_failed(drop: Callable[[Any, Iterable[str]], None]) -> Callable[[An
 
     def drop_and_release(manager: Any, rids: Iterable[str]) -> None:
         rids = list(rids)
-        before = {rid: manager.rid_to_state[rid] for rid in rids if rid in manager.rid_to_state}
-        drop(manager, rids)
-        _release(manager, [state.obj for rid, state in before.items() if rid not in manager.rid_to_state])
+        with counted_here(manager, rids):
+            drop(manager, rids)
 
     return drop_and_release
 
 
-def _release(manager: Any, requests: Iterable[Any]) -> None:
-    for request in requests:
-        if manager.enable_lora and request.lora_path and request.lora_id:
-            # SGLang counts down itself for some of these, if the request still has its adapter
-            request.lora_path = None
-            task = asyncio.get_running_loop().create_task(manager.lora_registry.release(request.lora_id))
-            manager.asyncio_tasks.add(task)  # the loop keeps no reference
-            task.add_done_callback(manager.asyncio_tasks.discard)
+@contextlib.contextmanager
+def counted_here(manager: Any, rids: Sequence[str]) -> Iterator[None]:
+    """Counts down for the requests of `rids` that are gone after the block.
+
+    SGLang counts down for some of them, now or when it sends the response, if they have an adapter: they have none
+    within the block, and those that are gone have none afterwards.
+    """
+    states = {rid: manager.rid_to_state[rid] for rid in rids if rid in manager.rid_to_state}
+    held = {rid: state.obj.lora_path for rid, state in states.items() if manager.enable_lora and state.obj.lora_id}
+    for rid in held:
+        states[rid].obj.lora_path = None
+    try:
+        yield
+    finally:
+        for rid, name in held.items():
+            if rid in manager.rid_to_state:
+                states[rid].obj.lora_path = name
+            elif name:
+                _release(manager, states[rid].obj.lora_id)
+
+
+def _release(manager: Any, adapter_id: str) -> None:
+    task = asyncio.get_running_loop().create_task(manager.lora_registry.release(adapter_id))
+    manager.asyncio_tasks.add(task)  # the loop keeps no reference
+    task.add_done_callback(manager.asyncio_tasks.discard)
 
 
 def abort_with_prefix(manager: Any, prefix: str) -> int:
@@ -84,7 +103,9 @@ def abort_with_prefix(manager: Any, prefix: str) -> int:
     found = [
         rid
         for rid, state in manager.rid_to_state.items()
-        if isinstance(name := state.obj.lora_path, str) and name.startswith(prefix) and state.dispatched
+        if isinstance(name := state.obj.lora_path, str)
+        and name.startswith(prefix)
+        and getattr(state, "dispatched", True)  # older releases tell the scheduler as often as they are asked
     ]
     for rid in found:
         manager.abort_request(rid=rid)
