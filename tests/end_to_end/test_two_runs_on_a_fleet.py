@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from slimrl.engines.http import call
 from slimrl.engines.sglang.control import ServerControl
 from slimrl.models.adapters import TARGETS, WEIGHTS_NAME
 from tests.end_to_end import harness
@@ -23,12 +26,12 @@ def url(tiny, tmp_path_factory):
         yield url
 
 
-def flags_of(name, url, tiny, folder):
+def flags_of(name, url, tiny, folder, num_rollout):
     """The runs differ in everything that decides their samples and weights."""
     seed = {"a": 1, "b": 2}[name]
     return tiny.flags(
         actor_num_gpus_per_node=1,
-        num_rollout=3,
+        num_rollout=num_rollout,
         seed=seed,
         rollout_seed=seed,
         lr=1e-2 * seed,
@@ -43,9 +46,9 @@ def flags_of(name, url, tiny, folder):
     )
 
 
-def start(name, url, tiny, folder):
+def start(name, url, tiny, folder, num_rollout=3):
     folder.mkdir(parents=True)
-    return harness.start("train.py", flags_of(name, url, tiny, folder), folder, name, tiny.home)
+    return harness.start("train.py", flags_of(name, url, tiny, folder, num_rollout), folder, name, tiny.home)
 
 
 def adapters_of(run, folder):
@@ -65,7 +68,7 @@ def test_two_runs_at_once_train_what_each_trains_alone(url, tiny, tmp_path):
         alone[name] = adapters_of(start(name, url, tiny, folder), folder)
     together = {name: tmp_path / "together" / name for name in ("a", "b")}
     runs = {name: start(name, url, tiny, folder) for name, folder in together.items()}
-    runs["a"].wait_for_line(r"step 0 \|", 300)
+    runs["a"].wait_for_line("step 0 |", 300)
     seen = ServerControl(url).adapter_requests()
     for name, folder in together.items():
         found = adapters_of(runs[name], folder)
@@ -74,3 +77,13 @@ def test_two_runs_at_once_train_what_each_trains_alone(url, tiny, tmp_path):
     assert re.search(r"a\.[0-9a-f]{8}@[01]\b", " ".join(seen))
     assert ServerControl(url).adapter_requests() == {}  # each run has unloaded its own
     assert ServerControl(url).weight_version() == "default"
+
+
+def test_interrupted_run_leaves_no_adapter(url, tiny, tmp_path):
+    run = start("a", url, tiny, tmp_path / "a", num_rollout=5000)
+    run.wait_for_line("step 1 |", 300)
+    os.killpg(run.process.pid, signal.SIGINT)
+    done = run.finish(100)
+    assert (done.code, done.left) == (130, [])
+    assert ServerControl(url).adapter_requests() == {}
+    assert call("POST", f"{url}/generate", {"text": "1+1="}, timeout_s=30)["text"]  # the server goes on
