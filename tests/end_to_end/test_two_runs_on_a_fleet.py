@@ -38,6 +38,9 @@ def flags_of(name, url, tiny, folder, num_rollout):
         lora_rank=4,
         lora_alpha=8,
         lora_name=name,
+        save=folder / "checkpoints",
+        load=folder / "checkpoints",
+        save_interval=1,
         save_hf=folder / "exported_{rollout_id}",
         check_weight_update_equal=True,
         rollout_external_engine_addrs=url.removeprefix("http://"),
@@ -47,7 +50,7 @@ def flags_of(name, url, tiny, folder, num_rollout):
 
 
 def start(name, url, tiny, folder, num_rollout=3):
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     return harness.start("train.py", flags_of(name, url, tiny, folder, num_rollout), folder, name, tiny.home)
 
 
@@ -87,3 +90,19 @@ def test_interrupted_run_leaves_no_adapter(url, tiny, tmp_path):
     assert (done.code, done.left) == (130, [])
     assert ServerControl(url).adapter_requests() == {}
     assert call("POST", f"{url}/generate", {"text": "1+1="}, timeout_s=30)["text"]  # the server goes on
+
+
+def test_adapters_of_a_killed_run_are_refused_to_others_and_replaced_when_it_resumes(url, tiny, tmp_path):
+    killed = start("a", url, tiny, tmp_path / "a")
+    killed.wait_for_line("iter_0000000", 300)
+    killed.kill_everything()
+    (left, *_) = ServerControl(url).adapter_requests()
+    refused = start("a", url, tiny, tmp_path / "other").finish(100)
+    assert refused.code != 0
+    assert f"another run has its adapter {left}" in refused.output
+    assert left in ServerControl(url).adapter_requests()
+    done = start("a", url, tiny, tmp_path / "a").finish(300)
+    assert done.code == 0, done.output[-6000:]
+    assert "resuming from" in done.output
+    assert max(done.steps("train_rollout_logprob_abs_diff_max")) < 1e-4
+    assert ServerControl(url).adapter_requests() == {}
