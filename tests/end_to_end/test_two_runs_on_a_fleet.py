@@ -21,8 +21,13 @@ LORA = ("--enable-lora", "--max-lora-rank", "4", "--lora-target-modules", *TARGE
 
 
 @pytest.fixture(scope="module")
-def url(tiny, tmp_path_factory):
-    with served(tiny.model, tmp_path_factory.mktemp("server"), "--enable-deterministic-inference", *LORA) as url:
+def log_folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("server")
+
+
+@pytest.fixture(scope="module")
+def url(tiny, log_folder):
+    with served(tiny.model, log_folder, "--enable-deterministic-inference", *LORA) as url:
         yield url
 
 
@@ -61,23 +66,28 @@ def adapters_of(run, folder):
     assert done.left == []
     assert done.steps("weight_version") == ["0", "1", "2"]
     assert max(done.steps("train_rollout_logprob_abs_diff_max")) < 1e-4
+    assert min(done.steps("grad_norm")) > 0
     return load_file(folder / "exported_2" / WEIGHTS_NAME)
 
 
-def test_two_runs_at_once_train_what_each_trains_alone(url, tiny, tmp_path):
+def test_two_runs_at_once_train_what_each_trains_alone(url, tiny, log_folder, tmp_path):
     alone = {}
     for name in ("a", "b"):
         folder = tmp_path / "alone" / name
         alone[name] = adapters_of(start(name, url, tiny, folder), folder)
+    assert all(not torch.equal(alone["a"][key], alone["b"][key]) for key in alone["a"])
+    log = log_folder / "server.log"
+    before = log.stat().st_size
     together = {name: tmp_path / "together" / name for name in ("a", "b")}
     runs = {name: start(name, url, tiny, folder) for name, folder in together.items()}
-    runs["a"].wait_for_line("step 0 |", 300)
-    seen = ServerControl(url).adapter_requests()
     for name, folder in together.items():
         found = adapters_of(runs[name], folder)
         assert found.keys() == alone[name].keys()
         assert all(torch.equal(found[key], alone[name][key]) for key in found)
-    assert re.search(r"a\.[0-9a-f]{8}@[01]\b", " ".join(seen))
+    text = log.read_bytes()[before:].decode(errors="replace")
+    loads = re.findall(r"Start load Lora.*name=([ab])\.[0-9a-f]{8}@(\d)", text)
+    assert sorted(loads) == [(name, str(version)) for name in ("a", "b") for version in range(4)]
+    assert loads.index(("a", "0")) < loads.index(("b", "3")) and loads.index(("b", "0")) < loads.index(("a", "3"))
     assert ServerControl(url).adapter_requests() == {}  # each run has unloaded its own
     assert ServerControl(url).weight_version() == "default"
 
