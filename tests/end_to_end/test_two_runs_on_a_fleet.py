@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -15,6 +16,7 @@ from slimrl.engines.sglang.control import ServerControl
 from slimrl.models.adapters import TARGETS, WEIGHTS_NAME
 from tests.end_to_end import harness
 from tests.end_to_end.serving import served
+from tests.megatron.launch import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 LORA = ("--enable-lora", "--max-lora-rank", "4", "--lora-target-modules", *TARGETS, "--max-loras-per-batch", "3")
@@ -48,15 +50,16 @@ def flags_of(name, url, tiny, folder, num_rollout):
         save_interval=1,
         save_hf=folder / "exported_{rollout_id}",
         check_weight_update_equal=True,
-        rollout_external_engine_addrs=url.removeprefix("http://"),
+        rollout_external_engine_addrs=url.removeprefix("http://").split(),
         sglang_enable_deterministic_inference=None,
         sglang_disable_radix_cache=None,
     )
 
 
-def start(name, url, tiny, folder, num_rollout=3):
+def start(name, url, tiny, folder, num_rollout=3, more=()):
     folder.mkdir(parents=True, exist_ok=True)
-    return harness.start("train.py", flags_of(name, url, tiny, folder, num_rollout), folder, name, tiny.home)
+    flags = [*flags_of(name, url, tiny, folder, num_rollout), *more]
+    return harness.start("train.py", flags, folder, name, tiny.home)
 
 
 def adapters_of(run, folder):
@@ -116,3 +119,24 @@ def test_adapters_of_a_killed_run_are_refused_to_others_and_replaced_when_it_res
     assert "resuming from" in done.output
     assert max(done.steps("train_rollout_logprob_abs_diff_max")) < 1e-4
     assert ServerControl(url).adapter_requests() == {}
+
+
+def test_restarted_server_gets_the_newest_adapter_before_it_serves_the_run_again(tiny, tmp_path):
+    port = free_port()
+    watched = ["--use-fault-tolerance", "--rollout-health-check-interval", "1", "--rollout-health-check-timeout", "5"]
+    with served(tiny.model, tmp_path, *LORA) as url, contextlib.ExitStack() as stack:
+        other = stack.enter_context(served(tiny.model, tmp_path / "other", *LORA, port=port))
+        both = f"{url} {other.removeprefix('http://')}"
+        run = start("a", both, tiny, tmp_path / "a", num_rollout=5000, more=watched)
+        run.wait_for_line("step 2 |", 300)
+        stack.close()
+        run.wait_for_line("it is excluded until it is back", 60)
+        with served(tiny.model, tmp_path / "again", *LORA, port=port):
+            run.wait_for_line("and serves", 100)
+            assert any(name.startswith("a.") for name in ServerControl(other).adapter_requests())
+            os.killpg(run.process.pid, signal.SIGINT)
+            done = run.finish(100)
+            assert (done.code, done.left) == (130, [])
+            assert [ServerControl(one).adapter_requests() for one in (url, other)] == [{}, {}]
+        assert len(done.summary["steps"]) > 3
+        assert max(done.steps("train_rollout_logprob_abs_diff_max")) < 1e-4
