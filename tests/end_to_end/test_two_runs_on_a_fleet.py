@@ -19,6 +19,7 @@ from tests.end_to_end.serving import served
 from tests.megatron.launch import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+ROLLOUTS = 40  # seconds: more than one run starts later than the other
 LORA = ("--enable-lora", "--max-lora-rank", "4", "--lora-target-modules", *TARGETS, "--max-loras-per-batch", "3")
 
 
@@ -47,7 +48,6 @@ def flags_of(name, url, tiny, folder, num_rollout):
         lora_name=name,
         save=folder / "checkpoints",
         load=folder / "checkpoints",
-        save_interval=1,
         save_hf=folder / "exported_{rollout_id}",
         check_weight_update_equal=True,
         rollout_external_engine_addrs=url.removeprefix("http://").split(),
@@ -56,7 +56,7 @@ def flags_of(name, url, tiny, folder, num_rollout):
     )
 
 
-def start(name, url, tiny, folder, num_rollout=3, more=()):
+def start(name, url, tiny, folder, num_rollout=ROLLOUTS, more=()):
     folder.mkdir(parents=True, exist_ok=True)
     flags = [*flags_of(name, url, tiny, folder, num_rollout), *more]
     return harness.start("train.py", flags, folder, name, tiny.home)
@@ -67,10 +67,10 @@ def adapters_of(run, folder):
     done = run.finish(400)
     assert done.code == 0, done.output[-6000:]
     assert done.left == []
-    assert done.steps("weight_version") == ["0", "1", "2"]
+    assert done.steps("weight_version") == [str(rollout) for rollout in range(ROLLOUTS)]
     assert max(done.steps("train_rollout_logprob_abs_diff_max")) < 1e-4
     assert min(done.steps("grad_norm")) > 0
-    return load_file(folder / "exported_2" / WEIGHTS_NAME)
+    return load_file(folder / f"exported_{ROLLOUTS - 1}" / WEIGHTS_NAME)
 
 
 def test_two_runs_at_once_train_what_each_trains_alone(url, tiny, log_folder, tmp_path):
@@ -88,9 +88,10 @@ def test_two_runs_at_once_train_what_each_trains_alone(url, tiny, log_folder, tm
         assert found.keys() == alone[name].keys()
         assert all(torch.equal(found[key], alone[name][key]) for key in found)
     text = log.read_bytes()[before:].decode(errors="replace")
-    loads = re.findall(r"Start load Lora.*name=([ab])\.[0-9a-f]{8}@(\d)", text)
-    assert sorted(loads) == [(name, str(version)) for name in ("a", "b") for version in range(4)]
-    assert loads.index(("a", "0")) < loads.index(("b", "3")) and loads.index(("b", "0")) < loads.index(("a", "3"))
+    loads = re.findall(r"Start load Lora.*name=([ab])\.[0-9a-f]{8}@(\d+)", text)
+    first, last = "0", str(ROLLOUTS)
+    assert len(loads) == len(set(loads)) == 2 * (ROLLOUTS + 1)
+    assert loads.index(("a", first)) < loads.index(("b", last)) and loads.index(("b", first)) < loads.index(("a", last))
     assert ServerControl(url).adapter_requests() == {}  # each run has unloaded its own
     assert ServerControl(url).weight_version() == "default"
 
@@ -106,7 +107,8 @@ def test_interrupted_run_leaves_no_adapter(url, tiny, tmp_path):
 
 
 def test_adapters_of_a_killed_run_are_refused_to_others_and_replaced_when_it_resumes(url, tiny, tmp_path):
-    killed = start("a", url, tiny, tmp_path / "a")
+    saves = ("--save-interval", "1")
+    killed = start("a", url, tiny, tmp_path / "a", 6, saves)
     killed.wait_for_line("iter_0000000", 300)
     killed.kill_everything()
     (left, *_) = ServerControl(url).adapter_requests()
@@ -114,7 +116,7 @@ def test_adapters_of_a_killed_run_are_refused_to_others_and_replaced_when_it_res
     assert refused.code != 0
     assert f"another run has its adapter {left}" in refused.output
     assert left in ServerControl(url).adapter_requests()
-    done = start("a", url, tiny, tmp_path / "a").finish(300)
+    done = start("a", url, tiny, tmp_path / "a", 6, saves).finish(300)
     assert done.code == 0, done.output[-6000:]
     assert "resuming from" in done.output
     assert max(done.steps("train_rollout_logprob_abs_diff_max")) < 1e-4
