@@ -11,6 +11,7 @@ import dataclasses
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -39,7 +40,8 @@ from tests.megatron.tiny import save_qwen3
 from tests.weights.real_servers import running
 
 pytestmark = pytest.mark.slow
-CONFIG = AdapterConfig(rank=4, alpha=8.0, targets=TARGETS)
+CONFIG = AdapterConfig(rank=4, alpha=8.0, targets=TARGETS)  # of run a, and of run b another
+SMALLER = AdapterConfig(rank=2, alpha=6.0, targets=("q_proj", "v_proj", "down_proj"))
 PROMPT = [5, 17, 90, 3]
 KEY = "key-of-the-fleet"
 RUNNING = 4  # requests at a time in a server; others wait
@@ -53,6 +55,16 @@ OPTIONS = {
     "skip_tokenizer_init": True,
 }
 Tensors = dict[str, torch.Tensor]
+
+
+class Model(NamedTuple):
+    """Adapters on the base."""
+
+    tensors: Tensors
+    scale: float
+
+
+BASE = Model({}, 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -81,18 +93,21 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankSync]:
 class Run:
     """What a run does with the fleet: updates of its adapter, and requests through its own router."""
 
-    def __init__(self, name: str, owner: str, fleet: list[ServerControl], ranks: RankSync, folder: Path) -> None:
-        self.adapter = SharedAdapter(name, owner, CONFIG)
+    def __init__(self, adapter: SharedAdapter, fleet: list[ServerControl], ranks: RankSync, folder: Path) -> None:
+        self.adapter = adapter
         self.fleet, self._folder = fleet, folder
         self._calls = SharedAdapterCalls(fleet, self.adapter, 0, ranks, Timeline.off())
-        self.tensors: dict[str, Tensors] = {}  # by version
+        self.models: dict[str, Model] = {}  # by version
         self.client: RouterClient
 
     def update(self, version: str, seed: int) -> None:
         """A weight update as the trainer makes it, then the report to the client."""
-        tensors = self.tensors[version] = random_adapters(self._folder, seed)
+        tensors = random_adapters(self._folder, seed, self.adapter.config)
+        self.models[version] = Model(tensors, self.adapter.config.scale)
         self._calls.begin("abort")
-        transport = AdapterTransport(self.fleet, [1] * len(self.fleet), peft_config(CONFIG), torch.device("cpu"))
+        transport = AdapterTransport(
+            self.fleet, [1] * len(self.fleet), peft_config(self.adapter.config), torch.device("cpu")
+        )
         transport.with_checksums, transport.name = True, self.adapter.at(version)
         transport.waits_for_requests = True
         for bucket in iter_buckets(tensors.items(), 4096, transport.buffer):
@@ -130,7 +145,8 @@ class Pair:
 @contextlib.asynccontextmanager
 async def two_runs(fleet, ranks, folder, routers):
     """Runs with fresh adapters, both at version 0, which leave the fleet at the end."""
-    runs = [Run(name, owner, fleet, ranks, folder) for name, owner in (("a", "11111111"), ("b", "22222222"))]
+    adapters = SharedAdapter("a", "11111111", CONFIG), SharedAdapter("b", "22222222", SMALLER)
+    runs = [Run(adapter, fleet, ranks, folder) for adapter in adapters]
     urls = [server.url for server in fleet]
     async with contextlib.AsyncExitStack() as stack:
         for number, (run, router) in enumerate(zip(runs, routers, strict=True)):
@@ -160,31 +176,35 @@ def routers(fleet, tmp_path_factory) -> Iterator[list[RouterProcess]]:
         yield started
 
 
-def random_adapters(folder: Path, seed: int) -> Tensors:
-    """A and B of every projection, by PEFT's names."""
+def random_adapters(folder: Path, seed: int, config: AdapterConfig) -> Tensors:
+    """A and B of every target, by PEFT's names."""
     generator, found = torch.Generator().manual_seed(seed), {}
     for name, weight in AutoModelForCausalLM.from_pretrained(folder).named_parameters():
         module = name.removesuffix(".weight")
-        if module.split(".")[-1] in TARGETS:
+        if module.split(".")[-1] in config.targets:
             outputs, inputs = weight.shape
-            found[f"base_model.model.{module}.lora_A.weight"] = 0.2 * torch.randn(4, inputs, generator=generator)
-            found[f"base_model.model.{module}.lora_B.weight"] = 0.2 * torch.randn(outputs, 4, generator=generator)
+            found[f"base_model.model.{module}.lora_A.weight"] = 0.2 * torch.randn(
+                config.rank, inputs, generator=generator
+            )
+            found[f"base_model.model.{module}.lora_B.weight"] = 0.2 * torch.randn(
+                outputs, config.rank, generator=generator
+            )
     return found
 
 
-def difference(generation: Generation, folder: Path, adapters: Tensors, first: int = 5) -> float:
+def difference(generation: Generation, folder: Path, expected: Model, first: int = 5) -> float:
     """Between the log-probabilities of a response and those of transformers, at most."""
     tokens, prompt = list(generation.token_ids), [first, *PROMPT]
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             module = f"base_model.model.{name.removesuffix('.weight')}"
-            if f"{module}.lora_A.weight" in adapters:
-                a, b = (adapters[f"{module}.lora_{letter}.weight"].double() for letter in "AB")
-                weight += CONFIG.scale * (b @ a)
+            if f"{module}.lora_A.weight" in expected.tensors:
+                a, b = (expected.tensors[f"{module}.lora_{letter}.weight"].double() for letter in "AB")
+                weight += expected.scale * (b @ a)
         logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
-    expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
-    return float((expected - torch.tensor(list(generation.log_probs))).abs().max())
+    log_probs = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    return float((log_probs - torch.tensor(list(generation.log_probs))).abs().max())
 
 
 async def until(condition, seconds: float = 20.0) -> None:
@@ -201,23 +221,23 @@ def test_updates_of_one_run_leave_requests_of_the_other_alone(fleet, ranks, fold
             a, b = runs.a, runs.b
             for run in (a, b):  # beside each other
                 answer = await run.generate(12)
-                assert difference(answer, folder, run.tensors["0"]) < 1e-5 and answer.weight_version == "0"
+                assert difference(answer, folder, run.models["0"]) < 1e-5 and answer.weight_version == "0"
 
             flying = [asyncio.create_task(a.generate(300, first)) for first in range(6, 10)]
             await until(lambda: a.requests() == 4)
             await asyncio.to_thread(b.update, "1", 11)
             await asyncio.to_thread(b.update, "2", 12)
-            assert difference(await b.generate(12), folder, b.tensors["2"]) < 1e-5
+            assert difference(await b.generate(12), folder, b.models["2"]) < 1e-5
             assert a.requests() > 0, "the requests of a ended before the updates of b"
             await asyncio.to_thread(a.update, "1", 1)  # its own update leaves them alone, too
             newest = await a.generate(12)
-            assert difference(newest, folder, a.tensors["1"]) < 1e-5 and newest.weight_version == "1"
+            assert difference(newest, folder, a.models["1"]) < 1e-5 and newest.weight_version == "1"
 
             for first, answer in zip(range(6, 10), await asyncio.gather(*flying), strict=True):
                 assert (answer.finish_reason, answer.new_tokens) == ("length", 300)
                 assert answer.weight_version == "0" and answer.version_spans == [["0", 300]]
-                assert difference(answer, folder, a.tensors["0"], first) < 1e-5
-                assert difference(answer, folder, a.tensors["1"], first) > 0.1 < difference(answer, folder, {}, first)
+                assert difference(answer, folder, a.models["0"], first) < 1e-5
+                assert difference(answer, folder, a.models["1"], first) > 0.1 < difference(answer, folder, BASE, first)
             assert b.loaded() == [["1", "2"]] * 2  # the last two
             assert a.loaded() == [["0", "1"]] * 2
             await asyncio.to_thread(a.update, "2", 2)
@@ -268,7 +288,7 @@ def test_no_version_reads_the_prefix_cache_of_another(fleet, ranks, folder, rout
 
     async def scenario() -> None:
         url = fleet[0].url
-        run = Run("a", "11111111", fleet[:1], ranks, folder)
+        run = Run(SharedAdapter("a", "11111111", CONFIG), fleet[:1], ranks, folder)
         async with RouterClient(
             url, [url], concurrency=4, request_timeout_s=60, key=KEY, adapter=run.adapter
         ) as run.client:
@@ -292,8 +312,8 @@ def test_request_is_sent_again_where_a_restarted_server_lacks_the_adapter(fleet,
             await until(lambda: a.client.resent > 0)
             await asyncio.to_thread(a.update, "1", 3)
             answer = await waiting
-            assert answer.weight_version == "1" and difference(answer, folder, a.tensors["1"]) < 1e-5
-            assert difference(await runs.b.generate(5), folder, runs.b.tensors["0"]) < 1e-5
+            assert answer.weight_version == "1" and difference(answer, folder, a.models["1"]) < 1e-5
+            assert difference(await runs.b.generate(5), folder, runs.b.models["0"]) < 1e-5
 
     asyncio.run(scenario())
 
