@@ -298,8 +298,8 @@ class WeightUpdater:
         states = self._calls.states()
         if error.final or attempt == ATTEMPTS or any(state.error is not None for state in states):
             raise WeightSyncError(
-                f"weight version {version!r} was not loaded by every server ({attempt} of {ATTEMPTS} attempts), so no"
-                f" server resumes: {error}; {', '.join(str(state) for state in states)}",
+                f"weight version {version!r} was not loaded by every server ({attempt} of {ATTEMPTS} attempts),"
+                f" {self._calls.consequence}: {error}; {', '.join(str(state) for state in states)}",
                 final=True,
             ) from error
         logger.warning("attempt %d to update to weight version %s failed, retrying: %s", attempt, version, error)
