@@ -20,12 +20,32 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tests.accuracy import FILE
+from tests.megatron import (
+    layouts,
+    test_corrected_loss,
+    test_critic,
+    test_distillation,
+    test_divergence,
+    test_estimators_in_layouts,
+    test_held_out_likelihood,
+    test_kto,
+    test_layouts,
+    test_lora,
+    test_muon,
+    test_preference_loss,
+    test_reward_model,
+    test_sharding,
+    test_vision_critic,
+    test_vision_lora,
+)
+from tests.megatron.layouts import Layout, of
 
 ROOT = Path(__file__).resolve().parent.parent
 PAIR = "2e-5 or 1e-5 absolute"
@@ -39,9 +59,15 @@ class Row:
     name: str
     reference: str  # besides float64 autograd
     allowed: tuple[str, str]  # of loss and other metrics, of weights or values; "" where there is none
-    layouts: str
+    table: Mapping[str, Layout]  # of the tests: the layouts by name; {}: `note` says where they run
     tests: tuple[str, ...]
+    note: str = ""  # more about the layouts
     parameters: tuple[str, ...] = ()  # of the node ids, one of which must be in it; (): all
+
+    @property
+    def layouts(self) -> str:
+        """The number of layouts and the kinds of parallelism that they have, with the note."""
+        return (layouts.summary_of(self.table.values()) if self.table else "") + self.note
 
     @property
     def file(self) -> str:
@@ -60,240 +86,264 @@ class Row:
         return f"| {' | '.join(cells)} |".replace("|  |", "| |").replace("|  |", "| |")
 
 
+POLICY_LOSS = {name: test_layouts.EVERY[name] for name, _, _ in test_layouts.CASES}
+SHARDED = {name: Layout(2, flags) for name, (_, flags, _, _) in test_sharding.SHARDED.items()}
+CORRECTIONS = of(test_corrected_loss.LAYOUTS)
+WITH_WEIGHTS = of(test_corrected_loss.WITH_WEIGHTS)
+HELD_OUT = of(test_held_out_likelihood.LAYOUTS | test_held_out_likelihood.SHARDED)
+MUON, OF_VALUES = (
+    {name: Layout(ranks, flags) for name, (_, ranks, flags) in table.items()}
+    for table in (test_muon.STEPS, test_muon.VALUE_MODELS)
+)
 ROWS = (
     Row(
         "policy loss of GRPO with KL and entropy",
         "",
         ("1e-5", "1e-5"),
-        "56 ([table](parallelism.md#the-table-float32))",
+        POLICY_LOSS,
         ("megatron/test_layouts.py::test_every_layout_trains_like_plain_autograd",),
+        note="; [all 56](parallelism.md#the-table-float32)",
     ),
     Row(
         "the same, Megatron-FSDP",
         "",
         ("1e-5", "1e-5"),
-        "8",
+        SHARDED,
         ("megatron/test_sharding.py::test_megatron_fsdp_trains_like_autograd_with_the_planned_memory",),
     ),
     Row(
         "GRPO, RLOO, OPO, REINFORCE++-baseline with their baselines",
         "baselines in plain Python",
         ("1e-5; loss, near 0, 1e-4", "1e-5"),
-        "5 each",
-        ("megatron/test_estimators_in_layouts.py::test_baselines_of_groups_train_like_float64_in_every_layout",),
+        of(test_estimators_in_layouts.LAYOUTS),
+        ("megatron/test_estimators_in_layouts.py::test_estimator_trains_like_float64_in_every_layout",),
+        parameters=("-grpo]", "-rloo]", "-opo]", "-reinforce_plus_plus_baseline]"),
     ),
     Row(
         "REINFORCE++",
         "returns in plain Python",
         ("1e-5; loss, near 0, 1e-4", "1e-5"),
-        "5",
-        ("megatron/test_estimators_in_layouts.py::test_reinforce_plus_plus_trains_like_float64_in_every_layout",),
+        of(test_estimators_in_layouts.LAYOUTS),
+        ("megatron/test_estimators_in_layouts.py::test_estimator_trains_like_float64_in_every_layout",),
+        parameters=("-reinforce_plus_plus]",),
     ),
     Row(
         "GSPO, CISPO",
         "",
         ("1e-5; loss, near 0, 1e-4", "1e-5"),
-        "5 each",
-        ("megatron/test_estimators_in_layouts.py::test_gspo_and_cispo_train_like_float64_in_every_layout",),
+        of(test_estimators_in_layouts.LAYOUTS),
+        ("megatron/test_estimators_in_layouts.py::test_estimator_trains_like_float64_in_every_layout",),
+        parameters=("-gspo]", "-cispo]"),
     ),
     Row(
         "Dr. GRPO",
         "",
         ("1e-5; loss, near 0, 1e-4", "1e-5"),
-        "5",
-        ("megatron/test_estimators_in_layouts.py::test_dr_grpo_trains_like_float64_in_every_layout",),
+        of(test_estimators_in_layouts.LAYOUTS),
+        ("megatron/test_estimators_in_layouts.py::test_estimator_trains_like_float64_in_every_layout",),
+        parameters=("-dr_grpo]",),
     ),
     Row(
         "weights of `--tis-batch-normalize`",
         "weights in plain Python",
         ("1e-5; loss, near 0, 1e-4", "1e-5"),
-        "5, each with 3 levels",
+        WITH_WEIGHTS,
         ("megatron/test_corrected_loss.py::test_weights_divided_by_their_mean_train_like_float64_in_every_layout",),
+        note=", each with 3 levels",
     ),
     Row(
         "other corrections (TIS, MIS, rejection)",
         "sums in plain Python (1e-9); layouts against one rank",
         ("1e-4", "1e-5"),
-        "4",
+        CORRECTIONS,
         ("megatron/test_corrected_loss.py::test_every_layout_corrects_alike",),
     ),
     Row(
         "likelihood of positive examples",
         "mean in plain Python; layouts against one rank",
         ("1e-4", "1e-5"),
-        "4",
+        CORRECTIONS,
         ("megatron/test_positive_examples.py::test_every_layout_adds_the_mean_over_the_positive_tokens_of_the_step",),
     ),
     Row(
         "critic of PPO, generalized advantages",
         "sums over all later differences",
         ("1e-4", "values 2e-4"),
-        "14, two also with normalized values, four with λ by length",
+        of(test_critic.LAYOUTS),
         ("megatron/test_critic.py::test_critic_is_trained_as_by_plain_autograd",),
+        note="; two also with normalized values, four with λ by length",
     ),
     Row(
         "critic that sees images",
         "transformers' vision-language models",
         ("1e-4", "values 2e-4"),
-        "4",
+        of(test_vision_critic.LAYOUTS),
         ("megatron/test_vision_critic.py::test_critic_that_sees_images_is_trained_as_by_plain_autograd",),
     ),
     Row(
         "distillation, sampled reverse KL",
         "",
         ("1e-5; loss, near 0, 2e-5", "1e-5"),
-        "10",
+        of(test_distillation.LAYOUTS),
         ("megatron/test_distillation.py::test_every_layout_distils_like_plain_autograd",),
     ),
     Row(
         "distillation, divergences of distributions",
         "",
         ("2e-5", "1e-5"),
-        "12",
+        of(test_divergence.LAYOUTS),
         ("megatron/test_divergence.py::test_every_layout_trains_on_the_divergence_like_plain_autograd",),
+        note="; one divergence in each",
     ),
     Row(
         "distillation, top tokens of a served teacher",
         "",
         ("2e-5", "1e-5"),
-        "7",
+        of(test_divergence.TOP_LAYOUTS),
         ("megatron/test_divergence.py::test_every_layout_trains_on_the_top_tokens_of_a_served_teacher",),
+        note="; one divergence in each",
     ),
     Row(
         "DPO",
         "",
         (PAIR, "1e-5"),
-        "13",
+        of(test_preference_loss.LAYOUTS),
         ("megatron/test_preference_loss.py::test_dpo_trains_like_plain_autograd_in_every_layout",),
     ),
     Row(
         f"other losses of pairs: {LOSSES_OF_PAIRS}",
         "",
         (PAIR, "1e-5"),
-        "3 each, three of them also in EP, DP or FSDP",
+        of(test_preference_loss.LAYOUTS),
         ("megatron/test_preference_loss.py::test_losses_of_pairs_train_like_plain_autograd",),
     ),
     Row(
         "DPO with three rejected answers",
         "",
         (PAIR, "1e-5"),
-        "3",
+        of(test_preference_loss.LAYOUTS, test_preference_loss.SEVERAL),
         ("megatron/test_preference_loss.py::test_several_rejected_answers_train_like_plain_autograd",),
     ),
     Row(
         "KTO",
         "its formulas as in TRL",
         (PAIR, "1e-5"),
-        "12",
+        of(test_kto.LAYOUTS),
         ("megatron/test_kto.py::test_kto_trains_like_plain_autograd_in_every_layout",),
     ),
     Row(
         "`apo_zero_unpaired`",
         "its formula as in TRL",
         (PAIR, "1e-5"),
-        "3",
+        of(test_kto.LAYOUTS),
         ("megatron/test_kto.py::test_apo_zero_trains_like_plain_autograd",),
     ),
     Row(
         "reward model",
         "",
         ("1e-4 or 1e-5 absolute", "losses 2e-4"),
-        "15",
+        of(test_reward_model.CASES),
         ("megatron/test_reward_model.py::test_reward_model_is_trained_as_by_plain_autograd",),
+        note="; one of the two losses in each",
     ),
     Row(
         "reward model exported by `--save-hf`",
         "transformers' classifier in float64",
         ("1e-5", ""),
-        "4",
+        of(test_reward_model.CASES, test_reward_model.EXPORTED),
         ("megatron/test_reward_model.py::test_export_at_a_save_is_the_classifier_that_was_trained",),
     ),
     Row(
         "supervised training",
         "",
         ("1e-5", "1e-5"),
-        "8, one with Megatron-FSDP",
+        HELD_OUT,
         ("megatron/test_held_out_likelihood.py::test_supervised_training_is_that_of_plain_autograd",),
     ),
     Row(
         "held-out loss of supervised training",
         "",
         ("1e-5", ""),
-        "8, one with Megatron-FSDP",
+        HELD_OUT,
         ("megatron/test_held_out_likelihood.py::test_held_out_loss_is_that_of_transformers",),
     ),
     Row(
         "LoRA adapters",
         "W + α / r B A written out",
         ("2e-5", "1e-5"),
-        "16",
+        of(test_lora.LAYOUTS),
         ("megatron/test_lora.py::test_adapters_train_like_plain_autograd_in_every_layout",),
     ),
     Row(
         "LoRA adapters of vision-language models",
         "W + α / r B A written out",
         ("2e-5", "1e-5"),
-        "4",
+        of(test_vision_lora.LAYOUTS),
         ("megatron/test_vision_lora.py::test_adapters_behind_a_tower_train_like_plain_autograd",),
     ),
     Row(
         "Muon",
         "Newton-Schulz by singular values",
         ("2e-4", "2e-4"),
-        "9",
+        MUON,
         ("megatron/test_muon.py::test_step_of_muon_equals_float64",),
     ),
     Row(
         "Muon of a critic",
         "the same",
         ("5e-4", "values 1e-3"),
-        "4",
+        OF_VALUES,
         ("megatron/test_muon.py::test_critic_trained_with_muon_equals_float64",),
     ),
     Row(
         "Muon of a reward model",
         "the same",
         ("5e-4", "losses 1e-3"),
-        "4",
+        OF_VALUES,
         ("megatron/test_muon.py::test_reward_model_trained_with_muon_equals_float64",),
     ),
     Row(
         "SGD",
         "torch's",
         ("1e-5", "1e-5"),
-        "1, with and without momentum",
+        {"TP2": Layout(2, layouts.TP2)},
         ("megatron/test_muon.py::test_step_of_sgd_equals_float64",),
+        note=", with and without momentum",
     ),
     Row(
         "rewards of a served reward model",
         "transformers' classifier in float32",
         ("1e-5 absolute", ""),
-        "real server",
+        {},
         ("cluster/test_reward_server.py::test_rewards_match_transformers_logits_and_a_dead_server_is_named",),
+        note="real server",
     ),
     Row(
         "the same, of one that slimrl trained",
         "transformers' classifier in float32",
         ("1e-5 absolute", ""),
-        "real server, whole run",
+        {},
         ("end_to_end/test_reward_model_training.py::test_trained_reward_model_scores_the_samples_of_a_run",),
+        note="real server, whole run",
     ),
     Row(
         "rewards of steps",
         "transformers' token classifier in float32; its Qwen2 with a head of two layers",
         ("1e-5 absolute", ""),
-        "real server",
+        {},
         ("cluster/test_reward_server.py::test_rewards_of_steps_are_those_of_a_token_classifier_in_one_pass",),
+        note="real server",
     ),
     Row(
         "log-probabilities of two served teachers",
         "transformers in float64",
         ("1e-4 absolute", ""),
-        "real servers",
+        {},
         (
             "cluster/test_teacher_server.py"
             "::test_started_teachers_score_the_samples_of_their_datasets_like_transformers",
         ),
+        note="real servers",
     ),
 )
 HEADER = """| algorithm | reference, besides float64 autograd | loss, gradient norm | weights | layouts | `tests/` |
@@ -308,7 +358,7 @@ def _cell(measured: float | None, allowed: str) -> str:
 
 def run(rows: list[Row], workers: int, file: Path) -> int:
     """Runs the tests of the rows, which append their differences to the file; returns pytest's exit code."""
-    names = [f"tests/{test}" for row in rows for test in row.tests]
+    names = dict.fromkeys(f"tests/{test}" for row in rows for test in row.tests)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", FILE: str(file)}
     command = [sys.executable, "-m", "pytest", "-q", "-n", str(workers), "-p", "no:cacheprovider", *names]
     return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode

@@ -60,7 +60,7 @@ def below(quantity: Quantity, difference: float, limit: float) -> None:
 def record(quantity: Quantity, difference: float) -> None:
     """Appends the difference to the file that the environment names."""
     if path := os.environ.get(FILE):
-        row = {"test": os.environ["PYTEST_CURRENT_TEST"].split(" ")[0], "quantity": quantity, "value": difference}
+        row = {"test": os.environ["PYTEST_CURRENT_TEST"].rpartition(" ")[0], "quantity": quantity, "value": difference}
         with open(path, "a") as file:
             file.write(json.dumps(row) + "\n")
 

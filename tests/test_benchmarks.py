@@ -8,8 +8,12 @@ import re
 import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests.megatron import layouts
+from tests.megatron.layouts import CP2, DYNAMIC, EP2, ETP2, PP2, SPREAD, TP2, TP2_SP, VIRTUAL, Layout, fsdp
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 PROGRAMS = sorted(path.name for path in FOLDER.glob("*.py") if path.name != "__init__.py")
@@ -83,3 +87,45 @@ def test_table_of_the_docs_has_the_rows_of_the_accuracy_benchmark_with_measured_
         for test in row.tests:
             file, _, name = test.partition("::")
             assert f"def {name}(" in (FOLDER.parent / "tests" / file).read_text(), test
+
+
+def names_of_cases(function: Any) -> set[str]:
+    """The names that a test is parametrized with; empty if it goes through its layouts itself."""
+    for mark in (mark for mark in function.pytestmark if mark.name == "parametrize"):
+        arguments, values = mark.args
+        arguments = [arguments] if isinstance(arguments, str) else list(arguments)
+        for place in (arguments.index(name) for name in ("name", "case") if name in arguments):
+            return {value if len(arguments) == 1 else value[place] for value in values}
+    return set()
+
+
+def test_layouts_in_the_table_of_the_docs_are_those_of_the_tests(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    checked = 0
+    for row in (row for row in importlib.import_module("accuracy").ROWS if row.table):
+        for test in row.tests:
+            file, _, name = test.partition("::")
+            function = getattr(importlib.import_module(f"tests.{file.removesuffix('.py').replace('/', '.')}"), name)
+            if names := names_of_cases(function):
+                assert names == set(row.table), test
+                checked += 1
+    assert checked > 20
+
+
+@pytest.mark.parametrize(
+    ("some", "summary"),
+    [
+        ([Layout(1, {})], "1"),
+        ([Layout(1, DYNAMIC)], "1, 1 packed"),
+        ([Layout(2, TP2)], "1: TP"),
+        ([Layout(2, SPREAD)], "1: DP"),
+        ([Layout(2, VIRTUAL | DYNAMIC, 4)], "1: PP VPP, 1 packed"),
+        ([Layout(2, CP2), Layout(2, TP2_SP | DYNAMIC), Layout(1, DYNAMIC)], "3: TP SP CP, 2 packed"),
+        ([Layout(2, EP2)], "1: EP"),  # the other rank has other experts
+        ([Layout(4, EP2)], "1: DP EP"),
+        ([Layout(4, ETP2 | PP2)], "1: TP SP PP ETP"),
+        ([Layout(2, fsdp("optim"))], "1: FSDP"),
+    ],
+)
+def test_kinds_of_parallelism_are_named(some: list[Layout], summary: str):
+    assert layouts.summary_of(some) == summary

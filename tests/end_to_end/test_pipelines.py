@@ -1,9 +1,15 @@
-"""Runs one after the other: supervised training then DPO, a reward model then PPO on its rewards, as the guides say."""
+"""Runs one after the other: supervised training then DPO, a reward model then PPO on its rewards, as the guides say.
+
+With tasks of their own, and as the recipes that docs/recipes.md names, line by line.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import random
+import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -112,3 +118,60 @@ def test_ppo_learns_what_the_trained_reward_model_prefers(tiny, tmp_path):
         shares.append(sum(digit in EVEN for digit in digits) / len(digits))
         rewards.append(sum(sample.reward for sample in samples) / len(samples))
     assert rewards[-1] > rewards[0] + 1 and shares[-1] > 0.9 > 0.7 > shares[0], (rewards, shares)
+
+
+def documented(title: str) -> list[str]:
+    """The two command lines of a pipeline in docs/recipes.md."""
+    section = (harness.ROOT / "docs/recipes.md").read_text().partition("## From one recipe to the next")[2]
+    (block,) = re.findall(rf"\*\*{title}\*\*.*?```bash\n(.*?)```", section, re.DOTALL)
+    lines = block.replace("\\\n", " ").strip().splitlines()
+    assert len(lines) == 2 and all(line.startswith("bash scripts/run-") for line in lines)
+    return lines
+
+
+def checkout(folder: Path) -> Path:
+    """A copy of this checkout by links, in which recipes leave their results."""
+    folder.mkdir()
+    for path in harness.ROOT.iterdir():
+        if path.name not in ("runs", ".git"):
+            (folder / path.name).symlink_to(path)
+    return folder
+
+
+def run_line(line: str, folder: Path, home: Path) -> harness.Finished:
+    """Runs a documented command line in a shell, as a user pastes it."""
+    (recipe,) = re.findall(r"scripts/(run-[\w.-]+)\.sh --tiny", line)
+    path = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin"
+    place = {"log": home / f"{recipe}.out", "run_dir": folder / f"runs/{recipe}-tiny", "cwd": folder, "path": path}
+    done = harness.launch(["bash", "-c", line], **place, home=home).finish(280)
+    assert done.code == 0, done.output[-6000:]
+    assert done.left == []
+    return done
+
+
+def test_documented_recipe_of_ppo_trains_on_the_rewards_of_the_documented_reward_model(tmp_path):
+    folder = checkout(tmp_path / "checkout")
+    rewarding, following = documented("Reward model, then PPO with it.")
+    done = run_line(rewarding, folder, tmp_path)
+    first, *_, last = (entry["metrics"] for entry in done.summary["eval"]["history"])
+    assert first["eval/held-out"] == 0 and last["eval/held-out"] > 0.8  # of 128 unseen pairs
+    config = json.loads((folder / "rm_59/config.json").read_text())
+    assert config["architectures"] == ["Qwen3ForSequenceClassification"]
+    done = run_line(following, folder, tmp_path)
+    assert [step["weight_version"] for step in done.summary["steps"]] == ["0", "1"]
+    assert all(map(math.isfinite, done.steps("critic-value_loss"))) and min(done.steps("critic-grad_norm")) > 0
+    # the rewards are those of the served model: numbers of any size, where a rule gives 0 or 1
+    rewards = [sample.reward for sample in rollout_dump.read_dump(done.run_dir / "rollouts/1.jsonl").samples]
+    assert len(rewards) == 64 and len(set(rewards)) > 2
+
+
+def test_documented_recipe_of_dpo_starts_from_the_documented_supervised_model(tmp_path):
+    folder = checkout(tmp_path / "checkout")
+    supervised, preferring = documented("Supervised training, then DPO.")
+    done = run_line(supervised, folder, tmp_path)
+    losses = done.steps("loss")
+    assert losses[-1] < losses[0]
+    done = run_line(preferring, folder, tmp_path)
+    assert done.steps("reward_margin")[0] == 0.0  # policy and reference are the same model
+    assert done.steps("reward_margin")[-1] > 0
+    assert f"{folder}/sft" in done.output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 
@@ -44,16 +45,21 @@ def flags_of(tiny, folder, place):
     )
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_critic_trains_beside_the_policy_and_resumes_with_it(place, tiny, tmp_path):
-    flags = flags_of(tiny, tmp_path, place)
-    killed = harness.start("train.py", flags, tmp_path, "killed", tiny.home)
+def killed_and_resumed(tiny, folder, place):
+    """A run that was killed after its second save, and continued by a user's own loop."""
+    flags = flags_of(tiny, folder, place)
+    killed = harness.start("train.py", flags, folder, "killed", tiny.home)
     killed.wait_for_line("iter_0000001", 150)
     killed.kill_everything()
-    done = harness.start("examples/flow.py", flags, tmp_path, "killed", tiny.home).finish(150)  # a user's own loop
+    done = harness.start("examples/flow.py", flags, folder, "killed", tiny.home).finish(150)
     assert done.code == 0, done.output[-6000:]
     assert done.left == []
+    return done
 
+
+@pytest.mark.parametrize("place", PLACES)
+def test_critic_trains_beside_the_policy_and_resumes_with_it(place, tiny, tmp_path):
+    done = killed_and_resumed(tiny, tmp_path, place)
     assert f"resuming from {tmp_path}/checkpoints/iter_000000" in done.output
     assert done.steps("step") == list(range(ROLLOUTS))
     first, *others = done.summary["steps"]
@@ -70,6 +76,29 @@ def test_critic_trains_beside_the_policy_and_resumes_with_it(place, tiny, tmp_pa
     kept = ["iter_0000002", "iter_0000003", "latest_checkpointed_iteration.txt"]
     for folder in ("checkpoints", "checkpoints/critic"):
         assert sorted({path.name for path in (tmp_path / folder).iterdir()} - {"critic"}) == kept
+
+
+@pytest.mark.timeout(400)
+def test_killed_run_with_a_critic_ends_bit_for_bit_like_an_undisturbed_one(tiny, tmp_path):
+    place = "in the policy's ranks"
+    undisturbed, disturbed = (tmp_path / name for name in ("undisturbed", "disturbed"))
+    for folder in (undisturbed, disturbed):
+        folder.mkdir()
+    flags = flags_of(tiny, undisturbed, place)
+    expected = harness.start("train.py", flags, undisturbed, "run", tiny.home).finish(150)
+    assert expected.code == 0, expected.output[-6000:]
+    done = killed_and_resumed(tiny, disturbed, place)
+    begun = re.search(r"resuming from \S+/iter_(\d+)", done.output)
+    assert begun is not None and 1 <= int(begun[1]) < ROLLOUTS - 1
+
+    names = metrics_of_training(expected)
+    assert {"reward", "loss", "grad_norm", "critic-value_loss", "critic-grad_norm", "rollout/values"} <= names
+    for one, other in zip(done.summary["steps"], expected.summary["steps"], strict=True):
+        assert {name: one.get(name) for name in names} == {name: other.get(name) for name in names}
+    for part in ("iter_0000003", "critic/iter_0000003"):
+        folders = [root / "checkpoints" / part for root in (undisturbed, disturbed)]
+        found = checkpoints.differences(*map(checkpoints.read, folders))
+        assert [place for place in found if "saved_with" not in place] == []  # each pair has a name of its own
 
 
 def record_rollouts(folder):

@@ -8,7 +8,7 @@ this folder, by benchmarks/layouts.py and by the GPU checks.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +168,45 @@ OF_ANSWERS: dict[str, tuple[Layout, str]] = {
     "CP2, packed": (Layout(2, CP2 | DYNAMIC), "MLA"),
     "EP2, packed": (Layout(2, EP2 | SPREAD | DYNAMIC), "MoE"),
     "DP2, Megatron-FSDP": (Layout(2, fsdp("optim_grads_params") | PAIRS), "dense"),
+    "DP2, Megatron-FSDP, packed": (Layout(2, fsdp("optim_grads_params") | DYNAMIC), "dense"),
 }
+
+
+def axes_of(layout: Layout) -> dict[str, bool]:
+    """The kinds of parallelism, and whether this layout has them."""
+    flags = layout.flags
+    tp, pp, cp, ep, etp = (
+        flags.get(f"{name}_parallel_size", 1)
+        for name in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
+    )
+    sharded = flags.get("use_megatron_fsdp", False)
+    return {
+        "TP": tp > 1,
+        "SP": flags.get("sequence_parallel", False),
+        "PP": pp > 1,
+        "VPP": "virtual_pipeline_model_parallel_size" in flags,
+        "CP": cp > 1,
+        # of whole models: not the ranks that share the experts of one, or the weights
+        "DP": layout.ranks // (tp * pp * cp) > ep and not sharded,
+        "EP": ep > 1,
+        "ETP": etp > 1,
+        "FSDP": sharded,
+    }
+
+
+def summary_of(some: Collection[Layout]) -> str:
+    """Number of layouts, all their kinds of parallelism, number of packed ones: "3: TP SP PP, 1 packed"."""
+    axes = [axes_of(layout) for layout in some]
+    names = " ".join(name for name in axes[0] if any(own[name] for own in axes))
+    packed = sum(layout.flags.get("use_dynamic_batch_size", False) for layout in some)
+    return f"{len(some)}{names and ': '}{names}" + (f", {packed} packed" if packed else "")
+
+
+def of(table: Mapping[str, Any], names: Iterable[str] | None = None) -> dict[str, Layout]:
+    """The layouts in a table of tests, or only these `names`; an entry is a layout, or a tuple with one in it."""
+    entries = {name: table[name] for name in (names or table)}
+    parts = {name: entry if isinstance(entry, tuple) else (entry,) for name, entry in entries.items()}
+    return {name: next(part for part in own if isinstance(part, Layout)) for name, own in parts.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -302,6 +340,14 @@ def train(pool: RankPool, args: Arguments, rollout: RolloutBatch) -> ranks.StepR
     for other in others:
         assert other == result.metrics
     return result
+
+
+def train_each(pool: RankPool, runs: list[tuple[Arguments, RolloutBatch]]) -> list[ranks.StepResult]:
+    """As `train`, of several runs in the same ranks: a fraction of the time, since a start takes longer than a run."""
+    results, *others = pool.run(ranks.train_each, runs)
+    for other in others:
+        assert other == [result.metrics for result in results]
+    return results
 
 
 # One step from weights that bfloat16 can hold, in bfloat16 with fp32 main weights; the peer is transformers' own model

@@ -135,6 +135,13 @@ def train_once(
     return result if rank == 0 else metrics
 
 
+def train_each(
+    rank: int, world_size: int, init_method: str, runs: list[tuple[Arguments, RolloutBatch]]
+) -> list[StepResult | list[dict[str, float]]]:
+    """`train_once` of every run, one after the other in the same ranks."""
+    return [train_once(rank, world_size, f"{init_method}-{number}", *run) for number, run in enumerate(runs)]
+
+
 def evaluate_and_train(
     rank: int, world_size: int, init_method: str, args: Arguments, rollout: RolloutBatch
 ) -> tuple[dict[str, float], dict[str, float], dict[str, float], dict[str, float]]:

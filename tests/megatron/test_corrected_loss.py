@@ -209,6 +209,7 @@ LAYOUTS = {
     "CP2, packed": Layout(2, CP2 | DYNAMIC),
     "DP2, packed": Layout(2, SPREAD | DYNAMIC),
 }
+WITH_WEIGHTS = {"one rank": Layout(1, {}), "TP2 SP": Layout(2, TP2_SP)} | LAYOUTS
 FLAGS = {
     "use_tis": True,
     "tis_level": "sequence",
@@ -320,8 +321,7 @@ def test_weights_divided_by_their_mean_train_like_float64_in_every_layout(
     truth = reference.train(*folders, rollout, layouts.SETTINGS, factors=factors)
     plain = reference.train(*folders, rollout, layouts.SETTINGS)
     assert layouts.furthest(plain.gradient_norms, truth.gradient_norms) > 1e-3  # the weights matter
-    of_level = {"one rank": Layout(1, {}), "TP2 SP": Layout(2, TP2_SP)} | LAYOUTS
-    for name, layout in of_level.items():
+    for name, layout in WITH_WEIGHTS.items():
         args = dataclasses.replace(models.args(layout, "dense"), use_tis=True, tis_batch_normalize=True, **flags)
         found = layouts.train(one_rank if layout.ranks == 1 else two_ranks, args, rollout)
         differences = layouts.differences(args, found, truth)

@@ -32,6 +32,7 @@ LAYOUTS = {
     "EP2, packed": (Layout(2, EP2 | SPREAD | DYNAMIC), "MoE"),
     "ETP2 TP2 SP, packed": (Layout(2, ETP2 | DYNAMIC), "MLA"),
     "DP2, Megatron-FSDP": (Layout(2, fsdp("optim_grads_params")), "dense"),
+    "DP2, Megatron-FSDP, packed": (Layout(2, fsdp("optim_grads_params") | DYNAMIC), "dense"),
     "DP2, Megatron-FSDP of the optimizer's state": (Layout(2, fsdp("optim")), "MoE"),
     "TP2 SP PP2, packed": (Layout(4, TP2_SP | PP2 | DYNAMIC), "dense"),
     "EP2 CP2, packed": (Layout(4, EP2 | CP2 | DYNAMIC), "MoE"),

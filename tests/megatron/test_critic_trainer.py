@@ -188,20 +188,34 @@ def test_critic_of_another_data_parallel_size_gives_the_same_numbers(
         torch.testing.assert_close(value, together.state[f"critic {name}"], rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("background", [False, True], ids=["saved at once", "saved in the background"])
-def test_resumed_run_continues_bit_for_bit(background: bool, models: Any, two_ranks: RankPool, tmp_path: Path):
+RESUMED = {
+    "one rank each, saved at once": (1, {}),
+    "one rank each, saved in the background": (1, {"async_save": True}),
+    "TP2 each": (2, TP2),
+    "DP2 each, Megatron-FSDP": (2, fsdp("optim_grads_params")),
+}
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_resumed_run_continues_bit_for_bit(
+    name: str, models: Any, two_ranks: RankPool, four_ranks: RankPool, tmp_path: Path
+):
+    size, changes = RESUMED[name]
+    pool = two_ranks if size == 1 else four_ranks
     rollouts = [tiny.recorded_rollout(seed) for seed in range(ROLLOUTS)]
-    args = apart(schedule_args(models, **FLAGS, async_save=background), 1, 1)
-    for name in ("whole", "halves"):
-        (tmp_path / name).mkdir()
-    whole = two_ranks.run(train_apart, args, rollouts, ROLLOUTS, tmp_path / "whole")
+    args = apart(schedule_args(models, **FLAGS | changes), size, size)
+    for folder in ("whole", "halves"):
+        (tmp_path / folder).mkdir()
+    whole = pool.run(train_apart, args, rollouts, ROLLOUTS, tmp_path / "whole")
     saved = tmp_path / "saved"
     args = dataclasses.replace(args, save=str(saved), load=str(saved), critic_save=str(saved / "critic"))
-    with RankPool(2) as first:
+    with RankPool(2 * size) as first:
         before = first.run(train_apart, args, rollouts, ROLLOUTS // 2, tmp_path / "halves")
-    after = two_ranks.run(train_apart, args, rollouts, ROLLOUTS, tmp_path / "halves")
-    assert [outcome.first for outcome in after] == [ROLLOUTS // 2] * 2
-    assert joined(*before) + joined(*after) == joined(*whole)
+    after = pool.run(train_apart, args, rollouts, ROLLOUTS, tmp_path / "halves")
+    assert [outcome.first for outcome in after] == [ROLLOUTS // 2] * 2 * size
+    for rank in range(size):  # of the policy, and the critic's with the same place
+        halves, complete = ([part[rank], part[size + rank]] for part in (before, whole))
+        assert joined(*halves) + joined(after[rank], after[size + rank]) == joined(*complete)
     for complete, resumed in zip(whole, after, strict=True):
         assert [name for name, value in complete.state.items() if not torch.equal(value, resumed.state[name])] == []
     folders = (saved / "iter_0000001", saved / "critic/iter_0000001")

@@ -29,6 +29,7 @@ LAYOUTS = {
     "ETP2 TP2 SP": (Layout(2, ETP2), "MLA"),
     "EP2": (Layout(2, EP2), "MLA"),
     "DP2, Megatron-FSDP of all": (Layout(2, fsdp("optim_grads_params")), "dense"),
+    "DP2, Megatron-FSDP of all, packed": (Layout(2, fsdp("optim_grads_params") | DYNAMIC), "dense"),
     "DP2, Megatron-FSDP of the optimizer's state": (Layout(2, fsdp("optim")), "MoE"),
 }
 

@@ -35,6 +35,7 @@ LAYOUTS = {
     "CP2": ("jsd", Layout(2, CP2), "dense"),
     "EP2": ("reverse_kl", Layout(2, EP2), "MLA"),
     "DP2, Megatron-FSDP of all": ("jsd", Layout(2, fsdp("optim_grads_params")), "dense"),
+    "DP2, Megatron-FSDP of all, packed": ("jsd", Layout(2, fsdp("optim_grads_params") | DYNAMIC), "dense"),
 }
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import sigmoid
 
 from slimrl.algorithms.preference import PreferenceConfig
+from slimrl.algorithms.preference_losses import PREFERENCE_LOSSES
 from slimrl.megatron.training.loss.preference_loss import label_loss_sums, mismatched, preference_loss_sums
 from slimrl.megatron.training.pass_plan import PassPlan
 from slimrl.observability.metrics import is_known
@@ -24,6 +25,7 @@ from tests.megatron.layouts import DYNAMIC, OF_ANSWERS, OVERLAP, PACKED_ON_TWO, 
 from tests.megatron.test_preference_loss import Truth
 
 BETA, GOOD, BAD = 0.5, 1.25, 0.75
+LOSSES = tuple(name for name, row in PREFERENCE_LOSSES.items() if not row.compares)
 LAYOUTS = OF_ANSWERS | {
     "DP2": (Layout(2, {"micro_batch_size": 1}), "dense"),  # an answer alone
     "PP2 virtual, DP2, overlapped": (Layout(4, VIRTUAL | OVERLAP | DYNAMIC, 4), "dense"),
@@ -92,6 +94,7 @@ class Labelled(layouts.Models):
         self.rollout = tiny.recorded_rollout(seed=9, samples=16)
         self.rollout.raw_rewards = torch.tensor([1, 0, 0, 1, 1, 0, 1, 1, 0, 1, 0, 0, 1, 1, 1, 0], dtype=torch.float32)
         self._found: dict[Any, Truth] = {}
+        self._trained: dict[str, dict[str, tuple[Any, ranks.StepResult]]] = {}
 
     def trained(self, kind: str, layers: int, steps: int, group: int) -> Truth:
         """The truth, computed once."""
@@ -114,6 +117,15 @@ class Labelled(layouts.Models):
         own |= dict(compute_advantages_and_returns=False, desirable_weight=GOOD, undesirable_weight=BAD)
         own |= dict(use_kl_loss=False, kl_loss_coef=0.0, entropy_coef=0.0)
         return dataclasses.replace(self.args(layout, kind), **(own | changes))
+
+    def in_layout(self, name: str, pools: dict[int, Any]) -> dict[str, tuple[Any, ranks.StepResult]]:
+        """The flags and the result of both LOSSES, one after the other in the same ranks; computed once."""
+        if name not in self._trained:
+            layout, kind = LAYOUTS[name]
+            flags = {loss: self.flags(layout, kind, preference_loss=loss) for loss in LOSSES}
+            results = layouts.train_each(pools[layout.ranks], [(args, self.rollout) for args in flags.values()])
+            self._trained[name] = dict(zip(flags, zip(flags.values(), results, strict=True), strict=True))
+        return self._trained[name]
 
 
 @pytest.fixture(scope="module")
@@ -142,8 +154,7 @@ def assert_as_truth(args: Any, result: ranks.StepResult, truth: Truth) -> None:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_kto_trains_like_plain_autograd_in_every_layout(name: str, labelled: Labelled, pools: Any):
     layout, kind = LAYOUTS[name]
-    args = labelled.flags(layout, kind)
-    result = layouts.train(pools[layout.ranks], args, labelled.rollout)
+    args, result = labelled.in_layout(name, pools)["kto"]
     truth = labelled.trained(kind, layout.layers, 2, 1)
     assert_as_truth(args, result, truth)
     assert max(step["kto_kl"] for step in truth.steps) > 0.01  # the clamp at 0 does not decide everything
@@ -151,11 +162,10 @@ def test_kto_trains_like_plain_autograd_in_every_layout(name: str, labelled: Lab
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["CP2, packed", "TP2 SP, packed", "PP2"])
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_apo_zero_trains_like_plain_autograd(name: str, labelled: Labelled, pools: Any):
     layout, kind = LAYOUTS[name]
-    args = labelled.flags(layout, kind, preference_loss="apo_zero_unpaired")
-    result = layouts.train(pools[layout.ranks], args, labelled.rollout)
+    args, result = labelled.in_layout(name, pools)["apo_zero_unpaired"]
     assert_as_truth(args, result, labelled.trained(kind, layout.layers, 2, 0))
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from slimrl.algorithms.preference import PreferenceConfig
-from slimrl.algorithms.preference_losses import PAIR_METRICS
+from slimrl.algorithms.preference_losses import PAIR_METRICS, PREFERENCE_LOSSES
 from slimrl.megatron.training.loss.preference_loss import preference_loss_sums
 from slimrl.observability.metrics import is_known
 from tests import accuracy
@@ -26,6 +26,7 @@ LAYOUTS = OF_ANSWERS | {
     "1 rank, packed": (Layout(1, DYNAMIC), "dense"),
     "CP2": (Layout(2, CP2 | PAIRS), "dense"),
 }
+SEVERAL = ("CP2, packed", "TP2 SP, packed", PACKED_ON_TWO)  # for several rejected answers of a prompt
 
 
 @dataclasses.dataclass
@@ -160,6 +161,7 @@ class Pairs(layouts.Models):
         self.several = tiny.recorded_rollout(seed=5, samples=16)  # of three rejected answers
         self.several.group_ids = torch.arange(16) // 4
         self._found: dict[Any, Truth] = {}
+        self._of_losses: dict[str, dict[str, tuple[Any, ranks.StepResult]]] = {}
 
     def trained(self, kind: str, layers: int, loss_of: Any, steps: int, answers: int = 2) -> Truth:
         """The truth, computed once."""
@@ -177,6 +179,15 @@ class Pairs(layouts.Models):
         own["compute_advantages_and_returns"] = False
         off = dict(use_kl_loss=False, kl_loss_coef=0.0, entropy_coef=0.0)
         return dataclasses.replace(args, **(own | off | changes))
+
+    def of_losses(self, name: str, pools: dict[int, Any]) -> dict[str, tuple[Any, ranks.StepResult]]:
+        """The flags and the result of all LOSSES in a layout, one after the other in the same ranks; computed once."""
+        if name not in self._of_losses:
+            layout, kind = LAYOUTS[name]
+            flags = [self.flags(layout, kind, **changes) for changes, _ in LOSSES.values()]
+            results = layouts.train_each(pools[layout.ranks], [(args, self.rollout) for args in flags])
+            self._of_losses[name] = dict(zip(LOSSES, zip(flags, results, strict=True), strict=True))
+        return self._of_losses[name]
 
 
 @pytest.fixture(scope="module")
@@ -213,27 +224,18 @@ def test_dpo_trains_like_plain_autograd_in_every_layout(name: str, pairs: Pairs,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("loss", "name"),
-    [
-        *itertools.product(LOSSES, ["CP2, packed", "TP2 SP, packed", "PP2"]),
-        ("ipo", PACKED_ON_TWO),
-        ("simpo", "EP2, packed"),
-        ("orpo", "DP2, Megatron-FSDP"),
-    ],
-)
+@pytest.mark.parametrize(("name", "loss"), list(itertools.product(LAYOUTS, LOSSES)))
 def test_losses_of_pairs_train_like_plain_autograd(name: str, loss: str, pairs: Pairs, pools: Any):
     layout, kind = LAYOUTS[name]
-    changes, formula = LOSSES[loss]
-    args = pairs.flags(layout, kind, **changes)
-    result = layouts.train(pools[layout.ranks], args, pairs.rollout)
+    _, formula = LOSSES[loss]
+    args, result = pairs.of_losses(name, pools)[loss]
     # the accuracy of the truth is that of DPO's implicit rewards
     apart = {"pair_accuracy"} if formula in (of_mean_gaps, ipo, orpo, simpo, without_reference) else set()
     assert_as_truth(args, result, pairs.trained(kind, layout.layers, formula, 2), apart=apart)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["CP2, packed", "TP2 SP, packed", PACKED_ON_TWO])
+@pytest.mark.parametrize("name", SEVERAL)
 def test_several_rejected_answers_train_like_plain_autograd(name: str, pairs: Pairs, pools: Any):
     layout, kind = LAYOUTS[name]
     args = pairs.flags(layout, kind, n_samples_per_prompt=4)
@@ -267,6 +269,11 @@ def test_evaluation_gives_the_metrics_of_training_on_the_same_pairs(name: str, p
     assert set(before) == {"loss", "tokens", *PAIR_METRICS}
     assert after["loss"] < before["loss"] and after["reward_margin"] > before["reward_margin"]
     assert "perf/log_probs_time" not in speeds
+
+
+def test_every_loss_of_pairs_is_trained_in_every_layout():
+    trained = {changes.get("preference_loss", "sigmoid") for changes, _ in LOSSES.values()}
+    assert trained == {name for name, row in PREFERENCE_LOSSES.items() if row.compares}
 
 
 def test_sums_do_not_depend_on_the_split_into_micro_batches():

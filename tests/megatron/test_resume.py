@@ -90,6 +90,7 @@ def schedule_args(models: Any, **changes: Any) -> Arguments:
 
 
 SPREAD = {"use_distributed_optimizer": True}
+ON_HOST = SPREAD | {"bf16": True, "optimizer_cpu_offload": True, "use_precision_aware_optimizer": True}
 PP2 = {"pipeline_model_parallel_size": 2}
 VIRTUAL = PP2 | {"virtual_pipeline_model_parallel_size": 2, "microbatch_group_size_per_vp_stage": 2}
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -131,6 +132,8 @@ LAYOUTS = {
     "PPO, TP2": (2, "models", TP2 | PPO),
     "PPO, CP2 with the distributed optimizer": (2, "models", SPREAD | {"context_parallel_size": 2} | PPO),
     "PPO, EP2": (2, "expert_models", EP2 | PPO),
+    "PPO, EP2 with the distributed optimizer": (2, "expert_models", SPREAD | EP2 | PPO),
+    "PPO, state in host memory": (2, "models", ON_HOST | PPO),
     "PPO, LoRA adapters, TP2": (2, "models", TP2 | PPO | {"lora_rank": 4, "lora_alpha": 8.0}),
     "PPO, PP2 virtual, saved in the background": (2, "deep_models", VIRTUAL | PPO | {"async_save": True}),
 }

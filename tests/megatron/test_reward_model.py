@@ -38,6 +38,7 @@ CASES = {
     "EP2, packed": (Layout(2, EP2 | SPREAD | DYNAMIC), "MoE", "bradley_terry", 2),
     "ETP2 TP2 SP, packed": (Layout(2, ETP2 | DYNAMIC), "MLA", "bradley_terry", 2),
     "DP2, Megatron-FSDP": (Layout(2, fsdp("optim_grads_params") | WHOLE), "dense", "bradley_terry", 2),
+    "DP2, Megatron-FSDP, packed": (Layout(2, fsdp("optim_grads_params") | DYNAMIC), "dense", "bradley_terry", 2),
     "DP2, Megatron-FSDP of the optimizer's state": (Layout(2, fsdp("optim") | WHOLE), "MoE", "mse", 1),
     "TP2 SP PP2, packed": (Layout(4, TP2_SP | PP2 | DYNAMIC), "dense", "bradley_terry", 2),
 }
