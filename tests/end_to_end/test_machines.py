@@ -318,6 +318,7 @@ def wait_until(condition: Callable[[], bool], timeout: float = 30.0) -> None:
         time.sleep(0.2)
 
 
+WEIGHTS_BYTES = 2 * 92_096  # of the toy in bf16
 BF16 = {"bf16": True, "sglang_dtype": "bfloat16", "lr": 1e-6}
 # What carries the weights to a server on a third machine, the layout of training over two, and the difference of
 # log-probabilities: that of bf16 is due to rounding.
@@ -369,9 +370,8 @@ def test_jobs_from_outside_train_with_each_transport_on_an_existing_cluster(
                 assert "the weights of every engine equal the trained ones, bit for bit" in done.output
                 assert max(done.steps("train_rollout_logprob_abs_diff_max")) < limit
                 assert done.steps("weight_version") == ["0", "1"]
-                if name == "changes":  # the first update sends all
-                    first, second = done.steps("perf/update_weights_wire_bytes")
-                    assert 0 < second < first / 2
+                if name == "changes":  # the update before the first step sends all
+                    assert max(done.steps("perf/update_weights_wire_bytes")) < WEIGHTS_BYTES / 10
         finally:
             for node in nodes:
                 node.kill_everything()
