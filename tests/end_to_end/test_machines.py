@@ -274,7 +274,9 @@ def test_spare_machine_takes_the_place_of_one_whose_link_is_lost(tiny: Tiny, tmp
         assert sum(done[0].steps("rollout/faults/ranks_lost")) == 1
         assert done[0].steps("weight_version") == [str(step) for step in range(steps)]
         assert max(done[0].steps("train_rollout_logprob_abs_diff_max")) < 1e-4
-        assert [made.left(number) for number in range(3)] == [[], [], []]
+        assert (made.left(0), made.left(2)) == ([], [])
+        # of the server that ended with its node: SGLang removes it when the next one starts there
+        assert [name for name in made.left(1) if not name.startswith("sglang_loads_")] == []
 
 
 def test_server_on_a_machine_that_joins_sends_its_log_and_may_lose_its_power(tiny: Tiny, tmp_path: Path):
