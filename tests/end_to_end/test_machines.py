@@ -274,7 +274,9 @@ def test_spare_machine_takes_the_place_of_one_whose_link_is_lost(tiny: Tiny, tmp
         assert sum(done[0].steps("rollout/faults/ranks_lost")) == 1
         assert done[0].steps("weight_version") == [str(step) for step in range(steps)]
         assert max(done[0].steps("train_rollout_logprob_abs_diff_max")) < 1e-4
-        assert [made.left(number) for number in range(3)] == [[], [], []]
+        assert (made.left(0), made.left(2)) == ([], [])
+        # of the server that ended with its node: SGLang removes it when the next one starts there
+        assert [name for name in made.left(1) if not name.startswith("sglang_loads_")] == []
 
 
 def test_server_on_a_machine_that_joins_sends_its_log_and_may_lose_its_power(tiny: Tiny, tmp_path: Path):
@@ -283,7 +285,7 @@ def test_server_on_a_machine_that_joins_sends_its_log_and_may_lose_its_power(tin
         folder.mkdir()
         made.machines.run(2, "mount", "-t", "tmpfs", "tmpfs", str(folder))  # its run folder is its own
         apart = {"actor_num_gpus_per_node": 1, "num_gpus_per_node": 1, "rollout_num_gpus": 1, "rollout_max_num_gpus": 2}
-        flags = made.flags("run", num_rollout=80, use_fault_tolerance=True, **apart)
+        flags = made.flags("run", num_rollout=300, use_fault_tolerance=True, **apart)
         head, second = made.script(0, flags), made.script(1, flags)
         head.wait_for_line("step 1 |", 300)
         joins = made.script(2, flags, nodes=3)
@@ -318,6 +320,7 @@ def wait_until(condition: Callable[[], bool], timeout: float = 30.0) -> None:
         time.sleep(0.2)
 
 
+WEIGHTS_BYTES = 2 * 92_096  # of the toy in bf16
 BF16 = {"bf16": True, "sglang_dtype": "bfloat16", "lr": 1e-6}
 # What carries the weights to a server on a third machine, the layout of training over two, and the difference of
 # log-probabilities: that of bf16 is due to rounding.
@@ -369,9 +372,8 @@ def test_jobs_from_outside_train_with_each_transport_on_an_existing_cluster(
                 assert "the weights of every engine equal the trained ones, bit for bit" in done.output
                 assert max(done.steps("train_rollout_logprob_abs_diff_max")) < limit
                 assert done.steps("weight_version") == ["0", "1"]
-                if name == "changes":  # the first update sends all
-                    first, second = done.steps("perf/update_weights_wire_bytes")
-                    assert 0 < second < first / 2
+                if name == "changes":  # the update before the first step sends all
+                    assert max(done.steps("perf/update_weights_wire_bytes")) < WEIGHTS_BYTES / 10
         finally:
             for node in nodes:
                 node.kill_everything()
