@@ -6,9 +6,10 @@
 # On the node with RANK 0, or on the only one: runs the command again if a process, server or node was lost (exit code
 # 75, or the command was killed by signal 6, 7, 9 or 11), at most N times (default 10). It continues from its last
 # checkpoint if --load and --save of the command name the same folder. Any other exit code is this script's.
-# On the other nodes: joins the head's cluster again each time the head has ended. A node that has been part of the
-# cluster ends with code 0 if no head appears within S seconds (default 180), and any ends so when it receives a signal:
-# the head's node reports the outcome.
+# On the other nodes: joins the head's cluster again each time the head was lost, ended with code 75 or was ended by a
+# signal. A node that has been part of the cluster ends with code 0 when the head has ended with another code, if no head
+# appears within S seconds (default 180), or when it receives a signal: the head's node reports the outcome. A node that
+# finds no head at first tries again as after a loss.
 set -euo pipefail
 LIB=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/lib" && pwd)
 # shellcheck source-path=SCRIPTDIR source=lib/say.sh
@@ -16,9 +17,10 @@ source "$LIB/say.sh"
 
 LIMIT=10
 REJOIN_S=180
-# A new head on the same port would hide the old one's end from the other nodes, which look for 10 s.
+# A new head on the same port would hide the loss of the old one from the other nodes, which look for 10 s.
 PAUSE_S=15
 RESUMABLE=' 75 134 135 137 139 '
+NO_HEAD=69 # of scripts/lib/ray_node.py
 while (($#)); do
    case $1 in
       --max-restarts) (($# > 1)) || fail 2 "$1 needs a value; see --help" && LIMIT=$2 && shift 2 ;;
@@ -69,17 +71,17 @@ while :; do
       if [[ -n $SIGNAL ]]; then
          end_of_worker "received SIG$SIGNAL"
       fi
-      if ((CODE == 0)); then
-         JOINED=yes
-         export RAY_JOIN_TIMEOUT_S=$REJOIN_S
-         say "node ${RANK} joins again in case the head starts another try"
-         continue
-      fi
+      if ((CODE == 0)); then end_of_worker "the run has ended"; fi
       if ((CODE == 75)); then
          JOINED=yes
          export RAY_JOIN_TIMEOUT_S=$REJOIN_S
+         say "exit code 75: node ${RANK} joins again in case the head starts another try"
+         continue
       fi
-      if [[ $JOINED == yes && $RESUMABLE != *" $CODE "* ]]; then end_of_worker "no head has appeared"; fi
+      if ((CODE == NO_HEAD)); then
+         if [[ $JOINED == yes ]]; then end_of_worker "no head has appeared"; fi
+         CODE=75
+      fi
    fi
    if ((CODE == 0)) || [[ -n $SIGNAL || $RESUMABLE != *" $CODE "* ]]; then exit "$CODE"; fi
    if ((RESTARTS == LIMIT)); then

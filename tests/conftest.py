@@ -38,9 +38,11 @@ WHOLE_RUNS = (
     "tests/end_to_end/",
     "tests/cluster/test_engine_over_nodes.py",
     "tests/cluster/test_moved_gpus.py",
+    "tests/scripts/test_job_bodies.py",
     "tests/scripts/test_quickstart.py",
     "tests/scripts/test_ray.py",
     "tests/scripts/test_ray_nodes.py",
+    "tests/scripts/test_rayjob.py",
     "tests/scripts/test_slurm_job.py",
 )
 PATIENCE = 2  # times the limits of whole runs and of tests, which fit a busy machine of today: others are slower

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+
 
 def write_reward_model(
     folder: Path,
@@ -16,7 +18,7 @@ def write_reward_model(
     head: str = "SequenceClassification",
     labels: int = 1,
 ) -> Path:
-    """A 2-layer classifier of `family` ("Llama", "Qwen2", "Qwen3") with so many labels, and `tokenizer`."""
+    """A 2-layer classifier of `family` ("Llama", "Qwen2", "Qwen3", "Qwen3Moe") with so many labels, and `tokenizer`."""
     import torch
     import transformers
 
@@ -34,6 +36,7 @@ def write_reward_model(
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
         num_labels=labels,
+        **(EXPERTS if family == "Qwen3Moe" else {}),
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -17,9 +17,11 @@
 #
 # Several nodes: run the same script on each of them, with WORLD_SIZE (number of nodes), RANK (0 on the head) and
 # MASTER_ADDR (the head's address for the other nodes), as Kubernetes jobs set them. The head continues once all nodes
-# have joined; on the other nodes ray_begin joins the head, waits for its end and ends the script. If the nodes do not
-# join within RAY_JOIN_TIMEOUT_S (600), each prints an error and fails. RAY_PORT (6379) is the head's port. Every node
-# needs the same RAY_AUTH_TOKEN, or a RAY_AUTH_TOKEN_PATH to a file with it; it authenticates access to the cluster.
+# have joined; on the other nodes ray_begin joins the head, waits for its end and ends the script: with code 75 if the
+# head was lost, ended with code 75 or was ended by a signal, so that the same command may continue, else with 0. If the
+# nodes do not join within RAY_JOIN_TIMEOUT_S (600), each prints an error and fails, the head with exit code 75, another
+# node that finds no head with 69. RAY_PORT (6379) is the head's port. Every node needs the same RAY_AUTH_TOKEN, or a
+# RAY_AUTH_TOKEN_PATH to a file with it; it authenticates access to the cluster.
 
 RAY_NODE_PID=
 RAY_JOB_ID=
@@ -61,7 +63,7 @@ ray_launch() {
    python3 "$RAY_LIB/ray_node.py" --folder "$RAY_FOLDER" "${role[@]}" "$@" &
    RAY_NODE_PID=$!
    if ((rank > 0)); then
-      wait "$RAY_NODE_PID" || fail $? "node $rank of $nodes failed; see its message above"
+      wait "$RAY_NODE_PID" || fail $? "node $rank of $nodes has ended; see its message above"
       exit 0
    fi
 }
@@ -71,7 +73,7 @@ ray_await() {
    [[ -n $RAY_NODE_PID ]] || return 0
    until [[ -f $RAY_FOLDER/address ]]; do
       if ! kill -0 "$RAY_NODE_PID" 2>/dev/null; then
-         wait "$RAY_NODE_PID" || fail 1 "Ray did not start; see its message above"
+         wait "$RAY_NODE_PID" || fail $? "Ray did not start; see its message above"
       fi
       sleep 0.2
    done
@@ -160,6 +162,8 @@ ray_end() {
       kill "$RAY_SUBMIT_PID" 2>/dev/null || true
    fi
    if [[ -n $RAY_NODE_PID ]]; then
+      # For the other nodes. The folder is gone if Ray has ended by itself.
+      if [[ -d $RAY_FOLDER ]]; then echo "$code" >"$RAY_FOLDER/outcome" || true; fi
       kill "$RAY_NODE_PID" 2>/dev/null || true
       wait "$RAY_NODE_PID" 2>/dev/null || true
    fi

@@ -4,6 +4,10 @@ As head it runs ``ray start --head`` in the given folder, waits until all ``--no
 ``<folder>/address`` and waits. With ``--join`` it joins a head, with retries until the head responds, and ends when the
 head is gone. On a signal, when its parent dies, or when Ray exits, it ends every process that Ray started, in whatever
 session or group, and removes the folder. It does not use ``ray stop``, which would also end other clusters.
+
+Before the head ends on a signal it tells the other nodes the exit code in ``<folder>/outcome``, where its script has
+written it. They end with code 75 if the same command may continue after it (75, or a signal ended it), else with 0. A
+head that ends without a word was lost: code 75.
 """
 
 import argparse
@@ -19,14 +23,19 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import node_messages
+
 from slimrl.processes import stale_resources
 from slimrl.processes.folders import kernel_cache
+from slimrl.processes.managed_process import PortReservation, claim_port, claim_ports
 from slimrl.processes.ray_environment import ON_LOOPBACK
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
@@ -38,13 +47,18 @@ POLITE_STOP_S = 10
 # Ray makes its folder accessible to all users, so it gets a subfolder. A short name, because it contains sockets.
 RAY_FOLDER = "r"
 EXIT_RESUMABLE = 75  # slimrl.cluster.main.EXIT_RESUMABLE: the same command may succeed
+# EX_UNAVAILABLE of sysexits.h: no head within the time, which is no failure if the last one has done its work.
+EXIT_NO_HEAD = 69
+SIGNALLED = 128  # exit codes from here on: a signal ended the script, and a scheduler may start it again
 # A head whose machine refuses connections for this long has ended: even a busy head responds, from a separate thread.
 HEAD_GONE_S = 10
 # A head that does not answer at all may be behind a lost link, which may come back.
 HEAD_SILENT_S = 30
+HEAD_NAMED_S = 15  # a warning names it
 # A node that starts again has the RANK of the one before it, which Ray takes for alive for a while.
 DOUBLED_S = 20
-RANK_LABEL = "slimrl-rank"  # of a Ray node: the RANK that its script had
+# Labels of a Ray node: the RANK that its script had, and where it listens for the outcome of the run.
+RANK_LABEL, PORT_LABEL = "slimrl-rank", "slimrl-port"
 OTHER_VERSION = "Version mismatch"  # Ray's message if the head has another Ray or Python
 ACCEPTS, REFUSES, SILENT = "accepts", "refuses", "silent"
 # Variables of the job that starts the nodes; removed for the processes that Ray starts.
@@ -60,7 +74,19 @@ class Lost(RuntimeError):
 
 
 class NotTogether(Exception):
-    """Not all nodes joined in time; Ray's log on this node is not relevant."""
+    """The nodes that joined are not those of the cluster; Ray's log on this node is not relevant."""
+
+    exit_code = 1
+
+
+class NotInTime(NotTogether):
+    """Nodes are missing after the time to join; they may come later."""
+
+    exit_code = EXIT_RESUMABLE
+
+
+class NoHead(RuntimeError):
+    """This node could not join the head in time."""
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -75,15 +101,6 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--join", metavar="HOST:PORT", help="join the cluster of this head as a further node")
     parser.add_argument("--timeout-s", type=float, default=600, help="seconds for all nodes to join (default 600)")
     return parser.parse_known_args(argv)
-
-
-def free_ports(count: int) -> list[int]:
-    """Distinct ports that are free on all addresses now."""
-    with contextlib.ExitStack() as stack:
-        listeners = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for listener in listeners:
-            listener.bind(("", 0))
-        return [listener.getsockname()[1] for listener in listeners]
 
 
 def own_address(master: str) -> str:
@@ -114,18 +131,24 @@ def own_every_descendant() -> None:
 
 
 def ray_start(
-    folder: Path, flags: list[str], owner: stale_resources.Owner, *, rank: int = 0, alone: bool = False
+    folder: Path,
+    flags: list[str],
+    owner: stale_resources.Owner,
+    agent: PortReservation,
+    *,
+    labels: dict[str, int],
+    alone: bool = False,
 ) -> subprocess.Popen:
-    """Runs ``ray start --block`` on free ports, with its output in ``<folder>/ray.log``; Ray also owns the folder.
+    """Runs ``ray start --block``, with its output in ``<folder>/ray.log``; Ray also owns the folder.
 
-    `rank` is the number of this node; `alone`: no other node joins.
+    `agent` are two ports for the node's agent; `labels` are those of this node; `alone`: no other node joins.
     """
-    agent, agent_grpc = free_ports(2)
+    text = ",".join(f"{name}={value}" for name, value in labels.items())
     command = [
         str(Path(sys.executable).with_name("ray")),
         *("start", "--block", "--disable-usage-stats", "--log-color=false", f"--temp-dir={folder / RAY_FOLDER}"),
-        *(f"--dashboard-agent-listen-port={agent}", f"--dashboard-agent-grpc-port={agent_grpc}"),
-        *("--min-worker-port=0", "--max-worker-port=0", f"--labels={RANK_LABEL}={rank}"),
+        *(f"--dashboard-agent-listen-port={agent.first}", f"--dashboard-agent-grpc-port={agent.first + 1}"),
+        *("--min-worker-port=0", "--max-worker-port=0", f"--labels={text}"),
         *flags,
     ]
     environment = {
@@ -172,11 +195,11 @@ def wait_until_ready(ray: subprocess.Popen, address: str) -> None:
     raise RuntimeError(f"Ray did not start: no answer from its job server at {address} in {READY_TIMEOUT_S} s")
 
 
-def alive_nodes(address: str) -> list[tuple[str, str]]:
-    """(RANK, address) of the nodes that are alive now, sorted by address; RANK "" if it was not started by a script."""
+def labelled_nodes(address: str, label: str) -> list[tuple[str, str]]:
+    """(label, address) of the nodes that are alive now, sorted by address; label "" if no script started the node."""
     nodes = json.loads(get(f"{address}/api/v0/nodes?limit=10000"))["data"]["result"]["result"]
     alive = [node for node in nodes if node["state"] == "ALIVE"]
-    found = [((node.get("labels") or {}).get(RANK_LABEL, ""), node["node_ip"]) for node in alive]
+    found = [((node.get("labels") or {}).get(label, ""), node["node_ip"]) for node in alive]
     return sorted(found, key=lambda node: node[1])
 
 
@@ -192,14 +215,22 @@ def doubled_rank(nodes: list[tuple[str, str]]) -> str:
     return ""
 
 
-def wait_for_nodes(ray: subprocess.Popen, address: str, wanted: int, timeout_s: float) -> None:
-    """Waits until `wanted` nodes are up. Raises NotTogether with the nodes that joined if they are too few."""
+def wait_for_nodes(
+    ray: subprocess.Popen, address: str, wanted: int, timeout_s: float, refused: Callable[[], list[str]]
+) -> None:
+    """Waits until `wanted` nodes are up; `refused` returns why other nodes could not join.
+
+    Raises NotInTime with the nodes that joined if they are too few, NotTogether if one was refused or two have the same
+    RANK.
+    """
     deadline, seen, since = time.monotonic() + timeout_s, [], None
     while True:
         if ray.poll() is not None:
             raise RuntimeError(f"the Ray head exited unexpectedly with exit code {ray.returncode}")
+        if reasons := refused():
+            raise NotTogether("; ".join(reasons))
         with contextlib.suppress(urllib.error.URLError, OSError):
-            ranks = alive_nodes(address)
+            ranks = labelled_nodes(address, RANK_LABEL)
             doubled = doubled_rank(ranks)
             if not doubled:
                 since = None
@@ -214,7 +245,7 @@ def wait_for_nodes(ray: subprocess.Popen, address: str, wanted: int, timeout_s: 
         if len(seen) >= wanted and since is None:
             return
         if time.monotonic() > deadline + (0 if seen else READY_TIMEOUT_S):  # the first response takes longer
-            raise NotTogether(
+            raise NotInTime(
                 f"{len(seen)} of {wanted} nodes (WORLD_SIZE) joined within {timeout_s:g} s: {', '.join(seen)}; "
                 "check the other nodes, or set RAY_JOIN_TIMEOUT_S to wait longer"
             )
@@ -262,15 +293,19 @@ class HeadWatch:
     def __init__(self, address: str) -> None:
         self._address = address
         self._accepted = self._answered = time.monotonic()
-        self._refused = False  # since it last accepted a connection: its Ray ended in order, and its machine may follow
+        self._refused = False  # since it last accepted a connection: its Ray ended, and its machine may follow
+        self._named = False
 
     def gone(self) -> bool:
-        """Asks the head; whether it has ended or is lost."""
+        """Asks the head; whether it has ended or is lost. Prints a warning when it has not answered for a while."""
         said, now = response(self._address), time.monotonic()
         if said == ACCEPTS:
             self._accepted, self._refused = now, False
         self._refused |= said == REFUSES
         self._answered = self._answered if said == SILENT else now
+        if self.silent_s > HEAD_NAMED_S and not self._named:
+            print(f"slimrl: the Ray head at {self._address}: {self._silence}", file=sys.stderr, flush=True)
+        self._named = self.silent_s > HEAD_NAMED_S
         return now - self._accepted > HEAD_GONE_S if self._refused else self.lost
 
     @property
@@ -282,6 +317,17 @@ class HeadWatch:
     def lost(self) -> bool:
         """Whether the head has not answered for too long, without having ended first."""
         return not self._refused and self.silent_s > HEAD_SILENT_S
+
+    @property
+    def reason(self) -> str:
+        """Why a head that is gone, and that has not told the outcome of the run, is so."""
+        if self.lost:
+            return self._silence
+        return "it ended before its script did: its processes were killed, or its machine went down"
+
+    @property
+    def _silence(self) -> str:
+        return f"no answer on the network for {self.silent_s:.0f} s; look for a lost link, or a machine that is down"
 
 
 def stop_everything(ray: subprocess.Popen) -> None:
@@ -305,17 +351,43 @@ class Node:
         self.extra = extra
         self.owner = owner
         self.ray: subprocess.Popen | None = None
+        # Of the last `ray start`, which binds them seconds later. Ray binds the rest at once, to ports of the system.
+        self._ports: list[PortReservation] = []
+        self._token = os.environ.get("RAY_AUTH_TOKEN", "")
+        self._job_address = ""  # of the head
 
-    def be_head(self) -> None:
+    def be_head(self) -> NoReturn:
         """Starts the head, waits for the other nodes, writes the job address and waits; RuntimeError if Ray exits."""
         args = self.args
         host = args.host or ("127.0.0.1" if args.nodes == 1 else own_address(args.master))
-        address = self._start_head(host)
-        wait_for_nodes(self.ray, address, args.nodes, args.timeout_s)
+        self._job_address = address = self._start_head(host)
+        with self._refusals(host) as refused:
+            wait_for_nodes(self.ray, address, args.nodes, args.timeout_s, refused)
         (args.folder / "address.new").write_text(address + "\n")
         (args.folder / "address.new").rename(args.folder / "address")
         code = wait_for_end(self.ray, gone=lambda: False)
         raise Lost(f"the Ray head exited unexpectedly with exit code {code}")
+
+    @contextlib.contextmanager
+    def _refusals(self, host: str) -> Iterator[Callable[[], list[str]]]:
+        """Within the block, what nodes say that cannot join; nothing where the port after the head's is taken."""
+        try:
+            listener = node_messages.Listener(self._token, self.args.port + 1) if self.args.nodes > 1 else None
+        except (OSError, OverflowError):
+            listener = None
+        if listener is None:
+            yield list
+            return
+        with contextlib.closing(listener):
+            yield listener.received
+
+    def tell_outcome(self, code: int) -> None:
+        """Tells the other nodes the exit code of the head's script. Does nothing without a head that answers."""
+        if not self._job_address or self.args.nodes == 1:
+            return
+        with contextlib.suppress(urllib.error.URLError, OSError, ValueError):
+            nodes = labelled_nodes(self._job_address, PORT_LABEL)
+            node_messages.send(self._token, str(code), [(host, int(port)) for port, host in nodes if port])
 
     def _start_head(self, host: str) -> str:
         """Starts the head; returns the job address once it responds. Raises RuntimeError if it does not.
@@ -323,14 +395,15 @@ class Node:
         Ray binds its ports seconds after they were found free: if one was taken meanwhile, it retries with others.
         """
         for attempt in itertools.count(1):
-            free, dashboard, client = free_ports(3)
-            port = self.args.port or free
-            if reachable(f"{host}:{port}"):
-                raise RuntimeError(f"port {port} of {host} is taken; set RAY_PORT to another one, on every node")
+            self._release_ports()
+            port = self._head_port(host)
+            dashboard, client, agent = self._claim(host), self._claim(host), self._claim(host, 2)
             flags = ["--head", "--include-dashboard=true", f"--node-ip-address={host}", f"--port={port}"]
-            flags += [f"--dashboard-host={host}", f"--dashboard-port={dashboard}", f"--ray-client-server-port={client}"]
-            self.ray = ray_start(self.args.folder, [*flags, *self.extra], self.owner, alone=self.args.nodes == 1)
-            address = f"http://{host}:{dashboard}"
+            flags += [f"--dashboard-host={host}", f"--dashboard-port={dashboard.first}"]
+            flags += [f"--ray-client-server-port={client.first}", *self.extra]
+            labels, alone = {RANK_LABEL: 0}, self.args.nodes == 1
+            self.ray = ray_start(self.args.folder, flags, self.owner, agent, labels=labels, alone=alone)
+            address = f"http://{host}:{dashboard.first}"
             try:
                 wait_until_ready(self.ray, address)
                 return address
@@ -339,46 +412,90 @@ class Node:
                     raise
                 stop_everything(self.ray)
 
-    def be_worker(self) -> None:
-        """Joins the head and waits for its end. Raises RuntimeError if this node ends before the head, or loses it."""
-        head = self.args.join
-        self._join(head)
-        print(f"slimrl: joined the Ray head at {head}; this node runs until the head ends", flush=True)
-        watch = HeadWatch(head)
-        code = wait_for_end(self.ray, watch.gone)
+    def _head_port(self, host: str) -> int:
+        """Reserves the port that the other nodes know, or any. Raises RuntimeError if it is taken."""
+        port = self.args.port
+        if not port:
+            return self._claim(host).first
+        try:
+            self._ports.append(claim_port(port, host))
+        except OSError:
+            raise RuntimeError(f"port {port} of {host} is taken; set RAY_PORT to another one, on every node") from None
+        return port
+
+    def _claim(self, host: str = "127.0.0.1", count: int = 1) -> PortReservation:
+        """Reserves `count` consecutive ports, below those that the system gives to outgoing connections."""
+        self._ports.append(claim_ports(count, host))
+        return self._ports[-1]
+
+    def _release_ports(self) -> None:
+        while self._ports:
+            self._ports.pop().release()
+
+    def be_worker(self) -> int:
+        """Joins the head and waits for its end; returns the exit code.
+
+        Raises RuntimeError if this node ends before the head, or loses it.
+        """
+        head, outcome = self.args.join, []
+        with contextlib.closing(node_messages.Listener(self._token)) as listener:
+            self._join(head, listener.port)
+            print(f"slimrl: joined the Ray head at {head}; this node runs until the head ends", flush=True)
+            watch = HeadWatch(head)
+
+            def ended() -> bool:
+                outcome.extend(listener.received())
+                return bool(outcome) or watch.gone()
+
+            code = wait_for_end(self.ray, ended)
+            outcome.extend(listener.received())
+        if outcome:
+            may_continue = int(outcome[-1]) == EXIT_RESUMABLE or int(outcome[-1]) >= SIGNALLED
+            then = f" with exit code {outcome[-1]}, after which the same command may continue" if may_continue else ""
+            print(f"slimrl: the Ray head at {head} has ended{then}; ending this node", flush=True)
+            deadline = time.monotonic() + POLITE_STOP_S
+            while reachable(head) and time.monotonic() < deadline:  # another try of this node must not join it
+                time.sleep(0.2)
+            return EXIT_RESUMABLE if may_continue else 0
         if code is not None and reachable(head):
             raise Lost(f"Ray exited on this node with exit code {code} while the head is running")
-        if watch.lost:
-            raise Lost(
-                f"lost the Ray head at {head}: no answer on the network for {watch.silent_s:.0f} s; look for a lost"
-                " link, or for a machine that is down"
-            )
-        print(f"slimrl: the Ray head at {head} has ended; ending this node", flush=True)
+        raise Lost(f"lost the Ray head at {head}: {watch.reason}")
 
-    def _join(self, head: str) -> None:
-        """Retries until this node has joined the head. Raises RuntimeError on timeout."""
+    def _join(self, head: str, listens_at: int) -> None:
+        """Retries until this node has joined. Raises NoHead on timeout, RuntimeError if the head has other versions."""
         args, reason = self.args, "no response from the head"
         flags = [f"--address={head}", *([f"--node-ip-address={args.host}"] if args.host else []), *self.extra]
         deadline = time.monotonic() + args.timeout_s
         while time.monotonic() < deadline:
             if reachable(head):
-                self.ray = ray_start(args.folder, flags, self.owner, rank=args.rank)
+                self._release_ports()
+                labels = {RANK_LABEL: args.rank, PORT_LABEL: listens_at}
+                self.ray = ray_start(args.folder, flags, self.owner, self._claim(count=2), labels=labels)
                 while self.ray.poll() is None and time.monotonic() < deadline:
                     if "Ray runtime started" in self.log():
                         return
                     time.sleep(0.2)
                 stop_everything(self.ray)
                 if OTHER_VERSION in self.log():
+                    self._tell_refusal(head)
                     raise RuntimeError(
                         f"this node has other versions than the Ray head at {head}: install the same lock on every node"
                         " (docs/gpu-cluster.md)"
                     )
                 reason = "`ray start` failed or did not finish"
             time.sleep(1)
-        raise RuntimeError(
+        raise NoHead(
             f"this node could not join the Ray head at {head} (MASTER_ADDR, RAY_PORT) within {args.timeout_s:g} s: "
             f"{reason}; check that the node with RANK 0 is running, or set RAY_JOIN_TIMEOUT_S to wait longer"
         )
+
+    def _tell_refusal(self, head: str) -> None:
+        host, port = head.rsplit(":", 1)
+        versions = self.log()[self.log().index(OTHER_VERSION) :].splitlines()[:8]
+        text = f"the node with RANK={self.args.rank}, {socket.gethostname()}, has another Ray or Python than the head:"
+        text += " install the same lock on every node (docs/gpu-cluster.md); "
+        text += " ".join(line.strip() for line in versions if line.strip())
+        node_messages.send(self._token, text, [(host, int(port) + 1)])
 
     def log(self) -> str:
         log = self.args.folder / "ray.log"
@@ -395,23 +512,27 @@ def main(argv: list[str]) -> int:
         signal.signal(number, stop)
     stale_resources.remove_stale(args.folder.parent)
     owner = stale_resources.own(args.folder)
-    node = Node(args, extra, owner)
+    node, outcome = Node(args, extra, owner), None
     try:
         own_every_descendant()
-        node.be_worker() if args.join else node.be_head()
-        return 0
+        return node.be_worker() if args.join else node.be_head()
     except NotTogether as error:
         print(f"slimrl: {error}", file=sys.stderr)
-        return 1
+        outcome = error.exit_code
+        return outcome
     except RuntimeError as error:
         lines = node.log().splitlines()[-15:]
         print(f"slimrl: {error}" + ("; Ray's last lines:" if lines else ""), *lines, sep="\n  ", file=sys.stderr)
-        return EXIT_RESUMABLE if isinstance(error, Lost) else 1
+        return {Lost: EXIT_RESUMABLE, NoHead: EXIT_NO_HEAD}.get(type(error), 1)
     except Stopped:
+        with contextlib.suppress(OSError, ValueError):  # none if this process was stopped without its script
+            outcome = int((args.folder / "outcome").read_text())
         return 0
     finally:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
+        if outcome is not None:
+            node.tell_outcome(outcome)
         if node.ray is not None:
             stop_everything(node.ray)
         stale_resources.remove(args.folder)

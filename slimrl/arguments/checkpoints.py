@@ -18,7 +18,7 @@ from slimrl.models.families import TABLES
 from slimrl.models.model_spec import expand_layer_pattern
 
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
-MANIFEST_NAME = "slimrl_checkpoint.json"  # written last into each checkpoint of training: its files and their bytes
+MANIFEST_NAME = "slimrl_checkpoint.json"  # written last into each checkpoint: its files and their bytes
 RELEASE = "release"
 CRITIC = "critic"  # the folder of the critic's checkpoints in that of the policy's
 UNFINISHED = ".tmp"  # ends the name of a checkpoint that is being written, or being deleted
@@ -45,8 +45,8 @@ def placed(root: Path, name: str) -> Path | None:
     return None
 
 
-def manifest(iteration: int, files: dict[str, int], **more: Any) -> str:
-    """The text of the manifest: `files` are names and bytes, `more` is for the reader's information."""
+def manifest(iteration: int | None, files: dict[str, int], **more: Any) -> str:
+    """The text of the manifest: `files` are names and bytes, `more` describes the model; no iteration: converted."""
     content = {"program": _PROGRAM, "iteration": iteration, **more, "files": dict(sorted(files.items()))}
     return json.dumps(content, indent=2) + "\n"
 
@@ -64,16 +64,16 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
 
 
 def is_ours(folder: Path) -> bool:
-    """True for a checkpoint that slimrl wrote under this name."""
-    written = read_manifest(folder)
-    return written is not None and written["iteration"] == iteration_of(folder.name)
+    """True for a checkpoint of training that slimrl wrote under this name."""
+    written, iteration = read_manifest(folder), iteration_of(folder.name)
+    return written is not None and iteration is not None and written["iteration"] == iteration
 
 
 def find_corruption(folder: Path) -> str | None:
     """Why the checkpoint `folder` is corrupt; None if no problem is found.
 
-    With a manifest every file must have its bytes; without one (a converted model, another program's) the files that
-    no torch_dist checkpoint lacks must be there.
+    With a manifest every file must have its bytes; without one (another program's) the files that no torch_dist
+    checkpoint lacks must be there.
     """
     written = read_manifest(folder)
     if written is None:

@@ -19,6 +19,7 @@ from typing import Any
 from slimrl.algorithms.estimators import ESTIMATORS
 from slimrl.algorithms.preference_losses import PREFERENCE_LOSSES
 from slimrl.arguments.checkpoints import CRITIC
+from slimrl.arguments.hf_config import ARCHITECTURES
 from slimrl.arguments.namespace import Arguments
 from slimrl.hooks import own_path
 from slimrl.models.families import family_for
@@ -212,6 +213,24 @@ def _notes(args: Arguments) -> None:
     if args.eval_interval is None and (args.eval_prompt_data is not None or args.eval_config is not None):
         args.notes.append("no evaluation will run: evaluation sets are given without --eval-interval.")
     _sampling_notes(args)
+    _classifier_note(args)
+
+
+def _classifier_note(args: Arguments) -> None:
+    """Where no server can score with the reward model that is trained."""
+    if not args.trains_reward_model or args.hf_checkpoint is None:
+        return
+    try:
+        config = json.loads((Path(args.hf_checkpoint) / "config.json").read_text(encoding="utf-8"))
+        (name,) = config["architectures"]
+    except (OSError, ValueError, KeyError, TypeError):  # a rule reports it
+        return
+    exported = f"{name.removesuffix('ForCausalLM')}ForSequenceClassification"
+    if exported not in ARCHITECTURES and name not in ARCHITECTURES:
+        args.notes.append(
+            f"this reward model is exported as a {exported}, which --rm-model does not serve"
+            f" ({', '.join(ARCHITECTURES)}): --critic-load takes it, and a --custom-rm-path can score with it."
+        )
 
 
 def _sampling_notes(args: Arguments) -> None:

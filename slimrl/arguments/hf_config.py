@@ -101,7 +101,8 @@ __all__ = ["MODEL_TYPES", "disagreements", "stated_flags"]
 
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")  # one of them is in a folder with a tokenizer
-# the classes of SGLang that give numbers in place of tokens; one number of a response is its reward
+# the classes that give numbers in place of tokens, of SGLang or of `slimrl.engines.sglang.models`; one number of a
+# response is its reward
 ARCHITECTURES = (
     "Gemma2ForSequenceClassification",
     "InternLM2ForRewardModel",
@@ -111,6 +112,7 @@ ARCHITECTURES = (
     "Qwen2ForSequenceClassification",
     "Qwen3ForRewardModel",
     "Qwen3ForSequenceClassification",
+    "Qwen3MoeForSequenceClassification",
 )
 # served as sequence classifiers, whose head at the last token of each prefix is that of the token
 TOKEN_CLASSIFIERS = ("Qwen2ForTokenClassification", "Qwen3ForTokenClassification")

@@ -38,6 +38,7 @@ from slimrl.arguments.flags.moe import MoeArguments
 from slimrl.arguments.flags.optimizer import OffloadArguments, OptimizerArguments
 from slimrl.arguments.flags.parallel import ClusterArguments, GradientArguments, ParallelArguments
 from slimrl.arguments.flags.rollout import EvalArguments, RewardArguments, RolloutArguments
+from slimrl.models.adapters import AdapterConfig, SharedAdapter
 from slimrl.models.families.vision import TowerWeights
 
 
@@ -115,6 +116,7 @@ class DerivedRun:
     """The run's paths, computed after parsing by `derive`."""
 
     run_dir: str = ""
+    adapter_owner: str = ""  # of the run's adapters in external servers, known when the run starts
 
 
 @dataclasses.dataclass
@@ -293,6 +295,19 @@ class Arguments(
         """True if the engines serve LoRA adapters beside their base, and weight updates send nothing else."""
         alone = self.debug_rollout_only or self.debug_train_only
         return self.lora_rank is not None and not self.lora_merge and not alone
+
+    @property
+    def shared_adapter(self) -> SharedAdapter | None:
+        """The names of the run's adapters in external servers, which other runs use, too; None without."""
+        adapters = AdapterConfig.from_args(self)
+        if adapters is None or not self.engines_have_adapters or not self.rollout_external_engine_addrs:
+            return None
+        return SharedAdapter(self.lora_name, self.adapter_owner, adapters)
+
+    @property
+    def adapter_of_requests(self) -> str | SharedAdapter | None:
+        """What the run's requests use in the engines: an adapter of this name, one by version, or None."""
+        return (self.shared_adapter or self.lora_name) if self.engines_have_adapters else None
 
     @property
     def uses_vllm(self) -> bool:

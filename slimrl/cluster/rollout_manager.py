@@ -31,7 +31,6 @@ from slimrl.engines.protocol import RETRY_TIMEOUT_S as RETRY_TIMEOUT_WITHOUT_REC
 from slimrl.engines.protocol import EngineGroupClient
 from slimrl.engines.server_protocol import EngineMemory
 from slimrl.hooks import contain_tasks
-from slimrl.models.adapters import ADAPTER_NAME
 from slimrl.observability.rollout_dump import RolloutDumps
 from slimrl.observability.tracer import Timeline
 from slimrl.processes.process_info import resident_gib
@@ -149,7 +148,7 @@ class RolloutManager:
             weights_are_updated=trained,
             key=key_of(self._args),
             vocabulary=self._args.vocab_size,
-            adapter=ADAPTER_NAME if self._args.engines_have_adapters else None,
+            adapter=self._args.adapter_of_requests,
         )
         await self._client.__aenter__()
         self._memory = EngineMemory([engine.control() for engine in self._engines.engines])
@@ -240,9 +239,9 @@ class RolloutManager:
         await self._generator.continuous.drain()
 
     async def set_weight_version(self, version: int, end: int) -> None:
-        """Reports that the servers hold weights `version`: fully asynchronous generation starts or resumes, up to
-        rollout `end`.
-        """
+        """The servers hold weights `version`: requests use them, and fully asynchronous generation goes on to `end`."""
+        if self._client is not None:
+            self._client.use_weight_version(str(version))
         if self._generator is not None and self._generator.continuous is not None:
             self._generator.continuous.set_weight_version(version, end)
 

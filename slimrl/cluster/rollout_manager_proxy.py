@@ -1,8 +1,8 @@
 """The driver's side of the rollout manager: calls, waits, engine memory, and the cleanup after a failed run.
 
 Every call of the driver goes through `RolloutManagerProxy`. After a failure or an interrupt, `RolloutManagerCleanup`
-removes the run's servers from an external router, so that the next run can use it, and names external servers that may
-hold a partial weight update. A run that ends normally needs neither.
+removes the run's servers from an external router, so that the next run can use it, unloads the run's adapters from
+external servers, and names those that may hold a partial weight update. A run that ends normally needs neither.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from slimrl.cluster.watchdog import WaitTarget, format_rollout_status, poll_acto
 from slimrl.engines.backend import backend
 from slimrl.engines.http import key_of
 from slimrl.engines.protocol import EngineError
+from slimrl.engines.shared_adapters import remove_adapters
+from slimrl.models.adapters import SharedAdapter
 
 if TYPE_CHECKING:
     from slimrl.cluster.engines.server_states import EngineGroupStatus, RecoveryEvents
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from slimrl.weights.update.topology import EngineEndpoint
 
 logger = logging.getLogger("slimrl")
+_ADAPTER_TIMEOUT_S = 30.0  # of a call that unloads an adapter
 _DUMP_WAIT_S = 120.0  # after which a failed run ends without its last dump
 
 
@@ -197,11 +200,13 @@ class RolloutManagerCleanup:
             self._kill()
             return
         self._report_paused()
-        if self._args.sglang_router_ip is None:
-            self._kill()
+        own_router = self._args.sglang_router_ip is None
+        registered = None if own_router else self._registered()
+        self._kill()  # first: it would restore the router's list, and it ends the requests of the run's adapters
+        if (adapter := self._args.shared_adapter) is not None:
+            self._remove_adapters(adapter)
+        if own_router:
             return
-        registered = self._registered()
-        self._kill()  # first: it would restore the router's list
         urls = self._started if registered is None else registered
         try:
             address = self._args.sglang_router_ip, self._args.sglang_router_port
@@ -209,8 +214,15 @@ class RolloutManagerCleanup:
         except EngineError as failure:  # not raised: the run's own error must be reported
             logger.warning("the router of --sglang-router-ip may still have %s: %s", ", ".join(urls), failure)
 
+    def _remove_adapters(self, adapter: SharedAdapter) -> None:
+        for address in self._args.rollout_external_engine_addrs or ():
+            url, key = f"http://{address}", key_of(self._args)
+            remove_adapters(backend(self._args.rollout_engine).control(url, _ADAPTER_TIMEOUT_S, key), adapter)
+
     def _report_paused(self) -> None:
         addresses = self._args.rollout_external_engine_addrs
+        if self._args.shared_adapter is not None:  # an update of adapters pauses nothing
+            return
         if addresses and self._trainers is not None and self._trainers.updating_weights is not None:
             logger.error(
                 "the run ended during weight update %s: the servers %s of --rollout-external-engine-addrs may be paused"

@@ -14,7 +14,7 @@ import ray
 from slimrl.arguments import Arguments
 from slimrl.arguments.engine_groups import policy_options
 from slimrl.cluster.colocate import ColocatedMemory
-from slimrl.cluster.engines.engine_group import check_machine
+from slimrl.cluster.engines.engine_group import adapter_owner, check_machine
 from slimrl.cluster.engines.weight_update_recovery import WeightUpdateRecovery, weight_recovery
 from slimrl.cluster.launch import Launch, bind_config
 from slimrl.cluster.nodes.comparison import check_nodes
@@ -195,7 +195,7 @@ class Run:
         self._resume_generation(version)
 
     def _resume_generation(self, version: int) -> None:
-        if self.args.max_weight_staleness is not None:
+        if self.args.max_weight_staleness is not None or self.args.shared_adapter is not None:
             target = self._manager.waiting_for(f"generation continuing with weights {version}")
             self._supervisor.get([self._manager.set_weight_version(version, self.rollout_ids.stop)], target)
 
@@ -334,7 +334,10 @@ def open_run(args: Arguments) -> Iterator[Run]:
         timeline.mark("connect to Ray")
         stack.enter_context(ray_session(plan.total, machine=launch.machine))
         log = stack.enter_context(RunLog.open(args, package_versions()))
-        args = with_key(dataclasses.replace(args, wandb_key=None))  # only the run log needs it
+        args = dataclasses.replace(
+            args, wandb_key=None, adapter_owner=adapter_owner(args)
+        )  # only the log needs the key
+        args = with_key(args)
         launch = launch.placed(bind_config(args))
         timeline.mark("reserve GPUs, start the rollout manager")
         manager, manager_end, gpus, supervisor, spares = _reserve(stack, args, plan, launch)

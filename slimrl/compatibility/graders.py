@@ -105,8 +105,8 @@ def compute_pass_rate(
 
 
 async def reward_func(args: Arguments, sample: Sample, **kwargs: Any) -> float:
-    """0, for `--custom-rm-path`. Raises ValueError without a teacher on servers: nothing would be learned."""
-    if not args.has_served_teacher:
+    """0, for `--custom-rm-path`. Raises ValueError without a teacher: nothing would be learned."""
+    if not args.use_opd:
         raise ValueError("this reward is always 0 and needs a teacher: add --use-opd --opd-type sglang")
     return 0.0
 

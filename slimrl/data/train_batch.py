@@ -155,8 +155,10 @@ def batch_from_samples(
         if not _is_given(field, stored[field], samples):
             return None
         column = joined(field, response_lengths, np.float32)
-        if not bool(column.isfinite().all()):
-            raise ValueError(f"{field} of the rollout are not all finite: give finite numbers")
+        if not bool((finite := column.isfinite()).all()):
+            ends = torch.tensor(response_lengths).cumsum(0)
+            at = int(torch.searchsorted(ends, int((~finite).nonzero()[0]), right=True))
+            raise ValueError(f"{_name(samples[at], at)}: {field} are not all finite: give finite numbers")
         return column
 
     def top(field: str, dtype: type[np.number]) -> Tensor | None:

@@ -219,6 +219,12 @@ class EngineGroupClient(EngineClient, ServerList, Protocol):
         """Opens its connections."""
         ...
 
+    def use_weight_version(self, version: str) -> None:
+        """Requests from now on use these weights, which every server has.
+
+        Only of an adapter in servers that other runs use, too; other requests get the newest weights in any case.
+        """
+
     async def close(self) -> None:
         """Drops every connection; requests in flight are cancelled and not resent."""
 

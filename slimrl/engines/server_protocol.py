@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from slimrl.engines.protocol import EngineError, EngineUnavailableError
+from slimrl.engines.shared_adapters import AdapterControl
 from slimrl.platform.launch_env import Network
 
 # what a weight update does with running requests: returns them as aborted, or continues them with the new weights
@@ -202,12 +203,8 @@ class ExternalServer(Protocol):
         """Whether another server responds at its address now; False if none responds."""
 
 
-class WeightControl(Protocol):
+class WeightControl(AdapterControl, Protocol):
     """The calls of a weight update to one server; each blocks. `url` is its address, for messages."""
-
-    @property
-    def url(self) -> str:
-        """The server's address."""
 
     def begin_weight_update(self, running: RunningRequests) -> None:
         """Ends ("abort") or holds ("retract") running requests, holds new ones, and empties the KV cache."""
@@ -268,16 +265,6 @@ class WeightControl(Protocol):
 
     def update_weights_from_shards(self, serialized: list[str], timeout_s: float | None = None) -> None:
         """One step of a point-to-point update; a payload per rank (`point_to_point.engine_side.serialize_call`)."""
-
-    def load_adapter(
-        self, name: str, config: dict[str, Any], serialized: list[str], checksums: dict[str, str] | None
-    ) -> None:
-        """Replaces the LoRA adapter `name`, which no request may use meanwhile.
-
-        `config` is PEFT's, `serialized` has one base64 payload per tensor-parallel rank
-        (`weights.update.adapter_updater.serialize`). With `checksums`, SHA-256 in hex by PEFT's names, each rank
-        compares them with its tensors.
-        """
 
     def weights_checksum(self) -> list[dict[str, Any]]:
         """Per engine rank: {"checksums": {name: hex digest}, "parallelism_info": {"tp_rank": ..., ...}}."""

@@ -4,7 +4,7 @@ A target is a projection by its Hugging Face name. Its adapter is a pair A [rank
 then computes W x + alpha / rank * B A x. Megatron joins several projections in one linear layer: each has a pair of its
 own there, under `<layer>.adapters.<projection>`. In files and requests the names are PEFT's: adapter_config.json and
 the header of its tensors are compared with the flags before a run. Read by the rules, the plan, the trainer and the
-weight updates; imports no torch.
+weight updates; imports no torch. In servers of several runs each run's adapters have names of its own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,7 +29,7 @@ PROJECTIONS: dict[str, tuple[str, ...]] = {
     "linear_fc2": ("down_proj",),
 }
 TARGETS: tuple[str, ...] = tuple(name for names in PROJECTIONS.values() for name in names)
-ADAPTER_NAME = "policy"  # of the trained adapters in the engines
+ADAPTER_NAME = "policy"  # default of --lora-name, of the trained adapters in the engines
 PEFT_PREFIX = "base_model.model."
 PART_OF_NAME = ".adapters."  # in the Megatron name of every adapter tensor, and in no other
 
@@ -67,6 +67,36 @@ class AdapterConfig:
     def of_layer(self, layer: str) -> tuple[str, ...]:
         """The targets in a linear layer of Megatron, a key of `PROJECTIONS`."""
         return tuple(name for name in PROJECTIONS[layer] if name in self.targets)
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedAdapter:
+    """The adapters of a run in servers that other runs use, too: one for each weight version, `NAME.OWNER@VERSION`.
+
+    A request that names one is answered by that version, whatever the server loads meanwhile. `name` is --lora-name;
+    `owner` is the same when the run resumes, and another in every other run.
+    """
+
+    name: str
+    owner: str
+    config: AdapterConfig
+
+    @property
+    def prefix(self) -> str:
+        """What the names of all versions begin with, and no name of another run."""
+        return f"{self.name}.{self.owner}@"
+
+    def at(self, version: str) -> str:
+        """The name of the adapter of one weight version."""
+        return f"{self.prefix}{version}"
+
+    def of_others(self, loaded: Iterable[str]) -> list[str]:
+        """The loaded adapters that have this name, and are of another run."""
+        return sorted(
+            found
+            for found in loaded
+            if (found == self.name or found.startswith(f"{self.name}.")) and not found.startswith(self.prefix)
+        )
 
 
 def adapter_weights(spec: ModelSpec, split: Split, layers: Sequence[int], adapters: AdapterConfig) -> Weights:

@@ -137,7 +137,8 @@ class StackingWriter(ShardWriter):
         outputs, inputs = tensor.shape
         begin = parts.index(match[3]) * outputs
         with self._begun_lock:
-            row, lacks = self._begun.pop((stack, number), (tensor.new_empty(inputs, len(parts) * outputs), len(parts)))
+            begun = self._begun.pop((stack, number), None)
+            row, lacks = begun or (tensor.new_empty(inputs, len(parts) * outputs), len(parts))
             row[:, begin : begin + outputs] = tensor.T
             if lacks > 1:
                 self._begun[stack, number] = row, lacks - 1

@@ -19,6 +19,7 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
         [f"{LORA} --lora-alpha 16 --lora-target-modules q_proj v_proj"],
         [
             ("--lora-alpha 16", "--lora-alpha belongs to --lora-rank: add it, or leave --lora-alpha out."),
+            ("--lora-name a", "--lora-name belongs to --lora-rank: add it, or leave --lora-name out."),
             ("--lora-merge", "--lora-merge belongs to --lora-rank: add it, or leave --lora-merge out."),
         ],
     ),
@@ -71,6 +72,20 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             ),
         ],
     ),
+    "lora_name_is_of_an_adapter": (
+        ["--lora-rank 8 --lora-name run_7-a"],
+        [
+            (
+                "--lora-rank 8 --lora-name a@1",
+                "--lora-name 'a@1' is not a name: use letters, digits, - and _.",
+            ),
+            (
+                f"{LORA} --lora-name other",
+                "--lora-name other names an adapter in the engines, and --lora-merge sends none: leave one of the two"
+                " out.",
+            ),
+        ],
+    ),
     "engine_lora_options_follow_the_adapters": (
         [],
         [
@@ -104,6 +119,19 @@ def test_violation_is_one_error(rule, line, sentence, recipe):
     _, problems = read_args(recipe.line(line), passthrough={"sglang": server_flags})
     about_adapters = [problem.sentence for problem in problems if "lora" in problem.sentence]
     assert about_adapters == [sentence.format(dir=recipe.dir)]
+
+
+EXTERNAL = "--rollout-external-engine-addrs 127.0.0.1:1 127.0.0.1:2"
+
+
+def test_external_servers_take_the_adapters_of_a_run_by_its_name(recipe):
+    trainers = "--actor-num-nodes 1 --actor-num-gpus-per-node 8"
+    line = recipe.line(f"--lora-rank 8 --lora-name a {EXTERNAL}", placement=trainers)
+    args, problems = read_args(line, passthrough={"sglang": server_flags})
+    assert [problem.sentence for problem in problems] == []
+    assert args.shared_adapter.at("3") == "a.@3"  # without the owner, which is known when the run starts
+    own, _ = read_args(recipe.line("--lora-rank 8 --lora-name a"))
+    assert own.shared_adapter is None and own.adapter_of_requests == "a"
 
 
 def test_base_of_the_adapters_is_needed(recipe):

@@ -142,6 +142,19 @@ def test_group_is_the_preferred_response_and_the_rejected_ones(reward_model):
 
 
 @pytest.mark.parametrize(
+    ("architecture", "served"),
+    [("Qwen3ForCausalLM", True), ("Qwen3MoeForCausalLM", True), ("Glm4ForCausalLM", False)],
+)
+def test_classifier_that_no_server_has_is_named_at_the_start(reward_model, recipe, architecture, served):
+    config = json.loads((recipe.dir / "hf/config.json").read_text())
+    (recipe.dir / "hf/config.json").write_text(json.dumps(config | {"architectures": [architecture]}))
+    args, _ = read_args(reward_model(""))
+    notes = [note for note in args.notes if "this reward model is exported as a" in note]
+    assert len(notes) == (not served)
+    assert all("a Glm4ForSequenceClassification, which --rm-model does not serve" in note for note in notes)
+
+
+@pytest.mark.parametrize(
     ("row", "more", "reason"),
     [
         ({"margin": "much"}, "--margin-key margin", "'margin' (--margin-key) is 'much' and must be a finite number"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import re
 import socket
 
@@ -11,9 +12,10 @@ import pytest
 from aiohttp import web
 
 from slimrl.arguments import Arguments
-from slimrl.cluster.engines.engine_group import ExternalEngine
+from slimrl.cluster.engines.engine_group import ExternalEngine, adapter_owner
 from slimrl.engines.http import check_servers_reachable
 from slimrl.engines.protocol import EngineError, EngineUnavailableError
+from slimrl.engines.sglang.adapters.server_patches import ABORT_PATH, COUNTS_PATH
 from slimrl.engines.sglang.external_server_check import NEEDED_PATHS, ExternalServer
 from slimrl.engines.sglang.router import ExternalRouter
 from tests.megatron.launch import free_port
@@ -116,6 +118,132 @@ def test_server_without_a_trainer_must_have_weights_and_not_be_paused(tmp_path, 
     expected = pytest.raises(EngineError, match=re.escape(refusal)) if refusal else contextlib.nullcontext()
     with expected:
         asyncio.run(start(debug_rollout_only=True))
+
+
+FLEET = {
+    "tp_size": 1,
+    "enable_lora": True,
+    "max_lora_rank": 8,
+    "lora_target_modules": ["all"],
+    "max_loras_per_batch": 3,
+}
+
+
+@pytest.mark.parametrize(
+    ("server", "version", "loaded", "refusal"),
+    [
+        ({}, "default", {}, None),
+        ({}, "default", {"a.11111111@7": 0, "ab.22222222@1": 2, "b": 1}, None),  # its own before a kill, and others'
+        (
+            {"enable_lora": None},
+            "default",
+            {},
+            "it loads no LoRA adapters: start it with --enable-lora --max-lora-rank 8 --lora-target-modules q_proj"
+            " v_proj, or give --lora-merge",
+        ),
+        ({"max_lora_rank": 4}, "default", {}, "it has --max-lora-rank 4, and --lora-rank is 8: give it that"),
+        (
+            {"lora_target_modules": ["q_proj", "o_proj"]},
+            "default",
+            {},
+            "it has --lora-target-modules without v_proj: start it with q_proj v_proj",
+        ),
+        (
+            {"max_loras_per_batch": 1},
+            "default",
+            {},
+            "it has --max-loras-per-batch 1, so that runs wait for each other: give the number of runs and one more",
+        ),
+        (
+            {"max_loaded_loras": 4},
+            "default",
+            {},
+            "it has --max-loaded-loras 4, with which an update of one run removes the adapter of another: start it"
+            " without",
+        ),
+        (
+            {"tokenizer_worker_num": 2},
+            "default",
+            {},
+            "it has --tokenizer-worker-num 2, and a call about adapters reaches only one of these processes: start it"
+            " without",
+        ),
+        (
+            {"speculative_algorithm": "NGRAM"},
+            "default",
+            {},
+            "it has --speculative-algorithm NGRAM, and draft models do not have the adapters: start it without",
+        ),
+        ({}, "3", {}, "it has the weights '3' of another run, and adapters need the base: restart it"),
+        (
+            {},
+            "default",
+            {"a.99999999@2": 1},
+            "another run has its adapter a.99999999@2 there: give this run another --lora-name than a; if that run has"
+            " ended without removing it, POST /unload_lora_adapter with that lora_name",
+        ),
+        (
+            {},
+            "default",
+            None,
+            "it has no calls for the adapters of one run: start it with python3 -m slimrl.engines.sglang.entry server"
+            " (without a GPU: python3 -m slimrl.engines.sglang.cpu_patches) and the flags of sglang.launch_server",
+        ),
+    ],
+)
+def test_server_of_several_runs_is_checked_for_their_adapters(tmp_path, server, version, loaded, refusal):
+    (tmp_path / "config.json").write_text("{}")
+    calls = NEEDED_PATHS if loaded is None else (*NEEDED_PATHS, COUNTS_PATH, ABORT_PATH)
+    instead = {"/server_info": {**FLEET, **server}, "/openapi.json": {"paths": dict.fromkeys(calls, {})}}
+    if loaded is not None:
+        instead[COUNTS_PATH] = {"adapters": loaded}
+
+    async def start() -> None:
+        async with server_of(tmp_path, version, instead=instead) as address:
+            args = Arguments(
+                hf_checkpoint=str(tmp_path),
+                lora_rank=8,
+                lora_target_modules=["q_proj", "v_proj"],
+                lora_name="a",
+                adapter_owner="11111111",
+                rollout_external_engine_addrs=[address],
+            )
+            engine = ExternalEngine(address, 0, args)
+            if refusal is None:
+                return await engine.start(5)
+            with pytest.raises(EngineError) as refused:
+                await engine.start(5)
+            assert str(refused.value) == f"--rollout-external-engine-addrs {address}: {refusal}"
+
+    asyncio.run(start())
+
+
+def test_run_that_updates_all_weights_is_refused_by_a_server_of_adapters(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    paths = {"paths": dict.fromkeys((*NEEDED_PATHS, COUNTS_PATH), {})}
+    instead = {"/openapi.json": paths, COUNTS_PATH: {"adapters": {"a.11111111@3": 0}}}
+
+    async def start() -> None:
+        async with server_of(tmp_path, "default", instead=instead) as address:
+            with pytest.raises(
+                EngineError, match="it serves the adapters a.11111111@3 of other runs, and this run would"
+            ):
+                await ExternalEngine(address, 0, Arguments(hf_checkpoint=str(tmp_path))).start(5)
+            await ExternalEngine(address, 0, Arguments(hf_checkpoint=str(tmp_path), debug_rollout_only=True)).start(5)
+
+    asyncio.run(start())
+
+
+def test_owner_of_adapters_is_the_folder_of_the_run_also_after_a_restart(tmp_path):
+    def owner(**flags) -> str:
+        args = Arguments(lora_rank=8, rollout_external_engine_addrs=["10.0.0.1:1"], run_dir=str(tmp_path / "run"))
+        return adapter_owner(dataclasses.replace(args, **flags))
+
+    save = str(tmp_path / "checkpoints")
+    assert re.fullmatch("[0-9a-f]{8}", owner())
+    assert owner() == owner(save=save, num_rollout=0)  # an evaluation may share the folder of a run
+    assert owner(save=save) == owner(save=save, run_dir=str(tmp_path / "resumed")) != owner()
+    assert owner(lora_merge=True) == "" == owner(rollout_external_engine_addrs=None)
 
 
 @pytest.mark.parametrize(

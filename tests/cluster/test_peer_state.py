@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import threading
 from multiprocessing import Pipe
 from types import SimpleNamespace
@@ -9,8 +10,14 @@ from types import SimpleNamespace
 import pytest
 
 from slimrl.cluster.training import train_group
-from slimrl.cluster.training.train_group import NoPeerStateError, choose_sources, take_over
-from slimrl.cluster.training.train_messages import StateReport, StateRequests, answer_requests, why_not_shared
+from slimrl.cluster.training.train_group import NoPeerStateError, check_memory, choose_sources, take_over
+from slimrl.cluster.training.train_messages import (
+    StateReadError,
+    StateReport,
+    StateRequests,
+    answer_requests,
+    why_not_shared,
+)
 from tests.megatron.tiny import tiny_args
 
 TP2_DP2 = [(0, 0, 0, 0), (0, 1, 0, 0), (0, 0, 0, 0), (0, 1, 0, 0)]
@@ -66,11 +73,20 @@ def test_flags_with_which_no_rank_has_the_state_of_another_are_named(flags, why)
 class State:
     """A rank's state."""
 
+    nbytes = 7
+
     def report(self):
         return 5, "", 2
 
     def read(self):
         return b"weights"
+
+
+class Unreadable(State):
+    """A rank whose device has failed."""
+
+    def read(self):
+        raise RuntimeError("CUDA error: out of memory")
 
 
 def test_requests_are_answered_beside_the_calls_of_a_rank_until_its_process_ends():
@@ -80,8 +96,14 @@ def test_requests_are_answered_beside_the_calls_of_a_rank_until_its_process_ends
     requests = StateRequests(ours)
     assert requests.report() == StateReport(None, "is not loaded yet", None)
     state.append(State())
-    assert requests.report() == StateReport(5, "", 2)
+    report = requests.report()
+    assert (report.first, report.why, report.saved, report.nbytes, report.host) == (5, "", 2, 7, platform.node())
+    assert 0 < report.free < 2**60
     assert requests.read() == b"weights"
+    state[0] = Unreadable()
+    with pytest.raises(StateReadError, match="^RuntimeError: CUDA error: out of memory$"):
+        requests.read()
+    assert requests.report().first == 5  # requests are still answered
     thread = next(thread for thread in threading.enumerate() if thread.name == "state")
     ours.close()
     thread.join(30)
@@ -104,6 +126,9 @@ def test_survivor_that_ends_while_it_hands_over_is_named(monkeypatch):
     def get(refs):
         raise Ended
 
+    def unreadable(refs):
+        raise StateReadError("RuntimeError: out of memory")
+
     worker = SimpleNamespace(report_state=Method(WHOLE), read_state=Method(("state", "end")))
     group = SimpleNamespace(workers=[worker, worker], parts=[(0,), (0,)])
     monkeypatch.setattr(train_group, "poll_actors", lambda refs: [WHOLE, None])
@@ -114,6 +139,21 @@ def test_survivor_that_ends_while_it_hands_over_is_named(monkeypatch):
     monkeypatch.setattr(train_group.ray, "get", get)
     with pytest.raises(NoPeerStateError, match="ended while it handed over its state"):
         take_over(group, tiny_args(), 5)
+    monkeypatch.setattr(train_group.ray, "get", unreadable)
+    with pytest.raises(NoPeerStateError, match="could not hand over its state: RuntimeError: out of memory"):
+        take_over(group, tiny_args(), 5)
     monkeypatch.setattr(train_group.ray, "wait", lambda refs, **_: ([], refs))
     with pytest.raises(NoPeerStateError, match="did not hand over its state within 600 s"):
         take_over(group, tiny_args(), 5)
+
+
+def test_states_that_do_not_fit_into_the_memory_of_a_host_come_from_the_checkpoint():
+    def report(host, nbytes, free):
+        return StateReport(5, "", None, nbytes, host, free)
+
+    gib = 2**30
+    check_memory([report("a", 10 * gib, 80 * gib), report("a", 10 * gib, 81 * gib), report("b", 20 * gib, 80 * gib)])
+    with pytest.raises(
+        NoPeerStateError, match="^handing over 20.0 GiB of state takes 80.0 GiB of host memory, and a has"
+    ):
+        check_memory([report("a", 10 * gib, 79 * gib), report("a", 10 * gib, 90 * gib)])

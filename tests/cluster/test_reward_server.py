@@ -110,6 +110,15 @@ def test_rewards_match_transformers_logits_and_a_dead_server_is_named(tmp_path, 
     assert death.startswith("the reward model's server 0 has ended, responses cannot be scored: SGLang server _reward0")
 
 
+def test_rewards_of_a_model_with_experts_match_transformers_logits(tmp_path, tokenizer):  # noqa: F811
+    """SGLang has no such classifier."""
+
+    async def nothing(servers: RewardServers, scorer: RewardScorer, samples: list[Sample]) -> None:
+        return None
+
+    served(tmp_path, tokenizer, "Qwen3Moe", nothing)
+
+
 def test_rewards_after_the_death_of_a_server_are_those_of_its_replacement(tmp_path, tokenizer):  # noqa: F811
     """Requests for the only server wait for it, at its address."""
     lines: list[str] = []

@@ -31,6 +31,11 @@ MISC = """--attention-dropout 0.0 --hidden-dropout 0.0 --accumulate-allreduce-gr
 DEEPEP = "--moe-enable-deepep --moe-token-dispatcher-type flex"
 ONE_NODE = "--actor-num-nodes 1 --actor-num-gpus-per-node 8 --colocate"
 
+OPD_IN_RANKS = f"""--advantage-estimator grpo --use-opd --opd-type megatron --opd-kl-coef 1.0
+ --opd-teacher-load {{data}}/torch_dist --use-kl-loss --kl-loss-coef 0.00 --kl-loss-type low_var_kl --entropy-coef 0.00
+ {ADAM} {MISC} {ONE_NODE} --make-vocab-size-divisible-by 128 --rollout-num-gpus-per-engine 1
+ --sglang-mem-fraction-static 0.4"""
+
 
 PPO = """--advantage-estimator ppo --kl-loss-coef 0.00 --kl-loss-type k1 --kl-coef 0.00 --entropy-coef 0.00
  --eps-clip 4e-4 --num-critic-only-steps 1 --normalize-advantages"""
@@ -328,6 +333,20 @@ RECIPES: dict[str, Recipe] = {
         f"""{CKPT} {MATH} {EVAL} {GRPO} {ADAM} {MISC} {ONE_NODE} {layout(2, 1, 1, 1, 9216)}
  --rollout-num-gpus-per-engine 1 --use-opd --opd-type megatron --opd-kl-coef 1.0
  --opd-teacher-load {{data}}/torch_dist""",
+    ),
+    "qwen3-8B, distilled from a teacher in the training ranks, with a reward of 0": Recipe(
+        "qwen3-8B",
+        f"""{CKPT} {MATH} {OPD_IN_RANKS} {layout(4, 1, 1, 1, 8192)}
+ --custom-rm-path slime.rollout.on_policy_distillation.reward_func
+ --custom-reward-post-process-path slime.rollout.on_policy_distillation.post_process_rewards""",
+    ),
+    "qwen3-8B, distilled from a teacher in the training ranks, with a reward without its label": Recipe(
+        "qwen3-8B",
+        f"""{CKPT} --prompt-data {{data}}/dapo-math-17k.jsonl --input-key prompt --apply-chat-template --rm-type math
+ --rollout-shuffle --num-rollout 300 --rollout-batch-size 16 --n-samples-per-prompt 4 --global-batch-size 64
+ --rollout-max-response-len 16384 --rollout-temperature 1 --balance-data {OPD_IN_RANKS} {layout(4, 1, 1, 1, 8192)}""",
+        refused=("--label-key",),
+        instead="--label-key label",
     ),
     "a mistyped flag": Recipe(
         "qwen3-4B",

@@ -124,8 +124,9 @@ def test_small_helpers():
 
 def test_rewards_of_distillation_are_zero_and_need_a_teacher():
     samples = [Sample(index=index) for index in range(3)]
-    args = Arguments(use_opd=True, opd_type="sglang")
-    assert run(graders.reward_func(args, samples[0])) == 0.0
-    assert graders.post_process_rewards(args, samples) == ([0.0] * 3, [0.0] * 3)
+    for kind in ("sglang", "megatron"):
+        args = Arguments(use_opd=True, opd_type=kind)
+        assert run(graders.reward_func(args, samples[0])) == 0.0
+        assert graders.post_process_rewards(args, samples) == ([0.0] * 3, [0.0] * 3)
     with pytest.raises(ValueError, match="needs a teacher: add --use-opd --opd-type sglang"):
-        run(graders.reward_func(Arguments(use_opd=True, opd_type="megatron"), samples[0]))
+        run(graders.reward_func(Arguments(use_opd=False), samples[0]))

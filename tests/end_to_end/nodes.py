@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import os
 import re
-import shlex
 import signal
 import sys
 from collections.abc import Iterator
@@ -21,14 +20,13 @@ from tests.machines import ADDRESSES, Machines, machines
 
 PATH = f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 TOKEN = os.urandom(32).hex()
-# What a recipe does after its flags are set (scripts/lib/recipe.sh), with one logical GPU per node.
-SCRIPT = """
+# A recipe, with one logical GPU per node. The flags of its toy model are among its arguments.
+RECIPE = """
 set -euo pipefail
-cd {root}
-source scripts/lib/say.sh
-source scripts/lib/ray.sh
-ray_begin --num-gpus 1 --object-store-memory 100000000
-ray_job {job}
+source scripts/lib/recipe.sh
+recipe_model qwen3-4B qwen3 "$@"
+GPUS_PER_NODE=1 MODEL_ARGS=()
+recipe_run train.py
 """
 # One rank on each of two nodes, and one engine over both.
 OVER_TWO_NODES = {
@@ -50,11 +48,23 @@ class Cluster:
     shared: Path
     tiny: Tiny
 
-    def script(self, number: int, job: list[str], *, nodes: int = 2, name: str = "run", **variables: str) -> Started:
-        """Starts the script of run `name` on machine `number` as node `RANK`, by default that of its number."""
+    def script(
+        self,
+        number: int,
+        flags: list[str],
+        *,
+        nodes: int = 2,
+        name: str = "run",
+        resume: bool = False,
+        **variables: str,
+    ) -> Started:
+        """Starts the recipe of run `name` on machine `number` as node `RANK`, by default that of its number.
+
+        With `resume` it runs under scripts/resume.sh, as in the files of tools/launch.py.
+        """
         given = {"WORLD_SIZE": str(nodes), "RANK": str(number), "MASTER_ADDR": ADDRESSES[0], "RAY_AUTH_TOKEN": TOKEN}
-        text = SCRIPT.format(root=ROOT, job=shlex.join(job))
-        return self.start(number, ["bash", "-c", text, "script"], name, **(given | variables))
+        again = ["bash", "scripts/resume.sh", "--rejoin-timeout-s", "120", "--"] if resume else []
+        return self.start(number, [*again, "bash", "-c", RECIPE, "recipe", *flags], name, **(given | variables))
 
     def start(self, number: int, command: list[str], name: str = "run", **variables: str) -> Started:
         """Starts a command on machine `number`, with its output in a file of the shared folder."""
@@ -62,19 +72,19 @@ class Cluster:
         folder.mkdir(exist_ok=True)
         return harness.launch(
             self.machines.command(number, *command),
-            log=folder / f"node{number}.out",
+            log=folder / f"node{number}-{len(list(folder.glob('node*.out')))}.out",
             run_dir=folder,
             cwd=ROOT,
             path=PATH,
             home=self.tiny.home,
-            more={"TMPDIR": "/tmp", "PYTHONPATH": str(ROOT)} | variables,
+            more={"TMPDIR": "/tmp", "PYTHONPATH": str(ROOT), "BASE": str(self.shared)} | variables,
             own_shared_memory=True,
         )
 
-    def train(self, name: str, *, entry: str = "train.py", **flags: object) -> list[str]:
-        """The job of a run whose folder is `<shared>/<name>`, as that of its nodes' output."""
+    def flags(self, name: str, **flags: object) -> list[str]:
+        """The flags of a run whose folder is `<shared>/<name>`, as that of its nodes' output."""
         own = {"runs_dir": self.shared, "run_name": name}
-        return ["python3", str(ROOT / entry), *self.tiny.flags(**own | flags)]
+        return self.tiny.flags(**own | flags)
 
     def left(self, number: int) -> list[str]:
         """Files of machine `number` that its processes should have removed, in shared memory and in /tmp."""

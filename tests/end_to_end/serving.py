@@ -67,9 +67,9 @@ def largest_logit_gap(tiny: Any, checkpoint: Path, folder: Path) -> float:
 
 
 @contextlib.contextmanager
-def served(folder: Path, log_folder: Path, *flags: str) -> Iterator[str]:
+def served(folder: Path, log_folder: Path, *flags: str, port: int | None = None) -> Iterator[str]:
     """Serves the model with the command of docs/serving.md and further flags; yields the server's URL."""
-    port = free_port()
+    port = free_port() if port is None else port
     command = [
         sys.executable,
         "-m",

@@ -44,15 +44,14 @@ def assert_exact(done):
     assert done.summary["steps"][0]["rollout/kl"] == 0.0  # the reference model has the same operators
 
 
-def test_difference_is_zero_and_other_batches_in_the_servers_change_no_number(tiny, tmp_path):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_difference_is_zero_at_every_step(layout, tiny, tmp_path):
+    assert_exact(run(tiny, tmp_path, **LAYOUTS[layout]))
+
+
+def test_other_batches_in_the_servers_change_no_number(tiny, tmp_path):
     first = run(tiny, tmp_path / "1", **LAYOUTS["two servers"])
     second = run(tiny, tmp_path / "2", **LAYOUTS["two servers"], sglang_server_concurrency=3)
-    assert_exact(first)
     assert_exact(second)
     for name in ("reward", "loss", "grad_norm", "kl_loss", "ratio_max_abs_diff", "rollout/kl"):
         assert first.steps(name) == second.steps(name)
-
-
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "two servers"])
-def test_difference_is_zero_in_other_layouts(layout, tiny, tmp_path):
-    assert_exact(run(tiny, tmp_path, **LAYOUTS[layout]))

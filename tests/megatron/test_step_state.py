@@ -95,7 +95,7 @@ def lose(rank: int, world_size: int, init_method: str, args: Arguments, rollouts
         if at.startswith("offloaded"):
             trainer.memory.sleep(keep_weights="weights" in at)
             take()
-        begin(trainer, at, take)
+        begin(trainer, at, take, state.report)
         draw()
         trainer.train(DONE, ranks.share_of(trainer, rollouts[DONE]))
     for change in (state.change, trainer.memory.sleep, trainer.memory.wake):
@@ -104,7 +104,7 @@ def lose(rank: int, world_size: int, init_method: str, args: Arguments, rollouts
     return found[0]
 
 
-def begin(trainer: Any, at: str, take: Callable[[], None]) -> None:
+def begin(trainer: Any, at: str, take: Callable[[], None], report: Callable[[], object]) -> None:
     """Makes the next `train` call `take` at a place."""
     reference, guard = trainer._policy.reference, trainer._policy.guard
     if at == "between rollouts":
@@ -119,6 +119,18 @@ def begin(trainer: Any, at: str, take: Callable[[], None]) -> None:
                 yield
 
         reference.loaded_weights = loaded_weights
+    elif at == "while the weights of the reference are replaced":
+        loaded = reference.loaded_weights
+
+        @contextlib.contextmanager
+        def left() -> Iterator[None]:
+            with loaded():
+                report()
+                reference._own.fill = lambda _: None  # a device copies later, after all that it has to do
+            take()
+            yield
+
+        reference.loaded_weights = left
     elif at == "after the first backward pass":
         guard.step = lambda *_: take()
     elif at == "after the first optimizer step":
@@ -141,6 +153,7 @@ LOSSES = {
     "DP2 offloaded": (2, "models", {}, "offloaded"),
     "DP2 offloaded but for the weights": (2, "models", {"bf16": True}, "offloaded but for the weights"),
     "DP2 with the weights of the reference": (2, "models", {}, "in the pass of the reference"),
+    "DP2 as the reference is replaced": (2, "models", {}, "while the weights of the reference are replaced"),
     "DP2 in bfloat16": (2, "models", ADAPTIVE_KL | {"bf16": True}, BACKWARD),
     "CP2": (2, "models", {"context_parallel_size": 2}, BACKWARD),
     "DP2 with a critic": (2, "models", PPO | {"normalize_values": True}, "between rollouts"),

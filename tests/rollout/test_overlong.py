@@ -170,7 +170,10 @@ def test_rewards_of_tokens_become_a_column_and_leave_the_reward_of_the_response(
     [
         (([0.5] * 3, None), "1 of 2 samples have no token_rewards, the first is sample 1"),
         (([0.5] * 3, [0.5] * 2), "has 2 token_rewards for 3 response tokens"),
-        (([0.5] * 3, [0.5, float("nan"), 0.0]), "token_rewards of the rollout are not all finite"),
+        (
+            ([0.5] * 3, [0.5, float("nan"), 0.0]),
+            r"sample \d+ \(number 1 of the rollout\): token_rewards are not all finite",
+        ),
     ],
 )
 def test_bad_rewards_of_tokens_are_rejected(make_args, rewards, message):

@@ -44,6 +44,11 @@ OTHERS = {
         "--enable-deterministic-inference",
         "--cuda-graph-backend-prefill",
         "--enable-draft-weights-cpu-backup",
+        "--max-lora-rank",
+        "--max-loras-per-batch",
+        "--max-loaded-loras",
+        "--tokenizer-worker-num",
+        "--dp-size",
     ),  # sglang.launch_server
     *("--pretrain", "--l2", "--vllm", "--critic", "--ipo"),  # OpenRLHF
     "--learning-rate",  # TRL

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end import harness
+from tests.scripts.launched_jobs import RAY_ERRORS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,6 +73,7 @@ def test_job_has_the_gpus_and_the_script_returns_its_exit_code(tmp_path):
     good, bad = started.finish(150), failing.finish(150)
     assert good.code == 0, good.output
     assert "GPUs 2.0" in good.output and "hello" in good.output
+    assert not RAY_ERRORS.search(good.output), good.output
     assert "a secret of 16 letters is in []\nthe log of the job shows it\nmode 0o700 owned\n" in good.output
     assert bad.code == 3 and bad.output.count("about to fail") == 1
     assert not re.search(r"INFO \S+\.py:\d+ -- |submitted successfully", good.output + bad.output)  # Ray's own lines

@@ -1,5 +1,6 @@
 """A Ray cluster of several nodes, each started by its own script: they connect and end, or report missing nodes."""
 
+import contextlib
 import importlib.util
 import os
 import re
@@ -8,16 +9,20 @@ import subprocess
 import sys
 import time
 import types
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from slimrl.processes import managed_process
 from tests.end_to_end import harness
+from tests.scripts.launched_jobs import RAY_ERRORS
 
 ROOT = Path(__file__).resolve().parents[2]
 _spec = importlib.util.spec_from_file_location("ray_node", ROOT / "scripts" / "lib" / "ray_node.py")
 ray_node = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(ray_node)
+node_messages = ray_node.node_messages
 ACCEPTS, REFUSES, SILENT = ray_node.ACCEPTS, ray_node.REFUSES, ray_node.SILENT
 SCRIPT = """
 set -euo pipefail
@@ -30,11 +35,11 @@ TOKEN = os.urandom(32).hex()
 GPUS = "import ray; ray.init(logging_level='error'); print('GPUs', ray.cluster_resources()['GPU'], flush=True)"
 
 
-def node(rank: int, folder: Path, **variables: str) -> harness.Started:
-    """The script of one node; all nodes of a test are on this machine."""
+def node(rank: int, folder: Path, job: str = GPUS, *, by: Sequence[str] = (), **variables: str) -> harness.Started:
+    """The script of one node, whose job is this Python code, run by the command `by`; all nodes are on this machine."""
     (folder / str(rank)).mkdir()
     return harness.launch(
-        ["bash", "-c", SCRIPT, "script", GPUS],
+        [*by, "bash", "-c", SCRIPT, "script", job],
         log=folder / f"{rank}.out",
         run_dir=folder,
         cwd=ROOT,
@@ -45,9 +50,49 @@ def node(rank: int, folder: Path, **variables: str) -> harness.Started:
 
 
 def free_port() -> str:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return str(listener.getsockname()[1])
+    reservation = managed_process.claim_ports()
+    reservation.release()
+    return str(reservation.first)
+
+
+def given_ports(started: harness.Started) -> list[int]:
+    """The ports that this node's `ray start` was told to bind."""
+    (ray,) = started.processes("ray start --block")
+    given = [re.fullmatch(r"--[a-z-]*port=([1-9]\d*)", word) for word in ray.cmdline()]
+    return [int(one[1]) for one in given if one]
+
+
+def test_message_arrives_only_with_the_token_and_at_its_port():
+    with contextlib.closing(node_messages.Listener("secret")) as one:
+        with contextlib.closing(node_messages.Listener("secret")) as other:
+            node_messages.send("secret", "75", [("127.0.0.1", one.port), ("127.0.0.1", other.port)])
+            node_messages.send("guessed", "0", [("127.0.0.1", one.port)])
+            with socket.create_connection(("127.0.0.1", one.port)) as silent, contextlib.suppress(OSError):
+                silent.sendall(b"0" * 5000)
+            assert (one.received(), other.received()) == (["75"], ["75"])
+            assert one.received() == []
+            port = other.port
+        began = time.monotonic()
+        node_messages.send("secret", "0", [("127.0.0.1", port), ("127.0.0.1", one.port)])  # one has ended
+        assert one.received() == ["0"] and time.monotonic() - began < 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("code", [1, 75, 143])
+def test_other_node_ends_with_the_outcome_of_the_head(code: int, tmp_path):
+    """75, so that scripts/resume.sh joins again, only where the head may be started again."""
+    port = free_port()
+    command = (
+        f"import os, signal, sys; {'os.kill(os.getpid(), signal.SIGTERM)' if code == 143 else f'sys.exit({code})'}"
+    )
+    head, worker = (node(rank, tmp_path, command, RAY_PORT=port) for rank in (0, 1))
+    done, worked = head.finish(150), worker.finish(60)
+    assert done.code == code, done.output
+    assert worked.code == (75 if code > 1 else 0), worked.output
+    then = f" with exit code {code}, after which the same command may continue" if code > 1 else ""
+    assert f"the Ray head at 127.0.0.1:{port} has ended{then}; ending this node" in worked.output
+    assert (done.left, worked.left) == ([], [])
 
 
 def ray_folders(started: harness.Started) -> list[Path]:
@@ -63,11 +108,18 @@ def test_two_nodes_start_and_end_together(tmp_path):
     worker = node(1, tmp_path, RAY_AUTH_TOKEN="", RAY_AUTH_TOKEN_PATH=str(tmp_path / "token"), **variables)
     time.sleep(2)
     head = node(0, tmp_path, **variables)
+    head.wait_for_line("2 of 2", 120)
+    ports = given_ports(head) + given_ports(worker)
     done, worked = head.finish(150), worker.finish(60)
     assert (done.code, worked.code) == (0, 0), done.output + worked.output
+    # head: its own, dashboard, client; both: two of the agent. Outgoing connections cannot take them before Ray does.
+    assert len(set(ports)) == len(ports) == 3 + 2 + 2
+    first_ephemeral = int(managed_process.EPHEMERAL_RANGE_FILE.read_text().split()[0])
+    assert min(ports) > 1024 and max(ports) < first_ephemeral
     assert "2 of 2 nodes have joined" in done.output
     assert "GPUs 4.0" in done.output
     assert f"the Ray head at 127.0.0.1:{variables['RAY_PORT']} has ended" in worked.output
+    assert not RAY_ERRORS.search(done.output + worked.output)
     assert (done.left, worked.left) == ([], [])
     assert ray_folders(head) == ray_folders(worker) == []
     for rank in "01":
@@ -76,11 +128,24 @@ def test_two_nodes_start_and_end_together(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_head_that_times_out_reports_the_number_of_nodes(tmp_path):
+def test_head_that_times_out_reports_the_number_of_nodes_and_may_be_started_again(tmp_path):
     head = node(0, tmp_path, RAY_PORT=free_port(), RAY_JOIN_TIMEOUT_S="2").finish(90)
-    assert head.code == 1
+    assert head.code == ray_node.EXIT_RESUMABLE
     assert re.search(r"1 of 2 nodes \(WORLD_SIZE\) joined within 2 s: [\d.]+; check the other nodes", head.output)
     assert head.left == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_head_that_missed_a_node_is_started_again_and_runs_with_it(tmp_path):
+    port = free_port()
+    head = node(0, tmp_path, by=["bash", "scripts/resume.sh", "--"], RAY_PORT=port, RAY_JOIN_TIMEOUT_S="20")
+    head.wait_for_line("exit code 75: restart 1 of at most 10", 120)
+    worker = node(1, tmp_path, RAY_PORT=port, RAY_JOIN_TIMEOUT_S="120")
+    done, worked = head.finish(150), worker.finish(60)
+    assert (done.code, worked.code) == (0, 0), done.output + worked.output
+    assert "1 of 2 nodes (WORLD_SIZE) joined within 20 s" in done.output and "GPUs 4.0" in done.output
+    assert (done.left, worked.left) == ([], [])
 
 
 @pytest.mark.parametrize(
@@ -119,7 +184,7 @@ def test_worker_without_a_head_gives_up_with_one_message(tmp_path):
     port = free_port()
     worker = node(1, tmp_path, RAY_PORT=port, RAY_JOIN_TIMEOUT_S="1")
     done = worker.finish(30)
-    assert done.code == 1
+    assert done.code == ray_node.EXIT_NO_HEAD
     assert (
         f"this node could not join the Ray head at 127.0.0.1:{port} (MASTER_ADDR, RAY_PORT) within 1 s" in done.output
     )

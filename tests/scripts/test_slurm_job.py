@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from pathlib import Path
 
@@ -14,8 +13,8 @@ import psutil
 import pytest
 
 from tests.machines import ADDRESSES, two_machines, why_not
+from tests.scripts.launched_jobs import FAILS_ONCE, RAY_ERRORS, job_file
 
-ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(bool(why_not()), reason=f"two machines: {why_not()}"),
@@ -46,24 +45,6 @@ SCONTROL = """
 echo "scontrol $*" >>{folder}/scontrol.log
 if [[ $1 == show ]]; then printf '%s\\n' {addresses}; fi
 """
-RECIPE = """
-cd {root}
-source scripts/lib/say.sh
-source scripts/lib/ray.sh
-ray_begin --num-gpus 1 --object-store-memory 100000000
-ray_job python3 {folder}/driver.py
-"""
-# Loses its first try, as a run that lost a process; the second one sees both nodes again.
-FAILS_ONCE = """
-import pathlib, sys, ray
-ray.init(logging_level="error")
-nodes = {node["NodeManagerAddress"] for node in ray.nodes()}
-print("GPUs", ray.cluster_resources()["GPU"], "nodes", len(nodes), flush=True)
-seen = pathlib.Path(__file__).with_name("tried")
-if not seen.exists():
-    seen.touch()
-    sys.exit(75)
-"""
 RUNS_LONG = """
 import time, ray
 ray.init(logging_level="error")
@@ -85,13 +66,7 @@ def submit(machines, folder: Path, driver: str, wait: int) -> subprocess.Popen:
     for name, text in texts.items():
         (commands / name).write_text(text.lstrip())
         (commands / name).chmod(0o755)
-    (folder / "driver.py").write_text(driver)
-    (folder / "run-two.sh").write_text(RECIPE.format(root=ROOT, folder=folder))
-    tool = [sys.executable, "tools/launch.py", "slurm", "--time", "1:00:00", "--base", str(folder)]
-    tool += ["--nodes", "2", "--gpus-per-node", "1", "--memory-gib", "4", "--shm-gib", "1", "--rejoin-timeout-s", "30"]
-    tool += ["--", "bash", str(folder / "run-two.sh")]
-    written = subprocess.run(tool, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
-    (folder / "job.sbatch").write_text(written.stdout)
+    (folder / "job.sbatch").write_text(job_file(folder, driver, "slurm", "--time", "1:00:00"))
     slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "machine[0-1]"}
     slurm["SLURM_CPUS_ON_NODE"] = "2"
     path = f"{commands}:{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -115,7 +90,7 @@ def end(job: subprocess.Popen) -> None:
 
 def test_lost_run_starts_again_on_both_machines_and_ends_well(tmp_path):
     with two_machines(tmp_path) as machines:
-        job = submit(machines, tmp_path, textwrap.dedent(FAILS_ONCE), wait=120)
+        job = submit(machines, tmp_path, FAILS_ONCE, wait=60)  # less than --rejoin-timeout-s
         try:
             code = job.wait(200)
         finally:
@@ -125,13 +100,15 @@ def test_lost_run_starts_again_on_both_machines_and_ends_well(tmp_path):
         assert said.count("GPUs 2.0 nodes 2") == 2, said
         assert "exit code 75: restart 1 of at most 10" in said
         assert "node 1 joins again in case the head starts another try" in said
+        assert "node 1 ends: the run has ended" in said
+        assert not RAY_ERRORS.search(said), said
         assert not (tmp_path / ".slimrl-jobs/7").exists()  # the token
         assert "requeue" not in (tmp_path / "scontrol.log").read_text()
 
 
 def test_run_that_meets_its_time_limit_ends_in_order_and_is_queued_again(tmp_path):
     with two_machines(tmp_path) as machines:
-        job = submit(machines, tmp_path, textwrap.dedent(RUNS_LONG), wait=60)
+        job = submit(machines, tmp_path, RUNS_LONG, wait=60)
         try:
             began = time.monotonic()
             while "trains" not in (tmp_path / "job.log").read_text() and time.monotonic() - began < 90:

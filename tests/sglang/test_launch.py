@@ -63,7 +63,11 @@ def environment(launch: ServerLaunch, options: dict[str, Any], inherited: dict[s
 def test_server_of_a_model_that_sglang_has_no_class_for_finds_it_here(tmp_path: Path):
     package = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "slimrl.engines.sglang.models"}
     assert model_environment(tmp_path, {}) == {}  # a name of the hub, or no model
-    for architecture, expected in (("Qwen2ForRewardModel", {}), ("Qwen2ForProcessRewardModel", package)):
+    for architecture, expected in (
+        ("Qwen2ForRewardModel", {}),
+        ("Qwen2ForProcessRewardModel", package),
+        ("Qwen3MoeForSequenceClassification", package),
+    ):
         (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
         assert model_environment(tmp_path, {}) == expected
         assert model_environment(tmp_path, {"SGLANG_EXTERNAL_MODEL_PACKAGE": "mine"}) == {}

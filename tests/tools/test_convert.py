@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from slimrl.arguments.checkpoints import find_corruption, read_manifest
 from slimrl.weights.convert.torch_dist_reader import TorchDistCheckpoint
 from tests.tools.converting import model_args, run_tool, run_tool_subprocess
 from tests.weights.models import save_tiny
@@ -73,6 +75,24 @@ def test_padded_tied_model_round_trips_with_its_sidecar_files(converted, tmp_pat
     names = {path.name for path in (tmp_path / "again").iterdir()}
     assert names == {"config.json", "generation_config.json", "tokenizer_config.json", "model.safetensors"}
     assert [path.name for path in tmp_path.iterdir()] == ["again"]
+
+
+@pytest.mark.slow
+def test_converted_folder_says_the_sizes_of_its_model_and_files(converted, tmp_path):
+    """So that a run with the flags of another model, or with a truncated file, is refused before it starts."""
+    release = shutil.copytree(converted / "torch_dist/release", tmp_path / "release")
+    written = read_manifest(release)
+    config = json.loads((converted / "hf/config.json").read_text())
+    assert written is not None and written["sizes"] == {
+        "num_layers": config["num_hidden_layers"],
+        "hidden_size": config["hidden_size"],
+        "ffn_hidden_size": config["intermediate_size"],
+        "num_attention_heads": config["num_attention_heads"],
+    }
+    assert find_corruption(release) is None
+    data = max(release.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    data.write_bytes(data.read_bytes()[:-1])
+    assert f"it is incomplete: {data.name} has" in str(find_corruption(release))
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import re
@@ -16,124 +15,55 @@ import pytest
 import yaml
 
 from slimrl.arguments.dry_run import NodeResources
+from tests.tools.launching import (
+    GIB,
+    KINDS,
+    PODS,
+    RECIPE,
+    SCHEMAS,
+    documents,
+    pods,
+    resources,
+    script_of_a_node,
+    written,
+)
 from tools import launch
 from tools.launchers import job as job_module
 
 ROOT = Path(__file__).resolve().parents[2]
-SCHEMAS = {
-    name: json.loads((Path(__file__).parent / "schemas" / f"{name}.json").read_text())
-    for name in ("kubernetes", "skypilot")
+NETWORK = {
+    "GLOO_SOCKET_IFNAME": "eth0",
+    "NCCL_SOCKET_IFNAME": "eth0",
+    "NCCL_IB_HCA": "mlx5_0,mlx5_1",
+    "NCCL_DEBUG": "INFO",
 }
-DEFINITIONS = {"ConfigMap": "V1ConfigMap", "PyTorchJob": "KubeflowOrgV1PyTorchJob"}
-GIB = 2**30
-RECIPE = ["--", "bash", "scripts/run-glm4.7-30B-A3B.sh", "--lr", "1e-6"]
-PODS = ["--image", "registry/slimrl:1", "--claim", "pvc-data", "--base", "/data"]
-EVERYTHING = [
-    *("--rdma", "rdma/hca", "--host-network", "--gang-scheduler", "volcano", "--queue", "research", "--cpus", "96"),
-    *("--node-selector", "gpu=h100", "--env", "NCCL_DEBUG=INFO", "--secret", "WANDB_API_KEY=wandb:key"),
-    *("--network-interface", "eth0", "--ib-devices", "mlx5_0,mlx5_1"),
-]
+OF_NETWORK = ["--network-interface", "eth0", "--ib-devices", "mlx5_0,mlx5_1", "--env", "NCCL_DEBUG=INFO"]
 
 
-def resources(nodes: int) -> list[str]:
-    """Resources in place of the plan's."""
-    return ["--nodes", str(nodes), "--gpus-per-node", "8", "--memory-gib", "800", "--shm-gib", "32"]
-
-
-def written(scheduler: str, *options: str, nodes: int = 2, command=RECIPE) -> str:
-    """The file that the tool writes."""
-    parsed = launch.parser().parse_args([scheduler, *resources(nodes), *options, *command])
-    return launch.WRITERS[scheduler](launch.job_of(parsed), parsed)
-
-
-@functools.cache  # the schema is large, and checking it takes longer than a document
-def kubernetes_validator(name: str) -> jsonschema.protocols.Validator:
-    """Of one kind of document."""
-    schema = {**SCHEMAS["kubernetes"], "$ref": f"#/$defs/{name}"}
-    kind = jsonschema.validators.validator_for(schema)
-    kind.check_schema(schema)
-    return kind(schema)
-
-
-def documents(text: str) -> list[dict]:
-    """The documents of a Kubernetes file, each checked with the schema of its kind."""
-    found = list(yaml.safe_load_all(text))
-    for one in found:
-        name = DEFINITIONS.get(one["kind"], one["kind"])
-        kubernetes_validator(name).validate(one)
-    return found
-
-
-def pods(document: dict) -> list[tuple[int, dict]]:
-    """The number and the specification of the pods of each role."""
-    spec = document["spec"]
-    if document["kind"] == "PyTorchJob":
-        return [(one["replicas"], one["template"]["spec"]) for one in spec["pytorchReplicaSpecs"].values()]
-    cluster = spec.get("rayClusterSpec", spec)
-    workers = [(one["replicas"], one["template"]["spec"]) for one in cluster.get("workerGroupSpecs", [])]
-    return [(1, cluster["headGroupSpec"]["template"]["spec"]), *workers]
-
-
-KINDS = [("kubernetes", "--kind=rayjob"), ("kubernetes", "--kind=raycluster"), ("pytorchjob",)]
-
-
-@pytest.mark.parametrize("nodes", [1, 2, 16])
-@pytest.mark.parametrize("more", [[], EVERYTHING], ids=["plain", "everything"])
-@pytest.mark.parametrize("kind", KINDS, ids=["rayjob", "raycluster", "pytorchjob"])
-def test_kubernetes_file_has_a_pod_with_the_resources_of_each_node(kind, more, nodes):
+@pytest.mark.parametrize("kind", KINDS[:2], ids=["rayjob", "raycluster"])
+def test_pods_of_ray_have_the_variables_of_the_network(kind):
+    """`ray start` must have them: a job's variables do not reach other nodes."""
     scheduler, *options = kind
-    script, document = documents(written(scheduler, *options, *PODS, *more, nodes=nodes))
-    assert sum(number for number, _ in pods(document)) == nodes
+    _, document = documents(written(scheduler, *options, *PODS, *OF_NETWORK))
     for _, pod in pods(document):
-        (container,) = pod["containers"]
-        assert container["resources"]["limits"]["nvidia.com/gpu"] == 8
-        assert container["resources"]["limits"]["memory"] == "800Gi"
-        volumes = {one["name"]: one for one in pod["volumes"]}
-        paths = {one["mountPath"]: volumes[one["name"]] for one in container["volumeMounts"]}
-        assert paths["/dev/shm"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "32Gi"}
-        assert paths["/data"]["persistentVolumeClaim"]["claimName"] == "pvc-data"
-        assert paths["/etc/slimrl"]["configMap"]["name"] == script["metadata"]["name"]
-        assert ("IPC_LOCK" in container["securityContext"]["capabilities"]["add"]) is True
-        if more:
-            assert container["resources"]["limits"]["rdma/hca"] == 1
-            assert pod["hostNetwork"] and pod["dnsPolicy"] == "ClusterFirstWithHostNet"
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=["rayjob", "raycluster", "pytorchjob"])
-def test_secrets_are_references_and_never_values(kind):
-    scheduler, *options = kind
-    _, document = documents(written(scheduler, *options, *PODS, *EVERYTHING))
-    for _, pod in pods(document):
-        entries = {one["name"]: one for one in pod["containers"][0]["env"]}
-        assert entries["WANDB_API_KEY"]["valueFrom"]["secretKeyRef"] == {"name": "wandb", "key": "key"}
-        assert "value" not in entries["WANDB_API_KEY"]
-        if scheduler == "pytorchjob":
-            assert entries["RAY_AUTH_TOKEN"]["valueFrom"]["secretKeyRef"]["key"] == "auth_token"
-
-
-def test_ray_of_kuberay_has_a_token_and_the_variables_of_its_nodes():
-    _, document = documents(written("kubernetes", *PODS, *EVERYTHING))
-    cluster = document["spec"]["rayClusterSpec"]
-    assert cluster["authOptions"] == {"mode": "token"}
-    for _, pod in pods(document):  # `ray start` must have them: a job's variables do not reach other nodes
         values = {one["name"]: one.get("value") for one in pod["containers"][0]["env"]}
-        assert values["NCCL_IB_HCA"] == "mlx5_0,mlx5_1" and values["GLOO_SOCKET_IFNAME"] == "eth0"
+        assert values.items() >= NETWORK.items()
 
 
-def test_pytorch_job_starts_all_pods_or_none_and_retries_only_killed_ones():
-    _, document = documents(written("pytorchjob", *PODS, *EVERYTHING))
-    policy = document["spec"]["runPolicy"]
-    assert policy["schedulingPolicy"] == {"minAvailable": 2, "queue": "research"}
-    roles = document["spec"]["pytorchReplicaSpecs"]
-    assert {one["restartPolicy"] for one in roles.values()} == {"ExitCode"}
-    (probed,) = [name for name, one in roles.items() if "readinessProbe" in one["template"]["spec"]["containers"][0]]
-    assert probed == "Master"
+@pytest.mark.parametrize("scheduler", ["pytorchjob", "slurm", "skypilot"])
+def test_script_of_every_node_sets_the_variables_of_the_network(scheduler, tmp_path):
+    script, variables = script_of_a_node(scheduler, tmp_path, *OF_NETWORK)
+    lines = bash(script, tmp_path, resume="env", **variables)
+    assert dict(line.split("=", 1) for line in lines if "=" in line).items() >= NETWORK.items()
 
 
-def bash(script: str, folder: Path, **variables: str) -> list[str]:
-    """The words with which a node's script starts scripts/resume.sh, by running it on a stand-in for that file."""
+WORDS = r'''printf "%s\n" "$@" "BASE=$BASE" "VALUE=${VALUE:-}" "PORT=$RAY_PORT"'''
+
+
+def bash(script: str, folder: Path, *, resume: str = WORDS, **variables: str) -> list[str]:
+    """The lines of a node's script with the command `resume` for scripts/resume.sh, by default one per word."""
     (folder / "scripts").mkdir()
-    (folder / "scripts/resume.sh").write_text('printf "%s\\n" "$@" "BASE=$BASE" "VALUE=${VALUE:-}" "PORT=$RAY_PORT"\n')
+    (folder / "scripts/resume.sh").write_text(resume)
     done = subprocess.run(
         ["bash", "-c", script],
         env={"PATH": os.environ["PATH"], **variables},
@@ -313,7 +243,10 @@ def test_exit_code_of_a_lost_run_is_the_same_everywhere():
     assert job_module.RESUMABLE == EXIT_RESUMABLE
     for file in ("ray_node.py", "ray_job.py"):
         assert f"EXIT_RESUMABLE = {EXIT_RESUMABLE} " in (ROOT / "scripts/lib" / file).read_text()
-    assert f" {EXIT_RESUMABLE} " in (ROOT / "scripts/resume.sh").read_text()
+    resume = (ROOT / "scripts/resume.sh").read_text()
+    assert f" {EXIT_RESUMABLE} " in resume
+    (no_head,) = re.findall(r"^EXIT_NO_HEAD = (\d+)$", (ROOT / "scripts/lib/ray_node.py").read_text(), re.MULTILINE)
+    assert f"\nNO_HEAD={no_head} " in resume and int(no_head) == os.EX_UNAVAILABLE
 
 
 def test_tool_runs_from_the_command_line():
@@ -322,12 +255,15 @@ def test_tool_runs_from_the_command_line():
     assert done.returncode == 0 and done.stdout.startswith("#!/usr/bin/env bash\n#SBATCH --job-name=glm4-7-30b-a3b\n")
 
 
+SCHEDULERS = ("kubernetes", "pytorchjob", "slurm", "skypilot")
+
+
 def test_files_of_the_documentation_are_what_the_tool_writes():
     page = (ROOT / "docs/launchers.md").read_text()
     shown = re.findall(
         r"```bash\n(python tools/launch\.py (?:[^\n]*\\\n)+[^\n]*)\n```\n\n```\w+\n(.*?)```", page, re.DOTALL
     )
-    assert len(shown) == 3
+    assert [re.match(r"python tools/launch\.py (\w+)", command)[1] for command, _ in shown] == list(SCHEDULERS)
     for command, text in shown:
         words = shlex.split(command.replace("\\\n", " "))[2:]
         options = launch.parser().parse_args(words)

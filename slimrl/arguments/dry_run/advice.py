@@ -123,7 +123,7 @@ def _switches(args: Arguments) -> Iterator[Remedy]:
             "add --optimizer-cpu-offload and --use-precision-aware-optimizer",
             {"optimizer_cpu_offload": True, "use_precision_aware_optimizer": True},
         )
-    if args.recompute_granularity != "full":
+    if args.recompute_granularity != "full" and not args.vision_levels:  # levels_are_on_the_first_stage refuses it
         changes = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
         yield Remedy("add --recompute-granularity full (--recompute-method uniform --recompute-num-layers 1)", changes)
     if args.use_dynamic_batch_size:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from slimrl.arguments.flag import flag, layer_pattern
-from slimrl.models.adapters import TARGETS
+from slimrl.models.adapters import ADAPTER_NAME, TARGETS
 
 
 @dataclasses.dataclass
@@ -323,4 +323,9 @@ class LoraArguments:
         False,
         "merge the adapters into the weights that the engines and --save-hf get (default: the engines load them beside"
         " their base, and --save-hf writes PEFT folders)",
+    )
+    lora_name: str = flag(
+        ADAPTER_NAME,
+        "name of the adapter in the engines; runs that share external servers have different ones (letters, digits,"
+        " - and _)",
     )

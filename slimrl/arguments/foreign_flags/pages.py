@@ -141,6 +141,13 @@ _CHATLEARN_DIFFERENCES = (
         "`save_model/policy_trainer/<n>/huggingface` for serving",
         "`--save-hf` ([serving.md](serving.md))",
     ),
+    (
+        "a job on PAI-DLC that is shown as failed after its training is complete: `ray.exceptions.RpcError: Timed out "
+        "while waiting for GCS to become available.`",
+        "no such end: the head's node tells the others how the run ended before its Ray ends; they exit with code 0, "
+        "and the recipe on the head's node with that of training "
+        "([launchers.md](launchers.md#a-lost-run-starts-again))",
+    ),
 )
 CHATLEARN_PAGE = f"""\
 # Coming from PAI-ChatLearn

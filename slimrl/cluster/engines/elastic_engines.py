@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from slimrl.cluster.engines.engine import Engine, EngineActorConfig
 from slimrl.cluster.engines.engine_group import server_settings
 from slimrl.cluster.launch import Launch
 from slimrl.cluster.nodes.comparison import NodesDifferError, check_node
+from slimrl.cluster.nodes.logs import NodeLogs
 from slimrl.cluster.placement import EnginePart, ExtraBundles, PlacementPlan
 
 logger = logging.getLogger(__name__)
@@ -44,6 +46,7 @@ class ElasticEngines:
         self._config = EngineActorConfig(
             Path(args.run_dir).absolute() / "logs", args.log_level, launch.environment, Path.cwd()
         )
+        self._logs, self._following = NodeLogs(self._config.log_dir), threading.Lock()
         extra = (args.rollout_max_num_gpus or args.rollout_gpus) - args.rollout_gpus
         self.places = range(extra // plan.per_engine)
         self._lives = [itertools.count() for _ in self.places]
@@ -68,6 +71,7 @@ class ElasticEngines:
             bundles = ExtraBundles(self._first_gpu + place * self._per_engine, self._per_engine)
             self._held[place] = bundles
             if await self._reserved(bundles, wanted) and (node := await self._usable_node(bundles)) is not None:
+                await asyncio.to_thread(self._follow_logs, node)
                 return self._engine(place, node, bundles)
             self.give_back(place)
 
@@ -79,9 +83,10 @@ class ElasticEngines:
             self._not_before[place] = time.monotonic() + UNUSABLE_PAUSE_S
 
     def close(self) -> None:
-        """Returns all GPUs."""
+        """Returns all GPUs, and copies the rest of the logs; takes seconds where a node does not answer."""
         for place in self.places:
             self.give_back(place)
+        self._logs.close()
 
     @property
     def _per_engine(self) -> int:
@@ -107,6 +112,11 @@ class ElasticEngines:
             logger.warning("%s", message)
         await asyncio.sleep(UNUSABLE_PAUSE_S)
         return None
+
+    def _follow_logs(self, node: str) -> None:
+        with self._following:  # of one place after the other
+            self._logs.follow([node])
+            self._logs.wait()
 
     def _engine(self, place: int, node: str, bundles: ExtraBundles) -> ElasticEngine:
         life = next(self._lives[place])

@@ -28,6 +28,7 @@ from slimrl.engines.backend import PYTHON_OPTION, backend
 from slimrl.engines.http import key_of
 from slimrl.engines.protocol import EngineError
 from slimrl.engines.server_protocol import CALL_TIMEOUT_S, ExternalServer, Router, ServerControl
+from slimrl.engines.shared_adapters import owner_of, remove_adapters
 from slimrl.models.adapters import AdapterConfig
 from slimrl.observability.tracer import Timeline
 from slimrl.processes.process_info import resident_gib
@@ -36,6 +37,7 @@ from slimrl.weights.update.topology import EngineEndpoint
 LOOK_INTERVAL_S = 1.0
 LOOKS_PER_S = 64  # at all external servers together: each is two HTTP calls
 ANSWER_TIMEOUT_S = 5.0
+ADAPTER_TIMEOUT_S = 30.0  # of a call that unloads an adapter at the end
 
 
 async def wait_until_unresponsive(
@@ -109,6 +111,7 @@ class ExternalEngine:
                     self._args.hf_checkpoint,
                     needs_weight_sync=not self._args.debug_rollout_only,
                     key=self._key,
+                    adapter=self._args.shared_adapter,
                 )
                 return
             except EngineError:
@@ -151,7 +154,16 @@ class ExternalEngine:
         """Does nothing: its owner ends it."""
 
     async def close(self) -> None:
-        """Does nothing: its owner ends it."""
+        """Unloads the run's adapters; its owner ends it."""
+        if (adapter := self._args.shared_adapter) is not None:
+            await asyncio.to_thread(remove_adapters, self.control(ADAPTER_TIMEOUT_S), adapter)
+
+
+def adapter_owner(args: Arguments) -> str:
+    """Identifies the run's adapters in external servers; "" for a run that has none there."""
+    if args.shared_adapter is None:
+        return ""
+    return owner_of(Path(args.run_dir if args.save is None or args.eval_only else args.save))
 
 
 def check_machine(args: Arguments, launch: Launch) -> None:

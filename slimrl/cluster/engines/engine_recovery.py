@@ -164,7 +164,7 @@ class EngineRecovery:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._monitor.close()
         if self._elastic is not None:
-            self._elastic.close()
+            await asyncio.to_thread(self._elastic.close)
 
     # -- called by the driver --------------------------------------------------------------------------------------
 

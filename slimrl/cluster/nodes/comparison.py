@@ -106,7 +106,8 @@ async def check_node(args: Arguments, node: str) -> None:
     with common_paths(args) as paths:
         served = [path for path in paths if path.flag in ("--hf-checkpoint", "--update-weight-disk-dir")]
         theirs = await _state_on(node, served)
-    if problems := differences(NodeState(node_address(), versions(), []), [theirs]):
+    own = NodeState(node_address(), versions(), [])
+    if problems := differences(own, [theirs], whose="the rollout manager's"):
         raise NodesDifferError("; ".join(problems))
 
 
@@ -177,8 +178,8 @@ def versions() -> dict[str, str]:
     return package_versions() | {CODE: digest.hexdigest()}
 
 
-def differences(own: NodeState, others: Sequence[NodeState]) -> list[str]:
-    """One sentence per node that differs from the driver's, and one per path that it cannot use."""
+def differences(own: NodeState, others: Sequence[NodeState], whose: str = "the driver's") -> list[str]:
+    """One sentence per node that differs from the `own` one, that of `whose` process, and one per unusable path."""
     found = []
     for node in others:
         theirs, ours = node.versions, own.versions
@@ -186,7 +187,7 @@ def differences(own: NodeState, others: Sequence[NodeState]) -> list[str]:
         if names:
             pairs = [f"{name} {theirs.get(name, 'not installed')} (here {ours.get(name, 'none')})" for name in names]
             found.append(
-                f"node {node.address} has other versions than the driver's node {own.address}: {', '.join(pairs)}:"
+                f"node {node.address} has other versions than {whose} node {own.address}: {', '.join(pairs)}:"
                 " install the same lock and use the same checkout on every node"
             )
         found += [f"node {node.address} {problem}" for problem in node.problems]

@@ -99,16 +99,22 @@ class NodeLogs:
         self._thread: threading.Thread | None = None
 
     def follow(self, nodes: Iterable[str]) -> None:
-        """Starts readers on the nodes (Ray's ids), without the driver's node; `wait` ends their start."""
+        """Starts readers on the nodes (Ray's ids), without this node; `wait` ends their start.
+
+        A node that another process of the run follows is left to that one.
+        """
         others = sorted(set(nodes) - {ray.get_runtime_context().get_node_id()})
         if not others:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
         shared = self._files.enter_context(shared_file(self._folder, "the logs of all processes are there"))
-        on_nodes = [NodeAffinitySchedulingStrategy(node, soft=False) for node in others]
         actor = ray.remote(num_cpus=0, max_restarts=0)(_LogReader)
-        readers = [actor.options(scheduling_strategy=where).remote(self._folder, shared) for where in on_nodes]
-        self._starting |= {reader.begin.remote(): reader for reader in readers}
+        for node in others:
+            where = NodeAffinitySchedulingStrategy(node, soft=False)
+            named = actor.options(scheduling_strategy=where, name=f"reader of {self._folder} on {node}")
+            with contextlib.suppress(ValueError):  # the name is taken
+                reader = named.remote(self._folder, shared)
+                self._starting[reader.begin.remote()] = reader
 
     def wait(self) -> None:
         """Waits until the readers have begun. The run's processes start on these nodes afterwards: the logs that a

@@ -26,7 +26,15 @@ from slimrl.arguments import Arguments
 from slimrl.cluster.launch import Launch, RankLocation
 from slimrl.cluster.placement import TRAIN_SHARE, GpuBundles, gpus_of_nodes
 from slimrl.cluster.supervisor import Supervisor, TrainWorkerDiedError
-from slimrl.cluster.training.train_messages import POLICY, StateReport, TrainInit, TrainReady, TrainRole, why_not_shared
+from slimrl.cluster.training.train_messages import (
+    POLICY,
+    StateReadError,
+    StateReport,
+    TrainInit,
+    TrainReady,
+    TrainRole,
+    why_not_shared,
+)
 from slimrl.cluster.training.train_worker import TrainWorker
 from slimrl.cluster.watchdog import WaitTarget, format_rank_status, poll_actors
 from slimrl.megatron.training.pass_plan import PassPlan
@@ -274,6 +282,8 @@ def target_of(workers: Sequence[ray.actor.ActorHandle], what: str, role: TrainRo
 
 
 READ_TIMEOUT_S = 600.0
+# of a state at the same time on its host: tensors, their bytes, those of the actor, those in Ray's object store
+STATE_COPIES = 4
 
 
 class NoPeerStateError(RuntimeError):
@@ -309,6 +319,7 @@ def take_over(group: TrainGroup, args: Arguments, first: int) -> PeerState:
         raise NoPeerStateError(why)
     reports: list[StateReport | None] = poll_actors([worker.report_state.remote() for worker in group.workers])
     sources = choose_sources(group.parts, reports, first)
+    check_memory([report for rank in sorted(set(sources)) if (report := reports[rank]) is not None])
     reads = {source: group.workers[source].read_state.remote() for source in sorted(set(sources))}
     ends = [end for _, end in reads.values()]
     ready, _ = ray.wait(ends, num_returns=len(ends), timeout=READ_TIMEOUT_S)
@@ -316,6 +327,8 @@ def take_over(group: TrainGroup, args: Arguments, first: int) -> PeerState:
         raise NoPeerStateError(f"a surviving rank did not hand over its state within {READ_TIMEOUT_S:.0f} s")
     try:
         ray.get(ready)
+    except StateReadError as error:
+        raise NoPeerStateError(f"a surviving rank could not hand over its state: {error}") from error
     except RayError as error:
         raise NoPeerStateError("a surviving rank ended while it handed over its state") from error
     saved = max((report.saved for report in reports if report is not None and report.saved is not None), default=None)
@@ -323,8 +336,9 @@ def take_over(group: TrainGroup, args: Arguments, first: int) -> PeerState:
 
 
 def choose_sources(parts: Sequence[tuple[int, ...]], reports: Sequence[StateReport | None], first: int) -> list[int]:
-    """The rank whose state each rank gets: a survivor with the same part of the model, itself where possible.
+    """The rank whose state each rank gets: a survivor with the same part of the model.
 
+    All ranks with a part get the state of the same one, so that memory has each part once.
     `parts` names the part of the model of every rank, `reports` are None for lost ranks. Raises NoPeerStateError if no
     survivor with some part has the whole state before rollout `first`.
     """
@@ -335,6 +349,18 @@ def choose_sources(parts: Sequence[tuple[int, ...]], reports: Sequence[StateRepo
             raise NoPeerStateError(_why_none(rank, parts, reports, first))
         sources.append(usable[0])
     return sources
+
+
+def check_memory(reports: Sequence[StateReport]) -> None:
+    """Raises NoPeerStateError if the states of these ranks do not fit into the free memory of a host."""
+    for host in sorted({report.host for report in reports}):
+        here = [report for report in reports if report.host == host]
+        needed, free = STATE_COPIES * sum(report.nbytes for report in here), min(report.free for report in here)
+        if needed > free:
+            raise NoPeerStateError(
+                f"handing over {needed / STATE_COPIES / 2**30:.1f} GiB of state takes {needed / 2**30:.1f} GiB of host"
+                f" memory, and {host} has {free / 2**30:.1f} GiB"
+            )
 
 
 def _why_none(rank: int, parts: Sequence[tuple[int, ...]], reports: Sequence[StateReport | None], first: int) -> str:

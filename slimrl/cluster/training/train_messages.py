@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import platform
 import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -87,15 +88,28 @@ _REPORT, _READ = b"report", b"read"
 
 @dataclasses.dataclass(frozen=True)
 class StateReport:
-    """Whether a rank's state can be taken over; the fields are those of `StepState.report`."""
+    """Whether a rank's state can be taken over; `first`, `why` and `saved` are those of `StepState.report`.
+
+    The state has `nbytes`, and the rank's `host` so many bytes of `free` memory.
+    """
 
     first: int | None
     why: str
     saved: int | None
+    nbytes: int = 0
+    host: str = ""
+    free: int = 0
+
+
+class StateReadError(RuntimeError):
+    """A rank cannot hand over its state; the message says why."""
 
 
 class RankState(Protocol):
     """See `StepState`."""
+
+    @property
+    def nbytes(self) -> int: ...
 
     def report(self) -> tuple[int | None, str, int | None]: ...
 
@@ -131,14 +145,31 @@ def answer_requests(connection: Connection, find: Callable[[], RankState | None]
                 request = connection.recv_bytes()
             except EOFError:
                 return
-            state = find()
             if request == _REPORT:
-                found = (None, "is not loaded yet", None) if state is None else state.report()
-                connection.send_bytes(pickle.dumps(StateReport(*found)))
+                connection.send_bytes(pickle.dumps(_report(find())))
             else:
-                connection.send_bytes(b"" if state is None else state.read())
+                _send_state(connection, find())
 
     threading.Thread(target=serve, name="state", daemon=True).start()
+
+
+def _report(state: RankState | None) -> StateReport:
+    import psutil  # here, because modules that only use the data classes must not need it
+
+    if state is None:
+        return StateReport(None, "is not loaded yet", None)
+    return StateReport(*state.report(), state.nbytes, platform.node(), psutil.virtual_memory().available)
+
+
+def _send_state(connection: Connection, state: RankState | None) -> None:
+    """Sends two frames: why the state cannot be read, which is empty if it can, and the state."""
+    content: bytes | memoryview = b""
+    try:
+        content, why = (b"", "it is not loaded yet") if state is None else (state.read(), "")
+    except Exception as error:  # whatever it is, the other end waits
+        why = f"{type(error).__name__}: {error}"
+    connection.send_bytes(why.encode())
+    connection.send_bytes(content)
 
 
 class StateRequests:
@@ -157,6 +188,12 @@ class StateRequests:
         return report
 
     def read(self) -> bytes:
-        """The state, after a report of a whole one. Raises EOFError or OSError if the process has ended."""
+        """The state, after a report of a whole one.
+
+        Raises StateReadError if the rank cannot read it, EOFError or OSError if the process has ended.
+        """
         self._connection.send_bytes(_READ)
-        return self._connection.recv_bytes()
+        why, content = self._connection.recv_bytes().decode(), self._connection.recv_bytes()
+        if why:
+            raise StateReadError(why)
+        return content

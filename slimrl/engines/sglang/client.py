@@ -38,7 +38,9 @@ from slimrl.engines.protocol import (
     RequestStats,
     aborted_answer,
 )
+from slimrl.engines.sglang.adapters.requests import AdapterOfRequests, answer_with_version, with_version
 from slimrl.engines.sglang.responses import ResponseReader, decoded
+from slimrl.models.adapters import SharedAdapter
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +48,6 @@ T = TypeVar("T")
 
 # the router's policy "manual" sends equal keys to one server (for its prefix cache), see `router.py`
 SESSION_HEADER = "X-SMG-Routing-Key"
-GENERATES = ("/generate", "/v1/completions", "/v1/chat/completions")
 MAX_LOSSES = 6  # bounds the damage of a request that crashes every server
 FIRST_BACKOFF_S = 0.25  # doubles
 LONGEST_BACKOFF_S = 2.0
@@ -73,7 +74,8 @@ class RouterClient:
     long a request that no server accepts is retried: long enough to replace the router or the only server.
     `weights_are_updated`: versions of sent weights are numbers; responses of other versions are rejected (a server that
     its owner has just restarted). `key` is sent to router and servers. Token ids >= `vocabulary` are rejected. Requests
-    for generation use the LoRA adapter `adapter`, unless they name another one or None.
+    for generation use the LoRA adapter `adapter`, unless they name another one or None; of a shared adapter the version
+    of `use_weight_version`, which their responses then have.
     """
 
     def __init__(
@@ -87,7 +89,7 @@ class RouterClient:
         weights_are_updated: bool = False,
         key: str | None = None,
         vocabulary: int | None = None,
-        adapter: str | None = None,
+        adapter: str | SharedAdapter | None = None,
     ) -> None:
         if concurrency < 1:
             raise ValueError(f"concurrency is {concurrency}: at least one request must be able to run")
@@ -97,9 +99,9 @@ class RouterClient:
         self._concurrency = concurrency
         self._request_timeout_s = request_timeout_s
         self._retry_timeout_s = retry_timeout_s
-        self._weights_are_updated = weights_are_updated
         self._reader = ResponseReader(vocabulary)
-        self._adapter = {} if adapter is None else {"lora_path": adapter}
+        self._adapter = AdapterOfRequests(adapter)
+        self._weights_are_updated = weights_are_updated and not self._adapter.is_shared
         # not a semaphore: it scans the waiters that it has woken, which is slow with thousands of waiters
         self._permits: asyncio.LifoQueue[None] = asyncio.LifoQueue()
         self._surplus = 0  # permits to withdraw, after the concurrency was lowered
@@ -150,7 +152,7 @@ class RouterClient:
         EngineRequestError (rejected, with the body), EngineTimeoutError, EngineUnavailableError (after retries), and
         EngineResponseError.
         """
-        payload = {"input_ids": input_ids, "sampling_params": sampling_params, "return_logprob": True, **self._adapter}
+        payload = {"input_ids": input_ids, "sampling_params": sampling_params, "return_logprob": True}
         if images is not None:
             payload |= {"input_ids": images.one_each(input_ids), "image_data": images.data}
         response = await self._request("/generate", payload, session_id, self._generation)
@@ -174,18 +176,20 @@ class RouterClient:
         if payload.get("stream"):
             raise ValueError(f"{path}: streaming is not supported: remove stream from the payload")
 
-        if path in GENERATES:
-            payload = self._adapter | payload
-
-        def read(content: bytes) -> Any:
+        def read(content: bytes, version: str | None) -> Any:
             if path == "/generate" and payload.get("return_logprob") and content.startswith(b"{"):
-                self._generation(content)  # validated and counted like any other
-            return decoded(content)
+                self._generation(content, version)  # validated and counted like any other
+            answer = decoded(content)
+            return answer if version is None else answer_with_version(answer, version)
 
         response = await self._request(path, payload, session_id, read)
         return aborted_answer(path) if response is None else response[0]
 
-    def _generation(self, content: bytes) -> Generation:
+    def use_weight_version(self, version: str) -> None:
+        """As `EngineGroupClient.use_weight_version`."""
+        self._adapter.use(version)
+
+    def _generation(self, content: bytes, version: str | None) -> Generation:
         try:
             generation = self._reader.generation(content, self.requests)
         except EngineResponseError as error:
@@ -195,13 +199,15 @@ class RouterClient:
             raise EngineResponseError(f"{self.router_url}/generate was answered{behind}: {error}") from error
         if self._weights_are_updated:
             _require_updated(generation)
-        return generation
+        return generation if version is None else with_version(generation, version)
 
     async def _request(
-        self, path: str, payload: dict[str, Any], session_id: str | None, read: Callable[[bytes], T]
+        self, path: str, payload: dict[str, Any], session_id: str | None, read: Callable[[bytes, str | None], T]
     ) -> tuple[T, int] | None:
-        """`read(response)` and the time when the request was sent; None if it was aborted before it was sent."""
-        body = orjson.dumps(payload)
+        """`read(response, version)` and the time when the request was sent; None if it was aborted before it was sent.
+
+        `version` is that of the adapter in the attempt that was answered; None if the server reports it.
+        """
         headers = {SESSION_HEADER: session_id} if session_id is not None else None
         aborted = self._aborted
         policy = _RetryPolicy(self._retry_timeout_s)
@@ -211,8 +217,9 @@ class RouterClient:
                 connections = self._open()
                 if aborted.is_set() and aborted_answer(path) is not None:  # while it waited for a permit
                     return None
+                named, version = self._adapter.named_in(path, payload)
                 sent_ns = time.monotonic_ns()
-                return read(await self._post(connections, path, body, headers)), sent_ns
+                return read(await self._post(connections, path, orjson.dumps(named), headers), version), sent_ns
             except (_RejectedError, _ConnectionLostError) as error:
                 if self._connections is None:
                     raise EngineUnavailableError(f"{error} (the client was closed)") from error
@@ -283,12 +290,11 @@ class RouterClient:
         headers = {"Connection": "close", **self._headers}
         try:
             async with ConnectionPool(server_url, headers, connect_timeout_s=ABORT_REQUEST_TIMEOUT_S) as connection:
-                status, content = await connection.post(
-                    "/abort_request", b'{"abort_all": true}', timeout_s=ABORT_REQUEST_TIMEOUT_S
-                )
+                path, body = self._adapter.abort_call()
+                status, content = await connection.post(path, body, timeout_s=ABORT_REQUEST_TIMEOUT_S)
             if status != 200:
                 raise EngineUnavailableError(
-                    f"{server_url}/abort_request failed with HTTP {status}: {content.decode(errors='replace')}"
+                    f"{server_url}{path} failed with HTTP {status}: {content.decode(errors='replace')}"
                 )
         except (ConnectionError, TimeoutError) as error:
             # a lost server has nothing to abort; the router moves or fails its requests
@@ -315,6 +321,8 @@ class RouterClient:
             return content
         url, text = f"{self.router_url}{path}", content.decode(errors="replace")
         if 300 <= status < 500:
+            if self._adapter.is_absent(text):
+                raise _ConnectionLostError(f"{url}: a server has no longer the run's adapter: {text}")
             raise EngineRequestError(url, status, text)
         if time.monotonic() - started >= self._request_timeout_s:  # the router has the same timeout
             raise EngineTimeoutError(f"{url} did not answer within {self._request_timeout_s:g} s: {text}")

@@ -20,6 +20,7 @@ import msgspec
 from slimrl.engines.http import call, decode_as, is_reachable
 from slimrl.engines.protocol import EngineError, EngineRequestError
 from slimrl.engines.server_protocol import CALL_TIMEOUT_S, RunningRequests, ServerLoad
+from slimrl.engines.sglang.adapters.control import AdapterControl
 from slimrl.engines.sglang.server_args import DELTA_LOADER, POINT_TO_POINT_LOADER
 from slimrl.engines.sglang.versions import has_per_token_versions
 
@@ -28,7 +29,6 @@ HTTP_NOT_FOUND = 404
 POLL_INTERVAL_S = 0.05
 HEALTH_TIMEOUT_S = 5.0
 LOADS = "/v1/loads"
-_NOT_LOADED = "does not exist"  # of a server that has no adapter of this name
 
 
 class _Version(msgspec.Struct):
@@ -43,7 +43,7 @@ class _Paths(msgspec.Struct):
     paths: dict[str, Any]
 
 
-class ServerControl:
+class ServerControl(AdapterControl):
     """Implements `engines.server_protocol.ServerControl` for the server at `url`.
 
     Every call has the timeout `timeout_s`, which must cover the transfer of a whole model, and sends `key`.
@@ -186,21 +186,6 @@ class ServerControl:
         }
         url = f"{self.url}/update_weights_from_tensor"
         call("POST", url, body, timeout_s=timeout_s or self.timeout_s, key=self._key)
-
-    def load_adapter(
-        self, name: str, config: dict[str, Any], serialized: list[str], checksums: dict[str, str] | None
-    ) -> None:
-        """Replaces the LoRA adapter `name`; the server has --enable-lora, and no request may use it meanwhile."""
-        try:
-            self._post("/unload_lora_adapter", {"lora_name": name})
-        except EngineRequestError as error:
-            if _NOT_LOADED not in str(error):
-                raise
-        body = {"lora_name": name, "config_dict": config, "serialized_named_tensors": serialized}
-        self._post(
-            "/load_lora_adapter_from_tensors",
-            {**body, "load_format": "flattened_bucket", "expected_checksums": checksums},
-        )
 
     def init_weights_update_group(
         self,

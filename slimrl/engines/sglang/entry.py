@@ -32,13 +32,15 @@ def run_server(words: Sequence[str]) -> None:
         from sglang.srt.utils import kill_process_tree
 
         load_plugins()
-        import sglang.srt.entrypoints.http_server  # noqa: F401 - `run_server` imports it otherwise
+        import sglang.srt.entrypoints.http_server as http_server  # `run_server` imports it otherwise
     try:
         server_args = prepare_server_args(list(words))
         if key is not None:
             server_args.api_key = key
         if server_args.nnodes == 1:
             use_file_rendezvous(server_args)
+        if server_args.enable_lora:
+            serve_adapters(http_server)
         run_server(server_args)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
@@ -50,6 +52,15 @@ def use_file_rendezvous(server_args: Any) -> None:
     # SGLang derives the name of its shared memory for CPU reductions from the now unused address
     os.environ.setdefault("MASTER_ADDR", server_args.host)
     os.environ.setdefault("MASTER_PORT", str(server_args.nccl_port or server_args.port))
+
+
+def serve_adapters(http_server: Any) -> None:
+    """Corrects SGLang's count of the requests of each LoRA adapter, and adds calls about them."""
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+    from slimrl.engines.sglang.adapters import server_patches
+
+    server_patches.install(TokenizerManager, http_server.app, lambda: http_server.get_global_state().tokenizer_manager)
 
 
 def run_router(words: Sequence[str]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,10 @@ import msgspec
 
 from slimrl.engines.http import EXTERNAL_ENGINES, call, decode_as, is_reachable, no_server
 from slimrl.engines.protocol import EngineError, EngineRequestError, EngineUnavailableError
+from slimrl.engines.sglang.adapters.external_check import problems_with_adapters
+from slimrl.engines.sglang.adapters.server_patches import COUNTS_PATH
+from slimrl.engines.sglang.control import ServerControl
+from slimrl.models.adapters import SharedAdapter
 
 TIMEOUT_S = 10.0
 HTTP_UNAUTHORIZED = 401
@@ -84,12 +88,17 @@ class _Paths(msgspec.Struct):
 
 
 def inspect(
-    address: str, hf_checkpoint: str, *, needs_weight_sync: bool = True, key: str | None = None
+    address: str,
+    hf_checkpoint: str,
+    *,
+    needs_weight_sync: bool = True,
+    key: str | None = None,
+    adapter: SharedAdapter | None = None,
 ) -> ExternalServer:
     """The server at "host:port", called with `key`. Raises EngineError with one sentence per problem.
 
     Without `needs_weight_sync` it must have the weights that it was started with, and must not be paused: the run would
-    change neither.
+    change neither. With `adapter` it keeps these weights, and loads the run's adapters beside those of other runs.
     """
     url = f"http://{address}"
     try:
@@ -99,6 +108,7 @@ def inspect(
         paths = decode_as(paths, _Paths, f"{url}/openapi.json").paths
         for answer, shape, path in ((server, _ServerInfo, "server_info"), (model, _ModelInfo, "model_info")):
             decode_as(answer, shape, f"{url}/{path}")
+        loaded = _loaded_adapters(url, paths, key)
     except EngineUnavailableError as error:
         raise EngineUnavailableError(no_server(address, error)) from error
     except EngineRequestError as error:
@@ -111,11 +121,38 @@ def inspect(
     except (EngineError, KeyError, TypeError) as error:
         raise EngineError(_no_sglang(address, error)) from error
     problems = [*_server_problems(server, paths), *_model_problems(model, Path(hf_checkpoint))]
+    problems += _adapter_problems(server, model, paths, loaded, adapter, needs_weight_sync=needs_weight_sync)
     if not needs_weight_sync and not problems:
         problems = [*_weight_problems(url, model)]
     if problems:
         raise EngineError("\n".join(f"{EXTERNAL_ENGINES} {address}: {problem}" for problem in problems))
     return ExternalServer(url, server["tp_size"], _identity(server), key)
+
+
+def _loaded_adapters(url: str, paths: Mapping[str, Any], key: str | None) -> list[str]:
+    if COUNTS_PATH not in paths:
+        return []
+    return sorted(ServerControl(url, TIMEOUT_S, key).adapter_requests())
+
+
+def _adapter_problems(
+    server: dict[str, Any],
+    model: dict[str, Any],
+    paths: Mapping[str, Any],
+    loaded: list[str],
+    adapter: SharedAdapter | None,
+    *,
+    needs_weight_sync: bool,
+) -> Iterator[str]:
+    if adapter is not None:
+        yield from problems_with_adapters(server, paths, loaded, adapter)
+        if (version := model["weight_version"]) != STARTED_WITH:
+            yield f"it has the weights {version!r} of another run, and adapters need the base: restart it"
+    elif needs_weight_sync and loaded:
+        yield (
+            f"it serves the adapters {', '.join(loaded)} of other runs, and this run would replace their base: use"
+            " other servers, or train adapters (--lora-rank without --lora-merge)"
+        )
 
 
 def _no_sglang(address: str, error: Exception) -> str:

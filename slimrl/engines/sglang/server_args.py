@@ -256,7 +256,10 @@ def unused_model_modules(argv: Sequence[str]) -> list[str]:
 
 
 # architectures with a class in `slimrl.engines.sglang.models`, and the class of SGLang that it extends
-_OWN_MODELS = {"Qwen2ForProcessRewardModel": "Qwen2ForRewardModel"}
+_OWN_MODELS = {
+    "Qwen2ForProcessRewardModel": "Qwen2ForRewardModel",
+    "Qwen3MoeForSequenceClassification": "Qwen3MoeForCausalLM",
+}
 
 
 def own_models(model: Path) -> dict[str, str]:

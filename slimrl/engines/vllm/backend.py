@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         ServerFactory,
     )
     from slimrl.engines.server_protocol import ExternalServer
-    from slimrl.models.adapters import AdapterConfig
+    from slimrl.models.adapters import AdapterConfig, SharedAdapter
 
 ENVIRONMENT = Path(__file__).parent / "environment"  # the modules that run inside vLLM's environment
 PYTHON_FLAG = "--vllm-python"
@@ -146,9 +146,15 @@ class VllmBackend:
         return ServerControl
 
     def inspect(
-        self, address: str, hf_checkpoint: str, *, needs_weight_sync: bool = True, key: str | None = None
+        self,
+        address: str,
+        hf_checkpoint: str,
+        *,
+        needs_weight_sync: bool = True,
+        key: str | None = None,
+        adapter: SharedAdapter | None = None,
     ) -> ExternalServer:
-        """Checks whether an external server, vLLM's with the calls of slimrl, can serve the run."""
+        """Checks whether an external server, vLLM's with the calls of slimrl, can serve the run, without adapters."""
         from slimrl.engines.vllm.server import inspect
 
         return inspect(address, hf_checkpoint, needs_weight_sync=needs_weight_sync, key=key)

@@ -35,7 +35,7 @@ from slimrl.megatron.model.attention import PackedCoreAttention, attention_spec,
 from slimrl.megatron.model.layers import PostNorms, RMSNorm, Router, with_post_norms, with_token_frequencies
 from slimrl.megatron.model.lora import add_adapters
 from slimrl.megatron.model.output_layer import PolicyModel, ValueModel
-from slimrl.megatron.model.vision import VisionLanguageModel, VisionValueModel, sight
+from slimrl.megatron.model.vision import VisionLanguageModel, VisionValueModel, vision_arguments
 from slimrl.megatron.parallel import ParallelState
 from slimrl.models.adapters import AdapterConfig
 from slimrl.models.model_spec import expand_layer_pattern
@@ -208,8 +208,8 @@ def build_value_stages(flags: MegatronArguments, parallel: ParallelState) -> lis
         if flags.vision_folder is None:
             model: GPTModel = ValueModel(**settings)
         else:
-            seen = _sight(flags, config, first_stage=ends[0])
-            model = VisionValueModel(**settings, **seen)
+            vision = _vision_arguments(flags, config, first_stage=ends[0])
+            model = VisionValueModel(**settings, **vision)
         mark_expert_parameters(model)
         stages.append(model.to(parallel.device))
     return stages
@@ -246,13 +246,13 @@ def policy_model(
     settings = _settings(args, config, pre_process, post_process, vp_stage, chosen)
     if args.vision_folder is None:
         return PolicyModel(**settings)
-    return VisionLanguageModel(**settings, **_sight(args, config, first_stage=pre_process))
+    return VisionLanguageModel(**settings, **_vision_arguments(args, config, first_stage=pre_process))
 
 
-def _sight(args: MegatronArguments, config: TransformerConfig, *, first_stage: bool) -> dict[str, Any]:
+def _vision_arguments(args: MegatronArguments, config: TransformerConfig, *, first_stage: bool) -> dict[str, Any]:
     assert args.vision_folder is not None
     sharded = args.use_megatron_fsdp
-    return sight(args.vision_folder, config.params_dtype, first_stage=first_stage, sharded=sharded)
+    return vision_arguments(args.vision_folder, config.params_dtype, first_stage=first_stage, sharded=sharded)
 
 
 def _settings(

@@ -33,7 +33,7 @@ def tower_of(folder: str) -> VisionTower:
     return tower
 
 
-def sight(folder: str, dtype: torch.dtype, *, first_stage: bool, sharded: bool) -> dict[str, Any]:
+def vision_arguments(folder: str, dtype: torch.dtype, *, first_stage: bool, sharded: bool) -> dict[str, Any]:
     """The arguments with which a stage of the model in `folder` sees images, beside those of its decoder.
 
     `sharded`: with Megatron-FSDP.
@@ -76,7 +76,7 @@ class InterleavedRotaryEmbedding(MultimodalRotaryEmbedding):
         return torch.cat((mixed, mixed), dim=-1).transpose(0, 1)[:, :, None].contiguous()
 
 
-class _SeesImages(GPTModel):
+class _VisionMixin(GPTModel):
     """A model whose first stage puts the features of images in the place of their tokens' embeddings.
 
     Features of further levels (deepstack of Qwen3-VL) are added to the outputs of its first layers.
@@ -131,7 +131,7 @@ class _SeesImages(GPTModel):
         embedded: Tensor = self.embedding(input_ids=input_ids, position_ids=position_ids)
         self._levels = []
         if images is None and self._tower_is_sharded:
-            images = self._unseen_image(embedded.device)
+            images = self._placeholder_image(embedded.device)
         if images is not None:
             found = self.vision_model(images.pixel_values.to(self.config.params_dtype), grid_thw=images.grids)
             nothing = torch.zeros_like(embedded)
@@ -149,7 +149,7 @@ class _SeesImages(GPTModel):
         part: Tensor = scatter_to_sequence_parallel_region(whole, group=self.pg_collection.tp)
         return part
 
-    def _unseen_image(self, device: torch.device) -> ImageTensors:
+    def _placeholder_image(self, device: torch.device) -> ImageTensors:
         """The smallest image, whose features no token takes.
 
         Megatron-FSDP gathers the weights of a module when it runs and reduces its gradients after it: a rank without
@@ -171,11 +171,11 @@ class _SeesImages(GPTModel):
         return 0.0 * torch.stack(trained).sum() if trained else 0.0
 
 
-class VisionLanguageModel(_SeesImages, PolicyModel):
+class VisionLanguageModel(_VisionMixin, PolicyModel):
     """A policy that sees images."""
 
 
-class VisionValueModel(_SeesImages, ValueModel):
+class VisionValueModel(_VisionMixin, ValueModel):
     """A critic that sees images."""
 
 

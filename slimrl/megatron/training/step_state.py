@@ -45,7 +45,7 @@ class Saves(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Held:
+class RestoredModel:
     """A model with the numbers that a checkpoint saves with it, which are restored in place."""
 
     model: TrainedModel
@@ -70,14 +70,16 @@ class StepState:
         """`given` is bytes."""
         self.given = given
         self._lock = threading.Lock()
-        self._held: Sequence[Held] = ()
+        self._held: Sequence[RestoredModel] = ()
+        self._swapped: Sequence[ReferenceWeights] = ()
         self._boundary: _Boundary | None = None
         self._taken = False
+        self._covered: Sequence[ReferenceWeights] = ()  # in the model's place when the state was taken
         self._why = "is not loaded yet"  # while the live state is not that of the boundary; "" when it is
 
     def follow(
         self,
-        held: Sequence[Held],
+        held: Sequence[RestoredModel],
         parallel: ParallelState,
         memory: TrainingMemory,
         swapped: Sequence[object],
@@ -155,11 +157,24 @@ class StepState:
         if not self._lock.acquire(timeout=_LOCK_S):
             return None, "was exchanging its weights", None
         try:
+            if not self._taken:
+                # their copies of the model's weights stay as they are, also if the main thread puts these back later
+                self._covered = [weights for weights in self._swapped if weights.loaded]
             self._taken = True
             first = None if self._why or self._boundary is None else self._boundary.first
             return first, self._why, self._saves.completed if self._held else None
         finally:
             self._lock.release()
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the state, apart from a few numbers."""
+        states = [state for _, part in _parts(self._held) for state in part.optimizer.state.values()]
+        values = [value for state in states for value in state.values() if isinstance(value, Tensor)]
+        known = {id(tensor): tensor for _, tensor in (*_weights(self._held), *_buffers(self._held))}
+        for _, part in _parts(self._held):
+            known |= {id(parameter): parameter for parameter in _parameters(part)}
+        return sum(tensor.nbytes for tensor in (*known.values(), *values))
 
     @torch.no_grad()
     def read(self) -> memoryview:
@@ -197,8 +212,8 @@ class StepState:
             yield
 
     def _value(self, tensor: Tensor) -> Tensor:
-        for weights in self._swapped:
-            if weights.loaded and (own := weights.own_value(tensor)) is not None:
+        for weights in self._covered:
+            if (own := weights.own_value(tensor)) is not None:
                 return own
         return self._memory.read(tensor)
 
@@ -218,7 +233,7 @@ class StepState:
         return self._memory.read(value) if isinstance(value, Tensor) else value
 
     @torch.no_grad()
-    def restore(self, held: Sequence[Held], rank: int) -> int:
+    def restore(self, held: Sequence[RestoredModel], rank: int) -> int:
         """Fills new models from `given`; returns the rollout that their state is before. Generators continue, too.
 
         Raises ValueError if it is the state of other models.
@@ -239,22 +254,24 @@ class StepState:
         return int(content["first"])
 
 
-def _weights(held: Sequence[Held]) -> Iterator[tuple[str, Tensor]]:
+def _weights(held: Sequence[RestoredModel]) -> Iterator[tuple[str, Tensor]]:
     return _named(held, lambda stage: stage.named_parameters())
 
 
-def _buffers(held: Sequence[Held]) -> Iterator[tuple[str, Tensor]]:
+def _buffers(held: Sequence[RestoredModel]) -> Iterator[tuple[str, Tensor]]:
     return _named(held, lambda stage: stage.named_buffers())
 
 
-def _named(held: Sequence[Held], of: Callable[[Any], Iterator[tuple[str, Tensor]]]) -> Iterator[tuple[str, Tensor]]:
+def _named(
+    held: Sequence[RestoredModel], of: Callable[[Any], Iterator[tuple[str, Tensor]]]
+) -> Iterator[tuple[str, Tensor]]:
     for model, one in enumerate(held):
         for number, stage in enumerate(one.model.stages):
             for name, tensor in of(stage):
                 yield f"{model}.{number}.{name}", tensor
 
 
-def _parts(held: Sequence[Held]) -> Iterator[tuple[str, Any]]:
+def _parts(held: Sequence[RestoredModel]) -> Iterator[tuple[str, Any]]:
     """The optimizers with parameters on this rank."""
     for model, one in enumerate(held):
         parts = getattr(one.model.optimizer, "chained_optimizers", [one.model.optimizer])

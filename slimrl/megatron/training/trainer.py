@@ -48,7 +48,7 @@ from slimrl.megatron.training.reporting.diagnostics import LOG_PROBS, OVERALL, M
 from slimrl.megatron.training.reporting.memory_report import MemoryReport
 from slimrl.megatron.training.reporting.train_metrics import PhaseTimes
 from slimrl.megatron.training.step_loss import StepLoss
-from slimrl.megatron.training.step_state import Held, StepState
+from slimrl.megatron.training.step_state import RestoredModel, StepState
 from slimrl.megatron.training.trained_model import TrainedModel, describe_trained_parameters, freeze_parameters
 from slimrl.models.adapters import AdapterConfig
 from slimrl.models.model_spec import ModelSpec
@@ -248,11 +248,11 @@ class MegatronTrainer:
         return (first if self._rollouts.start_rollout_id is None else self._rollouts.start_rollout_id), data_state
 
     @property
-    def _held(self) -> list[Held]:
+    def _held(self) -> list[RestoredModel]:
         """What another rank takes over of this one."""
         critic = self._critic
-        of_critic = [] if critic is None else [Held(critic.model, critic.state.numbers)]
-        return [Held(self._policy, self._kl.numbers), *of_critic]
+        of_critic = [] if critic is None else [RestoredModel(critic.model, critic.state.numbers)]
+        return [RestoredModel(self._policy, self._kl.numbers), *of_critic]
 
     @functools.cached_property
     def _training_state(self) -> TrainingState:

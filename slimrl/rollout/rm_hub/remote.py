@@ -236,7 +236,7 @@ class ServerPool:
         """
         async with self._slots:
             remaining, deadline = list(self._servers), time.monotonic() + self._patience_s
-            gone = True  # every server that was asked
+            gone = False  # a server of this round
             while True:
                 now = time.monotonic()
                 server = min(remaining, key=lambda one: (one.avoided_until > now, one.in_flight))
@@ -248,13 +248,13 @@ class ServerPool:
                 except RemoteUnreachable as error:
                     is_new = server.avoided_until <= now
                     server.avoided_until = time.monotonic() + AVOIDED_S
-                    gone = gone and isinstance(error, RemoteGone)
+                    gone = gone or isinstance(error, RemoteGone)
                     if remaining:
                         logger.warning("%s; retrying on another server", error)
                     elif gone and time.monotonic() < deadline:
                         if is_new:
                             logger.warning("%s; waiting for its replacement", error)
-                        remaining = list(self._servers)
+                        remaining, gone = list(self._servers), False
                     else:
                         raise
                 finally:

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from slimrl.arguments.checkpoints import RELEASE, TRACKER_NAME
+from slimrl.arguments.checkpoints import MANIFEST_NAME, RELEASE, SIZES, TRACKER_NAME, manifest
 from slimrl.models.families import ModelMapping, ParamMapping
 from slimrl.models.families.param_mapping import CLASSIFIER_HEAD, VALUE_HEAD
 from slimrl.models.model_spec import ModelSpec
@@ -183,7 +183,7 @@ def hf_to_torch_dist(
                     max_file_bytes=max_file_bytes,
                     on_written=on_written,
                 )
-                group.run_on_all_ranks(lambda: _commit(folder, checksums) if group.is_rank_zero else None)
+                group.run_on_all_ranks(lambda: _commit(folder, checksums, spec) if group.is_rank_zero else None)
         except BaseException:
             if group.is_rank_zero:
                 folder.discard()
@@ -191,10 +191,13 @@ def hf_to_torch_dist(
     return Path(save_dir) / RELEASE
 
 
-def _commit(folder: AtomicDir, checksums: Mapping[str, Checksums]) -> None:
-    """Writes the checksums and the tracker file, then renames the folder to its final name."""
+def _commit(folder: AtomicDir, checksums: Mapping[str, Checksums], spec: ModelSpec) -> None:
+    """Writes checksums, manifest and the tracker file, then renames the folder to its final name."""
     release = folder.partial / RELEASE
     (release / CHECKSUMS_NAME).write_text(checksums_text(release, checksums), encoding="utf-8")
+    files = {path.name: path.stat().st_size for path in release.iterdir()}
+    sizes = {name: getattr(spec, name) for name in SIZES}
+    (release / MANIFEST_NAME).write_text(manifest(None, files, sizes=sizes), encoding="utf-8")
     (folder.partial / TRACKER_NAME).write_text(RELEASE, encoding="utf-8")
     folder.commit()
 

@@ -46,9 +46,9 @@ Action = Literal["describe", "join", "receive", "leave"]
 class Call:
     """One call of an engine rank.
 
-    describe: answer with the shapes of all tensors. join: make the link, as `member` of `members`. receive: update
-    number `update` of the link. leave: close the link. `name` is that of the link, `store` the trainer's host and port,
-    `key` where the answer goes.
+    describe: close all older links, and answer with the shapes of all tensors. join: make the link, as `member` of
+    `members`. receive: update number `update` of the link. leave: close the link. `name` is that of the link, `store`
+    the trainer's host and port, `key` where the answer goes.
     """
 
     action: Action
@@ -241,8 +241,12 @@ class EngineSide:
         """Tells all members to give up the update."""
         self._store.set(failure_key(self.name), "")
 
+    def close(self) -> None:
+        """Ends the threads: a call to a hung server ends with its own time limit."""
+        self._pool.shutdown(wait=False)
+
     def leave(self) -> None:
-        """All ranks close their ends; ignores servers that are gone."""
+        """All ranks close their ends; ignores servers that are gone. The servers are paused."""
         with contextlib.suppress(WeightSyncError):
             self._count += 1
             payloads = [self._payloads(engine, "leave") for engine in range(len(self._servers))]
@@ -252,7 +256,6 @@ class EngineSide:
                 lambda server: server.update_weights_from_shards(payloads[numbers[server.url]], LEAVE_TIMEOUT_S),
                 "leaving the link of a weight update",
             )
-        self._pool.shutdown(wait=False)  # a call to a hung server ends with its own time limit
 
     def _payloads(self, engine: int, action: Action, plan: Plan | None = None, update: int = 0) -> list[str]:
         """One for each rank of the engine."""

@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -98,13 +98,14 @@ class ProcessGroupLink:
         except (RuntimeError, ValueError) as error:
             raise LinkError(f"joining the process group failed: {error}") from error
 
-    def _join(self, store: Store, member: int, members: int) -> dist.ProcessGroup:
+    def _join(self, store: Store, member: int, members: int) -> Any:
+        """A `Backend`, most of whose methods torch does not declare; a `ProcessGroup` would need a default one."""
         store.set_timeout(datetime.timedelta(seconds=min(JOIN_TIMEOUT_S, self._timeout.total_seconds())))
         if self._device.type != "cuda":
-            return cast("dist.ProcessGroup", dist.ProcessGroupGloo(store, member, members, self._timeout))
+            return dist.ProcessGroupGloo(store, member, members, self._timeout)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._timeout
-        group = cast("dist.ProcessGroup", dist.ProcessGroupNCCL(store, member, members, options))
+        group: Any = dist.ProcessGroupNCCL(store, member, members, options)
         with torch.cuda.device(self._device):
             # makes the communicator, of which a trainer rank without messages is a member, too
             group.allreduce([torch.zeros(1, device=self._device)]).wait()
@@ -140,9 +141,9 @@ class ProcessGroupLink:
     def _together(self, calls: Sequence[tuple[int, Tensor, bool]]) -> list[tuple[int | None, dist.Work]]:
         if not calls:
             return []
-        self._group._start_coalescing(self._device)
+        self._group._start_coalescing()
         self._each(0, calls)
-        return [(None, self._group._end_coalescing(self._device))]
+        return [(None, self._group._end_coalescing())]
 
     def wait(self, round_number: int) -> None:
         """See `Link.wait`."""
@@ -166,8 +167,8 @@ class ProcessGroupLink:
 
     def close(self, *, failed: bool) -> None:
         """See `Link.close`."""
-        if failed and self._device.type == "cuda":
-            self._group.abort()
+        if self._device.type == "cuda":
+            self._group.abort()  # also after success: the peers need not leave at the same time
         # gloo has no abort: its connections are closed when nothing refers to the group and its works
         self._works.clear()
         del self._group
@@ -179,7 +180,7 @@ def ready_key(name: str, update: int, member: int) -> str:
 
 
 def failure_key(name: str) -> str:
-    """The key that trainer rank 0 sets when it gives up an update."""
+    """The key that an engine rank sets when it has failed, and trainer rank 0 when it gives up an update."""
     return f"failed/{name}"
 
 

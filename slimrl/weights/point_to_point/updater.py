@@ -3,7 +3,8 @@
 The first update makes the plan (`plan.make_plan`), compares it with the tensors of every engine rank, and links all
 trainer ranks with all engine ranks. Every update then packs and sends each rank's copies, round by round (`Sender`),
 and unpacks them; nothing is gathered. Pausing, commit, checks and attempts are those of `WeightUpdater`. After a
-failure all links are made anew.
+failure all links are made anew. Engine ranks are called while their servers are paused only: a serving one would admit
+no request before its running ones have ended. So they keep the link of a closed updater until the next one's.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import xxhash
 from torch import Tensor, nn
 from torch.distributed import PrefixStore, TCPStore
 
-from slimrl.engines.server_protocol import RunningRequests
 from slimrl.observability.tracer import Timeline
 from slimrl.platform.collective_errors import RANK_ZERO
 from slimrl.weights.adapters import merged_weights
@@ -117,16 +117,13 @@ class PointToPointUpdater(WeightUpdater):
         return self._plan
 
     def close(self) -> None:
-        """Closes the links; this rank only."""
+        """Closes this rank's end of the links."""
         self._disconnect(failed=False)
 
-    def _attempt(
-        self, model: Model, version: str, check_equal: bool, running: RunningRequests
-    ) -> tuple[tuple[int, int], float, tuple[str, bool] | None]:
+    def _prepare(self, model: Model) -> None:
         if self._sender is None:
             self._timeline.mark("link trainer and engine ranks")
             self._connect(model)
-        return super()._attempt(model, version, check_equal, running)
 
     def _after_failure(self, error: WeightSyncError, version: str, attempt: int) -> None:
         self._disconnect(failed=True)
@@ -139,7 +136,7 @@ class PointToPointUpdater(WeightUpdater):
             self._engine_side.start("receive", update=self._sender.updates)
         try:
             sent = self._sender.send(model)
-        except LinkError as error:
+        except RuntimeError as error:  # also of the device, such as too little memory
             # at once, so that the engine ranks that wait for this rank fail, and with them the other trainer ranks
             sender, self._sender = self._sender, None
             sender.close(failed=True)
@@ -148,7 +145,7 @@ class PointToPointUpdater(WeightUpdater):
             self._engine_side.finish()
         return sent
 
-    def _failure(self, error: LinkError) -> WeightSyncError:
+    def _failure(self, error: RuntimeError) -> WeightSyncError:
         """The error of a server if rank 0 knows one, else that of the link; the other members give up, too."""
         if self._engine_side is not None:
             self._engine_side.give_up()
@@ -156,7 +153,8 @@ class PointToPointUpdater(WeightUpdater):
                 self._engine_side.finish()
             except WeightSyncError as of_server:
                 return of_server
-        return WeightSyncError(f"{WHAT} failed{self._where(error.peer)}: {error}")
+        peer = error.peer if isinstance(error, LinkError) else None
+        return WeightSyncError(f"{WHAT} failed{self._where(peer)}: {error}")
 
     def _failed_call(self) -> str | None:
         return None if self._engine_side is None else self._engine_side.failed_call()
@@ -256,10 +254,12 @@ class PointToPointUpdater(WeightUpdater):
         return ProcessGroupLink(own, parallel.rank, count, buffers, parallel.device, self._timeout_s)
 
     def _disconnect(self, *, failed: bool) -> None:
-        """Closes this rank's end, and on rank 0 those of the engine ranks."""
+        """Closes this rank's end; after a failure, when all servers are paused, rank 0 also those of the engines."""
         sender, self._sender = self._sender, None
         if sender is not None:
             sender.close(failed=failed)
         side, self._engine_side = self._engine_side, None
         if side is not None:
-            side.leave()
+            if failed:
+                side.leave()
+            side.close()

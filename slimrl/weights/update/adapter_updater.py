@@ -4,8 +4,9 @@ The first update compares the servers' weights, which come from --hf-checkpoint,
 on another base is another model, and nothing else would show it.
 
 `AdapterTransport` sends the adapters' values in one HTTP call to each server, which keeps its own base: an update has a
-few megabytes for a model of many gigabytes. Requests name the adapter (`models.adapters.ADAPTER_NAME`); others use the
-base. `create_updater` chooses the updater of a run.
+few megabytes for a model of many gigabytes. Requests name the adapter (--lora-name); others use the base. In external
+servers, which other runs use, too, each version has a name of its own (`shared_adapters`). `create_updater` chooses the
+updater of a run.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ import torch
 from torch import nn
 
 from slimrl.engines.server_protocol import RunningRequests, WeightControl
-from slimrl.models.adapters import ADAPTER_NAME, AdapterConfig, AdapterMapping, peft_config
+from slimrl.engines.shared_adapters import wait_until_unused
+from slimrl.models.adapters import ADAPTER_NAME, AdapterConfig, AdapterMapping, SharedAdapter, peft_config
 from slimrl.models.families import family_for
 from slimrl.models.model_spec import ModelSpec
 from slimrl.observability.tracer import Timeline
@@ -32,6 +34,7 @@ from slimrl.weights.hf_checkpoint import read_hf_config
 from slimrl.weights.point_to_point.updater import PointToPointUpdater
 from slimrl.weights.update.buckets import Bucket, Entry, ReusedBuffer
 from slimrl.weights.update.engine_fanout import WeightsDifferError, WeightSyncError, call_all, connect
+from slimrl.weights.update.shared_adapters import SharedAdapterCalls
 from slimrl.weights.update.topology import EngineEndpoint, RankGroups
 from slimrl.weights.update.transport_delta import DeltaUpdater
 from slimrl.weights.update.transport_tensor import Rebuilt, described
@@ -54,6 +57,8 @@ class AdapterTransport:
         """`engine_sizes` are the servers' tensor-parallel sizes; `config` is PEFT's of the adapters."""
         self.buffer = ReusedBuffer(device)
         self.with_checksums = False  # whether each server compares SHA-256 of its tensors
+        self.name = ADAPTER_NAME  # of the adapter that the next update loads
+        self.waits_for_requests = False  # before it replaces an adapter; servers that are paused have none
         self._servers = list(servers)
         self._sizes = {server.url: size for server, size in zip(servers, engine_sizes, strict=True)}
         self._config = config
@@ -73,13 +78,12 @@ class AdapterTransport:
             parts = {entry.name: self._data[entry.start : entry.end] for entry in self._entries}
             checksums = {name: hashlib.sha256(part).hexdigest() for name, part in parts.items()}
         self.reset()
-        call_all(
-            self._servers,
-            lambda server: server.load_adapter(
-                ADAPTER_NAME, self._config, [payload] * self._sizes[server.url], checksums
-            ),
-            "loading adapters",
-        )
+        call_all(self._servers, lambda server: self._load(server, payload, checksums), "loading adapters")
+
+    def _load(self, server: WeightControl, payload: str, checksums: dict[str, str] | None) -> None:
+        if self.waits_for_requests:
+            wait_until_unused(server, self.name)
+        server.load_adapter(self.name, self._config, [payload] * self._sizes[server.url], checksums)
 
     def opens(self, tensor: torch.Tensor) -> bool:
         """See `Transport.opens`."""
@@ -128,7 +132,8 @@ def create_updater(
             timeline=timeline,
         )
     base = ModelSource(spec, family, parallel, merge_adapters=False)
-    return AdapterUpdater(base, adapters, engines, args.update_weight_buffer_size, timeline=timeline)
+    name = args.shared_adapter or args.lora_name
+    return AdapterUpdater(base, adapters, engines, args.update_weight_buffer_size, name, timeline=timeline)
 
 
 class AdapterUpdater(WeightUpdater):
@@ -140,11 +145,12 @@ class AdapterUpdater(WeightUpdater):
         adapters: AdapterConfig,
         engines: Sequence[EngineEndpoint],
         bucket_bytes: int,
+        name: str | SharedAdapter = ADAPTER_NAME,
         *,
         timeout_s: float = TIMEOUT_S,
         timeline: Timeline | None = None,
     ) -> None:
-        """`base` describes the weights without the adapters."""
+        """`base` describes the weights without the adapters; `name` is theirs in the engines."""
         servers, sizes = connect(engines, timeout_s, timeline)
         transports = []
         if base.parallel.rank == RANK_ZERO:
@@ -152,6 +158,9 @@ class AdapterUpdater(WeightUpdater):
         source = dataclasses.replace(base, family=AdapterMapping.of(base.family, adapters))
         super().__init__(source, servers, sizes, transports, {RANK_ZERO}, bucket_bytes, timeline=timeline)
         self._base = base
+        self._name = name
+        if isinstance(name, SharedAdapter):
+            self._calls = SharedAdapterCalls(servers, name, base.parallel.rank, self._ranks, self._timeline)
         self._adapter_transports = transports
         self._base_is_equal = False
 
@@ -163,6 +172,8 @@ class AdapterUpdater(WeightUpdater):
             self._base_is_equal = True
         for transport in self._adapter_transports:
             transport.with_checksums = check_equal
+            transport.name = self._name.at(version) if isinstance(self._name, SharedAdapter) else self._name
+            transport.waits_for_requests = isinstance(self._name, SharedAdapter)
         return super()._attempt(model, version, check_equal, running)
 
     def _check_equal(self, model: nn.Module | Sequence[nn.Module]) -> None:

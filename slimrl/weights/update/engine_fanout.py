@@ -79,10 +79,11 @@ class ServerState:
     url: str
     version: str | None
     error: str | None
+    doing: str = "is stopped"
 
     def __str__(self) -> str:
         if self.error is None:
-            return f"{self.url} is stopped and reports version {self.version!r}"
+            return f"{self.url} {self.doing} and reports version {self.version!r}"
         return f"{self.url} does not answer ({self.error})"
 
 
@@ -108,6 +109,8 @@ class EngineCalls:
     Every rank has about `of_one_rank` of them, as long as there are ranks; with fewer servers rank 0 calls all, because
     a round of all ranks takes milliseconds, too.
     """
+
+    consequence = "so no server resumes"  # of a failed update
 
     def __init__(
         self,
@@ -276,6 +279,12 @@ class _TracedServer:
         self, name: str, config: dict[str, Any], serialized: list[str], checksums: dict[str, str] | None
     ) -> None:
         self._record(self._server.load_adapter, name, config, serialized, checksums)
+
+    def unload_adapter(self, name: str) -> None:
+        self._record(self._server.unload_adapter, name)
+
+    def adapter_requests(self) -> dict[str, int]:
+        return self._record(self._server.adapter_requests)
 
     def weights_checksum(self) -> list[dict[str, Any]]:
         return self._record(self._server.weights_checksum)

@@ -273,6 +273,7 @@ class WeightUpdater:
         """
         self._timeline.mark("stop servers")
         self._calls.begin(running)
+        self._prepare(model)
         self._timeline.mark("send buckets")
         if self._delivery is not None:
             self._delivery.begin(version)
@@ -287,6 +288,9 @@ class WeightUpdater:
         self._timeline.mark("commit")
         return sent, check_seconds, self._calls.commit_and_resume(version, running)
 
+    def _prepare(self, model: nn.Module | Sequence[nn.Module]) -> None:
+        """What a kind of update needs before it sends, once all servers are paused; collective."""
+
     def _after_failure(self, error: WeightSyncError, version: str, attempt: int) -> None:
         """Returns if another attempt makes sense, else raises. Collective: `error.final` is the same on every rank."""
         for transport in self._transports:
@@ -294,8 +298,8 @@ class WeightUpdater:
         states = self._calls.states()
         if error.final or attempt == ATTEMPTS or any(state.error is not None for state in states):
             raise WeightSyncError(
-                f"weight version {version!r} was not loaded by every server ({attempt} of {ATTEMPTS} attempts), so no"
-                f" server resumes: {error}; {', '.join(str(state) for state in states)}",
+                f"weight version {version!r} was not loaded by every server ({attempt} of {ATTEMPTS} attempts),"
+                f" {self._calls.consequence}: {error}; {', '.join(str(state) for state in states)}",
                 final=True,
             ) from error
         logger.warning("attempt %d to update to weight version %s failed, retrying: %s", attempt, version, error)

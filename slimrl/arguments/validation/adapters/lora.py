@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -132,7 +133,6 @@ def engines_can_load_adapters(args: Arguments, context: Context) -> Iterator[Pro
         return
     options = args.sglang_options
     for given, flag, reason in (
-        (args.rollout_external_engine_addrs, "--rollout-external-engine-addrs", "external servers do not load them"),
         (args.update_weight_transport == "disk", "--update-weight-transport disk", "they are sent in HTTP calls"),
         (options.get("pp_size", 1) > 1, _STAGES, "engines with pipeline stages do not load them"),
         (options.get("dp_size", 1) > 1, _COPIES, "engines with several copies do not load them"),
@@ -151,6 +151,20 @@ def engines_can_load_adapters(args: Arguments, context: Context) -> Iterator[Pro
             "--lora-target-modules",
             f"--lora-target-modules has {', '.join(found)}, and engines do not load adapters of experts: give"
             f" q_proj k_proj v_proj o_proj, or add {_MERGE}.",
+        )
+
+
+def lora_name_is_of_an_adapter(args: Arguments, context: Context) -> Iterator[Problem]:
+    """The name is part of the names of adapters in the engines, which --lora-merge does not load."""
+    if "lora_name" not in context.given or "lora_name" in context.broken or args.lora_rank is None:
+        return
+    if re.fullmatch(r"[A-Za-z0-9_-]+", args.lora_name) is None:
+        yield Problem("--lora-name", f"--lora-name {args.lora_name!r} is not a name: use letters, digits, - and _.")
+    if args.lora_merge:
+        yield Problem(
+            "--lora-name",
+            f"--lora-name {args.lora_name} names an adapter in the engines, and {_MERGE} sends none: leave one of the"
+            " two out.",
         )
 
 

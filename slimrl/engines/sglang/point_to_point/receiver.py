@@ -1,8 +1,9 @@
 """SGLang's custom weight loader for point-to-point weight updates (`weights.point_to_point`).
 
 The trainer calls it through the server, once for each step: it describes the rank's parameters, joins the trainer's
-link, and then receives updates, whose pieces it copies into the parameters. The copies convert the trainer's dtype to
-the parameter's, as the model's loader does. A failure is an answer, not an exception, which would end the server.
+link, and then receives updates, whose pieces it copies into the parameters. A link stays until the next `describe`. The
+copies convert the trainer's dtype to the parameter's, as the model's loader does. A failure is an answer, not an
+exception, which would end the server.
 """
 
 from __future__ import annotations
@@ -19,7 +20,15 @@ from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.distributed_c10d import Store
 
 from slimrl.weights.point_to_point.engine_side import Call, Piece, Pieces, deserialize_call, message_bytes
-from slimrl.weights.point_to_point.links import Buffers, Link, LinkError, MooncakeLink, ProcessGroupLink, ready_key
+from slimrl.weights.point_to_point.links import (
+    Buffers,
+    Link,
+    LinkError,
+    MooncakeLink,
+    ProcessGroupLink,
+    failure_key,
+    ready_key,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +46,9 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
         if (receiver := receivers.pop(call.name, None)) is not None:
             receiver.close(failed=False)
         return
+    if call.action == "describe":  # a trainer rank may have been lost without leaving
+        for name in [name for name in receivers if name != call.name]:
+            receivers.pop(name).close(failed=False)
     store = receivers[call.name].store if call.name in receivers else _store_of(call)
     answer: dict[str, Any] = {}
     try:
@@ -54,6 +66,8 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
             failed.close(failed=True)
         answer = {"error": f"{type(error).__name__}: {error}"}
     store.set(call.key, json.dumps(answer))
+    if "error" in answer:
+        store.set(failure_key(call.name), "")  # senders wait until this rank receives
 
 
 def _store_of(call: Call) -> Store:
