@@ -111,7 +111,7 @@ def imported(paths: Iterable[Path]) -> set[str]:
             elif isinstance(node, ast.ImportFrom) and node.level == 0:
                 found.add(node.module.split(".")[0])
     found -= sys.stdlib_module_names | {"slimrl", "tools", "tests", "examples", "train", "train_async"}
-    found -= {tool.stem for tool in (ROOT / "tools").glob("*.py")}
+    found -= {path.stem for folder in ("tools", "scripts/lib") for path in (ROOT / folder).glob("*.py")}
     found.discard("stale_resources")  # the subreaper starts in milliseconds and imports its neighbour this way
     # installed with SGLang and Megatron wherever there is CUDA, and replaced elsewhere
     found -= {"sgl_kernel", "transformer_engine"}

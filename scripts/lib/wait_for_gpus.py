@@ -6,12 +6,27 @@ python3 scripts/lib/wait_for_gpus.py --gpus 16 --timeout-s 600      # the cluste
 import argparse
 import os
 import sys
+import threading
 import time
 
 import ray
 
 POLL_S = 2.0
 EXIT_RESUMABLE = 75  # slimrl.cluster.main.EXIT_RESUMABLE
+
+
+def connect(timeout_s: float) -> None:
+    """Connects to the cluster. Ends this process with code 75 if it does not answer: Ray would try on for minutes."""
+
+    def give_up() -> None:
+        print(f"slimrl: no answer from the Ray cluster within {timeout_s:g} s", file=sys.stderr, flush=True)
+        os._exit(EXIT_RESUMABLE)
+
+    limit = threading.Timer(timeout_s, give_up)
+    limit.daemon = True
+    limit.start()
+    ray.init("auto", log_to_driver=False, logging_level="error")
+    limit.cancel()
 
 
 def main(argv: list[str]) -> int:
@@ -23,8 +38,8 @@ def main(argv: list[str]) -> int:
     # The address of the job server is not that of the cluster, and on the head Ray finds its own.
     if os.environ.get("RAY_ADDRESS", "").startswith("http"):
         del os.environ["RAY_ADDRESS"]
-    ray.init("auto", log_to_driver=False, logging_level="error")
     deadline = time.monotonic() + options.timeout_s
+    connect(options.timeout_s)
     while (present := int(ray.cluster_resources().get("GPU", 0))) < options.gpus:
         if time.monotonic() > deadline:
             nodes = ", ".join(sorted(node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]))

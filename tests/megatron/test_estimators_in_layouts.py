@@ -167,6 +167,10 @@ def test_estimator_trains_like_float64_in_every_layout(name: str, estimator: str
     assert differences.loss < 1e-4, differences  # a sum of terms that nearly cancel
 
 
+def test_every_estimator_without_a_critic_is_trained_in_every_layout():
+    assert set(ALL) == {name for name, row in ESTIMATORS.items() if not row.has_critic}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dense", "MoE"])
 def test_float64_of_every_estimator_is_another(kind: str, estimators: Estimators):

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import sigmoid
 
 from slimrl.algorithms.preference import PreferenceConfig
+from slimrl.algorithms.preference_losses import PREFERENCE_LOSSES
 from slimrl.megatron.training.loss.preference_loss import label_loss_sums, mismatched, preference_loss_sums
 from slimrl.megatron.training.pass_plan import PassPlan
 from slimrl.observability.metrics import is_known
@@ -24,6 +25,7 @@ from tests.megatron.layouts import DYNAMIC, OF_ANSWERS, OVERLAP, PACKED_ON_TWO, 
 from tests.megatron.test_preference_loss import Truth
 
 BETA, GOOD, BAD = 0.5, 1.25, 0.75
+LOSSES = tuple(name for name, row in PREFERENCE_LOSSES.items() if not row.compares)
 LAYOUTS = OF_ANSWERS | {
     "DP2": (Layout(2, {"micro_batch_size": 1}), "dense"),  # an answer alone
     "PP2 virtual, DP2, overlapped": (Layout(4, VIRTUAL | OVERLAP | DYNAMIC, 4), "dense"),
@@ -117,10 +119,10 @@ class Labelled(layouts.Models):
         return dataclasses.replace(self.args(layout, kind), **(own | changes))
 
     def in_layout(self, name: str, pools: dict[int, Any]) -> dict[str, tuple[Any, ranks.StepResult]]:
-        """The flags and the result of both losses, one after the other in the same ranks; computed once."""
+        """The flags and the result of both LOSSES, one after the other in the same ranks; computed once."""
         if name not in self._trained:
             layout, kind = LAYOUTS[name]
-            flags = {loss: self.flags(layout, kind, preference_loss=loss) for loss in ("kto", "apo_zero_unpaired")}
+            flags = {loss: self.flags(layout, kind, preference_loss=loss) for loss in LOSSES}
             results = layouts.train_each(pools[layout.ranks], [(args, self.rollout) for args in flags.values()])
             self._trained[name] = dict(zip(flags, zip(flags.values(), results, strict=True), strict=True))
         return self._trained[name]

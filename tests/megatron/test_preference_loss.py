@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from slimrl.algorithms.preference import PreferenceConfig
-from slimrl.algorithms.preference_losses import PAIR_METRICS
+from slimrl.algorithms.preference_losses import PAIR_METRICS, PREFERENCE_LOSSES
 from slimrl.megatron.training.loss.preference_loss import preference_loss_sums
 from slimrl.observability.metrics import is_known
 from tests import accuracy
@@ -269,6 +269,11 @@ def test_evaluation_gives_the_metrics_of_training_on_the_same_pairs(name: str, p
     assert set(before) == {"loss", "tokens", *PAIR_METRICS}
     assert after["loss"] < before["loss"] and after["reward_margin"] > before["reward_margin"]
     assert "perf/log_probs_time" not in speeds
+
+
+def test_every_loss_of_pairs_is_trained_in_every_layout():
+    trained = {changes.get("preference_loss", "sigmoid") for changes, _ in LOSSES.values()}
+    assert trained == {name for name, row in PREFERENCE_LOSSES.items() if row.compares}
 
 
 def test_sums_do_not_depend_on_the_split_into_micro_batches():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -14,19 +16,21 @@ from tools import launch
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
-# As in a pod, Ray's programs find the cluster of this machine by the folder that they have in common.
+# As in a pod, Ray's programs find the cluster of this machine by the folder that they have in common. Unlike a pod's,
+# this cluster listens on loopback alone, which the programs must know.
 SCRIPT = """
 set -euo pipefail
 source scripts/lib/say.sh
 source scripts/lib/ray.sh
 ray_begin --num-gpus 2 --object-store-memory 100000000
 mkdir "$HOME/tmp" && ln -s "$RAY_FOLDER/r" "$HOME/tmp/ray" && export RAY_TMPDIR=$HOME/tmp
+export RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0
 for file in "$@"; do
    bash "$file" && code=0 || code=$?
    echo "$(basename "$file") ended with $code"
 done
 """
-TIMEOUT_S = 3
+TIMEOUT_S = 10
 
 
 def script_of_a_job(folder: Path, nodes: int) -> Path:
@@ -62,8 +66,18 @@ def test_recipe_of_a_rayjob_starts_when_the_cluster_has_its_gpus_and_is_tried_ag
     assert f"recipe runs with --runs-dir {tmp_path}/runs\n" in enough and "restart" not in enough
     assert "recipe runs" not in missing
     said = re.findall(
-        r"^slimrl: the Ray cluster has 2 of 4 GPUs after 3 s; its nodes: 127\.0\.0\.1$", missing, re.MULTILINE
+        r"^slimrl: the Ray cluster has 2 of 4 GPUs after 10 s; its nodes: 127\.0\.0\.1$", missing, re.MULTILINE
     )
     assert len(said) == 2 and "exit code 75: restart 1 of at most 1" in missing
     assert missing.endswith("launch2.sh ended with 75\n")
     assert done.left == []
+
+
+def test_wait_for_a_cluster_that_does_not_answer_is_limited(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        command = [sys.executable, str(ROOT / "scripts/lib/wait_for_gpus.py"), "--gpus", "1", "--timeout-s", "4"]
+        variables = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "RAY_ADDRESS": address}
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 75, done.stderr
+    assert "slimrl: no answer from the Ray cluster within 4 s" in done.stderr

@@ -105,7 +105,7 @@ class ProcessGroupLink:
             return dist.ProcessGroupGloo(store, member, members, self._timeout)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._timeout
-        group = dist.ProcessGroupNCCL(store, member, members, options)
+        group: Any = dist.ProcessGroupNCCL(store, member, members, options)
         with torch.cuda.device(self._device):
             # makes the communicator, of which a trainer rank without messages is a member, too
             group.allreduce([torch.zeros(1, device=self._device)]).wait()

@@ -118,7 +118,8 @@ def _halves_are_equal(args: Arguments) -> Iterator[Problem]:
             f" two ranks of an engine have halves, and {_MODE} needs the same: give 2, or"
             " --tensor-model-parallel-size 1.",
         )
-    dense = not experts or 0 in args.moe_layer_freq
+    pattern = args.moe_layer_freq
+    dense = not experts or isinstance(pattern, int) or 0 in pattern
     sizes = {"--ffn-hidden-size": args.ffn_hidden_size if dense else None}
     sizes["--moe-ffn-hidden-size"] = args.moe_ffn_hidden_size if experts else None
     for flag, size in sizes.items():
