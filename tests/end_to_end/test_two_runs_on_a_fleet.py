@@ -30,7 +30,7 @@ def log_folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def url(tiny, log_folder):
-    with served(tiny.model, log_folder, "--enable-deterministic-inference", *LORA) as url:
+    with served(tiny.model, log_folder, "--enable-deterministic-inference", "--disable-radix-cache", *LORA) as url:
         yield url
 
 

@@ -49,6 +49,7 @@ OTHERS = {
         "--max-loaded-loras",
         "--tokenizer-worker-num",
         "--dp-size",
+        "--disable-radix-cache",
     ),  # sglang.launch_server
     *("--pretrain", "--l2", "--vllm", "--critic", "--ipo"),  # OpenRLHF
     "--learning-rate",  # TRL
