@@ -6,10 +6,10 @@
 # On the node with RANK 0, or on the only one: runs the command again if a process, server or node was lost (exit code
 # 75, or the command was killed by signal 6, 7, 9 or 11), at most N times (default 10). It continues from its last
 # checkpoint if --load and --save of the command name the same folder. Any other exit code is this script's.
-# On the other nodes: joins the head's cluster again each time the head was lost, ended with code 75 or was ended by a
-# signal. A node that has been part of the cluster ends with code 0 when the head has ended with another code, if no head
+# On the other nodes: joins the head's cluster again each time the head was lost, ended with code 75, was killed or was
+# ended by a signal other than an interrupt. A node that has been part of the cluster ends with code 0 when the head has ended with another code, if no head
 # appears within S seconds (default 180), or when it receives a signal: the head's node reports the outcome. A node that
-# finds no head at first tries again as after a loss.
+# finds no head at first tries again once, and ends with code 69.
 set -euo pipefail
 LIB=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/lib" && pwd)
 # shellcheck source-path=SCRIPTDIR source=lib/say.sh
@@ -37,6 +37,7 @@ done
 COMMAND_PID=''
 SIGNAL=''
 JOINED=no
+WAITED=no
 RESTARTS=0
 # TERM for each signal: a command in the background ignores INT.
 pass_on() {
@@ -80,6 +81,8 @@ while :; do
       fi
       if ((CODE == NO_HEAD)); then
          if [[ $JOINED == yes ]]; then end_of_worker "no head has appeared"; fi
+         if [[ $WAITED == yes ]]; then exit "$CODE"; fi # two waits of RAY_JOIN_TIMEOUT_S hold its GPUs long enough
+         WAITED=yes
          CODE=75
       fi
    fi

@@ -25,7 +25,7 @@ import pytest
 from slimrl.processes.ray_environment import prepare_ray_environment
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Iterable
 
     from xdist.scheduler import LoadScopeScheduling
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "1"  # clusters of the tests may have several nodes
@@ -46,6 +46,7 @@ WHOLE_RUNS = (
     "tests/scripts/test_slurm_job.py",
 )
 PATIENCE = 2  # times the limits of whole runs and of tests, which fit a busy machine of today: others are slower
+STEP = 37  # by which the order of extended tests is moved each hour
 ON_OWN_MACHINES = "tests/end_to_end/test_machines.py"
 
 
@@ -129,7 +130,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None, object, object]:
     """Marks extended tests; sorts full runs first, then files with slow tests, then the others in pytest's order.
 
-    Extended tests come last, because time may end; those of full runs, which take longest, before the others.
+    Extended tests come last, because time may end; those of full runs, which take longest, before the others. With
+    --extended-until another file of them is first in each hour, so that none is always left out.
     """
     rows = extended_tests()
     named: set[ExtendedTest] = set()
@@ -147,13 +149,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         raise pytest.UsageError(f"extended.toml names no test: {[row.tests for row in rows if row not in named]}")
     result = yield
     slow_units = {unit_of(item.nodeid) for item in items if item.get_closest_marker("slow")}
+    until = config.getoption("--extended-until")
+    files = rotated(dict.fromkeys(item.path for item in items), 0 if until is None else int(until // 3600))
 
-    def place(item: pytest.Item) -> tuple[bool, int]:
+    def place(item: pytest.Item) -> tuple[bool, int, int]:
         rank = 0 if is_whole_run(item.nodeid) else 1 if unit_of(item.nodeid) in slow_units else 2
-        return item.get_closest_marker("extended") is not None, rank
+        extended = item.get_closest_marker("extended") is not None
+        return extended, rank, files[item.path] if extended else 0
 
     items.sort(key=place)
     return result
+
+
+def rotated(files: Iterable[Path], turn: int) -> dict[Path, int]:
+    """The place of each file; every `turn` another one is first, and the others follow in their order."""
+    order = list(files)
+    first = (turn * STEP) % max(len(order), 1)
+    return {file: (number - first) % len(order) for number, file in enumerate(order)}
 
 
 def pytest_collection_finish() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ExtendedTest, extended_tests, pytest_runtest_setup, unit_of
+from tests.conftest import ExtendedTest, extended_tests, pytest_runtest_setup, rotated, unit_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs/testing.md").read_text()
@@ -80,3 +80,16 @@ def test_extended_test_is_skipped_only_after_the_time_for_it(until, skipped):
     pytest_runtest_setup(Item("slow"))
     with pytest.raises(pytest.skip.Exception) if skipped else contextlib.nullcontext():
         pytest_runtest_setup(Item("slow", "extended"))
+
+
+def test_every_file_of_extended_tests_is_first_at_some_hour():
+    files = [Path(f"tests/test_{number}.py") for number in range(101)]
+    firsts = set()
+    for hour in range(200):
+        order = rotated(files, hour)
+        assert sorted(order.values()) == list(range(101))
+        first = min(order, key=order.__getitem__)
+        assert order[files[(files.index(first) + 1) % 101]] == 1
+        firsts.add(first)
+    assert firsts == set(files)
+    assert rotated([], 5) == {}

@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import hmac
 import socket
+import time
 from collections.abc import Iterable
 
 CONNECT_TIMEOUT_S = 3
@@ -16,8 +17,8 @@ READ_TIMEOUT_S = 1
 MAX_BYTES = 1200  # so that it arrives at once
 
 
-def _signature(token: str, port: int, text: str) -> str:
-    return hmac.new(token.encode(), f"slimrl {port} {text}".encode(), hashlib.sha256).hexdigest()
+def _signature(token: str, port: int, text: bytes) -> str:
+    return hmac.new(token.encode(), f"slimrl {port} ".encode() + text, hashlib.sha256).hexdigest()
 
 
 class Listener:
@@ -35,18 +36,22 @@ class Listener:
         return self._socket.getsockname()[1]
 
     def received(self) -> list[str]:
-        """The texts that have arrived since the last call. Whatever is not signed with the token is dropped."""
-        found = []
-        while True:
+        """The texts that have arrived since the last call. Whatever is not signed with the token is dropped.
+
+        Returns within `READ_TIMEOUT_S`, whatever others send, or do not send.
+        """
+        found, deadline = [], time.monotonic() + READ_TIMEOUT_S
+        while (left := deadline - time.monotonic()) > 0:
             try:
                 connection, _ = self._socket.accept()
             except OSError:  # nobody waits
-                return found
-            with connection, contextlib.suppress(OSError, ValueError):
-                connection.settimeout(READ_TIMEOUT_S)
-                signature, _, text = connection.recv(MAX_BYTES).decode().partition(" ")
-                if hmac.compare_digest(signature, _signature(self._token, self.port, text)):
-                    found.append(text)
+                break
+            with connection, contextlib.suppress(OSError):
+                connection.settimeout(left)
+                signature, _, text = connection.recv(MAX_BYTES).partition(b" ")
+                if hmac.compare_digest(signature, _signature(self._token, self.port, text).encode()):
+                    found.append(text.decode())
+        return found
 
     def close(self) -> None:
         """Frees the port."""
@@ -63,6 +68,6 @@ def send(token: str, text: str, listeners: Iterable[tuple[str, int]]) -> None:
 
 
 def _send(token: str, text: str, address: str, port: int) -> None:
-    text = text.encode()[: MAX_BYTES - 128].decode(errors="ignore")  # behind the signature
+    content = text.encode()[: MAX_BYTES - 128].decode(errors="ignore").encode()  # whole characters behind the signature
     with contextlib.suppress(OSError), socket.create_connection((address, port), CONNECT_TIMEOUT_S) as connection:
-        connection.sendall(f"{_signature(token, port, text)} {text}".encode())
+        connection.sendall(_signature(token, port, content).encode() + b" " + content)

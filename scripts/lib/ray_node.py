@@ -6,8 +6,7 @@ head is gone. On a signal, when its parent dies, or when Ray exits, it ends ever
 session or group, and removes the folder. It does not use ``ray stop``, which would also end other clusters.
 
 Before the head ends on a signal it tells the other nodes the exit code in ``<folder>/outcome``, where its script has
-written it. They end with code 75 if the same command may continue after it (75, or a signal ended it), else with 0. A
-head that ends without a word was lost: code 75.
+written it. They end with code 75 if the same command may continue after it (`CONTINUED`), else with 0. A head that ends without a word was lost: code 75.
 """
 
 import argparse
@@ -49,7 +48,9 @@ RAY_FOLDER = "r"
 EXIT_RESUMABLE = 75  # slimrl.cluster.main.EXIT_RESUMABLE: the same command may succeed
 # EX_UNAVAILABLE of sysexits.h: no head within the time, which is no failure if the last one has done its work.
 EXIT_NO_HEAD = 69
-SIGNALLED = 128  # exit codes from here on: a signal ended the script, and a scheduler may start it again
+# Exit codes of the head's script after which scripts/resume.sh or a scheduler may start it again: resumable, killed, or
+# ended by the scheduler's signal. Not after an interrupt.
+CONTINUED = {EXIT_RESUMABLE, *(128 + number for number in (1, 6, 7, 9, 11, 15))}
 # A head whose machine refuses connections for this long has ended: even a busy head responds, from a separate thread.
 HEAD_GONE_S = 10
 # A head that does not answer at all may be behind a lost link, which may come back.
@@ -450,7 +451,7 @@ class Node:
             code = wait_for_end(self.ray, ended)
             outcome.extend(listener.received())
         if outcome:
-            may_continue = int(outcome[-1]) == EXIT_RESUMABLE or int(outcome[-1]) >= SIGNALLED
+            may_continue = int(outcome[-1]) in CONTINUED
             then = f" with exit code {outcome[-1]}, after which the same command may continue" if may_continue else ""
             print(f"slimrl: the Ray head at {head} has ended{then}; ending this node", flush=True)
             deadline = time.monotonic() + POLITE_STOP_S

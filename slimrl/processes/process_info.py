@@ -183,3 +183,15 @@ def _host() -> int | None:
     physical = int(total.split()[1]) * 1024
     limit = _CONTAINER_LIMIT.read_text().strip() if _CONTAINER_LIMIT.is_file() else "max"
     return min(physical, int(limit)) if limit.isdigit() else physical
+
+
+def free_memory() -> int:
+    """Bytes of host memory that processes may still take: of the machine, and of the container if it has less."""
+    free = int(psutil.virtual_memory().available)
+    limit = _CONTAINER_LIMIT.read_text().strip() if _CONTAINER_LIMIT.is_file() else "max"
+    if not limit.isdigit():
+        return free
+    folder = _CONTAINER_LIMIT.parent
+    cached = re.search(r"^inactive_file (\d+)$", (folder / "memory.stat").read_text(), re.MULTILINE)  # given up at need
+    used = int((folder / "memory.current").read_text()) - (0 if cached is None else int(cached[1]))
+    return max(0, min(free, int(limit) - used))

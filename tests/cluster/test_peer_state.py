@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import threading
 from multiprocessing import Pipe
 from types import SimpleNamespace
@@ -16,6 +15,7 @@ from slimrl.cluster.training.train_messages import (
     StateReport,
     StateRequests,
     answer_requests,
+    host_name,
     why_not_shared,
 )
 from tests.megatron.tiny import tiny_args
@@ -97,7 +97,7 @@ def test_requests_are_answered_beside_the_calls_of_a_rank_until_its_process_ends
     assert requests.report() == StateReport(None, "is not loaded yet", None)
     state.append(State())
     report = requests.report()
-    assert (report.first, report.why, report.saved, report.nbytes, report.host) == (5, "", 2, 7, platform.node())
+    assert (report.first, report.why, report.saved, report.nbytes, report.host) == (5, "", 2, 7, host_name())
     assert 0 < report.free < 2**60
     assert requests.read() == b"weights"
     state[0] = Unreadable()

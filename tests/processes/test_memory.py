@@ -9,6 +9,7 @@ import sys
 import psutil
 import pytest
 
+from slimrl.processes import process_info
 from slimrl.processes.process_info import resident_gib
 
 MIB = 1 / 1024
@@ -57,3 +58,14 @@ def test_child_memory_counts_for_its_parent_until_it_ends():
         os.kill(parent.pid, 9)
         parent.stdin.close()
     assert resident_gib(parent.pid) == 0.0
+
+
+@pytest.mark.parametrize(("limit", "free"), [("max", None), (str(2**40 * 64), None), (str(900 * 2**20), 500 * 2**20)])
+def test_free_memory_is_that_of_the_container_if_it_has_less(tmp_path, monkeypatch, limit, free):
+    """600 MiB are in use, 200 of them copies of files that nobody has used for long."""
+    (tmp_path / "memory.max").write_text(f"{limit}\n")
+    (tmp_path / "memory.current").write_text(f"{600 * 2**20}\n")
+    (tmp_path / "memory.stat").write_text(f"anon 5\nactive_file 7\ninactive_file {200 * 2**20}\n")
+    monkeypatch.setattr(process_info, "_CONTAINER_LIMIT", tmp_path / "memory.max")
+    expected = psutil.virtual_memory().available if free is None else free
+    assert process_info.free_memory() == pytest.approx(expected, rel=0.1)

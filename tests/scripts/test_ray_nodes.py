@@ -72,6 +72,23 @@ def test_message_arrives_only_with_the_token_and_at_its_port():
             assert (one.received(), other.received()) == (["75"], ["75"])
             assert one.received() == []
             port = other.port
+        for text in (
+            b"",
+            b"75",
+            "\N{LATIN SMALL LETTER E WITH ACUTE} 75".encode(),
+            b"\xff\xfe \xff",
+            b"0" * 64 + b" 75",
+        ):
+            with socket.create_connection(("127.0.0.1", one.port)) as other_program:
+                other_program.sendall(text)
+            assert one.received() == []
+        began = time.monotonic()
+        with contextlib.ExitStack() as stack:  # they say nothing, and cost a second together
+            for _ in range(20):
+                stack.enter_context(socket.create_connection(("127.0.0.1", one.port)))
+            assert one.received() == [] and time.monotonic() - began < 1.5
+        while one.received() or time.monotonic() - began < 1.5:
+            pass  # the rest of those that have closed
         began = time.monotonic()
         node_messages.send("secret", "0", [("127.0.0.1", port), ("127.0.0.1", one.port)])  # one has ended
         assert one.received() == ["0"] and time.monotonic() - began < 2

@@ -95,6 +95,7 @@ class NodeLogs:
         self._new: queue.SimpleQueue[_Source] = queue.SimpleQueue()
         self._sources: list[_Source] = []  # of the thread alone
         self._files = contextlib.ExitStack()
+        self._shared: SharedFile | None = None  # by which readers find the folder
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -107,13 +108,15 @@ class NodeLogs:
         if not others:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
-        shared = self._files.enter_context(shared_file(self._folder, "the logs of all processes are there"))
+        if self._shared is None:
+            shown = shared_file(self._folder, "the logs of all processes are there")
+            self._shared = self._files.enter_context(shown)
         actor = ray.remote(num_cpus=0, max_restarts=0)(_LogReader)
         for node in others:
             where = NodeAffinitySchedulingStrategy(node, soft=False)
             named = actor.options(scheduling_strategy=where, name=f"reader of {self._folder} on {node}")
             with contextlib.suppress(ValueError):  # the name is taken
-                reader = named.remote(self._folder, shared)
+                reader = named.remote(self._folder, self._shared)
                 self._starting[reader.begin.remote()] = reader
 
     def wait(self) -> None:

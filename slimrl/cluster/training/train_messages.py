@@ -15,6 +15,7 @@ import platform
 import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Protocol
 
 from slimrl.arguments import Arguments
@@ -154,11 +155,18 @@ def answer_requests(connection: Connection, find: Callable[[], RankState | None]
 
 
 def _report(state: RankState | None) -> StateReport:
-    import psutil  # here, because modules that only use the data classes must not need it
+    # here, because modules that only use the data classes must not need psutil
+    from slimrl.processes.process_info import free_memory
 
     if state is None:
         return StateReport(None, "is not loaded yet", None)
-    return StateReport(*state.report(), state.nbytes, platform.node(), psutil.virtual_memory().available)
+    return StateReport(*state.report(), state.nbytes, host_name(), free_memory())
+
+
+def host_name() -> str:
+    """Tells hosts, and containers of one host, from each other."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{platform.node()} ({boot.read_text().strip()[:8]})" if boot.is_file() else platform.node()
 
 
 def _send_state(connection: Connection, state: RankState | None) -> None:

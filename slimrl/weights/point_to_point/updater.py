@@ -17,6 +17,7 @@ import xxhash
 from torch import Tensor, nn
 from torch.distributed import PrefixStore, TCPStore
 
+from slimrl.engines.server_protocol import RunningRequests
 from slimrl.observability.tracer import Timeline
 from slimrl.platform.collective_errors import RANK_ZERO
 from slimrl.weights.adapters import merged_weights
@@ -110,6 +111,7 @@ class PointToPointUpdater(WeightUpdater):
         self._plan: Plan | None = None
         self._sender: Sender | None = None
         self._engine_side: EngineSide | None = None  # on rank 0
+        self._paused = False  # all servers, since this attempt
 
     @property
     def plan(self) -> Plan | None:
@@ -120,7 +122,14 @@ class PointToPointUpdater(WeightUpdater):
         """Closes this rank's end of the links."""
         self._disconnect(failed=False)
 
+    def _attempt(
+        self, model: Model, version: str, check_equal: bool, running: RunningRequests
+    ) -> tuple[tuple[int, int], float, tuple[str, bool] | None]:
+        self._paused = False
+        return super()._attempt(model, version, check_equal, running)
+
     def _prepare(self, model: Model) -> None:
+        self._paused = True
         if self._sender is None:
             self._timeline.mark("link trainer and engine ranks")
             self._connect(model)
@@ -131,7 +140,7 @@ class PointToPointUpdater(WeightUpdater):
 
     def _send(self, model: Model) -> tuple[int, int]:
         """Sends this rank's shards; returns (bytes, messages) of this rank."""
-        assert self._sender is not None  # `_attempt` has connected
+        assert self._sender is not None  # `_prepare` has connected
         if self._engine_side is not None:
             self._engine_side.start("receive", update=self._sender.updates)
         try:
@@ -227,7 +236,7 @@ class PointToPointUpdater(WeightUpdater):
         try:
             store = self._store(host, port)
             link = self._link(name, store, trainers + len(numbers), list(messages))
-        except LinkError as error:
+        except RuntimeError as error:  # also too little memory for the buffers
             raise self._failure(error) from error
         ready = Readiness(store, name, list(messages), self._failed_call, self._timeout_s)
         self._sender = Sender(plan, messages, link, ready)
@@ -254,12 +263,12 @@ class PointToPointUpdater(WeightUpdater):
         return ProcessGroupLink(own, parallel.rank, count, buffers, parallel.device, self._timeout_s)
 
     def _disconnect(self, *, failed: bool) -> None:
-        """Closes this rank's end; after a failure, when all servers are paused, rank 0 also those of the engines."""
+        """Closes this rank's end; after a failure while all servers are paused, rank 0 also those of the engines."""
         sender, self._sender = self._sender, None
         if sender is not None:
             sender.close(failed=failed)
         side, self._engine_side = self._engine_side, None
         if side is not None:
-            if failed:
+            if failed and self._paused:
                 side.leave()
             side.close()
