@@ -6,7 +6,8 @@ head is gone. On a signal, when its parent dies, or when Ray exits, it ends ever
 session or group, and removes the folder. It does not use ``ray stop``, which would also end other clusters.
 
 Before the head ends on a signal it tells the other nodes the exit code in ``<folder>/outcome``, where its script has
-written it. They end with code 75 if the same command may continue after it (`CONTINUED`), else with 0. A head that ends without a word was lost: code 75.
+written it. They end with code 75 if the same command may continue after it (`CONTINUED`), else with 0. A head that ends
+without a word was lost: code 75.
 """
 
 import argparse
