@@ -113,7 +113,6 @@ def imported(paths: Iterable[Path]) -> set[str]:
     found -= sys.stdlib_module_names | {"slimrl", "tools", "tests", "examples", "train", "train_async"}
     found -= {path.stem for folder in ("tools", "scripts/lib") for path in (ROOT / folder).glob("*.py")}
     found.discard("stale_resources")  # the subreaper starts in milliseconds and imports its neighbour this way
-    found.discard("node_messages")  # as scripts/lib/ray_node.py does, which is started by its path
     # installed with SGLang and Megatron wherever there is CUDA, and replaced elsewhere
     found -= {"sgl_kernel", "transformer_engine"}
     return {re.sub(r"[-_.]+", "-", DISTRIBUTIONS.get(name, name)).lower() for name in found}

@@ -22,8 +22,8 @@ ROOT = Path(__file__).resolve().parents[2]
 _spec = importlib.util.spec_from_file_location("ray_node", ROOT / "scripts" / "lib" / "ray_node.py")
 ray_node = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(ray_node)
-node_messages = ray_node.node_messages
-ACCEPTS, REFUSES, SILENT = ray_node.ACCEPTS, ray_node.REFUSES, ray_node.SILENT
+ray_cluster, node_messages = sys.modules["ray_cluster"], ray_node.node_messages
+ACCEPTS, REFUSES, SILENT = ray_cluster.ACCEPTS, ray_cluster.REFUSES, ray_cluster.SILENT
 SCRIPT = """
 set -euo pipefail
 source scripts/lib/say.sh
@@ -179,9 +179,9 @@ def test_head_that_missed_a_node_is_started_again_and_runs_with_it(tmp_path):
 )
 def test_head_that_has_ended_differs_from_one_behind_a_lost_link(answers, gone_after, lost, monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(ray_node, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(ray_node, "response", lambda _: next(remaining))
-    remaining, watch, seconds = iter(answers), ray_node.HeadWatch("10.0.0.1:6379"), None
+    monkeypatch.setattr(ray_cluster, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(ray_cluster, "response", lambda _: next(remaining))
+    remaining, watch, seconds = iter(answers), ray_cluster.HeadWatch("10.0.0.1:6379"), None
     for second in range(len(answers)):
         now[0] += 1
         if watch.gone():
@@ -192,8 +192,8 @@ def test_head_that_has_ended_differs_from_one_behind_a_lost_link(answers, gone_a
 
 
 def test_two_nodes_with_one_rank_are_named():
-    assert ray_node.doubled_rank([("0", "a"), ("1", "b"), ("", "c"), ("", "d")]) == ""
-    doubled = ray_node.doubled_rank([("0", "a"), ("1", "b"), ("1", "c")])
+    assert ray_cluster.doubled_rank([("0", "a"), ("1", "b"), ("", "c"), ("", "d")]) == ""
+    doubled = ray_cluster.doubled_rank([("0", "a"), ("1", "b"), ("1", "c")])
     assert doubled.startswith("2 nodes were started with RANK=1: b, c; give each node its own RANK")
 
 

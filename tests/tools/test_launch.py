@@ -241,7 +241,7 @@ def test_exit_code_of_a_lost_run_is_the_same_everywhere():
     from slimrl.cluster.main import EXIT_RESUMABLE
 
     assert job_module.RESUMABLE == EXIT_RESUMABLE
-    for file in ("ray_node.py", "ray_job.py"):
+    for file in ("ray_cluster.py", "ray_job.py"):
         assert f"EXIT_RESUMABLE = {EXIT_RESUMABLE} " in (ROOT / "scripts/lib" / file).read_text()
     resume = (ROOT / "scripts/resume.sh").read_text()
     assert f" {EXIT_RESUMABLE} " in resume
