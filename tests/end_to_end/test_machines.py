@@ -285,7 +285,7 @@ def test_server_on_a_machine_that_joins_sends_its_log_and_may_lose_its_power(tin
         folder.mkdir()
         made.machines.run(2, "mount", "-t", "tmpfs", "tmpfs", str(folder))  # its run folder is its own
         apart = {"actor_num_gpus_per_node": 1, "num_gpus_per_node": 1, "rollout_num_gpus": 1, "rollout_max_num_gpus": 2}
-        flags = made.flags("run", num_rollout=300, use_fault_tolerance=True, **apart)
+        flags = made.flags("run", num_rollout=500, use_fault_tolerance=True, **apart)
         head, second = made.script(0, flags), made.script(1, flags)
         head.wait_for_line("step 1 |", 300)
         joins = made.script(2, flags, nodes=3)
