@@ -28,7 +28,7 @@ from slimrl.cluster.watchdog import WaitTarget, format_rollout_status, poll_acto
 from slimrl.engines.backend import backend
 from slimrl.engines.http import key_of
 from slimrl.engines.protocol import EngineError
-from slimrl.engines.shared_adapters import remove_adapters
+from slimrl.engines.shared_adapters import remove_from_all
 from slimrl.models.adapters import SharedAdapter
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("slimrl")
 _ADAPTER_TIMEOUT_S = 30.0  # of a call that unloads an adapter
+_REMOVAL_TIMEOUT_S = 30.0  # of the removal of the run's adapters from all servers
 _DUMP_WAIT_S = 120.0  # after which a failed run ends without its last dump
 
 
@@ -215,9 +216,10 @@ class RolloutManagerCleanup:
             logger.warning("the router of --sglang-router-ip may still have %s: %s", ", ".join(urls), failure)
 
     def _remove_adapters(self, adapter: SharedAdapter) -> None:
-        for address in self._args.rollout_external_engine_addrs or ():
-            url, key = f"http://{address}", key_of(self._args)
-            remove_adapters(backend(self._args.rollout_engine).control(url, _ADAPTER_TIMEOUT_S, key), adapter)
+        engine, key = backend(self._args.rollout_engine), key_of(self._args)
+        urls = [f"http://{address}" for address in self._args.rollout_external_engine_addrs or ()]
+        servers = [engine.control(url, _ADAPTER_TIMEOUT_S, key) for url in urls]
+        remove_from_all(servers, adapter, _REMOVAL_TIMEOUT_S)
 
     def _report_paused(self) -> None:
         addresses = self._args.rollout_external_engine_addrs

@@ -334,10 +334,8 @@ def open_run(args: Arguments) -> Iterator[Run]:
         timeline.mark("connect to Ray")
         stack.enter_context(ray_session(plan.total, machine=launch.machine))
         log = stack.enter_context(RunLog.open(args, package_versions()))
-        args = dataclasses.replace(
-            args, wandb_key=None, adapter_owner=adapter_owner(args)
-        )  # only the log needs the key
-        args = with_key(args)
+        args = dataclasses.replace(args, wandb_key=None)  # only the log needs it
+        args = with_key(dataclasses.replace(args, adapter_owner=adapter_owner(args)))
         launch = launch.placed(bind_config(args))
         timeline.mark("reserve GPUs, start the rollout manager")
         manager, manager_end, gpus, supervisor, spares = _reserve(stack, args, plan, launch)

@@ -6,14 +6,19 @@ unloads an adapter that is in use. Used by weight updates, external engines and 
 
 from __future__ import annotations
 
+import json
 import logging
+import re
+import threading
 import time
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from slimrl.engines.protocol import EngineError
 from slimrl.models.adapters import SharedAdapter
+from slimrl.processes.files import atomic_file
 
 logger = logging.getLogger(__name__)
 
@@ -48,15 +53,32 @@ class AdapterControl(Protocol):
 
 
 def owner_of(folder: Path) -> str:
-    """8 hex digits that identify the run that writes into `folder`, the same after it resumes."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / OWNER_FILE
+    """8 hex digits that identify the run that writes into `folder`, the same after it resumes.
+
+    A copied or moved folder gets others: with the same ones, the runs of a folder and of its copy would unload and use
+    each other's adapters. So does a folder whose file is damaged.
+    """
+    path, here = folder / OWNER_FILE, str(folder.resolve())
+    if (stored := _stored_owner(path)) is not None:
+        owner, written_in = stored
+        if written_in == here:
+            return owner
+        logger.info("%s is a copy of %s, or was moved: its adapters in servers get a new owner", here, written_in)
+    owner = uuid.uuid4().hex[:8]
+    with atomic_file(path) as unfinished:
+        unfinished.write_text(json.dumps({"id": owner, "folder": here}), encoding="ascii")
+    return owner
+
+
+def _stored_owner(path: Path) -> tuple[str, str] | None:
+    """The owner, and the folder for which it was written; None if the file has no valid ones."""
     try:
-        with path.open("x", encoding="ascii") as file:
-            file.write(uuid.uuid4().hex[:8])
-    except FileExistsError:
-        pass
-    return path.read_text(encoding="ascii").strip()
+        stored = json.loads(path.read_bytes())
+    except (FileNotFoundError, ValueError):
+        return None
+    if not isinstance(stored, dict) or not re.fullmatch("[0-9a-f]{8}", str(stored.get("id"))):
+        return None
+    return str(stored["id"]), str(stored.get("folder"))
 
 
 def wait_until_unused(server: AdapterControl, name: str, timeout_s: float = SAME_VERSION_S) -> None:
@@ -84,3 +106,22 @@ def remove_adapters(server: AdapterControl, adapter: SharedAdapter, timeout_s: f
             time.sleep(POLL_INTERVAL_S * bool(own))
     except EngineError as error:
         logger.warning("%s: the adapters %s* may still be loaded: %s", server.url, adapter.prefix, error)
+
+
+def remove_from_all(servers: Sequence[AdapterControl], adapter: SharedAdapter, timeout_s: float) -> None:
+    """`remove_adapters` on all servers in parallel, for `timeout_s` in total; logs the servers that take longer."""
+    deadline = time.monotonic() + timeout_s
+    # daemons, unlike the threads of an executor: the program ends without waiting for a server that does not answer
+    threads = [threading.Thread(target=remove_adapters, args=(server, adapter), daemon=True) for server in servers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(deadline - time.monotonic(), 0.0))
+    late = [server.url for server, thread in zip(servers, threads, strict=True) if thread.is_alive()]
+    if late:
+        logger.warning(
+            "the adapters %s* may still be loaded in %s, which did not unload them within %g s",
+            adapter.prefix,
+            ", ".join(late),
+            timeout_s,
+        )

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import os
 import re
+import shutil
 import socket
+from pathlib import Path
 
 import pytest
 from aiohttp import web
@@ -18,6 +21,7 @@ from slimrl.engines.protocol import EngineError, EngineUnavailableError
 from slimrl.engines.sglang.adapters.server_patches import ABORT_PATH, COUNTS_PATH
 from slimrl.engines.sglang.external_server_check import NEEDED_PATHS, ExternalServer
 from slimrl.engines.sglang.router import ExternalRouter
+from slimrl.engines.shared_adapters import OWNER_FILE, owner_of
 from tests.megatron.launch import free_port
 
 STARTED = (1.0, None, None)
@@ -244,6 +248,54 @@ def test_owner_of_adapters_is_the_folder_of_the_run_also_after_a_restart(tmp_pat
     assert owner() == owner(save=save, num_rollout=0)  # an evaluation may share the folder of a run
     assert owner(save=save) == owner(save=save, run_dir=str(tmp_path / "resumed")) != owner()
     assert owner(lora_merge=True) == "" == owner(rollout_external_engine_addrs=None)
+
+
+def test_copied_or_moved_folder_has_adapters_of_its_own(tmp_path, monkeypatch, caplog):
+    original, copied, moved = (tmp_path / name for name in ("original", "copied", "moved"))
+    owner = owner_of(original)
+    shutil.copytree(original, copied)
+    assert owner_of(copied) != owner == owner_of(original)
+    assert owner_of(copied) == owner_of(copied)
+    assert {path.name for path in copied.iterdir()} == {OWNER_FILE}  # nothing unfinished
+
+    (tmp_path / "link").symlink_to(original)
+    monkeypatch.chdir(tmp_path)
+    assert owner == owner_of(tmp_path / "link") == owner_of(Path("original"))  # other names of one folder
+    copied_owner = owner_of(copied)
+    copied.rename(moved)
+    with caplog.at_level("INFO"):
+        assert owner_of(moved) not in (owner, copied_owner)
+    assert f"{moved} is a copy of {copied}, or was moved" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "12345678",
+        "{",
+        '{"id": "1234567", "folder": "HERE"}',
+        '{"id": "1234567G", "folder": "HERE"}',
+        '{"id": null}',
+    ],
+)
+def test_damaged_owner_is_replaced(tmp_path, content):
+    (tmp_path / OWNER_FILE).write_text(content.replace("HERE", str(tmp_path)))
+    owner = owner_of(tmp_path)
+    assert re.fullmatch("[0-9a-f]{8}", owner) and owner not in content
+    assert owner_of(tmp_path) == owner
+
+
+def test_killed_write_of_the_owner_leaves_none(tmp_path, monkeypatch):
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            owner_of(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    assert owner_of(tmp_path) == owner_of(tmp_path)
 
 
 @pytest.mark.parametrize(

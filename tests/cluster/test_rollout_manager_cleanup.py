@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import http.server
 import json
+import socket
 import threading
+import time
 import types
 
 import pytest
@@ -14,10 +16,36 @@ from slimrl.arguments import Arguments
 from slimrl.cluster import rollout_manager_proxy
 from slimrl.cluster.rollout_manager_proxy import RolloutManagerCleanup
 from slimrl.engines.protocol import EngineUnavailableError
+from slimrl.engines.sglang.adapters.server_patches import COUNTS_PATH
 from slimrl.engines.sglang.router import ExternalRouter
 from tests.megatron.launch import free_port
 
 OURS, ALSO_OURS, THEIRS = "http://10.0.0.1:1", "http://10.0.0.1:2", "http://10.0.0.2:1"
+
+
+class JsonHandler(http.server.BaseHTTPRequestHandler):
+    """Reads and answers JSON."""
+
+    def answer(self, content):
+        body = json.dumps(content).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def body(self):
+        return json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+
+    def log_message(self, *_): ...
+
+
+@contextlib.contextmanager
+def served(handler: type[JsonHandler]):
+    """A server of its own thread; yields its port."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server.server_port
+        server.shutdown()
 
 
 @contextlib.contextmanager
@@ -25,31 +53,20 @@ def users_router(*urls: str):
     """A router with a list of servers; yields its port and the list."""
     known = list(urls)
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def answer(self, content):
-            body = json.dumps(content).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
+    class Handler(JsonHandler):
         def do_GET(self):
             self.answer({"workers": [{"id": str(hash(url)), "url": url, "is_healthy": True} for url in known]})
 
         def do_POST(self):
-            known.append(json.loads(self.rfile.read(int(self.headers["Content-Length"])))["url"])
+            known.append(self.body()["url"])
             self.answer({})
 
         def do_DELETE(self):
             known[:] = [url for url in known if not self.path.endswith(f"/{hash(url)}")]
             self.answer({})
 
-        def log_message(self, *_): ...
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield server.server_port, known
-        server.shutdown()
+    with served(Handler) as port:
+        yield port, known
 
 
 def ended(port, registered, error=None, *, known=(), updating_weights=None, **flags):
@@ -119,6 +136,42 @@ def test_servers_that_may_have_partial_weights_are_named(caplog):
     ended(None, None, KeyboardInterrupt(), **flags)
     ended(None, None, KeyboardInterrupt(), updating_weights=7)
     assert not caplog.records
+
+
+@contextlib.contextmanager
+def server_of_adapters(*names: str):
+    """A server that has adapters, which no request uses; yields its address and the names."""
+    loaded = list(names)
+
+    class Handler(JsonHandler):
+        def do_GET(self):
+            assert self.path == COUNTS_PATH
+            self.answer({"adapters": dict.fromkeys(loaded, 0)})
+
+        def do_POST(self):
+            assert self.path == "/unload_lora_adapter"
+            loaded.remove(self.body()["lora_name"])
+            self.answer({"success": True})
+
+    with served(Handler) as port:
+        yield f"127.0.0.1:{port}", loaded
+
+
+def test_adapters_are_removed_from_all_servers_at_once_and_for_a_limited_time(monkeypatch, caplog):
+    monkeypatch.setattr(rollout_manager_proxy, "_REMOVAL_TIMEOUT_S", 1.0)
+    with contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
+        hung = [f"127.0.0.1:{one.getsockname()[1]}" for one in silent]
+        address, loaded = stack.enter_context(server_of_adapters("a.11111111@4", "a.11111111@5", "b.22222222@0"))
+        flags = {"lora_rank": 4, "lora_name": "a", "adapter_owner": "11111111"}
+        began = time.monotonic()
+        calls = ended(None, None, KeyboardInterrupt(), rollout_external_engine_addrs=[*hung, address], **flags)
+        assert calls == ["killed"]
+        assert 1.0 <= time.monotonic() - began < 5.0  # a call to each waits for 30 s
+        assert loaded == ["b.22222222@0"]
+        (line,) = [record.getMessage() for record in caplog.records]
+    urls = ", ".join(f"http://{one}" for one in hung)
+    assert line == f"the adapters a.11111111@* may still be loaded in {urls}, which did not unload them within 1 s"
 
 
 def test_manager_is_killed_after_its_last_dump_and_also_without_one(monkeypatch, caplog):

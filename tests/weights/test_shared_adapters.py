@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import json
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from slimrl.arguments import Arguments
@@ -29,7 +32,7 @@ from slimrl.engines.sglang.external_server_check import inspect
 from slimrl.engines.sglang.router import RouterProcess
 from slimrl.engines.sglang.server import ServerProcess
 from slimrl.engines.shared_adapters import remove_adapters
-from slimrl.models.adapters import TARGETS, AdapterConfig, SharedAdapter, peft_config
+from slimrl.models.adapters import CONFIG_NAME, TARGETS, WEIGHTS_NAME, AdapterConfig, SharedAdapter, peft_config
 from slimrl.observability.tracer import Timeline
 from slimrl.platform.collective_errors import RankSync
 from slimrl.weights.update.adapter_updater import AdapterTransport
@@ -73,12 +76,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def fleet(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[ServerControl]]:
+def hub() -> Iterator[socket.socket]:
+    """In the place of the Hugging Face Hub: it never answers, as behind a firewall."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.setblocking(False)
+        yield silent
+
+
+@pytest.fixture(scope="module")
+def fleet(folder: Path, hub: socket.socket, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[ServerControl]]:
     """Two servers, which their owner has started."""
     logs = tmp_path_factory.mktemp("logs")
     started = [ServerProcess(folder, log_path=logs / f"{n}.log", options=OPTIONS, key=KEY) for n in range(2)]
-    with running(started) as urls:
-        yield [ServerControl(url, timeout_s=30, key=KEY) for url in urls]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("HF_ENDPOINT", f"http://127.0.0.1:{hub.getsockname()[1]}")
+        with running(started) as urls:
+            yield [ServerControl(url, timeout_s=30, key=KEY) for url in urls]
 
 
 @pytest.fixture(scope="module")
@@ -192,6 +205,15 @@ def random_adapters(folder: Path, seed: int, config: AdapterConfig) -> Tensors:
     return found
 
 
+def was_called(silent: socket.socket) -> bool:
+    """Whether there was a connection to it since the last call."""
+    try:
+        silent.accept()[0].close()
+    except BlockingIOError:
+        return False
+    return True
+
+
 def difference(generation: Generation, folder: Path, expected: Model, first: int = 5) -> float:
     """Between the log-probabilities of a response and those of transformers, at most."""
     tokens, prompt = list(generation.token_ids), [first, *PROMPT]
@@ -297,12 +319,46 @@ def test_no_version_reads_the_prefix_cache_of_another(fleet, ranks, folder, rout
             for version, seed in (("0", 0), ("1", 1), ("1", 2)):  # the last as after a failure: under the same name
                 await asyncio.to_thread(run.update, version, seed)
                 assert await cached_tokens(run) == [(version, 0), (version, 56)]
+            batch = {"input_ids": [[3, 4], [5, 6]], "sampling_params": {"max_new_tokens": 1}}
+            answers = await run.client.ask("/generate", batch)
+            assert [answer["meta_info"]["weight_version"] for answer in answers] == ["1", "1"]
         remove_adapters(fleet[0], run.adapter)
 
     asyncio.run(scenario())
 
 
-def test_request_is_sent_again_where_a_restarted_server_lacks_the_adapter(fleet, ranks, folder, routers):
+def test_late_request_for_an_unloaded_adapter_is_refused_at_once_and_loads_nothing(
+    fleet, hub, ranks, folder, routers, tmp_path
+):
+    save_file(random_adapters(folder, 5, CONFIG), tmp_path / WEIGHTS_NAME)
+    (tmp_path / CONFIG_NAME).write_text(json.dumps(peft_config(CONFIG)))
+
+    def refused(server: ServerControl, name: str) -> float:
+        """The seconds until the server has refused a request for an adapter."""
+        request = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1}, "lora_path": name}
+        began = time.monotonic()
+        with pytest.raises(EngineRequestError, match="LoRA adapter that has never been loaded"):
+            call("POST", f"{server.url}/generate", request, timeout_s=60, key=KEY)
+        return time.monotonic() - began
+
+    async def scenario() -> None:
+        async with two_runs(fleet, ranks, folder, routers) as runs:
+            sent, from_files = runs.a.adapter.at("0"), "of_another_program"
+            body = {"lora_name": from_files, "lora_path": str(tmp_path)}
+            call("POST", f"{fleet[0].url}/load_lora_adapter", body, timeout_s=60, key=KEY)
+            assert from_files in fleet[0].adapter_requests()
+            for name in (sent, from_files):
+                fleet[0].unload_adapter(name)
+                assert refused(fleet[0], name) < 5
+            assert list(fleet[0].adapter_requests()) == [runs.b.adapter.at("0")]
+            await asyncio.to_thread(runs.b.update, "1", 6)  # loads wait for nothing
+            assert difference(await runs.b.generate(5), folder, runs.b.models["1"]) < 1e-5
+
+    asyncio.run(scenario())
+    assert not was_called(hub)
+
+
+def test_request_is_sent_again_where_a_restarted_server_lacks_the_adapter(fleet, hub, ranks, folder, routers):
     async def scenario() -> None:
         async with two_runs(fleet, ranks, folder, routers) as runs:
             a = runs.a
@@ -316,6 +372,7 @@ def test_request_is_sent_again_where_a_restarted_server_lacks_the_adapter(fleet,
             assert difference(await runs.b.generate(5), folder, runs.b.models["0"]) < 1e-5
 
     asyncio.run(scenario())
+    assert not was_called(hub)
 
 
 def test_failed_run_unloads_its_adapters_and_no_others(fleet, ranks, folder, routers):

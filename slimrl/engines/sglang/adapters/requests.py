@@ -71,7 +71,9 @@ def with_version(generation: Generation, version: str) -> Generation:
 
 
 def answer_with_version(answer: Any, version: str) -> Any:
-    """The decoded response of a server as from `version`, where it reports one."""
+    """The decoded response of a server as from `version`, where it reports one; a list is that of several prompts."""
+    if isinstance(answer, list):
+        return [answer_with_version(one, version) for one in answer]
     if isinstance(answer, Mapping):
         for field in ("meta_info", "metadata"):  # /generate, OpenAI's calls
             if isinstance(found := answer.get(field), dict) and "weight_version" in found:

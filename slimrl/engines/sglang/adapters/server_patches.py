@@ -1,8 +1,10 @@
-"""Runs inside the SGLang server: counts the requests of each LoRA adapter exactly, and aborts those of one run.
+"""Runs inside the SGLang server: exact counts of the requests of each LoRA adapter, and calls for those of one run.
 
 SGLang unloads an adapter when no request uses it, and every other load or unload waits meanwhile. Up to 0.5.20 it does
 not count down for a request that is aborted in the queue, or rejected before it gets there: the unload then never ends,
-and no run can update its adapter any more. `install` corrects the count and adds two calls, with the server's key:
+and no run can update its adapter any more. Nor does it forget an adapter that was unloaded: a late request loads it
+again, and of one that came as tensors it asks the Hugging Face Hub, while loads and generation wait. `install` corrects
+both and adds two calls, with the server's key:
 
 | call | answer |
 | --- | --- |
@@ -16,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 COUNTS_PATH = "/lora_adapter_requests"
@@ -28,12 +30,14 @@ def install(manager_type: Any, app: Any, current_manager: Callable[[], Any]) -> 
 
     `current_manager()` is the server's TokenizerManager once it runs.
     """
-    for name, counting in (
+    for name, corrected in (
         ("_handle_abort_req", releasing_aborted),
         ("_release_req_states_on_failure", releasing_failed),
+        ("unload_lora_adapter", forgetting_before),
+        ("load_lora_adapter_from_tensors", forgetting_after),
     ):
         if hasattr(manager_type, name):  # older releases have no such function, and drop nothing there
-            setattr(manager_type, name, counting(getattr(manager_type, name)))
+            setattr(manager_type, name, corrected(getattr(manager_type, name)))
 
     async def count_requests() -> dict[str, dict[str, int]]:
         registry = current_manager().lora_registry
@@ -93,6 +97,31 @@ def _release(manager: Any, adapter_id: str) -> None:
     task = asyncio.get_running_loop().create_task(manager.lora_registry.release(adapter_id))
     manager.asyncio_tasks.add(task)  # the loop keeps no reference
     task.add_done_callback(manager.asyncio_tasks.discard)
+
+
+def forgetting_before(unload: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """`TokenizerManager.unload_lora_adapter`, after which no request loads the adapter again: it is refused at once.
+
+    Adapters that SGLang itself unloads to make room (--max-loaded-loras) are not unloaded by this function.
+    """
+
+    async def forget_and_unload(manager: Any, message: Any, *rest: Any) -> Any:
+        manager.lora_ref_cache.pop(message.lora_name, None)  # first: the unload waits for requests
+        return await unload(manager, message, *rest)
+
+    return forget_and_unload
+
+
+def forgetting_after(load: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """`TokenizerManager.load_lora_adapter_from_tensors`, after which no request loads the tensors again."""
+
+    async def load_and_forget(manager: Any, message: Any, *rest: Any) -> Any:
+        try:
+            return await load(manager, message, *rest)
+        finally:
+            manager.lora_ref_cache.pop(message.lora_name, None)
+
+    return load_and_forget
 
 
 def abort_with_prefix(manager: Any, prefix: str) -> int:
