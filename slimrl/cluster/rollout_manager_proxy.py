@@ -28,7 +28,7 @@ from slimrl.cluster.watchdog import WaitTarget, format_rollout_status, poll_acto
 from slimrl.engines.backend import backend
 from slimrl.engines.http import key_of
 from slimrl.engines.protocol import EngineError
-from slimrl.engines.shared_adapters import remove_from_all
+from slimrl.engines.shared_adapters import UNLOAD_TIMEOUT_S, remove_from_all
 from slimrl.models.adapters import SharedAdapter
 
 if TYPE_CHECKING:
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from slimrl.weights.update.topology import EngineEndpoint
 
 logger = logging.getLogger("slimrl")
-_ADAPTER_TIMEOUT_S = 30.0  # of a call that unloads an adapter
 _REMOVAL_TIMEOUT_S = 30.0  # of the removal of the run's adapters from all servers
 _DUMP_WAIT_S = 120.0  # after which a failed run ends without its last dump
 
@@ -218,7 +217,7 @@ class RolloutManagerCleanup:
     def _remove_adapters(self, adapter: SharedAdapter) -> None:
         engine, key = backend(self._args.rollout_engine), key_of(self._args)
         urls = [f"http://{address}" for address in self._args.rollout_external_engine_addrs or ()]
-        servers = [engine.control(url, _ADAPTER_TIMEOUT_S, key) for url in urls]
+        servers = [engine.control(url, UNLOAD_TIMEOUT_S, key) for url in urls]
         remove_from_all(servers, adapter, _REMOVAL_TIMEOUT_S)
 
     def _report_paused(self) -> None:

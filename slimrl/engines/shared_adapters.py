@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 POLL_INTERVAL_S = 0.1
 SAME_VERSION_S = 60.0  # longest wait for requests of a version that is sent again, after a failure
 AT_END_S = 10.0  # longest wait for the end of a run's requests, whose connections are closed
+UNLOAD_TIMEOUT_S = 30.0  # of a call that unloads an adapter at the end of a run
 OWNER_FILE = ".adapter_owner"
 
 

@@ -71,21 +71,26 @@ def args_of(folders: tuple[Path, Path], flags: dict[str, Any]) -> Any:
     )
 
 
+def trained_like(truth: reference.ReferenceResult, args: Any, batch: Any, pool: Any, *, frozen: bool) -> Any:
+    """The result of training in the ranks of `pool`, which is `truth`, without gradients of `frozen` weights."""
+    result = layouts.train(pool, args, batch)
+    if frozen:
+        result.gradients = {name: value for name, value in result.gradients.items() if name in truth.gradients}
+    found = layouts.differences(args, result, truth)
+    print(found)
+    assert max(found.loss, found.grad_norm, found.weights) < 1e-5
+    assert found.gradients is None or found.gradients < 2e-5
+    return result
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_trains_tower_and_decoder_like_plain_autograd(
     name: str, folders: Any, batch: Any, truths: Any, one_rank: Any, two_ranks: Any
 ):
-    layout = LAYOUTS[name]
     frozen = "visual" if "frozen" in name else None
-    args, truth = args_of(folders, layout.flags), truths[frozen]
-    result = layouts.train({1: one_rank, 2: two_ranks}[layout.ranks], args, batch)
-    if frozen:
-        result.gradients = {name: value for name, value in result.gradients.items() if name in truth.gradients}
-    found = layouts.differences(args, result, truth)
-    print(f"{name}: {found}")
-    assert max(found.loss, found.grad_norm, found.weights) < 1e-5
-    assert found.gradients is None or found.gradients < 2e-5
+    truth, pool = truths[frozen], {1: one_rank, 2: two_ranks}[LAYOUTS[name].ranks]
+    result = trained_like(truth, args_of(folders, LAYOUTS[name].flags), batch, pool, frozen=bool(frozen))
     tower = {weight for weight in truth.weights if weight.startswith("visual.")}
     assert len(tower) == 30 and ({*truth.gradients} & tower == (set() if frozen else tower))
     before = reference.load_model(folders[0]).state_dict()

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.megatron import layouts, reference, vision
+from tests.megatron import reference, vision
 from tests.megatron.layouts import CP2, DYNAMIC, EP2, ETP2, OVERLAP, PP2, SETTINGS, SPREAD, TP2_SP, Layout
-from tests.megatron.test_vision import FROZEN, args_of
+from tests.megatron.test_vision import FROZEN, args_of, trained_like
 
 LAYOUTS = {
     "1 rank, packed": Layout(1, DYNAMIC | {"max_tokens_per_gpu": 80}),
@@ -50,16 +50,9 @@ def truths(folders: tuple[Path, Path], batch: Any) -> dict[str | None, reference
 def test_every_layout_trains_like_plain_autograd(
     name: str, folders: Any, batch: Any, truths: Any, one_rank: Any, two_ranks: Any
 ):
-    layout = LAYOUTS[name]
     frozen = "visual" if "frozen" in name else None
-    args, truth = args_of(folders, layout.flags), truths[frozen]
-    result = layouts.train({1: one_rank, 2: two_ranks}[layout.ranks], args, batch)
-    if frozen:
-        result.gradients = {name: value for name, value in result.gradients.items() if name in truth.gradients}
-    found = layouts.differences(args, result, truth)
-    print(f"{name}: {found}")
-    assert max(found.loss, found.grad_norm, found.weights) < 1e-5
-    assert found.gradients is None or found.gradients < 2e-5
+    truth, pool = truths[frozen], {1: one_rank, 2: two_ranks}[LAYOUTS[name].ranks]
+    trained_like(truth, args_of(folders, LAYOUTS[name].flags), batch, pool, frozen=bool(frozen))
     experts = {weight for weight in truth.weights if ".mlp.experts." in weight}
     assert len(experts) == vision.DEEP_LAYERS * 4 * 3 and experts <= set(truth.gradients)
     tower = {weight for weight in truth.weights if ".visual." in weight}

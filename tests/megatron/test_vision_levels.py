@@ -11,9 +11,9 @@ import torch
 
 from slimrl.data.images import mrope_positions
 from slimrl.models.families.vision import VisionTokens
-from tests.megatron import layouts, reference, vision
+from tests.megatron import reference, vision
 from tests.megatron.layouts import CP2, DYNAMIC, OVERLAP, PP2, SETTINGS, SPREAD, TP2, TP2_SP, Layout
-from tests.megatron.test_vision import FROZEN, args_of
+from tests.megatron.test_vision import FROZEN, args_of, trained_like
 
 VALUES = 3 * 2 * 16 * 16
 LAYOUTS = {
@@ -51,16 +51,9 @@ def truths(folders: tuple[Path, Path], batch: Any) -> dict[str | None, reference
 def test_every_layout_trains_like_plain_autograd(
     name: str, folders: Any, batch: Any, truths: Any, one_rank: Any, two_ranks: Any
 ):
-    layout = LAYOUTS[name]
     frozen = "visual" if "frozen" in name else None
-    args, truth = args_of(folders, layout.flags), truths[frozen]
-    result = layouts.train({1: one_rank, 2: two_ranks}[layout.ranks], args, batch)
-    if frozen:
-        result.gradients = {name: value for name, value in result.gradients.items() if name in truth.gradients}
-    found = layouts.differences(args, result, truth)
-    print(f"{name}: {found}")
-    assert max(found.loss, found.grad_norm, found.weights) < 1e-5
-    assert found.gradients is None or found.gradients < 2e-5
+    truth, pool = truths[frozen], {1: one_rank, 2: two_ranks}[LAYOUTS[name].ranks]
+    trained_like(truth, args_of(folders, LAYOUTS[name].flags), batch, pool, frozen=bool(frozen))
     levels = [weight for weight in truth.weights if ".deepstack_merger_list." in weight]
     assert len(levels) == 2 * 6 and (set(levels) <= set(truth.gradients)) is not bool(frozen)
 

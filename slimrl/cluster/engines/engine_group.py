@@ -28,7 +28,7 @@ from slimrl.engines.backend import PYTHON_OPTION, backend
 from slimrl.engines.http import key_of
 from slimrl.engines.protocol import EngineError
 from slimrl.engines.server_protocol import CALL_TIMEOUT_S, ExternalServer, Router, ServerControl
-from slimrl.engines.shared_adapters import owner_of, remove_adapters
+from slimrl.engines.shared_adapters import UNLOAD_TIMEOUT_S, owner_of, remove_adapters
 from slimrl.models.adapters import AdapterConfig
 from slimrl.observability.tracer import Timeline
 from slimrl.processes.process_info import resident_gib
@@ -37,7 +37,6 @@ from slimrl.weights.update.topology import EngineEndpoint
 LOOK_INTERVAL_S = 1.0
 LOOKS_PER_S = 64  # at all external servers together: each is two HTTP calls
 ANSWER_TIMEOUT_S = 5.0
-ADAPTER_TIMEOUT_S = 30.0  # of a call that unloads an adapter at the end
 
 
 async def wait_until_unresponsive(
@@ -156,7 +155,7 @@ class ExternalEngine:
     async def close(self) -> None:
         """Unloads the run's adapters; its owner ends it."""
         if (adapter := self._args.shared_adapter) is not None:
-            await asyncio.to_thread(remove_adapters, self.control(ADAPTER_TIMEOUT_S), adapter)
+            await asyncio.to_thread(remove_adapters, self.control(UNLOAD_TIMEOUT_S), adapter)
 
 
 def adapter_owner(args: Arguments) -> str:
