@@ -57,6 +57,22 @@ def test_halves_of_a_gated_weight_are_cut_where_they_are_stored():
     assert int((whole >= 0).sum()) == 8
 
 
+def test_master_weights_are_whole_from_bf16_weights_and_the_bits_that_these_lack():
+    from slimrl.megatron.checkpoint.shards import joined_master, split_master
+
+    generator = torch.Generator().manual_seed(0)
+    master = torch.randn(4096, generator=generator) * 10.0 ** torch.randint(-30, 30, (4096,), generator=generator)
+    master = torch.cat([master, torch.tensor([0.0, 1.0, -1.0, 1.00390625, 65280.0, 1e-40])])
+    weights, rest = split_master(master)
+    ties = (master.view(torch.int32) & 0xFFFF) == 0x8000
+    assert torch.equal(weights[~ties], master.bfloat16()[~ties])  # rounded to the nearest
+    assert int(ties.sum()) == 1 and weights[ties].item() == 1.0078125  # halves away from zero
+    assert torch.equal(joined_master(weights, rest), master)
+    # a weight of 1.0 and the next float32 numbers above and below
+    rounded, missing = torch.ones(2, dtype=torch.bfloat16), torch.tensor([1, -1], dtype=torch.int16)
+    assert joined_master(rounded, missing).tolist() == [1 + 2.0**-23, 1 - 2.0**-24]
+
+
 WAYS = ("as it lies", "gathered", "not ranges")
 
 

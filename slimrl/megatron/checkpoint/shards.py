@@ -90,9 +90,12 @@ def _own_state(part: DistributedOptimizer, entries: dict[Tensor, _Entry]) -> dic
     state = {}
     for number, (parameter, begin) in enumerate(_owned(part)):
         entry = entries[parameter]
+        live = part._get_main_param_and_optimizer_states(parameter)
+        if live["param"].dtype == torch.int16:
+            live["param"] = joined_master(_weights(part, parameter), live["param"])
         values = {
             name: tensor.detach().float().view(-1)
-            for name, tensor in part._get_main_param_and_optimizer_states(parameter).items()
+            for name, tensor in live.items()
             if name != "step"  # kept with the parameter groups
         }
         replica = (*entry.replica_id[:2], part.distributed_optimizer_instance_id)
@@ -112,9 +115,37 @@ def _load_own_state(part: DistributedOptimizer, state: dict[Any, Any]) -> None:
             _gather_boxes(flat, boxes[name])
         live = part._get_main_param_and_optimizer_states(parameter)
         if any(live[name].data_ptr() != flat.data_ptr() for name, flat in values.items()):
+            if live["param"].dtype == torch.int16:
+                weights, values["param"] = split_master(values["param"])
+                _weights(part, parameter).detach().view(-1).copy_(weights)
             part._set_main_param_and_optimizer_states(parameter, values)
     if isinstance(part.optimizer, HybridDeviceOptimizer):
         part.optimizer._sync_hdo_state_to_sub_optimizers()
+
+
+def _weights(part: DistributedOptimizer, parameter: Tensor) -> Tensor:
+    """This rank's elements of a parameter as the model has them, of an optimizer that keeps the rest of them."""
+    group, place = part.model_param_group_index_map[parameter]
+    weights: Tensor = part.optimizer.param_groups[group]["params"][place]
+    return weights
+
+
+def joined_master(weights: Tensor, rest: Tensor) -> Tensor:
+    """Float32 master weights from their bf16 rounding and the int16 `rest` that Transformer Engine's FusedAdam keeps.
+
+    `rest` (--store-param-remainders) is the low half of the master's bits; where it is negative, the high half was
+    rounded up. All have the same shape.
+    """
+    high = weights.detach().view(torch.int16).to(torch.int32) << 16
+    return (high + rest.to(torch.int32)).view(torch.float32)
+
+
+def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
+    """The inverse of `joined_master`: bf16 weights and int16 rests of float32 `master`."""
+    bits = master.contiguous().view(torch.int32)
+    low = bits & 0xFFFF
+    rest = torch.where(low < 1 << 15, low, low - (1 << 16))
+    return ((bits - rest) >> 16).to(torch.int16).view(torch.bfloat16), rest.to(torch.int16)
 
 
 def _gather_boxes(flat: Tensor, boxes: Sequence[Tensor]) -> None:
