@@ -102,6 +102,21 @@ def torch_adams(hybrid: HybridDeviceOptimizer) -> list[torch.optim.Adam]:
     return [adam for adam in hybrid.sub_optimizers if isinstance(adam, torch.optim.Adam)]
 
 
+def check_device_part(part: torch.optim.Optimizer | None, fraction: float) -> None:
+    """Raises ValueError if torch's Adam would step on a GPU, for the `part` of the state that is not in host memory.
+
+    Its fused kernel reads step counters on the GPU, and megatron-core keeps them, and after a resume the moments, on
+    the host.
+    """
+    if isinstance(part, torch.optim.Adam) and any(
+        parameter.device.type != "cpu" for group in part.param_groups for parameter in group["params"]
+    ):
+        raise ValueError(
+            f"--optimizer-offload-fraction {fraction:g} leaves a part of the optimizer on the GPU, for which"
+            " Transformer Engine or Apex is needed and neither is installed: install one, or give 1"
+        )
+
+
 def show_state(hybrid: HybridDeviceOptimizer) -> None:
     """Make `hybrid` return the state created in its parts, unless a part creates its state in its first step."""
     if len(torch_adams(hybrid)) == len(hybrid.sub_optimizers):
@@ -153,6 +168,7 @@ def build_optimizer(config: OptimizerConfig, stages: Sequence[data_parallel.Stag
             pad_empty_adam_state(part.optimizer)
             part._set_main_param_and_optimizer_states = types.MethodType(_copy_loaded_states, part)
     for part in _hybrid_parts(optimizer):
+        check_device_part(part.optimizer.gpu_optimizer, config.optimizer_offload_fraction)
         for adam in torch_adams(part.optimizer):
             _prime(adam)
         show_state(part.optimizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import re
@@ -84,6 +85,17 @@ def test_features_that_need_transformer_engine_are_rejected_without_it():
         transformer_config(tiny.tiny_args(transformer_impl="transformer_engine"))
     with pytest.raises(ValueError, match="--normalization LayerNorm needs"):
         block_spec(transformer_config(tiny.tiny_args(normalization="LayerNorm")))
+
+
+@pytest.mark.parametrize(("device", "refused"), [("meta", True), ("cpu", False)])  # meta: a device that is not the host
+def test_torchs_adam_does_not_step_on_a_gpu_beside_state_in_host_memory(device: str, refused: bool):
+    from slimrl.megatron.optimizer import check_device_part
+
+    adam = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1, device=device))])
+    expected = pytest.raises(ValueError, match=r"--optimizer-offload-fraction 0\.5 leaves a part .* or give 1$")
+    with expected if refused else contextlib.nullcontext():
+        check_device_part(adam, 0.5)
+    check_device_part(None, 1.0)
 
 
 # cuda, Transformer Engine -> layers without --transformer-impl; Apex -> gradient accumulation fusion
