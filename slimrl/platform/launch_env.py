@@ -8,6 +8,7 @@ operating system. The decisions for SGLang servers are in `slimrl.engines.sglang
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -79,6 +80,8 @@ DETERMINISTIC = {
     "NCCL_ALGO": "Ring",
 }
 CUMEM = "NCCL_CUMEM_ENABLE"
+# Of groups with servers. NCCL's watchdog ends a rank at its group's limit: later than ours, whose error names the server.
+NCCL_GRACE = datetime.timedelta(seconds=60)
 SUSPENDS_SINCE = (2, 29, 7)  # the first NCCL with ncclCommSuspend
 
 

@@ -33,6 +33,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
+from slimrl.platform.launch_env import NCCL_GRACE
+
 Sizes = Mapping[int, int]  # bytes by peer
 JOIN_TIMEOUT_S = 60.0  # every member has answered the trainer before
 SHORTEST_POLL_S, LONGEST_POLL_S = 0.001, 0.05
@@ -104,11 +106,12 @@ class ProcessGroupLink:
         if self._device.type != "cuda":
             return dist.ProcessGroupGloo(store, member, members, self._timeout)
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = self._timeout
+        options._timeout = self._timeout + NCCL_GRACE
         group: Any = dist.ProcessGroupNCCL(store, member, members, options)
         with torch.cuda.device(self._device):
-            # makes the communicator, of which a trainer rank without messages is a member, too
-            group.allreduce([torch.zeros(1, device=self._device)]).wait()
+            # Makes the communicator, of which a trainer rank without messages is a member, too. A broadcast: for an
+            # allreduce, deterministic trainers and deterministic servers choose different algorithms, and would hang.
+            group.broadcast([torch.zeros(1, device=self._device)]).wait()
             torch.cuda.current_stream(self._device).synchronize()
         return group
 

@@ -30,6 +30,7 @@ from torch.distributed.distributed_c10d import (
 )
 
 from slimrl.engines.server_protocol import WeightControl
+from slimrl.platform.launch_env import NCCL_GRACE
 from slimrl.weights.update.buckets import Bucket, DoubleBuffer, ReusedBuffer
 from slimrl.weights.update.engine_fanout import WeightSyncError, call_all, collect_results
 
@@ -225,7 +226,8 @@ class DistributedTransport:
             "joining the weight update group",
         )
         try:
-            group = join_group(store, self._backend, self._group_name, rank=0, world_size=world_size, timeout=timeout)
+            limit = timeout + NCCL_GRACE if self._backend == "nccl" else timeout
+            group = join_group(store, self._backend, self._group_name, rank=0, world_size=world_size, timeout=limit)
         except dist.DistError as error:
             joining.result()  # a server's error is more informative than the trainer's time-out
             raise WeightSyncError(f"joining the weight update group failed on the trainer: {error}") from error
