@@ -80,7 +80,7 @@ DETERMINISTIC = {
     "NCCL_ALGO": "Ring",
 }
 CUMEM = "NCCL_CUMEM_ENABLE"
-# Of groups with servers. NCCL's watchdog ends a rank at its group's limit: later than ours, whose error names the server.
+# Of groups with servers: NCCL's watchdog ends a rank at its group's limit, later than ours, which names the server.
 NCCL_GRACE = datetime.timedelta(seconds=60)
 SUSPENDS_SINCE = (2, 29, 7)  # the first NCCL with ncclCommSuspend
 
