@@ -10,35 +10,35 @@ from __future__ import annotations
 import dataclasses
 
 from slimrl.models.families import config_mapping, param_mapping
+from slimrl.models.families.config_mapping import TOY_LATENT, TOY_ROUTED, TOY_SIGMOID, ToyConfig, rope, yarn
 from slimrl.models.families.param_mapping import ModelMapping, MTPLayers
-from slimrl.models.families.toy_config import LATENT, ROUTED, SIGMOID, ToyConfig, rope, yarn
 
 DEEPSEEK_TOY = ToyConfig(
     "DeepseekV3ForCausalLM",
-    LATENT
-    | ROUTED
+    TOY_LATENT
+    | TOY_ROUTED
     | {"n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "n_shared_experts": 1}
     | {"first_k_dense_replace": 1, "rms_norm_eps": 1e-6, "routed_scaling_factor": 2.5}
     | yarn(10000.0, factor=40.0, beta_fast=32.0),
-    published=SIGMOID,
+    published=TOY_SIGMOID,
 )
 MOONLIGHT_TOY = ToyConfig(
     "DeepseekV3ForCausalLM",
-    LATENT
-    | ROUTED
+    TOY_LATENT
+    | TOY_ROUTED
     | {"q_lora_rank": None, "first_k_dense_replace": 1, "n_shared_experts": 2, "rms_norm_eps": 1e-5}
     | {"routed_scaling_factor": 2.446}
     | rope(50000.0),
-    published=SIGMOID,
+    published=TOY_SIGMOID,
 )
 KIMI_TOY = ToyConfig(
     "DeepseekV3ForCausalLM",
-    LATENT
-    | ROUTED
+    TOY_LATENT
+    | TOY_ROUTED
     | {"first_k_dense_replace": 1, "n_shared_experts": 1, "rms_norm_eps": 1e-6, "routed_scaling_factor": 2.827}
     | yarn(50000.0, factor=32.0, beta_fast=1.0),
     # Published configs have model_type kimi_k2 and include code for it; that class derives from DeepSeek-V3's.
-    published=SIGMOID,
+    published=TOY_SIGMOID,
 )
 
 DEEPSEEK_V3 = ModelMapping(

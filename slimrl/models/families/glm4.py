@@ -14,6 +14,7 @@ import dataclasses
 from slimrl.models import config_rows
 from slimrl.models.config_rows import always, switched
 from slimrl.models.families import config_mapping, deepseek_v3, param_mapping
+from slimrl.models.families.config_mapping import ONE_DENSE_LAYER, TOY_GROUPED, TOY_LATENT, TOY_ROUTED, ToyConfig, rope
 from slimrl.models.families.param_mapping import (
     HF_LAYER,
     MEGATRON_LAYER,
@@ -23,7 +24,6 @@ from slimrl.models.families.param_mapping import (
     MTPLayers,
     ParamMapping,
 )
-from slimrl.models.families.toy_config import GROUPED, LATENT, ONE_DENSE_LAYER, ROUTED, ToyConfig, rope
 
 POST_ATTENTION_NORM = ParamMapping(
     megatron=(MEGATRON_LAYER + "post_self_attn_layernorm.weight",),
@@ -67,7 +67,7 @@ GLM4 = ModelMapping(
     toys={
         "glm4": ToyConfig(
             "Glm4ForCausalLM",
-            GROUPED | {"rms_norm_eps": 1e-5, "attention_bias": True} | rope(10000.0, partial_rotary_factor=0.5),
+            TOY_GROUPED | {"rms_norm_eps": 1e-5, "attention_bias": True} | rope(10000.0, partial_rotary_factor=0.5),
         )
     },
 )
@@ -107,8 +107,8 @@ GLM4_MOE = ModelMapping(
     toys={
         "glm4_moe": ToyConfig(
             "Glm4MoeForCausalLM",
-            GROUPED
-            | ROUTED
+            TOY_GROUPED
+            | TOY_ROUTED
             | {"rms_norm_eps": 1e-5, "attention_bias": True, "use_qk_norm": True, "n_shared_experts": 1}
             | {"first_k_dense_replace": 1, "routed_scaling_factor": 2.5, "norm_topk_prob": True}
             | rope(1e6, partial_rotary_factor=0.5),
@@ -126,7 +126,10 @@ GLM4_MOE_LITE: ModelMapping = dataclasses.replace(
     toys={
         "glm4_moe_lite": ToyConfig(
             "Glm4MoeLiteForCausalLM",
-            LATENT | ROUTED | {"rms_norm_eps": 1e-5, "n_shared_experts": 1, "routed_scaling_factor": 1.8} | rope(1e6),
+            TOY_LATENT
+            | TOY_ROUTED
+            | {"rms_norm_eps": 1e-5, "n_shared_experts": 1, "routed_scaling_factor": 1.8}
+            | rope(1e6),
             published={**ONE_DENSE_LAYER, "topk_method": "noaux_tc"},
         )
     },

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from slimrl.models.families import config_mapping, param_mapping
+from slimrl.models.families.config_mapping import TOY_GROUPED, ToyConfig, rope
 from slimrl.models.families.param_mapping import ModelMapping
-from slimrl.models.families.toy_config import GROUPED, ToyConfig, rope
 
 LLAMA3_POSITIONS = {
     **rope(
@@ -33,5 +33,5 @@ LLAMA = ModelMapping(
     final_norm=param_mapping.FINAL_NORM,
     head=param_mapping.HEAD,
     fixed_config=(("attention_bias", False), ("mlp_bias", False)),
-    toys={"llama": ToyConfig("LlamaForCausalLM", GROUPED | LLAMA3_POSITIONS | {"rms_norm_eps": 1e-5})},
+    toys={"llama": ToyConfig("LlamaForCausalLM", TOY_GROUPED | LLAMA3_POSITIONS | {"rms_norm_eps": 1e-5})},
 )

@@ -17,11 +17,16 @@ from slimrl.models.families.config_mapping import (
     NO_BIASES,
     PLAIN_ATTENTION,
     SOFTMAX,
+    TOY_EXPERTS,
+    TOY_GROUPED,
+    TOY_LEVELS,
+    TOY_TOWER,
+    ToyConfig,
     head_width,
+    rope,
     table,
 )
 from slimrl.models.families.param_mapping import ModelMapping, MTPLayers
-from slimrl.models.families.toy_config import GROUPED, TOY_EXPERTS, TOY_LEVELS, TOY_TOWER, ToyConfig, rope
 
 QWEN2_ATTENTION = (
     param_mapping.ATTENTION_NORM,
@@ -106,7 +111,7 @@ QWEN3 = ModelMapping(
     final_norm=param_mapping.FINAL_NORM,
     head=param_mapping.HEAD,
     fixed_config=(("attention_bias", False),),
-    toys={"qwen3": ToyConfig("Qwen3ForCausalLM", GROUPED | {"rms_norm_eps": 1e-6} | rope(1e6))},
+    toys={"qwen3": ToyConfig("Qwen3ForCausalLM", TOY_GROUPED | {"rms_norm_eps": 1e-6} | rope(1e6))},
 )
 QWEN3_VL = ModelMapping(
     model_type="qwen3_vl",
@@ -125,7 +130,7 @@ QWEN3_VL = ModelMapping(
         "qwen3_vl": ToyConfig(
             "Qwen3VLForConditionalGeneration",
             {
-                "text_config": GROUPED
+                "text_config": TOY_GROUPED
                 | {"rms_norm_eps": 1e-6}
                 | rope(5e6, rope_type="default", mrope_section=[4, 2, 2], mrope_interleaved=True),
                 "vision_config": TOY_LEVELS,
@@ -156,7 +161,7 @@ QWEN3_MOE = ModelMapping(
     toys={
         "qwen3_moe": ToyConfig(
             "Qwen3MoeForCausalLM",
-            GROUPED | TOY_EXPERTS | {"rms_norm_eps": 1e-6, "norm_topk_prob": True} | rope(1e6),
+            TOY_GROUPED | TOY_EXPERTS | {"rms_norm_eps": 1e-6, "norm_topk_prob": True} | rope(1e6),
         )
     },
 )
@@ -194,7 +199,7 @@ QWEN3_VL_MOE = ModelMapping(
         "qwen3_vl_moe": ToyConfig(
             "Qwen3VLMoeForConditionalGeneration",
             {
-                "text_config": GROUPED
+                "text_config": TOY_GROUPED
                 | TOY_EXPERTS
                 # transformers cannot tell which way round a square gate_up_proj is
                 | {"moe_intermediate_size": 48}
@@ -219,7 +224,7 @@ MIMO = ModelMapping(
     toys={
         "mimo": ToyConfig(
             "Qwen2ForCausalLM",
-            GROUPED | {"rms_norm_eps": 1e-5} | rope(640000.0),
+            TOY_GROUPED | {"rms_norm_eps": 1e-5} | rope(640000.0),
             published={
                 "model_type": "mimo",
                 "architectures": ["MiMoForCausalLM"],
