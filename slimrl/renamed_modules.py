@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 ALIASES = {
     "slimrl.rollout.data_source": "slimrl.rollout.dataset.data_source",
-    "slimrl.rollout.on_policy_distillation": "slimrl.compatibility.graders",
+    "slimrl.rollout.on_policy_distillation": "slimrl.compatibility.rollout_helpers",
     "slimrl.rollout.sglang_rollout": "slimrl.rollout.rollout_function",
 }
 RENAMED = {
@@ -34,7 +34,8 @@ RENAMED = {
     "slimrl.arguments.dry_run.batch": "slimrl.arguments.memory",
     "slimrl.arguments.plan": "slimrl.arguments.dry_run",
     "slimrl.arguments.served_models": "slimrl.arguments.hf_config",
-    "slimrl.compatibility.distillation": "slimrl.compatibility.graders",
+    "slimrl.compatibility.distillation": "slimrl.compatibility.rollout_helpers",
+    "slimrl.compatibility.graders": "slimrl.compatibility.rollout_helpers",
     "slimrl.data.batch": "slimrl.data.train_batch",
     "slimrl.data.dataset_spec": "slimrl.data.prompt_format",
     "slimrl.data.packed": "slimrl.data.sample",
