@@ -38,6 +38,7 @@ RENAMED = {
     "slimrl.compatibility.graders": "slimrl.compatibility.rollout_helpers",
     "slimrl.data.batch": "slimrl.data.train_batch",
     "slimrl.data.dataset_spec": "slimrl.data.prompt_format",
+    "slimrl.data.image_prompts": "slimrl.data.images",
     "slimrl.data.packed": "slimrl.data.sample",
     "slimrl.data.watched_file": "slimrl.data.readers",
     "slimrl.engines.auth": "slimrl.engines.http",

@@ -20,7 +20,7 @@ from slimrl.arguments.flag import Bounds, Problem, ended
 from slimrl.arguments.flags.rollout import DEFAULT_ROLLOUT_FUNCTION
 from slimrl.arguments.hf_config import least
 from slimrl.arguments.namespace import Arguments, DerivedVision, EvalDataset, PromptArguments
-from slimrl.data.image_prompts import ImageColumn
+from slimrl.data.images import ImageColumn
 from slimrl.data.preference_pairs import AnswerColumns, PairColumns
 from slimrl.data.prompt_format import PromptFormat, TeacherChoice
 
