@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from slimrl.arguments.checkpoints import ResumePlan, start_of
-from slimrl.arguments.dry_run.engine_memory import (
+from slimrl.arguments.dry_run.memory import (
     EngineMemory,
     EngineSettings,
     GroupMemory,
