@@ -23,8 +23,8 @@ from slimrl.arguments.engine_groups import group_flags
 from slimrl.arguments.memory import StageMemory
 from slimrl.arguments.namespace import Arguments
 from slimrl.models.hf_folder import HfFiles, bytes_per_weight, read_hf_files
+from slimrl.models.model_size import total_parameters
 from slimrl.models.model_spec import ModelSpec
-from slimrl.models.parameters import total_parameters
 from slimrl.processes.process_info import GIB
 
 if TYPE_CHECKING:
