@@ -127,7 +127,7 @@ NOT_CALLABLE = "cannot be called as needed"
         (
             "slime.rollout.on_policy_distillation.reward_func_route_by_domain",
             hooks.CustomReward,
-            "module slimrl.compatibility.graders has no reward_func_route_by_domain: teachers by domain are"
+            "module slimrl.compatibility.rollout_helpers has no reward_func_route_by_domain: teachers by domain are"
             " --opd-teacher-models NAME=FOLDER ... with --opd-teacher-key domain here, on GPUs beside those of"
             " --rollout-num-gpus: leave them out of --sglang-config, and give --rm-type zero",
         ),

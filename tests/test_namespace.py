@@ -35,8 +35,13 @@ BUILDERS = {  # called once by an actor or a tool: they pass every component its
 CONFIGS = {"from_args", "for_training", "for_evaluation"}  # class methods that build configs: see the test below
 CONTRACTS = {  # custom functions and classes receive it, and so do functions that they may call or name
     "hooks/contracts.py": None,  # all of them
-    "compatibility/graders.py": None,
-    "compatibility/rollout_helpers.py": {"GenerateState.__init__", "generate", "get_model_url"},
+    "compatibility/rollout_helpers.py": {
+        "GenerateState.__init__",
+        "generate",
+        "get_model_url",
+        "post_process_rewards",
+        "reward_func",
+    },
     "data/sample.py": {
         "SlimeSample.get_reward_value",
         "SlimeSample.append_response_tokens",

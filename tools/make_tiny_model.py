@@ -24,7 +24,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -44,10 +43,17 @@ from slimrl.tiny.models import (
     sees,
     size_args_script,
 )
-from slimrl.tiny.task import Addition, WarmStart, greedy_accuracy, split_additions, warm_start
-
-if TYPE_CHECKING:
-    from slimrl.tiny.vision_task import Counting
+from slimrl.tiny.tasks import (
+    Addition,
+    Counting,
+    WarmStart,
+    greedy_accuracy,
+    greedy_accuracy_on_pictures,
+    split_additions,
+    split_countings,
+    warm_start,
+    warm_start_on_pictures,
+)
 
 OWN_FILES = ("train.jsonl", "eval.jsonl", "model_args.sh", "size_args.sh")  # besides the folder "model"
 SHAPE_FLAGS = (
@@ -121,14 +127,12 @@ def taught_to_count(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace
 ) -> tuple[list[Counting], list[Counting], float]:
     """The same with pictures."""
-    from slimrl.tiny import vision_task  # imported here: it imports the image processor
-
-    train, held_out = vision_task.split_countings(seed=args.seed, train_size=args.train_size, eval_size=args.eval_size)
+    train, held_out = split_countings(seed=args.seed, train_size=args.train_size, eval_size=args.eval_size)
     with tempfile.TemporaryDirectory() as folder:
         save_image_processor(FAMILIES[args.family].config["vision_config"], Path(folder))
         plan = WarmStart(steps=args.warm_start_steps)
-        vision_task.warm_start(model, tokenizer, train, folder, plan=plan, seed=args.seed)
-        return train, held_out, vision_task.greedy_accuracy(model, tokenizer, held_out, folder)
+        warm_start_on_pictures(model, tokenizer, train, folder, plan=plan, seed=args.seed)
+        return train, held_out, greedy_accuracy_on_pictures(model, tokenizer, held_out, folder)
 
 
 def main(argv: list[str]) -> int:

@@ -20,10 +20,9 @@ from collections.abc import Iterator
 
 from slimrl.arguments.flag import Bounds, FlagSpec, ended, flag_specs
 from slimrl.arguments.foreign_flags import OTHER_WORDS
-from slimrl.arguments.foreign_flags.aiak import AIAK
-from slimrl.arguments.foreign_flags.chatlearn import CHATLEARN_KEYS, CHATLEARN_VARIABLES
+from slimrl.arguments.foreign_flags.aiak import AIAK, AIAK_PAGE
+from slimrl.arguments.foreign_flags.chatlearn import CHATLEARN_KEYS, CHATLEARN_PAGE, CHATLEARN_VARIABLES
 from slimrl.arguments.foreign_flags.chatlearn_megatron import MODEL_FILE_KEYS
-from slimrl.arguments.foreign_flags.pages import AIAK_PAGE, CHATLEARN_PAGE
 from slimrl.arguments.namespace import GROUPS, all_flag_specs
 
 _INTRODUCTION = """\

@@ -30,9 +30,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slimrl.arguments.config_file import read_yaml
 from slimrl.arguments.flag import Problem, ended
-from slimrl.arguments.parser import PassthroughFlag, PassthroughTables, parse_line
+from slimrl.arguments.parser import PassthroughFlag, PassthroughTables, parse_line, read_yaml
 
 if TYPE_CHECKING:
     from slimrl.arguments.namespace import Arguments

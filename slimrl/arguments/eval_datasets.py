@@ -15,12 +15,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from slimrl.arguments.config_file import read_yaml
 from slimrl.arguments.flag import Bounds, Problem, ended
 from slimrl.arguments.flags.rollout import DEFAULT_ROLLOUT_FUNCTION
 from slimrl.arguments.hf_config import least
 from slimrl.arguments.namespace import Arguments, DerivedVision, EvalDataset, PromptArguments
-from slimrl.data.image_prompts import ImageColumn
+from slimrl.arguments.parser import read_yaml
+from slimrl.data.images import ImageColumn
 from slimrl.data.preference_pairs import AnswerColumns, PairColumns
 from slimrl.data.prompt_format import PromptFormat, TeacherChoice
 

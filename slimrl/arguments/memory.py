@@ -11,10 +11,20 @@ import dataclasses
 
 from slimrl.arguments.layout import Groups, critic_groups, groups_of, stage_layers
 from slimrl.arguments.namespace import Arguments
-from slimrl.models.activation_memory import Setting, layer_input_bytes, output_bytes, saved_bytes, working_bytes
 from slimrl.models.adapters import AdapterConfig, adapter_weights
+from slimrl.models.model_size import (
+    Setting,
+    Split,
+    Weights,
+    buffer_elements,
+    critic_weights,
+    layer_input_bytes,
+    output_bytes,
+    saved_bytes,
+    stage_weights,
+    working_bytes,
+)
 from slimrl.models.model_spec import ModelSpec
-from slimrl.models.parameters import Split, Weights, buffer_elements, critic_weights, stage_weights
 
 
 @dataclasses.dataclass(frozen=True)

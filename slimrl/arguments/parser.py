@@ -1,8 +1,8 @@
-"""Parses a command line in one pass that reports every error; passthrough and removed flags.
+"""Reads the words of a command line and the YAML and JSON files that flags name; passthrough and removed flags.
 
 Only exact spellings are flags. The last occurrence wins, and `--flag value` and `--flag=value` are the same. Every
-unusable word is reported as a `Problem`; a guess at its meaning is never used as a value. The parser does not read
-files or compare flags with each other.
+unusable word is reported as a `Problem`, all in one pass; a guess at its meaning is never used as a value. Flags are
+not compared with each other. `slimrl.arguments.parse` makes checked `Arguments` of the words and files.
 `PassthroughFlag` is a flag of the installed engine or router (`--sglang-<x>`, `--vllm-<x>`, `--router-<x>`).
 `RETIRED_FLAGS` are flags of existing scripts without a counterpart, each with the reason or the alternative.
 """
@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from slimrl.arguments.flag import FlagSpec, Problem
@@ -278,3 +281,51 @@ def _arity(target: FlagSpec | PassthroughFlag) -> tuple[int, int | None, bool]:
 def _too_many(name: str, words: Sequence[str], kind: str) -> Problem:
     extra = " ".join(words)
     return Problem(name, f"{name} is {kind}, so {extra!r} after it belongs to no flag: remove it or name its flag.")
+
+
+def read_yaml(path: Path) -> Any:
+    """The file's content.
+
+    Raises OSError if it cannot be read and ValueError if it is not YAML (or JSON), or a mapping has a key twice.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(
+            "is not a file: check the path" if path.exists() else "the file does not exist: check the path"
+        )
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".json":
+        return json.loads(text, object_pairs_hook=_mapping_of_pairs)
+    import yaml  # only where such a file is given: everything else here needs the standard library alone
+
+    try:
+        for node in _mappings(yaml.compose(text, Loader=yaml.SafeLoader)):
+            _check_keys(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"the file is not YAML ({' '.join(str(error).split())})") from error
+
+
+def _mapping_of_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    _check_keys(key for key, _ in pairs)
+    return dict(pairs)
+
+
+def _mappings(root: Any) -> Iterable[Any]:
+    """Every mapping node of a composed YAML document; the parser's own reading keeps the last of equal keys."""
+    pending, seen = [root], set()
+    while pending:
+        node = pending.pop()
+        if node is None or id(node) in seen or isinstance(node.value, str):
+            continue
+        seen.add(id(node))  # an alias is the node itself
+        if isinstance(node.value, list) and node.value and isinstance(node.value[0], tuple):
+            yield node
+            pending += [value for _, value in node.value]
+        else:
+            pending += node.value
+
+
+def _check_keys(keys: Iterable[str]) -> None:
+    twice = [key for key, count in Counter(keys).items() if count > 1]
+    if twice:
+        raise ValueError(f"{', '.join(twice)} is given twice: keep one of them")

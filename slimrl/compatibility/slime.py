@@ -80,26 +80,26 @@ OFFERS = (
     Offer(
         "slime.rollout.rm_hub.math_dapo_utils",
         "compute_score",
-        f"{_HERE}.graders:compute_score",
+        f"{_HERE}.rollout_helpers:compute_score",
         "equivalent answers are equal ([rewards.md](rewards.md)); `strict_box_verify` scores the last box of the last"
         " 300 characters; a missing answer is `[INVALID]`",
     ),
     Offer(
         "slime.rollout.rm_hub.math_utils",
         "grade_answer_verl",
-        f"{_HERE}.graders:grade_answer_verl",
+        f"{_HERE}.rollout_helpers:grade_answer_verl",
         "by equivalence, like `--rm-type math`",
     ),
     Offer(
         "slime.rollout.rm_hub.math_utils",
         "grade_answer_sympy",
-        f"{_HERE}.graders:answers_are_equal",
+        f"{_HERE}.rollout_helpers:answers_are_equal",
         "like `grade_answer_verl`, without the box",
     ),
     Offer(
         "slime.rollout.rm_hub.math_utils",
         "grade_answer_mathd",
-        f"{_HERE}.graders:answers_are_equal",
+        f"{_HERE}.rollout_helpers:answers_are_equal",
         "like `grade_answer_verl`, without the box",
     ),
     Offer(
@@ -111,27 +111,27 @@ OFFERS = (
     Offer(
         "slime.rollout.rm_hub.deepscaler",
         "get_deepscaler_rule_based_reward",
-        f"{_HERE}.graders:get_deepscaler_rule_based_reward",
+        f"{_HERE}.rollout_helpers:get_deepscaler_rule_based_reward",
         "by equivalence, like `--rm-type deepscaler`",
     ),
-    Offer("slime.rollout.rm_hub.f1", "f1_score", f"{_HERE}.graders:f1_score"),
+    Offer("slime.rollout.rm_hub.f1", "f1_score", f"{_HERE}.rollout_helpers:f1_score"),
     Offer(
         "slime.rollout.rm_hub.gpqa",
         "compute_gpqa_reward",
-        f"{_HERE}.graders:compute_gpqa_reward",
+        f"{_HERE}.rollout_helpers:compute_gpqa_reward",
         "like `--rm-type gpqa`",
     ),
     Offer(
         "slime.rollout.on_policy_distillation",
         "reward_func",
-        f"{_HERE}.graders:reward_func",
+        f"{_HERE}.rollout_helpers:reward_func",
         "the reward is 0, as after slime's `post_process_rewards`; `--use-opd --opd-type sglang` asks the teacher at"
         " `--rm-url` without it",
     ),
     Offer(
         "slime.rollout.on_policy_distillation",
         "post_process_rewards",
-        f"{_HERE}.graders:post_process_rewards",
+        f"{_HERE}.rollout_helpers:post_process_rewards",
         "all rewards are 0; `sample.teacher_log_probs` is already set",
     ),
     Offer(
@@ -226,7 +226,7 @@ OFFERS = (
         "get_reinforce_plus_plus_baseline_advantages",
         f"{_HERE}.loss_helpers:get_reinforce_plus_plus_baseline_advantages",
     ),
-    Offer("slime.utils.metric_utils", "dict_add_prefix", f"{_HERE}.graders:dict_add_prefix"),
+    Offer("slime.utils.metric_utils", "dict_add_prefix", f"{_HERE}.rollout_helpers:dict_add_prefix"),
     Offer(
         "slime.utils.metric_utils",
         "compute_statistics",
@@ -236,7 +236,7 @@ OFFERS = (
     Offer(
         "slime.utils.metric_utils",
         "compute_pass_rate",
-        f"{_HERE}.graders:compute_pass_rate",
+        f"{_HERE}.rollout_helpers:compute_pass_rate",
         "a reward of 1 or more passes",
     ),
     Offer(

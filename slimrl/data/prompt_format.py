@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from slimrl.data.image_prompts import ImageColumn, check_images, check_pair_images, check_turns
+from slimrl.data.images import ImageColumn, check_images, check_pair_images, check_turns
 from slimrl.data.preference_pairs import AnswerColumns, PairColumns, number_of, pair_of
 from slimrl.data.reward_registry import reward_of
 

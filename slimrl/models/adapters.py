@@ -18,8 +18,8 @@ from typing import Any, Protocol
 
 from slimrl.models.families.param_mapping import HfTensor, Layout, ModelMapping, ParamMapping
 from slimrl.models.families.vision import DECODER_IN_FILES, DEEPER_HF_DECODER
+from slimrl.models.model_size import Split, Weights
 from slimrl.models.model_spec import ModelSpec
-from slimrl.models.parameters import Split, Weights
 
 # the projections of Megatron's linear layers, in the order of their rows
 PROJECTIONS: dict[str, tuple[str, ...]] = {

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from slimrl.arguments.eval_datasets import eval_prompt_format
 from slimrl.arguments.namespace import EvalDataset, PromptArguments
-from slimrl.data.image_prompts import GRIDS, IMAGES, RESPONSE_STARTS, with_images
+from slimrl.data.images import GRIDS, IMAGES, RESPONSE_STARTS, with_images
 from slimrl.data.loss_mask import MaskedConversation, masked_conversation
 from slimrl.data.prompt_format import PLACE_KEY
 from slimrl.data.sample import Sample, SampleStatus

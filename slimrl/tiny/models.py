@@ -31,7 +31,7 @@ from transformers import (
 )
 
 from slimrl.models import families
-from slimrl.models.families.toy_config import ToyConfig
+from slimrl.models.families.config_mapping import ToyConfig
 
 END_OF_TEXT = "<|endoftext|>"
 TURN_START = "<|im_start|>"

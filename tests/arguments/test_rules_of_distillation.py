@@ -22,7 +22,7 @@ OF_SLIME = [  # the reward function that asks the teacher in slime
     for module in (
         "slime.rollout.on_policy_distillation",
         "examples.on_policy_distillation.on_policy_distillation",
-        "slimrl.compatibility.graders",
+        "slimrl.compatibility.rollout_helpers",
     )
 ]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slimrl.compatibility import graders
+from slimrl.compatibility import rollout_helpers
 from tests.rollout.conftest import make_args, sums, tokenizer, write_rows
 
 __all__ = ["make_args", "sums", "tokenizer", "write_rows"]
@@ -28,6 +28,6 @@ def importable(monkeypatch):
 def own_grader() -> Iterator[None]:
     """The grader pool of slime's functions lives as long as its process; here, as long as the test."""
     yield
-    if graders._graders.cache_info().currsize:
-        graders._graders().close()
-        graders._graders.cache_clear()
+    if rollout_helpers._graders.cache_info().currsize:
+        rollout_helpers._graders().close()
+        rollout_helpers._graders.cache_clear()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slimrl.arguments import Arguments
-from slimrl.compatibility import graders, loss_helpers
+from slimrl.compatibility import loss_helpers, rollout_helpers
 from slimrl.compatibility.loss_helpers import MultiTurnLossMaskGenerator, get_response_lengths
 from slimrl.compatibility.rollout_helpers import (
     RolloutFnEvalOutput,
@@ -67,16 +67,18 @@ def test_losses_match_their_formulas():
 
 
 def test_graders_compare_by_meaning():
-    assert graders.compute_score("so\nAnswer: 1,000", "1000") == {"score": 1.0, "acc": True, "pred": "1,000"}
-    assert graders.compute_score("Answer: 7", "7", strict_box_verify=True)["score"] == -1.0
-    assert graders.compute_score("Answer: \\boxed{7}", "7", strict_box_verify=True)["acc"] is True
-    assert graders.grade_answer_verl("it is \\boxed{\\frac{1}{2}}", "0.5") is True
-    assert graders.grade_answer_verl("it is \\boxed{3}", None) is False
-    assert graders.answers_are_equal("0.5", "1/2") is True and graders.answers_are_equal("2", "3") is False
-    assert graders.get_deepscaler_rule_based_reward("</think>\\boxed{4}", "4") == 1
-    assert graders.compute_gpqa_reward("The answer is B", "B") == 1.0
-    assert graders.f1_score("the red fox", "red dog") == (0.5, 0.5, 0.5)
-    assert graders.f1_score(None, "red dog") == (0.0, 0.0, 0.0)
+    assert rollout_helpers.compute_score("so\nAnswer: 1,000", "1000") == {"score": 1.0, "acc": True, "pred": "1,000"}
+    assert rollout_helpers.compute_score("Answer: 7", "7", strict_box_verify=True)["score"] == -1.0
+    assert rollout_helpers.compute_score("Answer: \\boxed{7}", "7", strict_box_verify=True)["acc"] is True
+    assert rollout_helpers.grade_answer_verl("it is \\boxed{\\frac{1}{2}}", "0.5") is True
+    assert rollout_helpers.grade_answer_verl("it is \\boxed{3}", None) is False
+    assert (
+        rollout_helpers.answers_are_equal("0.5", "1/2") is True and rollout_helpers.answers_are_equal("2", "3") is False
+    )
+    assert rollout_helpers.get_deepscaler_rule_based_reward("</think>\\boxed{4}", "4") == 1
+    assert rollout_helpers.compute_gpqa_reward("The answer is B", "B") == 1.0
+    assert rollout_helpers.f1_score("the red fox", "red dog") == (0.5, 0.5, 0.5)
+    assert rollout_helpers.f1_score(None, "red dog") == (0.0, 0.0, 0.0)
     assert load_function("slime.rollout.rm_hub.boxed.last_boxed")("\\boxed{7}") == "7"
 
 
@@ -96,13 +98,13 @@ def test_loss_masks_match_supervised_training(tokenizer):
 
 
 def test_metrics_match_the_run():
-    assert graders.dict_add_prefix({"a": 1}, "x/") == {"x/a": 1}
+    assert rollout_helpers.dict_add_prefix({"a": 1}, "x/") == {"x/a": 1}
     # groups 1 1 0 0 and 0 0 0 0: one sample passes with 1/2, two with 1 - 1/6
-    rates = graders.compute_pass_rate([1, 1, 0, 0, 0, 0, 0, 0], 4)
+    rates = rollout_helpers.compute_pass_rate([1, 1, 0, 0, 0, 0, 0, 0], 4)
     assert rates == {"pass@1": 0.25, "pass@2": pytest.approx(5 / 12), "pass@4": 0.5}
-    assert graders.compute_pass_rate([1.0], 1) == {}
+    assert rollout_helpers.compute_pass_rate([1.0], 1) == {}
     with pytest.raises(ValueError, match="5 rewards are not 1 groups of 4"):
-        graders.compute_pass_rate([1] * 5, 4)
+        rollout_helpers.compute_pass_rate([1] * 5, 4)
 
 
 def test_small_helpers():
@@ -126,7 +128,7 @@ def test_rewards_of_distillation_are_zero_and_need_a_teacher():
     samples = [Sample(index=index) for index in range(3)]
     for kind in ("sglang", "megatron"):
         args = Arguments(use_opd=True, opd_type=kind)
-        assert run(graders.reward_func(args, samples[0])) == 0.0
-        assert graders.post_process_rewards(args, samples) == ([0.0] * 3, [0.0] * 3)
+        assert run(rollout_helpers.reward_func(args, samples[0])) == 0.0
+        assert rollout_helpers.post_process_rewards(args, samples) == ([0.0] * 3, [0.0] * 3)
     with pytest.raises(ValueError, match="needs a teacher: add --use-opd --opd-type sglang"):
-        run(graders.reward_func(Arguments(use_opd=False), samples[0]))
+        run(rollout_helpers.reward_func(Arguments(use_opd=False), samples[0]))

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slimrl.observability import rollout_dump
-from slimrl.tiny.task import encode_answers, encode_prompts, greedy_accuracy, split_additions
+from slimrl.tiny.tasks import encode_answers, encode_prompts, greedy_accuracy, split_additions
 from tests.end_to_end import harness
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

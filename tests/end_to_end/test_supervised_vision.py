@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from slimrl.tiny.vision_task import Counting, split_countings
+from slimrl.tiny.tasks import Counting, split_countings
 from tests.end_to_end import harness, test_preference
 from tests.end_to_end.conftest import SEEING, Tiny, make_seeing
 from tests.end_to_end.test_supervised import FLAGS

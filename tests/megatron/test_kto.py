@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import sigmoid
 
-from slimrl.algorithms.preference import PreferenceConfig
-from slimrl.algorithms.preference_losses import PREFERENCE_LOSSES
+from slimrl.algorithms.preference_losses import PREFERENCE_LOSSES, PreferenceConfig
 from slimrl.megatron.training.loss.preference_loss import label_loss_sums, mismatched, preference_loss_sums
 from slimrl.megatron.training.pass_plan import PassPlan
 from slimrl.observability.metrics import is_known

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from slimrl.megatron.training.pass_plan import PassPlan
+from slimrl.models.model_size import forward_flops
 from slimrl.models.model_spec import ModelSpec
-from slimrl.models.parameters import forward_flops
 from tests.megatron import layouts, ranks, tiny
 from tests.megatron.layouts import (
     CP2,

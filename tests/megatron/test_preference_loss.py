@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from slimrl.algorithms.preference import PreferenceConfig
-from slimrl.algorithms.preference_losses import PAIR_METRICS, PREFERENCE_LOSSES
+from slimrl.algorithms.preference_losses import PAIR_METRICS, PREFERENCE_LOSSES, PreferenceConfig
 from slimrl.megatron.training.loss.preference_loss import preference_loss_sums
 from slimrl.observability.metrics import is_known
 from tests import accuracy

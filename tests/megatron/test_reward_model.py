@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 from transformers import AutoModelForSequenceClassification
 
-from slimrl.algorithms.reward_model import REWARD_MODEL_LOSSES
+from slimrl.algorithms.preference_losses import REWARD_MODEL_LOSSES
 from slimrl.observability.metrics import is_known
 from tests import accuracy
 from tests.megatron import layouts, ranks, reference, tiny

@@ -18,7 +18,7 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from slimrl.data.image_prompts import ImageColumn
+from slimrl.data.images import ImageColumn
 from slimrl.data.prompt_format import InvalidRowsError, PromptFormat
 from slimrl.data.sample import Sample
 from slimrl.engines.protocol import PromptImages

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from slimrl.tiny.task import Addition, boxed, mixture_loss, split_additions
+from slimrl.tiny.tasks import Addition, boxed, mixture_loss, split_additions
 
 
 def test_noisy_answer_of_a_sum_with_a_carry_is_ten_too_small():

@@ -11,8 +11,16 @@ import pytest
 import torch
 
 from slimrl.tiny.models import FAMILIES, build_family_model, build_tokenizer, save_image_processor
-from slimrl.tiny.task import WarmStart
-from slimrl.tiny.vision_task import BLUE, EMPTY, RED, Counting, greedy_accuracy, split_countings, warm_start
+from slimrl.tiny.tasks import (
+    BLUE,
+    EMPTY,
+    RED,
+    Counting,
+    WarmStart,
+    greedy_accuracy_on_pictures,
+    split_countings,
+    warm_start_on_pictures,
+)
 
 
 def test_answers_count_squares_and_the_noisy_one_overlooks_blue():
@@ -49,10 +57,12 @@ def test_blind_model_cannot_count(tmp_path):
     model = build_family_model("qwen2_5_vl", tokenizer, seed=0)
     save_image_processor(FAMILIES["qwen2_5_vl"].config["vision_config"], tmp_path)
     train, held_out = split_countings(seed=0, train_size=800, eval_size=128)
-    warm_start(model, tokenizer, train, str(tmp_path), plan=WarmStart(steps=200), seed=0)
+    warm_start_on_pictures(model, tokenizer, train, str(tmp_path), plan=WarmStart(steps=200), seed=0)
     without_blue = np.mean([BLUE not in picture.fields for picture in held_out])
-    assert greedy_accuracy(model, tokenizer, held_out, str(tmp_path)) == pytest.approx(without_blue, abs=0.05)
+    assert greedy_accuracy_on_pictures(model, tokenizer, held_out, str(tmp_path)) == pytest.approx(
+        without_blue, abs=0.05
+    )
     with torch.no_grad():
         model.model.visual.merger.mlp[2].weight.zero_()
     common = max(np.bincount([picture.answer for picture in held_out])) / len(held_out)
-    assert greedy_accuracy(model, tokenizer, held_out, str(tmp_path)) <= common + 0.02
+    assert greedy_accuracy_on_pictures(model, tokenizer, held_out, str(tmp_path)) <= common + 0.02

@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 from slimrl.arguments.dry_run.errors import plan_errors, warnings
+from slimrl.arguments.dry_run.memory import NodeResources, node_resources
 from slimrl.arguments.dry_run.plan import MemoryPlan, Plan, PlanContext, estimate, make_plan
 from slimrl.arguments.dry_run.render import render
-from slimrl.arguments.dry_run.resources import NodeResources, node_resources
 from slimrl.arguments.flag import Problem, report
 from slimrl.arguments.memory import StageMemory
 from slimrl.arguments.namespace import Arguments

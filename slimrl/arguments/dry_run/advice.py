@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from slimrl.arguments.dry_run.engine_memory import EngineSettings, GroupMemory, engine_memory
+from slimrl.arguments.dry_run.memory import EngineSettings, GroupMemory, engine_memory
 from slimrl.arguments.dry_run.plan import Plan
 from slimrl.arguments.memory import training_memory
 from slimrl.arguments.namespace import Arguments

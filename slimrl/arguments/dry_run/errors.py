@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from slimrl.arguments.dry_run.advice import less_training, more_cache, more_room
-from slimrl.arguments.dry_run.engine_memory import EngineMemory, GroupMemory
+from slimrl.arguments.dry_run.memory import EngineMemory, GroupMemory
 from slimrl.arguments.dry_run.plan import Plan
 from slimrl.arguments.engine_groups import FLAG, flag_of_groups
 from slimrl.arguments.flag import Problem

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from slimrl.arguments.checkpoints import ResumePlan, start_of
-from slimrl.arguments.dry_run.engine_memory import (
+from slimrl.arguments.dry_run.memory import (
     EngineMemory,
     EngineSettings,
     GroupMemory,
@@ -42,8 +42,8 @@ from slimrl.arguments.namespace import Arguments, all_flag_specs
 from slimrl.arguments.redact import redact_flag
 from slimrl.hooks import own_path
 from slimrl.models.hf_folder import HfFiles, bytes_per_weight, read_hf_files
+from slimrl.models.model_size import active_parameters, selection_biases, total_parameters
 from slimrl.models.model_spec import ModelSpec
-from slimrl.models.parameters import active_parameters, selection_biases, total_parameters
 from slimrl.processes.process_info import GIB, Machine
 from slimrl.renamed_modules import current_path
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from slimrl.arguments.dry_run.engine_memory import EngineMemory, EngineSettings
+from slimrl.arguments.dry_run.memory import EngineMemory, EngineSettings, node_resources
 from slimrl.arguments.dry_run.plan import Plan, loop_rows
-from slimrl.arguments.dry_run.resources import node_resources
 from slimrl.arguments.dry_run.server_lines import LISTED, server_lines, span, table, weight_transport_rows, where_on
 from slimrl.arguments.hf_config import served_models, served_role
 from slimrl.arguments.layout import data_parallel_sizes, dense_axes, expert_axes, rank_lists

@@ -7,10 +7,12 @@ import re
 from typing import Literal
 
 from slimrl.algorithms.estimators import DEFAULT, ESTIMATORS, Returns
-from slimrl.algorithms.preference_losses import DEFAULT as DEFAULT_PREFERENCE_LOSS
-from slimrl.algorithms.preference_losses import PREFERENCE_LOSSES
-from slimrl.algorithms.reward_model import DEFAULT as DEFAULT_REWARD_MODEL_LOSS
-from slimrl.algorithms.reward_model import REWARD_MODEL_LOSSES
+from slimrl.algorithms.preference_losses import (
+    DEFAULT_PREFERENCE_LOSS,
+    DEFAULT_REWARD_MODEL_LOSS,
+    PREFERENCE_LOSSES,
+    REWARD_MODEL_LOSSES,
+)
 from slimrl.arguments.flag import flag
 
 _ESTIMATORS = tuple(ESTIMATORS)

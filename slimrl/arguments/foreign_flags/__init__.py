@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import re
 
-from slimrl.arguments.foreign_flags import aiak, chatlearn
+from slimrl.arguments.foreign_flags import aiak, chatlearn, chatlearn_megatron
 
 SLIME, VERL, OPENRLHF, TRL, SWIFT = "slime's", "verl's", "OpenRLHF's", "TRL's", "ms-swift's"
 HF = "transformers'"
@@ -319,7 +319,7 @@ _PREFIXES = {
         ForeignFlag(VERL, None, _LISTED, is_listed=False),
     ),
     **{
-        prefix: ForeignFlag(chatlearn.CHATLEARN, None, clause, is_listed=False)
+        prefix: ForeignFlag(chatlearn_megatron.CHATLEARN, None, clause, is_listed=False)
         for prefix, clause in chatlearn.PREFIXES.items()
     },
 }

@@ -1,4 +1,4 @@
-"""The flags of Baidu AIAK-RLHF: slimrl's flag for each, and the page generated from this table.
+"""The flags of Baidu AIAK-RLHF: slimrl's flag for each, and the text of the page that lists them.
 
 `ROWS` are rows of `foreign_flags`, by which the parser answers a word of this system. `AIAK` lists every flag of its
 two programs, also those that slimrl or OpenRLHF has under the same name. `slimrl.arguments.docs` prints the page.
@@ -7,6 +7,7 @@ two programs, also those that slimrl or OpenRLHF has under the same name. `slimr
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 AIAK_RLHF = "AIAK-RLHF's"
 Row = tuple[str, str | None, str]  # owner, slimrl's flag, clause
@@ -89,3 +90,72 @@ AIAK: dict[str, AiakFlag] = {
 }
 
 ROWS: dict[str, Row] = {name: (AIAK_RLHF, *row) for name, row in _AIAK_ROWS.items()}
+
+
+def table(rows: Sequence[tuple[str, str]]) -> str:
+    """A Markdown table; the first row is its head."""
+    lines = [f"| {left} | {right} |" for left, right in rows]
+    return "\n".join([lines[0], "| --- | --- |", *lines[1:]])
+
+
+_AIAK_DIFFERENCES = (
+    ("AIAK-RLHF", "slimrl"),
+    (
+        "`train_ppo_ray_optim.py`",
+        "`train.py --advantage-estimator ppo`; without a critic any other estimator "
+        "([algorithms.md](algorithms.md#advantages))",
+    ),
+    (
+        "`train_rm.py`",
+        "`train.py --loss-type reward_model_loss` on pairs or scores ([reward-models.md](reward-models.md))",
+    ),
+    (
+        "`--colocate_all`, `--ref_reward_offload`",
+        "`--colocate --rm-colocate`: policy, critic, reference, engines and reward model on the same "
+        "GPUs, each offloaded while another works; the reference is always in host memory between its "
+        "passes ([colocation.md](colocation.md))",
+    ),
+    (
+        "`--zero_stage 3` and `--adam_offload` together",
+        "one of the two: `--optimizer-cpu-offload --use-precision-aware-optimizer` with the distributed optimizer, and "
+        "`--tensor-model-parallel-size` if the weights do not fit; or `--use-megatron-fsdp "
+        "--data-parallel-sharding-strategy optim_grads_params`, whose state stays on the GPUs "
+        "([sharding.md](sharding.md))",
+    ),
+    ("Llama-2", "`scripts/models/llama2-7B.sh`, `llama2-13B.sh`, `llama2-70B.sh`"),
+    (
+        "`--normalize_reward`",
+        "the same flag: mean and standard deviation over the rewards of the run "
+        "([rewards.md](rewards.md#normalization-over-the-run))",
+    ),
+    (
+        "prompts above `--prompt_max_len` are cut",
+        "they are skipped, or cut with `--rollout-truncate-prompt` ([data.md](data.md#long-prompts))",
+    ),
+    (
+        "`Human: {}` around a prompt by default",
+        "`--input-template`, and `--rm-input-template` for the reward model; no default",
+    ),
+    ("several data sets with probabilities", "`--prompt-data a.jsonl=0.7 b.jsonl=0.3` ([data.md](data.md))"),
+    (
+        "a PyTorchJob with its ConfigMap",
+        "`tools/launch.py pytorchjob` writes both from a recipe ([launchers.md](launchers.md#pytorchjob))",
+    ),
+)
+AIAK_PAGE = f"""\
+# Coming from Baidu AIAK-RLHF
+
+AIAK-RLHF trains reward models (`train_rm.py`) and PPO with every model on every GPU (`train_ppo_ray_optim.py`), on
+OpenRLHF with DeepSpeed and vLLM. slimrl trains with Megatron-core and generates with SGLang or vLLM. This page is
+generated from the table that the parser uses: `python -m slimrl.arguments.docs aiak > docs/coming-from-aiak-rlhf.md`.
+
+## What is different
+
+{table(_AIAK_DIFFERENCES)}
+
+## Flags
+
+Every flag of the two programs, with its default there. The last column is the answer of the command line: *accepted*,
+or the error, which comes before anything starts. Most names are OpenRLHF's, and the error says so.
+
+"""

@@ -1,16 +1,20 @@
-"""The keys of PAI-ChatLearn: slimrl's flag for each, and the page generated from this table.
+"""The keys of PAI-ChatLearn: slimrl's flag for each, and the text of the page that lists them.
 
 `ROWS` are rows of `foreign_flags`, by which the parser answers a word of this system. `CHATLEARN_KEYS` are the keys of
-a configuration by the part that has them, `MODEL_FILE_KEYS` those of the files of its models, which every model may
-have, and `CHATLEARN_VARIABLES` the variables of its scripts that set one. `slimrl.arguments.docs` prints the page.
+a configuration by the part that has them, and `CHATLEARN_VARIABLES` the variables of its scripts that set one.
+`slimrl.arguments.docs` prints the page.
 """
 
 from __future__ import annotations
 
-from slimrl.arguments.foreign_flags.aiak import Row
-from slimrl.arguments.foreign_flags.chatlearn_megatron import MODEL_FILE_KEYS, PARKED, SIZES, TRAINER_OF_MEGATRON
+from slimrl.arguments.foreign_flags.aiak import Row, table
+from slimrl.arguments.foreign_flags.chatlearn_megatron import (
+    CHATLEARN,
+    PARKED,
+    ROWS_OF_MODEL_FILES,
+    TRAINER_OF_MEGATRON,
+)
 
-CHATLEARN = "PAI-ChatLearn's"
 # completes the error for a key without a row
 UNLISTED = "docs/coming-from-pai-chatlearn.md has the table, and docs/flags.md all flags, written --flag value"
 
@@ -283,19 +287,6 @@ CHATLEARN_KEYS: dict[str, Row] = {
     f"{part}.{key}": (CHATLEARN, *row) for part, rows in _PARTS.items() for key, row in rows.items()
 }
 
-_PPO_MODELS = ("policy", "ppo-policy", "reference", "value", "ppo-value", "reward")
-_NO_SIZES = {
-    "reward": "config.json of --rm-model says it; leave it out",
-    "value": "the critic has the policy's network; leave it out",
-    "ppo-value": "the critic has the policy's network; leave it out",
-}
-_FROM_FILES: dict[str, Row] = {
-    f"models.{model}.{key}": (CHATLEARN, None, _NO_SIZES[model])
-    if key in SIZES and model in _NO_SIZES
-    else (CHATLEARN, *row)
-    for model in _PPO_MODELS
-    for key, row in MODEL_FILE_KEYS.items()
-}
 # the variables that examples/fsdp/scripts/train_grpo_qwen3.sh exports, with the key that each sets
 CHATLEARN_VARIABLES: dict[str, str] = {
     "model-path": "models.policy-trainer.load",
@@ -326,7 +317,7 @@ CHATLEARN_VARIABLES: dict[str, str] = {
     "enable-thinking": "models.policy.enable-thinking",
 }
 ROWS: dict[str, Row] = {
-    **_FROM_FILES,
+    **ROWS_OF_MODEL_FILES,
     **CHATLEARN_KEYS,
     # as its first configurations say
     **{f"{part}.{key}": (CHATLEARN, *row) for part in ("runtime", "rlhf") for key, row in _RUNTIME.items()},
@@ -337,3 +328,68 @@ PREFIXES = {
     **dict.fromkeys(("runtime-args.", "runtime.", "rlhf.", "models."), UNLISTED),
     "runtime-env.": "the job's files and environment are those of docs/launchers.md",
 }
+_CHATLEARN_DIFFERENCES = (
+    ("ChatLearn", "slimrl"),
+    (
+        "`examples/fsdp/scripts/train_grpo_qwen3.sh`",
+        "`scripts/run-qwen3-8B-math-fsdp.sh`: the same model, data, batch sizes and rewards, with Megatron-FSDP",
+    ),
+    (
+        "`examples/megatron/configs/llama2/rlhf.yaml`: PPO with `policy`, `reference`, `reward`, `value`, "
+        "`ppo_policy`, `ppo_value`",
+        "`--advantage-estimator ppo` with `--ref-load`, `--rm-type reward_model --rm-model` and `--critic-load`; "
+        "`value` and `ppo_value` are one critic ([algorithms.md](algorithms.md#ppo))",
+    ),
+    (
+        "FSDP (`train_backend: fsdp`) or Megatron-core",
+        "Megatron-core, with its FSDP by `--use-megatron-fsdp` ([sharding.md](sharding.md))",
+    ),
+    (
+        "vLLM or SGLang",
+        "`--rollout-engine sglang` (default) or `vllm`, behind SGLang's router ([engines.md](engines.md))",
+    ),
+    (
+        "models as a graph: `Engine`, `Environment`, `Trainer`, `Evaluator` with `env_flow` and `trainer_flow`",
+        "a loop in Python over the verbs of a run: `examples/flow.py`, `train.py` ([hooks.md](hooks.md))",
+    ),
+    ("`colocation: [policy,policy_trainer,ref_policy]`", "`--colocate` ([colocation.md](colocation.md))"),
+    ("`rule_reward.py`", "`--rm-type math`, or a function with `--custom-rm-path` ([rewards.md](rewards.md))"),
+    ("`math_lighteval.py`", "`python tools/prepare_data.py MATH-lighteval` ([data.md](data.md#published-sets))"),
+    (
+        "dynamic batch size and sequence packing",
+        "always packed; `--use-dynamic-batch-size --max-tokens-per-gpu N --balance-data` ([packing.md](packing.md))",
+    ),
+    (
+        "Ulysses sequence parallelism",
+        "`--context-parallel-size`, and `--tensor-model-parallel-size` with `--sequence-parallel` "
+        "([parallelism.md](parallelism.md))",
+    ),
+    ("partial rollout", "`--partial-rollout` ([rollouts.md](rollouts.md))"),
+    ("asynchronous schedule", "`train_async.py` ([asynchrony.md](asynchrony.md))"),
+    ("`save_model/policy_trainer/<n>/huggingface` for serving", "`--save-hf` ([serving.md](serving.md))"),
+    (
+        "a job on PAI-DLC that is shown as failed after its training is complete: `ray.exceptions.RpcError: Timed out "
+        "while waiting for GCS to become available.`",
+        "no such end: the head's node tells the others how the run ended before its Ray ends; they exit with code 0, "
+        "and the recipe on the head's node with that of training "
+        "([launchers.md](launchers.md#a-lost-run-starts-again))",
+    ),
+)
+CHATLEARN_PAGE = f"""\
+# Coming from PAI-ChatLearn
+
+ChatLearn reads a YAML file with one part per model (`models.policy`, `models.policy_trainer`, ...) and one for the run,
+and overrides `part.key=value`; slimrl has one list of flags. Written on slimrl's command line, a key of ChatLearn is
+answered with the flag to use. This page is generated from the table that the parser uses:
+`python -m slimrl.arguments.docs chatlearn > docs/coming-from-pai-chatlearn.md`.
+
+## What is different
+
+{table(_CHATLEARN_DIFFERENCES)}
+
+## Keys
+
+The keys of `runtime_args` are also those of `runtime` and `rlhf`, as older files say. The last column completes the
+error that the command line gives for a key; for a key without a row it says that there is none.
+
+"""

@@ -6,6 +6,9 @@ of the parser. Read by `chatlearn`, which has the other keys.
 
 from __future__ import annotations
 
+from slimrl.arguments.foreign_flags.aiak import Row
+
+CHATLEARN = "PAI-ChatLearn's"
 PARKED = "on with --colocate"
 SIZES = (
     *("num-layers", "hidden-size", "num-attention-heads", "ffn-hidden-size", "num-query-groups"),
@@ -115,4 +118,17 @@ MODEL_FILE_KEYS: dict[str, tuple[str | None, str]] = {
     "adaptive-parallel-strategy-on-checkpoint": (None, "checkpoints load in every layout; leave it out"),
     **dict.fromkeys(("use-checkpoint-args", "no-load-args", "no-load-scheduler"), (None, _FLAGS_OF_RUN)),
     **dict.fromkeys(("numerical-stable", "build-path", "num-workers", "train-iters"), (None, _NOT_NEEDED)),
+}
+_PPO_MODELS = ("policy", "ppo-policy", "reference", "value", "ppo-value", "reward")
+_NO_SIZES = {
+    "reward": "config.json of --rm-model says it; leave it out",
+    "value": "the critic has the policy's network; leave it out",
+    "ppo-value": "the critic has the policy's network; leave it out",
+}
+ROWS_OF_MODEL_FILES: dict[str, Row] = {
+    f"models.{model}.{key}": (CHATLEARN, None, _NO_SIZES[model])
+    if key in SIZES and model in _NO_SIZES
+    else (CHATLEARN, *row)
+    for model in _PPO_MODELS
+    for key, row in MODEL_FILE_KEYS.items()
 }

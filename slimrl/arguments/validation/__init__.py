@@ -25,7 +25,7 @@ from slimrl.arguments.validation import (
     vision,
 )
 from slimrl.arguments.validation.adapters import lora
-from slimrl.arguments.validation.engines import groups, servers, vllm, weight_updates
+from slimrl.arguments.validation.engines import engine, groups, servers
 from slimrl.arguments.validation.exactness import true_on_policy
 
 # for every program that reads the model flags, including converters
@@ -65,7 +65,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
     logging.wandb_is_installed,
     logging.prometheus_port_is_free,
     logging.ports_are_apart,
-    weight_updates.disk_transport_has_a_folder,
+    engine.disk_transport_has_a_folder,
     checkpoint.weights_have_a_source,
     checkpoint.ref_load_is_a_checkpoint,
     checkpoint.load_is_a_checkpoint_or_new,
@@ -87,9 +87,9 @@ TRAINING_RULES: tuple[Rule, ...] = (
     critic.critic_fits_its_gpus,
     critic.critic_shares_gpus_with_engines,
     cluster.rollout_has_gpus,
-    vllm.engine_flags_are_those_of_the_engine,
-    vllm.vllm_has_an_interpreter,
-    vllm.vllm_serves_the_run,
+    engine.engine_flags_are_those_of_the_engine,
+    engine.vllm_has_an_interpreter,
+    engine.vllm_serves_the_run,
     servers.external_engines_exclude_local_engine_flags,
     servers.router_has_an_address,
     servers.limits_belong_to_their_features,
@@ -103,9 +103,9 @@ TRAINING_RULES: tuple[Rule, ...] = (
     servers.engine_stages_can_be_updated,
     servers.engine_layout_can_be_checked,
     servers.engine_weights_are_those_of_training,
-    weight_updates.delta_updates_fit_the_run,
-    weight_updates.p2p_updates_fit_the_run,
-    weight_updates.p2p_knows_the_layout_of_engines,
+    engine.delta_updates_fit_the_run,
+    engine.p2p_updates_fit_the_run,
+    engine.p2p_knows_the_layout_of_engines,
     lora.engine_lora_options_follow_the_adapters,
     servers.engine_collectives_agree,
     servers.engine_attention_copies_divide,

@@ -25,7 +25,10 @@ from slimrl.models.hf_folder import same_vocabulary, weights_fault
 
 _ZERO = "zero"  # the --rm-type without a reward
 # slime's reward function, which asks the teacher there and is the reward 0 here
-_TEACHER_AS_REWARD = ("slimrl.rollout.on_policy_distillation.reward_func", "slimrl.compatibility.graders.reward_func")
+_TEACHER_AS_REWARD = (
+    "slimrl.rollout.on_policy_distillation.reward_func",
+    "slimrl.compatibility.rollout_helpers.reward_func",
+)
 _ONLY_WITH_IT = (
     "opd_type",
     "opd_kl_coef",

@@ -6,8 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from slimrl.algorithms.preference_losses import PAIR, PREFERENCE_LOSSES
-from slimrl.algorithms.reward_model import REWARD_MODEL_LOSSES
+from slimrl.algorithms.preference_losses import PAIR, PREFERENCE_LOSSES, REWARD_MODEL_LOSSES
 from slimrl.arguments.checkpoints import forward_settings
 from slimrl.arguments.flag import Problem, flag_specs
 from slimrl.arguments.flags.algorithm import PreferenceArguments

@@ -5,7 +5,7 @@ And the same loss of held-out pairs or conversations, without gradient.
 The loss of a reward model is here whole, as sums that do not depend on the split into micro-batches. The reward of a
 sample is the value head's output at its last token, where Hugging Face's classifiers and SGLang read theirs. All
 responses of a comparison are in one micro-batch (`schedule_batch`), the preferred one first. The formulas are in
-`slimrl.algorithms.reward_model`.
+`slimrl.algorithms.preference_losses`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slimrl.algorithms.reward_model import REWARD_MODEL_LOSSES, RewardModelLoss
+from slimrl.algorithms.preference_losses import REWARD_MODEL_LOSSES, RewardModelLoss
 from slimrl.arguments import Arguments
 from slimrl.data.train_batch import RolloutBatch
 from slimrl.hooks.contracts import RunArguments

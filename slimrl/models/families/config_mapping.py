@@ -1,11 +1,18 @@
-"""The rows of config.json mappings that families share, and `table`, which builds a family's table from them.
+"""What families share of config.json: the rows that map it to flags, and the entries of toy models.
 
-`COMMON` has the rows of every family. `EXPERTS` with `SOFTMAX` or `SIGMOID` routing, `LATENT` attention and the tuples
-of unsupported settings are for those that have such layers. Imports neither torch nor transformers: the flag parser
-reads these tables.
+`COMMON` has the rows of every family; `table` builds a family's table from them. `EXPERTS` with `SOFTMAX` or `SIGMOID`
+routing, `LATENT` attention and the tuples of unsupported settings are for those that have such layers.
+
+`ToyConfig` is a toy-sized model in transformers' names. Its rotary positions, routing and scaling have published
+values; sizes are small, and every count is divisible by 2. `slimrl.tiny.models` adds the sizes that all toys share and
+builds them. Imports neither torch nor transformers: the flag parser reads these tables.
 """
 
 from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 from slimrl.models import config_rows
 from slimrl.models.config_rows import (
@@ -224,3 +231,80 @@ def latent_table(dense_layers: int) -> FamilyTable:
     """The table of a family with DeepSeek-V3's layers; its config class's default number of dense layers is given."""
     rows = (*EXPERTS, *SIGMOID, *LATENT, layers_after(dense_layers))
     return table(*rows, unserved=(*LATENT_ATTENTION, *SIGMOID_ROUTING))
+
+
+@dataclasses.dataclass(frozen=True)
+class ToyConfig:
+    """transformers' class, and the arguments of its config class in addition to those of every toy.
+
+    `published` are entries of config.json that transformers' own class does not write; `config_code` is the file that
+    published folders of the family include for a config class outside transformers (file, class, base class).
+    """
+
+    architecture: str
+    config: Mapping[str, Any]
+    published: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    config_code: tuple[str, str, str] | None = None
+
+
+TOY_GROUPED = {"num_key_value_heads": 2, "head_dim": 16}
+TOY_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+# a vision tower with the published patches, windows and merging
+TOY_TOWER = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "in_chans": 3,
+    "out_hidden_size": 64,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "window_size": 112,
+    "fullatt_block_indexes": [1],
+    "initializer_range": 0.1,
+}
+# the same with features for the first layer of the decoder
+TOY_LEVELS = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "in_channels": 3,
+    "out_hidden_size": 64,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "num_position_embeddings": 64,
+    "deepstack_visual_indexes": [0],
+    "initializer_range": 0.1,
+}
+TOY_LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 48,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
+TOY_ROUTED = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_group": 1,
+    "topk_group": 1,
+}
+ONE_DENSE_LAYER = {"first_k_dense_replace": 1, "num_nextn_predict_layers": 0}
+TOY_SIGMOID = {**ONE_DENSE_LAYER, "moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+
+
+def rope(theta: float, **more: Any) -> dict[str, Any]:
+    """Rotary positions of this base, as transformers' config classes take them."""
+    return {"rope_parameters": {"rope_theta": theta, **more}}
+
+
+def yarn(theta: float, factor: float, beta_fast: float) -> dict[str, Any]:
+    """Rotary positions scaled by YaRN to `factor` x 4096 tokens."""
+    scaling = {"factor": factor, "beta_fast": beta_fast, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+    positions = {"max_position_embeddings": int(4096 * factor)}
+    return rope(theta, rope_type="yarn", original_max_position_embeddings=4096, **scaling) | positions

@@ -19,9 +19,9 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from slimrl.models.config_rows import Config, FamilyTable
-from slimrl.models.families.toy_config import ToyConfig
 
 if TYPE_CHECKING:
+    from slimrl.models.families.config_mapping import ToyConfig
     from slimrl.models.families.vision import VisionTower
     from slimrl.models.model_spec import ModelSpec
 

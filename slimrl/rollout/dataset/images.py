@@ -21,7 +21,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slimrl.data.image_prompts import GRIDS, IMAGES, PIXELS, PLACEHOLDER, RESPONSE_STARTS, item_fault, stored_bytes
+from slimrl.data.images import (
+    GRIDS,
+    IMAGES,
+    IN_PROMPT,
+    PIXELS,
+    PLACEHOLDER,
+    RESPONSE_STARTS,
+    item_fault,
+    mrope_positions,
+    stored_bytes,
+)
 from slimrl.data.sample import Sample
 from slimrl.engines.protocol import EngineClient, Generation, PromptImages, with_images
 from slimrl.models.families.vision import VisionTokens
@@ -183,8 +193,6 @@ def training_inputs(samples: Sequence[Sample], folder: str | None) -> list[Mappi
 
 def _check_places(sample: Sample, grids: Any, vision: VisionTokens) -> None:
     import torch  # not in the driver
-
-    from slimrl.data.images import IN_PROMPT, mrope_positions
 
     starts = (sample.multimodal_inputs or {}).get(RESPONSE_STARTS) or []
     places = [*[IN_PROMPT] * (len(grids) - len(starts)), *starts]

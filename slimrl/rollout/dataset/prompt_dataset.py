@@ -19,7 +19,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-from slimrl.data.image_prompts import IMAGES, image_items, with_images
+from slimrl.data.images import IMAGES, image_items, with_images
 from slimrl.data.preference_pairs import PAIR_KEY, pair_of
 from slimrl.data.prompt_format import (
     MESSAGES_KEY,

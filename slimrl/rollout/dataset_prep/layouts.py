@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from slimrl.data.image_prompts import PLACEHOLDER
+from slimrl.data.images import PLACEHOLDER
 from slimrl.rollout.rm_hub.rule_graders import last_boxed
 
 _TURN = re.compile(r"\n\n(Human|Assistant):")

@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from slimrl.data.image_prompts import IMAGES, RESPONSE_STARTS
+from slimrl.data.images import IMAGES, RESPONSE_STARTS
 from slimrl.data.sample import NO_VERSION, PackedColumn, Sample, SampleStatus, Span, add_span, clip_spans
 from slimrl.engines.protocol import EngineClient, Generation
 from slimrl.renamed_modules import current_name

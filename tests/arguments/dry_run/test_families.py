@@ -7,8 +7,8 @@ from safetensors import safe_open
 
 from slimrl.arguments import read_args
 from slimrl.models.hf_folder import read_hf_files
+from slimrl.models.model_size import selection_biases, total_parameters
 from slimrl.models.model_spec import ModelSpec
-from slimrl.models.parameters import selection_biases, total_parameters
 from tests.families.toys import TOYS
 
 

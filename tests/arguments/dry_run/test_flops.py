@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
+from slimrl.models.model_size import forward_flops
 from slimrl.models.model_spec import Experts, LatentAttention, ModelSpec
-from slimrl.models.parameters import forward_flops
 
 LENGTH = 24
 QWEN3_4B = ModelSpec(

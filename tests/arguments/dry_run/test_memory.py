@@ -3,8 +3,8 @@
 import pytest
 
 from slimrl.arguments.dry_run import estimate
-from slimrl.arguments.dry_run.engine_memory import EngineSettings, cache_elements_per_token, engine_memory
-from slimrl.models.activation_memory import Setting, layer_bytes, layer_parts, output_bytes, piece_columns, saved_bytes
+from slimrl.arguments.dry_run.memory import EngineSettings, cache_elements_per_token, engine_memory
+from slimrl.models.model_size import Setting, layer_bytes, layer_parts, output_bytes, piece_columns, saved_bytes
 from slimrl.models.model_spec import ModelSpec
 from tests.arguments.dry_run.published import DEEPSEEK_V3, QWEN3_4B, QWEN3_30B_A3B, flags
 

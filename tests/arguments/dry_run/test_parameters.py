@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from slimrl.arguments import read_args
-from slimrl.models.model_spec import ModelSpec
-from slimrl.models.parameters import (
+from slimrl.models.model_size import (
     Split,
     active_parameters,
     buffer_elements,
@@ -15,6 +14,7 @@ from slimrl.models.parameters import (
     stage_weights,
     total_parameters,
 )
+from slimrl.models.model_spec import ModelSpec
 from tests.arguments.dry_run.published import DEEPSEEK_V3, QWEN3_4B, QWEN3_30B_A3B, flags
 from tests.scripts.model_size import parameters
 from tests.scripts.test_models import SERVED

@@ -9,8 +9,8 @@ import pytest
 from slimrl.arguments.dry_run.plan import estimate
 from slimrl.arguments.layout import stage_layers
 from slimrl.models.adapters import AdapterConfig, adapter_weights
+from slimrl.models.model_size import Split, critic_weights, stage_weights
 from slimrl.models.model_spec import ModelSpec
-from slimrl.models.parameters import Split, critic_weights, stage_weights
 from tests.arguments.dry_run.held import held_bytes
 from tests.megatron.launch import RankPool
 from tests.megatron.tiny import tiny_args

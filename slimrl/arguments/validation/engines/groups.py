@@ -23,7 +23,7 @@ from slimrl.arguments.flag import Problem, ended
 from slimrl.arguments.namespace import Arguments, Context, Rule, absent
 from slimrl.arguments.validation import rollout, vision
 from slimrl.arguments.validation.adapters import lora
-from slimrl.arguments.validation.engines import servers, weight_updates
+from slimrl.arguments.validation.engines import engine, servers
 from slimrl.arguments.validation.exactness import true_on_policy
 from slimrl.models.hf_folder import weights_fault
 
@@ -38,7 +38,7 @@ OF_ONE_ENGINE: tuple[Rule, ...] = (
     servers.engine_attention_copies_divide,
     servers.engine_experts_divide,
     servers.engine_context_holds_a_sample,
-    weight_updates.p2p_knows_the_layout_of_engines,
+    engine.p2p_knows_the_layout_of_engines,
     true_on_policy.true_on_policy_adds_in_one_order,
     true_on_policy.true_on_policy_engines_compute_alike,
     lora.engines_can_load_adapters,

@@ -30,8 +30,7 @@ from slimrl.algorithms.losses import (
     masked_sum,
     sample_mean_weights,
 )
-from slimrl.algorithms.preference_losses import PREFERENCE_LOSSES
-from slimrl.algorithms.reward_model import REWARD_MODEL_LOSSES
+from slimrl.algorithms.preference_losses import PREFERENCE_LOSSES, REWARD_MODEL_LOSSES
 from slimrl.arguments import Arguments
 from slimrl.arguments.flags.algorithm import AlgorithmArguments
 from slimrl.hooks import CustomTIS, HookFailedError, PgLossReducer, named, naming_calls

@@ -1,7 +1,7 @@
 """The preference loss of one micro-batch, as sums that do not depend on the split into micro-batches.
 
 The samples of a comparison are in one micro-batch (`schedule_batch`), the preferred response first, so its loss and its
-gradient are exact in every layout. The formulas are in `slimrl.algorithms.preference`.
+gradient are exact in every layout. The formulas are in `slimrl.algorithms.preference_losses`.
 
 A loss of single responses needs no other sample, but KTO's needs a reference point of the whole step: the KL to the
 reference model, estimated on responses to other prompts than their own. With the samples of a step in the order of
@@ -20,8 +20,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slimrl.algorithms.preference import PreferenceConfig, ResponseScores, label_losses, mismatched_kl, pair_losses
-from slimrl.algorithms.preference_losses import PAIR, PREFERENCE_LOSSES, PreferenceLoss
+from slimrl.algorithms.preference_losses import (
+    PAIR,
+    PREFERENCE_LOSSES,
+    PreferenceConfig,
+    PreferenceLoss,
+    ResponseScores,
+    label_losses,
+    mismatched_kl,
+    pair_losses,
+)
 from slimrl.arguments import Arguments
 from slimrl.data.train_batch import RolloutBatch, schedule_batch
 from slimrl.megatron.model.micro_batch import MicroBatch

@@ -28,8 +28,8 @@ from slimrl.megatron.training.loss.custom_loss import FLAG as CUSTOM_LOSS
 from slimrl.megatron.training.loss.custom_loss import added_metrics
 from slimrl.megatron.training.loss.loss_sums import LossMetricNames, LossSums
 from slimrl.megatron.training.loss.policy_loss import PolicyLossConfig
+from slimrl.models.model_size import FORWARD_AND_BACKWARD, forward_flops
 from slimrl.models.model_spec import ModelSpec
-from slimrl.models.parameters import FORWARD_AND_BACKWARD, forward_flops
 
 CORRECT_REWARD = 1.0
 _LARGEST_EXPONENT = 700.0  # exp of more overflows

@@ -9,8 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from slimrl.algorithms.preference import PreferenceConfig, ResponseScores, label_losses, mismatched_kl, pair_losses
-from slimrl.algorithms.preference_losses import PREFERENCE_LOSSES, means_by_label
+from slimrl.algorithms.preference_losses import (
+    PREFERENCE_LOSSES,
+    PreferenceConfig,
+    ResponseScores,
+    label_losses,
+    means_by_label,
+    mismatched_kl,
+    pair_losses,
+)
 
 # per pair: sum of the policy's log-probabilities, of the reference's, number of tokens; chosen, then rejected
 PAIRS = (

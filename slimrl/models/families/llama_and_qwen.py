@@ -1,9 +1,10 @@
-"""Tensors and config.json of Qwen2, Qwen2.5, Qwen2.5-VL, Qwen3 and Qwen3-VL (dense and with experts), and MiMo.
+"""Tensors and config.json of Llama 2 and 3 and of the families with its layers: Qwen2 to Qwen3-VL, and MiMo.
 
-Qwen2 and Qwen2.5 have biases on queries, keys and values only, and a gated shared expert in MoE models. Qwen2.5-VL is
-Qwen2.5 with multimodal rotary positions behind a vision tower. Qwen3 has query and key norms and no biases. Qwen3-VL is
-Qwen3 with such positions and a tower; files of its MoE models stack the experts of a layer. MiMo is dense with Qwen2's
-layers; its MTP layers are not trained: their tensors are copied from the original folder.
+Llama is dense, without biases and without norms of queries and keys. Qwen2 and Qwen2.5 have biases on queries, keys and
+values only, and a gated shared expert in MoE models. Qwen2.5-VL is Qwen2.5 with multimodal rotary positions behind a
+vision tower. Qwen3 has query and key norms and no biases. Qwen3-VL is Qwen3 with such positions and a tower; files of
+its MoE models stack the experts of a layer. MiMo is dense with Qwen2's layers; its MTP layers are not trained: their
+tensors are copied from the original folder.
 """
 
 from __future__ import annotations
@@ -17,11 +18,47 @@ from slimrl.models.families.config_mapping import (
     NO_BIASES,
     PLAIN_ATTENTION,
     SOFTMAX,
+    TOY_EXPERTS,
+    TOY_GROUPED,
+    TOY_LEVELS,
+    TOY_TOWER,
+    ToyConfig,
     head_width,
+    rope,
     table,
 )
 from slimrl.models.families.param_mapping import ModelMapping, MTPLayers
-from slimrl.models.families.toy_config import GROUPED, TOY_EXPERTS, TOY_LEVELS, TOY_TOWER, ToyConfig, rope
+
+LLAMA3_POSITIONS = {
+    **rope(
+        500000.0,
+        rope_type="llama3",
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=8192,
+    ),
+    "max_position_embeddings": 131072,
+}
+
+LLAMA = ModelMapping(
+    model_type="llama",
+    config=table(unserved=(*PLAIN_ATTENTION, *NO_BIASES)),
+    embedding=param_mapping.EMBEDDING,
+    layer=(
+        param_mapping.ATTENTION_NORM,
+        param_mapping.QKV,
+        param_mapping.ATTENTION_OUTPUT,
+        param_mapping.MLP_NORM,
+        param_mapping.GATE_UP,
+        param_mapping.DOWN,
+    ),
+    final_norm=param_mapping.FINAL_NORM,
+    head=param_mapping.HEAD,
+    fixed_config=(("attention_bias", False), ("mlp_bias", False)),
+    toys={"llama": ToyConfig("LlamaForCausalLM", TOY_GROUPED | LLAMA3_POSITIONS | {"rms_norm_eps": 1e-5})},
+)
+
 
 QWEN2_ATTENTION = (
     param_mapping.ATTENTION_NORM,
@@ -106,7 +143,7 @@ QWEN3 = ModelMapping(
     final_norm=param_mapping.FINAL_NORM,
     head=param_mapping.HEAD,
     fixed_config=(("attention_bias", False),),
-    toys={"qwen3": ToyConfig("Qwen3ForCausalLM", GROUPED | {"rms_norm_eps": 1e-6} | rope(1e6))},
+    toys={"qwen3": ToyConfig("Qwen3ForCausalLM", TOY_GROUPED | {"rms_norm_eps": 1e-6} | rope(1e6))},
 )
 QWEN3_VL = ModelMapping(
     model_type="qwen3_vl",
@@ -125,7 +162,7 @@ QWEN3_VL = ModelMapping(
         "qwen3_vl": ToyConfig(
             "Qwen3VLForConditionalGeneration",
             {
-                "text_config": GROUPED
+                "text_config": TOY_GROUPED
                 | {"rms_norm_eps": 1e-6}
                 | rope(5e6, rope_type="default", mrope_section=[4, 2, 2], mrope_interleaved=True),
                 "vision_config": TOY_LEVELS,
@@ -156,7 +193,7 @@ QWEN3_MOE = ModelMapping(
     toys={
         "qwen3_moe": ToyConfig(
             "Qwen3MoeForCausalLM",
-            GROUPED | TOY_EXPERTS | {"rms_norm_eps": 1e-6, "norm_topk_prob": True} | rope(1e6),
+            TOY_GROUPED | TOY_EXPERTS | {"rms_norm_eps": 1e-6, "norm_topk_prob": True} | rope(1e6),
         )
     },
 )
@@ -194,7 +231,7 @@ QWEN3_VL_MOE = ModelMapping(
         "qwen3_vl_moe": ToyConfig(
             "Qwen3VLMoeForConditionalGeneration",
             {
-                "text_config": GROUPED
+                "text_config": TOY_GROUPED
                 | TOY_EXPERTS
                 # transformers cannot tell which way round a square gate_up_proj is
                 | {"moe_intermediate_size": 48}
@@ -219,7 +256,7 @@ MIMO = ModelMapping(
     toys={
         "mimo": ToyConfig(
             "Qwen2ForCausalLM",
-            GROUPED | {"rms_norm_eps": 1e-5} | rope(640000.0),
+            TOY_GROUPED | {"rms_norm_eps": 1e-5} | rope(640000.0),
             published={
                 "model_type": "mimo",
                 "architectures": ["MiMoForCausalLM"],
