@@ -14,6 +14,7 @@ from typing import Any
 from slimrl.arguments.engine_groups import ServerModel
 from slimrl.arguments.flag import FlagSpec, Problem, flag_specs
 from slimrl.arguments.flags.algorithm import AlgorithmArguments
+from slimrl.arguments.flags.checkpoint import CheckpointArguments
 from slimrl.arguments.flags.critic_and_teacher import CriticArguments, DistillationArguments
 from slimrl.arguments.flags.data import DataArguments, TrainBatchArguments
 from slimrl.arguments.flags.engine import EngineArguments, WeightUpdateArguments
@@ -27,7 +28,6 @@ from slimrl.arguments.flags.logging import (
 )
 from slimrl.arguments.flags.model import (
     AttentionArguments,
-    CheckpointArguments,
     LoraArguments,
     ModelArguments,
     MultiTokenArguments,

@@ -34,7 +34,7 @@ from slimrl.arguments.checkpoints import (
     manifest,
     placed,
 )
-from slimrl.arguments.flags.model import CheckpointArguments
+from slimrl.arguments.flags.checkpoint import CheckpointArguments
 from slimrl.weights.checkpoint_checksums import CHECKSUMS_NAME, CheckedFolder, Checksums, checksums_text
 from slimrl.weights.safe_pickle import load_plain
 

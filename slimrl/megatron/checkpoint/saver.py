@@ -25,7 +25,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from slimrl.arguments.checkpoints import read_manifest
-from slimrl.arguments.flags.model import CheckpointArguments
+from slimrl.arguments.flags.checkpoint import CheckpointArguments
 from slimrl.megatron.checkpoint import folder, io
 from slimrl.megatron.checkpoint.folder import Retention
 from slimrl.megatron.parallel import ParallelState

@@ -14,7 +14,7 @@ from megatron.core.models.gpt import GPTModel
 
 from slimrl.arguments import Arguments
 from slimrl.arguments.checkpoints import is_hf_model
-from slimrl.arguments.flags.model import CheckpointArguments
+from slimrl.arguments.flags.checkpoint import CheckpointArguments
 from slimrl.megatron.checkpoint import state
 from slimrl.megatron.checkpoint.state import (
     CheckpointFolder,

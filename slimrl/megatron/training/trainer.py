@@ -20,7 +20,8 @@ from megatron.core.models.gpt import GPTModel
 
 from slimrl.arguments import Arguments
 from slimrl.arguments.flags.algorithm import AlgorithmArguments
-from slimrl.arguments.flags.model import CheckpointArguments, LoraArguments
+from slimrl.arguments.flags.checkpoint import CheckpointArguments
+from slimrl.arguments.flags.model import LoraArguments
 from slimrl.arguments.flags.rollout import RolloutArguments
 from slimrl.arguments.memory import training_memory
 from slimrl.data.train_batch import RolloutBatch
