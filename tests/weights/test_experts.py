@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from slimrl.models.families import ModelMapping, family_for, glm_and_deepseek, param_mapping
+from slimrl.models.families import ModelMapping, family_for, glm4, param_mapping
 from slimrl.models.model_spec import ModelSpec
 from slimrl.weights.convert.hf_to_megatron import check_checkpoint, load_hf_checkpoint
 from slimrl.weights.hf_checkpoint import HfCheckpoint, read_hf_config
@@ -182,9 +182,9 @@ def test_mtp_layers_of_mimo_have_their_own_name_and_count():
 def test_gate_and_up_stored_as_one_tensor_are_sharded_separately():
     shape = dataclasses.replace(ModelSpec.from_hf_config(GLM4), ffn_hidden_size=4)
     packed = torch.arange(8.0)[:, None] + torch.zeros(1, 64)  # rows 0 to 3 are the gate, 4 to 7 the up projection
-    shards = [to_shard(glm_and_deepseek.GLM4_GATE_UP, [packed], shape, rank=rank, size=2) for rank in (0, 1)]
+    shards = [to_shard(glm4.GATE_UP, [packed], shape, rank=rank, size=2) for rank in (0, 1)]
     assert [shard[:, 0].tolist() for shard in shards] == [[0, 1, 4, 5], [2, 3, 6, 7]]
-    assert torch.equal(from_shards(glm_and_deepseek.GLM4_GATE_UP, shards, shape)[0], packed)
+    assert torch.equal(from_shards(glm4.GATE_UP, shards, shape)[0], packed)
 
 
 def test_indivisible_sizes_are_rejected_with_both_numbers(folders):

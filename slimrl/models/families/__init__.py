@@ -1,8 +1,8 @@
 """The supported model families: one `ModelMapping` each, with tensor names and the mapping of its config.json.
 
 `family_for` picks the family of a Hugging Face config; `stated_flags` gives the model flags that it determines. Adding
-a family means adding its `ModelMapping`, in a file of its own or beside the family whose layers it has, and one entry
-to `FAMILIES`. Imports neither torch nor transformers, because the flag parser uses it.
+a family means adding a file with its `ModelMapping` and one entry to `FAMILIES`. Imports neither torch nor
+transformers, because the flag parser uses it.
 """
 
 from __future__ import annotations
@@ -10,25 +10,25 @@ from __future__ import annotations
 from typing import Any
 
 from slimrl.models.config_rows import Config, FamilyTable
-from slimrl.models.families import glm_and_deepseek, llama_and_qwen
+from slimrl.models.families import deepseek_v3, glm4, llama, qwen
 from slimrl.models.families.param_mapping import ModelMapping, ParamMapping
 from slimrl.models.families.vision import decoder_config
 
 FAMILIES: tuple[ModelMapping, ...] = (
-    llama_and_qwen.LLAMA,
-    llama_and_qwen.QWEN2,
-    llama_and_qwen.QWEN2_5_VL,
-    llama_and_qwen.QWEN2_MOE,
-    llama_and_qwen.QWEN3,
-    llama_and_qwen.QWEN3_VL,
-    llama_and_qwen.QWEN3_MOE,
-    llama_and_qwen.QWEN3_VL_MOE,
-    glm_and_deepseek.GLM4,
-    glm_and_deepseek.GLM4_MOE,
-    glm_and_deepseek.DEEPSEEK_V3,
-    glm_and_deepseek.KIMI_K2,
-    glm_and_deepseek.GLM4_MOE_LITE,
-    llama_and_qwen.MIMO,
+    llama.LLAMA,
+    qwen.QWEN2,
+    qwen.QWEN2_5_VL,
+    qwen.QWEN2_MOE,
+    qwen.QWEN3,
+    qwen.QWEN3_VL,
+    qwen.QWEN3_MOE,
+    qwen.QWEN3_VL_MOE,
+    glm4.GLM4,
+    glm4.GLM4_MOE,
+    deepseek_v3.DEEPSEEK_V3,
+    deepseek_v3.KIMI_K2,
+    glm4.GLM4_MOE_LITE,
+    qwen.MIMO,
 )
 
 TABLES: dict[str, FamilyTable] = {family.model_type: family.config for family in FAMILIES}

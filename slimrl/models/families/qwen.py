@@ -1,10 +1,9 @@
-"""Tensors and config.json of Llama 2 and 3 and of the families with its layers: Qwen2 to Qwen3-VL, and MiMo.
+"""Tensors and config.json of Qwen2, Qwen2.5, Qwen2.5-VL, Qwen3 and Qwen3-VL (dense and with experts), and MiMo.
 
-Llama is dense, without biases and without norms of queries and keys. Qwen2 and Qwen2.5 have biases on queries, keys and
-values only, and a gated shared expert in MoE models. Qwen2.5-VL is Qwen2.5 with multimodal rotary positions behind a
-vision tower. Qwen3 has query and key norms and no biases. Qwen3-VL is Qwen3 with such positions and a tower; files of
-its MoE models stack the experts of a layer. MiMo is dense with Qwen2's layers; its MTP layers are not trained: their
-tensors are copied from the original folder.
+Qwen2 and Qwen2.5 have biases on queries, keys and values only, and a gated shared expert in MoE models. Qwen2.5-VL is
+Qwen2.5 with multimodal rotary positions behind a vision tower. Qwen3 has query and key norms and no biases. Qwen3-VL is
+Qwen3 with such positions and a tower; files of its MoE models stack the experts of a layer. MiMo is dense with Qwen2's
+layers; its MTP layers are not trained: their tensors are copied from the original folder.
 """
 
 from __future__ import annotations
@@ -28,37 +27,6 @@ from slimrl.models.families.config_mapping import (
     table,
 )
 from slimrl.models.families.param_mapping import ModelMapping, MTPLayers
-
-LLAMA3_POSITIONS = {
-    **rope(
-        500000.0,
-        rope_type="llama3",
-        factor=8.0,
-        low_freq_factor=1.0,
-        high_freq_factor=4.0,
-        original_max_position_embeddings=8192,
-    ),
-    "max_position_embeddings": 131072,
-}
-
-LLAMA = ModelMapping(
-    model_type="llama",
-    config=table(unserved=(*PLAIN_ATTENTION, *NO_BIASES)),
-    embedding=param_mapping.EMBEDDING,
-    layer=(
-        param_mapping.ATTENTION_NORM,
-        param_mapping.QKV,
-        param_mapping.ATTENTION_OUTPUT,
-        param_mapping.MLP_NORM,
-        param_mapping.GATE_UP,
-        param_mapping.DOWN,
-    ),
-    final_norm=param_mapping.FINAL_NORM,
-    head=param_mapping.HEAD,
-    fixed_config=(("attention_bias", False), ("mlp_bias", False)),
-    toys={"llama": ToyConfig("LlamaForCausalLM", TOY_GROUPED | LLAMA3_POSITIONS | {"rms_norm_eps": 1e-5})},
-)
-
 
 QWEN2_ATTENTION = (
     param_mapping.ATTENTION_NORM,

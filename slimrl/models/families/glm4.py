@@ -1,11 +1,10 @@
-"""Tensors and config.json of DeepSeek-V3, of the families with its attention or its experts, and of GLM-4.
+"""Tensors and config.json of GLM-4 (`glm4`), GLM-4.5 and 4.6 (`glm4_moe`) and GLM-4.7-Flash (`glm4_moe_lite`).
 
-DeepSeek-V3, R1 and Moonlight (`deepseek_v3`) have latent attention; the first layers are dense, the others have experts
-selected by biased scores. Kimi-K2 (`kimi_k2`) has the same architecture under another model_type, and GLM-4.7-Flash
-(`glm4_moe_lite`) the same tensors. GLM-4.5 and 4.6 (`glm4_moe`) have such experts with a shared one behind plain
-attention; config.json says whether there are query and key norms and attention biases. GLM-4 (`glm4`) is dense, with
-norms after attention and MLP too; gate and up projection are stored as one tensor. MTP layers after the last one are
-not trained: their tensors are copied from the original folder.
+GLM-4 is dense, with norms after attention and MLP too; gate and up projection are stored as one tensor.
+
+GLM-4.5 and 4.6 have dense layers first, then experts with a selection bias and a shared expert. config.json says
+whether there are query and key norms and attention biases. GLM-4.7-Flash adds DeepSeek-V3's latent attention and has
+DeepSeek-V3's tensors. MTP layers of both are not trained: their tensors are copied from the original folder.
 """
 
 from __future__ import annotations
@@ -14,17 +13,8 @@ import dataclasses
 
 from slimrl.models import config_rows
 from slimrl.models.config_rows import always, switched
-from slimrl.models.families import config_mapping, param_mapping
-from slimrl.models.families.config_mapping import (
-    ONE_DENSE_LAYER,
-    TOY_GROUPED,
-    TOY_LATENT,
-    TOY_ROUTED,
-    TOY_SIGMOID,
-    ToyConfig,
-    rope,
-    yarn,
-)
+from slimrl.models.families import config_mapping, deepseek_v3, param_mapping
+from slimrl.models.families.config_mapping import ONE_DENSE_LAYER, TOY_GROUPED, TOY_LATENT, TOY_ROUTED, ToyConfig, rope
 from slimrl.models.families.param_mapping import (
     HF_LAYER,
     MEGATRON_LAYER,
@@ -35,71 +25,11 @@ from slimrl.models.families.param_mapping import (
     ParamMapping,
 )
 
-DEEPSEEK_TOY = ToyConfig(
-    "DeepseekV3ForCausalLM",
-    TOY_LATENT
-    | TOY_ROUTED
-    | {"n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "n_shared_experts": 1}
-    | {"first_k_dense_replace": 1, "rms_norm_eps": 1e-6, "routed_scaling_factor": 2.5}
-    | yarn(10000.0, factor=40.0, beta_fast=32.0),
-    published=TOY_SIGMOID,
-)
-MOONLIGHT_TOY = ToyConfig(
-    "DeepseekV3ForCausalLM",
-    TOY_LATENT
-    | TOY_ROUTED
-    | {"q_lora_rank": None, "first_k_dense_replace": 1, "n_shared_experts": 2, "rms_norm_eps": 1e-5}
-    | {"routed_scaling_factor": 2.446}
-    | rope(50000.0),
-    published=TOY_SIGMOID,
-)
-KIMI_TOY = ToyConfig(
-    "DeepseekV3ForCausalLM",
-    TOY_LATENT
-    | TOY_ROUTED
-    | {"first_k_dense_replace": 1, "n_shared_experts": 1, "rms_norm_eps": 1e-6, "routed_scaling_factor": 2.827}
-    | yarn(50000.0, factor=32.0, beta_fast=1.0),
-    # Published configs have model_type kimi_k2 and include code for it; that class derives from DeepSeek-V3's.
-    published=TOY_SIGMOID,
-)
-
-DEEPSEEK_V3 = ModelMapping(
-    model_type="deepseek_v3",
-    config=config_mapping.latent_table(dense_layers=3),
-    embedding=param_mapping.EMBEDDING,
-    layer=(
-        param_mapping.ATTENTION_NORM,
-        *param_mapping.LATENT_ATTENTION,
-        param_mapping.MLP_NORM,
-        param_mapping.GATE_UP,
-        param_mapping.DOWN,
-        param_mapping.ROUTER,
-        param_mapping.EXPERT_BIAS,
-        param_mapping.EXPERT_GATE_UP,
-        param_mapping.EXPERT_DOWN,
-        *param_mapping.shared_experts("shared_experts"),
-    ),
-    final_norm=param_mapping.FINAL_NORM,
-    head=param_mapping.HEAD,
-    extra_layers=MTPLayers("model.layers.{layer}.", after_decoder=True),
-    fixed_config=(
-        ("attention_bias", False),
-        ("moe_layer_freq", 1),
-        ("rope_interleave", True),
-        ("topk_method", "noaux_tc"),
-    ),
-    toys={"deepseek_v3": DEEPSEEK_TOY, "moonlight": MOONLIGHT_TOY},
-)
-
-
-KIMI_K2: ModelMapping = dataclasses.replace(DEEPSEEK_V3, model_type="kimi_k2", toys={"kimi_k2": KIMI_TOY})
-
-
 POST_ATTENTION_NORM = ParamMapping(
     megatron=(MEGATRON_LAYER + "post_self_attn_layernorm.weight",),
     hf=(HfTensor(HF_LAYER + "post_self_attn_layernorm.weight", ("hidden",)),),
 )
-GLM4_GATE_UP = ParamMapping(
+GATE_UP = ParamMapping(
     megatron=param_mapping.GATE_UP.megatron,
     hf=(HfTensor(HF_LAYER + "mlp.gate_up_proj.weight", ("twice_ffn", "hidden")),),
     layout=Layout.PACKED_GATE_UP,
@@ -128,7 +58,7 @@ GLM4 = ModelMapping(
         param_mapping.ATTENTION_OUTPUT,
         POST_ATTENTION_NORM,
         param_mapping.MLP_NORM,
-        GLM4_GATE_UP,
+        GATE_UP,
         param_mapping.DOWN,
         POST_MLP_NORM,
     ),
@@ -189,7 +119,7 @@ GLM4_MOE = ModelMapping(
 
 
 GLM4_MOE_LITE: ModelMapping = dataclasses.replace(
-    DEEPSEEK_V3,
+    deepseek_v3.DEEPSEEK_V3,
     model_type="glm4_moe_lite",
     config=config_mapping.latent_table(dense_layers=1),
     float32_router=True,
