@@ -25,7 +25,7 @@ from slimrl.arguments import Arguments
 from slimrl.cluster.rollout_manager_proxy import RolloutManagerCleanup
 from slimrl.engines.http import KEY_OPTION, call
 from slimrl.engines.protocol import EngineError, EngineRequestError, Generation
-from slimrl.engines.sglang.adapters.server_patches import ABORT_PATH, COUNTS_PATH
+from slimrl.engines.sglang.adapters import ABORT_PATH, COUNTS_PATH
 from slimrl.engines.sglang.client import RouterClient
 from slimrl.engines.sglang.control import ServerControl
 from slimrl.engines.sglang.external_server_check import inspect

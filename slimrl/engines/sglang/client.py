@@ -38,7 +38,7 @@ from slimrl.engines.protocol import (
     RequestStats,
     aborted_answer,
 )
-from slimrl.engines.sglang.adapters.requests import AdapterOfRequests, answer_with_version, with_version
+from slimrl.engines.sglang.adapters import AdapterOfRequests, answer_with_version, with_version
 from slimrl.engines.sglang.responses import ResponseReader, decoded
 from slimrl.models.adapters import SharedAdapter
 

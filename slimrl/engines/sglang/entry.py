@@ -58,9 +58,9 @@ def serve_adapters(http_server: Any) -> None:
     """Corrects SGLang's count of the requests of each LoRA adapter, and adds calls about them."""
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-    from slimrl.engines.sglang.adapters import server_patches
+    from slimrl.engines.sglang import adapters
 
-    server_patches.install(TokenizerManager, http_server.app, lambda: http_server.get_global_state().tokenizer_manager)
+    adapters.install(TokenizerManager, http_server.app, lambda: http_server.get_global_state().tokenizer_manager)
 
 
 def run_router(words: Sequence[str]) -> None:
