@@ -79,16 +79,16 @@ def patch_attention() -> None:
     """Replaces the loop over the requests of a batch by batched attention (`cpu_attention`)."""
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
-    from slimrl.engines.sglang import cpu_attention
+    from slimrl.engines.sglang.operators import cpu_attention
 
     cpu_attention.install(TorchNativeAttnBackend)
 
 
 def patch_operators() -> None:
     """Replaces the operators whose results depend on the batch (`batch_invariant`), attention included."""
-    from slimrl.engines.sglang.batch_invariant import layers
+    from slimrl.engines.sglang.operators import batch_invariant
 
-    layers.install()
+    batch_invariant.install()
 
 
 # of SGLang's CPU kernels: models that are not served look them up while their modules are imported
