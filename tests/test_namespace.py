@@ -143,7 +143,7 @@ def test_run_needs_neither_dry_run_nor_validation():
     needed = [
         f"{below(path)}: {name}"
         for path in SOURCES
-        if not below(path).startswith("arguments/") and below(path) != "cluster/main.py"
+        if not below(path).startswith("arguments/") and below(path) != "cluster/command_line.py"
         for name in imports_of(path)
         if name.startswith(apart)
     ]
