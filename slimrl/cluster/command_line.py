@@ -25,7 +25,7 @@ from slimrl.arguments.flag import report
 from slimrl.arguments.namespace import all_flag_specs
 from slimrl.arguments.redact import set_process_title, without_secrets
 from slimrl.engines.backend import SGLANG, backend, passthrough_flags
-from slimrl.processes.ray_environment import prepare_ray_environment
+from slimrl.platform.launch_env import prepare_ray_environment
 
 if TYPE_CHECKING:
     from slimrl.arguments import Arguments
@@ -108,7 +108,7 @@ def _run(args: Arguments, loop: Callable[[Run], None]) -> int:
     from slimrl.observability.run_log import make_private
     from slimrl.observability.terminal import setup_logging
     from slimrl.processes import ProcessStartError
-    from slimrl.processes.folders import FolderInUseError
+    from slimrl.processes.files import FolderInUseError
     from slimrl.rollout.generation.sample_generator import SampleError
     from slimrl.rollout.rm_hub.scorer import TooManyGraderFailuresError
     from slimrl.weights.update.engine_fanout import WeightSyncError

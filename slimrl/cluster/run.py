@@ -42,7 +42,7 @@ from slimrl.observability.summary import package_versions
 from slimrl.observability.terminal import ProgressBar
 from slimrl.observability.timeline import open_timeline
 from slimrl.observability.tracer import Timeline
-from slimrl.processes.folders import only_run_in
+from slimrl.processes.files import only_run_in
 from slimrl.processes.process_info import resident_gib
 from slimrl.rollout.evaluate import EvaluationReport
 

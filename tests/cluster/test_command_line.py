@@ -23,7 +23,7 @@ from slimrl.cluster.watchdog import WatchdogTimeoutError
 from slimrl.data.readers import ChangedDataError
 from slimrl.engines.protocol import EngineError, EngineRequestError
 from slimrl.observability import run_log, terminal
-from slimrl.processes.folders import only_run_in
+from slimrl.processes.files import only_run_in
 from slimrl.rollout.generation.sample_generator import SampleError
 from slimrl.rollout.rm_hub.scorer import TooManyGraderFailuresError
 

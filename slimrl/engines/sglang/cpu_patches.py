@@ -26,7 +26,7 @@ from typing import Any
 from slimrl.engines.sglang.entry import run_server
 from slimrl.engines.sglang.server_args import ADAPTERS, BATCH_INVARIANT, unused_model_modules, with_defaults
 from slimrl.engines.sglang.versions import allow_shm_unpickling, module_with
-from slimrl.processes.ray_environment import uncollected
+from slimrl.processes.child_process import uncollected
 
 logger = logging.getLogger(__name__)
 

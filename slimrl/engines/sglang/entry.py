@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from slimrl.engines.http import pop_key_from_environment
-from slimrl.processes.ray_environment import uncollected
+from slimrl.processes.child_process import uncollected
 
 # replaces the ranks' rendezvous port, which torch would open on all addresses without authentication
 INIT_METHOD_VARIABLE = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
