@@ -32,7 +32,7 @@ from slimrl.engines.shared_adapters import UNLOAD_TIMEOUT_S, remove_from_all
 from slimrl.models.adapters import SharedAdapter
 
 if TYPE_CHECKING:
-    from slimrl.cluster.engines.server_states import EngineGroupStatus, RecoveryEvents
+    from slimrl.cluster.engines.health_monitor import EngineGroupStatus, RecoveryEvents
     from slimrl.cluster.placement import GpuBundles
     from slimrl.cluster.rollout_manager import RolloutResult
     from slimrl.cluster.watchdog import RolloutStatus

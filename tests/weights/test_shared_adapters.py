@@ -35,10 +35,9 @@ from slimrl.engines.shared_adapters import remove_adapters
 from slimrl.models.adapters import CONFIG_NAME, TARGETS, WEIGHTS_NAME, AdapterConfig, SharedAdapter, peft_config
 from slimrl.observability.tracer import Timeline
 from slimrl.platform.collective_errors import RankSync
-from slimrl.weights.update.adapter_updater import AdapterTransport
+from slimrl.weights.update.adapter_updater import AdapterTransport, SharedAdapterCalls
 from slimrl.weights.update.buckets import iter_buckets
 from slimrl.weights.update.engine_fanout import WeightSyncError
-from slimrl.weights.update.shared_adapters import SharedAdapterCalls
 from tests.megatron.tiny import save_qwen3
 from tests.weights.real_servers import running
 

@@ -20,7 +20,7 @@ from typing import Any
 from slimrl.arguments import Arguments
 from slimrl.arguments.engine_groups import DECODE, PREFILL, EnginePlace, group_flags, kv_transfers, policy_places
 from slimrl.cluster.engines.engine import Engine, EngineActorConfig, ServerSettings
-from slimrl.cluster.engines.server_states import ServerExit
+from slimrl.cluster.engines.health_monitor import ServerExit
 from slimrl.cluster.launch import LOOPBACK, Launch, server_host
 from slimrl.cluster.nodes.comparison import check_node
 from slimrl.cluster.placement import GpuBundles
