@@ -10,7 +10,6 @@ from tests.test_architecture import ROOT, SOURCES, imports_of
 # Functions that may take the full namespace of flags. All others take groups of flags or their own config.
 EDGE = {"arguments", "cluster"}  # command lines and actors
 BUILDERS = {  # called once by an actor or a tool: they pass every component its part
-    "engines/http.py": {"with_key", "key_of"},
     "megatron/checkpoint/template.py": {"model_blueprint"},
     "megatron/training/critic.py": {"Critic.__init__", "critic_arguments"},
     "megatron/training/critic_trainer.py": {"CriticTrainer.__init__"},

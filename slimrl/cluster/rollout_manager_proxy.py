@@ -20,13 +20,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from slimrl.arguments import Arguments
 from slimrl.arguments.layout import data_parallel_sizes
-from slimrl.cluster.launch import Launch
+from slimrl.cluster.launch import Launch, key_of
 from slimrl.cluster.rollout_manager import RolloutManager
 from slimrl.cluster.supervisor import Supervisor
 from slimrl.cluster.training.train_recovery import Trainers
 from slimrl.cluster.watchdog import WaitTarget, format_rollout_status, poll_actors
 from slimrl.engines.backend import backend
-from slimrl.engines.http import key_of
 from slimrl.engines.protocol import EngineError
 from slimrl.engines.shared_adapters import UNLOAD_TIMEOUT_S, remove_from_all
 from slimrl.models.adapters import SharedAdapter

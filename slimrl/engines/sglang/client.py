@@ -25,8 +25,7 @@ from typing import Any, TypeVar
 
 import orjson
 
-from slimrl.engines.connection_pool import ConnectionPool, NotConnectedError
-from slimrl.engines.http import bearer
+from slimrl.engines.http import ConnectionPool, NotConnectedError, bearer
 from slimrl.engines.protocol import (
     RETRY_TIMEOUT_S,
     EngineRequestError,
