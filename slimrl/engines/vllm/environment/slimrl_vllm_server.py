@@ -2,17 +2,27 @@
 
 Runs in vLLM's environment, which need not have slimrl. The run's key comes from the environment, because every user of
 the machine can read a command line.
+
+`python slimrl_vllm_server.py --slimrl-print-flags` prints these flags as JSON instead. Each is {"names", "kind",
+"nargs", "choices", "action"}; `kind` is "int", "float" or "str", the last also for values that only vLLM can read.
+Importing vllm takes seconds.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 KEY_VARIABLE = "SLIMRL_SERVER_KEY"
 WORKER_EXTENSION = "slimrl_vllm_worker.WorkerExtension"
+PRINT_FLAGS = "--slimrl-print-flags"
+MARK = "slimrl_vllm_flags:"  # at the start of the line: vllm prints others
+KINDS: dict[Any, str] = {int: "int", float: "float"}
 
 
 def main() -> None:
@@ -90,5 +100,39 @@ def _facts(client: Any, flags: Any) -> dict[str, Any]:
     return {"server": server, "model": model}
 
 
+def print_flags() -> None:
+    """Prints one line."""
+    from vllm.entrypoints.openai.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    actions = make_arg_parser(FlexibleArgumentParser())._actions
+    flags = [flag for flag in map(described, actions) if flag is not None]
+    sys.stdout.write(f"{MARK}{json.dumps(flags)}\n")
+
+
+def described(action: argparse.Action) -> dict[str, Any] | None:
+    """One flag; None for a positional argument and for --help."""
+    names = [name.removeprefix("--") for name in action.option_strings if name.startswith("--")]
+    if not names or isinstance(action, argparse._HelpAction):
+        return None
+    if isinstance(action, argparse.BooleanOptionalAction):
+        kind = "optional_switch"
+    elif action.nargs == 0:
+        kind = "store_true"
+    else:
+        kind = "store"
+    plain = all(isinstance(choice, str | int) for choice in action.choices or ())
+    return {
+        "names": names,
+        "kind": KINDS.get(action.type, "str"),
+        "nargs": action.nargs if action.nargs in ("+", "*") or isinstance(action.nargs, int) else None,
+        "choices": list(action.choices) if action.choices and plain else None,
+        "action": kind,
+    }
+
+
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:] == [PRINT_FLAGS]:
+        print_flags()
+    else:
+        main()
