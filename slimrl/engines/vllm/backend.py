@@ -1,6 +1,6 @@
 """vLLM's row in the table of engines (`engines.backend`), chosen by `--rollout-engine vllm`, and the `--vllm-*` flags.
 
-Its server speaks SGLang's HTTP calls (`environment/slimrl_vllm_calls.py`), so router, client and control are SGLang's.
+Its server speaks SGLang's HTTP calls (`environment/slimrl_vllm_server.py`), so router, client and control are SGLang's.
 
 The flags are those of `vllm serve` in vLLM's own environment, read by its interpreter when one is given. The driver
 asks the environment once, which takes as long as importing vllm there (seconds).
