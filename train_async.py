@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from slimrl.cluster.main import main
+from slimrl.cluster.command_line import main
 
 if TYPE_CHECKING:
     from slimrl.cluster.run import Run

@@ -48,7 +48,7 @@ from slimrl.data.train_batch import schedule_batch
 from slimrl.engines.protocol import Generation, SamplingConfig
 from slimrl.engines.sglang.client import RouterClient
 from slimrl.engines.sglang.router import RouterProcess
-from slimrl.processes.managed_process import claim_ports
+from slimrl.processes.child_process import claim_ports
 from slimrl.rollout import async_utils
 from slimrl.rollout.convert_samples import RewardProcessing, compute_rewards, training_batch
 from slimrl.rollout.dataset.data_source import RolloutDataSource

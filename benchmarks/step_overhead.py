@@ -30,7 +30,7 @@ from ratios import add_json_option, write_ratios
 
 from slimrl.arguments import Arguments
 from slimrl.data.train_batch import RolloutBatch, schedule_batch
-from slimrl.processes.ray_environment import prepare_ray_environment
+from slimrl.platform.launch_env import prepare_ray_environment
 
 TARGET_MS = 10.0
 SAMPLES, PROMPT, RESPONSE, VOCABULARY = 8, 4, 8, 64

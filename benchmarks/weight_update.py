@@ -39,7 +39,7 @@ from slimrl.megatron import parallel
 from slimrl.megatron.model import model_builder
 from slimrl.models.families import family_for
 from slimrl.models.model_spec import ModelSpec
-from slimrl.weights.safetensors_writer import ShardWriter, TensorSpec, plan_shards
+from slimrl.weights.hf_checkpoint_writer import ShardWriter, TensorSpec, plan_shards
 from slimrl.weights.update.buckets import Bucket, BucketSpace, iter_buckets, never
 from slimrl.weights.update.export import iter_hf_tensors
 from slimrl.weights.update.shared_memory import (

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from slimrl.cluster.main import main
+from slimrl.cluster.command_line import main
 
 if TYPE_CHECKING:
     from slimrl.cluster.rollout_manager import RolloutResult

@@ -34,6 +34,7 @@ RENAMED = {
     "slimrl.arguments.dry_run.batch": "slimrl.arguments.memory",
     "slimrl.arguments.plan": "slimrl.arguments.dry_run",
     "slimrl.arguments.served_models": "slimrl.arguments.hf_config",
+    "slimrl.cluster.main": "slimrl.cluster.command_line",
     "slimrl.compatibility.distillation": "slimrl.compatibility.rollout_helpers",
     "slimrl.compatibility.graders": "slimrl.compatibility.rollout_helpers",
     "slimrl.data.batch": "slimrl.data.train_batch",

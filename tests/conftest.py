@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, TextIO
 import hypothesis
 import pytest
 
-from slimrl.processes.ray_environment import prepare_ray_environment
+from slimrl.platform.launch_env import prepare_ray_environment
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable

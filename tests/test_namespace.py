@@ -10,7 +10,6 @@ from tests.test_architecture import ROOT, SOURCES, imports_of
 # Functions that may take the full namespace of flags. All others take groups of flags or their own config.
 EDGE = {"arguments", "cluster"}  # command lines and actors
 BUILDERS = {  # called once by an actor or a tool: they pass every component its part
-    "engines/http.py": {"with_key", "key_of"},
     "megatron/checkpoint/template.py": {"model_blueprint"},
     "megatron/training/critic.py": {"Critic.__init__", "critic_arguments"},
     "megatron/training/critic_trainer.py": {"CriticTrainer.__init__"},
@@ -148,7 +147,7 @@ def test_run_needs_neither_dry_run_nor_validation():
     needed = [
         f"{below(path)}: {name}"
         for path in SOURCES
-        if not below(path).startswith("arguments/") and below(path) != "cluster/main.py"
+        if not below(path).startswith("arguments/") and below(path) != "cluster/command_line.py"
         for name in imports_of(path)
         if name.startswith(apart)
     ]

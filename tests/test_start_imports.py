@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from slimrl.engines.sglang.server_args import unused_model_modules
-from slimrl.processes.ray_environment import uncollected
+from slimrl.processes.child_process import uncollected
 
 ROOT = Path(__file__).resolve().parents[1]
 HEAVY = (

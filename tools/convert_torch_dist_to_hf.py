@@ -25,7 +25,7 @@ from slimrl.platform.collective_errors import ConversionGroup
 from slimrl.weights.convert.megatron_to_hf import torch_dist_to_hf
 from slimrl.weights.convert.torch_dist_reader import resolve_checkpoint
 from slimrl.weights.hf_checkpoint import local_hf_folder
-from slimrl.weights.safetensors_writer import MAX_SHARD_BYTES
+from slimrl.weights.hf_checkpoint_writer import MAX_SHARD_BYTES
 
 NAME = Path(__file__).name
 

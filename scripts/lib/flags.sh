@@ -22,7 +22,7 @@ flags_check() {
       exit "$code"
    fi
    # On standard input, not as arguments: flags may contain secrets, and every user of this machine can read arguments.
-   "$python" -m slimrl.cluster.check_flags --entry "$entry" ${later:+--made-later "$later"} < <(printf '%s\0' "$@") ||
+   "$python" -m slimrl.cluster.command_line --entry "$entry" ${later:+--made-later "$later"} < <(printf '%s\0' "$@") ||
       exit
 }
 

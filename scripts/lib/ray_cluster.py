@@ -16,7 +16,7 @@ import urllib.request
 from collections.abc import Callable
 
 READY_TIMEOUT_S = 120
-EXIT_RESUMABLE = 75  # slimrl.cluster.main.EXIT_RESUMABLE: the same command may succeed
+EXIT_RESUMABLE = 75  # slimrl.cluster.command_line.EXIT_RESUMABLE: the same command may succeed
 # A head whose machine refuses connections for this long has ended: even a busy head responds, from a separate thread.
 HEAD_GONE_S = 10
 # A head that does not answer at all may be behind a lost link, which may come back.

@@ -43,10 +43,9 @@ from ray_cluster import (
     wait_until_ready,
 )
 
+from slimrl.platform.launch_env import ON_LOOPBACK, kernel_cache
 from slimrl.processes import stale_resources
-from slimrl.processes.folders import kernel_cache
-from slimrl.processes.managed_process import PortReservation, claim_port, claim_ports
-from slimrl.processes.ray_environment import ON_LOOPBACK
+from slimrl.processes.child_process import PortReservation, claim_port, claim_ports
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 START_ATTEMPTS = 3

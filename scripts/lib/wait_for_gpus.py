@@ -12,7 +12,7 @@ import time
 import ray
 
 POLL_S = 2.0
-EXIT_RESUMABLE = 75  # slimrl.cluster.main.EXIT_RESUMABLE
+EXIT_RESUMABLE = 75  # slimrl.cluster.command_line.EXIT_RESUMABLE
 
 
 def connect(timeout_s: float) -> None:

@@ -1,4 +1,4 @@
-"""The driver's launch decisions for all processes: GPUs or CPU, environments, NCCL, addresses, the ranks' rendezvous.
+"""The driver's launch decisions for all processes: GPUs or CPU, environments, addresses, the key, the rendezvous.
 
 All actors use the same decisions, wherever Ray places them: a rollout manager on a node without GPUs still starts
 servers on GPUs. `slimrl.platform.launch_env` makes those about the environment.
@@ -20,13 +20,15 @@ import os
 import socket
 import tempfile
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import psutil
 
 from slimrl.arguments import Arguments
 from slimrl.arguments.engine_groups import policy_options
-from slimrl.engines.protocol import EngineError
+from slimrl.engines.http import KEY_OPTION, Key, new_key, no_server
+from slimrl.engines.protocol import EngineError, EngineUnavailableError
 from slimrl.platform.launch_env import (
     Machine,
     RunFacts,
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
 
 LOOPBACK = "127.0.0.1"
 WILDCARDS = ("0.0.0.0", "::", "")
+LISTEN_TIMEOUT_S = 5.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +132,23 @@ def source_address(host: str) -> str:
         ) from error
 
 
+def check_servers_reachable(addresses: Sequence[str]) -> None:
+    """Connects once to each "host:port". Raises EngineUnavailableError with one sentence per failed address."""
+    with ThreadPoolExecutor(max(len(addresses), 1)) as pool:
+        errors = [error for error in pool.map(_connection_error, addresses) if error]
+    if errors:
+        raise EngineUnavailableError("\n".join(errors))
+
+
+def _connection_error(address: str) -> str | None:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), LISTEN_TIMEOUT_S).close()
+    except OSError as error:
+        return no_server(address, error)
+    return None
+
+
 def server_host(listens_on: str | None, address: str, nodes: Sequence[str] = ()) -> str:
     """The host for calls to a server: `listens_on` as set by the user, or `address` if unset or a wildcard.
 
@@ -142,6 +162,24 @@ def server_host(listens_on: str | None, address: str, nodes: Sequence[str] = ())
             " that each listens on its own node's address, or give 0.0.0.0"
         )
     return listens_on
+
+
+def with_key(args: Arguments) -> Arguments:
+    """`args` with the run's key in the server options: --sglang-api-key, or a new key."""
+    given = args.sglang_options.get(KEY_OPTION)
+    key = Key(given) if given else new_key()
+    rm_options = args.rm_server_options
+    # not for external servers, which may need another key or none
+    if args.rm_url is None and args.opd_teacher_urls is None:
+        rm_options = rm_options | {KEY_OPTION: Key(rm_options[KEY_OPTION]) if rm_options.get(KEY_OPTION) else key}
+    return dataclasses.replace(
+        args, sglang_options=args.sglang_options | {KEY_OPTION: key}, rm_server_options=rm_options
+    )
+
+
+def key_of(args: Arguments) -> str | None:
+    """The run's key; None before `with_key`."""
+    return args.sglang_options.get(KEY_OPTION)
 
 
 _ACCELERATOR = "accelerator_type:"  # the start of Ray's resource for a kind of real GPU

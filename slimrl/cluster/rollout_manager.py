@@ -19,14 +19,12 @@ from slimrl.cluster import ray_session
 from slimrl.cluster.engines.elastic_engines import ElasticEngines
 from slimrl.cluster.engines.engine_group import EngineGroup
 from slimrl.cluster.engines.engine_recovery import RETRY_TIMEOUT_S, EngineRecovery
-from slimrl.cluster.engines.health_monitor import HealthConfig, states_of
+from slimrl.cluster.engines.health_monitor import EngineGroupStatus, HealthConfig, RecoveryEvents, states_of
 from slimrl.cluster.engines.other_servers import OtherServers, RunRecovery
-from slimrl.cluster.engines.server_states import EngineGroupStatus, RecoveryEvents
-from slimrl.cluster.launch import Launch
+from slimrl.cluster.launch import Launch, key_of
 from slimrl.cluster.placement import GpuBundles
 from slimrl.cluster.watchdog import RolloutStatus
 from slimrl.engines.backend import backend
-from slimrl.engines.http import key_of
 from slimrl.engines.protocol import RETRY_TIMEOUT_S as RETRY_TIMEOUT_WITHOUT_RECOVERY_S
 from slimrl.engines.protocol import EngineGroupClient
 from slimrl.engines.server_protocol import EngineMemory

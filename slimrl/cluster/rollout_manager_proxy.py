@@ -20,19 +20,18 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from slimrl.arguments import Arguments
 from slimrl.arguments.layout import data_parallel_sizes
-from slimrl.cluster.launch import Launch
+from slimrl.cluster.launch import Launch, key_of
 from slimrl.cluster.rollout_manager import RolloutManager
 from slimrl.cluster.supervisor import Supervisor
 from slimrl.cluster.training.train_recovery import Trainers
 from slimrl.cluster.watchdog import WaitTarget, format_rollout_status, poll_actors
 from slimrl.engines.backend import backend
-from slimrl.engines.http import key_of
 from slimrl.engines.protocol import EngineError
 from slimrl.engines.shared_adapters import UNLOAD_TIMEOUT_S, remove_from_all
 from slimrl.models.adapters import SharedAdapter
 
 if TYPE_CHECKING:
-    from slimrl.cluster.engines.server_states import EngineGroupStatus, RecoveryEvents
+    from slimrl.cluster.engines.health_monitor import EngineGroupStatus, RecoveryEvents
     from slimrl.cluster.placement import GpuBundles
     from slimrl.cluster.rollout_manager import RolloutResult
     from slimrl.cluster.watchdog import RolloutStatus

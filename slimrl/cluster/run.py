@@ -16,7 +16,7 @@ from slimrl.arguments.engine_groups import policy_options
 from slimrl.cluster.colocate import ColocatedMemory
 from slimrl.cluster.engines.engine_group import adapter_owner, check_machine
 from slimrl.cluster.engines.weight_update_recovery import WeightUpdateRecovery, weight_recovery
-from slimrl.cluster.launch import Launch, bind_config
+from slimrl.cluster.launch import Launch, bind_config, check_servers_reachable, with_key
 from slimrl.cluster.nodes.comparison import check_nodes
 from slimrl.cluster.nodes.logs import collected_logs
 from slimrl.cluster.nodes.spares import SpareNodes
@@ -34,7 +34,6 @@ from slimrl.cluster.rollout_manager_proxy import (
 from slimrl.cluster.supervisor import Supervisor
 from slimrl.cluster.training.train_recovery import Trainers, TrainRecovery, start_training
 from slimrl.cluster.watchdog import WatchdogConfig, poll_actors
-from slimrl.engines.http import check_servers_reachable, with_key
 from slimrl.observability.ci_checks import RunCheckError, RunChecks
 from slimrl.observability.metrics.prometheus import scrape_targets
 from slimrl.observability.run_log import RunLog, StepRecord
@@ -42,7 +41,7 @@ from slimrl.observability.summary import package_versions
 from slimrl.observability.terminal import ProgressBar
 from slimrl.observability.timeline import open_timeline
 from slimrl.observability.tracer import Timeline
-from slimrl.processes.folders import only_run_in
+from slimrl.processes.files import only_run_in
 from slimrl.processes.process_info import resident_gib
 from slimrl.rollout.evaluate import EvaluationReport
 

@@ -1,17 +1,26 @@
-"""Launch decisions that differ between GPU and CPU nodes: environment variables, thread counts, NCCL settings.
+"""Environment variables of a run's processes: thread counts, NCCL settings, Ray's access token, compiled kernels.
 
-A decision is a pure function of a `Machine` (a node, as data), the run's flags and the inherited variables, so that
-tests on a CPU cover the decisions for GPUs. Only `this_machine`, `network_of` and `usable_cores` query torch and the
-operating system. The decisions for SGLang servers are in `slimrl.engines.sglang.server`.
+A decision that differs between GPU and CPU nodes is a pure function of a `Machine` (a node, as data), the run's flags
+and the inherited variables, so that tests on a CPU cover the decisions for GPUs. Only `this_machine`, `network_of` and
+`usable_cores` query torch and the operating system. The decisions for SGLang servers are in
+`slimrl.engines.sglang.server`. `prepare_ray_environment` is for this process, before it imports Ray.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
+import logging
 import os
+import secrets
+import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+from slimrl.processes.files import make_private
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,3 +255,47 @@ def default_group(machine: Machine) -> dict[str, Any]:
 
 def _dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version)) or "of unknown version"
+
+
+ON_LOOPBACK = {
+    # for nodes on one machine: otherwise Ray listens on all addresses and rejects loopback
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    # Ray's machine metrics: their ports require no token, and slimrl does not use them
+    "AUTOSCALER_METRIC_PORT": "-1",
+    "DASHBOARD_METRIC_PORT": "-1",
+    "RAY_enable_metrics_collection": "0",
+}
+
+
+def prepare_ray_environment() -> None:
+    """Gives a local cluster an access token, which Ray would otherwise write into the home folder, and restricts it to
+    loopback.
+
+    Inside a cluster (RAY_ADDRESS is set) these variables stay unchanged, as do those that the user has set. Compiled
+    kernels of this process and its descendants go into a private folder of this user (`kernel_cache`).
+    """
+    if "RAY_ADDRESS" not in os.environ:
+        for name, value in ON_LOOPBACK.items():
+            os.environ.setdefault(name, value)
+        if "RAY_AUTH_MODE" not in os.environ:
+            os.environ["RAY_AUTH_MODE"] = "token"
+            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.update(kernel_cache(os.environ))
+
+
+def kernel_cache(inherited: Mapping[str, str]) -> dict[str, str]:
+    """TORCHINDUCTOR_CACHE_DIR: this user's folder of compiled kernels, which outlives temporary folders of processes.
+
+    Empty if `inherited` has it. Kernels are code: if the folder is not private to this user the variable stays unset,
+    with a warning; kernels then go to the process's temporary folder and are removed with it.
+    """
+    if "TORCHINDUCTOR_CACHE_DIR" in inherited:
+        return {}
+    # by number: in a container the user may have no name
+    folder = Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}"
+    try:
+        return {"TORCHINDUCTOR_CACHE_DIR": str(make_private(folder))}
+    except OSError as error:
+        logger.warning("compiled kernels are not cached: %s; remove it or set TORCHINDUCTOR_CACHE_DIR", error)
+        return {}

@@ -3,6 +3,6 @@
 Guarantees that no descendant of a child outlives the parent, however either of them ends. Independent of engines.
 """
 
-from slimrl.processes.managed_process import POLL_INTERVAL_S, ManagedProcess, ProcessStartError, importable
+from slimrl.processes.child_process import POLL_INTERVAL_S, ManagedProcess, ProcessStartError, importable
 
 __all__ = ["POLL_INTERVAL_S", "ManagedProcess", "ProcessStartError", "importable"]

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from slimrl.weights.safetensors_writer import WRITE_BYTES
+from slimrl.weights.hf_checkpoint_writer import WRITE_BYTES
 
 CHECKSUMS_NAME = "checksums.json"
 BLOCK = 1 << 20  # bytes

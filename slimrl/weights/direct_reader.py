@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from slimrl.weights.checkpoint_checksums import BLOCK, CheckedFolder, read_at
-from slimrl.weights.safetensors_writer import byte_array
+from slimrl.weights.hf_checkpoint_writer import byte_array
 
 _KEPT_BLOCKS = 4  # of the file, for the parts of tensors that share a block
 

@@ -34,7 +34,7 @@ from torch import Tensor
 from slimrl.models.families import stacks_experts
 from slimrl.models.families.vision import decoder_config
 from slimrl.models.hf_folder import check_inside
-from slimrl.weights.safetensors_writer import (
+from slimrl.weights.hf_checkpoint_writer import (
     DTYPES,
     INDEX_NAME,
     SINGLE_NAME,

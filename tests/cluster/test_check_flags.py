@@ -1,4 +1,4 @@
-"""`slimrl.cluster.check_flags`: checks of flags before the run's files exist, and checks deferred to the run."""
+"""`slimrl.cluster.command_line`: checks of flags before the run's files exist, and checks deferred to the run."""
 
 import io
 import subprocess
@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slimrl.cluster.check_flags import early_problems, passthrough
-from slimrl.cluster.check_flags import main as check_flags
+from slimrl.cluster.command_line import check_flags, early_problems, passthrough
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = "/nowhere/runs/first"
@@ -74,7 +73,7 @@ def test_errors_are_printed_once_with_exit_code_2(capsys, monkeypatch):
 
 def test_check_runs_without_any_package():
     """Runs before the environment exists: `-S` hides its packages."""
-    command = [sys.executable, "-S", "-m", "slimrl.cluster.check_flags", "--entry", "train.py", "--made-later", RUN]
+    command = [sys.executable, "-S", "-m", "slimrl.cluster.command_line", "--entry", "train.py", "--made-later", RUN]
     words = "\0".join([*FLAGS, "--sglang-mem-fraction-static", "0.5", "--num-rollot", "5", ""])
     done = subprocess.run(command, input=words, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "did you mean --num-rollout?" in done.stderr

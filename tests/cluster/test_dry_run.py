@@ -8,7 +8,7 @@ import pytest
 import ray
 
 from slimrl.arguments.layout import placement
-from slimrl.cluster.main import ClusterAbsentError, gpus_of_nodes
+from slimrl.cluster.command_line import ClusterAbsentError, gpus_of_nodes
 from slimrl.cluster.placement import plan_gpus
 from slimrl.cluster.ray_session import ray_session
 from tests.arguments.dry_run.published import QWEN3_4B, flags
@@ -46,6 +46,6 @@ def test_plan_reserves_the_same_gpus_as_the_run(changes):
 def test_running_cluster_reports_the_gpus_of_its_nodes():
     with ray_session(3):
         address = ray.get_runtime_context().gcs_address
-        program = f"from slimrl.cluster.main import gpus_of_nodes; print(gpus_of_nodes('{address}'))"
+        program = f"from slimrl.cluster.command_line import gpus_of_nodes; print(gpus_of_nodes('{address}'))"
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "[3]", done.stderr

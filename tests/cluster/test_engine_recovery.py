@@ -19,8 +19,7 @@ from slimrl.cluster.engines import router_supervisor
 from slimrl.cluster.engines.engine import Engine
 from slimrl.cluster.engines.engine_group import ExternalEngine
 from slimrl.cluster.engines.engine_recovery import MAX_LOSSES, EngineRecovery
-from slimrl.cluster.engines.health_monitor import HealthConfig, HealthMonitor
-from slimrl.cluster.engines.server_states import ServerExit
+from slimrl.cluster.engines.health_monitor import HealthConfig, HealthMonitor, ServerExit
 from slimrl.engines.http import is_reachable
 from slimrl.engines.server_protocol import EVERYTHING, EngineMemory, ServerLoad
 from slimrl.engines.sglang.control import ServerControl

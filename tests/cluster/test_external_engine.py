@@ -16,9 +16,9 @@ from aiohttp import web
 
 from slimrl.arguments import Arguments
 from slimrl.cluster.engines.engine_group import ExternalEngine, adapter_owner
-from slimrl.engines.http import check_servers_reachable
+from slimrl.cluster.launch import check_servers_reachable
 from slimrl.engines.protocol import EngineError, EngineUnavailableError
-from slimrl.engines.sglang.adapters.server_patches import ABORT_PATH, COUNTS_PATH
+from slimrl.engines.sglang.adapters import ABORT_PATH, COUNTS_PATH
 from slimrl.engines.sglang.external_server_check import NEEDED_PATHS, ExternalServer
 from slimrl.engines.sglang.router import ExternalRouter
 from slimrl.engines.shared_adapters import OWNER_FILE, owner_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from slimrl.cluster.nodes.comparison import CODE, CommonPath, NodeState, common_paths, differences, versions
-from slimrl.processes.folders import LOCK_NAME, only_run_in
+from slimrl.processes.files import LOCK_NAME, only_run_in
 from tests.megatron.tiny import tiny_args
 
 

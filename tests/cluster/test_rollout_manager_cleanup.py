@@ -16,7 +16,7 @@ from slimrl.arguments import Arguments
 from slimrl.cluster import rollout_manager_proxy
 from slimrl.cluster.rollout_manager_proxy import RolloutManagerCleanup
 from slimrl.engines.protocol import EngineUnavailableError
-from slimrl.engines.sglang.adapters.server_patches import COUNTS_PATH
+from slimrl.engines.sglang.adapters import COUNTS_PATH
 from slimrl.engines.sglang.router import ExternalRouter
 from tests.megatron.launch import free_port
 

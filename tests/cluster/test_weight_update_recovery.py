@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from slimrl.cluster.engines import weight_update_recovery as resync_module
-from slimrl.cluster.engines.server_states import EngineGroupStatus, RecoveryEvents
+from slimrl.cluster.engines.health_monitor import EngineGroupStatus, RecoveryEvents
 from slimrl.cluster.engines.weight_update_recovery import WeightUpdateRecovery
 from slimrl.cluster.training.train_worker import RankFailedError
 from slimrl.cluster.watchdog import WaitTarget

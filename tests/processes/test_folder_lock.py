@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from slimrl.processes.folders import LOCK_NAME, FolderInUseError, only_run_in
+from slimrl.processes.files import LOCK_NAME, FolderInUseError, only_run_in
 
 HOLD = """
 import sys
-from slimrl.processes.folders import only_run_in
+from slimrl.processes.files import only_run_in
 with only_run_in(sys.argv[1], flag="--save", name="first"):
     print("held", flush=True)
     sys.stdin.read()

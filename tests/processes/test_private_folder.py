@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from pathlib import Path
 
 import pytest
 
-from slimrl.processes import folders
-from slimrl.processes.folders import NotPrivateError, kernel_cache, make_private
+from slimrl.processes.files import NotPrivateError, make_private
 
 
 def mode_of(path: Path) -> int:
@@ -61,18 +59,3 @@ def test_folder_of_another_user_is_rejected(tmp_path):
     os.chown(path, 54321, 54321)
     with pytest.raises(NotPrivateError, match="belongs to user 54321"):
         make_private(path)
-
-
-def test_kernels_are_cached_in_a_private_folder_or_not_at_all(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(folders.tempfile, "tempdir", str(tmp_path))
-    path = tmp_path / f"torchinductor_{os.getuid()}"
-    assert kernel_cache({"TORCHINDUCTOR_CACHE_DIR": "/mine"}) == {} and not path.exists()
-    assert kernel_cache({}) == {"TORCHINDUCTOR_CACHE_DIR": str(path)}
-    path.chmod(0o777)
-    with caplog.at_level(logging.WARNING):
-        assert kernel_cache({}) == {}
-    (message,) = caplog.messages
-    assert message == (
-        f"compiled kernels are not cached: {path} can be written to by others (mode 777); remove it or set"
-        " TORCHINDUCTOR_CACHE_DIR"
-    )

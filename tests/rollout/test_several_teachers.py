@@ -9,9 +9,9 @@ import json
 import pytest
 import torch
 
+from slimrl.cluster.launch import with_key
 from slimrl.data.sample import PackedColumn, Sample
 from slimrl.data.train_batch import RolloutBatch, batch_from_samples
-from slimrl.engines.http import with_key
 from slimrl.rollout.convert_samples import Rewards, training_batch
 from slimrl.rollout.dataset.dataset_mixture import DatasetMixture
 from slimrl.rollout.metrics import teacher_metrics

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from slimrl.processes import managed_process
+from slimrl.processes import child_process
 from tests.end_to_end import harness
 from tests.scripts.launched_jobs import RAY_ERRORS
 
@@ -50,7 +50,7 @@ def node(rank: int, folder: Path, job: str = GPUS, *, by: Sequence[str] = (), **
 
 
 def free_port() -> str:
-    reservation = managed_process.claim_ports()
+    reservation = child_process.claim_ports()
     reservation.release()
     return str(reservation.first)
 
@@ -131,7 +131,7 @@ def test_two_nodes_start_and_end_together(tmp_path):
     assert (done.code, worked.code) == (0, 0), done.output + worked.output
     # head: its own, dashboard, client; both: two of the agent. Outgoing connections cannot take them before Ray does.
     assert len(set(ports)) == len(ports) == 3 + 2 + 2
-    first_ephemeral = int(managed_process.EPHEMERAL_RANGE_FILE.read_text().split()[0])
+    first_ephemeral = int(child_process.EPHEMERAL_RANGE_FILE.read_text().split()[0])
     assert min(ports) > 1024 and max(ports) < first_ephemeral
     assert "2 of 2 nodes have joined" in done.output
     assert "GPUs 4.0" in done.output

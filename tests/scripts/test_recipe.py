@@ -39,7 +39,7 @@ printf '%s\\0' "${@:2}" >"$SUBMITTED"
 PYTHON = f"""#!/usr/bin/env bash
 case $* in
    *scripts/lib/ray_job.py*) exec ray "$@" ;;
-   '-m slimrl.cluster.check_flags '*) ;;
+   '-m slimrl.cluster.command_line '*) ;;
    *) exec {sys.executable} "$@" ;;
 esac
 """

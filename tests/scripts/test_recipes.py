@@ -14,7 +14,7 @@ import pytest
 
 from slimrl.arguments import read_args
 from slimrl.arguments.namespace import all_flag_specs
-from slimrl.cluster.check_flags import early_problems
+from slimrl.cluster.command_line import early_problems
 from slimrl.engines.sglang.server_args import router_flags, server_flags
 from slimrl.observability.rollout_dump import read_dump
 from tests.arguments.conftest import CHATML, complete_model
@@ -231,7 +231,7 @@ def test_recipe_with_prefill_and_decode_servers_trains_on_the_cpu(tmp_path, tmp_
 
 # Replaces Python: keeps the flags that a recipe checks before it makes anything, and refuses them.
 RECORDER = f"""#!/usr/bin/env bash
-[[ $* == *slimrl.cluster.check_flags* ]] || exec {sys.executable} "$@"
+[[ $* == *slimrl.cluster.command_line* ]] || exec {sys.executable} "$@"
 printf '%s\\0' "$@" >"$CHECKED/options"
 cat >"$CHECKED/flags"
 exit 2

@@ -12,6 +12,7 @@ import pytest
 
 from slimrl.arguments import Arguments
 from slimrl.arguments.redact import HIDDEN
+from slimrl.cluster.launch import key_of, with_key
 from slimrl.engines import http as engine_http
 from slimrl.engines.http import call, is_reachable
 from slimrl.engines.protocol import EngineRequestError
@@ -71,20 +72,20 @@ class Recorded:
 
 
 def test_run_creates_its_own_key_unless_the_user_gives_one():
-    first, second = (engine_http.key_of(engine_http.with_key(Arguments())) for _ in range(2))
+    first, second = (key_of(with_key(Arguments())) for _ in range(2))
     assert first != second
     assert len(first) >= 40
-    given = engine_http.with_key(Arguments(sglang_options={"api_key": SECRET, "dtype": "auto"}))
+    given = with_key(Arguments(sglang_options={"api_key": SECRET, "dtype": "auto"}))
     assert given.sglang_options == {"api_key": SECRET, "dtype": "auto"}
     assert given.rm_server_options == {"api_key": SECRET}
 
 
 def test_external_reward_model_does_not_receive_the_run_key():
-    assert engine_http.with_key(Arguments(rm_url="http://elsewhere:1")).rm_server_options == {}
+    assert with_key(Arguments(rm_url="http://elsewhere:1")).rm_server_options == {}
 
 
 def test_key_is_hidden_in_printed_values():
-    args = engine_http.with_key(Arguments(sglang_options={"api_key": SECRET}))
+    args = with_key(Arguments(sglang_options={"api_key": SECRET}))
     for shown in (
         repr(args),
         str(args.sglang_options),
@@ -94,9 +95,7 @@ def test_key_is_hidden_in_printed_values():
         assert SECRET not in shown
         assert HIDDEN in shown
     assert engine_http.HIDDEN_KEY == HIDDEN
-    assert (
-        json.dumps({"k": engine_http.key_of(args)}) == f'{{"k": "{SECRET}"}}'
-    )  # as SGLang returns it to authorized clients
+    assert json.dumps({"k": key_of(args)}) == f'{{"k": "{SECRET}"}}'  # as SGLang returns it to authorized clients
 
 
 def _pickled(args: Arguments) -> bytes:

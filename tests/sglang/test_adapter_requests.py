@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slimrl.engines.sglang.adapters.requests import answer_with_version
+from slimrl.engines.sglang.adapters import answer_with_version
 
 
 def test_every_response_of_a_batch_has_the_version_of_its_request():

@@ -31,7 +31,7 @@ from slimrl.engines.sglang.client import SESSION_HEADER, RouterClient
 from slimrl.engines.sglang.control import ServerControl
 from slimrl.engines.sglang.responses import ResponseReader
 from slimrl.engines.sglang.router import router_options
-from slimrl.processes.managed_process import claim_ports
+from slimrl.processes.child_process import claim_ports
 
 ANSWER = {
     "text": "ab",

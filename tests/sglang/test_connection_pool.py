@@ -8,7 +8,7 @@ import contextlib
 import pytest
 import uvloop
 
-from slimrl.engines.connection_pool import ConnectionPool, NotConnectedError
+from slimrl.engines.http import ConnectionPool, NotConnectedError
 
 WHOLE = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nwhole"
 

@@ -13,7 +13,7 @@ import types
 import pytest
 import torch
 
-from slimrl.engines.sglang import cpu_attention
+from slimrl.engines.sglang.operators import cpu_attention
 
 SLOTS = 4096
 SCALE = 0.2

@@ -22,7 +22,7 @@ from slimrl.engines.sglang.server import (
 )
 from slimrl.engines.sglang.server_args import kv_cache_tokens, with_defaults
 from slimrl.processes import ManagedProcess, ProcessStartError
-from slimrl.processes.managed_process import LOWEST_PORT, claim_port, claim_ports
+from slimrl.processes.child_process import LOWEST_PORT, claim_port, claim_ports
 
 MANAGED = {"tp_size": 1, "port": 21000}
 CPU, GPU = ServerLaunch(cuda=False), ServerLaunch(cuda=True)

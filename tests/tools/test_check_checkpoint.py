@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from slimrl.weights.convert.compare_checkpoints import compare_checkpoints, max_difference
 from tests.tools.converting import model_args, run_tool, run_tool_subprocess
 from tests.weights.models import save_tiny
+from tools.check_checkpoint import compare_checkpoints, max_difference
 
 TOOL = "check_checkpoint.py"
 

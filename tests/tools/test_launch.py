@@ -238,7 +238,7 @@ def test_skypilot_needs_an_image_or_a_command_that_installs(capsys):
 
 
 def test_exit_code_of_a_lost_run_is_the_same_everywhere():
-    from slimrl.cluster.main import EXIT_RESUMABLE
+    from slimrl.cluster.command_line import EXIT_RESUMABLE
 
     assert job_module.RESUMABLE == EXIT_RESUMABLE
     for file in ("ray_cluster.py", "ray_job.py"):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slimrl.engines.sglang import delta_loader
+from slimrl.engines.sglang import weight_loaders
 from slimrl.engines.sglang.control import ServerControl
 from slimrl.engines.sglang.server import ServerProcess
 from slimrl.engines.sglang.server_args import delta_options
@@ -54,7 +54,7 @@ def test_model_has_the_senders_bits_where_elements_changed_and_its_own_elsewhere
     model.load_weights(iter([("part", torch.full((1000, 800), torch.nan, dtype=dtype))]))
     assert model.weight[800:].isnan().all()  # what the loader does without the changes' own way of copying
     model = Model(whole)
-    delta_loader.load(model, opened(serialize([changed_elements("part", (1000, 800), old, new)])))
+    weight_loaders.load_changes(model, opened(serialize([changed_elements("part", (1000, 800), old, new)])))
     assert torch.equal(model.weight[800:], new.view(1000, 800).t()) and torch.equal(model.weight[:800], whole[:800])
 
 
@@ -73,7 +73,7 @@ def test_damaged_changes_are_refused_before_any_weight_changes():
     parts["values"][0] += 1
     model = Model(torch.zeros(4, 4))
     with pytest.raises(ValueError, match="arrived with checksum"):
-        delta_loader.load(model, list(parts.items()))
+        weight_loaders.load_changes(model, list(parts.items()))
     assert model.weight.count_nonzero() == 0
 
 
@@ -84,7 +84,7 @@ def test_model_whose_loader_does_not_copy_is_named():
 
     with pytest.raises(ValueError, match="weight has NaN after the changes were loaded"):
         old = torch.zeros(8)
-        delta_loader.load(
+        weight_loaders.load_changes(
             Assigns(old), opened(serialize([changed_elements("part", (8,), old, old + old.new_tensor([1, *[0] * 7]))]))
         )
 

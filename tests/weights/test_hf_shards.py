@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from slimrl.weights.safetensors_writer import ShardWriter, TensorSpec, index_text, plan_shards
+from slimrl.weights.hf_checkpoint_writer import ShardWriter, TensorSpec, index_text, plan_shards
 
 
 def specs_of(tensors: dict[str, torch.Tensor]) -> list[TensorSpec]:

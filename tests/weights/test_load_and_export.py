@@ -11,8 +11,8 @@ from slimrl.models.families import family_for
 from slimrl.models.model_spec import ModelSpec
 from slimrl.weights.convert.hf_to_megatron import load_hf_checkpoint
 from slimrl.weights.hf_checkpoint import HfCheckpoint, read_hf_config
+from slimrl.weights.hf_checkpoint_writer import INDEX_NAME, ShardWriter, TensorSpec, index_text, plan_shards
 from slimrl.weights.reshard import megatron_shape
-from slimrl.weights.safetensors_writer import INDEX_NAME, ShardWriter, TensorSpec, index_text, plan_shards
 from slimrl.weights.update.export import iter_hf_tensors
 from tests.weights.models import named_module, save_tiny
 

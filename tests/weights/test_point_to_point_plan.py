@@ -9,7 +9,7 @@ import itertools
 import pytest
 import torch
 
-from slimrl.engines.sglang.point_to_point.receiver import describe
+from slimrl.engines.sglang.weight_loaders import describe
 from slimrl.models.families import family_for
 from slimrl.models.model_spec import Experts, LatentAttention, ModelSpec
 from slimrl.weights.point_to_point.engine_side import differences

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed import FileStore, TCPStore
 
-from slimrl.engines.sglang.point_to_point import receiver
+from slimrl.engines.sglang import weight_loaders
 from slimrl.weights.point_to_point.engine_side import Call, serialize_call
 from slimrl.weights.point_to_point.links import Buffers, LinkError, ProcessGroupLink, Readiness, failure_key
 from slimrl.weights.update.transport_distributed import listening_store
@@ -35,7 +35,7 @@ def call(store: TCPStore) -> Callable[..., dict[str, Any]]:
         key = f"answer {action} {name}"
         one = Call(action, name, key, (HOST, store.port), 20, members=1)
         names = {"targets": [], "columns": [], "dtypes": []} if action == "join" else None
-        receiver.load(model, pickle.loads(base64.b64decode(serialize_call(one, names))))
+        weight_loaders.receive_pieces(model, pickle.loads(base64.b64decode(serialize_call(one, names))))
         answer: dict[str, Any] = json.loads(store.get(key)) if action != "leave" else {}
         return answer
 
@@ -43,7 +43,7 @@ def call(store: TCPStore) -> Callable[..., dict[str, Any]]:
 
 
 def links_of(model: nn.Module) -> list[str]:
-    return list(getattr(model, receiver.ATTRIBUTE))
+    return list(getattr(model, weight_loaders.ATTRIBUTE))
 
 
 def test_links_of_lost_trainers_are_closed_by_the_next_description(call):

@@ -25,7 +25,7 @@ from slimrl.arguments import Arguments
 from slimrl.cluster.rollout_manager_proxy import RolloutManagerCleanup
 from slimrl.engines.http import KEY_OPTION, call
 from slimrl.engines.protocol import EngineError, EngineRequestError, Generation
-from slimrl.engines.sglang.adapters.server_patches import ABORT_PATH, COUNTS_PATH
+from slimrl.engines.sglang.adapters import ABORT_PATH, COUNTS_PATH
 from slimrl.engines.sglang.client import RouterClient
 from slimrl.engines.sglang.control import ServerControl
 from slimrl.engines.sglang.external_server_check import inspect
@@ -35,10 +35,9 @@ from slimrl.engines.shared_adapters import remove_adapters
 from slimrl.models.adapters import CONFIG_NAME, TARGETS, WEIGHTS_NAME, AdapterConfig, SharedAdapter, peft_config
 from slimrl.observability.tracer import Timeline
 from slimrl.platform.collective_errors import RankSync
-from slimrl.weights.update.adapter_updater import AdapterTransport
+from slimrl.weights.update.adapter_updater import AdapterTransport, SharedAdapterCalls
 from slimrl.weights.update.buckets import iter_buckets
 from slimrl.weights.update.engine_fanout import WeightSyncError
-from slimrl.weights.update.shared_adapters import SharedAdapterCalls
 from tests.megatron.tiny import save_qwen3
 from tests.weights.real_servers import running
 

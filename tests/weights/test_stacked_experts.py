@@ -13,7 +13,7 @@ from slimrl.models.families import family_for
 from slimrl.models.model_spec import ModelSpec
 from slimrl.weights.convert.megatron_to_hf import HfExport, HfPlan
 from slimrl.weights.hf_checkpoint import HfCheckpoint, plan_files, read_hf_config, writer_of
-from slimrl.weights.safetensors_writer import TensorSpec
+from slimrl.weights.hf_checkpoint_writer import TensorSpec
 from tests.megatron import vision
 from tests.weights.test_hf_export import reused
 

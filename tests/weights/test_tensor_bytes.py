@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from slimrl.weights.safetensors_writer import byte_array, with_own_storage
+from slimrl.weights.hf_checkpoint_writer import byte_array, with_own_storage
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.float8_e4m3fn])

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from slimrl.processes import ManagedProcess, importable
-from slimrl.processes.managed_process import describe_exit
+from slimrl.processes.child_process import describe_exit
 from tools.gpu_check.machine import Machine
 from tools.gpu_check.record import write_json
 from tools.gpu_check.table import Check, skip_reason

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Linux gives outgoing connections ports from here on; a server's port above could be taken when it starts.
 FIRST_EPHEMERAL_PORT = 32768
 PLAN_TIMEOUT_S = 300
-RESUMABLE = 75  # slimrl.cluster.main.EXIT_RESUMABLE
+RESUMABLE = 75  # slimrl.cluster.command_line.EXIT_RESUMABLE
 NAME_OF_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 NAME_OF_OBJECT = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")  # of Kubernetes, RFC 1035 label
 LONGEST_NAME = 40  # operators append up to 23 characters, of 63 that a label has

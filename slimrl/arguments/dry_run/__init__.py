@@ -1,7 +1,7 @@
 """`--dry-run`: the plan of a run as text, without starting anything.
 
 Imports nothing heavy and reads only small files: headers, not tensors. `estimate` is the memory of a GPU as a pure
-function of the flags. Called by `slimrl.cluster.main`.
+function of the flags. Called by `slimrl.cluster.command_line`.
 """
 
 from __future__ import annotations

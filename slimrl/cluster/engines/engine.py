@@ -21,7 +21,7 @@ from ray.exceptions import RayActorError
 
 from slimrl.arguments.engine_groups import REGULAR
 from slimrl.cluster import ray_session
-from slimrl.cluster.engines.server_states import ServerExit
+from slimrl.cluster.engines.health_monitor import ServerExit
 from slimrl.cluster.launch import BindConfig, node_address, server_host
 from slimrl.cluster.nodes.comparison import (
     NodeMark,

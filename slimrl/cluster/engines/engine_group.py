@@ -20,12 +20,11 @@ from typing import Any
 from slimrl.arguments import Arguments
 from slimrl.arguments.engine_groups import DECODE, PREFILL, EnginePlace, group_flags, kv_transfers, policy_places
 from slimrl.cluster.engines.engine import Engine, EngineActorConfig, ServerSettings
-from slimrl.cluster.engines.server_states import ServerExit
-from slimrl.cluster.launch import LOOPBACK, Launch, server_host
+from slimrl.cluster.engines.health_monitor import ServerExit
+from slimrl.cluster.launch import LOOPBACK, Launch, key_of, server_host
 from slimrl.cluster.nodes.comparison import check_node
 from slimrl.cluster.placement import GpuBundles
 from slimrl.engines.backend import PYTHON_OPTION, backend
-from slimrl.engines.http import key_of
 from slimrl.engines.protocol import EngineError
 from slimrl.engines.server_protocol import CALL_TIMEOUT_S, ExternalServer, Router, ServerControl
 from slimrl.engines.shared_adapters import UNLOAD_TIMEOUT_S, owner_of, remove_adapters

@@ -22,9 +22,14 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from slimrl.cluster.engines.elastic_engines import ElasticEngines
 from slimrl.cluster.engines.engine_group import READY_TIMEOUT_S, AnyEngine, abort_orphans
-from slimrl.cluster.engines.health_monitor import HealthConfig, HealthMonitor
+from slimrl.cluster.engines.health_monitor import (
+    EngineGroupStatus,
+    HealthConfig,
+    HealthMonitor,
+    RecoveryEvents,
+    ServerExit,
+)
 from slimrl.cluster.engines.router_supervisor import Servers, router_supervisor
-from slimrl.cluster.engines.server_states import EngineGroupStatus, RecoveryEvents, ServerExit
 from slimrl.engines.protocol import EngineError, ServerList
 from slimrl.engines.server_protocol import EngineMemory, MemoryControl
 from slimrl.processes import ProcessStartError

@@ -1,4 +1,4 @@
-"""Health checks of servers and router: which are unhealthy, and which block the run.
+"""The health of servers and router: checks of them, and what is told of those that ended, returned or serve.
 
 A server is unhealthy if one of these lasts for the whole `timeout_s`: it does not respond; one of its processes is
 stopped, or its actor does not respond; its scheduler writes no statistics and answers no request (ignored during a
@@ -15,11 +15,13 @@ import functools
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from slimrl.arguments import Arguments
 from slimrl.engines.server_protocol import Router, ServerControl
 from slimrl.processes import process_info
+from slimrl.weights.update.topology import EngineEndpoint
 
 LONGEST_PAUSE_S = 1.0  # between two checks of a server that may be unhealthy
 
@@ -196,3 +198,31 @@ async def _state(engine: Engine) -> str | None:
 
 def _named(processes: Sequence[str]) -> str:
     return f"{', '.join(processes)} (SIGSTOP or a debugger: `kill -CONT` lets them continue)"
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerExit:
+    """How a process of a server ended; `str()` adds the last lines of its log."""
+
+    what: str
+    log_path: Path | None = None
+    last_lines: str = ""
+
+    def __str__(self) -> str:
+        return self.what if self.log_path is None else f"{self.what}; last lines of {self.log_path}:\n{self.last_lines}"
+
+
+@dataclasses.dataclass(frozen=True)
+class RecoveryEvents:
+    """The events after those already received; `serial` counts all events so far."""
+
+    serial: int
+    lines: list[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineGroupStatus:
+    """Servers that have started and wait for weights, and the number of serving ones."""
+
+    waiting: list[EngineEndpoint]
+    serving: int

@@ -17,7 +17,7 @@ import ray
 from ray import ObjectRef
 
 from slimrl.arguments import Arguments
-from slimrl.cluster.engines.server_states import EngineGroupStatus, RecoveryEvents
+from slimrl.cluster.engines.health_monitor import EngineGroupStatus, RecoveryEvents
 from slimrl.cluster.rollout_manager_proxy import RolloutManagerProxy
 from slimrl.cluster.supervisor import Supervisor
 from slimrl.cluster.training.train_recovery import Trainers

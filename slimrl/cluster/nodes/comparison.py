@@ -29,7 +29,7 @@ from slimrl.cluster.supervisor import Supervisor
 from slimrl.cluster.watchdog import WaitTarget
 from slimrl.observability.summary import package_versions
 from slimrl.processes import stale_resources
-from slimrl.processes.folders import LOCK_NAME
+from slimrl.processes.files import LOCK_NAME
 
 CODE = "slimrl's code"
 SHARED_WITHIN_S = 5.0  # a network file system may show an older file for seconds

@@ -32,8 +32,8 @@ from slimrl.observability.terminal import LOG_FORMAT
 from slimrl.observability.tracer import Timeline
 from slimrl.platform.launch_env import rank_without_gpu
 from slimrl.processes import process_info
+from slimrl.processes.child_process import uncollected
 from slimrl.processes.files import optional_output
-from slimrl.processes.ray_environment import uncollected
 
 if TYPE_CHECKING:
     from torch.distributed import Store

@@ -25,8 +25,7 @@ from typing import Any, TypeVar
 
 import orjson
 
-from slimrl.engines.connection_pool import ConnectionPool, NotConnectedError
-from slimrl.engines.http import bearer
+from slimrl.engines.http import ConnectionPool, NotConnectedError, bearer
 from slimrl.engines.protocol import (
     RETRY_TIMEOUT_S,
     EngineRequestError,
@@ -38,7 +37,7 @@ from slimrl.engines.protocol import (
     RequestStats,
     aborted_answer,
 )
-from slimrl.engines.sglang.adapters.requests import AdapterOfRequests, answer_with_version, with_version
+from slimrl.engines.sglang.adapters import AdapterOfRequests, answer_with_version, with_version
 from slimrl.engines.sglang.responses import ResponseReader, decoded
 from slimrl.models.adapters import SharedAdapter
 

@@ -20,7 +20,7 @@ import msgspec
 from slimrl.engines.http import call, decode_as, is_reachable
 from slimrl.engines.protocol import EngineError, EngineRequestError
 from slimrl.engines.server_protocol import CALL_TIMEOUT_S, RunningRequests, ServerLoad
-from slimrl.engines.sglang.adapters.control import AdapterControl
+from slimrl.engines.sglang.adapters import AdapterControl
 from slimrl.engines.sglang.server_args import DELTA_LOADER, POINT_TO_POINT_LOADER
 from slimrl.engines.sglang.versions import has_per_token_versions
 

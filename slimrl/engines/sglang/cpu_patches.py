@@ -26,7 +26,7 @@ from typing import Any
 from slimrl.engines.sglang.entry import run_server
 from slimrl.engines.sglang.server_args import ADAPTERS, BATCH_INVARIANT, unused_model_modules, with_defaults
 from slimrl.engines.sglang.versions import allow_shm_unpickling, module_with
-from slimrl.processes.ray_environment import uncollected
+from slimrl.processes.child_process import uncollected
 
 logger = logging.getLogger(__name__)
 
@@ -79,16 +79,16 @@ def patch_attention() -> None:
     """Replaces the loop over the requests of a batch by batched attention (`cpu_attention`)."""
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
-    from slimrl.engines.sglang import cpu_attention
+    from slimrl.engines.sglang.operators import cpu_attention
 
     cpu_attention.install(TorchNativeAttnBackend)
 
 
 def patch_operators() -> None:
     """Replaces the operators whose results depend on the batch (`batch_invariant`), attention included."""
-    from slimrl.engines.sglang.batch_invariant import layers
+    from slimrl.engines.sglang.operators import batch_invariant
 
-    layers.install()
+    batch_invariant.install()
 
 
 # of SGLang's CPU kernels: models that are not served look them up while their modules are imported

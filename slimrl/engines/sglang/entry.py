@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from slimrl.engines.http import pop_key_from_environment
-from slimrl.processes.ray_environment import uncollected
+from slimrl.processes.child_process import uncollected
 
 # replaces the ranks' rendezvous port, which torch would open on all addresses without authentication
 INIT_METHOD_VARIABLE = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
@@ -58,9 +58,9 @@ def serve_adapters(http_server: Any) -> None:
     """Corrects SGLang's count of the requests of each LoRA adapter, and adds calls about them."""
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-    from slimrl.engines.sglang.adapters import server_patches
+    from slimrl.engines.sglang import adapters
 
-    server_patches.install(TokenizerManager, http_server.app, lambda: http_server.get_global_state().tokenizer_manager)
+    adapters.install(TokenizerManager, http_server.app, lambda: http_server.get_global_state().tokenizer_manager)
 
 
 def run_router(words: Sequence[str]) -> None:

@@ -26,7 +26,7 @@ from slimrl.engines.protocol import EngineError, EngineUnavailableError
 from slimrl.engines.sglang.kv_transfer import role_of
 from slimrl.engines.sglang.server_args import RESERVED_ROUTER, render_options, router_flags
 from slimrl.processes import POLL_INTERVAL_S, ManagedProcess, importable
-from slimrl.processes.managed_process import PortReservation, claim_port, claim_ports
+from slimrl.processes.child_process import PortReservation, claim_port, claim_ports
 
 logger = logging.getLogger(__name__)
 

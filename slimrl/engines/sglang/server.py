@@ -23,10 +23,9 @@ from slimrl.engines.http import KEY_OPTION, call, is_reachable, key_environment
 from slimrl.engines.server_protocol import WHOLE_SERVER, NodePart, ServerLaunch
 from slimrl.engines.sglang.kv_transfer import role_environment, role_options
 from slimrl.engines.sglang.server_args import BATCH_INVARIANT, RESERVED, own_models, render_options, server_flags
-from slimrl.platform.launch_env import Network, network_environment
+from slimrl.platform.launch_env import Network, kernel_cache, network_environment
 from slimrl.processes import ManagedProcess, importable
-from slimrl.processes.folders import kernel_cache
-from slimrl.processes.managed_process import PortReservation, claim_port, claim_ports
+from slimrl.processes.child_process import PortReservation, claim_port, claim_ports
 
 DISABLED, BREAKABLE = "disabled", "breakable"
 _ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")

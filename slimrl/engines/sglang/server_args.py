@@ -58,8 +58,8 @@ RESERVED_ROUTER: dict[str, str] = {
 }
 
 # the server imports them
-DELTA_LOADER = "slimrl.engines.sglang.delta_loader.load"
-POINT_TO_POINT_LOADER = "slimrl.engines.sglang.point_to_point.receiver.load"
+DELTA_LOADER = "slimrl.engines.sglang.weight_loaders.load_changes"
+POINT_TO_POINT_LOADER = "slimrl.engines.sglang.weight_loaders.receive_pieces"
 
 # Flags that may add an architecture to that of the model's config.json, or replace it.
 CHOOSE_ARCHITECTURE = ("--json-model-override-args", "--model-impl", "--speculative-")

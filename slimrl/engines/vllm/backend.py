@@ -1,6 +1,6 @@
 """vLLM's row in the table of engines (`engines.backend`), chosen by `--rollout-engine vllm`, and the `--vllm-*` flags.
 
-Its server speaks SGLang's HTTP calls (`environment/slimrl_vllm_calls.py`), so router, client and control are SGLang's.
+Its server speaks SGLang's HTTP calls (`environment/slimrl_vllm_server.py`), so router, client and control are SGLang's.
 
 The flags are those of `vllm serve` in vLLM's own environment, read by its interpreter when one is given. The driver
 asks the environment once, which takes as long as importing vllm there (seconds).
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 ENVIRONMENT = Path(__file__).parent / "environment"  # the modules that run inside vLLM's environment
 PYTHON_FLAG = "--vllm-python"
-MARK = "slimrl_vllm_flags:"  # as in environment/slimrl_vllm_flags.py
+PRINT_FLAGS, MARK = "--slimrl-print-flags", "slimrl_vllm_flags:"  # as in environment/slimrl_vllm_server.py
 PROBE_TIMEOUT_S = 180.0
 
 _SIZE = "--rollout-num-gpus-per-engine is the tensor parallel size of an engine on one node"
@@ -67,7 +67,7 @@ _TYPES: dict[str, Any] = {"int": int, "float": float, "str": None}
 
 def server_flags(python: str) -> dict[str, PassthroughFlag]:
     """Flag -> declaration, of the vllm that `python` imports. Raises ImportError if that is not possible."""
-    command = [python, str(ENVIRONMENT / "slimrl_vllm_flags.py")]
+    command = [python, str(ENVIRONMENT / "slimrl_vllm_server.py"), PRINT_FLAGS]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

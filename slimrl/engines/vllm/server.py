@@ -19,7 +19,7 @@ from slimrl.engines.server_protocol import WHOLE_SERVER, NodePart, ServerLaunch
 from slimrl.engines.sglang import external_server_check as sglang
 from slimrl.engines.vllm.backend import ENVIRONMENT
 from slimrl.processes import ManagedProcess
-from slimrl.processes.managed_process import PortReservation, claim_port, claim_ports
+from slimrl.processes.child_process import PortReservation, claim_port, claim_ports
 
 KV_CACHE_BYTES = 1 << 28  # of a server without CUDA, whose default is a share of the machine's memory
 GRACEFUL_STOP_S = 20.0

@@ -52,8 +52,8 @@ from slimrl.platform import is_cpu
 from slimrl.platform.collective_errors import CheckpointError, room_left
 from slimrl.weights.checkpoint_checksums import CheckedFolder, ChecksummingWriter, Checksums
 from slimrl.weights.direct_reader import DirectReads
+from slimrl.weights.hf_checkpoint_writer import with_own_storage
 from slimrl.weights.safe_pickle import METADATA_NAME, load_plain, read_metadata
-from slimrl.weights.safetensors_writer import with_own_storage
 
 # Entries of a full checkpoint that loading only the model skips.
 _NOT_MODEL = ("optimizer.", "chained_", "rng_state")

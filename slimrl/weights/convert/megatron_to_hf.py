@@ -27,8 +27,7 @@ from slimrl.platform.collective_errors import ConversionGroup
 from slimrl.processes.files import AtomicDir, check_apart, listed, partial_path
 from slimrl.weights.convert.torch_dist_reader import Scratch, StoredTensor, TorchDistCheckpoint
 from slimrl.weights.hf_checkpoint import HfCheckpoint, block_size, plan_files, read_hf_config, writer_of
-from slimrl.weights.reshard import check_hf_names, from_shards, hf_shapes, megatron_shape, redundant_head
-from slimrl.weights.safetensors_writer import (
+from slimrl.weights.hf_checkpoint_writer import (
     MAX_SHARD_BYTES,
     Shard,
     ShardWriter,
@@ -38,6 +37,7 @@ from slimrl.weights.safetensors_writer import (
     finish,
     replaceable,
 )
+from slimrl.weights.reshard import check_hf_names, from_shards, hf_shapes, megatron_shape, redundant_head
 
 _WORKERS = 2  # threads of one process; each holds one part of one weight at a time
 _ROWS_BYTES = 8 * 1024**2  # embedding and head, the largest tensors, are read in runs of about this many bytes

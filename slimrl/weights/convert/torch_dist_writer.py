@@ -32,7 +32,7 @@ from torch.futures import Future
 from torch.utils.serialization import config as serialization_config
 
 from slimrl.weights.checkpoint_checksums import BlockHasher, ChecksummingWriter, Checksums, reraise_write_error
-from slimrl.weights.safetensors_writer import WRITE_BYTES, with_own_storage
+from slimrl.weights.hf_checkpoint_writer import WRITE_BYTES, with_own_storage
 
 MAX_FILE_BYTES = 5 * 1024**3
 WRITERS = 2  # threads of one process; each writes its own files and holds one weight at a time

@@ -294,7 +294,7 @@ def members(sizes: Sequence[int]) -> dict[Place, int]:
 
 
 def differences(answer: Mapping[str, Any], targets: Mapping[str, Target]) -> list[str]:
-    """How a rank's tensors (`engines.sglang.point_to_point.receiver.describe`) differ from those of the plan."""
+    """How a rank's tensors (`engines.sglang.weight_loaders.describe`) differ from those of the plan."""
     shapes = {name: shape for name, shape in answer["shapes"].items() if not name.endswith(COMPUTED)}
     found = []
     if other := answer["other_form"]:

@@ -4,9 +4,16 @@ The first update compares the servers' weights, which come from --hf-checkpoint,
 on another base is another model, and nothing else would show it.
 
 `AdapterTransport` sends the adapters' values in one HTTP call to each server, which keeps its own base: an update has a
-few megabytes for a model of many gigabytes. Requests name the adapter (--lora-name); others use the base. In external
-servers, which other runs use, too, each version has a name of its own (`shared_adapters`). `create_updater` chooses the
-updater of a run.
+few megabytes for a model of many gigabytes. Requests name the adapter (--lora-name); others use the base.
+
+In external servers, which other runs use, too, each version is an adapter of its own name
+(`models.adapters.SharedAdapter`), loaded beside the one before it (`SharedAdapterCalls`). Nothing is paused, aborted or
+flushed, and the prefix cache is keyed by the loaded adapter: requests of other runs, and requests of this run for the
+version before, are not affected. A version is unloaded at the second update after it, when no request uses it: SGLang's
+unload would wait for such a request, and other runs' updates with it. `engines.shared_adapters` has the calls of the
+end of a run.
+
+`create_updater` chooses the updater of a run.
 """
 
 from __future__ import annotations
@@ -23,18 +30,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from slimrl.engines.protocol import EngineError
 from slimrl.engines.server_protocol import RunningRequests, WeightControl
 from slimrl.engines.shared_adapters import wait_until_unused
 from slimrl.models.adapters import ADAPTER_NAME, AdapterConfig, AdapterMapping, SharedAdapter, peft_config
 from slimrl.models.families import family_for
 from slimrl.models.model_spec import ModelSpec
 from slimrl.observability.tracer import Timeline
-from slimrl.platform.collective_errors import RANK_ZERO
+from slimrl.platform.collective_errors import RANK_ZERO, RankSync
 from slimrl.weights.hf_checkpoint import read_hf_config
 from slimrl.weights.point_to_point.updater import PointToPointUpdater
 from slimrl.weights.update.buckets import Bucket, Entry, ReusedBuffer
-from slimrl.weights.update.engine_fanout import WeightsDifferError, WeightSyncError, call_all, connect
-from slimrl.weights.update.shared_adapters import SharedAdapterCalls
+from slimrl.weights.update.engine_fanout import (
+    EngineCalls,
+    ServerState,
+    WeightsDifferError,
+    WeightSyncError,
+    call_all,
+    connect,
+)
 from slimrl.weights.update.topology import EngineEndpoint, RankGroups
 from slimrl.weights.update.transport_delta import DeltaUpdater
 from slimrl.weights.update.transport_tensor import Rebuilt, described
@@ -111,6 +125,59 @@ def serialize(entries: Sequence[Entry], data: bytearray) -> str:
     flat = Rebuilt(functools.partial(torch.frombuffer, dtype=torch.uint8), (data,))
     payload = {"flattened_tensor": flat, "metadata": [described(entry) for entry in entries]}
     return base64.b64encode(pickle.dumps(payload, protocol=5)).decode("ascii")
+
+
+class SharedAdapterCalls(EngineCalls):
+    """As `EngineCalls`, without a pause: requests run on."""
+
+    consequence = "and the servers go on with other versions"
+
+    def __init__(
+        self,
+        servers: Sequence[WeightControl],
+        adapter: SharedAdapter,
+        rank: int,
+        ranks: RankSync,
+        timeline: Timeline,
+    ) -> None:
+        super().__init__(servers, (), rank, ranks, timeline)
+        self._adapter = adapter
+        self._current: str | None = None  # the adapter that requests name until the update has ended
+
+    def begin(self, running: RunningRequests) -> None:
+        """Unloads versions that no request can name any more, whatever `running` is. Raises as `EngineCalls.begin`."""
+        self._ranks.run_on_all_ranks(lambda: call_all(self._servers, self._unload_old, "unloading old adapters"))
+
+    def commit_and_resume(self, version: str, running: RunningRequests) -> tuple[str, bool] | None:
+        """Checks that every server has the version; raises WeightSyncError on every rank if one does not."""
+        name = self._adapter.at(version)
+        self._ranks.run_on_all_ranks(lambda: self._check_loaded(name))
+        self._current = name
+        return None
+
+    def states(self) -> list[ServerState]:
+        """Of every server, on every rank, the newest of the run's versions that it has, or why it does not answer."""
+        found = self._ranks.run_on_all_ranks(lambda: call_all(self._servers, self._state, "asking for the adapters"))
+        return [state for of_rank in found for state in of_rank]
+
+    def _unload_old(self, server: WeightControl) -> None:
+        for name, requests in server.adapter_requests().items():
+            if name.startswith(self._adapter.prefix) and name != self._current and not requests:
+                server.unload_adapter(name)
+
+    def _check_loaded(self, name: str) -> None:
+        loaded = call_all(self._servers, lambda server: name in server.adapter_requests(), "asking for the adapters")
+        if absent := [server.url for server, there in zip(self._servers, loaded, strict=True) if not there]:
+            raise WeightSyncError(f"{', '.join(absent)} no longer have the adapter {name} that was just loaded")
+
+    def _state(self, server: WeightControl) -> ServerState:
+        try:
+            own = [name for name in server.adapter_requests() if name.startswith(self._adapter.prefix)]
+        except EngineError as error:
+            return ServerState(server.url, None, str(error))
+        versions = (name.removeprefix(self._adapter.prefix) for name in own)
+        newest = max(versions, key=lambda version: (len(version), version), default="")
+        return ServerState(server.url, newest, None, "runs")
 
 
 def create_updater(

@@ -3,7 +3,7 @@
 One optimizer step at the learning rates of reinforcement learning leaves most bf16 weights as they were. The sender
 keeps the weights of the last update in host memory. Of each bucket it sends the changed elements in one HTTP call to
 every server, or, if that is more than a part of the bucket, the whole bucket as without this mode. The servers' loader
-is `slimrl.engines.sglang.delta_loader`.
+is `slimrl.engines.sglang.weight_loaders.load_changes`.
 
 Wire format: of each tensor the gaps between changed elements (uint16, one less than the distance; farther elements have
 unchanged ones between them) and their new values. Both sides hash the bytes with XXH3 (128 bits). After a failed update

@@ -20,7 +20,7 @@ from slimrl.engines.server_protocol import WeightControl
 from slimrl.hooks import HookFailedError, UpdateWeightPostWrite, named
 from slimrl.hooks.contracts import RunArguments
 from slimrl.platform.collective_errors import RankSync
-from slimrl.weights.safetensors_writer import INDEX_NAME, Shard, ShardWriter, TensorSpec, index_text, shard_of
+from slimrl.weights.hf_checkpoint_writer import INDEX_NAME, Shard, ShardWriter, TensorSpec, index_text, shard_of
 from slimrl.weights.update.buckets import Bucket, ReusedBuffer
 from slimrl.weights.update.engine_fanout import WeightSyncError, call_all
 from slimrl.weights.update.topology import EngineEndpoint

@@ -406,7 +406,7 @@ def test_broken_weights_file_is_reported(recipe):
 
 def test_no_heavy_package_is_imported(recipe):
     program = (
-        "import sys; from slimrl.cluster.main import main;"
+        "import sys; from slimrl.cluster.command_line import main;"
         "code = main('train.py', None, sys.argv[1:]);"
         "print(sorted({'torch', 'ray', 'megatron', 'sglang', 'transformers', 'numpy'} & set(sys.modules)), code)"
     )

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from slimrl.arguments import Arguments
-from slimrl.cluster import main
+from slimrl.cluster import command_line
 from slimrl.cluster import run as run_module
 from slimrl.cluster.supervisor import ProcessDiedError
 from slimrl.cluster.training.train_worker import RankFailedError
@@ -23,7 +23,7 @@ from slimrl.cluster.watchdog import WatchdogTimeoutError
 from slimrl.data.readers import ChangedDataError
 from slimrl.engines.protocol import EngineError, EngineRequestError
 from slimrl.observability import run_log, terminal
-from slimrl.processes.folders import only_run_in
+from slimrl.processes.files import only_run_in
 from slimrl.rollout.generation.sample_generator import SampleError
 from slimrl.rollout.rm_hub.scorer import TooManyGraderFailuresError
 
@@ -31,12 +31,12 @@ from slimrl.rollout.rm_hub.scorer import TooManyGraderFailuresError
 def test_secrets_are_removed_from_the_command_before_it_is_recorded(monkeypatch):
     words = ["train.py", "--rm-url", "http://me:s3cret@judge", "--router-oracle-password", "s3cret"]
     monkeypatch.setattr(sys, "argv", [*words, "--train-env-vars", '{"A": "s3cret"}'])
-    monkeypatch.setattr(main, "parse_args", lambda words, **_: Arguments(dry_run=True))
-    monkeypatch.setattr(main, "prepare_ray_environment", lambda: None)
-    monkeypatch.setattr(main, "dry_run", lambda args, entry: 7)
+    monkeypatch.setattr(command_line, "parse_args", lambda words, **_: Arguments(dry_run=True))
+    monkeypatch.setattr(command_line, "prepare_ray_environment", lambda: None)
+    monkeypatch.setattr(command_line, "dry_run", lambda args, entry: 7)
     shown = []
-    monkeypatch.setattr(main, "set_process_title", shown.append)
-    assert main.main("train.py", lambda run: None) == 7
+    monkeypatch.setattr(command_line, "set_process_title", shown.append)
+    assert command_line.main("train.py", lambda run: None) == 7
     hidden = ["train.py", "--rm-url", "http://***@judge", "--router-oracle-password", "***", "--train-env-vars", "***"]
     assert shown == [hidden]
 
@@ -46,7 +46,7 @@ def test_local_cluster_gets_a_token_and_a_private_kernel_cache(monkeypatch, tmp_
     environment = {name: value for name, value in os.environ.items() if name not in names}
     monkeypatch.setattr(os, "environ", environment)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    main.prepare_ray_environment()
+    command_line.prepare_ray_environment()
     assert environment["RAY_AUTH_MODE"] == "token" and len(environment["RAY_AUTH_TOKEN"]) == 64
     kernels = Path(environment["TORCHINDUCTOR_CACHE_DIR"])
     assert kernels.parent == tmp_path and kernels.stat().st_mode & 0o777 == 0o700
@@ -55,11 +55,11 @@ def test_local_cluster_gets_a_token_and_a_private_kernel_cache(monkeypatch, tmp_
 @pytest.fixture
 def end(monkeypatch, caplog):
     """Runs `main` with a failing loop; returns the exit code and the log."""
-    monkeypatch.setattr(main, "parse_args", lambda *_, **__: Arguments())
+    monkeypatch.setattr(command_line, "parse_args", lambda *_, **__: Arguments())
     for module, name in (
-        (main, "set_process_title"),
-        (main, "prepare_ray_environment"),
-        (main, "_Interrupts"),
+        (command_line, "set_process_title"),
+        (command_line, "prepare_ray_environment"),
+        (command_line, "_Interrupts"),
         (terminal, "setup_logging"),
     ):
         monkeypatch.setattr(module, name, lambda *_: None)
@@ -71,7 +71,7 @@ def end(monkeypatch, caplog):
         def loop(_) -> None:
             raise error
 
-        code = main.main("train.py", loop, [])
+        code = command_line.main("train.py", loop, [])
         record, final_message = caplog.records
         assert final_message.getMessage().startswith("ended before its first step")
         return code, record
@@ -107,8 +107,8 @@ def test_unexpected_error_prints_its_traceback(end):
 
 @pytest.mark.parametrize(("first", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_first_of_several_signals_sets_the_exit_code(first, code, monkeypatch):
-    monkeypatch.setattr(main.signal, "signal", lambda *_: None)
-    interrupts = main._Interrupts()
+    monkeypatch.setattr(command_line.signal, "signal", lambda *_: None)
+    interrupts = command_line._Interrupts()
     with pytest.raises(KeyboardInterrupt):
         interrupts._handle(first, None)
     interrupts._handle(signal.SIGINT, None)
@@ -117,7 +117,7 @@ def test_first_of_several_signals_sets_the_exit_code(first, code, monkeypatch):
 
 WAITS = """
 import os, sys, time
-from slimrl.cluster.main import _Interrupts
+from slimrl.cluster.command_line import _Interrupts
 interrupts = _Interrupts()
 try:
     os.write(int(sys.argv[1]), b"ready")
@@ -172,13 +172,13 @@ def test_second_run_on_one_save_folder_is_rejected_before_ray_starts(end, monkey
         raise AssertionError("Ray was started")
 
     monkeypatch.undo()
-    monkeypatch.setattr(main, "parse_args", lambda *_, **__: args)
+    monkeypatch.setattr(command_line, "parse_args", lambda *_, **__: args)
     for name in ("set_process_title", "prepare_ray_environment", "_Interrupts"):
-        monkeypatch.setattr(main, name, lambda *_: None)
+        monkeypatch.setattr(command_line, name, lambda *_: None)
     monkeypatch.setattr(terminal, "setup_logging", lambda *_: None)
     monkeypatch.setattr(run_log, "make_private", lambda *_: None)
     monkeypatch.setattr(run_module, "ray_session", no_ray)
     with only_run_in(tmp_path, flag="--save", name="first"):
-        assert main.main("train.py", lambda run: None, []) == 2
+        assert command_line.main("train.py", lambda run: None, []) == 2
     assert f"--save {tmp_path} is used by another run (run first, process {os.getpid()} on" in caplog.text
     assert not (tmp_path / "second").exists()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from slimrl.algorithms.batch_invariant import operators
-from slimrl.engines.sglang.cpu_attention import OPTIONS
+from slimrl.engines.sglang.operators.cpu_attention import OPTIONS
 
 
 def _replace_experts() -> None:

@@ -1,11 +1,13 @@
-"""The environment of Ray before it is imported."""
+"""The environment of Ray before it is imported, and the folder of compiled kernels."""
 
+import logging
 import os
+import tempfile
 
 import pytest
 from ray._private import ray_constants
 
-from slimrl.processes.ray_environment import prepare_ray_environment
+from slimrl.platform.launch_env import kernel_cache, prepare_ray_environment
 
 NAMES = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "AUTOSCALER_METRIC_PORT", "DASHBOARD_METRIC_PORT")
 METRICS = "RAY_enable_metrics_collection"
@@ -51,3 +53,18 @@ def test_environment_of_the_user_takes_precedence(environment):
 
 def test_ray_still_supports_the_loopback_variable():
     assert ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR == LOOPBACK
+
+
+def test_kernels_are_cached_in_a_private_folder_or_not_at_all(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    path = tmp_path / f"torchinductor_{os.getuid()}"
+    assert kernel_cache({"TORCHINDUCTOR_CACHE_DIR": "/mine"}) == {} and not path.exists()
+    assert kernel_cache({}) == {"TORCHINDUCTOR_CACHE_DIR": str(path)}
+    path.chmod(0o777)
+    with caplog.at_level(logging.WARNING):
+        assert kernel_cache({}) == {}
+    (message,) = caplog.messages
+    assert message == (
+        f"compiled kernels are not cached: {path} can be written to by others (mode 777); remove it or set"
+        " TORCHINDUCTOR_CACHE_DIR"
+    )

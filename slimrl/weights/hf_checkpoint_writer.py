@@ -1,4 +1,4 @@
-"""Writes safetensors files, each tensor directly at its offset, and the other files of a Hugging Face folder.
+"""Writes Hugging Face checkpoints: safetensors files, each tensor directly at its offset, and the other files.
 
 The files are like those of safetensors' own `save_file`: 8 bytes of header length, the header as JSON, the tensors'
 bytes. Headers are known before the first tensor, and no tensor is kept in memory. Tensors may come in any order, from
