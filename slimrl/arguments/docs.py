@@ -122,9 +122,9 @@ CAPABILITIES = (
     ),
     Capability(
         "Precision recipes",
-        "enable_autocast fp8_* fp4_* keep_fp8_* *kitchen* quant_recipe",
+        "enable_autocast fp8_* fp4_* keep_fp8_* *_for_mxfp8_* *kitchen* quant_recipe",
         "bf16, fp16, float32 and the fp8 recipes of Transformer Engine (not run on a GPU so far) are supported; custom"
-        " quantizers are not.",
+        " quantizers are not, nor weights that are kept in fp8 or fp4.",
         in_readme=False,
     ),
     Capability(

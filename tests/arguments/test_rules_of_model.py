@@ -317,6 +317,11 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
                 "--exp-avg-sq-dtype bf16 conflicts with --optimizer-cpu-offload, which keeps fp32 state: leave one of"
                 " them out.",
             ),
+            (
+                "--use-precision-aware-optimizer --exp-avg-dtype fp8 --colocate",
+                "--exp-avg-dtype fp8 keeps tensors that --offload-train cannot copy: give --exp-avg-dtype bf16, or"
+                " --no-offload-train.",
+            ),
             ("--overlap-param-gather", "--overlap-param-gather needs --overlap-grad-reduce: add it."),
         ],
     ),
@@ -346,6 +351,11 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
                 "--optimizer-cpu-offload decouples the weight decay: leave --no-weight-decay-decoupling out, or"
                 " --optimizer-cpu-offload.",
             ),
+            (
+                f"{OFFLOAD} --overlap-cpu-optimizer-d2h-h2d --optimizer-offload-fraction 0.5 --grad-reduce-in-bf16",
+                "--overlap-cpu-optimizer-d2h-h2d with --optimizer-offload-fraction 0.5 and --grad-reduce-in-bf16 steps"
+                " on gradients that megatron-core 0.16.1 may still be converting: leave one of them out.",
+            ),
         ],
     ),
     "few_bits_have_their_kernels": (["", "--bf16"], []),
@@ -353,17 +363,13 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
         [
             "--fp8-margin 0",
             "--fp16 --initial-loss-scale 4096 --hysteresis 3",
-            "--bf16 --fp8-format e4m3 --fp8-param-gather --no-fp8-wgrad --activation-func-fp8-input-store",
-            "--bf16 --fp4-format e2m1 --fp4-param-gather",
+            "--bf16 --fp8-format e4m3 --no-fp8-wgrad --activation-func-fp8-input-store",
+            "--bf16 --fp4-format e2m1 --fp4-recipe custom",
         ],
         [
-            (
-                "--bf16 --fp8-param-gather",
-                "--fp8-param-gather belongs to --fp8-format: add it, or leave --fp8-param-gather out.",
-            ),
             ("--no-fp8-wgrad", "--no-fp8-wgrad belongs to --fp8-format: add it, or leave --no-fp8-wgrad out."),
             ("--bf16 --loss-scale 8", "--loss-scale belongs to --fp16: add it, or leave --loss-scale out."),
-            ("--fp4-param", "--fp4-param-gather belongs to --fp4-format: add it, or leave --fp4-param-gather out."),
+            ("--fp4-recipe custom", "--fp4-recipe belongs to --fp4-format: add it, or leave --fp4-recipe out."),
         ],
     ),
     "skipped_step_limit_belongs_to_nan_check": (

@@ -10,6 +10,10 @@ import dataclasses
 
 from slimrl.arguments.flag import flag
 
+_WHOLE_TENSORS = (
+    "weight updates, offloading and the copy of the reference take weights of one dtype; leave it out: matrix products"
+    " are in fewer bits without it"
+)
 _KITCHEN = "it needs NVIDIA's internal Kitchen package; use --fp8-format with Transformer Engine"
 _FACTORY = "custom quantizers are unsupported; use one of the recipes"
 
@@ -46,7 +50,7 @@ class PrecisionArguments:
     fp8_recipe: str = flag(
         "delayed", "method for fp8 scales", choices=("tensorwise", "delayed", "mxfp8", "blockwise", "custom")
     )
-    fp8_param_gather: bool = flag(False, "also keep the compute copy of weights in fp8")
+    fp8_param_gather: bool = flag(False, "also keep the compute copy of weights in fp8", not_served=_WHOLE_TENSORS)
     fp8_margin: int = flag(0, "margin of fp8 scales below the largest value (exponent of 2)")
     fp8_interval: int = flag(
         1, "steps between two updates of scales", not_served="Transformer Engine updates every step; leave it out"
@@ -67,10 +71,16 @@ class PrecisionArguments:
         not_served="Megatron-FSDP does not support --fp8-param-gather; leave it out",
     )
     tp_only_amax_red: bool = flag(False, "reduce fp8 scales over tensor parallel GPUs only")
-    reuse_grad_buf_for_mxfp8_param_ag: bool = flag(False, "gather mxfp8 weights into the gradients' memory")
+    reuse_grad_buf_for_mxfp8_param_ag: bool = flag(
+        False,
+        "gather mxfp8 weights into the gradients' memory",
+        not_served="it is for --fp8-param-gather; leave it out",
+    )
     fp4_format: str | None = flag(None, "compute matrix products in fp4 (no fp4)", choices=("e2m1",))
     fp4_recipe: str = flag("nvfp4", "method for fp4 scales", choices=("nvfp4", "custom"))
-    fp4_param_gather: bool = flag(False, "also keep the compute copy of weights in fp4", spellings=("--fp4-param",))
+    fp4_param_gather: bool = flag(
+        False, "also keep the compute copy of weights in fp4", spellings=("--fp4-param",), not_served=_WHOLE_TENSORS
+    )
     fp4_quantizer_factory: str | None = flag(None, "function that makes an fp4 quantizer", not_served=_FACTORY)
     use_kitchen: bool = flag(False, "NVIDIA's Kitchen quantisation library", not_served=_KITCHEN)
     use_kitchen_attention: bool = flag(False, "Kitchen's attention", not_served=_KITCHEN)

@@ -16,7 +16,6 @@ from slimrl.arguments.namespace import Arguments, Context, all_flag_specs, missi
 
 _OF_FP16 = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 _OF_FP8 = (
-    "fp8_param_gather",
     "fp8_recipe",
     "fp8_margin",
     "fp8_amax_history_len",
@@ -25,10 +24,9 @@ _OF_FP8 = (
     "fp8_dot_product_attention",
     "fp8_multi_head_attention",
     "tp_only_amax_red",
-    "reuse_grad_buf_for_mxfp8_param_ag",
     "activation_func_fp8_input_store",
 )
-_OF_FP4 = ("fp4_param_gather", "fp4_recipe")
+_OF_FP4 = ("fp4_recipe",)
 
 
 def shape_is_possible(args: Arguments, context: Context) -> Iterator[Problem]:

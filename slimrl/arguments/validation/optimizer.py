@@ -121,6 +121,12 @@ def optimizer_state_types_fit_the_optimizer(args: Arguments, context: Context) -
                 f"{flag} {values[name]} conflicts with --optimizer-cpu-offload, which keeps fp32 state: leave one of"
                 " them out.",
             )
+        elif values[name] == "fp8" and args.offload_train:
+            flag = "--" + name.replace("_", "-")
+            yield Problem(
+                flag,
+                f"{flag} fp8 keeps tensors that --offload-train cannot copy: give {flag} bf16, or --no-offload-train.",
+            )
         elif values[name] != "fp32" and not transformer_engine_installed():
             flag = "--" + name.replace("_", "-")
             yield Problem(
@@ -188,3 +194,10 @@ def optimizer_in_host_memory_is_complete(args: Arguments, context: Context) -> I
     ):
         if not kept:
             yield Problem("--optimizer-cpu-offload", sentence)
+    if args.optimizer_offload_fraction < 1 and args.overlap_cpu_optimizer_d2h_h2d and args.grad_reduce_in_bf16:
+        yield Problem(
+            "--overlap-cpu-optimizer-d2h-h2d",
+            f"--overlap-cpu-optimizer-d2h-h2d with --optimizer-offload-fraction {args.optimizer_offload_fraction:g} and"
+            " --grad-reduce-in-bf16 steps on gradients that megatron-core 0.16.1 may still be converting: leave one of"
+            " them out.",
+        )

@@ -154,7 +154,6 @@ def sharding_fits_the_run(args: Arguments, context: Context) -> Iterator[Problem
         (frozen, _list_of(args), "hooks into the gradient of every weight"),
         (args.fp16, "--fp16", "keeps no loss scale in checkpoints"),
         (args.grad_reduce_in_bf16, "--grad-reduce-in-bf16", "accumulates shards of each micro-batch in fp32"),
-        (args.fp8_param_gather, "--fp8-param-gather", "gathers weights in the dtype of their update"),
         (args.use_precision_aware_optimizer, "--use-precision-aware-optimizer", "keeps its state in fp32"),
         (args.optimizer_cpu_offload, "--optimizer-cpu-offload", "keeps its state on the device"),
     ):
