@@ -257,6 +257,7 @@ def run_facts(args: Arguments) -> RunFacts:
         megatron_fsdp=args.use_megatron_fsdp,
         symmetric_memory=any(policy_options(args, "enable_symm_mem")),
         deterministic=args.deterministic_mode,
+        deterministic_engines=any(policy_options(args, "enable_deterministic_inference")),
     )
 
 

@@ -88,6 +88,9 @@ DETERMINISTIC = {
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
     "NCCL_ALGO": "Ring",
 }
+# SGLang (from 0.5.20 on) sets them in servers with deterministic inference and tensor parallelism. NCCL applies them
+# after the members of a group have agreed on their channels, so that ranks in a group with such servers need them, too.
+CHANNELS = {"NCCL_MIN_NCHANNELS": "8", "NCCL_MAX_NCHANNELS": "8"}
 CUMEM = "NCCL_CUMEM_ENABLE"
 # Of groups with servers: NCCL's watchdog ends a rank at its group's limit, later than ours, which names the server.
 NCCL_GRACE = datetime.timedelta(seconds=60)
@@ -100,7 +103,8 @@ class RunFacts:
 
     `broadcasts_weights`: trainer rank 0 and the engines share an NCCL group for weight updates.
     `shares_gpus`: trainers and engines are colocated. `suspends_nccl`: --offload-train-nccl.
-    `symmetric_memory`: --sglang-enable-symm-mem. `deterministic`: --deterministic-mode.
+    `symmetric_memory`: --sglang-enable-symm-mem. `deterministic`: --deterministic-mode. `deterministic_engines`:
+    --sglang-enable-deterministic-inference.
     """
 
     broadcasts_weights: bool = False
@@ -110,6 +114,7 @@ class RunFacts:
     megatron_fsdp: bool = False
     symmetric_memory: bool = False
     deterministic: bool = False
+    deterministic_engines: bool = False
 
 
 def actor_environment(machine: Machine, inherited: Mapping[str, str]) -> dict[str, str]:
@@ -161,6 +166,8 @@ def rank_environment(
         decided[CUMEM] = cumem
     if run.deterministic:
         decided |= DETERMINISTIC
+    if run.broadcasts_weights and run.deterministic_engines:
+        decided |= CHANNELS
     return {**decided, **given, "CUDA_VISIBLE_DEVICES": str(gpu)}
 
 

@@ -137,6 +137,24 @@ RANKS: dict[str, tuple[Machine, RunFacts, dict[str, Any], dict[str, str]]] = {
             "NCCL_ALGO": "Tree",
         },
     ),
+    "a rank in a group with deterministic servers": (
+        ONE_GPU,
+        RunFacts(broadcasts_weights=True, deterministic_engines=True),
+        {},
+        {
+            "CUDA_VISIBLE_DEVICES": "0",
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+            "OMP_NUM_THREADS": "16",
+            "NCCL_MIN_NCHANNELS": "8",
+            "NCCL_MAX_NCHANNELS": "8",
+        },
+    ),
+    "one that shares its GPU with such a server": (
+        ONE_GPU,
+        RunFacts(shares_gpus=True, deterministic_engines=True),
+        {},
+        {"CUDA_VISIBLE_DEVICES": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "16"},
+    ),
     "a CPU rank needs no variables for it": (CPU, RunFacts(deterministic=True), {}, {}),
     "more GPUs than cores": (
         Machine(cuda=True, gpus=8, cores=4),

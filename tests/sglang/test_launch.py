@@ -60,6 +60,16 @@ def environment(launch: ServerLaunch, options: dict[str, Any], inherited: dict[s
     return found
 
 
+def test_deterministic_server_has_the_channels_of_the_ranks_in_its_group():
+    deterministic = {"enable_deterministic_inference": True}
+    alone = environment(GPU, deterministic, {})
+    in_group = environment(SPLIT, deterministic, {"SGLANG_DETERMINISTIC_NCCL_NCHANNELS": "4"})
+    added = {"NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "SGLANG_DETERMINISTIC_NCCL_NCHANNELS"}
+    assert not added & alone.keys()
+    assert {in_group[name] for name in added} == {"8"}
+    assert not added & environment(SPLIT, {}, {}).keys()
+
+
 def test_server_of_a_model_that_sglang_has_no_class_for_finds_it_here(tmp_path: Path):
     package = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "slimrl.engines.sglang.models"}
     assert model_environment(tmp_path, {}) == {}  # a name of the hub, or no model

@@ -23,7 +23,7 @@ from slimrl.engines.http import KEY_OPTION, call, is_reachable, key_environment
 from slimrl.engines.server_protocol import WHOLE_SERVER, NodePart, ServerLaunch
 from slimrl.engines.sglang.kv_transfer import role_environment, role_options
 from slimrl.engines.sglang.server_args import BATCH_INVARIANT, RESERVED, own_models, render_options, server_flags
-from slimrl.platform.launch_env import Network, kernel_cache, network_environment
+from slimrl.platform.launch_env import CHANNELS, Network, kernel_cache, network_environment
 from slimrl.processes import ManagedProcess, importable
 from slimrl.processes.child_process import PortReservation, claim_port, claim_ports
 
@@ -88,6 +88,8 @@ def _on_gpus(launch: ServerLaunch, options: Mapping[str, Any], inherited: Mappin
         decided["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, launch.gpus))
     if launch.nccl_cumem is not None:
         decided["NCCL_CUMEM_ENABLE"] = launch.nccl_cumem
+        if options.get("enable_deterministic_inference"):  # as the ranks in its group: see `CHANNELS`
+            decided |= CHANNELS | {"SGLANG_DETERMINISTIC_NCCL_NCHANNELS": CHANNELS["NCCL_MIN_NCHANNELS"]}
     if launch.shares_gpus and "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK" not in inherited:
         # A replacement server may start next to onloaded training ranks, whose memory differs by their layers: the
         # free memory of the server's GPUs is then unequal, and the check would abort the start.
