@@ -38,9 +38,8 @@ from slimrl.rollout import async_utils
 from slimrl.rollout.asynchronous import async_rollout
 from slimrl.rollout.asynchronous.staleness import staleness_metrics
 from slimrl.rollout.dataset.data_source import open_data_source, recorded_groups
-from slimrl.rollout.evaluate import EvaluationReport
 from slimrl.rollout.generation.sample_tracker import LoopMonitor, SampleTrace
-from slimrl.rollout.metrics import RolloutMetricsConfig, rollout_metrics
+from slimrl.rollout.metrics import EvaluationReport, RolloutMetricsConfig, rollout_metrics
 from slimrl.rollout.rm_hub.scorer import check_failure_rate
 from slimrl.rollout.rollout_function import (
     CustomRollout,
