@@ -47,7 +47,7 @@ RENAMED = {
     "slimrl.megatron.forward": "slimrl.megatron.training.forward_step",
     "slimrl.megatron.loss": "slimrl.megatron.training.loss.policy_loss",
     "slimrl.megatron.model.layer_spec": "slimrl.megatron.model.model_builder",
-    "slimrl.megatron.own_loss": "slimrl.megatron.training.loss.custom_loss",
+    "slimrl.megatron.own_loss": "slimrl.megatron.training.step_loss",
     "slimrl.models.peft_config": "slimrl.models.adapters",
     "slimrl.processes.atomic_file": "slimrl.processes.files",
     "slimrl.processes.best_effort_files": "slimrl.processes.files",

@@ -45,9 +45,9 @@ from slimrl.megatron.training.forward_step import (
     layers_add_losses,
     score_tokens,
 )
-from slimrl.megatron.training.loss.loss_sums import LossMetricNames, LossSums, summed
-from slimrl.megatron.training.reporting.memory_report import MemoryReport
-from slimrl.megatron.training.reporting.train_metrics import PhaseTimes, reduce_sums
+from slimrl.megatron.training.loss.loss_sums import LossMetricNames, LossSums, reduce_sums, summed
+from slimrl.megatron.training.profiling import MemoryReport
+from slimrl.megatron.training.rollout_report import PhaseTimes
 from slimrl.megatron.training.trained_model import TrainedModel, broken_samples
 from slimrl.models.model_spec import ModelSpec
 from slimrl.observability.tracer import Timeline

@@ -44,9 +44,14 @@ from slimrl.megatron.training.log_prob_passes import LogProbPasses, Teacher
 from slimrl.megatron.training.loss.policy_loss import PolicyLossConfig, PolicyLossHooks
 from slimrl.megatron.training.pass_plan import PassPlan
 from slimrl.megatron.training.policy_rollout import EntropyController, KLController, PolicyParts, PolicyRollout
-from slimrl.megatron.training.reporting.diagnostics import LOG_PROBS, OVERALL, MemoryHistory, PartProfiler
-from slimrl.megatron.training.reporting.memory_report import MemoryReport
-from slimrl.megatron.training.reporting.train_metrics import PhaseTimes
+from slimrl.megatron.training.profiling import (
+    LOG_PROBS,
+    OVERALL,
+    MemoryHistory,
+    MemoryReport,
+    PartProfiler,
+)
+from slimrl.megatron.training.rollout_report import PhaseTimes
 from slimrl.megatron.training.step_loss import StepLoss
 from slimrl.megatron.training.step_state import RestoredModel, StepState
 from slimrl.megatron.training.trained_model import TrainedModel, describe_trained_parameters, freeze_parameters
