@@ -22,17 +22,12 @@ from slimrl.arguments.flags.rollout import RolloutArguments
 from slimrl.arguments.namespace import EvalDataset, PromptArguments
 from slimrl.data.sample import Sample
 from slimrl.engines.protocol import EngineClient, SamplingConfig, StoppableEngine
+from slimrl.rollout.async_rollout import AsyncRollout
 from slimrl.rollout.async_utils import gather_or_cancel
-from slimrl.rollout.asynchronous.async_rollout import AsyncRollout
 from slimrl.rollout.dataset.data_source import RolloutDataSource
 from slimrl.rollout.dataset.prompt_dataset import PromptSet, load_prompts
-from slimrl.rollout.filter_hub.dynamic_sampling_filters import GroupFilter
-from slimrl.rollout.generation.inflight_groups import (
-    MAX_CONSECUTIVE_DROPS,
-    DynamicSampler,
-    InflightGroups,
-    sort_by_index,
-)
+from slimrl.rollout.filter_hub.dynamic_sampling_filters import MAX_CONSECUTIVE_DROPS, DynamicSampler, GroupFilter
+from slimrl.rollout.generation.inflight_groups import InflightGroups, sort_by_index
 from slimrl.rollout.generation.sample_generator import GeneratorConfig, SampleConfig, SampleError, SampleGenerator
 from slimrl.rollout.generation.sample_tracker import ActiveSample, SampleTrace
 from slimrl.rollout.metrics import EvalResult, dynamic_filter_metrics, partial_metrics
