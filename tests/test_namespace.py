@@ -11,7 +11,7 @@ from tests.test_architecture import ROOT, SOURCES, imports_of
 EDGE = {"arguments", "cluster"}  # command lines and actors
 BUILDERS = {  # called once by an actor or a tool: they pass every component its part
     "engines/http.py": {"with_key", "key_of"},
-    "megatron/checkpoint/template.py": {"model_blueprint"},
+    "megatron/checkpoint/state.py": {"model_blueprint"},
     "megatron/training/critic.py": {"Critic.__init__", "critic_arguments"},
     "megatron/training/critic_trainer.py": {"CriticTrainer.__init__"},
     "megatron/training/trained_model.py": {"TrainedModel.build"},

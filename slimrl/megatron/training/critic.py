@@ -27,14 +27,10 @@ from slimrl.arguments.checkpoints import CRITIC, Found, critic_start, is_hf_mode
 from slimrl.data.train_batch import RolloutBatch
 from slimrl.megatron import data_parallel
 from slimrl.megatron.checkpoint import io
-from slimrl.megatron.checkpoint.folder import Retention
+from slimrl.megatron.checkpoint.folder import CheckpointFolder, Retention
 from slimrl.megatron.checkpoint.saver import CheckpointSaver
-from slimrl.megatron.checkpoint.state import (
-    CheckpointFolder,
-    load_training_state,
-    load_value_weights,
-    take_snapshot,
-)
+from slimrl.megatron.checkpoint.start import load_value_weights
+from slimrl.megatron.checkpoint.state import load_training_state, take_snapshot
 from slimrl.megatron.model.micro_batch import MicroBatch, ranges
 from slimrl.megatron.model.model_builder import OF_VALUE_MODEL, build_value_stages
 from slimrl.megatron.parallel import ParallelState

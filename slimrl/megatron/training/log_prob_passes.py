@@ -24,7 +24,7 @@ from slimrl.algorithms.divergence import Divergence
 from slimrl.algorithms.losses import TeacherTerm
 from slimrl.arguments import Arguments
 from slimrl.data.train_batch import RolloutBatch
-from slimrl.megatron.checkpoint.state import load_initial_weights
+from slimrl.megatron.checkpoint.start import load_initial_weights
 from slimrl.megatron.data_parallel import ShardedReference, Stage, shard_reference
 from slimrl.megatron.model.micro_batch import MicroBatch
 from slimrl.megatron.model.output_layer import TeacherStates, TeacherTop

@@ -28,9 +28,10 @@ from slimrl.data.train_batch import RolloutBatch
 from slimrl.hooks.contracts import RunArguments
 from slimrl.megatron import config, parallel, patches
 from slimrl.megatron.checkpoint import state
+from slimrl.megatron.checkpoint.folder import CheckpointFolder
 from slimrl.megatron.checkpoint.saver import AdapterExporter, Awaited, CheckpointSaver, ModelExporter
 from slimrl.megatron.checkpoint.start import AdapterStart, PolicyStart
-from slimrl.megatron.checkpoint.state import CheckpointFolder, TrainingState
+from slimrl.megatron.checkpoint.state import TrainingState
 from slimrl.megatron.data_parallel import GatheredWeights
 from slimrl.megatron.model.micro_batch import MicroBatchPacker
 from slimrl.megatron.model.model_builder import OF_VALUE_MODEL, CustomModel, build_stages, build_value_stages
@@ -44,13 +45,7 @@ from slimrl.megatron.training.log_prob_passes import LogProbPasses, Teacher
 from slimrl.megatron.training.loss.policy_loss import PolicyLossConfig, PolicyLossHooks
 from slimrl.megatron.training.pass_plan import PassPlan
 from slimrl.megatron.training.policy_rollout import EntropyController, KLController, PolicyParts, PolicyRollout
-from slimrl.megatron.training.profiling import (
-    LOG_PROBS,
-    OVERALL,
-    MemoryHistory,
-    MemoryReport,
-    PartProfiler,
-)
+from slimrl.megatron.training.profiling import LOG_PROBS, OVERALL, MemoryHistory, MemoryReport, PartProfiler
 from slimrl.megatron.training.rollout_report import PhaseTimes
 from slimrl.megatron.training.step_loss import StepLoss
 from slimrl.megatron.training.step_state import RestoredModel, StepState
