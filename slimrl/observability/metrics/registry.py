@@ -231,7 +231,6 @@ SECTIONS = {
     "Time and speed": PERF,
     "Memory": MEMORY,
 }
-
 METRICS = tuple(metric for rows in SECTIONS.values() for metric in rows)
 
 
