@@ -22,6 +22,8 @@ BUILDERS = {  # called once by an actor or a tool: they pass every component its
         "MegatronTrainer._memory_of_models",
         "MegatronTrainer._report_of_memory",
         "MegatronTrainer._parts_of_rollouts",
+        "MegatronTrainer._critic_of_same_ranks",
+        "MegatronTrainer._open_saver",
         "MegatronTrainer._open_exporter",
         "_warn_of_kernels",
         "_of_model",

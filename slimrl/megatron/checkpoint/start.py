@@ -68,6 +68,14 @@ class PolicyStart:
     precompute: PrecomputeConfig | None = None
     adapters: AdapterStart | None = None  # of LoRA; --ref-load has the base then, --load only adapters
 
+    @classmethod
+    def from_args(
+        cls, args: Arguments, spec: ModelSpec, stages: Sequence[GPTModel], parallel: ParallelState
+    ) -> PolicyStart:
+        """The start of the policy in `stages`."""
+        precompute, adapters = PrecomputeConfig.from_args(args), AdapterStart.from_args(args)
+        return cls(args, spec, stages, parallel, args.trains_reward_model, precompute, adapters)
+
     def load_reference(self) -> None:
         """Loads the weights of --ref-load. Raises FileNotFoundError without that flag."""
         folders = self.folders

@@ -43,15 +43,14 @@ from torch.overrides import TorchFunctionMode
 
 from slimrl.arguments import Arguments
 from slimrl.arguments.checkpoints import SIZES
-from slimrl.megatron import optimizer as adam_state
 from slimrl.megatron import parallel
 from slimrl.megatron.checkpoint import folder as checkpoint_folder
 from slimrl.megatron.checkpoint import io
 from slimrl.megatron.checkpoint.folder import CheckpointFolder
+from slimrl.megatron.checkpoint.optimizer_state import after_load, convert_step_format, step_counts, sync_step_count
 from slimrl.megatron.checkpoint.saver import Snapshot
 from slimrl.megatron.model.model_builder import CustomModel, build_model
 from slimrl.megatron.model.output_layer import ValueModel
-from slimrl.megatron.optimizer import after_load, step_counts, sync_step_count
 from slimrl.megatron.parallel import ParallelState
 from slimrl.models.adapters import is_adapter
 from slimrl.platform.collective_errors import run_on_rank_zero
@@ -192,7 +191,7 @@ def load_training_state(
         _logger.info("%s was saved in another parallel layout: its random state is not restored", found.path)
     loaded = io.read(wanted, found.path, model_only=False)
     if load_optimizer:
-        adam_state.convert_step_format(loaded["optimizer"], state.optimizer)
+        convert_step_format(loaded["optimizer"], state.optimizer)
         state.optimizer.load_state_dict(loaded["optimizer"])
         after_load(state.optimizer)
         state.scheduler.load_state_dict(loaded["scheduler"])

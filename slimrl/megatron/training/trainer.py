@@ -30,14 +30,14 @@ from slimrl.megatron import config, parallel, patches
 from slimrl.megatron.checkpoint import state
 from slimrl.megatron.checkpoint.folder import CheckpointFolder
 from slimrl.megatron.checkpoint.saver import AdapterExporter, Awaited, CheckpointSaver, ModelExporter
-from slimrl.megatron.checkpoint.start import AdapterStart, PolicyStart
+from slimrl.megatron.checkpoint.start import PolicyStart
 from slimrl.megatron.checkpoint.state import TrainingState
 from slimrl.megatron.data_parallel import GatheredWeights
 from slimrl.megatron.model.micro_batch import MicroBatchPacker
 from slimrl.megatron.model.model_builder import OF_VALUE_MODEL, CustomModel, build_stages, build_value_stages
 from slimrl.megatron.offload import State, TrainingMemory, memory_of
 from slimrl.megatron.parallel import ParallelState
-from slimrl.megatron.ref_model import BaseReference, PrecomputeConfig, PrecomputedReference, ReferenceWeights
+from slimrl.megatron.ref_model import BaseReference, PrecomputedReference, ReferenceWeights
 from slimrl.megatron.training.advantages import TrainingHooks, after_initialization
 from slimrl.megatron.training.critic import VALUES, Critic, SampleColumns
 from slimrl.megatron.training.forward_step import LogProbConfig, layers_add_losses
@@ -68,6 +68,7 @@ class MegatronTrainer:
     """
 
     _precomputed: PrecomputedReference | None = None  # of `_load_weights`
+    _rollout: PolicyRollout | None = None  # between `score` and `train_scored`
 
     def __init__(
         self,
@@ -106,19 +107,10 @@ class MegatronTrainer:
             init_method=init_method,
             timeout_minutes=args.distributed_timeout_minutes,
         )
-        if rank == 0:
-            _warn_of_kernels(args, self.parallel.device)
+        _warn_of_kernels(args, self.parallel)
         after_initialization(args.custom_megatron_init_path, self.hook_args)
         self.stages = _build_stages(args, self.parallel)
-        self._start = PolicyStart(
-            args,
-            self._spec,
-            self.stages,
-            self.parallel,
-            args.trains_reward_model,
-            PrecomputeConfig.from_args(args),
-            AdapterStart.from_args(args),
-        )
+        self._start = PolicyStart.from_args(args, self._spec, self.stages, self.parallel)
         teacher = Teacher.from_args(args, self._spec, self.stages, self.parallel)  # before the weights that stay loaded
         self._policy, resumed = self._load_policy(args)
         teacher = teacher.sharded(self._policy.wrapped)
@@ -126,21 +118,16 @@ class MegatronTrainer:
         times = PhaseTimes(self.parallel.device)
         self._kl = KLController(args, self.parallel.device)
         self._entropy = EntropyController(args, self.parallel.device, self._kl.numbers)
-        self._critic: Critic | None = None
-        if args.use_critic and not args.eval_only and not args.critic_num_gpus:
-            self._critic = Critic(args, self.parallel, resumed, times, self._timeline)
+        self._critic = self._critic_of_same_ranks(args, resumed, times)
         self.start_rollout_id, self.data_state = self._resume(resumed)
         self.memory_report = self._report_of_memory(args, teacher)
         self.memory = self._memory_of_models(args)
         self._parts = self._parts_of_rollouts(args, teacher, times)
         self.held_out = self._parts.loss.held_out
-        self._rollout: PolicyRollout | None = None  # between `score` and `train_scored`
-        self._open = contextlib.ExitStack()  # its profile
+        self._open = contextlib.ExitStack()  # the profile of a rollout
         self.rollout_metrics: dict[str, float] = {}
         self._checkpoints_of_critic = Path(args.critic_save) if args.critic_save is not None else None
-        beside = [self._checkpoints_of_critic] if args.use_critic and self._checkpoints_of_critic else []
-        self._saver = CheckpointSaver.from_args(args, beside, args.distributed_timeout_minutes)
-        self._exporter = self._open_exporter(args)
+        self._saver, self._exporter = self._open_saver(args), self._open_exporter(args)
         if state is not None:
             swapped = (self._policy.reference, teacher.weights)
             state.follow(self._held, self.parallel, self.memory, swapped, self._saver, self.start_rollout_id)
@@ -165,6 +152,13 @@ class MegatronTrainer:
         if self._state.given is not None:  # `_resume` replaces the weights
             return reference, None
         return reference, self._start.load_weights(has_reference=reference is not None)
+
+    def _critic_of_same_ranks(
+        self, args: Arguments, resumed: CheckpointFolder | None, times: PhaseTimes
+    ) -> Critic | None:
+        if not args.use_critic or args.eval_only or args.critic_num_gpus:
+            return None
+        return Critic(args, self.parallel, resumed, times, self._timeline)
 
     def _report_of_memory(self, args: Arguments, teacher: Teacher) -> MemoryReport:
         return MemoryReport(
@@ -229,6 +223,10 @@ class MegatronTrainer:
             log_correct_samples=args.log_correct_samples,
             dump_template=args.save_debug_train_data,
         )
+
+    def _open_saver(self, args: Arguments) -> CheckpointSaver:
+        beside = [self._checkpoints_of_critic] if args.use_critic and self._checkpoints_of_critic else []
+        return CheckpointSaver.from_args(args, beside, args.distributed_timeout_minutes)
 
     def _open_exporter(self, args: Arguments) -> ModelExporter | AdapterExporter | None:
         if args.save_hf is None:
@@ -378,11 +376,13 @@ class MegatronTrainer:
         parallel.shutdown()
 
 
-def _warn_of_kernels(args: Arguments, device: torch.device) -> None:
-    """Logs which kernels of the flags this machine does not have, and which parts of GPU training are slower for it."""
+def _warn_of_kernels(args: Arguments, parallel_state: ParallelState) -> None:
+    """Rank 0 logs which kernels of the flags its machine lacks, and which parts of GPU training are slower for it."""
+    if parallel_state.rank != 0:
+        return
     for flag in config.kernels_without_effect(args):
         logger.warning("%s is unavailable on this machine: falling back to the reference kernel", flag)
-    patches.warn(args, device)
+    patches.warn(args, parallel_state.device)
 
 
 def _of_model(args: Arguments) -> Arguments:
