@@ -21,7 +21,6 @@ from megatron.core.models.gpt import GPTModel
 from slimrl.arguments import Arguments
 from slimrl.arguments.flags.algorithm import AlgorithmArguments
 from slimrl.arguments.flags.checkpoint import CheckpointArguments
-from slimrl.arguments.flags.model import LoraArguments
 from slimrl.arguments.flags.rollout import RolloutArguments
 from slimrl.arguments.memory import training_memory
 from slimrl.data.train_batch import RolloutBatch
@@ -93,7 +92,6 @@ class MegatronTrainer:
         self._algorithm: AlgorithmArguments = args
         self._checkpoints: CheckpointArguments = args
         self._rollouts: RolloutArguments = args
-        self._lora: LoraArguments = args
         self._spec = ModelSpec.from_args(args)
         self._state = StepState() if state is None else state
         self._on_progress = on_progress
@@ -136,6 +134,7 @@ class MegatronTrainer:
         """Loads the weights and makes the stages trainable; also returns the checkpoint to resume from."""
         reference, resumed = self._load_weights()
         freeze_parameters(args, self.stages)
+        self._trained_weights = describe_trained_parameters(args, args)
         model = TrainedModel.build(
             _of_model(args), self.stages, self.parallel, reference, args.critic_only_rollouts, updates_engines=True
         )
@@ -254,7 +253,7 @@ class MegatronTrainer:
 
     @functools.cached_property
     def _training_state(self) -> TrainingState:
-        state = self._policy.training_state(self.parallel, describe_trained_parameters(self._algorithm, self._lora))
+        state = self._policy.training_state(self.parallel, self._trained_weights)
         return dataclasses.replace(state, numbers=self._kl.numbers)
 
     def train(self, rollout_id: int, batch: RolloutBatch) -> list[dict[str, float]]:
