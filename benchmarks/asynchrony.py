@@ -29,7 +29,7 @@ from collections import Counter
 from pathlib import Path
 
 from slimrl.observability.rollout_dump import read_dump
-from slimrl.rollout.asynchronous.staleness import oldest_version
+from slimrl.rollout.async_rollout import oldest_version
 
 ROOT = Path(__file__).resolve().parent.parent
 PLACES = 16  # per engine

@@ -144,6 +144,8 @@ def measure(rank: int, size: int, root: Path, options: argparse.Namespace, resul
     logging.disable(logging.WARNING)
     import torch.distributed as dist
 
+    from slimrl.megatron.checkpoint import folder as folders
+    from slimrl.megatron.checkpoint import start
     from slimrl.megatron.checkpoint import state as checkpoint
     from slimrl.megatron.checkpoint.folder import Retention
     from slimrl.megatron.checkpoint.saver import CheckpointSaver
@@ -171,8 +173,8 @@ def measure(rank: int, size: int, root: Path, options: argparse.Namespace, resul
         savers[later].save(root / "save", 0, take)
 
     def load() -> None:
-        found = checkpoint.find_checkpoint(root / "save")
-        checkpoint.load_stages(trainer.stages, found.path)
+        found = folders.find_checkpoint(root / "save")
+        start.load_stages(trainer.stages, found.path)
         checkpoint.load_training_state(state, found, load_optimizer=True, load_random_state=True)
 
     def both(name: str, step: Callable[[], object], first: bool) -> None:

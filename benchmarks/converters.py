@@ -145,7 +145,7 @@ def one_run(direction: str, folder: Path) -> None:
         tool = load_tool("convert_hf_to_torch_dist")
         flags = [*MODEL_ARGS.split(), "--hf-checkpoint", str(folder / "hf"), "--save", str(folder / "torch_dist")]
         args, _ = tool.read_flags(flags)
-        import slimrl.megatron.checkpoint.template  # noqa: F401  imported by the conversion
+        import slimrl.megatron.checkpoint.state  # noqa: F401  imported by the conversion
 
         def work() -> object:
             return tool.convert(args, ConversionGroup(), force=False)

@@ -41,8 +41,8 @@ _OTHERS = (
     ("data/prompt_format data/readers"
      " rollout/dataset/prompt_dataset rollout/dataset/dataset_mixture",
      "data/readers rollout/prompts rollout/data_source"),
-    ("rollout/asynchronous/staleness", "rollout/staleness rollout/async_rollout"),
-    ("rollout/asynchronous/async_rollout", "rollout/inflight_state rollout/async_rollout rollout/async_steps"),
+    ("rollout/async_rollout", "rollout/staleness rollout/async_rollout rollout/async_steps"),
+    ("rollout/generation/inflight_groups", "rollout/inflight_state rollout/async_rollout rollout/async_steps"),
     ("rollout/metrics rollout/dataset/data_source",
      "rollout/metrics rollout/data_source rollout/buffer rollout/partial rollout/accounting"),
     ("rollout/sft_rollout", "data/loss_mask rollout/sft_rollout"),

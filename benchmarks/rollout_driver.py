@@ -75,7 +75,7 @@ class EngineGroup:
 
     def cpu_seconds(self) -> dict[str, float]:
         """CPU time so far of this process and of those that work for it, by PROCESSES."""
-        graders = [child for child in psutil.Process().children() if "grader_worker" in " ".join(child.cmdline())]
+        graders = [child for child in psutil.Process().children() if "grader_pool" in " ".join(child.cmdline())]
         guardian = psutil.Process(self.router.pid)
         groups = {
             "graders": graders,

@@ -11,7 +11,7 @@ from typing import Any
 
 from slimrl.arguments import Arguments
 from slimrl.hooks import DataSource
-from slimrl.rollout.evaluate import EvalResult
+from slimrl.rollout.metrics import EvalResult
 from slimrl.rollout.rollout_function import RolloutOutput
 
 

@@ -10,7 +10,7 @@ from tests.test_architecture import ROOT, SOURCES, imports_of
 # Functions that may take the full namespace of flags. All others take groups of flags or their own config.
 EDGE = {"arguments", "cluster"}  # command lines and actors
 BUILDERS = {  # called once by an actor or a tool: they pass every component its part
-    "megatron/checkpoint/template.py": {"model_blueprint"},
+    "megatron/checkpoint/state.py": {"model_blueprint"},
     "megatron/training/critic.py": {"Critic.__init__", "critic_arguments"},
     "megatron/training/critic_trainer.py": {"CriticTrainer.__init__"},
     "megatron/training/trained_model.py": {"TrainedModel.build"},
@@ -21,6 +21,8 @@ BUILDERS = {  # called once by an actor or a tool: they pass every component its
         "MegatronTrainer._memory_of_models",
         "MegatronTrainer._report_of_memory",
         "MegatronTrainer._parts_of_rollouts",
+        "MegatronTrainer._critic_of_same_ranks",
+        "MegatronTrainer._open_saver",
         "MegatronTrainer._open_exporter",
         "_warn_of_kernels",
         "_of_model",

@@ -131,7 +131,7 @@ def convert(args: Arguments, group: ConversionGroup, *, force: bool) -> Path:
     keep_dtype(args, family)
     leave_out_megatron_checkouts()
     warnings.filterwarnings("ignore", category=UserWarning, module="megatron")  # about kernels that are not needed
-    from slimrl.megatron.checkpoint.template import model_blueprint
+    from slimrl.megatron.checkpoint.state import model_blueprint
 
     assert args.save is not None
     with ByteBar("converting", shown=group.is_rank_zero) as bar:

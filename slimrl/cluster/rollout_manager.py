@@ -33,12 +33,11 @@ from slimrl.observability.rollout_dump import RolloutDumps
 from slimrl.observability.tracer import Timeline
 from slimrl.processes.process_info import resident_gib
 from slimrl.rollout import async_utils
-from slimrl.rollout.asynchronous import async_rollout
-from slimrl.rollout.asynchronous.staleness import staleness_metrics
+from slimrl.rollout.async_rollout import staleness_metrics
 from slimrl.rollout.dataset.data_source import open_data_source, recorded_groups
-from slimrl.rollout.evaluate import EvaluationReport
+from slimrl.rollout.generation import inflight_groups
 from slimrl.rollout.generation.sample_tracker import LoopMonitor, SampleTrace
-from slimrl.rollout.metrics import RolloutMetricsConfig, rollout_metrics
+from slimrl.rollout.metrics import EvaluationReport, RolloutMetricsConfig, rollout_metrics
 from slimrl.rollout.rm_hub.scorer import check_failure_rate
 from slimrl.rollout.rollout_function import (
     CustomRollout,
@@ -228,7 +227,7 @@ class RolloutManager:
         """Restores the data source from a checkpoint's state."""
         stream = self._generator.continuous if self._generator is not None else None
         state = self._moments.restored(state)
-        finished = async_rollout.restore(self._data_source, state, keeps_finished=stream is not None)
+        finished = inflight_groups.restore(self._data_source, state, keeps_finished=stream is not None)
         if stream is not None:
             stream.restore(finished)
 

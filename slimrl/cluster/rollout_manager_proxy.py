@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from slimrl.cluster.placement import GpuBundles
     from slimrl.cluster.rollout_manager import RolloutResult
     from slimrl.cluster.watchdog import RolloutStatus
-    from slimrl.rollout.evaluate import EvaluationReport
+    from slimrl.rollout.metrics import EvaluationReport
     from slimrl.weights.update.topology import EngineEndpoint
 
 logger = logging.getLogger("slimrl")

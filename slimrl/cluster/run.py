@@ -43,7 +43,7 @@ from slimrl.observability.timeline import open_timeline
 from slimrl.observability.tracer import Timeline
 from slimrl.processes.files import only_run_in
 from slimrl.processes.process_info import resident_gib
-from slimrl.rollout.evaluate import EvaluationReport
+from slimrl.rollout.metrics import EvaluationReport
 
 logger = logging.getLogger("slimrl")
 

@@ -39,7 +39,7 @@ from slimrl.engines.protocol import SamplingConfig, ServiceError
 from slimrl.hooks import own_path
 from slimrl.rollout.generation.sample_tracker import CustomGenerateCall, own_headers, patience_s
 from slimrl.rollout.metrics import PASS_REWARD, mean, pass_at_k
-from slimrl.rollout.rm_hub import rule_graders, rule_reward
+from slimrl.rollout.rm_hub import rule_reward
 from slimrl.rollout.rm_hub.grader_pool import GraderFailure, GraderPool
 
 _TAIL_CHARS = 300  # of a solution: the answer is in them
@@ -290,9 +290,9 @@ def get_deepscaler_rule_based_reward(response: str, label: Any) -> int:
 
 def f1_score(prediction: str | None, ground_truth: str) -> tuple[float, float, float]:
     """F1, precision and recall of the words shared with the truth."""
-    if prediction is None or (score := rule_graders.f1(prediction, ground_truth)) == 0:
+    if prediction is None or (score := rule_reward.f1(prediction, ground_truth)) == 0:
         return 0.0, 0.0, 0.0
-    words, expected = rule_graders.normalized(prediction), rule_graders.normalized(ground_truth)
+    words, expected = rule_reward.normalized(prediction), rule_reward.normalized(ground_truth)
     shared = sum((Counter(words) & Counter(expected)).values())
     return score, shared / max(len(words), 1), shared / max(len(expected), 1)
 

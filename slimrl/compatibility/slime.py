@@ -105,7 +105,7 @@ OFFERS = (
     Offer(
         "slime.rollout.rm_hub.math_utils",
         "extract_answer",
-        "slimrl.rollout.rm_hub.rule_graders:last_boxed",
+        "slimrl.rollout.rm_hub.rule_reward:last_boxed",
         "an unclosed box is ignored",
     ),
     Offer(

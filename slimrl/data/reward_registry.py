@@ -119,10 +119,9 @@ CHOICE = LabelFormat("letter, 0-based number of a choice, or its text")
 ANY = LabelFormat("any")
 NONE = LabelFormat("none")
 
-_GRADERS = "slimrl.rollout.rm_hub.rule_graders"
-_RULE_GRADING = "slimrl.rollout.rm_hub.rule_reward"
-_TRUE_ANSWER = {"label": f"{_RULE_GRADING}:true_answer"}
-_INSTRUCTIONS = {"instructions": f"{_RULE_GRADING}:instructions_of"}
+_RULES = "slimrl.rollout.rm_hub.rule_reward"
+_TRUE_ANSWER = {"label": f"{_RULES}:true_answer"}
+_INSTRUCTIONS = {"instructions": f"{_RULES}:instructions_of"}
 
 # in the order of the docs
 REWARDS = (
@@ -131,8 +130,8 @@ REWARDS = (
         "the last `\\boxed{...}` is equivalent to the label",
         "1 or 0",
         ANSWER,
-        grader=f"{_GRADERS}:math",
-        fast_path=f"{_RULE_GRADING}:last_box",
+        grader=f"{_RULES}:math",
+        fast_path=f"{_RULES}:last_box",
         needs=_TRUE_ANSWER,
     ),
     BuiltInReward(
@@ -140,8 +139,8 @@ REWARDS = (
         "like `math`, after `</think>` (or `###Response`); wrong without such a marker",
         "1 or 0",
         ANSWER,
-        grader=f"{_GRADERS}:deepscaler",
-        fast_path=f"{_RULE_GRADING}:last_box_after_thinking",
+        grader=f"{_RULES}:deepscaler",
+        fast_path=f"{_RULES}:last_box_after_thinking",
         needs=_TRUE_ANSWER,
     ),
     BuiltInReward(
@@ -150,7 +149,7 @@ REWARDS = (
         " not be an integer",
         "`{score: 1 or -1, acc, pred}`: set `--reward-key score`",
         ANSWER,
-        grader=f"{_GRADERS}:dapo",
+        grader=f"{_RULES}:dapo",
         needs=_TRUE_ANSWER,
         wrong={"score": -1.0, "acc": False, "pred": NO_ANSWER},
     ),
@@ -160,23 +159,23 @@ REWARDS = (
         " spells out",
         "1 or 0",
         CHOICE,
-        grader=f"{_GRADERS}:gpqa",
-        needs={"question": f"{_RULE_GRADING}:question_of"},
+        grader=f"{_RULES}:gpqa",
+        needs={"question": f"{_RULES}:question_of"},
     ),
     BuiltInReward(
         "f1",
         "word overlap with the label (SQuAD): 2PR / (P + R)",
         "0 to 1",
         TEXTS,
-        grader=f"{_GRADERS}:best_f1",
-        needs={"label": f"{_RULE_GRADING}:true_texts"},
+        grader=f"{_RULES}:best_f1",
+        needs={"label": f"{_RULES}:true_texts"},
     ),
     BuiltInReward(
         "ifeval",
         "every instruction in the metadata is followed",
         "1 or 0",
         NONE,
-        grader=f"{_GRADERS}:follows_instructions",
+        grader=f"{_RULES}:follows_instructions",
         needs=_INSTRUCTIONS,
     ),
     BuiltInReward(
@@ -184,7 +183,7 @@ REWARDS = (
         "like `ifeval`",
         "1 or 0",
         NONE,
-        grader=f"{_GRADERS}:follows_instructions",
+        grader=f"{_RULES}:follows_instructions",
         needs=_INSTRUCTIONS,
     ),
     BuiltInReward("remote_rm", "the service at `--rm-url`", "its reply", ANY, by=GradedBy.SERVICE),
@@ -201,12 +200,10 @@ REWARDS = (
         "none: for training on a teacher alone (`--use-opd`)",
         "0",
         NONE,
-        fast_path=f"{_RULE_GRADING}:zero",
+        fast_path=f"{_RULES}:zero",
         boxed=False,
     ),
-    BuiltInReward(
-        "random", "a coin flip, reproducible per sample", "1 or 0", NONE, fast_path=f"{_RULE_GRADING}:coin_flip"
-    ),
+    BuiltInReward("random", "a coin flip, reproducible per sample", "1 or 0", NONE, fast_path=f"{_RULES}:coin_flip"),
 )
 _BY_NAME = {name: row for row in REWARDS for name in row.names}
 

@@ -1,96 +1,28 @@
 """`python -m slimrl.observability.report runs/<name>`: the results of a run as tables, a terminal plot and a picture.
 
-Reads only `summary.json`, also during the run. Several runs are compared in one table and one picture.
-`text_chart` draws the plot with braille dots for the line and a sign for single points.
+Reads only `summary.json`, also during the run. Several runs are compared in one table and one picture: a row each, mean
+and spread of runs that differ only in the seed.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import re
+import shlex
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slimrl.observability.compare_runs import (
-    Outcome,
-    evaluation_curve,
-    print_comparison,
-    reward_curve,
-    running_mean,
-    save_picture,
-)
 from slimrl.observability.summary import load_summary, next_commands, outcome_line, shown_path
+from slimrl.observability.terminal import text_chart
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from rich.console import Console
     from rich.table import Table
-
-
-# Dot (column, row) of a braille cell -> bit of its code point (Unicode 11.0, chapter 21.1).
-_BRAILLE_BITS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
-_BRAILLE_BLANK = 0x2800
-_LABEL_WIDTH = 7
-Points = Sequence[tuple[float, float]]
-
-
-def text_chart(line: Points, marks: Points = (), *, width: int = 70, height: int = 14, mark: str = "◆") -> str:
-    """`line` as a connected curve with `marks` on top, in `height` rows of at most `width` characters plus the axes.
-
-    Empty if there are no points.
-    """
-    points = [*line, *marks]
-    if not points:
-        return ""
-    left, right = _range([x for x, _ in points])
-    low, high = _range([y for _, y in points])
-    columns, rows = (width - _LABEL_WIDTH - 2) * 2, height * 4
-
-    def dot(x: float, y: float) -> tuple[int, int]:
-        return round((x - left) / (right - left) * (columns - 1)), round((high - y) / (high - low) * (rows - 1))
-
-    cells = [[0] * (columns // 2) for _ in range(height)]
-    dots = [dot(x, y) for x, y in line]
-    for start, end in zip(dots, dots[1:] or dots, strict=False):
-        for column, row in _between(start, end):
-            cells[row // 4][column // 2] |= _BRAILLE_BITS[column % 2][row % 4]
-    canvas = [[chr(_BRAILLE_BLANK + bits) if bits else " " for bits in row] for row in cells]
-    for x, y in marks:
-        column, row = dot(x, y)
-        canvas[row // 4][column // 2] = mark
-
-    middle = height // 2
-    labels = {0: high, middle: high - (high - low) * (middle * 4 + 2) / rows, height - 1: low}
-    text = []
-    for row, characters in enumerate(canvas):
-        label, axis = (_label(labels[row]), "┤") if row in labels else ("", "│")
-        text.append(f"{label:>{_LABEL_WIDTH}} {axis}{''.join(characters)}")
-    indent = " " * (_LABEL_WIDTH + 1)
-    first, last = f"{left:g}", f"{right:g}"
-    text.append(f"{indent}└{'─' * (columns // 2)}")
-    text.append(f"{indent} {first}{last:>{columns // 2 - len(first)}}")
-    return "\n".join(row.rstrip() for row in text)
-
-
-def _range(values: list[float]) -> tuple[float, float]:
-    """Lowest and highest value, widened if they are equal."""
-    low, high = min(values), max(values)
-    return (low, high) if low < high else (low - 0.5, high + 0.5)
-
-
-def _between(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, int]]:
-    """Dots of the straight line, both ends included."""
-    steps = max(abs(end[0] - start[0]), abs(end[1] - start[1]), 1)
-    return [
-        (round(start[0] + (end[0] - start[0]) * i / steps), round(start[1] + (end[1] - start[1]) * i / steps))
-        for i in range(steps + 1)
-    ]
-
-
-def _label(value: float) -> str:
-    return f"{value:.3g}"
-
 
 _CHART_WIDTH, _CHART_HEIGHT = 76, 14
 _MIN_POINTS_FOR_TREND = 10
@@ -175,7 +107,6 @@ def print_chart(summary: dict[str, Any], console: Console) -> None:
 def save_png(summary: dict[str, Any], path: str | Path) -> None:
     """The reward per step with its running mean, and the evaluations, as a picture of 1600 x 900 pixels."""
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
 
     steps, rewards = reward_curve(summary)
     figure = Figure(figsize=(8, 4.5), dpi=200, layout="constrained")
@@ -190,14 +121,9 @@ def save_png(summary: dict[str, Any], path: str | Path) -> None:
             axes.annotate(
                 f"{score:.2f}", (step, score), xytext=(0, -16), textcoords="offset points", ha="center", color="#d1495b"
             )
-    axes.set_title(f"slimrl: {summary['run']['name']}", loc="left", fontweight="bold")
-    axes.set_xlabel("training step")
     axes.set_ylabel("mean reward")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.margins(y=0.12)  # room for the numbers below the diamonds
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="best")
+    _finish(axes, f"slimrl: {summary['run']['name']}")
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 
@@ -265,8 +191,205 @@ def _paths_table(summary: dict[str, Any]) -> Table:
     return table
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
+def _number(value: float | None, digits: int = 3) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _finish(axes: Axes, title: str) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set_title(title, loc="left", fontweight="bold")
+    axes.set_xlabel("training step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="best")
+
+
+_ATTEMPT = re.compile(r"_attempt_\d+$")
+_SEED_IN_NAME = re.compile(r"[-_.]?seed[-_=]?\d+|[-_.]s\d+$")
+_COLOURS = ("#1f4e8c", "#d1495b", "#2e8b57", "#b8860b", "#6a4c93", "#008b8b", "#8b4513", "#708090")
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """The results of one run; None if missing. `reward` is the mean of its last tenth of steps."""
+
+    name: str
+    group: str
+    seed: str | None
+    steps: int
+    status: str
+    rewards: tuple[list[int], list[float]]  # steps, and the mean reward of each
+    evaluations: tuple[list[int], list[float]]  # steps done, and the mean over data sets
+    reward: float | None
+    best_reward: float | None
+    before: float | None
+    after: float | None
+    best: float | None
+    minutes: float
+    step_seconds: float | None
+    tokens_per_second: float | None
+
+    @classmethod
+    def of(cls, summary: dict[str, Any]) -> Outcome:
+        """`minutes` are those of the steps, with their saves and evaluations: a start says nothing about a method."""
+        name, steps = summary["run"]["name"], summary["steps"]
+        rewards, evaluations = reward_curve(summary), evaluation_curve(summary)
+        scores = evaluations[1]
+        totals = [step["seconds"]["total"] for step in steps]
+        extra = [step["seconds"].get(phase, 0.0) for step in steps for phase in ("save", "evaluate")]
+        speeds = [step.get("perf/train_tokens_per_second") for step in steps]
+        return cls(
+            name=name,
+            group=group_of(name),
+            seed=seed_of(summary["run"]["command"]),
+            steps=len(steps),
+            status=summary["status"],
+            rewards=rewards,
+            evaluations=evaluations,
+            reward=_mean(rewards[1][-max(len(rewards[1]) // 10, 1) :]),
+            best_reward=max(rewards[1], default=None),
+            before=summary["eval"]["before"],
+            after=scores[-1] if scores else None,
+            best=max(scores, default=None),
+            minutes=(sum(totals) + sum(extra)) / 60,
+            step_seconds=_mean(totals),
+            tokens_per_second=_mean([speed for speed in speeds if speed is not None]),
+        )
+
+
+# heading, field of Outcome, digits behind the point
+_COLUMNS: tuple[tuple[str, str, int], ...] = (
+    ("reward", "reward", 3),
+    ("best", "best_reward", 3),
+    ("eval before", "before", 3),
+    ("after", "after", 3),
+    ("best", "best", 3),
+    ("min", "minutes", 1),
+    ("s/step", "step_seconds", 2),
+    ("tokens/s", "tokens_per_second", 0),
+)
+
+
+def group_of(name: str) -> str:
+    """The run's name without its seed and its attempt: runs that share it differ in the seed."""
+    return _SEED_IN_NAME.sub("", _ATTEMPT.sub("", name)) or name
+
+
+def seed_of(command: str) -> str | None:
+    """The last `--seed` of a command line."""
+    try:
+        words = shlex.split(command)
+    except ValueError:  # cut off
+        return None
+    given = [
+        word.partition("=")[2] or following
+        for word, following in zip(words, [*words[1:], ""], strict=True)
+        if word.partition("=")[0] == "--seed"
+    ]
+    return given[-1] if given else None
+
+
+def reward_curve(summary: dict[str, Any]) -> tuple[list[int], list[float]]:
+    """Steps with a reward, and the rewards."""
+    known = [(step["step"], step["reward"]) for step in summary["steps"] if step["reward"] is not None]
+    return [step for step, _ in known], [reward for _, reward in known]
+
+
+def evaluation_curve(summary: dict[str, Any]) -> tuple[list[int], list[float]]:
+    """Steps done at each evaluation, and the mean over its data sets."""
+    points = []
+    for entry in summary["eval"]["history"]:
+        scores = [score for score in entry["scores"].values() if score is not None]
+        if scores:
+            points.append((entry["step"], statistics.fmean(scores)))
+    return [step for step, _ in points], [score for _, score in points]
+
+
+def running_mean(values: list[float]) -> list[float]:
+    """Mean over a tenth of the run on either side of each point."""
+    reach = max(len(values) // 10, 1)
+    return [statistics.fmean(values[max(i - reach, 0) : i + reach + 1]) for i in range(len(values))]
+
+
+def groups(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
+    """Outcomes by group, in the order given."""
+    found: dict[str, list[Outcome]] = {}
+    for outcome in outcomes:
+        found.setdefault(outcome.group, []).append(outcome)
+    return found
+
+
+def rows(outcomes: Sequence[Outcome]) -> list[list[str]]:
+    """The table's cells: a row for each run and, below those of a group of several, their mean and spread.
+
+    The spread is the standard deviation between the runs (n - 1).
+    """
+    table = []
+    for group, members in groups(outcomes).items():
+        for one in members:
+            steps = str(one.steps) if one.status == "completed" else f"{one.steps} ({one.status})"
+            cells = [_number(vars(one)[field], digits) for _, field, digits in _COLUMNS]
+            table.append([one.name, one.seed or "-", steps, *cells])
+        if len(members) > 1:
+            cells = [_spread([vars(one)[field] for one in members], digits) for _, field, digits in _COLUMNS]
+            table.append([f"{group}: mean of {len(members)}", "", "", *cells])
+    return table
+
+
+def print_comparison(outcomes: Sequence[Outcome], console: Console) -> None:
+    """The table of `rows`."""
+    table = _table("run", "seed", "steps", *(heading for heading, _, _ in _COLUMNS))
+    for cells in rows(outcomes):
+        table.add_row(*cells, style="bold" if not cells[2] else None)
+    console.print(table)
+
+
+def save_picture(outcomes: Sequence[Outcome], path: str | Path) -> None:
+    """Rewards and evaluations over the steps: a thin line for each run, a thick one for the mean of a group."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 4.5), dpi=150, layout="constrained")
+    rewards, evaluations = figure.subplots(1, 2)
+    for number, (group, members) in enumerate(groups(outcomes).items()):
+        colour = _COLOURS[number % len(_COLOURS)]
+        for axes, curve, smooth in (
+            (rewards, lambda one: one.rewards, running_mean),
+            (evaluations, lambda one: one.evaluations, list),
+        ):
+            curves = [curve(one) for one in members]
+            for steps, values in curves:
+                axes.plot(steps, smooth(values), color=colour, linewidth=1, alpha=0.35 if len(members) > 1 else 1)
+            steps, values = mean_curve(curves, smooth)
+            label = f"{group} (mean of {len(members)})" if len(members) > 1 else members[0].name
+            axes.plot(
+                steps, values, color=colour, linewidth=2.2, label=label, marker="D" if axes is evaluations else ""
+            )
+    for axes, title in ((rewards, "reward of the rollouts, running mean"), (evaluations, "evaluation")):
+        _finish(axes, title)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def mean_curve(
+    curves: Sequence[tuple[list[int], list[float]]], smooth: Callable[[list[float]], list[float]]
+) -> tuple[list[int], list[float]]:
+    """The mean of smoothed curves, at the steps that all of them have."""
+    by_step = [dict(zip(steps, smooth(values), strict=True)) for steps, values in curves]
+    shared = sorted(set.intersection(*(set(one) for one in by_step)))
+    return shared, [statistics.fmean(one[step] for one in by_step) for step in shared]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.fmean(values) if values else None
+
+
+def _spread(values: Sequence[float | None], digits: int) -> str:
+    known = [value for value in values if value is not None]
+    if len(known) < 2:
+        return _number(_mean(known), digits)
+    return f"{statistics.fmean(known):.{digits}f} ± {statistics.stdev(known):.{digits}f}"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Metrics of a rollout, computed from its samples: flat dicts of plain numbers.
+"""Metrics of a rollout and of an evaluation, computed from their samples: flat dicts of plain numbers.
 
 `slimrl.observability.metrics.registry` (docs/metrics.md) defines every name.
 """
@@ -296,3 +296,75 @@ def correct_metrics(samples: list[Sample], raw_rewards: Sequence[float]) -> dict
     for percent in (25, 50, 75, 100) if ordered else ():
         found[f"rollout/correct_length/p{percent}"] = float(ordered[-(-percent * len(ordered) // 100) - 1])
     return found
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalResult:
+    """The result of one dataset; `samples` and `rewards` are in the order of the rows, repeats adjacent."""
+
+    name: str
+    rewards: list[float]
+    samples: list[Sample]
+    n_samples_per_prompt: int
+
+    @property
+    def mean_reward(self) -> float:
+        """Mean over all samples; the accuracy if rewards are 0 and 1."""
+        return mean(self.rewards)
+
+    @property
+    def pass_rate(self) -> float:
+        """Fraction of prompts with at least one sample of reward 1 or more."""
+        return self.pass_at(self.n_samples_per_prompt)
+
+    @property
+    def truncated_ratio(self) -> float:
+        """Fraction of samples that reached the length limit."""
+        return mean([float(sample.status is SampleStatus.TRUNCATED) for sample in self.samples])
+
+    def pass_at(self, k: int) -> float:
+        """Mean over prompts of the probability that k of their samples (without replacement) include a passing one."""
+        n = self.n_samples_per_prompt
+        groups = [self.rewards[start : start + n] for start in range(0, len(self.rewards), n)]
+        return mean([pass_at_k(n, sum(reward >= PASS_REWARD for reward in group), k) for group in groups])
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics `eval/<name>...`; pass@k for k = 1, 2, 4, ... and the group size."""
+        prefix = f"eval/{self.name}"
+        n = self.n_samples_per_prompt
+        lengths = length_statistics([sample.response_length for sample in self.samples])
+        return {
+            prefix: self.mean_reward,
+            f"{prefix}-truncated_ratio": self.truncated_ratio,
+            f"{prefix}-reward_failures": float(sum(REWARD_FAILURE_KEY in sample.metadata for sample in self.samples)),
+            **{f"{prefix}-pass@{k}": self.pass_at(k) for k in ks_of(n)},
+            **{f"{prefix}/response_len/{name}": value for name, value in lengths.items()},
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationReport:
+    """The metrics of one dataset, without its samples."""
+
+    mean_reward: float
+    scalars: dict[str, float]
+
+    @classmethod
+    def of_held_out(cls, name: str, metrics: dict[str, float]) -> EvaluationReport:
+        """Of a held-out set: the accuracy of preferences, the perplexity of conversations, the mean error of scores.
+
+        `metrics` are those of an optimizer step.
+        """
+        if "absolute_error" in metrics:
+            error = metrics["absolute_error"]
+            return cls(error, {f"eval/{name}": error, f"eval/{name}-loss": metrics["loss"]})
+        if "perplexity" in metrics:
+            perplexity = metrics["perplexity"]
+            return cls(perplexity, {f"eval/{name}": perplexity, f"eval/{name}-loss": metrics["loss"]})
+        accuracy = metrics["label_accuracy" if "label_accuracy" in metrics else "pair_accuracy"]
+        values = {f"eval/{name}-{kind}": metrics[kind] for kind in ("loss", "reward_margin") if kind in metrics}
+        return cls(accuracy, {f"eval/{name}": accuracy, **values})
+
+    def metrics(self) -> dict[str, float]:
+        """Scalars under their full names, `eval/...`."""
+        return self.scalars

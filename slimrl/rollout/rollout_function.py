@@ -34,8 +34,8 @@ from slimrl.hooks.contracts import RunArguments
 from slimrl.hooks.loader import plain_number
 from slimrl.observability.metrics import is_known
 from slimrl.rollout.dataset.data_source import RolloutDataSource
-from slimrl.rollout.evaluate import EvalResult
 from slimrl.rollout.generation.sample_tracker import RouterAccess
+from slimrl.rollout.metrics import EvalResult
 
 
 @dataclasses.dataclass(frozen=True)

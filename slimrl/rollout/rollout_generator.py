@@ -1,7 +1,10 @@
-"""The rollout loop: samples groups, keeps them in flight, and returns a full batch sorted by index.
+"""The rollout loop: samples groups, keeps them in flight, and returns a full batch sorted by index; and evaluation.
 
 Every sample is one asyncio task. No task outlives the call, and the first failure ends the call with a named error.
 The rollout manager creates and drives it, and owns the engine client.
+
+An evaluation samples all datasets concurrently, each with its own settings. The same dataset, weights and settings give
+the same samples in the same order.
 """
 
 from __future__ import annotations
@@ -9,29 +12,26 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from slimrl import hooks
 from slimrl.arguments import Arguments
+from slimrl.arguments.eval_datasets import eval_prompt_format
 from slimrl.arguments.flags.rollout import RolloutArguments
 from slimrl.arguments.namespace import EvalDataset, PromptArguments
 from slimrl.data.sample import Sample
 from slimrl.engines.protocol import EngineClient, SamplingConfig, StoppableEngine
-from slimrl.rollout.asynchronous.async_rollout import AsyncRollout
+from slimrl.rollout.async_rollout import AsyncRollout
+from slimrl.rollout.async_utils import gather_or_cancel
 from slimrl.rollout.dataset.data_source import RolloutDataSource
-from slimrl.rollout.evaluate import EvalResult, Evaluator
-from slimrl.rollout.filter_hub.dynamic_sampling_filters import GroupFilter
-from slimrl.rollout.generation.inflight_groups import (
-    MAX_CONSECUTIVE_DROPS,
-    DynamicSampler,
-    InflightGroups,
-    sort_by_index,
-)
-from slimrl.rollout.generation.sample_generator import GeneratorConfig, SampleConfig, SampleGenerator
+from slimrl.rollout.dataset.prompt_dataset import PromptSet, load_prompts
+from slimrl.rollout.filter_hub.dynamic_sampling_filters import MAX_CONSECUTIVE_DROPS, DynamicSampler, GroupFilter
+from slimrl.rollout.generation.inflight_groups import InflightGroups, sort_by_index
+from slimrl.rollout.generation.sample_generator import GeneratorConfig, SampleConfig, SampleError, SampleGenerator
 from slimrl.rollout.generation.sample_tracker import ActiveSample, SampleTrace
-from slimrl.rollout.metrics import dynamic_filter_metrics, partial_metrics
-from slimrl.rollout.rm_hub import RewardScorer
+from slimrl.rollout.metrics import EvalResult, dynamic_filter_metrics, partial_metrics
+from slimrl.rollout.rm_hub import RewardConfig, RewardScorer
 from slimrl.rollout.rollout_function import CustomRollout, ExpectedOutput, RolloutOutput, eval_results
 
 
@@ -263,3 +263,79 @@ class RolloutGenerator:
         if self._rollout.partial_rollout:
             metrics |= partial_metrics(rollout_id, sampler.accepted, surplus)
         return metrics
+
+
+@dataclasses.dataclass(frozen=True)
+class _Set:
+    """A loaded dataset with its sampling and scoring configuration."""
+
+    dataset: EvalDataset
+    prompts: PromptSet
+    sampling: SamplingConfig
+    config: SampleConfig
+
+
+class Evaluator:
+    """Loads all datasets in its constructor, so that a bad file is reported before training starts."""
+
+    def __init__(
+        self, datasets: Sequence[EvalDataset], flags: PromptArguments, tokenizer: Any, generator: SampleGenerator
+    ) -> None:
+        self._generator = generator
+        self._skips = flags.skip_failed_samples
+        self._sets = [self._load(flags, dataset, tokenizer) for dataset in datasets]
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples of one evaluation over all datasets."""
+        return sum(len(part.prompts) * part.dataset.n_samples_per_eval_prompt for part in self._sets)
+
+    async def evaluate(self, rollout_id: int) -> dict[str, EvalResult]:
+        """Samples and scores every dataset. Raises SampleError at the first failure."""
+        results = await gather_or_cancel(self._evaluate(part, rollout_id) for part in self._sets)
+        return {result.name: result for result in results}
+
+    def _load(self, flags: PromptArguments, dataset: EvalDataset, tokenizer: Any) -> _Set:
+        config = SampleConfig(
+            RewardConfig(dataset.custom_rm_path, dataset.rm_type),
+            dataset.custom_generate_function_path,
+            evaluation=True,
+        )
+        self._generator.check(config, f"evaluation set {dataset.name!r}")
+        prompts = load_prompts(dataset.path, eval_prompt_format(flags, dataset), tokenizer)
+        return _Set(dataset, prompts, SamplingConfig.for_evaluation(flags, dataset), config)
+
+    async def _evaluate(self, part: _Set, rollout_id: int) -> EvalResult:
+        repeats = part.dataset.n_samples_per_eval_prompt
+        work = []
+        for row, prompt in enumerate(part.prompts.prompts):
+            for repeat in range(repeats):
+                sample = prompt.sample(group_index=row, index=row * repeats + repeat)
+                sample.metadata.update(part.dataset.metadata_overrides)
+                params = part.sampling.params(sample, row, repeat)
+                work.append(self._generator.generate_and_score(sample, params, part.config, rollout_id))
+        try:
+            results = await gather_or_cancel(work)
+        except SampleError as error:
+            raise self._with_set_name(part.dataset, error) from error
+        samples = [_only(samples, part.dataset) for samples in results]
+        rewards = [sample.reward_value(part.dataset.reward_key) for sample in samples]
+        return EvalResult(part.dataset.name, rewards, samples, repeats)
+
+    def _with_set_name(self, dataset: EvalDataset, error: SampleError) -> SampleError:
+        text = f"evaluation set {dataset.name!r}: {error}"
+        if self._skips and error.by_hook:
+            text += (
+                "\n--skip-failed-samples does not apply to evaluations, because skipping would change the result: fix"
+                " the function"
+            )
+        return SampleError(text, by_hook=error.by_hook)
+
+
+def _only(samples: list[Sample], dataset: EvalDataset) -> Sample:
+    if len(samples) != 1:
+        raise ValueError(
+            f"{dataset.custom_generate_function_path} returned {len(samples)} samples in the evaluation of"
+            f" {dataset.name!r}: return one sample if `evaluation` is true"
+        )
+    return samples[0]

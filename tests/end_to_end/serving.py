@@ -34,12 +34,12 @@ def megatron_logits(rank: int, world_size: int, init_method: str, args: Argument
     from megatron.core.packed_seq_params import PackedSeqParams
 
     from slimrl.megatron import parallel
-    from slimrl.megatron.checkpoint import state as checkpoints
+    from slimrl.megatron.checkpoint import start
     from slimrl.megatron.model import model_builder as model
 
     state = parallel.initialize(args, rank=rank, world_size=world_size, local_rank=rank, init_method=init_method)
     built = model.build_model(args, state).eval()
-    checkpoints.load_model_only(built, checkpoint)
+    start.load_model_only(built, checkpoint)
     results = []
     for sequence in SEQUENCES:
         bounds, size = torch.tensor([0, len(sequence)], dtype=torch.int32), len(sequence)

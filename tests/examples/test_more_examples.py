@@ -26,7 +26,7 @@ from slimrl.megatron.training.loss.policy_loss import (
     policy_loss_sums,
 )
 from slimrl.rollout.convert_samples import RewardProcessing, compute_rewards, training_batch
-from slimrl.rollout.evaluate import EvalResult
+from slimrl.rollout.metrics import EvalResult
 from slimrl.rollout.rollout_function import RolloutOutput
 
 

@@ -50,14 +50,14 @@ def logits_from_torch_dist(
     """Packed logits [tokens, vocabulary] of the model loaded from `folder` in the layout of `flags`."""
     from slimrl.arguments import read_args
     from slimrl.megatron import parallel
-    from slimrl.megatron.checkpoint import state as checkpoint
+    from slimrl.megatron.checkpoint import start
     from slimrl.megatron.model import model_builder
 
     args, _ = read_args(flags, entry="convert_hf_to_torch_dist.py")
     state = parallel.initialize(args, rank=rank, world_size=world_size, local_rank=rank, init_method=init_method)
     try:
         built = model_builder.build_model(args, state).eval()
-        checkpoint.load_model_only(built, folder)
+        start.load_model_only(built, folder)
         with torch.no_grad():
             return latent_jobs.logits_of(built, state, args.vocab_size)
     finally:

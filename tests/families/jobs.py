@@ -53,7 +53,7 @@ def logits_and_export(
 
 
 def _one(case: Case, state: Any, sequences: list[list[int]]) -> Outcome:
-    from slimrl.megatron.checkpoint import state as checkpoint
+    from slimrl.megatron.checkpoint import start
     from slimrl.megatron.model import model_builder
     from slimrl.models.families import family_for
     from slimrl.models.model_spec import ModelSpec
@@ -64,7 +64,7 @@ def _one(case: Case, state: Any, sequences: list[list[int]]) -> Outcome:
     if case.checkpoint is None:
         _load(built, shape, family, state, case.folder)
     else:
-        checkpoint.load_model_only(built, case.checkpoint)
+        start.load_model_only(built, case.checkpoint)
     logits = _packed_logits(built, state, case.args, sequences) if sequences and state.pp_size == 1 else []
     names, different = _compare_export(built, shape, family, state, case.folder)
     return Outcome(logits, names, different)
@@ -136,7 +136,7 @@ def _compare_export(built: Any, shape: Any, family: Any, state: Any, folder: Pat
 
 def to_torch_dist(rank: int, world_size: int, init_method: str, cases: list[Case]) -> None:
     """Writes the `checkpoint` of each case from its folder, as the tool does."""
-    from slimrl.megatron.checkpoint.template import model_blueprint
+    from slimrl.megatron.checkpoint.state import model_blueprint
     from slimrl.models.families import family_for
     from slimrl.models.model_spec import ModelSpec
     from slimrl.weights.convert.hf_to_megatron import hf_to_torch_dist

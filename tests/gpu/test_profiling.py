@@ -9,7 +9,7 @@ import pickle
 import torch
 
 from slimrl.arguments import Arguments
-from slimrl.megatron.training.reporting.diagnostics import ACTOR, MemoryHistory, PartProfiler
+from slimrl.megatron.training.profiling import ACTOR, MemoryHistory, PartProfiler
 from tests.gpu.conftest import needs
 
 pytestmark = needs()

@@ -13,8 +13,8 @@ import torch
 
 from slimrl.algorithms.off_policy import ImportanceWeighting, Rejection
 from slimrl.data.train_batch import RolloutBatch
+from slimrl.megatron.training.loss.loss_sums import reduce_step
 from slimrl.megatron.training.loss.policy_loss import PolicyLossConfig, PolicyLossInputs, policy_loss_sums
-from slimrl.megatron.training.reporting.train_metrics import reduce_step
 from tests import accuracy
 from tests.megatron import layouts, ranks, reference
 from tests.megatron.layouts import CP2, DYNAMIC, PP2, SPREAD, TP2_SP, Layout

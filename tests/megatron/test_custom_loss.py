@@ -8,9 +8,9 @@ import torch
 from slimrl.hooks import HookFailedError
 from slimrl.megatron.model.micro_batch import pack_micro_batch
 from slimrl.megatron.training.advantages import TrainingHooks, build_train_inputs
-from slimrl.megatron.training.loss.custom_loss import CheckedCustomLoss
+from slimrl.megatron.training.loss.loss_sums import _check_names
 from slimrl.megatron.training.loss.policy_loss import PolicyLossConfig, PolicyLossHooks
-from slimrl.megatron.training.reporting.train_metrics import _check_names
+from slimrl.megatron.training.step_loss import CheckedCustomLoss
 from tests.megatron import tiny
 
 

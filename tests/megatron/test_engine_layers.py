@@ -29,7 +29,7 @@ FUSING = ["tests.megatron.engine_layers", "fusing_layers"]
 
 def stored(rank: int, world_size: int, init_method: str, models: list[Arguments]) -> list[set[Any]]:
     """Everything that a checkpoint stores of each model's weights."""
-    from slimrl.megatron.checkpoint.template import model_blueprint
+    from slimrl.megatron.checkpoint.state import model_blueprint
 
     return [{piece for weight in model_blueprint(args).weights for piece in weight.pieces} for args in models]
 
@@ -60,12 +60,12 @@ class Allocations(TorchDispatchMode):
 def described_on_a_gpu(rank: int, world_size: int, init_method: str, args: Arguments) -> tuple[int, int]:
     """Bytes of the weights, and bytes allocated while a machine with Transformer Engine describes the model."""
     from slimrl.megatron import config
-    from slimrl.megatron.checkpoint import template
+    from slimrl.megatron.checkpoint import state
 
     config.transformer_engine_installed = lambda: True
     config.is_cpu = lambda: False
     with Allocations() as allocations:
-        found = template.model_blueprint(args)
+        found = state.model_blueprint(args)
     return sum(piece.nbytes for weight in found.weights for piece in weight.pieces), allocations.nbytes
 
 
@@ -85,6 +85,7 @@ def saved_and_loaded(
 ) -> list[dict[str, Tensor]]:
     """Weights of a model with `writer`'s layers, and of one with `reader`'s layers loaded from its checkpoint."""
     from slimrl.megatron import parallel
+    from slimrl.megatron.checkpoint import start
     from slimrl.megatron.checkpoint import state as checkpoint
     from slimrl.megatron.model import model_builder
 
@@ -100,7 +101,7 @@ def saved_and_loaded(
                     parameter.normal_()
             checkpoint.save_model_only(built, root)
         else:
-            checkpoint.load_model_only(built, root)
+            start.load_model_only(built, root)
         found.append({name: value.clone() for name, value in built.named_parameters()})
         parallel.shutdown()
     return found
@@ -148,7 +149,7 @@ def test_weight_missing_from_the_model_is_named(one_rank: RankPool, tmp_path: Pa
 
 
 def test_incompletely_filled_stage_is_rejected():
-    from slimrl.megatron.checkpoint.state import _fill
+    from slimrl.megatron.checkpoint.start import _fill
 
     with pytest.raises(ValueError, match="/saved has no values for bias"):
         _fill(torch.nn.Linear(2, 2), {"weight": torch.zeros(2, 2)}, Path("/saved"))

@@ -25,7 +25,7 @@ def expert_gradients(
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from slimrl.megatron import config, parallel
-    from slimrl.megatron.checkpoint import state
+    from slimrl.megatron.checkpoint import start, state
     from slimrl.megatron.model import model_builder
 
     parallel.initialize(args, rank=rank, world_size=world_size, local_rank=rank, init_method=init_method)
@@ -48,7 +48,7 @@ def expert_gradients(
         model_builder.mark_expert_parameters(built)
     if world_size == 1:
         state.save_model_only(built, folder)
-    state.load_model_only(built, folder)
+    start.load_model_only(built, folder)
     wrapped = DistributedDataParallel(shape, config.ddp_config(args), built)
     tokens = torch.arange(16)[None] * 7 % args.vocab_size
 

@@ -119,6 +119,8 @@ def load_each(rank: int, world_size: int, init_method: str, args: Arguments) -> 
     """Results of loading a genuine checkpoint, one without checksums, and each of `WAYS`; and the log."""
     import logging
 
+    from slimrl.megatron.checkpoint import folder as folders
+    from slimrl.megatron.checkpoint import start
     from slimrl.megatron.checkpoint import state as checkpoint
 
     log = io.StringIO()
@@ -133,8 +135,8 @@ def load_each(rank: int, world_size: int, init_method: str, args: Arguments) -> 
 
     def load(name: str, folder: Path) -> None:
         try:
-            checkpoint.load_stages(trainer.stages, folder)
-            found = checkpoint.find_checkpoint(folder)
+            start.load_stages(trainer.stages, folder)
+            found = folders.find_checkpoint(folder)
             data = checkpoint.load_training_state(state, found, load_optimizer=True, load_random_state=True)
             outcomes[name] = f"loaded {data}"
         except (ValueError, OSError) as error:

@@ -13,7 +13,7 @@ from slimrl.algorithms.off_policy import ImportanceWeighting, Rejection
 from slimrl.megatron.training.loss.loss_sums import LossSums
 from slimrl.megatron.training.loss.policy_loss import PolicyLossConfig, PolicyLossInputs, policy_loss_sums
 from slimrl.observability.metrics import metric_of
-from slimrl.observability.metrics.registry import TRAIN
+from slimrl.observability.metrics.training_rows import TRAIN
 
 SETTINGS = PolicyLossConfig(
     eps_clip=0.2,

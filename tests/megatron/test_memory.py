@@ -15,7 +15,7 @@ from tests.megatron.layouts import SPREAD, TP2_SP, Layout, fsdp
 
 
 def test_shared_storage_of_saved_tensors_counts_once():
-    from slimrl.megatron.training.reporting.memory_report import KeptForBackward
+    from slimrl.megatron.training.profiling import KeptForBackward
 
     weight = torch.ones(8, 8, requires_grad=True)
     with KeptForBackward({weight.untyped_storage().data_ptr()}) as kept:
@@ -26,7 +26,7 @@ def test_shared_storage_of_saved_tensors_counts_once():
 
 
 def test_memory_freed_by_backward_is_not_counted():
-    from slimrl.megatron.training.reporting.memory_report import KeptForBackward
+    from slimrl.megatron.training.profiling import KeptForBackward
 
     weight = torch.ones(8, 8, requires_grad=True)
     with KeptForBackward({weight.untyped_storage().data_ptr()}) as kept:
@@ -37,7 +37,7 @@ def test_memory_freed_by_backward_is_not_counted():
 
 
 def test_message_shows_measured_and_planned_memory():
-    from slimrl.megatron.training.reporting.memory_report import sentence
+    from slimrl.megatron.training.profiling import sentence
 
     measured = {"parameters": 2**30, "gradients": 2**31, "optimizer": 3 * 2**29, "activations": 5 * 2**20}
     assert sentence(measured, measured | {"activations": 2**21}, 4096) == (

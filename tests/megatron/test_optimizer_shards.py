@@ -23,7 +23,7 @@ from tests.megatron.test_resharding import Step, flags_of, save_and_step
 
 @pytest.mark.parametrize("shape", [(), (1,), (6,), (3, 4), (2, 3, 4), (2, 1, 3, 2), (4, 1)])
 def test_any_range_is_boxes_in_order(shape: tuple[int, ...]):
-    from slimrl.megatron.checkpoint.shards import boxes
+    from slimrl.megatron.checkpoint.optimizer_state import boxes
 
     numbers = torch.arange(math.prod(shape)).view(shape)
     for low, high in itertools.combinations_with_replacement(range(numbers.numel() + 1), 2):
@@ -38,7 +38,7 @@ def test_halves_of_a_gated_weight_are_cut_where_they_are_stored():
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
     from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 
-    from slimrl.megatron.checkpoint.shards import cut
+    from slimrl.megatron.checkpoint.optimizer_state import cut
 
     weight = torch.empty(4, 3)  # the second of two tensor-parallel shards: two rows of the gate, two of the other half
     layer = (0, 1, 5)  # the second of five layers
@@ -58,7 +58,7 @@ def test_halves_of_a_gated_weight_are_cut_where_they_are_stored():
 
 
 def test_master_weights_are_whole_from_bf16_weights_and_the_bits_that_these_lack():
-    from slimrl.megatron.checkpoint.shards import joined_master, split_master
+    from slimrl.megatron.checkpoint.optimizer_state import joined_master, split_master
 
     generator = torch.Generator().manual_seed(0)
     master = torch.randn(4096, generator=generator) * 10.0 ** torch.randint(-30, 30, (4096,), generator=generator)
@@ -83,7 +83,7 @@ def step_in(
     patches = {
         "as it lies": contextlib.nullcontext(),
         "gathered": mock.patch("slimrl.megatron.optimizer.store_without_gathering", lambda part: None),
-        "not ranges": mock.patch("slimrl.megatron.checkpoint.shards._blocks", lambda *_: None),
+        "not ranges": mock.patch("slimrl.megatron.checkpoint.optimizer_state._blocks", lambda *_: None),
     }
     patch: Any = patches[way]
     with patch:

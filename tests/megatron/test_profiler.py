@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from slimrl.arguments import Arguments
-from slimrl.megatron.training.reporting.diagnostics import ACTOR, LOG_PROBS, MemoryHistory, PartProfiler
+from slimrl.megatron.training.profiling import ACTOR, LOG_PROBS, MemoryHistory, PartProfiler
 from tests.megatron import ranks, tiny
 
 

@@ -46,7 +46,7 @@ def save_and_step(
     rank: int, world_size: int, init_method: str, args: Arguments, rollouts: list[RolloutBatch], steps: int
 ) -> Step:
     """`steps` rollouts starting from --load, each saved except the last."""
-    from slimrl.megatron.optimizer import step_counts
+    from slimrl.megatron.checkpoint.optimizer_state import step_counts
     from slimrl.models.families import family_for
     from slimrl.weights.hf_checkpoint import read_hf_config
 

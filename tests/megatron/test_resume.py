@@ -43,7 +43,7 @@ def train(
     rank: int, world_size: int, init_method: str, args: Arguments, rollouts: list[RolloutBatch], stop: int
 ) -> Outcome:
     """Trains from the checkpoint up to rollout `stop`, saving after each."""
-    from slimrl.megatron.optimizer import step_counts
+    from slimrl.megatron.checkpoint.optimizer_state import step_counts
 
     trainer = ranks.start(rank, world_size, init_method, args)
     metrics = []

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 def stored_keys(rank: int, world_size: int, init_method: str, models: dict[str, Arguments]) -> dict[str, set[str]]:
     """The checkpoint keys, by model."""
-    from slimrl.megatron.checkpoint.template import model_blueprint
+    from slimrl.megatron.checkpoint.state import model_blueprint
 
     return {
         name: {piece.key for weight in model_blueprint(args).weights for piece in weight.pieces}

@@ -182,7 +182,7 @@ def test_planned_memory_of_a_critic_has_a_tower_of_its_own(folders: Any, two_ran
 @pytest.mark.parametrize("deep", [False, True], ids=["qwen2.5", "qwen3"])
 def test_planned_activations_of_the_tower_are_those_that_it_keeps(deep: bool, tmp_path: Path):
     from slimrl.megatron.model.vision import vision_tower
-    from slimrl.megatron.training.reporting.memory_report import KeptForBackward
+    from slimrl.megatron.training.profiling import KeptForBackward
 
     (vision.save_qwen3_vl if deep else vision.save_qwen2_5_vl)(tmp_path, seed=1)
     values = vision.DEEP_PATCH_VALUES if deep else vision.PATCH_VALUES

@@ -5,7 +5,7 @@ import statistics
 import pytest
 
 from slimrl.observability import report
-from slimrl.observability.compare_runs import Outcome, group_of, mean_curve, rows, running_mean, seed_of
+from slimrl.observability.report import Outcome, group_of, mean_curve, rows, running_mean, seed_of
 from slimrl.observability.run_log import RunLog, StepRecord
 from slimrl.observability.summary import load_summary
 from tests.observability.test_run_log import Result

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from slimrl.observability.metrics import Metric, axis_of, combine_steps, metric_of
-from slimrl.observability.metrics.registry import METRICS, SECTIONS
-from slimrl.observability.metrics_docs import markdown
+from slimrl.observability.metrics.registry import METRICS, SECTIONS, markdown
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = {
@@ -84,7 +83,7 @@ def test_every_row_has_a_description_and_is_unique():
 
 def test_page_is_generated_from_the_table():
     page = (ROOT / "docs" / "metrics.md").read_text()
-    assert page == markdown(), "python -m slimrl.observability.metrics_docs > docs/metrics.md"
+    assert page == markdown(), "python -m slimrl.observability.metrics.registry > docs/metrics.md"
     assert page.count("\n| `") >= sum(map(len, SECTIONS.values()))
 
 

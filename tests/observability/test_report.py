@@ -3,8 +3,8 @@
 import pytest
 
 from slimrl.observability import report
-from slimrl.observability.report import text_chart
 from slimrl.observability.run_log import RunLog, StepRecord
+from slimrl.observability.terminal import text_chart
 
 
 class Result:

@@ -82,7 +82,7 @@ def takes(name, values):
 def test_every_answer_is_scored_or_given_up_and_the_grader_survives(rule, graders):
     async def main():
         await graders.grade({"rule": "math", "boxed": True, "response": "\\boxed{x+x}", "label": "2x"})
-        (worker,) = (child for child in psutil.Process().children() if "grader_worker.py" in " ".join(child.cmdline()))
+        (worker,) = (child for child in psutil.Process().children() if "grader_pool.py" in " ".join(child.cmdline()))
         given_up = {}
         for name, text in HOSTILE.items():
             sample = ask(rule, text)

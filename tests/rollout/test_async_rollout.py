@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from slimrl.engines.protocol import Generation, sampling_seed
-from slimrl.rollout.asynchronous import async_rollout
 from slimrl.rollout.dataset.data_source import RolloutDataSource
+from slimrl.rollout.generation import inflight_groups
 from slimrl.rollout.rollout_generator import RolloutGenerator
 from tests.rollout import scripted_engine
 from tests.rollout.scripted_engine import END_IN, LIMIT, ScriptedEngine, draw, uninterrupted
@@ -111,7 +111,7 @@ def run(
         generator.start_async(source, lambda: concurrency)
         stream = generator.continuous
         if saved[1] is not None:
-            stream.restore(async_rollout.restore(source, json.loads(saved[1]), keeps_finished=True))
+            stream.restore(inflight_groups.restore(source, json.loads(saved[1]), keeps_finished=True))
         stream.set_weight_version(begin, end or rollouts)
         work = asyncio.create_task(generator.generate_rollout(begin, source))
         try:
@@ -332,7 +332,7 @@ def test_fully_async_checkpoint_is_resumed_by_any_other_mode(make_args, tokenize
     waiting = left(done.state)
     assert done.state["drawn"]["finished"] and done.state["drawn"]["under_way"]
     source = RolloutDataSource(args, tokenizer)
-    assert async_rollout.restore(source, json.loads(json.dumps(done.state)), keeps_finished=False) == []
+    assert inflight_groups.restore(source, json.loads(json.dumps(done.state)), keeps_finished=False) == []
     again = [group[0].group_index for group in source.get_samples(len(waiting) + 2)]
     scored = [number for numbers in done.scored for number in numbers]
     assert again[:-2] == waiting

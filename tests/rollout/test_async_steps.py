@@ -11,9 +11,9 @@ import pytest
 from slimrl.data.sample import Sample, SampleStatus
 from slimrl.engines.protocol import Generation
 from slimrl.hooks import HookFailedError
-from slimrl.rollout.asynchronous import async_rollout
-from slimrl.rollout.asynchronous.async_rollout import FinishedGroup
 from slimrl.rollout.dataset.data_source import RolloutDataSource
+from slimrl.rollout.generation import inflight_groups
+from slimrl.rollout.generation.inflight_groups import FinishedGroup
 from slimrl.rollout.generation.sample_generator import SampleError
 from tests.rollout.async_helpers import HERE, async_generation, run_loop
 from tests.rollout.test_async_rollout import ContinuingEngine, left, scripted
@@ -163,7 +163,7 @@ def test_response_started_by_unknown_or_stale_weights_is_regenerated_from_its_pr
     async def main():
         async with async_generation(args, tokenizer) as (generator, source, engine):
             engine.version = 6
-            generator.continuous.restore(async_rollout.restore(source, state, keeps_finished=True))
+            generator.continuous.restore(inflight_groups.restore(source, state, keeps_finished=True))
             generator.continuous.set_weight_version(6, 7)
             output = await generator.generate_rollout(6, source)
         assert sorted(numbers(output.groups)) == [0, 1, 2, 3]
@@ -288,7 +288,7 @@ def test_in_place_changes_by_functions_do_not_change_the_sampled_group(make, tok
             state = carried_over(
                 args, tokenizer, 4, version_spans=[["6", 2]], weight_versions=["6"], metadata={"seen": {"by": []}}
             )
-            async_rollout.restore(source, state, keeps_finished=True)
+            inflight_groups.restore(source, state, keeps_finished=True)
             generator.continuous.set_weight_version(6, 7)
             await generator.continuous.drain()
             ones = generator.continuous.inflight_state().finished

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from slimrl.rollout.evaluate import EvalResult
 from slimrl.rollout.generation.sample_generator import SampleError
+from slimrl.rollout.metrics import EvalResult
 from slimrl.rollout.rollout_generator import RolloutGenerator
 
 

@@ -14,8 +14,8 @@ from slimrl.data.sample import Sample, SampleStatus
 from slimrl.hooks import HookFailedError
 from slimrl.rollout.convert_samples import RewardProcessing, compute_rewards, training_batch
 from slimrl.rollout.dataset.data_source import GroupBuffer, RolloutDataSource, open_data_source
-from slimrl.rollout.evaluate import EvalResult
 from slimrl.rollout.generation.sample_generator import SampleError
+from slimrl.rollout.metrics import EvalResult
 from slimrl.rollout.rollout_function import reported_metrics, reported_scalars
 from slimrl.rollout.rollout_generator import RolloutGenerator
 from tests.test_hooks import CONTRACTS, ROWS

@@ -15,9 +15,9 @@ import torch
 
 from slimrl.data.sample import Sample, SampleStatus
 from slimrl.megatron.checkpoint.folder import encode_data_state
-from slimrl.rollout.asynchronous import async_rollout
-from slimrl.rollout.asynchronous.async_rollout import FinishedGroup, InflightState, plain_data
 from slimrl.rollout.dataset.data_source import RolloutDataSource
+from slimrl.rollout.generation import inflight_groups
+from slimrl.rollout.generation.inflight_groups import FinishedGroup, InflightState, plain_data
 from tests.rollout.async_helpers import HERE, async_generation
 from tests.rollout.test_async_rollout import scripted
 
@@ -54,7 +54,7 @@ def test_groups_round_trip_through_a_checkpoint(make_args, tokenizer):
     odd = finished_sample(loss_mask=[1.0, 0.0, 1.0], rollout_log_probs=[None, -1.0, -2.0])  # attached by a function
     state = InflightState([under_way], [FinishedGroup([*ones, odd], under_way, 3)]).added_to(source.state_dict())
     resumed = RolloutDataSource(make_args(), tokenizer)
-    (found,) = async_rollout.restore(resumed, through_a_checkpoint(state), keeps_finished=True)
+    (found,) = inflight_groups.restore(resumed, through_a_checkpoint(state), keeps_finished=True)
     assert (found.group, found.drawn, found.oldest) == ([*ones, odd], under_way, 3)
     assert resumed.get_samples(2) == [under_way, *source.get_samples(1)]
 
@@ -69,7 +69,7 @@ def test_column_is_base64_of_eight_bytes_per_token_and_lists_are_also_read(make_
     older = {name: value for name, value in finished_sample().to_dict().items() if name != "teacher_log_probs"}
     state["drawn"]["under_way"] = [[older]]
     resumed = RolloutDataSource(make_args(), tokenizer)
-    async_rollout.restore(resumed, state, keeps_finished=True)
+    inflight_groups.restore(resumed, state, keeps_finished=True)
     assert resumed.get_samples(1) == [[finished_sample()]]
 
 
@@ -89,7 +89,7 @@ def test_attached_values_and_numpy_numbers_can_be_resumed(make_args, tokenizer, 
 
     output = asyncio.run(main())
     state = through_a_checkpoint(output.data_state)
-    ones = async_rollout.restore(RolloutDataSource(args, tokenizer), state, keeps_finished=True)
+    ones = inflight_groups.restore(RolloutDataSource(args, tokenizer), state, keeps_finished=True)
     assert len(ones) == 8
     for sample in (sample for one in ones for sample in one.group):
         assert sample.metadata == {"score": 0.5, "count": 3, "parts": (0.25, "a")}

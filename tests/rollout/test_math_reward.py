@@ -9,10 +9,9 @@ import pytest
 
 from slimrl.data.sample import Sample
 from slimrl.rollout.rm_hub import registry
-from slimrl.rollout.rm_hub.grader_pool import GraderFailure, GraderPool
-from slimrl.rollout.rm_hub.grader_worker import MEMORY_LIMIT_BYTES
+from slimrl.rollout.rm_hub.grader_pool import MEMORY_LIMIT_BYTES, GraderFailure, GraderPool
 from slimrl.rollout.rm_hub.math_equivalence import answers_equal, equality_chains
-from slimrl.rollout.rm_hub.rule_graders import last_boxed
+from slimrl.rollout.rm_hub.rule_reward import last_boxed
 
 # answer, label, whether they are equal
 PAIRS = [
@@ -149,7 +148,7 @@ def test_unbounded_computation_costs_only_its_time_limit(answer, graders):
 
 def test_grader_has_bounded_memory(graders):
     assert grade("math", "\\boxed{1+x}", "x+1", graders) == 1.0
-    workers = [child for child in psutil.Process().children() if "grader_worker.py" in " ".join(child.cmdline())]
+    workers = [child for child in psutil.Process().children() if "grader_pool.py" in " ".join(child.cmdline())]
     assert workers
     assert all(worker.rlimit(psutil.RLIMIT_AS) == (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES) for worker in workers)
 

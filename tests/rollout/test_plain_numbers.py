@@ -10,7 +10,7 @@ import torch
 
 from slimrl.data.sample import Sample
 from slimrl.hooks import HookFailedError
-from slimrl.rollout.evaluate import EvalResult
+from slimrl.rollout.metrics import EvalResult
 from slimrl.rollout.rm_hub.scorer import as_reward, as_rewards
 from slimrl.rollout.rollout_function import RolloutOutput, eval_results, rollout_output
 

@@ -124,7 +124,7 @@ def test_new_rule_needs_a_grader_and_a_row(monkeypatch):
     request = registry.request_of("length", sample_of("abc"))
     assert request == {"rule": "length", "boxed": False, "response": "abc", "prompt": "q"}
     assert registry.fast_path_reward("length", sample_of("abc"), request) is None
-    assert registry.rule_graders.grade(request, lambda answer, label: False) == 1.0
+    assert registry.grade_request(request, lambda answer, label: False) == 1.0
 
 
 def is_short(response, request, algebra):

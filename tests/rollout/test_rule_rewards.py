@@ -5,14 +5,13 @@ import time
 import pytest
 
 from slimrl.data.sample import Sample
-from slimrl.rollout.rm_hub import rule_graders
-from slimrl.rollout.rm_hub.rule_graders import f1
-from slimrl.rollout.rm_hub.rule_reward import request_of
+from slimrl.rollout.rm_hub import rule_reward
+from slimrl.rollout.rm_hub.rule_reward import f1, request_of
 
 
 def reward_of(rm_type, response, label, metadata=None):
     sample = Sample(prompt="q", response=response, label=label, metadata=metadata or {})
-    return rule_graders.grade(request_of(rm_type, sample), lambda answer, label: False)
+    return rule_reward.grade_request(request_of(rm_type, sample), lambda answer, label: False)
 
 
 # dapo ----------------------------------------------------------------------------------------------------------------
@@ -101,12 +100,12 @@ CHOICES = {"choices": ["1.5 eV", "2.5 eV", "the electron", "the electron and the
     ],
 )
 def test_final_choice_letter_is_extracted(response, letter):
-    assert rule_graders.chosen_letter(response, ["A", "B", "C", "D"]) == letter
+    assert rule_reward.chosen_letter(response, ["A", "B", "C", "D"]) == letter
 
 
 def test_letter_search_is_not_quadratic_in_trailing_spaces():
     started = time.process_time()
-    assert rule_graders.chosen_letter("B" + " " * 20_000 + "no", ["A", "B"]) is None
+    assert rule_reward.chosen_letter("B" + " " * 20_000 + "no", ["A", "B"]) is None
     assert time.process_time() - started < 1.0
 
 
@@ -126,7 +125,7 @@ def test_response_without_a_letter_is_graded_by_the_choice_text():
 def test_metadata_may_give_the_letter_and_the_valid_letters():
     metadata = {"correct_letter": "B", "valid_letters": ["A", "B"]}
     assert reward_of("gpqa", "The answer is B", None, metadata) == 1.0
-    assert rule_graders.chosen_letter("the answer is D", ["A", "B"]) is None
+    assert rule_reward.chosen_letter("the answer is D", ["A", "B"]) is None
 
 
 def test_label_that_matches_no_choice_is_an_error():

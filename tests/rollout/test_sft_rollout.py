@@ -4,7 +4,7 @@ import pytest
 
 from slimrl.data.sample import SampleStatus
 from slimrl.rollout.dataset.data_source import RolloutDataSource
-from slimrl.rollout.evaluate import EvaluationReport
+from slimrl.rollout.metrics import EvaluationReport
 from slimrl.rollout.sft_rollout import generate_rollout, held_out_conversations
 
 USER, ASSISTANT = {"role": "user", "content": "1+1"}, {"role": "assistant", "content": "two"}

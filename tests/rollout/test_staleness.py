@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slimrl.data.sample import Sample, SampleStatus
-from slimrl.rollout.asynchronous.staleness import (
+from slimrl.rollout.async_rollout import (
     can_train_without_expiring,
     has_unknown_version,
     oldest_version,

@@ -17,9 +17,9 @@ from slimrl.observability.run_log import RunLog, StepRecord
 from slimrl.observability.summary import load_summary
 from slimrl.rollout.convert_samples import RewardProcessing, batch_from_columns, compute_rewards, training_batch
 from slimrl.rollout.dataset.data_source import GroupBuffer, RolloutDataSource
-from slimrl.rollout.evaluate import EvalResult
 from slimrl.rollout.filter_hub.dynamic_sampling_filters import DynamicFilterOutput, check_any_completed
 from slimrl.rollout.generation.sample_generator import SampleError
+from slimrl.rollout.metrics import EvalResult
 from slimrl.rollout.rollout_function import reported_metrics, reported_scalars
 from slimrl.rollout.rollout_generator import RolloutGenerator
 from tests.observability.test_run_log import scalars as tensorboard_scalars

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from slimrl.data.sample import Sample
-from slimrl.rollout.rm_hub import registry, rule_graders
+from slimrl.rollout.rm_hub import registry, rule_reward
 from slimrl.rollout.rm_hub.math_equivalence import sympy_equal
 
 ROWS = [json.loads(line) for line in (Path(__file__).parent / "whole_responses.jsonl").read_text().splitlines()]
@@ -32,7 +32,7 @@ def graded_correctly(row, algebraic):
     request = registry.request_of(row["rule"], sample)
     reward = registry.fast_path_reward(row["rule"], sample, request)
     if reward is None:
-        reward = rule_graders.grade(request, algebraic)
+        reward = rule_reward.grade_request(request, algebraic)
     return (reward["score"] if isinstance(reward, dict) else reward) in REWARDS[row["correct"]]
 
 

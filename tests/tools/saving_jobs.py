@@ -23,7 +23,7 @@ def save_both(rank: int, world_size: int, init_method: str, models: list[Model])
     from slimrl.arguments import read_args
     from slimrl.megatron import parallel
     from slimrl.megatron.checkpoint import state as checkpoint
-    from slimrl.megatron.checkpoint.template import model_blueprint
+    from slimrl.megatron.checkpoint.state import model_blueprint
     from slimrl.megatron.model.model_builder import build_model
     from slimrl.models.families import family_for
     from slimrl.models.model_spec import ModelSpec

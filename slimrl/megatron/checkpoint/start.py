@@ -1,8 +1,13 @@
-"""Loads the weights and the state that a run starts with, into the stages of one training rank; collective."""
+"""Loads the weights and the state that a run starts with, into the stages of one training rank; collective.
+
+`load_initial_weights` fills the stages from a torch_dist checkpoint or a Hugging Face folder, for a new run and for the
+reference. Both give the same weights in every layout. The converters load the model only.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,22 +20,24 @@ from megatron.core.models.gpt import GPTModel
 from slimrl.arguments import Arguments
 from slimrl.arguments.checkpoints import is_hf_model
 from slimrl.arguments.flags.checkpoint import CheckpointArguments
-from slimrl.megatron.checkpoint import state
-from slimrl.megatron.checkpoint.state import (
-    CheckpointFolder,
-    TrainingState,
-    has_value_head,
-    load_initial_weights,
-    load_value_weights,
-)
+from slimrl.megatron.checkpoint import folder as checkpoint_folder
+from slimrl.megatron.checkpoint import io, state
+from slimrl.megatron.checkpoint.folder import CheckpointFolder, find_checkpoint
+from slimrl.megatron.checkpoint.state import TrainingState, sharded_weights
 from slimrl.megatron.parallel import ParallelState
 from slimrl.megatron.ref_model import PrecomputeConfig, PrecomputedReference
-from slimrl.models.adapters import AdapterConfig
+from slimrl.models.adapters import AdapterConfig, is_adapter
 from slimrl.models.families import ModelMapping, family_for
+from slimrl.models.families.param_mapping import OUTPUT_LAYER, VALUE_HEAD
 from slimrl.models.model_spec import ModelSpec
 from slimrl.weights.adapters import initialize_adapters, load_adapters
+from slimrl.weights.checkpoint_checksums import CheckedFolder
+from slimrl.weights.convert.hf_to_megatron import load_hf_checkpoint
 from slimrl.weights.hf_checkpoint import read_hf_config
+from slimrl.weights.safe_pickle import check_extra_state
 from slimrl.weights.update.export import iter_hf_tensors
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +67,14 @@ class PolicyStart:
     is_reward_model: bool = False  # the stages have a value head
     precompute: PrecomputeConfig | None = None
     adapters: AdapterStart | None = None  # of LoRA; --ref-load has the base then, --load only adapters
+
+    @classmethod
+    def from_args(
+        cls, args: Arguments, spec: ModelSpec, stages: Sequence[GPTModel], parallel: ParallelState
+    ) -> PolicyStart:
+        """The start of the policy in `stages`."""
+        precompute, adapters = PrecomputeConfig.from_args(args), AdapterStart.from_args(args)
+        return cls(args, spec, stages, parallel, args.trains_reward_model, precompute, adapters)
 
     def load_reference(self) -> None:
         """Loads the weights of --ref-load. Raises FileNotFoundError without that flag."""
@@ -117,7 +132,7 @@ class PolicyStart:
         if load is not None and is_hf_model(Path(load)):
             self._load_initial(Path(load), None)
             return None
-        found = state.find_checkpoint(load, self.folders.ckpt_step)
+        found = find_checkpoint(load, self.folders.ckpt_step)
         if found is None:
             if not has_reference:
                 self.load_reference()
@@ -131,7 +146,7 @@ class PolicyStart:
                 )
             load_value_weights(self.spec, self.stages, self.parallel, found.path)
         else:
-            state.load_stages(self.stages, found.path)
+            load_stages(self.stages, found.path)
         return found if resumes else None
 
     def _load_adapted(self, start: AdapterStart, *, has_reference: bool) -> CheckpointFolder | None:
@@ -140,9 +155,9 @@ class PolicyStart:
             self.load_reference()
         ranks = {"tp_rank": self.parallel.tp_rank, "tp_size": self.parallel.tp_size}
         initialize_adapters(self.stages, start.seed, **ranks)
-        found = state.find_checkpoint(self.folders.load, self.folders.ckpt_step)
+        found = find_checkpoint(self.folders.load, self.folders.ckpt_step)
         if found is not None:
-            state.load_stage_adapters(self.stages, found.path)
+            load_stage_adapters(self.stages, found.path)
         elif start.folder is not None:
             family = family_for(read_hf_config(Path(self.folders.hf_checkpoint)))
             load_adapters(self.stages, self.spec, family, start.config, start.folder, **ranks)
@@ -153,7 +168,7 @@ class PolicyStart:
         if not self.is_reward_model:
             load_initial_weights(self.spec, self.stages, self.parallel, folder, step)
             return
-        place = folder if is_hf_model(folder) else state.find_checkpoint(str(folder), step)
+        place = folder if is_hf_model(folder) else find_checkpoint(str(folder), step)
         if place is None:
             raise FileNotFoundError(f"{folder} contains no checkpoint")
         load_value_weights(self.spec, self.stages, self.parallel, place if isinstance(place, Path) else place.path)
@@ -172,3 +187,120 @@ class PolicyStart:
         )
         assert found.iteration is not None  # checked by `load_weights`
         return found.iteration + 1, data_state
+
+
+def load_model_only(model: GPTModel, folder: Path, step: int | None = None) -> CheckpointFolder:
+    """`load_stages` for a model without virtual pipeline stages."""
+    return load_stages([model], folder, step)
+
+
+def load_stages(stages: Sequence[GPTModel], folder: Path, step: int | None = None) -> CheckpointFolder:
+    """Fill this rank's `stages` from the checkpoint in `folder` (a checkpoint's root or its own folder); collective.
+
+    Ignores optimizer and other state there. Raises FileNotFoundError if there is no checkpoint, ValueError if its
+    tensors are not those of this model.
+    """
+    found = find_checkpoint(folder, step)
+    if found is None:
+        raise FileNotFoundError(
+            f"{folder} has no checkpoint ({checkpoint_folder.TRACKER_NAME} is missing): convert the model with"
+            " tools/convert_hf_to_torch_dist.py or give another folder"
+        )
+    if CheckedFolder.open(found.path) is None and dist.get_rank() == 0:
+        _logger.warning("%s has no checksums: its integrity was not verified", found.path)
+    if any(map(is_adapter, io.stored_names(found.path))):
+        raise ValueError(
+            f"{found.path} has LoRA adapters alone: train with --lora-rank, or give the checkpoint of a whole model"
+        )
+    loaded = io.read({"model": sharded_weights(stages)}, found.path, model_only=True)
+    for number, stage in enumerate(stages):
+        _fill(stage, loaded["model"][str(number)], found.path)
+    return found
+
+
+def load_stage_adapters(stages: Sequence[GPTModel], folder: Path) -> None:
+    """Fill the adapters of this rank's `stages` from the checkpoint's own `folder`; collective.
+
+    Raises ValueError if it has no adapters, or others.
+    """
+    if not any(map(is_adapter, io.stored_names(folder))):
+        raise ValueError(
+            f"{folder} has weights and no adapters, and --lora-rank continues a run with adapters: give it as"
+            " --ref-load, which makes it the base, or leave out --lora-rank"
+        )
+    loaded = io.read({"model": sharded_weights(stages, adapters=True)}, folder, model_only=True)
+    for number, stage in enumerate(stages):
+        _fill(stage, loaded["model"][str(number)], folder, adapters=True)
+
+
+def _fill(stage: GPTModel, state: dict[str, Any], folder: Path, *, adapters: bool = False) -> None:
+    """Strict loading, except that extra state may be absent on either side: it depends on the layer implementation.
+
+    `state` has the adapters of the stage, or all else.
+    """
+    for name, value in state.items():
+        if io.is_extra_state(name):
+            check_extra_state(value, f"{folder}: {name}")
+    missing, unexpected = stage.load_state_dict(state, strict=False)
+    for names, what in ((missing, "has no values for"), (unexpected, "has values that the model does not have, for")):
+        wrong = [name for name in names if not io.is_extra_state(name) and is_adapter(name) == adapters]
+        if wrong:
+            raise ValueError(f"{folder} {what} {', '.join(wrong[:5])} ({len(wrong)} in all): the model flags differ")
+
+
+def load_value_weights(spec: ModelSpec, stages: Sequence[GPTModel], parallel: ParallelState, folder: Path) -> None:
+    """Load the weights in `folder`, a critic's or a policy's, into `stages` with a value head; collective.
+
+    A policy has no value head: the new one keeps its zeros. `folder` is a checkpoint's own, or a Hugging Face folder,
+    also of a classifier with one output, such as a reward model.
+    Raises as `load_initial_weights`.
+    """
+    if is_hf_model(folder):
+        _load_hf(spec, stages, parallel, folder, value_head=True)
+        return
+    found = CheckpointFolder(folder, None)
+    if has_value_head(folder):
+        load_stages(stages, found.path)
+        return
+    wanted = sharded_weights(stages)
+    for part in wanted.values():
+        part.pop(VALUE_HEAD, None)
+    loaded = io.read({"model": wanted}, folder, model_only=True, ignored=(OUTPUT_LAYER,))["model"]
+    for number, stage in enumerate(stages):
+        heads = {name: value for name, value in stage.state_dict().items() if name == VALUE_HEAD}
+        _fill(stage, loaded[str(number)] | heads, folder)
+
+
+def has_value_head(folder: Path) -> bool:
+    """Whether the checkpoint in `folder` is that of a critic or a reward model."""
+    return VALUE_HEAD in io.stored_names(folder)
+
+
+def load_initial_weights(
+    spec: ModelSpec, stages: Sequence[GPTModel], parallel: ParallelState, folder: Path, step: int | None
+) -> None:
+    """Load the weights in `folder` (of iteration `step`, None for the newest) into the stages of this rank.
+
+    Each rank reads only its part. Raises FileNotFoundError for an absent checkpoint and ValueError if its tensors are
+    not those of the model.
+    """
+    if not is_hf_model(folder):
+        load_stages(stages, folder, step)
+        return
+    _load_hf(spec, stages, parallel, folder)
+
+
+def _load_hf(
+    spec: ModelSpec, stages: Sequence[GPTModel], parallel: ParallelState, folder: Path, value_head: bool = False
+) -> None:
+    load_hf_checkpoint(
+        stages,
+        spec,
+        family_for(read_hf_config(folder)),
+        folder,
+        tp_rank=parallel.tp_rank,
+        tp_size=parallel.tp_size,
+        etp_rank=parallel.etp_rank,
+        etp_size=parallel.etp_size,
+        value_head=value_head,
+    )

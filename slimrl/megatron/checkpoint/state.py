@@ -1,10 +1,12 @@
-"""The state of a training rank as checkpoint content: saved, restored, or initialised from other weights.
+"""The content of a checkpoint: a training rank's state, saved and restored, and what a model's checkpoint would have.
 
 Any parallel layout can read a checkpoint, except the random number generators, which have one entry per rank and are
 restored only in the same layout. The trainer saves and restores model, optimizer, schedule, random state and data
 position (`checkpoint.saver` writes them); the converters use the model only.
-`load_initial_weights` fills a rank's stages from a torch_dist checkpoint or a Hugging Face folder, for a new run and
-for the reference. Both give the same weights in every layout.
+
+`model_blueprint` returns the keys, shapes, dtypes and blocks of `sharded_state_dict` for any layer spec: the model is
+built, but its weights have no values and no memory, and nothing is put on a GPU. A checkpoint is the same with and
+without Transformer Engine, so megatron-core's own layers are used. The converter to torch_dist fills in the values.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -20,30 +23,39 @@ import numpy
 import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
+from megatron.core.dist_checkpointing.serialization import (
+    _CONTENT_METADATA_KEY,
+    get_default_save_common_strategy,
+)
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from slimrl.arguments.checkpoints import SIZES, is_hf_model
-from slimrl.megatron import optimizer as adam_state
+from slimrl.arguments import Arguments
+from slimrl.arguments.checkpoints import SIZES
+from slimrl.megatron import parallel
 from slimrl.megatron.checkpoint import folder as checkpoint_folder
 from slimrl.megatron.checkpoint import io
-from slimrl.megatron.checkpoint.folder import CheckpointFolder, find_checkpoint
+from slimrl.megatron.checkpoint.folder import CheckpointFolder
+from slimrl.megatron.checkpoint.optimizer_state import after_load, convert_step_format, step_counts, sync_step_count
 from slimrl.megatron.checkpoint.saver import Snapshot
+from slimrl.megatron.model.model_builder import CustomModel, build_model
 from slimrl.megatron.model.output_layer import ValueModel
-from slimrl.megatron.optimizer import after_load, step_counts, sync_step_count
 from slimrl.megatron.parallel import ParallelState
 from slimrl.models.adapters import is_adapter
-from slimrl.models.families import family_for
-from slimrl.models.families.param_mapping import OUTPUT_LAYER, VALUE_HEAD
-from slimrl.models.model_spec import ModelSpec
 from slimrl.platform.collective_errors import run_on_rank_zero
 from slimrl.weights.adapters import adapted_layers
-from slimrl.weights.checkpoint_checksums import CheckedFolder
-from slimrl.weights.convert.hf_to_megatron import load_hf_checkpoint
-from slimrl.weights.hf_checkpoint import read_hf_config
-from slimrl.weights.safe_pickle import check_extra_state
+from slimrl.weights.convert.torch_dist_writer import Blueprint, Piece, Weight
 
 
 def layout(parallel: ParallelState) -> list[int]:
@@ -82,17 +94,6 @@ def restore(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
     tensor_parallel.get_cuda_rng_tracker().set_states(state["megatron"])
 
-
-__all__ = [
-    "CheckpointFolder",
-    "TrainingState",
-    "find_checkpoint",
-    "load_model_only",
-    "load_stages",
-    "load_training_state",
-    "save_model_only",
-    "take_snapshot",
-]
 
 _logger = logging.getLogger(__name__)
 
@@ -140,7 +141,7 @@ def take_snapshot(
     written. Raises ValueError for other data.
     """
     sharding = _sharding(state.parallel)
-    model = _sharded(state.stages, sharding, adapters=_has_adapters(state.stages))
+    model = sharded_weights(state.stages, sharding, adapters=_has_adapters(state.stages))
     content: ShardedStateDict = {"model": model, "iteration": rollout_id, "scheduler": state.scheduler.state_dict()}
     content["rng_state"] = sharded(state.parallel)
     if with_optimizer:
@@ -181,7 +182,7 @@ def load_training_state(
     if load_optimizer:
         _check_optimizer(metadata, found, state)
         sharding = _sharding(state.parallel)
-        model = _sharded(state.stages, sharding, adapters=_has_adapters(state.stages))
+        model = sharded_weights(state.stages, sharding, adapters=_has_adapters(state.stages))
         wanted["optimizer"] = state.optimizer.sharded_state_dict(model, is_loading=True, metadata=sharding)
     same_layout = metadata.get("layout") == layout(state.parallel)
     if load_random_state and same_layout:
@@ -190,7 +191,7 @@ def load_training_state(
         _logger.info("%s was saved in another parallel layout: its random state is not restored", found.path)
     loaded = io.read(wanted, found.path, model_only=False)
     if load_optimizer:
-        adam_state.convert_step_format(loaded["optimizer"], state.optimizer)
+        convert_step_format(loaded["optimizer"], state.optimizer)
         state.optimizer.load_state_dict(loaded["optimizer"])
         after_load(state.optimizer)
         state.scheduler.load_state_dict(loaded["scheduler"])
@@ -206,7 +207,7 @@ def _has_adapters(stages: Sequence[GPTModel]) -> bool:
     return next(adapted_layers(stages), None) is not None
 
 
-def _sharded(
+def sharded_weights(
     stages: Sequence[GPTModel], sharding: dict[str, Any] | None = None, *, adapters: bool = False
 ) -> ShardedStateDict:
     """The parameters of each stage under its number, of its adapters or of all else; the files have global names."""
@@ -252,7 +253,7 @@ def save_model_only(model: GPTModel, folder: Path) -> Path:
     root = Path(folder)
     run_on_rank_zero(lambda: checkpoint_folder.begin(root, None))
     partial = checkpoint_folder.partial_path(root, None)
-    prepared = io.prepare({"model": _sharded([model])}, {"content": "model"}, io.Division())
+    prepared = io.prepare({"model": sharded_weights([model])}, {"content": "model"}, io.Division())
     checksums = io.write(prepared, partial)
     run_on_rank_zero(lambda: io.write_common(prepared, partial))
     run_on_rank_zero(lambda: checkpoint_folder.write_checksums(partial, checksums))
@@ -260,118 +261,85 @@ def save_model_only(model: GPTModel, folder: Path) -> Path:
     return root / checkpoint_folder.RELEASE
 
 
-def load_model_only(model: GPTModel, folder: Path, step: int | None = None) -> CheckpointFolder:
-    """`load_stages` for a model without virtual pipeline stages."""
-    return load_stages([model], folder, step)
+_FACTORIES = (
+    *(torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn),
+    *(torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like),
+)
+_INITIALISERS = (torch.nn.init.normal_, torch.Tensor.normal_)  # nothing to fill; skipping them saves their overhead
 
 
-def load_stages(stages: Sequence[GPTModel], folder: Path, step: int | None = None) -> CheckpointFolder:
-    """Fill this rank's `stages` from the checkpoint in `folder` (a checkpoint's root or its own folder); collective.
+class _WithoutMemory(TorchFunctionMode):
+    """Creates every new tensor on the meta device, even if the caller names a device."""
 
-    Ignores optimizer and other state there. Raises FileNotFoundError if there is no checkpoint, ValueError if its
-    tensors are not those of this model.
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _INITIALISERS:
+            return args[0] if args else kwargs["tensor"]
+        if func in _FACTORIES:
+            kwargs["device"] = torch.device("meta")
+            kwargs.pop("pin_memory", None)
+        return func(*args, **kwargs)
+
+
+def model_blueprint(args: Arguments, folder: Path | None = None) -> Blueprint:
+    """The contents of a checkpoint of the model of `args`, as if one process saved it.
+
+    Opens and closes torch.distributed and megatron-core's groups for this process alone. `args` must have no
+    parallelism; --transformer-impl is ignored. If `folder` is given, also writes megatron-core's own small files of a
+    checkpoint into it.
     """
-    found = find_checkpoint(folder, step)
-    if found is None:
-        raise FileNotFoundError(
-            f"{folder} has no checkpoint ({checkpoint_folder.TRACKER_NAME} is missing): convert the model with"
-            " tools/convert_hf_to_torch_dist.py or give another folder"
-        )
-    if CheckedFolder.open(found.path) is None and dist.get_rank() == 0:
-        _logger.warning("%s has no checksums: its integrity was not verified", found.path)
-    if any(map(is_adapter, io.stored_names(found.path))):
-        raise ValueError(
-            f"{found.path} has LoRA adapters alone: train with --lora-rank, or give the checkpoint of a whole model"
-        )
-    loaded = io.read({"model": _sharded(stages)}, found.path, model_only=True)
-    for number, stage in enumerate(stages):
-        _fill(stage, loaded["model"][str(number)], found.path)
-    return found
+    # Transformer Engine (--spec may build its layers) allocates meta weights on the GPU, unless disabled
+    args = dataclasses.replace(args, transformer_impl="local", init_model_with_meta_device=True)
+    # a private store: with an address torch would use torchrun's store, where no other process connects
+    state = parallel.initialize(args, rank=0, world_size=1, init_method=dist.HashStore())
+    try:
+        with _WithoutMemory():
+            model = build_model(
+                args, dataclasses.replace(state, device=torch.device("meta")), CustomModel.from_args(args)
+            )
+        stored = model.sharded_state_dict()
+        if folder is not None:
+            get_default_save_common_strategy().save_common({_CONTENT_METADATA_KEY: {"content": "model"}}, folder)
+            save_config(CheckpointingConfig("torch_dist", 1), str(folder))
+    finally:
+        parallel.shutdown()
+    weights = tuple(_weight(name, entry) for name, entry in stored.items() if not isinstance(entry, ShardedObject))
+    return Blueprint(weights, _objects([entry for entry in stored.values() if isinstance(entry, ShardedObject)]))
 
 
-def load_stage_adapters(stages: Sequence[GPTModel], folder: Path) -> None:
-    """Fill the adapters of this rank's `stages` from the checkpoint's own `folder`; collective.
-
-    Raises ValueError if it has no adapters, or others.
-    """
-    if not any(map(is_adapter, io.stored_names(folder))):
-        raise ValueError(
-            f"{folder} has weights and no adapters, and --lora-rank continues a run with adapters: give it as"
-            " --ref-load, which makes it the base, or leave out --lora-rank"
-        )
-    loaded = io.read({"model": _sharded(stages, adapters=True)}, folder, model_only=True)
-    for number, stage in enumerate(stages):
-        _fill(stage, loaded["model"][str(number)], folder, adapters=True)
+def _weight(name: str, entry: ShardedTensor | ShardedTensorFactory) -> Weight:
+    if isinstance(entry, ShardedTensorFactory):
+        blocks = _built(entry)
+        return Weight(name, tuple(map(_piece, blocks)), _cut_like(entry))
+    return Weight(name, (_piece(entry),), lambda values: [values])
 
 
-def _fill(stage: GPTModel, state: dict[str, Any], folder: Path, *, adapters: bool = False) -> None:
-    """Strict loading, except that extra state may be absent on either side: it depends on the layer implementation.
-
-    `state` has the adapters of the stage, or all else.
-    """
-    for name, value in state.items():
-        if io.is_extra_state(name):
-            check_extra_state(value, f"{folder}: {name}")
-    missing, unexpected = stage.load_state_dict(state, strict=False)
-    for names, what in ((missing, "has no values for"), (unexpected, "has values that the model does not have, for")):
-        wrong = [name for name in names if not io.is_extra_state(name) and is_adapter(name) == adapters]
-        if wrong:
-            raise ValueError(f"{folder} {what} {', '.join(wrong[:5])} ({len(wrong)} in all): the model flags differ")
+def _built(factory: ShardedTensorFactory) -> list[ShardedTensor]:
+    built = factory.build()
+    return [built] if isinstance(built, ShardedTensor) else list(nested_values(built))
 
 
-def load_value_weights(spec: ModelSpec, stages: Sequence[GPTModel], parallel: ParallelState, folder: Path) -> None:
-    """Load the weights in `folder`, a critic's or a policy's, into `stages` with a value head; collective.
-
-    A policy has no value head: the new one keeps its zeros. `folder` is a checkpoint's own, or a Hugging Face folder,
-    also of a classifier with one output, such as a reward model.
-    Raises as `load_initial_weights`.
-    """
-    if is_hf_model(folder):
-        _load_hf(spec, stages, parallel, folder, value_head=True)
-        return
-    found = CheckpointFolder(folder, None)
-    if has_value_head(folder):
-        load_stages(stages, found.path)
-        return
-    wanted = _sharded(stages)
-    for part in wanted.values():
-        part.pop(VALUE_HEAD, None)
-    loaded = io.read({"model": wanted}, folder, model_only=True, ignored=(OUTPUT_LAYER,))["model"]
-    for number, stage in enumerate(stages):
-        heads = {name: value for name, value in stage.state_dict().items() if name == VALUE_HEAD}
-        _fill(stage, loaded[str(number)] | heads, folder)
+def _cut_like(factory: ShardedTensorFactory) -> Callable[[Tensor], Sequence[Tensor]]:
+    """The factory's split, applied to real values."""
+    return lambda values: [block.data for block in _built(dataclasses.replace(factory, data=values))]
 
 
-def has_value_head(folder: Path) -> bool:
-    """Whether the checkpoint in `folder` is that of a critic or a reward model."""
-    return VALUE_HEAD in io.stored_names(folder)
-
-
-def load_initial_weights(
-    spec: ModelSpec, stages: Sequence[GPTModel], parallel: ParallelState, folder: Path, step: int | None
-) -> None:
-    """Load the weights in `folder` (of iteration `step`, None for the newest) into the stages of this rank.
-
-    Each rank reads only its part. Raises FileNotFoundError for an absent checkpoint and ValueError if its tensors are
-    not those of the model.
-    """
-    if not is_hf_model(folder):
-        load_stages(stages, folder, step)
-        return
-    _load_hf(spec, stages, parallel, folder)
-
-
-def _load_hf(
-    spec: ModelSpec, stages: Sequence[GPTModel], parallel: ParallelState, folder: Path, value_head: bool = False
-) -> None:
-    load_hf_checkpoint(
-        stages,
-        spec,
-        family_for(read_hf_config(folder)),
-        folder,
-        tp_rank=parallel.tp_rank,
-        tp_size=parallel.tp_size,
-        etp_rank=parallel.etp_rank,
-        etp_size=parallel.etp_size,
-        value_head=value_head,
+def _piece(block: ShardedTensor) -> Piece:
+    """Prepended axes (layers, experts) have length 1 in a block."""
+    return Piece(
+        key=block.key,
+        offsets=tuple(block.global_offset),
+        sizes=(1,) * block.prepend_axis_num + tuple(block.local_shape),
+        full=tuple(block.global_shape),
+        dtype=block.dtype,
     )
+
+
+def _objects(entries: list[ShardedObject]) -> dict[str, bytes]:
+    """megatron-core stores an object as a list of one."""
+    objects = {}
+    for entry in entries:
+        buffer = BytesIO()
+        torch.save([entry.data], buffer)
+        objects[entry.unique_key] = buffer.getvalue()
+    return objects

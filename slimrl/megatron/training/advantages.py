@@ -4,7 +4,7 @@ Between the log-probability passes and the first optimizer step, a rank's part o
 functions receive (`slimrl.hooks.contracts`), and then columns again. The changed dict is checked against the
 samples; an error in a function names its flag.
 
-docs/hooks.md lists when each is called. Custom losses are in `custom_loss`, custom corrections and reducers in `loss`.
+docs/hooks.md lists when each is called. Custom losses are in `step_loss`, custom corrections and reducers in `loss`.
 """
 
 from __future__ import annotations

@@ -27,14 +27,10 @@ from slimrl.arguments.checkpoints import CRITIC, Found, critic_start, is_hf_mode
 from slimrl.data.train_batch import RolloutBatch
 from slimrl.megatron import data_parallel
 from slimrl.megatron.checkpoint import io
-from slimrl.megatron.checkpoint.folder import Retention
+from slimrl.megatron.checkpoint.folder import CheckpointFolder, Retention
 from slimrl.megatron.checkpoint.saver import CheckpointSaver
-from slimrl.megatron.checkpoint.state import (
-    CheckpointFolder,
-    load_training_state,
-    load_value_weights,
-    take_snapshot,
-)
+from slimrl.megatron.checkpoint.start import load_value_weights
+from slimrl.megatron.checkpoint.state import load_training_state, take_snapshot
 from slimrl.megatron.model.micro_batch import MicroBatch, ranges
 from slimrl.megatron.model.model_builder import OF_VALUE_MODEL, build_value_stages
 from slimrl.megatron.parallel import ParallelState
@@ -45,9 +41,9 @@ from slimrl.megatron.training.forward_step import (
     layers_add_losses,
     score_tokens,
 )
-from slimrl.megatron.training.loss.loss_sums import LossMetricNames, LossSums, summed
-from slimrl.megatron.training.reporting.memory_report import MemoryReport
-from slimrl.megatron.training.reporting.train_metrics import PhaseTimes, reduce_sums
+from slimrl.megatron.training.loss.loss_sums import LossMetricNames, LossSums, reduce_sums, summed
+from slimrl.megatron.training.profiling import MemoryReport
+from slimrl.megatron.training.rollout_report import PhaseTimes
 from slimrl.megatron.training.trained_model import TrainedModel, broken_samples
 from slimrl.models.model_spec import ModelSpec
 from slimrl.observability.tracer import Timeline

@@ -28,8 +28,8 @@ from slimrl.megatron.model.micro_batch import MicroBatch, MicroBatchPacker
 from slimrl.megatron.offload import State, memory_of
 from slimrl.megatron.training.advantages import after_initialization
 from slimrl.megatron.training.critic import Critic, SampleColumns, ValueColumns
-from slimrl.megatron.training.reporting.memory_report import MemoryReport
-from slimrl.megatron.training.reporting.train_metrics import PhaseTimes
+from slimrl.megatron.training.profiling import MemoryReport
+from slimrl.megatron.training.rollout_report import PhaseTimes
 from slimrl.observability.tracer import Timeline
 
 

@@ -24,7 +24,7 @@ from slimrl.algorithms.divergence import Divergence
 from slimrl.algorithms.losses import TeacherTerm
 from slimrl.arguments import Arguments
 from slimrl.data.train_batch import RolloutBatch
-from slimrl.megatron.checkpoint.state import load_initial_weights
+from slimrl.megatron.checkpoint.start import load_initial_weights
 from slimrl.megatron.data_parallel import ShardedReference, Stage, shard_reference
 from slimrl.megatron.model.micro_batch import MicroBatch
 from slimrl.megatron.model.output_layer import TeacherStates, TeacherTop
@@ -34,7 +34,7 @@ from slimrl.megatron.training.advantages import TrainingHooks
 from slimrl.megatron.training.forward_step import LogProbConfig, score_tokens
 from slimrl.megatron.training.loss.preference_loss import MismatchedStep
 from slimrl.megatron.training.pass_plan import PassPlan
-from slimrl.megatron.training.reporting.train_metrics import PhaseTimes
+from slimrl.megatron.training.rollout_report import PhaseTimes
 from slimrl.models.model_spec import ModelSpec
 from slimrl.observability.tracer import Timeline
 

@@ -26,10 +26,9 @@ from slimrl.megatron.training.advantages import RolloutData, TrainingHooks, buil
 from slimrl.megatron.training.critic import ValueColumns
 from slimrl.megatron.training.forward_step import TrainTensors, forward_backward, layer_tokens_by_count
 from slimrl.megatron.training.log_prob_passes import LogProbPasses, RolloutLogProbs
-from slimrl.megatron.training.loss.loss_sums import LossSums
-from slimrl.megatron.training.reporting.diagnostics import ACTOR, PartProfiler, save_train_data
-from slimrl.megatron.training.reporting.memory_report import MemoryReport
-from slimrl.megatron.training.reporting.train_metrics import PhaseTimes, reduce_step, rollout_metrics, step_counts
+from slimrl.megatron.training.loss.loss_sums import LossSums, reduce_step
+from slimrl.megatron.training.profiling import ACTOR, MemoryReport, PartProfiler
+from slimrl.megatron.training.rollout_report import PhaseTimes, rollout_metrics, save_train_data, step_counts
 from slimrl.megatron.training.step_loss import StepLoss
 from slimrl.megatron.training.trained_model import TrainedModel
 from slimrl.models.model_spec import ModelSpec

@@ -21,22 +21,22 @@ from megatron.core.models.gpt import GPTModel
 from slimrl.arguments import Arguments
 from slimrl.arguments.flags.algorithm import AlgorithmArguments
 from slimrl.arguments.flags.checkpoint import CheckpointArguments
-from slimrl.arguments.flags.model import LoraArguments
 from slimrl.arguments.flags.rollout import RolloutArguments
 from slimrl.arguments.memory import training_memory
 from slimrl.data.train_batch import RolloutBatch
 from slimrl.hooks.contracts import RunArguments
 from slimrl.megatron import config, parallel, patches
 from slimrl.megatron.checkpoint import state
+from slimrl.megatron.checkpoint.folder import CheckpointFolder
 from slimrl.megatron.checkpoint.saver import AdapterExporter, Awaited, CheckpointSaver, ModelExporter
-from slimrl.megatron.checkpoint.start import AdapterStart, PolicyStart
-from slimrl.megatron.checkpoint.state import CheckpointFolder, TrainingState
+from slimrl.megatron.checkpoint.start import PolicyStart
+from slimrl.megatron.checkpoint.state import TrainingState
 from slimrl.megatron.data_parallel import GatheredWeights
 from slimrl.megatron.model.micro_batch import MicroBatchPacker
 from slimrl.megatron.model.model_builder import OF_VALUE_MODEL, CustomModel, build_stages, build_value_stages
 from slimrl.megatron.offload import State, TrainingMemory, memory_of
 from slimrl.megatron.parallel import ParallelState
-from slimrl.megatron.ref_model import BaseReference, PrecomputeConfig, PrecomputedReference, ReferenceWeights
+from slimrl.megatron.ref_model import BaseReference, PrecomputedReference, ReferenceWeights
 from slimrl.megatron.training.advantages import TrainingHooks, after_initialization
 from slimrl.megatron.training.critic import VALUES, Critic, SampleColumns
 from slimrl.megatron.training.forward_step import LogProbConfig, layers_add_losses
@@ -44,9 +44,8 @@ from slimrl.megatron.training.log_prob_passes import LogProbPasses, Teacher
 from slimrl.megatron.training.loss.policy_loss import PolicyLossConfig, PolicyLossHooks
 from slimrl.megatron.training.pass_plan import PassPlan
 from slimrl.megatron.training.policy_rollout import EntropyController, KLController, PolicyParts, PolicyRollout
-from slimrl.megatron.training.reporting.diagnostics import LOG_PROBS, OVERALL, MemoryHistory, PartProfiler
-from slimrl.megatron.training.reporting.memory_report import MemoryReport
-from slimrl.megatron.training.reporting.train_metrics import PhaseTimes
+from slimrl.megatron.training.profiling import LOG_PROBS, OVERALL, MemoryHistory, MemoryReport, PartProfiler
+from slimrl.megatron.training.rollout_report import PhaseTimes
 from slimrl.megatron.training.step_loss import StepLoss
 from slimrl.megatron.training.step_state import RestoredModel, StepState
 from slimrl.megatron.training.trained_model import TrainedModel, describe_trained_parameters, freeze_parameters
@@ -68,6 +67,7 @@ class MegatronTrainer:
     """
 
     _precomputed: PrecomputedReference | None = None  # of `_load_weights`
+    _rollout: PolicyRollout | None = None  # between `score` and `train_scored`
 
     def __init__(
         self,
@@ -92,7 +92,6 @@ class MegatronTrainer:
         self._algorithm: AlgorithmArguments = args
         self._checkpoints: CheckpointArguments = args
         self._rollouts: RolloutArguments = args
-        self._lora: LoraArguments = args
         self._spec = ModelSpec.from_args(args)
         self._state = StepState() if state is None else state
         self._on_progress = on_progress
@@ -106,19 +105,10 @@ class MegatronTrainer:
             init_method=init_method,
             timeout_minutes=args.distributed_timeout_minutes,
         )
-        if rank == 0:
-            _warn_of_kernels(args, self.parallel.device)
+        _warn_of_kernels(args, self.parallel)
         after_initialization(args.custom_megatron_init_path, self.hook_args)
         self.stages = _build_stages(args, self.parallel)
-        self._start = PolicyStart(
-            args,
-            self._spec,
-            self.stages,
-            self.parallel,
-            args.trains_reward_model,
-            PrecomputeConfig.from_args(args),
-            AdapterStart.from_args(args),
-        )
+        self._start = PolicyStart.from_args(args, self._spec, self.stages, self.parallel)
         teacher = Teacher.from_args(args, self._spec, self.stages, self.parallel)  # before the weights that stay loaded
         self._policy, resumed = self._load_policy(args)
         teacher = teacher.sharded(self._policy.wrapped)
@@ -126,21 +116,16 @@ class MegatronTrainer:
         times = PhaseTimes(self.parallel.device)
         self._kl = KLController(args, self.parallel.device)
         self._entropy = EntropyController(args, self.parallel.device, self._kl.numbers)
-        self._critic: Critic | None = None
-        if args.use_critic and not args.eval_only and not args.critic_num_gpus:
-            self._critic = Critic(args, self.parallel, resumed, times, self._timeline)
+        self._critic = self._critic_of_same_ranks(args, resumed, times)
         self.start_rollout_id, self.data_state = self._resume(resumed)
         self.memory_report = self._report_of_memory(args, teacher)
         self.memory = self._memory_of_models(args)
         self._parts = self._parts_of_rollouts(args, teacher, times)
         self.held_out = self._parts.loss.held_out
-        self._rollout: PolicyRollout | None = None  # between `score` and `train_scored`
-        self._open = contextlib.ExitStack()  # its profile
+        self._open = contextlib.ExitStack()  # the profile of a rollout
         self.rollout_metrics: dict[str, float] = {}
         self._checkpoints_of_critic = Path(args.critic_save) if args.critic_save is not None else None
-        beside = [self._checkpoints_of_critic] if args.use_critic and self._checkpoints_of_critic else []
-        self._saver = CheckpointSaver.from_args(args, beside, args.distributed_timeout_minutes)
-        self._exporter = self._open_exporter(args)
+        self._saver, self._exporter = self._open_saver(args), self._open_exporter(args)
         if state is not None:
             swapped = (self._policy.reference, teacher.weights)
             state.follow(self._held, self.parallel, self.memory, swapped, self._saver, self.start_rollout_id)
@@ -149,6 +134,7 @@ class MegatronTrainer:
         """Loads the weights and makes the stages trainable; also returns the checkpoint to resume from."""
         reference, resumed = self._load_weights()
         freeze_parameters(args, self.stages)
+        self._trained_weights = describe_trained_parameters(args, args)
         model = TrainedModel.build(
             _of_model(args), self.stages, self.parallel, reference, args.critic_only_rollouts, updates_engines=True
         )
@@ -165,6 +151,13 @@ class MegatronTrainer:
         if self._state.given is not None:  # `_resume` replaces the weights
             return reference, None
         return reference, self._start.load_weights(has_reference=reference is not None)
+
+    def _critic_of_same_ranks(
+        self, args: Arguments, resumed: CheckpointFolder | None, times: PhaseTimes
+    ) -> Critic | None:
+        if not args.use_critic or args.eval_only or args.critic_num_gpus:
+            return None
+        return Critic(args, self.parallel, resumed, times, self._timeline)
 
     def _report_of_memory(self, args: Arguments, teacher: Teacher) -> MemoryReport:
         return MemoryReport(
@@ -230,6 +223,10 @@ class MegatronTrainer:
             dump_template=args.save_debug_train_data,
         )
 
+    def _open_saver(self, args: Arguments) -> CheckpointSaver:
+        beside = [self._checkpoints_of_critic] if args.use_critic and self._checkpoints_of_critic else []
+        return CheckpointSaver.from_args(args, beside, args.distributed_timeout_minutes)
+
     def _open_exporter(self, args: Arguments) -> ModelExporter | AdapterExporter | None:
         if args.save_hf is None:
             return None
@@ -256,7 +253,7 @@ class MegatronTrainer:
 
     @functools.cached_property
     def _training_state(self) -> TrainingState:
-        state = self._policy.training_state(self.parallel, describe_trained_parameters(self._algorithm, self._lora))
+        state = self._policy.training_state(self.parallel, self._trained_weights)
         return dataclasses.replace(state, numbers=self._kl.numbers)
 
     def train(self, rollout_id: int, batch: RolloutBatch) -> list[dict[str, float]]:
@@ -378,11 +375,13 @@ class MegatronTrainer:
         parallel.shutdown()
 
 
-def _warn_of_kernels(args: Arguments, device: torch.device) -> None:
-    """Logs which kernels of the flags this machine does not have, and which parts of GPU training are slower for it."""
+def _warn_of_kernels(args: Arguments, parallel_state: ParallelState) -> None:
+    """Rank 0 logs which kernels of the flags its machine lacks, and which parts of GPU training are slower for it."""
+    if parallel_state.rank != 0:
+        return
     for flag in config.kernels_without_effect(args):
         logger.warning("%s is unavailable on this machine: falling back to the reference kernel", flag)
-    patches.warn(args, device)
+    patches.warn(args, parallel_state.device)
 
 
 def _of_model(args: Arguments) -> Arguments:

@@ -84,7 +84,7 @@ def combine_steps(steps: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def _rule(name: str) -> Combine:
-    from slimrl.observability.metrics.registry import TRAIN
+    from slimrl.observability.metrics.training_rows import TRAIN
 
     metric = metric_of(f"train/{name}", TRAIN)
     return "mean" if metric is None else metric.combine

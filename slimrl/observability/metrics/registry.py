@@ -1,169 +1,24 @@
 """The one table of all metrics: names, meanings, units, and how optimizer steps of one rollout combine.
 
 A new metric is a new row here, and a value in `slimrl.megatron.training.loss.policy_loss`, in
-`slimrl.megatron.training.reporting.train_metrics` or in `slimrl.rollout.metrics`. docs/metrics.md is generated from the
+`slimrl.megatron.training.rollout_report` or in `slimrl.rollout.metrics`. docs/metrics.md is generated from the
 table, Prometheus shows its meanings, and tests check every name that a run writes against it. Names that custom
 functions report are passed on unchanged.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from slimrl.observability.metrics import Metric
-from slimrl.observability.metrics.speed_rows import MEMORY, PERF, TRAIN_MEMORY
+from slimrl.observability.metrics.training_rows import COMPARED, CRITIC, MEMORY, PERF, SCORED, SFT, STORED, TRAIN
 
 _OF_RANKS = "the trainer's rollout columns, "  # of all samples that are trained on
 _TURNS = "--log-multi-turn"
-_MISMATCH = "--get-mismatch-metrics"
-_TIS = "--use-tis"
-_RS = "--use-rs"
-_OF_LEVEL = "{}, over trained tokens; over samples with --tis-level sequence and geometric"
 _ENTROPY = "--use-rollout-entropy"
 _OPD = "--use-opd"
 _TEACHERS = "--opd-teacher-urls, --opd-teacher-models"
 _FAULTS = "--use-fault-tolerance"
-_SFT = "--loss-type sft_loss"
-_PAIRS = "--loss-type preference_loss"
-_LABELS = "--preference-loss kto, apo_zero_unpaired"
-_COMPARED = f"{_PAIRS}, or reward_model_loss with --reward-model-loss bradley_terry"
-_SCORED = "--reward-model-loss mse"
-_STORED = "--precompute-ref-log-probs"
-_CRITIC = "with a critic (--advantage-estimator ppo)"
-
-TRAIN = (
-    Metric("train/step", "the optimizer step: horizontal axis of train/", "count", "last"),
-    Metric(
-        "train/loss",
-        "training loss: pg_loss - entropy_coef * entropy_loss + kl_loss_coef * kl_loss, and with"
-        " --positive-example-loss-coef the weighted positive_example_loss; or that of another --loss-type",
-    ),
-    Metric("train/perplexity", "exp of train/loss", when=_SFT),
-    Metric(
-        "train/pair_accuracy",
-        "pairs whose preferred response has the higher reward, of a preference loss the implicit one; 0 while these are"
-        " equal",
-        "fraction",
-        when=_COMPARED,
-    ),
-    Metric(
-        "train/label_accuracy",
-        "responses whose implicit reward is on the side of the reference point (beta times kto_kl, or 0) that their"
-        " label says",
-        "fraction",
-        when=_LABELS,
-    ),
-    Metric("train/desirable_share", "responses that are desirable", "fraction", when=_LABELS),
-    Metric(
-        "train/kto_kl",
-        "the estimated KL to the reference model, at least 0: the reference point without beta",
-        "nats",
-        when="--preference-loss kto",
-    ),
-    Metric(
-        "train/reward_margin",
-        "mean of chosen - rejected reward of a pair; of single responses the difference of the two means",
-        when=_COMPARED,
-    ),
-    Metric(
-        "train/{chosen,rejected}_reward",
-        "mean reward of the preferred (desirable) and of the other responses",
-        when=_COMPARED,
-    ),
-    Metric("train/absolute_error", "mean |reward - score| of a response", when=_SCORED),
-    Metric("train/{predicted,target}_reward", "mean reward, and mean score, of the responses", when=_SCORED),
-    Metric(
-        "train/{chosen,rejected}_log_probs",
-        "mean log-probability of such a response: the sum over its trained tokens",
-        "nats",
-        when=_PAIRS,
-    ),
-    Metric("train/pg_loss", "clipped policy-gradient loss"),
-    Metric("train/entropy_loss", "mean entropy of the policy's next-token distributions", "nats"),
-    Metric("train/pg_clipfrac", "tokens whose loss was clipped", "fraction"),
-    Metric("train/ppo_kl", "mean of old - new log-probability: distance that this rollout's steps have moved", "nats"),
-    Metric(
-        "train/kl_loss",
-        "KL to the reference model by --kl-loss-type; 0 without a reference",
-        "nats",
-        when="not in rollouts that --ref-kl-metric-interval leaves out",
-    ),
-    Metric(
-        "train/positive_example_loss",
-        "mean negative log-likelihood of the trained tokens of samples with a high reward",
-        "nats",
-        when="--positive-example-loss-coef",
-    ),
-    Metric(
-        "train/opd_divergence",
-        "mean divergence of the student's distributions from the teacher's, by --opd-divergence",
-        "nats",
-        when="--opd-divergence other than sampled_reverse_kl",
-    ),
-    Metric("train/ratio_mean", "mean of policy / old policy; 1 in the first optimizer step"),
-    Metric("train/ratio_max_abs_diff", "largest |ratio - 1| of any token", "", "max"),
-    Metric(
-        "train/train_rollout_logprob_abs_diff_mean",
-        "mean |train - rollout log-probability| over trained tokens",
-        "nats",
-    ),
-    Metric("train/train_rollout_logprob_abs_diff_max", "largest such difference of any trained token", "nats", "max"),
-    Metric("train/tis", "mean ratio of training to engine probability, the weight before clipping", when=_TIS),
-    Metric("train/tis_clipfrac", "tokens whose weight was clipped", "fraction", when=_TIS),
-    Metric("train/tis_abs", "mean distance of that weight from 1", when=_TIS),
-    Metric(
-        "train/tis_clipped_samples",
-        "samples with a token whose weight was clipped or masked, of those with trained tokens",
-        "fraction",
-        when=_TIS,
-    ),
-    Metric(
-        "train/tis_weight", _OF_LEVEL.format("mean weight, clipped or masked, before --tis-batch-normalize"), when=_TIS
-    ),
-    Metric("train/tis_weight_square", _OF_LEVEL.format("mean square of that weight"), when=_TIS),
-    Metric(
-        "train/tis_ess",
-        "effective sample size of these weights (Kish), tis_weight^2 / tis_weight_square",
-        "fraction",
-        when=_TIS,
-    ),
-    Metric("train/rs_masked_tokens", "trained tokens that --use-rs rejected", "fraction", when=_RS),
-    Metric("train/rs_masked_samples", "samples of which it rejected every trained token", "fraction", when=_RS),
-    Metric(
-        "train/rs_vetoed_samples", "samples with a token below the threshold", "fraction", when="--rs-veto-threshold"
-    ),
-    Metric("train/opsm_clipfrac", "tokens that --use-opsm masked", "fraction", when="--use-opsm"),
-    Metric("train/grad_norm", "norm of the gradient over all parameters, before clipping"),
-    Metric("train/lr", "learning rate of the optimizer step", "", "last"),
-    Metric("train/lr-pg_<group>", "the same of each of the optimizer's parameter groups", "", "last"),
-    Metric("train/skipped", "optimizer steps not taken because loss or gradient was not finite", "count", "sum"),
-    Metric("train/tokens", "trained tokens, over all data-parallel ranks", "tokens", "sum"),
-    Metric(
-        "train/{samples,global_batch_size}", "samples of the optimizer step, over all data-parallel ranks", "samples"
-    ),
-    Metric("train/critic-value_loss", "clipped value loss of the critic", when=_CRITIC),
-    Metric(
-        "train/critic-value_clipfrac", "tokens whose value moved by more than --value-clip", "fraction", when=_CRITIC
-    ),
-    Metric(
-        "train/critic-explained_variance",
-        "1 - variance of (return - value) / variance of the returns, over trained tokens; 1 is perfect",
-        when=_CRITIC,
-    ),
-    Metric("train/critic-grad_norm", "norm of the critic's gradient, before clipping", when=_CRITIC),
-    Metric("train/critic-lr", "learning rate of the critic", "", "last", _CRITIC),
-    Metric("train/critic-skipped", "optimizer steps of the critic not taken, as skipped", "count", "sum", _CRITIC),
-    Metric("train/critic-lr-pg_<group>", "the same of each of its optimizer's parameter groups", "", "last", _CRITIC),
-    Metric("train/mismatch_kl", "mean of the engines' - training's log-probability (k1)", "nats", when=_MISMATCH),
-    Metric("train/mismatch_k3_kl", "the same KL by the estimator that is never negative (k3)", "nats", when=_MISMATCH),
-    Metric(
-        "train/mismatch_{training,rollout}_ppl",
-        "exp of minus the mean log-probability of a sample's trained tokens, mean over samples that have any",
-        when=_MISMATCH,
-    ),
-    Metric(
-        "train/mismatch_log_ppl_abs_diff", "mean distance of these two logarithms, per sample", "nats", when=_MISMATCH
-    ),
-    *TRAIN_MEMORY,
-)
 
 ROLLOUT = (
     Metric("rollout/step", "the rollout: horizontal axis of rollout/, perf/, memory/, multi_turn/, passrate/", "count"),
@@ -298,7 +153,7 @@ ROLLOUT = (
         "nats",
         when="with a reference model, every --ref-kl-metric-interval",
     ),
-    Metric("rollout/stored_ref_log_probs", "samples with stored values of the reference", "fraction", when=_STORED),
+    Metric("rollout/stored_ref_log_probs", "samples with stored values of the reference", "fraction", when=STORED),
     Metric("rollout/kl", "the same for the KL to the reference model (--kl-loss-type)", "nats", when="the same"),
     Metric("rollout/sample_kl", "mean over samples of that KL, summed over trained tokens", "nats", when="--kl-target"),
     Metric("rollout/kl_coef", "coefficient of the KL penalty in this rollout", when="--kl-target"),
@@ -316,9 +171,7 @@ ROLLOUT = (
         "the same for the returns: the advantages before whitening",
         when="without --custom-advantage-function-path",
     ),
-    Metric(
-        "rollout/values", "the same for the critic's values before the rollout's first optimizer step", when=_CRITIC
-    ),
+    Metric("rollout/values", "the same for the critic's values before the rollout's first optimizer step", when=CRITIC),
     Metric("rollout/entropy", "the same for the entropy of the next-token distributions", "nats", when=_ENTROPY),
 )
 
@@ -360,8 +213,8 @@ EVAL = (
         "probability that k of a prompt's samples contain one with reward 1 or more; k = 1, 2, 4, ..., their number",
         "fraction",
     ),
-    Metric("eval/<name>-loss", "mean loss of held-out pairs or conversations", when=f"{_COMPARED}; {_SFT}; {_SCORED}"),
-    Metric("eval/<name>-reward_margin", "mean of the chosen - rejected reward of held-out pairs", when=_COMPARED),
+    Metric("eval/<name>-loss", "mean loss of held-out pairs or conversations", when=f"{COMPARED}; {SFT}; {SCORED}"),
+    Metric("eval/<name>-reward_margin", "mean of the chosen - rejected reward of held-out pairs", when=COMPARED),
     Metric(
         "eval/<name>",
         "mean reward of the data set: with rewards 0 and 1 the accuracy; the accuracy of held-out pairs; the perplexity"
@@ -379,3 +232,62 @@ SECTIONS = {
     "Memory": MEMORY,
 }
 METRICS = tuple(metric for rows in SECTIONS.values() for metric in rows)
+
+
+_INTRODUCTION = """\
+# Metrics
+
+Every number that a run reports, under the same name in [TensorBoard, W&B and Prometheus](observability.md) and in
+`steps[]` of [`summary.json`](summary.md) (there without the prefix `train/`, with `memory/` as a separate object, and
+with the times of phases in `seconds`). This page is generated from the table in the source:
+`python -m slimrl.observability.metrics.registry > docs/metrics.md`.
+
+- `{a,b}` means one of these words, `<x>` a name or number of the run.
+- *when* is empty if every run reports the metric. A fraction is between 0 and 1.
+- Metrics of custom functions (a loss, a log function, a rollout function) keep their own names.
+
+## Horizontal axes
+
+| names | axis | value |
+| --- | --- | --- |
+| `train/` | `train/step` | optimizer steps before this one; each step of a rollout is a separate point |
+| `eval/` | `eval/step` | rollouts trained on before the evaluation |
+| all others | `rollout/step` | the rollout, from 0 |
+
+With `--wandb-always-use-train-step` all three count optimizer steps, also in TensorBoard. `summary.json` has one entry
+per rollout; the column *combined* of the first table says how it combines several optimizer steps into one number, and
+`by_optimizer_step` has each of them.
+"""
+_NAMES_FROM_SLIME = """
+## Names that differ from slime
+
+| slime | slimrl |
+| --- | --- |
+| `train/train_rollout_logprob_abs_diff` | `train/train_rollout_logprob_abs_diff_mean`, `..._max` |
+| `train/ois` | `train/ratio_mean` |
+| `perf/sleep_time`, `perf/wake_up_time` | `perf/park_training_time`, `perf/wake_training_time` |
+| `perf/save_model_time` | `perf/save_time` |
+| `rollout/raw_reward` of the train ranks | the same name: it is computed once, with the rollout |
+"""
+
+
+def markdown() -> str:
+    """The whole page."""
+    return _INTRODUCTION + "".join(_section(title, rows) for title, rows in SECTIONS.items()) + _NAMES_FROM_SLIME
+
+
+def _section(title: str, rows: Sequence[Metric]) -> str:
+    heads = ["name", "meaning", "unit", *(["combined"] if rows is TRAIN else []), "when"]
+    lines = [_line(heads), _line(["---"] * len(heads))]
+    for metric in rows:
+        combined = [metric.combine] if rows is TRAIN else []
+        lines.append(_line([f"`{metric.name}`", metric.meaning, metric.unit, *combined, metric.when]))
+    return f"\n## {title}\n\n" + "\n".join(lines) + "\n"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

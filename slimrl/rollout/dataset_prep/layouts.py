@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from slimrl.data.images import PLACEHOLDER
-from slimrl.rollout.rm_hub.rule_graders import last_boxed
+from slimrl.rollout.rm_hub.rule_reward import last_boxed
 
 _TURN = re.compile(r"\n\n(Human|Assistant):")
 _ROLES = {"Human": "user", "Assistant": "assistant", "prompter": "user", "human": "user", "gpt": "assistant"}

@@ -1,11 +1,13 @@
-"""Dynamic sampling filters: their result, the wrapper that calls one, and the built-in ones.
+"""Dynamic sampling filters: their result, what applies one to the finished groups, and the built-in ones.
 
-These drop groups without a learning signal, as in DAPO (Yu et al. 2025, section 3.2).
+These drop groups without a learning signal, as in DAPO (Yu et al. 2025, section 3.2). A filter that drops too many
+groups in a row ends the run with an error.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from typing import Any
 
 from slimrl.data.sample import Sample, SampleStatus
@@ -74,3 +76,56 @@ def check_any_completed(args: RunArguments, samples: list[Sample]) -> DynamicFil
     if any(sample.status is SampleStatus.COMPLETED for sample in samples):
         return DynamicFilterOutput(keep=True)
     return DynamicFilterOutput(keep=False, reason="all_truncated")
+
+
+MAX_CONSECUTIVE_DROPS = 16  # in rollouts' groups; the limit is at least one epoch
+
+
+class DynamicSampler:
+    """Applies the dynamic sampling filter to groups in the order in which they finish."""
+
+    def __init__(self, keep: GroupFilter | None, max_drops: int) -> None:
+        """`keep` None accepts every group; `max_drops` drops in a row end the run."""
+        self._keep = keep
+        self._max_drops = max_drops
+        self._dropped_in_a_row = 0
+        self._dropped: list[tuple[str, list[Sample]]] = []
+        self._reserve: list[tuple[str, list[Sample]]] = []
+        self.accepted: list[list[Sample]] = []
+
+    @property
+    def dropped(self) -> list[list[Sample]]:
+        """Groups that are not trained on."""
+        return [group for _, group in self._dropped + self._reserve]
+
+    @property
+    def drops(self) -> dict[str, int]:
+        """Number of groups that are not trained on, by reason."""
+        return dict(Counter(reason for reason, _ in self._dropped + self._reserve))
+
+    def add(self, group: list[Sample]) -> bool:
+        """Accepts (True) or drops a finished group. Raises RuntimeError after `max_drops` drops in a row."""
+        output = DynamicFilterOutput(True) if self._keep is None else self._keep(group)
+        if output.keep:
+            self._dropped_in_a_row = 0
+            self.accepted.append(group)
+            return True
+        dropped = self._reserve if output.keep_when_insufficient else self._dropped
+        dropped.append((output.reason or "unnamed", group))
+        self._dropped_in_a_row += 1
+        if self._dropped_in_a_row >= self._max_drops:
+            raise RuntimeError(
+                f"{self._keep} dropped"
+                f" {self._dropped_in_a_row} groups in a row ({self.drops}): the data is too easy, too hard or wrongly"
+                " scored for this model; change the data, the reward or the filter"
+            )
+        return False
+
+    def fill_from_reserve(self, missing: int) -> bool:
+        """Accepts up to `missing` groups that were dropped with `keep_when_insufficient`; False if there are none.
+
+        Groups that finished earlier are accepted first.
+        """
+        chosen, self._reserve = self._reserve[:missing], self._reserve[missing:]
+        self.accepted += [group for _, group in chosen]
+        return bool(chosen)

@@ -3,24 +3,30 @@
 A response can make any parser hang, so graders do not run in the caller's process. One thread of the pool serves all
 grader processes. They start on demand and end with the pool or its process.
 
-Requests and replies are JSON lines over pipes, replies in the order of the requests (`grader_worker` is the other end).
-A `GraderProcess` never blocks and starts no thread.
+Requests and replies are JSON lines over pipes, replies in the order of the requests. A `GraderProcess` never blocks and
+starts no thread. The process itself is `main`: it reads `{"rule", ...}` and replies `{"value": ...}` or `{"error":
+str}`, and the kernel limits its memory. It loads computer algebra when the first answer needs it, and announces that to
+the pool, because loading takes longer than the time limit.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import dataclasses
 import json
 import os
+import resource
 import select
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections import defaultdict, deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +138,7 @@ class GraderProcess:
         return code, stderr
 
 
-WORKER = Path(__file__).with_name("grader_worker.py")
+WORKER = Path(__file__)  # runs `main`
 TIME_LIMIT_S = 5.0
 # Requests queued in one process: enough to hide the round trip, few enough not to wait behind a slow one.
 _AHEAD = 4
@@ -334,3 +340,52 @@ def _set_results(results: list[tuple[asyncio.Future[dict[str, Any]], dict[str, A
             future.set_exception(outcome)
         else:
             future.set_result(outcome)
+
+
+MEMORY_LIMIT_BYTES = 2 << 30
+
+
+def main() -> None:
+    """Processes requests until the input closes."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a busy grader must not outlive a killed parent
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    sys.set_int_max_str_digits(0)
+    replies = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # output of libraries must not mix with the replies
+    from slimrl.rollout.rm_hub import rule_reward
+
+    rule_reward.load_graders()
+    algebra = _Algebra(lambda notice: print(json.dumps(notice), file=replies))
+    print(json.dumps({"ready": True}), file=replies)
+    reply: dict[str, Any]
+    for line in sys.stdin.buffer:
+        try:
+            reply = {"value": rule_reward.grade_request(json.loads(line), algebra)}
+        except MemoryError:
+            reply = {"error": f"MemoryError: the answer needs more than {MEMORY_LIMIT_BYTES >> 20} MiB"}
+        except Exception as error:  # a library may raise anything on an adversarial answer
+            reply = {"error": f"{type(error).__name__}: {error}"[:300]}
+        print(json.dumps(reply), file=replies)
+
+
+class _Algebra:
+    """`algebra.equal`, imported at its first use."""
+
+    def __init__(self, notify: Callable[[dict[str, Any]], None]) -> None:
+        self._notify = notify
+        self._equal: Callable[[str, str], bool] | None = None
+
+    def __call__(self, answer: str, label: str) -> bool:
+        if self._equal is None:
+            self._notify({"loading": True})
+            from slimrl.rollout.rm_hub.math_equivalence import sympy_equal as algebra
+
+            algebra.warm_up()
+            self._equal = algebra.equal
+            self._notify({"loaded": True})
+        return self._equal(answer, label)
+
+
+if __name__ == "__main__":
+    main()

@@ -10,8 +10,9 @@ import re
 from collections.abc import Callable
 from fractions import Fraction
 
-from slimrl.rollout.rm_hub.math_equivalence import equality_chains, intervals, normalize, parse
+from slimrl.rollout.rm_hub.math_equivalence import equality_chains, normalize, parse
 from slimrl.rollout.rm_hub.math_equivalence.normalize import clean, tight
+from slimrl.rollout.rm_hub.math_equivalence.parse import Items, bracketed, split_union
 from slimrl.rollout.rm_hub.math_equivalence.quantities import at_once, conversion, measure, rational, split_unit
 
 MAX_CHARS = 2000
@@ -189,19 +190,19 @@ class _Comparison:
         return None
 
     def _sets_of_reals(self, answer: str, label: str) -> bool | None:
-        if not (intervals.is_set_of_reals(answer) or intervals.is_set_of_reals(label)):
+        if not (parse.is_set_of_reals(answer) or parse.is_set_of_reals(label)):
             return None
-        first, second = intervals.union(answer), intervals.union(label)
+        first, second = parse.union_of_intervals(answer), parse.union_of_intervals(label)
         if first is None and second is None:
             return None
         if first is None or second is None:
             if not _is_set_or_relation(answer, label):
                 return False
             known = [
-                text if part is None else intervals.as_text(part) for text, part in ((answer, first), (label, second))
+                text if part is None else parse.interval_text(part) for text, part in ((answer, first), (label, second))
             ]
             return self.algebra(answer, label) or (known != [answer, label] and self.algebra(*known))
-        return intervals.equal(first, second, self._deeper().equal)
+        return parse.equal_unions(first, second, self._deeper().equal)
 
     def _assignments(self, answer: str, label: str) -> bool | None:
         equal = self._assigned_values(answer, label)
@@ -357,11 +358,36 @@ def _items(text: str) -> parse.Items | None:
     """The values of a list, set or tuple, with both values of every `\\pm`; None for a single value."""
     items = parse.bare_list(text)
     if items is None:
-        items = parse.bracketed(text) or parse.union_of_sets(text) or parse.point(text)
+        items = parse.bracketed(text) or union_of_sets(text) or point(text)
         if items is not None and items.brackets == "[]" and len(items.items) == 1:
             items = parse.Items("()", items.items)
     if items is None and ("\\pm" in text or "\\mp" in text):
         items = parse.Items("", [text])
     if items is None or items.brackets not in ("", "{}"):
         return items
-    return parse.Items(items.brackets, [value for item in items.items for value in parse.both_signs(item)])
+    return parse.Items(items.brackets, [value for item in items.items for value in both_signs(item)])
+
+
+def union_of_sets(text: str) -> Items | None:
+    """The elements of finite sets joined by `\\cup`."""
+    parts = [bracketed(part) for part in split_union(text)]
+    sets = [part for part in parts if part is not None and part.brackets == "{}"]
+    if len(parts) < 2 or len(sets) < len(parts):
+        return None
+    return Items("{}", [item for part in sets for item in part.items])
+
+
+def point(text: str) -> Items | None:
+    """The coordinates of a named point, `P(3, 4)`."""
+    named = re.fullmatch(r"[A-Z]\s*(\(.*\))", text)
+    items = None if named is None else bracketed(named[1])
+    return items if items is not None and len(items.items) > 1 else None
+
+
+def both_signs(text: str) -> list[str]:
+    """The two values of an answer with `\\pm`; otherwise the answer itself."""
+    if "\\pm" not in text and "\\mp" not in text:
+        return [text]
+    upper = re.sub(r"\\pm(?![a-zA-Z])", "+", re.sub(r"\\mp(?![a-zA-Z])", "-", text))
+    lower = re.sub(r"\\pm(?![a-zA-Z])", "-", re.sub(r"\\mp(?![a-zA-Z])", "+", text))
+    return [upper, lower]

@@ -1,10 +1,15 @@
-"""The distributed optimizer's state as checkpoint content, each rank's part as it lies in memory.
+"""The optimizer's state as checkpoint content, of the distributed optimizer each rank's part as it lies in memory.
 
 A data-parallel rank owns a range of elements of the buffer that holds all parameters, so at most two of its parameters
 are cut anywhere. The range of one parameter is divided into boxes of the whole tensor (at most 2 n - 1 for n
 dimensions), and each box is one stored block. Keys, shapes and dtypes are those of megatron-core's `fully_reshardable`
 format, which gathers the state of all ranks first and writes whole shards: the two read each other's files, in any
 layout. Nothing is gathered or copied here. Loading reads into the optimizer's own tensors.
+
+megatron-core 0.16.1 saves and loads the state of torch's AdamW with faults, which are corrected here: every parameter
+has one step counter, exact after loading. `convert_step_format` converts between torch's AdamW and the fused Adam of
+Transformer Engine or Apex: torch counts steps per parameter, the fused ones per parameter group. Step count and moments
+stay the same, whichever implementation saved them.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
@@ -25,9 +31,11 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensorFactory,
 )
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 _logger = logging.getLogger(__name__)
 _Entry: TypeAlias = ShardedTensor | ShardedTensorFactory
@@ -244,3 +252,129 @@ def boxes(shape: Sequence[int], low: int, high: int) -> Iterator[tuple[tuple[int
 def _in_row(shape: Sequence[int], row: int, low: int, high: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     for offsets, sizes in boxes(shape[1:], low, high):
         yield (row, *offsets), (1, *sizes)
+
+
+def sync_step_count(saved: dict[Any, Any], own_steps: set[float]) -> None:
+    """Set the correct step count in all parts of an optimizer's state before saving, in place; collective.
+
+    Rank 0's count is stored, but rank 0 may have none of the parameters. `own_steps` are the counts of this rank's
+    parameters. Does nothing if no rank has such counts. Raises ValueError, on every rank, if the counts differ.
+    """
+    everyones: list[set[float]] = [set()] * dist.get_world_size()
+    dist.all_gather_object(everyones, own_steps)
+    steps = set().union(*everyones)
+    if len(steps) > 1:
+        raise ValueError(f"parameters have step counts {sorted(steps)}: saving needs the same count for all")
+    for part in saved_parts(saved) if steps else ():
+        for group in part["param_groups"]:
+            if "step" in group:  # the distributed optimizer's place for it
+                group["step"] = max(steps)
+        if "state" in part and max(steps) > 0:  # the other optimizers'
+            part["state"]["common_step"] = torch.tensor(max(steps))
+
+
+def saved_parts(saved: Any) -> Iterator[dict[str, Any]]:
+    """The state of each part with an Adam; several parts are stored under their numbers."""
+    if not isinstance(saved, dict):
+        return
+    if "param_groups" in saved:
+        if any("betas" in group for group in saved["param_groups"]):
+            yield saved
+        return
+    for key, value in saved.items():
+        if isinstance(key, int) or key == "optimizer":
+            yield from saved_parts(value)
+
+
+@torch.no_grad()
+def after_hybrid_load(hybrid: HybridDeviceOptimizer) -> None:
+    """Give each weight its own step counter, and undo the step that a part may have taken to create its state."""
+    for state in hybrid.state.values():
+        state["step"] = state["step"].detach().clone()
+    for weight, master in hybrid.param_to_fp32_param.items():
+        weight.copy_(master)
+
+
+def after_load(optimizer: MegatronOptimizer) -> None:
+    """Give every parameter its own step counter again; call after `optimizer.load_state_dict`.
+
+    megatron-core's distributed optimizer hands one tensor to all parameters, and AdamW then advances it once per
+    parameter: 2 becomes 20 in one step, silently.
+    """
+    for part in parts_of(optimizer, torch.optim.Adam):
+        for state in part.optimizer.state.values():
+            step = state.get("step")
+            state["step"] = torch.tensor(0.0) if step is None else step.detach().clone()
+    for part in hybrid_parts(optimizer):
+        after_hybrid_load(part.optimizer)
+
+
+def step_counts(optimizer: MegatronOptimizer) -> set[float]:
+    """The distinct step counters over all parameters; more than one is an error.
+
+    Ignores parameters without a part on this rank, which are not stepped here, and those with a counter in their group.
+    """
+    return {
+        float(state["step"])
+        for part in (*parts_of(optimizer, torch.optim.Adam), *hybrid_parts(optimizer))
+        for parameter, state in part.optimizer.state.items()
+        if (parameter.to_local() if isinstance(parameter, DTensor) else parameter).numel() and "step" in state
+    }
+
+
+def parts_of(optimizer: MegatronOptimizer, *kinds: type[torch.optim.Optimizer]) -> Iterator[Any]:
+    """The megatron-core optimizers inside `optimizer` that step with one of these (not with Apex' or TE's)."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if isinstance(part.optimizer, kinds):
+            yield part
+
+
+def hybrid_parts(optimizer: MegatronOptimizer) -> Iterator[Any]:
+    """Those that step in host memory."""
+    return parts_of(optimizer, HybridDeviceOptimizer)
+
+
+def convert_step_format(loaded: dict[Any, Any], optimizer: MegatronOptimizer) -> None:
+    """Convert `loaded`, a checkpoint's state of `optimizer`, to the format of its Adam; in place.
+
+    Raises ValueError if the parts of the optimizer have different step counts.
+    """
+    inner = [part.optimizer for part in getattr(optimizer, "chained_optimizers", [optimizer])]
+    adam = next((one for one in inner if one is not None and "betas" in one.defaults), None)  # None: trains nothing
+    if adam is None or isinstance(adam, HybridDeviceOptimizer):  # the latter takes either form
+        return
+    parts = list(saved_parts(loaded))
+    steps = {float(step) for part in parts for step in _steps(part)}
+    if len(steps) > 1:
+        raise ValueError(f"the parts of the saved optimizer have step counts {sorted(steps)}: save them together")
+    if not steps:  # saved before the first step
+        return
+    (step,) = steps
+    for part in parts:
+        if isinstance(adam, torch.optim.Adam):
+            _count_per_parameter(part, step)
+        else:
+            _count_per_group(part, int(step), adam.defaults)
+
+
+def _steps(part: dict[str, Any]) -> list[Any]:
+    """Every step count in the state of a part."""
+    counted = [group["step"] for group in part["param_groups"] if group.get("step") is not None]
+    return counted + ([part["state"]["common_step"]] if "common_step" in part.get("state", {}) else [])
+
+
+def _count_per_parameter(part: dict[str, Any], step: float) -> None:
+    if "state" in part:
+        part["state"]["common_step"] = torch.tensor(step)
+    for group in part["param_groups"]:
+        group.pop("step", None)
+        if "state" not in part:  # the distributed optimizer copies the group's count to the parameters
+            group["step"] = step
+
+
+def _count_per_group(part: dict[str, Any], step: int, defaults: dict[str, Any]) -> None:
+    for group in part["param_groups"]:
+        for name, value in defaults.items():
+            group.setdefault(name, value)
+        group["step"] = step
+    part.get("state", {}).pop("common_step", None)

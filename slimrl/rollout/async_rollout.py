@@ -9,168 +9,36 @@ Invariants:
 
 `RolloutGenerator` creates it; the rollout manager notifies it of new weights.
 
-The checkpoint state (`InflightState`) has the groups that were sampled from the data source and are not trained on yet.
-A resumed run restores all of them, whether it is fully asynchronous or not. Columns with an entry per token are packed
-into text: lists of numbers take many times as long to write, and training waits for it. Custom values become plain data
-(numbers, text, lists, tuples, dicts). Subclasses and numpy and torch scalars are converted; anything else is rejected
-with its location in the sample.
+Staleness is the number of rollouts between the weights that sampled and the weights that are trained. A weight version
+is the number of rollouts trained: rollout r trains the weights r. A token sampled by the weights v has staleness r - v,
+and a sample has the staleness of its oldest token. Every run reports the metrics of it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
 import dataclasses
 import time
-from array import array
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import overload
 
 from slimrl.arguments.flags.rollout import RolloutArguments
-from slimrl.data.sample import Sample
+from slimrl.data.sample import NO_VERSION, Sample, SampleStatus, clip_spans
 from slimrl.engines.protocol import SamplingConfig, StoppableEngine
 from slimrl.rollout.async_utils import cancel_and_wait
-from slimrl.rollout.asynchronous.staleness import (
-    can_train_without_expiring,
-    has_unknown_version,
-    oldest_version,
-    reset_to_prompt,
-)
 from slimrl.rollout.dataset.data_source import RolloutDataSource
-from slimrl.rollout.filter_hub.dynamic_sampling_filters import GroupFilter
-from slimrl.rollout.generation.inflight_groups import MAX_CONSECUTIVE_DROPS, DynamicSampler, GroupTask, InflightGroups
+from slimrl.rollout.filter_hub.dynamic_sampling_filters import MAX_CONSECUTIVE_DROPS, DynamicSampler, GroupFilter
+from slimrl.rollout.generation.inflight_groups import (
+    FinishedGroup,
+    GroupTask,
+    InflightGroups,
+    InflightState,
+    check_serializable,
+)
+from slimrl.rollout.generation.multi_turn import NON_GENERATION_TIME, TURN_STARTS
 from slimrl.rollout.generation.sample_generator import SampleConfig, SampleGenerator
-
-
-def plain_data(value: Any) -> Any:
-    """An independent copy of `value` as plain data. Raises TypeError with the location of a value that is not."""
-    return _plain(value, "")
-
-
-def _plain(value: Any, location: str) -> Any:
-    if value is None or isinstance(value, bool):
-        return value
-    for kind in (str, int, float):
-        if isinstance(value, kind):
-            return kind.__str__(value) if kind is str else kind(value)
-    if isinstance(value, dict):
-        return {_key(key, location): _plain(item, f"{location}[{key!r}]") for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        items = [_plain(item, f"{location}[{number}]") for number, item in enumerate(value)]
-        return items if isinstance(value, list) else tuple(items)
-    if getattr(value, "shape", None) == () and callable(getattr(value, "item", None)):
-        return _plain(value.item(), location)
-    kind = type(value)
-    raise TypeError(f"{location or 'it'} is of type {kind.__module__}.{kind.__qualname__}")
-
-
-def _key(key: Any, location: str) -> Any:
-    return _plain(key, f"{location}, whose key {key!r}")
-
-
-_KEY = "drawn"  # checkpoint key, next to the data source's keys
-_PACKED = {  # type codes of `array`
-    "tokens": "q",
-    "loss_mask": "b",
-    "rollout_log_probs": "d",
-    "teacher_log_probs": "d",
-    "token_rewards": "d",
-    "teacher_top_ids": "q",
-    "teacher_top_log_probs": "d",
-}
-_NAMES = tuple(field.name for field in dataclasses.fields(Sample))
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class FinishedGroup:
-    """A scored group; `drawn` is the group as sampled from the data source, `oldest` its oldest weight version."""
-
-    group: list[Sample]
-    drawn: list[Sample]
-    oldest: int
-
-
-@dataclasses.dataclass(frozen=True)
-class InflightState:
-    """All groups not trained on yet; `under_way` are the unfinished ones, as sampled from the data source."""
-
-    under_way: list[list[Sample]]
-    finished: list[FinishedGroup]
-
-    def added_to(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The data source's state plus this one, as plain JSON data. Raises ValueError like `check_serializable`."""
-        entry = {
-            "under_way": [_group_as_dicts(group) for group in self.under_way],
-            "finished": [
-                {"group": _group_as_dicts(one.group), "drawn": _group_as_dicts(one.drawn), "oldest": one.oldest}
-                for one in self.finished
-            ],
-        }
-        return {**state, _KEY: entry}
-
-
-def restore(data_source: RolloutDataSource, state: dict[str, Any], *, keeps_finished: bool) -> list[FinishedGroup]:
-    """Restores the data source from `state`; unfinished groups are returned to it.
-
-    Returns the finished groups. If `keeps_finished` is False, these go back to the data source too, to be trained on
-    next.
-    """
-    entry = state.get(_KEY, {"under_way": [], "finished": []})
-    data_source.load_state_dict({name: value for name, value in state.items() if name != _KEY})
-    finished = [
-        FinishedGroup(_samples(one["group"]), _samples(one["drawn"]), one["oldest"]) for one in entry["finished"]
-    ]
-    if not keeps_finished:
-        data_source.add_samples([one.group for one in finished])
-    data_source.add_samples([_samples(group) for group in entry["under_way"]])
-    return finished if keeps_finished else []
-
-
-def check_serializable(samples: Iterable[Sample]) -> None:
-    """Raises ValueError if a sample cannot be saved in a checkpoint: when it finishes, not at the next save."""
-    for sample in samples:
-        for name in _NAMES:
-            _packed(sample, name, _PACKED[name]) if name in _PACKED else _plain_field(sample, name)
-
-
-def _group_as_dicts(group: list[Sample]) -> list[dict[str, Any]]:
-    """The fields of the samples; attributes that custom functions add to a sample are not saved."""
-    return [
-        {
-            name: _packed(sample, name, code) if (code := _PACKED.get(name)) else _plain_field(sample, name)
-            for name in _NAMES
-        }
-        for sample in group
-    ]
-
-
-def _plain_field(sample: Sample, name: str) -> Any:
-    try:
-        return plain_data(getattr(sample, name))
-    except TypeError as error:
-        raise ValueError(
-            f"sample {sample.index}: its {name} cannot be saved in a checkpoint: {error}; your function or data"
-            " source may put only numbers, text, lists and dicts there"
-        ) from error
-
-
-def _packed(sample: Sample, name: str, code: str) -> Any:
-    try:
-        return base64.b64encode(array(code, getattr(sample, name)).tobytes()).decode()
-    except (TypeError, OverflowError):  # None, or a custom function's 1.0 for 1
-        return _plain_field(sample, name)
-
-
-def _samples(group: list[dict[str, Any]]) -> list[Sample]:
-    return [
-        Sample.from_dict(data | {name: _unpacked(data[name], code) for name, code in _PACKED.items() if name in data})
-        for data in group
-    ]
-
-
-def _unpacked(column: str | list[Any] | None, code: str) -> list[Any] | None:
-    """A list could not be packed, or comes from a checkpoint of an older slimrl."""
-    return array(code, base64.b64decode(column)).tolist() if isinstance(column, str) else column
+from slimrl.rollout.metrics import START_ROLLOUT_ID
 
 
 @dataclasses.dataclass(frozen=True)
@@ -387,3 +255,107 @@ class AsyncRollout:
     def _raise_failure(self) -> None:
         if self._collect_task is not None and self._collect_task.done():
             self._collect_task.result()
+
+
+_RESPONSE_METADATA = (START_ROLLOUT_ID, NON_GENERATION_TIME, TURN_STARTS)
+
+
+@overload
+def oldest_version(sample: Sample, otherwise: int) -> int: ...
+
+
+@overload
+def oldest_version(sample: Sample, otherwise: None = None) -> int | None: ...
+
+
+def oldest_version(sample: Sample, otherwise: int | None = None) -> int | None:
+    """The oldest weight version that sampled a token of the sample; None if no version is known.
+
+    `otherwise` counts as the version of trained tokens whose version is unknown.
+    """
+    known = []
+    start = 0
+    for version, count in sample.version_spans:
+        if version.isdecimal():
+            known.append(int(version))
+        elif otherwise is not None and (version != NO_VERSION or _is_trained(sample, start, start + count)):
+            known.append(otherwise)
+        start += count
+    if not known and otherwise is not None:
+        return otherwise
+    return min(known, default=None)
+
+
+def has_unknown_version(sample: Sample, version: int) -> bool:
+    """Whether an unfinished sample has tokens of unknown staleness; the engines have the weights `version`.
+
+    These are trained tokens of an unknown weight version (from a checkpoint of an older slimrl, say), and tokens of a
+    future version (`--start-rollout-id` before the checkpoint's). A response that comes from the data source, not from
+    an engine, does not count.
+    """
+    sampled = sample.version_spans or sample.weight_versions or START_ROLLOUT_ID in sample.metadata
+    if not sample.response_length or not (sampled or sample.status is SampleStatus.ABORTED):
+        return False
+    start = 0
+    for span_version, count in clip_spans(sample.version_spans, sample.response_length):
+        if int(span_version) > version if span_version.isdecimal() else _is_trained(sample, start, start + count):
+            return True
+        start += count
+    return False
+
+
+def staleness_metrics(rollout_id: int, samples: Iterable[Sample]) -> dict[str, float]:
+    """Mean, maximum and histogram of the staleness of a rollout's samples; {} if no version is known."""
+    oldest = [oldest_version(sample) for sample in samples]
+    staleness = [rollout_id - version for version in oldest if version is not None]
+    if not staleness:
+        return {}
+    counts = {f"rollout/staleness/count_{value}": float(count) for value, count in sorted(Counter(staleness).items())}
+    return {
+        "rollout/staleness/mean": sum(staleness) / len(staleness),
+        "rollout/staleness/max": float(max(staleness)),
+        **counts,
+    }
+
+
+def reset_to_prompt(sample: Sample) -> Sample:
+    """The sample as its prompt alone, to be regenerated."""
+    if sample.status is SampleStatus.PENDING and sample.response_length == 0:
+        return sample
+    return dataclasses.replace(
+        sample,
+        tokens=sample.tokens[: sample.prompt_length],
+        response="",
+        response_length=0,
+        loss_mask=None,
+        rollout_log_probs=None,
+        teacher_log_probs=None,
+        token_rewards=None,
+        teacher_top_ids=None,
+        teacher_top_log_probs=None,
+        weight_versions=[],
+        version_spans=[],
+        reward=None,
+        status=SampleStatus.PENDING,
+        remove_sample=False,
+        metadata={key: value for key, value in sample.metadata.items() if key not in _RESPONSE_METADATA},
+    )
+
+
+def can_train_without_expiring(rollout_id: int, chosen: Sequence[int], waiting: Sequence[int]) -> bool:
+    """Whether rollout `rollout_id` can train the groups `chosen` now without letting a group in flight expire.
+
+    Groups are given by their deadline: the last rollout that may train them. `chosen` is a full batch of the finished
+    groups with the earliest deadlines, `waiting` the groups in flight. Waiting groups with deadline d or earlier must
+    fit into the batches of the rollouts after this one up to d. If they do not, the rollout waits for them, unless all
+    chosen groups have deadline d or earlier too: then waiting does not help.
+    """
+    return not any(
+        sum(due <= last for due in chosen) < len(chosen)
+        and sum(due <= last for due in waiting) > max(last - rollout_id, 0) * len(chosen)
+        for last in set(waiting)
+    )
+
+
+def _is_trained(sample: Sample, begin: int, end: int) -> bool:
+    return sample.loss_mask is None or any(sample.loss_mask[begin:end])

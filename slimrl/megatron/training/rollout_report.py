@@ -1,38 +1,36 @@
-"""Training metrics: means over a rollout's samples, throughput, and the metrics of each optimizer step.
+"""What a training rank reports of a rollout: means over its samples, throughput, seconds, and the dump of its data.
 
 Sums are in float64 over the data-parallel ranks, so that the numbers are the same in every parallel layout. Every rank
-gets the same values, except for the seconds. A custom metric must not take the name of a built-in one. Names are in
-`slimrl.observability.metrics.registry`.
+gets the same values, except for the seconds. Names are in `slimrl.observability.metrics.registry`.
+
+`--save-debug-train-data` writes every sample with the columns that the loss reads besides the model, before the first
+optimizer step; `torch.load(path, weights_only=True)` reads it. The samples are in the order of the rollout in every
+parallel layout.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
+import io
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from slimrl.algorithms.losses import kl_estimate, sample_mean_weights, sampled_reverse_kl, sums_per_sample
-from slimrl.algorithms.off_policy import effective_share
-from slimrl.algorithms.preference_losses import means_by_label
 from slimrl.arguments.flags.algorithm import AlgorithmArguments
 from slimrl.data.train_batch import RolloutBatch
-from slimrl.hooks import HookFailedError
 from slimrl.megatron.parallel import ParallelState
 from slimrl.megatron.training.forward_step import TrainTensors
-from slimrl.megatron.training.loss.custom_loss import FLAG as CUSTOM_LOSS
-from slimrl.megatron.training.loss.custom_loss import added_metrics
-from slimrl.megatron.training.loss.loss_sums import LossMetricNames, LossSums
-from slimrl.megatron.training.loss.policy_loss import PolicyLossConfig
 from slimrl.models.model_size import FORWARD_AND_BACKWARD, forward_flops
 from slimrl.models.model_spec import ModelSpec
+from slimrl.processes.files import OptionalFiles, atomic_file
 
 CORRECT_REWARD = 1.0
-_LARGEST_EXPONENT = 700.0  # exp of more overflows
 
 
 class PhaseTimes:
@@ -213,96 +211,78 @@ def step_counts(batch: RolloutBatch) -> list[dict[str, float]]:
     ]
 
 
-# metrics that the trainer and the driver add to a step later
-_RESERVED_NAMES = ("step", "grad_norm", "lr", "skipped", "samples", "global_batch_size", "tokens")
-_RESERVED_NAMES_FAMILIES = ("lr-pg_", "memory_", "planned_memory_", "critic-")
+FORMAT = "slimrl-train-data-1"
+_COLUMNS = ("loss_mask", "train_log_probs", "rollout_log_probs", "ref_log_probs", "teacher_log_probs", "advantages")
 
 
-def reduce_step(sums: Sequence[LossSums], settings: PolicyLossConfig, parallel: ParallelState) -> dict[str, float]:
-    """The step's metrics by name, equal on every rank; collective over all ranks.
+def save_train_data(
+    template: str,
+    rollout_id: int,
+    batch: RolloutBatch,
+    columns: TrainTensors,
+    parallel: ParallelState,
+    *,
+    with_policy: bool,
+) -> None:
+    """Writes `template` (--save-debug-train-data) with `{rollout_id}` filled in; one rank writes.
 
-    `sums` are those of this rank's micro-batches, computed with `settings`; only the last pipeline stage's are read.
-    They are added in float64, so that printed numbers do not depend on the split of the batch. Raises HookFailedError,
-    on every rank, if a custom metric has the name of a built-in one.
+    Collective over all ranks.
+    `{"format", "rollout_id", "samples"}`; a sample has `sample_id`, `group_id`, `tokens` (int64), `response_length`,
+    `reward` (normalised), `raw_reward`, `truncated`, where it was trained (`data_parallel_rank`, `optimizer_step`,
+    `micro_batch`), and per response token (float32) `loss_mask`, `train_log_probs`, `rollout_log_probs`,
+    `ref_log_probs` and `teacher_log_probs` (None without such a model) and `advantages`. For losses without policy
+    log-probabilities (SFT, pairs), `train_log_probs`, `rollout_log_probs` and `advantages` are None. An existing file
+    is replaced. A full disk causes a warning.
     """
-    names = settings.metric_names
-    reduced = _reduced(sums, names, parallel)
-    metrics = _means(reduced, names)
-    if not settings.needs_old_log_probs:
-        metrics = {name: metrics[name] for name in names.weighted}
-    if settings.supervised:
-        metrics["perplexity"] = math.exp(metrics["loss"]) if metrics["loss"] < _LARGEST_EXPONENT else math.inf
-    if settings.is_custom_loss:
-        metrics.pop("ratio_max_abs_diff", None)  # a custom loss may use another ratio
-    if "desirable_share" in metrics:
-        metrics = means_by_label(metrics)
-    if "tis_weight" in metrics:
-        metrics["tis_ess"] = effective_share(metrics["tis_weight"], metrics["tis_weight_square"])
-    if settings.is_custom_loss or settings.loss_hooks.correction is not None:
-        own = _custom_metrics(sums, parallel)
-        _check_names(own, metrics, settings)
-        metrics |= {name: value / max(reduced["count"], 1.0) for name, value in own.items()}
-    return metrics | {"tokens": reduced["tokens"]}
+    if not parallel.is_last_stage or parallel.tp_rank or parallel.cp_rank:
+        return
+    own = _samples(batch, columns, parallel.dp_rank, with_policy=with_policy)
+    gathered: list[Any] | None = [None] * parallel.dp_size if parallel.dp_rank == 0 else None
+    dist.gather_object(own, gathered, group=parallel.dp_group, group_dst=0)
+    if gathered is None:
+        return
+    samples = sorted((sample for part in gathered for sample in part), key=lambda sample: sample["sample_id"])
+    path = Path(template.replace("{rollout_id}", str(rollout_id)))
+    content = io.BytesIO()  # torch.save into a file hides a full disk behind another error
+    torch.save({"format": FORMAT, "rollout_id": rollout_id, "samples": samples}, content)
+    OptionalFiles(f"the dump {path}").attempt(lambda: _put(path, content.getbuffer()))
 
 
-def reduce_sums(sums: Sequence[LossSums], names: LossMetricNames, parallel: ParallelState) -> dict[str, float]:
-    """The metrics `names` of a step, equal on every rank; collective over all ranks.
-
-    `sums` are those of this rank's micro-batches; only the last pipeline stage's are read.
-    """
-    return _means(_reduced(sums, names, parallel), names)
+def _put(path: Path, content: memoryview) -> None:
+    """Writes the file atomically."""
+    with atomic_file(path) as unfinished:
+        unfinished.write_bytes(content)
 
 
-def _means(reduced: dict[str, float], names: LossMetricNames) -> dict[str, float]:
-    count, tokens = max(reduced["count"], 1.0), max(reduced["tokens"], 1.0)
-    samples = max(reduced["trained_samples"], 1.0)
-    return {
-        **{name: reduced[name] / count for name in names.weighted},
-        **{name: reduced[name] / tokens for name in names.by_token},
-        **{name: reduced[name] / samples for name in names.by_sample},
-        **{name: reduced[name] for name in names.maxima},
+def _samples(batch: RolloutBatch, columns: TrainTensors, rank: int, *, with_policy: bool) -> list[dict[str, Any]]:
+    places = {
+        row: {"data_parallel_rank": rank, "optimizer_step": step, "micro_batch": number}
+        for step, micro_batches in enumerate(batch.micro_batches)
+        for number, rows in enumerate(micro_batches)
+        for row in rows
     }
+    lengths = batch.response_lengths.tolist()
+    tokens = batch.tokens.split(batch.total_lengths.tolist())
+    known = _COLUMNS if with_policy else ("loss_mask", "ref_log_probs")  # the others are 0 and unused
+    split = {name: _parts(getattr(columns, name) if name in known else None, lengths) for name in _COLUMNS}
+    return [
+        {
+            "sample_id": int(batch.sample_ids[row]),
+            "group_id": int(batch.group_ids[row]),
+            "tokens": tokens[row].clone(),
+            "response_length": lengths[row],
+            "reward": float(batch.rewards[row]),
+            "raw_reward": float(batch.raw_rewards[row]),
+            "truncated": bool(batch.truncated[row]),
+            **places[row],
+            **{name: parts[row] for name, parts in split.items()},
+        }
+        for row in range(len(batch))
+    ]
 
 
-def _reduced(sums: Sequence[LossSums], names: LossMetricNames, parallel: ParallelState) -> dict[str, float]:
-    """The metrics by name, summed or maximised over micro-batches and ranks, with the numbers that divide them."""
-    of_totals = ("count", *names.weighted, *names.by_token, *names.by_sample, "tokens", "trained_samples")
-    sizes = [len(of_totals), len(names.maxima)]
-    values = torch.zeros(sum(sizes), dtype=torch.float64, device=parallel.device)
-    if parallel.is_last_stage:
-        totals, maxima = values.split(sizes)
-        for entry in sums:
-            if entry.names != names:
-                raise ValueError(f"a micro-batch's loss has the metrics {entry.names}, and its settings {names}")
-            samples = torch.zeros_like(totals[0]) if entry.trained_samples is None else entry.trained_samples
-            added = {"count": entry.count, "tokens": entry.trained_tokens, "trained_samples": samples}
-            added |= {**entry.weighted, **entry.by_token, **entry.by_sample}
-            totals += torch.stack([added[name].double() for name in of_totals])
-            if names.maxima:
-                torch.maximum(maxima, torch.stack([entry.maxima[name] for name in names.maxima]), out=maxima)
-        if parallel.dp_size > 1:
-            dist.all_reduce(totals, group=parallel.dp_group)
-            dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=parallel.dp_group)
-    return dict(zip((*of_totals, *names.maxima), parallel.from_last_stage(values).tolist(), strict=True))
-
-
-def _check_names(own: Iterable[str], metrics: Iterable[str], settings: PolicyLossConfig) -> None:
-    """Raise HookFailedError if a custom metric would replace a built-in one."""
-    where = CUSTOM_LOSS if settings.is_custom_loss else settings.loss_hooks.correction_name
-    taken = {*metrics, *_RESERVED_NAMES}
-    for name in own:
-        if "/" in name:
-            raise HookFailedError(f"{where} returned a metric {name}, which names another section: leave the / out")
-        if name in taken or name.startswith(_RESERVED_NAMES_FAMILIES):
-            raise HookFailedError(f"{where} returned a metric {name}, which slimrl logs: give another name")
-
-
-def _custom_metrics(sums: Sequence[LossSums], parallel: ParallelState) -> dict[str, float]:
-    """Custom metrics summed over all ranks; only the last stages know their names."""
-    counts = parallel.is_last_stage and parallel.tp_rank == parallel.cp_rank == 0
-    of_ranks: list[dict[str, float]] = [{} for _ in range(parallel.world_size)]
-    dist.all_gather_object(of_ranks, added_metrics(list(sums)) if counts else {})
-    return {
-        name: math.fsum(own.get(name, 0.0) for own in of_ranks)
-        for name in sorted({key for own in of_ranks for key in own})
-    }
+def _parts(column: Tensor | None, lengths: list[int]) -> list[Tensor | None]:
+    """Copies, one per sample: torch.save would write the whole storage of a slice."""
+    if column is None:
+        return [None] * len(lengths)
+    return [part.clone() for part in column.detach().cpu().split(lengths)]

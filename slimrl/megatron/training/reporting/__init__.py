@@ -1,1 +1,0 @@
-"""What a training rank measures and writes down: metrics, memory, profiles, dumps."""

@@ -1,1 +1,0 @@
-"""Fully asynchronous generation, bounded by staleness."""
