@@ -53,6 +53,7 @@ START_ATTEMPTS = 3
 # Ray's messages if it could not bind a port
 PORT_TAKEN = ("Failed to start GCS", "ddress already in use", "already occupied")
 POLITE_STOP_S = 10
+LOST_STOP_S = 3  # without its head, to which Ray would report its end
 # Ray makes its folder accessible to all users, so it gets a subfolder. A short name, because it contains sockets.
 RAY_FOLDER = "r"
 # EX_UNAVAILABLE of sysexits.h: no head within the time, which is no failure if the last one has done its work.
@@ -177,12 +178,12 @@ def wait_for_end(ray: subprocess.Popen, gone: Callable[[], bool]) -> int | None:
     return None
 
 
-def stop_everything(ray: subprocess.Popen) -> None:
+def stop_everything(ray: subprocess.Popen, polite_s: float = POLITE_STOP_S) -> None:
     """Terminates Ray, then kills the remaining descendants until this process has none."""
     if ray.poll() is None:
         ray.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            ray.wait(POLITE_STOP_S)
+            ray.wait(polite_s)
     while children := psutil.Process().children(recursive=True):
         for child in children:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -359,7 +360,7 @@ def main(argv: list[str]) -> int:
         signal.signal(number, stop)
     stale_resources.remove_stale(args.folder.parent)
     owner = stale_resources.own(args.folder)
-    node, outcome = Node(args, extra, owner), None
+    node, outcome, polite_s = Node(args, extra, owner), None, POLITE_STOP_S
     try:
         own_every_descendant()
         return node.be_worker() if args.join else node.be_head()
@@ -368,6 +369,7 @@ def main(argv: list[str]) -> int:
         outcome = error.exit_code
         return outcome
     except RuntimeError as error:
+        polite_s = LOST_STOP_S if isinstance(error, Lost) else POLITE_STOP_S
         lines = node.log().splitlines()[-15:]
         print(f"slimrl: {error}" + ("; Ray's last lines:" if lines else ""), *lines, sep="\n  ", file=sys.stderr)
         return {Lost: EXIT_RESUMABLE, NoHead: EXIT_NO_HEAD}.get(type(error), 1)
@@ -381,7 +383,7 @@ def main(argv: list[str]) -> int:
         if outcome is not None:
             node.tell_outcome(outcome)
         if node.ray is not None:
-            stop_everything(node.ray)
+            stop_everything(node.ray, polite_s)
         stale_resources.remove(args.folder)
         owner.release()
 

@@ -15,7 +15,7 @@ import enum
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from ray.exceptions import RayActorError, RayError, RayTaskError
@@ -371,6 +371,13 @@ class EngineRecovery:
     def _mark_failed(self, slot: _EngineSlot, engine: AnyEngine, what: str) -> None:
         if slot.has(engine) and not slot.failure.done():
             slot.failure.set_result(what)
+
+    async def started_on(self, gpus: Collection[int]) -> None:
+        """Pending while an engine on one of these GPUs (indices in GPU order) is lost or starts."""
+        while any(
+            slot.phase is Phase.LOST and not set(slot.engine.endpoint.gpus).isdisjoint(gpus) for slot in self._slots
+        ):
+            await self._wait_change()
 
     # -- events ----------------------------------------------------------------------------------------------------
 

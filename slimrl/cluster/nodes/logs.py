@@ -138,7 +138,7 @@ class NodeLogs:
             self._thread.start()
 
     def close(self) -> None:
-        """Copies the rest and ends the readers; within seconds also where a node is lost."""
+        """Copies the rest and ends the readers; waits for no node that did not answer the last time."""
         self._ended.set()
         if self._thread is not None:
             self._thread.join(3 * TIMEOUT_S)
@@ -150,17 +150,18 @@ class NodeLogs:
         try:
             while not self._ended.wait(PERIOD_S):
                 self._copy()
-            while self._copy():
+            while self._copy(last=True):
                 pass
         finally:
             for source in self._sources:
                 ray.kill(source.reader)
 
-    def _copy(self) -> bool:
-        """Appends what is new on all nodes; returns whether a node had something."""
+    def _copy(self, *, last: bool = False) -> bool:
+        """Appends what is new on all nodes, at the `last` time on those that answer; whether a node had something."""
         while not self._new.empty():
             self._sources.append(self._new.get())
-        asked = {source.reader.read.remote(source.offsets): source for source in self._sources}
+        sources = [source for source in self._sources if not (last and source.failures)]
+        asked = {source.reader.read.remote(source.offsets): source for source in sources}
         answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=TIMEOUT_S) if asked else ([], [])
         found = False
         for answer, source in asked.items():
