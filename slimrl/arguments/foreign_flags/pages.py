@@ -61,7 +61,7 @@ _AIAK_DIFFERENCES = (
     ),
     (
         "a PyTorchJob with its ConfigMap",
-        "`tools/launch.py pytorchjob` writes both from a recipe ([launchers.md](launchers.md#pytorchjob))",
+        "`tools/launch.py pytorchjob` writes both from a recipe ([launch-pytorchjob.md](launch-pytorchjob.md))",
     ),
 )
 AIAK_PAGE = f"""\
