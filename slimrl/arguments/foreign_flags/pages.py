@@ -63,6 +63,10 @@ _AIAK_DIFFERENCES = (
         "a PyTorchJob with its ConfigMap",
         "`tools/launch.py pytorchjob` writes both from a recipe ([launch-pytorchjob.md](launch-pytorchjob.md))",
     ),
+    (
+        "workers try 300 times, once a second, to join Ray's head",
+        "once a second for `RAY_JOIN_TIMEOUT_S` (600 s; 1800 s in job files), and again after the loss of a head",
+    ),
 )
 AIAK_PAGE = f"""\
 # Coming from Baidu AIAK-RLHF
