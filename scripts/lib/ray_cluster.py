@@ -19,7 +19,7 @@ READY_TIMEOUT_S = 120
 EXIT_RESUMABLE = 75  # slimrl.cluster.main.EXIT_RESUMABLE: the same command may succeed
 # A head whose machine refuses connections for this long has ended: even a busy head responds, from a separate thread.
 HEAD_GONE_S = 10
-# A head that does not answer at all may be behind a lost link, which may come back. As --node-timeout-seconds.
+# A head that does not answer at all may be behind a lost link, which may come back. The default of RAY_HEAD_TIMEOUT_S.
 HEAD_SILENT_S = 20
 HEAD_NAMED_S = 10  # a warning names it
 PROBE_TIMEOUT_S = 2.5  # as slimrl.cluster.nodes.watch.ProbeIntervals
@@ -143,8 +143,9 @@ def reachable(address: str) -> bool:
 class HeadWatch:
     """Tells a head that has ended from one that does not answer."""
 
-    def __init__(self, address: str) -> None:
-        self._address = address
+    def __init__(self, address: str, silent_s: float = HEAD_SILENT_S) -> None:
+        """`silent_s`: seconds without an answer after which the head is lost."""
+        self._address, self._limit_s = address, silent_s
         self._accepted = self._answered = time.monotonic()
         self._refused = False  # since it last accepted a connection: its Ray ended, and its machine may follow
         self._named = False
@@ -169,7 +170,7 @@ class HeadWatch:
     @property
     def lost(self) -> bool:
         """Whether the head has not answered for too long, without having ended first."""
-        return not self._refused and self.silent_s > HEAD_SILENT_S
+        return not self._refused and self.silent_s > self._limit_s
 
     @property
     def reason(self) -> str:

@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import node_messages
 from ray_cluster import (
     EXIT_RESUMABLE,
+    HEAD_SILENT_S,
     PORT_LABEL,
     RANK_LABEL,
     HeadWatch,
@@ -89,6 +90,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--rank", type=int, default=0, help="number of this node, 0 to --nodes - 1 (default 0)")
     parser.add_argument("--join", metavar="HOST:PORT", help="join the cluster of this head as a further node")
     parser.add_argument("--timeout-s", type=float, default=600, help="seconds for all nodes to join (default 600)")
+    parser.add_argument("--head-timeout-s", type=float, default=HEAD_SILENT_S, help="without an answer of the head")
     return parser.parse_known_args(argv)
 
 
@@ -289,7 +291,7 @@ class Node:
         with contextlib.closing(node_messages.Listener(self._token)) as listener:
             self._join(head, listener.port)
             print(f"slimrl: joined the Ray head at {head}; this node runs until the head ends", flush=True)
-            watch = HeadWatch(head)
+            watch = HeadWatch(head, self.args.head_timeout_s)
 
             def ended() -> bool:
                 outcome.extend(listener.received())

@@ -240,6 +240,7 @@ def test_head_with_an_occupied_port_reports_it(tmp_path):
             "RAY_AUTH_TOKEN_PATH=/nowhere/token cannot be read",
         ),
         ({"RAY_JOIN_TIMEOUT_S": "1m"}, "RAY_JOIN_TIMEOUT_S=1m is not a number of seconds"),
+        ({"RAY_HEAD_TIMEOUT_S": "1m"}, "RAY_HEAD_TIMEOUT_S=1m is not a number of seconds; give one such as 20"),
     ],
 )
 def test_invalid_variables_are_rejected_at_startup(variables, sentence):
