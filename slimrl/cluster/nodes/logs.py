@@ -12,6 +12,7 @@ import dataclasses
 import logging
 import queue
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from slimrl.cluster.nodes.comparison import CommonPath, SharedFile, shared_file
 logger = logging.getLogger("slimrl")
 
 PERIOD_S = 2.0
-TIMEOUT_S = 5.0
+TIMEOUT_S, SLICE_S = 5.0, 0.5
 START_S = 60.0  # of the readers
 BYTES_PER_READ = 2**22  # of one file
 FAILURES = 3  # in a row, before a node is given up
@@ -162,7 +163,11 @@ class NodeLogs:
             self._sources.append(self._new.get())
         sources = [source for source in self._sources if not (last and source.failures)]
         asked = {source.reader.read.remote(source.offsets): source for source in sources}
-        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=TIMEOUT_S) if asked else ([], [])
+        answered, deadline = set[ray.ObjectRef](), time.monotonic() + TIMEOUT_S
+        while (waiting := [ref for ref in asked if ref not in answered]) and time.monotonic() < deadline:
+            if self._ended.is_set() and not last:
+                return True  # they are asked once more, for the last time
+            answered.update(ray.wait(waiting, num_returns=len(waiting), timeout=SLICE_S)[0])
         found = False
         for answer, source in asked.items():
             try:
