@@ -5,7 +5,7 @@ As head it runs ``ray start --head`` in the given folder, waits until all ``--no
 head is gone. On a signal, when its parent dies, or when Ray exits, it ends every process that Ray started, in whatever
 session or group, and removes the folder. It does not use ``ray stop``, which would also end other clusters.
 
-Before the head ends on a signal it tells the other nodes the exit code in ``<folder>/outcome``, where its script has
+When the head ends on a signal it tells the other nodes the exit code in ``<folder>/outcome``, where its script has
 written it. They end with code 75 if the same command may continue after it (`CONTINUED`), else with 0. A head that ends
 without a word was lost: code 75.
 """
@@ -19,6 +19,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -231,13 +232,19 @@ class Node:
         with contextlib.closing(listener):
             yield listener.received
 
-    def tell_outcome(self, code: int) -> None:
-        """Tells the other nodes the exit code of the head's script. Does nothing without a head that answers."""
-        if not self._job_address or self.args.nodes == 1:
-            return
-        with contextlib.suppress(urllib.error.URLError, OSError, ValueError):
-            nodes = labelled_nodes(self._job_address, PORT_LABEL)
-            node_messages.send(self._token, str(code), [(host, int(port)) for port, host in nodes if port])
+    def tell_outcome(self, code: int) -> threading.Thread:
+        """Tells the other nodes the exit code of the head's script, in a thread: one of them may not answer.
+
+        They wait for it longer than Ray takes to end (`HEAD_GONE_S`). Does nothing without a head that answers.
+        """
+        listeners: list[tuple[str, int]] = []
+        if self._job_address and self.args.nodes > 1:
+            with contextlib.suppress(urllib.error.URLError, OSError, ValueError):
+                nodes = labelled_nodes(self._job_address, PORT_LABEL)
+                listeners = [(host, int(port)) for port, host in nodes if port]
+        telling = threading.Thread(target=node_messages.send, args=(self._token, str(code), listeners))
+        telling.start()
+        return telling
 
     def _start_head(self, host: str) -> str:
         """Starts the head; returns the job address once it responds. Raises RuntimeError if it does not.
@@ -382,10 +389,11 @@ def main(argv: list[str]) -> int:
     finally:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
-        if outcome is not None:
-            node.tell_outcome(outcome)
+        telling = None if outcome is None else node.tell_outcome(outcome)
         if node.ray is not None:
             stop_everything(node.ray, polite_s)
+        if telling is not None:
+            telling.join()
         stale_resources.remove(args.folder)
         owner.release()
 
