@@ -192,7 +192,7 @@ class FrozenRecovery(EngineRecovery):
         group: Servers,
         memory: EngineMemory,
         report: Callable[[str], None],
-        policy: EngineRecovery,
+        policy: EngineRecovery | None = None,
     ) -> None:
         """`report(line)` is called for every event; `policy` has the engines that may share GPUs with these servers."""
         self._report, self._policy = report, policy
@@ -200,7 +200,7 @@ class FrozenRecovery(EngineRecovery):
 
     async def _start_monitored(self, engine: AnyEngine) -> None:
         """After the policy's engine on the same GPUs, as at the start: each takes a fraction of the free memory."""
-        if isinstance(engine, Engine) and engine.settings.shares_gpus:
+        if self._policy is not None and isinstance(engine, Engine) and engine.settings.shares_gpus:
             await self._policy.started_on(engine.endpoint.gpus)
         await super()._start_monitored(engine)
 
