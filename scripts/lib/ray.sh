@@ -18,11 +18,12 @@
 # Several nodes: run the same script on each of them, with WORLD_SIZE (number of nodes), RANK (0 on the head) and
 # MASTER_ADDR (the head's address for the other nodes), as Kubernetes jobs set them. The head continues once all nodes
 # have joined; on the other nodes ray_begin joins the head, waits for its end and ends the script: with code 75 if the
-# head was lost, ended with code 75, was killed or was ended by a signal other than an interrupt, so that the same command may continue, else with 0. If the
-# nodes do not join within RAY_JOIN_TIMEOUT_S (600), each prints an error and fails, the head with exit code 75, another
-# node that finds no head with 69. A node ends with code 75 if the head has not answered on the network for
-# RAY_HEAD_TIMEOUT_S (20), as the run does after --node-timeout-seconds without an answer of a node. RAY_PORT (6379) is the head's port. Every node needs the same RAY_AUTH_TOKEN, or a
-# RAY_AUTH_TOKEN_PATH to a file with it; it authenticates access to the cluster.
+# head was lost, ended with code 75, was killed or was ended by a signal other than an interrupt, so that the same
+# command may continue, else with 0. If the nodes do not join within RAY_JOIN_TIMEOUT_S (600), each prints an error and
+# fails, the head with exit code 75, another node that finds no head with 69. A head is lost if it has not answered on
+# the network for RAY_HEAD_TIMEOUT_S (20), as a node is for the run after --node-timeout-seconds. RAY_PORT (6379) is the
+# head's port. Every node needs the same RAY_AUTH_TOKEN, or a RAY_AUTH_TOKEN_PATH to a file with it; it authenticates
+# access to the cluster.
 
 RAY_NODE_PID=
 RAY_JOB_ID=
