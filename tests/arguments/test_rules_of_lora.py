@@ -121,6 +121,14 @@ def test_violation_is_one_error(rule, line, sentence, recipe):
     assert about_adapters == [sentence.format(dir=recipe.dir)]
 
 
+@pytest.mark.parametrize(
+    ("line", "layers"), [(LORA, "local"), ("--true-on-policy-mode --no-bf16", "local"), ("--lr 1e-6", None)]
+)
+def test_adapters_and_equal_log_probs_take_the_local_layers_where_transformer_engine_is_installed(line, layers, recipe):
+    args, _ = read_args(recipe.line(line), passthrough={"sglang": server_flags})
+    assert args.transformer_impl == layers
+
+
 EXTERNAL = "--rollout-external-engine-addrs 127.0.0.1:1 127.0.0.1:2"
 
 

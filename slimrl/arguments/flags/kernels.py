@@ -94,7 +94,8 @@ class KernelArguments:
 
     transformer_impl: str | None = flag(
         None,
-        "layer implementation (transformer_engine if it is installed, else local)",
+        "layer implementation (default: transformer_engine if it is installed, without --lora-rank and"
+        " --true-on-policy-mode; else local)",
         choices=("local", "transformer_engine", "inference_optimized"),
         not_served="it is for generation, and SGLang generates; leave it out",
         served=("local", "transformer_engine"),
