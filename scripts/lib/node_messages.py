@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import Iterable
 
-CONNECT_TIMEOUT_S = 3
+CONNECT_TIMEOUT_S = 2
 READ_TIMEOUT_S = 1
 MAX_BYTES = 1200  # so that it arrives at once
 

@@ -18,10 +18,12 @@
 # Several nodes: run the same script on each of them, with WORLD_SIZE (number of nodes), RANK (0 on the head) and
 # MASTER_ADDR (the head's address for the other nodes), as Kubernetes jobs set them. The head continues once all nodes
 # have joined; on the other nodes ray_begin joins the head, waits for its end and ends the script: with code 75 if the
-# head was lost, ended with code 75, was killed or was ended by a signal other than an interrupt, so that the same command may continue, else with 0. If the
-# nodes do not join within RAY_JOIN_TIMEOUT_S (600), each prints an error and fails, the head with exit code 75, another
-# node that finds no head with 69. RAY_PORT (6379) is the head's port. Every node needs the same RAY_AUTH_TOKEN, or a
-# RAY_AUTH_TOKEN_PATH to a file with it; it authenticates access to the cluster.
+# head was lost, ended with code 75, was killed or was ended by a signal other than an interrupt, so that the same
+# command may continue, else with 0. If the nodes do not join within RAY_JOIN_TIMEOUT_S (600), each prints an error and
+# fails, the head with exit code 75, another node that finds no head with 69. A head is lost if it has not answered on
+# the network for RAY_HEAD_TIMEOUT_S (20), as a node is for the run after --node-timeout-seconds. RAY_PORT (6379) is the
+# head's port. Every node needs the same RAY_AUTH_TOKEN, or a RAY_AUTH_TOKEN_PATH to a file with it; it authenticates
+# access to the cluster.
 
 RAY_NODE_PID=
 RAY_JOB_ID=
@@ -48,12 +50,13 @@ ray_launch() {
       return
    fi
    local nodes=${WORLD_SIZE:-1} rank=${RANK:-0} port=${RAY_PORT:-6379} limit=${RAY_JOIN_TIMEOUT_S:-600} role=()
-   ray_check_nodes "$nodes" "$rank" "$port" "$limit"
+   local silence=${RAY_HEAD_TIMEOUT_S:-20}
+   ray_check_nodes "$nodes" "$rank" "$port" "$limit" "$silence"
    ray_choose_token "$nodes"
    # Seconds for a stopped job to end its servers and write its summary before it is killed.
    export RAY_JOB_STOP_WAIT_TIME_S=30
    if ((rank > 0)); then
-      role=(--join "$MASTER_ADDR:$port" --rank "$rank" --timeout-s "$limit")
+      role=(--join "$MASTER_ADDR:$port" --rank "$rank" --timeout-s "$limit" --head-timeout-s "$silence")
    elif ((nodes > 1)); then
       role=(--nodes "$nodes" --master "$MASTER_ADDR" --port "$port" --timeout-s "$limit")
    fi
@@ -104,6 +107,7 @@ ray_check_nodes() {
    fi
    [[ $3 =~ ^[1-9][0-9]*$ ]] || fail 2 "RAY_PORT=$3 is not a port; give one above 1023, the same on every node"
    [[ $4 =~ ^[1-9][0-9]*$ ]] || fail 2 "RAY_JOIN_TIMEOUT_S=$4 is not a number of seconds; give one such as 600"
+   [[ $5 =~ ^[1-9][0-9]*$ ]] || fail 2 "RAY_HEAD_TIMEOUT_S=$5 is not a number of seconds; give one such as 20"
    if ((nodes > 1)) && [[ -z ${MASTER_ADDR:-} ]]; then
       fail 2 "WORLD_SIZE=$nodes needs MASTER_ADDR, the address of the node with RANK 0; set it on every node"
    fi

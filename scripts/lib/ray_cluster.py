@@ -19,9 +19,10 @@ READY_TIMEOUT_S = 120
 EXIT_RESUMABLE = 75  # slimrl.cluster.command_line.EXIT_RESUMABLE: the same command may succeed
 # A head whose machine refuses connections for this long has ended: even a busy head responds, from a separate thread.
 HEAD_GONE_S = 10
-# A head that does not answer at all may be behind a lost link, which may come back.
-HEAD_SILENT_S = 30
-HEAD_NAMED_S = 15  # a warning names it
+# A head that does not answer at all may be behind a lost link, which may come back. The default of RAY_HEAD_TIMEOUT_S.
+HEAD_SILENT_S = 20
+HEAD_NAMED_S = 10  # a warning names it
+PROBE_TIMEOUT_S = 2.5  # as slimrl.cluster.nodes.watch.ProbeIntervals
 # A node that starts again has the RANK of the one before it, which Ray takes for alive for a while.
 DOUBLED_S = 20
 # Labels of a Ray node: the RANK that its script had, and where it listens for the outcome of the run.
@@ -122,11 +123,11 @@ def wait_for_nodes(
         time.sleep(0.5)
 
 
-def response(address: str) -> str:
+def response(address: str, timeout_s: float = 5) -> str:
     """What happens to a connection to HOST:PORT: ACCEPTS, REFUSES, or SILENT for no answer."""
     host, port = address.rsplit(":", 1)
     try:
-        with socket.create_connection((host, int(port)), timeout=5):
+        with socket.create_connection((host, int(port)), timeout=timeout_s):
             return ACCEPTS
     except ConnectionRefusedError:
         return REFUSES
@@ -142,15 +143,16 @@ def reachable(address: str) -> bool:
 class HeadWatch:
     """Tells a head that has ended from one that does not answer."""
 
-    def __init__(self, address: str) -> None:
-        self._address = address
+    def __init__(self, address: str, silent_s: float = HEAD_SILENT_S) -> None:
+        """`silent_s`: seconds without an answer after which the head is lost."""
+        self._address, self._limit_s = address, silent_s
         self._accepted = self._answered = time.monotonic()
         self._refused = False  # since it last accepted a connection: its Ray ended, and its machine may follow
         self._named = False
 
     def gone(self) -> bool:
         """Asks the head; whether it has ended or is lost. Prints a warning when it has not answered for a while."""
-        said, now = response(self._address), time.monotonic()
+        said, now = response(self._address, PROBE_TIMEOUT_S), time.monotonic()
         if said == ACCEPTS:
             self._accepted, self._refused = now, False
         self._refused |= said == REFUSES
@@ -168,7 +170,7 @@ class HeadWatch:
     @property
     def lost(self) -> bool:
         """Whether the head has not answered for too long, without having ended first."""
-        return not self._refused and self.silent_s > HEAD_SILENT_S
+        return not self._refused and self.silent_s > self._limit_s
 
     @property
     def reason(self) -> str:

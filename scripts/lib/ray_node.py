@@ -5,7 +5,7 @@ As head it runs ``ray start --head`` in the given folder, waits until all ``--no
 head is gone. On a signal, when its parent dies, or when Ray exits, it ends every process that Ray started, in whatever
 session or group, and removes the folder. It does not use ``ray stop``, which would also end other clusters.
 
-Before the head ends on a signal it tells the other nodes the exit code in ``<folder>/outcome``, where its script has
+When the head ends on a signal it tells the other nodes the exit code in ``<folder>/outcome``, where its script has
 written it. They end with code 75 if the same command may continue after it (`CONTINUED`), else with 0. A head that ends
 without a word was lost: code 75.
 """
@@ -19,6 +19,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -33,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import node_messages
 from ray_cluster import (
     EXIT_RESUMABLE,
+    HEAD_SILENT_S,
     PORT_LABEL,
     RANK_LABEL,
     HeadWatch,
@@ -52,6 +54,7 @@ START_ATTEMPTS = 3
 # Ray's messages if it could not bind a port
 PORT_TAKEN = ("Failed to start GCS", "ddress already in use", "already occupied")
 POLITE_STOP_S = 10
+LOST_STOP_S = 3  # without its head, to which Ray would report its end
 # Ray makes its folder accessible to all users, so it gets a subfolder. A short name, because it contains sockets.
 RAY_FOLDER = "r"
 # EX_UNAVAILABLE of sysexits.h: no head within the time, which is no failure if the last one has done its work.
@@ -87,6 +90,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--rank", type=int, default=0, help="number of this node, 0 to --nodes - 1 (default 0)")
     parser.add_argument("--join", metavar="HOST:PORT", help="join the cluster of this head as a further node")
     parser.add_argument("--timeout-s", type=float, default=600, help="seconds for all nodes to join (default 600)")
+    parser.add_argument("--head-timeout-s", type=float, default=HEAD_SILENT_S, help="without an answer of the head")
     return parser.parse_known_args(argv)
 
 
@@ -176,12 +180,12 @@ def wait_for_end(ray: subprocess.Popen, gone: Callable[[], bool]) -> int | None:
     return None
 
 
-def stop_everything(ray: subprocess.Popen) -> None:
+def stop_everything(ray: subprocess.Popen, polite_s: float = POLITE_STOP_S) -> None:
     """Terminates Ray, then kills the remaining descendants until this process has none."""
     if ray.poll() is None:
         ray.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            ray.wait(POLITE_STOP_S)
+            ray.wait(polite_s)
     while children := psutil.Process().children(recursive=True):
         for child in children:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -227,13 +231,19 @@ class Node:
         with contextlib.closing(listener):
             yield listener.received
 
-    def tell_outcome(self, code: int) -> None:
-        """Tells the other nodes the exit code of the head's script. Does nothing without a head that answers."""
-        if not self._job_address or self.args.nodes == 1:
-            return
-        with contextlib.suppress(urllib.error.URLError, OSError, ValueError):
-            nodes = labelled_nodes(self._job_address, PORT_LABEL)
-            node_messages.send(self._token, str(code), [(host, int(port)) for port, host in nodes if port])
+    def tell_outcome(self, code: int) -> threading.Thread:
+        """Tells the other nodes the exit code of the head's script, in a thread: one of them may not answer.
+
+        They wait for it longer than Ray takes to end (`HEAD_GONE_S`). Does nothing without a head that answers.
+        """
+        listeners: list[tuple[str, int]] = []
+        if self._job_address and self.args.nodes > 1:
+            with contextlib.suppress(urllib.error.URLError, OSError, ValueError):
+                nodes = labelled_nodes(self._job_address, PORT_LABEL)
+                listeners = [(host, int(port)) for port, host in nodes if port]
+        telling = threading.Thread(target=node_messages.send, args=(self._token, str(code), listeners))
+        telling.start()
+        return telling
 
     def _start_head(self, host: str) -> str:
         """Starts the head; returns the job address once it responds. Raises RuntimeError if it does not.
@@ -287,7 +297,7 @@ class Node:
         with contextlib.closing(node_messages.Listener(self._token)) as listener:
             self._join(head, listener.port)
             print(f"slimrl: joined the Ray head at {head}; this node runs until the head ends", flush=True)
-            watch = HeadWatch(head)
+            watch = HeadWatch(head, self.args.head_timeout_s)
 
             def ended() -> bool:
                 outcome.extend(listener.received())
@@ -358,7 +368,7 @@ def main(argv: list[str]) -> int:
         signal.signal(number, stop)
     stale_resources.remove_stale(args.folder.parent)
     owner = stale_resources.own(args.folder)
-    node, outcome = Node(args, extra, owner), None
+    node, outcome, polite_s = Node(args, extra, owner), None, POLITE_STOP_S
     try:
         own_every_descendant()
         return node.be_worker() if args.join else node.be_head()
@@ -367,6 +377,7 @@ def main(argv: list[str]) -> int:
         outcome = error.exit_code
         return outcome
     except RuntimeError as error:
+        polite_s = LOST_STOP_S if isinstance(error, Lost) else POLITE_STOP_S
         lines = node.log().splitlines()[-15:]
         print(f"slimrl: {error}" + ("; Ray's last lines:" if lines else ""), *lines, sep="\n  ", file=sys.stderr)
         return {Lost: EXIT_RESUMABLE, NoHead: EXIT_NO_HEAD}.get(type(error), 1)
@@ -377,10 +388,11 @@ def main(argv: list[str]) -> int:
     finally:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
-        if outcome is not None:
-            node.tell_outcome(outcome)
+        telling = None if outcome is None else node.tell_outcome(outcome)
         if node.ray is not None:
-            stop_everything(node.ray)
+            stop_everything(node.ray, polite_s)
+        if telling is not None:
+            telling.join()
         stale_resources.remove(args.folder)
         owner.release()
 

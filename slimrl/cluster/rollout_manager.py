@@ -156,6 +156,7 @@ class RolloutManager:
         self._generator = RolloutGenerator.from_args(
             self._args, self._tokenizer, self._client, SampleTrace(self._timeline, self._args.timeline_requests)
         )
+        self._others.reward.when_moved = self._generator.move_reward_server
         if self._args.max_weight_staleness is not None and not self._args.eval_only:
             client = self._client  # its concurrency follows the number of servers
             self._generator.start_async(self._data_source, lambda: client.concurrency)

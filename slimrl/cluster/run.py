@@ -362,7 +362,7 @@ def open_run(args: Arguments) -> Iterator[Run]:
             supervisor.watch(manager.watch(), "the rollout manager died: {}".format)
             if trainers is not None:
                 trainers.connect_engines(endpoints)
-        recovery = weight_recovery(args, manager, supervisor, trainers, endpoints, spares.follow_servers)
+        recovery = weight_recovery(args, manager, supervisor, trainers, endpoints, spares)
         if data_state is not None and not args.eval_only:
             supervisor.get([manager.load_data_state(data_state)], manager.waiting_for("the position in the data"))
         timeline.mark("open the log")

@@ -1,6 +1,6 @@
 """Runs one command and cleans up all of its processes and files, whichever process dies first.
 
-`managed_process.ManagedProcess` starts it as a file (stdlib only, no slimrl import, so it costs 10 ms and 10 MB), as
+`child_process.ManagedProcess` starts it as a file (stdlib only, no slimrl import, so it costs 10 ms and 10 MB), as
 the parent of the command. The subreaper
 
 - ends the process tree when the starting process is gone, even by SIGKILL (it watches a pidfd; PR_SET_PDEATHSIG would

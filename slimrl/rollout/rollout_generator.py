@@ -113,6 +113,10 @@ class RolloutGenerator:
         """The function at `path` with the flags as its first argument; its errors name flag and path."""
         return None if path is None else functools.partial(hooks.named(flag, path, contract), self._hook_args)
 
+    def move_reward_server(self, old: str, new: str) -> None:
+        """The replacement of the server at `old`, of the reward model or a teacher, is at `new`."""
+        self._scorer.move_server(old, new)
+
     def progress(self) -> tuple[int, int]:
         """Finished and expected samples of the current generation, or of the last one."""
         if self.continuous is not None and not self._lock.locked():  # only evaluations hold the lock here

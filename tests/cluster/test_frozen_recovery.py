@@ -6,9 +6,9 @@ import asyncio
 
 from slimrl.cluster.engines.engine_recovery import MAX_LOSSES
 from slimrl.cluster.engines.frozen_models import FrozenModels
-from slimrl.cluster.engines.other_servers import OtherServers, RunRecovery
+from slimrl.cluster.engines.other_servers import OtherServers, RewardServers, RunRecovery
 from slimrl.engines.server_protocol import EngineMemory
-from tests.cluster.test_engine_recovery import NEVER, FakeClient, FakeFleet, until
+from tests.cluster.test_engine_recovery import NEVER, FakeClient, FakeEngine, FakeFleet, until
 
 
 def supervised(body):
@@ -77,5 +77,59 @@ def test_frozen_server_lost_while_training_has_the_gpus_starts_when_memory_is_re
         await frozen.resume_memory(frozen.gpu_memory["judge"].released)
         await until(lambda: judge.router.known == [judge.engines[0].url])
         assert judge.engines[0].life == 1
+
+    supervised(body)
+
+
+class FakeReward(RewardServers):
+    """Two servers of a reward model without processes; a replacement is at another address, as on a spare node."""
+
+    def replace_engine(self, index: int) -> FakeEngine:
+        self.engines[index] = FakeEngine(10 + index, self.engines[index].life + 1)
+        return self.engines[index]
+
+
+def test_clients_of_a_reward_model_are_told_the_address_of_a_server_on_a_spare_node():
+    async def run() -> None:
+        policy, moved = FakeFleet(1), []
+        reward = FakeReward([FakeEngine(10), FakeEngine(11)])
+        reward.when_moved = lambda old, new: moved.append((old, new))
+        client = FakeClient([engine.url for engine in policy.engines])
+        options = {"needs_weight_sync": True, "concurrency": 8, "elastic": None}
+        recovery = RunRecovery(NEVER, policy, client, EngineMemory([]), OtherServers(reward=reward), **options)
+        await asyncio.sleep(0)
+        try:
+            for life in range(2):
+                lost = reward.engines[1]
+                lost.die()
+                await until(lambda life=life: len(moved) == life + 1)
+                assert moved[life] == (lost.url, reward.engines[1].url) and lost.url != reward.engines[1].url
+                await reward.recovery.generation_ends()
+            assert reward.engines[0].life == 0
+        finally:
+            await recovery.close()
+
+    asyncio.run(run())
+
+
+def test_gpu_is_free_for_further_servers_when_the_policys_replacement_has_started(monkeypatch):
+    """Each takes a fraction of the free memory: two that start at once would take it twice."""
+
+    async def body(recovery, policy, judge, frozen):
+        may_start = asyncio.Event()
+
+        async def start(engine, timeout_s):
+            await may_start.wait()
+
+        monkeypatch.setattr(FakeEngine, "start", start)
+        lost = policy.engines[1]
+        lost.die()
+        await until(lambda: policy.engines[1] is not lost)
+        waiting = asyncio.ensure_future(recovery.started_on([1, 2]))
+        await asyncio.wait_for(recovery.started_on([0, 7]), 10)  # nothing was lost there
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        may_start.set()
+        await asyncio.wait_for(waiting, 10)
 
     supervised(body)

@@ -35,9 +35,9 @@ with NodeWatch([node, spare], pace, lost_after_s=4).running() as watch:
 """
 
 
-def test_unresponsive_node_is_named_within_half_a_minute():
+def test_unresponsive_node_is_named_before_the_run_ends_because_of_it():
     pace = ProbeIntervals()
-    assert pace.silent_after_s + pace.period_s + pace.timeout_s <= 30
+    assert pace.silent_after_s + pace.period_s + pace.timeout_s <= 15  # the least --node-timeout-seconds
 
 
 def test_every_other_gpu_node_is_watched_and_described_by_its_roles():
@@ -49,7 +49,7 @@ def test_every_other_gpu_node_is_watched_and_described_by_its_roles():
     ]
     known[4]["Resources"] = {"CPU": 8.0, "node:__internal_head__": 1.0}
     assert nodes_of(gpus, plan, known, own="a") == [
-        WatchedNode("10.0.0.1", 7001, "training ranks 2; rollout GPUs 0"),
+        WatchedNode("10.0.0.1", 7001, "training ranks 2; rollout GPUs 0", trains=True),
         WatchedNode("10.0.0.2", 7002, "rollout GPUs 1; reward GPUs 0"),
         WatchedNode("10.0.0.4", 7004, "the head of Ray"),
     ]
@@ -57,17 +57,20 @@ def test_every_other_gpu_node_is_watched_and_described_by_its_roles():
 
 def test_nodes_with_servers_are_not_required_or_have_a_replacement_where_servers_are_replaced():
     gpus = [GpuBundle(i, node, "", 0) for i, node in enumerate("abcd")]
-    plan = PlacementPlan(4, range(2), range(1, 4), 1)
+    gpus += [GpuBundle(4 + i, node, "", 0) for i, node in enumerate("eef")]
+    plan = PlacementPlan(7, range(2), range(1, 4), 1, (range(5, 6),), frozen_servers=(range(4, 5), range(6, 7)))
     known = [
         {"NodeID": node, "NodeManagerAddress": f"10.0.0.{number}", "NodeManagerPort": 7, "Resources": {}}
-        for number, node in enumerate("abcd")
+        for number, node in enumerate("abcdef")
     ]
     known[3]["Resources"] = {"node:__internal_head__": 1.0}
     found = nodes_of(gpus, plan, known, own="a", replaceable=True)
-    assert [(node.what, node.required, node.replaceable_gpus) for node in found] == [
-        ("training ranks 1; rollout GPUs 0", True, 1),  # a spare node gets both
-        ("rollout GPUs 1", False, 0),
-        ("the head of Ray; rollout GPUs 2", True, 0),
+    assert [(node.what, node.required, node.replaceable_gpus, node.trains) for node in found] == [
+        ("training ranks 1; rollout GPUs 0", True, 1, True),  # a spare node gets both
+        ("rollout GPUs 1", False, 0, False),
+        ("the head of Ray; rollout GPUs 2", True, 0, False),
+        ("GPUs of frozen models 0; reward GPUs 0", True, 2, False),
+        ("GPUs of frozen models 1", True, 1, False),
     ]
     assert all(node.required and not node.replaceable_gpus for node in nodes_of(gpus, plan, known, own="a"))
 
@@ -77,20 +80,29 @@ def test_node_of_critic_ranks_is_described():
     plan = PlacementPlan(3, range(1), range(0), 1, critic=range(1, 3))
     known = [{"NodeID": "b", "NodeManagerAddress": "10.0.0.2", "NodeManagerPort": 7, "Resources": {}}]
     # nothing but training: a node with two free GPUs may replace it
-    assert nodes_of(gpus, plan, known, own="a") == [WatchedNode("10.0.0.2", 7, "critic ranks 0, 1", replaceable_gpus=2)]
+    found = WatchedNode("10.0.0.2", 7, "critic ranks 0, 1", replaceable_gpus=2, trains=True)
+    assert nodes_of(gpus, plan, known, own="a") == [found]
     known[0]["Resources"] = {"node:__internal_head__": 1.0}
     assert nodes_of(gpus, plan, known, own="a")[0].replaceable_gpus == 0
 
 
+@pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize(("free", "moved", "ended"), [(2, False, False), (0, True, False), (0, False, True)])
-def test_lost_node_ends_the_run_unless_a_spare_one_is_free_or_has_been_reserved(monkeypatch, free, moved, ended):
-    node = WatchedNode("10.0.0.2", 7, "training ranks 2, 3; rollout GPUs 0", replaceable_gpus=2, node_id="b")
+def test_lost_node_ends_the_run_unless_a_spare_one_is_free_or_has_been_reserved(
+    monkeypatch, free, moved, ended, trains
+):
+    roles = "training ranks 2, 3; rollout GPUs 0" if trains else "reward GPUs 0"
+    node = WatchedNode("10.0.0.2", 7, roles, replaceable_gpus=2, trains=trains, node_id="b")
     monkeypatch.setattr(watch_module.ray, "available_resources", lambda: {"GPU": float(free)})
     watch = NodeWatch([node], lost_after_s=30.0)
     watch._silent[node] = time.monotonic() - 40
     assert "10.0.0.2" in watch.lost()  # no spare node is allowed
     asked = []
-    watch.allow_spares(lambda name: asked.append(name) or moved)
+    watch.allow_spares(lambda name: asked.append(name) or moved, of_training=False)
+    if trains:
+        assert "10.0.0.2" in watch.lost()  # of servers only
+        watch.allow_spares(lambda name: asked.append(name) or moved, of_training=True)
+        watch.allow_spares(lambda name: asked.append(name) or moved, of_training=False)  # changes nothing
     assert bool(watch.lost()) == ended and set(asked) <= {"b"}
     watch._nodes = []  # replaced, and a last answer arrives
     assert watch.lost() == watch.unreachable() == ""

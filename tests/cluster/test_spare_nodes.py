@@ -11,7 +11,7 @@ import pytest
 from ray.exceptions import RayActorError
 
 from slimrl.cluster import placement
-from slimrl.cluster.engines.engine import Engine, EngineActorConfig
+from slimrl.cluster.engines.engine import Engine, EngineActorConfig, ServerSettings
 from slimrl.cluster.nodes import spares as spare_nodes
 from slimrl.cluster.nodes.comparison import NodesDifferError
 from slimrl.cluster.nodes.spares import SpareNodes
@@ -161,20 +161,22 @@ def test_replacement_of_a_server_is_where_ray_has_put_it(gpus, tmp_path, differs
     async def ready() -> None: ...
 
     engine = Engine.__new__(Engine)
-    engine.settings, engine._gpus, engine._parts = SimpleNamespace(label="server 0.1"), gpus, [EnginePart("b", (2, 3))]
+    engine.settings = ServerSettings(0, "model", 2, 0, {}, False, False, life=1, keeps_port=True, port=3000)
+    engine._gpus, engine._parts = gpus, [EnginePart("b", (2, 3))]
     engine._config = dataclasses.replace(EngineActorConfig(tmp_path, "info", {}, tmp_path), check_node=check)
     engine._actors = [SimpleNamespace(__ray_ready__=SimpleNamespace(remote=ready))]
     asyncio.run(engine._take_over_spares())
-    assert (engine._parts, checked) == ([EnginePart("b", (2, 3))], [])  # the node is up
+    assert (engine._parts, checked, engine.settings.port) == ([EnginePart("b", (2, 3))], [], 3000)  # the node is up
     gpus.alive = {"a", "c"}
     if differs:
         with pytest.raises(
-            ProcessStartError, match="server 0.1 cannot start on a spare node: another version of torch"
+            ProcessStartError, match=r"server 0\.1 cannot start on a spare node: another version of torch"
         ):
             asyncio.run(engine._take_over_spares())
         return
     asyncio.run(engine._take_over_spares())
     assert (engine._parts, checked) == ([EnginePart("c", (2, 3))], ["c"])
+    assert engine.settings.port is None  # it may be taken there, and the address is another anyway
 
 
 def test_lost_node_of_training_is_no_longer_watched_while_its_spare_is_compared(gpus, monkeypatch):

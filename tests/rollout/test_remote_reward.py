@@ -15,6 +15,7 @@ from slimrl.rollout.rm_hub.remote import (
     RemoteReward,
     RemoteRewardError,
     RemoteUnreachable,
+    ServerPool,
 )
 
 SAMPLE = Sample(prompt="1+1=", index=3, response="so \\boxed{2}", label="2")
@@ -117,6 +118,29 @@ def test_persistently_failing_service_is_an_error_with_its_last_response():
 def test_hung_service_costs_its_time_limit_each_time():
     error, asked = ask(30.0, time_limit_s=0.1)
     assert isinstance(error, RemoteUnreachable) and "no response within 0.1 s" in str(error) and len(asked) == ATTEMPTS
+
+
+def test_request_in_flight_is_sent_again_to_the_address_of_the_replacement():
+    """The lost machine does not answer: nothing but the time limit would end the request."""
+
+    async def main():
+        async with Service(60.0) as silent, Service((200, "0.5")) as replacement:
+            lost, new = (service.url.removesuffix("/rm") for service in (silent, replacement))
+            pool = ServerPool([lost], "/rm", owner="the reward model", concurrency=4, key=None)
+            try:
+                asked = [asyncio.ensure_future(pool.ask(b"{}", lambda body, url: (body, url))) for _ in range(2)]
+                while len(silent.asked) < 2:
+                    await asyncio.sleep(0.01)
+                pool.move("http://127.0.0.1:9", "http://127.0.0.1:10")  # of another pool
+                assert not any(one.done() for one in asked)
+                pool.move(lost, new)
+                assert await asyncio.wait_for(asyncio.gather(*asked), 20) == [(b"0.5", new)] * 2
+                assert await pool.ask(b"{}", lambda body, url: url) == new  # a request after the move
+            finally:
+                pool.close()
+                await asyncio.sleep(0)
+
+    asyncio.run(main())
 
 
 def test_unreachable_service_is_an_error():

@@ -171,8 +171,8 @@ def test_head_that_missed_a_node_is_started_again_and_runs_with_it(tmp_path):
         ([ACCEPTS] * 60, None, False),
         ([ACCEPTS] * 5 + [REFUSES] * 40, 5 + 10, False),  # it has ended
         ([ACCEPTS] * 5 + [REFUSES] * 2 + [SILENT] * 40, 5 + 10, False),  # and its machine with it, as a pod does
-        ([ACCEPTS] * 5 + [SILENT] * 40, 5 + 30, True),  # the link is cut
-        ([ACCEPTS] * 5 + [SILENT] * 25 + [ACCEPTS] * 40, None, False),  # and comes back
+        ([ACCEPTS] * 5 + [SILENT] * 40, 5 + 20, True),  # the link is cut
+        ([ACCEPTS] * 5 + [SILENT] * 18 + [ACCEPTS] * 40, None, False),  # and comes back
         ([ACCEPTS] * 5 + [REFUSES] * 8 + [ACCEPTS] * 40, None, False),  # Ray was started again
     ],
     ids=["up", "ended", "ended with its machine", "cut", "back", "again"],
@@ -180,7 +180,7 @@ def test_head_that_missed_a_node_is_started_again_and_runs_with_it(tmp_path):
 def test_head_that_has_ended_differs_from_one_behind_a_lost_link(answers, gone_after, lost, monkeypatch):
     now = [100.0]
     monkeypatch.setattr(ray_cluster, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(ray_cluster, "response", lambda _: next(remaining))
+    monkeypatch.setattr(ray_cluster, "response", lambda *_: next(remaining))
     remaining, watch, seconds = iter(answers), ray_cluster.HeadWatch("10.0.0.1:6379"), None
     for second in range(len(answers)):
         now[0] += 1
@@ -240,6 +240,7 @@ def test_head_with_an_occupied_port_reports_it(tmp_path):
             "RAY_AUTH_TOKEN_PATH=/nowhere/token cannot be read",
         ),
         ({"RAY_JOIN_TIMEOUT_S": "1m"}, "RAY_JOIN_TIMEOUT_S=1m is not a number of seconds"),
+        ({"RAY_HEAD_TIMEOUT_S": "1m"}, "RAY_HEAD_TIMEOUT_S=1m is not a number of seconds; give one such as 20"),
     ],
 )
 def test_invalid_variables_are_rejected_at_startup(variables, sentence):

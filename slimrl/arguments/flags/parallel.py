@@ -68,10 +68,10 @@ class ClusterArguments:
         None, "end the run with that report after a single wait of this length (seconds; never)", above=0
     )
     node_timeout_seconds: float = flag(
-        30.0,
+        20.0,
         "end the run, to be resumed, when a node that it cannot replace has not answered on the network for this long"
         " (seconds; Ray declares it dead after more than a minute)",
-        at_least=20,
+        at_least=15,
     )
     train_backend: str = flag("megatron", "training backend", choices=("megatron",))
     release_train: bool = flag(

@@ -139,7 +139,11 @@ _AIAK_DIFFERENCES = (
     ("several data sets with probabilities", "`--prompt-data a.jsonl=0.7 b.jsonl=0.3` ([data.md](data.md))"),
     (
         "a PyTorchJob with its ConfigMap",
-        "`tools/launch.py pytorchjob` writes both from a recipe ([launchers.md](launchers.md#pytorchjob))",
+        "`tools/launch.py pytorchjob` writes both from a recipe ([launch-pytorchjob.md](launch-pytorchjob.md))",
+    ),
+    (
+        "workers try 300 times, once a second, to join Ray's head",
+        "once a second for `RAY_JOIN_TIMEOUT_S` (600 s; 1800 s in job files), and again after the loss of a head",
     ),
 )
 AIAK_PAGE = f"""\

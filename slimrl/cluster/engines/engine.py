@@ -1,8 +1,7 @@
 """One inference engine: a server on the GPUs of one or more nodes, and the Ray actors of its processes.
 
-Each node of the server has one `EngineActor`, which starts, watches and ends the process there. `Engine` creates the
-actors and controls them as one server. If one process dies, the others are ended, and the death is reported once, with
-the last lines of its log.
+Each node of the server has one `EngineActor`, which starts, watches and ends the process there. `Engine` controls them
+as one server. If one process dies, the others are ended, and the death is reported once, with its last log lines.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class ServerSettings:
     key: str | None = dataclasses.field(default=None, repr=False)
     batch_invariant: bool = False  # --true-on-policy-mode
     engine: str = SGLANG  # its row in `engines.backend`
-    keeps_port: bool = False  # a replacement serves at the same address: clients have a fixed list
+    keeps_port: bool = False  # a replacement on the same node serves at the same address: clients have a list
     port: int | None = None  # of the lost server, for its replacement
     worker_type: str = REGULAR
 
@@ -93,8 +92,8 @@ class EngineActor:
         self._stopping = False
         self._marks = contextlib.ExitStack()
 
-    def claim(self, part: NodePart, gpu_ids: list[int | str], log_path: Path) -> str:
-        """Reserves the ports; returns the rendezvous address of the processes on all nodes."""
+    def claim(self, part: NodePart, gpu_ids: list[int | str], log_path: Path, port: int | None) -> str:
+        """Reserves the ports, `port` or any; returns the rendezvous address of the processes on all nodes."""
         settings = self._settings
         # Ray assigned the actor a fraction of the first GPU; the server needs all GPUs of its part visible.
         launch = ServerLaunch(
@@ -117,9 +116,9 @@ class EngineActor:
             log_path=log_path,
             part=part,
             key=settings.key,
-            port=settings.port if part.rank == 0 else None,
+            port=port,
         )
-        deadline = time.monotonic() + (PORT_TIMEOUT_S if settings.port is not None else 0.0)
+        deadline = time.monotonic() + (PORT_TIMEOUT_S if port is not None else 0.0)
         while True:
             try:
                 rendezvous = server.claim()
@@ -299,6 +298,7 @@ class Engine:
                 raise InsufficientGpusError("a node is lost, and Ray has not reserved others for all of its GPUs")
             parts = [dataclasses.replace(part, node=self._gpus.gpus[part.gpus[0]].node) for part in self._parts]
             for node in {part.node for part in parts} - {part.node for part in self._parts}:
+                self.settings = dataclasses.replace(self.settings, port=None)  # the address is another anyway
                 if self._config.check_node is not None:
                     await self._config.check_node(node)
         except (InsufficientGpusError, NodesDifferError) as error:
@@ -317,7 +317,8 @@ class Engine:
     async def _claim(self, rank: int, rendezvous: str | None) -> str:
         gpu_ids = [self._gpus.gpus[gpu].gpu_id for gpu in self._parts[rank].gpus]
         log_path = self._config.log_dir / f"{self.settings.engine}{self._suffix(rank)}.log"
-        return await self._actors[rank].claim.remote(NodePart(rank, len(self._parts), rendezvous), gpu_ids, log_path)
+        part, port = NodePart(rank, len(self._parts), rendezvous), None if rank else self.settings.port
+        return await self._actors[rank].claim.remote(part, gpu_ids, log_path, port)
 
     @property
     def endpoint(self) -> EngineEndpoint:

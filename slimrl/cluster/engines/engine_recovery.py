@@ -15,7 +15,7 @@ import enum
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 from ray.exceptions import RayActorError, RayError, RayTaskError
@@ -228,7 +228,7 @@ class EngineRecovery:
         try:
             return await self._monitor.probe(engine)
         except RayActorError as error:
-            return f"died with its actor: {_first_line(error)}"
+            return "died with its actor: " + str(error).partition("\n")[0]
 
     # -- servers ---------------------------------------------------------------------------------------------------
 
@@ -292,7 +292,7 @@ class EngineRecovery:
                 return death.result()
             what = (slot.failure if slot.failure.done() else wait_unhealthy).result()
         except RayActorError as error:  # its actor or machine died
-            what = f"died with its actor: {_first_line(error)}"
+            what = "died with its actor: " + str(error).partition("\n")[0]
             return ServerExit(f"{engine.label} ({engine.url}) {what}")
         finally:
             for watch in (death, wait_unhealthy):
@@ -377,6 +377,12 @@ class EngineRecovery:
         if slot.has(engine) and not slot.failure.done():
             slot.failure.set_result(what)
 
+    async def started_on(self, gpus: Set[int]) -> None:
+        """Pending while an engine on one of these GPUs (indices in GPU order) is lost or starts."""
+        lost = Phase.LOST
+        while any(slot.phase is lost and not gpus.isdisjoint(slot.engine.endpoint.gpus) for slot in self._slots):
+            await self._wait_change()
+
     # -- events ----------------------------------------------------------------------------------------------------
 
     def _event(self, line: str) -> None:
@@ -392,7 +398,3 @@ class EngineRecovery:
     async def _wait_change(self) -> None:
         """Waits for the next `_notify`."""
         await self._changed.wait()
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).split("\n", 1)[0]

@@ -2,9 +2,10 @@
 
 The rollout manager owns them. They start and end with the policy's engines and get no weight updates. The death of a
 server or router ends the run with a message that names the model. With --use-fault-tolerance it is replaced
-(`FrozenRecovery`): a new server has the model, options and GPUs of the lost one, and serves as soon as it has started,
-since it needs no weights. The events of all models reach the driver in one list. On shared GPUs their memory is
-released and resumed with that of the engines; the servers then restore their weights from host memory.
+(`FrozenRecovery`): a new server has the model, options and GPUs of the lost one, or GPUs of a spare node if its own is
+lost, and serves as soon as it has started, since it needs no weights. The events of all models reach the driver in one
+list. On shared GPUs their memory is released and resumed with that of the engines; the servers then restore their
+weights from host memory.
 
 Custom functions find each router in `args.sglang_model_routers`, by the name of the model.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import urllib.parse
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -22,6 +24,7 @@ from slimrl.arguments.engine_groups import EnginePlace, frozen_places
 from slimrl.cluster.engines.engine import Engine, EngineActorConfig, ServerSettings
 from slimrl.cluster.engines.engine_group import (
     READY_TIMEOUT_S,
+    AnyEngine,
     EngineGroup,
     flags_of_place,
     open_router,
@@ -33,6 +36,7 @@ from slimrl.cluster.engines.engine_recovery import EngineRecovery
 from slimrl.cluster.engines.health_monitor import HealthConfig
 from slimrl.cluster.engines.router_supervisor import Servers
 from slimrl.cluster.launch import Launch
+from slimrl.cluster.nodes.comparison import check_node
 from slimrl.cluster.placement import EnginePart, GpuBundles
 from slimrl.engines.server_protocol import EngineMemory
 
@@ -134,7 +138,9 @@ async def _start_model(
     args: Arguments, gpus: GpuBundles, launch: Launch, places: list[tuple[EnginePlace, list[EnginePart]]]
 ) -> EngineGroup:
     name, log_dir = places[0][0].model.name, Path(args.run_dir).absolute() / "logs"
-    config = EngineActorConfig(log_dir, args.log_level, launch.environment, Path.cwd())
+    folder = flags_of_place(args, places[0][0]).hf_checkpoint
+    check = functools.partial(check_node, args, model=("--sglang-config", folder))
+    config = EngineActorConfig(log_dir, args.log_level, launch.environment, Path.cwd(), check)
     engines = [
         Engine(_settings(args, place, index, launch), parts, gpus, config)
         for index, (place, parts) in enumerate(places)
@@ -181,11 +187,22 @@ class FrozenRecovery(EngineRecovery):
     """Supervises the servers of one model that gets no weight updates, and its router if it has one."""
 
     def __init__(
-        self, flags: HealthConfig, group: Servers, memory: EngineMemory, report: Callable[[str], None]
+        self,
+        flags: HealthConfig,
+        group: Servers,
+        memory: EngineMemory,
+        report: Callable[[str], None],
+        policy: EngineRecovery | None = None,
     ) -> None:
-        """`report(line)` is called for every event."""
-        self._report = report
+        """`report(line)` is called for every event; `policy` has the engines that may share GPUs with these servers."""
+        self._report, self._policy = report, policy
         super().__init__(flags, group, OwnCalls(), memory, needs_weight_sync=False, concurrency=0)
+
+    async def _start_monitored(self, engine: AnyEngine) -> None:
+        """After the policy's engine on the same GPUs, as at the start: each takes a fraction of the free memory."""
+        if self._policy is not None and isinstance(engine, Engine) and engine.settings.shares_gpus:
+            await self._policy.started_on(frozenset(engine.endpoint.gpus))
+        await super()._start_monitored(engine)
 
     def _event(self, line: str) -> None:
         self._report(line)

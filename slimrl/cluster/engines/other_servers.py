@@ -5,9 +5,10 @@ The model is a reward model, or with `--use-opd --opd-type sglang` the teacher, 
 has several. `frozen_models` has the models of --sglang-config.
 
 The rollout manager owns them. They start and end with the engines; the death of one ends the run with a message that
-names it. With --use-fault-tolerance it is replaced (`RunRecovery`). Those of --rm-model have no router: the replacement
-serves at the address of the lost one, and requests wait for it. On shared GPUs their memory is released and resumed
-with that of the engines; the server then restores its weights from host memory.
+names it. With --use-fault-tolerance it is replaced (`RunRecovery`), on a spare node if its own is lost. Those of
+--rm-model have no router: the replacement serves at the address of the lost one, and requests wait for it; on a spare
+node it has another address, and `when_moved` tells it to the clients. On shared GPUs their memory is released and
+resumed with that of the engines; the server then restores its weights from host memory.
 
 `servable_folder` adds the zero bias that SGLang's Qwen2 and Qwen3 sequence classifiers expect and those of transformers
 lack. Without it the bias keeps its random initial value, which shifts every reward by a different amount on each
@@ -18,9 +19,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import json
 import shutil
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,7 @@ from slimrl.cluster.engines.engine_recovery import EngineRecovery
 from slimrl.cluster.engines.frozen_models import FrozenModels, FrozenRecovery
 from slimrl.cluster.engines.health_monitor import HealthConfig
 from slimrl.cluster.launch import Launch
+from slimrl.cluster.nodes.comparison import check_node
 from slimrl.cluster.placement import GpuBundles
 from slimrl.engines.http import KEY_OPTION
 from slimrl.engines.protocol import ServerList
@@ -102,8 +105,12 @@ class RewardServers:
     shares_gpus: bool = False  # with training: their memory is released meanwhile
     gpu_memory: EngineMemory = dataclasses.field(default_factory=lambda: EngineMemory([]))
     recovery: EngineRecovery | None = None  # replaces lost servers
+    when_moved: Callable[[str, str], None] = lambda old, new: None  # the address that clients have, and that of now
     router: None = None  # as of an `EngineGroup`
     closing: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self._known = [engine.url for engine in self.engines]  # the addresses that clients have
 
     @classmethod
     async def start(
@@ -115,9 +122,6 @@ class RewardServers:
         """
         if not gpus.reward_engines:
             return cls([])
-        config = EngineActorConfig(
-            Path(args.run_dir).absolute() / "logs", args.log_level, launch.environment, Path.cwd()
-        )
         of_servers = [model for model in served_models(args) for _ in range(model.gpus // model.per_server)]
         if not args.has_served_teacher:  # one model
             folder = Path(of_servers[0].folder).absolute()
@@ -126,7 +130,7 @@ class RewardServers:
             servable = str(await asyncio.to_thread(servable_folder, folder, architecture, links))
             of_servers = [dataclasses.replace(model, folder=servable) for model in of_servers]
         engines = [
-            Engine(server_settings(args, model, index, launch), parts, gpus, config)
+            Engine(server_settings(args, model, index, launch), parts, gpus, _actor_config(args, model, launch))
             for index, (model, parts) in enumerate(zip(of_servers, gpus.reward_engines, strict=True))
         ]
         if args.rm_colocate and policy is not None:
@@ -140,6 +144,14 @@ class RewardServers:
         """As `EngineGroup.replace_engine`."""
         self.engines[index] = self.engines[index].respawn()
         return self.engines[index]
+
+    def tell_addresses(self) -> None:
+        """Calls `when_moved` for every server that has another address than before."""
+        for index, engine in enumerate(self.engines):
+            known = self._known[index]
+            if engine.url is not None and known is not None and engine.url != known:
+                self._known[index] = engine.url
+                self.when_moved(known, engine.url)
 
     def reachable(self, args: Arguments) -> Arguments:
         """`args` with the servers' URLs as `--rm-url`, or as `--opd-teacher-urls`, if there are servers."""
@@ -199,6 +211,14 @@ class RewardServers:
         """Ends every server."""
         self.closing.set()
         await asyncio.gather(*(engine.close() for engine in self.engines))
+
+
+def _actor_config(args: Arguments, model: ServedModel, launch: Launch) -> EngineActorConfig:
+    flag = "--opd-teacher-models" if model.name else "--rm-model"
+    check = functools.partial(check_node, args, model=(flag, model.folder))
+    return EngineActorConfig(
+        Path(args.run_dir).absolute() / "logs", args.log_level, launch.environment, Path.cwd(), check
+    )
 
 
 def server_settings(args: Arguments, model: ServedModel, index: int, launch: Launch) -> ServerSettings:
@@ -267,6 +287,16 @@ class OtherServers:
         await asyncio.gather(self.reward.close(), self.frozen.close())
 
 
+class RewardRecovery(FrozenRecovery):
+    """Supervises the servers of the reward model or of teachers, whose clients it tells new addresses."""
+
+    _group: RewardServers
+
+    def _publish_servers(self) -> None:
+        super()._publish_servers()
+        self._group.tell_addresses()
+
+
 class RunRecovery(EngineRecovery):
     """The recovery of the policy's engines, which also begins, counts and ends that of all other servers."""
 
@@ -283,12 +313,12 @@ class RunRecovery(EngineRecovery):
         super().__init__(flags, group, client, memory, **options)
         frozen, reward = others.frozen, others.reward
         frozen.recoveries = {
-            name: FrozenRecovery(flags, own, frozen.gpu_memory[name], self._event)
+            name: FrozenRecovery(flags, own, frozen.gpu_memory[name], self._event, self)
             for name, own in frozen.groups.items()
         }
         self._of_others = list(frozen.recoveries.values())
         if reward.engines:
-            reward.recovery = FrozenRecovery(flags, reward, reward.gpu_memory, self._event)
+            reward.recovery = RewardRecovery(flags, reward, reward.gpu_memory, self._event, self)
             self._of_others.append(reward.recovery)
 
     def generation_begins(self) -> None:

@@ -18,6 +18,7 @@ from ray import ObjectRef
 
 from slimrl.arguments import Arguments
 from slimrl.cluster.engines.health_monitor import EngineGroupStatus, RecoveryEvents
+from slimrl.cluster.nodes.spares import SpareNodes
 from slimrl.cluster.rollout_manager_proxy import RolloutManagerProxy
 from slimrl.cluster.supervisor import Supervisor
 from slimrl.cluster.training.train_recovery import Trainers
@@ -155,11 +156,12 @@ def weight_recovery(
     supervisor: Supervisor,
     trainers: Trainers | None,
     endpoints: list[EngineEndpoint],
-    follow_servers: Callable[[], None],
+    spares: SpareNodes,
 ) -> WeightUpdateRecovery | None:
     """The object that sends weights to replaced servers; None without `--use-fault-tolerance` or without servers."""
     if not args.use_fault_tolerance or not endpoints:
         return None
-    recovery = WeightUpdateRecovery(manager, supervisor, trainers, endpoints, follow_servers)
+    spares.allow_of_servers()
+    recovery = WeightUpdateRecovery(manager, supervisor, trainers, endpoints, spares.follow_servers)
     supervisor.set_event_handler(recovery)
     return recovery

@@ -101,10 +101,16 @@ def check_nodes(args: Arguments, gpus: Iterable[GpuBundle], supervisor: Supervis
         raise NodesDifferError("; ".join(problems))
 
 
-async def check_node(args: Arguments, node: str) -> None:
-    """Compares one node with this one, as `check_nodes` does, for servers only."""
+async def check_node(args: Arguments, node: str, model: tuple[str, str] | None = None) -> None:
+    """Compares one node with this one, as `check_nodes` does, for servers only.
+
+    Those of the policy, or of another `model`: the flag that names it, and its folder.
+    """
     with common_paths(args) as paths:
         served = [path for path in paths if path.flag in ("--hf-checkpoint", "--update-weight-disk-dir")]
+        if model is not None:
+            flag, folder = model
+            served = [CommonPath(flag, os.path.abspath(folder))] if os.path.exists(folder) else []
         theirs = await _state_on(node, served)
     own = NodeState(node_address(), versions(), [])
     if problems := differences(own, [theirs], whose="the rollout manager's"):

@@ -12,6 +12,7 @@ import dataclasses
 import logging
 import queue
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from slimrl.cluster.nodes.comparison import CommonPath, SharedFile, shared_file
 logger = logging.getLogger("slimrl")
 
 PERIOD_S = 2.0
-TIMEOUT_S = 5.0
+TIMEOUT_S, SLICE_S = 5.0, 0.5
 START_S = 60.0  # of the readers
 BYTES_PER_READ = 2**22  # of one file
 FAILURES = 3  # in a row, before a node is given up
@@ -138,7 +139,7 @@ class NodeLogs:
             self._thread.start()
 
     def close(self) -> None:
-        """Copies the rest and ends the readers; within seconds also where a node is lost."""
+        """Copies the rest and ends the readers; waits for no node that did not answer the last time."""
         self._ended.set()
         if self._thread is not None:
             self._thread.join(3 * TIMEOUT_S)
@@ -150,18 +151,23 @@ class NodeLogs:
         try:
             while not self._ended.wait(PERIOD_S):
                 self._copy()
-            while self._copy():
+            while self._copy(last=True):
                 pass
         finally:
             for source in self._sources:
                 ray.kill(source.reader)
 
-    def _copy(self) -> bool:
-        """Appends what is new on all nodes; returns whether a node had something."""
+    def _copy(self, *, last: bool = False) -> bool:
+        """Appends what is new on all nodes, at the `last` time on those that answer; whether a node had something."""
         while not self._new.empty():
             self._sources.append(self._new.get())
-        asked = {source.reader.read.remote(source.offsets): source for source in self._sources}
-        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=TIMEOUT_S) if asked else ([], [])
+        sources = [source for source in self._sources if not (last and source.failures)]
+        asked = {source.reader.read.remote(source.offsets): source for source in sources}
+        answered, deadline = set[ray.ObjectRef](), time.monotonic() + TIMEOUT_S
+        while (waiting := [ref for ref in asked if ref not in answered]) and time.monotonic() < deadline:
+            if self._ended.is_set() and not last:
+                return True  # they are asked once more, for the last time
+            answered.update(ray.wait(waiting, num_returns=len(waiting), timeout=SLICE_S)[0])
         found = False
         for answer, source in asked.items():
             try:

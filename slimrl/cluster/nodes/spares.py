@@ -19,8 +19,7 @@ logger = logging.getLogger("slimrl")
 class SpareNodes:
     """The free GPUs of the Ray cluster, for the training ranks and the servers of a node that is lost.
 
-    Ray reserves them when it notices the loss. Its head, and nodes with servers of reward or frozen models, are not
-    replaced.
+    Ray reserves them when it notices the loss. Its head is not replaced.
     """
 
     def __init__(
@@ -29,14 +28,18 @@ class SpareNodes:
         self._args, self._gpus, self._supervisor = args, gpus, supervisor
         self._watch, self._logs = watch, logs
 
+    def allow_of_servers(self) -> None:
+        """From now on the loss of a node that has nothing but servers does not end the run, if it can be replaced."""
+        self._watch.allow_spares(self._gpus.has_moved, of_training=False)
+
     def allow(self) -> None:
-        """From now on the loss of a node with training ranks does not end the run, if it can be replaced."""
-        self._watch.allow_spares(self._gpus.has_moved)
+        """The same for a node with training ranks."""
+        self._watch.allow_spares(self._gpus.has_moved, of_training=True)
 
     def follow_servers(self) -> None:
         """Watches the nodes on which servers were replaced, in the place of lost nodes that had nothing but servers."""
         try:
-            found = self._gpus.follow(set(self._gpus.plan.rollout) - self._gpus.beside_training())
+            found = self._gpus.follow(set(range(self._gpus.plan.total)) - self._gpus.beside_training())
         except InsufficientGpusError as error:
             logger.warning("the servers of a lost node are not replaced: %s", error)
             return

@@ -32,17 +32,17 @@ _HEAD = "node:__internal_head__"  # Ray's resource that only the head node has
 class ProbeIntervals:
     """Seconds. A node is reported within `silent_after_s + period_s + timeout_s` of its last response."""
 
-    period_s: float = 5.0
-    timeout_s: float = 5.0
-    silent_after_s: float = 15.0
+    period_s: float = 2.5
+    timeout_s: float = 2.5
+    silent_after_s: float = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
 class WatchedNode:
     """The address of its Ray, and the part of the run on it, such as "training ranks 2, 3".
 
-    `required`: the run cannot continue without it. `replaceable_gpus`: its GPUs if it has training ranks, and beside
-    them nothing but replaceable servers, so that a spare node with as many may replace it; else 0.
+    `required`: the run cannot continue without it. `replaceable_gpus`: its GPUs if all that it has, with or without
+    training ranks (`trains`), may continue on a spare node with as many; else 0.
     """
 
     address: str
@@ -50,6 +50,7 @@ class WatchedNode:
     what: str
     required: bool = True
     replaceable_gpus: int = 0
+    trains: bool = False
     node_id: str = dataclasses.field(default="", compare=False)
 
     def __str__(self) -> str:
@@ -71,6 +72,7 @@ class NodeWatch:
         self._tasks: dict[WatchedNode, asyncio.Task[None]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None  # while it runs
         self._has_moved: Callable[[str], bool] | None = None  # where spare nodes are allowed
+        self._training_may_move = False
 
     def __bool__(self) -> bool:
         """Whether there are nodes to watch."""
@@ -105,7 +107,7 @@ class NodeWatch:
         """
         if node not in self._nodes:
             return False
-        if not node.required or self._has_moved is None or not node.replaceable_gpus:
+        if not node.required or self._has_moved is None or not self._may_move(node):
             return node.required
         is_free = node.replaceable_gpus <= ray.available_resources().get("GPU", 0)
         return not is_free and not self._has_moved(node.node_id)
@@ -118,7 +120,11 @@ class NodeWatch:
     def dead_are_replaceable(self) -> bool:
         """Whether spare nodes may replace all required nodes whose Ray has ended."""
         gone = self._gone()
-        return self._has_moved is not None and bool(gone) and all(node.replaceable_gpus for node in gone)
+        return bool(gone) and all(self._may_move(node) for node in gone)
+
+    def _may_move(self, node: WatchedNode) -> bool:
+        allowed = self._training_may_move if node.trains else self._has_moved is not None
+        return allowed and node.replaceable_gpus > 0
 
     def _gone(self) -> list[WatchedNode]:
         alive = {(node["NodeManagerAddress"], node["NodeManagerPort"]) for node in ray.nodes() if node["Alive"]}
@@ -126,12 +132,13 @@ class NodeWatch:
             node for node in self._nodes if node.required and ((node.address, node.port) not in alive or _refuses(node))
         ]
 
-    def allow_spares(self, has_moved: Callable[[str], bool]) -> None:
-        """From now on training ranks may continue on another node.
+    def allow_spares(self, has_moved: Callable[[str], bool], *, of_training: bool) -> None:
+        """From now on servers may continue on another node, and with `of_training` training ranks too.
 
         `has_moved` tells whether Ray has reserved other GPUs in the place of a node's, which has this id.
         """
         self._has_moved = has_moved
+        self._training_may_move |= of_training
 
     def follow(self, gpus: Sequence[GpuBundle], plan: PlacementPlan, replaceable: bool) -> None:
         """Watches the nodes that have the GPUs of the run now, as `nodes_of` finds them, and no others."""
@@ -239,12 +246,12 @@ def nodes_of(
     """The nodes to watch: Ray's head and the nodes with a GPU of the run, except `own`; `known` are `ray.nodes()`.
 
     With `replaceable`, lost servers are replaced: the run does not require nodes that have nothing but rollout GPUs,
-    and a spare node may take over servers together with training ranks.
+    and a spare node may take over any other servers, also together with training ranks.
     """
-    rollout = "rollout GPUs"
+    rollout, training = "rollout GPUs", ("training ranks", "critic ranks")
     shares = (
-        ("training ranks", plan.train),
-        ("critic ranks", plan.critic),
+        (training[0], plan.train),
+        (training[1], plan.critic),
         (rollout, tuple(gpu for gpus in plan.engine_ranges for gpu in gpus)),
         ("GPUs of frozen models", tuple(gpu for gpus in plan.frozen_servers for gpu in gpus)),
         ("reward GPUs", plan.reward),
@@ -261,8 +268,9 @@ def nodes_of(
         what = ["the head of Ray"] if is_head else []
         what += [f"{name} {', '.join(map(str, numbers))}" for name, numbers in parts]
         required = is_head or not replaceable or any(name != rollout for name, _ in parts)
-        kinds = {name for name, _ in parts} - ({rollout} if replaceable else set())
-        trains = bool(kinds) and kinds <= {"training ranks", "critic ranks"} and not is_head
+        trains = any(name in training for name, _ in parts)
+        may_move = required and not is_head and (replaceable or all(name in training for name, _ in parts))
         address = node["NodeManagerAddress"], node["NodeManagerPort"]
-        found.append(WatchedNode(*address, "; ".join(what), required, len(here) if trains else 0, node["NodeID"]))
+        gpus_to_move = len(here) if may_move else 0
+        found.append(WatchedNode(*address, "; ".join(what), required, gpus_to_move, trains, node["NodeID"]))
     return found

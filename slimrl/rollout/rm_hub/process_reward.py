@@ -199,6 +199,10 @@ class ProcessRewardModel:
         sample.metadata[STEP_REWARDS] = rewards
         sample.token_rewards = at_trained_tokens(sample, steps, [self._coefficient * one for one in rewards])
 
+    def move(self, old: str, new: str) -> None:
+        """As `ServerPool.move`."""
+        self._servers.move(old, new)
+
     def close(self) -> None:
         """Closes the connections and the thread."""
         self._servers.close()

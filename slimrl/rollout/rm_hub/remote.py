@@ -12,10 +12,11 @@ per server.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeVar
 
 import aiohttp
@@ -27,6 +28,7 @@ from slimrl.rollout.rm_hub.grader_pool import encoded
 
 ATTEMPTS = 5
 TIME_LIMIT_S = 120.0
+CONNECT_LIMIT_S = 15.0  # of one address: longer than a busy server's, and bounded where its machine is down
 FIRST_PAUSE_S = 0.5
 MAX_CONNECTIONS = 128
 MAX_REPLY_BYTES = 1 << 20
@@ -68,12 +70,13 @@ class RemoteReward:
         self._url = url
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         self._name = name or f"--rm-url {url}"
-        self._timeout = aiohttp.ClientTimeout(total=time_limit_s)
+        self._timeout = aiohttp.ClientTimeout(total=time_limit_s, sock_connect=CONNECT_LIMIT_S)
         self._time_limit_s = time_limit_s
         self._first_pause_s = first_pause_s
         self._max_reply_bytes = max_reply_bytes
         self._session: aiohttp.ClientSession | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._in_flight: set[asyncio.Timeout] = set()
 
     async def reward(self, sample: Sample, response: str | None = None) -> float | dict[str, Any]:
         """The reward of a sample; `response` replaces its response if given.
@@ -92,7 +95,8 @@ class RemoteReward:
             if attempt:
                 await asyncio.sleep(self._first_pause_s * 2 ** (attempt - 1))
             try:
-                return await self._post(body)
+                async with self._until_moved():
+                    return await self._post(body)
             except (
                 aiohttp.ClientConnectionError,
                 aiohttp.ServerDisconnectedError,
@@ -104,6 +108,22 @@ class RemoteReward:
             except _Busy as error:
                 cause, failed = str(error), RemoteUnreachable
         raise failed(f"{self._name} returned no reward in {ATTEMPTS} attempts, last error: {cause}; check the service")
+
+    def move(self, url: str, name: str) -> None:
+        """Sends everything to another address from now on, also requests in flight, whose machine may not answer."""
+        self._url, self._name = url, name
+        for limit in self._in_flight:
+            limit.reschedule(0.0)
+
+    @contextlib.asynccontextmanager
+    async def _until_moved(self) -> AsyncIterator[None]:
+        """Raises TimeoutError in the block when `move` is called."""
+        async with asyncio.timeout(None) as limit:
+            self._in_flight.add(limit)
+            try:
+                yield
+            finally:
+                self._in_flight.discard(limit)
 
     def close(self) -> None:
         """Closes the connections; if their event loop is running, asynchronously."""
@@ -211,13 +231,13 @@ class ServerPool:
 
         While no server listens, a request is repeated for `patience_s`: lost servers are replaced.
         """
-        self._patience_s = patience_s
+        self._patience_s, self._path, self._owner = patience_s, path, owner
         self._servers = [
             _Server(
                 url,
                 RemoteReward(
                     f"{url}{path}",
-                    name=f"{owner}'s server {url}",
+                    name=self._name(url),
                     key=key,
                     time_limit_s=time_limit_s,
                     max_reply_bytes=max_reply_bytes,
@@ -227,6 +247,16 @@ class ServerPool:
             for url in urls
         ]
         self._slots = asyncio.Semaphore(concurrency * len(urls))
+
+    def _name(self, url: str) -> str:
+        return f"{self._owner}'s server {url}"
+
+    def move(self, old: str, new: str) -> None:
+        """The replacement of the server at `old` is at `new`; does nothing if this pool has no such server."""
+        for server in self._servers:
+            if server.url == old:
+                server.url, server.avoided_until = new, 0.0
+                server.service.move(f"{new}{self._path}", self._name(new))
 
     async def ask(self, body: bytes, read: Callable[[bytes, str], _Answer]) -> _Answer:
         """`read(response, url)` of the first reachable server's response to this JSON.

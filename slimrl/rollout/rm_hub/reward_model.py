@@ -206,6 +206,10 @@ class ClassifierServers:
             )
         return await self._pool.ask(orjson.dumps({"input_ids": ids}), read)
 
+    def move(self, old: str, new: str) -> None:
+        """As `ServerPool.move`."""
+        self._pool.move(old, new)
+
     def close(self) -> None:
         """Closes the connections and the thread."""
         self._tokenizing.shutdown(wait=False, cancel_futures=True)
@@ -263,6 +267,10 @@ class RewardModel:
         """
         token_ids = await self._servers.tokenized(self._input.token_ids, sample)
         return await self._servers.ask(sample, token_ids, max(token_ids), reward_of)
+
+    def move(self, old: str, new: str) -> None:
+        """As `ServerPool.move`."""
+        self._servers.move(old, new)
 
     def close(self) -> None:
         """Closes the connections and the thread."""

@@ -206,6 +206,12 @@ class RewardScorer:
         if self._of_tokens is not None and sample.column(self._of_tokens.column) is None:
             await self._of_tokens.fill(sample)
 
+    def move_server(self, old: str, new: str) -> None:
+        """The replacement of a served model's server at `old` is at `new`."""
+        for served in (self._model, self._of_tokens):
+            if served is not None:
+                served.move(old, new)
+
     def begin(self) -> None:
         """Makes `async_rm` use this scorer in the current task, and in tasks that it starts."""
         _current_scorer.set(self)

@@ -126,6 +126,10 @@ class ServedTeacher:
             sample.pack("teacher_top_log_probs", PackedColumn(np.array(top, np.float64).tobytes(), "f8"))
         sample.pack("teacher_log_probs", PackedColumn(np.array(values, np.float64).tobytes(), "f8"))
 
+    def move(self, old: str, new: str) -> None:
+        """As `ServerPool.move`."""
+        self._pool.move(old, new)
+
     def close(self) -> None:
         """Closes the connections."""
         self._pool.close()
@@ -171,6 +175,11 @@ class NamedTeachers:
                 f" {', '.join(self._teachers)}: keep the metadata of the prompt, or set the name of a teacher"
             )
         await self._teachers[name].fill(sample)
+
+    def move(self, old: str, new: str) -> None:
+        """As `ServerPool.move`."""
+        for teacher in self._teachers.values():
+            teacher.move(old, new)
 
     def close(self) -> None:
         """Closes the connections."""
