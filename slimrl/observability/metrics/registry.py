@@ -1,9 +1,9 @@
 """The one table of all metrics: names, meanings, units, and how optimizer steps of one rollout combine.
 
-A new metric is a new row here, and a value in `slimrl.megatron.training.loss.policy_loss`, in
-`slimrl.megatron.training.rollout_report` or in `slimrl.rollout.metrics`. docs/metrics.md is generated from the
-table, Prometheus shows its meanings, and tests check every name that a run writes against it. Names that custom
-functions report are passed on unchanged.
+A new metric is a new row here or in `training_rows`, and a value in `slimrl.megatron.training.loss.policy_loss`, in
+`slimrl.megatron.training.rollout_report` or in `slimrl.rollout.metrics`. `markdown` makes docs/metrics.md of the table,
+Prometheus shows its meanings, and tests check every name that a run writes against it. Names that custom functions
+report are passed on unchanged.
 """
 
 from __future__ import annotations
