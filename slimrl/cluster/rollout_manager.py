@@ -55,6 +55,7 @@ if TYPE_CHECKING:
 
 LOADS_TIMEOUT_S = 2.0
 LOOP_INTERVAL_S = 1.0
+COLLECT_AFTER_S = 0.02  # the result is on its way, and nothing refers to its samples any more
 
 
 @dataclasses.dataclass(frozen=True)
@@ -297,12 +298,14 @@ class RolloutManager:
         """
         self._memory.require(f"generating rollout {rollout_id}")
         await self._dumps.finish()
-        fully_async = self._generator is not None and self._generator.continuous is not None
-        async_utils.collect_between_rollouts(samples_are_held=fully_async)
         if self._recovery is not None:
             self._recovery.generation_begins()
         with self._timeline.span("generate", rollout=rollout_id):
-            return await self._generate(rollout_id, saved)
+            result = await self._generate(rollout_id, saved)
+        fully_async = self._generator is not None and self._generator.continuous is not None
+        collect = functools.partial(async_utils.collect_between_rollouts, samples_are_held=fully_async)
+        asyncio.get_running_loop().call_later(COLLECT_AFTER_S, collect)  # while the batches train
+        return result
 
     async def _generate(self, rollout_id: int, saved: bool) -> RolloutResult:
         started = time.perf_counter()

@@ -11,7 +11,7 @@ import torch
 from slimrl.hooks import HookFailedError
 from slimrl.megatron.training.advantages import TrainingHooks, build_train_inputs
 from slimrl.megatron.training.forward_step import TrainTensors
-from slimrl.megatron.training.rollout_report import _samples
+from slimrl.megatron.training.train_metrics import _samples
 from tests.megatron import tiny
 
 

@@ -131,7 +131,7 @@ def by_hand(models: layouts.Models, rollout: Any) -> dict[str, float]:
 
 
 def test_phase_times_are_summed_and_reset_when_read():
-    from slimrl.megatron.training.rollout_report import PhaseTimes
+    from slimrl.megatron.training.train_metrics import PhaseTimes
 
     times = PhaseTimes(torch.device("cpu"))
     started = time.perf_counter()

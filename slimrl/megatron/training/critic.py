@@ -43,7 +43,7 @@ from slimrl.megatron.training.forward_step import (
 )
 from slimrl.megatron.training.loss.loss_sums import LossMetricNames, LossSums, reduce_sums, summed
 from slimrl.megatron.training.profiling import MemoryReport
-from slimrl.megatron.training.rollout_report import PhaseTimes
+from slimrl.megatron.training.train_metrics import PhaseTimes
 from slimrl.megatron.training.trained_model import TrainedModel, broken_samples
 from slimrl.models.model_spec import ModelSpec
 from slimrl.observability.tracer import Timeline

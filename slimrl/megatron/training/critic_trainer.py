@@ -29,7 +29,7 @@ from slimrl.megatron.offload import State, memory_of
 from slimrl.megatron.training.advantages import after_initialization
 from slimrl.megatron.training.critic import Critic, SampleColumns, ValueColumns
 from slimrl.megatron.training.profiling import MemoryReport
-from slimrl.megatron.training.rollout_report import PhaseTimes
+from slimrl.megatron.training.train_metrics import PhaseTimes
 from slimrl.observability.tracer import Timeline
 
 

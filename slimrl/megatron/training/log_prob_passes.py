@@ -34,7 +34,7 @@ from slimrl.megatron.training.advantages import TrainingHooks
 from slimrl.megatron.training.forward_step import LogProbConfig, score_tokens
 from slimrl.megatron.training.loss.preference_loss import MismatchedStep
 from slimrl.megatron.training.pass_plan import PassPlan
-from slimrl.megatron.training.rollout_report import PhaseTimes
+from slimrl.megatron.training.train_metrics import PhaseTimes
 from slimrl.models.model_spec import ModelSpec
 from slimrl.observability.tracer import Timeline
 

@@ -28,8 +28,8 @@ from slimrl.megatron.training.forward_step import TrainTensors, forward_backward
 from slimrl.megatron.training.log_prob_passes import LogProbPasses, RolloutLogProbs
 from slimrl.megatron.training.loss.loss_sums import LossSums, reduce_step
 from slimrl.megatron.training.profiling import ACTOR, MemoryReport, PartProfiler
-from slimrl.megatron.training.rollout_report import PhaseTimes, rollout_metrics, save_train_data, step_counts
 from slimrl.megatron.training.step_loss import StepLoss
+from slimrl.megatron.training.train_metrics import PhaseTimes, rollout_metrics, save_train_data, step_counts
 from slimrl.megatron.training.trained_model import TrainedModel
 from slimrl.models.model_spec import ModelSpec
 from slimrl.observability.tracer import Timeline

@@ -45,9 +45,9 @@ from slimrl.megatron.training.loss.policy_loss import PolicyLossConfig, PolicyLo
 from slimrl.megatron.training.pass_plan import PassPlan
 from slimrl.megatron.training.policy_rollout import EntropyController, KLController, PolicyParts, PolicyRollout
 from slimrl.megatron.training.profiling import LOG_PROBS, OVERALL, MemoryHistory, MemoryReport, PartProfiler
-from slimrl.megatron.training.rollout_report import PhaseTimes
 from slimrl.megatron.training.step_loss import StepLoss
 from slimrl.megatron.training.step_state import RestoredModel, StepState
+from slimrl.megatron.training.train_metrics import PhaseTimes
 from slimrl.megatron.training.trained_model import TrainedModel, describe_trained_parameters, freeze_parameters
 from slimrl.models.adapters import AdapterConfig
 from slimrl.models.model_spec import ModelSpec

@@ -1,7 +1,7 @@
 """The one table of all metrics: names, meanings, units, and how optimizer steps of one rollout combine.
 
 A new metric is a new row here or in `training_rows`, and a value in `slimrl.megatron.training.loss.policy_loss`, in
-`slimrl.megatron.training.rollout_report` or in `slimrl.rollout.metrics`. `markdown` makes docs/metrics.md of the table,
+`slimrl.megatron.training.train_metrics` or in `slimrl.rollout.metrics`. `markdown` makes docs/metrics.md of the table,
 Prometheus shows its meanings, and tests check every name that a run writes against it. Names that custom functions
 report are passed on unchanged.
 """
