@@ -9,6 +9,7 @@ layer). The expression is parsed, not evaluated: lists of integers, repeated by 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import json
 import math
@@ -119,7 +120,8 @@ class FlagSpec:
     def check(self, value: Any) -> None:
         """Raises ValueError, worded as in `convert`, if `value` is not among the choices or outside the bounds."""
         if self.choices is not None and value not in self.choices:
-            hint = self.hints.get(value)
+            nearest = difflib.get_close_matches(str(value), [str(choice) for choice in self.choices], n=1, cutoff=0.7)
+            hint = self.hints.get(value, f"perhaps {nearest[0]}" if nearest else None)
             raise ValueError(f"is not {_either(self.choices)}{'' if hint is None else f': {hint}'}")
         self.bounds.check(value)
 

@@ -101,6 +101,7 @@ def _run(args: Arguments, loop: Callable[[Run], None]) -> int:
     from slimrl.cluster.training.train_worker import RankFailedError
     from slimrl.cluster.watchdog import WatchdogTimeoutError
     from slimrl.data.readers import ChangedDataError
+    from slimrl.data.sample import RewardError
     from slimrl.engines.protocol import EngineError, EngineRequestError, EngineUnsupportedError
     from slimrl.hooks import HookFailedError
     from slimrl.observability.ci_checks import RunCheckError
@@ -150,6 +151,7 @@ def _run(args: Arguments, loop: Callable[[Run], None]) -> int:
         HookFailedError,
         RunCheckError,
         ChangedDataError,
+        RewardError,
     ) as error:
         logger.error("%s", error)
         return EXIT_FAILED

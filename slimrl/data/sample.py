@@ -301,6 +301,10 @@ def unserved_field(sample: Sample) -> str | None:
     return None
 
 
+class RewardError(ValueError):
+    """The reward of a sample is no number to train on or to report."""
+
+
 class SampleStatus(StrEnum):
     """Generation status; only PENDING and ABORTED samples can be generated or continued."""
 
@@ -365,24 +369,24 @@ class Sample(SlimeSample):
         """Number of prompt tokens."""
         return len(self.column("tokens")) - self.response_length
 
-    def reward_value(self, key: str | None = None) -> float:
-        """The reward as a float; `key` selects an entry if the reward is a dict.
+    def reward_value(self, key: str | None = None, evaluation: str | None = None) -> float:
+        """The reward as a float, of the evaluation set `evaluation`; `key` selects an entry if the reward is a dict.
 
-        Raises ValueError if the sample has no reward, the key is missing, or the reward is NaN or infinite.
+        Raises RewardError if the sample has no reward, the key is missing, or the reward is NaN or infinite.
         """
-        reward = self.reward
+        reward, entry, flag = self.reward, "", "--reward-key" if evaluation is None else "--eval-reward-key"
+        name = f"sample {self.index}" + ("" if evaluation is None else f" of evaluation set {evaluation!r}")
         if isinstance(reward, dict):
             if key is None or key not in reward:
-                raise ValueError(
-                    f"sample {self.index}: the reward is a dict with keys {sorted(reward)} and --reward-key is"
-                    f" {key!r}: give --reward-key one of those keys"
+                raise RewardError(
+                    f"{name}: the reward is a dict with keys {sorted(reward)} and {flag} is {key!r}: give {flag} one of"
+                    " those keys, or return that key"
                 )
-            reward = reward[key]
+            reward, entry = reward[key], f" ({flag} {key})"
         if reward is None:
-            raise ValueError(f"sample {self.index} has no reward: the reward function returned nothing for it")
+            raise RewardError(f"{name} has no reward: the reward function returned nothing for it")
         if not math.isfinite(value := float(reward)):
-            entry = "" if key is None or not isinstance(self.reward, dict) else f" (--reward-key {key})"
-            raise ValueError(f"sample {self.index}: the reward{entry} is {value}: return a finite number")
+            raise RewardError(f"{name}: the reward{entry} is {value}: return a finite number")
         return value
 
     def to_dict(self) -> dict[str, Any]:

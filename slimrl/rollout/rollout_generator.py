@@ -323,7 +323,7 @@ class Evaluator:
         except SampleError as error:
             raise self._with_set_name(part.dataset, error) from error
         samples = [_only(samples, part.dataset) for samples in results]
-        rewards = [sample.reward_value(part.dataset.reward_key) for sample in samples]
+        rewards = [sample.reward_value(part.dataset.reward_key, part.dataset.name) for sample in samples]
         return EvalResult(part.dataset.name, rewards, samples, repeats)
 
     def _with_set_name(self, dataset: EvalDataset, error: SampleError) -> SampleError:

@@ -86,6 +86,7 @@ def test_words_are_parsed_into_values(line, dest, value):
         ("--rollout-temperature 0", "--rollout-temperature 0 is too small: it must be above 0."),
         ("--rollout-top-p 1.5", "--rollout-top-p 1.5 is too large: it must be at most 1."),
         ("--kl-loss-type k4", "--kl-loss-type k4 is not k1, k2, k3 or low_var_kl."),
+        ("--kl-loss-type low_var", "--kl-loss-type low_var is not k1, k2, k3 or low_var_kl: perhaps low_var_kl."),
         (
             "--loss-type sum",
             "--loss-type sum is not policy_loss, sft_loss, preference_loss, reward_model_loss or custom_loss.",

@@ -8,7 +8,7 @@ import zlib
 import pytest
 import torch
 
-from slimrl.data.sample import Sample, SampleStatus
+from slimrl.data.sample import RewardError, Sample, SampleStatus
 from slimrl.rollout.convert_samples import RewardProcessing, compute_rewards
 from slimrl.rollout.metrics import (
     START_ROLLOUT_ID,
@@ -191,6 +191,11 @@ def test_reward_key_selects_the_entry(make_args):
         1.0,
         0.0,
     ]
+    sentence = (
+        r"sample 0 of evaluation set 'math': .* keys \['score'\] and --eval-reward-key is 'acc': give --eval-reward-key"
+    )
+    with pytest.raises(RewardError, match=sentence):
+        Sample(prompt="", index=0, reward={"score": 1.0}).reward_value("acc", "math")
     with pytest.raises(ValueError, match="give --reward-key"):
         compute_rewards(processing(make_args()), samples)
 
