@@ -84,7 +84,11 @@ def main(entry: str, loop: Callable[[Run], None], argv: Sequence[str] | None = N
 
     prepare_ray_environment()
     if args.dry_run:
-        return dry_run(args, entry)
+        try:
+            return dry_run(args, entry)
+        except BrokenPipeError:  # of `| head`; what is left is not written when Python ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return EXIT_FAILED
     code = _run(args, loop)
     from slimrl.observability.summary import final_message
 
