@@ -115,3 +115,14 @@ def test_group_of_engines_with_experts_on_several_ranks_is_named(recipe):
     (recipe.dir / "groups.yaml").write_text(GROUPS)
     (sentence,) = sentences(recipe, f"{P2P} --sglang-config {{dir}}/groups.yaml --rollout-num-gpus-per-engine 1")
     assert "model actor, group 1: --sglang-ep-size divides an engine in other ways than tensors" in sentence
+
+
+@pytest.mark.parametrize(("algorithm", "refused"), [("EAGLE3", True), ("NGRAM", False)])
+def test_files_of_a_weight_update_are_not_loaded_into_a_draft_model(algorithm, refused, recipe):
+    more = f"--update-weight-transport disk --update-weight-disk-dir {{dir}} --sglang-speculative-algorithm {algorithm}"
+    _, problems = read_args(recipe.line(more), passthrough={"sglang": server_flags})
+    sentence = (
+        "--update-weight-transport disk makes SGLang load the files into the draft model of"
+        " --sglang-speculative-algorithm too: leave one of them out."
+    )
+    assert (sentence in [problem.sentence for problem in problems]) is refused

@@ -460,3 +460,31 @@ def test_value_scale_ignores_returns_that_are_not_finite_and_critics_of_other_un
     with pytest.raises(ValueError, match="critic was trained without --normalize-values: leave it out"):
         scale.check({}, Path("critic"), resumed=True)
     scale.check({}, Path("judge"), resumed=False)  # a new run may begin with any model
+
+
+def test_weights_are_marked_as_what_they_are_whatever_transformer_engine_says():
+    """Its layers mark a whole down-projection as a shard, and the output projections of experts as cut in rows."""
+    from slimrl.megatron.model.model_builder import mark_parameters
+
+    class Weights(torch.nn.Module):
+        def __init__(self, **marks: Any) -> None:
+            super().__init__()
+            for name in ("weight", "weight0"):
+                setattr(self, name, torch.nn.Parameter(torch.zeros(2, 2)))
+                for mark, value in marks.items():
+                    setattr(getattr(self, name), mark, value)
+
+    cut = {"tensor_model_parallel": True, "partition_dim": 0}
+    experts = torch.nn.ModuleDict({"linear_fc1": Weights(**cut), "linear_fc2": Weights(**cut)})
+    attention = torch.nn.ModuleDict({"linear_q_down_proj": Weights(**cut), "linear_q_up_proj": Weights(**cut)})
+    whole = torch.nn.ModuleDict({"linear_fc2": Weights()})  # --expert-tensor-parallel-size 1
+    mlps = torch.nn.ModuleDict({"experts": experts})
+    model = torch.nn.ModuleDict({"attention": attention, "mlp": mlps, "other": torch.nn.ModuleDict({"experts": whole})})
+    mark_parameters(model)
+    names = ("allreduce", "tensor_model_parallel", "partition_dim")
+    found = {name: [getattr(one, mark, None) for mark in names] for name, one in model.named_parameters()}
+    assert found["mlp.experts.linear_fc1.weight0"] == [False, True, 0]
+    assert found["mlp.experts.linear_fc2.weight0"] == [False, True, 1]
+    assert found["attention.linear_q_down_proj.weight"] == [None, False, -1]
+    assert found["attention.linear_q_up_proj.weight"] == [None, True, 0]
+    assert found["other.experts.linear_fc2.weight0"] == [False, None, None]

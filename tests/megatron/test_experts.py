@@ -45,7 +45,7 @@ def expert_gradients(
         share_embeddings_and_output_weights=True,
     )
     if marked:
-        model_builder.mark_expert_parameters(built)
+        model_builder.mark_parameters(built)
     if world_size == 1:
         state.save_model_only(built, folder)
     start.load_model_only(built, folder)

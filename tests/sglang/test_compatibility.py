@@ -121,7 +121,8 @@ class Server:
             self.is_open = not self.is_open
         if path == "/server_info":
             return {"version": self.version, "disable_radix_cache": True}
-        ranks = [{"checksums": {}, "parallelism_info": [{"tp_rank": rank}]} for rank in (1, 0)]
+        checksums = {"model.norm.weight": "1", "draft.model.norm.weight": "2"}
+        ranks = [{"checksums": checksums, "parallelism_info": [{"tp_rank": rank}]} for rank in (1, 0)]
         return {"paths": {}, "ranks": ranks}
 
 
@@ -168,3 +169,4 @@ def test_requests_are_not_retracted_when_tokens_would_get_the_wrong_version(cont
 def test_checksums_cover_the_model_without_its_draft_models(control_of):
     ranks = control_of(Server(sessions=True)).weights_checksum()
     assert [rank["parallelism_info"]["tp_rank"] for rank in ranks] == [0, 1]
+    assert [rank["checksums"] for rank in ranks] == [{"model.norm.weight": "1"}] * 2

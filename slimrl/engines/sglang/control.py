@@ -130,9 +130,10 @@ class ServerControl(AdapterControl):
         dump of `list[tuple[str, torch.Tensor]]`, names as in the Hugging Face checkpoint, full (unsplit) tensors.
         The tensors must live until the call returns. CPU tensors need
         `torch.multiprocessing.set_sharing_strategy("file_system")` in the sender: the default kills the server.
-        `load_format` "flattened_bucket" takes one dict {"flattened_tensor", "metadata"} instead.
+        `load_format` "flattened_bucket" takes one dict {"flattened_tensor", "metadata"} instead. A draft model keeps
+        its weights: SGLang would load those of the model into it.
         """
-        body = {"serialized_named_tensors": list(serialized), "load_format": load_format}
+        body = {"serialized_named_tensors": list(serialized), "load_format": load_format, "disable_draft_model": True}
         self._update("/update_weights_from_tensor", body, flush_cache, weight_version)
 
     def update_weights_from_distributed(
@@ -183,6 +184,7 @@ class ServerControl(AdapterControl):
             "load_format": POINT_TO_POINT_LOADER,
             "flush_cache": False,
             "weight_version": None,
+            "disable_draft_model": True,
         }
         url = f"{self.url}/update_weights_from_tensor"
         call("POST", url, body, timeout_s=timeout_s or self.timeout_s, key=self._key)
@@ -246,8 +248,9 @@ class ServerControl(AdapterControl):
         answer = self._post("/weights_checker", {"action": "checksum"})
         ranks = decode_as(answer, _Checksums, f"{self.url}/weights_checker").ranks
         for rank in ranks:
-            # the layers of a server with --enable-lora contain the layers of the model
-            rank["checksums"] = {name.replace(".base_layer.", "."): one for name, one in rank["checksums"].items()}
+            # the layers of a server with --enable-lora contain the layers of the model; "draft." is a draft model's
+            named = {name.replace(".base_layer.", "."): one for name, one in rank["checksums"].items()}
+            rank["checksums"] = {name: one for name, one in named.items() if not name.startswith("draft.")}
             if isinstance(rank["parallelism_info"], list):  # of the model, then of its draft models
                 rank["parallelism_info"] = rank["parallelism_info"][0]
         return sorted(ranks, key=lambda rank: rank["parallelism_info"]["tp_rank"])

@@ -210,7 +210,7 @@ def build_value_stages(flags: MegatronArguments, parallel: ParallelState) -> lis
         else:
             vision = _vision_arguments(flags, config, first_stage=ends[0])
             model = VisionValueModel(**settings, **vision)
-        mark_expert_parameters(model)
+        mark_parameters(model)
         stages.append(model.to(parallel.device))
     return stages
 
@@ -303,7 +303,7 @@ def _build_stage(
         model = _from_spec(flags, custom.spec, custom, config, ends, virtual_stage)
     else:
         model = policy_model(flags, config, *ends, virtual_stage)
-    mark_expert_parameters(model)
+    mark_parameters(model)
     return model.to(parallel.device)
 
 
@@ -351,12 +351,20 @@ def _provided(
     return model
 
 
-def mark_expert_parameters(model: torch.nn.Module) -> None:
-    """Mark expert weights for gradient reduction over the expert-data-parallel group.
+def mark_parameters(model: torch.nn.Module) -> None:
+    """Set what megatron-core's and Transformer Engine's layers say wrongly of their weights.
 
-    megatron-core marks them only if expert parallelism is larger than 1. With tensor parallelism alone their gradients
-    would silently stay unreduced, and checkpoints could not be loaded in another expert layout.
+    Experts are reduced over the expert-data-parallel group: megatron-core marks them only if expert parallelism is
+    larger than 1. With tensor parallelism alone their gradients would silently stay unreduced, and checkpoints could
+    not be loaded in another expert layout. Transformer Engine's grouped experts name the wrong axis of the output
+    projection's shards, and its down-projections of latent attention, whole on every tensor-parallel rank, count as
+    shards, several times in the gradient norm.
     """
     for name, parameter in model.named_parameters():
+        marks: Any = parameter
         if ".experts." in name:
-            parameter.allreduce = False  # type: ignore[attr-defined]
+            marks.allreduce = False
+            if ".linear_fc2.weight" in name and getattr(parameter, "partition_dim", -1) == 0:
+                marks.partition_dim = 1
+        elif name.endswith(("linear_q_down_proj.weight", "linear_kv_down_proj.weight")):
+            marks.tensor_model_parallel, marks.partition_dim = False, -1

@@ -1,7 +1,8 @@
 """Vision-language policies and critics: transformers' vision tower in front of megatron-core's decoder.
 
 The tower is on the first pipeline stage, whole on every tensor-parallel rank, and every rank computes all images of a
-micro-batch: its inputs and gradients are then equal on these ranks, and its gradients need no reduction over them. A
+micro-batch: its inputs and gradients are then equal on these ranks, but for rounding on GPUs, so that its gradients are
+averaged over them there. A
 context-parallel rank takes the features of its own tokens; the reduction over these ranks adds up their gradients.
 `--freeze-params-name-list vision_model` freezes it. Built by `model_builder`.
 """
@@ -23,6 +24,7 @@ from slimrl.megatron.model.micro_batch import ImageTensors
 from slimrl.megatron.model.output_layer import PolicyModel, ValueModel
 from slimrl.models.families import family_for
 from slimrl.models.families.vision import VisionTower
+from slimrl.platform import is_cpu
 from slimrl.weights.hf_checkpoint import read_hf_config
 
 
@@ -97,6 +99,9 @@ class _VisionMixin(GPTModel):
         if tower is None:
             return
         self.vision_model = tower
+        weights: Any = tower.parameters()
+        for weight in weights:  # attention's backward pass rounds differently on each GPU; gloo has no average
+            weight.average_gradients_across_tp_domain = not is_cpu()
         if tower_is_sharded:
             # Megatron-FSDP takes the backward pass of the last module for the beginning of the whole one: that must be
             # the model's output

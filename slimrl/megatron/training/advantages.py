@@ -362,10 +362,11 @@ def _joined(data: RolloutData, name: str, batch: RolloutBatch, where: str, devic
 
 def _check_unchanged(data: RolloutData, batch: RolloutBatch, where: str) -> None:
     """Raise HookFailedError if tokens changed: micro-batches are already packed."""
+    tokens = torch.cat([*(entry.cpu() for entry in data.get("tokens", [])), batch.tokens.new_zeros(0)])
     same = (
         data.get("total_lengths") == batch.total_lengths.tolist()
         and data.get("response_lengths") == batch.response_lengths.tolist()
-        and torch.equal(torch.cat([*data.get("tokens", []), batch.tokens.new_zeros(0)]).cpu(), batch.tokens)
+        and torch.equal(tokens, batch.tokens)
     )
     if not same:
         raise HookFailedError(

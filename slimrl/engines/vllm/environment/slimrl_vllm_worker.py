@@ -28,6 +28,7 @@ _ALLOWED = {
     ("torch", "Tensor"),
     ("torch", "Size"),
     ("torch._utils", "_rebuild_tensor_v2"),
+    ("torch.storage", "TypedStorage"),  # of a tensor on a GPU
     ("torch.storage", "UntypedStorage"),
     ("torch", "float32"),
     ("torch", "float16"),
