@@ -18,9 +18,7 @@ import aiohttp
 from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
 EXIT_FAILED, EXIT_STOPPED = 1, 143
-EXIT_RESUMABLE = (
-    75  # slimrl.cluster.command_line.EXIT_RESUMABLE: the cluster was lost, and the same command may succeed
-)
+EXIT_RESUMABLE = 75  # that of slimrl.cluster.command_line: the cluster was lost, and the same command may succeed
 POLL_S = 0.1  # the job has ended when its output has: its status follows at once
 CLUSTER_ERRORS = (OSError, RuntimeError, aiohttp.ClientError)  # raised by Ray's client if the cluster does not respond
 # Ray's own lines in the job's output, below the level of a warning.
