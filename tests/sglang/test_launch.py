@@ -53,6 +53,19 @@ def test_server_gets_these_options(launch: ServerLaunch, options: dict[str, Any]
     assert default_options(launch, options, set()) == {}  # of a server that has none of them
 
 
+@pytest.mark.parametrize(
+    ("launch", "known", "defaults"),
+    [
+        (GPU, {"image_processor_backend", "disable_fast_image_processor"}, {"image_processor_backend": "pil"}),
+        (GPU, {"disable_fast_image_processor"}, {"disable_fast_image_processor": True}),
+        (CPU, {"image_processor_backend"}, {}),  # of `cpu_patches`
+    ],
+)
+def test_server_on_a_gpu_resizes_images_as_the_trainer_does(launch, known, defaults):
+    assert default_options(launch, {}, known, has_images=True) == defaults
+    assert default_options(launch, {}, known) == {}
+
+
 def environment(launch: ServerLaunch, options: dict[str, Any], inherited: dict[str, str], ranks: int = 1) -> dict:
     found = server_environment(launch, options, inherited, ranks=ranks, base_gpu_id=0)
     assert found.pop("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION") == "0"

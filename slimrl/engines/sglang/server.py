@@ -22,7 +22,14 @@ from typing import Any
 from slimrl.engines.http import KEY_OPTION, call, is_reachable, key_environment
 from slimrl.engines.server_protocol import WHOLE_SERVER, NodePart, ServerLaunch
 from slimrl.engines.sglang.kv_transfer import role_environment, role_options
-from slimrl.engines.sglang.server_args import BATCH_INVARIANT, RESERVED, own_models, render_options, server_flags
+from slimrl.engines.sglang.server_args import (
+    BATCH_INVARIANT,
+    RESERVED,
+    own_models,
+    render_options,
+    sees_images,
+    server_flags,
+)
 from slimrl.platform.launch_env import CHANNELS, Network, kernel_cache, network_environment
 from slimrl.processes import ManagedProcess, importable
 from slimrl.processes.child_process import PortReservation, claim_port, claim_ports
@@ -33,8 +40,13 @@ OF_OWN_MODELS, OWN_MODELS = "SGLANG_EXTERNAL_MODEL_PACKAGE", "slimrl.engines.sgl
 _BETWEEN_SETTINGS = re.compile(r",(?![^\[]*\])")  # commas outside brackets
 
 
-def default_options(launch: ServerLaunch, options: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """slimrl's default options by the server's names; the user's `options` win. `known` are the server's options."""
+def default_options(
+    launch: ServerLaunch, options: Mapping[str, Any], known: Collection[str], *, has_images: bool = False
+) -> dict[str, Any]:
+    """slimrl's default options by the server's names; the user's `options` win. `known` are the server's options.
+
+    `has_images`: its model is a vision-language model.
+    """
     if not launch.cuda:
         return {}
     defaults: dict[str, Any] = {}
@@ -45,6 +57,9 @@ def default_options(launch: ServerLaunch, options: Mapping[str, Any], known: Col
     if launch.memory_saver and options.get("speculative_algorithm") is not None:
         # Weight updates do not include draft weights: after a release they must be restored from host memory.
         defaults |= {"enable_draft_weights_cpu_backup": True}
+    if has_images:  # as the trainer: on a GPU, resized pixels are rounded in another way
+        own = "image_processor_backend"
+        defaults |= {own: "pil"} if own in known else {"disable_fast_image_processor": True}  # before 0.5.20
     return {name: value for name, value in defaults.items() if name in known and name not in options}
 
 
@@ -305,7 +320,9 @@ def server_command(managed: Mapping[str, Any], options: Mapping[str, Any], launc
         raise ValueError(f"--sglang-{clash[0].replace('_', '-')} is set by slimrl itself ({RESERVED[clash[0]]})")
     entry = ("slimrl.engines.sglang.entry", "server") if launch.cuda else ("slimrl.engines.sglang.cpu_patches",)
     flags = server_flags()
-    defaults = default_options(launch, options, {flag.dest for flag in flags.values()})
+    model = Path(managed["model_path"]) if "model_path" in managed else Path()
+    known = {flag.dest for flag in flags.values()}
+    defaults = default_options(launch, options, known, has_images=sees_images(model))
     if launch.cuda and launch.batch_invariant:
         raise ValueError("--true-on-policy-mode has operators for CPUs only, and the server runs on GPUs")
     own = [BATCH_INVARIANT] if launch.batch_invariant else []

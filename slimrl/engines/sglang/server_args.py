@@ -222,8 +222,13 @@ def with_defaults(argv: Sequence[str]) -> list[str]:
     model = _model_path(argv)
     cache = [f"--max-total-tokens={kv_cache_tokens(model)}"] if model is not None else []
     adapters = [CPU_ADAPTERS] if ADAPTERS in argv else []
-    images = [CPU_IMAGES] if model is not None and TOWER_CONFIG in _config(model) else []
+    images = [CPU_IMAGES] if model is not None and sees_images(model) else []
     return [*CPU_DEFAULTS, *adapters, *images, *cache, *(word for word in argv if word not in CUDA_ONLY)]
+
+
+def sees_images(model: Path) -> bool:
+    """Whether the model in this folder has a vision tower; False without a local config.json."""
+    return (model / "config.json").is_file() and TOWER_CONFIG in _config(model)
 
 
 def _model_path(argv: Sequence[str]) -> Path | None:

@@ -68,7 +68,7 @@ class ImageProcessor:
             raise ValueError(f"{folder} has no vision_config in config.json: give a vision-language model")
         self.tokens = vision
         self._around = config["vision_start_token_id"], config["vision_end_token_id"]
-        self._processor = AutoImageProcessor.from_pretrained(folder)
+        self._processor = AutoImageProcessor.from_pretrained(folder, backend="pil")  # as the servers
         self._last: tuple[tuple[str, ...], dict[str, Any]] = ((), {})  # of `train_inputs`: answers share their images
 
     def read(self, item: Any) -> Image:
