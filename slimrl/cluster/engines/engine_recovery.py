@@ -15,7 +15,7 @@ import enum
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence, Set
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from ray.exceptions import RayActorError, RayError, RayTaskError
@@ -377,10 +377,10 @@ class EngineRecovery:
         if slot.has(engine) and not slot.failure.done():
             slot.failure.set_result(what)
 
-    async def started_on(self, gpus: Set[int]) -> None:
+    async def started_on(self, gpus: Collection[int]) -> None:
         """Pending while an engine on one of these GPUs (indices in GPU order) is lost or starts."""
         lost = Phase.LOST
-        while any(slot.phase is lost and not gpus.isdisjoint(slot.engine.endpoint.gpus) for slot in self._slots):
+        while any(slot.phase is lost and set(gpus) & set(slot.engine.endpoint.gpus) for slot in self._slots):
             await self._wait_change()
 
     # -- events ----------------------------------------------------------------------------------------------------

@@ -201,7 +201,7 @@ class FrozenRecovery(EngineRecovery):
     async def _start_monitored(self, engine: AnyEngine) -> None:
         """After the policy's engine on the same GPUs, as at the start: each takes a fraction of the free memory."""
         if self._policy is not None and isinstance(engine, Engine) and engine.settings.shares_gpus:
-            await self._policy.started_on(frozenset(engine.endpoint.gpus))
+            await self._policy.started_on(engine.endpoint.gpus)
         await super()._start_monitored(engine)
 
     def _event(self, line: str) -> None:
