@@ -117,7 +117,8 @@ def test_ppo_learns_what_the_trained_reward_model_prefers(tiny, tmp_path):
         digits = [letter for sample in samples for letter in sample.response if letter in EVEN + ODD]
         shares.append(sum(digit in EVEN for digit in digits) / len(digits))
         rewards.append(sum(sample.reward for sample in samples) / len(samples))
-    assert rewards[-1] > rewards[0] + 1 and shares[-1] > 0.9 > 0.7 > shares[0], (rewards, shares)
+    # the toy starts near one half of even digits: 0.5 to 0.75 in a rollout of 16 prompts
+    assert rewards[-1] > rewards[0] + 1 and shares[-1] > 0.9 and shares[-1] > shares[0] + 0.2, (rewards, shares)
 
 
 def documented(title: str) -> list[str]:
