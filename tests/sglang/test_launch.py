@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,12 @@ from slimrl.engines.sglang.server import (
     without_expandable_segments,
 )
 from slimrl.engines.sglang.server_args import server_flags
-from slimrl.platform.launch_env import Network
+from slimrl.platform.launch_env import CHANNELS, Network
 
 CPU = ServerLaunch(cuda=False, memory_saver=True)
 GPU = ServerLaunch(cuda=True)
 COLOCATED = ServerLaunch(cuda=True, memory_saver=True, shares_gpus=True, gpus=(2, 3))
-SPLIT = ServerLaunch(cuda=True, nccl_cumem="0", gpus=(5,))
+SPLIT = ServerLaunch(cuda=True, nccl={"NCCL_CUMEM_ENABLE": "0"}, gpus=(5,))
 NO_PREFILL_GRAPHS = {"cuda_graph_backend_prefill": "disabled"}
 KNOWN = {flag.dest for flag in server_flags().values()}
 
@@ -76,7 +77,8 @@ def environment(launch: ServerLaunch, options: dict[str, Any], inherited: dict[s
 def test_deterministic_server_has_the_channels_of_the_ranks_in_its_group():
     deterministic = {"enable_deterministic_inference": True}
     alone = environment(GPU, deterministic, {})
-    in_group = environment(SPLIT, deterministic, {"SGLANG_DETERMINISTIC_NCCL_NCHANNELS": "4"})
+    of_group = dataclasses.replace(SPLIT, nccl={"NCCL_CUMEM_ENABLE": "0", **CHANNELS})
+    in_group = environment(of_group, deterministic, {"SGLANG_DETERMINISTIC_NCCL_NCHANNELS": "4"})
     added = {"NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "SGLANG_DETERMINISTIC_NCCL_NCHANNELS"}
     assert not added & alone.keys()
     assert {in_group[name] for name in added} == {"8"}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from slimrl.arguments import Arguments
 from slimrl.models.families import family_for
 from slimrl.models.model_spec import ModelSpec
-from slimrl.platform.launch_env import CUMEM, RunFacts, nccl_cumem, this_machine
+from slimrl.platform.launch_env import RunFacts, nccl_environment, this_machine
 from slimrl.weights.convert.hf_to_megatron import load_hf_checkpoint
 from slimrl.weights.hf_checkpoint import HfCheckpoint, read_hf_config
 from slimrl.weights.update.shared_memory import shared_copies
@@ -49,10 +49,8 @@ def weight_updates(
     from slimrl.weights.update.weight_updater import ModelSource, WeightSyncError, WeightUpdater
 
     # the environment of a run's rank: NCCL reads it when it creates its first communicator
-    cumem = nccl_cumem(
-        this_machine(), RunFacts(broadcasts_weights=way in ("split", "p2p")), given={}, inherited=os.environ
-    )
-    os.environ.update({} if cumem is None else {CUMEM: cumem})
+    run = RunFacts(broadcasts_weights=way in ("split", "p2p"))
+    os.environ.update(nccl_environment(this_machine(), run, given={}, inherited=os.environ))
     state = parallel.initialize(args, rank=rank, world_size=world_size, local_rank=rank, init_method=init_method)
     shape, family = ModelSpec.from_args(args), family_for(read_hf_config(hf_dir))
     built = model_builder.build_model(args, state)

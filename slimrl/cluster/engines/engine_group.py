@@ -374,7 +374,7 @@ def plain_server_settings(args: Arguments, index: int, launch: Launch, life: int
         memory_saver=args.offload_rollout,
         cuda=launch.machine.cuda,
         shares_gpus=launch.run.shares_gpus,
-        nccl_cumem=launch.servers_nccl_cumem,
+        nccl=launch.servers_nccl,
         bind=launch.bind,
         key=key_of(args),
         engine=args.rollout_engine,

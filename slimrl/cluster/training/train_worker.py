@@ -58,7 +58,7 @@ class TrainWorker:
             node,
             launch.run,
             gpu=location.gpu,
-            cumem=launch.nccl_cumem,
+            nccl=launch.nccl,
             given=setup.args.train_env_vars,
             inherited=os.environ | launch.driver,
         )

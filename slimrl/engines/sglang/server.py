@@ -30,7 +30,7 @@ from slimrl.engines.sglang.server_args import (
     sees_images,
     server_flags,
 )
-from slimrl.platform.launch_env import CHANNELS, Network, kernel_cache, network_environment
+from slimrl.platform.launch_env import Network, kernel_cache, network_environment
 from slimrl.processes import ManagedProcess, importable
 from slimrl.processes.child_process import PortReservation, claim_port, claim_ports
 
@@ -101,10 +101,9 @@ def _on_gpus(launch: ServerLaunch, options: Mapping[str, Any], inherited: Mappin
     decided: dict[str, str] = {}
     if launch.gpus is not None:
         decided["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, launch.gpus))
-    if launch.nccl_cumem is not None:
-        decided["NCCL_CUMEM_ENABLE"] = launch.nccl_cumem
-        if options.get("enable_deterministic_inference"):  # as the ranks in its group: see `CHANNELS`
-            decided |= CHANNELS | {"SGLANG_DETERMINISTIC_NCCL_NCHANNELS": CHANNELS["NCCL_MIN_NCHANNELS"]}
+    decided |= launch.nccl
+    if channels := launch.nccl.get("NCCL_MIN_NCHANNELS"):  # what SGLang sets both limits to
+        decided["SGLANG_DETERMINISTIC_NCCL_NCHANNELS"] = channels
     if launch.shares_gpus and "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK" not in inherited:
         # A replacement server may start next to onloaded training ranks, whose memory differs by their layers: the
         # free memory of the server's GPUs is then unequal, and the check would abort the start.
