@@ -236,7 +236,7 @@ class AsyncRollout:
             self._requeue(finished)
 
     def _requeue(self, finished: FinishedGroup) -> None:
-        self._source.add_samples([[reset_to_prompt(sample) for sample in finished.drawn]])
+        self._source.add_samples([[reset_to_prompt(sample) for sample in finished.prompts]])
         self._too_old += 1
 
     def _new_sampler(self) -> DynamicSampler:
