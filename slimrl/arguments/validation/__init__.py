@@ -222,7 +222,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
     true_on_policy.true_on_policy_adds_in_one_order,
     true_on_policy.true_on_policy_engines_compute_alike,
     true_on_policy.true_on_policy_trains_what_it_samples,
-    routing_replay.routing_replay_has_routers,
+    routing_replay.replayed_routers_are_plain,
     routing_replay.engines_return_their_routing,
     rollout.evaluation_has_data,
     rollout.eval_only_has_an_evaluation,
