@@ -12,6 +12,7 @@ import torch
 from slimrl.data.routed_experts import RoutingShape, continued
 from slimrl.data.sample import Sample
 from slimrl.data.train_batch import RolloutBatch, batch_from_samples
+from slimrl.rollout.convert_samples import Rewards, training_batch
 
 SHAPE = RoutingShape(layers=2, topk=2, experts=8)
 
@@ -86,6 +87,12 @@ def test_batch_has_a_row_per_token_and_selection_and_file_keep_it(tmp_path):
 def test_experts_of_another_model_are_named_with_the_sample():
     with pytest.raises(ValueError, match=r"sample 7 .*shape \[2, 3, 2\].*give \[tokens - 1, 2, 2\]"):
         batch_of([sample(7, 3, np.zeros((2, 3, 2), np.int16))])
+
+
+def test_experts_that_no_router_follows_are_refused(make_args):
+    args, none = make_args(), Rewards(torch.zeros(1), torch.zeros(1))
+    with pytest.raises(ValueError, match="sample 3 has rollout_routed_experts, which only --use-rollout-routing-repl"):
+        training_batch(args, [sample(3, 3, rows(1, 2))], none, hook_args=args)
 
 
 def test_sample_with_experts_is_plain_data_and_back():
