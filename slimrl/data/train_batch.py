@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from slimrl.data import bin_packing
-from slimrl.data.images import BatchImages
+from slimrl.data.image_batch import BatchImages
 from slimrl.data.sample import PackedColumn, Sample, SampleStatus, end_to_end
 
 _TOKEN_COLUMNS = ("tokens",)
@@ -68,7 +68,7 @@ class RolloutBatch:
     token_rewards: Tensor | None = None  # float32 [sum(response_lengths)], besides the reward of the sample
     teacher_top_ids: Tensor | None = None  # int64 [sum(response_lengths), k], the teacher's most probable tokens
     teacher_top_log_probs: Tensor | None = None  # float32, like these
-    images: BatchImages | None = None  # of the samples' prompts
+    images: BatchImages | None = None  # and videos
 
     def __len__(self) -> int:
         return self.total_lengths.numel()

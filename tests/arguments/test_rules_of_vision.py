@@ -65,12 +65,13 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
         ],
     ),
     "images_have_a_model": (
-        [KEYS],
+        [KEYS, '--multimodal-keys {{"image":"images","video":"videos"}}'],
         [
             (
-                '--multimodal-keys {{"video":"clips"}}',
-                "--multimodal-keys has 'video', and only images are supported: leave it out.",
+                '--multimodal-keys {{"audio":"clips"}}',
+                "--multimodal-keys has 'audio', and images and videos are supported: leave it out.",
             ),
+            ('--multimodal-keys {{"video":""}}', "--multimodal-keys has '' for video: give the name of a column."),
             ('--multimodal-keys {{"image":3}}', "--multimodal-keys has 3 for image: give the name of a column."),
             (
                 "--multimodal-keys {{}}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slimrl.data.images import IN_PROMPT, BatchImages, image_rows, mrope_positions
+from slimrl.data.image_batch import IN_PROMPT, BatchImages, image_rows, mrope_positions
 from slimrl.data.train_batch import RolloutBatch
 from slimrl.models.families.vision import VisionTokens
 from tests.megatron import vision
@@ -97,8 +97,6 @@ def test_other_number_of_image_tokens_is_an_error():
         mrope_positions(tokens, len(tokens), torch.tensor([(1, 4, 6)]), TOKENS)
     with pytest.raises(ValueError, match="the prompt has 4 image tokens, and its 0 images have 0"):
         mrope_positions(tokens, len(tokens), None, TOKENS)
-    with pytest.raises(ValueError, match="an image has several frames: videos are unsupported"):
-        mrope_positions(tokens, len(tokens), torch.tensor([(2, 4, 4)]), TOKENS)
     apart = torch.tensor([1, vision.IMAGE, 2, vision.IMAGE, vision.IMAGE, vision.IMAGE])
     with pytest.raises(ValueError, match="the image tokens from token 1 on are not the 4 of one image"):
         mrope_positions(apart, len(apart), torch.tensor([(1, 4, 4)]), TOKENS)
