@@ -14,7 +14,7 @@ import contextvars
 import dataclasses
 import hashlib
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from slimrl.arguments.hf_config import least

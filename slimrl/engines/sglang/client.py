@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 import orjson
 
 from slimrl.engines.http import ConnectionPool, NotConnectedError, bearer
+from slimrl.engines.prompt_images import PromptImages
 from slimrl.engines.protocol import (
     RETRY_TIMEOUT_S,
     EngineRequestError,
@@ -33,11 +34,11 @@ from slimrl.engines.protocol import (
     EngineTimeoutError,
     EngineUnavailableError,
     Generation,
-    PromptImages,
     RequestStats,
     aborted_answer,
 )
 from slimrl.engines.sglang.adapters import AdapterOfRequests, answer_with_version, with_version
+from slimrl.engines.sglang.inputs import videos
 from slimrl.engines.sglang.responses import ResponseReader, decoded
 from slimrl.models.adapters import SharedAdapter
 
@@ -153,7 +154,7 @@ class RouterClient:
         """
         payload = {"input_ids": input_ids, "sampling_params": sampling_params, "return_logprob": True}
         if images is not None:
-            payload |= {"input_ids": images.one_each(input_ids), "image_data": images.data}
+            payload |= videos.payload(input_ids, images)
         response = await self._request("/generate", payload, session_id, self._generation)
         if response is None:
             return Generation([], [], "abort", "")

@@ -185,15 +185,16 @@ class ImageProcessor:
 
     def train_inputs(self, uris: Sequence[str], videos: Sequence[Video] = ()) -> dict[str, Any]:
         """What transformers' model takes: the pixel values and grids of all images end to end, and of all videos."""
-        key = tuple(uris), tuple(videos)
-        if key != self._last[0]:
-            inputs: dict[str, Any] = {}
-            if uris:
-                found = self._processor(images=[self.read(uri) for uri in uris], return_tensors="pt")
-                inputs |= {PIXELS: found[PIXELS], GRIDS: found[GRIDS]}
-            inputs |= self.videos.train_inputs(videos) if videos else {}
-            self._last = key, inputs
-        return self._last[1]
+        key, last = (tuple(uris), tuple(videos)), self._last
+        if key == last[0]:
+            return last[1]
+        inputs: dict[str, Any] = {}
+        if uris:
+            found = self._processor(images=[self.read(uri) for uri in uris], return_tensors="pt")
+            inputs |= {PIXELS: found[PIXELS], GRIDS: found[GRIDS]}
+        inputs |= self.videos.train_inputs(videos) if videos else {}
+        self._last = key, inputs  # an engine's server calls this in several threads
+        return inputs
 
 
 def data_uri(image: Image) -> str:
