@@ -35,6 +35,7 @@ from slimrl.tiny.models import (
     save_image_processor,
 )
 from tests.rollout.test_image_prompts import Quiet, form, picture, served, uri  # noqa: F401
+from tests.videos import video
 
 QUESTION = "<video>How many squares?"
 
@@ -74,24 +75,6 @@ def theirs() -> Any:
             for name in ("qwen2_vl", "qwen3_vl")
         )
     return {False: qwen2, True: qwen3}
-
-
-def video(frames: int, width: int, height: int, *, rate: int = 8, seed: int = 0, codec: str = "libx264") -> bytes:
-    """An mp4 file of a moving square on noise."""
-    import av
-
-    buffer = io.BytesIO()
-    draw = np.random.default_rng(seed)
-    with av.open(buffer, "w", format="mp4") as container:
-        stream = container.add_stream(codec, rate=rate)
-        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
-        for number in range(frames):
-            pixels = draw.integers(0, 80, (height, width, 3), dtype=np.uint8)
-            at = number * max(1, (width - 12)) // frames
-            pixels[8:20, at : at + 12] = 255
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
-        container.mux(stream.encode())
-    return buffer.getvalue()
 
 
 def column(folder: Path) -> ImageColumn:
