@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slimrl.data.image_batch import GRIDS, PIXELS, BatchImages, image_runs, mrope_positions
+from slimrl.data.image_batch import GRIDS, PIXELS, VIDEO_PIXELS, BatchImages, image_runs, mrope_positions
 from slimrl.data.images import IMAGES, PLACEHOLDER, VIDEO, ImageColumn, image_items, item_fault, stored_bytes
 from slimrl.data.sample import Sample
 from slimrl.engines.prompt_images import PromptImages, PromptVideos, with_images
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 MAX_PIXELS = 100_000_000  # of a stored image; the processor scales it down to far fewer
 MAX_BYTES = 256 << 20  # of a downloaded one, and of a video
 DOWNLOAD_TIMEOUT_S = 30.0
+_REMEMBERED_PROMPTS = 64
 _PREFIX = "data:image/png;base64,"
 
 
@@ -277,6 +278,16 @@ class SampleImages:
         if folder is not None:
             vision = VisionTokens.of(json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")))
         self._tokens = vision
+        # the samples of a prompt have the same
+        self._grids = functools.lru_cache(maxsize=_REMEMBERED_PROMPTS)(self._without_pixels)
+
+    def _without_pixels(self, uris: tuple[str, ...], videos: tuple[Video, ...]) -> dict[str, Any]:
+        """`ImageProcessor.train_inputs` without the values of patches, which are the work."""
+        import torch
+
+        assert self.processor is not None
+        grids = {GRIDS: self.processor.train_inputs(uris)[GRIDS], PIXELS: torch.empty(0, 1)} if uris else {}
+        return {**grids, **self.processor.videos.grids(videos), VIDEO_PIXELS: torch.empty(0, 1)}
 
     def of(self, sample: Sample, input_ids: Sequence[int] | None = None) -> dict[str, PromptImages]:
         """The keyword of `EngineClient.generate`, whose tokens are `input_ids`, or those of the sample.
@@ -298,7 +309,7 @@ class SampleImages:
     ) -> PromptVideos:
         """The videos with the places of everything that is seen: an engine would compute other ones."""
         assert self._tokens is not None and self.processor is not None
-        positions, images = _positions(sample, input_ids, self.processor.train_inputs(uris, videos), self._tokens)
+        positions, images = _positions(sample, input_ids, self._grids(uris, videos), self._tokens)
         runs = image_runs(positions.new_tensor(input_ids), sample.prompt_length, images, self._tokens)
         return PromptVideos(
             tuple(video.stored() for video in videos), positions.tolist(), image_runs=runs[0], video_runs=runs[1]

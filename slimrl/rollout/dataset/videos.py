@@ -116,13 +116,12 @@ class VideoProcessor:
 
         Qwen3-VL has the time of each patch of frames in text, and the patch's tokens between a start and an end.
         """
-        height, width = _sides(video.frames[0])
-        patches, step = self.frames.patch_size * self._tokens.merge_size, self.frames.temporal_patch_size
-        of_patch = [self._tokens.video_token_id] * (height // patches * (width // patches))
-        groups = -(-len(video.frames) // step)
+        groups, height, width = self._grid(video)
+        of_patch = [self._tokens.video_token_id] * (height * width // self._tokens.merge_size**2)
         if not self._by_timestamps:
             return of_patch * groups
         start, end = self._around
+        step = self.frames.temporal_patch_size
         seconds = [*video.seconds, *[video.seconds[-1]] * (-len(video.seconds) % step)]
         ids: list[int] = []
         for first in range(0, len(seconds), step):
@@ -135,17 +134,25 @@ class VideoProcessor:
         """What transformers' model takes: patches and grids of all videos end to end, and their seconds if it needs."""
         import torch
 
-        found = [self._patches(video) for video in videos]
-        inputs = {
-            VIDEO_PIXELS: torch.cat([patches for patches, _ in found]),
-            VIDEO_GRIDS: torch.tensor([grid for _, grid in found]),
-        }
-        if not self._by_timestamps:
-            inputs[SECONDS] = torch.tensor([self.frames.temporal_patch_size / video.fps for video in videos])
-        return inputs
+        return {VIDEO_PIXELS: torch.cat(list(map(self._patches, videos))), **self.grids(videos)}
 
-    def _patches(self, video: Video) -> tuple[Tensor, list[int]]:
-        """float32 [patches, values] and their numbers in time, height and width.
+    def grids(self, videos: Sequence[Video]) -> dict[str, Any]:
+        """`train_inputs` without the patches."""
+        import torch
+
+        found = {VIDEO_GRIDS: torch.tensor(list(map(self._grid, videos)))}
+        if not self._by_timestamps:
+            found[SECONDS] = torch.tensor([self.frames.temporal_patch_size / video.fps for video in videos])
+        return found
+
+    def _grid(self, video: Video) -> tuple[int, int, int]:
+        """Patches in time, height and width."""
+        image, patch = _opened(video.frames[0]), self.frames.patch_size
+        frames = -(-len(video.frames) // self.frames.temporal_patch_size)
+        return frames, image.height // patch, image.width // patch
+
+    def _patches(self, video: Video) -> Tensor:
+        """float32 [patches, values].
 
         Patches that are merged are next to each other. The last frame is repeated where it is alone in a patch.
         """
@@ -157,12 +164,10 @@ class VideoProcessor:
         values = ((frames.to(torch.float32) - mean) / std).permute(0, 3, 1, 2)
         step, patch, merge = self.frames.temporal_patch_size, self.frames.patch_size, self._tokens.merge_size
         values = torch.cat([values, values[-1:].expand(-len(values) % step, -1, -1, -1)])
-        count, channels, height, width = values.shape
-        grid = [count // step, height // patch, width // patch]
-        parts = values.view(
-            *(grid[0], step, channels), *(grid[1] // merge, merge, patch), *(grid[2] // merge, merge, patch)
-        )
-        return parts.permute(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(-1, channels * step * patch**2).contiguous(), grid
+        channels = values.shape[1]
+        count, height, width = self._grid(video)
+        parts = values.view(*(count, step, channels), *(height // merge, merge, patch), *(width // merge, merge, patch))
+        return parts.permute(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(-1, channels * step * patch**2)
 
 
 def _settings(folder: Path) -> dict[str, Any]:
@@ -180,8 +185,3 @@ def _opened(uri: str) -> Any:
     import PIL.Image
 
     return PIL.Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2])))
-
-
-def _sides(uri: str) -> tuple[int, int]:
-    image = _opened(uri)
-    return image.height, image.width
