@@ -178,8 +178,12 @@ def assert_sees_videos(served: Served, seed: int) -> None:
     folder = served.folder(0)
     processor, model = ImageProcessor(str(folder)), served.toy.load(served.folder(seed))
     tokenizer, draw, found = AutoTokenizer.from_pretrained(folder), np.random.default_rng(1), []
+    side = processor.videos.frames.patch_size * processor.tokens.merge_size
     for with_image in (False, False, True):
-        frames = [data_uri(PIL.Image.fromarray(draw.integers(0, 255, (64, 96, 3), dtype=np.uint8))) for _ in range(5)]
+        frames = [
+            data_uri(PIL.Image.fromarray(draw.integers(0, 255, (2 * side, 3 * side, 3), dtype=np.uint8)))
+            for _ in range(5)
+        ]
         video = Video(tuple(frames), fps=1.6, seconds=(0.0, 0.5, 1.2, 1.9, 2.5))
         images = [data_uri(PIL.Image.fromarray(draw.integers(0, 255, (64, 64, 3), dtype=np.uint8)))] * with_image
         counts = [processor.count(processor.read(uri)) for uri in images]
