@@ -6,6 +6,7 @@ the size and make the patches need no more of it than a name (`theirs`).
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import importlib
 import io
@@ -23,7 +24,9 @@ import torch
 from slimrl.data.images import ImageColumn
 from slimrl.data.prompt_format import PromptFormat
 from slimrl.data.sample import Sample
+from slimrl.engines.sglang.inputs import videos as sent
 from slimrl.rollout.dataset import images, video_decoder
+from slimrl.rollout.dataset.images import SampleImages
 from slimrl.rollout.dataset.prompt_dataset import PromptTokenizer, load_prompts
 from slimrl.rollout.dataset.videos import VideoProcessor
 from slimrl.rollout.sft_rollout import fill_conversation
@@ -35,6 +38,7 @@ from slimrl.tiny.models import (
     save_image_processor,
 )
 from tests.rollout.test_image_prompts import Quiet, form, picture, served, uri  # noqa: F401
+from tests.rollout.test_vision_turns import Engine
 from tests.videos import video
 
 QUESTION = "<video>How many squares?"
@@ -227,6 +231,40 @@ def test_videos_stand_beside_images_in_the_order_of_the_messages(folder, tokeniz
     assert found["image_grid_thw"].shape == (1, 3) and found["video_grid_thw"].shape == (2, 3)
     text = tokenizer.decode(made.token_ids)
     assert text.index("<|video_pad|>") < text.index("<|image_pad|>") < text.rindex("<|video_pad|>")
+
+
+def test_engine_gets_the_tokens_places_and_pixels_of_training(folder, tokenizer):
+    row = {"prompt": "<image>" + QUESTION, "images": [uri(picture(84, 64))], "videos": [video(16, 84, 64)]}
+    sample = one(row, folder, tokenizer).sample(group_index=0, index=0)
+    ours = SampleImages(str(folder))
+    request = sent.payload(sample.tokens, ours.of(sample)["images"])
+    assert request["input_ids"] == sample.tokens
+    (found,) = images.training_inputs([sample], str(folder))
+    (moving,), (still,) = request["video_data"], request["image_data"]
+    made = sent.tensors(ours.processor, json.loads(json.dumps(moving))) | sent.tensors(ours.processor, still)
+    for name in ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw"):
+        assert torch.equal(made[name], found[name])
+    for item, token in ((still, ours.processor.tokens.image_token_id), (moving, ours.processor.tokens.video_token_id)):
+        places = [at for first, last in item["offsets"] for at in range(first, last + 1)]
+        assert places == [at for at, own in enumerate(sample.tokens) if own == token]
+        last = [axis[-1] for axis in item["mrope_positions"]]
+        assert last == [len(sample.tokens) - 1 + item["mrope_position_delta"]] * 3
+    assert len(moving["offsets"]) == (int(found["video_grid_thw"][0, 0]) if ours.processor.videos.by_timestamps else 1)
+
+
+def test_request_of_a_custom_function_has_the_videos_of_its_sample(folder, tokenizer):
+    sample = one({"prompt": QUESTION, "videos": [video(8, 64, 64)]}, folder, tokenizer).sample(group_index=0, index=0)
+    engine, asked = SampleImages(str(folder)), Engine([1])
+    asyncio.run(engine.engine_of(asked, sample).generate(sample.tokens, {}))
+    ((ids, seen),) = asked.asked
+    assert ids == sample.tokens and seen is not None and seen.videos is not None and seen.data == ()
+    with pytest.raises(ValueError, match="would leave out the sample's images"):
+        asyncio.run(engine.engine_of(asked, sample).ask("/generate", {}))
+    with pytest.raises(ValueError, match="the sample has images, and --hf-checkpoint is no vision-language model"):
+        SampleImages(None).of(sample)
+    sample.tokens[sample.tokens.index(tokenizer.convert_tokens_to_ids("<|video_pad|>"))] = 5
+    with pytest.raises(ValueError, match="video tokens, and its"):
+        engine.of(sample)
 
 
 NO_VIDEO = b"no video at all"

@@ -79,7 +79,7 @@ class VideoProcessor:
         config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
         tower, tokens = family_for(config).tower, VisionTokens.of(config)
         assert tower is not None and tokens is not None  # a vision-language model, as `ImageProcessor` has checked
-        self._tokens, self._by_timestamps = tokens, tower.has_timestamps
+        self._tokens, self.by_timestamps = tokens, tower.has_timestamps
         self._around = config["vision_start_token_id"], config["vision_end_token_id"]
         given = _settings(Path(folder))
         chosen = _DEFAULTS[tower.has_timestamps] | {name: value for name, value in given.items() if value is not None}
@@ -118,7 +118,7 @@ class VideoProcessor:
         """
         groups, height, width = self._grid(video)
         of_patch = [self._tokens.video_token_id] * (height * width // self._tokens.merge_size**2)
-        if not self._by_timestamps:
+        if not self.by_timestamps:
             return of_patch * groups
         start, end = self._around
         step = self.frames.temporal_patch_size
@@ -141,7 +141,7 @@ class VideoProcessor:
         import torch
 
         found = {VIDEO_GRIDS: torch.tensor(list(map(self._grid, videos)))}
-        if not self._by_timestamps:
+        if not self.by_timestamps:
             found[SECONDS] = torch.tensor([self.frames.temporal_patch_size / video.fps for video in videos])
         return found
 
