@@ -180,11 +180,18 @@ def _arranged(inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
         times = torch.as_tensor(inputs.get(SECONDS, [0.0] * len(videos)), dtype=torch.float32)
         if SECONDS not in inputs:
             times = times.repeat_interleave(videos[:, 0])
-            videos = videos.repeat_interleave(videos[:, 0], dim=0) * torch.tensor([0, 1, 1]) + torch.tensor([1, 0, 0])
+            videos = by_frames(videos)
         pixels.append(torch.as_tensor(inputs[VIDEO_PIXELS], dtype=torch.float32))
         grids.append(videos)
         seconds.append(times)
     return torch.cat(pixels), torch.cat(grids), torch.cat(seconds)
+
+
+def by_frames(grids: Tensor) -> Tensor:
+    """Grids int64 [videos, 3] with one of each patch in time: [patches in time of all videos, 3]."""
+    apart = grids.repeat_interleave(grids[:, 0], dim=0)
+    apart[:, 0] = 1
+    return apart
 
 
 def _runs(

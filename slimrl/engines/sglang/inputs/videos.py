@@ -50,10 +50,16 @@ def install(folder: str) -> None:
 
 
 def tensors(processor: Any, item: Mapping[str, Any]) -> dict[str, Any]:
-    """An item of `payload` with the tensors of transformers' model in the place of images and videos."""
-    from slimrl.data.image_batch import SECONDS
+    """An item of `payload` with the tensors of transformers' model in the place of images and videos.
+
+    SGLang's tower of Qwen2.5-VL attends to all frames of a video at once in its blocks without windows, where
+    transformers' (and the trainer's) attends to each patch in time alone: it gets these as images of their own.
+    """
+    from slimrl.data.image_batch import SECONDS, VIDEO_GRIDS, by_frames
     from slimrl.rollout.dataset.videos import Video
 
     inputs = processor.train_inputs(tuple(item.get(IMAGES) or ()), tuple(map(Video.of, item.get(VIDEOS) or ())))
+    if SECONDS in inputs:
+        inputs = {**inputs, VIDEO_GRIDS: by_frames(inputs[VIDEO_GRIDS])}
     inputs = {name: value for name, value in inputs.items() if name != SECONDS}  # the positions are given
     return {"format": item["format"], "offsets": item["offsets"], **inputs}
