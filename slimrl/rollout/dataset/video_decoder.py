@@ -12,7 +12,7 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +54,12 @@ class FrameSettings:
             raise VideoError(f"has {total} frames: give at least {self.temporal_patch_size}")
         if self.by_timestamps:
             count = min(max(int(total / fps * self.fps), self.min_frames), self.max_frames, total)
-            return np.linspace(0, total - 1, count).round().astype(int).tolist()  # type: ignore[no-any-return]
+            return np.linspace(0, total - 1, count).round().astype(int).tolist()
         step = self.temporal_patch_size
         most = min(self.max_frames, total) // step * step
         count = math.floor(min(max(total / fps * self.fps, self.min_frames), most, total) / step) * step
         # as torch.arange, in single precision
-        return np.arange(0, total, total / count).astype(np.float32).astype(int).tolist()  # type: ignore[no-any-return]
+        return np.arange(0, total, total / count).astype(np.float32).astype(int).tolist()
 
     def size(self, frames: int, height: int, width: int) -> tuple[int, int]:
         """Height and width of the chosen frames. Raises VideoError for a shape that the model does not take."""
@@ -160,7 +160,7 @@ def _measured(data: bytes) -> tuple[int, float, int, int]:
     """Frames, frames per second, height and width of the first video stream. Raises VideoError for a bad one."""
     import av
 
-    with av.open(io.BytesIO(data)) as container:
+    with av.open(io.BytesIO(data), "r") as container:
         if not container.streams.video:
             raise VideoError("cannot be decoded as a video (it has no video stream)")
         stream = container.streams.video[0]
@@ -191,9 +191,9 @@ def _chosen(data: bytes, indices: list[int], size: tuple[int, int]) -> tuple[lis
     pixels: list[bytes] = []
     left = iter(indices)
     wanted, number = next(left), 0
-    for number, image in enumerate(_frames(data), start=1):
+    for number, frame in enumerate(_frames(data), start=1):
         while number - 1 == wanted:  # small videos repeat frames
-            array = image()
+            array = frame.to_ndarray(format="rgb24")
             if array.shape[:2] != size:
                 resized = PIL.Image.fromarray(array).resize((width, height), PIL.Image.Resampling.BICUBIC)
                 array = np.asarray(resized)
@@ -204,13 +204,12 @@ def _chosen(data: bytes, indices: list[int], size: tuple[int, int]) -> tuple[lis
     return pixels, number
 
 
-def _frames(data: bytes) -> Iterator[Callable[[], Any]]:
-    """For each frame in the order of time what converts it to uint8 [height, width, 3]."""
+def _frames(data: bytes) -> Iterator[Any]:
+    """All frames in the order of time."""
     import av
 
-    with av.open(io.BytesIO(data)) as container:
-        for frame in container.decode(video=0):
-            yield lambda frame=frame: frame.to_ndarray(format="rgb24")
+    with av.open(io.BytesIO(data), "r") as container:
+        yield from container.decode(video=0)
 
 
 if __name__ == "__main__":
