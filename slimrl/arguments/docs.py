@@ -95,10 +95,10 @@ CAPABILITIES = (
         " decoding.",
     ),
     Capability(
-        "Routing replay and further MoE options",
-        "moe_* use_routing_replay use_rollout_routing_replay overlap_moe_* ep_overlap_* delay_wgrad_compute",
-        "Experts work with expert, tensor, context and data parallelism ([parallelism.md](parallelism.md)). Training"
-        " does not replay the engines' routing.",
+        "Further MoE options",
+        "moe_* overlap_moe_* ep_overlap_* delay_wgrad_compute",
+        "Experts work with expert, tensor, context and data parallelism ([parallelism.md](parallelism.md)), and with"
+        " routing replay ([routing-replay.md](routing-replay.md)).",
     ),
     Capability(
         "Distributed Muon",

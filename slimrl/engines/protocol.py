@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from slimrl.arguments.hf_config import least
+from slimrl.data.routed_experts import Routes
 from slimrl.data.sample import PackedFields, Sample, Span
 from slimrl.engines.prompt_images import PromptImages, with_images
 
@@ -66,6 +67,11 @@ class RequestStats:
             self._accepted += answer.spec_num_correct_drafts
             self._passes += answer.spec_verify_ct
             self._tokens_of_passes += answer.completion_tokens
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether this task is within `apart`."""
+        return self._apart.get()
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
@@ -129,6 +135,7 @@ class Generation(PackedFields):
     version_spans: list[Span] = dataclasses.field(default_factory=list)
     sent_ns: int = 0  # time.monotonic_ns when the successful attempt was sent; 0 if unknown
     prompt_tokens: int = 0  # as the engine counts them; 0 if it does not
+    routed_experts: Routes | None = None  # of prompt and response, if the client asks for them
 
     PACKABLE: ClassVar[frozenset[str]] = frozenset({"token_ids", "log_probs"})
 

@@ -333,6 +333,7 @@ def reset_to_prompt(sample: Sample) -> Sample:
         token_rewards=None,
         teacher_top_ids=None,
         teacher_top_log_probs=None,
+        rollout_routed_experts=None,
         weight_versions=[],
         version_spans=[],
         reward=None,

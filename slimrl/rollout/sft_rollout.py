@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from slimrl.arguments.eval_datasets import eval_prompt_format
 from slimrl.arguments.namespace import EvalDataset, PromptArguments
-from slimrl.data.image_batch import GRIDS
 from slimrl.data.images import IMAGES, RESPONSE_STARTS, VIDEO_RESPONSE_STARTS, VIDEOS, with_images
+from slimrl.data.images.batch import GRIDS
 from slimrl.data.loss_mask import MaskedConversation, masked_conversation
 from slimrl.data.prompt_format import PLACE_KEY
 from slimrl.data.sample import Sample, SampleStatus

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from slimrl.data.image_batch import IN_PROMPT, BatchImages, image_rows, mrope_positions
+from slimrl.data.images.batch import IN_PROMPT, BatchImages, image_rows, mrope_positions
 from slimrl.data.train_batch import RolloutBatch
 from slimrl.models.families.vision import VisionTokens
 from tests.megatron import vision

@@ -9,6 +9,7 @@ that names, layouts and settings have the same meaning on all sides.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import urllib.request
@@ -22,6 +23,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from slimrl.data.routed_experts import RoutingShape
 from slimrl.data.sample import Sample
 from slimrl.engines.sglang.inputs import videos
 from slimrl.engines.sglang.server import ServerProcess
@@ -77,6 +79,7 @@ class Servers:
         folder = toy.save(self.root / toy.name / "0", seed=0, tokenizer=False)
         options = OPTIONS if toy.code is None else OPTIONS | {"trust_remote_code": True}
         options = options | point_to_point_options({}) | {"skip_tokenizer_init": not toy.sees}
+        options["enable_return_routed_experts"] = toy.name in WITH_EXPERTS
         self._running[toy.name] = ServerProcess(folder, log_path=self.root / f"{toy.name}.log", options=options)
         self._running[toy.name].start()
 
@@ -114,9 +117,10 @@ def served(request: pytest.FixtureRequest, servers: Servers) -> Served:
 
 def ask(
     url: str, prompt: list[int], image: str | None = None, seen: dict[str, Any] | None = None
-) -> tuple[list[int], list[float], str]:
-    """(sampled tokens, log-probabilities of prompt[1:] and of the sample, weight version)."""
+) -> tuple[list[int], list[float], dict[str, Any]]:
+    """(sampled tokens, log-probabilities of prompt[1:] and of the sample, the response's meta_info)."""
     body = {
+        "return_routed_experts": True,  # only servers of models with experts return them
         **({} if image is None else {"image_data": [image]}),
         "input_ids": prompt,
         **(seen or {}),
@@ -129,7 +133,7 @@ def ask(
         answer = json.loads(response.read())
     meta = answer["meta_info"]
     logprobs = [entry[0] for entry in meta["input_token_logprobs"][1:] + meta["output_token_logprobs"]]
-    return answer["output_ids"], logprobs, meta["weight_version"]
+    return answer["output_ids"], logprobs, meta
 
 
 def assert_serves(served: Served, seed: int, version: str) -> None:
@@ -137,17 +141,39 @@ def assert_serves(served: Served, seed: int, version: str) -> None:
     vocab_size = served.toy.decoder["vocab_size"]
     prompt = torch.randint(0, vocab_size, (PROMPT_TOKENS,), generator=torch.Generator().manual_seed(seed)).tolist()
     for _ in range(2):  # the second time most of the prompt is cached
-        tokens, logprobs, reported = ask(served.url, prompt)
+        tokens, logprobs, meta = ask(served.url, prompt)
         ids = torch.tensor([prompt + tokens])
         logits = served.toy.reference_logits(served.folder(seed), ids)[0, :-1]
         expected = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
         difference = (torch.tensor(logprobs) - expected).abs()
         print(f"{served.toy.name}: weights {version}, mean {difference.mean():.1e}, largest {difference.max():.1e}")
-        assert reported == version
+        assert meta["weight_version"] == version
         assert difference.mean() < LIMITS.get(served.toy.name, LIMIT)
+        if served.toy.name in WITH_EXPERTS:
+            assert_routes(served, seed, ids, meta["routed_experts"])
     if served.toy.sees:
         assert_sees(served, seed)
         assert_sees_videos(served, seed)
+
+
+def assert_routes(served: Served, seed: int, ids: torch.Tensor, returned: str) -> None:
+    """Asserts that the server's experts of every token but the last are those that transformers chooses."""
+    model, decoder = served.toy.load(served.folder(seed)), served.toy.decoder
+    experts = decoder.get("num_experts") or decoder["n_routed_experts"]
+    shape = RoutingShape(decoder["num_hidden_layers"], decoder["num_experts_per_tok"], experts)
+    routes = torch.from_numpy(shape.decoded(returned))
+    assert len(routes) == ids.numel() - 1
+    chosen: dict[int, torch.Tensor] = {}
+    for name, module in model.named_modules():
+        if name.endswith(".mlp.experts"):
+            layer = int(name.split(".layers.")[1].split(".")[0])
+            keep = functools.partial(chosen.__setitem__, layer)
+            module.register_forward_pre_hook(lambda _, inputs, keep=keep: keep(inputs[1]))
+    with torch.no_grad():
+        model(ids)
+    assert chosen
+    for layer, own in chosen.items():
+        assert own[:-1].sort(-1).values.equal(routes[:, layer].long().sort(-1).values), layer
 
 
 def assert_sees(served: Served, seed: int) -> None:

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from slimrl.arguments import Arguments
-from slimrl.data.train_batch import RolloutBatch, schedule_batch
+from slimrl.data.batch_schedule import schedule_batch
+from slimrl.data.train_batch import RolloutBatch
 
 
 @dataclasses.dataclass

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slimrl.data.image_batch import NO_VIDEO, BatchImages
+from slimrl.data.images.batch import NO_VIDEO, BatchImages
 from slimrl.data.train_batch import RolloutBatch
 
 
@@ -81,6 +81,8 @@ def _split(batch: RolloutBatch) -> list[dict[str, Any]]:
                 "reward": torch.tensor(reward, dtype=torch.float64),
             }
         )
+        if batch.routed_experts is not None:
+            samples[-1]["routes"] = batch.routed_experts[start : start + total].long()
         start, response_start = start + total, response_start + response
     if batch.images is not None:
         of_image, grids = batch.images.pixel_values.split(batch.images.grids.prod(1).tolist()), batch.images.grids
@@ -113,6 +115,7 @@ def _as_transformers(images: BatchImages, patches: list[Tensor], grids: Tensor, 
 def _log_probs(model: nn.Module, sample: dict[str, Any], temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities and entropies of the response; the balance loss of all routers over the whole sample."""
     tokens, length = sample["tokens"], sample["mask"].numel()
+    model.routes = sample.get("routes")
     routed = {"output_router_logits": True} if hasattr(model.config, "num_experts") else {}
     seen = {name: value.to(model.dtype) if value.is_floating_point() else value for name, value in _seen(sample, model)}
     output = model(tokens[None], **routed, **seen)
@@ -129,6 +132,20 @@ def _seen(sample: dict[str, Any], model: nn.Module) -> Iterable[tuple[str, Tenso
     tokens, config = sample["tokens"], model.config
     kinds = (tokens == config.image_token_id).int() + 2 * (tokens == config.video_token_id).int()
     return {**sample["images"], "mm_token_type_ids": kinds[None]}.items()
+
+
+def _replay_routes(policy: nn.Module) -> None:
+    """Makes the routers of Qwen3-MoE take `policy.routes` [tokens, layers, experts per token]; -1: their own choice."""
+    for number, layer in enumerate(policy.model.layers):
+        layer.mlp.gate.forward = functools.partial(_replayed_gate, layer.mlp.gate, policy, number)
+
+
+def _replayed_gate(gate: nn.Module, policy: nn.Module, layer: int, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    logits = torch.nn.functional.linear(hidden.reshape(-1, hidden.shape[-1]), gate.weight)
+    probabilities, given = logits.softmax(-1), policy.routes[:, layer]
+    chosen = torch.where(given < 0, probabilities.topk(gate.top_k).indices, given)
+    weights = probabilities.gather(1, chosen)
+    return logits, weights / weights.sum(-1, keepdim=True), chosen
 
 
 def _balance(logits: Tensor, chosen: int) -> Tensor:
@@ -158,6 +175,8 @@ def train(
         samples = [{**sample, "reward": own} for sample, own in zip(samples, advantages, strict=True)]
     masters = {name: nn.Parameter(p.detach().double()) for name, p in policy.named_parameters()}
     _prepare_compute(policy, settings)
+    if any("routes" in sample for sample in samples):
+        _replay_routes(policy)
     anchor = _prepare(reference_dir, settings)
     _prepare_compute(anchor, settings)
     with torch.no_grad():

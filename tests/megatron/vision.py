@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from slimrl.data.image_batch import BatchImages
+from slimrl.data.images.batch import BatchImages
 from slimrl.data.train_batch import RolloutBatch
 from slimrl.models.families import family_for
 from slimrl.models.families.vision import kept_elements, tower_weights

@@ -26,7 +26,7 @@ from slimrl.arguments.validation import (
 )
 from slimrl.arguments.validation.adapters import lora
 from slimrl.arguments.validation.engines import engine, groups, servers
-from slimrl.arguments.validation.exactness import true_on_policy
+from slimrl.arguments.validation.exactness import routing_replay, true_on_policy
 
 # for every program that reads the model flags, including converters
 MODEL_RULES: tuple[Rule, ...] = (
@@ -222,6 +222,8 @@ TRAINING_RULES: tuple[Rule, ...] = (
     true_on_policy.true_on_policy_adds_in_one_order,
     true_on_policy.true_on_policy_engines_compute_alike,
     true_on_policy.true_on_policy_trains_what_it_samples,
+    routing_replay.routing_replay_has_routers,
+    routing_replay.engines_return_their_routing,
     rollout.evaluation_has_data,
     rollout.eval_only_has_an_evaluation,
     rollout.evaluation_sets_have_a_reward,

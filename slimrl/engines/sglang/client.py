@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ from typing import Any, TypeVar
 
 import orjson
 
+from slimrl.data.routed_experts import RoutingShape
 from slimrl.engines.http import ConnectionPool, NotConnectedError, bearer
 from slimrl.engines.prompt_images import PromptImages
 from slimrl.engines.protocol import (
@@ -75,7 +77,8 @@ class RouterClient:
     `weights_are_updated`: versions of sent weights are numbers; responses of other versions are rejected (a server that
     its owner has just restarted). `key` is sent to router and servers. Token ids >= `vocabulary` are rejected. Requests
     for generation use the LoRA adapter `adapter`, unless they name another one or None; of a shared adapter the version
-    of `use_weight_version`, which their responses then have.
+    of `use_weight_version`, which their responses then have. With `routing`, requests outside evaluations return the
+    experts that the model chose.
     """
 
     def __init__(
@@ -90,6 +93,7 @@ class RouterClient:
         key: str | None = None,
         vocabulary: int | None = None,
         adapter: str | SharedAdapter | None = None,
+        routing: RoutingShape | None = None,
     ) -> None:
         if concurrency < 1:
             raise ValueError(f"concurrency is {concurrency}: at least one request must be able to run")
@@ -100,6 +104,7 @@ class RouterClient:
         self._request_timeout_s = request_timeout_s
         self._retry_timeout_s = retry_timeout_s
         self._reader = ResponseReader(vocabulary)
+        self._routing = routing
         self._adapter = AdapterOfRequests(adapter)
         self._weights_are_updated = weights_are_updated and not self._adapter.is_shared
         # not a semaphore: it scans the waiters that it has woken, which is slow with thousands of waiters
@@ -153,9 +158,13 @@ class RouterClient:
         EngineResponseError.
         """
         payload = {"input_ids": input_ids, "sampling_params": sampling_params, "return_logprob": True}
+        routing = None if self.requests.is_apart else self._routing  # an evaluation needs none
+        if routing is not None:
+            payload["return_routed_experts"] = True
         if images is not None:
             payload |= videos.payload(input_ids, images)
-        response = await self._request("/generate", payload, session_id, self._generation)
+        read = functools.partial(self._generation, routing=routing)
+        response = await self._request("/generate", payload, session_id, read)
         if response is None:
             return Generation([], [], "abort", "")
         generation, sent_ns = response
@@ -189,9 +198,9 @@ class RouterClient:
         """As `EngineGroupClient.use_weight_version`."""
         self._adapter.use(version)
 
-    def _generation(self, content: bytes, version: str | None) -> Generation:
+    def _generation(self, content: bytes, version: str | None, routing: RoutingShape | None = None) -> Generation:
         try:
-            generation = self._reader.generation(content, self.requests)
+            generation = self._reader.generation(content, self.requests, routing)
         except EngineResponseError as error:
             servers = ", ".join(self.server_urls[:_SHOWN_SERVERS])
             more = f" and {len(self.server_urls) - _SHOWN_SERVERS} more" * (len(self.server_urls) > _SHOWN_SERVERS)

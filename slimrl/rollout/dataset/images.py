@@ -22,8 +22,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slimrl.data.image_batch import GRIDS, PIXELS, VIDEO_PIXELS, BatchImages, image_runs, mrope_positions
 from slimrl.data.images import IMAGES, PLACEHOLDER, VIDEO, ImageColumn, image_items, item_fault, stored_bytes
+from slimrl.data.images.batch import GRIDS, PIXELS, VIDEO_PIXELS, BatchImages, image_runs, mrope_positions
 from slimrl.data.sample import Sample
 from slimrl.engines.prompt_images import PromptImages, PromptVideos, with_images
 from slimrl.engines.protocol import EngineClient, Generation

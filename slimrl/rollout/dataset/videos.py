@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slimrl.data.image_batch import SECONDS, VIDEO_GRIDS, VIDEO_PIXELS
 from slimrl.data.images import VIDEOS
+from slimrl.data.images.batch import SECONDS, VIDEO_GRIDS, VIDEO_PIXELS
 from slimrl.models.families import family_for
 from slimrl.models.families.vision import VisionTokens
 from slimrl.rollout.dataset.video_decoder import FrameSettings, decode

@@ -21,7 +21,10 @@ from array import array
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
+import numpy as np
+
 from slimrl.arguments.flags.rollout import RolloutArguments
+from slimrl.data.routed_experts import as_plain
 from slimrl.data.sample import Sample
 from slimrl.engines.protocol import SamplingConfig, StoppableEngine
 from slimrl.rollout.async_utils import cancel_and_wait, gather_or_cancel
@@ -291,17 +294,22 @@ def check_serializable(samples: Iterable[Sample]) -> None:
 def _group_as_dicts(group: list[Sample]) -> list[dict[str, Any]]:
     """The fields of the samples; attributes that custom functions add to a sample are not saved."""
     return [
-        {
-            name: _packed(sample, name, code) if (code := _PACKED.get(name)) else _plain_field(sample, name)
-            for name in _NAMES
-        }
+        as_plain(
+            {
+                name: _packed(sample, name, code) if (code := _PACKED.get(name)) else _plain_field(sample, name)
+                for name in _NAMES
+            }
+        )
         for sample in group
     ]
 
 
 def _plain_field(sample: Sample, name: str) -> Any:
+    value = getattr(sample, name)
+    if isinstance(value, np.ndarray) and name == "rollout_routed_experts":
+        return value  # `as_plain` packs it
     try:
-        return plain_data(getattr(sample, name))
+        return plain_data(value)
     except TypeError as error:
         raise ValueError(
             f"sample {sample.index}: its {name} cannot be saved in a checkpoint: {error}; your function or data"

@@ -55,7 +55,7 @@ def tensors(processor: Any, item: Mapping[str, Any]) -> dict[str, Any]:
     SGLang's tower of Qwen2.5-VL attends to all frames of a video at once in its blocks without windows, where
     transformers' (and the trainer's) attends to each patch in time alone: it gets these as images of their own.
     """
-    from slimrl.data.image_batch import SECONDS, VIDEO_GRIDS, by_frames
+    from slimrl.data.images.batch import SECONDS, VIDEO_GRIDS, by_frames
     from slimrl.rollout.dataset.videos import Video
 
     inputs = processor.train_inputs(tuple(item.get(IMAGES) or ()), tuple(map(Video.of, item.get(VIDEOS) or ())))
