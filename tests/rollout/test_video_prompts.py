@@ -359,8 +359,8 @@ def test_parquet_rows_have_videos(folder, tokenizer, tmp_path):
     assert [len(prompt.videos) for prompt in loaded.prompts] == [1, 0]
 
 
-def filled(folder: Path, tokenizer: Any, max_tokens: int | None = None) -> Sample:
-    """A conversation with a video in the first turn, an image in the second one, and a video in the third."""
+def conversation(folder: Path, tokenizer: Any) -> Any:
+    """A row with a video in the first turn, an image in the second one, and a video in the third."""
     messages = [
         {"role": "user", "content": QUESTION},
         {"role": "assistant", "content": "3"},
@@ -371,8 +371,11 @@ def filled(folder: Path, tokenizer: Any, max_tokens: int | None = None) -> Sampl
     ]
     row = {"prompt": messages, "images": [uri(picture(84, 64))]}
     row["videos"] = [video(8, 84, 64), video(16, 64, 64, seed=1)]
-    made = one(row, folder, tokenizer, apply_chat_template=False, keep_messages=True)
-    sample = made.sample(group_index=0, index=0)
+    return one(row, folder, tokenizer, apply_chat_template=False, keep_messages=True)
+
+
+def filled(made: Any, folder: Path, tokenizer: Any, max_tokens: int | None = None) -> Sample:
+    sample: Sample = made.sample(group_index=0, index=0)
     fill_conversation(
         sample, tokenizer, "qwen", {}, max_tokens=max_tokens, processor=images.ImageProcessor(str(folder))
     )
@@ -380,7 +383,8 @@ def filled(folder: Path, tokenizer: Any, max_tokens: int | None = None) -> Sampl
 
 
 def test_conversation_trains_no_token_of_its_videos_and_a_cut_leaves_whole_ones(folder, tokenizer):
-    whole, pad = filled(folder, tokenizer), tokenizer.convert_tokens_to_ids("<|video_pad|>")
+    made = conversation(folder, tokenizer)
+    whole, pad = filled(made, folder, tokenizer), tokenizer.convert_tokens_to_ids("<|video_pad|>")
     response = whole.tokens[whole.prompt_length :]
     trained = [token for token, chosen in zip(response, whole.loss_mask, strict=True) if chosen]
     assert tokenizer.decode(trained) == "3<|im_end|>2<|im_end|>1<|im_end|>"
@@ -391,7 +395,7 @@ def test_conversation_trains_no_token_of_its_videos_and_a_cut_leaves_whole_ones(
     assert expected.video_token_id == pad
     images._positions(whole, whole.tokens, whole.multimodal_train_inputs, expected)
     for limit in range(whole.prompt_length + 1, len(whole.tokens) + 1):
-        sample = filled(folder, tokenizer, limit) if limit % 23 == 0 else None
-        if sample is not None:
+        if limit % 9 == 0:
+            sample = filled(made, folder, tokenizer, limit)
             assert sample.tokens == whole.tokens[: len(sample.tokens)]
             images._positions(sample, sample.tokens, sample.multimodal_train_inputs, expected)
