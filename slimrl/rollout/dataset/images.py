@@ -14,11 +14,13 @@ import dataclasses
 import functools
 import io
 import json
+import os
 import urllib.error
 import urllib.request
 import warnings
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 MAX_PIXELS = 100_000_000  # of a stored image; the processor scales it down to far fewer
 MAX_BYTES = 256 << 20  # of a downloaded one, and of a video
 DOWNLOAD_TIMEOUT_S = 30.0
+MAX_DECODERS = 8  # processes that decode videos at once
 _REMEMBERED_PROMPTS = 64
 _PREFIX = "data:image/png;base64,"
 
@@ -119,6 +122,19 @@ class ImageProcessor:
                 uris.append(data_uri(image))
         return counts, tuple(uris), tuple(videos)
 
+    def of_rows(
+        self, rows: Sequence[Any], column: ImageColumn
+    ) -> list[Callable[[], tuple[list[int], tuple[str, ...], tuple[Video, ...]]] | None]:
+        """For each row what returns or raises as `of_row`; None for a row that is no dict.
+
+        Videos of several rows are decoded at once.
+        """
+        own = [row if isinstance(row, dict) else None for row in rows]
+        if column.video_key is None:
+            return [None if row is None else functools.partial(self.of_row, row, column) for row in own]
+        with ThreadPoolExecutor(min(MAX_DECODERS, len(os.sched_getaffinity(0)))) as pool:
+            return [None if row is None else pool.submit(self.of_row, row, column).result for row in own]
+
     def count(self, image: Image) -> int:
         """The number of its tokens. Raises ValueError for a shape that the model does not take."""
         patches: int = self._processor.get_number_of_image_patches(image.height, image.width, {})
@@ -152,6 +168,12 @@ class ImageProcessor:
     ) -> array[int]:
         """The tokens of `expanded`."""
         return array("I", self.expanded(token_ids, counts, videos)[0])
+
+    def expand_all(
+        self, token_ids: Sequence[int], counts: Sequence[int], videos: Sequence[Video], tokenizer: Any
+    ) -> array[int]:
+        """`expand` with the tokens of these videos."""
+        return self.expand(token_ids, counts, [self.videos.token_ids(video, tokenizer) for video in videos])
 
     def image_starts(self, token_ids: Sequence[int], places: Sequence[int]) -> list[int]:
         """The first token of each image; `token_ids` are expanded, and `places` those of `expanded`."""

@@ -138,18 +138,20 @@ class PromptTokenizer:
         token_ids = self._tokenize(contents)
         limit = self._form.max_prompt_len
         results: list[Prompt | OverlongPrompt | InvalidRow] = []
-        for row, place, content, ids in zip(rows, places, contents, token_ids, strict=True):
+        valid = [None if isinstance(content, InvalidRow) else row for row, content in zip(rows, contents, strict=True)]
+        seen: Sequence[Any] = [None] * len(valid)
+        if self._images is not None and self._form.images is not None:
+            seen = self._images.of_rows(valid, self._form.images)
+        for row, place, content, ids, own in zip(rows, places, contents, token_ids, seen, strict=True):
             images: tuple[str, ...] = ()
             videos: tuple[Video, ...] = ()
-            if self._images is not None and not isinstance(content, InvalidRow) and isinstance(row, dict):
-                try:
-                    assert self._form.images is not None  # there is a processor
-                    counts, images, videos = self._images.of_row(row, self._form.images)
+            try:
+                if self._images is not None and own is not None:
+                    counts, images, videos = own()
                     if isinstance(content, str):  # a conversation is tokenized with its loss mask
-                        of_videos = [self._images.videos.token_ids(video, self._tokenizer) for video in videos]
-                        ids = self._images.expand(ids, counts, of_videos)
-                except ValueError as error:
-                    content = InvalidRow(str(error))
+                        ids = self._images.expand_all(ids, counts, videos, self._tokenizer)
+            except ValueError as error:
+                content = InvalidRow(str(error))
             if isinstance(content, InvalidRow):
                 results.append(content)
             elif isinstance(row, InvalidRow):
