@@ -353,7 +353,7 @@ class Sample(SlimeSample):
     custom_rm_path: str | None = None
     metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
     rollout_routed_experts: Any = dataclasses.field(default=None, compare=False)  # see `slimrl.data.routed_experts`
-    # of prompts with images, shared by the samples of a prompt: {"images": [data URI, ...]}, and transformers' tensors
+    # of prompts with images or videos (keys: `data.images`), shared by a prompt's samples, and transformers' tensors
     multimodal_inputs: dict[str, Any] | None = None
     multimodal_train_inputs: dict[str, Any] | None = None
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slimrl.data.images import BatchImages
+from slimrl.data.images.batch import BatchImages
 from slimrl.data.routed_experts import Routes, RoutingShape
 from slimrl.data.routed_experts import joined as joined_routes
 from slimrl.data.sample import PackedColumn, Sample, SampleStatus, end_to_end
@@ -65,7 +65,7 @@ class RolloutBatch:
     token_rewards: Tensor | None = None  # float32 [sum(response_lengths)], besides the reward of the sample
     teacher_top_ids: Tensor | None = None  # int64 [sum(response_lengths), k], the teacher's most probable tokens
     teacher_top_log_probs: Tensor | None = None  # float32, like these
-    images: BatchImages | None = None  # of the samples' prompts
+    images: BatchImages | None = None  # and videos
     routed_experts: Tensor | None = None  # int16 [sum(total_lengths), layers, experts per token], the engine's choice
 
     def __len__(self) -> int:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from slimrl.arguments.hf_config import least
 from slimrl.data.routed_experts import Routes
 from slimrl.data.sample import PackedFields, Sample, Span
+from slimrl.engines.prompt_images import PromptImages, with_images
 
 if TYPE_CHECKING:
     from slimrl.arguments.namespace import EvalDataset, SamplingArguments
@@ -148,32 +149,6 @@ class EngineCallError(ServiceError):
     """A request of an EngineClient failed, also one that a custom function made."""
 
 
-@dataclasses.dataclass(frozen=True)
-class PromptImages:
-    """The images of a prompt as data URIs, and the id of their tokens, of which the prompt has all."""
-
-    data: tuple[str, ...]
-    token_id: int
-
-    def one_each(self, input_ids: list[int]) -> list[int]:
-        """`input_ids` with one token for each image.
-
-        Raises ValueError unless there are as many runs of that token as images.
-        """
-        before = [None, *input_ids[:-1]]
-        kept = [
-            (one, one == self.token_id)
-            for one, other in zip(input_ids, before, strict=True)
-            if one != self.token_id or other != self.token_id
-        ]
-        if (runs := sum(image for _, image in kept)) != len(self.data):
-            raise ValueError(
-                f"the tokens have {runs} images (runs of token {self.token_id}) and the prompt {len(self.data)}: a"
-                " response with that token cannot be continued"
-            )
-        return [one for one, _ in kept]
-
-
 class EngineClient(Protocol):
     """Asynchronous client of a group of engines."""
 
@@ -273,11 +248,6 @@ class StoppableEngine:
     async def abort_all(self) -> None:
         """The client's `abort_all`."""
         await self._client.abort_all()
-
-
-def with_images(images: PromptImages | None) -> dict[str, PromptImages]:
-    """The keyword of `generate`; none without images, because custom clients may lack it."""
-    return {} if images is None else {"images": images}
 
 
 def aborted_answer(path: str) -> dict[str, Any] | None:

@@ -21,11 +21,15 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from slimrl.data.routed_experts import RoutingShape
+from slimrl.data.sample import Sample
+from slimrl.engines.sglang.inputs import videos
 from slimrl.engines.sglang.server import ServerProcess
 from slimrl.engines.sglang.server_args import point_to_point_options
-from slimrl.rollout.dataset.images import ImageProcessor, data_uri
+from slimrl.rollout.dataset.images import ImageProcessor, SampleImages, data_uri
+from slimrl.rollout.dataset.videos import Video
 from slimrl.weights.update.topology import EngineEndpoint
 from tests.families.conftest import Pools
 from tests.families.layouts import LAYOUTS, WITH_EXPERTS, flags, of_folder
@@ -111,12 +115,15 @@ def served(request: pytest.FixtureRequest, servers: Servers) -> Served:
     return Served(TOYS[request.param], servers.url(request.param), servers.root)
 
 
-def ask(url: str, prompt: list[int], image: str | None = None) -> tuple[list[int], list[float], dict[str, Any]]:
+def ask(
+    url: str, prompt: list[int], image: str | None = None, seen: dict[str, Any] | None = None
+) -> tuple[list[int], list[float], dict[str, Any]]:
     """(sampled tokens, log-probabilities of prompt[1:] and of the sample, the response's meta_info)."""
     body = {
         "return_routed_experts": True,  # only servers of models with experts return them
         **({} if image is None else {"image_data": [image]}),
         "input_ids": prompt,
+        **(seen or {}),
         "sampling_params": {"max_new_tokens": NEW_TOKENS, "temperature": 1.0, "ignore_eos": True},
         "return_logprob": True,
         "logprob_start_len": 0,
@@ -146,6 +153,7 @@ def assert_serves(served: Served, seed: int, version: str) -> None:
             assert_routes(served, seed, ids, meta["routed_experts"])
     if served.toy.sees:
         assert_sees(served, seed)
+        assert_sees_videos(served, seed)
 
 
 def assert_routes(served: Served, seed: int, ids: torch.Tensor, returned: str) -> None:
@@ -187,6 +195,40 @@ def assert_sees(served: Served, seed: int) -> None:
         difference = (torch.tensor(logprobs[-text:]) - expected[-text:]).abs()
         print(f"{served.toy.name}: image of {width} x {height}, largest {difference.max():.1e}")
         assert difference.max() < 1e-5
+        found.append(torch.tensor(logprobs[-text : -text + 19]))
+    assert all((one - other).abs().max() > 1e-3 for one, other in itertools.combinations(found, 2))
+
+
+def assert_sees_videos(served: Served, seed: int) -> None:
+    """The same for prompts with a video of five frames, alone and with an image, sent as the rollout sends them."""
+    folder = served.folder(0)
+    processor, model = ImageProcessor(str(folder)), served.toy.load(served.folder(seed))
+    tokenizer, draw, found = AutoTokenizer.from_pretrained(folder), np.random.default_rng(1), []
+    side = processor.videos.frames.patch_size * processor.tokens.merge_size
+    for with_image in (False, False, True):
+        frames = [
+            data_uri(PIL.Image.fromarray(draw.integers(0, 255, (2 * side, 3 * side, 3), dtype=np.uint8)))
+            for _ in range(5)
+        ]
+        video = Video(tuple(frames), fps=1.6, seconds=(0.0, 0.5, 1.2, 1.9, 2.5))
+        images = [data_uri(PIL.Image.fromarray(draw.integers(0, 255, (64, 64, 3), dtype=np.uint8)))] * with_image
+        counts = [processor.count(processor.read(uri)) for uri in images]
+        ids = [5, 6, *[281, 283, 282, 9] * with_image, 281, 284, 282, *range(40, 60)]
+        ids = list(processor.expand(ids, counts, [processor.videos.token_ids(video, tokenizer)]))
+        sample = Sample("p", tokens=ids, multimodal_inputs={"images": images, "videos": [video.stored()]})
+        request = videos.payload(ids, SampleImages(str(folder)).of(sample)["images"])
+        tokens, logprobs = [284], []
+        while {283, 284} & set(tokens):
+            tokens, logprobs, _ = ask(served.url, ids, seen=request)
+        whole = torch.tensor([[*ids, *tokens]])
+        kinds = (whole == 283).int() + 2 * (whole == 284).int()
+        with torch.no_grad():
+            logits = model(whole, **processor.train_inputs(images, [video]), mm_token_type_ids=kinds).logits
+        expected = logits[0, :-1].log_softmax(-1).gather(1, whole[0, 1:, None])[:, 0]
+        text = len(tokens) + 19  # tokens after the video, but for the first
+        difference = (torch.tensor(logprobs[-text:]) - expected[-text:]).abs()
+        print(f"{served.toy.name}: a video, {len(images)} images, largest {difference.max():.1e}")
+        assert len(logprobs) == len(ids) + len(tokens) - 1 and difference.max() < 1e-5
         found.append(torch.tensor(logprobs[-text : -text + 19]))
     assert all((one - other).abs().max() > 1e-3 for one, other in itertools.combinations(found, 2))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slimrl.data.images.batch import NO_VIDEO, BatchImages
 from slimrl.data.train_batch import RolloutBatch
 
 
@@ -86,9 +88,28 @@ def _split(batch: RolloutBatch) -> list[dict[str, Any]]:
         of_image, grids = batch.images.pixel_values.split(batch.images.grids.prod(1).tolist()), batch.images.grids
         for sample, own in zip(samples, batch.images.index.split(batch.images.counts.tolist()), strict=True):
             if len(own):
-                pixels = torch.cat([of_image[image] for image in own.tolist()]).double()
-                sample["images"] = {"pixel_values": pixels, "image_grid_thw": grids[own]}
+                sample["images"] = _as_transformers(batch.images, [of_image[image] for image in own], grids[own], own)
     return samples
+
+
+def _as_transformers(images: BatchImages, patches: list[Tensor], grids: Tensor, own: Tensor) -> dict[str, Tensor]:
+    """The arguments of transformers' model: its videos have all of their frames, also where these are apart."""
+    seconds = torch.full((len(own),), NO_VIDEO) if images.seconds is None else images.seconds[own]
+    still = [at for at, time in enumerate(seconds.tolist()) if time == NO_VIDEO]
+    moving = [at for at in range(len(own)) if at not in still]
+    found: dict[str, Tensor] = {}
+    if still:
+        found["pixel_values"] = torch.cat([patches[at] for at in still]).double()
+        found["image_grid_thw"] = grids[still]
+    if moving:
+        found["pixel_values_videos"] = torch.cat([patches[at] for at in moving]).double()
+        sizes = grids[moving].tolist()
+        if bool((seconds[moving] > 0).any()):
+            found |= {"video_grid_thw": grids[moving], "second_per_grid_ts": seconds[moving]}
+        else:
+            videos = [(len(list(frames)), *size[1:]) for size, frames in itertools.groupby(sizes)]
+            found["video_grid_thw"] = torch.tensor(videos)
+    return found
 
 
 def _log_probs(model: nn.Module, sample: dict[str, Any], temperature: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -108,7 +129,8 @@ def _seen(sample: dict[str, Any], model: nn.Module) -> Iterable[tuple[str, Tenso
     """The arguments that describe the sample's images."""
     if "images" not in sample:
         return ()
-    kinds = (sample["tokens"] == model.config.image_token_id).int()
+    tokens, config = sample["tokens"], model.config
+    kinds = (tokens == config.image_token_id).int() + 2 * (tokens == config.video_token_id).int()
     return {**sample["images"], "mm_token_type_ids": kinds[None]}.items()
 
 

@@ -28,6 +28,7 @@ import orjson
 
 from slimrl.data.routed_experts import RoutingShape
 from slimrl.engines.http import ConnectionPool, NotConnectedError, bearer
+from slimrl.engines.prompt_images import PromptImages
 from slimrl.engines.protocol import (
     RETRY_TIMEOUT_S,
     EngineRequestError,
@@ -35,12 +36,12 @@ from slimrl.engines.protocol import (
     EngineTimeoutError,
     EngineUnavailableError,
     Generation,
-    PromptImages,
     RequestStats,
     aborted_answer,
 )
 from slimrl.engines.server_pools import ServerPools
 from slimrl.engines.sglang.adapters import AdapterOfRequests, answer_with_version, with_version
+from slimrl.engines.sglang.inputs import videos
 from slimrl.engines.sglang.responses import ResponseReader, decoded
 from slimrl.models.adapters import SharedAdapter
 
@@ -164,7 +165,7 @@ class RouterClient:
         if routing is not None:
             payload["return_routed_experts"] = True
         if images is not None:
-            payload |= {"input_ids": images.one_each(input_ids), "image_data": images.data}
+            payload |= videos.payload(input_ids, images)
         read, direct = functools.partial(self._generation, routing=routing), routing is not None
         response = await self._request("/generate", payload, session_id, read, direct=direct)
         if response is None:

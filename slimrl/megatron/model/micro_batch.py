@@ -26,7 +26,7 @@ from torch import Tensor
 from slimrl.arguments.flags.data import TrainBatchArguments
 from slimrl.arguments.namespace import MegatronArguments
 from slimrl.data.batch_schedule import sequence_multiple
-from slimrl.data.images import image_rows, mrope_positions
+from slimrl.data.images.batch import image_rows, mrope_positions
 from slimrl.data.train_batch import RolloutBatch
 from slimrl.megatron.model.routing_replay import Routing, RoutingPlace
 from slimrl.megatron.parallel import ParallelState
@@ -246,21 +246,22 @@ def _of_vision(
     images = chosen.images
     grids = [None] * len(samples) if images is None else images.grids_of_samples()
     starts: list[list[int]] = [[]] * len(samples) if images is None else images.starts_of_samples()
+    seconds: list[list[float]] = [[]] * len(samples) if images is None else images.seconds_of_samples()
     positions = torch.zeros(3, 1, local_index.numel(), dtype=torch.int64)
     positions[:, 0, real] = torch.cat(
         [
-            mrope_positions(tokens, prompt, own, vision, places)
-            for tokens, prompt, own, places in zip(samples, prompts, grids, starts, strict=True)
+            mrope_positions(tokens, prompt, own, vision, places, times)
+            for tokens, prompt, own, places, times in zip(samples, prompts, grids, starts, seconds, strict=True)
         ],
         dim=1,
     )
     found: dict[str, Any] = {"position_ids": positions[:, :, local].to(device)}
     if images is not None:
         offsets = chosen.token_offsets.tolist()
-        of_samples = zip(samples, prompts, grids, starts, offsets[:-1], strict=True)
+        of_samples = zip(samples, prompts, grids, starts, seconds, offsets[:-1], strict=True)
         rows = [
-            image_rows(tokens, prompt, vision, own, places) + offset
-            for tokens, prompt, own, places, offset in of_samples
+            image_rows(tokens, prompt, vision, own, places, times) + offset
+            for tokens, prompt, own, places, times, offset in of_samples
         ]
         places = local_index[real[torch.cat(rows)]]
         own = (places >= 0).nonzero().squeeze(1)
