@@ -126,7 +126,11 @@ class KernelArguments:
         True, "do not fuse bias and dropout", negated=True, off=("--no-bias-dropout-fusion",)
     )
     apply_rope_fusion: bool = flag(True, "do not use the fused rotary kernel", negated=True, off=("--no-rope-fusion",))
-    fused_single_qkv_rope: bool = flag(False, "one rotary kernel for queries, keys and values together")
+    fused_single_qkv_rope: bool = flag(
+        False,
+        "one rotary kernel for queries, keys and values together",
+        not_served="megatron-core has it for samples that are not packed only; leave it out",
+    )
     persist_layer_norm: bool = flag(
         True, "do not use the persistent fused norm", negated=True, off=("--no-persist-layer-norm",)
     )
