@@ -119,12 +119,36 @@ def _without_fusion(init: Callable[..., None]) -> Callable[..., None]:
     return build
 
 
+def take_events_of_deepep() -> None:
+    """SGLang's build of DeepEP (sgl-deep-ep) has `EventOverlap` in `deep_ep`; megatron-core imports it from its utils.
+
+    Without any DeepEP this does nothing.
+    """
+    fused: Any = importlib.import_module("megatron.core.transformer.moe.fused_a2a")
+    if fused.HAVE_DEEP_EP:
+        return
+    try:
+        deep_ep: Any = importlib.import_module("deep_ep")
+        utils: Any = importlib.import_module("deep_ep.utils")
+    except ImportError:
+        return
+    utils.EventOverlap = deep_ep.EventOverlap
+    importlib.reload(fused)  # it defines its functions while it is imported
+    dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+    for name in ("fused_combine", "fused_dispatch", "set_deepep_num_sms"):
+        vars(dispatcher)[name] = vars(fused)[name]
+
+
 def _everywhere(cuda: bool, transformer_engine: bool, apex: bool) -> bool:
     return True
 
 
 def _on_cpu(cuda: bool, transformer_engine: bool, apex: bool) -> bool:
     return not cuda
+
+
+def _on_gpu(cuda: bool, transformer_engine: bool, apex: bool) -> bool:
+    return cuda
 
 
 def _without_engine(cuda: bool, transformer_engine: bool, apex: bool) -> bool:
@@ -221,6 +245,12 @@ PATCHES = (
         " gradients themselves",
         _with_engine_without_apex,
         build_own_linears_without_fusion,
+    ),
+    Patch(
+        "events of DeepEP",
+        "ImportError: DeepEP is not installed, in the first layer with experts, although SGLang's build of it is",
+        _on_gpu,
+        take_events_of_deepep,
     ),
     Patch(
         "pickles of checkpoints",

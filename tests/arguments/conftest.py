@@ -100,7 +100,7 @@ def without(line: list[str], *beginnings: str) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def without_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rules of Transformer Engine's kernels see none, also on a machine with GPUs; their own tests describe machines."""
+    """Rules of Transformer Engine's kernels see none, also on a machine that has it; their tests describe machines."""
     monkeypatch.setattr(fused, "transformer_engine_installed", lambda: False)
 
 
