@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from slimrl.arguments import derive as derived
 from slimrl.arguments.derive import derive
 from slimrl.arguments.namespace import Arguments, all_flag_specs
 from slimrl.arguments.parser import parse_line
@@ -169,10 +170,10 @@ def test_attention_backend_is_one_of_the_installed_transformer_engine(
     monkeypatch: pytest.MonkeyPatch, packages: list[str], line: str, sentences: list[str]
 ):
     monkeypatch.setattr(fused, "transformer_engine_installed", lambda: True)
-    monkeypatch.setattr(fused, "installed", lambda name: name in packages)
+    monkeypatch.setattr(derived, "_is_installed", lambda name: name in packages)
     assert broken("attention_backend_is_available", line) == sentences
 
 
 def test_packages_are_found_by_the_names_of_their_distributions():
-    assert fused.installed("pytest-xdist")
-    assert not fused.installed("flash-attn-of-nobody")
+    assert derived._is_installed("pytest-xdist")
+    assert not derived._is_installed("flash-attn-of-nobody")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from slimrl.arguments.validation.kernels.fused import installed
+from slimrl.arguments.derive import flash_attention_installed
 from tests.gpu.conftest import needs
 from tests.megatron import layouts
 from tests.megatron.launch import RankPool
@@ -21,8 +21,7 @@ pytestmark = [pytest.mark.slow, needs()]
 LOCAL = {"transformer_impl": "local"}
 ENGINE = {"transformer_impl": "transformer_engine"}
 # FlashAttention where it is installed (docs/install.md does not install it), else cuDNN's kernel
-HAS_FLASH = installed("flash-attn") or installed("flash-attn-3")
-FLASH = ENGINE | {"attention_backend": "flash" if HAS_FLASH else "fused"}
+FLASH = ENGINE | {"attention_backend": "flash" if flash_attention_installed(latent=False) else "fused"}
 GROUPED = ENGINE | {"moe_grouped_gemm": True, "moe_permute_fusion": True}
 FP32 = 1e-4  # GPU kernels split sums in any order; measured on CPU below 1e-5
 # layouts that gloo, or a machine without the kernels, does not support: the required packages, and the layout

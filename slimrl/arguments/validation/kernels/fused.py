@@ -7,15 +7,12 @@ Transformer Engine 2.11 would end every rank, some of them in the first forward 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib import metadata
 
-from slimrl.arguments.derive import transformer_engine_installed
+from slimrl.arguments.derive import FLASH_ATTENTION, flash_attention_installed, transformer_engine_installed
 from slimrl.arguments.flag import Problem
 from slimrl.arguments.namespace import Arguments, Context
 
 _BACKEND, _EXCHANGE = "--attention-backend", "--cp-comm-type"
-# distributions by whose name Transformer Engine looks for FlashAttention 2 and 3
-_FLASH_2, _FLASH_3 = "flash-attn", "flash-attn-3"
 
 
 def context_parallel_exchange_fits_the_attention(args: Arguments, context: Context) -> Iterator[Problem]:
@@ -71,16 +68,14 @@ def attention_backend_is_available(args: Arguments, context: Context) -> Iterato
             _BACKEND,
             f"{_BACKEND} unfused does not support --context-parallel-size {args.context_parallel_size}: leave it out.",
         )
-    if backend == "flash":
-        # FlashAttention 2 needs queries and values of one width
-        usable = [_FLASH_3] if args.multi_latent_attention else [_FLASH_2, _FLASH_3]
-        if not any(map(installed, usable)):
-            latent = " for --multi-latent-attention" if args.multi_latent_attention else ""
-            yield Problem(
-                _BACKEND,
-                f"{_BACKEND} flash needs a package that is not installed{latent}: install {' or '.join(usable)}, or"
-                " leave the flag out, which takes cuDNN's kernel.",
-            )
+    latent = args.multi_latent_attention
+    if backend == "flash" and not flash_attention_installed(latent=latent):
+        model = " for --multi-latent-attention" if latent else ""
+        yield Problem(
+            _BACKEND,
+            f"{_BACKEND} flash needs a package that is not installed{model}:"
+            f" install {' or '.join(FLASH_ATTENTION[latent])}, or leave the flag out, which takes cuDNN's kernel.",
+        )
 
 
 def activations_are_fused_once(args: Arguments, context: Context) -> Iterator[Problem]:
@@ -144,12 +139,3 @@ def dispatcher_fits_the_experts(args: Arguments, context: Context) -> Iterator[P
 def uses_transformer_engine(args: Arguments) -> bool:
     """Whether training on a GPU uses Transformer Engine's layers, if this environment is that of the ranks."""
     return args.transformer_impl != "local" and transformer_engine_installed()
-
-
-def installed(distribution: str) -> bool:
-    """Whether a package of this name is installed."""
-    try:
-        metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
