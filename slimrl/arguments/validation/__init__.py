@@ -134,6 +134,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
     parallel.virtual_stages_exchange_groups,
     parallel.experts_divide_over_gpus,
     model.few_bits_have_their_kernels,
+    model.few_bits_fit_the_layers,
     model.formats_have_their_settings,
     optimizer.optimizer_settings_belong_to_the_optimizer,
     optimizer.other_optimizers_fit_the_run,
