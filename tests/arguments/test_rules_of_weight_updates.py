@@ -68,6 +68,21 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             ),
         ],
     ),
+    "experts_keep_the_layout_of_updates": (
+        [
+            "--sglang-moe-runner-backend triton",
+            "--sglang-moe-runner-backend deep_gemm",
+            "--sglang-moe-runner-backend flashinfer_trtllm --debug-rollout-only",
+        ],
+        [
+            (
+                f"--sglang-moe-runner-backend {runner}",
+                f"--sglang-moe-runner-backend {runner} permutes the weights of experts when they are loaded, and the"
+                " first weight update fails: use triton, or leave it out.",
+            )
+            for runner in ("flashinfer_trtllm", "flashinfer_trtllm_routed")
+        ],
+    ),
 }
 
 
