@@ -116,6 +116,13 @@ def test_changes_and_shards_exclude_each_other(recipe):
     ]
 
 
+def test_changes_are_not_sent_to_servers_of_vllm(recipe):
+    assert sentences(recipe, "--bf16 --update-weight-mode delta --rollout-engine vllm --vllm-python /bin/sh") == [
+        "--rollout-engine vllm excludes --update-weight-mode delta, because vLLM servers load all weights: leave"
+        " --update-weight-mode delta out."
+    ]
+
+
 def test_external_servers_have_no_loader_for_shards(recipe):
     found = sentences(recipe, f"{P2P} --rollout-external-engine-addrs h:1")
     assert f"--rollout-external-engine-addrs has servers without slimrl's loader, and {P2P} {OTHERS}" in found
