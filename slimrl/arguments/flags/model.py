@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from slimrl.arguments.flag import flag, layer_pattern
-from slimrl.models.adapters import ADAPTER_NAME, TARGETS
+from slimrl.models.adapters import ADAPTER_NAME, EVERY_TARGET
 
 
 @dataclasses.dataclass
@@ -308,7 +308,7 @@ class LoraArguments:
     lora_target_modules: list[str] | None = flag(
         None,
         "projections with an adapter, by their Hugging Face names; those of experts included (default: all)",
-        choices=TARGETS,
+        choices=EVERY_TARGET,
         nargs="+",
     )
     lora_dropout: float = flag(
