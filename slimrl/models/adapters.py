@@ -33,7 +33,10 @@ PROJECTIONS: dict[str, tuple[str, ...]] = {
     "linear_fc1": ("gate_proj", "up_proj"),
     "linear_fc2": ("down_proj",),
 }
-EVERY_TARGET: tuple[str, ...] = tuple(dict.fromkeys(name for names in PROJECTIONS.values() for name in names))
+_PACKED = {"linear_fc1": "gate_up_proj"}  # where a family has the projections of a layer as one (GLM-4)
+EVERY_TARGET: tuple[str, ...] = tuple(
+    dict.fromkeys(name for layer, names in PROJECTIONS.items() for name in (*names, _PACKED.get(layer, names[0])))
+)
 _FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", *_FEED_FORWARD)  # of a model without latent attention
 _LATENTS = ("kv_a_proj_with_mqa", "kv_b_proj", "o_proj", *_FEED_FORWARD)  # of latent attention, besides its queries
@@ -74,9 +77,14 @@ class AdapterConfig:
         """The factor of B A."""
         return self.alpha / self.rank
 
+    def projections(self, layer: str) -> tuple[str, ...]:
+        """All projections in a linear layer of Megatron, a key of `PROJECTIONS`, in the order of their rows."""
+        packed = _PACKED.get(layer)
+        return PROJECTIONS[layer] if packed not in self.targets else (packed,)
+
     def of_layer(self, layer: str) -> tuple[str, ...]:
-        """The targets in a linear layer of Megatron, a key of `PROJECTIONS`."""
-        return tuple(name for name in PROJECTIONS[layer] if name in self.targets)
+        """Those of `projections` with an adapter."""
+        return tuple(name for name in self.projections(layer) if name in self.targets)
 
 
 def _every_projection(flags: LoraFlags) -> tuple[str, ...]:
@@ -163,7 +171,8 @@ def _latent_attention(spec: ModelSpec, latent: LatentAttention) -> dict[str, _Si
 
 
 def _feed_forward(spec: ModelSpec, width: int) -> dict[str, _Sides]:
-    return dict.fromkeys(_FEED_FORWARD, _Sides((spec.hidden_size,), (width,)))
+    sides = dict.fromkeys(_FEED_FORWARD, _Sides((spec.hidden_size,), (width,)))
+    return sides | {"gate_up_proj": _Sides((spec.hidden_size,), (2 * width,))}
 
 
 def _pairs(adapters: AdapterConfig, sides: dict[str, _Sides], tp: int) -> tuple[int, ...]:
@@ -207,7 +216,7 @@ class AdapterMapping(ModelMapping):
                     row,
                     megatron=(f"{layer}{PART_OF_NAME}{projection}.lora_{letter}",),
                     hf=(HfTensor(f"{hf}.lora_{letter}.weight", dims),),
-                    layout=Layout.PLAIN,
+                    layout=row.layout if letter == "B" and row.layout is Layout.PACKED_GATE_UP else Layout.PLAIN,
                     shard_dim=divided if row.shard_dim == divided else None,
                     fuse_with_next=False,
                 )
@@ -223,7 +232,7 @@ def targets_of(row: ParamMapping) -> Iterator[tuple[str, HfTensor]]:
     *_, layer, kind = row.megatron[0].split(".")
     for part in row.hf:
         projection = part.name.split(".")[-2]
-        if kind == "weight" and projection in PROJECTIONS.get(layer, ()):
+        if kind == "weight" and projection in (*PROJECTIONS.get(layer, ()), _PACKED.get(layer)):
             yield projection, part
 
 

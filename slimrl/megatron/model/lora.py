@@ -1,8 +1,7 @@
 """Linear layers with LoRA adapters, for every parallel layout; their weight is frozen, only A and B are trained.
 
 A column-parallel layer divides B by rows and copies A; a row-parallel layer divides A by columns and copies B. What is
-exchanged between tensor-parallel ranks has the width of the rank of the adapters, not that of the model. The projections
-to the latent vectors of latent attention (MLA) are whole on every rank, A and B as well, and exchange nothing:
+exchanged between tensor-parallel ranks has the width of the rank of the adapters, not that of the model:
 
 | layer | without sequence parallelism | with it |
 | --- | --- | --- |
@@ -11,14 +10,15 @@ to the latent vectors of latent attention (MLA) are whole on every rank, A and B
 
 The copies see all tokens without sequence parallelism, so that their gradients are equal on all ranks; with it each
 rank has the gradient of its tokens, and megatron-core sums those of parameters marked `sequence_parallel`. Layers of
-experts exchange nothing, because expert tensor parallelism is excluded. Used by `model_builder`.
+experts exchange nothing, because expert tensor parallelism is excluded. Nor do the projections to the latent vectors of
+latent attention (MLA), which are whole on every rank, A and B as well. Used by `model_builder`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slimrl.megatron.model.attention import PackedLatentAttention, WholeLinear
-from slimrl.models.adapters import PART_OF_NAME, PROJECTIONS, AdapterConfig
+from slimrl.models.adapters import PART_OF_NAME, AdapterConfig
 from slimrl.weights.adapters import AdaptedLinear, Adapter
 
 _CHILD = PART_OF_NAME.strip(".") + "."
@@ -56,7 +56,7 @@ class _Adapted(AdaptedLinear):
     def attach(self, layer: str, settings: AdapterConfig) -> None:
         """Adds the adapters of `layer`, a key of `PROJECTIONS`, and freezes the weight."""
         self.scale = settings.scale
-        self.widths = _widths(layer, self.config, self.weight.shape[0])
+        self.widths = _widths(settings.projections(layer), self.config, self.weight.shape[0])
         self.adapters = torch.nn.ModuleDict(
             {
                 name: Adapter(settings.rank, self.weight.shape[1], self.widths[name], self.weight)
@@ -109,10 +109,9 @@ class _Adapted(AdaptedLinear):
         )
 
 
-def _widths(layer: str, config: TransformerConfig, outputs: int) -> dict[str, int]:
+def _widths(names: Sequence[str], config: TransformerConfig, outputs: int) -> dict[str, int]:
     """Rows of a rank's weight, by projection."""
-    names = PROJECTIONS[layer]
-    if layer == "linear_qkv":
+    if len(names) == 3:  # queries, keys and values
         assert config.num_query_groups is not None
         keys = outputs // (config.num_attention_heads // config.num_query_groups + 2)
         return dict(zip(names, (outputs - 2 * keys, keys, keys), strict=True))

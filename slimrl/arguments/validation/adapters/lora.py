@@ -42,9 +42,12 @@ def lora_targets_are_in_the_model(args: Arguments, context: Context) -> Iterator
                 f"--lora-target-modules has {target}, and a {family.model_type} model has {', '.join(found)}: leave"
                 f" {target} out.",
             )
-    if not found:
+    adapters = AdapterConfig.from_args(args)
+    if args.lora_target_modules is None and adapters is not None and set(adapters.targets) != set(found):
         yield Problem(
-            _RANK, f"{_RANK} {args.lora_rank} has no projection of a {family.model_type} model to adapt: leave it out."
+            "--lora-target-modules",
+            f"{_RANK} adapts {', '.join(adapters.targets)} by default, and a {family.model_type} model has"
+            f" {', '.join(found)}: give --lora-target-modules {' '.join(found)}.",
         )
 
 
