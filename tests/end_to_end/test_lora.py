@@ -105,6 +105,7 @@ def test_adapters_of_latent_attention_go_from_supervised_training_to_engines_tha
     base, merged = lora_truth.published_weights(made.model), lora_truth.published_weights(tmp_path / "merged_2")
     added = {key: tensor * 2 * lora_truth.RANK / lora_truth.ALPHA for key, tensor in lora_truth.changes(stored).items()}
     changed = {key for key in base if not torch.equal(base[key], merged[key])}
-    assert changed == added.keys()
+    whole = {key for key in added if ".experts." not in key}
+    assert whole <= changed <= added.keys()  # an expert that no token chose has a B of zero
     own = {key: merged[key] - base[key] for key in changed}
     assert relative_error(own, added) < 0.2  # three steps of Adam at 1e-3 from the adapters that were loaded
