@@ -242,6 +242,7 @@ def targets_in(family: ModelMapping, spec: ModelSpec) -> tuple[str, ...]:
     return tuple(name for name in EVERY_TARGET if name in found)
 
 
+ADAPTERS_BESIDE = "-adapters"  # after the name of an export of merged weights: the PEFT folder beside it
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 _LONGEST_HEADER = 100_000_000  # bytes, the limit of the format

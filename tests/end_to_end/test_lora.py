@@ -102,10 +102,15 @@ def test_adapters_of_latent_attention_go_from_supervised_training_to_engines_tha
     assert all(step["grad_norm"] > 0 for step in done.summary["steps"])
     assert done.steps("kl_loss")[0] > 1e-3  # from the base
 
+    trained = load_file(tmp_path / "merged_2-adapters" / WEIGHTS_NAME)
+    assert trained.keys() == stored.keys() and any(not torch.equal(trained[key], stored[key]) for key in stored)
+    assert json.loads((tmp_path / "merged_2-adapters" / CONFIG_NAME).read_text())["r"] == 4
     base, merged = lora_truth.published_weights(made.model), lora_truth.published_weights(tmp_path / "merged_2")
     added = {key: tensor * 2 * lora_truth.RANK / lora_truth.ALPHA for key, tensor in lora_truth.changes(stored).items()}
     changed = {key for key in base if not torch.equal(base[key], merged[key])}
     whole = {key for key in added if ".experts." not in key}
     assert whole <= changed <= added.keys()  # an expert that no token chose has a B of zero
     own = {key: merged[key] - base[key] for key in added}
+    last = {key: one * 2 * lora_truth.RANK / lora_truth.ALPHA for key, one in lora_truth.changes(trained).items()}
+    assert relative_error(own, last) < 1e-5
     assert relative_error(own, added) < 0.2  # three steps of Adam at 1e-3 from the adapters that were loaded
