@@ -321,8 +321,8 @@ class LoraArguments:
     lora_load: str | None = flag(None, "PEFT folder with the adapters of a new run (default: fresh ones, by --seed)")
     lora_merge: bool = flag(
         False,
-        "merge the adapters into the weights that the engines and --save-hf get, whose PEFT folder is beside it (default:"
-        " the engines load them beside their base, and --save-hf writes PEFT folders)",
+        "merge the adapters into the weights that the engines and --save-hf get; a PEFT folder is saved beside those"
+        " (default: the engines load the adapters beside their base, and --save-hf writes PEFT folders)",
     )
     lora_name: str = flag(
         ADAPTER_NAME,
