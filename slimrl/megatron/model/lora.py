@@ -101,7 +101,7 @@ class _Adapted(AdaptedLinear):
             make_sharded_tensors_for_checkpoint(
                 own,
                 prefix,
-                {name: axis for name in own if name.endswith(self.divided)},
+                {name: axis for name in own if name.rpartition(".")[2] == self.divided},
                 offsets,
                 tp_group=self.tp_group,
                 dp_cp_group=metadata["dp_cp_group"],
