@@ -78,8 +78,7 @@ class RouterClient:
     `weights_are_updated`: versions of sent weights are numbers; responses of other versions are rejected (a server that
     its owner has just restarted). `key` is sent to router and servers. Token ids >= `vocabulary` are rejected. Requests
     for generation use the LoRA adapter `adapter`, unless they name another one or None; of a shared adapter the version
-    of `use_weight_version`, which their responses then have. With `routing`, requests outside evaluations return the
-    experts that the model chose.
+    of `use_weight_version`, which their responses then have. With `routing`, training's return the chosen experts.
     """
 
     def __init__(
