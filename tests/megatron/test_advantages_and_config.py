@@ -166,6 +166,21 @@ def test_reference_swap_restores_the_policy_weights_bit_for_bit():
     assert model.weight.data_ptr() == place
 
 
+def test_reference_has_the_tensors_of_a_checkpoint_and_no_tables():
+    from slimrl.megatron.ref_model import ReferenceWeights
+
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3))
+    model[0].register_buffer("expert_bias", torch.ones(2))
+    model[0].register_buffer("cos_cached", torch.ones(4), persistent=False)
+    reference = ReferenceWeights([model])
+    assert [tensor.shape for tensor in reference.tensors] == [(3, 3), (3,), (2,)]
+    model[0].register_buffer("cos_cached", torch.zeros(8), persistent=False)  # of longer sequences
+    model[0].expert_bias.zero_()
+    with reference.loaded_weights():
+        assert model[0].expert_bias.tolist() == [1, 1] and not model[0].cos_cached.any()
+    assert model[0].expert_bias.tolist() == [0, 0]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a stream orders what gloo does not")
 def test_tensors_of_pending_gloo_sends_are_not_freed():
     from slimrl.megatron.config import transformer_config
