@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import math
 import re
+import types
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +180,17 @@ def test_reference_has_the_tensors_of_a_checkpoint_and_no_tables():
     with reference.loaded_weights():
         assert model[0].expert_bias.tolist() == [1, 1] and not model[0].cos_cached.any()
     assert model[0].expert_bias.tolist() == [0, 0]
+
+
+def test_state_of_a_peer_has_buffers_and_no_rotary_tables():
+    from slimrl.megatron.training import step_state
+
+    stage = torch.nn.Sequential(torch.nn.Linear(3, 3))
+    for name in ("expert_bias", "local_tokens_per_expert", "cos_cached", "sin_cached"):
+        stage[0].register_buffer(name, torch.ones(2), persistent=name == "expert_bias")
+    model: Any = types.SimpleNamespace(stages=[stage])
+    held = [step_state.RestoredModel(model, {})]
+    assert dict(step_state._buffers(held)).keys() == {"0.0.0.expert_bias", "0.0.0.local_tokens_per_expert"}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a stream orders what gloo does not")
