@@ -117,9 +117,15 @@ class BaseReference:
 
 
 def _state(stage: GPTModel) -> Iterator[Tensor]:
-    """Parameters and buffers: the router's expert bias is a buffer."""
+    """Parameters and persistent buffers: the router's expert bias is one.
+
+    Others, such as the rotary tables of latent attention, are the same in both models, and are replaced by longer ones.
+    """
     yield from stage.parameters()
-    yield from stage.buffers()
+    for module in stage.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield buffer
 
 
 @dataclasses.dataclass(frozen=True)

@@ -55,6 +55,9 @@ def use_deterministic_kernels() -> None:
     import torch
 
     torch.use_deterministic_algorithms(True)
+    # It would fill the memory of every `torch.empty`. Nothing reads that memory before it is written, and DeepEP, whose
+    # own streams write to it, refuses to run with the fill.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined] # a property of its class
     torch.backends.cudnn.benchmark = False  # True would choose kernels by measured time
 
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import math
 import re
+import types
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,32 @@ def test_reference_swap_restores_the_policy_weights_bit_for_bit():
         raise RuntimeError("inside")
     assert torch.equal(model.weight, changed)
     assert model.weight.data_ptr() == place
+
+
+def test_reference_has_the_tensors_of_a_checkpoint_and_no_tables():
+    from slimrl.megatron.ref_model import ReferenceWeights
+
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3))
+    model[0].register_buffer("expert_bias", torch.ones(2))
+    model[0].register_buffer("cos_cached", torch.ones(4), persistent=False)
+    reference = ReferenceWeights([model])
+    assert [tensor.shape for tensor in reference.tensors] == [(3, 3), (3,), (2,)]
+    model[0].register_buffer("cos_cached", torch.zeros(8), persistent=False)  # of longer sequences
+    model[0].expert_bias.zero_()
+    with reference.loaded_weights():
+        assert model[0].expert_bias.tolist() == [1, 1] and not model[0].cos_cached.any()
+    assert model[0].expert_bias.tolist() == [0, 0]
+
+
+def test_state_of_a_peer_has_buffers_and_no_rotary_tables():
+    from slimrl.megatron.training import step_state
+
+    stage = torch.nn.Sequential(torch.nn.Linear(3, 3))
+    for name in ("expert_bias", "local_tokens_per_expert", "cos_cached", "sin_cached"):
+        stage[0].register_buffer(name, torch.ones(2), persistent=name == "expert_bias")
+    model: Any = types.SimpleNamespace(stages=[stage])
+    held = [step_state.RestoredModel(model, {})]
+    assert dict(step_state._buffers(held)).keys() == {"0.0.0.expert_bias", "0.0.0.local_tokens_per_expert"}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a stream orders what gloo does not")

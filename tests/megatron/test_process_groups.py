@@ -115,8 +115,10 @@ def test_default_group_on_gpus_is_bound_to_no_device(monkeypatch):
     assert asked["backend"] == "nccl" and asked["device_id"] is None
 
 
-def deterministic_rank(rank: int, world_size: int, init_method: str, args: Arguments) -> tuple[bool, bool, str]:
-    """Whether torch is deterministic before and after a rank starts; the error of a nondeterministic operation."""
+def deterministic_rank(rank: int, world_size: int, init_method: str, args: Arguments) -> tuple[bool, bool, str, bool]:
+    """Whether torch is deterministic before and after a rank starts; the error of a nondeterministic operation; whether
+    new memory is filled, as torch does by default in that mode.
+    """
     before = torch.are_deterministic_algorithms_enabled()
     parallel.initialize(args, rank=rank, world_size=world_size, init_method=init_method)
     after = torch.are_deterministic_algorithms_enabled()
@@ -126,7 +128,7 @@ def deterministic_rank(rank: int, world_size: int, init_method: str, args: Argum
     except RuntimeError as error:
         said = str(error)
     parallel.shutdown()
-    return before, after, said
+    return before, after, said, torch.utils.deterministic.fill_uninitialized_memory
 
 
 @pytest.mark.slow
@@ -134,4 +136,5 @@ def test_deterministic_mode_makes_operations_deterministic_or_rejected():
     on = run_ranks(deterministic_rank, 1, tiny.tiny_args(deterministic_mode=True))
     assert on[0][:2] == (False, True)
     assert "does not have a deterministic implementation" in on[0][2]
-    assert run_ranks(deterministic_rank, 1, tiny.tiny_args()) == [(False, False, "")]
+    assert on[0][3] is False
+    assert run_ranks(deterministic_rank, 1, tiny.tiny_args()) == [(False, False, "", True)]

@@ -30,6 +30,8 @@ from slimrl.megatron.parallel import ParallelState
 from slimrl.megatron.ref_model import ReferenceWeights
 from slimrl.megatron.training.trained_model import TrainedModel
 
+# Replaced by others of other lengths, and with Transformer Engine of another type, where they are used.
+_ROTARY_TABLES = frozenset({"cos_cached", "sin_cached"})
 _LOCK_S = 2.0  # of another thread, which copies the weights to the host at most
 
 
@@ -259,7 +261,10 @@ def _weights(held: Sequence[RestoredModel]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _buffers(held: Sequence[RestoredModel]) -> Iterator[tuple[str, Tensor]]:
-    return _named(held, lambda stage: stage.named_buffers())
+    """All but latent attention's rotary tables: each rank computes them, as long as its samples need."""
+    for name, tensor in _named(held, lambda stage: stage.named_buffers()):
+        if name.rpartition(".")[2] not in _ROTARY_TABLES:
+            yield name, tensor
 
 
 def _named(
