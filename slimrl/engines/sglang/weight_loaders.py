@@ -77,7 +77,7 @@ def _without_threads() -> Iterator[None]:
             done.set_exception(error)
         return done
 
-    ThreadPoolExecutor.submit = submit  # type: ignore[method-assign]
+    ThreadPoolExecutor.submit = submit  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
