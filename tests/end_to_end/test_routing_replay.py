@@ -75,7 +75,9 @@ def test_samples_have_the_experts_of_the_engine_and_training_agrees_with_it(expe
 
 
 def test_continued_samples_have_the_experts_of_all_their_tokens(experts: TinyExperts, tmp_path: Path):
-    _, dumps = run(experts, tmp_path / "run", partial_rollout=True, over_sampling_batch_size=16)
+    _, dumps = run(
+        experts, tmp_path / "run", partial_rollout=True, over_sampling_batch_size=20, rollout_max_response_len=64
+    )
     samples = [sample for number in range(STEPS) for sample in rollout_dump.load_rollout(dumps, number).samples]
     assert any(len(sample.version_spans) > 1 for sample in samples)
     assert all(len(sample.rollout_routed_experts) == len(sample.tokens) - 1 for sample in samples)

@@ -77,12 +77,11 @@ def _without_threads() -> Iterator[None]:
             done.set_exception(error)
         return done
 
-    pools: Any = ThreadPoolExecutor
-    pools.submit = submit
+    ThreadPoolExecutor.submit = submit  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
-        pools.submit = submit_to_pool
+        ThreadPoolExecutor.submit = submit_to_pool  # type: ignore[method-assign]
 
 
 def load_changes(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
