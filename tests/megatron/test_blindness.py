@@ -1,7 +1,7 @@
 """Other pixels change the trainer's log-probabilities, in every family that sees, layout and packing.
 
 A model that has silently stopped seeing trains on without any error. The changes are those of transformers in float64;
-the log-probabilities of samples without an image stay as they are, bit for bit. The engines' side is in
+the log-probabilities of samples without an image stay as they are. The engines' side is in
 tests/families/test_serving.py, after each way of updating their weights.
 """
 
@@ -91,4 +91,5 @@ def test_other_pixels_change_the_log_probs_as_in_transformers(
     least = min(float(change.abs().max()) for change in changes[:WITH_IMAGES])
     print(f"{seen.name}, {name}: every sample changes by {least:.2g} or more, {far:.1e} from transformers")
     assert least > 1e-2 and far < 2e-5
-    assert all(not change.any() for change in changes[WITH_IMAGES:])
+    rounding = 1e-5 if "ETP2" in name else 0.0  # there experts add the halves of other tokens in between
+    assert all(change.abs().max() <= rounding for change in changes[WITH_IMAGES:])
