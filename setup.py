@@ -18,6 +18,7 @@ setup(
         "transformers==5.12.1",
         # Used directly; the engines above need most of them anyway.
         "aiohttp>=3.14",
+        "av>=15.0",  # videos of prompts
         "einops>=0.8",  # Megatron-FSDP imports it undeclared
         "httptools>=0.9",
         "huggingface_hub>=1.33",

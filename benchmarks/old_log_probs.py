@@ -28,7 +28,8 @@ import torch
 from checkpoints import model_flags
 
 from slimrl.arguments import Arguments
-from slimrl.data.train_batch import RolloutBatch, schedule_batch
+from slimrl.data.batch_schedule import schedule_batch
+from slimrl.data.train_batch import RolloutBatch
 
 TARGET = 0.78
 VOCABULARY, PROMPT, WARM_UP = 2048, 32, 2

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from slimrl.arguments import Arguments
 from slimrl.data import bin_packing
-from slimrl.data.train_batch import DEFAULT_BREAK_EVEN_TOKENS
+from slimrl.data.batch_schedule import DEFAULT_BREAK_EVEN_TOKENS
 from slimrl.megatron import parallel
 from slimrl.megatron.model import model_builder
 from slimrl.megatron.model.micro_batch import PackedSequences, packed_sequences

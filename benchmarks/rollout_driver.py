@@ -43,8 +43,8 @@ from ratios import add_json_option, write_ratios
 
 from benchmarks.instant_server import raw_load
 from slimrl.arguments import Arguments
+from slimrl.data.batch_schedule import schedule_batch
 from slimrl.data.sample import Sample
-from slimrl.data.train_batch import schedule_batch
 from slimrl.engines.protocol import Generation, SamplingConfig
 from slimrl.engines.sglang.client import RouterClient
 from slimrl.engines.sglang.router import RouterProcess

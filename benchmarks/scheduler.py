@@ -33,7 +33,7 @@ import numpy as np
 from ratios import add_json_option, write_ratios
 
 from slimrl.data import bin_packing
-from slimrl.data.train_batch import DEFAULT_BREAK_EVEN_TOKENS
+from slimrl.data.batch_schedule import DEFAULT_BREAK_EVEN_TOKENS
 
 ROUNDS = 3
 Schedule = list[bin_packing.Bins]  # [rank][micro-batch] -> samples

@@ -29,7 +29,8 @@ import torch
 from ratios import add_json_option, write_ratios
 
 from slimrl.arguments import Arguments
-from slimrl.data.train_batch import RolloutBatch, schedule_batch
+from slimrl.data.batch_schedule import schedule_batch
+from slimrl.data.train_batch import RolloutBatch
 from slimrl.platform.launch_env import prepare_ray_environment
 
 TARGET_MS = 10.0

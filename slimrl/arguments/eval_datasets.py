@@ -20,7 +20,7 @@ from slimrl.arguments.flags.rollout import DEFAULT_ROLLOUT_FUNCTION
 from slimrl.arguments.hf_config import least
 from slimrl.arguments.namespace import Arguments, DerivedVision, EvalDataset, PromptArguments
 from slimrl.arguments.parser import read_yaml
-from slimrl.data.images import ImageColumn
+from slimrl.data.images import IMAGE, VIDEO, ImageColumn
 from slimrl.data.preference_pairs import AnswerColumns, PairColumns
 from slimrl.data.prompt_format import PromptFormat, TeacherChoice
 
@@ -262,11 +262,12 @@ def eval_prompt_format(args: PromptArguments, dataset: EvalDataset) -> PromptFor
 
 
 def image_column(vision: DerivedVision, keys: dict[str, Any] | None) -> ImageColumn | None:
-    """The column of images of `--multimodal-keys`; None without any, or without a vision-language model (a rule)."""
-    column = None if keys is None else keys.get("image")
-    if not isinstance(column, str) or vision.vision_folder is None:
+    """The columns of `--multimodal-keys`; None without any, or without a vision-language model (a rule)."""
+    image, video = ((keys or {}).get(kind) for kind in (IMAGE, VIDEO))
+    image, video = (column if isinstance(column, str) else None for column in (image, video))
+    if (image is None and video is None) or vision.vision_folder is None:
         return None
-    return ImageColumn(column, vision.vision_folder)
+    return ImageColumn(image, vision.vision_folder, video)
 
 
 def _pair_columns(args: PromptArguments, as_chat: bool, label_key: str | None) -> PairColumns | AnswerColumns:

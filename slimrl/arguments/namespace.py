@@ -38,6 +38,7 @@ from slimrl.arguments.flags.moe import MoeArguments
 from slimrl.arguments.flags.optimizer import OffloadArguments, OptimizerArguments
 from slimrl.arguments.flags.parallel import ClusterArguments, GradientArguments, ParallelArguments
 from slimrl.arguments.flags.rollout import EvalArguments, RewardArguments, RolloutArguments
+from slimrl.data.routed_experts import RoutingShape
 from slimrl.models.adapters import AdapterConfig, SharedAdapter
 from slimrl.models.families.vision import TowerWeights
 
@@ -308,6 +309,13 @@ class Arguments(
     def adapter_of_requests(self) -> str | SharedAdapter | None:
         """What the run's requests use in the engines: an adapter of this name, one by version, or None."""
         return (self.shared_adapter or self.lora_name) if self.engines_have_adapters else None
+
+    @property
+    def routing_shape(self) -> RoutingShape | None:
+        """What the engines return of their routing; None without --use-rollout-routing-replay."""
+        if not self.use_rollout_routing_replay or self.num_experts is None:
+            return None
+        return RoutingShape(self.num_layers, self.moe_router_topk, self.num_experts)
 
     @property
     def uses_vllm(self) -> bool:

@@ -33,7 +33,7 @@ from slimrl.platform.launch_env import (
     Machine,
     RunFacts,
     actor_environment,
-    nccl_cumem,
+    nccl_environment,
     network_environment,
     network_of,
     of_driver,
@@ -206,20 +206,21 @@ def check_machine_has_operators(machine: Machine, *, batch_invariant: bool) -> N
 class Launch:
     """`environment` is every actor's; `driver` are variables of the driver that ranks inherit unless flags set them.
 
-    `nccl_cumem` is NCCL_CUMEM_ENABLE of every rank; None: unset. `bind` is set by `placed`, after joining the cluster.
+    `nccl` are NCCL's variables of every rank, as far as flags do not set them. `bind` is set by `placed`, after joining
+    the cluster.
     """
 
     machine: Machine
     run: RunFacts
     environment: dict[str, str]
     driver: dict[str, str]
-    nccl_cumem: str | None
+    nccl: dict[str, str]
     bind: BindConfig = BindConfig()
 
     @property
-    def servers_nccl_cumem(self) -> str | None:
-        """NCCL_CUMEM_ENABLE of the servers, which must equal the ranks' only within a common NCCL group."""
-        return self.nccl_cumem if self.run.broadcasts_weights else None
+    def servers_nccl(self) -> dict[str, str]:
+        """NCCL's variables of the servers, which must equal the ranks' only within a common NCCL group."""
+        return self.nccl if self.run.broadcasts_weights else {}
 
     def placed(self, bind: BindConfig) -> Launch:
         """A copy with the addresses of the joined cluster."""
@@ -235,8 +236,8 @@ class Launch:
     @classmethod
     def decide(cls, machine: Machine, run: RunFacts, given: Mapping[str, str], inherited: Mapping[str, str]) -> Launch:
         """`given` are --train-env-vars, `inherited` the driver's variables."""
-        cumem = nccl_cumem(machine, run, given=given, inherited=inherited)
-        return cls(machine, run, actor_environment(machine, inherited), of_driver(inherited), cumem)
+        nccl = nccl_environment(machine, run, given=given, inherited=inherited)
+        return cls(machine, run, actor_environment(machine, inherited), of_driver(inherited), nccl)
 
 
 @dataclasses.dataclass(frozen=True)

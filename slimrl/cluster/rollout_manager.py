@@ -133,7 +133,6 @@ class RolloutManager:
         engines = asyncio.ensure_future(self._start_engines(gpus, launch))
         others = OtherServers.start(self._args, gpus, launch, engines)
         with self._timeline.span("start of the servers"):
-            # concurrently: each takes seconds
             _, self._others, _ = await asyncio.gather(engines, others, self._open_data())
         self._args = self._others.reachable(self._engines.reachable(self._args))
         per_server, trained = self._args.sglang_server_concurrency, not self._args.debug_rollout_only
@@ -147,6 +146,7 @@ class RolloutManager:
             key=key_of(self._args),
             vocabulary=self._args.vocab_size,
             adapter=self._args.adapter_of_requests,
+            routing=self._args.routing_shape,
         )
         await self._client.__aenter__()
         self._memory = EngineMemory([engine.control() for engine in self._engines.engines])
@@ -159,8 +159,7 @@ class RolloutManager:
         )
         self._others.reward.when_moved = self._generator.move_reward_server
         if self._args.max_weight_staleness is not None and not self._args.eval_only:
-            client = self._client  # its concurrency follows the number of servers
-            self._generator.start_async(self._data_source, lambda: client.concurrency)
+            self._generator.start_async(self._data_source, lambda: self._client.concurrency)  # follows the servers
         self._phase = ""
         return self._engines.endpoints
 
@@ -340,7 +339,8 @@ class RolloutManager:
             dump()
             await self._dumps.finish()
         try:
-            batch = convert_samples.training_batch(self._args, samples, rewards, hook_args=self._args)
+            routing = self._args.routing_shape
+            batch = convert_samples.training_batch(self._args, samples, rewards, hook_args=self._args, routing=routing)
             schedule = convert_samples.BatchSchedule.from_args(self._args)
             batches = schedule.stored(batch, self._data_parallel_sizes, ray.put)
             versions = {version for sample in samples for version in sample.weight_versions}

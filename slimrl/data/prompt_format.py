@@ -191,7 +191,7 @@ class PromptFormat:
     def columns(self) -> list[str]:
         """Every column that is read."""
         answers = () if self.pair is None else self.pair.flags
-        images = () if self.images is None else (self.images.key,)
+        images = () if self.images is None else self.images.keys.values()
         keys = (self.input_key, self.label_key, self.metadata_key, self.tool_key, *answers, *images)
         return [key for key in keys if key is not None]
 

@@ -5,8 +5,7 @@ first. Neighbours differ and no span is empty. They are lists, so that JSON pres
 them.
 
 Values per token stay packed in bytes until code reads them as a list (`PackedFields`): a list of numbers takes 32 to 40
-bytes per token and is visited by every garbage collection, packed values take 1 to 8 bytes. Most samples go from the
-engine to the batch without anyone reading single tokens.
+bytes per token and is visited by every garbage collection, packed values take 1 to 8 bytes.
 
 `SlimeSample` has the methods that functions written for slime call on a sample; `Sample` inherits them. After every
 call, masks, log-probabilities and version spans cover every response token, as with
@@ -23,6 +22,8 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
+
+from slimrl.data.routed_experts import as_plain, from_plain
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -191,7 +192,6 @@ def format_spans(spans: list[Span]) -> str:
 NOT_SERVED = {
     "generate_function_path": "give the evaluation set a custom_generate_function_path (--eval-config)",
     "mopd_teacher_log_probs": "the values of a sample's teacher are teacher_log_probs, also with several teachers",
-    "rollout_routed_experts": "routing replay is unsupported: leave it None",
     "train_metadata": "put it into metadata, which --rollout-sample-filter-path and reward functions receive",
 }
 _STATUS_BY_FINISH = {"stop": "completed", "length": "truncated", "abort": "aborted"}
@@ -352,7 +352,8 @@ class Sample(SlimeSample):
     session_id: str | None = None
     custom_rm_path: str | None = None
     metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
-    # of prompts with images, shared by the samples of a prompt: {"images": [data URI, ...]}, and transformers' tensors
+    rollout_routed_experts: Any = dataclasses.field(default=None, compare=False)  # see `slimrl.data.routed_experts`
+    # of prompts with images or videos (keys: `data.images`), shared by a prompt's samples, and transformers' tensors
     multimodal_inputs: dict[str, Any] | None = None
     multimodal_train_inputs: dict[str, Any] | None = None
 
@@ -361,8 +362,7 @@ class Sample(SlimeSample):
         | {"teacher_top_ids", "teacher_top_log_probs"}
     )
 
-    # slime's name
-    Status: ClassVar[type[SampleStatus]] = SampleStatus
+    Status: ClassVar[type[SampleStatus]] = SampleStatus  # slime's name
 
     @property
     def prompt_length(self) -> int:
@@ -392,9 +392,9 @@ class Sample(SlimeSample):
     def to_dict(self) -> dict[str, Any]:
         """Plain data (status as a string), for dumps; without the tensors that are made of the images."""
         fields = dataclasses.asdict(dataclasses.replace(self, multimodal_train_inputs=None))
-        return {**fields, "status": self.status.value}
+        return as_plain(fields | {"status": self.status.value})
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Sample:
         """The inverse of `to_dict`. Raises TypeError on a key that is not a field."""
-        return cls(**{**data, "status": SampleStatus(data["status"])})
+        return cls(**from_plain({**data, "status": SampleStatus(data["status"])}))

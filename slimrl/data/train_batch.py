@@ -1,16 +1,11 @@
-"""Rollout data as columns, one tensor per field with samples end to end, and its schedule of micro-batches.
+"""Rollout data as columns, one tensor per field with samples end to end.
 
-`schedule_batch` splits a rollout into optimizer steps, data-parallel ranks and micro-batches. Invariants:
-deterministic; every sample exactly once; steps of `global_batch_size` samples in order; the same number of
-micro-batches on every rank; none empty; none above the cap, except a single sample (or pair) that is longer.
-A row of the schedule is the k-th micro-batch of every rank: ranks that exchange data in every layer process it
-together. The rollout manager builds the batches.
+The rollout manager makes a batch of a rollout's samples, and `data.batch_schedule` one for each data-parallel rank.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -21,11 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slimrl.data import bin_packing
-from slimrl.data.images import BatchImages
+from slimrl.data.images.batch import BatchImages
+from slimrl.data.routed_experts import Routes, RoutingShape
+from slimrl.data.routed_experts import joined as joined_routes
 from slimrl.data.sample import PackedColumn, Sample, SampleStatus, end_to_end
 
 _TOKEN_COLUMNS = ("tokens",)
+ROUTED_EXPERTS = "routed_experts"  # None without --use-rollout-routing-replay
 _RESPONSE_COLUMNS = ("loss_mask", "rollout_log_probs")
 _OPTIONAL_RESPONSE_COLUMNS = ("teacher_log_probs", "token_rewards")  # None if the run does not have it
 _OPTIONAL_COLUMNS = (*_OPTIONAL_RESPONSE_COLUMNS, "teacher_top_ids", "teacher_top_log_probs")
@@ -68,7 +65,8 @@ class RolloutBatch:
     token_rewards: Tensor | None = None  # float32 [sum(response_lengths)], besides the reward of the sample
     teacher_top_ids: Tensor | None = None  # int64 [sum(response_lengths), k], the teacher's most probable tokens
     teacher_top_log_probs: Tensor | None = None  # float32, like these
-    images: BatchImages | None = None  # of the samples' prompts
+    images: BatchImages | None = None  # and videos
+    routed_experts: Tensor | None = None  # int16 [sum(total_lengths), layers, experts per token], the engine's choice
 
     def __len__(self) -> int:
         return self.total_lengths.numel()
@@ -90,7 +88,7 @@ class RolloutBatch:
             raise IndexError(f"rows run from {int(index.min())} to {int(index.max())}: the batch has {len(self)}")
         chosen = index.tolist()
         columns: dict[str, Any] = {
-            **{name: _chosen(getattr(self, name), self.total_lengths, chosen) for name in _TOKEN_COLUMNS},
+            **{name: _chosen(getattr(self, name), self.total_lengths, chosen) for name in self._token_columns()},
             **{
                 name: _chosen(getattr(self, name), self.response_lengths, chosen)
                 for name in (*_RESPONSE_COLUMNS, *self._optional_columns())
@@ -99,6 +97,9 @@ class RolloutBatch:
         }
         return RolloutBatch(**columns, images=None if self.images is None else self.images.select(index))
 
+    def _token_columns(self) -> list[str]:
+        return [name for name in (*_TOKEN_COLUMNS, ROUTED_EXPERTS) if getattr(self, name) is not None]
+
     def _optional_columns(self) -> list[str]:
         return [name for name in _OPTIONAL_COLUMNS if getattr(self, name) is not None]
 
@@ -106,7 +107,7 @@ class RolloutBatch:
         """Write one safetensors file, the schedule in its metadata as JSON; replaces `path` atomically."""
         from safetensors.torch import save_file
 
-        names = (*_tensor_columns(), *self._optional_columns())
+        names = {*_tensor_columns(), *self._token_columns(), *self._optional_columns()}
         columns = {name: getattr(self, name).contiguous() for name in names}
         columns |= {} if self.images is None else self.images.tensors()
         schedule = json.dumps({name: getattr(self, name) for name in _SCHEDULE_COLUMNS})
@@ -124,19 +125,24 @@ class RolloutBatch:
             if metadata.get("format") != _FILE_FORMAT:
                 raise ValueError(f"{path} is not a rollout batch: its format is {metadata.get('format')!r}")
             names = file.keys()
-            optional = [name for name in _OPTIONAL_COLUMNS if name in names]
+            optional = [name for name in (*_OPTIONAL_COLUMNS, ROUTED_EXPERTS) if name in names]
             columns = {name: file.get_tensor(name) for name in (*_tensor_columns(), *optional)}
             images = BatchImages.from_tensors({name: file.get_tensor(name) for name in names if "." in name})
         return cls(**columns, images=images, **json.loads(metadata["schedule"]))
 
 
 def batch_from_samples(
-    samples: list[Sample], raw_rewards: Tensor, rewards: Tensor, images: Sequence[Mapping[str, Any] | None] = ()
+    samples: list[Sample],
+    raw_rewards: Tensor,
+    rewards: Tensor,
+    images: Sequence[Mapping[str, Any] | None] = (),
+    routing: RoutingShape | None = None,
 ) -> RolloutBatch:
     """Converts generated samples to columns, in order and without a schedule.
 
     `raw_rewards` [n] are as scored, `rewards` [n] those to train on (normalized within groups), `images` the tensors of
-    each sample's images (see `BatchImages.of_samples`).
+    each sample's images (see `BatchImages.of_samples`), `routing` the shape of the samples' routed experts; None: the
+    batch has none.
     A sample without a loss mask trains on its whole response; one with `remove_sample` on nothing.
 
     Raises ValueError with the sample's name if it is incomplete or its lengths disagree.
@@ -182,7 +188,19 @@ def batch_from_samples(
         teacher_top_ids=top("teacher_top_ids", np.int64),
         teacher_top_log_probs=top("teacher_top_log_probs", np.float32),
         images=BatchImages.of_samples(images, [sample.multimodal_inputs for sample in samples]),
+        routed_experts=None if routing is None else _routed_experts(samples, total_lengths, routing),
     )
+
+
+def _routed_experts(samples: list[Sample], lengths: list[int], shape: RoutingShape) -> Tensor:
+    columns: list[Routes | None] = []
+    for position, sample in enumerate(samples):
+        try:
+            found = sample.rollout_routed_experts
+            columns.append(None if found is None else shape.checked(found))
+        except ValueError as error:
+            raise ValueError(f"{_name(sample, position)}: {error}") from error
+    return torch.from_numpy(joined_routes(columns, lengths, shape))
 
 
 def _stored_columns(samples: list[Sample]) -> dict[str, tuple[Any, ...]]:
@@ -278,123 +296,3 @@ def _chosen(column: Tensor, lengths: Tensor, rows: list[int]) -> Tensor:
 
 def _tensor_columns() -> tuple[str, ...]:
     return _TOKEN_COLUMNS + _RESPONSE_COLUMNS + _SAMPLE_COLUMNS
-
-
-# Sequence length at which attention costs as much as the rest of the layer: 6 to 12 times the hidden size; 4-8B models.
-DEFAULT_BREAK_EVEN_TOKENS = 32_768
-
-
-def sequence_multiple(context_parallel_size: int) -> int:
-    """Every sample is padded to a multiple of this many tokens: context parallelism splits it into equal chunks."""
-    return 2 * context_parallel_size if context_parallel_size > 1 else 1
-
-
-def schedule_batch(
-    batch: RolloutBatch,
-    *,
-    data_parallel_size: int,
-    context_parallel_size: int = 1,
-    micro_batch_group: int = 1,
-    global_batch_size: int,
-    micro_batch_size: int,
-    max_tokens_per_micro_batch: int | None,
-    balance: bool,
-    break_even_tokens: int = DEFAULT_BREAK_EVEN_TOKENS,
-    samples_together: int = 1,
-) -> list[RolloutBatch]:
-    """One batch per data-parallel rank with its rows and schedule; see the module's invariants.
-
-    With `max_tokens_per_micro_batch` (prompt + response tokens) the micro-batches are filled up to that cap, and their
-    number is as small as the search finds; with None they have `micro_batch_size` samples. The ranks of a
-    context-parallel group share a micro-batch, so that its cap is `context_parallel_size` times as large. A rank has a
-    multiple of `micro_batch_group` micro-batches per step, as virtual pipeline stages require. `balance` evens out the
-    cost `length + length**2 / break_even_tokens` (linear layers + attention) over the ranks, in total and in each row;
-    without it the micro-batches are in the order of their first samples. `samples_per_step` and `tokens_per_step` count
-    the samples and the trained tokens of all ranks. A group is `samples_together` consecutive samples (2: the pairs of
-    a preference loss) and stays together, in order, in one micro-batch.
-
-    Raises ValueError if the samples do not divide into steps, ranks, micro-batches or groups.
-    """
-    if len(batch) == 0 or len(batch) % global_batch_size:
-        raise ValueError(
-            f"the rollout has {len(batch)} samples, which is not a multiple of --global-batch-size"
-            f" {global_batch_size}: every sample must belong to an optimizer step"
-        )
-    lengths, size = batch.total_lengths.tolist(), samples_together
-    _check_groups(batch, size, global_batch_size)
-    costs = _sums([length + length * length / break_even_tokens for length in lengths], size)
-    multiple = sequence_multiple(context_parallel_size)
-    padded = _sums([-(-length // multiple) * multiple for length in lengths], size)
-    if max_tokens_per_micro_batch is None:
-        if micro_batch_size % size:
-            raise ValueError(f"--micro-batch-size {micro_batch_size} divides pairs: give an even number of samples")
-        _check_static(global_batch_size, data_parallel_size, micro_batch_size, micro_batch_group)
-    else:
-        cap = max_tokens_per_micro_batch * context_parallel_size
-
-    steps = []  # [step][rank][micro-batch] -> rows of the whole batch
-    for start in range(0, len(batch) // size, global_batch_size // size):
-        groups = range(start, start + global_batch_size // size)
-        if max_tokens_per_micro_batch is None:
-            ranks = bin_packing.fixed_size(groups, costs, micro_batch_size // size, data_parallel_size, balance)
-        else:
-            ranks = bin_packing.under_cap(groups, padded, costs, cap, data_parallel_size, micro_batch_group, balance)
-        steps.append([[_samples_of(groups, size) for groups in rank] for rank in ranks])
-
-    trained = _trained_tokens(batch)
-    starts = range(0, len(batch), global_batch_size)
-    tokens_per_step = [sum(trained[start : start + global_batch_size]) for start in starts]
-    per_rank = []
-    for rank in range(data_parallel_size):
-        per_rank.append(_rank_batch(batch, [step[rank] for step in steps]))
-        per_rank[-1].samples_per_step = [global_batch_size] * len(steps)
-        per_rank[-1].tokens_per_step = list(tokens_per_step)
-    return per_rank
-
-
-def _check_groups(batch: RolloutBatch, size: int, global_batch_size: int) -> None:
-    """Raise ValueError if the samples of a group of `size` > 1 are not next to each other in one optimizer step."""
-    if size == 1:
-        return
-    if global_batch_size % size:
-        raise ValueError(f"--global-batch-size {global_batch_size} divides pairs: give an even number of samples")
-    ids = batch.group_ids.tolist()
-    groups = [ids[start : start + size] for start in range(0, len(ids), size)]
-    if any(len(set(group)) > 1 for group in groups) or len({group[0] for group in groups}) < len(groups):
-        raise ValueError(
-            f"the rollout's samples are not {len(groups)} groups of {size}: return each pair as one group, the"
-            " preferred response first"
-        )
-
-
-def _sums(values: Sequence[Any], size: int) -> list[Any]:
-    """The sums of `size` consecutive values each."""
-    return [sum(values[start : start + size]) for start in range(0, len(values), size)]
-
-
-def _samples_of(groups: Sequence[int], size: int) -> list[int]:
-    return [group * size + position for group in groups for position in range(size)]
-
-
-def _check_static(global_batch_size: int, data_parallel_size: int, micro_batch_size: int, group: int) -> None:
-    if global_batch_size % (data_parallel_size * micro_batch_size * group):
-        groups = "" if group == 1 else f" x {group} micro-batches per group of virtual pipeline stages"
-        raise ValueError(
-            f"--global-batch-size {global_batch_size} is not divisible by {data_parallel_size} data-parallel ranks x"
-            f" --micro-batch-size {micro_batch_size}{groups}: change one of them, or use --use-dynamic-batch-size"
-        )
-
-
-def _trained_tokens(batch: RolloutBatch) -> list[int]:
-    """Number of unmasked response tokens of each sample."""
-    mask, offsets = batch.loss_mask.numpy(), batch.response_offsets.tolist()
-    return [int(np.count_nonzero(mask[start:end])) for start, end in itertools.pairwise(offsets)]
-
-
-def _rank_batch(batch: RolloutBatch, micro_batches: list[bin_packing.Bins]) -> RolloutBatch:
-    """The rows of one rank in ascending order, with `micro_batches` [step][micro-batch] renumbered to them."""
-    rows = sorted(row for step in micro_batches for group in step for row in group)
-    local = {row: position for position, row in enumerate(rows)}
-    result = batch.select(rows)
-    result.micro_batches = [[[local[row] for row in group] for group in step] for step in micro_batches]
-    return result

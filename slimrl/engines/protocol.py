@@ -18,7 +18,9 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from slimrl.arguments.hf_config import least
+from slimrl.data.routed_experts import Routes
 from slimrl.data.sample import PackedFields, Sample, Span
+from slimrl.engines.prompt_images import PromptImages, with_images
 
 if TYPE_CHECKING:
     from slimrl.arguments.namespace import EvalDataset, SamplingArguments
@@ -65,6 +67,11 @@ class RequestStats:
             self._accepted += answer.spec_num_correct_drafts
             self._passes += answer.spec_verify_ct
             self._tokens_of_passes += answer.completion_tokens
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether this task is within `apart`."""
+        return self._apart.get()
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
@@ -128,6 +135,7 @@ class Generation(PackedFields):
     version_spans: list[Span] = dataclasses.field(default_factory=list)
     sent_ns: int = 0  # time.monotonic_ns when the successful attempt was sent; 0 if unknown
     prompt_tokens: int = 0  # as the engine counts them; 0 if it does not
+    routed_experts: Routes | None = None  # of prompt and response, if the client asks for them
 
     PACKABLE: ClassVar[frozenset[str]] = frozenset({"token_ids", "log_probs"})
 
@@ -139,32 +147,6 @@ class Generation(PackedFields):
 
 class EngineCallError(ServiceError):
     """A request of an EngineClient failed, also one that a custom function made."""
-
-
-@dataclasses.dataclass(frozen=True)
-class PromptImages:
-    """The images of a prompt as data URIs, and the id of their tokens, of which the prompt has all."""
-
-    data: tuple[str, ...]
-    token_id: int
-
-    def one_each(self, input_ids: list[int]) -> list[int]:
-        """`input_ids` with one token for each image.
-
-        Raises ValueError unless there are as many runs of that token as images.
-        """
-        before = [None, *input_ids[:-1]]
-        kept = [
-            (one, one == self.token_id)
-            for one, other in zip(input_ids, before, strict=True)
-            if one != self.token_id or other != self.token_id
-        ]
-        if (runs := sum(image for _, image in kept)) != len(self.data):
-            raise ValueError(
-                f"the tokens have {runs} images (runs of token {self.token_id}) and the prompt {len(self.data)}: a"
-                " response with that token cannot be continued"
-            )
-        return [one for one, _ in kept]
 
 
 class EngineClient(Protocol):
@@ -266,11 +248,6 @@ class StoppableEngine:
     async def abort_all(self) -> None:
         """The client's `abort_all`."""
         await self._client.abort_all()
-
-
-def with_images(images: PromptImages | None) -> dict[str, PromptImages]:
-    """The keyword of `generate`; none without images, because custom clients may lack it."""
-    return {} if images is None else {"images": images}
 
 
 def aborted_answer(path: str) -> dict[str, Any] | None:

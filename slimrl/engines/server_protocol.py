@@ -11,7 +11,7 @@ calls: they crash or generate garbage. So invalid calls raise here. Without a GP
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -36,16 +36,17 @@ EVERYTHING = (WEIGHTS, KV_CACHE, CUDA_GRAPHS)
 class ServerLaunch:
     """The properties of the machine and the run that determine how a server is started.
 
-    `memory_saver`: its memory is released while training runs. `shares_gpus`: training ranks use the same GPUs.
-    `nccl_cumem`: NCCL_CUMEM_ENABLE of the ranks that send weights to it. `gpus`: the GPUs of its node that it uses;
-    None: all GPUs that are visible to this process. `network`: how other nodes reach its node. `batch_invariant`: it
-    computes with the operators of --true-on-policy-mode, on a CPU. `worker_type`: its part of a request.
+    `memory_saver`: its memory is released while training runs. `shares_gpus`: training ranks use the same GPUs. `nccl`:
+    NCCL's variables that it has in common with the ranks that broadcast weights to it. `gpus`: the GPUs of its node
+    that it uses; None: all GPUs that are visible to this process. `network`: how other nodes reach its node.
+    `batch_invariant`: it computes with the operators of --true-on-policy-mode, on a CPU. `worker_type`: its part of a
+    request.
     """
 
     cuda: bool
     memory_saver: bool = False
     shares_gpus: bool = False
-    nccl_cumem: str | None = None
+    nccl: Mapping[str, str] = dataclasses.field(default_factory=dict)
     gpus: tuple[int | str, ...] | None = None
     network: Network = Network()
     batch_invariant: bool = False

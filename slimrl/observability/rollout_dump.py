@@ -17,6 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from slimrl.data.routed_experts import as_plain
 from slimrl.data.sample import Sample
 from slimrl.processes.files import OptionalFiles, atomic_file
 
@@ -168,7 +169,7 @@ def _line(sample: Sample) -> str:
     try:
         fields = {field.name: getattr(sample, field.name) for field in dataclasses.fields(sample)}
         fields |= {"status": sample.status.value, "multimodal_train_inputs": None}
-        return json.dumps(fields, default=_plain, ensure_ascii=False)
+        return json.dumps(as_plain(fields), default=_plain, ensure_ascii=False)
     except TypeError as error:
         raise TypeError(f"sample {sample.index} cannot be written to a rollout dump: {error}") from error
 

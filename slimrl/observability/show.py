@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from importlib import resources
 from typing import Any, Protocol
 
+from slimrl.data.images import DATA_URI, IMAGES, VIDEOS
 from slimrl.data.sample import Sample, SampleStatus, format_spans
 from slimrl.observability.rollout_dump import RolloutDump, read_dump
 
@@ -78,6 +79,9 @@ def page(dumps: Sequence[RolloutDump], tokenizer: Decoder | None, *, reward_key:
         for sample, key in zip(dump.samples, dump.reward_keys(), strict=True)
     ]
     data = [_details(name, sample, tokenizer) for name, sample, _ in samples]
+    pictures = {uri: number for number, uri in enumerate({uri: None for row in data for _, uri in row["pictures"]})}
+    for row in data:  # the samples of a prompt share its pictures
+        row["pictures"] = [(caption, pictures[uri]) for caption, uri in row["pictures"]]
     rows = [_page_row(name, sample, key) for name, sample, key in samples]
     files = resources.files("slimrl.observability") / "viewer_page"
     text = {name: (files / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", "page.js")}
@@ -89,6 +93,7 @@ def page(dumps: Sequence[RolloutDump], tokenizer: Decoder | None, *, reward_key:
         metrics=_mean_metrics(dumps),
         table=_table(rows),
         data=json.dumps(data).replace("<", "\\u003c"),  # no text can end the script element
+        pictures=json.dumps(list(pictures)).replace("<", "\\u003c"),
         style=text["page.css"],
         script=text["page.js"],
     )
@@ -155,9 +160,19 @@ def _details(name: str, sample: Sample, tokenizer: Decoder | None) -> dict[str, 
         "name": name,
         "facts": {key: str(value) for key, value in facts.items() if value not in (None, "")},
         "prompt": prompt_text(sample),
+        "pictures": pictures_of(sample),
         "response": _pieces(sample, tokenizer),
         "truncated": sample.status is SampleStatus.TRUNCATED,
     }
+
+
+def pictures_of(sample: Sample) -> list[tuple[str, str]]:
+    """(caption, data URI) of each image of a sample, and of the first frame of each of its videos."""
+    seen = sample.multimodal_inputs or {}
+    found = [(f"image {number}", uri) for number, uri in enumerate(seen.get(IMAGES) or (), start=1)]
+    for number, video in enumerate(seen.get(VIDEOS) or (), start=1):
+        found.append((f"video {number}: {_number(len(video['frames']), 'frame')}", video["frames"][0]))
+    return [(caption, uri) for caption, uri in found if isinstance(uri, str) and DATA_URI.match(uri)]
 
 
 def _pieces(sample: Sample, tokenizer: Decoder | None) -> list[tuple[Any, ...]]:

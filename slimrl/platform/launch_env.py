@@ -143,15 +143,15 @@ def rank_environment(
     run: RunFacts,
     *,
     gpu: int | str,
-    cumem: str | None,
+    nccl: Mapping[str, str],
     given: Mapping[str, str],
     inherited: Mapping[str, str],
 ) -> dict[str, str]:
     """The variables of a training rank's process in addition to its actor's.
 
-    `inherited` are the actor's variables, overridden by the driver's (`of_driver`). `cumem` is the run's `nccl_cumem`.
-    `gpu` is the number (or UUID) of its GPU on its node, from the placement: Ray hides other GPUs only if
-    RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES is unset. `given` are --train-env-vars, which win.
+    `inherited` are the actor's variables, overridden by the driver's (`of_driver`). `nccl` is the run's
+    `nccl_environment`. `gpu` is the number (or UUID) of its GPU on its node, from the placement: Ray hides other GPUs
+    only if RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES is unset. `given` are --train-env-vars, which win.
     """
     network = network_environment(machine.network, inherited)
     if not machine.cuda:
@@ -162,12 +162,9 @@ def rank_environment(
     connections = inherited.get("CUDA_DEVICE_MAX_CONNECTIONS", None if run.megatron_fsdp else "1")
     if connections is not None:
         decided["CUDA_DEVICE_MAX_CONNECTIONS"] = connections
-    if cumem is not None:
-        decided[CUMEM] = cumem
+    decided |= nccl
     if run.deterministic:
         decided |= DETERMINISTIC
-    if run.broadcasts_weights and run.deterministic_engines:
-        decided |= CHANNELS
     return {**decided, **given, "CUDA_VISIBLE_DEVICES": str(gpu)}
 
 
@@ -207,16 +204,23 @@ def rank_without_gpu(*, expected: bool, found: bool, visible: str | None, torch_
     )
 
 
-def nccl_cumem(
+def nccl_environment(
     machine: Machine, run: RunFacts, *, given: Mapping[str, str], inherited: Mapping[str, str]
-) -> str | None:
-    """NCCL_CUMEM_ENABLE of trainers and servers, decided once by the driver; None keeps NCCL's default.
-
-    All members of a group must agree, and SGLang defaults to 0 (1 with symmetric memory). A run without a common group
-    keeps NCCL's default, which suspending communicators needs.
-    """
+) -> dict[str, str]:
+    """NCCL's variables of trainers and servers, decided once by the driver: all members of a group must agree."""
     if not machine.cuda:
-        return None
+        return {}
+    cumem = _cumem(run, given, inherited)
+    decided = {} if cumem is None else {CUMEM: cumem}
+    return decided | CHANNELS if run.broadcasts_weights and run.deterministic_engines else decided
+
+
+def _cumem(run: RunFacts, given: Mapping[str, str], inherited: Mapping[str, str]) -> str | None:
+    """NCCL_CUMEM_ENABLE; None keeps NCCL's default.
+
+    SGLang defaults to 0 (1 with symmetric memory). A run without a common group keeps NCCL's default, which suspending
+    communicators needs.
+    """
     if CUMEM in given:
         return given[CUMEM]
     if run.broadcasts_weights and run.symmetric_memory:

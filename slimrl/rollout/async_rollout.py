@@ -236,7 +236,7 @@ class AsyncRollout:
             self._requeue(finished)
 
     def _requeue(self, finished: FinishedGroup) -> None:
-        self._source.add_samples([[reset_to_prompt(sample) for sample in finished.drawn]])
+        self._source.add_samples([[reset_to_prompt(sample) for sample in finished.prompts]])
         self._too_old += 1
 
     def _new_sampler(self) -> DynamicSampler:
@@ -333,6 +333,7 @@ def reset_to_prompt(sample: Sample) -> Sample:
         token_rewards=None,
         teacher_top_ids=None,
         teacher_top_log_probs=None,
+        rollout_routed_experts=None,
         weight_versions=[],
         version_spans=[],
         reward=None,

@@ -24,8 +24,10 @@ from slimrl.algorithms.estimators import ESTIMATORS, Baseline, Estimator, Overlo
 from slimrl.algorithms.returns import group_normalized_rewards
 from slimrl.arguments import Arguments
 from slimrl.arguments.namespace import ConversionArguments
+from slimrl.data.batch_schedule import schedule_batch
+from slimrl.data.routed_experts import RoutingShape
 from slimrl.data.sample import Sample, SampleStatus
-from slimrl.data.train_batch import RolloutBatch, batch_from_samples, schedule_batch
+from slimrl.data.train_batch import RolloutBatch, batch_from_samples
 from slimrl.hooks import ConvertSamples, RewardPostProcess, named, naming, resolve
 from slimrl.hooks.contracts import RunArguments
 from slimrl.rollout.dataset.images import training_inputs
@@ -160,6 +162,7 @@ _OTHERS = (
     "total_lengths",
     "teacher_log_probs",
     "token_rewards",
+    "rollout_routed_experts",
 )
 
 
@@ -170,19 +173,36 @@ def remove_truncated(samples: list[Sample], *, asked: bool) -> None:
 
 
 def training_batch(
-    flags: ConversionArguments, samples: list[Sample], rewards: Rewards, *, hook_args: RunArguments
+    flags: ConversionArguments,
+    samples: list[Sample],
+    rewards: Rewards,
+    *,
+    hook_args: RunArguments,
+    routing: RoutingShape | None = None,
 ) -> RolloutBatch:
     """The rows of one rollout, without a schedule. Raises ValueError for samples or columns that cannot be trained on.
 
     `rewards` are those of `samples`; a custom conversion function, called with `hook_args`, returns its own.
+    `routing` is the shape of the samples' routed experts.
     """
+    _check_routes(samples, routing)
     path = flags.custom_convert_samples_to_train_data_path
     if path is None:
         images = training_inputs(samples, flags.vision_folder)
-        return _with_teacher(flags, batch_from_samples(samples, rewards.raw, rewards.normalized, images))
+        return _with_teacher(flags, batch_from_samples(samples, rewards.raw, rewards.normalized, images, routing))
     function = resolve(path, ConvertSamples)
     with naming(_FLAG, path):
-        return _with_teacher(flags, batch_from_columns(function(hook_args, samples)))
+        return _with_teacher(flags, batch_from_columns(function(hook_args, samples), routing))
+
+
+def _check_routes(samples: list[Sample], routing: RoutingShape | None) -> None:
+    """Raises ValueError for routed experts that no router follows."""
+    given = [sample for sample in samples if sample.rollout_routed_experts is not None]
+    if given and routing is None:
+        raise ValueError(
+            f"sample {given[0].index} has rollout_routed_experts, which only --use-rollout-routing-replay reads: add"
+            " the flag, or leave the field None"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,7 +266,7 @@ def _with_teacher(flags: ConversionArguments, batch: RolloutBatch) -> RolloutBat
     return batch
 
 
-def batch_from_columns(columns: Any) -> RolloutBatch:
+def batch_from_columns(columns: Any, routing: RoutingShape | None = None) -> RolloutBatch:
     """The batch from custom columns. Raises ValueError with the column that is missing, unknown or does not fit."""
     if not isinstance(columns, dict):
         raise ValueError(f"the function returned {type(columns).__name__}: return a dict of columns")
@@ -269,6 +289,7 @@ def batch_from_columns(columns: Any) -> RolloutBatch:
             rollout_log_probs=list(columns["rollout_log_probs"][row]),
             teacher_log_probs=list(columns["teacher_log_probs"][row]) if "teacher_log_probs" in columns else None,
             token_rewards=list(columns["token_rewards"][row]) if "token_rewards" in columns else None,
+            rollout_routed_experts=columns.get("rollout_routed_experts", [None] * count)[row],
             status=_status(columns, row),
         )
         for row in range(count)
@@ -278,7 +299,7 @@ def batch_from_columns(columns: Any) -> RolloutBatch:
             raise ValueError(f"sample {row.index} has {len(row.tokens)} tokens but total_lengths {total}")
     rewards = torch.as_tensor(columns["rewards"], dtype=torch.float32)
     raw = torch.as_tensor(columns.get("raw_reward", columns["rewards"]), dtype=torch.float32)
-    return batch_from_samples(rows, raw, rewards)
+    return batch_from_samples(rows, raw, rewards, routing=routing)
 
 
 def _status(columns: dict[str, Any], row: int) -> SampleStatus:

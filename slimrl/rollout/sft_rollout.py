@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from slimrl.arguments.eval_datasets import eval_prompt_format
 from slimrl.arguments.namespace import EvalDataset, PromptArguments
-from slimrl.data.images import GRIDS, IMAGES, RESPONSE_STARTS, with_images
+from slimrl.data.images import IMAGES, RESPONSE_STARTS, VIDEO_RESPONSE_STARTS, VIDEOS, with_images
+from slimrl.data.images.batch import GRIDS
 from slimrl.data.loss_mask import MaskedConversation, masked_conversation
 from slimrl.data.prompt_format import PLACE_KEY
 from slimrl.data.sample import Sample, SampleStatus
@@ -25,6 +26,7 @@ from slimrl.hooks.contracts import RunArguments
 from slimrl.rollout.dataset.data_source import RolloutDataSource
 from slimrl.rollout.dataset.images import ImageProcessor, images_of, training_inputs
 from slimrl.rollout.dataset.prompt_dataset import TOOLS_KEY, load_prompts
+from slimrl.rollout.dataset.videos import videos_of
 from slimrl.rollout.rollout_function import RolloutOutput
 
 if TYPE_CHECKING:
@@ -121,7 +123,7 @@ def fill_conversation(
         conversation = masked_conversation(
             tokenizer, messages, mask_type, tools=sample.metadata.get(TOOLS_KEY), template_options=template_options
         )
-        images = None if processor is None else _ImagesOf(sample, processor, conversation)
+        images = None if processor is None else _ImagesOf(sample, processor, conversation, tokenizer)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
     conversation = conversation if images is None else images.conversation
@@ -144,40 +146,60 @@ def fill_conversation(
 
 
 class _ImagesOf:
-    """The images of a conversation: `conversation` has all of their tokens, and `starts` the first one of each."""
+    """The images and videos of a conversation: `conversation` has all of their tokens."""
 
-    def __init__(self, sample: Sample, processor: ImageProcessor, conversation: MaskedConversation) -> None:
+    def __init__(
+        self, sample: Sample, processor: ImageProcessor, conversation: MaskedConversation, tokenizer: Any
+    ) -> None:
         """Raises ValueError unless the rendered conversation has one token for each of the sample's images."""
-        self._uris, self._processor = images_of(sample), processor
-        self._inputs = processor.train_inputs(self._uris) if self._uris else None
-        sizes = [] if self._inputs is None else self._inputs[GRIDS].prod(1).tolist()
-        self._counts = [size // processor.tokens.merge_size**2 for size in sizes]
-        places = processor.expanded_places(conversation.ids, self._counts)
-        ids = [conversation.ids[place] for place in places]
+        self._uris, self._videos = images_of(sample), videos_of(sample.multimodal_inputs)
+        self._processor = processor
+        counts = []
+        if self._uris or self._videos:
+            inputs = processor.train_inputs(self._uris, self._videos)
+            sizes = inputs[GRIDS].prod(1).tolist() if self._uris else []
+            counts = [size // processor.tokens.merge_size**2 for size in sizes]
+        of_videos = [processor.videos.token_ids(video, tokenizer) for video in self._videos]
+        ids, places = processor.expanded(conversation.ids, counts, of_videos)
         self.conversation = MaskedConversation(
             conversation.text,
             ids,
             [conversation.mask[place] for place in places],
             None if conversation.offsets is None else [conversation.offsets[place] for place in places],
         )
-        self.starts = processor.image_starts(ids, places)
+        kinds = {processor.tokens.image_token_id: IMAGES, processor.tokens.video_token_id: VIDEOS}
+        first = {place: at for at, place in reversed(list(enumerate(places)))}
+        last = {place: at for at, place in enumerate(places)}
+        # (kind, first token, end) of each, in the order of the conversation
+        self._extents = [
+            (kinds[token], first[place], last[place] + 1)
+            for place, token in enumerate(conversation.ids)
+            if token in kinds
+        ]
+        video = processor.tokens.video_token_id
+        self._video_runs = [at for at, token in enumerate(ids) if token == video and (at == 0 or ids[at - 1] != video)]
 
     def keep(self, sample: Sample, first: int, length: int) -> int:
-        """Leaves the sample the images that its `length` tokens have whole; the response begins with token `first`.
+        """Leaves the sample what its `length` tokens have whole; the response begins with token `first`.
 
-        Returns the number of tokens before an image that is not whole.
+        Returns the number of tokens before an image or a video that is not whole.
         """
-        ends = [start + count for start, count in zip(self.starts, self._counts, strict=True)]
-        whole = sum(end <= length for end in ends)
-        if whole < len(ends):
-            length = min(length, self.starts[whole])
-        if whole:
-            inputs = self._inputs if whole == len(ends) else self._processor.train_inputs(self._uris[:whole])
-            response_starts = [start - first for start in self.starts[:whole] if start >= first]
-            sample.multimodal_inputs = {IMAGES: list(self._uris[:whole]), RESPONSE_STARTS: response_starts}
-            sample.multimodal_train_inputs = inputs
-        else:
-            sample.multimodal_inputs = sample.multimodal_train_inputs = None
+        whole = sum(end <= length for _, _, end in self._extents)
+        if whole < len(self._extents):
+            length = min(length, self._extents[whole][1])
+        kept = self._extents[:whole]
+        images = [start for kind, start, _ in kept if kind == IMAGES]
+        videos = self._videos[: len(kept) - len(images)]
+        given: dict[str, Any] = {}
+        if images:
+            starts = [start - first for start in images if start >= first]
+            given |= {IMAGES: list(self._uris[: len(images)]), RESPONSE_STARTS: starts}
+        if videos:
+            runs = [start - first for start in self._video_runs if first <= start < length]
+            given |= {VIDEOS: [video.stored() for video in videos], VIDEO_RESPONSE_STARTS: runs}
+        sample.multimodal_inputs = given or None
+        uris = self._uris[: len(images)]
+        sample.multimodal_train_inputs = self._processor.train_inputs(uris, videos) if given else None
         return length
 
 

@@ -53,13 +53,14 @@ CHAT_TEMPLATE = (
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
 )
-# the same with images among the parts of a message
+# the same with images and videos among the parts of a message
 VISION_TEMPLATE = CHAT_TEMPLATE.replace(
     "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}",
     "{{ '<|im_start|>' + message['role'] + '\\n' }}"
     "{%- if message['content'] is string -%}{{ message['content'] }}{%- else -%}"
     "{%- for part in message['content'] -%}"
     "{%- if part['type'] == 'image' -%}{{ '<|vision_start|><|image_pad|><|vision_end|>' }}"
+    "{%- elif part['type'] == 'video' -%}{{ '<|vision_start|><|video_pad|><|vision_end|>' }}"
     "{%- else -%}{{ part['text'] }}{%- endif -%}"
     "{%- endfor -%}{%- endif -%}"
     "{{ '<|im_end|>\\n' }}",
@@ -205,9 +206,10 @@ def publish_experts(folder: Path) -> None:
 
 
 def save_image_processor(tower: Mapping[str, Any] | None, folder: Path) -> None:
-    """Writes ``preprocessor_config.json`` of a model with this vision tower, as published; nothing without one.
+    """Writes the settings of the processors of a model with this vision tower, as published; nothing without one.
 
-    Images keep their size if both sides are multiples of a merged patch and they have at most 256 of these.
+    Images keep their size if both sides are multiples of a merged patch and they have at most 256 of these. So do the
+    frames of a video with at most 64 of these (Qwen3-VL: all of them together, at most 256).
     """
     if tower is None:
         return
@@ -225,6 +227,16 @@ def save_image_processor(tower: Mapping[str, Any] | None, folder: Path) -> None:
         "image_std": [0.5, 0.5, 0.5],
     }
     (folder / "preprocessor_config.json").write_text(json.dumps(entries, indent=2) + "\n")
+    deep = "deepstack_visual_indexes" in tower  # whose limits are for all frames of a video
+    videos = {
+        "video_processor_type": "Qwen3VLVideoProcessor" if deep else "Qwen2VLVideoProcessor",
+        "size": {"shortest_edge": 4 * merged, "longest_edge": (256 if deep else 64) * merged},
+        "fps": 2,
+        "max_frames": 32,
+    }
+    kept = {name: value for name, value in entries.items() if name not in ("image_processor_type", *videos)}
+    kept = {name: value for name, value in kept.items() if name not in ("min_pixels", "max_pixels")}
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(kept | videos, indent=2) + "\n")
 
 
 def size_args_script(name: str, config: PretrainedConfig) -> str:

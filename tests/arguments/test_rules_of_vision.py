@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 from pathlib import Path
@@ -65,12 +66,13 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
         ],
     ),
     "images_have_a_model": (
-        [KEYS],
+        [KEYS, '--multimodal-keys {{"image":"images","video":"videos"}}'],
         [
             (
-                '--multimodal-keys {{"video":"clips"}}',
-                "--multimodal-keys has 'video', and only images are supported: leave it out.",
+                '--multimodal-keys {{"audio":"clips"}}',
+                "--multimodal-keys has 'audio', and images and videos are supported: leave it out.",
             ),
+            ('--multimodal-keys {{"video":""}}', "--multimodal-keys has '' for video: give the name of a column."),
             ('--multimodal-keys {{"image":3}}', "--multimodal-keys has 3 for image: give the name of a column."),
             (
                 "--multimodal-keys {{}}",
@@ -228,6 +230,15 @@ def test_conversations_may_have_images_in_messages_of_others_than_the_assistant(
     assert f"{seeing.dir}/train.jsonl:1: message 1 is the assistant's and has an image, whose tokens cannot be" in found
     (found,) = conversations(seeing, [question, question, answer])
     assert "the messages have 2 places for images (<image>) and column 'images' (--multimodal-keys) has 1" in found
+
+
+def test_videos_need_the_package_that_decodes_them(seeing, monkeypatch):
+    keys = '--multimodal-keys {{"image":"images","video":"videos"}}'
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "av" else find(name, *more))
+    assert sentences(line(seeing, keys)) == [
+        "--multimodal-keys has videos, and the package av is not installed: pip install av."
+    ]
 
 
 def test_images_need_a_chat_template(seeing):

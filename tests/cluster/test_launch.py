@@ -71,20 +71,22 @@ def test_trainer_variables_do_not_reach_engines():
     assert on_cpu.environment["OMP_NUM_THREADS"] == "1"
 
 
-@pytest.mark.parametrize(("run", "cumem"), [(RunFacts(broadcasts_weights=True), "0"), (RunFacts(), None)])
-def test_servers_use_the_nccl_setting_of_the_sending_ranks(run: RunFacts, cumem: str | None):
+@pytest.mark.parametrize(
+    ("run", "nccl"), [(RunFacts(broadcasts_weights=True), {"NCCL_CUMEM_ENABLE": "0"}), (RunFacts(), {})]
+)
+def test_servers_use_the_nccl_setting_of_the_sending_ranks(run: RunFacts, nccl: dict[str, str]):
     launch = Launch.decide(GPU, run, {}, {})
     settings = server_settings(Arguments(**FLAGS), 0, launch)
-    assert (launch.nccl_cumem, settings.nccl_cumem, settings.cuda) == (cumem, cumem, True)
+    assert (launch.nccl, settings.nccl, settings.cuda) == (nccl, nccl, True)
 
 
 def test_ranks_and_servers_agree_when_their_nodes_differ():
     launch = Launch.decide(GPU, RunFacts(broadcasts_weights=True), {}, {"NCCL_CUMEM_ENABLE": "1"})
     of_rank = rank_environment(
-        GPU, launch.run, gpu=0, cumem=launch.nccl_cumem, given={}, inherited={"NCCL_CUMEM_ENABLE": "0"} | launch.driver
+        GPU, launch.run, gpu=0, nccl=launch.nccl, given={}, inherited={"NCCL_CUMEM_ENABLE": "0"} | launch.driver
     )
     of_server = server_environment(
-        ServerLaunch(cuda=True, nccl_cumem=launch.servers_nccl_cumem),
+        ServerLaunch(cuda=True, nccl=launch.servers_nccl),
         {},
         {"NCCL_CUMEM_ENABLE": "0"},
         ranks=1,
@@ -96,13 +98,13 @@ def test_ranks_and_servers_agree_when_their_nodes_differ():
 def test_server_outside_the_rank_groups_keeps_its_node_setting():
     facts = RunFacts(shares_gpus=True, offloads_training=True, suspends_nccl=False)
     launch = Launch.decide(GPU, facts, {}, {})
-    assert (launch.nccl_cumem, launch.servers_nccl_cumem) == ("0", None)
+    assert (launch.nccl, launch.servers_nccl) == ({"NCCL_CUMEM_ENABLE": "0"}, {})
 
 
 def test_driver_setting_reaches_ranks_on_other_nodes():
     launch = Launch.decide(GPU, RunFacts(), {}, {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "OMP_NUM_THREADS": "1"})
     node = {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "OMP_NUM_THREADS": "1"}
-    found = rank_environment(GPU, launch.run, gpu=0, cumem=None, given={}, inherited=node | launch.driver)
+    found = rank_environment(GPU, launch.run, gpu=0, nccl={}, given={}, inherited=node | launch.driver)
     assert (found["CUDA_DEVICE_MAX_CONNECTIONS"], found["OMP_NUM_THREADS"]) == ("32", "12")
 
 

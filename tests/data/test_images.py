@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
-from slimrl.data.images import IN_PROMPT, BatchImages, image_rows, mrope_positions
+from slimrl.data.images.batch import IN_PROMPT, BatchImages, image_rows, mrope_positions
 from slimrl.data.train_batch import RolloutBatch
 from slimrl.models.families.vision import VisionTokens
 from tests.megatron import vision
@@ -97,8 +99,6 @@ def test_other_number_of_image_tokens_is_an_error():
         mrope_positions(tokens, len(tokens), torch.tensor([(1, 4, 6)]), TOKENS)
     with pytest.raises(ValueError, match="the prompt has 4 image tokens, and its 0 images have 0"):
         mrope_positions(tokens, len(tokens), None, TOKENS)
-    with pytest.raises(ValueError, match="an image has several frames: videos are unsupported"):
-        mrope_positions(tokens, len(tokens), torch.tensor([(2, 4, 4)]), TOKENS)
     apart = torch.tensor([1, vision.IMAGE, 2, vision.IMAGE, vision.IMAGE, vision.IMAGE])
     with pytest.raises(ValueError, match="the image tokens from token 1 on are not the 4 of one image"):
         mrope_positions(apart, len(apart), torch.tensor([(1, 4, 4)]), TOKENS)
@@ -153,3 +153,67 @@ def test_digest_of_a_samples_images_is_that_of_their_pixels_and_arrangement():
     moved[3, 1] += 1
     assert len({wide, digest(moved, (1, 2, 8)), digest(pixels, (1, 8, 2)), digest(pixels, (1, 2, 4), (1, 2, 4))}) == 4
     assert wide == digest(pixels.clone(), (1, 2, 8)) and len(wide) == 16
+
+
+VIDEOS = {
+    "a video": ([(3, 4, 6)], [1.0]),
+    "a video of one frame": ([(1, 4, 6)], [2.2]),
+    "two videos": ([(4, 2, 2), (2, 8, 4)], [0.5, 3.9]),
+}
+
+
+@pytest.mark.parametrize("name", VIDEOS)
+@pytest.mark.parametrize("dated", [False, True], ids=["qwen2.5", "qwen3"])
+def test_positions_of_videos_are_those_of_transformers(name, dated, tmp_path):
+    """With an image between two texts before them, and after them; the second half of the tokens is the response."""
+    from transformers import Qwen2_5_VLForConditionalGeneration, Qwen3VLForConditionalGeneration
+
+    (save, kind) = (
+        (vision.save_qwen3_vl, Qwen3VLForConditionalGeneration)
+        if dated
+        else (vision.save_qwen2_5_vl, Qwen2_5_VLForConditionalGeneration)
+    )
+    model = kind.from_pretrained(save(tmp_path, seed=0))
+    grids, seconds = VIDEOS[name]
+    generator = torch.Generator().manual_seed(1)
+    image = vision.prompt([(1, 4, 4)], generator)
+    first, rest = (
+        vision.video_prompt(grids[:1], generator, dated=dated),
+        vision.video_prompt(grids[1:], generator, dated=dated),
+    )
+    tokens = torch.tensor([*image, *first, *image, *rest])
+    kinds = (tokens == vision.IMAGE).int() + 2 * (tokens == vision.VIDEO).int()
+    inputs = vision.inputs([(1, 4, 4)] * 2, 0) | vision.video_inputs(grids, 1, None if dated else seconds)
+    expected, _ = model.model.get_rope_index(
+        tokens[None],
+        mm_token_type_ids=kinds[None],
+        image_grid_thw=inputs["image_grid_thw"],
+        video_grid_thw=inputs["video_grid_thw"],
+        **({} if dated else {"second_per_grid_ts": inputs["second_per_grid_ts"]}),
+    )
+    prompt = len(image) + len(first)
+    runs = [at for at in range(1, len(tokens)) if kinds[at] != kinds[at - 1] and kinds[at]]
+    given = {
+        "response_starts": [at - prompt for at in runs if at >= prompt and kinds[at] == 1],
+        "video_response_starts": [at - prompt for at in runs if at >= prompt and kinds[at] == 2],
+    }
+    images = BatchImages.of_samples([inputs], [given])
+    assert images is not None
+    where = images.grids, TOKENS, images.starts.tolist(), images.seconds_of_samples()[0]
+    assert torch.equal(mrope_positions(tokens, prompt, *where), expected[:, 0])
+    rows = image_rows(tokens, prompt, where[1], where[0], *where[2:])
+    assert sorted(rows.tolist()) == kinds.nonzero().squeeze(1).tolist()
+    with pytest.raises(ValueError, match="the prompt has .* video tokens, and its .* videos have"):
+        mrope_positions(tokens, len(tokens), images.grids[:-1], TOKENS, (), where[3][:-1])
+
+
+def test_videos_are_saved_and_are_part_of_a_digest(tmp_path):
+    batch = vision.rollout_with_videos(5, dated=False)
+    batch.save(tmp_path / "batch")
+    loaded = RolloutBatch.load(tmp_path / "batch").images
+    assert loaded is not None and loaded.seconds.tolist() == batch.images.seconds.tolist()
+    assert loaded.seconds_of_samples()[4] == pytest.approx([-1.0, 1.0, 2.2])
+    chosen = batch.select([2, 6]).images
+    assert chosen.seconds.tolist() == [1.5] and chosen.counts.tolist() == [1, 0]
+    later = dataclasses.replace(chosen, seconds=chosen.seconds + 1)
+    assert chosen.digests()[0] != later.digests()[0]

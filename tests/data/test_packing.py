@@ -5,8 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slimrl.data.batch_schedule import schedule_batch, sequence_multiple
 from slimrl.data.sample import Sample
-from slimrl.data.train_batch import RolloutBatch, batch_from_samples, schedule_batch, sequence_multiple
+from slimrl.data.train_batch import RolloutBatch, batch_from_samples
 
 
 def make_batch(lengths: list[int], masks: list[list[int]] | None = None) -> RolloutBatch:

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slimrl.data.train_batch import RolloutBatch, schedule_batch
+from slimrl.data.batch_schedule import schedule_batch
+from slimrl.data.train_batch import RolloutBatch
 from tests.data.test_packing import make_batch
 
 

@@ -164,7 +164,7 @@ def test_generation_only_run_samples_what_the_run_sampled_before_training(tiny, 
     of_training = ("save", "load", "save_interval", "ref_load", "check_weight_update_equal", "save_debug_train_data")
     without = dict.fromkeys((*of_training, "ci_test", "ci_train_rollout_logprob_abs_diff_threshold"))
     changes = {**without, "debug_rollout_only": True, "num_rollout": 2, "colocate": None, "rollout_num_gpus": 1}
-    done = harness.start("train.py", colocated(tiny, tmp_path, **changes), tmp_path, "drawn", tiny.home).finish(150)
+    done = harness.start("train.py", colocated(tiny, tmp_path, **changes), tmp_path, "sampled", tiny.home).finish(150)
     assert done.code == 0, done.output[-6000:]
     assert done.left == []
     for step in range(2):

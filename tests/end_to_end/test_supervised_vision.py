@@ -1,9 +1,11 @@
-"""Supervised training on conversations with images, and on preferences about images, against transformers' own loss."""
+"""Supervised training on conversations with images and a video, and on preferences, against transformers' own loss."""
 
 from __future__ import annotations
 
+import base64
 import json
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,10 @@ from slimrl.tiny.tasks import Counting, split_countings
 from tests.end_to_end import harness, test_preference
 from tests.end_to_end.conftest import SEEING, Tiny, make_seeing
 from tests.end_to_end.test_supervised import FLAGS
+from tests.videos import video
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-IMAGE = "<|image_pad|>"
+IMAGE, VIDEO = "<|image_pad|>", "<|video_pad|>"
 
 
 @pytest.fixture(scope="module", params=SEEING)
@@ -30,7 +33,7 @@ def turns(role: str, text: str, answer: str) -> list[dict[str, str]]:
 
 
 def rows(pictures: list[Counting]) -> list[dict[str, Any]]:
-    """Conversations with an image in the first turn, in both, in the second alone, and in none."""
+    """Conversations with an image in the first turn, in both, in the second alone, in none, and one with a video."""
     found = []
     for number, picture in enumerate(pictures):
         other = pictures[number - 1]
@@ -39,7 +42,10 @@ def rows(pictures: list[Counting]) -> list[dict[str, Any]]:
         later = turns("user", "1+1=", "2") + turns("user", "squares?<image>", str(picture.answer)), [picture]
         messages, seen = (first, both, later, (turns("user", "2+2=", "4"), []))[number % 4]
         uris = [uri for one in seen for uri in one.row()["images"]]  # type: ignore[attr-defined]
-        found.append({"messages": messages, "images": uris})
+        found.append({"messages": messages, "images": uris, "videos": []})
+    messages = turns("user", "<video>moves?", "1") + turns("user", "squares?<image>", str(pictures[0].answer))
+    data = f"data:video/mp4;base64,{base64.b64encode(video(16, 84, 64)).decode()}"
+    found[4] = {"messages": messages, "images": pictures[0].row()["images"], "videos": [data]}
     return found
 
 
@@ -51,16 +57,23 @@ def batches(folder: Path, data: list[dict[str, Any]]) -> Iterator[dict[str, Any]
     from slimrl.rollout.dataset.images import ImageProcessor
 
     tokenizer, processor = AutoTokenizer.from_pretrained(folder), AutoImageProcessor.from_pretrained(folder)
+    ours = ImageProcessor(str(folder))
     for row in data:
-        images = [ImageProcessor(str(folder)).read(uri) for uri in row["images"]]
+        images = [ours.read(uri) for uri in row["images"]]
+        videos = [ours.read_video(uri) for uri in row.get("videos", ())]
         found = processor(images=images, return_tensors="pt") if images else {}
-        counts = iter((found["image_grid_thw"].prod(1) // 4).tolist() if images else [])
+        found = {**found, **(ours.videos.train_inputs(videos) if videos else {})}
+        counts = (found["image_grid_thw"].prod(1) // 4).tolist() if images else []
+        tokens_of = {
+            "image": iter([IMAGE * count for count in counts]),
+            "video": iter([tokenizer.decode(ours.videos.token_ids(one, tokenizer)) for one in videos]),
+        }
         ids, labels = [], []
         for message in row["messages"]:
-            pieces = message["content"].split("<image>")
+            pieces = re.split("<(image|video)>", message["content"])
             content = pieces[0]
-            for piece in pieces[1:]:
-                content += f"<|vision_start|>{IMAGE * next(counts)}<|vision_end|>{piece}"
+            for kind, piece in zip(pieces[1::2], pieces[2::2], strict=True):
+                content += f"<|vision_start|>{next(tokens_of[kind])}<|vision_end|>{piece}"
             is_trained = message["role"] == "assistant"
             head, words = f"<|im_start|>{message['role']}\n", f"{content}<|im_end|>"
             for text, chosen in ((head, False), (words, is_trained), ("\n", False)):
@@ -68,7 +81,8 @@ def batches(folder: Path, data: list[dict[str, Any]]) -> Iterator[dict[str, Any]
                 ids += own
                 labels += own if chosen else [-100] * len(own)
         tokens = torch.tensor([ids])
-        kinds = (tokens == tokenizer.convert_tokens_to_ids(IMAGE)).int()
+        image, moving = tokenizer.convert_tokens_to_ids([IMAGE, VIDEO])
+        kinds = (tokens == image).int() + 2 * (tokens == moving).int()
         yield {"input_ids": tokens, "labels": torch.tensor([labels]), "mm_token_type_ids": kinds, **found}
 
 
@@ -95,7 +109,7 @@ def test_loss_of_conversations_with_images_is_that_of_transformers_and_falls(see
     trained, held_out = (rows(pictures) for pictures in split_countings(seed=3, train_size=8, eval_size=8))
     flags = FLAGS | {
         "prompt_data": write(tmp_path / "train.jsonl", trained),
-        "multimodal_keys": json.dumps({"image": "images"}),
+        "multimodal_keys": json.dumps({"image": "images", "video": "videos"}),
         "num_rollout": 12,
         "lr": 3e-3,
         "eval_interval": 12,

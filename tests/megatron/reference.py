@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slimrl.data.images.batch import NO_VIDEO, BatchImages
 from slimrl.data.train_batch import RolloutBatch
 
 
@@ -79,19 +81,41 @@ def _split(batch: RolloutBatch) -> list[dict[str, Any]]:
                 "reward": torch.tensor(reward, dtype=torch.float64),
             }
         )
+        if batch.routed_experts is not None:
+            samples[-1]["routes"] = batch.routed_experts[start : start + total].long()
         start, response_start = start + total, response_start + response
     if batch.images is not None:
         of_image, grids = batch.images.pixel_values.split(batch.images.grids.prod(1).tolist()), batch.images.grids
         for sample, own in zip(samples, batch.images.index.split(batch.images.counts.tolist()), strict=True):
             if len(own):
-                pixels = torch.cat([of_image[image] for image in own.tolist()]).double()
-                sample["images"] = {"pixel_values": pixels, "image_grid_thw": grids[own]}
+                sample["images"] = _as_transformers(batch.images, [of_image[image] for image in own], grids[own], own)
     return samples
+
+
+def _as_transformers(images: BatchImages, patches: list[Tensor], grids: Tensor, own: Tensor) -> dict[str, Tensor]:
+    """The arguments of transformers' model: its videos have all of their frames, also where these are apart."""
+    seconds = torch.full((len(own),), NO_VIDEO) if images.seconds is None else images.seconds[own]
+    still = [at for at, time in enumerate(seconds.tolist()) if time == NO_VIDEO]
+    moving = [at for at in range(len(own)) if at not in still]
+    found: dict[str, Tensor] = {}
+    if still:
+        found["pixel_values"] = torch.cat([patches[at] for at in still]).double()
+        found["image_grid_thw"] = grids[still]
+    if moving:
+        found["pixel_values_videos"] = torch.cat([patches[at] for at in moving]).double()
+        sizes = grids[moving].tolist()
+        if bool((seconds[moving] > 0).any()):
+            found |= {"video_grid_thw": grids[moving], "second_per_grid_ts": seconds[moving]}
+        else:
+            videos = [(len(list(frames)), *size[1:]) for size, frames in itertools.groupby(sizes)]
+            found["video_grid_thw"] = torch.tensor(videos)
+    return found
 
 
 def _log_probs(model: nn.Module, sample: dict[str, Any], temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities and entropies of the response; the balance loss of all routers over the whole sample."""
     tokens, length = sample["tokens"], sample["mask"].numel()
+    model.routes = sample.get("routes")
     routed = {"output_router_logits": True} if hasattr(model.config, "num_experts") else {}
     seen = {name: value.to(model.dtype) if value.is_floating_point() else value for name, value in _seen(sample, model)}
     output = model(tokens[None], **routed, **seen)
@@ -105,8 +129,23 @@ def _seen(sample: dict[str, Any], model: nn.Module) -> Iterable[tuple[str, Tenso
     """The arguments that describe the sample's images."""
     if "images" not in sample:
         return ()
-    kinds = (sample["tokens"] == model.config.image_token_id).int()
+    tokens, config = sample["tokens"], model.config
+    kinds = (tokens == config.image_token_id).int() + 2 * (tokens == config.video_token_id).int()
     return {**sample["images"], "mm_token_type_ids": kinds[None]}.items()
+
+
+def _replay_routes(policy: nn.Module) -> None:
+    """Makes the routers of Qwen3-MoE take `policy.routes` [tokens, layers, experts per token]; -1: their own choice."""
+    for number, layer in enumerate(policy.model.layers):
+        layer.mlp.gate.forward = functools.partial(_replayed_gate, layer.mlp.gate, policy, number)
+
+
+def _replayed_gate(gate: nn.Module, policy: nn.Module, layer: int, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    logits = torch.nn.functional.linear(hidden.reshape(-1, hidden.shape[-1]), gate.weight)
+    probabilities, given = logits.softmax(-1), policy.routes[:, layer]
+    chosen = torch.where(given < 0, probabilities.topk(gate.top_k).indices, given)
+    weights = probabilities.gather(1, chosen)
+    return logits, weights / weights.sum(-1, keepdim=True), chosen
 
 
 def _balance(logits: Tensor, chosen: int) -> Tensor:
@@ -136,6 +175,8 @@ def train(
         samples = [{**sample, "reward": own} for sample, own in zip(samples, advantages, strict=True)]
     masters = {name: nn.Parameter(p.detach().double()) for name, p in policy.named_parameters()}
     _prepare_compute(policy, settings)
+    if any("routes" in sample for sample in samples):
+        _replay_routes(policy)
     anchor = _prepare(reference_dir, settings)
     _prepare_compute(anchor, settings)
     with torch.no_grad():

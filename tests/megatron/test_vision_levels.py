@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from slimrl.data.images import mrope_positions
+from slimrl.data.images.batch import mrope_positions
 from slimrl.models.families.vision import VisionTokens
 from tests.megatron import reference, vision
 from tests.megatron.layouts import CP2, DYNAMIC, OVERLAP, PP2, SETTINGS, SPREAD, TP2, TP2_SP, Layout

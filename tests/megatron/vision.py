@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from slimrl.data.images import BatchImages
+from slimrl.data.images.batch import BatchImages
 from slimrl.data.train_batch import RolloutBatch
 from slimrl.models.families import family_for
 from slimrl.models.families.vision import kept_elements, tower_weights
@@ -201,6 +201,62 @@ def rollout(seed: int, values: int = PATCH_VALUES) -> RolloutBatch:
         sample_ids=torch.arange(8),
         truncated=torch.zeros(8, dtype=torch.bool),
         images=BatchImages.of_samples(seen),
+    )
+
+
+def video_inputs(
+    grids: list[tuple[int, int, int]], seed: int, seconds: list[float] | None, values: int = PATCH_VALUES
+) -> dict[str, Any]:
+    """Random videos of these sizes in patches; without `seconds` between these, timestamps stand between them."""
+    found = inputs(grids, seed, values)
+    times = {} if seconds is None else {"second_per_grid_ts": torch.tensor(seconds)}
+    return {"pixel_values_videos": found["pixel_values"], "video_grid_thw": found["image_grid_thw"], **times}
+
+
+def video_prompt(grids: list[tuple[int, int, int]], generator: torch.Generator, *, dated: bool) -> list[int]:
+    """As `prompt`; `dated`: words stand before each frame."""
+    ids = torch.randint(0, 100, (2,), generator=generator).tolist()
+    for time, height, width in grids:
+        for frames in [1] * time if dated else [time]:
+            ids += torch.randint(0, 100, (2,), generator=generator).tolist()
+            ids += [START, *[VIDEO] * (frames * height * width // MERGE**2), END]
+    return [*ids, *torch.randint(0, 100, (3,), generator=generator).tolist()]
+
+
+def rollout_with_videos(seed: int, *, dated: bool, values: int = PATCH_VALUES) -> RolloutBatch:
+    """Eight samples like those of `rollout`: of an image, of a video, of two videos and an image between, of text."""
+    one, two = [(3, 4, 6)], [(2, 8, 4), (4, 2, 2)]
+    images = [
+        inputs([(1, 4, 6)], seed, values),
+        video_inputs(one, seed + 1, None if dated else [1.5], values),
+        inputs([(1, 6, 10)], seed + 2, values) | video_inputs(two, seed + 3, None if dated else [1.0, 2.2], values),
+        None,
+    ]
+    words = [torch.Generator().manual_seed(number) for number in range(4)]
+    prompts = [
+        prompt([(1, 4, 6)], words[0]),
+        video_prompt(one, words[1], dated=dated),
+        [
+            *video_prompt(two[:1], words[2], dated=dated),
+            *prompt([(1, 6, 10)], words[2]),
+            *video_prompt(two[1:], words[2], dated=dated),
+        ],
+        prompt([], words[3]),
+    ]
+    base = without_sampled_image(rollout(seed))
+    answers = [
+        own[int(total - response) :].tolist()
+        for own, total, response in zip(
+            base.tokens.split(base.total_lengths.tolist()), base.total_lengths, base.response_lengths, strict=True
+        )
+    ]
+    answers = [torch.where(torch.tensor(own) < 100, torch.tensor(own), 5).tolist() for own in answers]
+    tokens = [[*prompts[number // 2], *own] for number, own in enumerate(answers)]
+    return dataclasses.replace(
+        base,
+        tokens=torch.tensor([token for own in tokens for token in own]),
+        total_lengths=torch.tensor([len(own) for own in tokens]),
+        images=BatchImages.of_samples([images[number // 2] for number in range(8)]),
     )
 
 

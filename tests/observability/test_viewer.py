@@ -105,6 +105,17 @@ def test_pieces_mark_changes_of_the_weight_version():
     assert [len(piece) for piece in plain["response"]] == [3] * 4
 
 
+def test_page_has_each_image_and_the_first_frame_of_each_video_once():
+    one, other, first, second = (f"data:image/png;base64,{name}" for name in ("QQ==", "Qg==", "Qw==", "RA=="))
+    video = {"frames": [first, second], "fps": 2.0, "seconds": [0.0, 0.5]}
+    seen = [{"images": [one]}, {"images": [one, other], "videos": [video]}, None, {"images": ["javascript:alert(1)"]}]
+    samples = [dataclasses.replace(sample(index, "4", 1.0), multimodal_inputs=own) for index, own in enumerate(seen)]
+    text = page([RolloutDump(dump().header, samples)], None)
+    shown = [row["pictures"] for row in data_of(text)]
+    assert shown == [[["image 1", 0]], [["image 1", 0], ["image 2", 1], ["video 1: 2 frames", 2]], [], []]
+    assert text.count(one) == text.count(other) == text.count(first) == 1 and second not in text and "alert" not in text
+
+
 def test_several_rollouts_have_their_own_samples_and_mean_metrics():
     text = page([dump(7, 0.5), dump(8, 0.25)], None)
     assert [entry["name"] for entry in data_of(text)] == ["7/0", "7/1", "8/0", "8/1"]

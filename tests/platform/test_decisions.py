@@ -14,7 +14,7 @@ from slimrl.platform.launch_env import (
     actor_environment,
     default_group,
     keeps_communicators,
-    nccl_cumem,
+    nccl_environment,
     network_of,
     of_driver,
     rank_environment,
@@ -58,7 +58,7 @@ RANKS: dict[str, tuple[Machine, RunFacts, dict[str, Any], dict[str, str]]] = {
     "split": (
         H100,
         SPLIT,
-        {"gpu": 1, "cumem": "0"},
+        {"gpu": 1, "nccl": {"NCCL_CUMEM_ENABLE": "0"}},
         {
             "CUDA_VISIBLE_DEVICES": "1",
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
@@ -90,7 +90,7 @@ RANKS: dict[str, tuple[Machine, RunFacts, dict[str, Any], dict[str, str]]] = {
         {
             "given": {"OMP_NUM_THREADS": "2", "NCCL_CUMEM_ENABLE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "8"},
             "inherited": {"OMP_NUM_THREADS": "5", "NCCL_CUMEM_ENABLE": "0"},
-            "cumem": "1",
+            "nccl": {"NCCL_CUMEM_ENABLE": "1"},
         },
         {
             "CUDA_VISIBLE_DEVICES": "0",
@@ -137,24 +137,6 @@ RANKS: dict[str, tuple[Machine, RunFacts, dict[str, Any], dict[str, str]]] = {
             "NCCL_ALGO": "Tree",
         },
     ),
-    "a rank in a group with deterministic servers": (
-        ONE_GPU,
-        RunFacts(broadcasts_weights=True, deterministic_engines=True),
-        {},
-        {
-            "CUDA_VISIBLE_DEVICES": "0",
-            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-            "OMP_NUM_THREADS": "16",
-            "NCCL_MIN_NCHANNELS": "8",
-            "NCCL_MAX_NCHANNELS": "8",
-        },
-    ),
-    "one that shares its GPU with such a server": (
-        ONE_GPU,
-        RunFacts(shares_gpus=True, deterministic_engines=True),
-        {},
-        {"CUDA_VISIBLE_DEVICES": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "16"},
-    ),
     "a CPU rank needs no variables for it": (CPU, RunFacts(deterministic=True), {}, {}),
     "more GPUs than cores": (
         Machine(cuda=True, gpus=8, cores=4),
@@ -169,8 +151,7 @@ RANKS: dict[str, tuple[Machine, RunFacts, dict[str, Any], dict[str, str]]] = {
 def test_training_rank_environment_matches_the_table(row: str):
     machine, run, changes, environment = RANKS[row]
     assert (
-        rank_environment(machine, run, **{"gpu": 0, "cumem": None, "given": {}, "inherited": {}, **changes})
-        == environment
+        rank_environment(machine, run, **{"gpu": 0, "nccl": {}, "given": {}, "inherited": {}, **changes}) == environment
     )
 
 
@@ -217,7 +198,17 @@ def test_rank_whose_machine_differs_from_the_run_does_not_start(expected: bool, 
 def test_both_ends_of_a_weight_update_use_the_same_nccl_setting(
     machine: Machine, run: RunFacts, given: dict[str, str], inherited: dict[str, str], value: str | None
 ):
-    assert nccl_cumem(machine, run, given=given, inherited=inherited) == value
+    expected = {} if value is None else {"NCCL_CUMEM_ENABLE": value}
+    assert nccl_environment(machine, run, given=given, inherited=inherited) == expected
+
+
+def test_ranks_and_deterministic_servers_have_the_same_channels_only_in_a_common_group():
+    def channels(**facts: bool) -> set[str]:
+        run = RunFacts(deterministic_engines=True, **facts)
+        return nccl_environment(ONE_GPU, run, given={}, inherited={}).keys() - {"NCCL_CUMEM_ENABLE"}
+
+    assert channels(broadcasts_weights=True) == {"NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS"}
+    assert channels(shares_gpus=True) == set()
 
 
 @pytest.mark.parametrize(

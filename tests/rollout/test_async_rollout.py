@@ -169,8 +169,8 @@ async def evaluate(generator, rollout):
 def left(state: dict) -> list[int]:
     """Indices of the groups that a checkpoint has as sampled and not trained."""
     waiting = [group[0] for group in state["returned"]]
-    waiting += [one["group"][0] for one in state["drawn"]["finished"]]
-    waiting += [group[0] for group in state["drawn"]["under_way"]]
+    waiting += [one["group"][0] for one in state["inflight_groups"]["finished"]]
+    waiting += [group[0] for group in state["inflight_groups"]["unfinished"]]
     return [sample["group_index"] for sample in waiting]
 
 
@@ -330,7 +330,7 @@ def test_fully_async_checkpoint_is_resumed_by_any_other_mode(make_args, tokenize
     args = scripted(make_args, rollout_batch_size=3, max_weight_staleness=4)
     done = run(args, tokenizer, 5, slowest=20, end=9)
     waiting = left(done.state)
-    assert done.state["drawn"]["finished"] and done.state["drawn"]["under_way"]
+    assert done.state["inflight_groups"]["finished"] and done.state["inflight_groups"]["unfinished"]
     source = RolloutDataSource(args, tokenizer)
     assert inflight_groups.restore(source, json.loads(json.dumps(done.state)), keeps_finished=False) == []
     again = [group[0].group_index for group in source.get_samples(len(waiting) + 2)]

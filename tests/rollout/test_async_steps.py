@@ -293,7 +293,7 @@ def test_in_place_changes_by_functions_do_not_change_the_sampled_group(make, tok
             await generator.continuous.drain()
             ones = generator.continuous.inflight_state().finished
             assert {sample.tokens[0] for one in ones for sample in one.group} == {77}
-            for sample in (sample for one in ones for sample in one.drawn):
+            for sample in (sample for one in ones for sample in one.prompts):
                 assert sample.tokens == [*tokenizer(sample.prompt, add_special_tokens=False)["input_ids"], 1, 2]
                 assert (sample.loss_mask, sample.rollout_log_probs) == ([1, 1], [-1.0, -1.0])
                 assert (sample.version_spans, sample.weight_versions) == ([["6", 2]], ["6"])

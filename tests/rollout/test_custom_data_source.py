@@ -174,9 +174,9 @@ def test_fully_async_generation_saves_once_per_checkpointed_rollout(opened, make
     outputs = asyncio.run(main())
     assert [output.data_state and output.data_state["saved_after"] for output in outputs] == [None, 1, None, 3]
     known = [group[0].group_index for output in outputs for group in output.groups] + [
-        group[0]["group_index"] for group in outputs[3].data_state["drawn"]["under_way"]
+        group[0]["group_index"] for group in outputs[3].data_state["inflight_groups"]["unfinished"]
     ]
-    known += [one["group"][0]["group_index"] for one in outputs[3].data_state["drawn"]["finished"]]
+    known += [one["group"][0]["group_index"] for one in outputs[3].data_state["inflight_groups"]["finished"]]
     assert sorted(known) == list(range(int((tmp_path / "place_3").read_text())))
 
 

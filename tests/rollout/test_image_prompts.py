@@ -183,7 +183,7 @@ BROKEN = encoded(picture(84, 56))[:200]
         ),
         ({"prompt": "<image>", "images": [encoded(picture(900, 4))]}, "absolute aspect ratio must be smaller than 200"),
         ({"prompt": "<image>", "images": ["http://127.0.0.1:9/x.png"]}, "cannot be downloaded from http://127.0.0.1:9"),
-        ({"prompt": [{"role": "user", "content": [{"type": "video"}]}]}, "a message has a part of type 'video'"),
+        ({"prompt": [{"role": "user", "content": [{"type": "audio"}]}]}, "a message has a part of type 'audio'"),
         (
             {"prompt": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]},
             "a message has its image inside: put it into the column of --multimodal-keys",

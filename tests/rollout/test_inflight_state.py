@@ -46,28 +46,43 @@ def finished_sample(**changes) -> Sample:
 
 def test_groups_round_trip_through_a_checkpoint(make_args, tokenizer):
     source = RolloutDataSource(make_args(), tokenizer)
-    (under_way,) = source.get_samples(1)
+    (unfinished,) = source.get_samples(1)
     ones = [
         finished_sample(teacher_log_probs=[-0.5, -2.0, -1e-9]),
         finished_sample(loss_mask=None, rollout_log_probs=None, tokens=[]),
     ]
     odd = finished_sample(loss_mask=[1.0, 0.0, 1.0], rollout_log_probs=[None, -1.0, -2.0])  # attached by a function
-    state = InflightState([under_way], [FinishedGroup([*ones, odd], under_way, 3)]).added_to(source.state_dict())
+    state = InflightState([unfinished], [FinishedGroup([*ones, odd], unfinished, 3)]).added_to(source.state_dict())
     resumed = RolloutDataSource(make_args(), tokenizer)
     (found,) = inflight_groups.restore(resumed, through_a_checkpoint(state), keeps_finished=True)
-    assert (found.group, found.drawn, found.oldest) == ([*ones, odd], under_way, 3)
-    assert resumed.get_samples(2) == [under_way, *source.get_samples(1)]
+    assert (found.group, found.prompts, found.oldest) == ([*ones, odd], unfinished, 3)
+    assert resumed.get_samples(2) == [unfinished, *source.get_samples(1)]
+
+
+def test_checkpoint_with_the_former_names_of_its_entries_is_resumed(make_args, tokenizer):
+    source = RolloutDataSource(make_args(), tokenizer)
+    (unfinished,) = source.get_samples(1)
+    state = InflightState([unfinished], [FinishedGroup([finished_sample()], unfinished, 3)])
+    state = state.added_to(source.state_dict())
+    entry = state.pop("inflight_groups")
+    (finished,) = entry["finished"]
+    former = {"group": finished["group"], "drawn": finished["prompts"], "oldest": 3}
+    resumed = RolloutDataSource(make_args(), tokenizer)
+    state = {**state, "drawn": {"under_way": entry["unfinished"], "finished": [former]}}
+    (found,) = inflight_groups.restore(resumed, through_a_checkpoint(state), keeps_finished=True)
+    assert (found.group, found.prompts, found.oldest) == ([finished_sample()], unfinished, 3)
+    assert resumed.get_samples(2) == [unfinished, *source.get_samples(1)]
 
 
 def test_column_is_base64_of_eight_bytes_per_token_and_lists_are_also_read(make_args, tokenizer):
     source = RolloutDataSource(make_args(), tokenizer)
     state = InflightState([[finished_sample()]], []).added_to(source.state_dict())
-    ((packed,),) = state["drawn"]["under_way"]
+    ((packed,),) = state["inflight_groups"]["unfinished"]
     assert np.frombuffer(base64.b64decode(packed["tokens"]), "<i8").tolist() == [150_000, 3, 0, 2**31, 7]
     assert np.frombuffer(base64.b64decode(packed["rollout_log_probs"]), "<f8").tolist() == [-0.1, -1e-300, -17.25]
     assert np.frombuffer(base64.b64decode(packed["loss_mask"]), "i1").tolist() == [1, 0, 1]
     older = {name: value for name, value in finished_sample().to_dict().items() if name != "teacher_log_probs"}
-    state["drawn"]["under_way"] = [[older]]
+    state["inflight_groups"]["unfinished"] = [[older]]
     resumed = RolloutDataSource(make_args(), tokenizer)
     inflight_groups.restore(resumed, state, keeps_finished=True)
     assert resumed.get_samples(1) == [[finished_sample()]]

@@ -62,16 +62,16 @@ def test_two_hung_samples_are_named_with_stage_and_line(make_args, tokenizer, tm
 
 
 def test_sample_may_be_in_two_stages_concurrently():
-    sample, under_way = Sample(prompt="?", index=3), SampleTracker()
+    sample, tracker = Sample(prompt="?", index=3), SampleTracker()
 
     async def scenario():
-        with under_way.at(sample, "generation"):
-            with under_way.at(sample, "a judge"):
-                both = [where.stage for where in under_way.snapshot()]
-            return both, [where.stage for where in under_way.snapshot()]
+        with tracker.at(sample, "generation"):
+            with tracker.at(sample, "a judge"):
+                both = [where.stage for where in tracker.snapshot()]
+            return both, [where.stage for where in tracker.snapshot()]
 
     assert asyncio.run(scenario()) == (["generation", "a judge"], ["generation"])
-    assert under_way.snapshot() == []
+    assert tracker.snapshot() == []
     sys.modules.pop("hanging_hooks")
 
 

@@ -11,8 +11,9 @@ import pytest
 import torch
 from aiohttp import web
 
+from slimrl.data.batch_schedule import schedule_batch
 from slimrl.data.sample import PackedColumn, Sample, SampleStatus
-from slimrl.data.train_batch import RolloutBatch, batch_from_samples, schedule_batch
+from slimrl.data.train_batch import RolloutBatch, batch_from_samples
 from slimrl.rollout.convert_samples import Rewards, batch_from_columns, training_batch
 from slimrl.rollout.rm_hub import RewardConfig, RewardScorer
 from slimrl.rollout.rm_hub.grader_pool import GraderPool

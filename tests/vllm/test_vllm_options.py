@@ -12,8 +12,10 @@ import pytest
 from slimrl.arguments.parser import parse_line
 from slimrl.engines.backend import VLLM, backend
 from slimrl.engines.protocol import EngineUnsupportedError
+from slimrl.engines.server_protocol import ServerLaunch
 from slimrl.engines.vllm.backend import interpreter, passed_flags, server_flags
-from slimrl.engines.vllm.server import rendered
+from slimrl.engines.vllm.server import rendered, server_environment
+from slimrl.platform.launch_env import Network
 
 PYTHON = os.environ.get("SLIMRL_VLLM_PYTHON")
 KEY = "a key"
@@ -96,3 +98,19 @@ def test_models_and_offload_that_a_cpu_cannot_serve_are_refused(tmp_path, config
 def test_server_without_an_interpreter_is_refused_before_it_starts(tmp_path):
     with pytest.raises(ValueError, match="needs the option python"):
         backend(VLLM).server("/model", log_path=tmp_path / "log")
+
+
+def test_server_on_gpus_shares_the_network_interface_and_nccl_settings_of_the_ranks():
+    network = Network("10.0.0.2", "eth1")
+    launch = ServerLaunch(cuda=True, gpus=(2, 3), nccl={"NCCL_CUMEM_ENABLE": "0"}, network=network)
+    found = server_environment(launch, {"GLOO_SOCKET_IFNAME": "eth0"})
+    assert (
+        found.items()
+        >= {
+            "CUDA_VISIBLE_DEVICES": "2,3",
+            "NCCL_CUMEM_ENABLE": "0",
+            "NCCL_SOCKET_IFNAME": "=eth1",
+        }.items()
+    )
+    assert "GLOO_SOCKET_IFNAME" not in found  # inherited from the node
+    assert server_environment(ServerLaunch(cuda=False, network=network), {})["GLOO_SOCKET_IFNAME"] == "eth1"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from slimrl.arguments import Arguments
 from slimrl.models.families import family_for
 from slimrl.models.model_spec import ModelSpec
-from slimrl.platform.launch_env import CUMEM, RunFacts, nccl_cumem, this_machine
+from slimrl.platform.launch_env import RunFacts, nccl_environment, this_machine
 from slimrl.weights.convert.hf_to_megatron import load_hf_checkpoint
 from slimrl.weights.hf_checkpoint import HfCheckpoint, read_hf_config
 from slimrl.weights.update.shared_memory import shared_copies
@@ -49,10 +49,8 @@ def weight_updates(
     from slimrl.weights.update.weight_updater import ModelSource, WeightSyncError, WeightUpdater
 
     # the environment of a run's rank: NCCL reads it when it creates its first communicator
-    cumem = nccl_cumem(
-        this_machine(), RunFacts(broadcasts_weights=way in ("split", "p2p")), given={}, inherited=os.environ
-    )
-    os.environ.update({} if cumem is None else {CUMEM: cumem})
+    run = RunFacts(broadcasts_weights=way in ("split", "p2p"))
+    os.environ.update(nccl_environment(this_machine(), run, given={}, inherited=os.environ))
     state = parallel.initialize(args, rank=rank, world_size=world_size, local_rank=rank, init_method=init_method)
     shape, family = ModelSpec.from_args(args), family_for(read_hf_config(hf_dir))
     built = model_builder.build_model(args, state)
@@ -136,6 +134,40 @@ def delta_updates(
             chosen = torch.rand(parameter.shape, generator=generator) < (part or 0)
             parameter.data[chosen] += 0.25
         results.append(updater.update_weights(built, version=str(version + 1), check_equal=True))
+    updater.close()
+    parallel.shutdown()
+    return results
+
+
+def delta_updates_from(
+    rank: int,
+    world_size: int,
+    init_method: str,
+    args: Arguments,
+    hf_dirs: list[Path],
+    engines: list[EngineEndpoint],
+) -> list[WeightUpdateReport | str]:
+    """Updates the engines from each of `hf_dirs` by one `DeltaUpdater`, with full checks.
+
+    Returns the report of each weight update, or the text of its error.
+    """
+    from slimrl.megatron import parallel
+    from slimrl.megatron.model import model_builder
+    from slimrl.weights.update.transport_delta import DeltaUpdater
+    from slimrl.weights.update.weight_updater import ModelSource, WeightSyncError
+
+    state = parallel.initialize(args, rank=rank, world_size=world_size, local_rank=rank, init_method=init_method)
+    spec, family = ModelSpec.from_args(args), family_for(read_hf_config(hf_dirs[0]))
+    built = model_builder.build_model(args, state)
+    places = {key: getattr(state, key) for key in ("tp_rank", "tp_size", "etp_rank", "etp_size")}
+    updater = DeltaUpdater.split(ModelSource(spec, family, state), engines, bucket_bytes=BUCKET_BYTES, timeout_s=60)
+    results: list[WeightUpdateReport | str] = []
+    for version, hf_dir in enumerate(hf_dirs):
+        load_hf_checkpoint(built, spec, family, hf_dir, **places)
+        try:
+            results.append(updater.update_weights(built, version=f"{hf_dir.name}.{version}", check_equal=True))
+        except WeightSyncError as error:
+            results.append(str(error))
     updater.close()
     parallel.shutdown()
     return results

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from slimrl.arguments import Arguments, read_args
-from slimrl.data.train_batch import RolloutBatch, schedule_batch
+from slimrl.data.batch_schedule import schedule_batch
+from slimrl.data.train_batch import RolloutBatch
 from slimrl.megatron.training.trainer import MegatronTrainer
 from tools.gpu_check.machine import ROOT
 

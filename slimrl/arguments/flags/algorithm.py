@@ -21,7 +21,6 @@ _DISCOUNTED = " and ".join(name for name, row in ESTIMATORS.items() if row.retur
 WITH_CRITIC = tuple(name for name, row in ESTIMATORS.items() if row.has_critic)
 _WITH_CRITIC = " and ".join(WITH_CRITIC)
 _LEVELS = ("token", "sequence", "geometric")
-_REPLAY = "routing replay is unsupported; leave it out"
 
 
 def _regular_expression(text: str) -> str:
@@ -259,10 +258,6 @@ class AlgorithmArguments(PreferenceArguments, RewardModelArguments):
     opsm_delta: float = flag(
         1e-4, "threshold of --use-opsm (mean of old minus new log-probability of a sample)", at_least=0
     )
-    use_routing_replay: bool = flag(
-        False, "replay the routing of the log-probability pass in training", not_served=_REPLAY
-    )
-    use_rollout_routing_replay: bool = flag(False, "replay the engines' routing in training", not_served=_REPLAY)
     only_train_params_name_list: list[str] | None = flag(
         None,
         "train only weights whose Megatron name matches one of these regular expressions (all)",

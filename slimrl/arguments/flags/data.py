@@ -65,7 +65,7 @@ class DataArguments:
     )
     multimodal_keys: dict[str, Any] | None = flag(
         None,
-        "column of the images of a vision-language model's prompts (JSON object: image -> column)",
+        "columns of the images and videos of a vision-language model's prompts (JSON object: image, video -> column)",
     )
     data_source_path: str = flag(
         "slime.rollout.data_source.RolloutDataSourceWithBuffer", "class that supplies prompts (dotted import path)"

@@ -101,7 +101,16 @@ class MoeArguments:
     moe_enable_routing_replay: bool = flag(
         False,
         "megatron-core's recording of routing decisions",
-        not_served="routing replay is unsupported; leave it out",
+        not_served="use --use-routing-replay, or --use-rollout-routing-replay",
+    )
+    use_routing_replay: bool = flag(
+        False,
+        "optimizer steps choose the experts of each token as the pass that computed its old log-probability did",
+    )
+    use_rollout_routing_replay: bool = flag(
+        False,
+        "the passes over a rollout and its optimizer steps choose the experts of each token as the engine did"
+        " (R3, arXiv:2510.11370)",
     )
     moe_extended_tp: bool = flag(
         False,
@@ -123,3 +132,8 @@ class MoeArguments:
         "free attention memory early in that schedule",
         not_served="it belongs to --overlap-moe-expert-parallel-comm; leave it out",
     )
+
+    @property
+    def replays_routing(self) -> bool:
+        """True if a training step takes choices of experts that were made before it."""
+        return self.use_routing_replay or self.use_rollout_routing_replay

@@ -1,16 +1,19 @@
-"""Rules about vision-language models: multimodal rotary positions, layouts, and the column of images."""
+"""Rules about vision-language models: multimodal rotary positions, layouts, and the columns of images and videos."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
 from slimrl.arguments.flag import Problem
 from slimrl.arguments.layout import stage_layers
 from slimrl.arguments.namespace import Arguments, Context
+from slimrl.data.images import PLACEHOLDERS, VIDEO
 
 _KEYS, _POSITIONS, _SECTION = "--multimodal-keys", "--position-embedding-type", "--mrope-section"
 _PROCESSOR = "preprocessor_config.json"
+_DECODER = "av"  # of videos
 
 
 def multimodal_positions_are_complete(args: Arguments, context: Context) -> Iterator[Problem]:
@@ -114,15 +117,17 @@ def vision_model_can_be_served(args: Arguments, context: Context) -> Iterator[Pr
 
 
 def images_have_a_model(args: Arguments, context: Context) -> Iterator[Problem]:
-    """--multimodal-keys names a column of images, for a vision-language model with its processor."""
+    """--multimodal-keys names columns of images and videos, for a vision-language model with its processor."""
     keys = args.multimodal_keys
     if keys is None or "multimodal_keys" in context.broken:
         return
     for kind, column in keys.items():
-        if kind != "image":
-            yield Problem(_KEYS, f"{_KEYS} has {kind!r}, and only images are supported: leave it out.")
+        if kind not in PLACEHOLDERS:
+            yield Problem(_KEYS, f"{_KEYS} has {kind!r}, and images and videos are supported: leave it out.")
         elif not isinstance(column, str) or not column:
-            yield Problem(_KEYS, f"{_KEYS} has {column!r} for image: give the name of a column.")
+            yield Problem(_KEYS, f"{_KEYS} has {column!r} for {kind}: give the name of a column.")
+    if VIDEO in keys and importlib.util.find_spec(_DECODER) is None:
+        yield Problem(_KEYS, f"{_KEYS} has videos, and the package {_DECODER} is not installed: pip install av.")
     if not keys:
         yield Problem(_KEYS, f'{_KEYS} is empty: give the column of images, {{"image": "images"}}, or leave it out.')
     if args.hf_checkpoint is None:
@@ -142,7 +147,7 @@ def images_have_a_model(args: Arguments, context: Context) -> Iterator[Problem]:
 
 
 def images_fit_the_run(args: Arguments, context: Context) -> Iterator[Problem]:
-    """Nothing between the data and the loss loses the images."""
+    """Nothing between the data and the loss loses the images or the videos."""
     if not args.multimodal_keys:
         return
     if not args.apply_chat_template and not args.reads_conversations and not args.reads_pairs:

@@ -58,7 +58,7 @@ class ServerSettings:
     memory_saver: bool  # whether its memory can be released
     cuda: bool  # whether it runs on GPUs
     shares_gpus: bool = False  # with training ranks (colocated)
-    nccl_cumem: str | None = None  # NCCL_CUMEM_ENABLE, as of the training ranks that send weights to it
+    nccl: dict[str, str] = dataclasses.field(default_factory=dict)  # variables in common with the ranks of its group
     life: int = 0
     role: str = ""  # prefix of its name; empty for an engine of the policy
     bind: BindConfig = BindConfig()
@@ -100,7 +100,7 @@ class EngineActor:
             settings.cuda,
             settings.memory_saver,
             settings.shares_gpus,
-            settings.nccl_cumem,
+            settings.nccl,
             tuple(gpu_ids),
             network_of(settings.bind.local_address()),
             settings.batch_invariant,

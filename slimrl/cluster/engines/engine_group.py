@@ -358,7 +358,8 @@ def settings_of_place(args: Arguments, place: EnginePlace, index: int, launch: L
 def server_settings(args: Arguments, index: int, launch: Launch, life: int = 0) -> ServerSettings:
     """The settings of server number `index`, in its life number `life`; `args` as they apply to its group."""
     settings = plain_server_settings(args, index, launch, life)
-    return dataclasses.replace(settings, options=settings.options | _weight_update_options(args))
+    replayed = backend(args.rollout_engine).routing_options() if args.use_rollout_routing_replay else {}
+    return dataclasses.replace(settings, options=settings.options | _weight_update_options(args) | replayed)
 
 
 def plain_server_settings(args: Arguments, index: int, launch: Launch, life: int = 0) -> ServerSettings:
@@ -374,7 +375,7 @@ def plain_server_settings(args: Arguments, index: int, launch: Launch, life: int
         memory_saver=args.offload_rollout,
         cuda=launch.machine.cuda,
         shares_gpus=launch.run.shares_gpus,
-        nccl_cumem=launch.servers_nccl_cumem,
+        nccl=launch.servers_nccl,
         bind=launch.bind,
         key=key_of(args),
         engine=args.rollout_engine,

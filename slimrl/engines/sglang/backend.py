@@ -118,6 +118,10 @@ class SglangBackend:
 
         return point_to_point_options(given)
 
+    def routing_options(self) -> dict[str, Any]:
+        """SGLang's switch."""
+        return {"enable_return_routed_experts": True}
+
     def cpu_options(self, words: Sequence[str]) -> list[str]:
         """See `server_args.with_defaults`."""
         from slimrl.engines.sglang.server_args import with_defaults

@@ -123,8 +123,9 @@ class ServerControl(AdapterControl):
         load_format: str | None = None,
         flush_cache: bool = False,
         weight_version: str | None = None,
+        timeout_s: float | None = None,
     ) -> None:
-        """Loads named tensors from memory shared within this machine.
+        """Loads named tensors from memory shared within this machine; `timeout_s` replaces that of every call.
 
         `serialized` has one entry per tensor-parallel rank: base64 of a `multiprocessing.reduction.ForkingPickler`
         dump of `list[tuple[str, torch.Tensor]]`, names as in the Hugging Face checkpoint, full (unsplit) tensors.
@@ -134,7 +135,7 @@ class ServerControl(AdapterControl):
         its weights: SGLang would load those of the model into it.
         """
         body = {"serialized_named_tensors": list(serialized), "load_format": load_format, "disable_draft_model": True}
-        self._update("/update_weights_from_tensor", body, flush_cache, weight_version)
+        self._update("/update_weights_from_tensor", body, flush_cache, weight_version, timeout_s)
 
     def update_weights_from_distributed(
         self,
@@ -175,19 +176,11 @@ class ServerControl(AdapterControl):
 
     def update_weights_from_changes(self, serialized: list[str]) -> None:
         """Changes elements of the weights; the server has `server_args.delta_options`."""
-        self.update_weights_from_tensor(serialized, load_format=DELTA_LOADER, weight_version=None, flush_cache=False)
+        self.update_weights_from_tensor(serialized, load_format=DELTA_LOADER)
 
     def update_weights_from_shards(self, serialized: list[str], timeout_s: float | None = None) -> None:
         """One step of a point-to-point update; the server has `server_args.point_to_point_options`."""
-        body = {
-            "serialized_named_tensors": serialized,
-            "load_format": POINT_TO_POINT_LOADER,
-            "flush_cache": False,
-            "weight_version": None,
-            "disable_draft_model": True,
-        }
-        url = f"{self.url}/update_weights_from_tensor"
-        call("POST", url, body, timeout_s=timeout_s or self.timeout_s, key=self._key)
+        self.update_weights_from_tensor(serialized, load_format=POINT_TO_POINT_LOADER, timeout_s=timeout_s)
 
     def init_weights_update_group(
         self,
@@ -214,8 +207,7 @@ class ServerControl(AdapterControl):
 
     def destroy_weights_update_group(self, group_name: str, *, timeout_s: float | None = None) -> None:
         """Leaves the process group; set `timeout_s` for servers that may be stuck waiting for a broadcast."""
-        url, body = f"{self.url}/destroy_weights_update_group", {"group_name": group_name}
-        call("POST", url, body, timeout_s=timeout_s or self.timeout_s, key=self._key)
+        self._post("/destroy_weights_update_group", {"group_name": group_name}, timeout_s)
 
     def weight_version(self) -> str:
         """The version that the server reports with every response."""
@@ -320,9 +312,16 @@ class ServerControl(AdapterControl):
 
     # -- transport -----------------------------------------------------------------------------------------------
 
-    def _update(self, path: str, body: dict[str, Any], flush_cache: bool, weight_version: str | None) -> None:
+    def _update(
+        self,
+        path: str,
+        body: dict[str, Any],
+        flush_cache: bool,
+        weight_version: str | None,
+        timeout_s: float | None = None,
+    ) -> None:
         # flush_cache is always sent: the server's default, true, kills it while requests are queued
-        self._post(path, {**body, "flush_cache": flush_cache, "weight_version": weight_version})
+        self._post(path, {**body, "flush_cache": flush_cache, "weight_version": weight_version}, timeout_s)
 
     def _open_session(self) -> None:
         """Opens the session for weight updates, which servers have since 0.5.21; others are asked once."""
@@ -367,8 +366,8 @@ class ServerControl(AdapterControl):
     def _get(self, path: str) -> Any:
         return call("GET", self.url + path, timeout_s=self.timeout_s, key=self._key)
 
-    def _post(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        return call("POST", self.url + path, body, timeout_s=self.timeout_s, key=self._key)
+    def _post(self, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = None) -> Any:
+        return call("POST", self.url + path, body, timeout_s=timeout_s or self.timeout_s, key=self._key)
 
 
 def _read(server_url: str, answer: dict[str, Any]) -> ServerLoad:

@@ -254,6 +254,7 @@ def patch() -> None:
     from sglang.srt.distributed.device_communicators import pynccl
     from sglang.srt.layers import sampler
     from sglang.srt.managers.scheduler_components import weight_updater
+    from sglang.srt.mem_cache.pool_host import common as host_memory
     from sglang.srt.utils import common, weight_checker, weight_checker_comparator
 
     choices = module_with("add_deterministic_attention_backend_choices")
@@ -266,6 +267,7 @@ def patch() -> None:
     patch_image_processors()
     patch_attention()
     allow_shm_unpickling(common.SafeUnpickler)
+    host_memory.ALLOC_MEMORY_FUNCS["cpu"] = lambda dims, dtype, **pinned: torch.empty(dims, dtype=dtype)
     pynccl.NCCLLibrary = _no_nccl  # torch's CUDA build has the library also on machines without a GPU
     weight_checker.torch = weight_updater.torch = _without_cuda(torch)
     weight_checker.WeightChecker._snapshot = _snapshot

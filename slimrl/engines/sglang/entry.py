@@ -13,6 +13,7 @@ import sys
 import tempfile
 import types
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from slimrl.engines.http import pop_key_from_environment
@@ -31,6 +32,9 @@ def run_server(words: Sequence[str]) -> None:
         from sglang.srt.server_args import prepare_server_args
         from sglang.srt.utils import kill_process_tree
 
+        from slimrl.engines.sglang.inputs import videos
+        from slimrl.engines.sglang.server_args import sees_images
+
         load_plugins()
         import sglang.srt.entrypoints.http_server as http_server  # `run_server` imports it otherwise
     try:
@@ -41,6 +45,8 @@ def run_server(words: Sequence[str]) -> None:
             use_file_rendezvous(server_args)
         if server_args.enable_lora:
             serve_adapters(http_server)
+        if sees_images(Path(server_args.model_path)):
+            videos.install(server_args.model_path)
         run_server(server_args)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)

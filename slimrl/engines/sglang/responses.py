@@ -17,6 +17,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 import orjson
 
+from slimrl.data.routed_experts import Routes, RoutingShape
 from slimrl.data.sample import PackedColumn, Span, add_span
 from slimrl.engines.protocol import EngineResponseError, Generation, RequestStats
 
@@ -58,6 +59,7 @@ class _MetaInfo(msgspec.Struct, kw_only=True):
     spec_num_correct_drafts: int = 0
     spec_num_proposed_drafts: int = 0
     spec_verify_ct: int = 0
+    routed_experts: str | None = None
 
 
 class _MetaWithoutTriples(_MetaInfo, kw_only=True):
@@ -79,12 +81,21 @@ class ResponseReader:
             for meta in (_MetaInfo, _MetaWithoutTriples)
         )
 
-    def generation(self, content: bytes, stats: RequestStats | None = None) -> Generation:
+    def generation(
+        self, content: bytes, stats: RequestStats | None = None, routing: RoutingShape | None = None
+    ) -> Generation:
         """The validated response: one log-probability per new token, of that token; recorded in `stats`.
 
+        With `routing`, the shape of the model's routed experts, a response with tokens must have them.
         Raises EngineResponseError for misaligned log-probabilities, a missing field or wrong type (servers send null
         for NaN), and a token id or log-probability out of range.
         """
+        generation, meta = self._decoded(content, stats)
+        if routing is not None and generation.new_tokens:
+            generation.routed_experts = _routes(meta, routing)
+        return generation
+
+    def _decoded(self, content: bytes, stats: RequestStats | None) -> tuple[Generation, _MetaInfo]:
         if (packed := self._packed_generation(content, stats)) is not None:
             return packed
         try:
@@ -94,10 +105,10 @@ class ResponseReader:
                 raise EngineResponseError(f"the engine's answer cannot be used: {wrong}") from error
             shown = content[:_SHOWN_BYTES].decode(errors="replace")
             raise EngineResponseError(f"the engine's answer cannot be read: {error}; it begins {shown!r}") from error
-        return _checked(answer, stats)
+        return _checked(answer, stats), answer.meta_info
 
-    def _packed_generation(self, content: bytes, stats: RequestStats | None) -> Generation | None:
-        """Like `generation`, with packed columns; None if the response is unusual or unusable."""
+    def _packed_generation(self, content: bytes, stats: RequestStats | None) -> tuple[Generation, _MetaInfo] | None:
+        """Like `_decoded`, with packed columns; None if the response is unusual or unusable."""
         triples = _Triples.found_in(content)
         if triples is None:
             return None
@@ -116,7 +127,7 @@ class ResponseReader:
         generation.prompt_tokens = meta.prompt_tokens
         generation.pack("token_ids", PackedColumn(struct.pack(f"{len(token_ids)}i", *token_ids), "i4"))
         generation.pack("log_probs", log_probs)
-        return generation
+        return generation, meta
 
 
 class _Triples(NamedTuple):
@@ -174,6 +185,19 @@ def _checked(answer: Any, stats: RequestStats | None) -> Generation:
         version_spans=_spans(meta, len(token_ids)),
         prompt_tokens=meta.prompt_tokens,
     )
+
+
+def _routes(meta: _MetaInfo, routing: RoutingShape) -> Routes:
+    """The experts of the tokens of prompt and response."""
+    if meta.routed_experts is None:
+        raise EngineResponseError(
+            f"the engine's answer to request {meta.id} has no routed_experts: start the server with"
+            " --enable-return-routed-experts"
+        )
+    try:
+        return routing.decoded(meta.routed_experts)
+    except ValueError as error:
+        raise EngineResponseError(f"the engine's answer cannot be used: {error}") from error
 
 
 def decoded(content: bytes) -> Any:

@@ -204,6 +204,12 @@ class VllmBackend:
 
         raise EngineError("vLLM servers get whole weights: leave --update-weight-transfer-mode p2p out")
 
+    def routing_options(self) -> dict[str, Any]:
+        """Raises EngineError: the routing of vLLM servers is not read."""
+        from slimrl.engines.protocol import EngineError
+
+        raise EngineError("the routing of vLLM servers is not read: leave --use-rollout-routing-replay out")
+
     def cpu_options(self, words: Sequence[str]) -> list[str]:
         """The defaults that `ServerProcess` adds on a machine without CUDA."""
         from slimrl.engines.vllm.server import ON_CPU, rendered

@@ -8,6 +8,7 @@ The owner of an external server starts the same program; the check is SGLang's, 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from slimrl.engines.protocol import EngineError, EngineUnsupportedError
 from slimrl.engines.server_protocol import WHOLE_SERVER, NodePart, ServerLaunch
 from slimrl.engines.sglang import external_server_check as sglang
 from slimrl.engines.vllm.backend import ENVIRONMENT
+from slimrl.platform.launch_env import network_environment
 from slimrl.processes import ManagedProcess
 from slimrl.processes.child_process import PortReservation, claim_port, claim_ports
 
@@ -121,7 +123,7 @@ class ServerProcess:
             ],
             name=f"vLLM server {self.url}",
             log_path=self.log_path,
-            environment=server_environment(self._launch) | key_environment(self.key),
+            environment=server_environment(self._launch, os.environ) | key_environment(self.key),
             shared_memory_prefixes=SHARED_MEMORY_PREFIXES,
         )
         process.start()
@@ -187,13 +189,17 @@ def check_cpu_can_serve(model: Path, *, releases_memory: bool) -> None:
         )
 
 
-def server_environment(launch: ServerLaunch) -> dict[str, str]:
-    """Variables of the server; PYTHONPATH has only the modules for vLLM's environment, not those of this one."""
+def server_environment(launch: ServerLaunch, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Variables of the server besides the `inherited` ones.
+
+    PYTHONPATH has only the modules for vLLM's environment, not those of this one.
+    """
     common = {"PYTHONPATH": str(ENVIRONMENT), "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-    if launch.cuda:
-        gpus = launch.gpus
-        return common if gpus is None else common | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
-    return common | {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    common |= network_environment(launch.network, inherited)
+    if not launch.cuda:
+        return common | {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    visible = {} if launch.gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, launch.gpus))}
+    return {**common, **launch.nccl, **visible}
 
 
 NEEDED = {"logprobs_mode": LOGPROBS_MODE, "worker_extension": "slimrl_vllm_worker.WorkerExtension"}

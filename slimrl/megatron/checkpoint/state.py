@@ -71,8 +71,8 @@ def sharded(parallel: ParallelState) -> ShardedObject:
 
 def capture() -> dict[str, Any]:
     """The state of every generator of this process, as plain data and tensors."""
-    drawn: Any = numpy.random.get_state()
-    kind, keys, position, has_gauss, gauss = drawn
+    found: Any = numpy.random.get_state()
+    kind, keys, position, has_gauss, gauss = found
     state = {
         "python": random.getstate(),
         "numpy": (kind, keys.tolist(), position, has_gauss, gauss),

@@ -25,8 +25,10 @@ from torch import Tensor
 
 from slimrl.arguments.flags.data import TrainBatchArguments
 from slimrl.arguments.namespace import MegatronArguments
-from slimrl.data.images import image_rows, mrope_positions
-from slimrl.data.train_batch import RolloutBatch, sequence_multiple
+from slimrl.data.batch_schedule import sequence_multiple
+from slimrl.data.images.batch import image_rows, mrope_positions
+from slimrl.data.train_batch import RolloutBatch
+from slimrl.megatron.model.routing_replay import Routing, RoutingPlace
 from slimrl.megatron.parallel import ParallelState
 from slimrl.models.families.vision import VisionTokens
 
@@ -82,6 +84,7 @@ class PackedSequences(PackedSeqParams):
     order: Tensor | None = None  # `pack_order` on the model's device; None if one rank holds the whole pack
     positions: Tensor | None = None  # int64 [tokens of this rank]: the position of each in its sequence
     frequencies: TokenFrequencies | None = None  # of the forward pass that this object was made for
+    routing: Routing | None = None  # the experts of the tokens, with routing replay
 
     def token_frequencies(self, make: Callable[[], tuple[Tensor, float]]) -> tuple[Tensor, float]:
         """The frequencies of this rank's tokens (see `TokenFrequencies.of`); cached only inside `for_one_pass`."""
@@ -176,10 +179,12 @@ def pack_micro_batch(
     context_rank: int = 0,
     context_size: int = 1,
     vision: VisionTokens | None = None,
+    routing: RoutingPlace | None = None,
 ) -> MicroBatch:
     """Pack `rows` of `batch`; each rank's part is padded to a multiple of `length_multiple` tokens.
 
-    With `vision`, the tokens of a vision-language model, it has positions and images too.
+    With `vision`, the tokens of a vision-language model, it has positions and images too, with `routing` the experts of
+    the tokens.
 
     Row t - 1 of the logits predicts the token at position t, so a sample of prompt length p and total length n uses
     the rows p - 1 to n - 2 of its own sequence.
@@ -207,11 +212,14 @@ def pack_micro_batch(
     own = (logit_rows >= 0).nonzero().squeeze(1)
     last_rows = local_index[starts + totals - 1]
     last_own = (last_rows >= 0).nonzero().squeeze(1)
+    sequences = packed_sequences(lengths, context_size, device, rank=context_rank)
+    if routing is not None:
+        sequences.routing = routing.of_pack(chosen.routed_experts, real, local, tokens.numel())
 
     return MicroBatch(
         tokens=tokens[local].unsqueeze(0).to(device),
         padding=padded[local].unsqueeze(0).to(device),
-        sequences=packed_sequences(lengths, context_size, device, rank=context_rank),
+        sequences=sequences,
         logit_rows=logit_rows[own].to(device),
         targets=tokens[positions[own]].to(device),
         own=own.to(device),
@@ -238,21 +246,22 @@ def _of_vision(
     images = chosen.images
     grids = [None] * len(samples) if images is None else images.grids_of_samples()
     starts: list[list[int]] = [[]] * len(samples) if images is None else images.starts_of_samples()
+    seconds: list[list[float]] = [[]] * len(samples) if images is None else images.seconds_of_samples()
     positions = torch.zeros(3, 1, local_index.numel(), dtype=torch.int64)
     positions[:, 0, real] = torch.cat(
         [
-            mrope_positions(tokens, prompt, own, vision, places)
-            for tokens, prompt, own, places in zip(samples, prompts, grids, starts, strict=True)
+            mrope_positions(tokens, prompt, own, vision, places, times)
+            for tokens, prompt, own, places, times in zip(samples, prompts, grids, starts, seconds, strict=True)
         ],
         dim=1,
     )
     found: dict[str, Any] = {"position_ids": positions[:, :, local].to(device)}
     if images is not None:
         offsets = chosen.token_offsets.tolist()
-        of_samples = zip(samples, prompts, grids, starts, offsets[:-1], strict=True)
+        of_samples = zip(samples, prompts, grids, starts, seconds, offsets[:-1], strict=True)
         rows = [
-            image_rows(tokens, prompt, vision, own, places) + offset
-            for tokens, prompt, own, places, offset in of_samples
+            image_rows(tokens, prompt, vision, own, places, times) + offset
+            for tokens, prompt, own, places, times, offset in of_samples
         ]
         places = local_index[real[torch.cat(rows)]]
         own = (places >= 0).nonzero().squeeze(1)
@@ -266,6 +275,14 @@ def _rounded_up(lengths: Tensor, multiple: int) -> Tensor:
     return -(-lengths // multiple) * multiple
 
 
+def without_routing(micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """The same for a pass of another model, whose routers choose for themselves."""
+    return [
+        dataclasses.replace(micro_batch, sequences=dataclasses.replace(micro_batch.sequences, routing=None))
+        for micro_batch in micro_batches
+    ]
+
+
 @dataclasses.dataclass(frozen=True)
 class MicroBatchPacker:
     """Packs the rows of a rank's batch, as the flags and the rank's place want it."""
@@ -275,16 +292,18 @@ class MicroBatchPacker:
     context_rank: int
     context_size: int
     vision: VisionTokens | None = None
+    routing: RoutingPlace | None = None
 
     @classmethod
     def of_rank(
         cls, model: MegatronArguments, batches: TrainBatchArguments, parallel: ParallelState
     ) -> MicroBatchPacker:
         """The packer of the rank that `parallel` describes."""
+        routing = RoutingPlace.of_rank(model, parallel)
         multiple = batches.data_pad_size_multiplier * model.tensor_model_parallel_size
         folder = model.vision_folder
         vision = None if folder is None else VisionTokens.of(json.loads((Path(folder) / "config.json").read_text()))
-        return cls(multiple, parallel.device, parallel.cp_rank, parallel.cp_size, vision)
+        return cls(multiple, parallel.device, parallel.cp_rank, parallel.cp_size, vision, routing)
 
     def __call__(self, batch: RolloutBatch, rows: Sequence[int]) -> MicroBatch:
         """`pack_micro_batch`."""
@@ -296,6 +315,7 @@ class MicroBatchPacker:
             context_rank=self.context_rank,
             context_size=self.context_size,
             vision=self.vision,
+            routing=self.routing,
         )
 
     def steps(self, batch: RolloutBatch) -> list[list[MicroBatch]]:

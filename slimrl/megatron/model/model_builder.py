@@ -35,6 +35,7 @@ from slimrl.megatron.model.attention import PackedCoreAttention, attention_spec,
 from slimrl.megatron.model.layers import PostNorms, RMSNorm, Router, with_post_norms, with_token_frequencies
 from slimrl.megatron.model.lora import add_adapters
 from slimrl.megatron.model.output_layer import PolicyModel, ValueModel
+from slimrl.megatron.model.routing_replay import replay_routing
 from slimrl.megatron.model.vision import VisionLanguageModel, VisionValueModel, vision_arguments
 from slimrl.megatron.parallel import ParallelState
 from slimrl.models.adapters import AdapterConfig
@@ -189,6 +190,8 @@ def build_stages(
     """This rank's model chunks: one, or one for each of its virtual pipeline stages."""
     config = transformer_config(flags)  # one object: the schedule reads that of the first stage
     stages = [_build_stage(flags, config, parallel, number, custom) for number in _stage_numbers(parallel)]
+    if flags.replays_routing:
+        replay_routing(stages)
     if custom.provider_path is not None and not flags.untie_embeddings_and_output_weights:
         _check_tie(custom.provider_path, stages, parallel)
     return stages

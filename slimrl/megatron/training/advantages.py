@@ -362,17 +362,20 @@ def _joined(data: RolloutData, name: str, batch: RolloutBatch, where: str, devic
 
 def _check_unchanged(data: RolloutData, batch: RolloutBatch, where: str) -> None:
     """Raise HookFailedError if tokens changed: micro-batches are already packed."""
-    tokens = torch.cat([*(entry.cpu() for entry in data.get("tokens", [])), batch.tokens.new_zeros(0)])
     same = (
         data.get("total_lengths") == batch.total_lengths.tolist()
         and data.get("response_lengths") == batch.response_lengths.tolist()
-        and torch.equal(tokens, batch.tokens)
+        and torch.equal(_joined_tokens(data, batch), batch.tokens)
     )
     if not same:
         raise HookFailedError(
             f"{where} changed tokens or lengths, which are already packed: mask tokens with loss_masks, or change"
             " samples with --custom-convert-samples-to-train-data-path"
         )
+
+
+def _joined_tokens(data: RolloutData, batch: RolloutBatch) -> Tensor:
+    return torch.cat([*(entry.cpu() for entry in data.get("tokens", [])), batch.tokens.new_zeros(0)])
 
 
 def _kl(algorithm: AlgorithmArguments, log_probs: Tensor, ref_log_probs: Tensor | None) -> Tensor:

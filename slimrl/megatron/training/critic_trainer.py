@@ -8,6 +8,7 @@ order.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -77,7 +78,8 @@ class CriticTrainer:
         self.start_rollout_id = start.first_rollout
         self._times, self._timeline = PhaseTimes(self.parallel.device), timeline or Timeline.off()
         self.critic = Critic(own, self.parallel, resumed, self._times, self._timeline, own_ranks=True)
-        self._pack = MicroBatchPacker.of_rank(own, own, self.parallel)
+        # its routers are not replayed
+        self._pack = dataclasses.replace(MicroBatchPacker.of_rank(own, own, self.parallel), routing=None)
         self.memory = memory_of(
             self.critic.model.wrapped,
             [self.critic.model.optimizer],

@@ -26,8 +26,9 @@ from slimrl.arguments import Arguments
 from slimrl.data.train_batch import RolloutBatch
 from slimrl.megatron.checkpoint.start import load_initial_weights
 from slimrl.megatron.data_parallel import ShardedReference, Stage, shard_reference
-from slimrl.megatron.model.micro_batch import MicroBatch
+from slimrl.megatron.model.micro_batch import MicroBatch, without_routing
 from slimrl.megatron.model.output_layer import TeacherStates, TeacherTop
+from slimrl.megatron.model.routing_replay import recording
 from slimrl.megatron.parallel import ParallelState
 from slimrl.megatron.ref_model import BaseReference, PrecomputedReference, ReferenceWeights, StoredLogProbs
 from slimrl.megatron.training.advantages import TrainingHooks
@@ -291,7 +292,10 @@ class LogProbPasses:
     ) -> list[Tensor]:
         self.hooks.before_log_probs(store_prefix)
         name = f"{store_prefix}log_probs"
-        with self.times.phase(name), self.timeline.span(name):
+        if store_prefix:
+            micro_batches = without_routing(micro_batches)
+        recorded = recording(micro_batch.sequences.routing for micro_batch in micro_batches)
+        with self.times.phase(name), self.timeline.span(name), recorded:
             return score_tokens(
                 self.stages,
                 micro_batches,

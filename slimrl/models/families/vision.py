@@ -43,14 +43,16 @@ def mrope_section(config: Config) -> list[int] | None:
 
 @dataclasses.dataclass(frozen=True)
 class VisionTokens:
-    """How images appear among the tokens.
+    """How images and videos appear among the tokens.
 
-    An image of t x h x w patches becomes t * h * w / `merge_size` ** 2 tokens `image_token_id`.
+    An image of t x h x w patches becomes t * h * w / `merge_size` ** 2 tokens `image_token_id`, a video as many
+    `video_token_id`. `tokens_per_second`: positions in time between frames one second apart, if no text tells the time.
     """
 
     image_token_id: int
     video_token_id: int
     merge_size: int
+    tokens_per_second: int = 4
 
     @classmethod
     def of(cls, config: Config) -> VisionTokens | None:
@@ -58,7 +60,12 @@ class VisionTokens:
         tower = config.get(TOWER_CONFIG)
         if not isinstance(tower, dict):
             return None
-        return cls(config["image_token_id"], config["video_token_id"], tower.get("spatial_merge_size", 2))
+        return cls(
+            config["image_token_id"],
+            config["video_token_id"],
+            tower.get("spatial_merge_size", 2),
+            tower.get("tokens_per_second", cls.tokens_per_second),
+        )
 
 
 def _row(name: str, *dims: int, hf: str = HF_TOWER) -> ParamMapping:
@@ -140,11 +147,13 @@ class VisionTower:
     """The tower of a family: `rows` gives its tensors from config.json, `architecture` is its class in transformers.
 
     `interleaves_positions`: the rotary channels of time, height and width alternate, instead of three runs.
+    `has_timestamps`: the frames of a video stand apart among the tokens, with the time of each in text.
     """
 
     rows: Callable[[Config], tuple[ParamMapping, ...]]
     architecture: str  # "module.Class"
     interleaves_positions: bool = False
+    has_timestamps: bool = False
     feed_forward_results: int = 4  # of the inner width, kept for the backward pass: gate, up, silu and product
 
 
@@ -157,6 +166,7 @@ QWEN3_VL = VisionTower(
     qwen3_vl_tower,
     "transformers.models.qwen3_vl.modeling_qwen3_vl.Qwen3VLVisionModel",
     interleaves_positions=True,
+    has_timestamps=True,
     feed_forward_results=2,  # before and after the activation
 )
 QWEN3_VL_MOE = dataclasses.replace(

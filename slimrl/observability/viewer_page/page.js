@@ -2,6 +2,7 @@
 
 // A sample is shown as text only, never as markup: what a model wrote may well be HTML.
 const samples = JSON.parse(document.getElementById("samples").textContent);
+const pictures = JSON.parse(document.getElementById("all-pictures").textContent);
 const byName = new Map(samples.map((sample) => [sample.name, sample]));
 const panel = document.getElementById("sample");
 
@@ -10,6 +11,13 @@ function fact(name, value) {
   row.append(Object.assign(document.createElement("dt"), { textContent: name }));
   row.append(Object.assign(document.createElement("dd"), { textContent: value }));
   return row;
+}
+
+function picture([caption, number]) {
+  const figure = document.createElement("figure");
+  figure.append(Object.assign(document.createElement("img"), { src: pictures[number], alt: caption }));
+  figure.append(Object.assign(document.createElement("figcaption"), { textContent: caption }));
+  return figure;
 }
 
 // From nothing at probability 1 to full red at 0.01 and below.
@@ -44,6 +52,7 @@ function show(name) {
   document.getElementById("sample-title").textContent = `Sample ${sample.name}`;
   document.getElementById("facts").replaceChildren(...Object.entries(sample.facts).map(([key, value]) => fact(key, value)));
   document.getElementById("prompt").textContent = sample.prompt;
+  document.getElementById("pictures").replaceChildren(...sample.pictures.map(picture));
   document.getElementById("response").replaceChildren(...sample.response.flatMap(piece));
   if (sample.truncated) {
     document.getElementById("response").append(note(" … cut off at the longest response", "cut"));

@@ -200,7 +200,7 @@ class DatasetMixture:
         return {
             "shuffle": self._shuffle,
             "seed": self._seed,
-            "drawn": self._sampled,
+            "sampled": self._sampled,
             "probabilities": list(self._probabilities),
             "sets": [order.state_dict() for order in self._sets],
         }
@@ -226,7 +226,7 @@ class DatasetMixture:
                 )
         for order, saved in zip(self._sets, state["sets"], strict=True):
             order.load_state_dict(saved)
-        self._sampled = state["drawn"]
+        self._sampled = state["sampled"] if "sampled" in state else state["drawn"]  # the key until 2026-11-28
 
     def _choices(self, count: int) -> list[int]:
         """The sets of the next `count` prompts."""

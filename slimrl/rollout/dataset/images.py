@@ -1,7 +1,8 @@
 """Reads the images of prompts with transformers' image processor, for training, and sends them to the engines.
 
 An image is decoded once; engines get its pixels as a PNG in a data URI, and training the tensors that the model's own
-processor makes of the same pixels. A prompt has one token per image until `expand` repeats it for every merged patch.
+processor makes of the same pixels. A prompt has one token per image or video until `expanded` gives each all of its own
+(`videos` has what differs of videos).
 
 `SampleImages` adds the images of samples to the requests of the built-in generation and of custom generate functions.
 """
@@ -13,35 +14,32 @@ import dataclasses
 import functools
 import io
 import json
+import os
 import urllib.error
 import urllib.request
 import warnings
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slimrl.data.images import (
-    GRIDS,
-    IMAGES,
-    IN_PROMPT,
-    PIXELS,
-    PLACEHOLDER,
-    RESPONSE_STARTS,
-    item_fault,
-    mrope_positions,
-    stored_bytes,
-)
+from slimrl.data.images import IMAGES, PLACEHOLDER, VIDEO, ImageColumn, image_items, item_fault, stored_bytes
+from slimrl.data.images.batch import GRIDS, PIXELS, VIDEO_PIXELS, BatchImages, image_runs, mrope_positions
 from slimrl.data.sample import Sample
-from slimrl.engines.protocol import EngineClient, Generation, PromptImages, with_images
+from slimrl.engines.prompt_images import PromptImages, PromptVideos, with_images
+from slimrl.engines.protocol import EngineClient, Generation
 from slimrl.models.families.vision import VisionTokens
+from slimrl.rollout.dataset.videos import Video, VideoProcessor, videos_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 MAX_PIXELS = 100_000_000  # of a stored image; the processor scales it down to far fewer
-MAX_BYTES = 256 << 20  # of a downloaded one
+MAX_BYTES = 256 << 20  # of a downloaded one, and of a video
 DOWNLOAD_TIMEOUT_S = 30.0
+MAX_DECODERS = 8  # processes that decode videos at once
+_REMEMBERED_PROMPTS = 64
 _PREFIX = "data:image/png;base64,"
 
 
@@ -69,7 +67,25 @@ class ImageProcessor:
         self.tokens = vision
         self._around = config["vision_start_token_id"], config["vision_end_token_id"]
         self._processor = AutoImageProcessor.from_pretrained(folder, backend="pil")  # as the servers
-        self._last: tuple[tuple[str, ...], dict[str, Any]] = ((), {})  # of `train_inputs`: answers share their images
+        self._folder = folder
+        # of `train_inputs`: answers share their images
+        self._last: tuple[tuple[tuple[str, ...], tuple[Video, ...]], dict[str, Any]] = (((), ()), {})
+
+    @functools.cached_property
+    def videos(self) -> VideoProcessor:
+        """The model's video processor."""
+        return VideoProcessor(self._folder)
+
+    def read_video(self, item: Any) -> Video:
+        """The video of a column's item. Raises ValueError, worded to follow its name."""
+        try:
+            data = stored_bytes(item)
+        except OSError as error:
+            raise ValueError(f"cannot be read ({type(error).__name__}: {error})") from error
+        data = _downloaded(item) if data is None else data
+        if len(data) > MAX_BYTES:
+            raise ValueError(f"has {len(data)} bytes, more than {MAX_BYTES}: cut it, or scale it down")
+        return self.videos.read(data)
 
     def read(self, item: Any) -> Image:
         """The image of a column's item, decoded, in RGB. Raises ValueError, worded to follow its name."""
@@ -88,28 +104,79 @@ class ImageProcessor:
         except (OSError, SyntaxError, PIL.Image.DecompressionBombError) as error:
             raise ValueError(f"cannot be read as an image ({type(error).__name__}: {error})") from error
 
+    def of_row(
+        self, row: Mapping[str, Any], column: ImageColumn
+    ) -> tuple[list[int], tuple[str, ...], tuple[Video, ...]]:
+        """The number of tokens of each image of a row, the images, and the videos. Raises ValueError for a bad one."""
+        counts, uris, videos = [], [], []
+        for kind, key in column.keys.items():
+            for number, item in enumerate(image_items(row, column, kind)):
+                try:
+                    if kind == VIDEO:
+                        videos.append(self.read_video(item))
+                        continue
+                    image = self.read(item)
+                    counts.append(self.count(image))
+                except ValueError as error:
+                    raise ValueError(f"{key}[{number}] (--multimodal-keys) {error}") from error
+                uris.append(data_uri(image))
+        return counts, tuple(uris), tuple(videos)
+
+    def of_rows(
+        self, rows: Sequence[Any], column: ImageColumn
+    ) -> list[Callable[[], tuple[list[int], tuple[str, ...], tuple[Video, ...]]] | None]:
+        """For each row what returns or raises as `of_row`; None for a row that is no dict.
+
+        Videos of several rows are decoded at once.
+        """
+        own = [row if isinstance(row, dict) else None for row in rows]
+        if column.video_key is None:
+            return [None if row is None else functools.partial(self.of_row, row, column) for row in own]
+        with ThreadPoolExecutor(min(MAX_DECODERS, len(os.sched_getaffinity(0)))) as pool:
+            return [None if row is None else pool.submit(self.of_row, row, column).result for row in own]
+
     def count(self, image: Image) -> int:
         """The number of its tokens. Raises ValueError for a shape that the model does not take."""
         patches: int = self._processor.get_number_of_image_patches(image.height, image.width, {})
         return patches // self.tokens.merge_size**2
 
-    def expand(self, token_ids: Sequence[int], counts: Sequence[int]) -> array[int]:
-        """The tokens with that of each image as often as it has tokens. Raises ValueError unless each has one."""
-        return array("I", [token_ids[place] for place in self.expanded_places(token_ids, counts)])
+    def expanded(
+        self, token_ids: Sequence[int], counts: Sequence[int], videos: Sequence[Sequence[int]] = ()
+    ) -> tuple[list[int], list[int]]:
+        """The tokens with those of each image, `counts` of them, and of each video; and their places in `token_ids`.
 
-    def expanded_places(self, token_ids: Sequence[int], counts: Sequence[int]) -> list[int]:
-        """For each token of `expand` its place in `token_ids`."""
-        places = [place for place, token in enumerate(token_ids) if token == self.tokens.image_token_id]
-        if len(places) != len(counts):
-            raise ValueError(
-                f"the rendered prompt has {len(places)} image tokens ({self.tokens.image_token_id}) for {len(counts)}"
-                " images: the chat template of a vision-language model gives each one"
-            )
-        repeats = dict(zip(places, counts, strict=True))
-        return [place for place in range(len(token_ids)) for _ in range(repeats.get(place, 1))]
+        Raises ValueError unless there is one token for each image and each video.
+        """
+        own: list[Sequence[int]] = [[self.tokens.image_token_id] * count for count in counts]
+        by_place: dict[int, Sequence[int]] = {}
+        for kind, token_id, tokens in (
+            ("image", self.tokens.image_token_id, own),
+            ("video", self.tokens.video_token_id, list(videos)),
+        ):
+            places = [place for place, token in enumerate(token_ids) if token == token_id]
+            if len(places) != len(tokens):
+                raise ValueError(
+                    f"the rendered prompt has {len(places)} {kind} tokens ({token_id}) for {len(tokens)}"
+                    f" {kind}s: the chat template of a vision-language model gives each one"
+                )
+            by_place |= zip(places, tokens, strict=True)
+        pairs = [(new, place) for place, token in enumerate(token_ids) for new in by_place.get(place, (token,))]
+        return [token for token, _ in pairs], [place for _, place in pairs]
+
+    def expand(
+        self, token_ids: Sequence[int], counts: Sequence[int], videos: Sequence[Sequence[int]] = ()
+    ) -> array[int]:
+        """The tokens of `expanded`."""
+        return array("I", self.expanded(token_ids, counts, videos)[0])
+
+    def expand_all(
+        self, token_ids: Sequence[int], counts: Sequence[int], videos: Sequence[Video], tokenizer: Any
+    ) -> array[int]:
+        """`expand` with the tokens of these videos."""
+        return self.expand(token_ids, counts, [self.videos.token_ids(video, tokenizer) for video in videos])
 
     def image_starts(self, token_ids: Sequence[int], places: Sequence[int]) -> list[int]:
-        """The first token of each image; `token_ids` are expanded, and `places` those of `expanded_places`."""
+        """The first token of each image; `token_ids` are expanded, and `places` those of `expanded`."""
         begins = [at == 0 or places[at - 1] != place for at, place in enumerate(places)]
         return [at for at, token in enumerate(token_ids) if token == self.tokens.image_token_id and begins[at]]
 
@@ -136,16 +203,21 @@ class ImageProcessor:
         start, end = self._around
         place = "".join(tokenizer.convert_ids_to_tokens([start, self.tokens.image_token_id, end]))
         ids = tokenizer(place.join(pieces), add_special_tokens=False)["input_ids"]
-        places = self.expanded_places(ids, counts)
-        ids = [ids[place] for place in places]
+        ids, places = self.expanded(ids, counts)
         return SeenText(ids, self.image_starts(ids, places), tuple(uris))
 
-    def train_inputs(self, uris: Sequence[str]) -> dict[str, Any]:
-        """What transformers' model takes: `pixel_values` and `image_grid_thw` of all images end to end."""
-        if tuple(uris) != self._last[0]:
+    def train_inputs(self, uris: Sequence[str], videos: Sequence[Video] = ()) -> dict[str, Any]:
+        """What transformers' model takes: the pixel values and grids of all images end to end, and of all videos."""
+        key, last = (tuple(uris), tuple(videos)), self._last
+        if key == last[0]:
+            return last[1]
+        inputs: dict[str, Any] = {}
+        if uris:
             found = self._processor(images=[self.read(uri) for uri in uris], return_tensors="pt")
-            self._last = tuple(uris), {PIXELS: found[PIXELS], GRIDS: found[GRIDS]}
-        return self._last[1]
+            inputs |= {PIXELS: found[PIXELS], GRIDS: found[GRIDS]}
+        inputs |= self.videos.train_inputs(videos) if videos else {}
+        self._last = key, inputs  # an engine's server calls this in several threads
+        return inputs
 
 
 def data_uri(image: Image) -> str:
@@ -174,51 +246,44 @@ def training_inputs(samples: Sequence[Sample], folder: str | None) -> list[Mappi
     other images in its tokens, as a custom function may return.
     """
     processor: ImageProcessor | None = None
-    made: dict[tuple[str, ...], Mapping[str, Any]] = {}
+    made: dict[tuple[tuple[str, ...], tuple[Video, ...]], Mapping[str, Any]] = {}
     found: list[Mapping[str, Any] | None] = []
     for sample in samples:
-        uris = images_of(sample)
-        if sample.multimodal_train_inputs is not None or not uris:
+        key = images_of(sample), videos_of(sample.multimodal_inputs)
+        if sample.multimodal_train_inputs is not None or not any(key):
             found.append(sample.multimodal_train_inputs)
             continue
         if folder is None:
             raise ValueError(f"sample {sample.index} has images, and --hf-checkpoint is no vision-language model")
         processor = processor or ImageProcessor(folder)
-        if uris not in made:
-            made[uris] = processor.train_inputs(uris)
-        _check_places(sample, made[uris][GRIDS], processor.tokens)
-        found.append(made[uris])
+        if key not in made:
+            made[key] = processor.train_inputs(*key)
+        _positions(sample, sample.tokens, made[key], processor.tokens)
+        found.append(made[key])
     return found
 
 
-def _check_places(sample: Sample, grids: Any, vision: VisionTokens) -> None:
+def _positions(
+    sample: Sample, token_ids: Sequence[int], inputs: Mapping[str, Any], vision: VisionTokens
+) -> tuple[Any, BatchImages]:
+    """The rotary positions of a sample's tokens, and its images. Raises ValueError for other images in the tokens."""
     import torch  # not in the driver
 
-    starts = (sample.multimodal_inputs or {}).get(RESPONSE_STARTS) or []
-    places = [*[IN_PROMPT] * (len(grids) - len(starts)), *starts]
     try:
-        mrope_positions(torch.tensor(sample.tokens), sample.prompt_length, grids, vision, places)
+        images = BatchImages.of_samples([inputs], [sample.multimodal_inputs])
+        assert images is not None  # the caller has looked
+        return mrope_positions(
+            torch.tensor(token_ids),
+            sample.prompt_length,
+            images.grids,
+            vision,
+            images.starts.tolist(),
+            images.seconds_of_samples()[0],
+        ), images
     except ValueError as error:
         raise ValueError(
             f"sample {sample.index}: {error}; append images with multi_turn_generate or append_seen_text"
         ) from error
-
-
-def image_token_id(folder: str | None) -> int | None:
-    """The id of images' tokens of the model in `folder`; None for a model of text."""
-    if folder is None:
-        return None
-    vision = VisionTokens.of(json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")))
-    return None if vision is None else vision.image_token_id
-
-
-def prompt_images(sample: Sample, token_id: int | None) -> PromptImages | None:
-    """A sample's images for an engine. Raises ValueError for images and a model of text, without a `token_id`."""
-    if not (uris := images_of(sample)):
-        return None
-    if token_id is None:
-        raise ValueError("the sample has images, and --hf-checkpoint is no vision-language model")
-    return PromptImages(uris, token_id)
 
 
 def images_of(sample: Sample) -> tuple[str, ...]:
@@ -231,15 +296,50 @@ class SampleImages:
 
     def __init__(self, folder: str | None) -> None:
         self._folder = folder
-        self._token_id = image_token_id(folder)
+        vision = None
+        if folder is not None:
+            vision = VisionTokens.of(json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")))
+        self._tokens = vision
+        # the samples of a prompt have the same
+        self._grids = functools.lru_cache(maxsize=_REMEMBERED_PROMPTS)(self._without_pixels)
 
-    def of(self, sample: Sample) -> dict[str, PromptImages]:
-        """The keyword of `EngineClient.generate`. Raises ValueError for images and a model of text."""
-        return with_images(prompt_images(sample, self._token_id))
+    def _without_pixels(self, uris: tuple[str, ...], videos: tuple[Video, ...]) -> dict[str, Any]:
+        """`ImageProcessor.train_inputs` without the values of patches, which are the work."""
+        import torch
+
+        assert self.processor is not None
+        grids = {GRIDS: self.processor.train_inputs(uris)[GRIDS], PIXELS: torch.empty(0, 1)} if uris else {}
+        return {**grids, **self.processor.videos.grids(videos), VIDEO_PIXELS: torch.empty(0, 1)}
+
+    def of(self, sample: Sample, input_ids: Sequence[int] | None = None) -> dict[str, PromptImages]:
+        """The keyword of `EngineClient.generate`, whose tokens are `input_ids`, or those of the sample.
+
+        Raises ValueError for images and a model of text.
+        """
+        uris, videos = images_of(sample), videos_of(sample.multimodal_inputs)
+        if not uris and not videos:
+            return {}
+        if self._tokens is None:
+            raise ValueError("the sample has images, and --hf-checkpoint is no vision-language model")
+        if not videos:
+            return with_images(PromptImages(uris, self._tokens.image_token_id))
+        ids = sample.tokens if input_ids is None else input_ids
+        return with_images(PromptImages(uris, self._tokens.image_token_id, self._placed(sample, ids, uris, videos)))
+
+    def _placed(
+        self, sample: Sample, input_ids: Sequence[int], uris: tuple[str, ...], videos: tuple[Video, ...]
+    ) -> PromptVideos:
+        """The videos with the places of everything that is seen: an engine would compute other ones."""
+        assert self._tokens is not None and self.processor is not None
+        positions, images = _positions(sample, input_ids, self._grids(uris, videos), self._tokens)
+        runs = image_runs(positions.new_tensor(input_ids), sample.prompt_length, images, self._tokens)
+        return PromptVideos(
+            tuple(video.stored() for video in videos), positions.tolist(), image_runs=runs[0], video_runs=runs[1]
+        )
 
     def engine_of(self, engine: EngineClient, sample: Sample) -> EngineClient:
         """The engine of a custom function that generates `sample`."""
-        return engine if self._token_id is None else EngineOfSample(engine, sample, self._token_id)
+        return engine if self._tokens is None else EngineOfSample(engine, sample, self)
 
     @functools.cached_property
     def processor(self) -> ImageProcessor | None:
@@ -250,8 +350,8 @@ class SampleImages:
 class EngineOfSample:
     """An `EngineClient` whose requests have the images of `sample`: those of the prompt, and those appended since."""
 
-    def __init__(self, engine: EngineClient, sample: Sample, image_token_id: int) -> None:
-        self._engine, self._sample, self._token_id = engine, sample, image_token_id
+    def __init__(self, engine: EngineClient, sample: Sample, images: SampleImages) -> None:
+        self._engine, self._sample, self._images = engine, sample, images
 
     async def generate(
         self,
@@ -261,12 +361,12 @@ class EngineOfSample:
         images: PromptImages | None = None,
     ) -> Generation:
         """See `EngineClient`. Raises ValueError if `input_ids` have another number of images."""
-        own = images or prompt_images(self._sample, self._token_id)
-        return await self._engine.generate(input_ids, sampling_params, session_id, **with_images(own))
+        own = self._images.of(self._sample, input_ids) if images is None else with_images(images)
+        return await self._engine.generate(input_ids, sampling_params, session_id, **own)
 
     async def ask(self, path: str, payload: dict[str, Any], session_id: str | None = None) -> Any:
         """See `EngineClient`. Raises ValueError for a sample with images."""
-        if images_of(self._sample):
+        if images_of(self._sample) or videos_of(self._sample.multimodal_inputs):
             raise ValueError(
                 f"a request to {path} would leave out the sample's images: call engine.generate (`engine` is a keyword"
                 " of the function), which adds them"

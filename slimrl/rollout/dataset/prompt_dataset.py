@@ -19,7 +19,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-from slimrl.data.images import IMAGES, image_items, with_images
+from slimrl.data.images import IMAGES, VIDEOS, with_images
 from slimrl.data.preference_pairs import PAIR_KEY, pair_of
 from slimrl.data.prompt_format import (
     MESSAGES_KEY,
@@ -39,7 +39,8 @@ from slimrl.data.prompt_format import (
 from slimrl.data.readers import RowSet, open_rows
 from slimrl.data.sample import Sample
 from slimrl.rollout.async_utils import WorkerThread
-from slimrl.rollout.dataset.images import ImageProcessor, data_uri
+from slimrl.rollout.dataset.images import ImageProcessor
+from slimrl.rollout.dataset.videos import Video
 
 __all__ = [
     "MESSAGES_KEY",
@@ -65,7 +66,7 @@ class Prompt:
     """One tokenized row of a dataset.
 
     `content` is the rendered chat template, the text in --input-template, or the unchanged input column. `images` are
-    the data URIs of its images, each of which has all of its tokens in `token_ids`.
+    the data URIs of its images, each of which has all of its tokens in `token_ids`, and so have its `videos`.
     """
 
     content: str | list[dict[str, Any]]
@@ -73,6 +74,7 @@ class Prompt:
     label: Any
     metadata: dict[str, Any]
     images: tuple[str, ...] = ()
+    videos: tuple[Video, ...] = ()
 
     def sample(self, *, group_index: int, index: int) -> Sample:
         """A new sample of this prompt that shares no mutable object with others."""
@@ -83,8 +85,13 @@ class Prompt:
             label=_independent(self.label),
             tokens=self.token_ids.tolist(),
             metadata=_independent(self.metadata),
-            multimodal_inputs={IMAGES: list(self.images)} if self.images else None,
+            multimodal_inputs=self._seen(),
         )
+
+    def _seen(self) -> dict[str, Any] | None:
+        images = {IMAGES: list(self.images)} if self.images else {}
+        videos = {VIDEOS: [video.stored() for video in self.videos]} if self.videos else {}
+        return {**images, **videos} or None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,15 +138,20 @@ class PromptTokenizer:
         token_ids = self._tokenize(contents)
         limit = self._form.max_prompt_len
         results: list[Prompt | OverlongPrompt | InvalidRow] = []
-        for row, place, content, ids in zip(rows, places, contents, token_ids, strict=True):
+        valid = [None if isinstance(content, InvalidRow) else row for row, content in zip(rows, contents, strict=True)]
+        seen: Sequence[Any] = [None] * len(valid)
+        if self._images is not None and self._form.images is not None:
+            seen = self._images.of_rows(valid, self._form.images)
+        for row, place, content, ids, own in zip(rows, places, contents, token_ids, seen, strict=True):
             images: tuple[str, ...] = ()
-            if self._images is not None and not isinstance(content, InvalidRow) and isinstance(row, dict):
-                try:
-                    counts, images = self._read_images(self._images, row)
+            videos: tuple[Video, ...] = ()
+            try:
+                if self._images is not None and own is not None:
+                    counts, images, videos = own()
                     if isinstance(content, str):  # a conversation is tokenized with its loss mask
-                        ids = self._images.expand(ids, counts)
-                except ValueError as error:
-                    content = InvalidRow(str(error))
+                        ids = self._images.expand_all(ids, counts, videos, self._tokenizer)
+            except ValueError as error:
+                content = InvalidRow(str(error))
             if isinstance(content, InvalidRow):
                 results.append(content)
             elif isinstance(row, InvalidRow):
@@ -151,22 +163,9 @@ class PromptTokenizer:
                 metadata = metadata_of(row, self._form) | ({PLACE_KEY: place} if self._form.holds_answers else {})
                 if self._form.pair is not None:
                     metadata = {**metadata, PAIR_KEY: pair_of(row, self._form.input_key, self._form.pair).answers}
-                prompt = Prompt(content, ids, label, metadata, images)
+                prompt = Prompt(content, ids, label, metadata, images, videos)
                 results.append(prompt if limit is None or len(ids) <= limit else self._shortened(prompt, limit))
         return results
-
-    def _read_images(self, processor: ImageProcessor, row: dict[str, Any]) -> tuple[list[int], tuple[str, ...]]:
-        """The number of tokens of each image, and the images. Raises ValueError for a bad image."""
-        assert self._form.images is not None  # there is a processor
-        counts, uris = [], []
-        for number, item in enumerate(image_items(row, self._form.images)):
-            try:
-                image = processor.read(item)
-                counts.append(processor.count(image))
-            except ValueError as error:
-                raise ValueError(f"{self._form.images.key}[{number}] (--multimodal-keys) {error}") from error
-            uris.append(data_uri(image))
-        return counts, tuple(uris)
 
     def _shortened(self, prompt: Prompt, limit: int) -> Prompt:
         """The prompt cut to `limit` tokens, with the text of those; the metadata tells how many were cut out."""

@@ -21,7 +21,10 @@ from array import array
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
+import numpy as np
+
 from slimrl.arguments.flags.rollout import RolloutArguments
+from slimrl.data.routed_experts import as_plain
 from slimrl.data.sample import Sample
 from slimrl.engines.protocol import SamplingConfig, StoppableEngine
 from slimrl.rollout.async_utils import cancel_and_wait, gather_or_cancel
@@ -217,7 +220,8 @@ def _key(key: Any, location: str) -> Any:
     return _plain(key, f"{location}, whose key {key!r}")
 
 
-_KEY = "drawn"  # checkpoint key, next to the data source's keys
+_KEY = "inflight_groups"  # in a checkpoint, next to the keys of the data source
+_FORMER = {_KEY: "drawn", "unfinished": "under_way", "prompts": "drawn"}  # keys of checkpoints until 2026-11-28
 _PACKED = {  # type codes of `array`
     "tokens": "q",
     "loss_mask": "b",
@@ -232,26 +236,26 @@ _NAMES = tuple(field.name for field in dataclasses.fields(Sample))
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FinishedGroup:
-    """A scored group; `drawn` is the group as sampled from the data source, `oldest` its oldest weight version."""
+    """A scored group; `prompts` is the group as the data source gave it, `oldest` its oldest weight version."""
 
     group: list[Sample]
-    drawn: list[Sample]
+    prompts: list[Sample]
     oldest: int
 
 
 @dataclasses.dataclass(frozen=True)
 class InflightState:
-    """All groups not trained on yet; `under_way` are the unfinished ones, as sampled from the data source."""
+    """All groups not trained on yet; `unfinished` are those in generation, as the data source gave them."""
 
-    under_way: list[list[Sample]]
+    unfinished: list[list[Sample]]
     finished: list[FinishedGroup]
 
     def added_to(self, state: dict[str, Any]) -> dict[str, Any]:
         """The data source's state plus this one, as plain JSON data. Raises ValueError like `check_serializable`."""
         entry = {
-            "under_way": [_group_as_dicts(group) for group in self.under_way],
+            "unfinished": [_group_as_dicts(group) for group in self.unfinished],
             "finished": [
-                {"group": _group_as_dicts(one.group), "drawn": _group_as_dicts(one.drawn), "oldest": one.oldest}
+                {"group": _group_as_dicts(one.group), "prompts": _group_as_dicts(one.prompts), "oldest": one.oldest}
                 for one in self.finished
             ],
         }
@@ -264,15 +268,20 @@ def restore(data_source: RolloutDataSource, state: dict[str, Any], *, keeps_fini
     Returns the finished groups. If `keeps_finished` is False, these go back to the data source too, to be trained on
     next.
     """
-    entry = state.get(_KEY, {"under_way": [], "finished": []})
-    data_source.load_state_dict({name: value for name, value in state.items() if name != _KEY})
+    entry = _entry(state, _KEY, {"unfinished": [], "finished": []})
+    data_source.load_state_dict({name: value for name, value in state.items() if name not in (_KEY, _FORMER[_KEY])})
     finished = [
-        FinishedGroup(_samples(one["group"]), _samples(one["drawn"]), one["oldest"]) for one in entry["finished"]
+        FinishedGroup(_samples(one["group"]), _samples(_entry(one, "prompts")), one["oldest"])
+        for one in entry["finished"]
     ]
     if not keeps_finished:
         data_source.add_samples([one.group for one in finished])
-    data_source.add_samples([_samples(group) for group in entry["under_way"]])
+    data_source.add_samples([_samples(group) for group in _entry(entry, "unfinished")])
     return finished if keeps_finished else []
+
+
+def _entry(state: dict[str, Any], key: str, default: Any = None) -> Any:
+    return state.get(key, state.get(_FORMER[key], default))
 
 
 def check_serializable(samples: Iterable[Sample]) -> None:
@@ -285,17 +294,22 @@ def check_serializable(samples: Iterable[Sample]) -> None:
 def _group_as_dicts(group: list[Sample]) -> list[dict[str, Any]]:
     """The fields of the samples; attributes that custom functions add to a sample are not saved."""
     return [
-        {
-            name: _packed(sample, name, code) if (code := _PACKED.get(name)) else _plain_field(sample, name)
-            for name in _NAMES
-        }
+        as_plain(
+            {
+                name: _packed(sample, name, code) if (code := _PACKED.get(name)) else _plain_field(sample, name)
+                for name in _NAMES
+            }
+        )
         for sample in group
     ]
 
 
 def _plain_field(sample: Sample, name: str) -> Any:
+    value = getattr(sample, name)
+    if isinstance(value, np.ndarray) and name == "rollout_routed_experts":
+        return value  # `as_plain` packs it
     try:
-        return plain_data(getattr(sample, name))
+        return plain_data(value)
     except TypeError as error:
         raise ValueError(
             f"sample {sample.index}: its {name} cannot be saved in a checkpoint: {error}; your function or data"

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from slimrl.data.images import IMAGES, RESPONSE_STARTS
+from slimrl.data.routed_experts import continued
 from slimrl.data.sample import NO_VERSION, PackedColumn, Sample, SampleStatus, Span, add_span, clip_spans
 from slimrl.engines.protocol import EngineClient, Generation
 from slimrl.renamed_modules import current_name
@@ -106,6 +107,9 @@ def append_generation(sample: Sample, generation: Generation) -> None:
         raise ValueError(f"the engine returned {new_tokens} tokens with {log_probs} log-probs")
     if generation.finish_reason not in _STATUS_OF_FINISH_REASON:
         raise ValueError(f"the engine returned the unknown finish reason {generation.finish_reason!r}")
+    if generation.routed_experts is not None:
+        known, tokens = sample.rollout_routed_experts, len(sample.column("tokens"))
+        sample.rollout_routed_experts = continued(known, tokens, generation.routed_experts)
     spans = generation.version_spans or [[generation.weight_version, new_tokens]]
     if not _append_packed(sample, generation, spans):
         _append(sample, generation.token_ids, generation.log_probs, spans, trained=True)

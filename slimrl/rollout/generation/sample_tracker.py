@@ -29,7 +29,8 @@ from typing import Any, cast
 
 from slimrl.arguments import Arguments
 from slimrl.data.sample import Sample, add_span
-from slimrl.engines.protocol import EngineClient, Generation, PromptImages, with_images
+from slimrl.engines.prompt_images import PromptImages, with_images
+from slimrl.engines.protocol import EngineClient, Generation
 from slimrl.observability.timeline import REQUESTS, WAITED_MS
 from slimrl.observability.tracer import Timeline
 

@@ -31,7 +31,8 @@ from slimrl.algorithms.preference_losses import (
     pair_losses,
 )
 from slimrl.arguments import Arguments
-from slimrl.data.train_batch import RolloutBatch, schedule_batch
+from slimrl.data.batch_schedule import schedule_batch
+from slimrl.data.train_batch import RolloutBatch
 from slimrl.megatron.model.micro_batch import MicroBatch
 from slimrl.megatron.parallel import ParallelState
 from slimrl.megatron.training.forward_step import LogProbConfig, TrainTensors

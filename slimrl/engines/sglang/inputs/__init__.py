@@ -1,0 +1,1 @@
+"""Inputs of requests that SGLang's servers do not take as they are."""
