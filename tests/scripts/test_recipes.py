@@ -143,7 +143,7 @@ def test_recipe_with_images_learns_to_count_squares_on_the_cpu(flags, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_recipe_of_several_turns_with_images_learns_to_count_squares_on_the_cpu(tmp_path):
-    """The last of three answers gets the reward."""
+    """All of three answers must be right."""
     folder = ROOT / "runs/run-qwen2.5-VL-3B-geo3k-multi-turn-tiny"
     started = harness.launch(
         ["bash", "scripts/run-qwen2.5-VL-3B-geo3k-multi-turn.sh", "--tiny", "--seed", "7"], **places(tmp_path, folder)
