@@ -1,11 +1,11 @@
 """Several turns with images: after an answer the environment shows a part of the picture, enlarged, and asks again.
 
     --custom-generate-function-path examples.look_again.generate --multimodal-keys '{"image": "images"}'
-    --custom-rm-path examples.look_again.last_answer_is_right --rm-type math
+    --custom-rm-path examples.look_again.all_answers_are_right --rm-type math
 
 For a vision-language model with ChatML turns (Qwen2.5-VL, Qwen3-VL). The left half of the prompt's first picture comes
-after the first answer, the right half after the second; the third answer ends the sample, and is graded alone. Only the
-model's own tokens are trained on.
+after the first answer, the right half after the second; the third answer ends the sample. Each of them must be right.
+Only the model's own tokens are trained on.
 """
 
 from __future__ import annotations
@@ -62,9 +62,10 @@ async def show(sample: Sample, image_processor: ImageProcessor, answer: str) -> 
     return ToolOutput(MESSAGE, [data_uri(half.resize(picture.size))])
 
 
-async def last_answer_is_right(args: Arguments, sample: Sample) -> Any:
-    """The reward of the last turn by --rm-type; 0 for a sample that ended before it."""
-    last = sample.response.rpartition(TURN)[2]
-    if sample.response.count(TURN) < LOOKS or not last.endswith(END):
+async def all_answers_are_right(args: Arguments, sample: Sample) -> float:
+    """1 if --rm-type accepts the answer of every turn, as the picture stays the same; 0 if the sample ended early."""
+    answers = [turn.partition(END)[0] for turn in sample.response.split(TURN)]
+    if len(answers) <= LOOKS or sample.response.count(END) <= 2 * LOOKS:
         return 0.0
-    return await async_rm(args, dataclasses.replace(sample, response=last.removesuffix(END)))
+    rewards = [await async_rm(args, dataclasses.replace(sample, response=answer)) for answer in answers]
+    return float(min(rewards))

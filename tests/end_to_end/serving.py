@@ -70,6 +70,8 @@ def largest_logit_gap(tiny: Any, checkpoint: Path, folder: Path) -> float:
 def served(folder: Path, log_folder: Path, *flags: str, port: int | None = None) -> Iterator[str]:
     """Serves the model with the command of docs/serving.md and further flags; yields the server's URL."""
     port = free_port() if port is None else port
+    # SGLang asks for the cores of each rank where there are more ranks than NUMA nodes
+    cores = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if "--tp-size" in flags else {}
     command = [
         sys.executable,
         "-m",
@@ -84,7 +86,7 @@ def served(folder: Path, log_folder: Path, *flags: str, port: int | None = None)
         command,
         name="server",
         log_path=log_folder / "server.log",
-        environment={"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        environment={"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **cores},
         shared_memory_prefixes=("sglang_", "sgl_", "multi_tokenizer_args_"),
     )
     server.start()

@@ -1,7 +1,7 @@
 """Other pixels change the trainer's log-probabilities, in every family that sees, layout and packing.
 
 A model that has silently stopped seeing trains on without any error. The changes are those of transformers in float64;
-the log-probabilities of samples without an image stay as they are, bit for bit. The engines' side is in
+the log-probabilities of samples without an image stay as they are. The engines' side is in
 tests/families/test_serving.py, after each way of updating their weights.
 """
 
@@ -56,7 +56,7 @@ def log_probs(folder: Path, batch: Any) -> list[Tensor]:
         return [reference._log_probs(model, one, SETTINGS.temperature)[0] for one in reference._split(batch)]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module")
 def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     save, values = FAMILIES[request.param]
     folder = save(tmp_path_factory.mktemp("seen") / "model", seed=1)
@@ -69,12 +69,15 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Seen(request.param, (folder, folder), [batch, other], changes)
 
 
-@pytest.mark.parametrize("name", LAYOUTS | OF_EXPERTS)
+CASES = [
+    (family, name) for family in FAMILIES for name in (LAYOUTS | OF_EXPERTS if family == "Qwen3-VL-MoE" else LAYOUTS)
+]
+
+
+@pytest.mark.parametrize(("seen", "name"), CASES, indirect=["seen"])
 def test_other_pixels_change_the_log_probs_as_in_transformers(
     name: str, seen: Seen, one_rank: Any, two_ranks: Any, tmp_path: Path
 ):
-    if name in OF_EXPERTS and seen.name != "Qwen3-VL-MoE":
-        pytest.skip("a family without experts")
     layout = (LAYOUTS | OF_EXPERTS)[name]
     templates = [str(tmp_path / f"{number}_{{rollout_id}}.pt") for number in range(2)]
     runs = [
@@ -91,4 +94,5 @@ def test_other_pixels_change_the_log_probs_as_in_transformers(
     least = min(float(change.abs().max()) for change in changes[:WITH_IMAGES])
     print(f"{seen.name}, {name}: every sample changes by {least:.2g} or more, {far:.1e} from transformers")
     assert least > 1e-2 and far < 2e-5
-    assert all(not change.any() for change in changes[WITH_IMAGES:])
+    rounding = 1e-5 if "ETP2" in name else 0.0  # there experts add the halves of other tokens in between
+    assert all(change.abs().max() <= rounding for change in changes[WITH_IMAGES:])

@@ -13,7 +13,7 @@ from slimrl.engines.protocol import Generation, PromptImages
 from slimrl.rollout.dataset.images import ImageProcessor, SampleImages, data_uri, images_of, training_inputs
 from slimrl.rollout.dataset.prompt_dataset import PromptTokenizer
 from slimrl.rollout.generation.multi_turn import ToolOutput, multi_turn_generate
-from slimrl.tiny.models import IMAGE_PAD
+from slimrl.tiny.models import IMAGE_PAD, VIDEO_PAD
 from tests.rollout.test_image_prompts import QUESTION, folder, form, picture, tokenizer, uri  # noqa: F401
 
 PARAMS = {"stop": None, "max_new_tokens": 200, "skip_special_tokens": False, "spaces_between_special_tokens": False}
@@ -118,8 +118,9 @@ def test_sample_aborted_after_an_image_continues_with_all_images(sample, folder,
     assert later.multimodal_inputs == given and later.status is SampleStatus.COMPLETED
 
 
-def test_sampled_image_token_ends_the_sample(sample, folder, tokenizer):  # noqa: F811
-    answer = tokenizer(f"{IMAGE_PAD}=", add_special_tokens=False)["input_ids"]
+@pytest.mark.parametrize("token", [IMAGE_PAD, VIDEO_PAD])
+def test_sampled_token_of_an_image_or_a_video_ends_the_sample(token, sample, folder, tokenizer):  # noqa: F811
+    answer = tokenizer(f"{token}=", add_special_tokens=False)["input_ids"]
     engine = Engine(answer)
     play(sample, engine, tokenizer, folder, ASK)
     assert sample.status is SampleStatus.COMPLETED and len(engine.asked) == 1 and len(images_of(sample)) == 1

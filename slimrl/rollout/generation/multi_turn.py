@@ -203,8 +203,8 @@ async def multi_turn_generate(
             end_at_stop_string(sample, generation.new_tokens, params["stop"], decode)
         if sample.status is not SampleStatus.COMPLETED:
             break
-        if image_processor is not None and image_processor.tokens.image_token_id in generation.token_ids:
-            break  # sampled as text, which an engine would take for an image in the next request
+        if image_processor is not None and _stands_for_pixels(image_processor, generation.token_ids):
+            break  # sampled as text, which an engine would take for an image or a video in the next request
         call = _until(decode(sample.tokens[sample.prompt_length + starts[-1] :]), stop)
         if call is None:
             break
@@ -279,3 +279,8 @@ def _stop_tokens_of(model_folder: str) -> frozenset[int]:
 def __getattr__(name: str) -> Any:
     """Custom functions may import names of earlier versions."""
     return globals()[current_name(__name__, name)]
+
+
+def _stands_for_pixels(image_processor: ImageProcessor, token_ids: Sequence[int]) -> bool:
+    tokens = image_processor.tokens
+    return tokens.image_token_id in token_ids or tokens.video_token_id in token_ids
