@@ -1,6 +1,6 @@
 """What more engines cost a run: the real driver, manager, trainer and sglang-router, with instant engines.
 
-    OMP_NUM_THREADS=1 python benchmarks/scale.py [--engines 8 64 512] [--ranks 1] [--steps 5]
+    OMP_NUM_THREADS=1 python benchmarks/scale.py [--engines 8 64 512] [--ranks 1] [--steps 5] [--json FILE]
 
 Runs `train.py` once per number of engines: a tiny model on `--ranks` training ranks, `--samples-per-engine` samples per
 engine and step, weight updates from disk (which the engines of instant_engines.py acknowledge without reading). So what
@@ -11,8 +11,9 @@ is left is control: prompts, requests, answers, weight updates, health. Prints, 
 - CPU of the driver, the rollout manager, the router and the training rank in milliseconds per step and engine
 - memory of the manager
 
-and, below, each line as a + b x engines by least squares, with what it gives for 4,096 engines: a model, not a
-measurement. Engines and run share this machine's cores, so that seconds include the engines' own work.
+and writes them to FILE, which scale_model.py reads. Engines and run share this machine's cores, so that seconds include
+the engines' own work. control_ranks.py and engine_calls.py measure training ranks and the calls of a weight update on
+their own.
 """
 
 from __future__ import annotations
@@ -36,7 +37,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 PROCESSES = {"driver": "train.py", "manager": "RolloutManager", "router": "sglang::router", "rank": "train_process"}
 RUN_TIMEOUT_S = 900.0
-MODELLED = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,17 +159,8 @@ def _counts(address: str) -> dict[str, int]:
         return json.load(answer)
 
 
-def line_through(points: list[tuple[float, float]]) -> tuple[float, float]:
-    """a and b of y = a + b x by least squares; b is 0 for a single point."""
-    if len(points) < 2:
-        return points[0][1], 0.0
-    x_mean, y_mean = (statistics.fmean(values) for values in zip(*points, strict=True))
-    slope = sum((x - x_mean) * (y - y_mean) for x, y in points) / sum((x - x_mean) ** 2 for x, _ in points)
-    return y_mean - slope * x_mean, slope
-
-
 def report(found: list[Measured]) -> None:
-    """The table and the modelled line."""
+    """The table."""
     print(f"{'engines':>8} {'start s':>8} {'update s':>9} {'calls':>6} {'rollout s':>10}", end="")
     print("".join(f"{name + ' ms':>12}" for name in PROCESSES), f"{'manager GiB':>12}")
     for one in found:
@@ -178,11 +169,6 @@ def report(found: list[Measured]) -> None:
             end="",
         )
         print("".join(f"{one.cpu_ms[name]:>12.2f}" for name in PROCESSES), f"{one.manager_gib:>12.2f}")
-    for name in ("start_s", "update_s", "rollout_s"):
-        a, b = line_through([(one.engines, vars(one)[name]) for one in found])
-        print(
-            f"{name}: {a:.2f} + {1000 * b:.2f} ms x engines; modelled for {MODELLED} engines: {a + b * MODELLED:.1f} s"
-        )
 
 
 def main() -> None:
@@ -192,11 +178,16 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--samples-per-engine", type=int, default=8)
+    parser.add_argument("--json", type=Path, help="where to write the measurements")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="scale-") as name:
         folder = Path(name)
         make_model(folder)
-        report([run(folder, engines, options) for engines in options.engines])
+        found = [run(folder, engines, options) for engines in options.engines]
+    report(found)
+    if options.json is not None:
+        per_engine = {"samples_per_engine": options.samples_per_engine}
+        options.json.write_text(json.dumps([dataclasses.asdict(one) | per_engine for one in found], indent=1))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,16 @@
 """Several turns with images: after an answer the environment shows a part of the picture, enlarged, and asks again.
 
     --custom-generate-function-path examples.look_again.generate --multimodal-keys '{"image": "images"}'
+    --custom-rm-path examples.look_again.last_answer_is_right --rm-type math
 
 For a vision-language model with ChatML turns (Qwen2.5-VL, Qwen3-VL). The left half of the prompt's first picture comes
-after the first answer, the right half after the second; the third answer ends the sample. Only the model's own tokens
-are trained on.
+after the first answer, the right half after the second; the third answer ends the sample, and is graded alone. Only the
+model's own tokens are trained on.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -17,9 +19,11 @@ from slimrl.data.sample import Sample
 from slimrl.engines.protocol import EngineClient
 from slimrl.rollout.dataset.images import ImageProcessor, data_uri, images_of
 from slimrl.rollout.generation.multi_turn import TURN_STARTS, ToolOutput, multi_turn_generate
+from slimrl.rollout.rm_hub import async_rm
 
 END = "<|im_end|>"
-MESSAGE = "\n<|im_start|>user\n<image>again?<|im_end|>\n<|im_start|>assistant\n"
+TURN = "<|im_start|>assistant\n"
+MESSAGE = f"\n<|im_start|>user\n<image>again?{END}\n{TURN}"
 LOOKS = 2
 
 
@@ -56,3 +60,11 @@ async def show(sample: Sample, image_processor: ImageProcessor, answer: str) -> 
     middle = picture.width // 2
     half = picture.crop((look * middle, 0, look * middle + middle, picture.height))
     return ToolOutput(MESSAGE, [data_uri(half.resize(picture.size))])
+
+
+async def last_answer_is_right(args: Arguments, sample: Sample) -> Any:
+    """The reward of the last turn by --rm-type; 0 for a sample that ended before it."""
+    last = sample.response.rpartition(TURN)[2]
+    if sample.response.count(TURN) < LOOKS or not last.endswith(END):
+        return 0.0
+    return await async_rm(args, dataclasses.replace(sample, response=last.removesuffix(END)))

@@ -68,6 +68,23 @@ def test_ratios_are_written_and_read_and_must_be_positive_and_finite(run, tmp_pa
             ratios.write_ratios(None, {"a": wrong})
 
 
+def test_model_of_many_engines_gives_the_measured_seconds_that_it_was_not_fitted_to(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    importlib.import_module("scale_model").compare()
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert len(rows) == 12 and all(0.65 < float(row[-1]) < 1.35 for row in rows)
+
+
+def test_driver_and_control_cost_as_much_per_engine_with_4096_as_with_64(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    model = importlib.import_module("scale_model").model
+    few, many = (model(engines, 2**30, 8, before=False) for engines in (64, 4096))
+    assert many.driver_us <= few.driver_us and many.control_s <= few.control_s * 1.01
+    assert many.manager_us <= few.manager_us * 1.01
+    before = model(4096, 2**30, 8, before=True)
+    assert before.driver_us > 50 * many.driver_us and before.control_s > 50 * many.control_s
+
+
 def test_every_benchmark_of_the_set_exists(run):
     programs = {benchmark.program for benchmark in run.BENCHMARKS}
     assert {f"{program}.py" for program in programs} <= set(PROGRAMS)

@@ -9,6 +9,7 @@ Kernel libraries are looked up without importing them. `slimrl.megatron` and the
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -323,6 +324,26 @@ def transformer_engine_installed() -> bool:
     return all(
         importlib.util.find_spec(name) is not None for name in ("transformer_engine", "transformer_engine_torch")
     )
+
+
+def flash_attention_installed(*, latent: bool) -> bool:
+    """True if a FlashAttention is installed that Transformer Engine uses; for `latent` attention only the third.
+
+    Version 2 needs queries and values of one width. flash-attn-4, which SGLang installs, is not one of them.
+    """
+    return any(map(_is_installed, FLASH_ATTENTION[latent]))
+
+
+# distributions by whose name Transformer Engine 2.11 looks for it
+FLASH_ATTENTION = {False: ("flash-attn", "flash-attn-3"), True: ("flash-attn-3",)}
+
+
+def _is_installed(distribution: str) -> bool:
+    try:
+        importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def apex_optimizers_installed() -> bool:

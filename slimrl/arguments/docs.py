@@ -170,6 +170,7 @@ CAPABILITIES = (
         "Gradient buffers and kernels",
         "*ddp_* *gradient_reduce* check_for_large_grads use_nccl_ub disable_symmetric_registration fsdp_*"
         " no_preserve_fp32_weights cross_entropy_* batch_invariant_mode defer_embedding_* wgrad_deferral_limit"
+        " fused_single_qkv_rope"
         " overlap_param_gather_with_optimizer_step pipeline_model_parallel_comm_backend",
         "slimrl has its own implementation or uses Megatron-core's default.",
         in_readme=False,

@@ -162,7 +162,7 @@ class Supervisor:
         return ray.get(list(refs))
 
     def _wait(self, refs: Sequence[ObjectRef], target: WaitTarget, progress: Callable[[], None] | None) -> None:
-        pending = list(dict.fromkeys(refs))
+        pending = dict.fromkeys(refs)
         wait = Wait(self._config, self._with_silent_nodes(target), self._report_suffix)
         while pending:
             times = [wait.remaining(), PROGRESS_INTERVAL_S if progress else None]
@@ -170,7 +170,7 @@ class Supervisor:
             timeout = min((time_s for time_s in times if time_s is not None), default=None)
             event_handler = self._event_handler
             events = [event_handler.events()] if event_handler is not None else []
-            ready, _ = ray.wait([*self._watches, *events, *pending], num_returns=1, timeout=timeout)
+            ready = _ready([*self._watches, *events, *pending], timeout)
             if progress:
                 progress()
             if died := [ref for ref in ready if ref in self._watches]:
@@ -184,8 +184,9 @@ class Supervisor:
             if not ready:
                 wait.check([index for index, ref in enumerate(refs) if ref in pending])
             for ref in ready:
-                pending.remove(ref)
-                self._raise_failure(ref)
+                if ref in pending:  # not an event
+                    del pending[ref]
+                    self._raise_failure(ref)
 
     def _with_silent_nodes(self, target: WaitTarget) -> WaitTarget:
         """`target` with reports that begin with the unresponsive nodes."""
@@ -261,6 +262,18 @@ class Supervisor:
         ready, _ = ray.wait(list(self._watches), num_returns=1, timeout=3.0) if self._watches else ([], [])
         if ready:
             raise self._death(ready[0]) from error
+
+
+def _ready(refs: Sequence[ObjectRef], timeout_s: float | None) -> list[ObjectRef]:
+    """All refs that are ready when the first one is; none after `timeout_s`.
+
+    One at a time, a wait for n calls would look at the square of n references.
+    """
+    first, _ = ray.wait(list(refs), num_returns=1, timeout=timeout_s)
+    if not first or len(refs) == 1:
+        return first
+    found, _ = ray.wait(list(refs), num_returns=len(refs), timeout=0)
+    return found or first
 
 
 def _without_details(error: Exception) -> Exception:

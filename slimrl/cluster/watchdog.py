@@ -96,7 +96,7 @@ class Wait:
 
 def poll_actors(refs: Sequence[ObjectRef]) -> list[Any | None]:
     """The result of each call; None if it does not return within a few seconds or its actor is dead."""
-    ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=ANSWER_TIMEOUT_S)
+    ready = set(ray.wait(list(refs), num_returns=len(refs), timeout=ANSWER_TIMEOUT_S)[0])
     return [_result(ref) if ref in ready else None for ref in refs]
 
 

@@ -11,15 +11,16 @@ import base64
 import binascii
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import numpy as np
+if TYPE_CHECKING:  # imported where it is needed: parsing flags must not import it
+    import numpy as np
 
 UNKNOWN = -1
-_LARGEST_EXPERT = np.iinfo(np.int16).max
+_LARGEST_EXPERT = 2**15 - 1  # of an int16
 _FIELD = "rollout_routed_experts"
 
-Routes = np.ndarray[Any, Any]
+Routes: TypeAlias = "np.ndarray[Any, Any]"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +33,8 @@ class RoutingShape:
 
     def decoded(self, text: str) -> Routes:
         """The array of an engine's base64 of int32 [tokens, layers, topk]. Raises ValueError if it is none."""
+        import numpy as np
+
         try:
             numbers = np.frombuffer(base64.b64decode(text, validate=True), np.int32)
         except (binascii.Error, ValueError) as error:
@@ -45,6 +48,8 @@ class RoutingShape:
 
     def checked(self, routes: Any) -> Routes:
         """`routes` as int16. Raises ValueError for another shape, or for experts that the model does not have."""
+        import numpy as np
+
         array = np.asarray(routes)
         if array.ndim != 3 or array.shape[1:] != (self.layers, self.topk):
             raise ValueError(
@@ -63,12 +68,16 @@ def continued(known: Routes | None, tokens: int, answered: Routes) -> Routes:
 
     A row that is known stays: the engine may have computed the token again, with newer weights.
     """
+    import numpy as np
+
     kept = answered[:0] if known is None else known[: max(tokens - 1, 0)]
     return np.concatenate([kept, answered[len(kept) :]])
 
 
 def joined(columns: Sequence[Routes | None], lengths: Sequence[int], shape: RoutingShape) -> Routes:
     """The rows of samples with `lengths` tokens, end to end, int16 [sum(lengths), layers, topk]; None has no row."""
+    import numpy as np
+
     values = np.full((sum(lengths), shape.layers, shape.topk), UNKNOWN, np.int16)
     start = 0
     for routes, length in zip(columns, lengths, strict=True):
@@ -81,6 +90,8 @@ def joined(columns: Sequence[Routes | None], lengths: Sequence[int], shape: Rout
 
 def as_plain(fields: dict[str, Any]) -> dict[str, Any]:
     """The `fields` of a sample with its array as JSON data, in place."""
+    import numpy as np
+
     if isinstance(routes := fields.get(_FIELD), np.ndarray):
         data = base64.b64encode(routes.astype(np.int16).tobytes()).decode()
         fields[_FIELD] = {"shape": list(routes.shape), "int16": data}
@@ -89,6 +100,8 @@ def as_plain(fields: dict[str, Any]) -> dict[str, Any]:
 
 def from_plain(fields: dict[str, Any]) -> dict[str, Any]:
     """The inverse of `as_plain`; `fields` stay as they are."""
+    import numpy as np
+
     if not isinstance(routes := fields.get(_FIELD), dict):
         return fields
     values = np.frombuffer(base64.b64decode(routes["int16"]), np.int16)

@@ -21,7 +21,12 @@ from typing import Any
 
 import torch
 
-from slimrl.arguments.derive import apex_installed, apex_optimizers_installed, transformer_engine_installed
+from slimrl.arguments.derive import (
+    apex_installed,
+    apex_optimizers_installed,
+    flash_attention_installed,
+    transformer_engine_installed,
+)
 from slimrl.arguments.namespace import MegatronArguments
 from slimrl.megatron import cpu_patches
 from slimrl.megatron.checkpoint import io
@@ -119,12 +124,36 @@ def _without_fusion(init: Callable[..., None]) -> Callable[..., None]:
     return build
 
 
+def take_events_of_deepep() -> None:
+    """SGLang's build of DeepEP (sgl-deep-ep) has `EventOverlap` in `deep_ep`; megatron-core imports it from its utils.
+
+    Without any DeepEP this does nothing.
+    """
+    fused: Any = importlib.import_module("megatron.core.transformer.moe.fused_a2a")
+    if fused.HAVE_DEEP_EP:
+        return
+    try:
+        deep_ep: Any = importlib.import_module("deep_ep")
+        utils: Any = importlib.import_module("deep_ep.utils")
+    except ImportError:
+        return
+    utils.EventOverlap = deep_ep.EventOverlap
+    importlib.reload(fused)  # it defines its functions while it is imported
+    dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+    for name in ("fused_combine", "fused_dispatch", "set_deepep_num_sms"):
+        vars(dispatcher)[name] = vars(fused)[name]
+
+
 def _everywhere(cuda: bool, transformer_engine: bool, apex: bool) -> bool:
     return True
 
 
 def _on_cpu(cuda: bool, transformer_engine: bool, apex: bool) -> bool:
     return not cuda
+
+
+def _on_gpu(cuda: bool, transformer_engine: bool, apex: bool) -> bool:
+    return cuda
 
 
 def _without_engine(cuda: bool, transformer_engine: bool, apex: bool) -> bool:
@@ -223,6 +252,12 @@ PATCHES = (
         build_own_linears_without_fusion,
     ),
     Patch(
+        "events of DeepEP",
+        "ImportError: DeepEP is not installed, in the first layer with experts, although SGLang's build of it is",
+        _on_gpu,
+        take_events_of_deepep,
+    ),
+    Patch(
         "pickles of checkpoints",
         "opening a checkpoint calls whatever functions its .metadata and its stored objects name",
         _everywhere,
@@ -240,13 +275,17 @@ PATCHES = (
 logger = logging.getLogger(__name__)
 
 
-def slower_on_gpu(flags: MegatronArguments, *, cuda: bool, transformer_engine: bool, apex: bool) -> str | None:
+def slower_on_gpu(
+    flags: MegatronArguments, *, capability: tuple[int, int] | None, transformer_engine: bool, apex: bool, flash: bool
+) -> str | None:
     """One sentence for the log: the parts that run in slower kernels and the fix; None if there are none.
 
-    `cuda` says whether training runs on a GPU, the other two which packages are installed.
+    `capability` is the GPU's that training runs on (None: on a CPU), the others say which packages are installed.
     """
-    if not cuda or (transformer_engine and flags.transformer_impl != "local"):
+    if capability is None:
         return None
+    if transformer_engine and flags.transformer_impl != "local":
+        return None if flash or capability >= HOPPER else _without_packed_attention(flags)
     slower = ["attention, norms and rotary positions run in separate kernels"]
     if flags.num_experts is not None:
         slower.append("the experts of a rank run one after another")
@@ -260,9 +299,27 @@ def slower_on_gpu(flags: MegatronArguments, *, cuda: bool, transformer_engine: b
     return f"GPU training runs in slower kernels, because {reason}: {', '.join(slower)}; {fix}"
 
 
+HOPPER = (9, 0)  # from it on cuDNN's attention takes packed samples (Transformer Engine's nvte_get_fused_attn_backend)
+
+
+def _without_packed_attention(flags: MegatronArguments) -> str:
+    latent = flags.multi_latent_attention  # FlashAttention 2 does not support it, and 3 needs Hopper
+    return (
+        "attention stores the scores of whole samples, [length, length] for each head, because Transformer Engine has"
+        " no other kernel for packed samples on GPUs before Hopper: "
+        + ("give" if latent else "install flash-attn (2.8 or earlier), or give")
+        + " --transformer-impl local"
+    )
+
+
 def warn(flags: MegatronArguments, device: torch.device) -> None:
     """Log that sentence for a trainer on `device`."""
-    engine, apex = transformer_engine_installed(), apex_optimizers_installed()
-    sentence = slower_on_gpu(flags, cuda=device.type == "cuda", transformer_engine=engine, apex=apex)
+    sentence = slower_on_gpu(
+        flags,
+        capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
+        transformer_engine=transformer_engine_installed(),
+        apex=apex_optimizers_installed(),
+        flash=flash_attention_installed(latent=flags.multi_latent_attention),
+    )
     if sentence is not None:
         logger.warning("%s", sentence)

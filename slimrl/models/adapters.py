@@ -14,37 +14,50 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from slimrl.models.families.param_mapping import HfTensor, Layout, ModelMapping, ParamMapping
 from slimrl.models.families.vision import DECODER_IN_FILES, DEEPER_HF_DECODER
 from slimrl.models.model_size import Split, Weights
-from slimrl.models.model_spec import ModelSpec
+from slimrl.models.model_spec import LatentAttention, ModelSpec
 
 # the projections of Megatron's linear layers, in the order of their rows
 PROJECTIONS: dict[str, tuple[str, ...]] = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_q_proj": ("q_proj",),
+    "linear_q_down_proj": ("q_a_proj",),
+    "linear_q_up_proj": ("q_b_proj",),
+    "linear_kv_down_proj": ("kv_a_proj_with_mqa",),
+    "linear_kv_up_proj": ("kv_b_proj",),
     "linear_proj": ("o_proj",),
     "linear_fc1": ("gate_proj", "up_proj"),
     "linear_fc2": ("down_proj",),
 }
-TARGETS: tuple[str, ...] = tuple(name for names in PROJECTIONS.values() for name in names)
+_PACKED = {"linear_fc1": "gate_up_proj"}  # where a family has the projections of a layer as one (GLM-4)
+EVERY_TARGET: tuple[str, ...] = tuple(
+    dict.fromkeys(name for layer, names in PROJECTIONS.items() for name in (*names, _PACKED.get(layer, names[0])))
+)
+_FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", *_FEED_FORWARD)  # of a model without latent attention
+_LATENTS = ("kv_a_proj_with_mqa", "kv_b_proj", "o_proj", *_FEED_FORWARD)  # of latent attention, besides its queries
 ADAPTER_NAME = "policy"  # default of --lora-name, of the trained adapters in the engines
 PEFT_PREFIX = "base_model.model."
 PART_OF_NAME = ".adapters."  # in the Megatron name of every adapter tensor, and in no other
 
 
 class LoraFlags(Protocol):
-    """The flags of adapters."""
+    """The flags of adapters, and those that say which projections the attention has."""
 
     lora_rank: int | None
     lora_alpha: float | None
     lora_target_modules: list[str] | None
+    multi_latent_attention: bool
+    q_lora_rank: int | None
 
 
 @dataclasses.dataclass(frozen=True)
 class AdapterConfig:
-    """The adapters of a run; `targets` in the order of `TARGETS`."""
+    """The adapters of a run; `targets` in the order of `EVERY_TARGET`."""
 
     rank: int
     alpha: float
@@ -56,17 +69,28 @@ class AdapterConfig:
         if flags.lora_rank is None:
             return None
         alpha = float(flags.lora_rank) if flags.lora_alpha is None else flags.lora_alpha
-        wanted = flags.lora_target_modules or TARGETS
-        return cls(flags.lora_rank, alpha, tuple(name for name in TARGETS if name in wanted))
+        wanted = flags.lora_target_modules or _every_projection(flags)
+        return cls(flags.lora_rank, alpha, tuple(name for name in EVERY_TARGET if name in wanted))
 
     @property
     def scale(self) -> float:
         """The factor of B A."""
         return self.alpha / self.rank
 
+    def projections(self, layer: str) -> tuple[str, ...]:
+        """All projections in a linear layer of Megatron, a key of `PROJECTIONS`, in the order of their rows."""
+        packed = _PACKED.get(layer)
+        return PROJECTIONS[layer] if packed not in self.targets else (packed,)
+
     def of_layer(self, layer: str) -> tuple[str, ...]:
-        """The targets in a linear layer of Megatron, a key of `PROJECTIONS`."""
-        return tuple(name for name in PROJECTIONS[layer] if name in self.targets)
+        """Those of `projections` with an adapter."""
+        return tuple(name for name in self.projections(layer) if name in self.targets)
+
+
+def _every_projection(flags: LoraFlags) -> tuple[str, ...]:
+    if not flags.multi_latent_attention:
+        return TARGETS
+    return (*(("q_a_proj", "q_b_proj") if flags.q_lora_rank else ("q_proj",)), *_LATENTS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,33 +128,58 @@ def adapter_weights(spec: ModelSpec, split: Split, layers: Sequence[int], adapte
 
     Of a projection whose outputs are divided, A is whole on every GPU; of one whose inputs are, B is.
     """
-    queries, keys = (number * spec.kv_channels for number in (spec.num_attention_heads, spec.num_query_groups))
-    attention = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "o_proj": queries}
+    attention = _pairs(adapters, _latent_attention(spec, spec.latent) if spec.latent else _attention(spec), split.tp)
     found = Weights()
     for layer in layers:
-        dense = _pairs(spec, adapters, attention, split.tp)
         if not spec.moe_layers[layer] or spec.experts is None:
-            found += Weights((*dense, *_pairs(spec, adapters, _feed_forward(spec.ffn_hidden_size), split.tp)))
+            found += Weights((*attention, *_pairs(adapters, _feed_forward(spec, spec.ffn_hidden_size), split.tp)))
             continue
-        if spec.experts.shared_ffn_hidden_size:
-            dense += _pairs(spec, adapters, _feed_forward(spec.experts.shared_ffn_hidden_size), split.tp)
-        expert = _pairs(spec, adapters, _feed_forward(spec.experts.ffn_hidden_size), 1)
+        dense, shared = attention, spec.experts.shared_ffn_hidden_size
+        if shared:
+            dense += _pairs(adapters, _feed_forward(spec, shared), split.tp)
+        expert = _pairs(adapters, _feed_forward(spec, spec.experts.ffn_hidden_size), 1)
         found += Weights(dense, expert * (spec.experts.number // split.ep))
     return found
 
 
-def _feed_forward(width: int) -> dict[str, int]:
-    return dict.fromkeys(("gate_proj", "up_proj", "down_proj"), width)
+class _Sides(NamedTuple):
+    """Widths of the inputs and outputs of a projection: whole on every GPU, and divided by tensor parallelism."""
+
+    whole: tuple[int, ...]
+    divided: tuple[int, ...] = ()
 
 
-def _pairs(spec: ModelSpec, adapters: AdapterConfig, widths: dict[str, int], tp: int) -> tuple[int, ...]:
-    """Elements of A and B of the targets in `widths`: the size of a projection on its side that is divided by `tp`."""
-    sizes = (
-        (adapters.rank * spec.hidden_size, adapters.rank * width // tp)
-        for name, width in widths.items()
-        if name in adapters.targets
-    )
-    return tuple(size for pair in sizes for size in pair)
+def _attention(spec: ModelSpec) -> dict[str, _Sides]:
+    queries, keys = (number * spec.kv_channels for number in (spec.num_attention_heads, spec.num_query_groups))
+    widths = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "o_proj": queries}
+    return {name: _Sides((spec.hidden_size,), (width,)) for name, width in widths.items()}
+
+
+def _latent_attention(spec: ModelSpec, latent: LatentAttention) -> dict[str, _Sides]:
+    """The projections to the latent vectors are whole on every GPU."""
+    hidden, heads, rank = spec.hidden_size, spec.num_attention_heads, latent.q_lora_rank
+    keys_and_values = heads * (latent.qk_head_dim + latent.v_head_dim)
+    sides = {
+        "kv_a_proj_with_mqa": _Sides((hidden, latent.kv_lora_rank + latent.qk_pos_emb_head_dim)),
+        "kv_b_proj": _Sides((latent.kv_lora_rank,), (keys_and_values,)),
+        "o_proj": _Sides((hidden,), (heads * latent.v_head_dim,)),
+    }
+    queries = (heads * latent.qk_channels,)
+    if rank is None:
+        return sides | {"q_proj": _Sides((hidden,), queries)}
+    return sides | {"q_a_proj": _Sides((hidden, rank)), "q_b_proj": _Sides((rank,), queries)}
+
+
+def _feed_forward(spec: ModelSpec, width: int) -> dict[str, _Sides]:
+    sides = dict.fromkeys(_FEED_FORWARD, _Sides((spec.hidden_size,), (width,)))
+    return sides | {"gate_up_proj": _Sides((spec.hidden_size,), (2 * width,))}
+
+
+def _pairs(adapters: AdapterConfig, sides: dict[str, _Sides], tp: int) -> tuple[int, ...]:
+    """Elements of A and B of the targets in `sides`."""
+    found = (one for name, one in sides.items() if name in adapters.targets)
+    widths = (width for one in found for width in (*one.whole, *(part // tp for part in one.divided)))
+    return tuple(adapters.rank * width for width in widths)
 
 
 def is_adapter(name: str) -> bool:
@@ -167,7 +216,7 @@ class AdapterMapping(ModelMapping):
                     row,
                     megatron=(f"{layer}{PART_OF_NAME}{projection}.lora_{letter}",),
                     hf=(HfTensor(f"{hf}.lora_{letter}.weight", dims),),
-                    layout=Layout.PLAIN,
+                    layout=row.layout if letter == "B" and row.layout is Layout.PACKED_GATE_UP else Layout.PLAIN,
                     shard_dim=divided if row.shard_dim == divided else None,
                     fuse_with_next=False,
                 )
@@ -183,16 +232,17 @@ def targets_of(row: ParamMapping) -> Iterator[tuple[str, HfTensor]]:
     *_, layer, kind = row.megatron[0].split(".")
     for part in row.hf:
         projection = part.name.split(".")[-2]
-        if kind == "weight" and projection in PROJECTIONS.get(layer, ()):
+        if kind == "weight" and projection in (*PROJECTIONS.get(layer, ()), _PACKED.get(layer)):
             yield projection, part
 
 
 def targets_in(family: ModelMapping, spec: ModelSpec) -> tuple[str, ...]:
-    """The projections of a model that can have adapters, in the order of `TARGETS`."""
+    """The projections of a model that can have adapters, in the order of `EVERY_TARGET`."""
     found = {projection for row in family.rows(spec) for projection, _ in targets_of(row)}
-    return tuple(name for name in TARGETS if name in found)
+    return tuple(name for name in EVERY_TARGET if name in found)
 
 
+ADAPTERS_BESIDE = "-adapters"  # after the name of an export of merged weights: the PEFT folder beside it
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 _LONGEST_HEADER = 100_000_000  # bytes, the limit of the format

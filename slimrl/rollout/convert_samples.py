@@ -185,6 +185,7 @@ def training_batch(
     `rewards` are those of `samples`; a custom conversion function, called with `hook_args`, returns its own.
     `routing` is the shape of the samples' routed experts.
     """
+    _check_routes(samples, routing)
     path = flags.custom_convert_samples_to_train_data_path
     if path is None:
         images = training_inputs(samples, flags.vision_folder)
@@ -192,6 +193,16 @@ def training_batch(
     function = resolve(path, ConvertSamples)
     with naming(_FLAG, path):
         return _with_teacher(flags, batch_from_columns(function(hook_args, samples), routing))
+
+
+def _check_routes(samples: list[Sample], routing: RoutingShape | None) -> None:
+    """Raises ValueError for routed experts that no router follows."""
+    given = [sample for sample in samples if sample.rollout_routed_experts is not None]
+    if given and routing is None:
+        raise ValueError(
+            f"sample {given[0].index} has rollout_routed_experts, which only --use-rollout-routing-replay reads: add"
+            " the flag, or leave the field None"
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -162,6 +162,11 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
                 " leave --check-weight-update-equal out.",
             ),
             (
+                "--rollout-engine vllm --vllm-python /bin/sh --prometheus-port 9000",
+                "--rollout-engine vllm excludes --prometheus-port, because the run's key protects the metrics of vLLM"
+                " servers: leave --prometheus-port out.",
+            ),
+            (
                 "--rollout-engine vllm --vllm-python /bin/sh --lora-rank 8",
                 "--rollout-engine vllm with --lora-rank sends the engines merged weights: add --lora-merge.",
             ),

@@ -85,6 +85,12 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str, str]]]] = {
             ),
             (
                 "",
+                "--prefill-num-servers 1 --rollout-engine vllm --vllm-python /bin/sh",
+                "--rollout-engine vllm has no groups of servers, and --prefill-num-servers describes those of the run:"
+                " leave one of the two out.",
+            ),
+            (
+                "",
                 "--prefill-num-servers 1 --use-fault-tolerance --rollout-max-num-gpus 8",
                 "--rollout-max-num-gpus adds servers that are all alike, and --prefill-num-servers describes those of"
                 " the run: leave one of the two out.",

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 from slimrl.arguments import read_args
 from slimrl.engines.sglang.server_args import server_flags
+from tests.families.toys import TOYS
 
 LORA = "--lora-rank 8 --lora-merge"
 BOTH = "leave {0} out, or --lora-rank."
@@ -183,6 +184,37 @@ def test_adapter_of_another_rank_is_refused(recipe, tmp_path):
     _, problems = read_args(recipe.line(line))
     (sentence,) = [problem.sentence for problem in problems]
     assert sentence.startswith(f"--lora-load {tmp_path}/adapter ") and "4" in sentence and "8" in sentence
+
+
+def about_adapters(recipe, toy, more):
+    """The sentences about adapters of a run of a toy model of another family."""
+    folder = TOYS[toy].save(recipe.dir / toy, tokenizer=False)
+    line = [*recipe.line(), *TOYS[toy].flags, "--hf-checkpoint", str(folder), *more.split()]
+    _, problems = read_args(line, passthrough={"sglang": server_flags})
+    return [problem.sentence for problem in problems if "lora-" in problem.sentence]
+
+
+def test_targets_that_the_model_has_not_are_refused_also_where_they_are_the_default(recipe):
+    names = "q_proj, k_proj, v_proj, o_proj, gate_up_proj, down_proj"
+    assert about_adapters(recipe, "glm4", "--lora-rank 8") == [
+        "--lora-rank adapts q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj by default, and a glm4 model"
+        f" has {names}: give --lora-target-modules {names.replace(',', '')}."
+    ]
+    assert about_adapters(recipe, "glm4", f"--lora-rank 8 --lora-target-modules {names.replace(',', '')}") == []
+    assert about_adapters(recipe, "moonlight", f"{LORA} --lora-target-modules q_a_proj o_proj") == [
+        "--lora-target-modules has q_a_proj, and a deepseek_v3 model has q_proj, kv_a_proj_with_mqa, kv_b_proj, o_proj,"
+        " gate_proj, up_proj, down_proj: leave q_a_proj out."
+    ]
+
+
+@pytest.mark.parametrize("toy", ["deepseek-v3", "kimi-k2", "moonlight", "glm4-moe-lite"])
+def test_adapters_of_latent_attention_are_merged_for_the_engines(recipe, toy):
+    whole = "--expert-tensor-parallel-size 1"
+    assert about_adapters(recipe, toy, f"{whole} --lora-rank 8") == [
+        "--lora-rank sends the engines adapters, and those of latent attention are not served beside a base: add"
+        " --lora-merge."
+    ]
+    assert about_adapters(recipe, toy, f"{whole} {LORA}") == []
 
 
 def test_unknown_target_is_refused(recipe):

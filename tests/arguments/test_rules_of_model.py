@@ -359,12 +359,36 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
         ],
     ),
     "few_bits_have_their_kernels": (["", "--bf16"], []),
+    "few_bits_fit_the_layers": (
+        [
+            "--bf16 --fp8-format e4m3 --fp8-recipe tensorwise --first-last-layers-bf16",
+            "--bf16 --fp8-format e4m3 --recompute-granularity selective --recompute-modules mlp",
+            f"{EXPERTS} --bf16 --fp8-format e4m3 --moe-router-padding-for-quantization",
+        ],
+        [
+            (
+                "--bf16 --fp8-format e4m3 --first-last-layers-bf16",
+                "--first-last-layers-bf16 does not support --fp8-recipe delayed: give another, such as tensorwise, or"
+                " leave it out.",
+            ),
+            (
+                "--bf16 --fp8-format e4m3 --recompute-granularity selective --recompute-modules mlp layernorm",
+                "--recompute-modules layernorm does not support --fp8-recipe delayed: give another, such as tensorwise,"
+                " or leave it out.",
+            ),
+            (
+                f"{EXPERTS} --moe-router-padding-for-quantization",
+                "--moe-router-padding-for-quantization belongs to --fp8-format or --fp4-format: add one, or leave it"
+                " out.",
+            ),
+        ],
+    ),
     "formats_have_their_settings": (
         [
             "--fp8-margin 0",
             "--fp16 --initial-loss-scale 4096 --hysteresis 3",
             "--bf16 --fp8-format e4m3 --no-fp8-wgrad --activation-func-fp8-input-store",
-            "--bf16 --fp4-format e2m1 --fp4-recipe custom",
+            "--bf16 --fp4-format e2m1",
         ],
         [
             ("--no-fp8-wgrad", "--no-fp8-wgrad belongs to --fp8-format: add it, or leave --no-fp8-wgrad out."),

@@ -65,16 +65,6 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             ),
         ],
     ),
-    "context_parallelism_has_one_level": (
-        ["--context-parallel-size 2 --cp-comm-type a2a"],
-        [
-            (
-                "--context-parallel-size 2 --cp-comm-type a2a+p2p",
-                "--cp-comm-type a2a+p2p needs two levels of context parallelism and only one is supported: use p2p,"
-                " all_gather or a2a.",
-            )
-        ],
-    ),
     "plan_flags_belong_to_dry_run": (
         ["--gpu-memory-gib 80 --dry-run-resources plan.json --dry-run"],
         [

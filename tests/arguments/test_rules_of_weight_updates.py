@@ -68,6 +68,21 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             ),
         ],
     ),
+    "experts_keep_the_layout_of_updates": (
+        [
+            "--sglang-moe-runner-backend triton",
+            "--sglang-moe-runner-backend deep_gemm",
+            "--sglang-moe-runner-backend flashinfer_trtllm --debug-rollout-only",
+        ],
+        [
+            (
+                f"--sglang-moe-runner-backend {runner}",
+                f"--sglang-moe-runner-backend {runner} permutes the weights of experts when they are loaded, and the"
+                " first weight update fails: use triton, or leave it out.",
+            )
+            for runner in ("flashinfer_trtllm", "flashinfer_trtllm_routed")
+        ],
+    ),
 }
 
 
@@ -98,6 +113,13 @@ def test_changes_and_shards_exclude_each_other(recipe):
     assert sentences(recipe, f"{P2P} --bf16 --update-weight-mode delta") == [
         f"{P2P} compares nothing with the last update, and --update-weight-mode delta sends changes: leave one of them"
         " out."
+    ]
+
+
+def test_changes_are_not_sent_to_servers_of_vllm(recipe):
+    assert sentences(recipe, "--bf16 --update-weight-mode delta --rollout-engine vllm --vllm-python /bin/sh") == [
+        "--rollout-engine vllm excludes --update-weight-mode delta, because vLLM servers load all weights: leave"
+        " --update-weight-mode delta out."
     ]
 
 

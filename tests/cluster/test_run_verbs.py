@@ -134,6 +134,15 @@ def test_only_rank_0_receives_the_data_state(monkeypatch):
     assert calls == [("save", 7, {"offset": 3}, None), ("save", 7, None, None), ("save", 7, None, None)]
 
 
+def test_rank_receives_the_batch_of_its_data_parallel_rank_alone(monkeypatch):
+    monkeypatch.setattr(train_group, "target_of", lambda workers, what, role: SimpleNamespace(what=what))
+    group, calls = TrainGroup.__new__(TrainGroup), []
+    group.workers, group._supervisor, group._role = [Remote(calls) for _ in range(4)], World(None), POLICY
+    group.data_parallel_ranks = [0, 0, 1, 1]
+    group.train(7, [["first", "second"]])
+    assert calls == [("train", 7, [batch]) for batch in ("first", "first", "second", "second")]
+
+
 class Waits:
     """A supervisor whose waits return the calls that they wait for."""
 
@@ -160,9 +169,6 @@ def policy_and_critic(policy_parts, critic_parts):
     return both
 
 
-BATCHES = [["batch of the policy"], ["batch of the critic"]]
-
-
 @pytest.mark.parametrize(
     ("policy", "critic", "wanted"),
     [
@@ -185,7 +191,7 @@ def test_values_and_targets_pass_between_the_leaders_of_the_same_samples(policy,
     given = []
     for worker, value in zip(both._critic.workers, values, strict=True):
         worker.__dict__["values"] = SimpleNamespace(
-            remote=lambda _, batches, value=value: given.append(batches) or (value, "end of values")
+            remote=lambda _, own, value=value: given.append(own) or (value, "end of values")
         )
     passed = []
     for worker in both.workers:
@@ -195,9 +201,10 @@ def test_values_and_targets_pass_between_the_leaders_of_the_same_samples(policy,
         worker.__dict__["train_scored"] = SimpleNamespace(remote=lambda: [{"loss": 1.0}])
     for worker in both._critic.workers:
         worker.__dict__["train_values"] = SimpleNamespace(remote=lambda *_: [{"critic-value_loss": 2.0}])
-    metrics = both.train(3, BATCHES)
-    assert given == [["batch of the critic"]] * len(critic)
-    assert waited[: len(policy)] == [("score", 3, ["batch of the policy"])] * len(policy)
+    batches = [[f"{name} {part}" for part in sorted(set(parts))] for name, parts in (("p", policy), ("c", critic))]
+    metrics = both.train(3, batches)
+    assert given == [[f"c {part}"] for part in critic]
+    assert waited[: len(policy)] == [("score", 3, [f"p {part}"]) for part in policy]
     assert passed == [[values[rank] for rank in ranks] for ranks in wanted]
     assert metrics == [{"critic-value_loss": 2.0, "loss": 1.0}]
     assert not [call for call in waited if call in passed or call in values]  # columns do not pass through the driver
@@ -238,7 +245,7 @@ def test_saves_in_the_background_are_finished_before_a_value_that_is_not_finite_
 
     both._both = both_of
     with pytest.raises(NotFiniteError):
-        both.train(3, BATCHES)
+        both.train(3, [["p 0", "p 1"], ["c 0", "c 1"]])
     assert waits[1:] == [([("finish_saves",)], [("finish_saves",)])]
 
 

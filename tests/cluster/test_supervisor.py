@@ -50,6 +50,20 @@ class SequentialRay:
             raise refs.failure
 
 
+def test_wait_for_calls_that_end_together_looks_at_each_a_few_times(monkeypatch):
+    looks = []
+
+    def wait(refs, num_returns, timeout):
+        looks.append(len(refs))
+        return refs[:num_returns], refs[num_returns:]
+
+    monkeypatch.setattr(supervise, "ray", types.SimpleNamespace(wait=wait, get=lambda refs: [0] * len(refs)))
+    monkeypatch.setattr(Supervisor, "_raise_failure", lambda supervisor, ref: None)
+    calls = [object() for _ in range(1000)]
+    Supervisor(WatchdogConfig(0, None)).get(calls, WaitTarget("training", str))
+    assert sum(looks) <= 4 * len(calls)  # one at a time: half a million
+
+
 def test_slow_wait_names_unresponsive_nodes_first(monkeypatch):
     monkeypatch.setattr(supervise, "ray", types.SimpleNamespace(wait=lambda refs, **_: ([], refs)))
     silent = "node 10.0.0.2 has not answered on the network for 20 s"

@@ -92,6 +92,14 @@ def layout(tp: int, pp: int, cp: int, ep: int, tokens: int) -> str:
     )
 
 
+# of slime's two scripts for geo3k, which source the script of a model of text
+GEO3K = f"""--hf-checkpoint {{data}}/hf --load {{data}}/hf --rotary-base 5000000 --apply-chat-template --rollout-shuffle
+ {layout(4, 1, 1, 1, 4096)} {MISC} --train-backend megatron --megatron-to-hf-mode bridge --actor-num-nodes 1
+ --actor-num-gpus-per-node 8 --multimodal-keys {{{{"image":"images"}}}}"""
+NOT_OF_TEXT = ("--position-embedding-type", "--mrope-section", "--recompute-granularity", "--megatron-to-hf-mode")
+WITH_IMAGES = "--position-embedding-type mrope --mrope-section 24 20 20 --recompute-granularity selective"
+
+
 @dataclasses.dataclass(frozen=True)
 class Recipe:
     """One launch script: the model's script, its flags, the program, the unsupported flags and what replaces them."""
@@ -101,6 +109,8 @@ class Recipe:
     entry: str = "train.py"
     refused: tuple[str, ...] = ()
     instead: str = ""
+    beside: tuple[str, ...] = ()  # flags that belong to refused ones, and are left out with them
+    decoder: str | None = None  # the model script that it sources, if that is of a model of text
 
 
 RECIPES: dict[str, Recipe] = {
@@ -347,6 +357,32 @@ RECIPES: dict[str, Recipe] = {
  --rollout-max-response-len 16384 --rollout-temperature 1 --balance-data {OPD_IN_RANKS} {layout(4, 1, 1, 1, 8192)}""",
         refused=("--label-key",),
         instead="--label-key label",
+    ),
+    "qwen3-VL-4B on geo3k": Recipe(
+        "qwen3-VL-4B",
+        f"""{GEO3K} --prompt-data {{data}}/geo3k.parquet --input-key problem --label-key answer --rm-type math
+ --num-rollout 3000 --rollout-batch-size 64 --n-samples-per-prompt 8 --rollout-max-response-len 4096
+ --rollout-temperature 0.8 --global-batch-size 512 --eval-interval 20 --eval-prompt-data geo3k {{data}}/geo3k.parquet
+ --n-samples-per-eval-prompt 1 --eval-max-response-len 4096 --advantage-estimator grpo --kl-loss-coef 0.00
+ --kl-loss-type low_var_kl --kl-coef 0.00 --entropy-coef 0.00 --eps-clip 0.2 --eps-clip-high 0.28 {ADAM} --colocate
+ --rollout-num-gpus-per-engine 1 --sglang-mem-fraction-static 0.6 --sglang-cuda-graph-bs 1 2 4 8""",
+        refused=NOT_OF_TEXT,
+        instead=WITH_IMAGES,
+        beside=("--recompute-method", "--recompute-num-layers"),
+        decoder="qwen3-4B",
+    ),
+    "qwen3-VL-4B on geo3k, supervised": Recipe(
+        "qwen3-VL-4B",
+        f"""{GEO3K} --rollout-function-path slime.rollout.sft_rollout.generate_rollout --input-key messages
+ --prompt-data {{data}}/geo3k.parquet --num-epoch 3000 --rollout-batch-size 128 --global-batch-size 128
+ --loss-type sft_loss --calculate-per-token-loss --disable-compute-advantages-and-returns --debug-train-only
+ --optimizer adam --lr 1e-5 --lr-decay-style cosine --min-lr 1e-6 --lr-warmup-fraction 0.1 --weight-decay 0.1
+ --adam-beta1 0.9 --adam-beta2 0.95""",
+        entry="train_async.py",
+        refused=NOT_OF_TEXT,
+        instead=WITH_IMAGES,
+        beside=("--recompute-method", "--recompute-num-layers"),
+        decoder="qwen3-4B",
     ),
     "a mistyped flag": Recipe(
         "qwen3-4B",

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import subprocess
 from pathlib import Path
 
+import PIL.Image
 import pyarrow
 import pyarrow.parquet
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from slimrl.arguments import read_args
 from slimrl.engines.sglang.server_args import router_flags, server_flags
@@ -50,12 +54,21 @@ def folder_of(recipe: Recipe, folder: Path) -> Path:
         answered = prompt if name == "gsm8k" else [*prompt, {"role": "assistant", "content": "2"}]
         columns = {"messages": [answered], "prompt": [prompt], "label": ["2"]}
         pyarrow.parquet.write_table(pyarrow.table(columns), folder / f"{name}.parquet")
+    if recipe.decoder is not None:  # geo3k as published
+        save_file({"x": torch.zeros(1)}, folder / "hf/model.safetensors")
+        (folder / "hf/preprocessor_config.json").write_text("{}")
+        made = io.BytesIO()
+        PIL.Image.new("RGB", (56, 56)).save(made, "PNG")
+        question = {"role": "user", "content": "<image>Find x."}
+        columns = {"problem": [question["content"]], "answer": ["3"], "images": [[{"bytes": made.getvalue()}]]}
+        columns["messages"] = [[question, {"role": "assistant", "content": "3"}]]
+        pyarrow.parquet.write_table(pyarrow.table(columns), folder / "geo3k.parquet")
     return folder
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
 def test_slime_recipe_is_accepted_except_for_named_unsupported_flags(recipe: Recipe, tmp_path: Path):
-    line = model_args(recipe.model) + recipe.flags.format(data=folder_of(recipe, tmp_path)).split()
+    line = model_args(recipe.decoder or recipe.model) + recipe.flags.format(data=folder_of(recipe, tmp_path)).split()
     _, problems = read_args(line, entry=recipe.entry, passthrough=TABLES)
     assert {problem.flag for problem in problems} == set(recipe.refused), [str(problem) for problem in problems]
     for problem in problems:
@@ -66,11 +79,11 @@ def test_slime_recipe_is_accepted_except_for_named_unsupported_flags(recipe: Rec
 @pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES.values() if recipe.refused], ids=lambda r: r.model)
 def test_recipe_without_unsupported_flags_has_no_other_error(recipe: Recipe, tmp_path: Path):
     folder = folder_of(recipe, tmp_path)
-    words = model_args(recipe.model) + recipe.flags.format(data=folder).split()
+    words = model_args(recipe.decoder or recipe.model) + recipe.flags.format(data=folder).split()
     kept, dropping = [], False
     for word in words:
         if word.startswith("--"):
-            dropping = word in recipe.refused
+            dropping = word in (*recipe.refused, *recipe.beside)
         if not dropping:
             kept.append(word)
     _, problems = read_args(
@@ -81,7 +94,7 @@ def test_recipe_without_unsupported_flags_has_no_other_error(recipe: Recipe, tmp
 
 def test_learning_rates_of_the_roles_are_those_of_policy_and_critic(tmp_path: Path):
     recipe = RECIPES["PPO, colocated, with a file of roles"]
-    line = model_args(recipe.model) + recipe.flags.format(data=folder_of(recipe, tmp_path)).split()
+    line = model_args(recipe.decoder or recipe.model) + recipe.flags.format(data=folder_of(recipe, tmp_path)).split()
     args, _ = read_args(line, passthrough=TABLES)
     assert (args.lr, args.critic_lr, args.critic_overrides, args.critic_num_gpus) == (1e-6, 1e-5, {}, 0)
     own = RECIPES["manual: PPO with a critic on GPUs of its own"]

@@ -150,9 +150,9 @@ OWN = """
     async def streams(args, sample, sampling_params):
         await post(get_model_url(args, "default"), {"text": "x", "stream": True})
 
-    async def with_routes(args, sample, sampling_params):
+    async def with_train_metadata(args, sample, sampling_params):
         sample = await plain(args, sample, sampling_params)
-        sample.rollout_routed_experts = [[1]]
+        sample.train_metadata = {"level": 1}
         return sample
 
     async def in_words(args, sample, sampling_params):
@@ -208,7 +208,7 @@ def test_slime_names_work_in_a_generate_function(own, tokenizer, make_args, monk
     ("name", "message"),
     [
         ("streams", "streaming is not supported: remove stream from the payload"),
-        ("with_routes", "the sample sets rollout_routed_experts, which slimrl does not use: routing replay"),
+        ("with_train_metadata", "the sample sets train_metadata, which slimrl does not use: put it into metadata"),
         ("refused", "rejected the request with HTTP 422"),
     ],
 )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from tests.families.toys import Toy
 from tests.tools.converting import run_tool
 
 ROOT = Path(__file__).parents[2]
@@ -81,6 +83,28 @@ def tiny(additions: Path, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     done = run_tool("convert_hf_to_torch_dist.py", *flags)
     assert done.returncode == 0, done.stderr
     return made
+
+
+@dataclasses.dataclass(frozen=True)
+class FamilyTiny(Tiny):
+    """A toy of `tests.families.toys` with random weights, and the task of the tiny model."""
+
+    toy: Toy
+
+    def model_args(self) -> list[str]:
+        return list(self.toy.flags)
+
+    def flags(self, **changes: object) -> list[str]:
+        """Rewards are random: no answer of random weights is right."""
+        return super().flags(**{"rm_type": "random", "label_key": None, **changes})
+
+
+def make_family(toy: Toy, tiny: Tiny, folder: Path) -> FamilyTiny:
+    """Its checkpoint, and the prompts of `tiny`."""
+    folder.mkdir()
+    shutil.copy(tiny.folder / "train.jsonl", folder)
+    model = toy.save(folder / "model")
+    return FamilyTiny(folder, tiny.home, model, toy)
 
 
 # a published model of each family that sees images, its toy, and the further flags of the latter

@@ -95,23 +95,30 @@ def served(folder: Path, log_folder: Path, *flags: str, port: int | None = None)
         server.stop()
 
 
-def chat(url: str, question: str) -> str:
-    """One greedy answer, through OpenAI's client."""
+def chat(url: str, question: str, *, model: str = "default", key: str = "none", **template: bool) -> str:
+    """One greedy answer, through OpenAI's client; `template` are the switches of the chat template."""
     from openai import OpenAI
 
-    with OpenAI(base_url=f"{url}/v1", api_key="none") as client:
-        messages = [{"role": "user", "content": question}]
-        answer = client.chat.completions.create(model="default", messages=messages, temperature=0, max_tokens=16)
+    with OpenAI(base_url=f"{url}/v1", api_key=key) as client:
+        answer = client.chat.completions.create(
+            model=model,
+            messages=[{"role": "user", "content": question}],
+            temperature=0,
+            max_tokens=16,
+            extra_body={"chat_template_kwargs": template} if template else None,
+        )
     return answer.choices[0].message.content
 
 
-def greedy(folder: Path, question: str) -> str:
-    """What transformers generates greedily for the same chat."""
+def greedy(folder: Path, question: str, **template: bool) -> str:
+    """What transformers generates greedily for the same chat; `template` as in `chat`."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     messages = [{"role": "user", "content": question}]
-    inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    inputs = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True, **template
+    )
     output = model.generate(**inputs, max_new_tokens=16, do_sample=False)
     return tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)

@@ -170,18 +170,20 @@ def answer_log_probs(folder: Path, data: list[dict[str, Any]], side: str) -> tor
     return torch.stack(sums)
 
 
-@pytest.mark.parametrize("seeing", ["Qwen2.5-VL"], indirect=True)
-def test_preferences_about_images_are_learned_with_the_loss_of_transformers(seeing: Tiny, tmp_path: Path):
+@pytest.mark.parametrize(("seeing", "rollouts"), [("Qwen2.5-VL", 40), ("Qwen3-VL", 80)], indirect=["seeing"])
+def test_preferences_about_images_are_learned_with_the_loss_of_transformers(
+    seeing: Tiny, rollouts: int, tmp_path: Path
+):
     trained, held_out = (pairs(pictures) for pictures in split_countings(seed=5, train_size=320, eval_size=24))
     flags = test_preference.FLAGS | {
         "prompt_data": write(tmp_path / "train.jsonl", trained),
         "multimodal_keys": json.dumps({"image": "images"}),
         "input_key": "prompt",
         "rollout_batch_size": 16,
-        "num_rollout": 40,
+        "num_rollout": rollouts,
         "lr": 3e-3,
         "preference_beta": 0.1,
-        "eval_interval": 40,
+        "eval_interval": rollouts,
         "eval_prompt_data": ["unseen", write(tmp_path / "held-out.jsonl", held_out)],
         "eval_input_key": "prompt",
         "save_hf": tmp_path / "hf_{rollout_id}",
@@ -192,8 +194,9 @@ def test_preferences_about_images_are_learned_with_the_loss_of_transformers(seei
     assert done.code == 0, done.output[-6000:]
     assert done.left == []
     assert done.steps("loss")[0] == pytest.approx(math.log(2), rel=1e-6)
+    last_export = tmp_path / f"hf_{rollouts - 1}"
     gains = [
-        answer_log_probs(tmp_path / "hf_39", held_out, side) - answer_log_probs(seeing.model, held_out, side)
+        answer_log_probs(last_export, held_out, side) - answer_log_probs(seeing.model, held_out, side)
         for side in ("chosen", "rejected")
     ]
     margins = 0.1 * (gains[0] - gains[1])

@@ -5,9 +5,14 @@ from __future__ import annotations
 import pytest
 
 from tests.end_to_end import harness
+from tests.end_to_end.conftest import make_family
+from tests.families.toys import TOYS
+from tests.true_on_policy.test_equality import widened
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 STEPS = 5
+EXPERTS = {"expert_model_parallel_size": 2, "rollout_num_gpus_per_engine": 1}
+HALVES = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2, "rollout_num_gpus_per_engine": 2}
 LAYOUTS = {
     "two servers": {"tensor_model_parallel_size": 1, "rollout_num_gpus_per_engine": 1},
     "tensor 2": {"tensor_model_parallel_size": 2, "rollout_num_gpus_per_engine": 2, "sequence_parallel": True},
@@ -47,6 +52,13 @@ def assert_exact(done):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_difference_is_zero_at_every_step(layout, tiny, tmp_path):
     assert_exact(run(tiny, tmp_path, **LAYOUTS[layout]))
+
+
+@pytest.mark.parametrize("layout", [EXPERTS, HALVES | {"sequence_parallel": True}], ids=["expert 2", "tensor 2"])
+def test_difference_is_zero_at_every_step_with_experts(layout, tiny, tmp_path):
+    """Qwen3-MoE with random weights and rewards."""
+    made = make_family(widened(TOYS["qwen3-moe"]), tiny, tmp_path / "qwen3-moe")
+    assert_exact(run(made, tmp_path, **layout))
 
 
 def test_other_batches_in_the_servers_change_no_number(tiny, tmp_path):

@@ -1,4 +1,4 @@
-"""Two runs train adapters at once, on the same external server, and end as each does alone."""
+"""Two runs train adapters at once, on the same external server, and end as each does alone; three on two servers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def url(tiny, log_folder):
 
 def flags_of(name, url, tiny, folder, num_rollout):
     """The runs differ in everything that decides their samples and weights."""
-    seed = {"a": 1, "b": 2}[name]
+    seed = {"a": 1, "b": 2, "c": 3}[name]
     return tiny.flags(
         actor_num_gpus_per_node=1,
         num_rollout=num_rollout,
@@ -62,15 +62,15 @@ def start(name, url, tiny, folder, num_rollout=ROLLOUTS, more=()):
     return harness.start("train.py", flags, folder, name, tiny.home)
 
 
-def adapters_of(run, folder):
+def adapters_of(run, folder, rollouts=ROLLOUTS):
     """The trained adapters of a finished run, which sampled each rollout from its own newest version."""
     done = run.finish(400)
     assert done.code == 0, done.output[-6000:]
     assert done.left == []
-    assert done.steps("weight_version") == [str(rollout) for rollout in range(ROLLOUTS)]
+    assert done.steps("weight_version") == [str(rollout) for rollout in range(rollouts)]
     assert max(done.steps("train_rollout_logprob_abs_diff_max")) < 1e-4
     assert min(done.steps("grad_norm")) > 0
-    return load_file(folder / f"exported_{ROLLOUTS - 1}" / WEIGHTS_NAME)
+    return load_file(folder / f"exported_{rollouts - 1}" / WEIGHTS_NAME)
 
 
 def test_two_runs_at_once_train_what_each_trains_alone(url, tiny, log_folder, tmp_path):
@@ -94,6 +94,25 @@ def test_two_runs_at_once_train_what_each_trains_alone(url, tiny, log_folder, tm
     assert loads.index(("a", first)) < loads.index(("b", last)) and loads.index(("b", first)) < loads.index(("a", last))
     assert ServerControl(url).adapter_requests() == {}  # each run has unloaded its own
     assert ServerControl(url).weight_version() == "default"
+
+
+def test_three_runs_at_once_on_a_server_of_one_rank_and_one_of_two(tiny, tmp_path):
+    """Each samples every rollout from its own newest version: on either server the trainer's log-probabilities."""
+    lora = (*LORA[:-1], "4")
+    with (
+        served(tiny.model, tmp_path / "whole", *lora) as whole,
+        served(tiny.model, tmp_path / "halves", *lora, "--tp-size", "2") as halves,
+    ):
+        both = f"{whole} {halves.removeprefix('http://')}"
+        runs = {name: start(name, both, tiny, tmp_path / name, num_rollout=10) for name in "abc"}
+        found = {name: adapters_of(run, tmp_path / name, rollouts=10) for name, run in runs.items()}
+        assert [ServerControl(url).adapter_requests() for url in (whole, halves)] == [{}, {}]
+    assert all(not torch.equal(found["a"][key], found["c"][key]) for key in found["a"])
+    for folder in ("whole", "halves"):
+        loads = re.findall(
+            r"Start load Lora.*name=([abc])\.[0-9a-f]{8}@(\d+)", (tmp_path / folder / "server.log").read_text()
+        )
+        assert {(name, str(version)) for name in "abc" for version in range(11)} <= set(loads)
 
 
 def test_interrupted_run_leaves_no_adapter(url, tiny, tmp_path):

@@ -62,15 +62,15 @@ def _one(case: Case, state: Any, sequences: list[list[int]]) -> Outcome:
     built = model_builder.build_model(case.args, state).eval()
     family, shape = family_for(read_hf_config(case.folder)), ModelSpec.from_args(case.args)
     if case.checkpoint is None:
-        _load(built, shape, family, state, case.folder)
+        load(built, shape, family, state, case.folder)
     else:
         start.load_model_only(built, case.checkpoint)
-    logits = _packed_logits(built, state, case.args, sequences) if sequences and state.pp_size == 1 else []
+    logits = packed_logits(built, state, case.args, sequences) if sequences and state.pp_size == 1 else []
     names, different = _compare_export(built, shape, family, state, case.folder)
     return Outcome(logits, names, different)
 
 
-def _load(built: Any, shape: Any, family: Any, state: Any, folder: Path) -> None:
+def load(built: Any, shape: Any, family: Any, state: Any, folder: Path) -> None:
     from slimrl.weights.convert.hf_to_megatron import load_hf_checkpoint
 
     load_hf_checkpoint(
@@ -85,7 +85,7 @@ def _load(built: Any, shape: Any, family: Any, state: Any, folder: Path) -> None
     )
 
 
-def _packed_logits(built: Any, state: Any, args: Arguments, sequences: list[list[int]]) -> list[Tensor]:
+def packed_logits(built: Any, state: Any, args: Arguments, sequences: list[list[int]]) -> list[Tensor]:
     from megatron.core.packed_seq_params import PackedSeqParams
 
     lengths = [len(sequence) for sequence in sequences]

@@ -1,9 +1,9 @@
 """Every family in a real server: its answers before and after weight updates from Megatron ranks are those of
 transformers.
 
-The server starts with one set of weights, receives a second through shared memory, a third by broadcast and a fourth
-point to point. The weight update itself verifies every tensor in the server bit for bit; the log-probabilities prove
-that names, layouts and settings have the same meaning on all sides.
+The server starts with one set of weights, receives a second through shared memory, a third by broadcast, a fourth
+point to point and a fifth as changes. The weight update itself verifies every tensor in the server bit for bit; the
+log-probabilities prove that names, layouts and settings have the same meaning on all sides.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import shutil
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,13 +22,14 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from slimrl.data.routed_experts import RoutingShape
 from slimrl.data.sample import Sample
 from slimrl.engines.sglang.inputs import videos
 from slimrl.engines.sglang.server import ServerProcess
-from slimrl.engines.sglang.server_args import point_to_point_options
+from slimrl.engines.sglang.server_args import delta_options, point_to_point_options
 from slimrl.rollout.dataset.images import ImageProcessor, SampleImages, data_uri
 from slimrl.rollout.dataset.videos import Video
 from slimrl.weights.update.topology import EngineEndpoint
@@ -78,7 +80,7 @@ class Servers:
     def _start(self, toy: Toy) -> None:
         folder = toy.save(self.root / toy.name / "0", seed=0, tokenizer=False)
         options = OPTIONS if toy.code is None else OPTIONS | {"trust_remote_code": True}
-        options = options | point_to_point_options({}) | {"skip_tokenizer_init": not toy.sees}
+        options = options | point_to_point_options(delta_options({})) | {"skip_tokenizer_init": not toy.sees}
         options["enable_return_routed_experts"] = toy.name in WITH_EXPERTS
         self._running[toy.name] = ServerProcess(folder, log_path=self.root / f"{toy.name}.log", options=options)
         self._running[toy.name].start()
@@ -92,9 +94,29 @@ class Served:
     url: str
     root: Path
 
-    def folder(self, seed: int) -> Path:
+    def folder(self, seed: int | str) -> Path:
+        """The checkpoint of random weights by a seed, or one made by `changed`, by its name."""
         folder = self.root / self.toy.name / str(seed)
-        return folder if folder.exists() else self.toy.save(folder, seed=seed, tokenizer=False)
+        if isinstance(seed, int) and not folder.exists():
+            self.toy.save(folder, seed=seed, tokenizer=False)
+        return folder
+
+    def changed(self, seed: int, other: int, name: str) -> Path:
+        """The checkpoint `name`: that of `seed` with a hundredth of the elements of `other`'s."""
+        return changed_folder(self.folder(seed), self.folder(other), self.root / self.toy.name / name)
+
+
+def changed_folder(source: Path, other: Path, folder: Path) -> Path:
+    """A copy of `source` in which a hundredth of each tensor's elements, at least one, are those of `other`."""
+    shutil.copytree(source, folder)
+    draw = torch.Generator().manual_seed(0)
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors, others = load_file(file), load_file(other / file.name)
+        for name, tensor in tensors.items():
+            places = torch.randint(0, tensor.numel(), (max(tensor.numel() // 100, 1),), generator=draw)
+            tensor.view(-1)[places] = others[name].view(-1)[places]
+        save_file(tensors, file, metadata={"format": "pt"})
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -136,10 +158,11 @@ def ask(
     return answer["output_ids"], logprobs, meta
 
 
-def assert_serves(served: Served, seed: int, version: str) -> None:
-    """Asserts that the server's log-probabilities match transformers for the weights of `seed`."""
+def assert_serves(served: Served, seed: int | str, version: str) -> None:
+    """Asserts that the server's log-probabilities match transformers for the weights of the checkpoint `seed`."""
     vocab_size = served.toy.decoder["vocab_size"]
-    prompt = torch.randint(0, vocab_size, (PROMPT_TOKENS,), generator=torch.Generator().manual_seed(seed)).tolist()
+    draw = torch.Generator().manual_seed(seed if isinstance(seed, int) else len(seed))
+    prompt = torch.randint(0, vocab_size, (PROMPT_TOKENS,), generator=draw).tolist()
     for _ in range(2):  # the second time most of the prompt is cached
         tokens, logprobs, meta = ask(served.url, prompt)
         ids = torch.tensor([prompt + tokens])
@@ -176,7 +199,7 @@ def assert_routes(served: Served, seed: int, ids: torch.Tensor, returned: str) -
         assert own[:-1].sort(-1).values.equal(routes[:, layer].long().sort(-1).values), layer
 
 
-def assert_sees(served: Served, seed: int) -> None:
+def assert_sees(served: Served, seed: int | str) -> None:
     """Asserts the same for prompts with images: each has its own log-probabilities, of equal text after it."""
     processor, model = ImageProcessor(str(served.folder(0))), served.toy.load(served.folder(seed))
     draw = np.random.default_rng(0)  # equal images with all weights: their features must not outlive an update
@@ -264,17 +287,38 @@ def test_updated_server_gives_transformers_log_probs(
     assert_serves(served, seed, str(seed))
 
 
-def test_half_precision_with_float32_router_biases_arrives_bit_for_bit(pools: Pools, tmp_path: Path):
+def test_changes_of_a_hundredth_arrive_bit_for_bit_with_transformers_log_probs(served: Served, pools: Pools):
+    """A full update, then the changed elements alone; each compares every tensor of the server with the trainer's."""
+    layout = BY_NAME["expert 2" if served.toy.name in WITH_EXPERTS else "tensor 2, sequence"]
+    folders = [served.folder(4), served.changed(4, 5, "changed")]
+    args = flags(served.toy, layout, *of_folder(folders[0]))
+    engines = [EngineEndpoint(served.url, [2])]
+    results = pools[layout.ranks].run(ranks.delta_updates_from, args, folders, engines, timeout_s=100)
+    assert all(not isinstance(one, str) for result in results for one in result), results
+    whole, changes = (report.bytes for report in results[0])
+    print(f"{served.toy.name}: {changes} of {whole} bytes")
+    assert changes < whole / 4
+    assert_serves(served, "changed", "changed.1")
+
+
+@pytest.mark.parametrize("way", ["split", "delta"])
+def test_half_precision_with_float32_router_biases_arrives_bit_for_bit(pools: Pools, tmp_path: Path, way: str):
     toy, layout = TOYS["glm4-moe"], BY_NAME["expert 2"]
     first, second = (toy.save(tmp_path / str(n), seed=n, dtype="bf16", tokenizer=False) for n in range(2))
-    server = ServerProcess(first, log_path=tmp_path / "log", options=OPTIONS | {"dtype": "bfloat16"})
+    options = OPTIONS | {"dtype": "bfloat16"} | delta_options({})
+    server = ServerProcess(first, log_path=tmp_path / "log", options=options)
     try:
         server.start()
         server.wait_ready(120)
-        engines = [EngineEndpoint(server.url, [2])]
-        args = flags(toy, layout, "--bf16")
-        results = pools[2].run(ranks.update_weights, args, second, engines, "split", "1", tmp_path, timeout_s=100)
-        assert all(not isinstance(result, str) for result in results), results
-        assert ask(server.url, [5, 17, 90])[2] == "1"
+        engines, args = [EngineEndpoint(server.url, [2])], flags(toy, layout, "--bf16")
+        if way == "split":
+            results = pools[2].run(
+                ranks.weight_updates, args, second, engines, way, ["changed.1"], tmp_path, timeout_s=100
+            )
+        else:
+            folders = [second, changed_folder(second, first, tmp_path / "changed")]
+            results = pools[2].run(ranks.delta_updates_from, args, folders, engines, timeout_s=100)
+        assert all(not isinstance(one, str) for result in results for one in result), results
+        assert ask(server.url, [5, 17, 90])[2] == "changed.1"
     finally:
         server.stop()

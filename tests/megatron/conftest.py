@@ -72,6 +72,13 @@ def expert_models(one_rank: RankPool, tmp_path_factory: pytest.TempPathFactory) 
     return _convert(one_rank, tmp_path_factory.mktemp("expert_models"), tiny.save_qwen3_moe, tiny.MOE_FLAGS)
 
 
+@pytest.fixture(scope="session")
+def latent_models(one_rank: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """Two layers with latent attention, one of them with experts whose bias stays."""
+    flags = tiny.LATENT_FLAGS | {"moe_router_bias_update_rate": 0.0}
+    return _convert(one_rank, tmp_path_factory.mktemp("latent_models"), tiny.save_deepseek, flags)
+
+
 def _convert(pool: RankPool, root: Path, save: Callable[..., Path], flags: dict[str, Any]) -> Models:
     made = Models(
         policy_hf=save(root / "policy_hf", seed=1),

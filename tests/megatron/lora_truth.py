@@ -21,25 +21,28 @@ from tests.megatron import reference
 
 RANK, ALPHA = 4, 6.0
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 PREFIX = "base_model.model."
 
 
 def published_weights(folder: Path) -> dict[str, Tensor]:
-    """The tensors in a Hugging Face folder of one file."""
-    return load_file(folder / "model.safetensors")
+    """The tensors in a Hugging Face folder."""
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
-def save_adapter(base: Path, folder: Path, *, targets: tuple[str, ...] = ALL, seed: int = 7) -> Path:
-    """Random A and B, large enough to change the model."""
+def save_adapter(
+    base: Path, folder: Path, *, targets: tuple[str, ...] = ALL, seed: int = 7, scale: float = 0.2
+) -> Path:
+    """Random A and B of standard deviation `scale`, large enough to change the model."""
     generator, tensors = torch.Generator().manual_seed(seed), {}
     sees = any("visual." in name for name in published_weights(base))
     for name, weight in published_weights(base).items():
         layer = name.removesuffix(".weight")
         if sees:  # PEFT has the names of transformers' modules, and the tower has no adapters
             layer = re.sub(r"^model\.(language_model\.)?", "model.language_model.", layer)
-        if "visual." not in name and layer.rpartition(".")[2] in targets:
+        if not any(part in name for part in ("visual.", "mtp_layers.")) and layer.rpartition(".")[2] in targets:
             for letter, shape in (("A", (RANK, weight.shape[1])), ("B", (weight.shape[0], RANK))):
-                values = torch.randn(shape, generator=generator) * 0.2
+                values = torch.randn(shape, generator=generator) * scale
                 tensors[f"{PREFIX}{layer}.lora_{letter}.weight"] = values
     folder.mkdir(parents=True)
     save_file(tensors, folder / "adapter_model.safetensors")

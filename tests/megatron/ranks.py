@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from slimrl.arguments import Arguments
 from slimrl.data.batch_schedule import schedule_batch
 from slimrl.data.train_batch import RolloutBatch
+from slimrl.platform.launch_env import DETERMINISTIC
 
 
 @dataclasses.dataclass
@@ -97,6 +99,8 @@ def gradients(trainer: Any) -> dict[str, Tensor]:
 
 def start(rank: int, world_size: int, init_method: str, args: Arguments, **more: Any) -> Any:
     """Builds a trainer."""
+    if args.deterministic_mode:  # a run starts its ranks with them; on a GPU cuBLAS and Transformer Engine ask for them
+        os.environ.update(DETERMINISTIC)
     from slimrl.megatron.training.trainer import MegatronTrainer
 
     return MegatronTrainer(args, rank=rank, world_size=world_size, local_rank=rank, init_method=init_method, **more)

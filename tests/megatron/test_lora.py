@@ -45,6 +45,12 @@ LAYOUTS: dict[str, tuple[Layout, str]] = {
     "EP2, distributed optimizer": (Layout(2, EP2 | SPREAD), "MoE"),
     "PP2 virtual, DP2, overlapped": (Layout(4, VIRTUAL | OVERLAP, 4), "dense"),
     "TP2 SP PP2": (Layout(4, TP2_SP | PP2), "dense"),
+    "1 rank, latent attention, recompute mla_up_proj": (Layout(1, selective("mla_up_proj")), "MLA"),
+    "TP2 SP, latent attention": (Layout(2, TP2_SP), "MLA"),
+    "PP2, latent attention": (Layout(2, PP2), "MLA"),
+    "CP2, latent attention, packed": (Layout(2, CP2 | DYNAMIC), "MLA"),
+    "DP2, latent attention, distributed optimizer, overlapped": (Layout(2, OVERLAP), "MLA"),
+    "EP2 TP2 SP, latent attention": (Layout(2, EP2 | TP2_SP), "MLA"),
 }
 
 
@@ -109,7 +115,8 @@ class Adapted(layouts.Models):
         """A PEFT folder."""
         folder = self._folder / f"{kind}-{layers}-adapter"
         base = self.folder(kind, layers, "reference")
-        return folder if folder.exists() else lora_truth.save_adapter(base, folder)
+        targets = lora_truth.LATENT if kind == "MLA" else lora_truth.ALL
+        return folder if folder.exists() else lora_truth.save_adapter(base, folder, targets=targets)
 
     def of_adapters(self, kind: str, layers: int) -> lora_truth.Truth:
         """The truth, computed once."""
@@ -127,6 +134,7 @@ class Adapted(layouts.Models):
             lora_rank=lora_truth.RANK,
             lora_alpha=lora_truth.ALPHA,
             lora_load=str(self.adapter(kind, layout.layers)),
+            moe_router_bias_update_rate=0.0,  # the bias is the base's
         )
         return dataclasses.replace(self.args(layout, kind), **(own | changes))
 

@@ -10,6 +10,7 @@ import torch
 from slimrl.megatron.patches import slower_on_gpu, warn
 from tests.megatron import tiny
 
+A100, H100 = (8, 0), (9, 0)
 PLAIN = tiny.tiny_args()
 EXPERTS = tiny.tiny_args(**tiny.MOE_FLAGS)
 LOCAL = tiny.tiny_args(transformer_impl="local")
@@ -43,13 +44,34 @@ ADAM = "AdamW is torch's own, in several kernels"
     ],
 )
 def test_message_names_the_features_this_run_loses(args, packages, sentence):
-    found = {name: name in packages for name in ("transformer_engine", "apex")}
-    assert slower_on_gpu(args, cuda=True, **found) == sentence
-    assert slower_on_gpu(args, cuda=False, **found) is None
+    found = {name: name in packages for name in ("transformer_engine", "apex", "flash")}
+    assert slower_on_gpu(args, capability=H100, **found) == sentence
+    assert slower_on_gpu(args, capability=None, **found) is None
+
+
+WHOLE = (
+    "attention stores the scores of whole samples, [length, length] for each head, because Transformer Engine has no"
+    " other kernel for packed samples on GPUs before Hopper: "
+)
+
+
+@pytest.mark.parametrize(
+    ("args", "capability", "flash", "sentence"),
+    [
+        (PLAIN, A100, False, f"{WHOLE}install flash-attn (2.8 or earlier), or give --transformer-impl local"),
+        (tiny.tiny_args(**tiny.LATENT_FLAGS), A100, False, f"{WHOLE}give --transformer-impl local"),
+        (PLAIN, A100, True, None),
+        (PLAIN, H100, False, None),
+    ],
+)
+def test_message_names_the_attention_that_stores_all_scores(args, capability, flash, sentence):
+    found = slower_on_gpu(args, capability=capability, transformer_engine=True, apex=False, flash=flash)
+    assert found == sentence
 
 
 def test_trainer_warns_on_a_gpu_and_not_on_a_cpu(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: H100)
     warn(PLAIN, torch.device("cpu"))
     assert caplog.records == []
     warn(PLAIN, torch.device("cuda", 0))

@@ -22,6 +22,7 @@ ON_CPU = [
     "token counts",
 ]
 WITHOUT_ENGINE = ["router product", "fp8 state", "engine version", "latent attention", "sharded linear layers"]
+ON_GPU = ["events of DeepEP"]
 EVERYWHERE = ["pickles of checkpoints", "checksums of checkpoints"]
 # cuda, transformer_engine, apex
 MACHINES = {
@@ -29,10 +30,10 @@ MACHINES = {
     (False, False, True): ON_CPU + WITHOUT_ENGINE + EVERYWHERE,
     (False, True, False): ON_CPU + WITHOUT_ENGINE + EVERYWHERE,
     (False, True, True): ON_CPU + WITHOUT_ENGINE + EVERYWHERE,
-    (True, False, False): WITHOUT_ENGINE + EVERYWHERE,
-    (True, False, True): WITHOUT_ENGINE + EVERYWHERE,
-    (True, True, False): ["linear layers without Apex", *EVERYWHERE],
-    (True, True, True): EVERYWHERE,
+    (True, False, False): WITHOUT_ENGINE + ON_GPU + EVERYWHERE,
+    (True, False, True): WITHOUT_ENGINE + ON_GPU + EVERYWHERE,
+    (True, True, False): ["linear layers without Apex", *ON_GPU, *EVERYWHERE],
+    (True, True, True): ON_GPU + EVERYWHERE,
 }
 
 
@@ -174,3 +175,48 @@ def test_megatron_layers_are_built_without_apex_where_others_fuse_gradients(one_
     with pytest.raises(RuntimeError, match="fused_weight_gradient_mlp_cuda module is not found"):
         one_rank.run(output_layer, False)
     assert one_rank.run(output_layer, True)[0] == (1, True, {False})
+
+
+def with_deepep_of_sglang(rank: int, world_size: int, init_method: str) -> tuple[bool, bool, int, bool]:
+    """DeepEP's dispatch before and after the patch, beside a package with the names of sgl-deep-ep 0.1.2.
+
+    The package itself needs a GPU to be imported.
+    """
+    import importlib
+    import sys
+    import types
+
+    from megatron.core.transformer.moe import fused_a2a, token_dispatcher
+
+    class Buffer:
+        num_sms = 20
+
+        @classmethod
+        def set_num_sms(cls, number: int) -> None:
+            cls.num_sms = number
+
+    package, utils = types.ModuleType("deep_ep"), types.ModuleType("deep_ep.utils")
+    event, overlap = type("EventHandle", (), {}), type("EventOverlap", (), {})
+    vars(package).update(Buffer=Buffer, EventHandle=event, EventOverlap=overlap, utils=utils, __path__=[])
+    vars(utils).update(EventHandle=event)
+    sys.modules |= {"deep_ep": package, "deep_ep.utils": utils}
+    importlib.reload(fused_a2a)  # as its first import finds the package
+    before = fused_a2a.HAVE_DEEP_EP
+    for _ in range(2):  # twice is harmless
+        patches.take_events_of_deepep()
+    token_dispatcher.set_deepep_num_sms(24)
+    return before, token_dispatcher.fused_dispatch is not None, Buffer.num_sms, fused_a2a.EventOverlap is overlap
+
+
+def without_deepep(rank: int, world_size: int, init_method: str) -> bool:
+    """Whether experts can be dispatched by DeepEP after the patch, where it is absent."""
+    from megatron.core.transformer.moe import token_dispatcher
+
+    patches.take_events_of_deepep()
+    return token_dispatcher.fused_dispatch is not None
+
+
+@pytest.mark.slow
+def test_deepep_of_sglang_is_found(one_rank: RankPool):
+    assert one_rank.run(with_deepep_of_sglang)[0] == (False, True, 24, True)
+    assert one_rank.run(without_deepep)[0] is False

@@ -95,6 +95,7 @@ PP2 = {"pipeline_model_parallel_size": 2}
 VIRTUAL = PP2 | {"virtual_pipeline_model_parallel_size": 2, "microbatch_group_size_per_vp_stage": 2}
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 EP2 = {"expert_model_parallel_size": 2}
+LORA = {"lora_rank": 4, "lora_alpha": 8.0}
 PPO = {
     "advantage_estimator": "ppo",
     "gamma": 0.99,
@@ -134,7 +135,8 @@ LAYOUTS = {
     "PPO, EP2": (2, "expert_models", EP2 | PPO),
     "PPO, EP2 with the distributed optimizer": (2, "expert_models", SPREAD | EP2 | PPO),
     "PPO, state in host memory": (2, "models", ON_HOST | PPO),
-    "PPO, LoRA adapters, TP2": (2, "models", TP2 | PPO | {"lora_rank": 4, "lora_alpha": 8.0}),
+    "PPO, LoRA adapters, TP2": (2, "models", TP2 | PPO | LORA),
+    "LoRA adapters of latent attention, TP2": (2, "latent_models", TP2 | LORA),
     "PPO, PP2 virtual, saved in the background": (2, "deep_models", VIRTUAL | PPO | {"async_save": True}),
 }
 
@@ -189,6 +191,7 @@ WIDE = {
     "PP2 virtual": ("deep_models", VIRTUAL),
     "CP2 with the distributed optimizer": ("models", SPREAD | {"context_parallel_size": 2}),
     "EP2 with the distributed optimizer": ("expert_models", EP2 | SPREAD),
+    "LoRA adapters of latent attention, TP2": ("latent_models", TP2 | LORA),
 }
 
 
@@ -199,7 +202,7 @@ def test_checkpoint_of_two_ranks_resumes_on_one(
     kind, changes = WIDE[layout]
     rollouts = [tiny.recorded_rollout(seed) for seed in range(ROLLOUTS)]
     narrow = schedule_args(
-        request.getfixturevalue(kind), use_distributed_optimizer=changes.get("use_distributed_optimizer", False)
+        request.getfixturevalue(kind), **{name: value for name, value in changes.items() if name in (*SPREAD, *LORA)}
     )
     wide = dataclasses.replace(narrow, save=str(tmp_path), load=str(tmp_path), **changes)
     two_ranks.run(train, wide, rollouts, 2)

@@ -44,6 +44,7 @@ OTHERS = {
         "--enable-deterministic-inference",
         "--cuda-graph-backend-prefill",
         "--enable-draft-weights-cpu-backup",
+        "--moe-runner-backend",
         "--max-lora-rank",
         "--max-loras-per-batch",
         "--max-loaded-loras",

@@ -142,6 +142,23 @@ def test_recipe_with_images_learns_to_count_squares_on_the_cpu(flags, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
+def test_recipe_of_several_turns_with_images_learns_to_count_squares_on_the_cpu(tmp_path):
+    """The last of three answers gets the reward."""
+    folder = ROOT / "runs/run-qwen2.5-VL-3B-geo3k-multi-turn-tiny"
+    started = harness.launch(
+        ["bash", "scripts/run-qwen2.5-VL-3B-geo3k-multi-turn.sh", "--tiny", "--seed", "7"], **places(tmp_path, folder)
+    )
+    done = started.finish(380)
+    assert done.code == 0, done.output
+    assert done.left == []
+    first, *_, last = (entry["metrics"] for entry in done.summary["eval"]["history"])
+    assert first["eval/squares"] <= 0.5 and last["eval/squares"] >= 0.9
+    assert max(done.steps("train_rollout_logprob_abs_diff_max")) < 1e-4
+    shutil.rmtree(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_recipe_trains_a_toy_of_its_family_on_the_cpu(tmp_path):
     folder = ROOT / "runs/run-qwen3-30B-A3B-tiny"
     started = harness.launch(

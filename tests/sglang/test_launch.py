@@ -16,7 +16,7 @@ from slimrl.engines.sglang.server import (
     server_environment,
     without_expandable_segments,
 )
-from slimrl.engines.sglang.server_args import server_flags
+from slimrl.engines.sglang.server_args import has_plain_experts, server_flags
 from slimrl.platform.launch_env import CHANNELS, Network
 
 CPU = ServerLaunch(cuda=False, memory_saver=True)
@@ -65,6 +65,46 @@ def test_server_gets_these_options(launch: ServerLaunch, options: dict[str, Any]
 def test_server_on_a_gpu_resizes_images_as_the_trainer_does(launch, known, defaults):
     assert default_options(launch, {}, known, has_images=True) == defaults
     assert default_options(launch, {}, known) == {}
+
+
+@pytest.mark.parametrize(
+    ("launch", "options", "defaults"),
+    [
+        (COLOCATED, {}, {"moe_runner_backend": "triton"}),
+        (SPLIT, {"ep_size": 8}, {"moe_runner_backend": "triton"}),
+        (GPU, {"moe_runner_backend": "flashinfer_cutlass"}, {}),
+        (GPU, {"moe_a2a_backend": "none"}, {"moe_runner_backend": "triton"}),
+        (GPU, {"moe_a2a_backend": "deepep"}, {}),  # needs deep_gemm
+        (GPU, {"enable_waterfill": True}, {}),  # sets deepep
+        (GPU, {"quantization": "fp8"}, {}),
+        (CPU, {}, {}),
+    ],
+)
+def test_server_on_a_gpu_keeps_experts_as_weight_updates_send_them(
+    launch: ServerLaunch, options: dict[str, Any], defaults: dict[str, Any]
+):
+    found = default_options(launch, options, KNOWN, has_experts=True)
+    assert {name: value for name, value in found.items() if name == "moe_runner_backend"} == defaults
+    assert "moe_runner_backend" not in default_options(launch, options, KNOWN)
+    assert {"moe_runner_backend", "moe_a2a_backend", "enable_waterfill", "quantization"} <= KNOWN
+
+
+@pytest.mark.parametrize(
+    ("config", "found"),
+    [
+        ({"num_experts": 128}, True),
+        ({"n_routed_experts": 256}, True),
+        ({"num_local_experts": 8}, True),
+        ({"text_config": {"num_experts": 128}}, True),  # of a vision-language model
+        ({"num_experts": 128, "quantization_config": {"quant_method": "fp8"}}, False),
+        ({"num_experts": 0}, False),
+        ({"hidden_size": 64}, False),
+    ],
+)
+def test_model_with_experts_is_recognised(tmp_path: Path, config: dict[str, Any], found: bool):
+    assert not has_plain_experts(tmp_path)  # a name of the hub
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert has_plain_experts(tmp_path) == found
 
 
 def environment(launch: ServerLaunch, options: dict[str, Any], inherited: dict[str, str], ranks: int = 1) -> dict:

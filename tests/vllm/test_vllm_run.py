@@ -1,4 +1,4 @@
-"""A whole run with vLLM servers, one of which is killed; needs SLIMRL_VLLM_PYTHON, as `test_vllm_server`."""
+"""A whole run with vLLM servers, one of which is killed, and its export in a vLLM server; needs SLIMRL_VLLM_PYTHON."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import signal
 
 import pytest
 
-from tests.end_to_end import faults, harness
+from slimrl.engines.backend import VLLM, backend
+from slimrl.engines.server_protocol import ServerLaunch
+from tests.end_to_end import faults, harness, serving
 from tests.end_to_end.conftest import Tiny, run_tool
 
 PYTHON = os.environ.get("SLIMRL_VLLM_PYTHON")
@@ -34,7 +36,7 @@ def tiny(tmp_path_factory) -> Tiny:
     return made
 
 
-def test_run_with_vllm_replaces_a_killed_server_and_trains_on_every_sample_once(tiny, tmp_path):
+def test_run_replaces_a_killed_server_trains_on_every_sample_once_and_its_export_chats_in_vllm(tiny, tmp_path):
     dumps = tmp_path / "dumps" / "{rollout_id}.jsonl"
     flags = tiny.flags(
         rollout_engine="vllm",
@@ -49,6 +51,9 @@ def test_run_with_vllm_replaces_a_killed_server_and_trains_on_every_sample_once(
         rollout_health_check_interval=2,
         rollout_health_check_timeout=60,
         save_debug_rollout_data=dumps,
+        save=tmp_path / "checkpoints",
+        save_interval=STEPS,
+        save_hf=tmp_path / "hf_{rollout_id}",
     )
     started = harness.start("train.py", flags, tmp_path, "vllm", tiny.home)
     started.wait_for_line("step 1 |", 300)
@@ -63,3 +68,18 @@ def test_run_with_vllm_replaces_a_killed_server_and_trains_on_every_sample_once(
     assert max(done.steps("train_rollout_logprob_abs_diff_max")) < 1e-5
     assert sum(done.steps("rollout/faults/servers_lost")) == 1
     assert "vLLM server" in done.output
+    assert_chats(tmp_path / f"hf_{STEPS - 1}", tmp_path)
+
+
+def assert_chats(model, folder):
+    """Asserts that OpenAI's call to a vLLM server gives the greedy answers of transformers, thinking or not."""
+    options, launch = {"python": PYTHON}, ServerLaunch(cuda=False)
+    server = backend(VLLM).server(model, log_path=folder / "served.log", options=options, launch=launch, key="a key")
+    try:
+        server.start()
+        server.wait_ready(250)
+        for thinking in (True, False):
+            answer = serving.chat(server.url, "1+1=", model=str(model), key="a key", enable_thinking=thinking)
+            assert answer.strip() == serving.greedy(model, "1+1=", enable_thinking=thinking).strip()
+    finally:
+        server.stop()

@@ -139,6 +139,40 @@ def delta_updates(
     return results
 
 
+def delta_updates_from(
+    rank: int,
+    world_size: int,
+    init_method: str,
+    args: Arguments,
+    hf_dirs: list[Path],
+    engines: list[EngineEndpoint],
+) -> list[WeightUpdateReport | str]:
+    """Updates the engines from each of `hf_dirs` by one `DeltaUpdater`, with full checks.
+
+    Returns the report of each weight update, or the text of its error.
+    """
+    from slimrl.megatron import parallel
+    from slimrl.megatron.model import model_builder
+    from slimrl.weights.update.transport_delta import DeltaUpdater
+    from slimrl.weights.update.weight_updater import ModelSource, WeightSyncError
+
+    state = parallel.initialize(args, rank=rank, world_size=world_size, local_rank=rank, init_method=init_method)
+    spec, family = ModelSpec.from_args(args), family_for(read_hf_config(hf_dirs[0]))
+    built = model_builder.build_model(args, state)
+    places = {key: getattr(state, key) for key in ("tp_rank", "tp_size", "etp_rank", "etp_size")}
+    updater = DeltaUpdater.split(ModelSource(spec, family, state), engines, bucket_bytes=BUCKET_BYTES, timeout_s=60)
+    results: list[WeightUpdateReport | str] = []
+    for version, hf_dir in enumerate(hf_dirs):
+        load_hf_checkpoint(built, spec, family, hf_dir, **places)
+        try:
+            results.append(updater.update_weights(built, version=f"{hf_dir.name}.{version}", check_equal=True))
+        except WeightSyncError as error:
+            results.append(str(error))
+    updater.close()
+    parallel.shutdown()
+    return results
+
+
 def point_to_point_updates(
     rank: int,
     world_size: int,

@@ -21,6 +21,7 @@ from slimrl.weights.update.adapter_updater import AdapterTransport
 from slimrl.weights.update.buckets import iter_buckets
 from slimrl.weights.update.engine_fanout import WeightSyncError
 from slimrl.weights.update.topology import EngineEndpoint
+from tests.families.toys import TOYS
 from tests.megatron.launch import RankPool
 from tests.megatron.tiny import save_qwen3, tiny_args
 from tests.weights import ranks
@@ -50,12 +51,12 @@ def servers(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield [ServerControl(url) for url in urls]
 
 
-def random_adapters(folder: Path, seed: int) -> dict[str, torch.Tensor]:
-    """A and B of every projection, by PEFT's names."""
+def random_adapters(folder: Path, seed: int, targets: tuple[str, ...] = TARGETS) -> dict[str, torch.Tensor]:
+    """A and B of every projection in `targets`, by PEFT's names."""
     generator, found = torch.Generator().manual_seed(seed), {}
     for name, weight in AutoModelForCausalLM.from_pretrained(folder).named_parameters():
         module = name.removesuffix(".weight")
-        if module.split(".")[-1] in TARGETS:
+        if module.split(".")[-1] in targets:
             outputs, inputs = weight.shape
             found[f"base_model.model.{module}.lora_A.weight"] = 0.3 * torch.randn(4, inputs, generator=generator)
             found[f"base_model.model.{module}.lora_B.weight"] = 0.3 * torch.randn(outputs, 4, generator=generator)
@@ -63,7 +64,7 @@ def random_adapters(folder: Path, seed: int) -> dict[str, torch.Tensor]:
 
 
 def send(servers: list[ServerControl], adapters: dict[str, torch.Tensor], described: AdapterConfig = ADAPTERS) -> None:
-    transport = AdapterTransport(servers, [1, 2], peft_config(described), torch.device("cpu"))
+    transport = AdapterTransport(servers, [1, 2][: len(servers)], peft_config(described), torch.device("cpu"))
     transport.with_checksums = True
     for bucket in iter_buckets(adapters.items(), 4096, transport.buffer):
         transport.start(bucket)
@@ -131,6 +132,21 @@ def test_adapters_on_another_base_than_the_servers_are_refused(servers, folder, 
     assert accepted.buckets > 1 and accepted.attempts == 1
     for server in servers:  # B is zero: the base
         assert server.weight_version() == "1" and difference(server, folder, None, ADAPTER_NAME) < 1e-5
+
+
+def test_projections_that_a_family_has_as_one_are_served(tmp_path):
+    """GLM-4's gate_up_proj has one A for both halves."""
+    folder = TOYS["glm4"].save(tmp_path / "glm4", tokenizer=False)
+    targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj")
+    config = AdapterConfig(rank=4, alpha=8.0, targets=targets)
+    options = {"skip_tokenizer_init": True, "max_total_tokens": 2048, "context_length": 512, "max_running_requests": 4}
+    options |= adapter_options(config, releases_memory=False)
+    with running([ServerProcess(folder, log_path=tmp_path / "log", options=options)]) as (url,):
+        server, adapters = ServerControl(url), random_adapters(folder, 1, targets)
+        assert any("gate_up_proj" in name for name in adapters)
+        send([server], adapters, config)
+        assert difference(server, folder, adapters) < 1e-5
+        assert difference(server, folder, None) < 1e-5
 
 
 def test_request_for_an_adapter_without_an_update_is_refused(servers):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import pickle
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,23 @@ def test_damaged_changes_are_refused_before_any_weight_changes():
     with pytest.raises(ValueError, match="arrived with checksum"):
         weight_loaders.load_changes(model, list(parts.items()))
     assert model.weight.count_nonzero() == 0
+
+
+def test_loader_that_copies_in_threads_leaves_elements_that_were_not_sent():
+    class Threaded(Model):
+        def load_weights(self, named_tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+            with ThreadPoolExecutor() as pool:
+                loads = [pool.submit(super(Threaded, self).load_weights, iter([one])) for one in named_tensors]
+            for load in loads:
+                load.result()
+
+    old = torch.randn(8, generator=torch.Generator().manual_seed(0))
+    new = old.clone()
+    new[3] += 1
+    model = Threaded(torch.cat([torch.zeros(2, 4), old.view(4, 2).t()]))
+    submit = ThreadPoolExecutor.submit
+    weight_loaders.load_changes(model, opened(serialize([changed_elements("part", (4, 2), old, new)])))
+    assert torch.equal(model.weight[2:], new.view(4, 2).t()) and ThreadPoolExecutor.submit is submit
 
 
 def test_model_whose_loader_does_not_copy_is_named():

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import torch
 
 from slimrl.observability.tracer import Timeline
 from slimrl.platform.collective_errors import RankSync
 from slimrl.weights.update.engine_fanout import EngineCalls, WeightSyncError
+from slimrl.weights.update.transport_disk import Delivery, DiskTransport
 from tests.megatron.launch import RankPool
 from tests.weights.servers import RecordingServer
 
@@ -53,6 +57,43 @@ def test_every_server_is_called_by_one_rank(of_one_rank: int):
     assert [one + other for one, other in zip(first, second, strict=True)] == whole
     assert all(second) is False and any(second) is (of_one_rank < 6)
     assert sorted(known) == sorted(also) == [f"http://{number} 7" for number in range(6)]
+
+
+def deliver(
+    rank: int, world_size: int, init_method: str, servers: int, of_one_rank: int, folder: Path
+) -> tuple[list[int], bool]:
+    """The servers that this rank made load the files, and whether these are still there afterwards."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world_size)
+    try:
+        made = [LoadsFolder(f"http://{number}") for number in range(servers)]
+        ranks = RankSync(rank, WeightSyncError)
+        calls = EngineCalls(made, [], rank, ranks, Timeline.off(), of_one_rank)
+        transport = DiskTransport(made, folder, torch.device("cpu")) if rank == 0 else None
+        delivery = Delivery(ranks, calls, transport, None)
+        delivery.begin("7")
+        if transport is not None:
+            transport.folder.mkdir(parents=True)
+        delivery.finish()
+        return [number for number, server in enumerate(made) if server.loaded], any(folder.rglob("weight_v*"))
+    finally:
+        dist.destroy_process_group()
+
+
+class LoadsFolder(RecordingServer):
+    """Remembers whether the folder was there."""
+
+    loaded = False
+
+    def update_weights_from_disk(self, model_path: str, *, weight_version: str | None, flush_cache: bool) -> None:
+        self.loaded = Path(model_path).is_dir()
+
+
+@pytest.mark.parametrize(("of_one_rank", "first", "second"), [(6, [0, 1, 2, 3, 4, 5], []), (2, [0, 2, 4], [1, 3, 5])])
+def test_files_are_loaded_by_the_calls_of_every_rank_and_removed(of_one_rank, first, second, tmp_path):
+    found = RankPool(2).run(deliver, 6, of_one_rank, tmp_path)
+    assert found == [(first, False), (second, False)]
 
 
 @pytest.mark.parametrize(

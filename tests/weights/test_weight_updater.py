@@ -232,7 +232,7 @@ def test_unwritable_disk_ends_the_weight_update_without_a_retry(tmp_path):
 def updater_to_disk(server: RecordingServer, folder: Path, post_write) -> WeightUpdater:
     transport = DiskTransport([server], folder, CPU)
     updater = updater_for(server, transport=transport)
-    updater._delivery = Delivery(updater._ranks, transport, post_write)
+    updater._delivery = Delivery(updater._ranks, updater._calls, transport, post_write)
     return updater
 
 

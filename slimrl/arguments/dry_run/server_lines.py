@@ -8,6 +8,7 @@ needs its wheel, RDMA devices to be fast, and copies through host memory.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from slimrl.arguments.dry_run.plan import Plan, option_words
@@ -113,6 +114,7 @@ def _reward_servers(plan: Plan) -> Iterator[str]:
 
 
 _GIGA = 1e9
+_CALL_S = 0.37e-3  # of a training rank for an HTTP call to one of many servers (benchmarks/engine_calls.py)
 
 
 def weight_transport_rows(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -137,7 +139,20 @@ def weight_transport_rows(plan: Plan) -> Iterator[tuple[str, str]]:
     yield (
         "weight transport",
         f"broadcast by {_name(plan)}: rank 0 gathers and sends {whole:.3g} GB into each of {ranks};"
-        f" --update-weight-transfer-mode p2p sends about {average:.3g} GB into each, {_shared(plan)}",
+        f" --update-weight-transfer-mode p2p sends about {average:.3g} GB into each, {_shared(plan)}"
+        f"{_announced(args, whole, len(sizes))}",
+    )
+
+
+def _announced(args: Arguments, whole: float, servers: int) -> str:
+    """The calls that announce a broadcast of `whole` GB, if they take seconds."""
+    buckets = math.ceil(whole * _GIGA / args.update_weight_buffer_size)
+    calls = buckets * servers
+    if calls * _CALL_S < 1:
+        return ""
+    return (
+        f", after one call to each server; rank 0 announces a broadcast in {calls:,} calls, {buckets} buckets to"
+        f" {servers} servers, which take about {calls * _CALL_S:.0f} s"
     )
 
 

@@ -48,7 +48,11 @@ class PrecisionArguments:
         None, "compute matrix products in fp8, with Transformer Engine (no fp8)", choices=("e4m3", "hybrid")
     )
     fp8_recipe: str = flag(
-        "delayed", "method for fp8 scales", choices=("tensorwise", "delayed", "mxfp8", "blockwise", "custom")
+        "delayed",
+        "method for fp8 scales",
+        choices=("tensorwise", "delayed", "mxfp8", "blockwise", "custom"),
+        not_served=_FACTORY,
+        served=("tensorwise", "delayed", "mxfp8", "blockwise"),
     )
     fp8_param_gather: bool = flag(False, "also keep the compute copy of weights in fp8", not_served=_WHOLE_TENSORS)
     fp8_margin: int = flag(0, "margin of fp8 scales below the largest value (exponent of 2)")
@@ -77,7 +81,9 @@ class PrecisionArguments:
         not_served="it is for --fp8-param-gather; leave it out",
     )
     fp4_format: str | None = flag(None, "compute matrix products in fp4 (no fp4)", choices=("e2m1",))
-    fp4_recipe: str = flag("nvfp4", "method for fp4 scales", choices=("nvfp4", "custom"))
+    fp4_recipe: str = flag(
+        "nvfp4", "method for fp4 scales", choices=("nvfp4", "custom"), not_served=_FACTORY, served=("nvfp4",)
+    )
     fp4_param_gather: bool = flag(
         False, "also keep the compute copy of weights in fp4", spellings=("--fp4-param",), not_served=_WHOLE_TENSORS
     )
@@ -126,7 +132,11 @@ class KernelArguments:
         True, "do not fuse bias and dropout", negated=True, off=("--no-bias-dropout-fusion",)
     )
     apply_rope_fusion: bool = flag(True, "do not use the fused rotary kernel", negated=True, off=("--no-rope-fusion",))
-    fused_single_qkv_rope: bool = flag(False, "one rotary kernel for queries, keys and values together")
+    fused_single_qkv_rope: bool = flag(
+        False,
+        "one rotary kernel for queries, keys and values together",
+        not_served="megatron-core has it for samples that are not packed only; leave it out",
+    )
     persist_layer_norm: bool = flag(
         True, "do not use the persistent fused norm", negated=True, off=("--no-persist-layer-norm",)
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from slimrl.arguments.flag import flag, layer_pattern
-from slimrl.models.adapters import ADAPTER_NAME, TARGETS
+from slimrl.models.adapters import ADAPTER_NAME, EVERY_TARGET
 
 
 @dataclasses.dataclass
@@ -308,7 +308,7 @@ class LoraArguments:
     lora_target_modules: list[str] | None = flag(
         None,
         "projections with an adapter, by their Hugging Face names; those of experts included (default: all)",
-        choices=TARGETS,
+        choices=EVERY_TARGET,
         nargs="+",
     )
     lora_dropout: float = flag(
@@ -321,8 +321,8 @@ class LoraArguments:
     lora_load: str | None = flag(None, "PEFT folder with the adapters of a new run (default: fresh ones, by --seed)")
     lora_merge: bool = flag(
         False,
-        "merge the adapters into the weights that the engines and --save-hf get (default: the engines load them beside"
-        " their base, and --save-hf writes PEFT folders)",
+        "merge the adapters into the weights that the engines and --save-hf get; a PEFT folder is saved beside those"
+        " (default: the engines load the adapters beside their base, and --save-hf writes PEFT folders)",
     )
     lora_name: str = flag(
         ADAPTER_NAME,

@@ -27,6 +27,7 @@ from slimrl.arguments.validation import (
 from slimrl.arguments.validation.adapters import lora
 from slimrl.arguments.validation.engines import engine, groups, servers
 from slimrl.arguments.validation.exactness import routing_replay, true_on_policy
+from slimrl.arguments.validation.kernels import fused
 
 # for every program that reads the model flags, including converters
 MODEL_RULES: tuple[Rule, ...] = (
@@ -106,6 +107,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
     engine.delta_updates_fit_the_run,
     engine.p2p_updates_fit_the_run,
     engine.p2p_knows_the_layout_of_engines,
+    engine.experts_keep_the_layout_of_updates,
     lora.engine_lora_options_follow_the_adapters,
     servers.engine_collectives_agree,
     servers.engine_attention_copies_divide,
@@ -122,13 +124,17 @@ TRAINING_RULES: tuple[Rule, ...] = (
     groups.groups_end_where_the_policy_ends,
     parallel.world_divides_by_model_gpus,
     parallel.model_divides_by_tensor_parallel,
-    parallel.context_parallelism_has_one_level,
+    fused.context_parallel_exchange_fits_the_attention,
+    fused.attention_backend_is_available,
+    fused.activations_are_fused_once,
+    fused.dispatcher_fits_the_experts,
     parallel.stages_are_several,
     parallel.layers_divide_over_stages,
     parallel.virtual_stages_divide,
     parallel.virtual_stages_exchange_groups,
     parallel.experts_divide_over_gpus,
     model.few_bits_have_their_kernels,
+    model.few_bits_fit_the_layers,
     model.formats_have_their_settings,
     optimizer.optimizer_settings_belong_to_the_optimizer,
     optimizer.other_optimizers_fit_the_run,
@@ -222,7 +228,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
     true_on_policy.true_on_policy_adds_in_one_order,
     true_on_policy.true_on_policy_engines_compute_alike,
     true_on_policy.true_on_policy_trains_what_it_samples,
-    routing_replay.routing_replay_has_routers,
+    routing_replay.replayed_routers_are_plain,
     routing_replay.engines_return_their_routing,
     rollout.evaluation_has_data,
     rollout.eval_only_has_an_evaluation,

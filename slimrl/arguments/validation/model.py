@@ -221,6 +221,27 @@ def few_bits_have_their_kernels(args: Arguments, context: Context) -> Iterator[P
         )
 
 
+def few_bits_fit_the_layers(args: Arguments, context: Context) -> Iterator[Problem]:
+    """megatron-core combines delayed scales and padding for few bits with these layers."""
+    if args.moe_router_padding_for_quantization and args.fp8_format is None and args.fp4_format is None:
+        yield Problem(
+            "--moe-router-padding-for-quantization",
+            "--moe-router-padding-for-quantization belongs to --fp8-format or --fp4-format: add one, or leave it out.",
+        )
+    if args.fp8_format is None or args.fp8_recipe != "delayed":
+        return
+    recomputed = [module for module in args.recompute_modules or () if module in ("moe_act", "layernorm")]
+    for given, flag in (
+        (args.first_last_layers_bf16, "--first-last-layers-bf16"),
+        (recomputed, f"--recompute-modules {' '.join(recomputed)}"),
+    ):
+        if given:
+            yield Problem(
+                flag.split()[0],
+                f"{flag} does not support --fp8-recipe delayed: give another, such as tensorwise, or leave it out.",
+            )
+
+
 def formats_have_their_settings(args: Arguments, context: Context) -> Iterator[Problem]:
     """Settings of a number format need that format, unless they have their default value."""
     for spec in flag_specs(PrecisionArguments) + flag_specs(ModelArguments):

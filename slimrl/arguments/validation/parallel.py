@@ -341,16 +341,6 @@ def world_divides_by_model_gpus(args: Arguments, context: Context) -> Iterator[P
         )
 
 
-def context_parallelism_has_one_level(args: Arguments, context: Context) -> Iterator[Problem]:
-    """--cp-comm-type a2a+p2p is rejected: it needs two levels of context parallelism."""
-    if "a2a+p2p" in (args.cp_comm_type or []):
-        yield Problem(
-            "--cp-comm-type",
-            "--cp-comm-type a2a+p2p needs two levels of context parallelism and only one is supported: use p2p,"
-            " all_gather or a2a.",
-        )
-
-
 def model_divides_by_tensor_parallel(args: Arguments, context: Context) -> Iterator[Problem]:
     """Heads, key/value heads, both widths and the padded vocabulary divide by the tensor parallel size."""
     tp = args.tensor_model_parallel_size

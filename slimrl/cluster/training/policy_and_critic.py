@@ -87,8 +87,11 @@ class PolicyAndCritic(TrainGroup):
         policy, critic = self.workers, self._critic.workers
         for_policy, for_critic = batches
         # two results each: the columns, which stay in the object store, and the end of the call
-        values, with_values = zip(*(worker.values.remote(rollout_id, for_critic) for worker in critic), strict=True)
-        scored = [worker.score.remote(rollout_id, for_policy) for worker in policy]
+        values, with_values = zip(
+            *(worker.values.remote(rollout_id, own) for worker, own in self._critic._with_batches(for_critic)),
+            strict=True,
+        )
+        scored = [worker.score.remote(rollout_id, own) for worker, own in self._with_batches(for_policy)]
         targets, with_targets = zip(
             *(worker.targets.remote(_passed(values, self._critic, self, rank)) for rank, worker in enumerate(policy)),
             strict=True,

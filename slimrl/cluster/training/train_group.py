@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -150,7 +150,8 @@ class TrainGroup:
 
     def connect_engines(self, endpoints: list[EngineEndpoint]) -> None:
         """Connects all ranks to the engines for weight updates."""
-        calls = [worker.connect_engines.remote(endpoints) for worker in self.workers]
+        shared = ray.put(endpoints)  # pickled once, not once for each rank
+        calls = [worker.connect_engines.remote(shared) for worker in self.workers]
         self._get(calls, "connecting training with the engines")
 
     def train(
@@ -161,10 +162,15 @@ class TrainGroup:
     ) -> list[dict[str, float]]:
         """Trains on one rollout, with the `batches` of a `RolloutResult`; metrics per optimizer step."""
         (own,) = batches
-        calls = [worker.train.remote(rollout_id, own) for worker in self.workers]
+        calls = [worker.train.remote(rollout_id, batch) for worker, batch in self._with_batches(own)]
         return self._supervisor.get(
             calls, target_of(self.workers, f"training on rollout {rollout_id}", self._role), progress
         )[0]
+
+    def _with_batches(self, batches: list[ObjectRef]) -> Iterator[tuple[ray.actor.ActorHandle, list[ObjectRef]]]:
+        """Each worker with its batch: references to all, passed to all, would be the square of their number."""
+        for worker, replica in zip(self.workers, self.data_parallel_ranks, strict=True):
+            yield worker, [batches[replica]]
 
     def evaluate_held_out(self) -> dict[str, dict[str, float]]:
         """The metrics of every set of held-out pairs, by name."""

@@ -152,22 +152,19 @@ class TrainWorker:
     def initialize(self, rendezvous: Rendezvous, state: bytes | None) -> TrainReady:
         """Builds and loads the model in the rank, with the `state` of `read_state` of a peer if given."""
         passed = None if state is None else pickle.PickleBuffer(state)
-        self._start = self._call(Rank.initialize, rendezvous, passed)
-        return self._start
+        return self._call(Rank.initialize, rendezvous, passed)
 
     def connect_engines(self, endpoints: list[EngineEndpoint]) -> None:
         """Connects to these engines for weight updates, replacing earlier connections."""
         self._call(PolicyRank.connect_engines, endpoints)
 
-    def train(self, rollout_id: int, batches: list[ObjectRef]) -> list[dict[str, float]]:
-        """Trains on this rank's batch, which is passed on pickled."""
-        batch: bytes = ray.get(batches[self._start.data_parallel_rank])
-        return self._call(PolicyRank.train, rollout_id, pickle.PickleBuffer(batch))
+    def train(self, rollout_id: int, own: list[ObjectRef]) -> list[dict[str, float]]:
+        """Trains on this rank's batch, the one of `own`, which is passed on pickled."""
+        return self._call(PolicyRank.train, rollout_id, _batch(own))
 
-    def score(self, rollout_id: int, batches: list[ObjectRef]) -> None:
-        """`PolicyRank.score` on this rank's batch."""
-        batch: bytes = ray.get(batches[self._start.data_parallel_rank])
-        self._call(PolicyRank.score, rollout_id, pickle.PickleBuffer(batch))
+    def score(self, rollout_id: int, own: list[ObjectRef]) -> None:
+        """`PolicyRank.score` on this rank's batch, as `train`."""
+        self._call(PolicyRank.score, rollout_id, _batch(own))
 
     @ray.method(num_returns=2)
     def targets(self, values: list[ObjectRef]) -> tuple[bytes | None, None]:
@@ -182,10 +179,9 @@ class TrainWorker:
         return self._call(PolicyRank.train_scored)
 
     @ray.method(num_returns=2)
-    def values(self, rollout_id: int, batches: list[ObjectRef]) -> tuple[bytes | None, None]:
-        """`CriticRank.values` on this rank's batch; two results as those of `targets`."""
-        batch: bytes = ray.get(batches[self._start.data_parallel_rank])
-        return self._call(CriticRank.values, rollout_id, pickle.PickleBuffer(batch)), None
+    def values(self, rollout_id: int, own: list[ObjectRef]) -> tuple[bytes | None, None]:
+        """`CriticRank.values` on this rank's batch, as `train`; two results as those of `targets`."""
+        return self._call(CriticRank.values, rollout_id, _batch(own)), None
 
     def train_values(self, rollout_id: int, targets: list[ObjectRef]) -> list[dict[str, float]]:
         """`CriticRank.train_values` on the policy's `targets`."""
@@ -255,3 +251,10 @@ class TrainWorker:
         """Ends the rank: its process exits when the connection closes."""
         self._connection.close()
         self._process.stop(timeout_s=STOP_TIMEOUT_S)
+
+
+def _batch(own: list[ObjectRef]) -> pickle.PickleBuffer:
+    """The pickled batch of a reference in a list, which Ray passes on as it is."""
+    (reference,) = own
+    batch: bytes = ray.get(reference)
+    return pickle.PickleBuffer(batch)

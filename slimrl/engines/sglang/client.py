@@ -39,6 +39,7 @@ from slimrl.engines.protocol import (
     RequestStats,
     aborted_answer,
 )
+from slimrl.engines.server_pools import ServerPools
 from slimrl.engines.sglang.adapters import AdapterOfRequests, answer_with_version, with_version
 from slimrl.engines.sglang.inputs import videos
 from slimrl.engines.sglang.responses import ResponseReader, decoded
@@ -60,11 +61,11 @@ ABORT_REQUEST_TIMEOUT_S = 10.0
 ABORT_PATIENCE_S = 120.0  # an engine aborts between two steps; the longest step is the prefill of a long prompt
 
 
-class _RejectedError(Exception):
+class _RejectedError(ConnectionError):
     """No server accepted the request."""
 
 
-class _ConnectionLostError(Exception):
+class _ConnectionLostError(ConnectionError):
     """The server of a request was lost; generation has no side effects, so another server can restart it."""
 
 
@@ -77,8 +78,7 @@ class RouterClient:
     `weights_are_updated`: versions of sent weights are numbers; responses of other versions are rejected (a server that
     its owner has just restarted). `key` is sent to router and servers. Token ids >= `vocabulary` are rejected. Requests
     for generation use the LoRA adapter `adapter`, unless they name another one or None; of a shared adapter the version
-    of `use_weight_version`, which their responses then have. With `routing`, requests outside evaluations return the
-    experts that the model chose.
+    of `use_weight_version`, which their responses then have. With `routing`, training's return the chosen experts.
     """
 
     def __init__(
@@ -105,6 +105,7 @@ class RouterClient:
         self._retry_timeout_s = retry_timeout_s
         self._reader = ResponseReader(vocabulary)
         self._routing = routing
+        self._servers = ServerPools(self._headers, connect_timeout_s=CONNECT_TIMEOUT_S)
         self._adapter = AdapterOfRequests(adapter)
         self._weights_are_updated = weights_are_updated and not self._adapter.is_shared
         # not a semaphore: it scans the waiters that it has woken, which is slow with thousands of waiters
@@ -135,6 +136,7 @@ class RouterClient:
         if connections is not None:
             self._aborted.set()  # wakes requests that wait for a retry; they find the client closed
             await connections.close()
+            await self._servers.close()
 
     @property
     def in_flight(self) -> int:
@@ -163,8 +165,8 @@ class RouterClient:
             payload["return_routed_experts"] = True
         if images is not None:
             payload |= videos.payload(input_ids, images)
-        read = functools.partial(self._generation, routing=routing)
-        response = await self._request("/generate", payload, session_id, read)
+        read, direct = functools.partial(self._generation, routing=routing), routing is not None
+        response = await self._request("/generate", payload, session_id, read, direct=direct)
         if response is None:
             return Generation([], [], "abort", "")
         generation, sent_ns = response
@@ -211,15 +213,21 @@ class RouterClient:
         return generation if version is None else with_version(generation, version)
 
     async def _request(
-        self, path: str, payload: dict[str, Any], session_id: str | None, read: Callable[[bytes, str | None], T]
+        self,
+        path: str,
+        payload: dict[str, Any],
+        session_id: str | None,
+        read: Callable[[bytes, str | None], T],
+        *,
+        direct: bool = False,
     ) -> tuple[T, int] | None:
         """`read(response, version)` and the time when the request was sent; None if it was aborted before it was sent.
 
-        `version` is that of the adapter in the attempt that was answered; None if the server reports it.
+        `version` is that of the adapter in the attempt that was answered; None if the server reports it. `direct`: it
+        goes to one of the servers themselves.
         """
         headers = {SESSION_HEADER: session_id} if session_id is not None else None
-        aborted = self._aborted
-        policy = _RetryPolicy(self._retry_timeout_s)
+        aborted, policy = self._aborted, _RetryPolicy(self._retry_timeout_s)
         while True:
             await self._permits.get()
             try:
@@ -228,7 +236,12 @@ class RouterClient:
                     return None
                 named, version = self._adapter.named_in(path, payload)
                 sent_ns = time.monotonic_ns()
-                return read(await self._post(connections, path, orjson.dumps(named), headers), version), sent_ns
+                body = orjson.dumps(named)
+                if direct:
+                    content = await self._post_directly(path, body, session_id)
+                else:
+                    content = await self._post(self.router_url, connections, path, body, headers)
+                return read(content, version), sent_ns
             except (_RejectedError, _ConnectionLostError) as error:
                 if self._connections is None:
                     raise EngineUnavailableError(f"{error} (the client was closed)") from error
@@ -284,6 +297,7 @@ class RouterClient:
         logger.warning("%d requests ignored the abort: closing their connections", self._in_flight)
         connections, self._connections = self._open(), self._new_connections()
         await connections.close()
+        await self._servers.close()
 
     async def _wait(self, seconds: float, aborted: asyncio.Event) -> None:
         self._waiting += 1
@@ -311,24 +325,31 @@ class RouterClient:
                 logger.warning("cannot abort requests on %s: %s: %s", server_url, type(error).__name__, error)
             failed.add(server_url)
 
-    async def _post(self, connections: ConnectionPool, path: str, body: bytes, headers: dict[str, str] | None) -> bytes:
-        started = time.monotonic()
+    async def _post_directly(self, path: str, body: bytes, session_id: str | None) -> bytes:
+        try:
+            with self._servers.chosen(self.server_urls, session_id) as (url, connections):
+                return await self._post(url, connections, path, body, None)
+        except ConnectionRefusedError as error:
+            raise _RejectedError(str(error)) from error
+
+    async def _post(
+        self, url: str, connections: ConnectionPool, path: str, body: bytes, headers: dict[str, str] | None
+    ) -> bytes:
+        url, started = f"{url}{path}", time.monotonic()
         self._in_flight += 1
         try:
             status, content = await connections.post(path, body, headers, timeout_s=self._request_timeout_s)
         except NotConnectedError as error:
-            raise _RejectedError(f"{self.router_url}{path} cannot be reached: {error}") from error
+            raise _RejectedError(f"{url} cannot be reached: {error}") from error
         except TimeoutError as error:
-            raise EngineTimeoutError(
-                f"{self.router_url}{path} did not answer within {self._request_timeout_s:g} s"
-            ) from error
+            raise EngineTimeoutError(f"{url} did not answer within {self._request_timeout_s:g} s") from error
         except ConnectionError as error:
-            raise _ConnectionLostError(f"{self.router_url}{path} broke off: {type(error).__name__}: {error}") from error
+            raise _ConnectionLostError(f"{url} broke off: {type(error).__name__}: {error}") from error
         finally:
             self._in_flight -= 1
         if status == 200:
             return content
-        url, text = f"{self.router_url}{path}", content.decode(errors="replace")
+        text = content.decode(errors="replace")
         if 300 <= status < 500:
             if self._adapter.is_absent(text):
                 raise _ConnectionLostError(f"{url}: a server has no longer the run's adapter: {text}")

@@ -25,6 +25,7 @@ from slimrl.engines.sglang.kv_transfer import role_environment, role_options
 from slimrl.engines.sglang.server_args import (
     BATCH_INVARIANT,
     RESERVED,
+    has_plain_experts,
     own_models,
     render_options,
     sees_images,
@@ -37,15 +38,22 @@ from slimrl.processes.child_process import PortReservation, claim_port, claim_po
 DISABLED, BREAKABLE = "disabled", "breakable"
 _ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 OF_OWN_MODELS, OWN_MODELS = "SGLANG_EXTERNAL_MODEL_PACKAGE", "slimrl.engines.sglang.models"
+# options with which the server needs other kernels for experts than those of its default
+_CHOOSE_EXPERT_KERNELS = ("moe_a2a_backend", "enable_waterfill", "quantization")
 _BETWEEN_SETTINGS = re.compile(r",(?![^\[]*\])")  # commas outside brackets
 
 
 def default_options(
-    launch: ServerLaunch, options: Mapping[str, Any], known: Collection[str], *, has_images: bool = False
+    launch: ServerLaunch,
+    options: Mapping[str, Any],
+    known: Collection[str],
+    *,
+    has_images: bool = False,
+    has_experts: bool = False,
 ) -> dict[str, Any]:
     """slimrl's default options by the server's names; the user's `options` win. `known` are the server's options.
 
-    `has_images`: its model is a vision-language model.
+    `has_images`: its model is a vision-language model. `has_experts`: its model has experts that are not quantised.
     """
     if not launch.cuda:
         return {}
@@ -57,6 +65,10 @@ def default_options(
     if launch.memory_saver and options.get("speculative_algorithm") is not None:
         # Weight updates do not include draft weights: after a release they must be restored from host memory.
         defaults |= {"enable_draft_weights_cpu_backup": True}
+    if has_experts and not any(options.get(name) not in (None, False, "none") for name in _CHOOSE_EXPERT_KERNELS):
+        # What the server takes by default on Hopper. Its default on Blackwell (flashinfer_trtllm, for most families)
+        # permutes the weights of experts when they are loaded, and weight updates then fail (sgl-project/sglang#27787).
+        defaults |= {"moe_runner_backend": "triton"}
     if has_images:  # as the trainer: on a GPU, resized pixels are rounded in another way
         own = "image_processor_backend"
         defaults |= {own: "pil"} if own in known else {"disable_fast_image_processor": True}  # before 0.5.20
@@ -321,7 +333,9 @@ def server_command(managed: Mapping[str, Any], options: Mapping[str, Any], launc
     flags = server_flags()
     model = Path(managed["model_path"]) if "model_path" in managed else Path()
     known = {flag.dest for flag in flags.values()}
-    defaults = default_options(launch, options, known, has_images=sees_images(model))
+    defaults = default_options(
+        launch, options, known, has_images=sees_images(model), has_experts=has_plain_experts(model)
+    )
     if launch.cuda and launch.batch_invariant:
         raise ValueError("--true-on-policy-mode has operators for CPUs only, and the server runs on GPUs")
     own = [BATCH_INVARIANT] if launch.batch_invariant else []

@@ -231,6 +231,20 @@ def sees_images(model: Path) -> bool:
     return (model / "config.json").is_file() and TOWER_CONFIG in _config(model)
 
 
+# the number of experts in config.json, by family
+_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
+
+
+def has_plain_experts(model: Path) -> bool:
+    """Whether the model in this folder has experts that are not quantised; False without a local config.json."""
+    if not (model / "config.json").is_file():
+        return False
+    config = _config(model)
+    decoder = decoder_config(config)
+    quantised = "quantization_config" in config or "quantization_config" in decoder
+    return not quantised and any(decoder.get(name) for name in _EXPERTS)
+
+
 def _model_path(argv: Sequence[str]) -> Path | None:
     """The local folder behind `--model-path` (or `--model`), if there is one."""
     words = [part for word in argv for part in (word.split("=", 1) if word.startswith("--") else [word])]

@@ -3,7 +3,8 @@
 `load_changes` applies changed elements of weights (`weights.update.transport_delta`). A tensor in Hugging Face's layout
 is rebuilt with NaN in place of elements that were not sent, and goes through the model's own loader, which shards,
 fuses and pads it. Every copy into a parameter then leaves the elements in which the source is NaN. So every family that
-SGLang loads is updated, without knowledge of its layout.
+SGLang loads is updated, without knowledge of its layout. Loaders that copy in threads (DeepSeek's) copy in the calling
+one meanwhile, because torch intercepts the operations of one thread.
 
 `receive_pieces` is for point-to-point weight updates (`weights.point_to_point`). The trainer calls it through the
 server, once for each step: it describes the rank's parameters, joins the trainer's link, and then receives updates,
@@ -14,10 +15,13 @@ server.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -58,6 +62,28 @@ class _CopySent(TorchDispatchMode):
         return function(*inputs, **(options or {}))
 
 
+@contextlib.contextmanager
+def _without_threads() -> Iterator[None]:
+    """Within it, work that this thread gives to a pool is done at once, in this thread."""
+    here, submit_to_pool = threading.get_ident(), ThreadPoolExecutor.submit
+
+    def submit(pool: ThreadPoolExecutor, work: Callable[..., Any], /, *inputs: Any, **options: Any) -> Future[Any]:
+        if threading.get_ident() != here:
+            return submit_to_pool(pool, work, *inputs, **options)
+        done: Future[Any] = Future()
+        try:
+            done.set_result(work(*inputs, **options))
+        except Exception as error:
+            done.set_exception(error)
+        return done
+
+    ThreadPoolExecutor.submit = submit  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        ThreadPoolExecutor.submit = submit_to_pool  # type: ignore[method-assign]
+
+
 def load_changes(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     """Applies the changes to the parameters of `model`.
 
@@ -68,7 +94,7 @@ def load_changes(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> Non
     checksum = xxhash.xxh3_128_hexdigest(b"".join(parts[name].cpu().numpy().tobytes() for name in ("gaps", "values")))
     if checksum != described["checksum"]:
         raise ValueError(f"the changes of weights arrived with checksum {checksum} instead of {described['checksum']}")
-    with torch.no_grad(), _CopySent():
+    with torch.no_grad(), _CopySent(), _without_threads():
         model.load_weights(_rebuilt(described["tensors"], parts["gaps"], parts["values"]))
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and bool(parameter.isnan().any()):

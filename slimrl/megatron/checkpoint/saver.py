@@ -39,7 +39,41 @@ from slimrl.weights.convert.megatron_to_hf import HfExport, HfPlan
 from slimrl.weights.hf_checkpoint import read_hf_config
 from slimrl.weights.update.export import groups_of, iter_hf_tensors
 
-Export = HfExport | PeftExport
+
+class ExportPair:
+    """Two exports as one, with the calls of `HfExport`; the first names it."""
+
+    def __init__(self, *parts: HfExport | PeftExport) -> None:
+        self._parts = parts
+        self.path = parts[0].path
+
+    def begin(self) -> None:
+        """Creates the partial folders."""
+        for part in self._parts:
+            part.begin()
+
+    def collect(self, *, copy: bool) -> None:
+        """Collective over all ranks."""
+        for part in self._parts:
+            part.collect(copy=copy)
+
+    def write(self) -> None:
+        """Writes the files of both."""
+        for part in self._parts:
+            part.write()
+
+    def commit(self) -> None:
+        """Renames the folders to their final names, one after the other."""
+        for part in self._parts:
+            part.commit()
+
+    def discard(self) -> None:
+        """Removes what was written."""
+        for part in self._parts:
+            part.discard()
+
+
+Export = HfExport | PeftExport | ExportPair
 _logger = logging.getLogger(__name__)
 _LOOKS_EVERY_S = 0.05
 _ROUND_S = 5.0  # for which the other ranks wait in a collective
@@ -310,7 +344,7 @@ class ModelExporter:
         self._plan = HfPlan(origin, self._spec, self._family, **ranks, value_head=value_head)
         self._template = template
 
-    def export(self, rollout_id: int) -> Export:
+    def export(self, rollout_id: int) -> HfExport:
         """The export of the weights after `rollout_id`. Raises as `HfExport` if its folder cannot be written."""
         return HfExport(self._plan, Path(self._template.replace("{rollout_id}", str(rollout_id))), self._tensors)
 
@@ -326,19 +360,19 @@ class AdapterExporter:
     def __init__(
         self,
         template: str,
+        adapters: AdapterConfig,
         origin: Path,
         spec: ModelSpec,
-        adapters: AdapterConfig,
         stages: Sequence[GPTModel],
         parallel: ParallelState,
     ) -> None:
-        """`template` is --save-hf, `origin` the folder of --hf-checkpoint, which the exports name as their base."""
+        """`template` is that of the folders, `origin` the folder of --hf-checkpoint, which they name as their base."""
         self._template, self._stages, self._parallel, self._spec = template, stages, parallel, spec
         family = family_for(read_hf_config(origin))
         self._mapping = AdapterMapping.of(family, adapters)
         self._config = peft_config(adapters, str(origin), has_tower=family.tower is not None)
 
-    def export(self, rollout_id: int) -> Export:
+    def export(self, rollout_id: int) -> PeftExport:
         """The export of the adapters after `rollout_id`. Raises as `PeftExport` if its folder cannot be written."""
         folder = Path(self._template.replace("{rollout_id}", str(rollout_id)))
         return PeftExport(folder, self._config, self._parallel.rank, self._tensors)
@@ -347,3 +381,14 @@ class AdapterExporter:
         return iter_hf_tensors(
             self._stages, self._spec, self._mapping, **groups_of(self._parallel), receivers={RANK_ZERO}
         )
+
+
+class MergedExporter:
+    """Creates the exports of a run whose adapters are merged: the whole model, and a PEFT folder beside it."""
+
+    def __init__(self, model: ModelExporter, adapters: AdapterExporter) -> None:
+        self._model, self._adapters = model, adapters
+
+    def export(self, rollout_id: int) -> Export:
+        """Both after `rollout_id`. Raises as either if its folder cannot be written."""
+        return ExportPair(self._model.export(rollout_id), self._adapters.export(rollout_id))

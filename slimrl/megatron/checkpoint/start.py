@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import xxhash
 from megatron.core.models.gpt import GPTModel
@@ -34,6 +33,7 @@ from slimrl.weights.adapters import initialize_adapters, load_adapters
 from slimrl.weights.checkpoint_checksums import CheckedFolder
 from slimrl.weights.convert.hf_to_megatron import load_hf_checkpoint
 from slimrl.weights.hf_checkpoint import read_hf_config
+from slimrl.weights.hf_checkpoint_writer import byte_array
 from slimrl.weights.safe_pickle import check_extra_state
 from slimrl.weights.update.export import iter_hf_tensors
 
@@ -114,7 +114,7 @@ class PolicyStart:
         )
         for number, (name, tensor) in enumerate(tensors):
             if number % ranks.world_size == ranks.rank:
-                content = tensor.contiguous().view(-1).view(torch.uint8).cpu().numpy().data
+                content = byte_array(tensor.detach().contiguous().cpu()).data
                 own[name] = f"{tensor.dtype} {list(tensor.shape)} {xxhash.xxh3_128_hexdigest(content)}"
         of_ranks: list[dict[str, str]] = [{} for _ in range(ranks.world_size)]
         dist.all_gather_object(of_ranks, own)

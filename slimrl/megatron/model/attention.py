@@ -17,7 +17,8 @@ import dataclasses
 import importlib
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -265,11 +266,20 @@ class PackedLatentAttention(PackedLatentSelfAttention):
     rotary key's gradient: silently wrong for every tensor-parallel size above 1.
     """
 
-    def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any):
+    def __init__(
+        self,
+        config: MLATransformerConfig,
+        *args: Any,
+        down_projections: Mapping[str, Callable[[MLATransformerConfig, int], torch.nn.Module]] = MappingProxyType({}),
+        **kwargs: Any,
+    ):
+        """`down_projections` make those with LoRA adapters, by attribute; the others are `WholeLinear`."""
         super().__init__(config, *args, **kwargs)
+        make = {"linear_q_down_proj": WholeLinear, "linear_kv_down_proj": WholeLinear, **down_projections}
         if config.q_lora_rank is not None:
-            self.linear_q_down_proj = WholeLinear(config, config.q_lora_rank)
-        self.linear_kv_down_proj = WholeLinear(config, config.kv_lora_rank + config.qk_pos_emb_head_dim)
+            self.linear_q_down_proj = make["linear_q_down_proj"](config, config.q_lora_rank)
+        latent = config.kv_lora_rank + config.qk_pos_emb_head_dim
+        self.linear_kv_down_proj = make["linear_kv_down_proj"](config, latent)
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """As megatron-core's. Raises ValueError in training under tensor without sequence parallelism."""

@@ -10,13 +10,15 @@ exchanged between tensor-parallel ranks has the width of the rank of the adapter
 
 The copies see all tokens without sequence parallelism, so that their gradients are equal on all ranks; with it each
 rank has the gradient of its tokens, and megatron-core sums those of parameters marked `sequence_parallel`. Layers of
-experts exchange nothing, because expert tensor parallelism is excluded. Used by `model_builder`.
+experts exchange nothing, because expert tensor parallelism is excluded. Nor do the projections to the latent vectors of
+latent attention (MLA), which are whole on every rank, A and B as well. Used by `model_builder`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,14 +30,15 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
-from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, ModuleSpec, TransformerConfig
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.nn import functional as F
 
-from slimrl.models.adapters import PART_OF_NAME, PROJECTIONS, AdapterConfig
+from slimrl.megatron.model.attention import PackedLatentAttention, WholeLinear
+from slimrl.models.adapters import PART_OF_NAME, AdapterConfig
 from slimrl.weights.adapters import AdaptedLinear, Adapter
 
 _CHILD = PART_OF_NAME.strip(".") + "."
@@ -48,12 +51,12 @@ class _Adapted(AdaptedLinear):
     tp_group: Any
     sequence_parallel: bool
     is_expert: bool
-    divided: str  # the tensor that tensor parallelism divides
+    divided: str | None  # the tensor that tensor parallelism divides
 
     def attach(self, layer: str, settings: AdapterConfig) -> None:
         """Adds the adapters of `layer`, a key of `PROJECTIONS`, and freezes the weight."""
         self.scale = settings.scale
-        self.widths = _widths(layer, self.config, self.weight.shape[0], self.tp_group.size())
+        self.widths = _widths(settings.projections(layer), self.config, self.weight.shape[0])
         self.adapters = torch.nn.ModuleDict(
             {
                 name: Adapter(settings.rank, self.weight.shape[1], self.widths[name], self.weight)
@@ -62,7 +65,8 @@ class _Adapted(AdaptedLinear):
         )
         tensor: Any
         for name, tensor in self.adapters.named_parameters():
-            if name.endswith(self.divided) or self.is_expert:  # those of experts count on every rank, like the weight
+            # those of experts count on every rank, like the weight
+            if self.is_expert or name.rpartition(".")[2] == self.divided:
                 set_tensor_model_parallel_attributes(tensor, True, 0 if self.divided == "lora_B" else 1, 1)
             else:
                 tensor.sequence_parallel = self.sequence_parallel
@@ -97,7 +101,7 @@ class _Adapted(AdaptedLinear):
             make_sharded_tensors_for_checkpoint(
                 own,
                 prefix,
-                {name: axis for name in own if name.endswith(self.divided)},
+                {name: axis for name in own if name.rpartition(".")[2] == self.divided},
                 offsets,
                 tp_group=self.tp_group,
                 dp_cp_group=metadata["dp_cp_group"],
@@ -105,12 +109,11 @@ class _Adapted(AdaptedLinear):
         )
 
 
-def _widths(layer: str, config: TransformerConfig, outputs: int, ranks: int) -> dict[str, int]:
+def _widths(names: Sequence[str], config: TransformerConfig, outputs: int) -> dict[str, int]:
     """Rows of a rank's weight, by projection."""
-    names = PROJECTIONS[layer]
-    if layer == "linear_qkv":
-        assert config.num_query_groups is not None and config.kv_channels is not None
-        keys = config.num_query_groups * config.kv_channels // ranks
+    if len(names) == 3:  # queries, keys and values
+        assert config.num_query_groups is not None
+        keys = outputs // (config.num_attention_heads // config.num_query_groups + 2)
         return dict(zip(names, (outputs - 2 * keys, keys, keys), strict=True))
     return {name: outputs // len(names) for name in names}
 
@@ -174,12 +177,34 @@ class AdaptedRowLinear(_Adapted, RowParallelLinear):
         return self.base_state(save, prefix, sharded_offsets, metadata)
 
 
+class AdaptedWholeLinear(_Adapted, WholeLinear):
+    """A projection to a latent vector with an adapter; each rank has all of both, and its part of the tokens."""
+
+    divided = None
+    is_expert = False
+
+    def __init__(self, config: MLATransformerConfig, output_size: int, *, layer: str, adapters: AdapterConfig):
+        WholeLinear.__init__(self, config, output_size)
+        self.config = config
+        self.sequence_parallel = config.sequence_parallel
+        self.attach(layer, adapters)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        """As `WholeLinear`."""
+        output, bias = WholeLinear.forward(self, x)
+        return (output + self.added(x, lambda compressed: compressed) if self.enabled else output), bias
+
+
 _KINDS = {
     "linear_qkv": AdaptedColumnLinear,
+    "linear_q_proj": AdaptedColumnLinear,
+    "linear_q_up_proj": AdaptedColumnLinear,
+    "linear_kv_up_proj": AdaptedColumnLinear,
     "linear_proj": AdaptedRowLinear,
     "linear_fc1": AdaptedColumnLinear,
     "linear_fc2": AdaptedRowLinear,
 }
+_TO_LATENTS = ("linear_q_down_proj", "linear_kv_down_proj")
 
 
 def add_adapters(block: TransformerBlockSubmodules, settings: AdapterConfig | None) -> TransformerBlockSubmodules:
@@ -201,7 +226,8 @@ def _adapted(layer: ModuleSpec, settings: AdapterConfig) -> ModuleSpec:
         )
     else:
         mlp = _linear(mlp, settings)
-    changed = dataclasses.replace(submodules, self_attention=_linear(attention, settings), mlp=mlp)
+    attention = _to_latents(_linear(attention, settings), settings)
+    changed = dataclasses.replace(submodules, self_attention=attention, mlp=mlp)
     return dataclasses.replace(layer, submodules=changed)
 
 
@@ -213,3 +239,15 @@ def _linear(block: ModuleSpec, settings: AdapterConfig) -> ModuleSpec:
         if hasattr(block.submodules, name) and settings.of_layer(name)
     }
     return dataclasses.replace(block, submodules=dataclasses.replace(block.submodules, **found))
+
+
+def _to_latents(attention: ModuleSpec, settings: AdapterConfig) -> ModuleSpec:
+    """Latent attention with adapters in its projections to the latents, which `PackedLatentAttention` makes itself."""
+    if not issubclass(attention.module, PackedLatentAttention):
+        return attention
+    made = {
+        name: functools.partial(AdaptedWholeLinear, layer=name, adapters=settings)
+        for name in _TO_LATENTS
+        if settings.of_layer(name)
+    }
+    return dataclasses.replace(attention, params={**attention.params, "down_projections": made})

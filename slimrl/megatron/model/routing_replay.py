@@ -129,7 +129,7 @@ def _routers(stages: Iterable[torch.nn.Module]) -> Iterator[tuple[TransformerLay
 
 
 def _handing_to(replay: RouterReplay) -> Callable[..., None]:
-    def before_layer(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        replay.routing = getattr(kwargs.get("packed_seq_params"), "routing", None)
+    def before_layer(layer: torch.nn.Module, inputs: tuple[Any, ...], settings: dict[str, Any]) -> None:
+        replay.routing = getattr(settings.get("packed_seq_params"), "routing", None)
 
     return before_layer

@@ -29,7 +29,6 @@ from torch import Tensor, nn
 
 from slimrl.arguments import Arguments
 from slimrl.arguments.flags.algorithm import AlgorithmArguments
-from slimrl.arguments.flags.model import LoraArguments
 from slimrl.arguments.flags.optimizer import OptimizerArguments
 from slimrl.megatron import config, data_parallel
 from slimrl.megatron.checkpoint.state import TrainingState
@@ -37,7 +36,7 @@ from slimrl.megatron.data_parallel import ShardedReference, Stage
 from slimrl.megatron.optimizer import build_optimizer
 from slimrl.megatron.parallel import ParallelState
 from slimrl.megatron.ref_model import BaseReference, ReferenceWeights
-from slimrl.models.adapters import AdapterConfig, is_adapter
+from slimrl.models.adapters import AdapterConfig, LoraFlags, is_adapter
 from slimrl.processes.files import listed
 from slimrl.weights.reshard import global_tensors
 
@@ -271,7 +270,7 @@ def freeze_parameters(algorithm: AlgorithmArguments, stages: Sequence[GPTModel])
         _keep_the_graph(stage)
 
 
-def describe_trained_parameters(algorithm: AlgorithmArguments, lora: LoraArguments) -> str:
+def describe_trained_parameters(algorithm: AlgorithmArguments, lora: LoraFlags) -> str:
     """The flags that selected the trained weights, as typed; for messages and to compare two runs."""
     adapters = AdapterConfig.from_args(lora)
     if adapters is not None:

@@ -28,7 +28,7 @@ from slimrl.hooks.contracts import RunArguments
 from slimrl.megatron import config, parallel, patches
 from slimrl.megatron.checkpoint import state
 from slimrl.megatron.checkpoint.folder import CheckpointFolder
-from slimrl.megatron.checkpoint.saver import AdapterExporter, Awaited, CheckpointSaver, ModelExporter
+from slimrl.megatron.checkpoint.saver import AdapterExporter, Awaited, CheckpointSaver, MergedExporter, ModelExporter
 from slimrl.megatron.checkpoint.start import PolicyStart
 from slimrl.megatron.checkpoint.state import TrainingState
 from slimrl.megatron.data_parallel import GatheredWeights
@@ -49,7 +49,7 @@ from slimrl.megatron.training.step_loss import StepLoss
 from slimrl.megatron.training.step_state import RestoredModel, StepState
 from slimrl.megatron.training.train_metrics import PhaseTimes
 from slimrl.megatron.training.trained_model import TrainedModel, describe_trained_parameters, freeze_parameters
-from slimrl.models.adapters import AdapterConfig
+from slimrl.models.adapters import ADAPTERS_BESIDE, AdapterConfig
 from slimrl.models.model_spec import ModelSpec
 from slimrl.observability.tracer import Timeline
 
@@ -227,15 +227,17 @@ class MegatronTrainer:
         beside = [self._checkpoints_of_critic] if args.use_critic and self._checkpoints_of_critic else []
         return CheckpointSaver.from_args(args, beside, args.distributed_timeout_minutes)
 
-    def _open_exporter(self, args: Arguments) -> ModelExporter | AdapterExporter | None:
+    def _open_exporter(self, args: Arguments) -> ModelExporter | AdapterExporter | MergedExporter | None:
         if args.save_hf is None:
             return None
-        adapters = AdapterConfig.from_args(args)
-        if adapters is not None and not args.lora_merge:
-            origin = Path(args.hf_checkpoint)
-            return AdapterExporter(args.save_hf, origin, self._spec, adapters, self.stages, self.parallel)
-        parts = (Path(args.hf_checkpoint), self._spec, self.stages, self.parallel)
-        return ModelExporter(args.save_hf, *parts, value_head=args.trains_reward_model)
+        adapters, folder = AdapterConfig.from_args(args), args.save_hf.rstrip("/")
+        peft = folder + ADAPTERS_BESIDE if args.lora_merge else folder
+        ours = (Path(args.hf_checkpoint), self._spec, self.stages, self.parallel)
+        beside = None if adapters is None else AdapterExporter(peft, adapters, *ours)
+        if beside is not None and not args.lora_merge:
+            return beside
+        model = ModelExporter(folder, *ours, value_head=args.trains_reward_model)
+        return model if beside is None else MergedExporter(model, beside)
 
     def _resume(self, found: CheckpointFolder | None) -> tuple[int, dict[str, Any] | None]:
         if self._state.given is not None:

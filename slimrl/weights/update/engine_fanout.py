@@ -72,6 +72,15 @@ def commit_all(servers: Sequence[WeightControl], version: str, running: RunningR
         )
 
 
+def load_from_disk(servers: Sequence[WeightControl], folder: str) -> None:
+    """Makes the servers load the folder; raises WeightSyncError naming every server that failed."""
+    call_all(
+        servers,
+        lambda server: server.update_weights_from_disk(folder, weight_version=None, flush_cache=False),
+        f"loading weights from {folder}",
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class ServerState:
     """State of a server after a failed weight update: the version it reports, or why it does not answer."""
@@ -103,7 +112,7 @@ ENGINES_OF_ONE_RANK = 32
 
 
 class EngineCalls:
-    """The calls before and after the weights of an update, divided over the trainer ranks; its methods are collective.
+    """The calls of an update without weights in them, divided over the trainer ranks; its methods are collective.
 
     A call costs its rank a part of a millisecond, so that one rank would be busy for seconds with thousands of servers.
     Every rank has about `of_one_rank` of them, as long as there are ranks; with fewer servers rank 0 calls all, because
@@ -134,6 +143,15 @@ class EngineCalls:
         self._ranks.run_on_all_ranks(
             lambda: call_all(self._servers, lambda server: server.begin_weight_update(running), "stopping for weights")
         )
+
+    @property
+    def divided(self) -> bool:
+        """Whether other ranks than rank 0 call servers."""
+        return not self._one_caller
+
+    def load_from_disk(self, folder: str) -> None:
+        """Makes every server load the folder. Raises WeightSyncError on every rank."""
+        self._ranks.run_on_all_ranks(lambda: load_from_disk(self._servers, folder))
 
     def commit_and_resume(self, version: str, running: RunningRequests) -> tuple[str, bool] | None:
         """All servers resume once all report `version`; raises WeightSyncError on every rank if one does not.

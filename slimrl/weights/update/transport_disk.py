@@ -22,7 +22,7 @@ from slimrl.hooks.contracts import RunArguments
 from slimrl.platform.collective_errors import RankSync
 from slimrl.weights.hf_checkpoint_writer import INDEX_NAME, Shard, ShardWriter, TensorSpec, index_text, shard_of
 from slimrl.weights.update.buckets import Bucket, ReusedBuffer
-from slimrl.weights.update.engine_fanout import WeightSyncError, call_all
+from slimrl.weights.update.engine_fanout import EngineCalls, WeightSyncError, load_from_disk
 from slimrl.weights.update.topology import EngineEndpoint
 
 
@@ -61,13 +61,12 @@ class DiskTransport:
 
     def deliver(self) -> None:
         """Makes every server load the folder, then removes it. Raises WeightSyncError naming failed servers."""
-        folder = self.folder
-        call_all(
-            self._servers,
-            lambda server: server.update_weights_from_disk(str(folder), weight_version=None, flush_cache=False),
-            f"loading weights from {folder}",
-        )
-        shutil.rmtree(folder)
+        load_from_disk(self._servers, str(self.folder))
+        self.remove()
+
+    def remove(self) -> None:
+        """Removes the folder, which every server has loaded."""
+        shutil.rmtree(self.folder)
         self._written = []
 
     def opens(self, tensor: torch.Tensor) -> bool:
@@ -96,13 +95,19 @@ class DiskTransport:
 class Delivery:
     """The collective steps between the last written file and the servers' load, on every trainer rank.
 
-    `transport` is that of rank 0, None on the others; `post_write` is called with the folder on each rank.
+    `transport` is that of rank 0, None on the others; `post_write` is called with the folder on each rank. `calls` are
+    those of the update: where they are divided over the ranks, so are the calls that load.
     """
 
     def __init__(
-        self, ranks: RankSync, transport: DiskTransport | None, post_write: Callable[[Path], None] | None
+        self,
+        ranks: RankSync,
+        calls: EngineCalls,
+        transport: DiskTransport | None,
+        post_write: Callable[[Path], None] | None,
     ) -> None:
         self._ranks = ranks
+        self._calls = calls
         self._transport = transport
         self._post_write = post_write
 
@@ -113,10 +118,16 @@ class Delivery:
 
     def finish(self) -> None:
         """Called after the last bucket; collective. Raises WeightSyncError on every rank; a failed hook is final."""
-        if self._post_write is not None:
+        folder = ""
+        if self._post_write is not None or self._calls.divided:
             folder = self._ranks.run_on_rank_zero(lambda: str(self._lead.folder))
+        if self._post_write is not None:
             self._ranks.run_on_all_ranks(lambda: self._call_post_write(Path(folder)))
-        self._ranks.run_on_rank_zero(lambda: self._lead.deliver())
+        if not self._calls.divided:
+            self._ranks.run_on_rank_zero(lambda: self._lead.deliver())  # in one round
+            return
+        self._calls.load_from_disk(folder)
+        self._ranks.run_on_rank_zero(lambda: self._lead.remove())
 
     @property
     def _lead(self) -> DiskTransport:

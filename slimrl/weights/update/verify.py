@@ -29,6 +29,7 @@ from slimrl.models.families.param_mapping import Layout
 from slimrl.models.families.vision import DEEPER_HF_DECODER, DEEPER_HF_TOWER, HF_TOWER
 from slimrl.models.model_spec import ModelSpec
 from slimrl.processes.files import listed
+from slimrl.weights.hf_checkpoint_writer import byte_array
 from slimrl.weights.reshard import hf_shapes
 from slimrl.weights.update.buckets import Bucket
 from slimrl.weights.update.engine_fanout import WeightsDifferError, WeightSyncError, call_all
@@ -176,8 +177,8 @@ class HostHasher:
         self._state = xxhash.xxh3_128()
 
     def update(self, tensor: Tensor) -> None:
-        """Adds the tensor's elements in row-major order; a contiguous tensor is not copied."""
-        self._state.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+        """Adds the tensor's elements in row-major order; a contiguous tensor is not copied, and can be offloaded."""
+        self._state.update(byte_array(tensor.detach().cpu().contiguous()).data)
 
     def hexdigest(self) -> str:
         """32 hex digits."""

@@ -189,7 +189,9 @@ class WeightUpdater:
         is_rank_zero = source.parallel.rank == RANK_ZERO
         transports = [DiskTransport(servers, folder, source.parallel.device)] if is_rank_zero else []
         updater = cls(source, servers, sizes, transports, {RANK_ZERO}, bucket_bytes, timeline=timeline)
-        updater._delivery = Delivery(updater._ranks, transports[0] if is_rank_zero else None, post_write)
+        updater._delivery = Delivery(
+            updater._ranks, updater._calls, transports[0] if is_rank_zero else None, post_write
+        )
         return updater
 
     @classmethod

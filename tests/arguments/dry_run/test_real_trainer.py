@@ -53,6 +53,11 @@ ADAPTERS = {  # beside weights that are not trained
         moe_shared_expert_intermediate_size=48,
         **EXPERTS,
     ),
+    "bf16, latent, adapters": dict(
+        bf16=True, lora_rank=4, tensor_model_parallel_size=2, sequence_parallel=True, **LATENT
+    ),
+    "bf16, latent keys alone, adapters": dict(bf16=True, lora_rank=64, **ALIGNED, **(LATENT | {"q_lora_rank": None})),
+    "fp32, packed gate, adapters": dict(lora_rank=4, lora_target_modules=["o_proj", "gate_up_proj", "down_proj"]),
 }
 CASES |= ADAPTERS
 WORLD = 2

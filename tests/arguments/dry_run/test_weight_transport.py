@@ -46,6 +46,16 @@ def test_row_says_what_moves_and_which_transport_suits(recipe, more, placement, 
         assert part in text, text
 
 
+@pytest.mark.parametrize(("servers", "calls"), [(64, None), (512, "7,680 calls, 15 buckets to 512 servers")])
+def test_row_counts_the_calls_that_announce_a_broadcast_where_they_take_seconds(recipe, servers, calls):
+    # 8.04 GB are 15 buckets of 512 MiB
+    placement = f"--actor-num-nodes 1 --actor-num-gpus-per-node 8 --rollout-num-gpus {servers}"
+    plan = plan_of(recipe, "--bf16 --rollout-num-gpus-per-engine 1", placement=placement, around=H100S)
+    ((_, text),) = weight_transport_rows(plan)
+    assert ("rank 0 announces" in text) is (calls is not None) and (calls or "") in text, text
+    assert calls is None or text.endswith("which take about 3 s")
+
+
 @pytest.mark.parametrize("more", ["--debug-rollout-only", "--lora-rank 8"])
 def test_runs_without_such_updates_have_no_row(recipe, more):
     assert list(weight_transport_rows(plan_of(recipe, f"--bf16 {more}", placement=SPLIT))) == []

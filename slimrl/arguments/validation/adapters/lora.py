@@ -32,7 +32,7 @@ def lora_flags_have_a_rank(args: Arguments, context: Context) -> Iterator[Proble
 def lora_targets_are_in_the_model(args: Arguments, context: Context) -> Iterator[Problem]:
     """Each target is a projection of the model."""
     family = _family(args)
-    if args.lora_rank is None or family is None or context.broken or args.multi_latent_attention:
+    if args.lora_rank is None or family is None or context.broken:
         return
     found = targets_in(family, ModelSpec.from_args(args))
     for target in args.lora_target_modules or ():
@@ -42,9 +42,12 @@ def lora_targets_are_in_the_model(args: Arguments, context: Context) -> Iterator
                 f"--lora-target-modules has {target}, and a {family.model_type} model has {', '.join(found)}: leave"
                 f" {target} out.",
             )
-    if not found:
+    adapters = AdapterConfig.from_args(args)
+    if args.lora_target_modules is None and adapters is not None and set(adapters.targets) != set(found):
         yield Problem(
-            _RANK, f"{_RANK} {args.lora_rank} has no projection of a {family.model_type} model to adapt: leave it out."
+            "--lora-target-modules",
+            f"{_RANK} adapts {', '.join(adapters.targets)} by default, and a {family.model_type} model has"
+            f" {', '.join(found)}: give --lora-target-modules {' '.join(found)}.",
         )
 
 
@@ -61,7 +64,6 @@ def lora_fits_the_run(args: Arguments, context: Context) -> Iterator[Problem]:
         (args.freeze_params_name_list is not None, "--freeze-params-name-list", alone),
         (args.custom_model_provider_path is not None, "--custom-model-provider-path", "adapts slimrl's own layers"),
         (args.spec is not None, "--spec", "adapts slimrl's own layers"),
-        (args.multi_latent_attention, "--multi-latent-attention", "has no adapters for latent attention"),
         (args.optimizer == "muon", "--optimizer muon", "has no matrices of Muon's kind"),
         (args.use_megatron_fsdp, "--use-megatron-fsdp", "freezes weights that Megatron-FSDP hooks into"),
         (args.optimizer_cpu_offload, "--optimizer-cpu-offload", "has a state too small to move"),
@@ -107,7 +109,7 @@ def lora_has_a_base(args: Arguments, context: Context) -> Iterator[Problem]:
 def lora_load_is_of_this_model(args: Arguments, context: Context) -> Iterator[Problem]:
     """The PEFT folder has the adapters that the flags describe, tensor by tensor."""
     adapters, family = AdapterConfig.from_args(args), _family(args)
-    if args.lora_load is None or adapters is None or context.broken or args.multi_latent_attention:
+    if args.lora_load is None or adapters is None or context.broken:
         return
     folder = Path(args.lora_load)
     found = problem_with(folder, adapters)
@@ -132,6 +134,13 @@ def engines_can_load_adapters(args: Arguments, context: Context) -> Iterator[Pro
     if adapters is None or not args.engines_have_adapters or context.broken:
         return
     options = args.sglang_options
+    if args.multi_latent_attention:
+        yield Problem(
+            "--multi-latent-attention",
+            f"{_RANK} sends the engines adapters, and those of latent attention are not served beside a base: add"
+            f" {_MERGE}.",
+        )
+        return
     for given, flag, reason in (
         (args.update_weight_transport == "disk", "--update-weight-transport disk", "they are sent in HTTP calls"),
         (options.get("pp_size", 1) > 1, _STAGES, "engines with pipeline stages do not load them"),

@@ -197,3 +197,20 @@ def p2p_knows_the_layout_of_engines(args: Arguments, context: Context) -> Iterat
                 flag.split()[0],
                 f"{flag} {reason}, which {_P2P} does not know: leave one of them out.",
             )
+
+
+# kernels for which SGLang 0.5.20 permutes the weights of experts once, after the model is loaded
+_PERMUTES_ONCE = ("flashinfer_trtllm", "flashinfer_trtllm_routed", "experimental_sgl_trtllm")
+
+
+def experts_keep_the_layout_of_updates(args: Arguments, context: Context) -> Iterator[Problem]:
+    """Weight updates find the experts of SGLang's servers as they send them."""
+    runner = args.sglang_options.get("moe_runner_backend")
+    p2p = args.update_weight_transfer_mode == "p2p"  # another rule reports it
+    if runner not in _PERMUTES_ONCE or p2p or not _updates_engines(args, context):
+        return
+    yield Problem(
+        "--sglang-moe-runner-backend",
+        f"--sglang-moe-runner-backend {runner} permutes the weights of experts when they are loaded, and the first"
+        " weight update fails: use triton, or leave it out.",
+    )

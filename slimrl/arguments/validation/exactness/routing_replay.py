@@ -11,14 +11,11 @@ from slimrl.arguments.namespace import Arguments, Context
 _PASS, _ENGINES = "--use-routing-replay", "--use-rollout-routing-replay"
 
 
-def routing_replay_has_routers(args: Arguments, context: Context) -> Iterator[Problem]:
-    """There are routers, and they are those whose top-k megatron-core lets another function choose."""
-    if not args.replays_routing:
+def replayed_routers_are_plain(args: Arguments, context: Context) -> Iterator[Problem]:
+    """The routers are those whose top-k megatron-core lets another function choose."""
+    if not args.replays_routing or args.num_experts is None:
         return
     flag = _ENGINES if args.use_rollout_routing_replay else _PASS
-    if args.num_experts is None:
-        yield Problem(flag, f"{flag} replays routers, and the model has none (no --num-experts): leave it out.")
-        return
     whole = args.moe_layer_recompute or (
         args.recompute_granularity == "selective" and {"moe", "mlp"} & set(args.recompute_modules or ())
     )

@@ -1,0 +1,116 @@
+"""What the calls of a weight update cost the training ranks: real ranks, `EngineCalls` and HTTP, instant engines.
+
+    OMP_NUM_THREADS=1 python benchmarks/engine_calls.py [--engines 8 64 512 4096] [--ranks 1 2] [--updates 3]
+
+Each rank is a process of a gloo group. An update stops all engines, makes them load a folder, names the version and
+lets them continue, as that of `--update-weight-transport disk`; the engines of instant_engines.py answer at once. So
+what is left is control. Prints, per number of engines and of ranks, medians over the updates:
+
+- stop, load, commit: seconds of each part
+- load by 0: seconds of the loads if rank 0 alone calls, as before these were divided over the ranks
+- rank us, engine us: CPU of the busiest rank and of an engine per HTTP call, in microseconds
+
+Ranks and engines share this machine's cores, so that seconds include the engines' own work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+CALLS = 6  # of an update to one engine: pause, flush, load, flush, version, its check; and continue, which is the 7th
+TIMEOUT_S = 120.0
+
+
+def rank_main(rank: int, ranks: int, store: str, addresses: list[str], updates: int, results: Any) -> None:
+    """One training rank; rank 0 sends the medians to `results`."""
+    import torch.distributed as dist
+
+    from slimrl.observability.tracer import Timeline
+    from slimrl.platform.collective_errors import RankSync
+    from slimrl.weights.update.engine_fanout import EngineCalls, WeightSyncError, connect, load_from_disk
+    from slimrl.weights.update.topology import EngineEndpoint
+
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    servers, _ = connect([EngineEndpoint(f"http://{one}", [0]) for one in addresses], TIMEOUT_S, None)
+    sync = RankSync(rank, WeightSyncError)
+    calls = EngineCalls(servers, [], rank, sync, Timeline.off())
+    parts: dict[str, list[float]] = {"stop": [], "load": [], "commit": [], "by_zero": [], "cpu": []}
+
+    def timed(name: str, call: Callable[[], Any]) -> None:
+        started = time.perf_counter()
+        call()
+        parts[name].append(time.perf_counter() - started)
+
+    for update in range(updates):
+        began = time.process_time()
+        timed("stop", lambda: calls.begin("abort"))
+        timed("load", lambda: calls.load_from_disk("/weights"))
+        timed("commit", lambda update=update: calls.commit_and_resume(str(update), "abort"))
+        parts["cpu"].append(time.process_time() - began)
+        timed("by_zero", lambda: sync.run_on_rank_zero(lambda: load_from_disk(servers, "/weights")))
+    medians = {name: statistics.median(found) for name, found in parts.items()}
+    busiest = max(sync.gather(medians["cpu"]))
+    if rank == 0:
+        results.put(medians | {"cpu": busiest})
+    dist.destroy_process_group()
+
+
+def measure(addresses: list[str], ranks: int, updates: int, engines: psutil.Process) -> dict[str, float]:
+    """Medians of the updates of these engines by so many ranks; `engine_cpu` is that of all engines in one update."""
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    before = sum(engines.cpu_times()[:2])
+    with tempfile.TemporaryDirectory() as folder:
+        started = [
+            context.Process(target=rank_main, args=(n, ranks, f"{folder}/store", addresses, updates, results))
+            for n in range(ranks)
+        ]
+        for process in started:
+            process.start()
+        found: dict[str, float] = results.get(timeout=500)
+        for process in started:
+            process.join()
+    share = (CALLS + 1) / (CALLS + 2)  # rank 0's loads are one more call
+    return found | {"engine_cpu": (sum(engines.cpu_times()[:2]) - before) / updates * share}
+
+
+def main() -> None:
+    """Reads the flags and measures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engines", type=int, nargs="+", default=[8, 64, 512, 4096])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--updates", type=int, default=3)
+    options = parser.parse_args()
+    print("".join(f"{name:>10}" for name in ("engines", "ranks", "stop s", "load s", "commit s", "load by 0")), end="")
+    print(f"{'rank us':>10}{'engine us':>10}")
+    for engines in options.engines:
+        program = [sys.executable, str(ROOT / "benchmarks/instant_engines.py"), "--engines", str(engines)]
+        served = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert served.stdout is not None
+        addresses = json.loads(served.stdout.readline())["addresses"]
+        for ranks in options.ranks:
+            found = measure(addresses, ranks, options.updates, psutil.Process(served.pid))
+            seconds = (found[name] for name in ("stop", "load", "commit", "by_zero"))
+            print(f"{engines:>10}{ranks:>10}" + "".join(f"{value:>10.3f}" for value in seconds), end="")
+            own = min(-(-engines // ranks), engines) if engines > 32 else engines  # calls of the busiest rank
+            per_call = (1e6 * found["cpu"] / own / (CALLS + 1), 1e6 * found["engine_cpu"] / engines / (CALLS + 1))
+            print("".join(f"{value:>10.0f}" for value in per_call), flush=True)
+        served.communicate("")
+
+
+if __name__ == "__main__":
+    main()

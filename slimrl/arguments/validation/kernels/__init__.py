@@ -1,0 +1,1 @@
+"""Rules about kernels of training on GPUs."""
