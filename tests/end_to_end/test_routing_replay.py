@@ -67,14 +67,18 @@ def experts_of_transformers(folder: Path, sample: Sample) -> torch.Tensor:
 
 
 def test_samples_have_the_experts_of_the_engine_and_training_agrees_with_it(experts: TinyExperts, tmp_path: Path):
-    done, dumps = run(experts, tmp_path / "run", partial_rollout=True, over_sampling_batch_size=16)
+    done, dumps = run(experts, tmp_path / "run")
     assert max(done.steps("train_rollout_logprob_abs_diff_mean")) < 1e-5
-    for number in range(STEPS):
-        for sample in rollout_dump.load_rollout(dumps, number).samples:
-            assert len(sample.rollout_routed_experts) == len(sample.tokens) - 1
     sample = rollout_dump.load_rollout(dumps, 0).samples[0]
     own = experts_of_transformers(experts.model, sample)[:-1].sort(-1).values
     assert torch.from_numpy(sample.rollout_routed_experts).long().sort(-1).values.equal(own)
+
+
+def test_continued_samples_have_the_experts_of_all_their_tokens(experts: TinyExperts, tmp_path: Path):
+    _, dumps = run(experts, tmp_path / "run", partial_rollout=True, over_sampling_batch_size=16)
+    samples = [sample for number in range(STEPS) for sample in rollout_dump.load_rollout(dumps, number).samples]
+    assert any(len(sample.version_spans) > 1 for sample in samples)
+    assert all(len(sample.rollout_routed_experts) == len(sample.tokens) - 1 for sample in samples)
 
 
 def other_experts(args: object, sample: Sample) -> None:
