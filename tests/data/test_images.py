@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from slimrl.data.images.batch import IN_PROMPT, BatchImages, image_rows, mrope_positions
+from slimrl.data.images.batch import IN_PROMPT, BatchImages, by_frames, image_rows, mrope_positions
 from slimrl.data.train_batch import RolloutBatch
 from slimrl.models.families.vision import VisionTokens
 from tests.megatron import vision
@@ -217,3 +217,14 @@ def test_videos_are_saved_and_are_part_of_a_digest(tmp_path):
     assert chosen.seconds.tolist() == [1.5] and chosen.counts.tolist() == [1, 0]
     later = dataclasses.replace(chosen, seconds=chosen.seconds + 1)
     assert chosen.digests()[0] != later.digests()[0]
+
+
+def test_tower_of_transformers_sees_each_patch_in_time_alone(theirs):
+    """Engines and the trainer may give it the frames of a video apart."""
+    inputs = vision.video_inputs([(3, 8, 12), (2, 4, 4)], 1, [1.0, 1.0])
+    with torch.no_grad():
+        whole, apart = (
+            theirs.model.visual(inputs["pixel_values_videos"], grid_thw=grids).pooler_output
+            for grids in (inputs["video_grid_thw"], by_frames(inputs["video_grid_thw"]))
+        )
+    assert (whole - apart).abs().max() < 1e-5 * whole.abs().max()
