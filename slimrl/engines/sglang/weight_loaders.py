@@ -77,11 +77,12 @@ def _without_threads() -> Iterator[None]:
             done.set_exception(error)
         return done
 
-    ThreadPoolExecutor.submit = submit  # type: ignore[assignment, method-assign]
+    pools: Any = ThreadPoolExecutor
+    pools.submit = submit
     try:
         yield
     finally:
-        ThreadPoolExecutor.submit = submit_to_pool  # type: ignore[method-assign]
+        pools.submit = submit_to_pool
 
 
 def load_changes(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
