@@ -94,5 +94,6 @@ def test_other_pixels_change_the_log_probs_as_in_transformers(
     least = min(float(change.abs().max()) for change in changes[:WITH_IMAGES])
     print(f"{seen.name}, {name}: every sample changes by {least:.2g} or more, {far:.1e} from transformers")
     assert least > 1e-2 and far < 2e-5
-    rounding = 1e-5 if "ETP2" in name else 0.0  # there experts add the halves of other tokens in between
+    # an expert's matrix product has rows of all samples of a micro-batch, and rounds by their number
+    rounding = 1e-5 if seen.name == "Qwen3-VL-MoE" else 0.0
     assert all(change.abs().max() <= rounding for change in changes[WITH_IMAGES:])
