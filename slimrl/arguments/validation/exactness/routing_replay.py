@@ -13,9 +13,9 @@ _PASS, _ENGINES = "--use-routing-replay", "--use-rollout-routing-replay"
 
 def replayed_routers_are_plain(args: Arguments, context: Context) -> Iterator[Problem]:
     """The routers are those whose top-k megatron-core lets another function choose."""
-    if not args.replays_routing or args.num_experts is None:
+    flag = _ENGINES if args.use_rollout_routing_replay else _PASS if args.use_routing_replay else None
+    if flag is None or args.num_experts is None:
         return
-    flag = _ENGINES if args.use_rollout_routing_replay else _PASS
     whole = args.moe_layer_recompute or (
         args.recompute_granularity == "selective" and {"moe", "mlp"} & set(args.recompute_modules or ())
     )
