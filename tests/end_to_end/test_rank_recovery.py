@@ -37,6 +37,17 @@ def nodes() -> Iterator[tuple[Cluster, Node]]:
         yield made
 
 
+@contextlib.contextmanager
+def paused(started: Started) -> Iterator[None]:
+    """The driver stops: while a spare node starts, a fast machine would end the run."""
+    driver = psutil.Process(started.process.pid)
+    driver.suspend()
+    try:
+        yield
+    finally:
+        driver.resume()
+
+
 def start(tiny: Tiny, folder: Path, name: str, entry: str = "train.py", **flags: object) -> Started:
     saved = {"save": folder / name, "load": folder / name, "save_interval": 3, "use_fault_tolerance": True}
     given = {"num_rollout": STEPS, "actor_num_gpus_per_node": 2, "colocate": True} | saved | flags
@@ -191,7 +202,8 @@ def test_training_continues_on_a_spare_node_after_the_loss_of_its_node(nodes, ti
     calm = undisturbed(tiny, tmp_path, colocate=None, **SPLIT)
     started = start_on(cluster, tiny, tmp_path, "killed", **SPLIT, num_rollout=STEPS)
     started.wait_for_line("step 3 |", 200)
-    add_spare(cluster)
+    with paused(started):
+        add_spare(cluster)
     started.wait_for_line("step 4 |", 100)
     cluster.remove_node(of_training, allow_graceful=False)
     done = started.finish(300)
@@ -208,7 +220,8 @@ def test_server_continues_on_a_spare_node_after_the_loss_of_its_node(tiny, tmp_p
     with two_nodes(head_trains=True) as (cluster, of_server):
         started = start_on(cluster, tiny, tmp_path, "killed", **SPLIT, num_rollout=STEPS)
         started.wait_for_line("step 3 |", 200)
-        add_spare(cluster)
+        with paused(started):
+            add_spare(cluster)
         started.wait_for_line("step 4 |", 100)
         cluster.remove_node(of_server, allow_graceful=False)
         done = started.finish(300)
