@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from slimrl.arguments.derive import derive
-from slimrl.arguments.namespace import Arguments, all_flag_specs
-from slimrl.arguments.parser import parse_line
-from slimrl.arguments.validation import MODEL_RULES, TRAINING_RULES, Context
+from tests.arguments.one_rule import sentences
 
-RULES = {rule.__name__: rule for rule in MODEL_RULES + TRAINING_RULES}
 MODEL = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --vocab-size 1000 --actor-num-gpus-per-node 8"
 EXPERTS = "--num-experts 16 --moe-router-topk 4"
 VIRTUAL = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
@@ -410,11 +406,7 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
 
 
 def broken(rule: str, line: str) -> list[str]:
-    parsed = parse_line(f"{MODEL} {line}".split(), all_flag_specs(), {})
-    assert parsed.problems == []
-    args = Arguments(**parsed.values)
-    derive(args)
-    return [str(problem) for problem in RULES[rule](args, Context("train.py", frozenset(parsed.values)))]
+    return sentences(rule, f"{MODEL} {line}")
 
 
 @pytest.mark.parametrize(("rule", "line"), [(rule, line) for rule, (passing, _) in CASES.items() for line in passing])
