@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from slimrl.weights.update.transport_delta import changed_elements, serialize
+from slimrl.weights.delta_files import changed_elements
+from slimrl.weights.update.transport_delta import serialize
 
 RATES = (1e-7, 1e-6, 3e-6, 1e-5, 3e-5)
 STEPS, SHOWN = 20, 15

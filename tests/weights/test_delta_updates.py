@@ -15,8 +15,9 @@ from slimrl.engines.sglang import weight_loaders
 from slimrl.engines.sglang.control import ServerControl
 from slimrl.engines.sglang.server import ServerProcess
 from slimrl.engines.sglang.server_args import delta_options
+from slimrl.weights.delta_files import FARTHEST, changed_elements
 from slimrl.weights.update.topology import EngineEndpoint
-from slimrl.weights.update.transport_delta import FARTHEST, changed_elements, serialize
+from slimrl.weights.update.transport_delta import serialize
 from tests.megatron.launch import RankPool
 from tests.megatron.tiny import save_qwen3, tiny_args
 from tests.weights import ranks

@@ -105,22 +105,22 @@ class WeightUpdateArguments:
         "keep the files of --update-weight-transport disk",
         not_served="files are removed once every engine has read them; use --save to keep weights",
     )
-    update_weight_delta_encoding: str = flag(
-        "overwrite",
-        "encoding of the changes of --update-weight-mode delta: places and new values",
-        choices=("overwrite", "xor"),
-        not_served="changes are sent as places and new values; leave it out",
+    update_weight_delta_encoding: str | None = flag(
+        None,
+        "encoding of the changes of --update-weight-mode delta: new bytes XOR old ones, or places and new values"
+        " (xor in files, which is the smaller one; overwrite in calls, which have no other)",
+        choices=("xor", "overwrite"),
     )
     update_weight_delta_checksum: str = flag(
         "xxh3-128",
-        "checksum of the changes of --update-weight-mode delta",
+        "checksum of each changed tensor of --update-weight-mode delta; blake3 needs the package of that name, and"
+        " others than xxh3-128 need --update-weight-transport disk",
         choices=("xxh3-128", "blake3", "adler32"),
-        not_served="changes are hashed with XXH3; leave it out",
     )
     update_weight_local_checkpoint_dir: str | None = flag(
         None,
-        "copy of the model on each engine's machine",
-        not_served="engines change the weights in their own memory; leave it out",
+        "--update-weight-mode delta with --update-weight-transport disk: folder on each engine's host for a full"
+        " checkpoint, which the changes keep current and the engines load (path)",
     )
     custom_update_weight_post_write_path: str | None = flag(
         None,

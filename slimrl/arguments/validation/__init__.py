@@ -105,6 +105,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
     servers.engine_layout_can_be_checked,
     servers.engine_weights_are_those_of_training,
     engine.delta_updates_fit_the_run,
+    engine.delta_files_have_a_checkpoint,
     engine.p2p_updates_fit_the_run,
     engine.p2p_knows_the_layout_of_engines,
     engine.experts_keep_the_layout_of_updates,

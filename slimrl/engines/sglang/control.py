@@ -21,7 +21,7 @@ from slimrl.engines.http import call, decode_as, is_reachable
 from slimrl.engines.protocol import EngineError, EngineRequestError
 from slimrl.engines.server_protocol import CALL_TIMEOUT_S, RunningRequests, ServerLoad
 from slimrl.engines.sglang.adapters import AdapterControl
-from slimrl.engines.sglang.server_args import DELTA_LOADER, POINT_TO_POINT_LOADER
+from slimrl.engines.sglang.server_args import DELTA_LOADER, POINT_TO_POINT_LOADER, PULL_LOADER
 from slimrl.engines.sglang.versions import has_per_token_versions
 
 HTTP_BAD_REQUEST = 400
@@ -177,6 +177,10 @@ class ServerControl(AdapterControl):
     def update_weights_from_changes(self, serialized: list[str]) -> None:
         """Changes elements of the weights; the server has `server_args.delta_options`."""
         self.update_weights_from_tensor(serialized, load_format=DELTA_LOADER)
+
+    def pull_weights(self, serialized: list[str]) -> None:
+        """Brings the checkpoint of each rank's host to a version; the server has `server_args.delta_options`."""
+        self.update_weights_from_tensor(serialized, load_format=PULL_LOADER)
 
     def update_weights_from_shards(self, serialized: list[str], timeout_s: float | None = None) -> None:
         """One step of a point-to-point update; the server has `server_args.point_to_point_options`."""

@@ -59,6 +59,7 @@ RESERVED_ROUTER: dict[str, str] = {
 
 # the server imports them
 DELTA_LOADER = "slimrl.engines.sglang.weight_loaders.load_changes"
+PULL_LOADER = "slimrl.engines.sglang.weight_loaders.pull_weights"
 POINT_TO_POINT_LOADER = "slimrl.engines.sglang.weight_loaders.receive_pieces"
 
 # Flags that may add an architecture to that of the model's config.json, or replace it.
@@ -111,7 +112,7 @@ def adapter_options(adapters: AdapterConfig, *, releases_memory: bool) -> dict[s
 
 def delta_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a server that gets changes of weights, beside the loaders that the user has `given`."""
-    return {"custom_weight_loader": [*(given.get("custom_weight_loader") or ()), DELTA_LOADER]}
+    return {"custom_weight_loader": [*(given.get("custom_weight_loader") or ()), DELTA_LOADER, PULL_LOADER]}
 
 
 def point_to_point_options(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,11 +6,15 @@ fuses and pads it. Every copy into a parameter then leaves the elements in which
 SGLang loads is updated, without knowledge of its layout. Loaders that copy in threads (DeepSeek's) copy in the calling
 one meanwhile, because torch intercepts the operations of one thread.
 
+`pull_weights` brings the checkpoint of this rank's host to a published version (`weights.local_checkpoint`), which the
+server then loads as any folder. It answers in the published folder.
+
 `receive_pieces` is for point-to-point weight updates (`weights.point_to_point`). The trainer calls it through the
 server, once for each step: it describes the rank's parameters, joins the trainer's link, and then receives updates,
 whose pieces it copies into the parameters. A link stays until the next `describe`. The copies convert the trainer's
-dtype to the parameter's, as the model's loader does. A failure is an answer, not an exception, which would end the
-server.
+dtype to the parameter's, as the model's loader does.
+
+A failure of the last two is an answer, not an exception, which would end the server.
 """
 
 from __future__ import annotations
@@ -19,9 +23,11 @@ import contextlib
 import datetime
 import json
 import logging
+import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +37,7 @@ from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.distributed_c10d import Store
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from slimrl.weights.local_checkpoint import LocalCheckpoint, write_answer
 from slimrl.weights.point_to_point.engine_side import Call, Piece, Pieces, deserialize_call, message_bytes
 from slimrl.weights.point_to_point.links import (
     Buffers,
@@ -113,6 +120,21 @@ def _rebuilt(tensors: Sequence[Mapping[str, Any]], gaps: Tensor, values: Tensor)
             distances = (own_gaps.clone().view(torch.int16).to(torch.int64) & 0xFFFF) + 1
             tensor.view(-1)[distances.cumsum(0) - 1] = own_values.clone().view(dtype)
         yield one["name"], tensor
+
+
+def pull_weights(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
+    """Brings the checkpoint of this host to the version that the call names."""
+    call = json.loads(named_tensors[0][1].cpu().numpy().tobytes())
+    published, error = Path(call["published"]), None
+    try:
+        LocalCheckpoint(Path(call["local"])).pull(published)
+    except Exception as failure:
+        logger.exception("bringing %s to the version in %s failed", call["local"], published)
+        error = f"{socket.gethostname()}: {type(failure).__name__}: {failure}"
+    try:
+        write_answer(published, call["server"], torch.distributed.get_rank(), error)
+    except OSError:  # the trainer misses the answer
+        logger.exception("%s is not writable", published)
 
 
 def receive_pieces(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:

@@ -81,6 +81,9 @@ def load_from_disk(servers: Sequence[WeightControl], folder: str) -> None:
     )
 
 
+LoadFolder = Callable[[Sequence[WeightControl], str], None]
+
+
 @dataclasses.dataclass(frozen=True)
 class ServerState:
     """State of a server after a failed weight update: the version it reports, or why it does not answer."""
@@ -149,9 +152,9 @@ class EngineCalls:
         """Whether other ranks than rank 0 call servers."""
         return not self._one_caller
 
-    def load_from_disk(self, folder: str) -> None:
+    def load_from_disk(self, folder: str, load: LoadFolder = load_from_disk) -> None:
         """Makes every server load the folder. Raises WeightSyncError on every rank."""
-        self._ranks.run_on_all_ranks(lambda: load_from_disk(self._servers, folder))
+        self._ranks.run_on_all_ranks(lambda: load(self._servers, folder))
 
     def commit_and_resume(self, version: str, running: RunningRequests) -> tuple[str, bool] | None:
         """All servers resume once all report `version`; raises WeightSyncError on every rank if one does not.
@@ -289,6 +292,9 @@ class _TracedServer:
 
     def update_weights_from_changes(self, serialized: list[str]) -> None:
         self._record(self._server.update_weights_from_changes, serialized)
+
+    def pull_weights(self, serialized: list[str]) -> None:
+        self._record(self._server.pull_weights, serialized)
 
     def update_weights_from_shards(self, serialized: list[str], timeout_s: float | None = None) -> None:
         self._record(self._server.update_weights_from_shards, serialized, timeout_s)

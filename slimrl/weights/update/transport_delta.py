@@ -5,6 +5,8 @@ keeps the weights of the last update in host memory. Of each bucket it sends the
 every server, or, if that is more than a part of the bucket, the whole bucket as without this mode. The servers' loader
 is `slimrl.engines.sglang.weight_loaders.load_changes`.
 
+With --update-weight-transport disk the changes are files (`transport_disk.ChangedFilesTransport`).
+
 Wire format: of each tensor the gaps between changed elements (uint16, one less than the distance; farther elements have
 unchanged ones between them) and their new values. Both sides hash the bytes with XXH3 (128 bits). After a failed update
 the next attempt sends whole buckets.
@@ -13,7 +15,6 @@ the next attempt sends whole buckets.
 from __future__ import annotations
 
 import base64
-import dataclasses
 import functools
 import json
 import pickle
@@ -21,45 +22,17 @@ from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
 import torch
 import xxhash
 from torch import Tensor, nn
 
 from slimrl.engines.server_protocol import WeightControl
+from slimrl.weights.delta_files import LARGEST_PART, TensorDelta, changed_elements
 from slimrl.weights.update.buckets import Bucket, BufferAllocator, Entry, Transport
 from slimrl.weights.update.engine_fanout import collect_results
+from slimrl.weights.update.transport_disk import ChangedFilesTransport
 from slimrl.weights.update.transport_tensor import Rebuilt
 from slimrl.weights.update.weight_updater import WeightUpdater
-
-LARGEST_PART = 0.5  # of a bucket's bytes that changes may have on the wire
-FARTHEST = 65536  # elements between two sent ones
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-@dataclasses.dataclass(frozen=True)
-class TensorDelta:
-    """The sent elements of one tensor of `shape`: `gaps` [sent] uint16, `values` [sent] in the bytes of its dtype."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    gaps: np.ndarray[Any, Any]
-    values: np.ndarray[Any, Any]
-
-
-def changed_elements(name: str, shape: tuple[int, ...], old: Tensor, new: Tensor) -> TensorDelta:
-    """The elements in which two flat tensors of one dtype differ in their bits."""
-    bits = _INTEGERS[new.itemsize]
-    before, after = old.view(bits).numpy(), new.view(bits).numpy()
-    places = np.flatnonzero(before != after)
-    gaps = np.diff(places, prepend=-1) - 1
-    for index in np.flatnonzero(gaps >= FARTHEST)[::-1]:
-        start = places[index] - gaps[index] - 1
-        between = np.arange(start + FARTHEST, places[index], FARTHEST)
-        places = np.insert(places, index, between)
-    gaps = np.diff(places, prepend=-1) - 1
-    return TensorDelta(name, shape, new.dtype, gaps.astype(np.uint16), after[places])
 
 
 def serialize(deltas: Sequence[TensorDelta]) -> str:
@@ -188,13 +161,18 @@ def _wanted(deltas: Sequence[TensorDelta], fused: Collection[str]) -> list[bool]
 
 
 class DeltaUpdater(WeightUpdater):
-    """A `WeightUpdater` for engines on GPUs of their own."""
+    """A `WeightUpdater` for engines on GPUs of their own, by calls and broadcasts or by files (`disk`)."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         """As `WeightUpdater`."""
         super().__init__(*arguments, **options)
         fused = set(self._source.family.names_with_next(self._source.spec))
-        self._deltas = [DeltaTransport(one, self._servers, self._engine_sizes, fused) for one in self._transports]
+        self._deltas = [
+            one
+            if isinstance(one, ChangedFilesTransport)
+            else DeltaTransport(one, self._servers, self._engine_sizes, fused)
+            for one in self._transports
+        ]
         self._transports = self._deltas
 
     def _send(self, model: nn.Module | Sequence[nn.Module]) -> tuple[int, int]:

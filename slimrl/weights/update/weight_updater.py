@@ -38,7 +38,7 @@ from slimrl.weights.update.topology import (
     export_ranks,
     split_senders,
 )
-from slimrl.weights.update.transport_disk import Delivery, DiskTransport, post_write
+from slimrl.weights.update.transport_disk import ChangedFiles, Delivery, disk_transport, loader_of, post_write
 from slimrl.weights.update.transport_distributed import DistributedTransport
 from slimrl.weights.update.transport_tensor import EngineLink, TensorTransport
 from slimrl.weights.update.verify import Manifest, check_servers, expected_checksums
@@ -133,6 +133,7 @@ class WeightUpdater:
                 engines,
                 folder,
                 post_write(args.custom_update_weight_post_write_path, engines, hook_args=args),
+                changes=ChangedFiles.from_args(args),
                 bucket_bytes=bucket_bytes,
                 timeout_s=timeout_s,
                 timeline=timeline,
@@ -176,22 +177,23 @@ class WeightUpdater:
         folder: Path,
         post_write: Callable[[Path], None] | None = None,
         *,
+        changes: ChangedFiles | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         timeout_s: float = TIMEOUT_S,
         timeline: Timeline | None = None,
     ) -> WeightUpdater:
         """Trainer rank 0 writes Hugging Face files into `folder`, and every engine reads them.
 
-        In between, every rank calls `post_write` with the folder of the weight update.
+        In between, every rank calls `post_write` with the folder of the weight update. With `changes` it has what
+        changed (`DeltaUpdater`).
         """
         check_without_stages(engines)
         servers, sizes = connect(engines, timeout_s, timeline)
-        is_rank_zero = source.parallel.rank == RANK_ZERO
-        transports = [DiskTransport(servers, folder, source.parallel.device)] if is_rank_zero else []
+        is_lead, device = source.parallel.rank == RANK_ZERO, source.parallel.device
+        transports = [disk_transport(servers, folder, device, changes)] if is_lead else []
         updater = cls(source, servers, sizes, transports, {RANK_ZERO}, bucket_bytes, timeline=timeline)
-        updater._delivery = Delivery(
-            updater._ranks, updater._calls, transports[0] if is_rank_zero else None, post_write
-        )
+        lead, load = transports[0] if is_lead else None, loader_of(servers, sizes, changes)
+        updater._delivery = Delivery(updater._ranks, updater._calls, lead, post_write, load)
         return updater
 
     @classmethod

@@ -129,7 +129,6 @@ def delta_updates_fit_the_run(args: Arguments, context: Context) -> Iterator[Pro
     flag = "--update-weight-mode delta"
     for given, other, reason in (
         (args.colocate, "--colocate", "has engines that read the weights in the trainer's memory"),
-        (args.update_weight_transport == "disk", "--update-weight-transport disk", "writes whole models"),
         (args.update_weight_transfer_mode == "p2p", _P2P, "compares nothing with the last update"),
         (args.engines_have_adapters, "--lora-rank", "without --lora-merge sends nothing but the adapters"),
         (args.rollout_external_engine_addrs, _EXTERNAL, "has servers without slimrl's loader"),
@@ -140,6 +139,49 @@ def delta_updates_fit_the_run(args: Arguments, context: Context) -> Iterator[Pro
         yield Problem(
             "--update-weight-mode",
             f"{flag} saves nothing in float32, in which every step changes every weight: add --bf16, or leave it out.",
+        )
+
+
+_LOCAL, _ENCODING, _CHECKSUM = (
+    "--update-weight-local-checkpoint-dir",
+    "--update-weight-delta-encoding",
+    "--update-weight-delta-checksum",
+)
+
+
+def delta_files_have_a_checkpoint(args: Arguments, context: Context) -> Iterator[Problem]:
+    """Changes in files have a local checkpoint to change; its folder, encoding and checksum are theirs alone."""
+    delta, disk = args.update_weight_mode == "delta", args.update_weight_transport == "disk"
+    local = args.update_weight_local_checkpoint_dir
+    checksum, encoding = args.update_weight_delta_checksum, args.update_weight_delta_encoding
+    files = "--update-weight-mode delta with --update-weight-transport disk"
+    if not (delta and disk):
+        for given, flag in (
+            (local is not None, f"{_LOCAL} {local}"),
+            (encoding == "xor", f"{_ENCODING} xor"),
+            (checksum != "xxh3-128", f"{_CHECKSUM} {checksum}"),
+        ):
+            if given:
+                yield Problem(flag.split()[0], f"{flag} is used by {files} only: add both, or leave it out.")
+    elif local is None:
+        yield Problem(
+            _LOCAL,
+            f"{files} changes a checkpoint on each engine's host: give its folder, {_LOCAL}, on a disk with room for"
+            " the model.",
+        )
+    elif args.update_weight_disk_dir is not None:
+        one, other = Path(local).resolve(), Path(args.update_weight_disk_dir).resolve()
+        if one == other or one in other.parents or other in one.parents:
+            yield Problem(
+                _LOCAL,
+                f"{_LOCAL} {local} and --update-weight-disk-dir {args.update_weight_disk_dir} contain one another: the"
+                " one is on each engine's host, the other shared; choose another folder.",
+            )
+    if checksum == "blake3" and importlib.util.find_spec("blake3") is None:
+        yield Problem(
+            _CHECKSUM,
+            f"{_CHECKSUM} blake3 needs the package blake3, which this environment does not have: install it here and"
+            " for the engines, or use xxh3-128.",
         )
 
 
