@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +19,7 @@ from slimrl.weights.update.topology import EngineEndpoint
 from tests.mooncake import use_here
 
 if TYPE_CHECKING:
+    from slimrl.weights.update.transport_disk import ChangedFiles
     from slimrl.weights.update.weight_updater import WeightUpdateReport
 
 BUCKET_BYTES = 20_000  # many small buckets, and an embedding larger than one
@@ -97,6 +100,16 @@ def update_weights(
     return result if isinstance(result, str) else (result.bytes, result.buckets)
 
 
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One weight update of `delta_updates`: the part of the elements that changes, and what goes wrong before it."""
+
+    part: float = 0.0
+    forget: bool = False  # the updater knows nothing of the last update, as after a failed attempt
+    lose: Path | None = None  # folder that is removed: the checkpoint of an engine's host
+    damage: bool = False  # the first files that are written get another bit
+
+
 def delta_updates(
     rank: int,
     world_size: int,
@@ -104,12 +117,12 @@ def delta_updates(
     args: Arguments,
     hf_dir: Path,
     engines: list[EngineEndpoint],
-    parts: list[float | None],
+    steps: list[Step],
+    changes: ChangedFiles | None = None,
+    folder: Path | None = None,
+    pause_between_s: float = 0.2,
 ) -> list[WeightUpdateReport]:
-    """Updates the engines by `DeltaUpdater`, each time after the change of a part of the elements, with full checks.
-
-    None: after a failed attempt, of which the updater knows nothing but that it failed.
-    """
+    """Updates the engines by `DeltaUpdater`, each time with full checks; in files of `folder` if there is one."""
     import torch
     import xxhash
 
@@ -123,15 +136,33 @@ def delta_updates(
     built = model_builder.build_model(args, state)
     places = {key: getattr(state, key) for key in ("tp_rank", "tp_size", "etp_rank", "etp_size")}
     load_hf_checkpoint(built, spec, family, hf_dir, **places)
-    updater = DeltaUpdater.split(ModelSource(spec, family, state), engines, bucket_bytes=BUCKET_BYTES, timeout_s=60)
+    source, damaged = ModelSource(spec, family, state), [False]
+
+    def damage(published: Path) -> None:
+        if damaged[0] and rank == 0:
+            path = max(published.glob("*.safetensors"), key=lambda path: path.stat().st_size)
+            data = bytearray(path.read_bytes())
+            data[-2] ^= 1
+            path.write_bytes(data)
+        damaged[0] = False
+
+    sizes = {"bucket_bytes": BUCKET_BYTES, "timeout_s": 60}
+    if folder is None:
+        updater = DeltaUpdater.split(source, engines, **sizes)
+    else:
+        updater = DeltaUpdater.disk(source, engines, folder, damage, changes=changes, **sizes)
+    updater._pause_between_s = pause_between_s
     results = []
-    for version, part in enumerate(parts):
-        if part is None:
+    for version, step in enumerate(steps):
+        damaged[0] = step.damage
+        if step.forget:
             for transport in updater._transports:
                 transport.reset()
+        if step.lose is not None and rank == 0:
+            shutil.rmtree(step.lose)
         for name, parameter in built.named_parameters():  # a weight that is whole on every rank changes alike
             generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(f"{version} {name}".encode()) >> 1)
-            chosen = torch.rand(parameter.shape, generator=generator) < (part or 0)
+            chosen = torch.rand(parameter.shape, generator=generator) < step.part
             parameter.data[chosen] += 0.25
         results.append(updater.update_weights(built, version=str(version + 1), check_equal=True))
     updater.close()

@@ -212,9 +212,8 @@ local_checkpoint.LocalCheckpoint(Path(sys.argv[1])).pull(Path(sys.argv[2]))
 """
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
-def test_host_killed_in_the_middle_of_a_change_has_no_version(origin, weights, tmp_path, encoding):
-    publisher, local = Publisher(tmp_path / "shared", origin, encoding), LocalCheckpoint(tmp_path / "local")
+def test_host_killed_in_the_middle_of_a_change_has_no_version(origin, weights, tmp_path):
+    publisher, local = Publisher(tmp_path / "shared", origin), LocalCheckpoint(tmp_path / "local")
     local.pull(publisher.publish(weights, "1"))
     publisher.acknowledged()
     published = publisher.publish(now := changed(weights, 0.1, 1), "2")

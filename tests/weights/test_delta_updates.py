@@ -18,9 +18,11 @@ from slimrl.engines.sglang.server_args import delta_options
 from slimrl.weights.delta_files import FARTHEST, changed_elements
 from slimrl.weights.update.topology import EngineEndpoint
 from slimrl.weights.update.transport_delta import serialize
+from slimrl.weights.update.transport_disk import ChangedFiles
 from tests.megatron.launch import RankPool
 from tests.megatron.tiny import save_qwen3, tiny_args
 from tests.weights import ranks
+from tests.weights.ranks import Step
 from tests.weights.real_servers import running
 
 
@@ -133,7 +135,7 @@ def test_servers_have_the_trainers_bits_after_full_updates_and_changes(servers, 
     """Each update compares every tensor of every server with the trainer's, by checksums."""
     engines = [EngineEndpoint(url, gpus) for url, gpus in zip(servers, ([2], [3, 4]), strict=True)]
     args = tiny_args(tensor_model_parallel_size=2, bf16=True)
-    parts = [0.0, 0.01, 0.0, 0.9, 0.01, None, 0.02]
+    parts = [Step(), Step(0.01), Step(), Step(0.9), Step(0.01), Step(forget=True), Step(0.02)]
     with RankPool(2) as pool:
         reports, _ = pool.run(ranks.delta_updates, args, folder, engines, parts, timeout_s=180)
     whole = reports[0].bytes
@@ -143,3 +145,25 @@ def test_servers_have_the_trainers_bits_after_full_updates_and_changes(servers, 
     assert all(0.04 < part < 0.5 for part in (sent[1], sent[4], sent[6])) and sent[2] < 0.3
     assert [report.attempts for report in reports] == [1] * len(parts)
     assert [ServerControl(url).weight_version() for url in servers] == ["7", "7"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("encoding", ["xor", "overwrite"])
+def test_servers_have_the_trainers_bits_after_changes_in_files(servers, folder, tmp_path, encoding):
+    """Two servers on a host with one checkpoint, which is lost once; once the files are damaged."""
+    engines = [EngineEndpoint(url, gpus) for url, gpus in zip(servers, ([2], [3, 4]), strict=True)]
+    args = tiny_args(tensor_model_parallel_size=2, bf16=True)
+    local, shared = tmp_path / "local", tmp_path / "shared"
+    steps = [Step(), Step(0.01), Step(), Step(0.9), Step(0.01), Step(0.01, lose=local), Step(0.01)]
+    steps += [Step(0.3, damage=True), Step(0.01)]
+    changes = ChangedFiles(local, folder, encoding)
+    with RankPool(2) as pool:
+        reports, _ = pool.run(ranks.delta_updates, args, folder, engines, steps, changes, shared, timeout_s=180)
+    whole = reports[0].bytes
+    sent = [report.bytes / whole for report in reports]
+    assert [round(part, 1) for part in sent] == [1, 0, 0, 1, 0, 1, 0, 1, 0] and sent[2] == 0
+    assert [report.attempts for report in reports] == [1, 1, 1, 1, 1, 2, 1, 2, 1]
+    assert [ServerControl(url).weight_version() for url in servers] == ["9", "9"]
+    assert list(shared.iterdir()) == []
+    (checkpoint,) = (path for path in local.iterdir() if path.is_dir())
+    assert checkpoint.name.startswith("weight_v000009-")
