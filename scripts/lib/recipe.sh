@@ -174,6 +174,15 @@ recipe_tiny() {
       GRPO_ARGS+=(--rm-model "$TOY/teacher/model" --rm-num-gpus 1 --rm-num-gpus-per-engine 1)
    fi
    PERF_ARGS=(--use-dynamic-batch-size --max-tokens-per-gpu 2048)
+   if flags_have --update-weight-local-checkpoint-dir "${SGLANG_ARGS[@]}"; then
+      # A step changes every weight of a float32 model.
+      PERF_ARGS+=(--bf16)
+      SGLANG_ARGS+=(
+         --sglang-dtype bfloat16
+         --update-weight-disk-dir "$PWD/runs/$name/updates"
+         --update-weight-local-checkpoint-dir "$PWD/runs/$name/engine"
+      )
+   fi
    if [[ " ${MODEL_ARGS[*]} " == *' --num-experts '* ]]; then PERF_ARGS+=(--expert-model-parallel-size 2); fi
    recipe_tiny_optimizer
    MISC_ARGS+=(--run-name "$name")

@@ -154,10 +154,10 @@ CAPABILITIES = (
         in_readme=False,
     ),
     Capability(
-        "Changed weights in files",
+        "Weight files that are kept",
         "update_weight_*",
-        "`--update-weight-mode delta` sends changes over HTTP, not in files. Files are removed when every engine has"
-        " read them ([weight-updates.md](weight-updates.md#only-what-changed)).",
+        "Files are removed when every engine has read them ([weight-updates.md](weight-updates.md#transports));"
+        " `--save` keeps weights.",
         in_readme=False,
     ),
     Capability(

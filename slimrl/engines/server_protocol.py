@@ -265,7 +265,7 @@ class WeightControl(AdapterControl, Protocol):
         """Changes elements of the weights; one base64 payload per rank (`weights.update.transport_delta.serialize`)."""
 
     def pull_weights(self, serialized: list[str]) -> None:
-        """Brings the checkpoint of each rank's host to a version; a payload per rank (`transport_disk.PulledLoad`)."""
+        """Loads a version through the checkpoint of each host; a payload per rank (`transport_disk.PulledLoad`)."""
 
     def update_weights_from_shards(self, serialized: list[str], timeout_s: float | None = None) -> None:
         """One step of a point-to-point update; a payload per rank (`point_to_point.engine_side.serialize_call`)."""

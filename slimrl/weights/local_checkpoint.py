@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import safe_open
+from torch import Tensor
 
 from slimrl.processes.files import atomic_file, check_space
 from slimrl.weights.delta_files import Bytes, DeltaFileError, TensorRow, VersionIndex, apply, check, local_name
@@ -184,6 +186,14 @@ class _Tensors:
         """A view of the tensor's bytes."""
         mapped, begin, end = self._places[name]
         return mapped[begin:end]
+
+
+def tensors_in(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of the whole checkpoint, in host memory."""
+    for path in sorted(checkpoint.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118, it is no dict
+                yield name, file.get_tensor(name)
 
 
 # -- answers -------------------------------------------------------------------------------------------------------

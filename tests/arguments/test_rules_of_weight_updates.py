@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 
 from slimrl.arguments import read_args
@@ -19,7 +21,40 @@ GROUPS = """sglang:
       - {worker_type: regular, num_gpus: 4, num_gpus_per_engine: 4, overrides: {ep_size: 2}}
 """
 
+DELTA = "--bf16 --update-weight-mode delta"
+DELTA_FILES = f"{DELTA} --update-weight-transport disk --update-weight-disk-dir shared"
+LOCAL, CHECKSUM = "--update-weight-local-checkpoint-dir", "--update-weight-delta-checksum"
+FILES_ONLY = (
+    "is used by --update-weight-mode delta with --update-weight-transport disk only: add both, or leave it out."
+)
+
 CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
+    "delta_files_have_a_checkpoint": (
+        [
+            f"{DELTA_FILES} {LOCAL} local",
+            f"{DELTA_FILES} {LOCAL} local --update-weight-delta-encoding overwrite {CHECKSUM} adler32",
+            f"{DELTA} --update-weight-delta-encoding overwrite {CHECKSUM} xxh3-128",
+        ],
+        [
+            (
+                DELTA_FILES,
+                "--update-weight-mode delta with --update-weight-transport disk changes a checkpoint on each engine's"
+                f" host: give its folder, {LOCAL}, on a disk with room for the model.",
+            ),
+            (
+                f"{DELTA_FILES} {LOCAL} shared/local",
+                f"{LOCAL} shared/local and --update-weight-disk-dir shared contain one another: the one is on each"
+                " engine's host, the other shared; choose another folder.",
+            ),
+            (f"{DELTA} {LOCAL} local", f"{LOCAL} local {FILES_ONLY}"),
+            (f"{DELTA} --update-weight-delta-encoding xor", f"--update-weight-delta-encoding xor {FILES_ONLY}"),
+            (f"{DELTA} {CHECKSUM} adler32", f"{CHECKSUM} adler32 {FILES_ONLY}"),
+            (
+                f"--update-weight-transport disk --update-weight-disk-dir shared {LOCAL} local",
+                f"{LOCAL} local {FILES_ONLY}",
+            ),
+        ],
+    ),
     "p2p_updates_fit_the_run": (
         [
             P2P,
@@ -113,6 +148,22 @@ def test_changes_and_shards_exclude_each_other(recipe):
     assert sentences(recipe, f"{P2P} --bf16 --update-weight-mode delta") == [
         f"{P2P} compares nothing with the last update, and --update-weight-mode delta sends changes: leave one of them"
         " out."
+    ]
+
+
+def test_checksum_whose_package_is_absent_is_named(recipe, monkeypatch):
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "blake3" else real(name))
+    assert sentences(recipe, f"{DELTA_FILES} {LOCAL} local {CHECKSUM} blake3") == [
+        f"{CHECKSUM} blake3 needs the package blake3, which this environment does not have: install it here and for the"
+        " engines, or use xxh3-128."
+    ]
+
+
+def test_changes_in_files_are_for_engines_on_their_own_gpus(recipe):
+    assert sentences(recipe, f"{DELTA_FILES} {LOCAL} local", COLOCATED) == [
+        "--colocate has engines that read the weights in the trainer's memory, and --update-weight-mode delta sends"
+        " changes: leave one of them out."
     ]
 
 

@@ -29,6 +29,8 @@ OFFLOADED_ADAM = f"{ADAM} --optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2
 MISC = """--attention-dropout 0.0 --hidden-dropout 0.0 --accumulate-allreduce-grads-in-fp32
  --attention-softmax-in-fp32 --attention-backend flash"""
 DEEPEP = "--moe-enable-deepep --moe-token-dispatcher-type flex"
+DELTA_FILES = """--update-weight-mode delta --update-weight-transport disk --update-weight-disk-dir {data}/updates
+ --update-weight-local-checkpoint-dir {data}/engine"""
 ONE_NODE = "--actor-num-nodes 1 --actor-num-gpus-per-node 8 --colocate"
 
 OPD_IN_RANKS = f"""--advantage-estimator grpo --use-opd --opd-type megatron --opd-kl-coef 1.0
@@ -282,6 +284,23 @@ RECIPES: dict[str, Recipe] = {
         "glm4.7-30B-A3B",
         f"""{CKPT} {MATH} {EVAL} {GRPO} {OFFLOADED_ADAM} {MISC} {ONE_NODE} {layout(4, 1, 1, 8, 20480)}
  --rollout-num-gpus-per-engine 4 --sglang-mem-fraction-static 0.7""",
+    ),
+    "glm4.7-30B-A3B, changed weights in files": Recipe(
+        "glm4.7-30B-A3B",
+        f"""{CKPT} {MATH} {EVAL} {GRPO} {OFFLOADED_ADAM} {MISC} {DEEPEP} {layout(2, 2, 2, 8, 16384)}
+ --decoder-last-pipeline-num-layers 23 --actor-num-nodes 2 --actor-num-gpus-per-node 8 --rollout-num-gpus 16
+ --rollout-num-gpus-per-engine 8 --sglang-mem-fraction-static 0.7 {DELTA_FILES}
+ --update-weight-delta-encoding xor --update-weight-delta-checksum xxh3-128
+ --update-weight-buffer-size 2147483648""",
+    ),
+    "glm4.5-355B-A32B, changed weights in files, with a draft model": Recipe(
+        "glm4.5-355B-A32B",
+        f"""{CKPT} {MATH} {EVAL} {GSPO} --use-tis {OFFLOADED_ADAM} {MISC} {DEEPEP} {layout(8, 4, 2, 16, 16384)}
+ --decoder-first-pipeline-num-layers 23 --actor-num-nodes 8 --actor-num-gpus-per-node 8 --rollout-num-gpus 64
+ --rollout-num-gpus-per-engine 32 --sglang-mem-fraction-static 0.7 --sglang-enable-dp-attention --sglang-dp-size 4
+ --sglang-ep-size 32 --sglang-enable-dp-lm-head --sglang-moe-dense-tp-size 1 {DELTA_FILES}
+ --update-weight-delta-encoding overwrite --update-weight-delta-checksum adler32 --sglang-speculative-algorithm EAGLE
+ --sglang-speculative-num-steps 3 --sglang-speculative-eagle-topk 1 --sglang-speculative-num-draft-tokens 4""",
     ),
     "moonlight-16B-A3B, 8 GPUs": Recipe(
         "moonlight",

@@ -229,6 +229,27 @@ def test_recipe_with_prefill_and_decode_servers_trains_on_the_cpu(tmp_path, tmp_
     shutil.rmtree(folder)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_recipe_with_changed_weights_in_files_trains_on_the_cpu(tmp_path):
+    folder = ROOT / "runs/run-glm4.7-30B-A3B-delta-tiny"
+    started = harness.launch(
+        ["bash", "scripts/run-glm4.7-30B-A3B-delta.sh", "--tiny", "--seed", "7", "--check-weight-update-equal"],
+        **places(tmp_path, folder),
+    )
+    done = started.finish(380)
+    assert done.code == 0, done.output
+    assert done.left == []
+    assert done.steps("weight_version") == ["0", "1"]
+    assert "the weights of every engine equal the trained ones, bit for bit" in done.output
+    assert list((folder / "updates").iterdir()) == []
+    (checkpoint,) = (path for path in (folder / "engine").iterdir() if path.is_dir())
+    newest = int(checkpoint.name.removeprefix("weight_v")[:6])
+    sent = done.steps("perf/update_weights_wire_bytes")
+    assert newest == 2 and min(sent) < 0.2 * sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
+    shutil.rmtree(folder)
+
+
 # Replaces Python: keeps the flags that a recipe checks before it makes anything, and refuses them.
 RECORDER = f"""#!/usr/bin/env bash
 [[ $* == *slimrl.cluster.command_line* ]] || exec {sys.executable} "$@"

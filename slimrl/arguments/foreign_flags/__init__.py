@@ -52,6 +52,9 @@ class ForeignFlag:
 _ROWS: dict[str, tuple[str, str | None, str]] = {
     # former names of slimrl flags
     "slot-memory-gib": (FORMER, "--gpu-memory-gib", ""),
+    # of earlier versions of slime
+    "update-weight-encoding": (SLIME, "--update-weight-delta-encoding", "xor or overwrite; compression is always zstd"),
+    "update-weight-delta-dir": (SLIME, "--update-weight-disk-dir", "with --update-weight-local-checkpoint-dir"),
     # keys of slime's example of corrections for the mismatch between engines and training
     "tis-upper-bound": (SLIME, "--tis-clip", ""),
     "tis-lower-bound": (SLIME, "--tis-clip-low", "not for tis_mode truncate, which does not read it"),

@@ -179,7 +179,7 @@ class ServerControl(AdapterControl):
         self.update_weights_from_tensor(serialized, load_format=DELTA_LOADER)
 
     def pull_weights(self, serialized: list[str]) -> None:
-        """Brings the checkpoint of each rank's host to a version; the server has `server_args.delta_options`."""
+        """Loads a version through the checkpoint of each rank's host; the server has `server_args.delta_options`."""
         self.update_weights_from_tensor(serialized, load_format=PULL_LOADER)
 
     def update_weights_from_shards(self, serialized: list[str], timeout_s: float | None = None) -> None:

@@ -6,8 +6,9 @@ fuses and pads it. Every copy into a parameter then leaves the elements in which
 SGLang loads is updated, without knowledge of its layout. Loaders that copy in threads (DeepSeek's) copy in the calling
 one meanwhile, because torch intercepts the operations of one thread.
 
-`pull_weights` brings the checkpoint of this rank's host to a published version (`weights.local_checkpoint`), which the
-server then loads as any folder. It answers in the published folder.
+`pull_weights` brings the checkpoint of this rank's host to a published version (`weights.local_checkpoint`), and loads
+it. It answers in the published folder. Beside SGLang's own call for files, which answers for its first rank alone, it
+leaves a draft model as it is.
 
 `receive_pieces` is for point-to-point weight updates (`weights.point_to_point`). The trainer calls it through the
 server, once for each step: it describes the rank's parameters, joins the trainer's link, and then receives updates,
@@ -37,7 +38,7 @@ from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.distributed_c10d import Store
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slimrl.weights.local_checkpoint import LocalCheckpoint, write_answer
+from slimrl.weights.local_checkpoint import LocalCheckpoint, tensors_in, write_answer
 from slimrl.weights.point_to_point.engine_side import Call, Piece, Pieces, deserialize_call, message_bytes
 from slimrl.weights.point_to_point.links import (
     Buffers,
@@ -123,13 +124,14 @@ def _rebuilt(tensors: Sequence[Mapping[str, Any]], gaps: Tensor, values: Tensor)
 
 
 def pull_weights(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """Brings the checkpoint of this host to the version that the call names."""
+    """Brings the checkpoint of this host to the version that the call names, and loads it into `model`."""
     call = json.loads(named_tensors[0][1].cpu().numpy().tobytes())
     published, error = Path(call["published"]), None
     try:
-        LocalCheckpoint(Path(call["local"])).pull(published)
+        with torch.no_grad():
+            model.load_weights(tensors_in(LocalCheckpoint(Path(call["local"])).pull(published)))
     except Exception as failure:
-        logger.exception("bringing %s to the version in %s failed", call["local"], published)
+        logger.exception("loading the version in %s through %s failed", published, call["local"])
         error = f"{socket.gethostname()}: {type(failure).__name__}: {failure}"
     try:
         write_answer(published, call["server"], torch.distributed.get_rank(), error)

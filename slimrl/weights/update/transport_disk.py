@@ -245,8 +245,8 @@ ANSWER_TIMEOUT_S = 120.0  # after the call, on a network file system
 class PulledLoad:
     """Makes servers load a published version from the checkpoint in `local` on their own host.
 
-    Every rank brings that of its host to the version first, and answers in the published folder. `sizes` has the ranks
-    of each server by its URL.
+    Every rank brings that of its host to the version first, loads it, and answers in the published folder. `sizes` has
+    the ranks of each server by its URL.
     """
 
     local: Path
@@ -256,8 +256,8 @@ class PulledLoad:
     def __call__(self, servers: Sequence[WeightControl], folder: str) -> None:
         """Raises WeightSyncError naming every server that failed."""
         published = Path(folder)
-        call_all(servers, lambda server: self._pull(server, published), f"bringing {self.local} to {folder}")
-        load_from_disk(servers, str(self.local / VersionIndex.read(published).local_name()))
+        what = f"loading weights from {folder} through {self.local}"
+        call_all(servers, lambda server: self._pull(server, published), what)
 
     def _pull(self, server: WeightControl, published: Path) -> None:
         name, size = uuid.uuid4().hex[:12], self.sizes[server.url]

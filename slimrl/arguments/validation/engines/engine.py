@@ -111,10 +111,8 @@ def disk_transport_has_a_folder(args: Arguments, context: Context) -> Iterator[P
             f"--update-weight-disk-dir {args.update_weight_disk_dir} is used by --update-weight-transport disk only:"
             " add it, or leave the folder out.",
         )
-    if args.update_weight_transport == "disk" and args.sglang_options.get("speculative_algorithm") not in (
-        None,
-        "NGRAM",
-    ):
+    whole = args.update_weight_transport == "disk" and args.update_weight_mode == "full"
+    if whole and args.sglang_options.get("speculative_algorithm") not in (None, "NGRAM"):
         yield Problem(
             "--update-weight-transport",
             "--update-weight-transport disk makes SGLang load the files into the draft model of"
