@@ -111,7 +111,8 @@ print("ray" if look.find_spec("ray") else "", getattr(look.find_spec("slimrl"), 
 # Replaces the model by a toy of its family, and the recipe's rollouts by two short ones. Sets RUN_DIR, the folder that
 # recipe_make_toy creates later.
 recipe_tiny() {
-   local name
+   local name changes=''
+   if flags_have --update-weight-local-checkpoint-dir "${SGLANG_ARGS[@]}"; then changes=yes; fi
    # One thread per process: there are more processes than cores.
    export CUDA_VISIBLE_DEVICES='' OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
    name=$(free_name runs "$RECIPE-tiny")
@@ -174,11 +175,13 @@ recipe_tiny() {
       GRPO_ARGS+=(--rm-model "$TOY/teacher/model" --rm-num-gpus 1 --rm-num-gpus-per-engine 1)
    fi
    PERF_ARGS=(--use-dynamic-batch-size --max-tokens-per-gpu 2048)
-   if flags_have --update-weight-local-checkpoint-dir "${SGLANG_ARGS[@]}"; then
-      # A step changes every weight of a float32 model.
+   if [[ $changes == yes ]]; then
+      # In bf16: a step changes every weight of a float32 model.
       PERF_ARGS+=(--bf16)
       SGLANG_ARGS+=(
          --sglang-dtype bfloat16
+         --update-weight-mode delta
+         --update-weight-transport disk
          --update-weight-disk-dir "$PWD/runs/$name/updates"
          --update-weight-local-checkpoint-dir "$PWD/runs/$name/engine"
       )
