@@ -81,6 +81,11 @@ WAYS = {
     "broadcast": ({}, 1e-4),
     "files": ({"update_weight_transport": "disk", "update_weight_disk_dir": "updates"}, 1e-4),
     "changes": ({"bf16": True, "sglang_dtype": "bfloat16", "update_weight_mode": "delta"}, 0.3),
+    "changed files": (
+        {"bf16": True, "sglang_dtype": "bfloat16", "update_weight_mode": "delta", "update_weight_transport": "disk"}
+        | {"update_weight_disk_dir": "updates", "update_weight_local_checkpoint_dir": "engine"},
+        0.3,
+    ),
     "point to point": (
         {"update_weight_transfer_mode": "p2p", "actor_num_gpus_per_node": 2, "tensor_model_parallel_size": 2},
         1e-4,

@@ -380,6 +380,7 @@ WAYS: dict[str, tuple[dict[str, object], float]] = {
     "broadcast": ({"pipeline_model_parallel_size": 2}, 1e-4),
     "disk": ({"tensor_model_parallel_size": 2, "update_weight_transport": "disk"}, 1e-4),
     "changes": ({"update_weight_mode": "delta", **BF16}, 0.3),
+    "changed files": ({"update_weight_mode": "delta", "update_weight_transport": "disk", **BF16}, 0.3),
     "point-to-point": ({"tensor_model_parallel_size": 2, "update_weight_transfer_mode": "p2p"}, 1e-4),
     "mooncake": (
         {
@@ -413,8 +414,10 @@ def test_jobs_from_outside_train_with_each_transport_on_an_existing_cluster(
                 node.wait_for_line("Ray runtime started", 60)
             for name in names:
                 flags, limit = WAYS[name]
-                if name == "disk":
+                if name in ("disk", "changed files"):
                     flags = flags | {"update_weight_disk_dir": tmp_path / "weights"}
+                if name == "changed files":
+                    flags = flags | {"update_weight_local_checkpoint_dir": tmp_path / "engine"}
                 placement = {"actor_num_nodes": 2, "actor_num_gpus_per_node": 1, "num_gpus_per_node": 1}
                 given = {"num_rollout": 2, "rollout_num_gpus": 1, "check_weight_update_equal": True} | placement
                 address = environment | {"RAY_ADDRESS": f"http://{ADDRESSES[0]}:8265"}
@@ -424,7 +427,7 @@ def test_jobs_from_outside_train_with_each_transport_on_an_existing_cluster(
                 assert "the weights of every engine equal the trained ones, bit for bit" in done.output
                 assert max(done.steps("train_rollout_logprob_abs_diff_max")) < limit
                 assert done.steps("weight_version") == ["0", "1"]
-                if name == "changes":  # the update before the first step sends all
+                if name in ("changes", "changed files"):  # the update before the first step sends all
                     assert max(done.steps("perf/update_weights_wire_bytes")) < WEIGHTS_BYTES / 10
         finally:
             for node in nodes:
