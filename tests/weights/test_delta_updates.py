@@ -71,6 +71,17 @@ def test_sent_elements_are_the_changed_ones_and_as_few_between_as_the_gaps_need(
     assert delta.values.view("float32").tolist() == [1, 0, 0, 0, 0, 1]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("elements", [0, 1, 3, 4, 1001])
+def test_changed_elements_are_those_with_other_bits(dtype, elements):
+    generator = torch.Generator().manual_seed(elements)
+    buffer = torch.randn(elements + 1, generator=generator).to(dtype)
+    old = buffer[1:]  # not at a multiple of 8 bytes
+    new = torch.where(torch.rand(elements, generator=generator) < 0.3, -old, old)
+    places = torch.from_numpy(changed_elements("x", (elements,), old, new).gaps.astype("int64") + 1).cumsum(0) - 1
+    assert places.tolist() == (old != new).nonzero().flatten().tolist()
+
+
 def test_damaged_changes_are_refused_before_any_weight_changes():
     old, new = torch.zeros(8), torch.ones(8)
     parts = dict(opened(serialize([changed_elements("part", (4, 2), old, new)])))
@@ -98,10 +109,27 @@ def test_loader_that_copies_in_threads_leaves_elements_that_were_not_sent():
     assert torch.equal(model.weight[2:], new.view(4, 2).t()) and ThreadPoolExecutor.submit is submit
 
 
-def test_model_whose_loader_does_not_copy_is_named():
+def assign(model: Model, tensor: torch.Tensor) -> None:
+    model.weight.data = tensor
+
+
+def replace(model: Model, tensor: torch.Tensor) -> None:
+    model.weight = torch.nn.Parameter(tensor)
+
+
+def write_by_index(model: Model, tensor: torch.Tensor) -> None:
+    model.weight.data[torch.arange(len(tensor))] = tensor
+
+
+def write_rows(model: Model, tensor: torch.Tensor) -> None:
+    torch._foreach_copy_([*model.weight.data], [*tensor])
+
+
+@pytest.mark.parametrize("write", [assign, replace, write_by_index, write_rows])
+def test_model_whose_loader_does_not_copy_is_named(write):
     class Assigns(Model):
         def load_weights(self, named_tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-            self.weight.data = next(iter(named_tensors))[1]
+            write(self, next(iter(named_tensors))[1])
 
     with pytest.raises(ValueError, match="weight has NaN after the changes were loaded"):
         old = torch.zeros(8)

@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.distributed_c10d import Store
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from slimrl.weights.local_checkpoint import LocalCheckpoint, tensors_in, write_answer
 from slimrl.weights.point_to_point.engine_side import Call, Piece, Pieces, deserialize_call, message_bytes
@@ -59,7 +60,14 @@ PERMUTED = ("w13_swiglu_interleaved", "use_flashinfer_trtllm_moe", "use_flashinf
 
 
 class _CopySent(TorchDispatchMode):
-    """Within it, `copy_` leaves the elements in which its source is NaN."""
+    """Within it, `copy_` leaves the elements in which its source is NaN.
+
+    `written` are the addresses of storages that other operations have written to.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: set[int] = set()
 
     def __torch_dispatch__(
         self, function: Any, types: Any, inputs: Sequence[Any] = (), options: Mapping[str, Any] | None = None
@@ -67,7 +75,14 @@ class _CopySent(TorchDispatchMode):
         if function is torch.ops.aten.copy_.default and inputs[1].is_floating_point():
             into, source = inputs[0], inputs[1].to(inputs[0].device)
             return into.copy_(torch.where(source.isnan(), into, source.to(into.dtype)))
+        if function._schema.is_mutable:
+            self.written.update(address(leaf) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
         return function(*inputs, **(options or {}))
+
+
+def address(tensor: Tensor) -> int:
+    """That of the tensor's storage."""
+    return tensor.untyped_storage().data_ptr()
 
 
 @contextlib.contextmanager
@@ -103,10 +118,13 @@ def load_changes(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> Non
     checksum = xxhash.xxh3_128_hexdigest(b"".join(parts[name].cpu().numpy().tobytes() for name in ("gaps", "values")))
     if checksum != described["checksum"]:
         raise ValueError(f"the changes of weights arrived with checksum {checksum} instead of {described['checksum']}")
-    with torch.no_grad(), _CopySent(), _without_threads():
+    before = {address(parameter) for parameter in model.parameters()}
+    with torch.no_grad(), _CopySent() as copying, _without_threads():
         model.load_weights(_rebuilt(described["tensors"], parts["gaps"], parts["values"]))
+    untouched = before - copying.written
     for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and bool(parameter.isnan().any()):
+        copied = address(parameter) in untouched
+        if not copied and parameter.is_floating_point() and bool(parameter.isnan().any()):
             raise ValueError(f"{name} has NaN after the changes were loaded: the model does not support delta updates")
 
 
