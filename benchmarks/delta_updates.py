@@ -8,8 +8,10 @@ shown. The limit is memcpy of the same bytes.
 server of one rank. Each element moves to the next bf16 value with the probability that the Adam steps of a learning
 rate give (`CHANGED`). In every round all ways send the same weights: shared memory, broadcast and files, in full, and
 as changes by calls and by files (XOR, and places with values). "Finding" reads the old and the new weights once, in
-parts that stay in the processor's cache: the least that an update by changes takes on any way. Every update ends with
-the full check of all tensors, whose seconds are left out. Needs 8 GiB of memory and 3 GiB of temporary disk for 0.3b.
+parts that stay in the processor's cache: the least that an update by changes takes on any way. "Faster below": the
+speed of a network or a shared disk, which one machine does not have, below which the saved bytes outweigh the added
+seconds. Every update ends with the full check of all tensors, whose seconds are left out. Needs 8 GiB of memory and 3
+GiB of temporary disk for 0.3b.
 """
 
 from __future__ import annotations
@@ -154,8 +156,10 @@ def time_ways(built: nn.Module, ways: dict[str, WeightUpdater], rounds: int) -> 
     generator = torch.Generator().manual_seed(0)
     for way, updater in ways.items():
         updater.update_weights(built, version=f"{way} first", check_equal=True)
-    print("| learning rate | way | bytes sent, of all | seconds | of the full update by the same way |", flush=True)
-    print("| --- | --- | --- | --- | --- |")
+    print(
+        "| learning rate | way | bytes sent, of all | seconds | of the full update | faster below, MB/s |", flush=True
+    )
+    print("| --- | --- | --- | --- | --- | --- |")
     for rate, part in CHANGED.items():
         seconds, sent = defaultdict(list), defaultdict(list)
         for number in range(rounds):
@@ -169,14 +173,19 @@ def time_ways(built: nn.Module, ways: dict[str, WeightUpdater], rounds: int) -> 
                 seconds[way].append(report.seconds - report.check_seconds)
                 sent[way].append(report.bytes)
         middle = {way: statistics.median(values) for way, values in seconds.items()}
+        whole = statistics.median(sent["broadcast, full"])
         for way in ways:
             name, _, kind = way.partition(", ")
             full = {"calls": "broadcast, full"}.get(name, f"{name}, full")
-            ratio = "" if kind == "full" else f"{middle[way] / middle[full]:.2f}"
-            part_sent = statistics.median(sent[way]) / statistics.median(sent["broadcast, full"])
-            print(f"| {rate:g} | {way} | {part_sent:.4f} | {middle[way]:.2f} | {ratio} |", flush=True)
+            bytes_sent, ratio, limit = statistics.median(sent[way]), "", ""
+            if kind != "full":
+                ratio = f"{middle[way] / middle[full]:.2f}"
+                limit = f"{(whole - bytes_sent) / max(middle[way] - middle[full], 1e-9) / 1e6:.0f}"
+            print(
+                f"| {rate:g} | {way} | {bytes_sent / whole:.4f} | {middle[way]:.2f} | {ratio} | {limit} |", flush=True
+            )
         ratio = middle[FINDING] / middle["shared memory, full"]
-        print(f"| {rate:g} | finding alone | | {middle[FINDING]:.2f} | {ratio:.2f} of shared memory |", flush=True)
+        print(f"| {rate:g} | finding alone | | {middle[FINDING]:.2f} | {ratio:.2f} of shared memory | |", flush=True)
 
 
 if __name__ == "__main__":

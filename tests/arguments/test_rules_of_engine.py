@@ -187,8 +187,8 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
         [
             (
                 "--bf16 --update-weight-mode delta",
-                "--colocate has engines that read the weights in the trainer's memory, and --update-weight-mode delta"
-                " sends changes: leave one of them out.",
+                "--colocate reads all weights in the trainer's memory faster than changes are found, and"
+                " --update-weight-mode delta sends changes: leave one of them out.",
             ),
         ],
     ),

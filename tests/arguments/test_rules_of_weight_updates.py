@@ -162,8 +162,8 @@ def test_checksum_whose_package_is_absent_is_named(recipe, monkeypatch):
 
 def test_changes_in_files_are_for_engines_on_their_own_gpus(recipe):
     assert sentences(recipe, f"{DELTA_FILES} {LOCAL} local", COLOCATED) == [
-        "--colocate has engines that read the weights in the trainer's memory, and --update-weight-mode delta sends"
-        " changes: leave one of them out."
+        "--colocate reads all weights in the trainer's memory faster than changes are found, and --update-weight-mode"
+        " delta sends changes: leave one of them out."
     ]
 
 

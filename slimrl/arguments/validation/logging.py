@@ -187,6 +187,7 @@ def outputs_can_be_written(args: Arguments, context: Context) -> Iterator[Proble
         ("--tensorboard-dir", args.tensorboard_dir),
         ("--wandb-dir", args.wandb_dir),
         ("--update-weight-disk-dir", args.update_weight_disk_dir),
+        ("--update-weight-local-checkpoint-dir", args.update_weight_local_checkpoint_dir),
         ("--precompute-ref-log-probs", args.precompute_ref_log_probs),
     ):
         if value is not None:

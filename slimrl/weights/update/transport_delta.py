@@ -34,6 +34,8 @@ from slimrl.weights.update.transport_disk import ChangedFilesTransport
 from slimrl.weights.update.transport_tensor import Rebuilt
 from slimrl.weights.update.weight_updater import WeightUpdater
 
+IN_BASE64 = 4 / 3  # bytes of the call for each byte
+
 
 def serialize(deltas: Sequence[TensorDelta]) -> str:
     """SGLang's payload of named tensors: a description in JSON, all gaps, and all values as bytes."""
@@ -107,7 +109,7 @@ class DeltaTransport:
             return None
         deltas = list(_deltas(entries, old, new))
         sent = sum(delta.gaps.nbytes + delta.values.nbytes for delta in deltas)
-        if sent > LARGEST_PART * new.nbytes:
+        if sent * IN_BASE64 * max(self._sizes) > LARGEST_PART * new.nbytes:
             return None
         return serialize([delta for delta, wanted in zip(deltas, _wanted(deltas, self._fused), strict=True) if wanted])
 

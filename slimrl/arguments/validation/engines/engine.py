@@ -126,7 +126,7 @@ def delta_updates_fit_the_run(args: Arguments, context: Context) -> Iterator[Pro
         return
     flag = "--update-weight-mode delta"
     for given, other, reason in (
-        (args.colocate, "--colocate", "has engines that read the weights in the trainer's memory"),
+        (args.colocate, "--colocate", "reads all weights in the trainer's memory faster than changes are found"),
         (args.update_weight_transfer_mode == "p2p", _P2P, "compares nothing with the last update"),
         (args.engines_have_adapters, "--lora-rank", "without --lora-merge sends nothing but the adapters"),
         (args.rollout_external_engine_addrs, _EXTERNAL, "has servers without slimrl's loader"),
