@@ -183,7 +183,7 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             ),
             (
                 "--rollout-engine vllm --vllm-python /bin/sh --vllm-data-parallel-size 3",
-                "--vllm-data-parallel-size 3 does not divide --rollout-num-gpus-per-engine 1, the GPUs of all"
+                "--vllm-data-parallel-size 3 does not divide --rollout-num-gpus-per-engine 2, the GPUs of all"
                 " replicas of an engine: choose a divisor.",
             ),
         ],
