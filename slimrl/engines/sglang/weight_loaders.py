@@ -74,10 +74,23 @@ class _CopySent(TorchDispatchMode):
     ) -> Any:
         if function is torch.ops.aten.copy_.default and inputs[1].is_floating_point():
             into, source = inputs[0], inputs[1].to(inputs[0].device)
-            return into.copy_(torch.where(source.isnan(), into, source.to(into.dtype)))
+            for part, own in _in_parts(into, source.expand_as(into)):
+                torch.where(own.isnan(), part, own.to(part.dtype), out=part)
+            return into
         if function._schema.is_mutable:
             self.written.update(address(leaf) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
         return function(*inputs, **(options or {}))
+
+
+_PART = 1 << 17  # elements of a part, which with its mask stays in a processor's cache
+
+
+def _in_parts(into: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """The rows of both tensors, on a CPU in runs: memory for the mask of a large tensor costs more than its use."""
+    if into.dim() == 0 or into.device.type != "cpu" or into.numel() <= _PART:
+        return iter([(into, source)])
+    rows = max(1, _PART * len(into) // into.numel())
+    return zip(into.split(rows), source.split(rows), strict=True)
 
 
 def address(tensor: Tensor) -> int:
