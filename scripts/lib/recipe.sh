@@ -182,6 +182,9 @@ recipe_tiny() {
 # Creates the files that recipe_tiny refers to: the toy and, except for a plan, its weights in Megatron's format.
 recipe_make_toy() {
    local options=(--family "$FAMILY" --output-dir "$TOY" "${UNTIED[@]}")
+   # A column of videos for the prompts of a recipe with images: the toy then counts over the frames of films.
+   if [[ " ${EXTRA_ARGS[*]} " == *'"video"'* ]]; then options+=(--videos); fi
+   if [[ " ${MISC_ARGS[*]} " == *' examples.look_again.generate '* ]]; then options+=(--turns 3); fi
    if [[ $REFERENCE == "$TOY"/* ]]; then
       say "creating a toy of the family $FAMILY for the plan"
       python3 tools/make_tiny_model.py "${options[@]}" --warm-start-steps 0 >/dev/null

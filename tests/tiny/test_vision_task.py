@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from slimrl.tiny.models import FAMILIES, build_family_model, build_tokenizer, save_image_processor
-from slimrl.tiny.tasks import (
+from slimrl.tiny.pictures import (
     BLUE,
     EMPTY,
     RED,
     Counting,
-    WarmStart,
     greedy_accuracy_on_pictures,
     split_countings,
     warm_start_on_pictures,
 )
+from slimrl.tiny.tasks import WarmStart
 
 
 def test_answers_count_squares_and_the_noisy_one_overlooks_blue():
