@@ -30,6 +30,8 @@ from slimrl.data.sample import Sample, SampleStatus
 from slimrl.data.train_batch import RolloutBatch, batch_from_samples
 from slimrl.hooks import ConvertSamples, RewardPostProcess, named, naming, resolve
 from slimrl.hooks.contracts import RunArguments
+from slimrl.models.model_size import active_parameters
+from slimrl.models.model_spec import ModelSpec
 from slimrl.rollout.dataset.images import training_inputs
 
 _Stored = TypeVar("_Stored")
@@ -205,6 +207,15 @@ def _check_routes(samples: list[Sample], routing: RoutingShape | None) -> None:
         )
 
 
+def tower_cost(args: Arguments) -> float:
+    """A patch's work in the vision tower, by its weights, in tokens of the decoder; a frozen weight has no backward."""
+    if not args.vision_weights:
+        return 0.0
+    trains = args.lora_rank is None
+    work = sum(size * (1 if trains and args.trains_weight(name) else 1 / 3) for name, size in args.vision_weights)
+    return work / active_parameters(dataclasses.replace(ModelSpec.from_args(args), vision_weights=()))
+
+
 @dataclasses.dataclass(frozen=True)
 class BatchSchedule:
     """How rollouts are divided over data-parallel ranks, optimizer steps and micro-batches (`schedule_batch`)."""
@@ -215,6 +226,7 @@ class BatchSchedule:
     micro_batch_size: int
     max_tokens_per_micro_batch: int | None
     balance: bool
+    patch_cost: float
     samples_together: int
 
     @classmethod
@@ -227,6 +239,7 @@ class BatchSchedule:
             micro_batch_size=args.micro_batch_size,
             max_tokens_per_micro_batch=args.max_tokens_per_gpu if args.use_dynamic_batch_size else None,
             balance=args.balance_data,
+            patch_cost=tower_cost(args),
             samples_together=args.samples_together,
         )
 
