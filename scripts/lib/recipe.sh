@@ -233,9 +233,9 @@ recipe_tiny_pictures() {
       --rollout-batch-size 32
    )
    EVAL_ARGS=(--eval-interval 10 --eval-prompt-data squares "$1/eval.jsonl" --eval-temperature 0)
-   # Turns of the environment, with their images, are part of the response.
+   # Turns of the environment, with their images, are part of the response: 58 tokens in all.
    if flags_have --custom-generate-function-path "${MISC_ARGS[@]}"; then
-      ROLLOUT_ARGS+=(--rollout-max-response-len 192)
+      ROLLOUT_ARGS+=(--rollout-max-response-len 80)
    fi
    OPTIMIZER_ARGS+=(--lr 1e-3 --lr-decay-style constant --lr-warmup-fraction 0)
    CKPT_ARGS+=(--save-interval 20)

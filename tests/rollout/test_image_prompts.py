@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import functools
 import http.server
 import io
 import json
+import select
 import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -113,10 +117,34 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
         """No log of requests."""
 
 
+class Slow(Quiet):
+    def do_GET(self) -> None:
+        """At /silent nothing, else endless bytes, a few at a time; until the client leaves."""
+        if self.path != "/silent":
+            self.send_response(200)
+            self.end_headers()
+        with contextlib.suppress(OSError):
+            while True:
+                time.sleep(0.05)
+                self.wfile.write(b"" if self.path == "/silent" else b"\x89PNG")
+                if select.select([self.connection], [], [], 0)[0]:
+                    return
+
+
 @pytest.fixture
 def served(tmp_path: Path):
     """The URL of a server of `tmp_path`."""
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(tmp_path)))
+    yield from serving(functools.partial(Quiet, directory=str(tmp_path)))
+
+
+@pytest.fixture
+def slow():
+    """The URL of a server that does not come to an end."""
+    yield from serving(Slow)
+
+
+def serving(handler: Any) -> Iterator[str]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield f"http://127.0.0.1:{server.server_port}"
@@ -197,6 +225,21 @@ def test_bad_image_is_named_with_its_row(row, reason, folder, tokenizer, tmp_pat
     with pytest.raises(InvalidRowsError) as caught:
         load_prompts(str(tmp_path / "rows.jsonl"), form(folder), tokenizer)
     assert f"{tmp_path}/rows.jsonl:2: " in str(caught.value) and reason in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "limit", "reason"),
+    [
+        ("silent", "DOWNLOAD_TIMEOUT_S", "timed out)"),
+        ("drops", "DOWNLOAD_LIMIT_S", " bytes in 0.3 s)"),
+        ("drops", "MAX_BYTES", "more than 100 bytes: use a smaller one)"),
+    ],
+)
+def test_server_that_does_not_come_to_an_end_is_named(path, limit, reason, folder, tokenizer, slow, monkeypatch):
+    monkeypatch.setattr(images, limit, 100 if limit == "MAX_BYTES" else 0.3)
+    made = one({"prompt": QUESTION, "images": [f"{slow}/{path}"]}, folder, tokenizer)
+    assert made.reason.startswith(f"images[0] (--multimodal-keys) cannot be downloaded from {slow}/{path} (")
+    assert made.reason.endswith(reason)
 
 
 def test_huge_image_is_refused_before_it_is_decoded(folder, tokenizer):

@@ -12,10 +12,11 @@ from __future__ import annotations
 import base64
 import dataclasses
 import functools
+import http.client
 import io
 import json
 import os
-import urllib.error
+import time
 import urllib.request
 import warnings
 from array import array
@@ -37,8 +38,10 @@ if TYPE_CHECKING:
 
 MAX_PIXELS = 100_000_000  # of a stored image; the processor scales it down to far fewer
 MAX_BYTES = 256 << 20  # of a downloaded one, and of a video
-DOWNLOAD_TIMEOUT_S = 30.0
+DOWNLOAD_TIMEOUT_S = 30.0  # without an answer, and without the next bytes of it
+DOWNLOAD_LIMIT_S = 120.0  # for all of them
 MAX_DECODERS = 8  # processes that decode videos at once
+_PART_BYTES = 1 << 20  # of a download
 _REMEMBERED_PROMPTS = 64
 _PREFIX = "data:image/png;base64,"
 
@@ -228,15 +231,19 @@ def data_uri(image: Image) -> str:
 
 
 def _downloaded(url: str) -> bytes:
-    """Raises ValueError for a failed or too large download."""
+    """Raises ValueError for a download that fails, is too large or takes too long."""
+    data, latest = bytearray(), time.monotonic() + DOWNLOAD_LIMIT_S
     try:
         with urllib.request.urlopen(url, timeout=DOWNLOAD_TIMEOUT_S) as response:
-            data: bytes = response.read(MAX_BYTES + 1)
-    except (urllib.error.URLError, TimeoutError, ValueError) as error:
+            while part := response.read1(_PART_BYTES):
+                data += part
+                if len(data) > MAX_BYTES:
+                    raise ValueError(f"more than {MAX_BYTES} bytes: use a smaller one")
+                if time.monotonic() > latest:
+                    raise TimeoutError(f"{len(data)} bytes in {DOWNLOAD_LIMIT_S:g} s")
+    except (OSError, http.client.HTTPException, ValueError) as error:
         raise ValueError(f"cannot be downloaded from {url} ({error})") from error
-    if len(data) > MAX_BYTES:
-        raise ValueError(f"has more than {MAX_BYTES} bytes at {url}: use a smaller image")
-    return data
+    return bytes(data)
 
 
 def training_inputs(samples: Sequence[Sample], folder: str | None) -> list[Mapping[str, Any] | None]:
