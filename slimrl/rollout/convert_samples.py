@@ -207,15 +207,6 @@ def _check_routes(samples: list[Sample], routing: RoutingShape | None) -> None:
         )
 
 
-def tower_cost(args: Arguments) -> float:
-    """A patch's work in the vision tower, by its weights, in tokens of the decoder; a frozen weight has no backward."""
-    if not args.vision_weights:
-        return 0.0
-    trains = args.lora_rank is None
-    work = sum(size * (1 if trains and args.trains_weight(name) else 1 / 3) for name, size in args.vision_weights)
-    return work / active_parameters(dataclasses.replace(ModelSpec.from_args(args), vision_weights=()))
-
-
 @dataclasses.dataclass(frozen=True)
 class BatchSchedule:
     """How rollouts are divided over data-parallel ranks, optimizer steps and micro-batches (`schedule_batch`)."""
@@ -231,7 +222,14 @@ class BatchSchedule:
 
     @classmethod
     def from_args(cls, args: Arguments) -> BatchSchedule:
-        """The schedule of a run."""
+        """The schedule of a run.
+
+        A patch of an image costs the weights of the vision tower over those of the decoder that a token uses; a frozen
+        one, without a backward pass, a third.
+        """
+        trains = args.lora_rank is None  # else adapters of the decoder alone
+        tower = sum(size if trains and args.trains_weight(name) else size / 3 for name, size in args.vision_weights)
+        decoder = dataclasses.replace(ModelSpec.from_args(args), vision_weights=()) if tower else None
         return cls(
             context_parallel_size=args.context_parallel_size,
             micro_batch_group=args.microbatch_group_size_per_vp_stage or 1,
@@ -239,7 +237,7 @@ class BatchSchedule:
             micro_batch_size=args.micro_batch_size,
             max_tokens_per_micro_batch=args.max_tokens_per_gpu if args.use_dynamic_batch_size else None,
             balance=args.balance_data,
-            patch_cost=tower_cost(args),
+            patch_cost=0.0 if decoder is None else tower / active_parameters(decoder),
             samples_together=args.samples_together,
         )
 

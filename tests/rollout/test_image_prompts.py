@@ -9,6 +9,9 @@ import http.server
 import io
 import json
 import select
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -26,7 +29,7 @@ from slimrl.data.images import ImageColumn
 from slimrl.data.prompt_format import InvalidRowsError, PromptFormat
 from slimrl.data.sample import Sample
 from slimrl.engines.protocol import PromptImages
-from slimrl.rollout.dataset import images
+from slimrl.rollout.dataset import image_decoder, images
 from slimrl.rollout.dataset.prompt_dataset import Prompt, PromptTokenizer, load_prompts
 from slimrl.rollout.sft_rollout import fill_conversation
 from slimrl.tiny.models import (
@@ -246,6 +249,46 @@ def test_huge_image_is_refused_before_it_is_decoded(folder, tokenizer):
     huge = encoded(PIL.Image.new("1", (20000, 6000)))
     made = one({"prompt": QUESTION, "images": [huge]}, folder, tokenizer)
     assert made.reason == ("images[0] (--multimodal-keys) has 20000 x 6000 pixels, more than 100000000: scale it down")
+
+
+def test_image_that_takes_too_long_is_named_and_the_next_one_is_decoded():
+    decoders, image = image_decoder.ImageDecoders(1), encoded(PIL.Image.new("RGB", (6000, 6000)))
+    small = decoders.decode(encoded(picture(56, 84)))
+    assert (small.width, small.height) == (56, 84)
+    decoders._time_limit_s = 0.05
+    with pytest.raises(ValueError, match=r"takes more than 0.05 s to decode: scale it down"):
+        decoders.decode(image)
+    decoders._time_limit_s = 60
+    assert decoders.decode(encoded(picture(56, 84))) == small
+    decoders.close()
+
+
+def test_image_that_ends_its_process_is_named():
+    decoders = image_decoder.ImageDecoders(1)
+    assert decoders.decode(encoded(picture(56, 56))).width == 56
+    (process,) = decoders._free.queue
+    process.kill()
+    process.wait()
+    assert decoders.decode(encoded(picture(56, 56))).width == 56  # by another one
+    (process,) = decoders._free.queue
+    process.send_signal(signal.SIGSTOP)
+    threading.Timer(0.2, process.kill).start()
+    with pytest.raises(ValueError, match=r"cannot be read as an image \(its process ended with code -9\)"):
+        decoders.decode(encoded(picture(56, 56)))
+    decoders.close()
+
+
+def test_memory_of_a_decoder_is_bounded():
+    """The program itself, with a limit that its imports fit and the picture does not."""
+    program = (
+        "import sys; from slimrl.rollout.dataset import image_decoder as one; "
+        "one.MEMORY_LIMIT_BYTES = 300 << 20; one.main(sys.stdin.buffer, sys.stdout.buffer)"
+    )
+    file = encoded(PIL.Image.new("L", (10000, 9000)))  # 270 MB in RGB
+    done = subprocess.run(
+        [sys.executable, "-c", program], input=b"%d\n" % len(file) + file, capture_output=True, timeout=60, check=True
+    )
+    assert b"cannot be read as an image (MemoryError" in done.stdout
 
 
 def test_template_without_images_is_an_error(folder, tokenizer):
