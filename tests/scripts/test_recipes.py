@@ -120,6 +120,9 @@ def test_kto_recipe_learns_the_labels_of_unseen_answers_on_the_cpu(tmp_path):
     shutil.rmtree(folder)
 
 
+SHORT = ["--num-rollout", "10", "--eval-interval", "5"]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
@@ -127,9 +130,9 @@ def test_kto_recipe_learns_the_labels_of_unseen_answers_on_the_cpu(tmp_path):
     [
         ("run-qwen2.5-VL-3B-geo3k", []),
         ("run-qwen2.5-VL-3B-geo3k", ["--lora-rank", "16", "--lr", "3e-3"]),
-        ("run-qwen2.5-VL-3B-geo3k", ["--multimodal-keys", '{"video": "videos"}']),
-        ("run-qwen2.5-VL-3B-geo3k-multi-turn", []),
-        ("run-qwen3-VL-30B-A3B-geo3k", []),
+        ("run-qwen2.5-VL-3B-geo3k", ["--multimodal-keys", '{"video": "videos"}', *SHORT]),
+        ("run-qwen2.5-VL-3B-geo3k-multi-turn", SHORT),
+        ("run-qwen3-VL-30B-A3B-geo3k", SHORT),
     ],
     ids=["tower and decoder", "adapters of the decoder", "films", "several turns", "experts"],
 )
