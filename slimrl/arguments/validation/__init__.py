@@ -223,7 +223,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
     lora.lora_load_is_of_this_model,
     lora.engines_can_load_adapters,
     lora.lora_name_is_of_an_adapter,
-    true_on_policy.true_on_policy_is_in_float32,
+    true_on_policy.true_on_policy_has_a_precision,
     true_on_policy.true_on_policy_knows_the_model,
     true_on_policy.true_on_policy_adds_in_one_order,
     true_on_policy.true_on_policy_engines_compute_alike,
