@@ -83,6 +83,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
     critic.critic_has_weights,
     critic.critic_model_has_its_shape,
     critic.critic_is_saved_apart,
+    critic.critic_alpha_has_a_rank,
     critic.critic_overrides_have_an_effect,
     critic.critic_schedule_is_complete,
     critic.critic_fits_its_gpus,
