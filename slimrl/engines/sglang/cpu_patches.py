@@ -379,13 +379,15 @@ def fork_children() -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs `slimrl.engines.sglang.entry server`, with the patches and defaults for the CPU if there is no CUDA."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    batch_invariant = BATCH_INVARIANT in words
-    words = [word for word in words if word != BATCH_INVARIANT]
+    given = list(sys.argv[1:] if argv is None else argv)
+    words = [word for word in given if word != BATCH_INVARIANT]
     if install():
+        from slimrl.engines.sglang.operators import speculation
+
         with uncollected():
+            speculation.install(words)
             patch()
-            if batch_invariant:
+            if BATCH_INVARIANT in given:
                 patch_operators()
             if ADAPTERS in words:
                 patch_adapters()
