@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from slimrl.arguments.dry_run.plan import Plan, option_words
-from slimrl.arguments.engine_groups import DECODE, PREFILL, group_flags
+from slimrl.arguments.engine_groups import DECODE, PREFILL, draft_folder, group_flags
 from slimrl.arguments.hf_config import served_models
 from slimrl.arguments.namespace import Arguments
 
@@ -79,6 +79,8 @@ def _flags_of_servers(plan: Plan) -> Iterator[str]:
     """The flags that all servers have or, with groups, those of each group."""
     if not plan.args.server_models:
         yield f"each with: {_flags(plan.args)}"
+        if (draft := draft_folder(plan.args.sglang_options)) is not None:
+            yield f"in each a draft model, {draft}, which is frozen: weight updates do not reach it"
         return
     for model in plan.args.server_models:
         for number, group in enumerate(model.groups):
@@ -89,6 +91,8 @@ def _flags_of_servers(plan: Plan) -> Iterator[str]:
                 continue
             servers = f"server {names[0]}" if len(names) == 1 else f"servers {names[0]} to {names[-1]}"
             updates = "gets the weight updates" if model.update_weights else "frozen, with a router of its own"
+            if draft_folder(group_flags(plan.args, model, group).sglang_options) is not None:
+                updates += ", with a frozen draft model"
             role = f" --disaggregation-mode {group.worker_type}" if group.worker_type in (PREFILL, DECODE) else ""
             yield f"{which}: {servers}, {updates}, with: {_flags(group_flags(plan.args, model, group))}{role}"
 

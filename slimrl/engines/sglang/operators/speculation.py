@@ -1,13 +1,13 @@
 """Speculative decoding with a draft model on a CPU without SGLang's compiled kernels.
 
-A draft model proposes a chain of tokens for each request (`--speculative-eagle-topk 1`), and the served model checks the
-chain in one pass. SGLang's scheduler, workers and memory do this; this module has what they take from compiled kernels
-and from attention for AMX: slots of the chain in the cache, the tokens that are kept, and attention of several new
-tokens behind a cached prefix. `install` is called by `cpu_patches` in the server's process if it has a draft model.
+A draft model proposes a chain of tokens for each request (`--speculative-eagle-topk 1`), and the served model checks
+the chain in one pass. SGLang's scheduler, workers and memory do this; this module has what they take from compiled
+kernels and from attention for AMX: slots of the chain in the cache, the tokens that are kept, and attention of several
+new tokens behind a cached prefix. `install` is called by `cpu_patches` in the server's process if it has a draft model.
 
 SGLang checks greedily on a CPU, whatever a request asks for. Here every token of the chain is sampled from the served
-model as without a draft, by SGLang's own sampler with the request's seed and the token's position, and the chain is kept
-up to the first token that differs. So a request gets the tokens that it would get without a draft.
+model as without a draft, by SGLang's own sampler with the request's seed and the token's position, and the chain is
+kept up to the first token that differs. So a request gets the tokens that it would get without a draft.
 """
 
 from __future__ import annotations
@@ -162,7 +162,9 @@ def with_verification(own: Callable[..., torch.Tensor]) -> Callable[..., torch.T
     """`forward_extend` of the torch-native backend, to which a batch that checks drafts does not tell its lengths."""
 
     @functools.wraps(own)
-    def forward_extend(self: Any, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, *rest: Any, **named: Any) -> Any:
+    def forward_extend(
+        self: Any, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, *rest: Any, **named: Any
+    ) -> Any:
         if forward_batch.forward_mode.is_target_verify():
             tokens = forward_batch.spec_info.draft_token_num
             prefix, forward_batch = forward_batch.seq_lens, copy.copy(forward_batch)
@@ -182,7 +184,9 @@ def draft_backend(native: type[Any]) -> type[Any]:
 
         lengths: torch.Tensor  # of the requests, with the tokens before
 
-        def forward_decode(self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, *rest: Any, **named: Any) -> Any:
+        def forward_decode(
+            self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, *rest: Any, **named: Any
+        ) -> Any:
             batch = copy.copy(forward_batch)
             batch.seq_lens = self.lengths
             return super().forward_decode(q, k, v, layer, batch, *rest, **named)
@@ -234,7 +238,9 @@ def install(words: Sequence[str]) -> None:
 
     # SGLang's tables of the attention of draft models lack its torch-native one
     DraftBackendFactory.create_decode_backend = of_decoding
-    DraftBackendFactory.create_draft_extend_backend = lambda self: _named(TorchNativeAttnBackend(self.draft_model_runner))
+    DraftBackendFactory.create_draft_extend_backend = lambda self: _named(
+        TorchNativeAttnBackend(self.draft_model_runner)
+    )
     eagle_worker_common.eagle_sample = sampled(eagle_worker_common.eagle_sample, draw)
 
 
