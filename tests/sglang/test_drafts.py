@@ -1,4 +1,4 @@
-"""A server with a draft model beside one without: equal tokens, before and after a weight update that skips the draft."""
+"""A server with a draft model beside one without: equal tokens, before and after an update that skips the draft."""
 
 from __future__ import annotations
 
