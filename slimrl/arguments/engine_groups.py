@@ -275,6 +275,10 @@ def resolve_server_models(args: Arguments, passthrough: PassthroughTables) -> li
         args.server_models, problems = read_server_models(
             args.sglang_config, hf_checkpoint=args.hf_checkpoint, per_engine=size, passthrough=passthrough
         )
+        frozen = (model for model in args.server_models if not model.update_weights)
+        paths = {model.name: model.model_path or args.hf_checkpoint for model in frozen}
+        words = args.opd_teacher_models  # a teacher that is a frozen model of the file is its name alone
+        args.opd_teacher_models = words and [f"{one}={paths[one]}" if one in paths else one for one in words]
         return problems
     if args.prefill_num_servers and args.rollout_num_gpus:
         prefill = args.prefill_num_servers * size
