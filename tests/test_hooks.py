@@ -129,7 +129,8 @@ NOT_CALLABLE = "cannot be called as needed"
             hooks.CustomReward,
             "module slimrl.compatibility.rollout_helpers has no reward_func_route_by_domain: teachers by domain are"
             " --opd-teacher-models NAME ... with --opd-teacher-key domain here, which name frozen models of"
-            " --sglang-config (or NAME=FOLDER, on GPUs beside those of --rollout-num-gpus): give these and --rm-type zero",
+            " --sglang-config (or NAME=FOLDER, on GPUs beside those of --rollout-num-gpus): give these and --rm-type"
+            " zero",
         ),
         ("slimrl.nowhere.deep.judge", hooks.CustomReward, f"there is no module slimrl.nowhere: {NO_MODULE}"),
         ("MODULE.juge", hooks.CustomReward, "module MODULE has no juge: did you mean judge?"),

@@ -164,6 +164,8 @@ def one_model_is_the_policy(args: Arguments, context: Context) -> Iterator[Probl
                 f"model {model.name} is frozen (update_weights: false, or another model_path), and custom code asks for"
                 f" the policy by the name {model.name}: rename it, or give it update_weights: true",
             )
+        if not model.update_weights and model.name == "policy":
+            yield _said(args, "model policy is frozen, and the policy is the model that is trained: rename it")
         if model.update_weights and _other_path(args, model):
             yield _said(
                 args,
