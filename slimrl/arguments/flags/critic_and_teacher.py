@@ -50,6 +50,15 @@ class CriticArguments:
         " --actor-num-gpus-per-node)",
         at_least=1,
     )
+    critic_lora_rank: int | None = flag(
+        None,
+        "train LoRA adapters of this rank, and the head, in place of the critic's weights; those of --critic-load, else"
+        " of --ref-load, are their base (default: every weight is trained, also beside --lora-rank)",
+        above=0,
+    )
+    critic_lora_alpha: float | None = flag(
+        None, "scale of the critic's adapters, as --lora-alpha (default: their rank)", above=0
+    )
     megatron_config_path: str | None = flag(
         None,
         "YAML file of flags that policy or critic have for themselves (path), which override the command line:"
@@ -83,8 +92,9 @@ class DistillationArguments:
     )
     opd_teacher_models: list[str] | None = flag(
         None,
-        "several teachers of --opd-type sglang whose servers slimrl starts on GPUs of their own, as name=Hugging Face"
-        " folder; a prompt's is chosen as with --opd-teacher-urls",
+        "several teachers of --opd-type sglang whose servers slimrl starts, as name=Hugging Face folder on GPUs of"
+        " their own, or as the name of a frozen model of --sglang-config; a prompt's is chosen as with"
+        " --opd-teacher-urls",
         nargs="+",
     )
     opd_teacher_num_gpus: list[int] | None = flag(

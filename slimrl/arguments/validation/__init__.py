@@ -25,7 +25,7 @@ from slimrl.arguments.validation import (
     vision,
 )
 from slimrl.arguments.validation.adapters import lora
-from slimrl.arguments.validation.engines import engine, groups, servers
+from slimrl.arguments.validation.engines import drafts, engine, groups, servers
 from slimrl.arguments.validation.exactness import routing_replay, true_on_policy
 from slimrl.arguments.validation.kernels import fused
 
@@ -83,6 +83,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
     critic.critic_has_weights,
     critic.critic_model_has_its_shape,
     critic.critic_is_saved_apart,
+    critic.critic_alpha_has_a_rank,
     critic.critic_overrides_have_an_effect,
     critic.critic_schedule_is_complete,
     critic.critic_fits_its_gpus,
@@ -114,6 +115,10 @@ TRAINING_RULES: tuple[Rule, ...] = (
     servers.engine_attention_copies_divide,
     servers.engine_experts_divide,
     servers.engine_context_holds_a_sample,
+    drafts.draft_models_can_be_served,
+    drafts.drafts_are_accepted_by_their_probability,
+    drafts.files_are_for_the_policy_alone,
+    drafts.roles_have_one_draft_model,
     groups.groups_have_engines_of_the_run,
     groups.prefill_leaves_gpus_to_decode,
     groups.caches_are_sent_by_one_backend,
@@ -224,7 +229,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
     lora.lora_load_is_of_this_model,
     lora.engines_can_load_adapters,
     lora.lora_name_is_of_an_adapter,
-    true_on_policy.true_on_policy_is_in_float32,
+    true_on_policy.true_on_policy_has_a_precision,
     true_on_policy.true_on_policy_knows_the_model,
     true_on_policy.true_on_policy_adds_in_one_order,
     true_on_policy.true_on_policy_engines_compute_alike,

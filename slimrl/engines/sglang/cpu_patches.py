@@ -23,8 +23,8 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from slimrl.engines.sglang.entry import run_server
-from slimrl.engines.sglang.server_args import ADAPTERS, BATCH_INVARIANT, unused_model_modules, with_defaults
+from slimrl.engines.sglang.entry import BATCH_INVARIANT, run_server
+from slimrl.engines.sglang.server_args import ADAPTERS, unused_model_modules, with_defaults
 from slimrl.engines.sglang.versions import allow_shm_unpickling, module_with
 from slimrl.processes.child_process import uncollected
 
@@ -380,12 +380,13 @@ def fork_children() -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs `slimrl.engines.sglang.entry server`, with the patches and defaults for the CPU if there is no CUDA."""
     words = list(sys.argv[1:] if argv is None else argv)
-    batch_invariant = BATCH_INVARIANT in words
-    words = [word for word in words if word != BATCH_INVARIANT]
     if install():
+        from slimrl.engines.sglang.operators import speculation
+
         with uncollected():
+            speculation.install(words)
             patch()
-            if batch_invariant:
+            if BATCH_INVARIANT in words:
                 patch_operators()
             if ADAPTERS in words:
                 patch_adapters()

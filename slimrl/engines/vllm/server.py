@@ -15,7 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from slimrl.engines.backend import PYTHON_OPTION
-from slimrl.engines.http import EXTERNAL_ENGINES, KEY_OPTION, call, decode_as, is_reachable, key_environment
+from slimrl.engines.http import (
+    EXTERNAL_ENGINES,
+    IDLE_CONNECTION_S,
+    KEY_OPTION,
+    call,
+    decode_as,
+    is_reachable,
+    key_environment,
+)
 from slimrl.engines.protocol import EngineError, EngineUnsupportedError
 from slimrl.engines.server_protocol import WHOLE_SERVER, NodePart, ServerLaunch
 from slimrl.engines.sglang import external_server_check as sglang
@@ -201,6 +209,7 @@ def server_environment(launch: ServerLaunch, inherited: Mapping[str, str]) -> di
     PYTHONPATH has only the modules for vLLM's environment, not those of this one.
     """
     common = {"PYTHONPATH": str(ENVIRONMENT), "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    common |= {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(IDLE_CONNECTION_S)}
     common |= network_environment(launch.network, inherited)
     if not launch.cuda:
         return common | {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}

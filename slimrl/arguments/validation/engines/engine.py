@@ -107,7 +107,7 @@ def _updates_engines(args: Arguments, context: Context) -> bool:
 
 
 def disk_transport_has_a_folder(args: Arguments, context: Context) -> Iterator[Problem]:
-    """The disk transport has a folder, and only the disk transport has one; the files are of the model alone."""
+    """The disk transport has a folder, and only the disk transport has one."""
     if args.update_weight_transport == "disk" and args.update_weight_disk_dir is None:
         yield Problem(
             "--update-weight-disk-dir", "--update-weight-transport disk needs --update-weight-disk-dir: give a folder."
@@ -117,13 +117,6 @@ def disk_transport_has_a_folder(args: Arguments, context: Context) -> Iterator[P
             "--update-weight-disk-dir",
             f"--update-weight-disk-dir {args.update_weight_disk_dir} is used by --update-weight-transport disk only:"
             " add it, or leave the folder out.",
-        )
-    whole = args.update_weight_transport == "disk" and args.update_weight_mode == "full"
-    if whole and args.sglang_options.get("speculative_algorithm") not in (None, "NGRAM"):
-        yield Problem(
-            "--update-weight-transport",
-            "--update-weight-transport disk makes SGLang load the files into the draft model of"
-            " --sglang-speculative-algorithm too: leave one of them out.",
         )
 
 
