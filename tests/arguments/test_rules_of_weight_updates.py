@@ -199,3 +199,6 @@ def test_files_of_a_weight_update_are_not_loaded_into_a_draft_model(algorithm, r
         " --sglang-speculative-algorithm too: leave one of them out."
     )
     assert (sentence in [problem.sentence for problem in problems]) is refused
+    changes = "--bf16 --update-weight-mode delta --update-weight-local-checkpoint-dir local"
+    _, problems = read_args(recipe.line(f"{more} {changes}"), passthrough={"sglang": server_flags})
+    assert sentence not in [problem.sentence for problem in problems]  # slimrl's loader leaves the draft model alone
