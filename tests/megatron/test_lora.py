@@ -46,7 +46,6 @@ LAYOUTS: dict[str, tuple[Layout, str]] = {
     "EP2, distributed optimizer": (Layout(2, EP2 | SPREAD), "MoE"),
     "ETP2 TP2 SP": (Layout(2, ETP2), "MoE"),
     "ETP2 TP2 SP, distributed optimizer": (Layout(2, ETP2 | SPREAD), "MoE"),
-    "ETP2 TP2 SP EP2, packed": (Layout(4, ETP2 | EP2 | DYNAMIC), "MoE"),
     "PP2 virtual, DP2, overlapped": (Layout(4, VIRTUAL | OVERLAP, 4), "dense"),
     "TP2 SP PP2": (Layout(4, TP2_SP | PP2), "dense"),
     "1 rank, latent attention, recompute mla_up_proj": (Layout(1, selective("mla_up_proj")), "MLA"),
