@@ -42,7 +42,9 @@ CASES = {
     "fp32, post norms": dict(post_self_attn_layernorm=True, post_mlp_layernorm=True),
 }
 SOME = ["q_proj", "v_proj", "down_proj"]
-DIVIDED = dict(expert_model_parallel_size=1, expert_tensor_parallel_size=2)
+DIVIDED = dict(
+    tensor_model_parallel_size=2, sequence_parallel=True, expert_model_parallel_size=1, expert_tensor_parallel_size=2
+)
 ADAPTERS = {  # beside weights that are not trained
     "fp32, adapters": dict(lora_rank=3),
     "bf16, distributed, adapters": dict(bf16=True, **ALIGNED, lora_rank=64),
