@@ -162,18 +162,22 @@ def shares_of(engines: int, ranks: int, *, before: bool) -> list[int]:
     return [len(range(rank, engines, callers)) for rank in range(callers)]
 
 
-def updates(engines: int, weights: float, control: float, loads: float) -> dict[str, float]:
-    """Seconds of a weight update by each transport; `loads` are those of the calls that make engines read files."""
+def updates(engines: int, weights: float, control: float, loads: float, announcers: Sequence[int]) -> dict[str, float]:
+    """Seconds of a weight update by each transport; `loads` are those of the calls that make engines read files.
+
+    `announcers` are the engines that each rank tells of a bucket of a broadcast.
+    """
     costs, cluster = Costs(), Cluster()
-    announced = calls_of_ranks([engines], costs, rounds=1)  # one call of rank 0 to every engine
+    by_zero = calls_of_ranks([engines], costs, rounds=1)  # one call of rank 0 to every engine
+    announced = calls_of_ranks(announcers, costs, rounds=1)
     buckets = math.ceil(weights / BUCKET)
     changed = CHANGED * weights  # to every engine, from rank 0
     files = weights / cluster.storage_write + engines * weights / cluster.storage_read
     return {
         "shared": control + buckets * (costs.rank_call + costs.engine_call) + weights / cluster.gpu_copy,
         "broadcast": control + buckets * max(announced, 2 * BUCKET / cluster.network),
-        "p2p": control + announced + weights / cluster.network,
-        "delta": control + max(buckets * announced, engines * changed / cluster.network),
+        "p2p": control + by_zero + weights / cluster.network,
+        "delta": control + max(buckets * by_zero, engines * changed / cluster.network),
         "disk": control + loads + files,
     }
 
@@ -193,7 +197,7 @@ def model(engines: int, weights: float, samples_per_engine: int, *, before: bool
         1e6 * rollout(samples, costs) / samples,
         7 * engines + 2 * samples + 3 * ranks,
         control,
-        updates(engines, weights, control, loads),
+        updates(engines, weights, control, loads, shares),
         (ranks * costs.driver_rank_bytes + samples * costs.manager_sample_bytes) / GIB,
     )
 

@@ -75,14 +75,16 @@ def test_model_of_many_engines_gives_the_measured_seconds_that_it_was_not_fitted
     assert len(rows) == 12 and all(0.65 < float(row[-1]) < 1.35 for row in rows)
 
 
-def test_driver_and_control_cost_as_much_per_engine_with_4096_as_with_64(monkeypatch):
+def test_driver_control_and_broadcast_cost_as_much_with_4096_engines_as_with_64(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
     model = importlib.import_module("scale_model").model
     few, many = (model(engines, 2**30, 8, before=False) for engines in (64, 4096))
     assert many.driver_us <= few.driver_us and many.control_s <= few.control_s * 1.01
     assert many.manager_us <= few.manager_us * 1.01
+    assert many.updates["broadcast"] <= few.updates["broadcast"] * 1.01
     before = model(4096, 2**30, 8, before=True)
     assert before.driver_us > 50 * many.driver_us and before.control_s > 50 * many.control_s
+    assert before.updates["broadcast"] > 20 * many.updates["broadcast"]
 
 
 def test_every_benchmark_of_the_set_exists(run):

@@ -128,8 +128,9 @@ NOT_CALLABLE = "cannot be called as needed"
             "slime.rollout.on_policy_distillation.reward_func_route_by_domain",
             hooks.CustomReward,
             "module slimrl.compatibility.rollout_helpers has no reward_func_route_by_domain: teachers by domain are"
-            " --opd-teacher-models NAME=FOLDER ... with --opd-teacher-key domain here, on GPUs beside those of"
-            " --rollout-num-gpus: leave them out of --sglang-config, and give --rm-type zero",
+            " --opd-teacher-models NAME ... with --opd-teacher-key domain here, which name frozen models of"
+            " --sglang-config (or NAME=FOLDER, on GPUs beside those of --rollout-num-gpus): give these and --rm-type"
+            " zero",
         ),
         ("slimrl.nowhere.deep.judge", hooks.CustomReward, f"there is no module slimrl.nowhere: {NO_MODULE}"),
         ("MODULE.juge", hooks.CustomReward, "module MODULE has no juge: did you mean judge?"),

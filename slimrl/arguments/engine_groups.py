@@ -39,7 +39,10 @@ if TYPE_CHECKING:
 FLAG = "--sglang-config"
 REGULAR, PREFILL, DECODE, PLACEHOLDER = "regular", "prefill", "decode", "placeholder"
 WORKER_TYPES = (REGULAR, PREFILL, DECODE, PLACEHOLDER)
-_NOT_SERVED = ("encoder",)  # slime's other types
+_NOT_SERVED = {  # with what to do instead
+    "encoder": f"a model's own servers encode images; use {REGULAR}",
+    "draft": "a draft model is in the policy's servers; give speculative_draft_model_path in overrides of their group",
+}
 POLICY_NAMES = ("default", "actor")  # slime's names of the policy, under which custom code asks for it
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _MODEL_KEYS = ("name", "model_path", "update_weights", "num_gpus_per_engine", "server_groups", "engine_groups")
@@ -174,8 +177,7 @@ class _Reader:
         worker_type = entry.get("worker_type", REGULAR)
         if worker_type in _NOT_SERVED:
             self.complaints.append(
-                f"{where} has worker_type {worker_type}, which is unsupported: a model's own servers encode images;"
-                f" use {REGULAR}"
+                f"{where} has worker_type {worker_type}, which is unsupported: {_NOT_SERVED[worker_type]}"
             )
         elif worker_type not in WORKER_TYPES:
             self.complaints.append(
@@ -273,6 +275,10 @@ def resolve_server_models(args: Arguments, passthrough: PassthroughTables) -> li
         args.server_models, problems = read_server_models(
             args.sglang_config, hf_checkpoint=args.hf_checkpoint, per_engine=size, passthrough=passthrough
         )
+        frozen = (model for model in args.server_models if not model.update_weights)
+        paths = {model.name: model.model_path or args.hf_checkpoint for model in frozen}
+        words = args.opd_teacher_models  # a teacher that is a frozen model of the file is its name alone
+        args.opd_teacher_models = words and [f"{one}={paths[one]}" if one in paths else one for one in words]
         return problems
     if args.prefill_num_servers and args.rollout_num_gpus:
         prefill = args.prefill_num_servers * size
@@ -313,6 +319,14 @@ def policy_groups(args: Arguments) -> list[ServerGroup]:
     return [
         group for model in served_by_engines(args) if model.update_weights for group in model.groups if group.servers
     ]
+
+
+DRAFT_ALGORITHM, DRAFT_PATH = "speculative_algorithm", "speculative_draft_model_path"
+
+
+def draft_folder(options: Mapping[str, Any]) -> str | None:
+    """The folder of the draft model in servers with these options, which gets no weight updates; None without one."""
+    return options.get(DRAFT_PATH) if options.get(DRAFT_ALGORITHM) is not None else None
 
 
 TRANSFER_OPTION, DEFAULT_TRANSFER = "disaggregation_transfer_backend", "mooncake"

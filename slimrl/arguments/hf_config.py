@@ -174,6 +174,14 @@ class RewardModelConfig:
         return None if self.labels in (1, 2) else f"has {self.labels} labels, and a process reward model has one or two"
 
 
+def teachers_of_groups(args: Arguments) -> set[str]:
+    """The teachers of --opd-teacher-models that are frozen models of --sglang-config, with its servers and router."""
+    frozen = {
+        model.name: model.model_path or args.hf_checkpoint for model in args.server_models if not model.update_weights
+    }
+    return {name for name, folder in args.opd_teacher_folders.items() if frozen.get(name) == folder}
+
+
 def starts_reward_servers(args: Arguments) -> bool:
     """Whether slimrl starts the servers of the reward model or teachers: a folder is given, and no address.
 
@@ -181,7 +189,8 @@ def starts_reward_servers(args: Arguments) -> bool:
     """
     for_training = args.has_served_teacher or args.rm_step_separator is not None
     used = not args.debug_train_only and not (for_training and args.eval_only)
-    has_folder = args.rm_model is not None or (args.has_served_teacher and bool(args.opd_teacher_models))
+    own = set(args.opd_teacher_folders) - teachers_of_groups(args)
+    has_folder = args.rm_model is not None or (args.has_served_teacher and bool(own))
     return has_folder and args.rm_url is None and args.opd_teacher_urls is None and used
 
 
@@ -205,7 +214,8 @@ def served_models(args: Arguments) -> tuple[ServedModel, ...]:
         return ()
     if args.rm_model is not None:
         return (ServedModel("", args.rm_model, args.rm_num_gpus, args.rm_num_gpus_per_engine),)
-    folders = args.opd_teacher_folders
+    in_groups = teachers_of_groups(args)
+    folders = {name: folder for name, folder in args.opd_teacher_folders.items() if name not in in_groups}
     gpus = args.opd_teacher_num_gpus or [args.rm_num_gpus] * len(folders)
     sizes = args.opd_teacher_num_gpus_per_engine or [args.rm_num_gpus_per_engine] * len(folders)
     parts = zip(folders.items(), gpus, sizes, strict=False)  # a rule compares the lengths

@@ -21,7 +21,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slimrl.arguments import Arguments
-from slimrl.arguments.engine_groups import frozen_places, policy_places
+from slimrl.arguments.engine_groups import draft_folder, frozen_places, group_flags, policy_places
 from slimrl.arguments.hf_config import reward_gpus
 from slimrl.cluster.ray_session import InsufficientGpusError
 
@@ -55,6 +55,7 @@ class PlacementPlan:
     policy_servers: tuple[range, ...] | None = None
     frozen_servers: tuple[range, ...] = ()
     frozen_names: tuple[str, ...] = ()  # the model of each
+    drafts: int = 0  # servers of the policy with a draft model
 
     @property
     def engine_ranges(self) -> tuple[range, ...]:
@@ -76,7 +77,9 @@ class PlacementPlan:
         critic = f", {len(self.critic)} critic workers" if self.critic else ""
         counts = Counter(self.frozen_names)
         frozen = [f"{_servers(count)} of the frozen model {name}" for name, count in counts.items()]
-        none = f"; {', '.join(frozen)}, which {'gets' if len(counts) == 1 else 'get'} no weight updates"
+        if self.drafts:
+            frozen.append(f"a draft model in {_servers(self.drafts)} of the policy")
+        none = f"; {', '.join(frozen)}, which {'gets' if len(frozen) == 1 else 'get'} no weight updates"
         return f"{len(self.train)} train workers{critic} and {len(self.rollout)} rollout GPUs{none if frozen else ''}"
 
 
@@ -98,7 +101,8 @@ def plan_gpus(args: Arguments) -> PlacementPlan:
     others = max(critic.stop, first + rollout)
     reward = reward_gpus(args, others)
     total = max(others, *(servers.stop for servers in reward), 0)
-    policy = tuple(place.gpus for place in policy_places(args, first))
+    policy = policy_places(args, first)
+    options = [group_flags(args, place.model, place.group).sglang_options for place in policy]
     frozen = frozen_places(args, first)
     return PlacementPlan(
         total,
@@ -107,9 +111,10 @@ def plan_gpus(args: Arguments) -> PlacementPlan:
         per_engine,
         reward,
         critic,
-        policy,
+        tuple(place.gpus for place in policy),
         tuple(place.gpus for place in frozen),
         tuple(place.model.name for place in frozen),
+        sum(draft_folder(one) is not None for one in options),
     )
 
 

@@ -46,8 +46,9 @@ _INSTEAD = {
     ),
     "icepop_function": "IcePop is --use-tis --tis-mode mask here: leave --custom-tis-function-path out",
     "reward_func_route_by_domain": (
-        "teachers by domain are --opd-teacher-models NAME=FOLDER ... with --opd-teacher-key domain here, on GPUs beside"
-        " those of --rollout-num-gpus: leave them out of --sglang-config, and give --rm-type zero"
+        "teachers by domain are --opd-teacher-models NAME ... with --opd-teacher-key domain here, which name frozen"
+        " models of --sglang-config (or NAME=FOLDER, on GPUs beside those of --rollout-num-gpus): give these and"
+        " --rm-type zero"
     ),
     "slime_plugins": "the layers of every family are slimrl's own: leave --spec out",
 }

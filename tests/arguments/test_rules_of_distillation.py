@@ -127,7 +127,8 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             ),
             (
                 f"{SERVED} --opd-teacher-models default={{dir}}/served code",
-                "--opd-teacher-models code is not a name and a folder: write name=folder.",
+                "--opd-teacher-models code is not a name and a folder: write name=folder, or name a frozen model of"
+                " --sglang-config.",
             ),
             (
                 f"{SERVED_TEACHERS} --opd-teacher-num-gpus 4",

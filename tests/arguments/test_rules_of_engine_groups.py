@@ -150,6 +150,11 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str, str]]]] = {
                 " policy by the name actor: rename it, or give it update_weights: true.",
             ),
             (
+                file(actor(ONE), JUDGE.replace("judge", "policy")),
+                "",
+                "model policy is frozen, and the policy is the model that is trained: rename it.",
+            ),
+            (
                 file(actor(ONE, TWO, more="model_path: DIR/hf2, update_weights: true, ")),
                 "",
                 "model actor has model_path DIR/hf2 and gets the weight updates, and the policy's servers start from"

@@ -70,14 +70,11 @@ GROUPS = {
       - {worker_type: prefill, num_gpus: 4, num_gpus_per_engine: 2, overrides: {chunked_prefill_size: 8192}}
       - {worker_type: decode, num_gpus: 2, num_gpus_per_engine: 1, overrides: {mem_fraction_static: 0.88}}
 """,
-    "student": """sglang:
-  - {name: student, server_groups: [{worker_type: regular, num_gpus: 2, num_gpus_per_engine: 1}]}
-""",
     "teachers": """sglang:
   - name: student
     update_weights: true
     server_groups: [{worker_type: regular, num_gpus: 2, num_gpus_per_engine: 1}]
-  - {name: stem, model_path: DATA/hf2, update_weights: false, server_groups: [{worker_type: regular, num_gpus: 1}]}
+  - {name: dapo-math-17k, model_path: DATA/hf2, update_weights: false, server_groups: [{num_gpus: 1}]}
   - {name: tool, model_path: DATA/hf2, update_weights: false, server_groups: [{worker_type: regular, num_gpus: 1}]}
 """,
 }
@@ -167,8 +164,7 @@ RECIPES: dict[str, Recipe] = {
  --custom-reward-post-process-path slime.rollout.on_policy_distillation.post_process_rewards""",
         entry="train_async.py",
         refused=("--custom-rm-path",),
-        instead="--rm-type zero --rollout-num-gpus 2 --opd-teacher-models default={data}/hf tool={data}/hf"
-        " --opd-teacher-key domain --sglang-config {data}/student.yaml",
+        instead="--rm-type zero --opd-teacher-models dapo-math-17k tool --opd-teacher-key domain",
     ),
     "PPO, colocated, with a file of roles": Recipe(
         "qwen3-4B",

@@ -136,6 +136,39 @@ def test_student_learns_from_the_top_tokens_of_a_teacher_on_a_server(tiny, teach
         assert torch.allclose(expected.gather(1, ids).sort(dim=1, descending=True).values, expected.topk(5).values)
 
 
+GROUPS = """sglang:
+  - {name: actor, server_groups: [{worker_type: regular, num_gpus: 1}]}
+  - {name: sums, model_path: TEACHER, server_groups: [{worker_type: regular, num_gpus: 2}]}
+  - {name: same, update_weights: false, server_groups: [{worker_type: regular, num_gpus: 1}]}
+"""
+
+
+def test_frozen_models_of_the_groups_teach_the_prompts_of_their_files(tiny, teacher, tmp_path):
+    """As below; the teachers are servers of --sglang-config, the first one two of them behind its router."""
+    rows = (tiny.folder / "train.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "sums.jsonl").write_text("".join(rows[:400]))
+    (tmp_path / "same.jsonl").write_text("".join(rows[400:800]))
+    (tmp_path / "groups.yaml").write_text(GROUPS.replace("TEACHER", str(teacher)))
+    own = {
+        "opd_type": "sglang",
+        "opd_teacher_models": ["sums", "same"],
+        "sglang_config": tmp_path / "groups.yaml",
+        "prompt_data": [f"{tmp_path}/sums.jsonl=0.5", f"{tmp_path}/same.jsonl=0.5"],
+    }
+    line = flags(tiny, tmp_path, num_rollout=2, **own)
+    line[line.index("--rollout-num-gpus") + 1] = "4"
+    line.remove("--colocate")
+    done = harness.start("train.py", line, tmp_path, "groups", tiny.home).finish(200)
+    assert reverse_kls(done)[0] > 0.03
+    assert done.steps("rollout/teacher/sums/opd_reverse_kl")[0] > 0.05
+    assert abs(done.steps("rollout/teacher/same/opd_reverse_kl")[0]) < 1e-4
+    assert "2 servers of the frozen model sums, 1 server of the frozen model same, which get no weight" in done.output
+    logs = {path.name for path in (done.run_dir / "logs").iterdir()}
+    assert {"sglang_sums-1.log", "sglang_same-0.log", "router_sums.log"} <= logs
+    asked = [(done.run_dir / "logs" / f"sglang_sums-{n}.log").read_text().count("POST /generate") for n in range(2)]
+    assert min(asked) > 16
+
+
 def test_prompts_of_two_files_are_taught_by_two_teachers_that_the_run_starts(tiny, teacher, tmp_path):
     """The student itself teaches the rows of one file, which gives a divergence near 0."""
     rows = (tiny.folder / "train.jsonl").read_text().splitlines(keepends=True)

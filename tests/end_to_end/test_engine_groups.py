@@ -127,6 +127,33 @@ def test_every_server_of_every_group_has_every_update_and_the_frozen_model_none(
     assert not all(answers), "the judge answers as the policy does: the test cannot tell them apart"
 
 
+# the second group has the policy's first weights as draft model, and two ranks
+ONE_DRAFTS = """sglang:
+  - name: actor
+    server_groups:
+      - {worker_type: regular, num_gpus: 1, num_gpus_per_engine: 1}
+      - worker_type: regular
+        num_gpus: 2
+        num_gpus_per_engine: 2
+        overrides: {speculative_algorithm: STANDALONE, speculative_draft_model_path: DRAFT}
+"""
+
+
+def test_group_with_a_draft_model_samples_the_tokens_of_groups_without_over_weight_updates(tiny, tmp_path):
+    dump = {"save_debug_rollout_data": tmp_path / "{rollout_id}.jsonl", "actor_num_gpus_per_node": 1}
+    sampled, rates = [], []
+    for text in (TWO_SIZES, ONE_DRAFTS.replace("DRAFT", str(tiny.model))):
+        done = finish(tiny, tmp_path, text, rollout_num_gpus=3, num_rollout=4, **dump)
+        assert_on_policy(done, 4)
+        samples = [sample for rollout in range(4) for sample in read_dump(tmp_path / f"{rollout}.jsonl").samples]
+        sampled.append([sample.tokens for sample in samples])
+        rates.append(done.steps("rollout/spec_accept_rate") if text is not TWO_SIZES else [])
+    assert sampled[0] == sampled[1]
+    assert "a draft model in 1 server of the policy, which gets no weight updates" in done.output
+    # drafts are those of the first weights: all are right at first, and fewer later
+    assert rates[1][0] == max(rates[1]) > 0.9 > rates[1][-1] > 0
+
+
 def test_death_of_a_frozen_model_ends_the_run_with_its_name(tiny, tmp_path):
     judge = shutil.copytree(tiny.model, tmp_path / "judge")
     text = with_judge(TWO_SIZES.replace("2, num_gpus_per_engine: 2, overrides: {max_running_requests: 16}", "1"), judge)

@@ -19,6 +19,7 @@ import pytest
 from slimrl.engines.backend import ENGINES, SGLANG, VLLM, backend
 from slimrl.engines.protocol import EngineError, EngineRequestError
 from slimrl.engines.server_protocol import ServerLaunch
+from tests.tools.converting import run_tool
 
 pytestmark = pytest.mark.slow
 PYTHON = os.environ.get("SLIMRL_VLLM_PYTHON")
@@ -28,6 +29,12 @@ OPTIONS: dict[str, dict[str, Any]] = {SGLANG: {"disable_radix_cache": True}, VLL
 TEMPLATE = (
     "{% for message in messages %}{{ message.content }}{% endfor %}"
     "{% if enable_thinking is defined and not enable_thinking %}==={% endif %}"
+)
+
+MODEL_FLAGS = (
+    "--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --group-query-attention"
+    " --num-query-groups 2 --kv-channels 32 --vocab-size 64 --normalization RMSNorm --norm-epsilon 1e-6"
+    " --rotary-base 10000 --swiglu --disable-bias-linear --qk-layernorm"
 )
 
 
@@ -66,6 +73,7 @@ class Served:
     model: Path
     server: Any
     router: Any
+    replicas: int = 1  # of the model in the server
 
     def control(self) -> Any:
         """The control of the server."""
@@ -92,16 +100,41 @@ class Served:
         control.continue_()
 
 
-@pytest.fixture(scope="module", params=sorted(ENGINES))
-def served(request, tmp_path_factory):
-    if request.param == VLLM and PYTHON is None:
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory) -> Path:
+    """The model as a user has it after training: to torch_dist, and from there to a Hugging Face folder."""
+    folder = tmp_path_factory.mktemp("exported")
+    origin = write_model(folder / "origin", 0)
+    for tool, words in (
+        (
+            "convert_hf_to_torch_dist.py",
+            (*MODEL_FLAGS.split(), "--hf-checkpoint", origin, "--save", folder / "torch_dist"),
+        ),
+        (
+            "convert_torch_dist_to_hf.py",
+            ("--input-dir", folder / "torch_dist", "--output-dir", folder / "model", "--origin-hf-dir", origin),
+        ),
+    ):
+        done = run_tool(tool, *words)
+        assert done.returncode == 0, done.stderr
+    return folder / "model"
+
+
+SERVERS = {name: (name, 1) for name in sorted(ENGINES)} | {f"{VLLM}, two replicas": (VLLM, 2)}
+
+
+@pytest.fixture(scope="module", params=SERVERS)
+def served(request, tmp_path_factory, exported):
+    name, replicas = SERVERS[request.param]
+    if name == VLLM and PYTHON is None:
         pytest.skip("SLIMRL_VLLM_PYTHON does not name the interpreter of an environment with vllm")
-    folder, engine = tmp_path_factory.mktemp(request.param), backend(request.param)
-    model = write_model(folder / "model", 0)
+    folder, engine = tmp_path_factory.mktemp(name), backend(name)
+    model = exported
     server = engine.server(
         model,
         log_path=folder / "server.log",
-        options=OPTIONS[request.param],
+        tensor_parallel_size=replicas,
+        options=OPTIONS[name] | ({"data_parallel_size": replicas} if replicas > 1 else {}),
         launch=ServerLaunch(cuda=False),
         key=KEY,
     )
@@ -113,7 +146,7 @@ def served(request, tmp_path_factory):
         router.wait_alive(60)
         router.add_worker(server.url)
         router.wait_ready(1, 60)
-        yield Served(request.param, model, server, router)
+        yield Served(name, model, server, router, replicas)
     finally:
         router.stop()
         server.stop()
@@ -121,6 +154,11 @@ def served(request, tmp_path_factory):
 
 def sampling(tokens: int, temperature: float = 1.0) -> dict[str, Any]:
     return {"max_new_tokens": tokens, "temperature": temperature, "ignore_eos": True, "sampling_seed": 3}
+
+
+async def four_at_once(client: Any) -> list[Any]:
+    """Answers from every replica of the server, whose next request goes to the next replica."""
+    return await asyncio.gather(*(client.generate(PROMPT, sampling(24)) for _ in range(4)))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -168,9 +206,9 @@ def test_weights_from_disk_arrive_with_their_version_and_without_stale_kv(served
     before = served.client(lambda client: client.generate(PROMPT, sampling(8)))
     for version, folder in (("7", other), ("8", served.model)):
         served.load(folder, version)
-        answer = served.client(lambda client: client.generate(PROMPT, sampling(24)))
-        assert (answer.weight_version, served.control().weight_version()) == (version, version)
-        assert answer.log_probs == pytest.approx(reference(folder, answer.token_ids), abs=1e-5)
+        for answer in served.client(four_at_once):
+            assert (answer.weight_version, served.control().weight_version()) == (version, version)
+            assert answer.log_probs == pytest.approx(reference(folder, answer.token_ids), abs=1e-5)
     assert before.weight_version == "default"
     assert served.control().load().running == 0 and served.control().scheduler_responds()
 
@@ -203,25 +241,51 @@ def test_failed_update_keeps_the_version_and_is_repaired_by_the_next(served):
     assert answer.log_probs == pytest.approx(reference(served.model, answer.token_ids), abs=1e-5)
 
 
+def greedy_text(folder: Path, messages: list[dict[str, str]], *, tokens: int, penalty: float, thinking: bool) -> str:
+    """transformers' greedy answer in the chat; `penalty` is taken from the logits of tokens that it already has."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, enable_thinking=thinking)
+    prompt, answer = tokenizer(text, add_special_tokens=False)["input_ids"], []
+    for _ in range(tokens):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + answer])).logits[0, -1]
+        logits[sorted(set(answer))] -= penalty
+        answer.append(int(logits.argmax()))
+    return tokenizer.decode(answer, skip_special_tokens=True)
+
+
 @pytest.mark.parametrize("thinking", [True, False])
-def test_chat_completion_follows_the_switch_of_the_template(served, thinking):
-    messages = [{"role": "user", "content": "1+1"}]
-    call = {
-        "model": str(served.model),
-        "messages": messages,
-        "max_tokens": 4,
-        "temperature": 0,
-        "chat_template_kwargs": {"enable_thinking": thinking},
-    }
-    answer = served.client(lambda client: client.ask("/v1/chat/completions", call))
-    assert answer["usage"]["prompt_tokens"] == (3 if thinking else 6)
-    assert answer["usage"]["completion_tokens"] <= 4 and isinstance(answer["choices"][0]["message"]["content"], str)
+def test_exported_model_answers_the_openai_call_of_the_seeds_as_transformers_does(served, thinking):
+    """The call of the tutorial in the seeds, made greedy, so that every engine gives the same tokens."""
+    openai = pytest.importorskip("openai")
+    messages = [
+        {"role": "system", "content": "You are a helpful assistant."},
+        {"role": "user", "content": "1+1. Let's think step by step and output the final answer within \\boxed{}."},
+    ]
+    client = openai.OpenAI(api_key=KEY, base_url=f"{served.server.url}/v1")
+    answer = client.chat.completions.create(
+        model=str(served.model),
+        messages=messages,
+        temperature=0,
+        presence_penalty=1.5,
+        max_tokens=24,
+        extra_body={"top_k": 20, "chat_template_kwargs": {"enable_thinking": thinking}, "ignore_eos": True},
+    )
+    expected = greedy_text(served.model, messages, tokens=24, penalty=1.5, thinking=thinking)
+    assert answer.usage.completion_tokens == 24
+    assert answer.choices[0].message.content == expected
+    other = greedy_text(served.model, messages, tokens=24, penalty=1.5, thinking=not thinking)
+    assert other != expected, "the switch changes nothing: the test cannot tell"
 
 
 def test_server_can_be_used_as_an_external_one_unless_it_serves_another_model(served, tmp_path):
     address, inspect = served.server.url.removeprefix("http://"), backend(served.engine).inspect
     server = inspect(address, str(served.model), key=KEY)
-    assert server.tensor_parallel_size == 1 and not server.was_replaced()
+    assert server.tensor_parallel_size == served.replicas and not server.was_replaced()
     other = write_model(tmp_path / "other", 0)
     config = json.loads((other / "config.json").read_text()) | {"hidden_act": "gelu"}
     (other / "config.json").write_text(json.dumps(config))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ from slimrl.models.model_spec import ModelSpec
 from slimrl.platform.launch_env import RunFacts, nccl_environment, this_machine
 from slimrl.weights.convert.hf_to_megatron import load_hf_checkpoint
 from slimrl.weights.hf_checkpoint import HfCheckpoint, read_hf_config
+from slimrl.weights.update.engine_fanout import ENGINES_OF_ONE_RANK
 from slimrl.weights.update.shared_memory import shared_copies
 from slimrl.weights.update.topology import EngineEndpoint
 from tests.mooncake import use_here
@@ -37,7 +39,7 @@ def weight_updates(
     shared: bool = False,
 ) -> list[WeightUpdateReport | str]:
     """Loads `hf_dir` into a Megatron model and updates the engines from it under each version, `way` being a
-    constructor's name, or p2p.
+    constructor's name, p2p, or divided: a broadcast of which each rank tells its share of the servers.
 
     Returns the report of each weight update, or the text of its error. `shared`: the weights are in shared memory, as
     those of a colocated trainer. With `left`, another updater updates those
@@ -46,8 +48,13 @@ def weight_updates(
     from slimrl.megatron import parallel
     from slimrl.megatron.model import model_builder
     from slimrl.weights.point_to_point.updater import PointToPointUpdater
+    from slimrl.weights.update import weight_updater
+    from slimrl.weights.update.announcements import divided_announcements
     from slimrl.weights.update.weight_updater import ModelSource, WeightSyncError, WeightUpdater
 
+    few = 1 if way == "divided" else ENGINES_OF_ONE_RANK  # as if there were many servers
+    weight_updater.divided_announcements = functools.partial(divided_announcements, of_one_rank=few)
+    way = "split" if way == "divided" else way
     # the environment of a run's rank: NCCL reads it when it creates its first communicator
     run = RunFacts(broadcasts_weights=way in ("split", "p2p"))
     os.environ.update(nccl_environment(this_machine(), run, given={}, inherited=os.environ))

@@ -152,7 +152,7 @@ def test_pipeline_stages_serve_the_new_weights(version, world, nodes, staged, fo
     assert_serves(staged, folder, version)
 
 
-@pytest.mark.parametrize(("way", "version"), [("split", "5"), ("disk", "6")])
+@pytest.mark.parametrize(("way", "version"), [("split", "5"), ("disk", "6"), ("divided", "7")])
 def test_engines_on_other_gpus_serve_the_new_weights(way, version, servers, folders, two_ranks, tmp_path):
     folder = folders[1 + int(version) % 2]
     engines = [EngineEndpoint(url, gpus) for url, gpus in zip(servers, ([2], [3], [4, 5]), strict=True)]
@@ -175,18 +175,19 @@ def with_larger_vocabulary(folder: Path, target: Path) -> Path:
     return target
 
 
-def test_server_that_rejects_a_broadcast_is_named_and_keeps_its_version(servers, folders, two_ranks, tmp_path):
+@pytest.mark.parametrize("way", ["split", "divided"])  # the second server is told by rank 0, or by rank 1
+def test_server_that_rejects_a_broadcast_is_named_and_keeps_its_version(way, servers, folders, two_ranks, tmp_path):
     larger = with_larger_vocabulary(folders[1], tmp_path / "larger")
     args = tiny_args(tensor_model_parallel_size=2, vocab_size=VOCAB_SIZE + 1)
     engines = [EngineEndpoint(servers[0], [2]), EngineEndpoint(servers[1], [3])]
     before = ServerControl(servers[1]).weight_version()
-    results = two_ranks.run(ranks.update_weights, args, larger, engines, "split", "7", tmp_path, timeout_s=180)
+    results = two_ranks.run(ranks.update_weights, args, larger, engines, way, "8", tmp_path, timeout_s=180)
     assert all(isinstance(result, str) and servers[1] in result for result in results), results
     assert ServerControl(servers[1]).weight_version() == before
     # a complete weight update repairs it
-    results = update_weights(two_ranks, 2, folders[1], engines, "split", "8", tmp_path)
+    results = update_weights(two_ranks, 2, folders[1], engines, way, f"{way} 9", tmp_path)
     assert all(not isinstance(result, str) for result in results), results
-    assert_serves(servers[1], folders[1], "8")
+    assert_serves(servers[1], folders[1], f"{way} 9")
 
 
 def test_nothing_is_left_in_shared_memory(servers, folders, one_rank, tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 from slimrl.arguments.dry_run.advice import less_training, more_cache, more_room
 from slimrl.arguments.dry_run.memory import EngineMemory, GroupMemory
 from slimrl.arguments.dry_run.plan import Plan
-from slimrl.arguments.engine_groups import FLAG, flag_of_groups
+from slimrl.arguments.engine_groups import FLAG, draft_folder, flag_of_groups, group_flags
 from slimrl.arguments.flag import Problem
 from slimrl.arguments.hf_config import served_role
 from slimrl.arguments.memory import StageMemory
@@ -231,6 +231,10 @@ def _no_weights(plan: Plan) -> list[str]:
         if model.model_path is not None and (fault := weights_fault(Path(model.model_path))) is not None:
             told = f"model_path {model.model_path} of model {model.name} {fault}"
             faults.append(f"{FLAG} {plan.args.sglang_config}: {told}. Without them only this plan can be made.")
+    flags = [group_flags(plan.args, one.place.model, one.place.group) for one in plan.servers]
+    for draft in sorted({folder for one in flags if (folder := draft_folder(one.sglang_options)) is not None}):
+        if (fault := weights_fault(Path(draft))) is not None:
+            faults.append(f"the draft model {draft} {fault}. Without them only this plan can be made.")
     return faults
 
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slimrl.arguments.engine_groups import group_flags
+from slimrl.arguments.engine_groups import draft_folder, group_flags
 from slimrl.arguments.memory import StageMemory
 from slimrl.arguments.namespace import Arguments
 from slimrl.models.hf_folder import HfFiles, bytes_per_weight, read_hf_files
@@ -37,6 +37,14 @@ _ELEMENT_BYTES = {"float32": 4.0, "float": 4.0, "bfloat16": 2.0, "float16": 2.0,
 
 
 @dataclasses.dataclass(frozen=True)
+class DraftSize:
+    """A draft model in a server: bytes of its weights, and its sizes, None for families that slimrl does not know."""
+
+    weights: int
+    spec: ModelSpec | None
+
+
+@dataclasses.dataclass(frozen=True)
 class EngineSettings:
     """How a server keeps its numbers. `max_tokens` bounds the cache where the user (or the CPU's defaults) did."""
 
@@ -45,6 +53,8 @@ class EngineSettings:
     fraction: float = ASSUMED_FRACTION
     max_tokens: int | None = None
     stages: int = 1  # pipeline stages of a server
+    replicas: int = 1  # of the model in a server (vLLM's data parallelism)
+    draft: DraftSize | None = None
     fraction_from: str = dataclasses.field(default="", compare=False)  # what set `fraction`, for reading
 
     @classmethod
@@ -56,7 +66,8 @@ class EngineSettings:
         names = {"dtype": options.get("dtype", "auto"), "kv_cache_dtype": options.get("kv_cache_dtype", "auto")}
         settings = cls.from_options({**names, "mem_fraction_static": given or VLLM_FRACTION}, weight_bytes)
         origin = "--vllm-gpu-memory-utilization" if given is not None else "vLLM takes"
-        return dataclasses.replace(settings, fraction_from=origin)
+        replicas = int(options.get("data_parallel_size") or 1)
+        return dataclasses.replace(settings, fraction_from=origin, replicas=replicas)
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any], weight_bytes: float = 2.0) -> EngineSettings:
@@ -75,15 +86,30 @@ class EngineSettings:
             fraction_from="SGLang chooses its part, taken as" if fraction is None else "--sglang-mem-fraction-static",
         )
 
+    def with_draft(self, options: Mapping[str, Any]) -> EngineSettings:
+        """With the draft model of a server with these options, if it has one; it is kept as the model is."""
+        if (folder := draft_folder(options)) is None:
+            return self
+        model = _Model.read(Path(folder), None)
+        if model.spec is not None:
+            weights = int(total_parameters(model.spec) * self.weight_bytes)
+        else:
+            weights = 0 if model.files is None else model.files.bytes
+        return dataclasses.replace(self, draft=DraftSize(weights, model.spec))
+
 
 @dataclasses.dataclass(frozen=True)
 class EngineMemory:
-    """One GPU of a server, bytes. `cache` and `tokens` are None if the GPU's memory is not known."""
+    """One GPU of a server, bytes. `cache` and `tokens` are None if the GPU's memory is not known.
+
+    `draft` is the draft model's part of the `weights`.
+    """
 
     weights: int
     cache_per_token: int
     cache: int | None
     tokens: int | None
+    draft: int = 0
 
     @property
     def total(self) -> int:
@@ -92,14 +118,21 @@ class EngineMemory:
 
 
 def engine_memory(spec: ModelSpec, settings: EngineSettings, gpus: int, gpu_bytes: int | None) -> EngineMemory:
-    """Weights divided over the server's GPUs (norms and the like are not, which is not counted), cache by token."""
-    weights = int(total_parameters(spec) * settings.weight_bytes) // gpus
+    """Weights divided over a replica's GPUs (norms and the like are not, which is not counted), cache by token.
+
+    A draft model has a cache of its own for every token of the model's.
+    """
+    gpus //= settings.replicas
+    draft = 0 if settings.draft is None else settings.draft.weights // gpus
+    weights = int(total_parameters(spec) * settings.weight_bytes) // gpus + draft
     per_token = cache_elements_per_token(spec, gpus, settings.stages) * settings.cache_bytes
+    if settings.draft is not None and settings.draft.spec is not None:
+        per_token += cache_elements_per_token(settings.draft.spec, gpus) * settings.cache_bytes
     tokens = settings.max_tokens
     if gpu_bytes is not None:
         room = max(int(gpu_bytes * settings.fraction) - weights, 0) // per_token
         tokens = room if tokens is None else min(tokens, room)
-    return EngineMemory(weights, per_token, None if tokens is None else tokens * per_token, tokens)
+    return EngineMemory(weights, per_token, None if tokens is None else tokens * per_token, tokens, draft)
 
 
 def cache_elements_per_token(spec: ModelSpec, gpus: int, stages: int = 1) -> int:
@@ -177,7 +210,7 @@ def _memories(
             options = {**defaults, **group_flags(args, model, group).engine_options}
             settings = EngineSettings.from_options(options, own.bytes_per_weight)
             origin = "mem_fraction_static" if "mem_fraction_static" in group.overrides else settings.fraction_from
-            settings = dataclasses.replace(settings, fraction_from=origin)
+            settings = dataclasses.replace(settings, fraction_from=origin).with_draft(options)
             size = group.num_gpus_per_engine
             memory = own.memory(settings, size, gpu_bytes)
             frozen = not model.update_weights

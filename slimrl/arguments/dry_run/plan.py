@@ -192,6 +192,7 @@ def make_plan(args: Arguments, entry: str, surroundings: PlanContext) -> Plan:
     total = total_parameters(spec)
     options = {**server_defaults(surroundings.server_words), **args.engine_options}
     settings = EngineSettings.of_engine(args.rollout_engine, options, bytes_per_weight(folder, files, total))
+    settings = settings.with_draft(args.sglang_options)
     gpu_bytes = None if gpu is None or gpu.shared else gpu.bytes
     return Plan(
         args=args,

@@ -339,7 +339,8 @@ def _weights_and_cache(engine: EngineMemory) -> str:
     cache = f", KV cache {engine.cache_per_token / 1024:,.1f} KiB per token" if engine.cache_per_token else ""
     if engine.tokens is not None and engine.cache is not None:
         cache += f" x {engine.tokens:,} tokens = {gib(engine.cache)}"
-    return f"weights {gib(engine.weights)}{cache}"
+    draft = f" ({gib(engine.draft)} of a draft model)" if engine.draft else ""
+    return f"weights {gib(engine.weights)}{draft}{cache}"
 
 
 def _static(plan: Plan, settings: EngineSettings) -> Iterator[str]:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from slimrl.arguments.dry_run.plan import Plan, option_words
-from slimrl.arguments.engine_groups import DECODE, PREFILL, group_flags
+from slimrl.arguments.engine_groups import DECODE, PREFILL, draft_folder, group_flags
 from slimrl.arguments.hf_config import served_models
 from slimrl.arguments.namespace import Arguments
 
@@ -79,6 +79,8 @@ def _flags_of_servers(plan: Plan) -> Iterator[str]:
     """The flags that all servers have or, with groups, those of each group."""
     if not plan.args.server_models:
         yield f"each with: {_flags(plan.args)}"
+        if (draft := draft_folder(plan.args.sglang_options)) is not None:
+            yield f"in each a draft model, {draft}, which is frozen: weight updates do not reach it"
         return
     for model in plan.args.server_models:
         for number, group in enumerate(model.groups):
@@ -89,13 +91,16 @@ def _flags_of_servers(plan: Plan) -> Iterator[str]:
                 continue
             servers = f"server {names[0]}" if len(names) == 1 else f"servers {names[0]} to {names[-1]}"
             updates = "gets the weight updates" if model.update_weights else "frozen, with a router of its own"
+            if draft_folder(group_flags(plan.args, model, group).sglang_options) is not None:
+                updates += ", with a frozen draft model"
             role = f" --disaggregation-mode {group.worker_type}" if group.worker_type in (PREFILL, DECODE) else ""
             yield f"{which}: {servers}, {updates}, with: {_flags(group_flags(plan.args, model, group))}{role}"
 
 
 def _flags(args: Arguments) -> str:
     """The command line of a server with these flags."""
-    size = args.rollout_num_gpus_per_engine // max(int(args.engine_options.get("pp_size", 1)), 1)
+    options = args.engine_options
+    size = args.rollout_num_gpus_per_engine // max(int(options.get("pp_size", options.get("data_parallel_size", 1))), 1)
     model, tensor_parallel = ("--model", "--tensor-parallel-size") if args.uses_vllm else ("--model-path", "--tp-size")
     words = [model, str(args.hf_checkpoint), tensor_parallel, str(size), *option_words(args.engine_options)]
     return " ".join(words)
@@ -114,45 +119,103 @@ def _reward_servers(plan: Plan) -> Iterator[str]:
 
 
 _GIGA = 1e9
+_SERVERS_OF_ONE_RANK = 32  # that it calls, as long as there are ranks (weights.update.engine_fanout)
 _CALL_S = 0.37e-3  # of a training rank for an HTTP call to one of many servers (benchmarks/engine_calls.py)
 
 
 def weight_transport_rows(plan: Plan) -> Iterator[tuple[str, str]]:
-    """One row, or none for a run without such weight updates."""
+    """One row: what moves, from where to where, and which transport suits the cluster; none without weight updates."""
     args = plan.args
-    updates = not (args.eval_only or args.debug_train_only or args.debug_rollout_only or args.engines_have_adapters)
-    sizes = [len(one.gpus) for one in plan.servers if one.place.model.update_weights]
-    if not updates or args.colocate or args.uses_vllm or args.rollout_external_engine_addrs or not sizes:
+    if args.eval_only or args.debug_train_only or args.debug_rollout_only:
         return
-    if args.update_weight_transport == "disk" or args.update_weight_mode == "delta":
+    if args.engines_have_adapters:
+        yield _ROW, "the LoRA adapters alone, in one call to each server; the base stays as the servers have loaded it"
         return
     whole = plan.total_parameters * plan.engine_settings.weight_bytes / _GIGA
-    average = whole * len(sizes) / sum(sizes)
-    ranks = f"{sum(sizes)} engine {'rank' if sum(sizes) == 1 else 'ranks'}"
-    if args.update_weight_transfer_mode == "p2p":
+    sizes = [len(one.gpus) for one in plan.servers if one.place.model.update_weights]
+    if args.update_weight_transport == "disk":
+        yield _ROW, f"files: {_files(plan, whole, len(sizes))}"
+    elif args.colocate:
+        yield _ROW, _on_shared_gpus(plan, whole)
+    elif args.update_weight_mode == "delta":
+        yield _ROW, f"changes: {_changes(plan, whole)}"
+    elif args.update_weight_transfer_mode == "p2p" and sizes:
+        average = whole * len(sizes) / sum(sizes)
         yield (
-            "weight transport",
-            f"point to point by {_name(plan)}: about {average:.3g} GB into each of {ranks}, {_shared(plan)}, instead of"
-            f" {whole:.3g} GB by broadcast; {_suits(plan)}",
+            _ROW,
+            f"point to point by {_name(plan)}: about {average:.3g} GB into each of {_engine_ranks(sizes)},"
+            f" {_shared(plan)}, instead of {whole:.3g} GB by broadcast; {_suits(plan)}",
         )
-        return
-    yield (
-        "weight transport",
-        f"broadcast by {_name(plan)}: rank 0 gathers and sends {whole:.3g} GB into each of {ranks};"
-        f" --update-weight-transfer-mode p2p sends about {average:.3g} GB into each, {_shared(plan)}"
-        f"{_announced(args, whole, len(sizes))}",
+    else:
+        yield _ROW, _broadcast(plan, whole, sizes)
+
+
+_ROW = "weight transport"
+
+
+def _engine_ranks(sizes: Sequence[int]) -> str:
+    return f"{sum(sizes)} engine {'rank' if sum(sizes) == 1 else 'ranks'}"
+
+
+def _files(plan: Plan, whole: float, servers: int) -> str:
+    """Why files, or what is faster."""
+    args, told = plan.args, f"rank 0 writes {whole:.3g} GB, and every server reads them"
+    if args.rollout_external_engine_addrs or args.custom_update_weight_post_write_path is not None:
+        return f"{told}; they suit servers that no process group of the run reaches"
+    faster = "memory of the same GPUs, or of the node without a GPU" if args.colocate else f"{_name(plan)}"
+    return (
+        f"{told} from shared storage ({max(servers, 1) * whole:,.3g} GB); {faster} is faster where trainers and engines"
+        " reach each other: leave --update-weight-transport disk out"
     )
+
+
+def _on_shared_gpus(plan: Plan, whole: float) -> str:
+    """Engines on the trainer's GPUs, where nothing crosses a network."""
+    way = "CUDA IPC" if _on_gpus(plan) else "shared memory"
+    where = "on its own GPU" if _on_gpus(plan) else "on its node"
+    return (
+        f"{way}: every engine rank reads {whole:.3g} GB / its tensor parallel size in the memory of a training rank"
+        f" {where}; it suits --colocate, because no weights cross the network"
+    )
+
+
+def _changes(plan: Plan, whole: float) -> str:
+    return (
+        f"what differs in bf16 since the last update, as indices and values, to each server by HTTP; the first update,"
+        f" and one after a failure, sends {whole:.3g} GB by {_name(plan)}. It suits a network between trainers and"
+        " engines that is slow for its number of engines; else a broadcast or point to point (--update-weight-transfer-"
+        "mode p2p) is faster"
+    )
+
+
+def _broadcast(plan: Plan, whole: float, sizes: Sequence[int]) -> str:
+    told = f"broadcast by {_name(plan)}: rank 0 gathers and sends {whole:.3g} GB into each"
+    if not sizes:
+        return f"{told} of the external servers' ranks; it suits those that reach the trainer, and files the others"
+    average = whole * len(sizes) / sum(sizes)
+    told = f"{told} of {_engine_ranks(sizes)};"
+    announced = _announced(plan.args, whole, len(sizes))
+    if plan.args.uses_vllm:
+        return f"{told} it is what vLLM servers take on GPUs of their own{announced}"
+    p2p = f"--update-weight-transfer-mode p2p sends about {average:.3g} GB into each, {_shared(plan)}"
+    if max(sizes) == 1:
+        reason = "a broadcast suits few engines of one rank, which need all weights, and p2p many of them"
+    else:
+        reason = "p2p suits engines of several ranks, which each need a part"
+    return f"{told} {p2p}; {reason}{announced}"
 
 
 def _announced(args: Arguments, whole: float, servers: int) -> str:
     """The calls that announce a broadcast of `whole` GB, if they take seconds."""
     buckets = math.ceil(whole * _GIGA / args.update_weight_buffer_size)
-    calls = buckets * servers
-    if calls * _CALL_S < 1:
+    callers = max(min(args.actor_num_gpus, -(-servers // _SERVERS_OF_ONE_RANK)), 1)
+    seconds = buckets * -(-servers // callers) * _CALL_S
+    if seconds < 1:
         return ""
+    who = "rank 0 announces" if callers == 1 else f"{callers} training ranks announce"
     return (
-        f", after one call to each server; rank 0 announces a broadcast in {calls:,} calls, {buckets} buckets to"
-        f" {servers} servers, which take about {calls * _CALL_S:.0f} s"
+        f"; {who} a broadcast in {buckets * servers:,} calls, {buckets} buckets to {servers} servers, which take about"
+        f" {seconds:.0f} s, and p2p makes one call to each server"
     )
 
 

@@ -92,8 +92,9 @@ class DistillationArguments:
     )
     opd_teacher_models: list[str] | None = flag(
         None,
-        "several teachers of --opd-type sglang whose servers slimrl starts on GPUs of their own, as name=Hugging Face"
-        " folder; a prompt's is chosen as with --opd-teacher-urls",
+        "several teachers of --opd-type sglang whose servers slimrl starts, as name=Hugging Face folder on GPUs of"
+        " their own, or as the name of a frozen model of --sglang-config; a prompt's is chosen as with"
+        " --opd-teacher-urls",
         nargs="+",
     )
     opd_teacher_num_gpus: list[int] | None = flag(

@@ -25,7 +25,7 @@ from slimrl.arguments.validation import (
     vision,
 )
 from slimrl.arguments.validation.adapters import lora
-from slimrl.arguments.validation.engines import engine, groups, servers
+from slimrl.arguments.validation.engines import drafts, engine, groups, servers
 from slimrl.arguments.validation.exactness import routing_replay, true_on_policy
 from slimrl.arguments.validation.kernels import fused
 
@@ -114,6 +114,10 @@ TRAINING_RULES: tuple[Rule, ...] = (
     servers.engine_attention_copies_divide,
     servers.engine_experts_divide,
     servers.engine_context_holds_a_sample,
+    drafts.draft_models_can_be_served,
+    drafts.drafts_are_accepted_by_their_probability,
+    drafts.files_are_for_the_policy_alone,
+    drafts.roles_have_one_draft_model,
     groups.groups_have_engines_of_the_run,
     groups.prefill_leaves_gpus_to_decode,
     groups.caches_are_sent_by_one_backend,

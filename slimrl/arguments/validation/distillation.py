@@ -16,6 +16,7 @@ from slimrl.arguments.hf_config import (
     disagreements,
     served_models,
     starts_reward_servers,
+    teachers_of_groups,
 )
 from slimrl.arguments.namespace import Arguments, Context, absent
 from slimrl.arguments.validation.checkpoint import checkpoint_problems
@@ -314,17 +315,23 @@ def _teachers_have_folders(args: Arguments) -> Iterator[Problem]:
     for word in words:
         name, _, folder = word.partition("=")
         if not name or not folder:
-            yield Problem(flag, f"{flag} {word} is not a name and a folder: write name=folder.")
+            yield Problem(
+                flag,
+                f"{flag} {word} is not a name and a folder: write name=folder, or name a frozen model of"
+                " --sglang-config.",
+            )
         else:
             yield from _served_folder(flag, args, Path(folder))
     yield from _names_differ(flag, words, "with its folder")
+    own = len(words) - len(teachers_of_groups(args))
     for other, given in (
         ("--opd-teacher-num-gpus", args.opd_teacher_num_gpus),
         ("--opd-teacher-num-gpus-per-engine", args.opd_teacher_num_gpus_per_engine),
     ):
-        if given is not None and len(given) != len(words):
+        if given is not None and len(given) != own:
+            also = "" if own == len(words) else " beside those of --sglang-config, which have their groups' GPUs"
             yield Problem(
-                other, f"{other} has {len(given)} numbers and {flag} {len(words)} teachers: give one number each."
+                other, f"{other} has {len(given)} numbers and {flag} {own} teachers{also}: give one number each."
             )
             return
     for model in served_models(args):

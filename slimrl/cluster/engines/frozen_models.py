@@ -21,6 +21,7 @@ from pathlib import Path
 
 from slimrl.arguments import Arguments
 from slimrl.arguments.engine_groups import EnginePlace, frozen_places
+from slimrl.arguments.hf_config import teachers_of_groups
 from slimrl.cluster.engines.engine import Engine, EngineActorConfig, ServerSettings
 from slimrl.cluster.engines.engine_group import (
     READY_TIMEOUT_S,
@@ -87,7 +88,16 @@ class FrozenModels:
         if args.sglang_router_ip is not None and args.sglang_router_port is not None:
             own = args.sglang_router_ip, args.sglang_router_port
             routers |= {model.name: own for model in args.server_models if model.update_weights}
-        return dataclasses.replace(args, sglang_model_routers=routers)
+        args = dataclasses.replace(args, sglang_model_routers=routers)
+        teachers = sorted(teachers_of_groups(args) & self.groups.keys()) if args.has_served_teacher else []
+        if not teachers:
+            return args
+        words = [f"{name}={self.groups[name].router_url}" for name in teachers]
+        return dataclasses.replace(
+            args,
+            opd_teacher_urls=[*(args.opd_teacher_urls or []), *words],
+            rm_servers_replaced=args.use_fault_tolerance,
+        )
 
     async def watch(self, others: Awaitable[str]) -> str:
         """The result of `others`, or the message of the first death of a frozen model's server or router.

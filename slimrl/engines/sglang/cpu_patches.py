@@ -381,7 +381,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs `slimrl.engines.sglang.entry server`, with the patches and defaults for the CPU if there is no CUDA."""
     words = list(sys.argv[1:] if argv is None else argv)
     if install():
+        from slimrl.engines.sglang.operators import speculation
+
         with uncollected():
+            speculation.install(words)
             patch()
             if BATCH_INVARIANT in words:
                 patch_operators()

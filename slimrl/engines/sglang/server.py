@@ -19,7 +19,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slimrl.engines.http import KEY_OPTION, call, is_reachable, key_environment
+from slimrl.engines.http import IDLE_CONNECTION_S, KEY_OPTION, call, is_reachable, key_environment
 from slimrl.engines.server_protocol import WHOLE_SERVER, NodePart, ServerLaunch
 from slimrl.engines.sglang.entry import BATCH_INVARIANT
 from slimrl.engines.sglang.kv_transfer import role_environment, role_options
@@ -94,6 +94,7 @@ def server_environment(
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
         # it would keep the features of images over weight updates, which change the vision tower
         "SGLANG_VLM_CACHE_SIZE_MB": "0",
+        "SGLANG_TIMEOUT_KEEP_ALIVE": str(IDLE_CONNECTION_S),
         **_of_network(launch.network, inherited),
     }
     decided = _on_gpus(launch, options, inherited) if launch.cuda else _on_cpu(ranks, base_gpu_id)

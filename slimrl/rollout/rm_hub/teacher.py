@@ -20,7 +20,7 @@ import orjson
 
 from slimrl.arguments import Arguments
 from slimrl.arguments.flags.critic_and_teacher import DistillationArguments
-from slimrl.arguments.hf_config import served_vocabulary
+from slimrl.arguments.hf_config import served_vocabulary, teachers_of_groups
 from slimrl.data.sample import PackedColumn, Sample
 from slimrl.rollout.rm_hub.remote import RemoteRewardError, ServerPool, addresses, patience
 
@@ -149,14 +149,17 @@ class NamedTeachers:
         """The teachers of the flags; None without the addresses of several servers."""
         if not args.opd_teachers:
             return None
-        key = args.rm_server_options.get("api_key")
         folders = args.opd_teacher_folders  # of the teachers whose servers slimrl has started
+        in_groups = {name: 0 for name in teachers_of_groups(args)}  # whose router has the key of the run's engines
+        for model in args.server_models:
+            if model.name in in_groups:
+                in_groups[model.name] = sum(group.servers for group in model.groups)
         found = {
             name: ServedTeacher(
                 addresses(urls),
-                concurrency=args.rm_concurrency,
+                concurrency=args.rm_concurrency * in_groups.get(name, 1),
                 vocabulary=served_vocabulary(Path(folders[name])) if name in folders else None,
-                key=key,
+                key=(args.sglang_options if name in in_groups else args.rm_server_options).get("api_key"),
                 owner=f"the teacher {name}",
                 top=_top_tokens(args),
                 patience_s=patience(replaced=args.rm_servers_replaced),

@@ -111,6 +111,11 @@ def probe_all(servers: Sequence[WeightControl]) -> list[ServerState]:
 ENGINES_OF_ONE_RANK = 32
 
 
+def callers_of(servers: int, ranks: int, of_one_rank: int = ENGINES_OF_ONE_RANK) -> int:
+    """The number of trainer ranks that call so many servers."""
+    return max(min(ranks, -(-servers // of_one_rank)), 1)
+
+
 class EngineCalls:
     """The calls of an update without weights in them, divided over the trainer ranks; its methods are collective.
 
@@ -131,7 +136,7 @@ class EngineCalls:
         of_one_rank: int = ENGINES_OF_ONE_RANK,
     ) -> None:
         """`with_stages` are the indices of servers with pipeline stages."""
-        callers = max(min(ranks.size, -(-len(servers) // of_one_rank)), 1)
+        callers = callers_of(len(servers), ranks.size, of_one_rank)
         own = range(rank, len(servers), callers) if rank < callers else range(0)
         self._servers = [servers[number] for number in own]
         self._with_stages = [servers[number] for number in own if number in with_stages]

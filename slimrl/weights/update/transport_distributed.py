@@ -16,6 +16,7 @@ import socket
 import time
 import uuid
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
@@ -31,6 +32,7 @@ from torch.distributed.distributed_c10d import (
 
 from slimrl.engines.server_protocol import WeightControl
 from slimrl.platform.launch_env import NCCL_GRACE
+from slimrl.weights.update.announcements import FAILURE_GRACE_S, WHAT, Announcements
 from slimrl.weights.update.buckets import Bucket, DoubleBuffer, ReusedBuffer
 from slimrl.weights.update.engine_fanout import WeightSyncError, call_all, collect_results
 
@@ -59,9 +61,7 @@ def listening_store(
 
 LOAD_FORMAT = "flattened_bucket"
 POLL_INTERVAL_S = 0.0005
-FAILURE_GRACE_S = 5.0
 LEAVE_TIMEOUT_S = 10.0  # a server that still waits for a broadcast cannot leave the group
-WHAT = "updating weights from a broadcast"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,11 +76,21 @@ class DistributedTransport:
     """The sender, on trainer rank 0. The first `start` opens the process group, which is used until `close`."""
 
     def __init__(
-        self, servers: list[WeightControl], engine_sizes: list[int], device: torch.device, timeout_s: float
+        self,
+        servers: list[WeightControl],
+        engine_sizes: list[int],
+        device: torch.device,
+        timeout_s: float,
+        announcements: Announcements | None = None,
     ) -> None:
-        """`engine_sizes` are the tensor-parallel sizes of the servers, in their order."""
+        """`engine_sizes` are the tensor-parallel sizes of the servers, in their order.
+
+        With `announcements` other ranks tell a part of the servers of each bucket.
+        """
         self.buffer = DoubleBuffer(ReusedBuffer(device), ReusedBuffer(device))
         self._servers = servers
+        self._announcements = announcements
+        self._told = servers if announcements is None else announcements.own  # by this rank
         self._engine_sizes = engine_sizes
         self._backend = "nccl" if device.type == "cuda" else "gloo"
         self._timeout_s = timeout_s
@@ -99,7 +109,10 @@ class DistributedTransport:
             # a new name each time: a server may still have the group of a failed weight update
             self._group_name = f"slimrl-{uuid.uuid4().hex[:12]}"
             self._group = self._connect()
-        answers = [self._pool.submit(self._receive, server, bucket) for server in self._servers]
+        call = self._call(bucket)
+        if self._announcements is not None:
+            self._announcements.publish(call)
+        answers = [self._pool.submit(server.update_weights_from_distributed, **call) for server in self._told]
         # In a thread: the first broadcast creates NCCL's communicator, which waits for every server without a time
         # limit, and a server that rejects the bucket never joins.
         self._flight = _Flight(self._pool.submit(self._broadcast, self._group, bucket.flat), answers)
@@ -116,7 +129,7 @@ class DistributedTransport:
         if self._flight is None:
             return
         self._wait(self._flight)
-        collect_results(self._servers, self._flight.answers, WHAT)
+        collect_results(self._told, self._flight.answers, WHAT)
         self._flight = None
 
     def release(self) -> None:
@@ -168,16 +181,17 @@ class DistributedTransport:
         with torch.cuda.device(flat.device):  # the current device is per thread
             return group.broadcast([flat], options)
 
-    def _receive(self, server: WeightControl, bucket: Bucket) -> None:
-        server.update_weights_from_distributed(
-            names=[entry.name for entry in bucket.entries],
-            dtypes=[str(entry.dtype).removeprefix("torch.") for entry in bucket.entries],
-            shapes=[list(entry.shape) for entry in bucket.entries],
-            group_name=self._group_name,
-            load_format=LOAD_FORMAT,
-            weight_version=None,
-            flush_cache=False,
-        )
+    def _call(self, bucket: Bucket) -> dict[str, Any]:
+        """The arguments of `update_weights_from_distributed`, with which a server takes part in the broadcast."""
+        return {
+            "names": [entry.name for entry in bucket.entries],
+            "dtypes": [str(entry.dtype).removeprefix("torch.") for entry in bucket.entries],
+            "shapes": [list(entry.shape) for entry in bucket.entries],
+            "group_name": self._group_name,
+            "load_format": LOAD_FORMAT,
+            "weight_version": None,
+            "flush_cache": False,
+        }
 
     def _wait(self, flight: _Flight) -> None:
         """Waits for the broadcast; stops if a server fails meanwhile, because the broadcast would never complete."""
@@ -185,8 +199,10 @@ class DistributedTransport:
         while not _completed(flight.work):
             if any(answer.done() and answer.exception() is not None for answer in flight.answers):
                 self._raise_failed(flight)
+            if self._announcements is not None:
+                self._announcements.check()
             if time.monotonic() > deadline:
-                waiting = [s.url for s, f in zip(self._servers, flight.answers, strict=True) if not f.done()]
+                waiting = [s.url for s, f in zip(self._told, flight.answers, strict=True) if not f.done()]
                 raise WeightSyncError(
                     f"the broadcast of weights to {', '.join(waiting)} took more than {self._timeout_s:g} s:"
                     " look at the logs of those servers",
@@ -197,12 +213,14 @@ class DistributedTransport:
             flight.work.result().wait()
         except RuntimeError as error:  # the connection to a server broke; the error does not name the server
             self._raise_failed(flight)
+            if self._announcements is not None:
+                self._announcements.await_failure()
             raise WeightSyncError(f"{WHAT} failed on the trainer: {error}") from error
 
     def _raise_failed(self, flight: _Flight) -> None:
         """Raises WeightSyncError naming the servers that have failed so far, if any."""
         wait(flight.answers, FAILURE_GRACE_S)  # other servers may be about to fail for the same reason
-        done = [(s, f) for s, f in zip(self._servers, flight.answers, strict=True) if f.done()]
+        done = [(s, f) for s, f in zip(self._told, flight.answers, strict=True) if f.done()]
         collect_results([s for s, _ in done], [f for _, f in done], WHAT)
 
     def _connect(self) -> dist.ProcessGroup:

@@ -10,6 +10,7 @@ Collective over all trainer ranks; an error on one rank is raised on all. Called
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import time
@@ -26,6 +27,7 @@ from slimrl.models.model_spec import ModelSpec
 from slimrl.observability.tracer import Timeline
 from slimrl.platform.collective_errors import RANK_ZERO, RankSync
 from slimrl.weights.hf_checkpoint import read_hf_config
+from slimrl.weights.update.announcements import Announcements, divided_announcements
 from slimrl.weights.update.buckets import BucketSpace, Transport, TransportGroup, iter_buckets
 from slimrl.weights.update.engine_fanout import EngineCalls, WeightSyncError, connect
 from slimrl.weights.update.export import groups_of, iter_hf_tensors
@@ -111,6 +113,7 @@ class WeightUpdater:
         self._partners = self._find_partners()
         self._senders = senders
         self._delivery: Delivery | None = None  # of files
+        self._announcements: Announcements | None = None  # divided over the ranks
 
     @classmethod
     def create(
@@ -214,13 +217,16 @@ class WeightUpdater:
             if rank in members:
                 links.append(EngineLink(servers[number], sizes[number], senders, group))
         transports: list[Transport] = [TensorTransport(links, device)] if links else []
-        if sender_map.remote and rank == RANK_ZERO:
-            remote, remote_sizes = [servers[n] for n in sender_map.remote], [sizes[n] for n in sender_map.remote]
-            transports.append(DistributedTransport(remote, remote_sizes, device, timeout_s))
+        remote, remote_sizes = [servers[n] for n in sender_map.remote], [sizes[n] for n in sender_map.remote]
+        divided = divided_announcements(remote, rank, source.parallel.world_size, timeout_s)
+        if remote and rank == RANK_ZERO:
+            transports.append(DistributedTransport(remote, remote_sizes, device, timeout_s, divided))
         with_stages = [number for number, engine in enumerate(engines) if engine.has_stages]
-        return cls(
+        updater = cls(
             source, servers, sizes, transports, sender_map.senders, bucket_bytes, with_stages, PAUSE_BETWEEN_S, timeline
         )
+        updater._announcements = divided
+        return updater
 
     def update_weights(
         self,
@@ -279,7 +285,7 @@ class WeightUpdater:
         self._timeline.mark("send buckets")
         if self._delivery is not None:
             self._delivery.begin(version)
-        sent = max(self._ranks.run_on_all_ranks(lambda: self._send(model)))
+        sent = max(self._ranks.run_on_all_ranks(lambda: self._send_announced(model)))
         if self._delivery is not None:
             self._delivery.finish()
         started = time.monotonic()
@@ -306,6 +312,11 @@ class WeightUpdater:
             ) from error
         logger.warning("attempt %d to update to weight version %s failed, retrying: %s", attempt, version, error)
         time.sleep(self._pause_between_s)
+
+    def _send_announced(self, model: nn.Module | Sequence[nn.Module]) -> tuple[int, int]:
+        """`_send`, in which this rank also announces the buckets of rank 0 to its share of many servers."""
+        with contextlib.nullcontext() if self._announcements is None else self._announcements.round():
+            return self._send(model)
 
     def _send(self, model: nn.Module | Sequence[nn.Module]) -> tuple[int, int]:
         """Sends every bucket; returns (bytes, buckets) of this rank.

@@ -66,7 +66,7 @@ def lora_fits_the_run(args: Arguments, context: Context) -> Iterator[Problem]:
         (of_policy and args.custom_model_provider_path is not None, "--custom-model-provider-path", _OWN_LAYERS),
         (of_policy and args.spec is not None, "--spec", _OWN_LAYERS),
         (args.optimizer == "muon", "--optimizer muon", "has no matrices of Muon's kind"),
-        (args.use_megatron_fsdp, "--use-megatron-fsdp", "freezes weights that Megatron-FSDP hooks into"),
+        (args.use_megatron_fsdp, "--use-megatron-fsdp", "has not been tried with sharded weights"),
         (args.optimizer_cpu_offload, "--optimizer-cpu-offload", "has a state too small to move"),
         (args.fp8_format is not None, "--fp8-format", "does not adapt layers that compute in fp8"),
         (args.fp4_format is not None, "--fp4-format", "does not adapt layers that compute in fp4"),

@@ -78,6 +78,13 @@ def vllm_serves_the_run(args: Arguments, context: Context) -> Iterator[Problem]:
             f"--rollout-num-gpus-per-engine {args.rollout_num_gpus_per_engine} is more than the GPUs of a node"
             f" (--num-gpus-per-node {args.num_gpus_per_node}), and a vLLM server has one node: lower it.",
         )
+    replicas = args.vllm_options.get("data_parallel_size", 1)
+    if known and (replicas < 1 or args.rollout_num_gpus_per_engine % replicas):
+        yield Problem(
+            "--vllm-data-parallel-size",
+            f"--vllm-data-parallel-size {replicas} does not divide --rollout-num-gpus-per-engine"
+            f" {args.rollout_num_gpus_per_engine}, the GPUs of all replicas of an engine: choose a divisor.",
+        )
     if not updates or {"rollout_top_p", "rollout_top_k"} & context.broken:
         return
     for flag, value, off in (("--rollout-top-p", args.rollout_top_p, 1), ("--rollout-top-k", args.rollout_top_k, -1)):
@@ -100,7 +107,7 @@ def _updates_engines(args: Arguments, context: Context) -> bool:
 
 
 def disk_transport_has_a_folder(args: Arguments, context: Context) -> Iterator[Problem]:
-    """The disk transport has a folder, and only the disk transport has one; the files are of the model alone."""
+    """The disk transport has a folder, and only the disk transport has one."""
     if args.update_weight_transport == "disk" and args.update_weight_disk_dir is None:
         yield Problem(
             "--update-weight-disk-dir", "--update-weight-transport disk needs --update-weight-disk-dir: give a folder."
@@ -110,15 +117,6 @@ def disk_transport_has_a_folder(args: Arguments, context: Context) -> Iterator[P
             "--update-weight-disk-dir",
             f"--update-weight-disk-dir {args.update_weight_disk_dir} is used by --update-weight-transport disk only:"
             " add it, or leave the folder out.",
-        )
-    if args.update_weight_transport == "disk" and args.sglang_options.get("speculative_algorithm") not in (
-        None,
-        "NGRAM",
-    ):
-        yield Problem(
-            "--update-weight-transport",
-            "--update-weight-transport disk makes SGLang load the files into the draft model of"
-            " --sglang-speculative-algorithm too: leave one of them out.",
         )
 
 

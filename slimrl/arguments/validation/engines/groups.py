@@ -23,7 +23,7 @@ from slimrl.arguments.flag import Problem, ended
 from slimrl.arguments.namespace import Arguments, Context, Rule, absent
 from slimrl.arguments.validation import rollout, vision
 from slimrl.arguments.validation.adapters import lora
-from slimrl.arguments.validation.engines import engine, servers
+from slimrl.arguments.validation.engines import drafts, engine, servers
 from slimrl.arguments.validation.exactness import true_on_policy
 from slimrl.models.hf_folder import weights_fault
 
@@ -45,6 +45,9 @@ OF_ONE_ENGINE: tuple[Rule, ...] = (
     lora.engine_lora_options_follow_the_adapters,
     vision.vision_model_can_be_served,
     rollout.in_flight_updates_are_supported,
+    drafts.draft_models_can_be_served,
+    drafts.drafts_are_accepted_by_their_probability,
+    drafts.files_are_for_the_policy_alone,
 )
 _OF_FROZEN = (
     servers.engine_sizes_are_counts,
@@ -52,6 +55,7 @@ _OF_FROZEN = (
     servers.engine_stages_divide,
     servers.engine_attention_copies_divide,
     servers.engine_experts_divide,
+    drafts.draft_models_can_be_served,
 )
 
 
@@ -160,6 +164,8 @@ def one_model_is_the_policy(args: Arguments, context: Context) -> Iterator[Probl
                 f"model {model.name} is frozen (update_weights: false, or another model_path), and custom code asks for"
                 f" the policy by the name {model.name}: rename it, or give it update_weights: true",
             )
+        if not model.update_weights and model.name == "policy":
+            yield _said(args, "model policy is frozen, and the policy is the model that is trained: rename it")
         if model.update_weights and _other_path(args, model):
             yield _said(
                 args,

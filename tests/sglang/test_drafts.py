@@ -1,0 +1,117 @@
+"""A server with a draft model beside one without: equal tokens, before and after an update that skips the draft."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+from multiprocessing.reduction import ForkingPickler
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from slimrl.engines.sglang.client import RouterClient
+from slimrl.engines.sglang.control import ServerControl
+from slimrl.engines.sglang.server import ServerProcess
+from tests.sglang.conftest import write_tiny_qwen3
+from tests.weights.real_servers import running
+
+pytestmark = pytest.mark.slow
+PROMPTS = [[3 + number, *range(10, 16 + number)] for number in range(5)]
+TOKENS = 40
+DETERMINISTIC = {"enable_deterministic_inference": True}
+
+
+def nearby(model, amount: float, seed: int):
+    """A copy of the model with noise on its weights, so that it often agrees with it."""
+    generator = torch.Generator().manual_seed(seed)
+    copied = type(model)(model.config)
+    copied.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.add_(amount * torch.randn(parameter.shape, generator=generator))
+    return copied.eval()
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    folder = write_tiny_qwen3(tmp_path_factory.mktemp("policy"))
+    return folder, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def servers(policy, tmp_path_factory):
+    """URLs of a server without a draft model and of one with."""
+    folder, logs = policy[0], tmp_path_factory.mktemp("logs")
+    draft = write_tiny_qwen3(tmp_path_factory.mktemp("draft"))
+    nearby(policy[1], 0.01, seed=1).save_pretrained(draft)
+    drafting = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": str(draft)}
+    made = [
+        ServerProcess(folder, log_path=logs / f"{number}.log", options=DETERMINISTIC | more)
+        for number, more in enumerate(({}, drafting))
+    ]
+    with running(made) as urls:
+        yield urls
+
+
+def responses(url: str, temperature: float, **more: float):
+    """The generations of all prompts, each with a seed of its own, and the metrics of the requests."""
+
+    async def ask():
+        async with RouterClient(url, [url], concurrency=8, request_timeout_s=60) as client:
+            wanted = {"max_new_tokens": TOKENS, "temperature": temperature, "ignore_eos": True, **more}
+            requests = (
+                client.generate(prompt, wanted | {"sampling_seed": number}) for number, prompt in enumerate(PROMPTS)
+            )
+            return await asyncio.gather(*requests), client.requests.take(len(PROMPTS))
+
+    return asyncio.run(ask())
+
+
+def greedy(model, prompt: list[int]) -> list[int]:
+    with torch.no_grad():
+        found = model.generate(torch.tensor([prompt]), max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False)
+    return found[0, len(prompt) :].tolist()
+
+
+def test_both_decode_greedily_what_transformers_does(servers, policy):
+    expected = [greedy(policy[1], prompt) for prompt in PROMPTS]
+    (without, _), (drafted, metrics) = (responses(url, 0.0) for url in servers)
+    assert [one.token_ids for one in without] == [one.token_ids for one in drafted] == expected
+    assert 0.1 < metrics["rollout/spec_accept_rate"] < 1  # some drafts were right, and some were not
+    assert metrics["rollout/spec_accept_length"] > 1.3
+
+
+@pytest.mark.parametrize("more", [{}, {"top_p": 0.8}, {"top_k": 5}], ids=["whole", "top-p", "top-k"])
+def test_both_sample_the_same_tokens_with_the_same_log_probs(servers, more):
+    (without, _), (drafted, metrics) = (responses(url, 0.9, **more) for url in servers)
+    assert [one.token_ids for one in without] == [one.token_ids for one in drafted]
+    assert metrics["rollout/spec_accept_rate"] > 0.05
+    if not more:  # with drafts, the server reports log-probabilities of the whole distribution
+        for one, other in zip(without, drafted, strict=True):
+            assert one.log_probs == pytest.approx(other.log_probs, abs=1e-5)
+
+
+def checksums(url: str, *, draft: bool) -> dict[str, str]:
+    (rank,) = ServerControl(url)._post("/weights_checker", {"action": "checksum"})["ranks"]
+    return {name: one for name, one in rank["checksums"].items() if name.startswith("draft.") is draft}
+
+
+def test_weight_update_reaches_the_policy_and_skips_its_draft_model(servers, policy):
+    updated = nearby(policy[1], 0.02, seed=2)
+    _, url = servers
+    model, draft = checksums(url, draft=False), checksums(url, draft=True)
+    assert model and draft
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    control, buffer = ServerControl(url, timeout_s=60), io.BytesIO()
+    named = [(name, tensor) for name, tensor in updated.state_dict().items() if name != "lm_head.weight"]
+    ForkingPickler(buffer).dump(named)
+    with control.weight_update("1"):
+        control.update_weights_from_tensor([base64.b64encode(buffer.getvalue()).decode()])
+    assert checksums(url, draft=True) == draft
+    assert not any(one == model[name] for name, one in checksums(url, draft=False).items())
+    found, metrics = responses(url, 0.0)
+    assert [one.token_ids for one in found] == [greedy(updated, prompt) for prompt in PROMPTS]
+    assert {one.weight_version for one in found} == {"1"}
+    assert metrics["rollout/spec_accept_rate"] > 0.05
