@@ -162,9 +162,7 @@ def shares_of(engines: int, ranks: int, *, before: bool) -> list[int]:
     return [len(range(rank, engines, callers)) for rank in range(callers)]
 
 
-def updates(
-    engines: int, weights: float, control: float, loads: float, announcers: Sequence[int]
-) -> dict[str, float]:
+def updates(engines: int, weights: float, control: float, loads: float, announcers: Sequence[int]) -> dict[str, float]:
     """Seconds of a weight update by each transport; `loads` are those of the calls that make engines read files.
 
     `announcers` are the engines that each rank tells of a bucket of a broadcast.

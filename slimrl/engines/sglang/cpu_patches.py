@@ -84,13 +84,6 @@ def patch_attention() -> None:
     cpu_attention.install(TorchNativeAttnBackend)
 
 
-def patch_operators() -> None:
-    """Replaces the operators whose results depend on the batch (`batch_invariant`), attention included."""
-    from slimrl.engines.sglang.operators import batch_invariant
-
-    batch_invariant.install()
-
-
 # of SGLang's CPU kernels: models that are not served look them up while their modules are imported
 KERNELS_OF_OTHER_MODELS = (
     *("fused_sigmoid_mul_cpu", "fused_qk_gemma_rmsnorm_cpu", "fused_qk_gemma_rmsnorm_with_gate_cpu"),
@@ -388,7 +381,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             speculation.install(words)
             patch()
             if BATCH_INVARIANT in given:
-                patch_operators()
+                from slimrl.engines.sglang.operators import batch_invariant
+
+                batch_invariant.install()
             if ADAPTERS in words:
                 patch_adapters()
         fork_children()

@@ -17,9 +17,9 @@ import pickle
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, Protocol, cast
 
-from torch.distributed import DistStoreError, Store
+from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import _get_default_store
 
 from slimrl.engines.server_protocol import WeightControl
@@ -38,14 +38,44 @@ def divided_announcements(
 ) -> Announcements | None:
     """This rank's part, if the servers are so many that several ranks announce to them; collective."""
     callers = callers_of(len(servers), ranks, of_one_rank)
-    return Announcements(_get_default_store(), servers, rank, callers, timeout_s) if callers > 1 else None
+    return Announcements(default_store(), servers, rank, callers, timeout_s) if callers > 1 else None
+
+
+def default_store() -> KeyStore:
+    """That of all training ranks."""
+    return cast("KeyStore", _get_default_store())
+
+
+class KeyStore(Protocol):
+    """What is used of a torch.distributed store; its types name neither `clone` nor values of bytes."""
+
+    def clone(self) -> KeyStore:
+        """Another client, whose waiting does not block this one."""
+
+    def add(self, key: str, amount: int) -> int:
+        """The sum of all amounts."""
+
+    def set(self, key: str, value: bytes) -> None:
+        """Stores the value."""
+
+    def get(self, key: str) -> bytes:
+        """The value, after waiting for it."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all keys have values."""
+
+    def wait(self, keys: list[str], timeout: datetime.timedelta) -> None:
+        """Raises DistStoreError if a key has no value in time."""
+
+    def delete_key(self, key: str) -> bool:
+        """Whether the key had a value."""
 
 
 class Announcements:
     """One rank's part: rank 0 publishes, the other callers announce to their share. `round` is collective."""
 
     def __init__(
-        self, store: Store, servers: Sequence[WeightControl], rank: int, callers: int, timeout_s: float
+        self, store: KeyStore, servers: Sequence[WeightControl], rank: int, callers: int, timeout_s: float
     ) -> None:
         """`store` is that of all training ranks, on each of which this is constructed."""
         self.own = list(servers[rank::callers]) if rank < callers else []
@@ -100,7 +130,7 @@ class Announcements:
     def _key(self, name: int | str) -> str:
         return f"{self._prefix}/{self._round}/{name}"
 
-    def _fail(self, store: Store, text: str, *, final: bool) -> None:
+    def _fail(self, store: KeyStore, text: str, *, final: bool) -> None:
         if not store.check([self._key("failed")]):
             store.set(self._key("failed"), pickle.dumps((text, final)))
 
@@ -113,19 +143,21 @@ class Announcements:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight-announcements")
         return self._pool.submit(self._announce, self._store.clone())
 
-    def _announce(self, store: Store) -> None:
+    def _announce(self, store: KeyStore) -> None:
         """Waits for each layout and calls the own servers with it, until rank 0 has no more."""
         try:
             for number in itertools.count():
                 if (layout := self._layout(store, self._key(number))) == _END:
                     return
-                call = pickle.loads(layout)
-                call_all(self.own, lambda server, call=call: server.update_weights_from_distributed(**call), WHAT)
+                self._tell(pickle.loads(layout))
         except WeightSyncError as error:
             self._fail(store, str(error), final=error.final)
             raise
 
-    def _layout(self, store: Store, key: str) -> bytes:
+    def _tell(self, call: dict[str, Any]) -> None:
+        call_all(self.own, lambda server: server.update_weights_from_distributed(**call), WHAT)
+
+    def _layout(self, store: KeyStore, key: str) -> bytes:
         try:
             store.wait([key], datetime.timedelta(seconds=self._timeout_s))
         except DistStoreError as error:
