@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import itertools
-import pickle
+import json
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -99,7 +99,7 @@ class Announcements:
         try:
             yield
         except BaseException:
-            self._fail(self._store, f"sending buckets failed on rank {self._rank}", final=False)
+            self._fail(self._store, self._key("failed"), f"sending buckets failed on rank {self._rank}", final=False)
             raise
         finally:
             if self._rank == RANK_ZERO:
@@ -109,7 +109,7 @@ class Announcements:
 
     def publish(self, call: dict[str, Any]) -> None:
         """On rank 0: the arguments with which the other ranks announce the next bucket."""
-        self._store.set(self._key(self._number), pickle.dumps(call))
+        self._store.set(self._key(self._number), json.dumps(call).encode())
         self._number += 1
 
     def check(self) -> None:
@@ -117,7 +117,7 @@ class Announcements:
         if time.monotonic() > self._looked + LOOK_INTERVAL_S:
             self._looked = time.monotonic()
             if self._store.check([self._key("failed")]):
-                text, final = pickle.loads(self._store.get(self._key("failed")))
+                text, final = json.loads(self._store.get(self._key("failed")))
                 raise WeightSyncError(text, final=final)
 
     def await_failure(self) -> None:
@@ -127,12 +127,13 @@ class Announcements:
             self.check()
             time.sleep(LOOK_INTERVAL_S)
 
-    def _key(self, name: int | str) -> str:
-        return f"{self._prefix}/{self._round}/{name}"
+    def _key(self, name: int | str, round_number: int | None = None) -> str:
+        return f"{self._prefix}/{self._round if round_number is None else round_number}/{name}"
 
-    def _fail(self, store: KeyStore, text: str, *, final: bool) -> None:
-        if not store.check([self._key("failed")]):
-            store.set(self._key("failed"), pickle.dumps((text, final)))
+    @staticmethod
+    def _fail(store: KeyStore, key: str, text: str, *, final: bool) -> None:
+        if not store.check([key]):
+            store.set(key, json.dumps([text, final]).encode())
 
     def _forget(self) -> None:
         """Deletes the keys of the last round, which every rank has left."""
@@ -141,17 +142,20 @@ class Announcements:
 
     def _start(self) -> Future[None]:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight-announcements")
-        return self._pool.submit(self._announce, self._store.clone())
+        return self._pool.submit(self._announce, self._store.clone(), self._round)
 
-    def _announce(self, store: KeyStore) -> None:
-        """Waits for each layout and calls the own servers with it, until rank 0 has no more."""
+    def _announce(self, store: KeyStore, round_number: int) -> None:
+        """Waits for each layout and calls the own servers with it, until rank 0 has no more.
+
+        After a failure elsewhere it may outlive its round, whose number it keeps.
+        """
         try:
             for number in itertools.count():
-                if (layout := self._layout(store, self._key(number))) == _END:
+                if (layout := self._layout(store, self._key(number, round_number))) == _END:
                     return
-                self._tell(pickle.loads(layout))
+                self._tell(json.loads(layout))
         except WeightSyncError as error:
-            self._fail(store, str(error), final=error.final)
+            self._fail(store, self._key("failed", round_number), str(error), final=error.final)
             raise
 
     def _tell(self, call: dict[str, Any]) -> None:
