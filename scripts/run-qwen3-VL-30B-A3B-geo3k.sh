@@ -6,7 +6,7 @@
 # The toy of --tiny counts the squares of pictures; the share of right answers rises from below a half to 0.9 in 20
 # rollouts. The vision tower is trained; --freeze-params-name-list vision_model freezes it (docs/vision.md).
 # docs/recipes.md lists the downloads; scripts/lib/recipe.sh explains the common settings and --tiny.
-# Proven: checked against published configs (qwen3-VL-30B-A3B.json).
+# Proven: gated in CI on CPU (tests/scripts/test_recipes.py).
 # shellcheck source-path=SCRIPTDIR disable=SC2034
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/lib/recipe.sh"

@@ -91,7 +91,7 @@ RENAMED = {
     "slimrl.sglang.errors": "slimrl.engines.protocol",
     "slimrl.tiny.task": "slimrl.tiny.tasks",
     "slimrl.tiny.tokenizer": "slimrl.tiny.models",
-    "slimrl.tiny.vision_task": "slimrl.tiny.tasks",
+    "slimrl.tiny.vision_task": "slimrl.tiny.pictures",
     "slimrl.weights.atomic_dir": "slimrl.processes.files",
     "slimrl.weights.peft_folder": "slimrl.weights.adapters",
     "slimrl.weights.stacked_experts": "slimrl.weights.hf_checkpoint",

@@ -10,7 +10,9 @@ can improve it. The same seed gives the same files.
 
 With ``--family`` the model is a toy of another family, and ``size_args.sh`` replaces ``model_args.sh``: it appends the
 toy's sizes to the flags of a model of that family (``source scripts/models/moonlight.sh`` before it). A toy with a
-vision tower counts the squares of pictures instead, which are data URIs under ``images``.
+vision tower counts the squares of pictures instead, which are data URIs under ``images``, or with ``--videos`` those of
+films under ``videos``. With ``--turns`` it answers again after it was shown a half of the picture
+(``examples/look_again.py``).
 """
 
 from __future__ import annotations
@@ -43,17 +45,8 @@ from slimrl.tiny.models import (
     sees,
     size_args_script,
 )
-from slimrl.tiny.tasks import (
-    Addition,
-    Counting,
-    WarmStart,
-    greedy_accuracy,
-    greedy_accuracy_on_pictures,
-    split_additions,
-    split_countings,
-    warm_start,
-    warm_start_on_pictures,
-)
+from slimrl.tiny.pictures import Counting, greedy_accuracy_on_pictures, split_countings, warm_start_on_pictures
+from slimrl.tiny.tasks import Addition, WarmStart, greedy_accuracy, split_additions, warm_start
 
 OWN_FILES = ("train.jsonl", "eval.jsonl", "model_args.sh", "size_args.sh")  # besides the folder "model"
 SHAPE_FLAGS = (
@@ -77,6 +70,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     for name in SHAPE_FLAGS:
         parser.add_argument("--" + name.replace("_", "-"), type=int, help=f"instead of {name} of --size")
     parser.add_argument("--family", choices=sorted(FAMILIES), help="a toy of this family, whose shape is fixed")
+    parser.add_argument("--videos", action="store_true", help="films instead of pictures, for a family that sees")
+    parser.add_argument("--turns", type=int, choices=(1, 2, 3), default=1, help="answers to a picture (default 1)")
     parser.add_argument("--untie", action="store_true", help="do not tie the output layer to the embedding")
     parser.add_argument("--train-size", type=int, default=1600, help="problems in train.jsonl (default 1600)")
     parser.add_argument("--eval-size", type=int, default=128, help="problems in eval.jsonl (default 128)")
@@ -109,9 +104,10 @@ def in_the_way(folder: Path, *, force: bool) -> str | None:
     return None
 
 
-def write_rows(path: Path, problems: list[Addition] | list[Counting]) -> None:
+def write_rows(path: Path, problems: list[Addition] | list[Counting], *, films: bool) -> None:
     """Writes a .jsonl file of prompts and labels."""
-    path.write_text("".join(json.dumps(problem.row()) + "\n" for problem in problems), encoding="utf-8")
+    rows = [problem.film_row() if films and isinstance(problem, Counting) else problem.row() for problem in problems]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def taught_to_add(
@@ -126,13 +122,14 @@ def taught_to_add(
 def taught_to_count(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace
 ) -> tuple[list[Counting], list[Counting], float]:
-    """The same with pictures."""
+    """The same with pictures, or films."""
     train, held_out = split_countings(seed=args.seed, train_size=args.train_size, eval_size=args.eval_size)
     with tempfile.TemporaryDirectory() as folder:
         save_image_processor(FAMILIES[args.family].config["vision_config"], Path(folder))
-        plan = WarmStart(steps=args.warm_start_steps)
-        warm_start_on_pictures(model, tokenizer, train, folder, plan=plan, seed=args.seed)
-        return train, held_out, greedy_accuracy_on_pictures(model, tokenizer, held_out, folder)
+        model.config.save_pretrained(folder)
+        plan, shown = WarmStart(steps=args.warm_start_steps), {"films": args.videos, "turns": args.turns}
+        warm_start_on_pictures(model, tokenizer, train, folder, plan=plan, seed=args.seed, **shown)
+        return train, held_out, greedy_accuracy_on_pictures(model, tokenizer, held_out, folder, **shown)
 
 
 def main(argv: list[str]) -> int:
@@ -148,12 +145,18 @@ def main(argv: list[str]) -> int:
         flag = "--" + shaped[0].replace("_", "-") if shaped else "--size"
         print(f"{flag} has no effect on the fixed shape of --family {args.family}; give one of them", file=sys.stderr)
         return 2
+    vision = args.family is not None and sees(args.family)
+    if (args.videos or args.turns > 1) and not vision or (args.videos and args.turns > 1):
+        print(
+            "--videos and --turns need a --family with a vision tower, such as qwen2_5_vl; give one of them",
+            file=sys.stderr,
+        )
+        return 2
     try:
         size = size_from(args)
         # One thread: the model is too small for more, and sums are then the same in every run.
         torch.set_num_threads(1)
         started = time.monotonic()
-        vision = args.family is not None and sees(args.family)
         tokenizer = build_tokenizer(max_length=size.max_position_embeddings, vision=vision)
         if args.family:
             model: PreTrainedModel = build_family_model(args.family, tokenizer, seed=args.seed, untie=args.untie)
@@ -172,8 +175,8 @@ def main(argv: list[str]) -> int:
         (args.output_dir / name).unlink(missing_ok=True)
     model.save_pretrained(model_dir)
     tokenizer.save_pretrained(model_dir)
-    write_rows(args.output_dir / "train.jsonl", train)
-    write_rows(args.output_dir / "eval.jsonl", held_out)
+    write_rows(args.output_dir / "train.jsonl", train, films=args.videos)
+    write_rows(args.output_dir / "eval.jsonl", held_out, films=args.videos)
     if args.family:
         publish_config(args.family, model_dir)
         publish_experts(model_dir)

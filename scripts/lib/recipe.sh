@@ -182,6 +182,9 @@ recipe_tiny() {
 # Creates the files that recipe_tiny refers to: the toy and, except for a plan, its weights in Megatron's format.
 recipe_make_toy() {
    local options=(--family "$FAMILY" --output-dir "$TOY" "${UNTIED[@]}")
+   # A column of videos for the prompts of a recipe with images: the toy then counts over the frames of films.
+   if [[ " ${EXTRA_ARGS[*]} " == *'"video"'* ]]; then options+=(--videos); fi
+   if [[ " ${MISC_ARGS[*]} " == *' examples.look_again.generate '* ]]; then options+=(--turns 3); fi
    if [[ $REFERENCE == "$TOY"/* ]]; then
       say "creating a toy of the family $FAMILY for the plan"
       python3 tools/make_tiny_model.py "${options[@]}" --warm-start-steps 0 >/dev/null
@@ -230,9 +233,9 @@ recipe_tiny_pictures() {
       --rollout-batch-size 32
    )
    EVAL_ARGS=(--eval-interval 10 --eval-prompt-data squares "$1/eval.jsonl" --eval-temperature 0)
-   # Turns of the environment, with their images, are part of the response.
+   # Turns of the environment, with their images, are part of the response: 58 tokens in all.
    if flags_have --custom-generate-function-path "${MISC_ARGS[@]}"; then
-      ROLLOUT_ARGS+=(--rollout-max-response-len 192)
+      ROLLOUT_ARGS+=(--rollout-max-response-len 80)
    fi
    OPTIMIZER_ARGS+=(--lr 1e-3 --lr-decay-style constant --lr-warmup-fraction 0)
    CKPT_ARGS+=(--save-interval 20)

@@ -201,6 +201,21 @@ def forward_settings(args: Arguments) -> dict[str, Any]:
     return values
 
 
+def critic_base(args: Arguments) -> Found:
+    """The model that a critic's adapters are beside: that of --critic-load, else of --ref-load.
+
+    A --critic-load that is also --critic-save has adapters. Raises FileNotFoundError without a model.
+    """
+    own = args.critic_load is not None and args.critic_load != args.critic_save
+    found = find(args.critic_load, None) if own else find(args.ref_load, args.ref_ckpt_step)
+    if found is None:
+        raise FileNotFoundError(
+            f"--critic-lora-rank {args.critic_lora_rank} adapts the model of --critic-load, else of --ref-load, and"
+            f" {f'{args.critic_load} has no weights' if own else 'neither has weights'}: give one of them"
+        )
+    return found
+
+
 def critic_start(args: Arguments, resumed: int | None) -> Found:
     """The weights that the critic starts from; `resumed` is the iteration at which the policy resumes, else None.
 
@@ -209,6 +224,8 @@ def critic_start(args: Arguments, resumed: int | None) -> Found:
     Raises FileNotFoundError if there is none.
     """
     if resumed is None:
+        if args.critic_lora_rank is not None:
+            return critic_base(args)
         own = find(args.critic_load, None)
         is_fresh = args.critic_load is None or (own is None and args.critic_load == args.critic_save)
         weights = start_of(args).weights if is_fresh else own

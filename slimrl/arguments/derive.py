@@ -58,7 +58,7 @@ def _model(args: Arguments) -> None:
     if args.max_position_embeddings is None:
         args.max_position_embeddings = args.seq_length
     # adapters and batch-invariant operators are those of megatron-core's local layers, also where Transformer Engine is
-    if args.transformer_impl is None and (args.lora_rank is not None or args.true_on_policy_mode):
+    if args.transformer_impl is None and (args.has_adapters or args.true_on_policy_mode):
         args.transformer_impl = "local"
     if args.padded_vocab_size is None and args.vocab_size is not None:
         unit = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size

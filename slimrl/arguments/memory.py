@@ -13,6 +13,7 @@ from slimrl.arguments.layout import Groups, critic_groups, groups_of, stage_laye
 from slimrl.arguments.namespace import Arguments
 from slimrl.models.adapters import AdapterConfig, adapter_weights
 from slimrl.models.model_size import (
+    ElementWise,
     Setting,
     Split,
     Weights,
@@ -205,11 +206,14 @@ def _stage(
     trained = count(trained_spec, split, parts[number], first=first, last=last)
     own, adapters = _trained_model(args, groups, trained), AdapterConfig.from_args(args)
     own = dataclasses.replace(own, weights=own.weights + (weights.total - trained.total) * setting.element)
-    if adapters is not None and not held.value_head:  # beside weights that are not trained
+    if held.value_head and not args.trains_reward_model:
+        own = _critic(args, groups, spec, parts[number], first=first, last=last)
+    elif adapters is not None and not held.value_head:  # beside weights that are not trained
         own = _trained_model(args, groups, adapter_weights(spec, split, parts[number], adapters))
         own = dataclasses.replace(own, weights=own.weights + whole)
-    of_critic = critic_weights(spec, split, parts[number], first=first, last=last)
-    critic = _trained_model(args, groups, of_critic) if held.critic else _TrainedModel(0, 0, 0, 0, 0)
+    critic = _TrainedModel(0, 0, 0, 0, 0)
+    if held.critic:
+        critic = _critic(args, groups, spec, parts[number], first=first, last=last)
     sent = own.weights - whole if args.engines_have_adapters else whole
     kept, added = saved_bytes(spec, setting, parts[number], last=last), 0
     if first:
@@ -233,6 +237,19 @@ def _stage(
         host_models=2 * held.on_host * (own.weights if args.use_megatron_fsdp else whole),
         host_optimizer=own.on_host + critic.on_host,
     )
+
+
+def _critic(
+    args: Arguments, groups: Groups, spec: ModelSpec, layers: tuple[int, ...], *, first: bool, last: bool
+) -> _TrainedModel:
+    """A critic of these layers: whole, or with --critic-lora-rank adapters and the head beside weights at rest."""
+    split = Split(groups.tensor, groups.expert_tensor, groups.expert)
+    weights, adapters = critic_weights(spec, split, layers, first=first, last=last), AdapterConfig.of_critic(args)
+    if adapters is None:
+        return _trained_model(args, groups, weights)
+    head = Weights((ElementWise(spec.hidden_size),) if last else ())
+    own = _trained_model(args, groups, adapter_weights(spec, split, layers, adapters) + head)
+    return dataclasses.replace(own, weights=own.weights + (weights.total - head.total) * parameter_bytes(args))
 
 
 def _without_frozen_tower(args: Arguments, spec: ModelSpec) -> ModelSpec:

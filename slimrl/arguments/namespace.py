@@ -292,6 +292,11 @@ class Arguments(
         return self.update_weight_transport == "nccl" and (not self.colocate or self.critic_num_gpus > 0)
 
     @property
+    def has_adapters(self) -> bool:
+        """True if policy or critic have LoRA adapters."""
+        return self.lora_rank is not None or (self.use_critic and self.critic_lora_rank is not None)
+
+    @property
     def engines_have_adapters(self) -> bool:
         """True if the engines serve LoRA adapters beside their base, and weight updates send nothing else."""
         alone = self.debug_rollout_only or self.debug_train_only

@@ -97,7 +97,7 @@ def main(entry: str, loop: Callable[[Run], None], argv: Sequence[str] | None = N
 
 
 def _run(args: Arguments, loop: Callable[[Run], None]) -> int:
-    from slimrl.cluster.launch import DriverWithoutGpuError, NeedsCpusError
+    from slimrl.cluster.launch import DriverWithoutGpuError, MachineLacksOperatorsError
     from slimrl.cluster.nodes.comparison import NodesDifferError
     from slimrl.cluster.ray_session import InsufficientGpusError
     from slimrl.cluster.run import open_run
@@ -130,7 +130,7 @@ def _run(args: Arguments, loop: Callable[[Run], None]) -> int:
         InsufficientGpusError,
         DriverWithoutGpuError,
         EngineUnsupportedError,
-        NeedsCpusError,
+        MachineLacksOperatorsError,
         NodesDifferError,
         PrometheusError,
         FolderInUseError,

@@ -189,17 +189,31 @@ class DriverWithoutGpuError(RuntimeError):
     """Ray reports GPUs and the driver's node has none: the run would train on CPUs instead."""
 
 
-class NeedsCpusError(RuntimeError):
-    """A flag whose operators exist for CPUs only, on a machine with GPUs."""
+class MachineLacksOperatorsError(RuntimeError):
+    """A flag whose operators exist for machines of another kind only."""
 
 
-def check_machine_has_operators(machine: Machine, *, batch_invariant: bool) -> None:
-    """Raises NeedsCpusError for the operators of --true-on-policy-mode on a machine with GPUs."""
-    if batch_invariant and machine.cuda:
-        raise NeedsCpusError(
-            "--true-on-policy-mode has operators for CPUs only, and this machine has a GPU: set CUDA_VISIBLE_DEVICES to"
-            " nothing to train on CPUs, or leave the flag out"
+def check_machine_has_operators(machine: Machine, *, bf16: bool, gpu_flags: Sequence[str]) -> None:
+    """Raises MachineLacksOperatorsError for --true-on-policy-mode in the precision of the other kind of machine.
+
+    `gpu_flags` are those of the command line that name kernels of GPUs.
+    """
+    if bf16 and not machine.cuda:
+        raise MachineLacksOperatorsError(
+            "--true-on-policy-mode computes in bfloat16 with GPU kernels only, and this machine has no GPU: give"
+            " --no-bf16" + (f", and leave {' and '.join(gpu_flags)} out" if gpu_flags else "")
         )
+    if machine.cuda and not bf16:
+        raise MachineLacksOperatorsError(
+            "--true-on-policy-mode computes in float32 on CPUs only, and this machine has a GPU: give --bf16, or set"
+            " CUDA_VISIBLE_DEVICES to nothing to train on CPUs"
+        )
+
+
+def _gpu_flags(args: Arguments) -> list[str]:
+    named = {name: args.sglang_options.get(name) for name in ("attention_backend", "rl_on_policy_target")}
+    flags = [f"--sglang-{name.replace('_', '-')}" for name, value in named.items() if value is not None]
+    return flags + ["--attn-implementation"] * (args.attn_implementation is not None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,8 +243,9 @@ class Launch:
 
     @classmethod
     def of_run(cls, args: Arguments) -> Launch:
-        """The decisions for this process's machine and environment. Raises NeedsCpusError."""
-        check_machine_has_operators(this_machine(), batch_invariant=args.true_on_policy_mode)
+        """The decisions for this process's machine and environment. Raises MachineLacksOperatorsError."""
+        if args.true_on_policy_mode:
+            check_machine_has_operators(this_machine(), bf16=args.bf16, gpu_flags=_gpu_flags(args))
         return cls.decide(this_machine(), run_facts(args), args.train_env_vars, os.environ)
 
     @classmethod

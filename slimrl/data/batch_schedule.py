@@ -37,6 +37,7 @@ def schedule_batch(
     max_tokens_per_micro_batch: int | None,
     balance: bool,
     break_even_tokens: int = DEFAULT_BREAK_EVEN_TOKENS,
+    patch_cost: float = 0.0,
     samples_together: int = 1,
 ) -> list[RolloutBatch]:
     """One batch per data-parallel rank with its rows and schedule; see the module's invariants.
@@ -45,7 +46,8 @@ def schedule_batch(
     number is as small as the search finds; with None they have `micro_batch_size` samples. The ranks of a
     context-parallel group share a micro-batch, so that its cap is `context_parallel_size` times as large. A rank has a
     multiple of `micro_batch_group` micro-batches per step, as virtual pipeline stages require. `balance` evens out the
-    cost `length + length**2 / break_even_tokens` (linear layers + attention) over the ranks, in total and in each row;
+    cost `length + length**2 / break_even_tokens` (linear layers + attention) over the ranks, in total and in each row,
+    with `patch_cost` for every patch of the sample's images and videos (a vision tower, in tokens of the decoder);
     without it the micro-batches are in the order of their first samples. `samples_per_step` and `tokens_per_step` count
     the samples and the trained tokens of all ranks. A group is `samples_together` consecutive samples (2: the pairs of
     a preference loss) and stays together, in order, in one micro-batch.
@@ -59,7 +61,9 @@ def schedule_batch(
         )
     lengths, size = batch.total_lengths.tolist(), samples_together
     _check_groups(batch, size, global_batch_size)
-    costs = _sums([length + length * length / break_even_tokens for length in lengths], size)
+    patches = [0] * len(lengths) if batch.images is None else batch.images.patches_of_samples()
+    of_samples = zip(lengths, patches, strict=True)
+    costs = _sums([own + own * own / break_even_tokens + patch_cost * seen for own, seen in of_samples], size)
     multiple = sequence_multiple(context_parallel_size)
     padded = _sums([-(-length // multiple) * multiple for length in lengths], size)
     if max_tokens_per_micro_batch is None:

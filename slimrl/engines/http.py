@@ -1,6 +1,6 @@
 """HTTP calls to servers and the router: blocking ones, and the many asynchronous ones of generation; a run's API key.
 
-`call` opens a new connection each time (servers drop idle ones after 5 s), ignores proxy variables, follows no
+`call` opens a new connection each time (other servers drop idle ones after 5 s), ignores proxy variables, follows no
 redirect, ends within the timeout however slowly a response arrives, and raises errors that name the URL. `decode_as`
 validates a response against a msgspec struct of the required fields; a response may have more.
 
@@ -38,6 +38,11 @@ from slimrl.engines.protocol import (
     EngineTimeoutError,
     EngineUnavailableError,
 )
+
+# For how long servers that slimrl starts keep an idle connection: longer than the router, which drops it after 50 s.
+# With their default, 5 s, a rollout that begins 5 s after the last one finds connections that are being closed, and the
+# router takes a server for broken after ten of them.
+IDLE_CONNECTION_S = 120
 
 HIDDEN_KEY = "***"  # as in slimrl.arguments.redact
 KEY_VARIABLE = "SLIMRL_SERVER_KEY"

@@ -39,7 +39,7 @@ class ServerLaunch:
     `memory_saver`: its memory is released while training runs. `shares_gpus`: training ranks use the same GPUs. `nccl`:
     NCCL's variables that it has in common with the ranks that broadcast weights to it. `gpus`: the GPUs of its node
     that it uses; None: all GPUs that are visible to this process. `network`: how other nodes reach its node.
-    `batch_invariant`: it computes with the operators of --true-on-policy-mode, on a CPU. `worker_type`: its part of a
+    `batch_invariant`: it computes with the operators of --true-on-policy-mode. `worker_type`: its part of a
     request.
     """
 

@@ -94,6 +94,20 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
     return build
 
 
+class _AdamW(torch.optim.AdamW):
+    """AdamW without the marks for `torch.compile`.
+
+    torch excludes these methods from compiled graphs. For that it imports the compiler when they are first called:
+    half a second in every process that trains.
+    """
+
+    step = torch.no_grad()(inspect.unwrap(torch.optim.Adam.step))
+    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+    zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
+    state_dict = inspect.unwrap(torch.optim.Optimizer.state_dict)
+    load_state_dict = inspect.unwrap(torch.optim.Optimizer.load_state_dict)
+
+
 def _torch_stand_in() -> Placeholder:
     def nothing(*args: Any, **kwargs: Any) -> None:
         return None
@@ -121,7 +135,7 @@ def _torch_stand_in() -> Placeholder:
         **generator,
     )
     factories = {name: _on_cpu(getattr(torch, name)) for name in _FACTORIES}
-    return Placeholder(torch, cuda=cuda, cpu=cuda, **factories)
+    return Placeholder(torch, cuda=cuda, cpu=cuda, optim=Placeholder(torch.optim, AdamW=_AdamW), **factories)
 
 
 def megatron_modules() -> list[types.ModuleType]:

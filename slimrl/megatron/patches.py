@@ -102,6 +102,25 @@ def make_engine_linear_a_class() -> None:
         adapter.TELinear = type("NoLinear", (), {})
 
 
+def shard_frozen_weights() -> None:
+    """Weights without a gradient are sharded too; a hook on their gradient never runs, but torch refuses to set it."""
+    sharding: Any = importlib.import_module("megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp")
+    original = sharding.MegatronFSDP._register_fsdp_hooks
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def register(self: Any, root_module: torch.nn.Module) -> None:
+        frozen = [weight for weight in root_module.parameters() if not weight.requires_grad]
+        for weight in frozen:
+            weight.requires_grad_(True)
+        original(self, root_module)
+        for weight in frozen:
+            weight.requires_grad_(False)
+
+    sharding.MegatronFSDP._register_fsdp_hooks = register
+
+
 def build_own_linears_without_fusion() -> None:
     """megatron-core's parallel linear layers add their weight gradients outside the matrix product.
 
@@ -268,6 +287,12 @@ PATCHES = (
         "corrupted bytes are loaded as weights",
         _everywhere,
         io.verify_what_is_read,
+    ),
+    Patch(
+        "sharded frozen weights",
+        "RuntimeError: Megatron-FSDP hooks into the gradient of every weight, also of one that is frozen",
+        _everywhere,
+        shard_frozen_weights,
     ),
 )
 

@@ -55,6 +55,13 @@ class LoraFlags(Protocol):
     q_lora_rank: int | None
 
 
+class CriticLoraFlags(LoraFlags, Protocol):
+    """Those of the critic's adapters too."""
+
+    critic_lora_rank: int | None
+    critic_lora_alpha: float | None
+
+
 @dataclasses.dataclass(frozen=True)
 class AdapterConfig:
     """The adapters of a run; `targets` in the order of `EVERY_TARGET`."""
@@ -66,11 +73,25 @@ class AdapterConfig:
     @classmethod
     def from_args(cls, flags: LoraFlags) -> AdapterConfig | None:
         """None without --lora-rank. The default of alpha is the rank, that of the targets every projection."""
-        if flags.lora_rank is None:
+        return cls._of(flags, flags.lora_rank, flags.lora_alpha)
+
+    @classmethod
+    def of_critic(cls, flags: CriticLoraFlags) -> AdapterConfig | None:
+        """Those of a critic, None without --critic-lora-rank; the targets are those of --lora-target-modules."""
+        return cls._of(flags, flags.critic_lora_rank, flags.critic_lora_alpha)
+
+    @classmethod
+    def _of(cls, flags: LoraFlags, rank: int | None, alpha: float | None) -> AdapterConfig | None:
+        if rank is None:
             return None
-        alpha = float(flags.lora_rank) if flags.lora_alpha is None else flags.lora_alpha
         wanted = flags.lora_target_modules or _every_projection(flags)
-        return cls(flags.lora_rank, alpha, tuple(name for name in EVERY_TARGET if name in wanted))
+        targets = tuple(name for name in EVERY_TARGET if name in wanted)
+        return cls(rank, float(rank) if alpha is None else alpha, targets)
+
+    @property
+    def flags(self) -> str:
+        """The settings as flags of the policy's adapters."""
+        return f"--lora-rank {self.rank} --lora-alpha {self.alpha:g} --lora-target-modules {' '.join(self.targets)}"
 
     @property
     def scale(self) -> float:
@@ -124,7 +145,7 @@ class SharedAdapter:
 
 
 def adapter_weights(spec: ModelSpec, split: Split, layers: Sequence[int], adapters: AdapterConfig) -> Weights:
-    """The adapter tensors of one GPU of a pipeline stage with these layers; experts are not tensor parallel.
+    """The adapter tensors of one GPU of a pipeline stage with these layers.
 
     Of a projection whose outputs are divided, A is whole on every GPU; of one whose inputs are, B is.
     """
@@ -137,7 +158,7 @@ def adapter_weights(spec: ModelSpec, split: Split, layers: Sequence[int], adapte
         dense, shared = attention, spec.experts.shared_ffn_hidden_size
         if shared:
             dense += _pairs(adapters, _feed_forward(spec, shared), split.tp)
-        expert = _pairs(adapters, _feed_forward(spec, spec.experts.ffn_hidden_size), 1)
+        expert = _pairs(adapters, _feed_forward(spec, spec.experts.ffn_hidden_size), split.etp)
         found += Weights(dense, expert * (spec.experts.number // split.ep))
     return found
 

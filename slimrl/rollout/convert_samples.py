@@ -30,6 +30,8 @@ from slimrl.data.sample import Sample, SampleStatus
 from slimrl.data.train_batch import RolloutBatch, batch_from_samples
 from slimrl.hooks import ConvertSamples, RewardPostProcess, named, naming, resolve
 from slimrl.hooks.contracts import RunArguments
+from slimrl.models.model_size import active_parameters
+from slimrl.models.model_spec import ModelSpec
 from slimrl.rollout.dataset.images import training_inputs
 
 _Stored = TypeVar("_Stored")
@@ -215,11 +217,19 @@ class BatchSchedule:
     micro_batch_size: int
     max_tokens_per_micro_batch: int | None
     balance: bool
+    patch_cost: float
     samples_together: int
 
     @classmethod
     def from_args(cls, args: Arguments) -> BatchSchedule:
-        """The schedule of a run."""
+        """The schedule of a run.
+
+        A patch of an image costs the weights of the vision tower over those of the decoder that a token uses; a frozen
+        one, without a backward pass, a third.
+        """
+        trains = args.lora_rank is None  # else adapters of the decoder alone
+        tower = sum(size if trains and args.trains_weight(name) else size / 3 for name, size in args.vision_weights)
+        decoder = dataclasses.replace(ModelSpec.from_args(args), vision_weights=()) if tower else None
         return cls(
             context_parallel_size=args.context_parallel_size,
             micro_batch_group=args.microbatch_group_size_per_vp_stage or 1,
@@ -227,6 +237,7 @@ class BatchSchedule:
             micro_batch_size=args.micro_batch_size,
             max_tokens_per_micro_batch=args.max_tokens_per_gpu if args.use_dynamic_batch_size else None,
             balance=args.balance_data,
+            patch_cost=0.0 if decoder is None else tower / active_parameters(decoder),
             samples_together=args.samples_together,
         )
 

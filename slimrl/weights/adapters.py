@@ -105,21 +105,25 @@ def without_adapters(model: Stages) -> Iterator[None]:
 
 
 @torch.no_grad()
-def initialize_adapters(model: Stages, seed: int, tp_rank: int, tp_size: int) -> None:
+def initialize_adapters(
+    model: Stages, seed: int, *, tp_rank: int, tp_size: int, etp_rank: int = 0, etp_size: int = 1
+) -> None:
     """A as PEFT draws it, uniform within 1 / sqrt(inputs) of 0, and B zero: the model computes as its base.
 
-    The draw of a tensor depends only on `seed` and its name, so that it is the same in every layout.
+    The draw of a tensor depends only on `seed` and its name, so that it is the same in every layout. Those of experts
+    are divided by expert tensor parallelism.
     """
     for name, tensor in global_tensors(model, adapters=True).items():
         if name.endswith("lora_B"):
             tensor.zero_()
             continue
         divided = ".linear_proj" + PART_OF_NAME in name or ".linear_fc2" + PART_OF_NAME in name
-        size = 1 if ".experts." in name or not divided else tp_size
+        place, size = (etp_rank, etp_size) if ".experts." in name else (tp_rank, tp_size)
+        size = size if divided else 1
         rank, inputs = tensor.shape[0], tensor.shape[1] * size
         generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(f"lora_A {seed} {name}".encode()) >> 1)
         whole = (2 * torch.rand(rank, inputs, generator=generator) - 1) / math.sqrt(inputs)
-        first = tp_rank * tensor.shape[1] if size > 1 else 0
+        first = place * tensor.shape[1] if size > 1 else 0
         tensor.copy_(whole[:, first : first + tensor.shape[1]])
 
 
@@ -133,6 +137,8 @@ def load_adapters(
     *,
     tp_rank: int,
     tp_size: int,
+    etp_rank: int = 0,
+    etp_size: int = 1,
 ) -> None:
     """Fills this rank's adapters from a PEFT folder, in their dtype.
 
@@ -152,8 +158,8 @@ def load_adapters(
                         f" ({' x '.join(part.dims)}): give the adapter of this model"
                     )
                 if name := find(row, own):
-                    ranks = {"rank": tp_rank, "size": tp_size} if row.expert is None else {"rank": 0, "size": 1}
-                    own[name].copy_(to_shard(row, [file.get_tensor(part.name)], spec, **ranks))
+                    rank, size = (tp_rank, tp_size) if row.expert is None else (etp_rank, etp_size)
+                    own[name].copy_(to_shard(row, [file.get_tensor(part.name)], spec, rank=rank, size=size))
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged or not a safetensors file ({error}): copy or download it again") from error
 

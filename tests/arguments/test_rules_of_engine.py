@@ -35,7 +35,8 @@ OPTIONS = {
     "json-model-override-args": PassthroughFlag("json_model_override_args", type=str),
     "tp-size": PassthroughFlag("tp_size", type=int, managed_by="--rollout-num-gpus-per-engine"),
 }
-TABLES = {"sglang": lambda: OPTIONS}
+VLLM_OPTIONS = {"data-parallel-size": PassthroughFlag("data_parallel_size", type=int)}
+TABLES = {"sglang": lambda: OPTIONS, "vllm": lambda: VLLM_OPTIONS}
 FOUR_NODES = "--actor-num-nodes 4 --rollout-num-gpus-per-engine"  # of 8 GPUs each, colocated
 
 # rule -> (flags that pass when appended to the recipe, flags that do not with their error)
@@ -179,6 +180,11 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
                 f"{FOUR_NODES} 16 --rollout-engine vllm --vllm-python /bin/sh",
                 "--rollout-num-gpus-per-engine 16 is more than the GPUs of a node (--num-gpus-per-node 8), and a vLLM"
                 " server has one node: lower it.",
+            ),
+            (
+                "--rollout-engine vllm --vllm-python /bin/sh --vllm-data-parallel-size 3",
+                "--vllm-data-parallel-size 3 does not divide --rollout-num-gpus-per-engine 2, the GPUs of all"
+                " replicas of an engine: choose a divisor.",
             ),
         ],
     ),

@@ -45,7 +45,7 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             ),
             (
                 f"{LORA} --use-megatron-fsdp --use-distributed-optimizer --data-parallel-sharding-strategy optim",
-                "--lora-rank freezes weights that Megatron-FSDP hooks into: " + BOTH.format("--use-megatron-fsdp"),
+                "--lora-rank has not been tried with sharded weights: " + BOTH.format("--use-megatron-fsdp"),
             ),
             (
                 f"{LORA} --transformer-impl transformer_engine",

@@ -36,7 +36,10 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
         ],
     ),
     "sharding_fits_the_run": (
-        [f"{FSDP} optim --tensor-model-parallel-size 4", f"{FSDP} optim_grads_params --context-parallel-size 2"],
+        [
+            f"{FSDP} optim --tensor-model-parallel-size 4",
+            f"{FSDP} optim_grads_params --context-parallel-size 2 --freeze-params-name-list embedding",
+        ],
         [
             (
                 f"{FSDP} optim --no-use-distributed-optimizer",
@@ -49,8 +52,9 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             ),
             (
                 f"{FSDP} optim --freeze-params-name-list embedding",
-                "--use-megatron-fsdp hooks into the gradient of every weight: leave --freeze-params-name-list out, or"
-                " --use-megatron-fsdp.",
+                "--use-megatron-fsdp with --data-parallel-sharding-strategy optim reduces the gradients of frozen"
+                " weights, which have none: leave --freeze-params-name-list out, or also shard gradients"
+                " (optim_grads).",
             ),
             (
                 f"{FSDP} optim_grads --tensor-model-parallel-size 8",

@@ -12,19 +12,26 @@ OUT = "leave {0} out, or --true-on-policy-mode."
 HALVES = "--expert-tensor-parallel-size 2"
 EXPERTS = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 768"
 ONE = "--tensor-model-parallel-size 1 --rollout-num-gpus-per-engine 1"
+GPUS = f"--true-on-policy-mode --bf16 {ONE}"
+ATTENTION = (
+    " has a use with --true-on-policy-mode and --bf16 only, as flash_attention_3: leave it out; --attention-backend"
+    " chooses the attention of training."
+)
 # rule -> (flags that pass when appended to the recipe, flags that do not with their error)
 CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
-    "true_on_policy_is_in_float32": (
-        [MODE, "--true-on-policy --no-bf16 --deterministic-mode"],
+    "true_on_policy_has_a_precision": (
+        [MODE, "--true-on-policy --no-bf16 --deterministic-mode", f"{GPUS} --attn-implementation flash_attention_3"],
         [
             (
-                "--true-on-policy-mode --bf16",
-                "--true-on-policy-mode computes in float32, and --bf16 does not: leave one out.",
+                f"{MODE} --fp16",
+                "--true-on-policy-mode computes in float32 on CPUs and in bfloat16 on GPUs, not with --fp16: leave it"
+                " out.",
             ),
             (
-                f"{MODE} --fp16",
-                "--true-on-policy-mode computes in float32, and --fp16 does not: leave one out.",
+                f"{MODE} --attn-implementation flash_attention_3",
+                "--attn-implementation flash_attention_3" + ATTENTION,
             ),
+            (f"{GPUS} --attn-implementation sdpa", "--attn-implementation sdpa" + ATTENTION),
         ],
     ),
     "true_on_policy_knows_the_model": (
@@ -37,6 +44,10 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             (
                 f"{MODE} --keep-logits",
                 "--true-on-policy-mode computes log-probabilities from chunks of rows: " + OUT.format("--keep-logits"),
+            ),
+            (
+                f"{MODE} --fp32-residual-connection",
+                "--true-on-policy-mode adds in the dtype of the weights: " + OUT.format("--fp32-residual-connection"),
             ),
             (
                 f"{MODE} --attention-dropout 0.1",
@@ -67,6 +78,11 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
                 " tokens, and --true-on-policy-mode needs one order: give 1 or 2.",
             ),
             (
+                "--true-on-policy-mode --bf16 --tensor-model-parallel-size 2 --rollout-num-gpus-per-engine 2",
+                "--tensor-model-parallel-size 2 with --true-on-policy-mode is for float32 on CPUs; in bfloat16 on GPUs"
+                " give 1.",
+            ),
+            (
                 f"{MODE} --context-parallel-size 2",
                 "--true-on-policy-mode attends within one rank: " + OUT.format("--context-parallel-size"),
             ),
@@ -78,12 +94,20 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
         ],
     ),
     "true_on_policy_engines_compute_alike": (
-        [f"{MODE} --sglang-enable-deterministic-inference --sglang-attention-backend torch_native"],
+        [
+            f"{MODE} --sglang-enable-deterministic-inference --sglang-attention-backend torch_native",
+            f"{GPUS} --sglang-cuda-graph-max-bs 64",
+        ],
         [
             (
                 f"{MODE} --sglang-rl-on-policy-target fsdp",
-                "--sglang-rl-on-policy-target fsdp makes engines compute in bfloat16 on GPUs, and --true-on-policy-mode"
-                " computes in float32 on CPUs: leave --sglang-rl-on-policy-target out.",
+                "--sglang-rl-on-policy-target fsdp names kernels of GPUs, which --true-on-policy-mode has in bfloat16:"
+                " leave --sglang-rl-on-policy-target out, or give --bf16 on GPUs.",
+            ),
+            (
+                f"{GPUS} --sglang-attention-backend triton",
+                "--sglang-attention-backend triton is another choice than fa3, which --true-on-policy-mode needs in"
+                " bfloat16: give that.",
             ),
             (
                 f"{MODE} --rollout-engine vllm",
@@ -92,8 +116,8 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             ),
             (
                 f"{MODE} --sglang-attention-backend fa3",
-                "--sglang-attention-backend fa3 is another choice than torch_native, which --true-on-policy-mode needs:"
-                " give that.",
+                "--sglang-attention-backend fa3 is another choice than torch_native, which --true-on-policy-mode needs"
+                " in float32: give that.",
             ),
             (
                 f"{MODE} --sglang-speculative-algorithm NGRAM",
@@ -194,9 +218,24 @@ def test_narrow_blocks_are_not_split(recipe):
     ]
 
 
-def test_half_precision_of_the_checkpoint_is_refused(recipe):
+# examples/true_on_policy of slime
+SLIMES_EXAMPLE = (
+    "--sglang-enable-deterministic-inference --sglang-rl-on-policy-target fsdp --sglang-attention-backend fa3"
+    " --attn-implementation flash_attention_3 --deterministic-mode --true-on-policy-mode"
+)
+
+
+def test_example_of_slime_means_the_kernels_of_gpus(recipe):
     recipe.write_config(dtype="bfloat16")
-    _, problems = read_args(recipe.line("--true-on-policy-mode"))
-    assert [problem.sentence for problem in problems] == [
-        "--true-on-policy-mode computes in float32, and config.json has bfloat16: give --no-bf16."
+    args, problems = read_args(recipe.line(f"{SLIMES_EXAMPLE} {ONE}"), passthrough={"sglang": server_flags})
+    assert problems == []
+    assert args.true_on_policy_mode and args.bf16 and args.deterministic_mode
+    assert args.transformer_impl == "local"
+
+
+def test_experts_are_refused_in_bfloat16(recipe):
+    recipe.write_config(model_type="qwen3_moe")
+    _, problems = read_args(recipe.line(f"{GPUS} {EXPERTS}"))
+    assert ["--true-on-policy-mode has experts in float32 on CPUs only: " + OUT.format("--num-experts")] == [
+        problem.sentence for problem in problems if "--true-on-policy-mode" in problem.sentence
     ]

@@ -11,7 +11,7 @@ from slimrl.cluster.engines.engine_group import server_settings
 from slimrl.cluster.launch import (
     DriverWithoutGpuError,
     Launch,
-    NeedsCpusError,
+    MachineLacksOperatorsError,
     check_driver_sees_gpus,
     check_machine_has_operators,
     run_facts,
@@ -132,8 +132,11 @@ def test_driver_that_matches_the_ray_node_continues(
     check_driver_sees_gpus(machine, resources, environment)
 
 
-def test_batch_invariant_operators_are_rejected_on_a_gpu_and_only_there():
-    with pytest.raises(NeedsCpusError, match="--true-on-policy-mode has operators for CPUs only"):
-        check_machine_has_operators(GPU, batch_invariant=True)
-    check_machine_has_operators(CPU, batch_invariant=True)
-    check_machine_has_operators(GPU, batch_invariant=False)
+def test_batch_invariant_operators_of_the_other_kind_of_machine_are_rejected():
+    with pytest.raises(MachineLacksOperatorsError, match="computes in float32 on CPUs only, .* has a GPU: give --bf16"):
+        check_machine_has_operators(GPU, bf16=False, gpu_flags=[])
+    fix = "give --no-bf16, and leave --sglang-attention-backend and --attn-implementation out"
+    with pytest.raises(MachineLacksOperatorsError, match=f"this machine has no GPU: {fix}"):
+        check_machine_has_operators(CPU, bf16=True, gpu_flags=["--sglang-attention-backend", "--attn-implementation"])
+    check_machine_has_operators(CPU, bf16=False, gpu_flags=[])
+    check_machine_has_operators(GPU, bf16=True, gpu_flags=["--sglang-attention-backend"])

@@ -1,11 +1,14 @@
 """The micro-batch schedule: its invariants over random batches, and small cases by hand."""
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slimrl.data.batch_schedule import schedule_batch, sequence_multiple
+from slimrl.data.images.batch import IN_PROMPT, BatchImages
 from slimrl.data.sample import Sample
 from slimrl.data.train_batch import RolloutBatch, batch_from_samples
 
@@ -59,6 +62,25 @@ def cases(draw):
         "context_parallel_size": draw(st.integers(1, 3)),
         "micro_batch_group": draw(st.integers(1, 2)),
     }
+
+
+def test_samples_with_images_are_balanced_by_their_patches():
+    """Eight samples of the same length; a patch of the tower costs as much as a token of the decoder."""
+    batch = make_batch([100] * 8)
+    images = BatchImages(
+        pixel_values=torch.zeros(48, 1),
+        grids=torch.tensor([[1, 4, 4], [1, 4, 8]]),
+        index=torch.tensor([0, 0, 1, 0]),  # the first sample has both uses of the small one
+        counts=torch.tensor([2, 1, 1, 0, 0, 0, 0, 0]),
+        starts=torch.full((4,), IN_PROMPT),
+    )
+    assert images.patches_of_samples() == [32, 32, 16, 0, 0, 0, 0, 0]
+    options = {"global_batch_size": 8, "micro_batch_size": 1, "max_tokens_per_micro_batch": 400, "balance": True}
+    shares = schedule_batch(dataclasses.replace(batch, images=images), data_parallel_size=2, patch_cost=1.0, **options)
+    patches = [0 if share.images is None else sum(share.images.patches_of_samples()) for share in shares]
+    assert sorted(patches) == [32, 48]  # as even as three samples with images can be
+    blind = schedule_batch(dataclasses.replace(batch, images=images), data_parallel_size=2, **options)
+    assert [len(share.total_lengths) for share in (*shares, *blind)] == [4, 4, 4, 4]
 
 
 @settings(max_examples=200, deadline=None)

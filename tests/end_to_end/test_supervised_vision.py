@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from slimrl.tiny.tasks import Counting, split_countings
+from slimrl.tiny.pictures import Counting, split_countings
 from tests.end_to_end import harness, test_preference
 from tests.end_to_end.conftest import SEEING, Tiny, make_seeing
 from tests.end_to_end.test_supervised import FLAGS

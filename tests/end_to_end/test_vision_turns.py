@@ -16,7 +16,7 @@ from slimrl.data.sample import Sample
 from slimrl.observability.rollout_dump import read_dump
 from slimrl.rollout.dataset.images import ImageProcessor, data_uri, images_of
 from slimrl.rollout.dataset.videos import Video, videos_of
-from slimrl.tiny.tasks import split_countings
+from slimrl.tiny.pictures import split_countings
 from tests.end_to_end import harness
 from tests.end_to_end.conftest import SEEING, Tiny, make_seeing
 from tests.videos import video

@@ -73,6 +73,7 @@ class Served:
     model: Path
     server: Any
     router: Any
+    replicas: int = 1  # of the model in the server
 
     def control(self) -> Any:
         """The control of the server."""
@@ -119,16 +120,21 @@ def exported(tmp_path_factory) -> Path:
     return folder / "model"
 
 
-@pytest.fixture(scope="module", params=sorted(ENGINES))
+SERVERS = {name: (name, 1) for name in sorted(ENGINES)} | {f"{VLLM}, two replicas": (VLLM, 2)}
+
+
+@pytest.fixture(scope="module", params=SERVERS)
 def served(request, tmp_path_factory, exported):
-    if request.param == VLLM and PYTHON is None:
+    name, replicas = SERVERS[request.param]
+    if name == VLLM and PYTHON is None:
         pytest.skip("SLIMRL_VLLM_PYTHON does not name the interpreter of an environment with vllm")
-    folder, engine = tmp_path_factory.mktemp(request.param), backend(request.param)
+    folder, engine = tmp_path_factory.mktemp(name), backend(name)
     model = exported
     server = engine.server(
         model,
         log_path=folder / "server.log",
-        options=OPTIONS[request.param],
+        tensor_parallel_size=replicas,
+        options=OPTIONS[name] | ({"data_parallel_size": replicas} if replicas > 1 else {}),
         launch=ServerLaunch(cuda=False),
         key=KEY,
     )
@@ -140,7 +146,7 @@ def served(request, tmp_path_factory, exported):
         router.wait_alive(60)
         router.add_worker(server.url)
         router.wait_ready(1, 60)
-        yield Served(request.param, model, server, router)
+        yield Served(name, model, server, router, replicas)
     finally:
         router.stop()
         server.stop()
@@ -148,6 +154,11 @@ def served(request, tmp_path_factory, exported):
 
 def sampling(tokens: int, temperature: float = 1.0) -> dict[str, Any]:
     return {"max_new_tokens": tokens, "temperature": temperature, "ignore_eos": True, "sampling_seed": 3}
+
+
+async def four_at_once(client: Any) -> list[Any]:
+    """Answers from every replica of the server, whose next request goes to the next replica."""
+    return await asyncio.gather(*(client.generate(PROMPT, sampling(24)) for _ in range(4)))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -195,9 +206,9 @@ def test_weights_from_disk_arrive_with_their_version_and_without_stale_kv(served
     before = served.client(lambda client: client.generate(PROMPT, sampling(8)))
     for version, folder in (("7", other), ("8", served.model)):
         served.load(folder, version)
-        answer = served.client(lambda client: client.generate(PROMPT, sampling(24)))
-        assert (answer.weight_version, served.control().weight_version()) == (version, version)
-        assert answer.log_probs == pytest.approx(reference(folder, answer.token_ids), abs=1e-5)
+        for answer in served.client(four_at_once):
+            assert (answer.weight_version, served.control().weight_version()) == (version, version)
+            assert answer.log_probs == pytest.approx(reference(folder, answer.token_ids), abs=1e-5)
     assert before.weight_version == "default"
     assert served.control().load().running == 0 and served.control().scheduler_responds()
 
@@ -274,7 +285,7 @@ def test_exported_model_answers_the_openai_call_of_the_seeds_as_transformers_doe
 def test_server_can_be_used_as_an_external_one_unless_it_serves_another_model(served, tmp_path):
     address, inspect = served.server.url.removeprefix("http://"), backend(served.engine).inspect
     server = inspect(address, str(served.model), key=KEY)
-    assert server.tensor_parallel_size == 1 and not server.was_replaced()
+    assert server.tensor_parallel_size == served.replicas and not server.was_replaced()
     other = write_model(tmp_path / "other", 0)
     config = json.loads((other / "config.json").read_text()) | {"hidden_act": "gelu"}
     (other / "config.json").write_text(json.dumps(config))

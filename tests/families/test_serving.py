@@ -211,7 +211,7 @@ def assert_sees(served: Served, seed: int | str) -> None:
         tokens, logprobs = [283], []
         while 283 in tokens:  # a sampled image token is text for the server and a place of an image for transformers
             tokens, logprobs, _ = ask(served.url, ids, data_uri(image))
-        whole = torch.tensor([[*processor.expand(ids, [processor.count(image)]), *tokens]])
+        whole = torch.tensor([[*processor.expand(ids, [processor.count(image.height, image.width)]), *tokens]])
         seen = processor.train_inputs([data_uri(image)]) | {"mm_token_type_ids": (whole == 283).int()}
         with torch.no_grad():
             expected = model(whole, **seen).logits[0, :-1].log_softmax(-1).gather(1, whole[0, 1:, None])[:, 0]
@@ -236,7 +236,7 @@ def assert_sees_videos(served: Served, seed: int) -> None:
         ]
         video = Video(tuple(frames), fps=1.6, seconds=(0.0, 0.5, 1.2, 1.9, 2.5))
         images = [data_uri(PIL.Image.fromarray(draw.integers(0, 255, (64, 64, 3), dtype=np.uint8)))] * with_image
-        counts = [processor.count(processor.read(uri)) for uri in images]
+        counts = [processor.decoded(uri)[1] for uri in images]
         ids = [5, 6, *[281, 283, 282, 9] * with_image, 281, 284, 282, *range(40, 60)]
         ids = list(processor.expand(ids, counts, [processor.videos.token_ids(video, tokenizer)]))
         sample = Sample("p", tokens=ids, multimodal_inputs={"images": images, "videos": [video.stored()]})

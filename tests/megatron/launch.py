@@ -25,7 +25,13 @@ from typing import Any
 from unittest import mock
 
 # imported by the server; none of them starts a thread
-PRELOADED = ["slimrl.megatron.training.trainer", "slimrl.weights.update.weight_updater", "transformers", "pytest"]
+PRELOADED = [
+    "torch._dynamo",
+    "slimrl.megatron.training.trainer",
+    "slimrl.weights.update.weight_updater",
+    "transformers",
+    "pytest",
+]
 # Of the server alone. Some of these modules ask torch for GPUs while they are imported, and torch answers by
 # initializing CUDA, which no fork of that process can do again, unless it is set to query NVML.
 SERVER_ENVIRONMENT = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}

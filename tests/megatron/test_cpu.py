@@ -85,6 +85,26 @@ def test_no_function_of_megatron_is_compiled(activated: dict[str, object]):
     assert torch._dynamo.utils.counters["frames"] == {}
 
 
+def test_weights_and_state_after_two_steps_are_those_of_torchs_adamw(activated: dict[str, object]):
+    from megatron.core import optimizer
+
+    flags = {"lr": 0.1, "weight_decay": 0.3, "betas": (0.8, 0.9), "eps": 1e-3}
+    built = []
+    for kind in (torch.optim.AdamW, optimizer.torch.optim.AdamW):
+        weight = torch.nn.Parameter(torch.linspace(-1, 1, 5))
+        adam = kind([weight], **flags)
+        for step in (1, 2):
+            adam.zero_grad()
+            (weight**3 * step).sum().backward()
+            adam.step()
+        built.append((weight, adam))
+    (expected, torchs), (weight, own) = built
+    assert isinstance(own, torch.optim.AdamW) and type(own) is not type(torchs)
+    torch.testing.assert_close(weight, expected, rtol=0, atol=0)
+    torch.testing.assert_close(own.state_dict(), torchs.state_dict(), rtol=0, atol=0)
+    own.load_state_dict(torchs.state_dict())
+
+
 @pytest.mark.slow
 def test_transformers_results_are_unchanged_by_the_patches(tmp_path):
     """Runs in a separate process: loading a model runs torch's factories under a meta device."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from slimrl.arguments import Arguments
 from slimrl.data.train_batch import RolloutBatch
-from tests.megatron import ranks, reference, tiny
+from tests.megatron import layouts, ranks, reference, tiny
 from tests.megatron.layouts import EP2, PP2, SPREAD
 from tests.megatron.layouts import TP2_SP as TP2
 
@@ -142,6 +142,21 @@ def test_remaining_weights_train_like_autograd(
             assert torch.equal(result.weights[name], before[name].float()), name
 
 
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+@pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
+def test_megatron_fsdp_shards_frozen_weights_too(
+    strategy: str, kind: str, models: Any, expert_models: Any, two_ranks: Any
+):
+    model = {"dense": models, "experts": expert_models}[kind]
+    rollout = tiny.recorded_rollout(seed=5)
+    lists = {"freeze_params_name_list": ["embedding", "layernorm", r"layers\.1\.self_attention\.linear_proj"]}
+    frozen = r"embed_tokens|norm|layers\.1\.self_attn\.o_proj"
+    truth = reference.train(model.policy_hf, model.reference_hf, rollout, dataclasses.replace(SETTINGS, frozen=frozen))
+    args = flags(model, **lists, **layouts.fsdp(strategy))
+    found = layouts.differences(args, layouts.train(two_ranks, args, rollout), truth)
+    assert max(found.loss, found.grad_norm, found.weights) < 1e-5
+
+
 def test_frozen_weights_have_no_gradient_buffer_and_no_optimizer_state(models: Any, two_ranks: Any):
     rollout = tiny.recorded_rollout(seed=5)
     only = {"only_train_params_name_list": ["mlp.linear_fc1"]}
@@ -169,9 +184,12 @@ def train_on(
     return weights
 
 
-def test_frozen_run_resumes_bit_for_bit_and_rejects_other_patterns(models: Any, two_ranks: Any, tmp_path: Any):
+@pytest.mark.parametrize("layout", [PP2 | SPREAD, layouts.fsdp("optim_grads_params")], ids=["PP2", "Megatron-FSDP"])
+def test_frozen_run_resumes_bit_for_bit_and_rejects_other_patterns(
+    layout: dict[str, Any], models: Any, two_ranks: Any, tmp_path: Any
+):
     rollouts = [tiny.recorded_rollout(seed=seed) for seed in (5, 6)]
-    args = flags(models, freeze_params_name_list=["embedding", "layernorm"], **PP2, **SPREAD)
+    args = flags(models, freeze_params_name_list=["embedding", "layernorm"], **layout)
     args.save = str(tmp_path / "whole")
     whole = two_ranks.run(train_on, args, rollouts, 2)[0]
     args.save = str(tmp_path / "cut")

@@ -16,6 +16,7 @@ from tests.megatron.layouts import (
     CP2,
     DYNAMIC,
     EP2,
+    ETP2,
     FULL,
     OVERLAP,
     PP2,
@@ -28,6 +29,7 @@ from tests.megatron.layouts import (
     selective,
 )
 
+ETP2_DP2 = {"expert_tensor_parallel_size": 2}  # of two ranks that divide nothing else
 LAYOUTS: dict[str, tuple[Layout, str]] = {
     "1 rank": (Layout(1, {}), "dense"),
     "1 rank, recompute full": (Layout(1, FULL), "dense"),
@@ -43,6 +45,9 @@ LAYOUTS: dict[str, tuple[Layout, str]] = {
     "DP2, distributed optimizer, overlapped": (Layout(2, OVERLAP), "dense"),
     "EP2": (Layout(2, EP2), "MoE"),
     "EP2, distributed optimizer": (Layout(2, EP2 | SPREAD), "MoE"),
+    "ETP2": (Layout(2, ETP2_DP2), "MoE"),
+    "ETP2 TP2 SP, distributed optimizer": (Layout(2, ETP2 | SPREAD), "MoE"),
+    "ETP2 EP2, packed": (Layout(4, ETP2_DP2 | EP2 | DYNAMIC), "MoE"),
     "PP2 virtual, DP2, overlapped": (Layout(4, VIRTUAL | OVERLAP, 4), "dense"),
     "TP2 SP PP2": (Layout(4, TP2_SP | PP2), "dense"),
     "1 rank, latent attention, recompute mla_up_proj": (Layout(1, selective("mla_up_proj")), "MLA"),

@@ -23,7 +23,7 @@ ON_CPU = [
 ]
 WITHOUT_ENGINE = ["router product", "fp8 state", "engine version", "latent attention", "sharded linear layers"]
 ON_GPU = ["events of DeepEP"]
-EVERYWHERE = ["pickles of checkpoints", "checksums of checkpoints"]
+EVERYWHERE = ["pickles of checkpoints", "checksums of checkpoints", "sharded frozen weights"]
 # cuda, transformer_engine, apex
 MACHINES = {
     (False, False, False): ON_CPU + WITHOUT_ENGINE + EVERYWHERE,

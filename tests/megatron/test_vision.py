@@ -12,6 +12,7 @@ import torch
 
 from slimrl.arguments.dry_run.plan import estimate
 from slimrl.arguments.memory import training_memory
+from slimrl.rollout.convert_samples import BatchSchedule
 from tests.arguments.dry_run.held import held_bytes
 from tests.megatron import layouts, ranks, reference, test_resume, tiny, vision
 from tests.megatron.layouts import CP2, DYNAMIC, FULL, OVERLAP, PP2, SETTINGS, SPREAD, TP2, TP2_SP, Layout
@@ -177,6 +178,21 @@ def test_planned_memory_of_a_critic_has_a_tower_of_its_own(folders: Any, two_ran
     (stage,) = estimate(args).stages
     for held in two_ranks.run(held_bytes, args):
         assert (held.weights + held.optimizer, held.gradients) == (stage.critic, stage.critic_gradients)
+
+
+def patch_cost(args: Any) -> float:
+    return BatchSchedule.from_args(args).patch_cost
+
+
+def test_cost_of_a_patch_is_the_towers_share_of_transformers_weights(tmp_path: Path):
+    vision.save_qwen2_5_vl(tmp_path, seed=1)
+    model = reference.load_model(tmp_path)
+    tower = sum(weight.numel() for weight in model.model.visual.parameters())
+    decoder = sum(weight.numel() for weight in model.parameters()) - tower
+    args = tiny.tiny_args(**vision.flags_of(tmp_path))
+    assert patch_cost(args) == pytest.approx(tower / decoder)
+    assert patch_cost(dataclasses.replace(args, **FROZEN)) == pytest.approx(tower / decoder / 3)
+    assert patch_cost(tiny.tiny_args()) == 0
 
 
 @pytest.mark.parametrize("deep", [False, True], ids=["qwen2.5", "qwen3"])

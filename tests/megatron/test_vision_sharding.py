@@ -11,7 +11,7 @@ import torch
 
 from tests.megatron import layouts, reference, test_critic, test_sharding, vision
 from tests.megatron.layouts import CP2, SETTINGS, SPREAD, fsdp
-from tests.megatron.test_vision import args_of
+from tests.megatron.test_vision import FROZEN, SOME_BLOCKS, args_of
 
 pytestmark = pytest.mark.slow
 
@@ -31,6 +31,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "weights too, CP2": ("Qwen2.5-VL", WEIGHTS | CP2),
     "weights too, features for layers": ("Qwen3-VL", WEIGHTS | SMALL_BUCKETS),
     "weights too, experts": ("Qwen3-VL-MoE", WEIGHTS | SMALL_BUCKETS),
+    "gradients too, the tower frozen": ("Qwen2.5-VL", fsdp("optim_grads") | FROZEN),
+    "weights too, the tower frozen": ("Qwen2.5-VL", WEIGHTS | SMALL_BUCKETS | FROZEN),
+    "weights too, the tower frozen, overlapped": ("Qwen3-VL", WEIGHTS | OVERLAP | SMALL_BUCKETS | FROZEN),
+    "weights too, the tower frozen, experts": ("Qwen3-VL-MoE", WEIGHTS | SMALL_BUCKETS | FROZEN),
+    "weights too, blocks of the tower frozen": ("Qwen2.5-VL", WEIGHTS | SMALL_BUCKETS | SOME_BLOCKS),
 }
 
 
@@ -52,8 +57,12 @@ def test_every_strategy_trains_like_plain_autograd(case: str, folders: Any, two_
     batch = rollout(name)
     assert batch.images.counts.tolist()[-2:] == [0, 0]
     args = args_of(folders[name], flags)
-    truth = reference.train(*folders[name], batch, SETTINGS)
-    found = layouts.differences(args, layouts.train(two_ranks, args, batch), truth)
+    frozen = {"vision_model": "visual", "vision_model.blocks": r"visual\.blocks"}.get(
+        *(args.freeze_params_name_list or [""])
+    )
+    truth = reference.train(*folders[name], batch, dataclasses.replace(SETTINGS, frozen=frozen))
+    result = layouts.train(two_ranks, args, batch)
+    found = layouts.differences(args, result, truth)
     print(f"{case}: {found}")
     assert max(found.loss, found.grad_norm, found.weights) < 1e-5
 

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import functools
 import http.server
 import io
 import json
+import select
+import signal
+import subprocess
+import sys
 import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +29,7 @@ from slimrl.data.images import ImageColumn
 from slimrl.data.prompt_format import InvalidRowsError, PromptFormat
 from slimrl.data.sample import Sample
 from slimrl.engines.protocol import PromptImages
-from slimrl.rollout.dataset import images
+from slimrl.rollout.dataset import image_decoder, images
 from slimrl.rollout.dataset.prompt_dataset import Prompt, PromptTokenizer, load_prompts
 from slimrl.rollout.sft_rollout import fill_conversation
 from slimrl.tiny.models import (
@@ -113,10 +120,34 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
         """No log of requests."""
 
 
+class Slow(Quiet):
+    def do_GET(self) -> None:
+        """At /silent nothing, else endless bytes, a few at a time; until the client leaves."""
+        if self.path != "/silent":
+            self.send_response(200)
+            self.end_headers()
+        with contextlib.suppress(OSError):
+            while True:
+                time.sleep(0.05)
+                self.wfile.write(b"" if self.path == "/silent" else b"\x89PNG")
+                if select.select([self.connection], [], [], 0)[0]:
+                    return
+
+
 @pytest.fixture
 def served(tmp_path: Path):
     """The URL of a server of `tmp_path`."""
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(tmp_path)))
+    yield from serving(functools.partial(Quiet, directory=str(tmp_path)))
+
+
+@pytest.fixture
+def slow():
+    """The URL of a server that does not come to an end."""
+    yield from serving(Slow)
+
+
+def serving(handler: Any) -> Iterator[str]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield f"http://127.0.0.1:{server.server_port}"
@@ -199,10 +230,65 @@ def test_bad_image_is_named_with_its_row(row, reason, folder, tokenizer, tmp_pat
     assert f"{tmp_path}/rows.jsonl:2: " in str(caught.value) and reason in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("path", "limit", "reason"),
+    [
+        ("silent", "DOWNLOAD_TIMEOUT_S", "timed out)"),
+        ("drops", "DOWNLOAD_LIMIT_S", " bytes in 0.3 s)"),
+        ("drops", "MAX_BYTES", "more than 100 bytes: use a smaller one)"),
+    ],
+)
+def test_server_that_does_not_come_to_an_end_is_named(path, limit, reason, folder, tokenizer, slow, monkeypatch):
+    monkeypatch.setattr(images, limit, 100 if limit == "MAX_BYTES" else 0.3)
+    made = one({"prompt": QUESTION, "images": [f"{slow}/{path}"]}, folder, tokenizer)
+    assert made.reason.startswith(f"images[0] (--multimodal-keys) cannot be downloaded from {slow}/{path} (")
+    assert made.reason.endswith(reason)
+
+
 def test_huge_image_is_refused_before_it_is_decoded(folder, tokenizer):
     huge = encoded(PIL.Image.new("1", (20000, 6000)))
     made = one({"prompt": QUESTION, "images": [huge]}, folder, tokenizer)
     assert made.reason == ("images[0] (--multimodal-keys) has 20000 x 6000 pixels, more than 100000000: scale it down")
+
+
+def test_image_that_takes_too_long_is_named_and_the_next_one_is_decoded():
+    decoders, image = image_decoder.ImageDecoders(1), encoded(PIL.Image.new("RGB", (6000, 6000)))
+    small = decoders.decode(encoded(picture(56, 84)))
+    assert (small.width, small.height) == (56, 84)
+    decoders._time_limit_s = 0.05
+    with pytest.raises(ValueError, match=r"takes more than 0.05 s to decode: scale it down"):
+        decoders.decode(image)
+    decoders._time_limit_s = 60
+    assert decoders.decode(encoded(picture(56, 84))) == small
+    decoders.close()
+
+
+def test_image_that_ends_its_process_is_named():
+    decoders = image_decoder.ImageDecoders(1)
+    assert decoders.decode(encoded(picture(56, 56))).width == 56
+    (process,) = decoders._free.queue
+    process.kill()
+    process.wait()
+    assert decoders.decode(encoded(picture(56, 56))).width == 56  # by another one
+    (process,) = decoders._free.queue
+    process.send_signal(signal.SIGSTOP)
+    threading.Timer(0.2, process.kill).start()
+    with pytest.raises(ValueError, match=r"cannot be read as an image \(its process ended with code -9\)"):
+        decoders.decode(encoded(picture(56, 56)))
+    decoders.close()
+
+
+def test_memory_of_a_decoder_is_bounded():
+    """The program itself, with a limit that its imports fit and the picture does not."""
+    program = (
+        "import sys; from slimrl.rollout.dataset import image_decoder as one; "
+        "one.MEMORY_LIMIT_BYTES = 300 << 20; one.main(sys.stdin.buffer, sys.stdout.buffer)"
+    )
+    file = encoded(PIL.Image.new("L", (10000, 9000)))  # 270 MB in RGB
+    done = subprocess.run(
+        [sys.executable, "-c", program], input=b"%d\n" % len(file) + file, capture_output=True, timeout=60, check=True
+    )
+    assert b"cannot be read as an image (MemoryError" in done.stdout
 
 
 def test_template_without_images_is_an_error(folder, tokenizer):

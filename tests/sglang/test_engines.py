@@ -6,6 +6,7 @@ import asyncio
 import base64
 import copy
 import datetime
+import http.client
 import io
 import itertools
 import json
@@ -13,6 +14,8 @@ import random
 import signal
 import string
 import threading
+import time
+import urllib.parse
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
@@ -114,6 +117,20 @@ def test_responses_are_read_at_once_and_not_entry_by_entry(fleet):
 
     packed, log_probs = run(fleet, body)
     assert packed and len(log_probs) == 12
+
+
+def test_idle_connection_outlives_the_servers_default_of_five_seconds(fleet):
+    """The router reuses connections for 50 s; to it, a server that closes them at that moment is broken."""
+    address = urllib.parse.urlsplit(fleet.server_urls[0]).netloc
+    connection = http.client.HTTPConnection(address, timeout=10)
+    sockets = []
+    for pause in (0, 6):
+        time.sleep(pause)
+        connection.request("GET", "/health")
+        assert connection.getresponse().read() == b""
+        sockets.append(connection.sock)
+    assert sockets[0] is sockets[1] is not None
+    connection.close()
 
 
 def test_long_prompts_in_chunks_and_cached_prefixes_give_transformers_greedy_answers(fleet, reference):

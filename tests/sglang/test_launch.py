@@ -111,6 +111,7 @@ def environment(launch: ServerLaunch, options: dict[str, Any], inherited: dict[s
     found = server_environment(launch, options, inherited, ranks=ranks, base_gpu_id=0)
     assert found.pop("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION") == "0"
     assert found.pop("SGLANG_VLM_CACHE_SIZE_MB") == "0"
+    assert found.pop("SGLANG_TIMEOUT_KEEP_ALIVE") == "120"
     return found
 
 

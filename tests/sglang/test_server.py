@@ -208,10 +208,13 @@ def test_sigkill_of_the_parent_leaves_no_process_shared_memory_or_port(tmp_path,
     claim_port(port, "127.0.0.1").release()
 
 
-def test_batch_invariant_operators_are_an_option_of_the_entry_for_cpus():
+def test_batch_invariant_operators_are_an_option_of_the_entry():
     managed = {**MANAGED, "model_path": "/model"}
     assert "--batch-invariant" not in server_command(managed, {}, CPU)
     command = server_command(managed, {}, ServerLaunch(cuda=False, batch_invariant=True))
     assert command[1:4] == ["-m", "slimrl.engines.sglang.cpu_patches", "--batch-invariant"]
-    with pytest.raises(ValueError, match="operators for CPUs only"):
-        server_command(managed, {}, ServerLaunch(cuda=True, batch_invariant=True))
+    options = {"enable_deterministic_inference": True, "rl_on_policy_target": "fsdp"}
+    command = server_command(managed, options, ServerLaunch(cuda=True, batch_invariant=True))
+    assert command[1:5] == ["-m", "slimrl.engines.sglang.entry", "server", "--batch-invariant"]
+    assert {"--attention-backend=fa3", "--enable-deterministic-inference"} <= set(command)
+    assert not any("on-policy" in word for word in command)  # it would compute log-probabilities in bfloat16

@@ -57,6 +57,15 @@ TOYS: dict[str, dict[str, Any]] = {
         "prompt_length": 8,
         "response_length": 16,
     },
+    "true-on-policy": {
+        "device": "cpu",
+        "model": "qwen3-0.6B",
+        "changes": [*TOY_SHAPE, "--init-method-std", "0.1"],
+        "bf16": False,
+        "samples": 4,
+        "prompt_length": 8,
+        "response_length": 16,
+    },
     "run-0.6b": {
         "model": "qwen3-0.6B",
         "placement": list(COLOCATED),
@@ -354,6 +363,15 @@ def test_real_server_gets_the_weights_and_agrees_with_training():
     # bf16 on both sides: measured 0.006; with other weights it is above 1
     assert 0 < found["log-probability difference, mean"] < 0.03 and found["tokens compared"] == 64
     assert found["attempts of an update"] == 1 and found["same greedy tokens afterwards"] is True
+
+
+@pytest.mark.slow
+def test_real_server_and_training_agree_to_the_last_bit():
+    found = figures(outcome_of("true-on-policy"))
+    exact = [
+        value for name, value in found.items() if name.startswith(("largest", *("product", "norm", "log-", "att")))
+    ]
+    assert exact == [0.0] * 6 and found["tokens compared"] == 128 and found["gradient norm"] > 0
 
 
 @pytest.mark.slow

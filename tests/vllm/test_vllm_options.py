@@ -110,6 +110,7 @@ def test_server_on_gpus_shares_the_network_interface_and_nccl_settings_of_the_ra
             "CUDA_VISIBLE_DEVICES": "2,3",
             "NCCL_CUMEM_ENABLE": "0",
             "NCCL_SOCKET_IFNAME": "=eth1",
+            "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "120",
         }.items()
     )
     assert "GLOO_SOCKET_IFNAME" not in found  # inherited from the node

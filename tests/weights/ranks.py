@@ -247,7 +247,7 @@ def adapter_update(
     built = model_builder.build_model(args, state)
     places = {key: getattr(state, key) for key in ("tp_rank", "tp_size", "etp_rank", "etp_size")}
     load_hf_checkpoint(built, spec, family, hf_dir, **places)
-    initialize_adapters(built, 1, state.tp_rank, state.tp_size)
+    initialize_adapters(built, 1, tp_rank=state.tp_rank, tp_size=state.tp_size)
     base = ModelSource(spec, family, state, merge_adapters=False)
     updater = AdapterUpdater(base, adapters, engines, BUCKET_BYTES, timeout_s=60)
     try:

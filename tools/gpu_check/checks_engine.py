@@ -6,13 +6,14 @@ The device and all sizes are parameters: the same code runs on the CPU at toy si
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 
+from slimrl.algorithms.batch_invariant import operators
 from slimrl.arguments import Arguments
 from slimrl.engines.backend import SGLANG, backend
 from slimrl.engines.http import call, new_key
@@ -61,11 +62,70 @@ def server(
             trainer.close()
 
 
+def exact(
+    record: Record,
+    device: str,
+    model: str,
+    changes: Sequence[str],
+    bf16: bool,
+    samples: int = 16,
+    prompt_length: int = 64,
+    response_length: int = 128,
+) -> None:
+    """As `server`, with --true-on-policy-mode: the log-probabilities before and after an optimizer step are equal."""
+    require_device(device)
+    operator_figures(record, device)
+    precision = "--bf16" if bf16 else "--no-bf16"
+    args = arguments(model, *FLAGS, "--true-on-policy-mode", "--deterministic-mode", precision, *changes)
+    with tempfile.TemporaryDirectory() as folder:
+        options = OPTIONS | {"dtype": "bfloat16" if bf16 else "float32", "enable_deterministic_inference": True}
+        saved = save_config(args, Path(folder, "model"))
+        with Serving(saved, Path(folder, "log"), options, batch_invariant=True) as serving:
+            trainer = RandomTrainer(args)
+            with Updates(trainer, serving) as updates:
+                for version, weights in (("1", "random weights"), ("2", "weights after a step")):
+                    updates.update_weights(version)
+                    tokens, log_probs = sample(serving, args, samples, prompt_length, response_length)
+                    rollout = scheduled(args, rollout_of(tokens, prompt_length, log_probs))
+                    (metrics,) = trainer.train(0, rollout)
+                    largest = metrics["train_rollout_logprob_abs_diff_max"]
+                    record.figure(f"largest difference, {weights}", largest, at_most=0.0)
+                    record.figure("gradient norm", metrics["grad_norm"])
+            record.figure("tokens compared", 2 * samples * response_length)
+            trainer.close()
+
+
+def operator_figures(record: Record, device: str, tokens: int = 300, size: int = 128) -> None:
+    """The largest difference of a row's result alone and among others, of each operator that adds."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    weight, scale = normal(1000, size), normal(size)
+    logits, (query, key, value) = normal(tokens, 5000).float(), (normal(tokens, heads, size) for heads in (4, 2, 2))
+    operations: dict[str, tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]] = {
+        "product": (normal(tokens, size), lambda x: operators.output_logits(x, weight)),
+        "norm": (normal(tokens, size), lambda x: operators.rms_norm(x, scale, 1e-6)),
+        "log-softmax": (logits, lambda x: operators.log_softmax(x, 0.7)[0]),
+    }
+    for name, (rows, operator) in operations.items():
+        alone = torch.cat([operator(row) for row in rows.split(1)])
+        record.figure(f"{name}, alone and among others", float((alone - operator(rows)).abs().max()), at_most=0.0)
+    parts = zip(*(x.split(tokens // 3) for x in (query, key, value)), strict=True)
+    lone = torch.cat([operators.attend_packed(q, k, v, [len(q)], 0.1) for q, k, v in parts])
+    packed = operators.attend_packed(query, key, value, [tokens // 3] * 3, 0.1)
+    record.figure("attention, alone and packed", float((lone - packed).abs().max()), at_most=0.0)
+
+
 class Serving:
     """A server while the block runs; `seconds` until it answered. Prints its last log lines if the block fails."""
 
-    def __init__(self, model: Path, log: Path, options: Mapping[str, Any]) -> None:
-        launch = ServerLaunch(cuda=torch.cuda.is_available(), memory_saver=True)
+    def __init__(self, model: Path, log: Path, options: Mapping[str, Any], *, batch_invariant: bool = False) -> None:
+        launch = ServerLaunch(
+            cuda=torch.cuda.is_available(), memory_saver=not batch_invariant, batch_invariant=batch_invariant
+        )
         self.key = new_key()
         self._server = backend(SGLANG).server(model, log_path=log, options=options, launch=launch, key=self.key)
 

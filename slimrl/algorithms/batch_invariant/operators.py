@@ -1,11 +1,16 @@
 """The kernels on tensors, with gradients: those of torch's own operators at the same inputs.
 
-Gradients need not be the same bits in a server, only from run to run, which torch's operators give on a CPU.
+On a CPU they are `kernels`, in float32; on a GPU `triton_kernels`, in bfloat16, and torch's elementwise operators.
+
+Gradients need not be the same bits in a server, only from run to run, which torch's operators give on a CPU, and on a
+GPU with --deterministic-mode.
 """
 
 from __future__ import annotations
 
+import importlib
 import math
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -52,12 +57,30 @@ def _array(tensor: Tensor) -> Any:
     return tensor.detach().contiguous().numpy()
 
 
+def _on_gpu(tensor: Tensor) -> bool:
+    """Whether Triton's kernels compute with it: on a GPU, or in Triton's interpreter."""
+    return tensor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _triton() -> Any:
+    """The kernels for GPUs; on other machines Triton need not be installed."""
+    return importlib.import_module("slimrl.algorithms.batch_invariant.triton_kernels")
+
+
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """`x` [..., depth] @ `weight` [columns, depth]^T, without a gradient of its own (`product` has one)."""
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    output = torch.empty(rows.shape[0], weight.shape[0])
-    kernels.linear(_array(rows), _array(weight), output.numpy())
+    if _on_gpu(rows):
+        output = _triton().linear(rows, weight)
+    else:
+        output = torch.empty(rows.shape[0], weight.shape[0])
+        kernels.linear(_array(rows), _array(weight), output.numpy())
     return output.view(*x.shape[:-1], weight.shape[0])
+
+
+def output_logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """`linear` of `hidden` [rows, depth] with float32 results [rows, columns], which are not rounded on a GPU."""
+    return _triton().linear(hidden, weight, torch.float32) if _on_gpu(hidden) else linear(hidden, weight)
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
@@ -70,6 +93,8 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """`F.rms_norm` of `x` [..., size] over its last dimension."""
 
     def values(x: Tensor, weight: Tensor) -> Tensor:
+        if _on_gpu(x):
+            return _triton().rms_norm(x.reshape(-1, x.shape[-1]), weight, epsilon).view(x.shape)
         output = torch.empty(x.numel() // x.shape[-1], x.shape[-1])
         kernels.rms_norm(_array(x.reshape(output.shape)), _array(weight), epsilon, output.numpy())
         return output.view(x.shape)
@@ -80,6 +105,8 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 def silu(x: Tensor) -> Tensor:
     """x sigmoid(x), elementwise."""
+    if _on_gpu(x):
+        return F.silu(x)
 
     def values(x: Tensor) -> Tensor:
         output = torch.empty(x.shape)
@@ -92,13 +119,31 @@ def silu(x: Tensor) -> Tensor:
 
 def cosines_and_sines(angles: Tensor) -> tuple[Tensor, Tensor]:
     """Of `angles` of any shape, in radians; without a gradient."""
+    if _on_gpu(angles):
+        return angles.cos(), angles.sin()
     cosines, sines = torch.empty(angles.shape), torch.empty(angles.shape)
     kernels.cosines_and_sines(_array(angles.flatten()), cosines.view(-1).numpy(), sines.view(-1).numpy())
     return cosines, sines
 
 
+def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """The halves of the first numbers of `x` [tokens, ..., size] rotated, in float32, and then rounded as `x` is.
+
+    `cosines` and `sines` [tokens, ..., half of the rotated numbers], float32.
+    """
+    half = cosines.shape[-1]
+    first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
+    first, second = first.float(), second.float()
+    turned = first * cosines - second * sines, second * cosines + first * sines
+    return torch.cat([part.to(x.dtype) for part in turned] + [rest], dim=-1)
+
+
 def log_softmax(logits: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """Natural log-probabilities of `logits` [rows, columns] / temperature, and entropies [rows]; no gradient."""
+    if _on_gpu(logits):  # divided by a tensor, as in a server: by a number, torch multiplies with its inverse
+        log_probs = _triton().log_softmax(logits / logits.new_tensor(temperature))
+        weighted = torch.where(log_probs > -math.inf, log_probs.exp() * log_probs, 0.0)
+        return log_probs, -weighted.sum(-1)
     output, entropy = torch.empty(logits.shape), torch.empty(logits.shape[0])
     kernels.log_softmax(_array(logits), temperature, output.numpy(), entropy.numpy())
     return output, entropy
@@ -156,6 +201,8 @@ def attend_packed(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[i
     ends = torch.tensor(lengths).cumsum(0)
 
     def values_of(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if _on_gpu(query):
+            return _triton().attend(query, key, value, lengths, scale)
         return attend_cached(query, key, value, torch.arange(key.shape[0]), ends, ends, scale)
 
     def smooth(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -188,8 +235,8 @@ def scored(
     def values(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         log_probs, entropies = [], []
         for rows, ids in zip(hidden.split(ROWS_AT_ONCE), targets.split(ROWS_AT_ONCE), strict=True):
-            logits = _all_columns(linear(rows, weight), group)[:, :vocab_size]
-            found, entropy = log_softmax(logits, temperature)
+            columns = _all_columns(output_logits(rows, weight), group)[:, :vocab_size]
+            found, entropy = log_softmax(columns, temperature)
             log_probs.append(found.gather(1, ids[:, None])[:, 0])
             entropies.append(entropy)
         return torch.cat(log_probs), torch.cat(entropies)

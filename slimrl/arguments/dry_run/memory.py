@@ -53,6 +53,7 @@ class EngineSettings:
     fraction: float = ASSUMED_FRACTION
     max_tokens: int | None = None
     stages: int = 1  # pipeline stages of a server
+    replicas: int = 1  # of the model in a server (vLLM's data parallelism)
     draft: DraftSize | None = None
     fraction_from: str = dataclasses.field(default="", compare=False)  # what set `fraction`, for reading
 
@@ -65,7 +66,8 @@ class EngineSettings:
         names = {"dtype": options.get("dtype", "auto"), "kv_cache_dtype": options.get("kv_cache_dtype", "auto")}
         settings = cls.from_options({**names, "mem_fraction_static": given or VLLM_FRACTION}, weight_bytes)
         origin = "--vllm-gpu-memory-utilization" if given is not None else "vLLM takes"
-        return dataclasses.replace(settings, fraction_from=origin)
+        replicas = int(options.get("data_parallel_size") or 1)
+        return dataclasses.replace(settings, fraction_from=origin, replicas=replicas)
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any], weight_bytes: float = 2.0) -> EngineSettings:
@@ -116,10 +118,11 @@ class EngineMemory:
 
 
 def engine_memory(spec: ModelSpec, settings: EngineSettings, gpus: int, gpu_bytes: int | None) -> EngineMemory:
-    """Weights divided over the server's GPUs (norms and the like are not, which is not counted), cache by token.
+    """Weights divided over a replica's GPUs (norms and the like are not, which is not counted), cache by token.
 
     A draft model has a cache of its own for every token of the model's.
     """
+    gpus //= settings.replicas
     draft = 0 if settings.draft is None else settings.draft.weights // gpus
     weights = int(total_parameters(spec) * settings.weight_bytes) // gpus + draft
     per_token = cache_elements_per_token(spec, gpus, settings.stages) * settings.cache_bytes

@@ -99,7 +99,8 @@ def _flags_of_servers(plan: Plan) -> Iterator[str]:
 
 def _flags(args: Arguments) -> str:
     """The command line of a server with these flags."""
-    size = args.rollout_num_gpus_per_engine // max(int(args.engine_options.get("pp_size", 1)), 1)
+    options = args.engine_options
+    size = args.rollout_num_gpus_per_engine // max(int(options.get("pp_size", options.get("data_parallel_size", 1))), 1)
     model, tensor_parallel = ("--model", "--tensor-parallel-size") if args.uses_vllm else ("--model-path", "--tp-size")
     words = [model, str(args.hf_checkpoint), tensor_parallel, str(size), *option_words(args.engine_options)]
     return " ".join(words)

@@ -50,6 +50,15 @@ class CriticArguments:
         " --actor-num-gpus-per-node)",
         at_least=1,
     )
+    critic_lora_rank: int | None = flag(
+        None,
+        "train LoRA adapters of this rank, and the head, in place of the critic's weights; those of --critic-load, else"
+        " of --ref-load, are their base (default: every weight is trained, also beside --lora-rank)",
+        above=0,
+    )
+    critic_lora_alpha: float | None = flag(
+        None, "scale of the critic's adapters, as --lora-alpha (default: their rank)", above=0
+    )
     megatron_config_path: str | None = flag(
         None,
         "YAML file of flags that policy or critic have for themselves (path), which override the command line:"

@@ -167,14 +167,19 @@ class KernelArguments:
     )
     true_on_policy_mode: bool = flag(
         False,
-        "train and rollout log-probabilities are equal to the last bit: batch-invariant operators in float32, on CPUs"
-        " only",
+        "train and rollout log-probabilities are equal to the last bit: batch-invariant operators, on CPUs in float32,"
+        " on GPUs in bfloat16 (not run yet)",
         spellings=("--true-on-policy",),
+    )
+    attn_implementation: str | None = flag(
+        None,
+        "flash_attention_3: slime's name of the attention that --true-on-policy-mode has on GPUs anyway; otherwise use"
+        " --attention-backend",
     )
     batch_invariant_mode: bool = flag(
         False,
         "kernels whose result for a row does not depend on the rest of the batch",
-        not_served="it selects GPU kernels; on CPUs use --true-on-policy-mode, for engines on GPUs"
+        not_served="megatron-core's kernels need Transformer Engine; use --true-on-policy-mode, for engines alone"
         " --sglang-enable-deterministic-inference",
     )
     async_tensor_model_parallel_allreduce: bool = flag(

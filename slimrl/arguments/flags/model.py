@@ -307,7 +307,8 @@ class LoraArguments:
     )
     lora_target_modules: list[str] | None = flag(
         None,
-        "projections with an adapter, by their Hugging Face names; those of experts included (default: all)",
+        "projections with an adapter, by their Hugging Face names; those of experts included (default: all). The"
+        " critic's too, with --critic-lora-rank",
         choices=EVERY_TARGET,
         nargs="+",
     )

@@ -239,7 +239,6 @@ _ROWS: dict[str, tuple[str, str | None, str]] = {
     "packing-samples": (OPENRLHF, None, _PACKED),
     "ring-attn-size": (OPENRLHF, "--context-parallel-size", ""),
     "flash-attn": (OPENRLHF, "--attention-backend", "flash"),
-    "attn-implementation": (OPENRLHF, "--attention-backend", ""),
     "colocate-all-models": (OPENRLHF, "--colocate", ""),
     "async-train": (OPENRLHF, "--max-weight-staleness", "with train_async.py"),
     "vllm-num-engines": (OPENRLHF, "--rollout-num-gpus", "in GPUs, with --rollout-num-gpus-per-engine"),

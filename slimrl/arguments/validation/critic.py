@@ -29,6 +29,8 @@ _FLAGS = (
     "critic_lr_warmup_iters",
     "critic_load",
     "critic_save",
+    "critic_lora_rank",
+    "critic_lora_alpha",
     "critic_num_nodes",
     "critic_num_gpus_per_node",
 )
@@ -61,6 +63,19 @@ def critic_flags_have_a_critic(args: Arguments, context: Context) -> Iterator[Pr
                 f"{flag} {vars(args)[name]} belongs to a critic and --advantage-estimator is"
                 f" {args.advantage_estimator}: give --advantage-estimator {estimators}, or leave {flag} out.",
             )
+
+
+def critic_alpha_has_a_rank(args: Arguments, context: Context) -> Iterator[Problem]:
+    """Without --critic-lora-rank a critic has no adapters."""
+    if (
+        args.critic_lora_alpha is not None
+        and args.critic_lora_rank is None
+        and "critic_lora_rank" not in context.broken
+    ):
+        yield Problem(
+            "--critic-lora-alpha",
+            "--critic-lora-alpha belongs to --critic-lora-rank: add it, or leave --critic-lora-alpha out.",
+        )
 
 
 def advantages_have_one_lambda(args: Arguments, context: Context) -> Iterator[Problem]:

@@ -148,10 +148,8 @@ def sharding_fits_the_run(args: Arguments, context: Context) -> Iterator[Problem
             _SWITCH,
             f"{_SWITCH} always shards the optimizer state: leave --no-use-distributed-optimizer out.",
         )
-    frozen = args.only_train_params_name_list is not None or args.freeze_params_name_list is not None
     for given, flag, reason in (
         (args.pipeline_model_parallel_size > 1, "--pipeline-model-parallel-size", "does not support pipeline stages"),
-        (frozen, _list_of(args), "hooks into the gradient of every weight"),
         (args.fp16, "--fp16", "keeps no loss scale in checkpoints"),
         (args.grad_reduce_in_bf16, "--grad-reduce-in-bf16", "accumulates shards of each micro-batch in fp32"),
         (args.use_precision_aware_optimizer, "--use-precision-aware-optimizer", "keeps its state in fp32"),
@@ -165,13 +163,16 @@ def sharding_fits_the_run(args: Arguments, context: Context) -> Iterator[Problem
             f"{_SWITCH} with --data-parallel-sharding-strategy optim adds each GPU's own gradient twice with"
             " --overlap-grad-reduce: leave it out, or also shard gradients (optim_grads).",
         )
+    only = args.only_train_params_name_list is not None
+    if (only or args.freeze_params_name_list is not None) and args.data_parallel_sharding_strategy == "optim":
+        flag = "--only-train-params-name-list" if only else "--freeze-params-name-list"
+        yield Problem(
+            flag,
+            f"{_SWITCH} with --data-parallel-sharding-strategy optim reduces the gradients of frozen weights, which"
+            f" have none: leave {flag} out, or also shard gradients (optim_grads).",
+        )
     if not context.broken & _OF_GRADIENTS:
         yield from gradients_can_be_sharded(args)
-
-
-def _list_of(args: Arguments) -> str:
-    only = args.only_train_params_name_list is not None
-    return "--only-train-params-name-list" if only else "--freeze-params-name-list"
 
 
 _SIZES = ("tensor_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size")

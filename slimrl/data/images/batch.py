@@ -128,6 +128,10 @@ class BatchImages:
         """int64 [images of the sample, 3] for each sample."""
         return list(self.grids[self.index].split(self.counts.tolist()))
 
+    def patches_of_samples(self) -> list[int]:
+        """How many patches the images of each sample have."""
+        return [int(grids.prod(1).sum()) for grids in self.grids_of_samples()]
+
     def starts_of_samples(self) -> list[list[int]]:
         """`starts` for each sample."""
         return [own.tolist() for own in self.starts.split(self.counts.tolist())]

@@ -308,7 +308,7 @@ class RouterClient:
             self._waiting -= 1
 
     async def _abort_on(self, server_url: str, failed: set[str]) -> None:
-        # a fresh connection: servers drop idle ones after 5 s
+        # a fresh connection: servers of others may drop idle ones after 5 s
         self._open()
         headers = {"Connection": "close", **self._headers}
         try:

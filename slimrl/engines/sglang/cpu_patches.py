@@ -23,8 +23,8 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from slimrl.engines.sglang.entry import run_server
-from slimrl.engines.sglang.server_args import ADAPTERS, BATCH_INVARIANT, unused_model_modules, with_defaults
+from slimrl.engines.sglang.entry import BATCH_INVARIANT, run_server
+from slimrl.engines.sglang.server_args import ADAPTERS, unused_model_modules, with_defaults
 from slimrl.engines.sglang.versions import allow_shm_unpickling, module_with
 from slimrl.processes.child_process import uncollected
 
@@ -82,6 +82,13 @@ def patch_attention() -> None:
     from slimrl.engines.sglang.operators import cpu_attention
 
     cpu_attention.install(TorchNativeAttnBackend)
+
+
+def patch_operators() -> None:
+    """Replaces the operators whose results depend on the batch (`batch_invariant`), attention included."""
+    from slimrl.engines.sglang.operators import batch_invariant
+
+    batch_invariant.install()
 
 
 # of SGLang's CPU kernels: models that are not served look them up while their modules are imported
@@ -372,18 +379,15 @@ def fork_children() -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs `slimrl.engines.sglang.entry server`, with the patches and defaults for the CPU if there is no CUDA."""
-    given = list(sys.argv[1:] if argv is None else argv)
-    words = [word for word in given if word != BATCH_INVARIANT]
+    words = list(sys.argv[1:] if argv is None else argv)
     if install():
         from slimrl.engines.sglang.operators import speculation
 
         with uncollected():
             speculation.install(words)
             patch()
-            if BATCH_INVARIANT in given:
-                from slimrl.engines.sglang.operators import batch_invariant
-
-                batch_invariant.install()
+            if BATCH_INVARIANT in words:
+                patch_operators()
             if ADAPTERS in words:
                 patch_adapters()
         fork_children()

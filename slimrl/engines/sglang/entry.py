@@ -8,6 +8,7 @@ reads it from the environment and otherwise does the same as the packages' own. 
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import tempfile
@@ -22,9 +23,12 @@ from slimrl.processes.child_process import uncollected
 # replaces the ranks' rendezvous port, which torch would open on all addresses without authentication
 INIT_METHOD_VARIABLE = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 
+BATCH_INVARIANT = "--batch-invariant"  # of this entry point itself: the operators of --true-on-policy-mode
+
 
 def run_server(words: Sequence[str]) -> None:
-    """Runs the server as `sglang.launch_server` does."""
+    """Runs the server as `sglang.launch_server` does; `BATCH_INVARIANT` is for the processes that it starts."""
+    words = [word for word in words if word != BATCH_INVARIANT]
     key = pop_key_from_environment()
     with uncollected():
         from sglang.launch_server import run_server
@@ -38,7 +42,7 @@ def run_server(words: Sequence[str]) -> None:
         load_plugins()
         import sglang.srt.entrypoints.http_server as http_server  # `run_server` imports it otherwise
     try:
-        server_args = prepare_server_args(list(words))
+        server_args = prepare_server_args(words)
         if key is not None:
             server_args.api_key = key
         if server_args.nnodes == 1:
@@ -50,6 +54,15 @@ def run_server(words: Sequence[str]) -> None:
         run_server(server_args)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
+
+
+def use_batch_invariant_operators() -> None:
+    """In a process that SGLang has started, with the operators of --true-on-policy-mode."""
+    with uncollected():
+        from slimrl.engines.sglang.operators import batch_invariant
+
+        batch_invariant.install_on_gpu()
+    logging.getLogger(__name__).info("layers compute with batch-invariant operators")
 
 
 def use_file_rendezvous(server_args: Any) -> None:
@@ -89,6 +102,10 @@ def hide_python_router() -> None:
     """
     sys.modules.setdefault("sglang_router.mini_lb", types.SimpleNamespace(MiniLoadBalancer=None))  # type: ignore[arg-type]
 
+
+# SGLang starts its processes on GPUs by "spawn", in which Python imports the main module again, with this name
+if __name__ == "__mp_main__" and BATCH_INVARIANT in sys.argv:
+    use_batch_invariant_operators()
 
 if __name__ == "__main__":
     {"server": run_server, "router": run_router}[sys.argv[1]](sys.argv[2:])

@@ -19,11 +19,11 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slimrl.engines.http import KEY_OPTION, call, is_reachable, key_environment
+from slimrl.engines.http import IDLE_CONNECTION_S, KEY_OPTION, call, is_reachable, key_environment
 from slimrl.engines.server_protocol import WHOLE_SERVER, NodePart, ServerLaunch
+from slimrl.engines.sglang.entry import BATCH_INVARIANT
 from slimrl.engines.sglang.kv_transfer import role_environment, role_options
 from slimrl.engines.sglang.server_args import (
-    BATCH_INVARIANT,
     RESERVED,
     has_plain_experts,
     own_models,
@@ -35,6 +35,10 @@ from slimrl.platform.launch_env import Network, kernel_cache, network_environmen
 from slimrl.processes import ManagedProcess, importable
 from slimrl.processes.child_process import PortReservation, claim_port, claim_ports
 
+FLASH_ATTENTION_3 = "fa3"
+# SGLang's arithmetic for one other trainer, with log-probabilities in bfloat16; with --true-on-policy-mode on GPUs its
+# flag stands for that mode, whose operators servers then have
+ON_POLICY_TARGET = "rl_on_policy_target"
 DISABLED, BREAKABLE = "disabled", "breakable"
 _ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 OF_OWN_MODELS, OWN_MODELS = "SGLANG_EXTERNAL_MODEL_PACKAGE", "slimrl.engines.sglang.models"
@@ -62,6 +66,8 @@ def default_options(
         # The server's default captures prefill in breakable graphs, whose inputs may be overwritten by those of
         # another batch size: silently wrong tokens (sgl-project/sglang#37606).
         defaults |= {"cuda_graph_backend_prefill": DISABLED}
+    if launch.batch_invariant:  # the trainer attends with this library
+        defaults |= {"attention_backend": FLASH_ATTENTION_3}
     if launch.memory_saver and options.get("speculative_algorithm") is not None:
         # Weight updates do not include draft weights: after a release they must be restored from host memory.
         defaults |= {"enable_draft_weights_cpu_backup": True}
@@ -88,6 +94,7 @@ def server_environment(
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
         # it would keep the features of images over weight updates, which change the vision tower
         "SGLANG_VLM_CACHE_SIZE_MB": "0",
+        "SGLANG_TIMEOUT_KEEP_ALIVE": str(IDLE_CONNECTION_S),
         **_of_network(launch.network, inherited),
     }
     decided = _on_gpus(launch, options, inherited) if launch.cuda else _on_cpu(ranks, base_gpu_id)
@@ -336,10 +343,9 @@ def server_command(managed: Mapping[str, Any], options: Mapping[str, Any], launc
     defaults = default_options(
         launch, options, known, has_images=sees_images(model), has_experts=has_plain_experts(model)
     )
-    if launch.cuda and launch.batch_invariant:
-        raise ValueError("--true-on-policy-mode has operators for CPUs only, and the server runs on GPUs")
     own = [BATCH_INVARIANT] if launch.batch_invariant else []
-    return [sys.executable, "-m", *entry, *own, *render_options({**defaults, **options, **managed}, flags)]
+    given = {name: value for name, value in options.items() if not own or name != ON_POLICY_TARGET}
+    return [sys.executable, "-m", *entry, *own, *render_options({**defaults, **given, **managed}, flags)]
 
 
 def rendezvous(options: Mapping[str, Any], host: str, first_port: int, part: NodePart = WHOLE_SERVER) -> dict[str, Any]:

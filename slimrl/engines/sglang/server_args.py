@@ -205,7 +205,6 @@ CPU_DEFAULTS = (
     "--sleep-on-idle",
 )
 ADAPTERS = "--enable-lora"
-BATCH_INVARIANT = "--batch-invariant"  # of `cpu_patches` itself: the operators of --true-on-policy-mode
 CPU_ADAPTERS = "--lora-backend=torch_native"
 CPU_IMAGES = "--image-processor-backend=pil"  # transformers' choice where torchvision is absent
 # a CUDA allocator: without it the server accepts calls that release memory but keeps the memory

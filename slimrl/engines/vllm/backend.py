@@ -35,8 +35,9 @@ PYTHON_FLAG = "--vllm-python"
 PRINT_FLAGS, MARK = "--slimrl-print-flags", "slimrl_vllm_flags:"  # as in environment/slimrl_vllm_server.py
 PROBE_TIMEOUT_S = 180.0
 
-_SIZE = "--rollout-num-gpus-per-engine is the tensor parallel size of an engine on one node"
+_SIZE = "--rollout-num-gpus-per-engine is the number of GPUs of an engine on one node"
 _NODES = "an engine has one node"
+_REPLICAS = "--vllm-data-parallel-size is the number of replicas behind the one API server of an engine"
 # options that slimrl sets, or that would change what its calls rely on
 MANAGED = {
     "model": "--hf-checkpoint",
@@ -48,8 +49,15 @@ MANAGED = {
     "pipeline_parallel_size": _SIZE,
     "prefill_context_parallel_size": _SIZE,
     "decode_context_parallel_size": _SIZE,
-    "data_parallel_size": "more engines by --rollout-num-gpus",
-    "data_parallel_size_local": "more engines by --rollout-num-gpus",
+    "data_parallel_size_local": _REPLICAS,
+    "data_parallel_rank": _REPLICAS,
+    "data_parallel_start_rank": _REPLICAS,
+    "data_parallel_backend": _REPLICAS,
+    "data_parallel_hybrid_lb": _REPLICAS,
+    "data_parallel_external_lb": _REPLICAS,
+    "data_parallel_multi_port_external_lb": _REPLICAS,
+    "data_parallel_address": _NODES,
+    "data_parallel_rpc_port": "a free port, chosen at the start",
     "nnodes": _NODES,
     "node_rank": _NODES,
     "master_addr": _NODES,

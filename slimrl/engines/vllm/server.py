@@ -7,6 +7,7 @@ The owner of an external server starts the same program; the check is SGLang's, 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections.abc import Mapping
@@ -14,7 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from slimrl.engines.backend import PYTHON_OPTION
-from slimrl.engines.http import EXTERNAL_ENGINES, KEY_OPTION, call, decode_as, is_reachable, key_environment
+from slimrl.engines.http import (
+    EXTERNAL_ENGINES,
+    IDLE_CONNECTION_S,
+    KEY_OPTION,
+    call,
+    decode_as,
+    is_reachable,
+    key_environment,
+)
 from slimrl.engines.protocol import EngineError, EngineUnsupportedError
 from slimrl.engines.server_protocol import WHOLE_SERVER, NodePart, ServerLaunch
 from slimrl.engines.sglang import external_server_check as sglang
@@ -37,8 +46,10 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 class ServerProcess:
     """Implements `engines.server_protocol.ServerProcess` for a server on one node.
 
-    `options` are vLLM's options by their names ("max_model_len"), and `python`. They win over slimrl's defaults. Raises
-    ValueError for a server over several nodes, and without `python`.
+    `tensor_parallel_size` ranks have the model: with the option data_parallel_size they form that many replicas, each
+    with its own part of the requests, and weight updates count the ranks through all replicas. `options` are vLLM's
+    options by their names ("max_model_len"), and `python`. They win over slimrl's defaults. Raises ValueError for a
+    server over several nodes, without `python`, and for replicas that do not divide the ranks.
     """
 
     def __init__(
@@ -60,6 +71,9 @@ class ServerProcess:
         given = dict(options or {})
         if PYTHON_OPTION not in given:
             raise ValueError("a vLLM server needs the option python: the interpreter of the environment that has vllm")
+        replicas = int(given.get("data_parallel_size") or 1)
+        if tensor_parallel_size % replicas:
+            raise ValueError(f"{replicas} replicas of a vLLM server do not divide its {tensor_parallel_size} GPUs")
         self._python = given.pop(PYTHON_OPTION)
         self.host, self.key, self.part, self.log_path = host, key, part, Path(log_path)
         self._launch = launch if launch is not None else ServerLaunch(cuda=False)
@@ -68,7 +82,7 @@ class ServerProcess:
         self._managed: dict[str, Any] = {
             "model": str(model_path),
             "host": given.pop("host", host),
-            "tensor_parallel_size": tensor_parallel_size,
+            "tensor_parallel_size": tensor_parallel_size // replicas,
             "seed": random_seed,
             "logprobs_mode": LOGPROBS_MODE,
             "worker_extension_cls": "slimrl_vllm_worker.WorkerExtension",
@@ -195,6 +209,7 @@ def server_environment(launch: ServerLaunch, inherited: Mapping[str, str]) -> di
     PYTHONPATH has only the modules for vLLM's environment, not those of this one.
     """
     common = {"PYTHONPATH": str(ENVIRONMENT), "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    common |= {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(IDLE_CONNECTION_S)}
     common |= network_environment(launch.network, inherited)
     if not launch.cuda:
         return common | {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
@@ -227,4 +242,5 @@ def inspect(
     ]
     if problems:
         raise EngineError("\n".join(problems))
-    return found
+    replicas = int(info.get("data_parallel_size", 1))
+    return dataclasses.replace(found, tensor_parallel_size=found.tensor_parallel_size * replicas)

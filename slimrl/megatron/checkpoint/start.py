@@ -17,7 +17,7 @@ import xxhash
 from megatron.core.models.gpt import GPTModel
 
 from slimrl.arguments import Arguments
-from slimrl.arguments.checkpoints import is_hf_model
+from slimrl.arguments.checkpoints import Found, critic_base, is_hf_model
 from slimrl.arguments.flags.checkpoint import CheckpointArguments
 from slimrl.megatron.checkpoint import folder as checkpoint_folder
 from slimrl.megatron.checkpoint import io, state
@@ -153,7 +153,7 @@ class PolicyStart:
         """The base is that of --ref-load; --load has the adapters of a run that is continued."""
         if not has_reference:
             self.load_reference()
-        ranks = {"tp_rank": self.parallel.tp_rank, "tp_size": self.parallel.tp_size}
+        ranks = _places(self.parallel)
         initialize_adapters(self.stages, start.seed, **ranks)
         found = find_checkpoint(self.folders.load, self.folders.ckpt_step)
         if found is not None:
@@ -189,6 +189,16 @@ class PolicyStart:
         return found.iteration + 1, data_state
 
 
+def _places(parallel: ParallelState) -> dict[str, int]:
+    """Where this rank is in tensor and expert tensor parallelism."""
+    return {
+        "tp_rank": parallel.tp_rank,
+        "tp_size": parallel.tp_size,
+        "etp_rank": parallel.etp_rank,
+        "etp_size": parallel.etp_size,
+    }
+
+
 def load_model_only(model: GPTModel, folder: Path, step: int | None = None) -> CheckpointFolder:
     """`load_stages` for a model without virtual pipeline stages."""
     return load_stages([model], folder, step)
@@ -218,15 +228,16 @@ def load_stages(stages: Sequence[GPTModel], folder: Path, step: int | None = Non
     return found
 
 
-def load_stage_adapters(stages: Sequence[GPTModel], folder: Path) -> None:
-    """Fill the adapters of this rank's `stages` from the checkpoint's own `folder`; collective.
+def load_stage_adapters(stages: Sequence[GPTModel], folder: Path, flag: str = "--lora-rank") -> None:
+    """Fill the adapters of this rank's `stages` from the checkpoint's own `folder`, and a critic's head; collective.
 
-    Raises ValueError if it has no adapters, or others.
+    `flag` made the adapters. Raises ValueError if the folder has no adapters, or others.
     """
     if not any(map(is_adapter, io.stored_names(folder))):
+        base = "--ref-load" if flag == "--lora-rank" else "--critic-load"
         raise ValueError(
-            f"{folder} has weights and no adapters, and --lora-rank continues a run with adapters: give it as"
-            " --ref-load, which makes it the base, or leave out --lora-rank"
+            f"{folder} has weights and no adapters, and {flag} continues a run with adapters: give it as {base}, which"
+            f" makes it the base, or leave out {flag}"
         )
     loaded = io.read({"model": sharded_weights(stages, adapters=True)}, folder, model_only=True)
     for number, stage in enumerate(stages):
@@ -271,6 +282,21 @@ def load_value_weights(spec: ModelSpec, stages: Sequence[GPTModel], parallel: Pa
         _fill(stage, loaded[str(number)] | heads, folder)
 
 
+def load_critic(
+    args: Arguments, stages: Sequence[GPTModel], parallel: ParallelState, start: Found, *, resumed: bool
+) -> None:
+    """Load a critic from `start` (`critic_start`) into `stages`; with adapters, their base and fresh ones or those."""
+    spec = ModelSpec.from_args(args)
+    if args.critic_lora_rank is None:
+        load_value_weights(spec, stages, parallel, start.folder)
+        return
+    load_value_weights(spec, stages, parallel, critic_base(args).folder)
+    if resumed:
+        load_stage_adapters(stages, start.folder, "--critic-lora-rank")
+    else:
+        initialize_adapters(stages, args.seed, **_places(parallel))
+
+
 def has_value_head(folder: Path) -> bool:
     """Whether the checkpoint in `folder` is that of a critic or a reward model."""
     return VALUE_HEAD in io.stored_names(folder)
@@ -298,9 +324,6 @@ def _load_hf(
         spec,
         family_for(read_hf_config(folder)),
         folder,
-        tp_rank=parallel.tp_rank,
-        tp_size=parallel.tp_size,
-        etp_rank=parallel.etp_rank,
-        etp_size=parallel.etp_size,
+        **_places(parallel),
         value_head=value_head,
     )

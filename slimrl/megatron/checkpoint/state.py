@@ -53,6 +53,7 @@ from slimrl.megatron.model.model_builder import CustomModel, build_model
 from slimrl.megatron.model.output_layer import ValueModel
 from slimrl.megatron.parallel import ParallelState
 from slimrl.models.adapters import is_adapter
+from slimrl.models.families.param_mapping import VALUE_HEAD
 from slimrl.platform.collective_errors import run_on_rank_zero
 from slimrl.weights.adapters import adapted_layers
 from slimrl.weights.convert.torch_dist_writer import Blueprint, Piece, Weight
@@ -210,12 +211,15 @@ def _has_adapters(stages: Sequence[GPTModel]) -> bool:
 def sharded_weights(
     stages: Sequence[GPTModel], sharding: dict[str, Any] | None = None, *, adapters: bool = False
 ) -> ShardedStateDict:
-    """The parameters of each stage under its number, of its adapters or of all else; the files have global names."""
+    """The parameters of each stage under its number; the files have global names.
+
+    With `adapters` what is trained of a model with adapters: these, and the head of a critic. Else all but these.
+    """
     return {
         str(number): {
             name: entry
             for name, entry in stage.sharded_state_dict(metadata=sharding).items()
-            if is_adapter(name) == adapters
+            if is_adapter(name) == adapters or (adapters and name == VALUE_HEAD)
         }
         for number, stage in enumerate(stages)
     }

@@ -198,10 +198,7 @@ class PackedSelfAttention(SelfAttention):
 def _rotated(x: Tensor, angles: Tensor, **settings: Any) -> Tensor:
     """megatron-core's rotation of `x` by halves, with cosines and sines that depend on their angle alone."""
     assert settings == _PLAIN_ROTATION, settings  # a rule rejects other rotations
-    cosines, sines = operators.cosines_and_sines(angles)
-    rotated, passed = x[..., : angles.shape[-1]], x[..., angles.shape[-1] :]
-    first, second = rotated.chunk(2, dim=-1)
-    return torch.cat((rotated * cosines + torch.cat((-second, first), dim=-1) * sines, passed), dim=-1)
+    return operators.rotate(x, *operators.cosines_and_sines(angles[..., : angles.shape[-1] // 2]))
 
 
 _PLAIN_ROTATION = {"rotary_interleaved": False, "multi_latent_attention": False, "mscale": 1.0}

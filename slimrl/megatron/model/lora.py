@@ -9,9 +9,11 @@ exchanged between tensor-parallel ranks has the width of the rank of the adapter
 | row | all-reduce of A x | reduce-scatter of A x, backward: all-gather |
 
 The copies see all tokens without sequence parallelism, so that their gradients are equal on all ranks; with it each
-rank has the gradient of its tokens, and megatron-core sums those of parameters marked `sequence_parallel`. Layers of
-experts exchange nothing, because expert tensor parallelism is excluded. Nor do the projections to the latent vectors of
-latent attention (MLA), which are whole on every rank, A and B as well. Used by `model_builder`.
+rank has the gradient of its tokens, and megatron-core sums those of parameters marked `sequence_parallel`. Nothing is
+exchanged by the projections to the latent vectors of latent attention (MLA), which are whole on every rank, A and B as
+well. Nor by experts in the forward pass: with expert tensor parallelism all its ranks have the same tokens, and the
+dispatcher adds what their parts of an expert give, B A x of a row-parallel layer included. The gradient of a copy is
+then a part on each rank, and these are summed in the backward pass. Used by `model_builder`.
 """
 
 from __future__ import annotations
@@ -67,6 +69,8 @@ class _Adapted(AdaptedLinear):
         for name, tensor in self.adapters.named_parameters():
             # those of experts count on every rank, like the weight
             if self.is_expert or name.rpartition(".")[2] == self.divided:
+                # of copies of an expert's tensor, one counts in the norm of the gradient
+                tensor.shared = name.rpartition(".")[2] != self.divided and self.tp_group.rank() > 0
                 set_tensor_model_parallel_attributes(tensor, True, 0 if self.divided == "lora_B" else 1, 1)
             else:
                 tensor.sequence_parallel = self.sequence_parallel
@@ -80,7 +84,7 @@ class _Adapted(AdaptedLinear):
 
     def added(self, x: Tensor, complete: Callable[[Tensor], Tensor]) -> Tensor:
         """scale * B A x, [..., outputs]; `complete` exchanges A x of all adapters, [..., rank * adapters]."""
-        pairs = {name: adapter() for name, adapter in self.adapters.items()}
+        pairs = {name: self._summing(*adapter()) for name, adapter in self.adapters.items()}
         compressed = complete(F.linear(x, torch.cat([a for a, _ in pairs.values()])))
         parts = dict(zip(pairs, compressed.chunk(len(pairs), dim=-1), strict=True))
         outputs = [
@@ -90,6 +94,14 @@ class _Adapted(AdaptedLinear):
             for name, width in self.widths.items()
         ]
         return self.join(outputs) * self.scale
+
+    def _summing(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """A and B of an expert whose copy has the sum of the gradients of all expert-tensor-parallel ranks."""
+        if not self.is_expert or self.tp_group.size() == 1:
+            return a, b
+        if self.divided == "lora_B":
+            return copy_to_tensor_model_parallel_region(a, group=self.tp_group), b
+        return a, copy_to_tensor_model_parallel_region(b, group=self.tp_group)
 
     def base_state(self, save: Callable[..., ShardedStateDict], prefix: str, *rest: Any) -> ShardedStateDict:
         """megatron-core's entries and those of the adapters, which it would take for copies."""

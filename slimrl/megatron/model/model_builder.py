@@ -207,7 +207,8 @@ def build_value_stages(flags: MegatronArguments, parallel: ParallelState) -> lis
     stages: list[GPTModel] = []
     for number in _stage_numbers(parallel):
         ends = parallel.holds_embedding(number), parallel.holds_head(number)
-        settings = _settings(flags, config, *ends, number, own_layers(flags, config, number))
+        layers = add_adapters(own_layers(flags, config, number), AdapterConfig.from_args(flags))
+        settings = _settings(flags, config, *ends, number, layers)
         if flags.vision_folder is None:
             model: GPTModel = ValueModel(**settings)
         else:

@@ -29,7 +29,7 @@ from slimrl.megatron import data_parallel
 from slimrl.megatron.checkpoint import io
 from slimrl.megatron.checkpoint.folder import CheckpointFolder, Retention
 from slimrl.megatron.checkpoint.saver import CheckpointSaver
-from slimrl.megatron.checkpoint.start import load_value_weights
+from slimrl.megatron.checkpoint.start import load_critic
 from slimrl.megatron.checkpoint.state import load_training_state, take_snapshot
 from slimrl.megatron.model.micro_batch import MicroBatch, ranges
 from slimrl.megatron.model.model_builder import OF_VALUE_MODEL, build_value_stages
@@ -44,8 +44,8 @@ from slimrl.megatron.training.forward_step import (
 from slimrl.megatron.training.loss.loss_sums import LossMetricNames, LossSums, reduce_sums, summed
 from slimrl.megatron.training.profiling import MemoryReport
 from slimrl.megatron.training.train_metrics import PhaseTimes
-from slimrl.megatron.training.trained_model import TrainedModel, broken_samples
-from slimrl.models.model_spec import ModelSpec
+from slimrl.megatron.training.trained_model import TrainedModel, broken_samples, freeze_critic
+from slimrl.models.adapters import AdapterConfig
 from slimrl.observability.tracer import Timeline
 
 PREFIX = "critic-"  # of its metrics, as in slime
@@ -248,9 +248,9 @@ def explained_variance(means: dict[str, float]) -> float:
 
 
 def critic_arguments(args: Arguments) -> Arguments:
-    """The flags as they apply to the critic: its own schedule and optimizer; every weight of it is trained.
+    """The flags as they apply to the critic: its own schedule and optimizer.
 
-    So it has no adapters beside a policy of LoRA adapters.
+    Every weight of it is trained, also beside a policy of LoRA adapters, unless --critic-lora-rank gives it its own.
     """
     warmup = args.critic_lr_warmup_iters
     return dataclasses.replace(
@@ -259,7 +259,8 @@ def critic_arguments(args: Arguments) -> Arguments:
         lr=args.critic_lr,
         lr_warmup_iters=args.lr_warmup_iters if warmup is None else warmup,
         lr_warmup_fraction=args.lr_warmup_fraction if warmup is None else None,
-        lora_rank=None,
+        lora_rank=args.critic_lora_rank,
+        lora_alpha=args.critic_lora_alpha,
         **OF_VALUE_MODEL,
     )
 
@@ -290,12 +291,15 @@ class Critic:
         own = critic_arguments(args)
         stages = build_value_stages(own, parallel)
         start = critic_start(args, None if resumed is None else resumed.iteration)
-        load_value_weights(ModelSpec.from_args(args), stages, parallel, start.folder)
+        load_critic(args, stages, parallel, start, resumed=resumed is not None)
+        freeze_critic(stages)
         self.model = TrainedModel.build(own, stages, parallel)
         self._scale = ValueScale(args.normalize_values)
         saved = {} if is_hf_model(start.folder) else io.read_training_metadata(start.folder).get("numbers", {})
         self._scale.check(saved, start.folder, resumed=resumed is not None)
-        state = self.model.training_state(parallel, "every weight trained")
+        adapters = AdapterConfig.of_critic(args)
+        trained = "every weight trained" if adapters is None else adapters.flags
+        state = self.model.training_state(parallel, trained)
         self.state = dataclasses.replace(state, numbers=self._scale.numbers)
         if resumed is not None:
             _check_pair(resumed, start)

@@ -37,6 +37,7 @@ from slimrl.megatron.optimizer import build_optimizer
 from slimrl.megatron.parallel import ParallelState
 from slimrl.megatron.ref_model import BaseReference, ReferenceWeights
 from slimrl.models.adapters import AdapterConfig, LoraFlags, is_adapter
+from slimrl.models.families.param_mapping import VALUE_HEAD
 from slimrl.processes.files import listed
 from slimrl.weights.reshard import global_tensors
 
@@ -257,10 +258,7 @@ def freeze_parameters(algorithm: AlgorithmArguments, stages: Sequence[GPTModel])
     matches no name or if no weight is left to train.
     """
     flag, patterns = _list(algorithm)
-    for stage in stages:
-        if any(is_adapter(name) for name, _ in stage.named_parameters()):
-            for name, parameter in stage.named_parameters():
-                parameter.requires_grad_(is_adapter(name))
+    _freeze_bases(stages)
     if patterns:
         named = list(_named_parameters(stages))
         for name, parameter in named:
@@ -270,12 +268,25 @@ def freeze_parameters(algorithm: AlgorithmArguments, stages: Sequence[GPTModel])
         _keep_the_graph(stage)
 
 
+def freeze_critic(stages: Sequence[GPTModel]) -> None:
+    """Freeze the base of a critic's adapters, if it has any; the value head is trained."""
+    _freeze_bases(stages)
+    for stage in stages:
+        _keep_the_graph(stage)
+
+
+def _freeze_bases(stages: Sequence[GPTModel]) -> None:
+    for stage in stages:
+        if any(is_adapter(name) for name, _ in stage.named_parameters()):
+            for name, parameter in stage.named_parameters():
+                parameter.requires_grad_(is_adapter(name) or name == VALUE_HEAD)
+
+
 def describe_trained_parameters(algorithm: AlgorithmArguments, lora: LoraFlags) -> str:
     """The flags that selected the trained weights, as typed; for messages and to compare two runs."""
     adapters = AdapterConfig.from_args(lora)
     if adapters is not None:
-        targets = " ".join(adapters.targets)
-        return f"--lora-rank {adapters.rank} --lora-alpha {adapters.alpha:g} --lora-target-modules {targets}"
+        return adapters.flags
     flag, patterns = _list(algorithm)
     return " ".join((flag, *patterns)) if patterns else "every weight trained"
 

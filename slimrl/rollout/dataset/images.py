@@ -12,12 +12,11 @@ from __future__ import annotations
 import base64
 import dataclasses
 import functools
-import io
+import http.client
 import json
 import os
-import urllib.error
+import time
 import urllib.request
-import warnings
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,15 +29,17 @@ from slimrl.data.sample import Sample
 from slimrl.engines.prompt_images import PromptImages, PromptVideos, with_images
 from slimrl.engines.protocol import EngineClient, Generation
 from slimrl.models.families.vision import VisionTokens
+from slimrl.rollout.dataset.image_decoder import ImageDecoders, open_image, png_of
 from slimrl.rollout.dataset.videos import Video, VideoProcessor, videos_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-MAX_PIXELS = 100_000_000  # of a stored image; the processor scales it down to far fewer
 MAX_BYTES = 256 << 20  # of a downloaded one, and of a video
-DOWNLOAD_TIMEOUT_S = 30.0
-MAX_DECODERS = 8  # processes that decode videos at once
+DOWNLOAD_TIMEOUT_S = 30.0  # without an answer, and without the next bytes of it
+DOWNLOAD_LIMIT_S = 120.0  # for all of them
+MAX_DECODERS = 8  # processes that decode at once
+_PART_BYTES = 1 << 20  # of a download
 _REMEMBERED_PROMPTS = 64
 _PREFIX = "data:image/png;base64,"
 
@@ -88,21 +89,20 @@ class ImageProcessor:
         return self.videos.read(data)
 
     def read(self, item: Any) -> Image:
-        """The image of a column's item, decoded, in RGB. Raises ValueError, worded to follow its name."""
-        import PIL.Image
+        """The image of an item, decoded in this process, in RGB. Raises ValueError, worded to follow its name."""
+        return open_image(_stored(item))
 
-        try:
-            data = stored_bytes(item)
-            data = _downloaded(item) if data is None else data
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", PIL.Image.DecompressionBombWarning)  # the limit below is closer
-                image = PIL.Image.open(io.BytesIO(data))
-            if image.width * image.height > MAX_PIXELS:
-                raise ValueError(f"has {image.width} x {image.height} pixels, more than {MAX_PIXELS}: scale it down")
-            image.load()
-            return image if image.mode == "RGB" else image.convert("RGB")
-        except (OSError, SyntaxError, PIL.Image.DecompressionBombError) as error:
-            raise ValueError(f"cannot be read as an image ({type(error).__name__}: {error})") from error
+    def decoded(self, item: Any) -> tuple[str, int]:
+        """A column's item, decoded in another process: a data URI of the pixels, and the number of tokens.
+
+        Raises ValueError, worded to follow its name.
+        """
+        found = self._decoders.decode(_stored(item))
+        return _uri(found.png), self.count(found.height, found.width)
+
+    @functools.cached_property
+    def _decoders(self) -> ImageDecoders:
+        return ImageDecoders(_at_once())
 
     def of_row(
         self, row: Mapping[str, Any], column: ImageColumn
@@ -115,11 +115,11 @@ class ImageProcessor:
                     if kind == VIDEO:
                         videos.append(self.read_video(item))
                         continue
-                    image = self.read(item)
-                    counts.append(self.count(image))
+                    uri, count = self.decoded(item)
                 except ValueError as error:
                     raise ValueError(f"{key}[{number}] (--multimodal-keys) {error}") from error
-                uris.append(data_uri(image))
+                uris.append(uri)
+                counts.append(count)
         return counts, tuple(uris), tuple(videos)
 
     def of_rows(
@@ -127,17 +127,15 @@ class ImageProcessor:
     ) -> list[Callable[[], tuple[list[int], tuple[str, ...], tuple[Video, ...]]] | None]:
         """For each row what returns or raises as `of_row`; None for a row that is no dict.
 
-        Videos of several rows are decoded at once.
+        Images and videos of several rows are decoded at once.
         """
         own = [row if isinstance(row, dict) else None for row in rows]
-        if column.video_key is None:
-            return [None if row is None else functools.partial(self.of_row, row, column) for row in own]
-        with ThreadPoolExecutor(min(MAX_DECODERS, len(os.sched_getaffinity(0)))) as pool:
+        with ThreadPoolExecutor(_at_once()) as pool:
             return [None if row is None else pool.submit(self.of_row, row, column).result for row in own]
 
-    def count(self, image: Image) -> int:
-        """The number of its tokens. Raises ValueError for a shape that the model does not take."""
-        patches: int = self._processor.get_number_of_image_patches(image.height, image.width, {})
+    def count(self, height: int, width: int) -> int:
+        """The number of an image's tokens. Raises ValueError for a shape that the model does not take."""
+        patches: int = self._processor.get_number_of_image_patches(height, width, {})
         return patches // self.tokens.merge_size**2
 
     def expanded(
@@ -195,11 +193,11 @@ class ImageProcessor:
             try:
                 if (fault := item_fault(item)) is not None:
                     raise ValueError(fault)
-                image = self.read(item)
-                counts.append(self.count(image))
+                uri, count = self.decoded(item)
             except ValueError as error:
                 raise ValueError(f"its image {number} {error}") from error
-            uris.append(data_uri(image))
+            uris.append(uri)
+            counts.append(count)
         start, end = self._around
         place = "".join(tokenizer.convert_ids_to_tokens([start, self.tokens.image_token_id, end]))
         ids = tokenizer(place.join(pieces), add_special_tokens=False)["input_ids"]
@@ -222,21 +220,40 @@ class ImageProcessor:
 
 def data_uri(image: Image) -> str:
     """The image, pixel by pixel, as a data URI."""
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG", compress_level=1)
-    return _PREFIX + base64.b64encode(buffer.getvalue()).decode("ascii")
+    return _uri(png_of(image))
+
+
+def _uri(png: bytes) -> str:
+    return _PREFIX + base64.b64encode(png).decode("ascii")
+
+
+def _at_once() -> int:
+    return min(MAX_DECODERS, len(os.sched_getaffinity(0)))
+
+
+def _stored(item: Any) -> bytes:
+    """The file of a column's image. Raises ValueError, worded to follow its name."""
+    try:
+        data = stored_bytes(item)
+    except OSError as error:
+        raise ValueError(f"cannot be read as an image ({type(error).__name__}: {error})") from error
+    return _downloaded(item) if data is None else data
 
 
 def _downloaded(url: str) -> bytes:
-    """Raises ValueError for a failed or too large download."""
+    """Raises ValueError for a download that fails, is too large or takes too long."""
+    data, latest = bytearray(), time.monotonic() + DOWNLOAD_LIMIT_S
     try:
         with urllib.request.urlopen(url, timeout=DOWNLOAD_TIMEOUT_S) as response:
-            data: bytes = response.read(MAX_BYTES + 1)
-    except (urllib.error.URLError, TimeoutError, ValueError) as error:
+            while part := response.read1(_PART_BYTES):
+                data += part
+                if len(data) > MAX_BYTES:
+                    raise ValueError(f"more than {MAX_BYTES} bytes: use a smaller one")
+                if time.monotonic() > latest:
+                    raise TimeoutError(f"{len(data)} bytes in {DOWNLOAD_LIMIT_S:g} s")
+    except (OSError, http.client.HTTPException, ValueError) as error:
         raise ValueError(f"cannot be downloaded from {url} ({error})") from error
-    if len(data) > MAX_BYTES:
-        raise ValueError(f"has more than {MAX_BYTES} bytes at {url}: use a smaller image")
-    return data
+    return bytes(data)
 
 
 def training_inputs(samples: Sequence[Sample], folder: str | None) -> list[Mapping[str, Any] | None]:

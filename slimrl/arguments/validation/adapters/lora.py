@@ -24,15 +24,16 @@ def lora_flags_have_a_rank(args: Arguments, context: Context) -> Iterator[Proble
     """Without --lora-rank there are no adapters."""
     if args.lora_rank is not None or "lora_rank" in context.broken:
         return
+    ranks = {"lora_rank", "lora_target_modules"} if args.has_adapters else {"lora_rank"}
     for spec in flag_specs(LoraArguments):
-        if spec.dest in context.given and spec.dest not in context.broken and spec.dest != "lora_rank":
+        if spec.dest in context.given and spec.dest not in context.broken and spec.dest not in ranks:
             yield Problem(spec.name, f"{spec.name} belongs to {_RANK}: add it, or leave {spec.name} out.")
 
 
 def lora_targets_are_in_the_model(args: Arguments, context: Context) -> Iterator[Problem]:
     """Each target is a projection of the model."""
     family = _family(args)
-    if args.lora_rank is None or family is None or context.broken:
+    if not args.has_adapters or family is None or context.broken:
         return
     found = targets_in(family, ModelSpec.from_args(args))
     for target in args.lora_target_modules or ():
@@ -42,47 +43,41 @@ def lora_targets_are_in_the_model(args: Arguments, context: Context) -> Iterator
                 f"--lora-target-modules has {target}, and a {family.model_type} model has {', '.join(found)}: leave"
                 f" {target} out.",
             )
-    adapters = AdapterConfig.from_args(args)
+    adapters = AdapterConfig.from_args(args) or AdapterConfig.of_critic(args)
     if args.lora_target_modules is None and adapters is not None and set(adapters.targets) != set(found):
         yield Problem(
             "--lora-target-modules",
-            f"{_RANK} adapts {', '.join(adapters.targets)} by default, and a {family.model_type} model has"
+            f"{_rank_flag(args)} adapts {', '.join(adapters.targets)} by default, and a {family.model_type} model has"
             f" {', '.join(found)}: give --lora-target-modules {' '.join(found)}.",
         )
 
 
 def lora_fits_the_run(args: Arguments, context: Context) -> Iterator[Problem]:
-    """Flags that adapters cannot combine with."""
-    if args.lora_rank is None:
+    """Flags that adapters cannot combine with, those of the policy or those of the critic."""
+    if not args.has_adapters:
         return
-    adapters = AdapterConfig.from_args(args)
-    of_experts = args.num_experts is not None and adapters is not None and _IN_EXPERTS & set(adapters.targets)
+    rank, of_policy = _rank_flag(args), args.lora_rank is not None
     moves = args.moe_router_enable_expert_bias and args.moe_router_bias_update_rate != 0
-    alone = "trains the adapters and nothing else"
+    alone, teacher = "trains the adapters and nothing else", "has no second set of weights for a teacher"
+    reward_model = "does not train the head of a reward model"
     for given, flag, reason in (
-        (args.only_train_params_name_list is not None, "--only-train-params-name-list", alone),
-        (args.freeze_params_name_list is not None, "--freeze-params-name-list", alone),
-        (args.custom_model_provider_path is not None, "--custom-model-provider-path", "adapts slimrl's own layers"),
-        (args.spec is not None, "--spec", "adapts slimrl's own layers"),
+        (of_policy and args.only_train_params_name_list is not None, "--only-train-params-name-list", alone),
+        (of_policy and args.freeze_params_name_list is not None, "--freeze-params-name-list", alone),
+        (of_policy and args.custom_model_provider_path is not None, "--custom-model-provider-path", _OWN_LAYERS),
+        (of_policy and args.spec is not None, "--spec", _OWN_LAYERS),
         (args.optimizer == "muon", "--optimizer muon", "has no matrices of Muon's kind"),
-        (args.use_megatron_fsdp, "--use-megatron-fsdp", "freezes weights that Megatron-FSDP hooks into"),
+        (args.use_megatron_fsdp, "--use-megatron-fsdp", "has not been tried with sharded weights"),
         (args.optimizer_cpu_offload, "--optimizer-cpu-offload", "has a state too small to move"),
         (args.fp8_format is not None, "--fp8-format", "does not adapt layers that compute in fp8"),
         (args.fp4_format is not None, "--fp4-format", "does not adapt layers that compute in fp4"),
-        (args.trains_reward_model, "--loss-type reward_model_loss", "does not train the head of a reward model"),
-        (args.has_megatron_teacher, "--opd-type megatron", "has no second set of weights for a teacher"),
+        (of_policy and args.trains_reward_model, "--loss-type reward_model_loss", reward_model),
+        (of_policy and args.has_megatron_teacher, "--opd-type megatron", teacher),
     ):
         if given:
-            yield Problem(flag, f"{_RANK} {reason}: leave {flag} out, or {_RANK}.")
+            yield Problem(flag, f"{rank} {reason}: leave {flag} out, or {rank}.")
     if args.transformer_impl == "transformer_engine":
         yield Problem(
-            "--transformer-impl", f"{_RANK} adapts megatron-core's local layers: give --transformer-impl local."
-        )
-    if of_experts and args.expert_tensor_parallel_size != 1:
-        yield Problem(
-            "--expert-tensor-parallel-size",
-            f"--expert-tensor-parallel-size {args.expert_tensor_parallel_size} divides experts, and {_RANK} adapts"
-            " whole ones: give 1, or leave gate_proj, up_proj and down_proj out of --lora-target-modules.",
+            "--transformer-impl", f"{rank} adapts megatron-core's local layers: give --transformer-impl local."
         )
     if moves:
         yield Problem(
@@ -90,6 +85,13 @@ def lora_fits_the_run(args: Arguments, context: Context) -> Iterator[Problem]:
             f"--moe-router-bias-update-rate {args.moe_router_bias_update_rate:g} changes the base of the adapters:"
             " give 0.",
         )
+
+
+_OWN_LAYERS = "adapts slimrl's own layers"
+
+
+def _rank_flag(args: Arguments) -> str:
+    return _RANK if args.lora_rank is not None else "--critic-lora-rank"
 
 
 def lora_has_a_base(args: Arguments, context: Context) -> Iterator[Problem]:

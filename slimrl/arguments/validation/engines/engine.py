@@ -78,6 +78,13 @@ def vllm_serves_the_run(args: Arguments, context: Context) -> Iterator[Problem]:
             f"--rollout-num-gpus-per-engine {args.rollout_num_gpus_per_engine} is more than the GPUs of a node"
             f" (--num-gpus-per-node {args.num_gpus_per_node}), and a vLLM server has one node: lower it.",
         )
+    replicas = args.vllm_options.get("data_parallel_size", 1)
+    if known and (replicas < 1 or args.rollout_num_gpus_per_engine % replicas):
+        yield Problem(
+            "--vllm-data-parallel-size",
+            f"--vllm-data-parallel-size {replicas} does not divide --rollout-num-gpus-per-engine"
+            f" {args.rollout_num_gpus_per_engine}, the GPUs of all replicas of an engine: choose a divisor.",
+        )
     if not updates or {"rollout_top_p", "rollout_top_k"} & context.broken:
         return
     for flag, value, off in (("--rollout-top-p", args.rollout_top_p, 1), ("--rollout-top-k", args.rollout_top_k, -1)):

@@ -1,7 +1,9 @@
 """Rules about --true-on-policy-mode: what it was shown to be exact for, or else a refusal by name.
 
-Both sides compute in one order of additions for the families in `FAMILIES`, in float32 on a CPU. Whatever adds in
-another order, or samples from other weights than those that are trained, is rejected here.
+Both sides compute in one order of additions for the families in `FAMILIES`: in float32 on CPUs, in bfloat16 with GPU
+kernels, for models without experts and without tensor parallelism. Whatever adds in another order, or samples from
+other weights than those that are trained, is rejected here. When the run starts, the machine is compared with the
+precision (`cluster.launch`), because the command line may be checked on another one.
 """
 
 from __future__ import annotations
@@ -19,20 +21,26 @@ FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")  # tested with a server and 
 _ALIGNED = 32
 
 
-def true_on_policy_is_in_float32(args: Arguments, context: Context) -> Iterator[Problem]:
-    """The batch-invariant operators compute in float32."""
+def true_on_policy_has_a_precision(args: Arguments, context: Context) -> Iterator[Problem]:
+    """float32 stands for the operators of CPUs, bfloat16 for those of GPUs, which FlashAttention 3 needs."""
+    on_gpus = args.true_on_policy_mode and args.bf16
+    if args.attn_implementation not in ((None, "flash_attention_3") if on_gpus else (None,)):
+        yield Problem(
+            "--attn-implementation",
+            f"--attn-implementation {args.attn_implementation} has a use with {_MODE} and --bf16 only, as"
+            " flash_attention_3: leave it out; --attention-backend chooses the attention of training.",
+        )
     if not args.true_on_policy_mode:
         return
-    if args.bf16 and "bf16" not in context.given:
-        yield Problem("--bf16", f"{_MODE} computes in float32, and config.json has bfloat16: give --no-bf16.")
     for given, flag in (
-        (args.bf16 and "bf16" in context.given, "--bf16"),
         (args.fp16, "--fp16"),
         (args.fp8_format is not None, "--fp8-format"),
         (args.fp4_format is not None, "--fp4-format"),
     ):
         if given:
-            yield Problem(flag, f"{_MODE} computes in float32, and {flag} does not: leave one out.")
+            yield Problem(
+                flag, f"{_MODE} computes in float32 on CPUs and in bfloat16 on GPUs, not with {flag}: leave it out."
+            )
 
 
 def true_on_policy_knows_the_model(args: Arguments, context: Context) -> Iterator[Problem]:
@@ -58,6 +66,7 @@ def true_on_policy_knows_the_model(args: Arguments, context: Context) -> Iterato
         (args.rotary_interleaved, "--rotary-interleaved", "has plain rotary positions"),
         (args.rotary_percent != 1, "--rotary-percent", "has plain rotary positions"),
         (args.softmax_scale is not None, "--softmax-scale", "has the usual scale of attention"),
+        (args.fp32_residual_connection, "--fp32-residual-connection", "adds in the dtype of the weights"),
         (args.attention_dropout > 0, "--attention-dropout", "has no dropout in the engines"),
         (args.hidden_dropout > 0, "--hidden-dropout", "has no dropout in the engines"),
         (args.keep_logits, "--keep-logits", "computes log-probabilities from chunks of rows"),
@@ -70,6 +79,7 @@ def true_on_policy_knows_the_model(args: Arguments, context: Context) -> Iterato
         (args.moe_router_dtype == "fp64", "--moe-router-dtype fp64", "computes in float32"),
         (args.moe_expert_capacity_factor is not None, "--moe-expert-capacity-factor", "drops no token"),
         (args.moe_apply_probs_on_input, "--moe-apply-probs-on-input", "scales the experts' outputs"),
+        (args.num_experts is not None and args.bf16, "--num-experts", "has experts in float32 on CPUs only"),
         (args.moe_input_jitter_eps is not None, "--moe-input-jitter-eps", "has no noise in the engines"),
     ):
         if given:
@@ -86,7 +96,10 @@ def true_on_policy_adds_in_one_order(args: Arguments, context: Context) -> Itera
     ranks, engine = args.tensor_model_parallel_size, args.rollout_num_gpus_per_engine
     if args.debug_train_only:
         engine = ranks
-    if ranks != engine:
+    if args.bf16 and max(ranks, engine) > 1:
+        flag, size = ("--tensor-model-parallel-size", ranks) if ranks > 1 else ("--rollout-num-gpus-per-engine", engine)
+        yield Problem(flag, f"{flag} {size} with {_MODE} is for float32 on CPUs; in bfloat16 on GPUs give 1.")
+    elif ranks != engine:
         yield Problem(
             "--rollout-num-gpus-per-engine",
             f"--tensor-model-parallel-size {ranks} and --rollout-num-gpus-per-engine {engine} split sums differently,"
@@ -162,11 +175,21 @@ _HARMLESS = {
     "trust_remote_code",
     "watchdog_timeout",
 }
-_FIXED = {"device": "cpu", "dtype": "float32", "attention_backend": "torch_native", "sampling_backend": "pytorch"}
+# those with one allowed value, in float32 and in bfloat16
+_ON_CPUS = {"device": "cpu", "dtype": "float32", "attention_backend": "torch_native", "sampling_backend": "pytorch"}
+_ON_GPUS = {
+    "device": "cuda",
+    "dtype": "bfloat16",
+    "attention_backend": "fa3",
+    "sampling_backend": "pytorch",
+    "rl_on_policy_target": "fsdp",  # servers do not get it: see `engines.sglang.server`
+}
+# which launch the same kernels in another way
+_GRAPHS = ("cuda_graph_", "disable_cuda_graph")
 
 
 def true_on_policy_engines_compute_alike(args: Arguments, context: Context) -> Iterator[Problem]:
-    """Engines are this run's, on CPUs, and no option changes their arithmetic."""
+    """Engines are this run's, and no option changes their arithmetic."""
     if not args.true_on_policy_mode:
         return
     if args.rollout_engine != "sglang":
@@ -181,21 +204,26 @@ def true_on_policy_engines_compute_alike(args: Arguments, context: Context) -> I
             f"--rollout-external-engine-addrs has servers with operators of their own, and {_MODE} starts its own:"
             " leave it out.",
         )
+    fixed = _ON_GPUS if args.bf16 else _ON_CPUS
     for name, value in args.sglang_options.items():
         flag = f"--sglang-{name.replace('_', '-')}"
-        if name == "rl_on_policy_target":
+        if name not in fixed and name in _ON_GPUS:
             yield Problem(
                 flag,
-                f"{flag} {value} makes engines compute in bfloat16 on GPUs, and {_MODE} computes in float32 on CPUs:"
-                f" leave {flag} out.",
+                f"{flag} {value} names kernels of GPUs, which {_MODE} has in bfloat16: leave {flag} out, or give --bf16"
+                " on GPUs.",
             )
-        elif name in _FIXED and value != _FIXED[name]:
+        elif name in fixed and value != fixed[name]:
             yield Problem(
-                flag, f"{flag} {value} is another choice than {_FIXED[name]}, which {_MODE} needs: give that."
+                flag,
+                f"{flag} {value} is another choice than {fixed[name]}, which {_MODE} needs in"
+                f" {fixed['dtype']}: give that.",
             )
+        elif args.bf16 and name.startswith(_GRAPHS):
+            continue
         elif name == "enable_deterministic_inference" and not value:
             yield Problem(flag, f"{_MODE} samples with a seed per sample: leave --no-sglang-{flag[9:]} out.")
-        elif name not in _HARMLESS and name not in _FIXED and value:
+        elif name not in _HARMLESS and name not in fixed and value:
             yield Problem(
                 flag, f"{flag} was not shown to leave log-probabilities as they are: leave it, or {_MODE} out."
             )

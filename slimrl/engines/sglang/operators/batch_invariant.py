@@ -1,8 +1,12 @@
 """Replaces SGLang's products, norms, activations, rotary tables, attention, experts, and log-softmax of the sampler.
 
-`install` is called by `cpu_patches` in the server's process, before SGLang builds the model, if its command line has
-`server_args.BATCH_INVARIANT`. Every operator is that of the trainer (`slimrl.algorithms.batch_invariant`); additions,
-and products of two numbers, are the same in torch.
+If the server's command line has `entry.BATCH_INVARIANT`, `install` is called by `cpu_patches` on a CPU, and
+`install_on_gpu` by `entry` in each process that SGLang starts on a GPU, before it builds the model. Every operator is
+that of the trainer (`slimrl.algorithms.batch_invariant`); additions, and products of two numbers, are torch's on both
+sides.
+
+On a GPU attention stays SGLang's (fa3, without splits of the keys), whose library the trainer calls, and so do the
+experts, which a rule keeps out.
 """
 
 from __future__ import annotations
@@ -75,22 +79,41 @@ def sum_experts(layer: Any, x: torch.Tensor, topk_output: Any, moe_runner_config
 
 
 def install() -> None:
-    """Applies the replacements to SGLang's classes and modules."""
-    from sglang.srt.layers import activation, layernorm, logits_processor, sampler
+    """Applies the replacements on a CPU to SGLang's classes and modules."""
+    from sglang.srt.layers import sampler
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    _replace_layers("forward_cpu")
+    TorchNativeAttnBackend._run_sdpa_forward_decode = attend_last
+    TorchNativeAttnBackend._run_sdpa_forward_extend = attend_new
+    sampler.torch = _with_own_softmax(torch)
+    _replace_experts()
+
+
+def install_on_gpu() -> None:
+    """Applies the replacements on a GPU, for models without experts."""
+    from sglang.srt.batch_invariant_ops import batch_invariant_ops
+    from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+
+    _replace_layers("forward_cuda")
+    RotaryEmbedding.forward_cuda = rotated
+    # SGLang's deterministic inference makes it torch's, also inside functions that it compiles
+    batch_invariant_ops.log_softmax = log_softmax
+
+
+def _replace_layers(forward: str) -> None:
+    """Replaces the layers' functions `forward` and `forward_native`, and what the machine does not decide."""
+    from sglang.srt.layers import activation, layernorm, logits_processor
     from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
     from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 
     UnquantizedLinearMethod.apply = product
     logits_processor.LogitsProcessor._compute_lm_head = head
-    layernorm.RMSNorm.forward_cpu = layernorm.RMSNorm.forward_native = norm
-    activation.SiluAndMul.forward_cpu = activation.SiluAndMul.forward_native = gated_silu
+    for name in (forward, "forward_native"):
+        setattr(layernorm.RMSNorm, name, norm)
+        setattr(activation.SiluAndMul, name, gated_silu)
     RotaryEmbedding._compute_cos_sin_cache = rotary_table
     RotaryEmbedding._ensure_cos_sin_cache_length = _extended(RotaryEmbedding._ensure_cos_sin_cache_length)
-    TorchNativeAttnBackend._run_sdpa_forward_decode = attend_last
-    TorchNativeAttnBackend._run_sdpa_forward_extend = attend_new
-    sampler.torch = _with_own_softmax(torch)
-    _replace_experts()
 
 
 def product(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -101,7 +124,12 @@ def product(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = 
 
 def head(self: Any, hidden: torch.Tensor, lm_head: Any, embedding_bias: torch.Tensor | None = None) -> torch.Tensor:
     """`LogitsProcessor._compute_lm_head`."""
-    return operators.linear(hidden, lm_head.weight)
+    return operators.output_logits(hidden, lm_head.weight)
+
+
+def log_softmax(logits: torch.Tensor, dim: int = -1) -> torch.Tensor:
+    """`batch_invariant_ops.log_softmax`; `logits` [..., columns] in float32."""
+    return operators.log_softmax(logits.float().reshape(-1, logits.shape[-1]))[0].view(logits.shape)
 
 
 def norm(
@@ -133,8 +161,35 @@ def rotary_table(self: Any) -> torch.Tensor:
 
 
 def _table(rotary: Any, positions: int) -> torch.Tensor:
-    angles = torch.outer(torch.arange(positions, dtype=torch.float32), rotary._compute_inv_freq(rotary.base))
+    frequencies = rotary._compute_inv_freq(rotary.base)
+    if torch.cuda.is_available():  # computed there, as megatron-core does
+        even = torch.arange(0, rotary.rotary_dim, 2, dtype=torch.float32, device="cuda")
+        frequencies = 1.0 / (rotary.base ** (even / rotary.rotary_dim))
+    angles = torch.outer(torch.arange(positions, dtype=torch.float32, device=frequencies.device), frequencies)
     return torch.cat(operators.cosines_and_sines(angles), dim=-1)
+
+
+def rotated(
+    self: Any,
+    positions: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    offsets: torch.Tensor | None = None,
+    fused_set_kv_buffer_arg: Any = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`RotaryEmbedding.forward_cuda`: queries and keys [tokens, heads * size] rotated by halves."""
+    if not self.is_neox_style or offsets is not None or fused_set_kv_buffer_arg is not None:
+        raise NotImplementedError(
+            "--true-on-policy-mode: rotary positions that are interleaved, or fused with the cache"
+        )
+    rows = self.cos_sin_cache.index_select(0, positions.flatten())[:, None]
+    cosines, sines = rows.chunk(2, dim=-1)
+
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        heads = x.reshape(len(rows), -1, self.head_size)
+        return operators.rotate(heads, cosines, sines).view(x.shape)
+
+    return turned(query), turned(key)
 
 
 def _extended(own: Callable[[Any, int], None]) -> Callable[[Any, int], None]:

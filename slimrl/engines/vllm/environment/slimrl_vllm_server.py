@@ -87,7 +87,7 @@ def _facts(client: Any, flags: Any) -> dict[str, Any]:
         "engine": "vllm",
         "tp_size": parallel.tensor_parallel_size,
         "pp_size": parallel.pipeline_parallel_size,
-        "dp_size": parallel.data_parallel_size,
+        "data_parallel_size": parallel.data_parallel_size,
         "quantization": config.model_config.quantization,
         "sleep_mode": config.model_config.enable_sleep_mode,
         "logprobs_mode": config.model_config.logprobs_mode,

@@ -1,4 +1,4 @@
-"""vLLM's worker extension (`--worker-extension-cls`): loads weight updates; one instance per tensor-parallel rank.
+"""vLLM's worker extension (`--worker-extension-cls`): loads weight updates; one instance per rank of every replica.
 
 Runs in vLLM's environment, so it imports only torch and vllm. An update is `slimrl_begin`, any number of loads, and
 `slimrl_end`. vLLM's layerwise reload keeps the tensors of a layer until it is complete: tensors in memory that the
@@ -75,8 +75,8 @@ class WorkerExtension:
             _repack_tied_head(model)
 
     def slimrl_load_shared(self, payloads: list[str], load_format: str | None) -> None:
-        """Loads tensors from memory shared with the trainer; `payloads` has one entry per rank."""
-        payload = payloads[self.rank] if len(payloads) > 1 else payloads[0]
+        """Loads tensors from memory shared with the trainer; `payloads` has one entry per rank of the server."""
+        payload = payloads[_rank_in_server(self)] if len(payloads) > 1 else payloads[0]
         opened = _Unpickler(io.BytesIO(base64.b64decode(payload))).load()
         named = opened if load_format is None else _unflattened(opened["flattened_tensor"], opened["metadata"])
         self._slimrl_load((name, tensor.clone()) for name, tensor in named)
@@ -114,7 +114,7 @@ class WorkerExtension:
 
         timeout = datetime.timedelta(seconds=GROUP_TIMEOUT_S)
         store = dist.TCPStore(address, port, world_size, is_master=False, timeout=timeout, wait_for_workers=False)
-        rank = first_rank + self.rank
+        rank = first_rank + _rank_in_server(self)
         group, _ = c10d._new_process_group_helper(
             world_size,
             rank,
@@ -138,6 +138,12 @@ class WorkerExtension:
 
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
             self.model_runner.get_model().load_weights(named)
+
+
+def _rank_in_server(worker: Any) -> int:
+    """Counted through the replicas (`--data-parallel-size`), of which each counts its ranks from 0."""
+    parallel = worker.vllm_config.parallel_config
+    return int(parallel.data_parallel_index * parallel.world_size + worker.rank)
 
 
 def _end_with(server: int, parent: int) -> None:
