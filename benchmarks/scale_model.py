@@ -39,6 +39,7 @@ class Costs:
 
     rank_call: float = 370e-6  # an HTTP call of a training rank; its threads hold one interpreter lock
     engine_call: float = 70e-6  # of an engine that answers at once
+    store_layout: float = 70e-6  # of the store of the training ranks, that one gets the layout of a bucket
     driver_call: float = 224e-6  # a Ray call of the driver, and its answer
     rank_answer: float = 578e-6  # of a control-only rank to a call with a batch
     manager_sample: float = 197e-6  # prompt to batch
@@ -169,7 +170,7 @@ def updates(engines: int, weights: float, control: float, loads: float, announce
     """
     costs, cluster = Costs(), Cluster()
     by_zero = calls_of_ranks([engines], costs, rounds=1)  # one call of rank 0 to every engine
-    announced = calls_of_ranks(announcers, costs, rounds=1)
+    announced = calls_of_ranks(announcers, costs, rounds=1) + costs.store_layout * (len(announcers) - 1)
     buckets = math.ceil(weights / BUCKET)
     changed = CHANGED * weights  # to every engine, from rank 0
     files = weights / cluster.storage_write + engines * weights / cluster.storage_read

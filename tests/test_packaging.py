@@ -114,7 +114,7 @@ def imported(paths: Iterable[Path]) -> set[str]:
     found -= {path.stem for folder in ("tools", "scripts/lib") for path in (ROOT / folder).glob("*.py")}
     found.discard("stale_resources")  # the subreaper starts in milliseconds and imports its neighbour this way
     # installed with SGLang and Megatron wherever there is CUDA, and replaced elsewhere
-    found -= {"sgl_kernel", "transformer_engine"}
+    found -= {"sgl_kernel", "transformer_engine", "triton"}
     return {re.sub(r"[-_.]+", "-", DISTRIBUTIONS.get(name, name)).lower() for name in found}
 
 

@@ -116,11 +116,13 @@ def initialize(
             f" {flags.pipeline_model_parallel_size} x --context-parallel-size {flags.context_parallel_size}):"
             " change the number of ranks or one of the three sizes"
         )
-    if is_cpu() and flags.expert_model_parallel_size > 1 and flags.expert_tensor_parallel_size > 1:
+    tensor, divides_experts = flags.tensor_model_parallel_size, flags.expert_tensor_parallel_size > 1
+    uneven = flags.expert_model_parallel_size > 1 or flags.expert_tensor_parallel_size > tensor
+    if is_cpu() and divides_experts and uneven:
         raise ValueError(
-            f"--expert-model-parallel-size {flags.expert_model_parallel_size} with --expert-tensor-parallel-size"
-            f" {flags.expert_tensor_parallel_size} sends ranks parts of unequal size, which gloo, the backend on"
-            " machines without GPUs, does not support: give --expert-tensor-parallel-size 1"
+            f"--expert-model-parallel-size {flags.expert_model_parallel_size} and --tensor-model-parallel-size {tensor}"
+            f" with --expert-tensor-parallel-size {flags.expert_tensor_parallel_size} send ranks parts of unequal size,"
+            " which gloo, the backend on machines without GPUs, does not support: give --expert-tensor-parallel-size 1"
         )
     device = bind_local_device(local_rank)
     if flags.deterministic_mode:

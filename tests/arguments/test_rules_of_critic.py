@@ -18,6 +18,19 @@ from tests.arguments.dry_run.test_files import safetensors
 PPO = "--advantage-estimator ppo"
 # rule -> (flags that pass when appended to the recipe, flags that do not with their error)
 CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
+    "critic_alpha_has_a_rank": (
+        [
+            "--advantage-estimator ppo --critic-lora-rank 8 --critic-lora-alpha 16",
+            "--advantage-estimator ppo --critic-lora-rank 4 --lora-target-modules q_proj",
+            "--advantage-estimator ppo --critic-lora-rank 4 --freeze-params-name-list embedding",
+        ],
+        [
+            (
+                "--advantage-estimator ppo --critic-lora-alpha 16",
+                "--critic-lora-alpha belongs to --critic-lora-rank: add it, or leave --critic-lora-alpha out.",
+            ),
+        ],
+    ),
     "critic_flags_have_a_critic": (
         [
             "--advantage-estimator ppo --gamma 0.99 --lambd 0.95 --value-clip 0.5 --normalize-advantages",

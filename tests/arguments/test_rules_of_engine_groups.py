@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import types
 
 import pytest
 
@@ -10,6 +11,8 @@ from slimrl.arguments import PassthroughFlag, read_args
 from slimrl.arguments.dry_run.plan import PlanContext, make_plan
 from slimrl.arguments.dry_run.render import render
 from slimrl.arguments.engine_groups import ServerGroup, engine_places, group_flags, policy_groups
+from slimrl.arguments.hf_config import served_models
+from slimrl.cluster.engines.frozen_models import FrozenModels
 from slimrl.cluster.placement import plan_gpus
 from slimrl.engines.sglang.server_args import server_flags
 from slimrl.processes.process_info import Machine
@@ -397,6 +400,31 @@ def test_groups_take_the_rollout_gpus_in_the_order_of_the_file(recipe):
     flags = group_flags(args, judge.model, judge.group)
     assert (flags.hf_checkpoint, flags.rollout_num_gpus_per_engine) == (str(recipe.dir / "hf2"), 2)
     assert not judge.model.update_weights and first.model.update_weights
+
+
+TAUGHT = "--use-opd --opd-type sglang --rm-type zero --rollout-temperature 1 --opd-teacher-models"
+
+
+def test_teacher_may_be_a_frozen_model_of_the_file(recipe):
+    (recipe.dir / "train.jsonl").write_text(
+        json.dumps({"prompt": "1+1", "label": "2", "metadata": {"teacher": "judge"}})
+    )
+    args, found = sentences(recipe, file(actor(ONE), JUDGE), f"{TAUGHT} judge --metadata-key metadata")
+    assert found == []
+    assert args.opd_teacher_folders == {"judge": str(recipe.dir / "hf2")} and args.opd_teacher_names == ("judge",)
+    assert served_models(args) == ()  # its servers are those of the group
+    plan = plan_gpus(args)
+    assert (plan.total, plan.reward_servers, plan.frozen_names) == (8, (), ("judge",) * 4)
+    routers = FrozenModels({"judge": types.SimpleNamespace(router_url="http://h:7")}).reachable(args)
+    assert routers.opd_teachers == {"judge": "http://h:7"} and routers.sglang_model_routers["judge"] == ("h", 7)
+
+
+def test_teacher_that_no_frozen_model_is_called_is_an_error(recipe):
+    _, found = sentences(recipe, file(actor(ONE), JUDGE), f"{TAUGHT} actor")
+    assert (
+        "--opd-teacher-models actor is not a name and a folder: write name=folder, or name a frozen model of"
+        " --sglang-config." in found
+    )
 
 
 def test_prefill_servers_come_before_those_that_decode(recipe):

@@ -25,8 +25,16 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
         ],
     ),
     "lora_fits_the_run": (
-        [f"{LORA} --use-distributed-optimizer", f"{LORA} --advantage-estimator ppo"],
         [
+            f"{LORA} --use-distributed-optimizer",
+            f"{LORA} --advantage-estimator ppo",
+            f"{LORA} --advantage-estimator ppo --critic-lora-rank 4 --critic-lora-alpha 8",
+        ],
+        [
+            (
+                "--advantage-estimator ppo --critic-lora-rank 4 --optimizer muon",
+                "--critic-lora-rank has no matrices of Muon's kind: leave --optimizer muon out, or --critic-lora-rank.",
+            ),
             (
                 f"{LORA} --only-train-params-name-list mlp",
                 "--lora-rank trains the adapters and nothing else: " + BOTH.format("--only-train-params-name-list"),

@@ -130,3 +130,15 @@ torch.testing.assert_close(after[0], expected)
         [sys.executable, "-W", "ignore", "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=100
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("sizes", [{"expert_model_parallel_size": 2, "tensor_model_parallel_size": 2}, {}])
+def test_experts_divided_among_ranks_with_other_tokens_are_refused(sizes: dict[str, int]):
+    from slimrl.megatron import parallel
+    from tests.megatron.tiny import tiny_args
+
+    args = tiny_args(**sizes, num_experts=4, expert_tensor_parallel_size=2)
+    with pytest.raises(
+        ValueError, match=r"--expert-tensor-parallel-size 2 send ranks parts of unequal size, which gloo"
+    ):
+        parallel.initialize(args, rank=0, world_size=4)

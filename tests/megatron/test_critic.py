@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from slimrl.megatron.training.critic import explained_variance
 from tests import accuracy
-from tests.megatron import layouts, ranks, reference, tiny
+from tests.megatron import layouts, lora_truth, ranks, reference, tiny
 from tests.megatron.layouts import CP2, DYNAMIC, EP2, ETP2, FULL, OVERLAP, PP2, SPREAD, TP2_SP, VIRTUAL, Layout, fsdp
 
 pytestmark = pytest.mark.slow
@@ -49,11 +50,15 @@ class Trained:
     report: dict[str, float]
 
 
-def train(rank: int, world_size: int, init_method: str, args: Any, rollout: Any, head: Tensor) -> Trained:
-    """Trains policy and critic on one rollout, the critic from a given head."""
+def train(
+    rank: int, world_size: int, init_method: str, args: Any, rollout: Any, head: Tensor, adapter: Path | None = None
+) -> Trained:
+    """Trains policy and critic on one rollout, the critic from a given head, and from a PEFT folder of adapters."""
     trainer = ranks.start(rank, world_size, init_method, args)
     critic = trainer._critic
     set_head(critic, head)
+    if adapter is not None:
+        set_adapters(trainer, adapter)
     batch = ranks.share_of(trainer, rollout)
     steps = [[trainer._parts.pack(batch, rows) for rows in step] for step in batch.micro_batches]
 
@@ -65,6 +70,18 @@ def train(rank: int, world_size: int, init_method: str, args: Any, rollout: Any,
     result = Trained(batch.sample_ids.tolist(), [before, values()], metrics, trainer.rollout_metrics)
     trainer.close()
     return result
+
+
+def set_adapters(trainer: Any, folder: Path) -> None:
+    """Sets the adapters of the critic."""
+    from slimrl.models.adapters import AdapterConfig
+    from slimrl.models.model_spec import ModelSpec
+    from slimrl.weights.adapters import load_adapters
+
+    args, state = trainer.hook_args, trainer.parallel
+    places = {name: getattr(state, name) for name in ("tp_rank", "tp_size", "etp_rank", "etp_size")}
+    own = AdapterConfig.of_critic(args), folder
+    load_adapters(trainer._critic.model.stages, ModelSpec.from_args(args), ranks.family_of(args), *own, **places)
 
 
 @torch.no_grad()
@@ -87,9 +104,15 @@ def set_head(critic: Any, head: Tensor) -> None:
 class Truth(nn.Module):
     """A transformers model without its output layer, and a row of weights: float64."""
 
-    def __init__(self, folder: Path, head: Tensor):
+    def __init__(self, folder: Path, head: Tensor, adapter: Path | None = None):
         super().__init__()
-        self.body = reference.load_model(folder).model
+        if adapter is None:
+            self.body = reference.load_model(folder).model
+        else:  # A and B are trained, and the row
+            stored = load_file(adapter / "adapter_model.safetensors")
+            masters = {name: nn.Parameter(tensor.double()) for name, tensor in stored.items()}
+            self.body = lora_truth.adapted_model(folder, masters).model
+            self.masters = nn.ParameterList(masters.values())
         self.head = nn.Parameter(head.double())
 
     def values(self, sample: dict[str, Any]) -> Tensor:
@@ -131,15 +154,17 @@ def truth(
     critic_lambd: float = LAMBD,
     alpha: float | None = None,
     make_optimizer: Any = None,
+    adapter: Path | None = None,
 ) -> TrueResult:
     """The same training with transformers: the mean over samples of the means over trained tokens.
 
     `normalized`: on returns less the mean over all trained tokens, divided by the deviation. The returns are those of
     `critic_lambd`, the advantages those of LAMBD, or with VAPO's `alpha` of a lambda by the number of trained tokens.
     """
-    model = Truth(folder, head)
+    model = Truth(folder, head, adapter)
     samples = reference._split(rollout)
-    adam = (make_optimizer or reference._adam)(dict(model.named_parameters()), SETTINGS)
+    trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
+    adam = (make_optimizer or reference._adam)(trained, SETTINGS)
 
     def values() -> list[Tensor]:
         with torch.no_grad():
@@ -159,8 +184,8 @@ def truth(
     means = [float(total / trained) for total, trained in sums if trained > 0]
     result.advantages = sum(means) / len(means)
     advantages = of_lambda([critic_lambd] * len(samples))
-    trained = torch.cat([(a + v)[s["mask"] != 0] for a, v, s in zip(advantages, old, samples, strict=True)])
-    mean, std = (float(trained.mean()), float(trained.std())) if normalized else (0.0, 1.0)
+    targets = torch.cat([(a + v)[s["mask"] != 0] for a, v, s in zip(advantages, old, samples, strict=True)])
+    mean, std = (float(targets.mean()), float(targets.std())) if normalized else (0.0, 1.0)
     size = len(samples) // SETTINGS.steps
     for step in range(SETTINGS.steps):
         adam.zero_grad()

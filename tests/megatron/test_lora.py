@@ -29,7 +29,6 @@ from tests.megatron.layouts import (
     selective,
 )
 
-ETP2_DP2 = {"expert_tensor_parallel_size": 2}  # of two ranks that divide nothing else
 LAYOUTS: dict[str, tuple[Layout, str]] = {
     "1 rank": (Layout(1, {}), "dense"),
     "1 rank, recompute full": (Layout(1, FULL), "dense"),
@@ -45,9 +44,8 @@ LAYOUTS: dict[str, tuple[Layout, str]] = {
     "DP2, distributed optimizer, overlapped": (Layout(2, OVERLAP), "dense"),
     "EP2": (Layout(2, EP2), "MoE"),
     "EP2, distributed optimizer": (Layout(2, EP2 | SPREAD), "MoE"),
-    "ETP2": (Layout(2, ETP2_DP2), "MoE"),
+    "ETP2 TP2 SP": (Layout(2, ETP2), "MoE"),
     "ETP2 TP2 SP, distributed optimizer": (Layout(2, ETP2 | SPREAD), "MoE"),
-    "ETP2 EP2, packed": (Layout(4, ETP2_DP2 | EP2 | DYNAMIC), "MoE"),
     "PP2 virtual, DP2, overlapped": (Layout(4, VIRTUAL | OVERLAP, 4), "dense"),
     "TP2 SP PP2": (Layout(4, TP2_SP | PP2), "dense"),
     "1 rank, latent attention, recompute mla_up_proj": (Layout(1, selective("mla_up_proj")), "MLA"),
@@ -186,3 +184,54 @@ def test_critic_beside_adapters_is_trained_whole(adapted: Adapted, two_ranks: An
     found = two_ranks.run(test_critic.train, args, adapted.rollout, head)
     base = adapted.folder("dense", layout.layers, "reference")
     test_critic.assert_as_truth(found, adapted.rollout, test_critic.truth(base, head, adapted.rollout))
+
+
+CRITICS = {
+    "TP2 SP": (Layout(2, TP2_SP), "dense"),
+    "ETP2 TP2 SP, packed, distributed optimizer": (Layout(2, ETP2 | DYNAMIC | SPREAD), "MoE"),
+    "PP2, packed": (Layout(2, PP2 | DYNAMIC), "dense"),
+}
+ADAPTED_CRITIC = {"critic_lora_rank": lora_truth.RANK, "critic_lora_alpha": lora_truth.ALPHA}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CRITICS)
+def test_critic_of_adapters_is_trained_as_by_plain_autograd(name: str, adapted: Adapted, two_ranks: Any):
+    """A, B and the head, as transformers' model with a row of weights; every weight of the policy is trained."""
+    head = 0.3 * torch.randn(1, 64, generator=torch.Generator().manual_seed(11))
+    layout, kind = CRITICS[name]
+    whole = adapted.flags(layout, kind, lora_rank=None, lora_load=None, **ADAPTED_CRITIC)
+    adapter, base = adapted.adapter(kind, layout.layers), adapted.folder(kind, layout.layers, "reference")
+    found = two_ranks.run(test_critic.train, test_critic.critic_alone(whole), adapted.rollout, head, adapter)
+    true = test_critic.truth(base, head, adapted.rollout, adapter=adapter)
+    test_critic.assert_as_truth(found, adapted.rollout, true)
+
+
+def critic_of_a_run(rank: int, world_size: int, init_method: str, args: Any, rollout: Any, train: bool) -> Any:
+    """Values of a rollout, after training on it and saving with `train`; and the names in the critic's checkpoint."""
+    from slimrl.megatron.checkpoint import io
+
+    trainer = ranks.start(rank, world_size, init_method, args)
+    batch = ranks.share_of(trainer, rollout)
+    if train:
+        trainer.train(0, batch)
+        trainer.save(0, {"offset": 0})
+        trainer.finish_saves()
+    steps = [[trainer._parts.pack(batch, rows) for rows in step] for step in batch.micro_batches]
+    values = trainer._critic.values(steps, batch, lambda: None).cpu()
+    names = io.stored_names(Path(args.save) / "critic" / "iter_0000000")
+    steps_taken = trainer._critic.model.scheduler.num_steps
+    trainer.close()
+    return values, sorted(names), steps_taken
+
+
+@pytest.mark.slow
+def test_critic_of_adapters_resumes_from_adapters_and_head(adapted: Adapted, one_rank: Any, tmp_path: Path):
+    own = {"save": str(tmp_path), "advantage_estimator": "ppo", "critic_lr": 1e-2, "critic_lr_warmup_iters": 0}
+    args = adapted.flags(Layout(1, {}), "dense", lora_load=None, num_rollout=3, **own, **ADAPTED_CRITIC)
+    ((values, names, taken),) = one_rank.run(critic_of_a_run, args, adapted.rollout, True)
+    again = dataclasses.replace(args, load=str(tmp_path))
+    ((resumed, _, steps),) = one_rank.run(critic_of_a_run, again, adapted.rollout, False)
+    assert torch.equal(values, resumed) and bool(values.any()) and taken == steps > 0
+    weights = [name for name in names if not name.startswith(("optimizer", "rng_state"))]
+    assert all(".adapters." in name or name == "value_head.weight" for name in weights) and len(weights) > 7

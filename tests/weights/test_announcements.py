@@ -6,10 +6,9 @@ import time
 
 import pytest
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
 from slimrl.engines.protocol import EngineError
-from slimrl.weights.update.announcements import Announcements, divided_announcements
+from slimrl.weights.update.announcements import Announcements, default_store, divided_announcements
 from slimrl.weights.update.engine_fanout import WeightSyncError, callers_of
 from tests.megatron.launch import RankPool
 
@@ -32,7 +31,7 @@ def rounds(rank: int, world_size: int, init_method: str, fails_at: int | None) -
     """Two rounds, of which server 3 of rank 1 rejects a bucket of the first; what this rank's servers were told."""
     dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world_size)
     servers = [Server(number, fails_at if number == 3 else None) for number in range(SERVERS)]
-    announcements = Announcements(_get_default_store(), servers, rank, 2, timeout_s=20)
+    announcements = Announcements(default_store(), servers, rank, 2, timeout_s=20)
     found: list[object] = []
     for _ in range(2):
         try:

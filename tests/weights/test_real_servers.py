@@ -157,6 +157,7 @@ def test_engines_on_other_gpus_serve_the_new_weights(way, version, servers, fold
     folder = folders[1 + int(version) % 2]
     engines = [EngineEndpoint(url, gpus) for url, gpus in zip(servers, ([2], [3], [4, 5]), strict=True)]
     results = update_weights(two_ranks, 2, folder, engines, way, version, tmp_path / "updates")
+    assert not any(isinstance(result, str) for result in results), results
     assert all(num_bytes == whole_model_bytes(folder) for num_bytes, _ in results), results
     for engine in engines:
         assert_serves(engine.url, folder, version)

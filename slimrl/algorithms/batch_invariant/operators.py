@@ -75,12 +75,14 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     else:
         output = torch.empty(rows.shape[0], weight.shape[0])
         kernels.linear(_array(rows), _array(weight), output.numpy())
-    return output.view(*x.shape[:-1], weight.shape[0])
+    result: Tensor = output.view(*x.shape[:-1], weight.shape[0])
+    return result
 
 
 def output_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     """`linear` of `hidden` [rows, depth] with float32 results [rows, columns], which are not rounded on a GPU."""
-    return _triton().linear(hidden, weight, torch.float32) if _on_gpu(hidden) else linear(hidden, weight)
+    result: Tensor = _triton().linear(hidden, weight, torch.float32) if _on_gpu(hidden) else linear(hidden, weight)
+    return result
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
@@ -94,7 +96,8 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
     def values(x: Tensor, weight: Tensor) -> Tensor:
         if _on_gpu(x):
-            return _triton().rms_norm(x.reshape(-1, x.shape[-1]), weight, epsilon).view(x.shape)
+            normed: Tensor = _triton().rms_norm(x.reshape(-1, x.shape[-1]), weight, epsilon).view(x.shape)
+            return normed
         output = torch.empty(x.numel() // x.shape[-1], x.shape[-1])
         kernels.rms_norm(_array(x.reshape(output.shape)), _array(weight), epsilon, output.numpy())
         return output.view(x.shape)
@@ -202,7 +205,8 @@ def attend_packed(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[i
 
     def values_of(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if _on_gpu(query):
-            return _triton().attend(query, key, value, lengths, scale)
+            attended: Tensor = _triton().attend(query, key, value, lengths, scale)
+            return attended
         return attend_cached(query, key, value, torch.arange(key.shape[0]), ends, ends, scale)
 
     def smooth(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

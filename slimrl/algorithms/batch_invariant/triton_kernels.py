@@ -8,6 +8,10 @@ Imported where tensors are on a GPU only: Triton is not installed elsewhere. Wit
 tensors of the CPU, which tests use, with another `DTYPE`: the interpreter has no products in bfloat16.
 """
 
+# Triton compiles its functions and takes no other annotations than its own.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
+# mypy: disallow-untyped-decorators=False
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -23,7 +27,6 @@ BLOCK = 1024  # of a row that is summed
 DTYPE = torch.bfloat16
 
 
-# Arguments without annotations, of which Triton reads `constexpr` only.
 # Triton would compile other code for one row, and for multiples of 16
 @triton.jit(do_not_specialize=["rows"])
 def _linear(

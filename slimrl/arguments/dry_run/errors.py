@@ -232,7 +232,7 @@ def _no_weights(plan: Plan) -> list[str]:
             told = f"model_path {model.model_path} of model {model.name} {fault}"
             faults.append(f"{FLAG} {plan.args.sglang_config}: {told}. Without them only this plan can be made.")
     flags = [group_flags(plan.args, one.place.model, one.place.group) for one in plan.servers]
-    for draft in sorted({folder for one in flags if (folder := draft_folder(one.sglang_options)) is not None}):
+    for draft in sorted({path for one in flags if (path := draft_folder(one.sglang_options)) is not None}):
         if (fault := weights_fault(Path(draft))) is not None:
             faults.append(f"the draft model {draft} {fault}. Without them only this plan can be made.")
     return faults

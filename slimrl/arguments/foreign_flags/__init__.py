@@ -114,6 +114,7 @@ _ROWS: dict[str, tuple[str, str | None, str]] = {
     "actor-rollout-ref.model.path": (VERL, "--hf-checkpoint", ""),
     "actor-rollout-ref.model.enable-gradient-checkpointing": (VERL, "--recompute-granularity", "selective or full"),
     "actor-rollout-ref.model.lora-rank": (VERL, "--lora-rank", _LORA),
+    "critic.model.lora-rank": (VERL, "--critic-lora-rank", "with --critic-lora-alpha"),
     "actor-rollout-ref.model.use-remove-padding": (VERL, None, _PACKED),
     "actor-rollout-ref.actor.strategy": (VERL, None, "Megatron trains; --use-megatron-fsdp is its FSDP"),
     "actor-rollout-ref.actor.optim.lr": (VERL, "--lr", ""),

@@ -253,8 +253,8 @@ _PPO_ENGINES: dict[str, tuple[str | None, str]] = {
     "stop-token-list": ("--rollout-stop", ""),
 }
 _NO_LORA: dict[str, tuple[str | None, str]] = dict.fromkeys(
-    _LORA_OF_POLICY, (None, "a critic has no adapters; leave it out")
-)
+    _LORA_OF_POLICY, (None, "a critic of adapters has --critic-lora-rank; leave it out")
+) | {"lora.lora-dim": ("--critic-lora-rank", "")}
 _REFERENCE_OF_MEGATRON: dict[str, tuple[str | None, str]] = dict.fromkeys(
     (*TRAINER_OF_MEGATRON, *_TRAINER), (None, "the reference has the network and the layout of training; leave it out")
 )

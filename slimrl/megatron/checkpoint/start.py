@@ -17,7 +17,7 @@ import xxhash
 from megatron.core.models.gpt import GPTModel
 
 from slimrl.arguments import Arguments
-from slimrl.arguments.checkpoints import Found, critic_base, is_hf_model
+from slimrl.arguments.checkpoints import Found, is_hf_model
 from slimrl.arguments.flags.checkpoint import CheckpointArguments
 from slimrl.megatron.checkpoint import folder as checkpoint_folder
 from slimrl.megatron.checkpoint import io, state
@@ -283,18 +283,24 @@ def load_value_weights(spec: ModelSpec, stages: Sequence[GPTModel], parallel: Pa
 
 
 def load_critic(
-    args: Arguments, stages: Sequence[GPTModel], parallel: ParallelState, start: Found, *, resumed: bool
+    spec: ModelSpec,
+    stages: Sequence[GPTModel],
+    parallel: ParallelState,
+    start: Found,
+    *,
+    base: Found | None,
+    resumed: bool,
+    seed: int,
 ) -> None:
-    """Load a critic from `start` (`critic_start`) into `stages`; with adapters, their base and fresh ones or those."""
-    spec = ModelSpec.from_args(args)
-    if args.critic_lora_rank is None:
-        load_value_weights(spec, stages, parallel, start.folder)
-        return
-    load_value_weights(spec, stages, parallel, critic_base(args).folder)
-    if resumed:
+    """Load a critic from `start` (`critic_start`) into `stages`.
+
+    With adapters beside the model `base`: those of `start` if it is `resumed`, else fresh ones by `seed`.
+    """
+    load_value_weights(spec, stages, parallel, start.folder if base is None else base.folder)
+    if base is not None and resumed:
         load_stage_adapters(stages, start.folder, "--critic-lora-rank")
-    else:
-        initialize_adapters(stages, args.seed, **_places(parallel))
+    elif base is not None:
+        initialize_adapters(stages, seed, **_places(parallel))
 
 
 def has_value_head(folder: Path) -> bool:
@@ -324,6 +330,9 @@ def _load_hf(
         spec,
         family_for(read_hf_config(folder)),
         folder,
-        **_places(parallel),
+        tp_rank=parallel.tp_rank,
+        tp_size=parallel.tp_size,
+        etp_rank=parallel.etp_rank,
+        etp_size=parallel.etp_size,
         value_head=value_head,
     )

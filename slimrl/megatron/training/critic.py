@@ -23,7 +23,7 @@ from torch import Tensor
 from slimrl.algorithms.estimators import merged_moments
 from slimrl.algorithms.losses import clipped_value_loss, masked_sum, sample_mean_weights
 from slimrl.arguments import Arguments
-from slimrl.arguments.checkpoints import CRITIC, Found, critic_start, is_hf_model
+from slimrl.arguments.checkpoints import CRITIC, Found, critic_base, critic_start, is_hf_model
 from slimrl.data.train_batch import RolloutBatch
 from slimrl.megatron import data_parallel
 from slimrl.megatron.checkpoint import io
@@ -46,6 +46,7 @@ from slimrl.megatron.training.profiling import MemoryReport
 from slimrl.megatron.training.train_metrics import PhaseTimes
 from slimrl.megatron.training.trained_model import TrainedModel, broken_samples, freeze_critic
 from slimrl.models.adapters import AdapterConfig
+from slimrl.models.model_spec import ModelSpec
 from slimrl.observability.tracer import Timeline
 
 PREFIX = "critic-"  # of its metrics, as in slime
@@ -291,13 +292,14 @@ class Critic:
         own = critic_arguments(args)
         stages = build_value_stages(own, parallel)
         start = critic_start(args, None if resumed is None else resumed.iteration)
-        load_critic(args, stages, parallel, start, resumed=resumed is not None)
+        adapters, again = AdapterConfig.of_critic(args), resumed is not None
+        base = None if adapters is None else critic_base(args)
+        load_critic(ModelSpec.from_args(args), stages, parallel, start, base=base, resumed=again, seed=args.seed)
         freeze_critic(stages)
         self.model = TrainedModel.build(own, stages, parallel)
         self._scale = ValueScale(args.normalize_values)
         saved = {} if is_hf_model(start.folder) else io.read_training_metadata(start.folder).get("numbers", {})
-        self._scale.check(saved, start.folder, resumed=resumed is not None)
-        adapters = AdapterConfig.of_critic(args)
+        self._scale.check(saved, start.folder, resumed=again)
         trained = "every weight trained" if adapters is None else adapters.flags
         state = self.model.training_state(parallel, trained)
         self.state = dataclasses.replace(state, numbers=self._scale.numbers)

@@ -13,13 +13,13 @@ from __future__ import annotations
 import contextlib
 import datetime
 import itertools
-import pickle
+import json
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, Protocol, cast
 
-from torch.distributed import DistStoreError, Store
+from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import _get_default_store
 
 from slimrl.engines.server_protocol import WeightControl
@@ -38,14 +38,44 @@ def divided_announcements(
 ) -> Announcements | None:
     """This rank's part, if the servers are so many that several ranks announce to them; collective."""
     callers = callers_of(len(servers), ranks, of_one_rank)
-    return Announcements(_get_default_store(), servers, rank, callers, timeout_s) if callers > 1 else None
+    return Announcements(default_store(), servers, rank, callers, timeout_s) if callers > 1 else None
+
+
+def default_store() -> KeyStore:
+    """That of all training ranks."""
+    return cast("KeyStore", _get_default_store())
+
+
+class KeyStore(Protocol):
+    """What is used of a torch.distributed store; its types name neither `clone` nor values of bytes."""
+
+    def clone(self) -> KeyStore:
+        """Another client, whose waiting does not block this one."""
+
+    def add(self, key: str, amount: int) -> int:
+        """The sum of all amounts."""
+
+    def set(self, key: str, value: bytes) -> None:
+        """Stores the value."""
+
+    def get(self, key: str) -> bytes:
+        """The value, after waiting for it."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all keys have values."""
+
+    def wait(self, keys: list[str], timeout: datetime.timedelta) -> None:
+        """Raises DistStoreError if a key has no value in time."""
+
+    def delete_key(self, key: str) -> bool:
+        """Whether the key had a value."""
 
 
 class Announcements:
     """One rank's part: rank 0 publishes, the other callers announce to their share. `round` is collective."""
 
     def __init__(
-        self, store: Store, servers: Sequence[WeightControl], rank: int, callers: int, timeout_s: float
+        self, store: KeyStore, servers: Sequence[WeightControl], rank: int, callers: int, timeout_s: float
     ) -> None:
         """`store` is that of all training ranks, on each of which this is constructed."""
         self.own = list(servers[rank::callers]) if rank < callers else []
@@ -69,7 +99,7 @@ class Announcements:
         try:
             yield
         except BaseException:
-            self._fail(self._store, f"sending buckets failed on rank {self._rank}", final=False)
+            self._fail(self._store, self._key("failed"), f"sending buckets failed on rank {self._rank}", final=False)
             raise
         finally:
             if self._rank == RANK_ZERO:
@@ -79,7 +109,7 @@ class Announcements:
 
     def publish(self, call: dict[str, Any]) -> None:
         """On rank 0: the arguments with which the other ranks announce the next bucket."""
-        self._store.set(self._key(self._number), pickle.dumps(call))
+        self._store.set(self._key(self._number), json.dumps(call).encode())
         self._number += 1
 
     def check(self) -> None:
@@ -87,7 +117,7 @@ class Announcements:
         if time.monotonic() > self._looked + LOOK_INTERVAL_S:
             self._looked = time.monotonic()
             if self._store.check([self._key("failed")]):
-                text, final = pickle.loads(self._store.get(self._key("failed")))
+                text, final = json.loads(self._store.get(self._key("failed")))
                 raise WeightSyncError(text, final=final)
 
     def await_failure(self) -> None:
@@ -97,12 +127,13 @@ class Announcements:
             self.check()
             time.sleep(LOOK_INTERVAL_S)
 
-    def _key(self, name: int | str) -> str:
-        return f"{self._prefix}/{self._round}/{name}"
+    def _key(self, name: int | str, round_number: int | None = None) -> str:
+        return f"{self._prefix}/{self._round if round_number is None else round_number}/{name}"
 
-    def _fail(self, store: Store, text: str, *, final: bool) -> None:
-        if not store.check([self._key("failed")]):
-            store.set(self._key("failed"), pickle.dumps((text, final)))
+    @staticmethod
+    def _fail(store: KeyStore, key: str, text: str, *, final: bool) -> None:
+        if not store.check([key]):
+            store.set(key, json.dumps([text, final]).encode())
 
     def _forget(self) -> None:
         """Deletes the keys of the last round, which every rank has left."""
@@ -111,21 +142,26 @@ class Announcements:
 
     def _start(self) -> Future[None]:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight-announcements")
-        return self._pool.submit(self._announce, self._store.clone())
+        return self._pool.submit(self._announce, self._store.clone(), self._round)
 
-    def _announce(self, store: Store) -> None:
-        """Waits for each layout and calls the own servers with it, until rank 0 has no more."""
+    def _announce(self, store: KeyStore, round_number: int) -> None:
+        """Waits for each layout and calls the own servers with it, until rank 0 has no more.
+
+        After a failure elsewhere it may outlive its round, whose number it keeps.
+        """
         try:
             for number in itertools.count():
-                if (layout := self._layout(store, self._key(number))) == _END:
+                if (layout := self._layout(store, self._key(number, round_number))) == _END:
                     return
-                call = pickle.loads(layout)
-                call_all(self.own, lambda server, call=call: server.update_weights_from_distributed(**call), WHAT)
+                self._tell(json.loads(layout))
         except WeightSyncError as error:
-            self._fail(store, str(error), final=error.final)
+            self._fail(store, self._key("failed", round_number), str(error), final=error.final)
             raise
 
-    def _layout(self, store: Store, key: str) -> bytes:
+    def _tell(self, call: dict[str, Any]) -> None:
+        call_all(self.own, lambda server: server.update_weights_from_distributed(**call), WHAT)
+
+    def _layout(self, store: KeyStore, key: str) -> bytes:
         try:
             store.wait([key], datetime.timedelta(seconds=self._timeout_s))
         except DistStoreError as error:

@@ -30,6 +30,8 @@ def held_bytes(rank: int, world_size: int, init_method: str, args: Arguments) ->
     from slimrl.megatron.optimizer import build_optimizer
     from slimrl.megatron.training.trained_model import freeze_parameters
 
+    if args.use_critic:
+        args = dataclasses.replace(args, lora_rank=args.critic_lora_rank, lora_alpha=args.critic_lora_alpha)
     state = parallel.initialize(args, rank=rank, world_size=world_size, local_rank=rank, init_method=init_method)
     build = model_builder.build_value_stages if args.use_critic else model_builder.build_stages
     stages = build(args, state)

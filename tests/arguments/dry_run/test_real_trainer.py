@@ -42,6 +42,9 @@ CASES = {
     "fp32, post norms": dict(post_self_attn_layernorm=True, post_mlp_layernorm=True),
 }
 SOME = ["q_proj", "v_proj", "down_proj"]
+DIVIDED = dict(
+    tensor_model_parallel_size=2, sequence_parallel=True, expert_model_parallel_size=1, expert_tensor_parallel_size=2
+)
 ADAPTERS = {  # beside weights that are not trained
     "fp32, adapters": dict(lora_rank=3),
     "bf16, distributed, adapters": dict(bf16=True, **ALIGNED, lora_rank=64),
@@ -59,7 +62,14 @@ ADAPTERS = {  # beside weights that are not trained
     "bf16, latent keys alone, adapters": dict(bf16=True, lora_rank=64, **ALIGNED, **(LATENT | {"q_lora_rank": None})),
     "fp32, packed gate, adapters": dict(lora_rank=4, lora_target_modules=["o_proj", "gate_up_proj", "down_proj"]),
 }
+ADAPTERS["bf16, experts divided, adapters"] = ADAPTERS["bf16, experts, adapters"] | DIVIDED
 CASES |= ADAPTERS
+ADAPTED_CRITICS = {
+    "bf16, tensor, critic of adapters": dict(bf16=True, tensor_model_parallel_size=2, critic_lora_rank=4),
+    "bf16, stages, critic of adapters": dict(
+        bf16=True, pipeline_model_parallel_size=2, critic_lora_rank=2, lora_rank=3
+    ),
+}
 WORLD = 2
 
 
@@ -71,7 +81,7 @@ def case_args(name):
         global_batch_size=4,
         rollout_max_response_len=16,
         rollout_max_prompt_len=16,
-        **CASES[name],
+        **(CASES | ADAPTED_CRITICS)[name],
         **changes,
     )
 
@@ -98,7 +108,7 @@ def test_planned_weights_gradients_and_optimizer_state_match_the_bytes_of_a_rank
 def test_every_weight_tensor_has_the_counted_size(held, name):
     args = case_args(name)
     shape, stages = ModelSpec.from_args(args), stage_layers(args)
-    split = Split(args.tensor_model_parallel_size, 1, args.expert_model_parallel_size)
+    split = Split(args.tensor_model_parallel_size, args.expert_tensor_parallel_size, args.expert_model_parallel_size)
     for rank, one in enumerate(held[name]):
         number = rank if len(stages) > 1 else 0
         weights = stage_weights(shape, split, stages[number], first=number == 0, last=number == len(stages) - 1)
@@ -108,7 +118,15 @@ def test_every_weight_tensor_has_the_counted_size(held, name):
         assert sorted(weights.expert) == sorted(one.expert)
 
 
-CRITICS = ("fp32", "bf16, distributed", "bf16, tensor", "bf16, stages", "bf16, experts", "bf16, latent")
+CRITICS = (
+    "fp32",
+    "bf16, distributed",
+    "bf16, tensor",
+    "bf16, stages",
+    "bf16, experts",
+    "bf16, latent",
+    *ADAPTED_CRITICS,
+)
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +148,8 @@ def test_planned_memory_of_a_critic_matches_the_bytes_of_a_rank(held_by_critics,
         number = rank if len(stages) > 1 else 0
         assert one.gradients == stages[number].critic_gradients
         weights = critic_weights(shape, split, parts[number], first=number == 0, last=number == len(parts) - 1)
+        if (adapters := AdapterConfig.of_critic(args)) is not None:
+            weights += adapter_weights(shape, split, parts[number], adapters)
         assert sorted(weights.dense) == sorted(one.dense)
         assert sorted(weights.expert) == sorted(one.expert)
     largest = max(one.optimizer for one in held) if len(stages) == 1 else held[0].optimizer

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -176,33 +177,31 @@ def with_verification(own: Callable[..., torch.Tensor]) -> Callable[..., torch.T
     return forward_extend
 
 
-def draft_backend(native: type[Any]) -> type[Any]:
-    """The class of the attention of a draft model that proposes one token after another, from the torch-native one."""
+class DraftSteps:
+    """The attention of a draft model that proposes one token after another: of all steps but the last.
 
-    class Step(native):  # type: ignore[misc]
-        """Attention of one draft, which reads those before it behind the request's own tokens."""
+    Nobody reads the token of the last one. `make` returns a torch-native backend.
+    """
 
-        lengths: torch.Tensor  # of the requests, with the tokens before
+    def __init__(self, make: Callable[[], Any], steps: int) -> None:
+        self.attn_backends = [_named(make()) for _ in range(steps - 1)]
+        self._lengths: list[torch.Tensor] = []  # of the requests, with the drafts before each step
+        for step, backend in enumerate(self.attn_backends):
+            backend.forward_decode = self._with_drafts(step, backend.forward_decode)
 
-        def forward_decode(
-            self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, *rest: Any, **named: Any
-        ) -> Any:
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """For the drafts of a batch, as SGLang calls it."""
+        self._lengths = [forward_batch.seq_lens + step + 1 for step in range(len(self.attn_backends))]
+        for backend in self.attn_backends:
+            backend.init_forward_metadata(forward_batch)
+
+    def _with_drafts(self, step: int, own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def forward_decode(q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, *rest: Any, **named: Any) -> Any:
             batch = copy.copy(forward_batch)
-            batch.seq_lens = self.lengths
-            return super().forward_decode(q, k, v, layer, batch, *rest, **named)
+            batch.seq_lens = self._lengths[step]
+            return own(q, k, v, layer, batch, *rest, **named)
 
-    class Steps:
-        """The attention of all steps but the last, whose token the draft model does not read."""
-
-        def __init__(self, runner: Any, branches: int, steps: int) -> None:
-            self.attn_backends = [_named(Step(runner)) for _ in range(steps - 1)]
-
-        def init_forward_metadata(self, forward_batch: Any) -> None:
-            for ahead, backend in enumerate(self.attn_backends):
-                backend.init_forward_metadata(forward_batch)
-                backend.lengths = forward_batch.seq_lens + ahead + 1
-
-    return Steps
+        return forward_decode
 
 
 def install(words: Sequence[str]) -> None:
@@ -212,7 +211,7 @@ def install(words: Sequence[str]) -> None:
     """
     if not any(word.startswith(ALGORITHM) for word in words):
         return
-    import sgl_kernel  # type: ignore[import-not-found]  # a placeholder, whose names SGLang's modules import
+    kernels = importlib.import_module("sgl_kernel")  # a placeholder, whose names SGLang's modules import
 
     for name, function in (
         ("assign_req_to_token_pool_cpu", assign_slots),
@@ -223,18 +222,17 @@ def install(words: Sequence[str]) -> None:
         ("verify_tree_greedy_cpu", keep_agreed),
         ("copy_all_layer_kv_cache_cpu", move_slots),
     ):
-        setattr(sgl_kernel, name, function)
+        setattr(kernels, name, function)
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.speculative import eagle_worker_common
     from sglang.srt.speculative.draft_utils import DraftBackendFactory
 
     TorchNativeAttnBackend.forward_extend = with_verification(TorchNativeAttnBackend.forward_extend)
-    steps = draft_backend(TorchNativeAttnBackend)
 
     def of_decoding(self: Any) -> Any:
         if self.speculative_num_steps == 1:  # the draft is that of the last pass over kept tokens
             return None
-        return steps(self.draft_model_runner, self.topk, self.speculative_num_steps)
+        return DraftSteps(lambda: TorchNativeAttnBackend(self.draft_model_runner), self.speculative_num_steps)
 
     # SGLang's tables of the attention of draft models lack its torch-native one
     DraftBackendFactory.create_decode_backend = of_decoding
