@@ -180,7 +180,8 @@ def time_ways(built: nn.Module, ways: dict[str, WeightUpdater], rounds: int) -> 
             bytes_sent, ratio, limit = statistics.median(sent[way]), "", ""
             if kind != "full":
                 ratio = f"{middle[way] / middle[full]:.2f}"
-                limit = f"{(whole - bytes_sent) / max(middle[way] - middle[full], 1e-9) / 1e6:.0f}"
+                added = middle[way] - middle[full]
+                limit = f"{(whole - bytes_sent) / added / 1e6:.0f}" if added > 0 else "always"
             print(
                 f"| {rate:g} | {way} | {bytes_sent / whole:.4f} | {middle[way]:.2f} | {ratio} | {limit} |", flush=True
             )
