@@ -261,18 +261,18 @@ def test_fresh_server_gives_transformers_log_probs(served: Served):
     assert_serves(served, 0, "default")
 
 
-@pytest.mark.parametrize(("way", "gpu", "seed"), [("colocated", 0, 1), ("split", 2, 2), ("p2p", 2, 3)])
+@pytest.mark.parametrize(("way", "gpu", "seed"), [("colocated", 0, 1), ("split", 2, 2), ("p2p", 2, 3), ("disk", 2, 6)])
 def test_updated_server_gives_transformers_log_probs(
     served: Served, pools: Pools, way: str, gpu: int, seed: int, tmp_path: Path
 ):
-    """Through shared memory from ranks that shard the experts (or the tensors); by broadcast from a pipeline.
+    """Through shared memory or files from ranks that shard the experts (or the tensors); by broadcast from a pipeline.
 
     Point to point from ranks that shard tensors, those of experts too.
     """
     has_experts = served.toy.name in WITH_EXPERTS
     sharing = "expert 2" if has_experts else "tensor 2, sequence"
     peers = "tensor 2, expert tensor 2" if has_experts else "tensor 2, sequence"
-    layout = BY_NAME[{"colocated": sharing, "split": "pipeline 2", "p2p": peers}[way]]
+    layout = BY_NAME[{"colocated": sharing, "split": "pipeline 2", "p2p": peers, "disk": sharing}[way]]
     results = pools[layout.ranks].run(
         ranks.update_weights,
         flags(served.toy, layout, *of_folder(served.folder(seed))),

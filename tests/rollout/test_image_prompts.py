@@ -97,7 +97,7 @@ def one(row: dict[str, Any], folder: Path, tokenizer: Any) -> Any:
     return made
 
 
-@pytest.mark.parametrize("sizes", [[(84, 56)], [(100, 71)], [(300, 250), (56, 56)]])
+@pytest.mark.parametrize("sizes", [[(84, 56)], [(100, 71)], [(300, 250), (56, 56)], [(1500, 1100), (9, 30)]])
 def test_tokens_and_tensors_are_those_of_transformers(sizes, folder, tokenizer):
     """The processor's classes by hand: transformers' processor of both needs a package for videos."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -113,6 +113,26 @@ def test_tokens_and_tensors_are_those_of_transformers(sizes, folder, tokenizer):
     )
     text = f"<|im_start|>user\n{pads}Hi<|im_end|>\n<|im_start|>assistant\n"
     assert made.token_ids.tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def test_image_is_resized_before_it_leaves_its_process(folder, tokenizer):
+    made = one({"prompt": QUESTION, "images": [uri(picture(1500, 1100))]}, folder, tokenizer)
+    sent = PIL.Image.open(io.BytesIO(base64.b64decode(made.images[0].split(",")[1])))
+    (found,) = images.training_inputs([made.sample(group_index=0, index=0)], str(folder))
+    _, rows, columns = found["image_grid_thw"][0].tolist()
+    assert (sent.height, sent.width) == (14 * rows, 14 * columns) != (1100, 1500)
+
+
+@pytest.mark.parametrize("limits", [(56 * 56, 28 * 28 * 1280), (784, 100_352), (200_704, 1_003_520)])
+def test_size_is_that_of_transformers(limits):
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+    rng = np.random.default_rng(0)
+    sides = [(1, 1), (3, 500), (27, 29), (28, 28), (6000, 6000), *rng.integers(14, 4000, (3000, 2)).tolist()]
+    for height, width in sides:
+        if max(height, width) <= 200 * min(height, width):
+            expected = smart_resize(height, width, 28, *limits)
+            assert image_decoder.ImageSize(28, *limits, resample=3).of(height, width) == expected, (height, width)
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):

@@ -1,7 +1,8 @@
-"""Decodes images in processes of their own: a bad file costs such a process, and not the run.
+"""Decodes and resizes images in processes of their own: a bad or huge file costs such a process, and not the run.
 
 `ImageDecoders` starts the processes on demand and keeps them: each decodes one image after another, in bounded time and
-memory, and ends with its parent. The program itself imports PIL alone.
+memory, and ends with its parent. It resizes them as the model's image processor does, so that all that follows (the
+requests of engines, the patches of training) has the size of what the model sees. The program itself imports PIL alone.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import math
 import queue
 import subprocess
 import sys
@@ -28,8 +30,40 @@ MEMORY_LIMIT_BYTES = 4 << 30  # of addresses
 
 
 @dataclasses.dataclass(frozen=True)
+class ImageSize:
+    """How an image processor of Qwen-VL resizes: sides in multiples of `factor`, pixels within limits (inclusive)."""
+
+    factor: int
+    min_pixels: int
+    max_pixels: int
+    resample: int  # PIL's number of the method
+
+    def of(self, height: int, width: int) -> tuple[int, int]:
+        """The height and width that the processor chooses for an image of this one.
+
+        As `smart_resize` of transformers, in the same floating-point operations: another order rounds some sides apart.
+        """
+        unit, sides = self.factor, (height, width)
+        found = [round(side / unit) * unit for side in sides]
+        if math.prod(found) > self.max_pixels:
+            shrink = math.sqrt(height * width / self.max_pixels)
+            found = [max(unit, math.floor(side / shrink / unit) * unit) for side in sides]
+        elif math.prod(found) < self.min_pixels:
+            grow = math.sqrt(self.min_pixels / (height * width))
+            found = [math.ceil(side * grow / unit) * unit for side in sides]
+        return found[0], found[1]
+
+    def resized(self, image: Image) -> Image:
+        """The image as the processor resizes it; as it is where that would resize the result once more."""
+        height, width = self.of(image.height, image.width)
+        if (image.height, image.width) == (height, width) or self.of(height, width) != (height, width):
+            return image
+        return image.resize((width, height), self.resample)
+
+
+@dataclasses.dataclass(frozen=True)
 class DecodedImage:
-    """Its pixels in RGB, as a PNG file."""
+    """Its pixels in RGB, resized, as a PNG file; and the sizes that the file states."""
 
     png: bytes
     width: int
@@ -37,10 +71,13 @@ class DecodedImage:
 
 
 class ImageDecoders:
-    """Up to `most` processes. Threads may decode at once; each uses another process, or waits for one."""
+    """Up to `most` processes. Threads may decode at once; each uses another process, or waits for one.
 
-    def __init__(self, most: int, time_limit_s: float = TIME_LIMIT_S) -> None:
-        self._time_limit_s = time_limit_s
+    Images get their `size`; without one they keep that of their file.
+    """
+
+    def __init__(self, most: int, time_limit_s: float = TIME_LIMIT_S, size: ImageSize | None = None) -> None:
+        self._time_limit_s, self._size = time_limit_s, size
         self._free: queue.LifoQueue[subprocess.Popen[bytes] | None] = queue.LifoQueue()  # None: not started yet
         for _ in range(most):
             self._free.put(None)
@@ -51,7 +88,7 @@ class ImageDecoders:
         process = self._free.get()
         try:
             if process is None or process.poll() is not None:
-                process = _start()
+                process = _start(self._size)
             answer, png = _ask(process, data, self._time_limit_s)
         except TimeoutError:
             raise ValueError(f"takes more than {self._time_limit_s:g} s to decode: scale it down") from None
@@ -69,9 +106,10 @@ class ImageDecoders:
         self._end()
 
 
-def _start() -> subprocess.Popen[bytes]:
+def _start(size: ImageSize | None) -> subprocess.Popen[bytes]:
     # -P keeps this folder out of the import path: its modules would shadow others
-    return subprocess.Popen([sys.executable, "-P", str(Path(__file__))], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    command = [sys.executable, "-P", str(Path(__file__)), *([] if size is None else [json.dumps(vars(size))])]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
 def _end_all(processes: queue.LifoQueue[subprocess.Popen[bytes] | None]) -> None:
@@ -138,23 +176,24 @@ def png_of(image: Image) -> bytes:
     return buffer.getvalue()
 
 
-def main(requests: IO[bytes], replies: IO[bytes]) -> None:
+def main(requests: IO[bytes], replies: IO[bytes], size: ImageSize | None = None) -> None:
     """Answers files, each after its length in a line, until there are no more."""
     import resource
 
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     while line := requests.readline():
-        answer, png = _answer(requests.read(int(line)))
+        answer, png = _answer(requests.read(int(line)), size)
         replies.write(json.dumps(answer | {"bytes": len(png)}).encode() + b"\n")
         replies.write(png)
         replies.flush()
 
 
-def _answer(data: bytes) -> tuple[dict[str, Any], bytes]:
+def _answer(data: bytes, size: ImageSize | None) -> tuple[dict[str, Any], bytes]:
     try:
         image = open_image(data)
-        return {"width": image.width, "height": image.height}, png_of(image)
+        resized = image if size is None else size.resized(image)
+        return {"width": image.width, "height": image.height}, png_of(resized)
     except ValueError as error:
         return {"fault": str(error)}, b""
     except (ArithmeticError, LookupError, MemoryError, RuntimeError, TypeError) as error:  # of a decoder
@@ -162,4 +201,4 @@ def _answer(data: bytes) -> tuple[dict[str, Any], bytes]:
 
 
 if __name__ == "__main__":
-    main(sys.stdin.buffer, sys.stdout.buffer)
+    main(sys.stdin.buffer, sys.stdout.buffer, *(ImageSize(**json.loads(word)) for word in sys.argv[1:]))

@@ -1,8 +1,8 @@
 """Reads the images of prompts with transformers' image processor, for training, and sends them to the engines.
 
-An image is decoded once; engines get its pixels as a PNG in a data URI, and training the tensors that the model's own
-processor makes of the same pixels. A prompt has one token per image or video until `expanded` gives each all of its own
-(`videos` has what differs of videos).
+An image is decoded and resized once, in another process (`image_decoder`); engines get its pixels as a PNG in a data
+URI, and training the tensors that the model's own processor makes of the same pixels. A prompt has one token per image
+or video until `expanded` gives each all of its own (`videos` has what differs of videos).
 
 `SampleImages` adds the images of samples to the requests of the built-in generation and of custom generate functions.
 """
@@ -29,7 +29,7 @@ from slimrl.data.sample import Sample
 from slimrl.engines.prompt_images import PromptImages, PromptVideos, with_images
 from slimrl.engines.protocol import EngineClient, Generation
 from slimrl.models.families.vision import VisionTokens
-from slimrl.rollout.dataset.image_decoder import ImageDecoders, open_image, png_of
+from slimrl.rollout.dataset.image_decoder import ImageDecoders, ImageSize, open_image, png_of
 from slimrl.rollout.dataset.videos import Video, VideoProcessor, videos_of
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class ImageProcessor:
         return open_image(_stored(item))
 
     def decoded(self, item: Any) -> tuple[str, int]:
-        """A column's item, decoded in another process: a data URI of the pixels, and the number of tokens.
+        """A column's item, decoded and resized in another process: a data URI of it, and the number of tokens.
 
         Raises ValueError, worded to follow its name.
         """
@@ -102,7 +102,11 @@ class ImageProcessor:
 
     @functools.cached_property
     def _decoders(self) -> ImageDecoders:
-        return ImageDecoders(_at_once())
+        own, size = self._processor, None
+        if own.do_resize:
+            limits = own.size["shortest_edge"], own.size["longest_edge"]
+            size = ImageSize(own.patch_size * own.merge_size, *limits, int(own.resample))
+        return ImageDecoders(_at_once(), size=size)
 
     def of_row(
         self, row: Mapping[str, Any], column: ImageColumn
