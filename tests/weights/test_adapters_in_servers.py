@@ -8,6 +8,8 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+import PIL.Image
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -17,6 +19,7 @@ from slimrl.engines.sglang.control import ServerControl
 from slimrl.engines.sglang.server import ServerProcess
 from slimrl.engines.sglang.server_args import adapter_options
 from slimrl.models.adapters import ADAPTER_NAME, TARGETS, AdapterConfig, peft_config
+from slimrl.rollout.dataset.images import ImageProcessor, data_uri
 from slimrl.weights.update.adapter_updater import AdapterTransport
 from slimrl.weights.update.buckets import iter_buckets
 from slimrl.weights.update.engine_fanout import WeightSyncError
@@ -147,6 +150,63 @@ def test_projections_that_a_family_has_as_one_are_served(tmp_path):
         send([server], adapters, config)
         assert difference(server, folder, adapters) < 1e-5
         assert difference(server, folder, None) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-vl", "qwen3-vl"])
+def test_other_pixels_change_the_log_probs_of_an_adapter_as_in_transformers(name, tmp_path):
+    toy = TOYS[name]
+    folder = toy.save(tmp_path / name, tokenizer=False)
+    options = {"max_total_tokens": 2048, "context_length": 512, "max_running_requests": 4}
+    options |= adapter_options(ADAPTERS, releases_memory=False)
+    processor, draw, texts = ImageProcessor(str(folder)), np.random.default_rng(0), []
+    with running([ServerProcess(folder, log_path=tmp_path / "log", options=options)]) as (url,):
+        base, whole = toy.load(folder), toy.load(folder)
+        adapters = add_random_adapters(whole)
+        send([ServerControl(url)], adapters)
+        for _ in range(2):
+            image = data_uri(PIL.Image.fromarray(draw.integers(0, 255, (64, 128, 3), dtype=np.uint8)))
+            ids = [5, 6, 281, 283, 282, *range(40, 60)]
+            found = log_probs_of_prompt(url, ids, image)
+            tokens = torch.tensor([[*processor.expand(ids, [processor.decoded(image)[1]])]])
+            seen = processor.train_inputs([image]) | {"mm_token_type_ids": (tokens == 283).int()}
+            with torch.no_grad():
+                expected, without = (
+                    model(tokens, **seen).logits[0, :-1].log_softmax(-1).gather(1, tokens[0, 1:, None])[-19:, 0]
+                    for model in (whole, base)
+                )
+            assert (found[-19:] - expected).abs().max() < 1e-5 < 1e-2 < (expected - without).abs().max()
+            texts.append(found[-19:])
+    assert (texts[0] - texts[1]).abs().max() > 1e-3
+
+
+def add_random_adapters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """A and B of every target of the decoder by PEFT's names, which the weights of `model` have afterwards."""
+    generator, found = torch.Generator().manual_seed(1), {}
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            module = name.removesuffix(".weight")
+            if "language_model" in name and module.split(".")[-1] in TARGETS:
+                a = 0.3 * torch.randn(4, weight.shape[1], generator=generator)
+                b = 0.3 * torch.randn(weight.shape[0], 4, generator=generator)
+                found |= {f"base_model.model.{module}.lora_{x}.weight": value for x, value in (("A", a), ("B", b))}
+                weight += ADAPTERS.scale * (b @ a)
+    return found
+
+
+def log_probs_of_prompt(url: str, ids: list[int], image: str) -> torch.Tensor:
+    """Of all tokens but the first, those of the image too, with the run's adapter."""
+    body = {
+        "input_ids": ids,
+        "image_data": [image],
+        "sampling_params": {"max_new_tokens": 1, "temperature": 1.0, "ignore_eos": True},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "lora_path": ADAPTER_NAME,
+    }
+    request = urllib.request.Request(url + "/generate", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60) as response:
+        answer = json.loads(response.read())
+    return torch.tensor([entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]])
 
 
 def test_request_for_an_adapter_without_an_update_is_refused(servers):
