@@ -44,7 +44,9 @@ def offline(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     args = arguments(folder, num_steps_per_rollout=2, wandb_project="arithmetic", wandb_group="sums", wandb_team="us")
     train(args, 0, 2)
-    time.sleep(1)  # W&B folder names have a resolution of one second
+    (first,) = folder.glob("wandb/offline-run-*")
+    while time.strftime("%Y%m%d_%H%M%S") in first.name:  # two runs of one second would have one folder
+        time.sleep(0.1)
     summary = train(args, 2, 3)
     wandb.teardown()  # like at the end of a process: waits until W&B's service has written everything
     return summary, sorted(folder.glob("wandb/offline-run-*/*.wandb")), folder
