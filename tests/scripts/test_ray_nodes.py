@@ -153,13 +153,14 @@ def test_head_that_times_out_reports_the_number_of_nodes_and_may_be_started_agai
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(450)
 def test_head_that_missed_a_node_is_started_again_and_runs_with_it(tmp_path):
     port = free_port()
     head = node(0, tmp_path, by=["bash", "scripts/resume.sh", "--"], RAY_PORT=port, RAY_JOIN_TIMEOUT_S="20")
     head.wait_for_line("exit code 75: restart 1 of at most 10", 120)
-    worker = node(1, tmp_path, RAY_PORT=port, RAY_JOIN_TIMEOUT_S="120")
-    done, worked = head.finish(150), worker.finish(60)
+    # on a busy machine the head may give up more than once
+    worker = node(1, tmp_path, RAY_PORT=port, RAY_JOIN_TIMEOUT_S="240")
+    done, worked = head.finish(240), worker.finish(60)
     assert (done.code, worked.code) == (0, 0), done.output + worked.output
     assert "1 of 2 nodes (WORLD_SIZE) joined within 20 s" in done.output and "GPUs 4.0" in done.output
     assert (done.left, worked.left) == ([], [])
