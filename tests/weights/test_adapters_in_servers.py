@@ -7,6 +7,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import PIL.Image
@@ -73,6 +74,13 @@ def send(servers: list[ServerControl], adapters: dict[str, torch.Tensor], descri
         transport.start(bucket)
 
 
+def answer_of(url: str, body: dict[str, Any]) -> dict[str, Any]:
+    """The answer of the server at `url` to a request to generate."""
+    request = urllib.request.Request(url + "/generate", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60) as response:
+        return json.loads(response.read())
+
+
 def generate(server: ServerControl, adapter: str | None) -> tuple[list[int], torch.Tensor]:
     body = {
         "input_ids": PROMPT,
@@ -80,11 +88,7 @@ def generate(server: ServerControl, adapter: str | None) -> tuple[list[int], tor
         "return_logprob": True,
         "lora_path": adapter,
     }
-    request = urllib.request.Request(
-        server.url + "/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60) as response:
-        answer = json.loads(response.read())
+    answer = answer_of(server.url, body)
     return answer["output_ids"], torch.tensor([entry[0] for entry in answer["meta_info"]["output_token_logprobs"]])
 
 
@@ -203,10 +207,7 @@ def log_probs_of_prompt(url: str, ids: list[int], image: str) -> torch.Tensor:
         "logprob_start_len": 0,
         "lora_path": ADAPTER_NAME,
     }
-    request = urllib.request.Request(url + "/generate", json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60) as response:
-        answer = json.loads(response.read())
-    return torch.tensor([entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]])
+    return torch.tensor([entry[0] for entry in answer_of(url, body)["meta_info"]["input_token_logprobs"][1:]])
 
 
 def test_request_for_an_adapter_without_an_update_is_refused(servers):

@@ -118,7 +118,7 @@ def keep_agreed(
 
 
 def move_slots(pointers: torch.Tensor, strides: torch.Tensor, targets: torch.Tensor, sources: torch.Tensor) -> None:
-    """Moves nothing: the kept part of a chain lies where it belongs. SGLang tries it when the cache is made."""
+    """Moves nothing: the kept part of a chain is where it belongs. SGLang tries it when the cache is made."""
     if not targets.equal(sources):
         raise NotImplementedError("moving slots of a KV cache, which trees of drafts need: on a CPU give a top-k of 1")
 
@@ -135,9 +135,9 @@ def sampled(own: Callable[..., Any], sample: Callable[..., torch.Tensor]) -> Cal
             return own(verify, batch, output, *rest, **named)
         logits = output.next_token_logits
         repeated = info.temperatures.repeat_interleave(verify.draft_token_num, 0)
-        drawn = sample((logits / repeated).softmax(-1), info, verify.positions, verify.draft_token_num)
+        chosen = sample((logits / repeated).softmax(-1), info, verify.positions, verify.draft_token_num)
         only = copy.copy(output)
-        only.next_token_logits = torch.full_like(logits, float("-inf")).scatter_(1, drawn.long().view(-1, 1), 0.0)
+        only.next_token_logits = torch.full_like(logits, float("-inf")).scatter_(1, chosen.long().view(-1, 1), 0.0)
         return own(verify, batch, only, *rest, **named)
 
     return eagle_sample
@@ -180,7 +180,7 @@ def with_verification(own: Callable[..., torch.Tensor]) -> Callable[..., torch.T
 class DraftSteps:
     """The attention of a draft model that proposes one token after another: of all steps but the last.
 
-    Nobody reads the token of the last one. `make` returns a torch-native backend.
+    The token of the last one is not read. `make` returns a torch-native backend.
     """
 
     def __init__(self, make: Callable[[], Any], steps: int) -> None:
