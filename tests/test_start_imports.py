@@ -39,6 +39,10 @@ def test_driver_and_actors_start_without_torch(module: str):
     assert loaded_by(f"import slimrl.cluster.{module}") == {"ray"}
 
 
+def test_driver_knows_the_errors_of_a_run_without_torch():
+    assert loaded_by("from slimrl.cluster.command_line import exit_codes\nassert exit_codes()") == {"ray"}
+
+
 def test_launch_decisions_without_a_gpu_need_no_torch():
     assert loaded_by("from slimrl.platform.launch_env import this_machine\nassert not this_machine().cuda") == set()
 

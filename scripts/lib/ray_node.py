@@ -45,7 +45,7 @@ from ray_cluster import (
     wait_until_ready,
 )
 
-from slimrl.platform.launch_env import ON_LOOPBACK, kernel_cache
+from slimrl.platform.launch_env import KEEP_SUBREAPERS, ON_LOOPBACK, kernel_cache
 from slimrl.processes import stale_resources
 from slimrl.processes.child_process import PortReservation, claim_port, claim_ports
 
@@ -146,6 +146,7 @@ def ray_start(
         **kernel_cache(os.environ),  # kept, unlike everything else in TMPDIR
         **(ON_LOOPBACK if alone and "--node-ip-address=127.0.0.1" in flags else {}),
         **{name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES},
+        **KEEP_SUBREAPERS,
         "TMPDIR": str(folder),
     }
     if environment.get("CUDA_VISIBLE_DEVICES") == "":

@@ -97,10 +97,36 @@ def main(entry: str, loop: Callable[[Run], None], argv: Sequence[str] | None = N
 
 
 def _run(args: Arguments, loop: Callable[[Run], None]) -> int:
+    from slimrl.cluster.run import open_run
+    from slimrl.observability.run_log import make_private
+    from slimrl.observability.terminal import setup_logging
+
+    open_to_others = make_private(Path(args.run_dir))
+    setup_logging(args.log_level, args.run_dir)
+    if open_to_others is not None:
+        logger.warning("%s", open_to_others)
+    interrupts, codes = _Interrupts(), exit_codes()
+    try:
+        with open_run(args) as run:
+            loop(run)
+    except KeyboardInterrupt:
+        logger.error("interrupted: all processes of this run were stopped")
+        return interrupts.exit_code
+    except Exception as error:
+        code = next((codes[kind] for kind in type(error).__mro__ if kind in codes), None)
+        if code is None:
+            logger.exception("the run failed")  # writes the traceback to the run's log and the terminal
+            return EXIT_FAILED
+        logger.error("%s", error)
+        return code
+    return 0
+
+
+def exit_codes() -> dict[type[BaseException], int]:
+    """The exit code of a run for each of slimrl's own errors, and for those derived from it that have no row."""
     from slimrl.cluster.launch import DriverWithoutGpuError, MachineLacksOperatorsError
     from slimrl.cluster.nodes.comparison import NodesDifferError
     from slimrl.cluster.ray_session import InsufficientGpusError
-    from slimrl.cluster.run import open_run
     from slimrl.cluster.supervisor import ProcessDiedError
     from slimrl.cluster.training.train_worker import RankFailedError
     from slimrl.cluster.watchdog import WatchdogTimeoutError
@@ -110,62 +136,34 @@ def _run(args: Arguments, loop: Callable[[Run], None]) -> int:
     from slimrl.hooks import HookFailedError
     from slimrl.observability.ci_checks import RunCheckError
     from slimrl.observability.metrics.prometheus import PrometheusError
-    from slimrl.observability.run_log import make_private
-    from slimrl.observability.terminal import setup_logging
     from slimrl.processes import ProcessStartError
     from slimrl.processes.files import FolderInUseError
     from slimrl.rollout.generation.sample_generator import SampleError
     from slimrl.rollout.rm_hub.scorer import TooManyGraderFailuresError
     from slimrl.weights.update.engine_fanout import WeightSyncError
 
-    open_to_others = make_private(Path(args.run_dir))
-    setup_logging(args.log_level, args.run_dir)
-    if open_to_others is not None:
-        logger.warning("%s", open_to_others)
-    interrupts = _Interrupts()
-    try:
-        with open_run(args) as run:
-            loop(run)
-    except (
-        InsufficientGpusError,
-        DriverWithoutGpuError,
-        EngineUnsupportedError,
-        MachineLacksOperatorsError,
-        NodesDifferError,
-        PrometheusError,
-        FolderInUseError,
-    ) as error:
-        logger.error("%s", error)
-        return EXIT_REFUSED
-    except (EngineRequestError, RankFailedError) as error:  # rejected again; raised by the same code again
-        logger.error("%s", error)
-        return EXIT_FAILED
-    except (
-        ProcessDiedError,
-        ProcessStartError,
-        EngineError,
-        WeightSyncError,
-        WatchdogTimeoutError,
-    ) as error:
-        logger.error("%s", error)
-        return EXIT_RESUMABLE
-    except (
-        SampleError,
-        TooManyGraderFailuresError,
-        HookFailedError,
-        RunCheckError,
-        ChangedDataError,
-        RewardError,
-    ) as error:
-        logger.error("%s", error)
-        return EXIT_FAILED
-    except KeyboardInterrupt:
-        logger.error("interrupted: all processes of this run were stopped")
-        return interrupts.exit_code
-    except Exception:
-        logger.exception("the run failed")  # catch-all: writes the traceback to the run's log and the terminal
-        return EXIT_FAILED
-    return 0
+    return {
+        InsufficientGpusError: EXIT_REFUSED,
+        DriverWithoutGpuError: EXIT_REFUSED,
+        EngineUnsupportedError: EXIT_REFUSED,
+        MachineLacksOperatorsError: EXIT_REFUSED,
+        NodesDifferError: EXIT_REFUSED,
+        PrometheusError: EXIT_REFUSED,
+        FolderInUseError: EXIT_REFUSED,
+        EngineRequestError: EXIT_FAILED,  # it would be rejected again
+        RankFailedError: EXIT_FAILED,  # raised by the same code again
+        SampleError: EXIT_FAILED,
+        TooManyGraderFailuresError: EXIT_FAILED,
+        HookFailedError: EXIT_FAILED,
+        RunCheckError: EXIT_FAILED,
+        ChangedDataError: EXIT_FAILED,
+        RewardError: EXIT_FAILED,
+        ProcessDiedError: EXIT_RESUMABLE,
+        ProcessStartError: EXIT_RESUMABLE,
+        EngineError: EXIT_RESUMABLE,
+        WeightSyncError: EXIT_RESUMABLE,
+        WatchdogTimeoutError: EXIT_RESUMABLE,
+    }
 
 
 ANSWER_TIMEOUT_S = 3.0

@@ -21,7 +21,8 @@ import socket
 import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -30,6 +31,7 @@ from slimrl.arguments.engine_groups import policy_options
 from slimrl.engines.http import KEY_OPTION, Key, new_key, no_server
 from slimrl.engines.protocol import EngineError, EngineUnavailableError
 from slimrl.platform.launch_env import (
+    KEEP_SUBREAPERS,
     Machine,
     RunFacts,
     actor_environment,
@@ -217,6 +219,32 @@ def _gpu_flags(args: Arguments) -> list[str]:
 
 
 @dataclasses.dataclass(frozen=True)
+class ActorSetup:
+    """The working folder and the variables with which every actor begins.
+
+    `by_ray`: Ray sets the variables when it starts the actor's process. That costs each actor another start of Python,
+    and it gets none of the processes that Ray has started ahead, so that it happens only where it must.
+    """
+
+    folder: Path
+    environment: dict[str, str]
+    by_ray: bool = True
+
+    def options(self) -> dict[str, Any]:
+        """Ray's options for the actor."""
+        return {"runtime_env": {"env_vars": self.environment}} if self.by_ray else {}
+
+    def enter(self) -> None:
+        """Called first in the actor: Ray starts it in a folder of its own.
+
+        Keeps that folder on a node without the driver's, where only absolute paths can work.
+        """
+        os.environ.update(self.environment)
+        if self.folder.is_dir():
+            os.chdir(self.folder)
+
+
+@dataclasses.dataclass(frozen=True)
 class Launch:
     """`environment` is every actor's; `driver` are variables of the driver that ranks inherit unless flags set them.
 
@@ -230,6 +258,11 @@ class Launch:
     driver: dict[str, str]
     nccl: dict[str, str]
     bind: BindConfig = BindConfig()
+    subreapers_kept: bool = False  # by the cluster, for all its processes (`KEEP_SUBREAPERS`)
+
+    def actor_setup(self) -> ActorSetup:
+        """For actors of this process's working folder."""
+        return ActorSetup(Path.cwd(), self.environment, by_ray=not self.subreapers_kept)
 
     @property
     def servers_nccl(self) -> dict[str, str]:
@@ -239,7 +272,9 @@ class Launch:
     def placed(self, bind: BindConfig) -> Launch:
         """A copy with the addresses of the joined cluster."""
         environment = self.environment | bind.environment(node_address(), os.environ)
-        return dataclasses.replace(self, bind=bind, environment=environment)
+        # a driver on the only node has the variables with which Ray was started there
+        kept = bind.nodes == 1 and KEEP_SUBREAPERS.items() <= os.environ.items()
+        return dataclasses.replace(self, bind=bind, environment=environment, subreapers_kept=kept)
 
     @classmethod
     def of_run(cls, args: Arguments) -> Launch:

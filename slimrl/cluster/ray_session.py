@@ -211,12 +211,3 @@ def last_lines(path: Path, count: int = 20) -> str:
     except OSError as error:
         return f"(no log can be read: {error})"
     return lines or f"({path} is empty)"
-
-
-def enter(folder: Path) -> None:
-    """Changes into the driver's working folder; Ray starts actors in its own.
-
-    Does nothing on a node without that folder, where only absolute paths can work.
-    """
-    if folder.is_dir():
-        os.chdir(folder)

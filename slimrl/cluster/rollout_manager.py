@@ -21,7 +21,7 @@ from slimrl.cluster.engines.engine_group import EngineGroup
 from slimrl.cluster.engines.engine_recovery import RETRY_TIMEOUT_S, EngineRecovery
 from slimrl.cluster.engines.health_monitor import EngineGroupStatus, HealthConfig, RecoveryEvents, states_of
 from slimrl.cluster.engines.other_servers import OtherServers, RunRecovery
-from slimrl.cluster.launch import Launch, key_of
+from slimrl.cluster.launch import ActorSetup, Launch, key_of
 from slimrl.cluster.placement import GpuBundles
 from slimrl.cluster.watchdog import RolloutStatus
 from slimrl.engines.backend import backend
@@ -100,8 +100,8 @@ class RolloutManager:
     custom function blocks the main one.
     """
 
-    def __init__(self, args: Arguments, data_parallel_sizes: Sequence[int], log_path: Path, folder: Path) -> None:
-        ray_session.enter(folder)
+    def __init__(self, args: Arguments, data_parallel_sizes: Sequence[int], log_path: Path, setup: ActorSetup) -> None:
+        setup.enter()
         ray_session.redirect_to(log_path, args.log_level)
         self._args = args
         self._timeline = Timeline.open(args, "rollout manager")

@@ -254,17 +254,14 @@ def start_manager(args: Arguments, launch: Launch) -> RolloutManagerProxy:
     """Starts the rollout manager without waiting for it; on the driver's node, whose loss ends the run anyway, unless
     that is a head without GPUs, which may be a small machine.
     """
-    options: dict[str, Any] = {
-        "runtime_env": {"env_vars": launch.environment},
-        "name": "rollout manager",
-        "max_concurrency": 64,
-    }
+    setup = launch.actor_setup()
+    options: dict[str, Any] = {**setup.options(), "name": "rollout manager", "max_concurrency": 64}
     own = ray.get_runtime_context().get_node_id()
     if any(node["NodeID"] == own and node["Resources"].get("GPU") for node in ray.nodes()):
         options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(own, soft=False)
     log_path = Path(args.run_dir).absolute() / "logs" / "rollout.log"
     actor = RolloutManager.options(**options)  # type: ignore[attr-defined]
-    return RolloutManagerProxy(actor.remote(args, data_parallel_sizes(args), log_path, Path.cwd()))
+    return RolloutManagerProxy(actor.remote(args, data_parallel_sizes(args), log_path, setup))
 
 
 def resolve_num_rollout(args: Arguments, manager: RolloutManagerProxy, supervisor: Supervisor) -> Arguments:

@@ -3,7 +3,8 @@
 `run_on_all_ranks` and `run_on_rank_zero` are for files that other ranks depend on (checkpoints, exports). `RankSync` is
 for weight updates: it has its own process group and reports whether a failure is final. `ConversionGroup` is for
 converters, which are usually one process, but can be several under torchrun. All exchange only small messages; the
-groups created here are gloo groups on the CPU.
+groups created here are gloo groups on the CPU. The functions import torch, because the driver, which has none, reads
+the errors.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ import pickle
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
-import torch
-import torch.distributed as dist
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 _Result = TypeVar("_Result")
 _Failure = tuple[str, bool]  # message, and whether it is final
@@ -48,6 +49,8 @@ def run_on_all_ranks(step: Callable[[], _Result], group: dist.ProcessGroup | Non
     Raises CheckpointError on every rank, naming the first failed one, if a step raised OSError, ValueError or
     RuntimeError.
     """
+    import torch.distributed as dist
+
     result: _Result | None = None
     failure: Exception | None = None
     try:
@@ -65,6 +68,8 @@ def run_on_all_ranks(step: Callable[[], _Result], group: dist.ProcessGroup | Non
 
 def run_on_rank_zero(step: Callable[[], object], group: dist.ProcessGroup | None = None) -> None:
     """`run_on_all_ranks` for a step that runs on rank 0 only."""
+    import torch.distributed as dist
+
     run_on_all_ranks(step if dist.get_rank() == 0 else lambda: None, group)
 
 
@@ -80,6 +85,8 @@ class RankSync:
     """Runs steps on all training ranks; constructed collectively. `error` is the error class of its steps."""
 
     def __init__(self, rank: int, error: type[SyncError] = SyncError) -> None:
+        import torch.distributed as dist
+
         self._is_rank_zero = rank == RANK_ZERO
         self._error = error
         self._group = dist.new_group(backend="gloo")
@@ -91,6 +98,8 @@ class RankSync:
 
     def close(self) -> None:
         """Destroys its process group; no rank may have a call on it in progress."""
+        import torch.distributed as dist
+
         dist.destroy_process_group(self._group)
 
     def gather(self, value: _Result) -> list[_Result]:
@@ -108,6 +117,9 @@ class RankSync:
 
     def _exchange(self, data: bytes, size: int) -> list[bytes]:
         """The first `size` bytes of every rank's `data`, padded with zeros."""
+        import torch
+        import torch.distributed as dist
+
         frame = torch.frombuffer(bytearray(data[:size].ljust(size, b"\0")), dtype=torch.uint8)
         frames = [torch.empty_like(frame) for _ in range(self.size)]
         dist.all_gather(frames, frame, group=self._group)
@@ -184,6 +196,8 @@ class ConversionGroup:
         if self.size == 1:
             yield
             return
+        import torch.distributed as dist
+
         try:
             dist.init_process_group(
                 "gloo", init_method="env://", rank=self.rank, world_size=self.size, timeout=_JOIN_TIMEOUT
@@ -205,6 +219,8 @@ class ConversionGroup:
         """
         if self.size == 1:
             return action()
+        import torch.distributed as dist
+
         result: _Result | None = None
         own: Exception | None = None
         try:

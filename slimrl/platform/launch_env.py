@@ -74,8 +74,9 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-# Ray would kill the children of an actor that ends, including the subreapers that clean up after servers and ranks.
-_KEEP_SUBREAPERS = {"RAY_kill_child_processes_on_worker_exit": "0"}
+# Ray would kill the children of an actor that ends, including the subreapers that clean up after servers and ranks. It
+# reads the variable when a process of it starts.
+KEEP_SUBREAPERS = {"RAY_kill_child_processes_on_worker_exit": "0"}
 _ON_CPU = {
     # Several ranks and servers share one machine's cores: one thread each is faster than contention.
     "OMP_NUM_THREADS": "1",
@@ -123,9 +124,9 @@ def actor_environment(machine: Machine, inherited: Mapping[str, str]) -> dict[st
     If the driver's node has no GPU, GPUs are hidden from the workers, even on logical GPUs that Ray numbers.
     """
     if machine.cuda:
-        return dict(_KEEP_SUBREAPERS)
+        return dict(KEEP_SUBREAPERS)
     defaults = {name: inherited.get(name, value) for name, value in _ON_CPU.items()}
-    return {**defaults, **_KEEP_SUBREAPERS, "CUDA_VISIBLE_DEVICES": ""}
+    return {**defaults, **KEEP_SUBREAPERS, "CUDA_VISIBLE_DEVICES": ""}
 
 
 def of_driver(environment: Mapping[str, str]) -> dict[str, str]:
@@ -291,6 +292,7 @@ def prepare_ray_environment() -> None:
         if "RAY_AUTH_MODE" not in os.environ:
             os.environ["RAY_AUTH_MODE"] = "token"
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        os.environ.update(KEEP_SUBREAPERS)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.update(kernel_cache(os.environ))
 

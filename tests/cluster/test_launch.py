@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from slimrl.arguments import Arguments
+from slimrl.cluster import launch as launch_module
 from slimrl.cluster.engines.engine_group import server_settings
 from slimrl.cluster.launch import (
+    BindConfig,
     DriverWithoutGpuError,
     Launch,
     MachineLacksOperatorsError,
@@ -62,6 +66,25 @@ FLAGS: dict[str, Any] = {
 )
 def test_flags_set_the_environment_variables(changes: dict[str, Any], facts: RunFacts):
     assert run_facts(Arguments(**FLAGS | changes)) == facts
+
+
+@pytest.mark.parametrize(("nodes", "ray", "by_ray"), [(1, "0", False), (1, None, True), (2, "0", True)])
+def test_actors_set_their_variables_themselves_where_the_only_node_of_ray_keeps_subreapers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, nodes: int, ray: str | None, by_ray: bool
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch_module, "node_address", lambda: "127.0.0.1")
+    name = "RAY_kill_child_processes_on_worker_exit"
+    monkeypatch.delenv(name, raising=False)
+    if ray is not None:
+        monkeypatch.setenv(name, ray)
+    setup = Launch.decide(CPU, RunFacts(), {}, {}).placed(BindConfig(nodes)).actor_setup()
+    assert (setup.folder, setup.by_ray) == (tmp_path, by_ray)
+    assert setup.options() == ({"runtime_env": {"env_vars": setup.environment}} if by_ray else {})
+    monkeypatch.chdir("/")
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    setup.enter()
+    assert (Path.cwd(), os.environ["OMP_NUM_THREADS"], os.environ[name]) == (tmp_path, "1", "0")
 
 
 def test_trainer_variables_do_not_reach_engines():

@@ -12,6 +12,7 @@ from ray.exceptions import RayActorError
 
 from slimrl.cluster import placement
 from slimrl.cluster.engines.engine import Engine, EngineActorConfig, ServerSettings
+from slimrl.cluster.launch import ActorSetup
 from slimrl.cluster.nodes import spares as spare_nodes
 from slimrl.cluster.nodes.comparison import NodesDifferError
 from slimrl.cluster.nodes.spares import SpareNodes
@@ -163,7 +164,10 @@ def test_replacement_of_a_server_is_where_ray_has_put_it(gpus, tmp_path, differs
     engine = Engine.__new__(Engine)
     engine.settings = ServerSettings(0, "model", 2, 0, {}, False, False, life=1, keeps_port=True, port=3000)
     engine._gpus, engine._parts = gpus, [EnginePart("b", (2, 3))]
-    engine._config = dataclasses.replace(EngineActorConfig(tmp_path, "info", {}, tmp_path), check_node=check)
+    config = EngineActorConfig(tmp_path, "info", ActorSetup(tmp_path, {}))
+    engine._config = dataclasses.replace(config, check_node=check)
+        EngineActorConfig(tmp_path, "info", ActorSetup(tmp_path, {})), check_node=check
+    )
     engine._actors = [SimpleNamespace(__ray_ready__=SimpleNamespace(remote=ready))]
     asyncio.run(engine._take_over_spares())
     assert (engine._parts, checked, engine.settings.port) == ([EnginePart("b", (2, 3))], [], 3000)  # the node is up

@@ -43,9 +43,7 @@ class ElasticEngines:
     def __init__(self, args: Arguments, plan: PlacementPlan, launch: Launch) -> None:
         self._args, self._launch = args, launch
         self._first_gpu, self._first_index = plan.total, len(plan.rollout) // plan.per_engine
-        self._config = EngineActorConfig(
-            Path(args.run_dir).absolute() / "logs", args.log_level, launch.environment, Path.cwd()
-        )
+        self._config = EngineActorConfig(Path(args.run_dir).absolute() / "logs", args.log_level, launch.actor_setup())
         self._logs, self._following = NodeLogs(self._config.log_dir), threading.Lock()
         extra = (args.rollout_max_num_gpus or args.rollout_gpus) - args.rollout_gpus
         self.places = range(extra // plan.per_engine)

@@ -21,7 +21,7 @@ from ray.exceptions import RayActorError
 from slimrl.arguments.engine_groups import REGULAR
 from slimrl.cluster import ray_session
 from slimrl.cluster.engines.health_monitor import ServerExit
-from slimrl.cluster.launch import BindConfig, node_address, server_host
+from slimrl.cluster.launch import ActorSetup, BindConfig, node_address, server_host
 from slimrl.cluster.nodes.comparison import (
     NodeMark,
     NodesDifferError,
@@ -84,8 +84,8 @@ class ServerSettings:
 class EngineActor:
     """One process of a server, on one node."""
 
-    def __init__(self, settings: ServerSettings, actor_log: Path, log_level: str, folder: Path) -> None:
-        ray_session.enter(folder)
+    def __init__(self, settings: ServerSettings, actor_log: Path, log_level: str, setup: ActorSetup) -> None:
+        setup.enter()
         ray_session.redirect_to(actor_log, log_level)
         self._settings = settings
         self._server: ServerProcess | None = None
@@ -194,12 +194,11 @@ KILL_TIMEOUT_S = 10.0  # for an actor to end its process; then the actor is kill
 
 @dataclasses.dataclass(frozen=True)
 class EngineActorConfig:
-    """Settings of every engine actor besides its server: log folder, log level, environment, working folder."""
+    """Settings of every engine actor besides its server."""
 
     log_dir: Path
     log_level: str
-    environment: dict[str, str]
-    folder: Path
+    setup: ActorSetup
     check_node: Callable[[str], Awaitable[None]] | None = None  # raises NodesDifferError for a node that cannot be used
 
 
@@ -243,9 +242,9 @@ class Engine:
         again = f", placement {self._placements}" if self._placements > 1 else ""  # Ray may not have freed the name yet
         return EngineActor.options(  # type: ignore[attr-defined]
             **self._gpus.options(part.gpus[0], REWARD_SHARE if self.settings.role else ENGINE_SHARE),
-            runtime_env={"env_vars": config.environment},
+            **config.setup.options(),
             name=f"engine {suffix}{again}",
-        ).remote(self.settings, config.log_dir / f"engine{suffix}.log", config.log_level, config.folder)
+        ).remote(self.settings, config.log_dir / f"engine{suffix}.log", config.log_level, config.setup)
 
     def respawn(self) -> Engine:
         """A new server on the same GPUs, not yet started; this one must have ended."""

@@ -204,7 +204,7 @@ class EngineGroup:
         server_host(args.engine_options.get("host"), LOOPBACK, nodes)  # raises before anything starts
         log_dir = Path(args.run_dir).absolute() / "logs"
         check = functools.partial(check_node, args)
-        config = EngineActorConfig(log_dir, args.log_level, launch.environment, Path.cwd(), check)
+        config = EngineActorConfig(log_dir, args.log_level, launch.actor_setup(), check)
         engines: list[AnyEngine] = [
             Engine(settings_of_place(args, place, index, launch), parts, gpus, config)
             for index, (place, parts) in enumerate(zip(_policy(args, gpus), gpus.engines, strict=True))

@@ -150,7 +150,7 @@ async def _start_model(
     name, log_dir = places[0][0].model.name, Path(args.run_dir).absolute() / "logs"
     folder = flags_of_place(args, places[0][0]).hf_checkpoint
     check = functools.partial(check_node, args, model=("--sglang-config", folder))
-    config = EngineActorConfig(log_dir, args.log_level, launch.environment, Path.cwd(), check)
+    config = EngineActorConfig(log_dir, args.log_level, launch.actor_setup(), check)
     engines = [
         Engine(_settings(args, place, index, launch), parts, gpus, config)
         for index, (place, parts) in enumerate(places)

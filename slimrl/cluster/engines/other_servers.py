@@ -216,9 +216,7 @@ class RewardServers:
 def _actor_config(args: Arguments, model: ServedModel, launch: Launch) -> EngineActorConfig:
     flag = "--opd-teacher-models" if model.name else "--rm-model"
     check = functools.partial(check_node, args, model=(flag, model.folder))
-    return EngineActorConfig(
-        Path(args.run_dir).absolute() / "logs", args.log_level, launch.environment, Path.cwd(), check
-    )
+    return EngineActorConfig(Path(args.run_dir).absolute() / "logs", args.log_level, launch.actor_setup(), check)
 
 
 def server_settings(args: Arguments, model: ServedModel, index: int, launch: Launch) -> ServerSettings:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -83,18 +82,18 @@ class TrainGroup:
         self._check_equal = args.check_weight_update_equal  # until the first weight update of these processes
         role, gpus, launch = self._role, self._gpus, self._launch
         ranks = gpus.plan.train if role == POLICY else gpus.plan.critic
-        gpus_by_node = gpus_of_nodes()
+        gpus_by_node, setup = gpus_of_nodes(), launch.actor_setup()
         again = f", restart {self._restarts}" if self._restarts else ""
         self.workers = [
             TrainWorker.options(  # type: ignore[attr-defined]
                 **gpus.options(gpu, TRAIN_SHARE),
-                runtime_env={"env_vars": launch.environment},
+                **setup.options(),
                 name=f"{role.worker} {rank}{again}",
             ).remote(
                 TrainInit(args, rank, len(ranks), launch.machine.cuda, role),
                 launch,
                 RankLocation(gpus.gpus[gpu].gpu_id, gpus_by_node.get(gpus.gpus[gpu].node, 0)),
-                Path.cwd(),
+                setup,
             )
             for rank, gpu in enumerate(ranks)
         ]

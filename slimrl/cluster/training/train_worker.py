@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
 import ray
 from ray import ObjectRef
 
-from slimrl.cluster import ray_session
-from slimrl.cluster.launch import Launch, RankLocation, Rendezvous
+from slimrl.cluster.launch import ActorSetup, Launch, RankLocation, Rendezvous
 from slimrl.cluster.training.train_messages import StateReport, StateRequests, TrainInit, TrainReady, send_call
 from slimrl.cluster.training.train_process import CriticRank, PolicyRank, Rank
 from slimrl.cluster.watchdog import RankStatus
@@ -49,9 +48,9 @@ class NotFiniteError(RankFailedError):
 class TrainWorker:
     """One training rank. Calls run one after another; `watch` stays pending concurrently."""
 
-    def __init__(self, setup: TrainInit, launch: Launch, location: RankLocation, folder: Path) -> None:
-        """Starts the rank's process on the GPU at `location`, in `folder`."""
-        ray_session.enter(folder)
+    def __init__(self, setup: TrainInit, launch: Launch, location: RankLocation, actor: ActorSetup) -> None:
+        """Starts the rank's process on the GPU at `location`."""
+        actor.enter()
         network = network_of(launch.bind.local_address())
         node = dataclasses.replace(launch.machine, gpus=location.gpus_of_node, cores=usable_cores(), network=network)
         decided = rank_environment(
