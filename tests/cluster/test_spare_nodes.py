@@ -166,8 +166,6 @@ def test_replacement_of_a_server_is_where_ray_has_put_it(gpus, tmp_path, differs
     engine._gpus, engine._parts = gpus, [EnginePart("b", (2, 3))]
     config = EngineActorConfig(tmp_path, "info", ActorSetup(tmp_path, {}))
     engine._config = dataclasses.replace(config, check_node=check)
-        EngineActorConfig(tmp_path, "info", ActorSetup(tmp_path, {})), check_node=check
-    )
     engine._actors = [SimpleNamespace(__ray_ready__=SimpleNamespace(remote=ready))]
     asyncio.run(engine._take_over_spares())
     assert (engine._parts, checked, engine.settings.port) == ([EnginePart("b", (2, 3))], [], 3000)  # the node is up
