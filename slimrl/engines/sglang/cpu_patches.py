@@ -6,7 +6,7 @@ those packages where the real one is absent. `patch` replaces the few functions 
 work on a GPU alone (gates, rotary tables, latent attention). With these every family of `docs/families.md` is served
 with the log-probabilities of transformers.
 Both act only where torch sees no GPU, only in the process of the server, and never on torch itself: patching torch's
-factory functions silently breaks transformers. The exception is `torch.compile`, which does nothing there anyway.
+factory functions silently breaks transformers.
 """
 
 from __future__ import annotations
@@ -34,18 +34,14 @@ PAUSED_STEP = "_record_scheduler_state_for_paused_engine"  # what a scheduler ca
 
 
 def patch_layers() -> None:
-    """Replaces kernels that SGLang lacks on the CPU, and its loop over the requests of a batch by batched attention."""
+    """Replaces layer kernels that SGLang lacks on the CPU by torch functions."""
     from sglang.kernels.ops.elementwise import elementwise
-    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.layers.rotary_embedding import factory
     from sglang.srt.models.deepseek_common import attention_backend_handler
-
-    from slimrl.engines.sglang.operators import cpu_attention
 
     elementwise._launch_fused_gate_sigmoid_mul = gate_sigmoid_mul
     factory.get_rope_cpu = with_unscaled_rope(factory.get_rope, factory.get_rope_cpu)
     attention_backend_handler.AttentionBackendRegistry.register("torch_native", absorbed_attention)
-    cpu_attention.install(TorchNativeAttnBackend)
 
 
 def gate_sigmoid_mul(hidden_states: Any, gate_weight: Any, shared_output: Any, output: Any, *, do_add: bool) -> None:
@@ -77,6 +73,22 @@ def absorbed_attention(attention: Any, batch: Any) -> Any:
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 
     return AttnForwardMethod.MLA
+
+
+def patch_attention() -> None:
+    """Replaces the loop over the requests of a batch by batched attention (`cpu_attention`)."""
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    from slimrl.engines.sglang.operators import cpu_attention
+
+    cpu_attention.install(TorchNativeAttnBackend)
+
+
+def patch_operators() -> None:
+    """Replaces the operators whose results depend on the batch (`batch_invariant`), attention included."""
+    from slimrl.engines.sglang.operators import batch_invariant
+
+    batch_invariant.install()
 
 
 # of SGLang's CPU kernels: models that are not served look them up while their modules are imported
@@ -230,15 +242,9 @@ def install() -> bool:
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     # sglang compiles its seeded sampler: 17 s at the first request, and it would need a C++ compiler
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    torch.compile = uncompiled  # with that variable it compiles nothing, and yet its decorators take 0.7 s of the start
     # SGLang's debugging module imports megatron.core if it is installed, which takes 1 s and is not needed
     sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]
     return True
-
-
-def uncompiled(model: Any = None, **options: Any) -> Any:
-    """`torch.compile` that returns `model` as it is; without one, the decorator that does."""
-    return model if model is not None else lambda function: function
 
 
 def patch() -> None:
@@ -259,6 +265,7 @@ def patch() -> None:
     sampler.murmur_hash32 = murmur_hash32
     patch_layers()
     patch_image_processors()
+    patch_attention()
     allow_shm_unpickling(common.SafeUnpickler)
     host_memory.ALLOC_MEMORY_FUNCS["cpu"] = lambda dims, dtype, **pinned: torch.empty(dims, dtype=dtype)
     pynccl.NCCLLibrary = _no_nccl  # torch's CUDA build has the library also on machines without a GPU
@@ -374,13 +381,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs `slimrl.engines.sglang.entry server`, with the patches and defaults for the CPU if there is no CUDA."""
     words = list(sys.argv[1:] if argv is None else argv)
     if install():
-        from slimrl.engines.sglang.operators import batch_invariant, speculation
+        from slimrl.engines.sglang.operators import speculation
 
         with uncollected():
             speculation.install(words)
             patch()
-            if BATCH_INVARIANT in words:  # the operators whose results depend on the batch, attention included
-                batch_invariant.install()
+            if BATCH_INVARIANT in words:
+                patch_operators()
             if ADAPTERS in words:
                 patch_adapters()
         fork_children()
