@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
-from slimrl.cluster.nodes.comparison import CODE, CommonPath, NodeState, common_paths, differences, versions
+import pytest
+
+from slimrl.cluster.nodes import comparison
+from slimrl.cluster.nodes.comparison import (
+    CODE,
+    CommonPath,
+    NodeState,
+    SharedFile,
+    common_paths,
+    differences,
+    versions,
+)
 from slimrl.processes.files import LOCK_NAME, only_run_in
 from tests.megatron.tiny import tiny_args
 
@@ -29,7 +41,23 @@ def test_versions_hold_a_hash_of_the_code():
     assert found["torch"].startswith("2.") and len(found[CODE]) == 12 and found == versions()
 
 
-def test_folder_of_checkpoints_must_be_that_of_the_driver(tmp_path: Path):
+@pytest.fixture
+def short_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the file systems of other nodes, which show a new file late."""
+    monkeypatch.setattr(comparison, "SHARED_WITHIN_S", 0.7)
+
+
+def test_file_that_a_network_file_system_shows_late_is_found(tmp_path: Path):
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    path = CommonPath("--save", str(folder), SharedFile(folder / "mark", "text", "a reason"))
+    late = threading.Timer(0.8, lambda: (folder / "mark").write_text("text"))
+    late.start()
+    assert path.problem() == ""
+    late.join()
+
+
+def test_folder_of_checkpoints_must_be_that_of_the_driver(tmp_path: Path, short_wait: None):
     model, save = tmp_path / "model", tmp_path / "checkpoints"
     model.mkdir()
     args = tiny_args(hf_checkpoint=str(model), ref_load="Qwen/Qwen3-4B", save=str(save), load=str(save))
@@ -52,7 +80,7 @@ def test_folder_of_checkpoints_must_be_that_of_the_driver(tmp_path: Path):
     assert CommonPath("--load", "/nowhere").problem().startswith("has no --load /nowhere")
 
 
-def test_folders_of_the_critic_and_of_weight_files_must_be_those_of_the_driver(tmp_path: Path):
+def test_folders_of_the_critic_and_of_weight_files_must_be_those_of_the_driver(tmp_path: Path, short_wait: None):
     critic, weights = tmp_path / "critic", tmp_path / "not/yet"  # the run creates the second
     critic.mkdir()
     folders = {"save": str(tmp_path / "save"), "critic_save": str(critic), "update_weight_disk_dir": str(weights)}
