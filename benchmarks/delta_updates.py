@@ -35,8 +35,8 @@ from slimrl.models.model_spec import ModelSpec
 from slimrl.weights.delta_files import changed_elements
 from slimrl.weights.update.export import iter_hf_tensors
 from slimrl.weights.update.topology import EngineEndpoint
+from slimrl.weights.update.transport_changed_files import ChangedFiles
 from slimrl.weights.update.transport_delta import DeltaUpdater, serialize
-from slimrl.weights.update.transport_disk import ChangedFiles
 from slimrl.weights.update.weight_updater import ModelSource, WeightUpdater
 
 RATES = (1e-7, 1e-6, 3e-6, 1e-5, 3e-5)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import pickle
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,10 +13,10 @@ from slimrl.engines.sglang import weight_loaders
 from slimrl.engines.sglang.control import ServerControl
 from slimrl.engines.sglang.server import ServerProcess
 from slimrl.engines.sglang.server_args import delta_options
-from slimrl.weights.delta_files import FARTHEST, changed_elements
+from slimrl.weights.delta_files import FARTHEST, TensorDelta, changed_elements
 from slimrl.weights.update.topology import EngineEndpoint
-from slimrl.weights.update.transport_delta import serialize
-from slimrl.weights.update.transport_disk import ChangedFiles
+from slimrl.weights.update.transport_changed_files import ChangedFiles
+from slimrl.weights.update.transport_delta import described
 from tests.megatron.launch import RankPool
 from tests.megatron.tiny import save_qwen3, tiny_args
 from tests.weights import ranks
@@ -39,9 +37,8 @@ class Model(torch.nn.Module):
             self.weight.data[len(self.weight) // 2 :].copy_(tensor.t().to(self.weight.dtype))
 
 
-def opened(payload: str) -> list[tuple[str, torch.Tensor]]:
-    found: list[tuple[str, torch.Tensor]] = pickle.loads(base64.b64decode(payload))
-    return found
+def sent(*deltas: TensorDelta) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(part.copy()) for name, part in described(deltas).items()}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -58,7 +55,7 @@ def test_model_has_the_senders_bits_where_elements_changed_and_its_own_elsewhere
     model.load_weights(iter([("part", torch.full((1000, 800), torch.nan, dtype=dtype))]))
     assert model.weight[800:].isnan().all()  # what the loader does without the changes' own way of copying
     model = Model(whole)
-    weight_loaders.load_changes(model, opened(serialize([changed_elements("part", (1000, 800), old, new)])))
+    weight_loaders.apply_changes(model, sent(changed_elements("part", (1000, 800), old, new)))
     assert torch.equal(model.weight[800:], new.view(1000, 800).t()) and torch.equal(model.weight[:800], whole[:800])
 
 
@@ -84,11 +81,11 @@ def test_changed_elements_are_those_with_other_bits(dtype, elements):
 
 def test_damaged_changes_are_refused_before_any_weight_changes():
     old, new = torch.zeros(8), torch.ones(8)
-    parts = dict(opened(serialize([changed_elements("part", (4, 2), old, new)])))
+    parts = sent(changed_elements("part", (4, 2), old, new))
     parts["values"][0] += 1
     model = Model(torch.zeros(4, 4))
     with pytest.raises(ValueError, match="arrived with checksum"):
-        weight_loaders.load_changes(model, list(parts.items()))
+        weight_loaders.apply_changes(model, parts)
     assert model.weight.count_nonzero() == 0
 
 
@@ -105,7 +102,7 @@ def test_loader_that_copies_in_threads_leaves_elements_that_were_not_sent():
     new[3] += 1
     model = Threaded(torch.cat([torch.zeros(2, 4), old.view(4, 2).t()]))
     submit = ThreadPoolExecutor.submit
-    weight_loaders.load_changes(model, opened(serialize([changed_elements("part", (4, 2), old, new)])))
+    weight_loaders.apply_changes(model, sent(changed_elements("part", (4, 2), old, new)))
     assert torch.equal(model.weight[2:], new.view(4, 2).t()) and ThreadPoolExecutor.submit is submit
 
 
@@ -133,8 +130,8 @@ def test_model_whose_loader_does_not_copy_is_named(write):
 
     with pytest.raises(ValueError, match="weight has NaN after the changes were loaded"):
         old = torch.zeros(8)
-        weight_loaders.load_changes(
-            Assigns(old), opened(serialize([changed_elements("part", (8,), old, old + old.new_tensor([1, *[0] * 7]))]))
+        weight_loaders.apply_changes(
+            Assigns(old), sent(changed_elements("part", (8,), old, old + old.new_tensor([1, *[0] * 7])))
         )
 
 
@@ -158,21 +155,31 @@ def servers(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield urls
 
 
+PLACES = {
+    "split": ([[2], [3, 4]], [None, None]),
+    "divided": ([[2], [3, 4]], [None, None]),  # the changes of the second are announced by rank 1
+    "colocated": ([[0], [0, 1]], [["a"], ["a", "b"]]),  # the ranks of the second read the memory of one trainer each
+}
+
+
 @pytest.mark.slow
-def test_servers_have_the_trainers_bits_after_full_updates_and_changes(servers, folder):
+@pytest.mark.parametrize("way", PLACES)
+def test_servers_have_the_trainers_bits_after_full_updates_and_changes(way, servers, folder):
     """Each update compares every tensor of every server with the trainer's, by checksums."""
-    engines = [EngineEndpoint(url, gpus) for url, gpus in zip(servers, ([2], [3, 4]), strict=True)]
+    engines = [EngineEndpoint(url, gpus, nodes) for url, gpus, nodes in zip(servers, *PLACES[way], strict=True)]
     args = tiny_args(tensor_model_parallel_size=2, bf16=True)
-    parts = [Step(), Step(0.01), Step(), Step(0.9), Step(0.01), Step(forget=True), Step(0.02)]
+    parts = [Step(), Step(0.01), Step(), Step(0.9), Step(0.01), Step(forget=True), Step(0.02), Step(0.02, damage=True)]
     with RankPool(2) as pool:
-        reports, _ = pool.run(ranks.delta_updates, args, folder, engines, parts, timeout_s=180)
+        reports, _ = pool.run(
+            ranks.delta_updates, args, folder, engines, [*parts, Step(0.01)], None, None, 0.2, way, timeout_s=180
+        )
     whole = reports[0].bytes
     sent = [report.bytes / whole for report in reports]
-    assert sent[0] == sent[3] == sent[5] == 1  # the first, most elements, after a failure
-    # twice for the server of two ranks; names and shapes of the few elements of a bucket are most of it
-    assert all(0.04 < part < 0.5 for part in (sent[1], sent[4], sent[6])) and sent[2] < 0.3
-    assert [report.attempts for report in reports] == [1] * len(parts)
-    assert [ServerControl(url).weight_version() for url in servers] == ["7", "7"]
+    assert sent[0] == sent[3] == sent[5] == sent[7] == 1  # the first, most elements, after a failure
+    # names and shapes of the few elements of a bucket are most of it
+    assert all(0.03 < part < 0.5 for part in (sent[1], sent[4], sent[6], sent[8])) and sent[2] == 0
+    assert [report.attempts for report in reports] == [1] * 7 + [2, 1]
+    assert [ServerControl(url).weight_version() for url in servers] == ["9", "9"]
 
 
 @pytest.mark.slow

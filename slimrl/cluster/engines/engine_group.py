@@ -388,7 +388,7 @@ def _weight_update_options(args: Arguments) -> dict[str, Any]:
     adapters = AdapterConfig.from_args(args)
     if adapters is not None and args.engines_have_adapters:
         return backend(args.rollout_engine).adapter_options(adapters, releases_memory=bool(args.offload_rollout))
-    if args.update_weight_mode == "delta":
+    if args.update_weight_mode == "delta" or args.every_rank_loads_files:
         return backend(args.rollout_engine).delta_options(args.sglang_options)
     if args.update_weight_transfer_mode == "p2p":
         return backend(args.rollout_engine).point_to_point_options(args.sglang_options)
