@@ -51,7 +51,8 @@ def weight_updates(
     shared: bool = False,
 ) -> list[WeightUpdateReport | str]:
     """Loads `hf_dir` into a Megatron model and updates the engines from it under each version, `way` being a
-    constructor's name, p2p, or divided: a broadcast of which each rank tells its share of the servers.
+    constructor's name, p2p, files (disk, with an answer of every rank of a server), or divided: a broadcast of which
+    each rank tells its share of the servers.
 
     Returns the report of each weight update, or the text of its error. `shared`: the weights are in shared memory, as
     those of a colocated trainer. With `left`, another updater updates those
@@ -66,7 +67,10 @@ def weight_updates(
 
     few = 1 if way == "divided" else ENGINES_OF_ONE_RANK  # as if there were many servers
     weight_updater.divided_announcements = functools.partial(divided_announcements, of_one_rank=few)
-    way = "split" if way == "divided" else way
+    options: dict[str, Any] = {"bucket_bytes": BUCKET_BYTES, "timeout_s": 60}
+    if way == "files":
+        options["every_rank"] = True
+    way = {"divided": "split", "files": "disk"}.get(way, way)
     # the environment of a run's rank: NCCL reads it when it creates its first communicator
     run = RunFacts(broadcasts_weights=way in ("split", "p2p"))
     os.environ.update(nccl_environment(this_machine(), run, given={}, inherited=os.environ))
@@ -79,12 +83,12 @@ def weight_updates(
         share(built)
     make = PointToPointUpdater if way == "p2p" else getattr(WeightUpdater, way)
     more = (folder,) if way == "disk" else ()
-    updater = make(ModelSource(shape, family, state), engines, *more, bucket_bytes=BUCKET_BYTES, timeout_s=60)
+    updater = make(ModelSource(shape, family, state), engines, *more, **options)
     results: list[WeightUpdateReport | str] = []
     for version in [*versions, *(["left"] if left else [])]:
         if version == "left":
             updater.close_collective()
-            updater = make(ModelSource(shape, family, state), left, *more, bucket_bytes=BUCKET_BYTES, timeout_s=60)
+            updater = make(ModelSource(shape, family, state), left, *more, **options)
         try:
             results.append(updater.update_weights(built, version=version, check_equal=check_equal))
         except WeightSyncError as error:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -14,9 +17,11 @@ from slimrl.engines.sglang.control import ServerControl
 from slimrl.engines.sglang.server import ServerProcess
 from slimrl.engines.sglang.server_args import delta_options
 from slimrl.weights.delta_files import FARTHEST, TensorDelta, changed_elements
+from slimrl.weights.update.engine_fanout import WeightSyncError
 from slimrl.weights.update.topology import EngineEndpoint
 from slimrl.weights.update.transport_changed_files import ChangedFiles
 from slimrl.weights.update.transport_delta import described
+from slimrl.weights.update.transport_disk import EveryRankLoads
 from tests.megatron.launch import RankPool
 from tests.megatron.tiny import save_qwen3, tiny_args
 from tests.weights import ranks
@@ -202,3 +207,27 @@ def test_servers_have_the_trainers_bits_after_changes_in_files(servers, folder, 
     assert list(shared.iterdir()) == []
     (checkpoint,) = (path for path in local.iterdir() if path.is_dir())
     assert checkpoint.name.startswith("weight_v000009-")
+
+
+@pytest.mark.slow
+def test_every_rank_answers_for_the_files_of_a_full_update(servers, folder, tmp_path):
+    """The second rank of a server cannot open another file for a while."""
+    of_two_ranks = ServerControl(servers[1])
+    load = EveryRankLoads.of([of_two_ranks], [2])
+    published = tmp_path / "published"
+    shutil.copytree(folder, published)
+    load([of_two_ranks], str(published))  # from then on a load opens no other files than the weights
+    (second,) = (one for one in psutil.Process().children(recursive=True) if "scheduler_TP1" in "".join(one.cmdline()))
+    limits = second.rlimit(psutil.RLIMIT_NOFILE)
+    second.rlimit(psutil.RLIMIT_NOFILE, (3, limits[1]))
+    with pytest.raises(WeightSyncError, match=rf"failed on {servers[1]}: no answer of rank 1 within 1 s in "):
+        dataclasses.replace(load, timeout_s=1)([of_two_ranks], str(published))
+    second.rlimit(psutil.RLIMIT_NOFILE, limits)
+    load([of_two_ranks], str(published))
+    engines = [EngineEndpoint(url, gpus) for url, gpus in zip(servers, ([2], [3, 4]), strict=True)]
+    args = tiny_args(tensor_model_parallel_size=2, bf16=True)
+    with RankPool(2) as pool:
+        (results, _) = pool.run(ranks.weight_updates, args, folder, engines, "files", ["1"], tmp_path / "shared")
+    assert not isinstance(results[0], str), results
+    assert [ServerControl(url).weight_version() for url in servers] == ["1", "1"]
+    assert list((tmp_path / "shared").iterdir()) == []

@@ -43,7 +43,7 @@ class ChangesTransport(Transport, Protocol):
 
 def described(deltas: Sequence[TensorDelta]) -> dict[str, Bytes]:
     """The parts of a bucket of changes: "described" (JSON), "gaps" and "values" of all tensors."""
-    gaps, values = (_joined([getattr(delta, part) for delta in deltas]) for part in ("gaps", "values"))
+    gaps, values = _joined([delta.gaps for delta in deltas]), _joined([delta.values for delta in deltas])
     checksum = xxhash.xxh3_128(gaps.data)
     checksum.update(values.data)
     tensors = [
