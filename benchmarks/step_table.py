@@ -92,7 +92,7 @@ def print_step(total: float, parts: dict[str, float]) -> float:
 
 def print_start(spans: list[dict[str, Any]]) -> float:
     """Prints the start by process, up to the first step; returns the seconds until the first rollout begins."""
-    began = spans[0]["start"]
+    began = next(span["start"] for span in spans if span["process"] == DRIVER)  # Ray may start processes ahead
     first = next(s["start"] for s in spans if s["process"] == DRIVER and re.fullmatch(r"step \d+", s["name"]))
     inside = ("micro-batch", "start", "begin_weight_update", "commit_weight_update", "weight_version", "continue")
     print(f"{'start':56} {'from s':>7} {'to s':>7}")

@@ -43,6 +43,24 @@ def test_driver_knows_the_errors_of_a_run_without_torch():
     assert loaded_by("from slimrl.cluster.command_line import exit_codes\nassert exit_codes()") == {"ray"}
 
 
+def test_tokenizers_are_loaded_without_the_compiler_which_masks_import_when_they_are_made(additions: Path):
+    program = f"""
+from slimrl.rollout.dataset.tokenizer import load_tokenizer
+load_tokenizer({str(additions / "model")!r}, trust_code=False)
+"""
+    assert loaded_by(program) == {"torch", "transformers"}
+    program += """
+import torch
+from transformers import AutoModelForCausalLM, masking_utils
+from transformers.masking_utils import create_causal_mask
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+assert isinstance(masking_utils.TransformGetItemToIndex(), TransformGetItemToIndex)
+model = AutoModelForCausalLM.from_pretrained(MODEL)
+model(input_ids=torch.tensor([[1, 2, 3], [4, 5, 6]]), attention_mask=torch.tensor([[0, 1, 1], [1, 1, 1]]))
+""".replace("MODEL", repr(str(additions / "model")))
+    assert "torch._dynamo" in loaded_by(program)
+
+
 def test_launch_decisions_without_a_gpu_need_no_torch():
     assert loaded_by("from slimrl.platform.launch_env import this_machine\nassert not this_machine().cuda") == set()
 

@@ -179,14 +179,15 @@ def _straddling(index: int, parts: list[EnginePart], gpus: Sequence[GpuBundle], 
     )
 
 
-@ray.remote(num_cpus=0, num_gpus=PROBE_SHARE)
-class _Probe:
-    def location(self) -> tuple[str, str, int | str]:
-        found = ray.get_gpu_ids()
-        # a logical GPU has no number where an empty CUDA_VISIBLE_DEVICES is inherited
-        gpu = str(found[0]) if found else "0"
-        number = int(gpu) if gpu.isdigit() else gpu
-        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), number
+# max_calls: an actor can have the process afterwards, which Ray would otherwise end because the task has a GPU
+@ray.remote(num_cpus=0, num_gpus=PROBE_SHARE, max_calls=0, max_retries=0)
+def _location() -> tuple[str, str, int | str]:
+    """Node id, address, and GPU number or UUID of the bundle that this runs on."""
+    found = ray.get_gpu_ids()
+    # a logical GPU has no number where an empty CUDA_VISIBLE_DEVICES is inherited
+    gpu = str(found[0]) if found else "0"
+    number = int(gpu) if gpu.isdigit() else gpu
+    return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), number
 
 
 class ReservedGpus(Protocol):
@@ -219,10 +220,9 @@ def _options(group: PlacementGroup, bundle: int, share: float) -> dict[str, obje
     return {"num_cpus": 0, "num_gpus": share, "scheduling_strategy": strategy}
 
 
-def _probes(group: PlacementGroup, bundles: Iterable[int]) -> list[Any]:
-    """One actor on each of these bundles."""
-    actor: Any = _Probe
-    return [actor.options(**_options(group, bundle, PROBE_SHARE)).remote() for bundle in bundles]
+def _locations(group: PlacementGroup, bundles: Iterable[int]) -> list[ray.ObjectRef]:
+    """The location of each of these bundles, once Ray has a process there."""
+    return [_location.options(**_options(group, bundle, PROBE_SHARE)).remote() for bundle in bundles]
 
 
 def _living_nodes() -> set[str]:
@@ -267,12 +267,13 @@ class GpuBundles:
 
     def _locate(self, bundles: Sequence[int], timeout_s: float | None = None) -> list[GpuBundle]:
         """The GPUs that these bundles have now, in order. Raises a RayError if a node is lost, or after `timeout_s`."""
-        probes = _probes(self.group, bundles)
+        asked = _locations(self.group, bundles)
         try:
-            locations = ray.get([probe.location.remote() for probe in probes], timeout=timeout_s)
-        finally:
-            for probe in probes:
-                ray.kill(probe)
+            locations = ray.get(asked, timeout=timeout_s)
+        except RayError:
+            for one in asked:
+                ray.cancel(one, force=True)
+            raise
         return in_order(GpuBundle(bundle, *location) for bundle, location in zip(bundles, locations, strict=True))
 
     def options(self, index: int, share: float) -> dict[str, object]:
@@ -374,10 +375,7 @@ class ExtraBundles:
 
     async def locate(self) -> str:
         """Finds the GPUs and returns the id of their node. Raises a RayError if the node is lost."""
-        probes = _probes(self._group, range(self._group.bundle_count))
-        locations = await asyncio.gather(*(probe.location.remote() for probe in probes))
-        for probe in probes:
-            ray.kill(probe)
+        locations = await asyncio.gather(*_locations(self._group, range(self._group.bundle_count)))
         found = in_order(GpuBundle(bundle, *location) for bundle, location in enumerate(locations))
         self.gpus = dict(enumerate(found, start=self._first))
         return found[0].node

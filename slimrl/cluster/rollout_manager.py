@@ -35,6 +35,7 @@ from slimrl.processes.process_info import resident_gib
 from slimrl.rollout import async_utils
 from slimrl.rollout.async_rollout import staleness_metrics
 from slimrl.rollout.dataset.data_source import open_data_source, recorded_groups
+from slimrl.rollout.dataset.tokenizer import load_tokenizer
 from slimrl.rollout.generation import inflight_groups
 from slimrl.rollout.generation.sample_tracker import LoopMonitor, SampleTrace
 from slimrl.rollout.metrics import EvaluationReport, RolloutMetricsConfig, rollout_metrics
@@ -74,13 +75,6 @@ class RolloutResult:
     data_state: dict[str, Any] | None
     weight_version: str
     seconds: float
-
-
-def load_tokenizer(path: str, *, trust_code: bool) -> Any:
-    """The tokenizer of an HF checkpoint folder; runs code from it only with `trust_code`."""
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_code)
 
 
 def _tokenizer_and_data(args: Arguments) -> tuple[Any, Any]:

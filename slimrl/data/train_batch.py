@@ -71,6 +71,15 @@ class RolloutBatch:
     def __len__(self) -> int:
         return self.total_lengths.numel()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle: tensors as NumPy arrays, whose bytes are copied once. Torch takes 0.2 ms for each tensor."""
+        images = None if self.images is None else _as_arrays(vars(self.images))
+        return _as_arrays(vars(self)) | {"images": images}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        images = None if state["images"] is None else BatchImages(**_as_tensors(state["images"]))
+        vars(self).update(_as_tensors(state) | {"images": images})
+
     @property
     def token_offsets(self) -> Tensor:
         """int64 [n + 1]: sample i is `tokens[offsets[i]:offsets[i + 1]]`."""
@@ -129,6 +138,16 @@ class RolloutBatch:
             columns = {name: file.get_tensor(name) for name in (*_tensor_columns(), *optional)}
             images = BatchImages.from_tensors({name: file.get_tensor(name) for name in names if "." in name})
         return cls(**columns, images=images, **json.loads(metadata["schedule"]))
+
+
+def _as_arrays(columns: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.numpy() if isinstance(value, Tensor) else value for name, value in columns.items()}
+
+
+def _as_tensors(columns: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for name, value in columns.items()
+    }
 
 
 def batch_from_samples(

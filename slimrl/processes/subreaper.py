@@ -119,7 +119,7 @@ class Subreaper:
 
     def end_descendants(self) -> None:
         self.scan_shared_memory()
-        deadline = time.monotonic() + REAP_TIMEOUT_S
+        deadline, pause = time.monotonic() + REAP_TIMEOUT_S, 0.005
         while self.reap():
             for pid in descendants():
                 with contextlib.suppress(ProcessLookupError):
@@ -127,7 +127,8 @@ class Subreaper:
             if time.monotonic() > deadline:
                 log(f"processes {descendants()} did not end after SIGKILL: left behind")
                 return
-            time.sleep(0.005)
+            time.sleep(pause)  # a look at all processes takes milliseconds, which those that end need
+            pause = min(2 * pause, 0.04)
 
     def scan_shared_memory(self) -> None:
         """Records the tree's files in /dev/shm that are mapped now.

@@ -250,7 +250,7 @@ class BatchSchedule:
     ) -> list[list[_Stored]]:
         """The results of `put` for the pickled parts of each size; equal sizes have the same ones."""
         by_size = {
-            size: [put(pickle.dumps(part)) for part in self.divide(batch, size)]
+            size: [put(pickle.dumps(part, protocol=5)) for part in self.divide(batch, size)]
             for size in dict.fromkeys(data_parallel_sizes)
         }
         return [by_size[size] for size in data_parallel_sizes]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 
 import pytest
 import torch
@@ -124,12 +125,12 @@ def test_selected_rows_have_their_own_images_alone():
     assert batch.select([6, 7]).images is None
 
 
-def test_batch_with_images_is_saved_and_loaded(tmp_path):
+def test_batch_with_images_is_saved_and_loaded_and_pickled(tmp_path):
     batch = vision.rollout(seed=5)
     batch.save(tmp_path / "batch")
-    loaded = RolloutBatch.load(tmp_path / "batch")
-    for name, tensor in batch.images.tensors().items():
-        assert torch.equal(loaded.images.tensors()[name], tensor), name
+    for loaded in (RolloutBatch.load(tmp_path / "batch"), pickle.loads(pickle.dumps(batch))):
+        for name, tensor in batch.images.tensors().items():
+            assert torch.equal(loaded.images.tensors()[name], tensor), name
     without = batch.select([6, 7])
     without.save(tmp_path / "text")
     assert RolloutBatch.load(tmp_path / "text").images is None

@@ -1,5 +1,7 @@
 """The columnar batch: layout of hand-made samples, selection, files, and errors that name the sample."""
 
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -120,6 +122,19 @@ def test_saved_batch_round_trips_bit_for_bit_with_its_schedule(tmp_path):
         other = getattr(loaded, name)
         assert torch.equal(other, value) if isinstance(value, torch.Tensor) else other == value, name
     assert [file.name for file in tmp_path.iterdir()] == ["batch.safetensors"]
+
+
+def test_pickled_batch_has_the_same_tensors_and_no_pickle_of_torch():
+    batch = three_rows()
+    batch.micro_batches, batch.samples_per_step, batch.tokens_per_step = [[[0, 2], [1]]], [3], [3]
+    written = pickle.dumps(batch, protocol=5)
+    assert b"_rebuild_tensor" not in written
+    read = pickle.loads(written)
+    for name, value in vars(batch).items():
+        other = getattr(read, name)
+        assert (torch.equal(other, value) and other.dtype == value.dtype) if torch.is_tensor(value) else other == value
+    read.tokens[0] = 7  # training may write to it
+    assert batch.tokens[0] == 1
 
 
 def test_foreign_file_is_rejected(tmp_path):

@@ -315,14 +315,12 @@ def held_out_shares(args: Arguments, parallel: ParallelState) -> dict[str, Rollo
     Micro-batches have at most `--max-tokens-per-gpu` tokens, without it as many as the longest of a training batch may.
     Raises ValueError if a row is no pair, or if there are fewer pairs than micro-batches.
     """
-    from transformers import AutoTokenizer
-
     from slimrl.rollout.convert_samples import BatchSchedule
+    from slimrl.rollout.dataset.tokenizer import load_tokenizer
     from slimrl.rollout.preference_rollout import held_out_pairs
     from slimrl.rollout.sft_rollout import held_out_conversations
 
-    trust = args.trusts_remote_code
-    tokenizer = AutoTokenizer.from_pretrained(args.hf_checkpoint, trust_remote_code=trust)
+    tokenizer = load_tokenizer(args.hf_checkpoint, trust_code=args.trusts_remote_code)
     training, shares = BatchSchedule.from_args(args), {}
     for dataset in args.eval_datasets:
         batch = (held_out_pairs if args.reads_pairs else held_out_conversations)(args, dataset, tokenizer)

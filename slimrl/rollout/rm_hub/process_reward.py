@@ -25,6 +25,7 @@ import orjson
 from slimrl.arguments import Arguments
 from slimrl.arguments.hf_config import RewardModelConfig
 from slimrl.data.sample import Sample
+from slimrl.rollout.dataset.tokenizer import load_tokenizer
 from slimrl.rollout.rm_hub.remote import addresses, patience
 from slimrl.rollout.rm_hub.reward_model import (
     ClassifierServers,
@@ -162,14 +163,12 @@ class ProcessRewardModel:
     @classmethod
     def from_args(cls, args: Arguments) -> ProcessRewardModel:
         """The model at `--rm-url`. Raises ValueError if its folder or tokenizer is unsuitable."""
-        from transformers import AutoTokenizer
-
         assert args.rm_model is not None and args.rm_url is not None  # checked by the caller
         assert args.rm_step_separator is not None
         config = RewardModelConfig.read(Path(args.rm_model))
         trust = trusted(args.rm_server_options, args.engine_options)
         read = RewardInput.open(args.rm_model, args.rm_input, args.hf_checkpoint, trust=trust)
-        policy = AutoTokenizer.from_pretrained(args.hf_checkpoint, trust_remote_code=trust[1])
+        policy = load_tokenizer(args.hf_checkpoint, trust_code=trust[1])
         separator = args.rm_step_separator
         marker = separator if args.rm_step_marker is None else args.rm_step_marker
         urls = addresses(args.rm_url)

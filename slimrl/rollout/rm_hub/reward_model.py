@@ -26,6 +26,7 @@ from slimrl.arguments import Arguments
 from slimrl.arguments.hf_config import TOKENIZER_FILES, RewardModelConfig
 from slimrl.data.sample import Sample, SampleStatus
 from slimrl.rollout.dataset.prompt_dataset import MESSAGES_KEY
+from slimrl.rollout.dataset.tokenizer import load_tokenizer
 from slimrl.rollout.rm_hub.remote import RemoteRewardError, ServerPool, addresses, patience
 
 
@@ -57,12 +58,10 @@ class RewardInput:
         Raises ValueError if the form is impossible. `trust`: whether code of the reward model's and of the policy's
         tokenizer may be run.
         """
-        from transformers import AutoTokenizer
-
         if not any((Path(folder) / name).is_file() for name in TOKENIZER_FILES):
             raise ValueError(f"--rm-model {folder} has no tokenizer: copy the reward model's tokenizer files there")
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust[0])
-        policy = AutoTokenizer.from_pretrained(policy_folder, trust_remote_code=trust[1])
+        tokenizer = load_tokenizer(folder, trust_code=trust[0])
+        policy = load_tokenizer(policy_folder, trust_code=trust[1])
         chosen = choose_format(tokenizer, policy, form, folder) if template is None else "template"
         return cls(tokenizer, chosen, policy.all_special_tokens, template)
 
