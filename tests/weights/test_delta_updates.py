@@ -73,6 +73,16 @@ def test_sent_elements_are_the_changed_ones_and_as_few_between_as_the_gaps_need(
     assert delta.values.view("float32").tolist() == [1, 0, 0, 0, 0, 1]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("into", [torch.bfloat16, torch.float16, torch.float32])
+def test_all_values_but_nan_are_copied(dtype, into):
+    source = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype).view(256, 256).t()
+    old = torch.arange(1 << 16).view(256, 256).to(into)
+    expected = torch.where(source.isnan(), old, source.to(into))
+    weight_loaders.copy_sent(old, source)
+    assert torch.equal(old, expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("elements", [0, 1, 3, 4, 1001])
 def test_changed_elements_are_those_with_other_bits(dtype, elements):

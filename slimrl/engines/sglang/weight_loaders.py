@@ -78,11 +78,27 @@ class _CopySent(TorchDispatchMode):
         if function is torch.ops.aten.copy_.default and inputs[1].is_floating_point():
             into, source = inputs[0], inputs[1].to(inputs[0].device)
             for part, own in _in_parts(into, source.expand_as(into)):
-                torch.where(own.isnan(), part, own.to(part.dtype), out=part)
+                copy_sent(part, own)
             return into
         if function._schema.is_mutable:
             self.written.update(address(leaf) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
         return function(*inputs, **(options or {}))
+
+
+# the bits of infinity in these dtypes, above which are those of NaN
+_INFINITY = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
+
+
+def copy_sent(into: Tensor, source: Tensor) -> None:
+    """Copies the elements of `source` that are not NaN."""
+    infinity = _INFINITY.get(source.dtype)
+    if infinity is None or into.dtype != source.dtype:
+        torch.where(source.isnan(), into, source.to(into.dtype), out=into)
+        return
+    # the same on the bits, without a boolean mask, which on a CPU takes three times as long
+    old, new = into.view(torch.int16), source.view(torch.int16)
+    sent = new.bitwise_and(0x7FFF).sub_(infinity + 1).bitwise_right_shift_(15)  # all bits, or none for NaN
+    old.bitwise_xor_(old.bitwise_xor(new).bitwise_and_(sent))
 
 
 _PART = 1 << 17  # elements of a part, which with its mask stays in a processor's cache
