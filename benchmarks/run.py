@@ -5,8 +5,9 @@
 Runs each benchmark of the table below one after the other, with few rounds: about ten minutes on two quiet cores.
 Prints every ratio beside the kept one (benchmarks/kept_ratios.json) and the change as a factor. A ratio that leaves the
 band of its benchmark on either side is marked, and the exit code is then 1: a ratio that improved is also a change to
-look at, and to keep. `--keep` replaces the kept ratios of the benchmarks that ran. Ratios compare two ways in the same
-rounds on one machine, so they hold for other machines as well, as far as the band goes.
+look at, and to keep. A benchmark that fails is named at the end. `--keep` replaces the kept ratios of those that ran.
+Ratios compare two ways in the same rounds on one machine, so they hold for other machines as well, as far as the band
+goes.
 """
 
 from __future__ import annotations
@@ -97,6 +98,18 @@ def measure(benchmark: Benchmark, folder: Path) -> dict[str, float]:
     return read_ratios(file)
 
 
+def measure_all(benchmarks: Sequence[Benchmark]) -> tuple[Ratios, list[str]]:
+    """The ratios of those that succeed, and the errors of the others."""
+    ratios, failures = {}, []
+    with tempfile.TemporaryDirectory() as folder:
+        for benchmark in benchmarks:
+            try:
+                ratios[benchmark.program] = measure(benchmark, Path(folder))
+            except RuntimeError as error:
+                failures.append(str(error))
+    return ratios, failures
+
+
 def show(changes: Sequence[Change]) -> None:
     """Prints one line per ratio; an asterisk marks those outside their band."""
     print(f"\n{'ratio':84}{'kept':>9}{'now':>9}{'change':>9}{'band':>7}")
@@ -116,8 +129,7 @@ def main() -> int:
     options = parser.parse_args()
     chosen = [benchmark for benchmark in BENCHMARKS if benchmark.program in options.only]
     started = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        now = {benchmark.program: measure(benchmark, Path(folder)) for benchmark in chosen}
+    now, failures = measure_all(chosen)
     if options.output is not None:
         _write(options.output, now)
     kept: Ratios = json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.exists() else {}
@@ -125,10 +137,12 @@ def main() -> int:
     show(changes)
     outside = sum(change.outside for change in changes)
     print(f"{len(changes)} ratios, {outside} outside their band, {(time.monotonic() - started) / 60:.1f} minutes")
+    for failure in failures:
+        print(f"not measured: {failure}")
     if options.keep:
         _write(KEPT, {name: (kept | now)[name] for name in names if name in kept | now})
-        return 0
-    return int(outside > 0)
+        return int(bool(failures))
+    return int(outside > 0 or bool(failures))
 
 
 def _write(path: Path, ratios: Ratios) -> None:

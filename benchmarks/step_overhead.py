@@ -138,9 +138,9 @@ def measure(folder: Path, rounds: int, timeline: bool) -> dict[str, list[float]]
         for step in range(rounds):
             times["directly"].append(milliseconds(lambda step=step: direct.train(step, share)))
             placed = []
-            put = milliseconds(lambda placed=placed: placed.append(ray.put(pickle.dumps(share))))
+            put = milliseconds(lambda placed=placed: placed.append(ray.put(pickle.dumps(share, protocol=5))))
             times["pickle and object store"].append(put)
-            times["through Ray"].append(put + milliseconds(lambda s=step, p=placed: group.train(s, p)))
+            times["through Ray"].append(put + milliseconds(lambda s=step, p=placed: group.train(s, [p])))
         group.close()
         gpus.release()
     direct.close()

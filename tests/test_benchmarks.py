@@ -59,6 +59,17 @@ def test_a_kept_ratio_that_is_no_longer_measured_is_marked(run):
     assert [(change.name, change.outside) for change in changes] == [("startup: a", False), ("startup: b", True)]
 
 
+def test_a_benchmark_that_fails_is_named_and_the_others_are_measured(run, monkeypatch):
+    def measure(benchmark, folder):
+        if benchmark.program == "startup":
+            raise RuntimeError("startup ended with exit code 1")
+        return {"a": 2.0}
+
+    monkeypatch.setattr(run, "measure", measure)
+    ratios, failures = run.measure_all([run.Benchmark(name, [], 1.1) for name in ("startup", "grader")])
+    assert (ratios, failures) == ({"grader": {"a": 2.0}}, ["startup ended with exit code 1"])
+
+
 def test_ratios_are_written_and_read_and_must_be_positive_and_finite(run, tmp_path):
     ratios = importlib.import_module("ratios")  # next to run.py
     ratios.write_ratios(tmp_path / "ratios.json", {"a": 0.5})

@@ -22,7 +22,7 @@ from slimrl.data.sample import SampleStatus
 from slimrl.rollout.generation.multi_turn import append_generation
 
 async def generate(args, sample, sampling_params, *, engine):
-    length = min(int(random.Random(sample.index).lognormvariate(6.0, 0.8)) + 1, args.rollout_max_response_len)
+    length = min(int(random.Random(sample.index).lognormvariate(5.3, 0.8)) + 1, args.rollout_max_response_len)
     answer = await engine.generate(sample.tokens, {**sampling_params, "max_new_tokens": length, "ignore_eos": True})
     append_generation(sample, answer)
     sample.response, sample.status = answer.text, SampleStatus.COMPLETED
@@ -41,7 +41,7 @@ def flags(tiny, folder):
         max_weight_staleness=BOUND,
         num_rollout=ROLLOUTS,
         n_samples_per_prompt=2,
-        rollout_max_response_len=1500,
+        rollout_max_response_len=750,
         max_tokens_per_gpu=2048,
         rm_type="random",
         custom_generate_function_path="own_generation.generate",

@@ -16,6 +16,7 @@ import os
 import tempfile
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import ray
@@ -124,7 +125,9 @@ def _state_on(node: str, paths: Sequence[CommonPath]) -> ray.ObjectRef:
 
 @ray.remote
 def _state_of_node(paths: Sequence[CommonPath]) -> NodeState:
-    return NodeState(node_address(), versions(), [problem for path in paths if (problem := path.problem())])
+    with ThreadPoolExecutor(max(len(paths), 1)) as pool:  # each may wait for a file system
+        problems = list(filter(None, pool.map(CommonPath.problem, paths)))
+    return NodeState(node_address(), versions(), problems)
 
 
 @contextlib.contextmanager
