@@ -6,8 +6,8 @@ shown. The limit is memcpy of the same bytes.
 
 `python benchmarks/delta_updates.py --shape 0.3b [--rounds 3] [--bucket-mib 128]`: whole updates into one real SGLang
 server of one rank. Each element moves to the next bf16 value with the probability that the Adam steps of a learning
-rate give (`CHANGED`). In every round all ways send the same weights: shared memory, broadcast and files, in full, and
-as changes by calls and by files (XOR, and places with values). "Finding" reads the old and the new weights once, in
+rate give (`CHANGED`). In every round all ways send the same weights, in full and as changes: by shared memory, by
+broadcast, and by files (XOR, and places with values). "Finding" reads the old and the new weights once, in
 parts that stay in the processor's cache: the least that an update by changes takes on any way. "Faster below": the
 speed of a network or a shared disk, which one machine does not have, below which the saved bytes outweigh the added
 seconds. Every update ends with the full check of all tensors, whose seconds are left out. Needs 8 GiB of memory and 3
@@ -35,8 +35,8 @@ from slimrl.models.model_spec import ModelSpec
 from slimrl.weights.delta_files import changed_elements
 from slimrl.weights.update.export import iter_hf_tensors
 from slimrl.weights.update.topology import EngineEndpoint
-from slimrl.weights.update.transport_delta import DeltaUpdater, serialize
-from slimrl.weights.update.transport_disk import ChangedFiles
+from slimrl.weights.update.transport_changed_files import ChangedFiles
+from slimrl.weights.update.transport_delta import DeltaUpdater, described
 from slimrl.weights.update.weight_updater import ModelSource, WeightUpdater
 
 RATES = (1e-7, 1e-6, 3e-6, 1e-5, 3e-5)
@@ -90,10 +90,11 @@ def measure(rate: float, elements: int) -> list[tuple[float, float, float]]:
         copy.copy_(new)
         copied = time.perf_counter()
         delta = changed_elements("weight", (elements,), old, new)
-        payload = serialize([delta])
+        parts = described([delta])
         ended = time.perf_counter()
         part = float((old.view(torch.int16) != new.view(torch.int16)).double().mean())
-        results.append((part, len(payload) / new.nbytes, (ended - copied) / (copied - begun)))
+        sent = sum(one.nbytes for one in parts.values())
+        results.append((part, sent / new.nbytes, (ended - copied) / (copied - begun)))
         old = new
     return results
 
@@ -135,9 +136,12 @@ def measure_updates(shape: str, rounds: int, bucket_bytes: int) -> None:
             engines = [EngineEndpoint(server.url, [0])]
             ways: dict[str, WeightUpdater] = {
                 "shared memory, full": WeightUpdater.colocated(source, engines, bucket_bytes=bucket_bytes),
+                "shared memory, changes": DeltaUpdater.colocated(source, engines, bucket_bytes=bucket_bytes),
                 "broadcast, full": WeightUpdater.split(source, engines, bucket_bytes=bucket_bytes),
-                "calls, changes": DeltaUpdater.split(source, engines, bucket_bytes=bucket_bytes),
-                "files, full": WeightUpdater.disk(source, engines, place / "full", bucket_bytes=bucket_bytes),
+                "broadcast, changes": DeltaUpdater.split(source, engines, bucket_bytes=bucket_bytes),
+                "files, full": WeightUpdater.disk(
+                    source, engines, place / "full", every_rank=True, bucket_bytes=bucket_bytes
+                ),
             }
             for encoding in ("xor", "overwrite"):
                 changes = ChangedFiles(place / encoding, origin, encoding)
@@ -176,7 +180,7 @@ def time_ways(built: nn.Module, ways: dict[str, WeightUpdater], rounds: int) -> 
         whole = statistics.median(sent["broadcast, full"])
         for way in ways:
             name, _, kind = way.partition(", ")
-            full = {"calls": "broadcast, full"}.get(name, f"{name}, full")
+            full = f"{name}, full"
             bytes_sent, ratio, limit = statistics.median(sent[way]), "", ""
             if kind != "full":
                 ratio = f"{middle[way] / middle[full]:.2f}"

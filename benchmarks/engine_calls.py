@@ -1,6 +1,7 @@
 """What the calls of a weight update cost the training ranks: real ranks, `EngineCalls` and HTTP, instant engines.
 
     OMP_NUM_THREADS=1 python benchmarks/engine_calls.py [--engines 8 64 512 4096] [--ranks 1 2] [--updates 3]
+    OMP_NUM_THREADS=1 python benchmarks/engine_calls.py --changes
 
 Each rank is a process of a gloo group. An update stops all engines, makes them load a folder, names the version and
 lets them continue, as that of `--update-weight-transport disk`; the engines of instant_engines.py answer at once. So
@@ -8,7 +9,8 @@ what is left is control. Prints, per number of engines and of ranks, medians ove
 
 - stop, load, commit: seconds of each part
 - load by 0: seconds of the loads if rank 0 alone calls, as before these were divided over the ranks
-- announce, by 0: seconds to tell all engines of 8 buckets of a broadcast, by all ranks and by rank 0 alone
+- announce, by 0: seconds to tell all engines of 8 buckets of a broadcast, by all ranks and by rank 0 alone; with
+  --changes of buckets of changed elements (`--update-weight-mode delta`)
 - rank us, engine us: CPU of the busiest rank and of an engine per HTTP call, in microseconds
 
 Ranks and engines share this machine's cores, so that seconds include the engines' own work.
@@ -47,16 +49,21 @@ BUCKET = {
 }
 
 
-def rank_main(rank: int, ranks: int, store: str, addresses: list[str], updates: int, results: Any) -> None:
+def rank_main(
+    rank: int, ranks: int, store: str, addresses: list[str], updates: int, results: Any, changes: bool
+) -> None:
     """One training rank; rank 0 sends the medians to `results`."""
     import torch.distributed as dist
 
     from slimrl.observability.tracer import Timeline
     from slimrl.platform.collective_errors import RankSync
-    from slimrl.weights.update.announcements import divided_announcements
+    from slimrl.weights.update.announcements import CHANGES, announce, divided_announcements
     from slimrl.weights.update.engine_fanout import EngineCalls, WeightSyncError, call_all, connect, load_from_disk
     from slimrl.weights.update.topology import EngineEndpoint
+    from slimrl.weights.update.transport_tensor import serialize_call
 
+    sizes = {"described": 4000, "gaps": 16_000_000, "values": 16_000_000, "answers": len(addresses)}
+    bucket = {CHANGES: [serialize_call({"group": "benchmark", "parts": sizes})]} if changes else BUCKET
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     servers, _ = connect([EngineEndpoint(f"http://{one}", [0]) for one in addresses], TIMEOUT_S, None)
     sync = RankSync(rank, WeightSyncError)
@@ -73,10 +80,10 @@ def rank_main(rank: int, ranks: int, store: str, addresses: list[str], updates: 
     def tell(told: list[Any]) -> None:
         for _ in range(BUCKETS):
             if announcements is not None and len(told) < len(servers):
-                announcements.publish(BUCKET)
-            call_all(told, lambda server: server.update_weights_from_distributed(**BUCKET), "announcing")
+                announcements.publish(bucket)
+            call_all(told, lambda server: announce(server, bucket), "announcing")
 
-    def announce() -> None:
+    def announce_all() -> None:
         if announcements is None:
             tell(servers if rank == 0 else [])
             return
@@ -92,7 +99,7 @@ def rank_main(rank: int, ranks: int, store: str, addresses: list[str], updates: 
         parts["cpu"].append(time.process_time() - began)
         timed("by_zero", lambda: sync.run_on_rank_zero(lambda: load_from_disk(servers, "/weights")))
         began = time.process_time()
-        timed("announce", lambda: sync.run_on_all_ranks(announce))
+        timed("announce", lambda: sync.run_on_all_ranks(announce_all))
         parts["announce_cpu"].append(time.process_time() - began)
         timed("announce_by_zero", lambda: sync.run_on_rank_zero(lambda: tell(servers)))
     medians = {name: statistics.median(found) for name, found in parts.items()}
@@ -102,14 +109,14 @@ def rank_main(rank: int, ranks: int, store: str, addresses: list[str], updates: 
     dist.destroy_process_group()
 
 
-def measure(addresses: list[str], ranks: int, updates: int, engines: psutil.Process) -> dict[str, float]:
+def measure(addresses: list[str], ranks: int, updates: int, engines: psutil.Process, changes: bool) -> dict[str, float]:
     """Medians of the updates of these engines by so many ranks; `engine_cpu` is that of all engines in one update."""
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     before = sum(engines.cpu_times()[:2])
     with tempfile.TemporaryDirectory() as folder:
         started = [
-            context.Process(target=rank_main, args=(n, ranks, f"{folder}/store", addresses, updates, results))
+            context.Process(target=rank_main, args=(n, ranks, f"{folder}/store", addresses, updates, results, changes))
             for n in range(ranks)
         ]
         for process in started:
@@ -127,6 +134,7 @@ def main() -> None:
     parser.add_argument("--engines", type=int, nargs="+", default=[8, 64, 512, 4096])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--updates", type=int, default=3)
+    parser.add_argument("--changes", action="store_true", help="buckets have changes of weights")
     options = parser.parse_args()
     print("".join(f"{name:>10}" for name in ("engines", "ranks", "stop s", "load s", "commit s", "load by 0")), end="")
     print("".join(f"{name:>10}" for name in ("announce", "by 0", "rank us", "engine us", "announce")))
@@ -136,7 +144,7 @@ def main() -> None:
         assert served.stdout is not None
         addresses = json.loads(served.stdout.readline())["addresses"]
         for ranks in options.ranks:
-            found = measure(addresses, ranks, options.updates, psutil.Process(served.pid))
+            found = measure(addresses, ranks, options.updates, psutil.Process(served.pid), options.changes)
             seconds = (found[name] for name in ("stop", "load", "commit", "by_zero", "announce", "announce_by_zero"))
             print(f"{engines:>10}{ranks:>10}" + "".join(f"{value:>10.3f}" for value in seconds), end="")
             own = min(-(-engines // ranks), engines) if engines > 32 else engines  # calls of the busiest rank

@@ -15,7 +15,8 @@ as many training ranks as engines, and every process has a core of its own. Per 
 - memory: of driver and manager together, more than without engines, in GiB
 
 `--measured` compares the model with the measurements, of which those at 512 and more were not used for its costs.
-`--before` models the code whose driver passed all batches to every rank and whose rank 0 made all calls.
+"changes" are broadcast, "files" are changes in files. `--before` models the code whose driver passed all batches to
+every rank and whose rank 0 made all calls, with changes in them.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from collections.abc import Callable, Sequence
 ENGINES_OF_ONE_RANK = 32  # as in weights.update.engine_fanout
 GIB = 2**30
 BUCKET = 512 * 2**20
-CHANGED = 0.042  # of the bytes that delta updates send at a learning rate of 1e-6 (delta_updates.py)
+CHANGED, IN_FILES = 0.032, 0.020  # of the bytes: changes at a learning rate of 1e-6, as xor in files (delta_updates.py)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,12 +55,17 @@ class Costs:
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """Bytes per second: the network of a GPU, a copy within a GPU's memory, and the shared storage of all."""
+    """Bytes per second: the network of a GPU, a copy within a GPU's memory, and the shared storage of all.
+
+    `host_read`: an engine's out of the checkpoint in its host's memory; `host` engines share a host.
+    """
 
     network: float = 50e9
     gpu_copy: float = 1e12
     storage_write: float = 2e9
     storage_read: float = 100e9
+    host_read: float = 10e9
+    host: int = 8
 
 
 class Simulation:
@@ -163,7 +169,9 @@ def shares_of(engines: int, ranks: int, *, before: bool) -> list[int]:
     return [len(range(rank, engines, callers)) for rank in range(callers)]
 
 
-def updates(engines: int, weights: float, control: float, loads: float, announcers: Sequence[int]) -> dict[str, float]:
+def updates(
+    engines: int, weights: float, control: float, loads: float, announcers: Sequence[int], *, before: bool
+) -> dict[str, float]:
     """Seconds of a weight update by each transport; `loads` are those of the calls that make engines read files.
 
     `announcers` are the engines that each rank tells of a bucket of a broadcast.
@@ -172,14 +180,19 @@ def updates(engines: int, weights: float, control: float, loads: float, announce
     by_zero = calls_of_ranks([engines], costs, rounds=1)  # one call of rank 0 to every engine
     announced = calls_of_ranks(announcers, costs, rounds=1) + costs.store_layout * (len(announcers) - 1)
     buckets = math.ceil(weights / BUCKET)
-    changed = CHANGED * weights  # to every engine, from rank 0
     files = weights / cluster.storage_write + engines * weights / cluster.storage_read
+    hosts, changed = math.ceil(engines / cluster.host), IN_FILES * weights
+    changed_files = changed / cluster.storage_write + hosts * changed / cluster.storage_read
+    changes = buckets * max(announced, 2 * CHANGED * BUCKET / cluster.network)
+    if before:  # in the calls of rank 0 to every engine, as base64
+        changes = max(buckets * by_zero, engines * CHANGED * 4 / 3 * weights / cluster.network)
     return {
         "shared": control + buckets * (costs.rank_call + costs.engine_call) + weights / cluster.gpu_copy,
         "broadcast": control + buckets * max(announced, 2 * BUCKET / cluster.network),
         "p2p": control + by_zero + weights / cluster.network,
-        "delta": control + max(buckets * by_zero, engines * changed / cluster.network),
+        "changes": control + changes,
         "disk": control + loads + files,
+        "files": control + loads + changed_files + weights / cluster.host_read,
     }
 
 
@@ -198,7 +211,7 @@ def model(engines: int, weights: float, samples_per_engine: int, *, before: bool
         1e6 * rollout(samples, costs) / samples,
         7 * engines + 2 * samples + 3 * ranks,
         control,
-        updates(engines, weights, control, loads, shares),
+        updates(engines, weights, control, loads, shares, before=before),
         (ranks * costs.driver_rank_bytes + samples * costs.manager_sample_bytes) / GIB,
     )
 

@@ -292,6 +292,11 @@ class Arguments(
         return self.update_weight_transport == "nccl" and (not self.colocate or self.critic_num_gpus > 0)
 
     @property
+    def every_rank_loads_files(self) -> bool:
+        """True if the files of weight updates are for servers with slimrl's loader, whose ranks all answer."""
+        return self.update_weight_transport == "disk" and not self.uses_vllm and not self.rollout_external_engine_addrs
+
+    @property
     def has_adapters(self) -> bool:
         """True if policy or critic have LoRA adapters."""
         return self.lora_rank is not None or (self.use_critic and self.critic_lora_rank is not None)

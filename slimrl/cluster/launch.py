@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from slimrl.arguments import Arguments
-from slimrl.arguments.engine_groups import policy_options
+from slimrl.arguments.engine_groups import kv_transfers, policy_options
+from slimrl.engines.backend import backend
 from slimrl.engines.http import KEY_OPTION, Key, new_key, no_server
 from slimrl.engines.protocol import EngineError, EngineUnavailableError
 from slimrl.platform.launch_env import (
@@ -209,6 +210,20 @@ def check_machine_has_operators(machine: Machine, *, bf16: bool, gpu_flags: Sequ
         raise MachineLacksOperatorsError(
             "--true-on-policy-mode computes in float32 on CPUs only, and this machine has a GPU: give --bf16, or set"
             " CUDA_VISIBLE_DEVICES to nothing to train on CPUs"
+        )
+
+
+def check_machine(args: Arguments, launch: Launch) -> None:
+    """Raises EngineUnsupportedError if the engines that the run would start cannot run on this machine."""
+    if args.rollout_gpus and not args.debug_train_only:
+        backend(args.rollout_engine).check_machine(
+            args.hf_checkpoint,
+            cuda=launch.machine.cuda,
+            releases_memory=bool(args.offload_rollout),
+            kv_transfers=kv_transfers(args),
+            mooncake=args.update_weight_transport == "mooncake" and not args.debug_rollout_only,
+            draft_branches=max(map(int, policy_options(args, "speculative_eagle_topk")), default=1),
+            python=args.vllm_python,
         )
 
 

@@ -14,9 +14,9 @@ import ray
 from slimrl.arguments import Arguments
 from slimrl.arguments.engine_groups import policy_options
 from slimrl.cluster.colocate import ColocatedMemory
-from slimrl.cluster.engines.engine_group import adapter_owner, check_machine
+from slimrl.cluster.engines.engine_group import adapter_owner
 from slimrl.cluster.engines.weight_update_recovery import WeightUpdateRecovery, weight_recovery
-from slimrl.cluster.launch import Launch, bind_config, check_servers_reachable, with_key
+from slimrl.cluster.launch import Launch, bind_config, check_machine, check_servers_reachable, with_key
 from slimrl.cluster.nodes.comparison import check_nodes
 from slimrl.cluster.nodes.logs import collected_logs
 from slimrl.cluster.nodes.spares import SpareNodes

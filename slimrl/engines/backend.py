@@ -184,11 +184,14 @@ class EngineBackend(Protocol):
         releases_memory: bool,
         kv_transfers: Sequence[str] = (),
         mooncake: bool = False,
+        draft_branches: int = 1,
+        python: str | None = None,
     ) -> None:
         """Raises EngineUnsupportedError if a server of `model` cannot run on machines with or without `cuda`.
 
         `releases_memory`: between rollouts. `kv_transfers`: what moves KV caches from prefill to decode servers.
-        `mooncake`: it moves weights.
+        `mooncake`: it moves weights. `draft_branches`: a draft model proposes so many tokens for each place. `python`:
+        the interpreter of the engine's own environment; None: this one.
         """
         ...
 

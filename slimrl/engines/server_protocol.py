@@ -262,10 +262,10 @@ class WeightControl(AdapterControl, Protocol):
         """Loads the safetensors of a folder that the server can read."""
 
     def update_weights_from_changes(self, serialized: list[str]) -> None:
-        """Changes elements of the weights; one base64 payload per rank (`weights.update.transport_delta.serialize`)."""
+        """Changes elements of the weights, from shared memory or a broadcast; one base64 payload per rank."""
 
     def pull_weights(self, serialized: list[str]) -> None:
-        """Loads a version through the checkpoint of each host; a payload per rank (`transport_disk.PulledLoad`)."""
+        """Loads a folder, each rank answering in it; a payload per rank (`weights.update.transport_disk`)."""
 
     def update_weights_from_shards(self, serialized: list[str], timeout_s: float | None = None) -> None:
         """One step of a point-to-point update; a payload per rank (`point_to_point.engine_side.serialize_call`)."""

@@ -34,6 +34,9 @@ XOR, OVERWRITE, WHOLE = "xor", "overwrite", "whole"
 COMPRESSION, COMPRESSION_LEVEL = "zstd", 1
 LARGEST_PART = 0.5  # of a bucket's bytes that its changes may have
 FARTHEST = 65536  # elements between two sent ones
+# answers of an engine rank that applied a bucket of changes, or did not (`weights.update.transport_delta`)
+ANSWERS, APPLIED = "answers", 1  # part of the bucket with one byte for each rank, and its value
+REFUSED = "slimrl changes refused"  # key in the store of a broadcast's group
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -64,6 +67,12 @@ def changed_elements(name: str, shape: tuple[int, ...], old: Tensor, new: Tensor
         places = np.insert(places, index, between)
     gaps = np.diff(places, prepend=-1) - 1
     return TensorDelta(name, shape, new.dtype, gaps.astype(np.uint16), after[places])
+
+
+def set_elements(target: Bytes, itemsize: int, gaps: np.ndarray[Any, Any], values: np.ndarray[Any, Any]) -> None:
+    """Writes the sent elements, of `itemsize` bytes each, into `target`, the bytes of a tensor."""
+    places = (gaps.astype(np.int64) + 1).cumsum() - 1
+    target.view(f"u{itemsize}")[places] = values.view(f"u{itemsize}")
 
 
 # -- checksums -----------------------------------------------------------------------------------------------------
@@ -197,9 +206,8 @@ def apply(row: TensorRow, payload: Bytes, target: Bytes) -> None:
             target ^= _decompressed(payload, len(target))
         elif row.form == OVERWRITE:
             raw = _decompressed(payload, row.sent * (2 + row.itemsize))
-            places = (raw[: 2 * row.sent].view(np.uint16).astype(np.int64) + 1).cumsum() - 1
-            bits = np.dtype(f"u{row.itemsize}")
-            target.view(bits)[places] = np.frombuffer(raw[2 * row.sent :].tobytes(), dtype=bits)
+            values = np.frombuffer(raw[2 * row.sent :].tobytes(), dtype=f"u{row.itemsize}")
+            set_elements(target, row.itemsize, raw[: 2 * row.sent].view(np.uint16), values)
         elif row.form == WHOLE:
             target[:] = payload
         else:

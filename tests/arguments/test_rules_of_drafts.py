@@ -96,23 +96,6 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str, str]]]] = {
             ),
         ],
     ),
-    "files_are_for_the_policy_alone": (
-        [("", f"{ALGORITHM} NGRAM {DISK}")],
-        [
-            (
-                "",
-                f"{ALGORITHM} EAGLE {DISK}",
-                "--update-weight-transport disk makes SGLang load the files into the draft model of"
-                f" {ALGORITHM} too: leave one of them out.",
-            ),
-            (
-                file(actor(ONE, drafting(TWO))),
-                DISK,
-                "FILE: model actor, group 1: --update-weight-transport disk makes SGLang load the files into the draft"
-                f" model of {ALGORITHM} too: leave one of them out.",
-            ),
-        ],
-    ),
     "roles_have_one_draft_model": (
         [(file(actor(drafting(PREFILL), drafting(DECODE))), "")],
         [

@@ -189,12 +189,12 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
         ],
     ),
     "delta_updates_fit_the_run": (
-        [],
+        ["--bf16 --update-weight-mode delta --no-offload-rollout"],
         [
             (
                 "--bf16 --update-weight-mode delta",
-                "--colocate reads all weights in the trainer's memory faster than changes are found, and"
-                " --update-weight-mode delta sends changes: leave one of them out.",
+                "--offload-rollout (without --no-offload-rollout on with --colocate) gives up the engines' weights"
+                " while training runs, and --update-weight-mode delta sends changes: leave one of them out.",
             ),
         ],
     ),

@@ -162,8 +162,8 @@ def test_checksum_whose_package_is_absent_is_named(recipe, monkeypatch):
 
 def test_changes_in_files_are_for_engines_on_their_own_gpus(recipe):
     assert sentences(recipe, f"{DELTA_FILES} {LOCAL} local", COLOCATED) == [
-        "--colocate reads all weights in the trainer's memory faster than changes are found, and --update-weight-mode"
-        " delta sends changes: leave one of them out."
+        "--colocate with --update-weight-transport disk needs no files of changes, because the engines reach the"
+        " trainer's memory, and --update-weight-mode delta sends changes: leave one of them out."
     ]
 
 
@@ -190,15 +190,9 @@ def test_group_of_engines_with_experts_on_several_ranks_is_named(recipe):
     assert "model actor, group 1: --sglang-ep-size divides an engine in other ways than tensors" in sentence
 
 
-@pytest.mark.parametrize(("algorithm", "refused"), [("EAGLE3", True), ("NGRAM", False)])
-def test_files_of_a_weight_update_are_not_loaded_into_a_draft_model(algorithm, refused, recipe):
-    more = f"--update-weight-transport disk --update-weight-disk-dir {{dir}} --sglang-speculative-algorithm {algorithm}"
-    _, problems = read_args(recipe.line(more), passthrough={"sglang": server_flags})
-    sentence = (
-        "--update-weight-transport disk makes SGLang load the files into the draft model of"
-        " --sglang-speculative-algorithm too: leave one of them out."
-    )
-    assert (sentence in [problem.sentence for problem in problems]) is refused
-    changes = "--bf16 --update-weight-mode delta --update-weight-local-checkpoint-dir local"
-    _, problems = read_args(recipe.line(f"{more} {changes}"), passthrough={"sglang": server_flags})
-    assert sentence not in [problem.sentence for problem in problems]  # slimrl's loader leaves the draft model alone
+def test_changes_through_shared_memory_are_for_engines_that_keep_their_weights(recipe):
+    assert sentences(recipe, f"{DELTA} --no-offload-rollout", COLOCATED) == []
+    assert sentences(recipe, f"{DELTA} --no-offload-rollout --sglang-pp-size 2", COLOCATED) == [
+        "--sglang-pp-size has stages that answer before they have the changes, and --update-weight-mode delta sends"
+        " changes: leave one of them out."
+    ]

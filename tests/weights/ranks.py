@@ -7,7 +7,7 @@ import functools
 import os
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slimrl.arguments import Arguments
 from slimrl.models.families import family_for
@@ -21,10 +21,19 @@ from slimrl.weights.update.topology import EngineEndpoint
 from tests.mooncake import use_here
 
 if TYPE_CHECKING:
-    from slimrl.weights.update.transport_disk import ChangedFiles
+    from torch import nn
+
+    from slimrl.weights.update.transport_changed_files import ChangedFiles
     from slimrl.weights.update.weight_updater import WeightUpdateReport
 
 BUCKET_BYTES = 20_000  # many small buckets, and an embedding larger than one
+
+
+def share(built: nn.Module) -> None:
+    """Moves the weights into shared memory, as those of a colocated trainer."""
+    parameters = list(built.parameters())
+    for parameter, copy in zip(parameters, shared_copies(parameters), strict=True):
+        parameter.data = copy
 
 
 def weight_updates(
@@ -42,7 +51,8 @@ def weight_updates(
     shared: bool = False,
 ) -> list[WeightUpdateReport | str]:
     """Loads `hf_dir` into a Megatron model and updates the engines from it under each version, `way` being a
-    constructor's name, p2p, or divided: a broadcast of which each rank tells its share of the servers.
+    constructor's name, p2p, files (disk, with an answer of every rank of a server), or divided: a broadcast of which
+    each rank tells its share of the servers.
 
     Returns the report of each weight update, or the text of its error. `shared`: the weights are in shared memory, as
     those of a colocated trainer. With `left`, another updater updates those
@@ -57,7 +67,10 @@ def weight_updates(
 
     few = 1 if way == "divided" else ENGINES_OF_ONE_RANK  # as if there were many servers
     weight_updater.divided_announcements = functools.partial(divided_announcements, of_one_rank=few)
-    way = "split" if way == "divided" else way
+    options: dict[str, Any] = {"bucket_bytes": BUCKET_BYTES, "timeout_s": 60}
+    if way == "files":
+        options["every_rank"] = True
+    way = {"divided": "split", "files": "disk"}.get(way, way)
     # the environment of a run's rank: NCCL reads it when it creates its first communicator
     run = RunFacts(broadcasts_weights=way in ("split", "p2p"))
     os.environ.update(nccl_environment(this_machine(), run, given={}, inherited=os.environ))
@@ -67,17 +80,15 @@ def weight_updates(
     places = {key: getattr(state, key) for key in ("tp_rank", "tp_size", "etp_rank", "etp_size")}
     load_hf_checkpoint(built, shape, family, hf_dir, **places)
     if shared:
-        parameters = list(built.parameters())
-        for parameter, copy in zip(parameters, shared_copies(parameters), strict=True):
-            parameter.data = copy
+        share(built)
     make = PointToPointUpdater if way == "p2p" else getattr(WeightUpdater, way)
     more = (folder,) if way == "disk" else ()
-    updater = make(ModelSource(shape, family, state), engines, *more, bucket_bytes=BUCKET_BYTES, timeout_s=60)
+    updater = make(ModelSource(shape, family, state), engines, *more, **options)
     results: list[WeightUpdateReport | str] = []
     for version in [*versions, *(["left"] if left else [])]:
         if version == "left":
             updater.close_collective()
-            updater = make(ModelSource(shape, family, state), left, *more, bucket_bytes=BUCKET_BYTES, timeout_s=60)
+            updater = make(ModelSource(shape, family, state), left, *more, **options)
         try:
             results.append(updater.update_weights(built, version=version, check_equal=check_equal))
         except WeightSyncError as error:
@@ -114,7 +125,23 @@ class Step:
     part: float = 0.0
     forget: bool = False  # the updater knows nothing of the last update, as after a failed attempt
     lose: Path | None = None  # folder that is removed: the checkpoint of an engine's host
-    damage: bool = False  # the first files that are written get another bit
+    damage: bool = False  # the first files, or changes of a bucket, that are written get another bit
+
+
+def damage_changes(damaged: list[bool]) -> None:
+    """Makes the changes of the next bucket get another bit whenever `damaged` is true; then it becomes false."""
+    from slimrl.weights.update import transport_delta
+
+    described = transport_delta.described
+
+    def with_other_bit(deltas: Any) -> Any:
+        parts = described(deltas)
+        if damaged[0]:
+            parts["values"][-1] ^= 1
+        damaged[0] = False
+        return parts
+
+    transport_delta.described = with_other_bit
 
 
 def delta_updates(
@@ -128,22 +155,34 @@ def delta_updates(
     changes: ChangedFiles | None = None,
     folder: Path | None = None,
     pause_between_s: float = 0.2,
+    way: str = "split",
 ) -> list[WeightUpdateReport]:
-    """Updates the engines by `DeltaUpdater`, each time with full checks; in files of `folder` if there is one."""
+    """Updates the engines by `DeltaUpdater`, each time with full checks; in files of `folder` if there is one.
+
+    `way` is else the name of a constructor, or divided (see `weight_updates`); colocated has its weights in shared
+    memory.
+    """
     import torch
     import xxhash
 
     from slimrl.megatron import parallel
     from slimrl.megatron.model import model_builder
+    from slimrl.weights.update import weight_updater
+    from slimrl.weights.update.announcements import divided_announcements
     from slimrl.weights.update.transport_delta import DeltaUpdater
     from slimrl.weights.update.weight_updater import ModelSource
 
+    if way == "divided":
+        weight_updater.divided_announcements = functools.partial(divided_announcements, of_one_rank=1)
     state = parallel.initialize(args, rank=rank, world_size=world_size, local_rank=rank, init_method=init_method)
     spec, family = ModelSpec.from_args(args), family_for(read_hf_config(hf_dir))
     built = model_builder.build_model(args, state)
     places = {key: getattr(state, key) for key in ("tp_rank", "tp_size", "etp_rank", "etp_size")}
     load_hf_checkpoint(built, spec, family, hf_dir, **places)
     source, damaged = ModelSource(spec, family, state), [False]
+    damage_changes(damaged)
+    if way == "colocated":
+        share(built)
 
     def damage(published: Path) -> None:
         if damaged[0] and rank == 0:
@@ -155,7 +194,8 @@ def delta_updates(
 
     sizes = {"bucket_bytes": BUCKET_BYTES, "timeout_s": 60}
     if folder is None:
-        updater = DeltaUpdater.split(source, engines, **sizes)
+        make = DeltaUpdater.colocated if way == "colocated" else DeltaUpdater.split
+        updater = make(source, engines, **sizes)
     else:
         updater = DeltaUpdater.disk(source, engines, folder, damage, changes=changes, **sizes)
     updater._pause_between_s = pause_between_s

@@ -29,7 +29,7 @@ from slimrl.weights.local_checkpoint import (
     write_answer,
 )
 from slimrl.weights.update.buckets import ReusedBuffer, iter_buckets
-from slimrl.weights.update.transport_disk import ChangedFiles, ChangedFilesTransport
+from slimrl.weights.update.transport_changed_files import ChangedFiles, ChangedFilesTransport
 from tests.megatron.tiny import save_qwen3
 
 Weights = dict[str, torch.Tensor]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import base64
-import pickle
+import dataclasses
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -15,10 +16,12 @@ from slimrl.engines.sglang import weight_loaders
 from slimrl.engines.sglang.control import ServerControl
 from slimrl.engines.sglang.server import ServerProcess
 from slimrl.engines.sglang.server_args import delta_options
-from slimrl.weights.delta_files import FARTHEST, changed_elements
+from slimrl.weights.delta_files import FARTHEST, TensorDelta, changed_elements
+from slimrl.weights.update.engine_fanout import WeightSyncError
 from slimrl.weights.update.topology import EngineEndpoint
-from slimrl.weights.update.transport_delta import serialize
-from slimrl.weights.update.transport_disk import ChangedFiles
+from slimrl.weights.update.transport_changed_files import ChangedFiles
+from slimrl.weights.update.transport_delta import described
+from slimrl.weights.update.transport_disk import EveryRankLoads
 from tests.megatron.launch import RankPool
 from tests.megatron.tiny import save_qwen3, tiny_args
 from tests.weights import ranks
@@ -39,9 +42,8 @@ class Model(torch.nn.Module):
             self.weight.data[len(self.weight) // 2 :].copy_(tensor.t().to(self.weight.dtype))
 
 
-def opened(payload: str) -> list[tuple[str, torch.Tensor]]:
-    found: list[tuple[str, torch.Tensor]] = pickle.loads(base64.b64decode(payload))
-    return found
+def sent(*deltas: TensorDelta) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(part.copy()) for name, part in described(deltas).items()}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -58,7 +60,7 @@ def test_model_has_the_senders_bits_where_elements_changed_and_its_own_elsewhere
     model.load_weights(iter([("part", torch.full((1000, 800), torch.nan, dtype=dtype))]))
     assert model.weight[800:].isnan().all()  # what the loader does without the changes' own way of copying
     model = Model(whole)
-    weight_loaders.load_changes(model, opened(serialize([changed_elements("part", (1000, 800), old, new)])))
+    weight_loaders.apply_changes(model, sent(changed_elements("part", (1000, 800), old, new)))
     assert torch.equal(model.weight[800:], new.view(1000, 800).t()) and torch.equal(model.weight[:800], whole[:800])
 
 
@@ -69,6 +71,16 @@ def test_sent_elements_are_the_changed_ones_and_as_few_between_as_the_gaps_need(
     delta = changed_elements("x", (10 * FARTHEST,), old, new)
     assert delta.gaps.tolist() == [3, 65535, 65535, 65535, 65535, FARTHEST - 4]
     assert delta.values.view("float32").tolist() == [1, 0, 0, 0, 0, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("into", [torch.bfloat16, torch.float16, torch.float32])
+def test_all_values_but_nan_are_copied(dtype, into):
+    source = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype).view(256, 256).t()
+    old = torch.arange(1 << 16).view(256, 256).to(into)
+    expected = torch.where(source.isnan(), old, source.to(into))
+    weight_loaders.copy_sent(old, source)
+    assert torch.equal(old, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -84,11 +96,11 @@ def test_changed_elements_are_those_with_other_bits(dtype, elements):
 
 def test_damaged_changes_are_refused_before_any_weight_changes():
     old, new = torch.zeros(8), torch.ones(8)
-    parts = dict(opened(serialize([changed_elements("part", (4, 2), old, new)])))
+    parts = sent(changed_elements("part", (4, 2), old, new))
     parts["values"][0] += 1
     model = Model(torch.zeros(4, 4))
     with pytest.raises(ValueError, match="arrived with checksum"):
-        weight_loaders.load_changes(model, list(parts.items()))
+        weight_loaders.apply_changes(model, parts)
     assert model.weight.count_nonzero() == 0
 
 
@@ -105,7 +117,7 @@ def test_loader_that_copies_in_threads_leaves_elements_that_were_not_sent():
     new[3] += 1
     model = Threaded(torch.cat([torch.zeros(2, 4), old.view(4, 2).t()]))
     submit = ThreadPoolExecutor.submit
-    weight_loaders.load_changes(model, opened(serialize([changed_elements("part", (4, 2), old, new)])))
+    weight_loaders.apply_changes(model, sent(changed_elements("part", (4, 2), old, new)))
     assert torch.equal(model.weight[2:], new.view(4, 2).t()) and ThreadPoolExecutor.submit is submit
 
 
@@ -133,8 +145,8 @@ def test_model_whose_loader_does_not_copy_is_named(write):
 
     with pytest.raises(ValueError, match="weight has NaN after the changes were loaded"):
         old = torch.zeros(8)
-        weight_loaders.load_changes(
-            Assigns(old), opened(serialize([changed_elements("part", (8,), old, old + old.new_tensor([1, *[0] * 7]))]))
+        weight_loaders.apply_changes(
+            Assigns(old), sent(changed_elements("part", (8,), old, old + old.new_tensor([1, *[0] * 7])))
         )
 
 
@@ -158,21 +170,31 @@ def servers(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield urls
 
 
+PLACES = {
+    "split": ([[2], [3, 4]], [None, None]),
+    "divided": ([[2], [3, 4]], [None, None]),  # the changes of the second are announced by rank 1
+    "colocated": ([[0], [0, 1]], [["a"], ["a", "b"]]),  # the ranks of the second read the memory of one trainer each
+}
+
+
 @pytest.mark.slow
-def test_servers_have_the_trainers_bits_after_full_updates_and_changes(servers, folder):
+@pytest.mark.parametrize("way", PLACES)
+def test_servers_have_the_trainers_bits_after_full_updates_and_changes(way, servers, folder):
     """Each update compares every tensor of every server with the trainer's, by checksums."""
-    engines = [EngineEndpoint(url, gpus) for url, gpus in zip(servers, ([2], [3, 4]), strict=True)]
+    engines = [EngineEndpoint(url, gpus, nodes) for url, gpus, nodes in zip(servers, *PLACES[way], strict=True)]
     args = tiny_args(tensor_model_parallel_size=2, bf16=True)
-    parts = [Step(), Step(0.01), Step(), Step(0.9), Step(0.01), Step(forget=True), Step(0.02)]
+    parts = [Step(), Step(0.01), Step(), Step(0.9), Step(0.01), Step(forget=True), Step(0.02), Step(0.02, damage=True)]
     with RankPool(2) as pool:
-        reports, _ = pool.run(ranks.delta_updates, args, folder, engines, parts, timeout_s=180)
+        reports, _ = pool.run(
+            ranks.delta_updates, args, folder, engines, [*parts, Step(0.01)], None, None, 0.2, way, timeout_s=180
+        )
     whole = reports[0].bytes
     sent = [report.bytes / whole for report in reports]
-    assert sent[0] == sent[3] == sent[5] == 1  # the first, most elements, after a failure
-    # twice for the server of two ranks; names and shapes of the few elements of a bucket are most of it
-    assert all(0.04 < part < 0.5 for part in (sent[1], sent[4], sent[6])) and sent[2] < 0.3
-    assert [report.attempts for report in reports] == [1] * len(parts)
-    assert [ServerControl(url).weight_version() for url in servers] == ["7", "7"]
+    assert sent[0] == sent[3] == sent[5] == sent[7] == 1  # the first, most elements, after a failure
+    # names and shapes of the few elements of a bucket are most of it
+    assert all(0.03 < part < 0.5 for part in (sent[1], sent[4], sent[6], sent[8])) and sent[2] == 0
+    assert [report.attempts for report in reports] == [1] * 7 + [2, 1]
+    assert [ServerControl(url).weight_version() for url in servers] == ["9", "9"]
 
 
 @pytest.mark.slow
@@ -195,3 +217,27 @@ def test_servers_have_the_trainers_bits_after_changes_in_files(servers, folder, 
     assert list(shared.iterdir()) == []
     (checkpoint,) = (path for path in local.iterdir() if path.is_dir())
     assert checkpoint.name.startswith("weight_v000009-")
+
+
+@pytest.mark.slow
+def test_every_rank_answers_for_the_files_of_a_full_update(servers, folder, tmp_path):
+    """The second rank of a server cannot open another file for a while."""
+    of_two_ranks = ServerControl(servers[1])
+    load = EveryRankLoads.of([of_two_ranks], [2])
+    published = tmp_path / "published"
+    shutil.copytree(folder, published)
+    load([of_two_ranks], str(published))  # from then on a load opens no other files than the weights
+    (second,) = (one for one in psutil.Process().children(recursive=True) if "scheduler_TP1" in "".join(one.cmdline()))
+    limits = second.rlimit(psutil.RLIMIT_NOFILE)
+    second.rlimit(psutil.RLIMIT_NOFILE, (3, limits[1]))
+    with pytest.raises(WeightSyncError, match=rf"failed on {servers[1]}: no answer of rank 1 within 1 s in "):
+        dataclasses.replace(load, timeout_s=1)([of_two_ranks], str(published))
+    second.rlimit(psutil.RLIMIT_NOFILE, limits)
+    load([of_two_ranks], str(published))
+    engines = [EngineEndpoint(url, gpus) for url, gpus in zip(servers, ([2], [3, 4]), strict=True)]
+    args = tiny_args(tensor_model_parallel_size=2, bf16=True)
+    with RankPool(2) as pool:
+        (results, _) = pool.run(ranks.weight_updates, args, folder, engines, "files", ["1"], tmp_path / "shared")
+    assert not isinstance(results[0], str), results
+    assert [ServerControl(url).weight_version() for url in servers] == ["1", "1"]
+    assert list((tmp_path / "shared").iterdir()) == []

@@ -136,7 +136,8 @@ def weight_transport_rows(plan: Plan) -> Iterator[tuple[str, str]]:
     if args.update_weight_transport == "disk":
         yield _ROW, f"files: {_files(plan, whole, len(sizes))}"
     elif args.colocate:
-        yield _ROW, _on_shared_gpus(plan, whole)
+        some = "; changes of them from the second update on" if args.update_weight_mode == "delta" else ""
+        yield _ROW, f"{_on_shared_gpus(plan, whole)}{some}"
     elif args.update_weight_mode == "delta":
         yield _ROW, f"changes: {_changes(plan, whole)}"
     elif args.update_weight_transfer_mode == "p2p" and sizes:
@@ -187,10 +188,9 @@ def _on_shared_gpus(plan: Plan, whole: float) -> str:
 
 def _changes(plan: Plan, whole: float) -> str:
     return (
-        f"what differs in bf16 since the last update, as indices and values, to each server by HTTP; the first update,"
-        f" and one after a failure, sends {whole:.3g} GB by {_name(plan)}. It suits a network between trainers and"
-        " engines that is slow for its number of engines; else a broadcast or point to point (--update-weight-transfer-"
-        "mode p2p) is faster"
+        f"what differs in bf16 since the last update, as indices and values, broadcast by {_name(plan)}; the first"
+        f" update, and one after a failure, sends {whole:.3g} GB. They suit slow networks between trainers and engines;"
+        " else a broadcast of all weights or point to point (--update-weight-transfer-mode p2p) is faster"
     )
 
 

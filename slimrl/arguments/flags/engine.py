@@ -97,7 +97,8 @@ class WeightUpdateArguments:
     )
     update_weight_mode: str = flag(
         "full",
-        "send all weights, or (delta) the elements that changed since the last update, to engines on GPUs of their own",
+        "send all weights, or (delta) the elements that changed since the last update; with --colocate it needs"
+        " --no-offload-rollout",
         choices=("full", "delta"),
     )
     update_weight_disk_keep_files: bool = flag(
@@ -108,7 +109,7 @@ class WeightUpdateArguments:
     update_weight_delta_encoding: str | None = flag(
         None,
         "encoding of the changes of --update-weight-mode delta: new bytes XOR old ones, or places and new values"
-        " (xor in files, which is the smaller one; overwrite in calls, which have no other)",
+        " (xor in files, which is the smaller one; overwrite without files, which have no other)",
         choices=("xor", "overwrite"),
     )
     update_weight_delta_checksum: str = flag(

@@ -117,7 +117,6 @@ TRAINING_RULES: tuple[Rule, ...] = (
     servers.engine_context_holds_a_sample,
     drafts.draft_models_can_be_served,
     drafts.drafts_are_accepted_by_their_probability,
-    drafts.files_are_for_the_policy_alone,
     drafts.roles_have_one_draft_model,
     groups.groups_have_engines_of_the_run,
     groups.prefill_leaves_gpus_to_decode,

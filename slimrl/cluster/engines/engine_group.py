@@ -18,7 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from slimrl.arguments import Arguments
-from slimrl.arguments.engine_groups import DECODE, PREFILL, EnginePlace, group_flags, kv_transfers, policy_places
+from slimrl.arguments.engine_groups import (
+    DECODE,
+    PREFILL,
+    EnginePlace,
+    group_flags,
+    policy_places,
+)
 from slimrl.cluster.engines.engine import Engine, EngineActorConfig, ServerSettings
 from slimrl.cluster.engines.health_monitor import ServerExit
 from slimrl.cluster.launch import LOOPBACK, Launch, key_of, server_host
@@ -162,18 +168,6 @@ def adapter_owner(args: Arguments) -> str:
     if args.shared_adapter is None:
         return ""
     return owner_of(Path(args.run_dir if args.save is None or args.eval_only else args.save))
-
-
-def check_machine(args: Arguments, launch: Launch) -> None:
-    """Raises EngineUnsupportedError if the engines that the run would start cannot run on this machine."""
-    if args.rollout_gpus and not args.debug_train_only:
-        backend(args.rollout_engine).check_machine(
-            args.hf_checkpoint,
-            cuda=launch.machine.cuda,
-            releases_memory=bool(args.offload_rollout),
-            kv_transfers=kv_transfers(args),
-            mooncake=args.update_weight_transport == "mooncake" and not args.debug_rollout_only,
-        )
 
 
 AnyEngine = Engine | ExternalEngine
@@ -388,7 +382,7 @@ def _weight_update_options(args: Arguments) -> dict[str, Any]:
     adapters = AdapterConfig.from_args(args)
     if adapters is not None and args.engines_have_adapters:
         return backend(args.rollout_engine).adapter_options(adapters, releases_memory=bool(args.offload_rollout))
-    if args.update_weight_mode == "delta":
+    if args.update_weight_mode == "delta" or args.every_rank_loads_files:
         return backend(args.rollout_engine).delta_options(args.sglang_options)
     if args.update_weight_transfer_mode == "p2p":
         return backend(args.rollout_engine).point_to_point_options(args.sglang_options)

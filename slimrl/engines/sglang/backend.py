@@ -91,10 +91,18 @@ class SglangBackend:
         releases_memory: bool,
         kv_transfers: Sequence[str] = (),
         mooncake: bool = False,
+        draft_branches: int = 1,
+        python: str | None = None,
     ) -> None:
-        """Both kinds of machines serve every model; see `kv_transfer.check_installed`."""
+        """Both kinds of machines serve every model, a CPU with chains of drafts; see `kv_transfer.check_installed`."""
+        from slimrl.engines.protocol import EngineUnsupportedError
         from slimrl.engines.sglang.kv_transfer import check_installed, check_mooncake
 
+        if not cuda and draft_branches > 1:
+            raise EngineUnsupportedError(
+                f"--sglang-speculative-eagle-topk {draft_branches} (speculative_eagle_topk of a group) makes trees of"
+                " drafts, for which SGLang has no kernels on a CPU: give 1, which makes chains"
+            )
         if mooncake:
             check_mooncake()
         for transfer in kv_transfers:

@@ -34,6 +34,7 @@ ENVIRONMENT = Path(__file__).parent / "environment"  # the modules that run insi
 PYTHON_FLAG = "--vllm-python"
 PRINT_FLAGS, MARK = "--slimrl-print-flags", "slimrl_vllm_flags:"  # as in environment/slimrl_vllm_server.py
 PROBE_TIMEOUT_S = 180.0
+TESTED = "0.27.1"  # the version that slimrl's modules there were written for
 
 _SIZE = "--rollout-num-gpus-per-engine is the number of GPUs of an engine on one node"
 _NODES = "an engine has one node"
@@ -75,7 +76,24 @@ _TYPES: dict[str, Any] = {"int": int, "float": float, "str": None}
 
 def server_flags(python: str) -> dict[str, PassthroughFlag]:
     """Flag -> declaration, of the vllm that `python` imports. Raises ImportError if that is not possible."""
-    command = [python, str(ENVIRONMENT / "slimrl_vllm_server.py"), PRINT_FLAGS]
+    check_environment(python)
+    return passed_flags(_printed(python, "slimrl_vllm_server.py", PRINT_FLAGS))
+
+
+def check_environment(python: str) -> None:
+    """Raises ImportError, naming the version, if the vllm of `python` lacks what slimrl's modules take from it."""
+    found = _printed(python, "slimrl_vllm_check.py")
+    if absent := found["absent"]:
+        more = f" and {len(absent) - 1} more names" if len(absent) > 1 else ""
+        raise ImportError(
+            f"{python} has vllm {found['version']} without {absent[0]}{more}, which slimrl's calls need: install vllm"
+            f" {TESTED} there, or name the interpreter of an environment that has it ({PYTHON_FLAG})"
+        )
+
+
+def _printed(python: str, script: str, *words: str) -> Any:
+    """The JSON that a script in vLLM's environment prints behind `MARK`. Raises ImportError without one."""
+    command = [python, str(ENVIRONMENT / script), *words]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -84,7 +102,7 @@ def server_flags(python: str) -> dict[str, PassthroughFlag]:
     if done.returncode or not lines:
         last = (done.stderr.strip().splitlines() or ["it prints nothing"])[-1]
         raise ImportError(f"{python} has no usable vllm: {last}; {PYTHON_FLAG} names the interpreter of one that has")
-    return passed_flags(json.loads(lines[-1]))
+    return json.loads(lines[-1])
 
 
 def passed_flags(described: Sequence[dict[str, Any]]) -> dict[str, PassthroughFlag]:
@@ -187,10 +205,20 @@ class VllmBackend:
         releases_memory: bool,
         kv_transfers: Sequence[str] = (),
         mooncake: bool = False,
+        draft_branches: int = 1,
+        python: str | None = None,
     ) -> None:
-        """On a CPU vLLM has no sleep mode, and no attention of heads of other sizes than `CPU_HEAD_SIZES`."""
+        """Its environment has what slimrl's modules there take from vllm.
+
+        On a CPU vLLM has no sleep mode, and no attention of heads of other sizes than `CPU_HEAD_SIZES`.
+        """
+        from slimrl.engines.protocol import EngineUnsupportedError
         from slimrl.engines.vllm.server import check_cpu_can_serve
 
+        try:
+            check_environment(python or sys.executable)
+        except ImportError as error:
+            raise EngineUnsupportedError(str(error)) from None
         if not cuda:
             check_cpu_can_serve(Path(model), releases_memory=releases_memory)
 

@@ -29,6 +29,7 @@ from slimrl.weights.update.engine_fanout import ENGINES_OF_ONE_RANK, WeightSyncE
 WHAT = "updating weights from a broadcast"
 LOOK_INTERVAL_S = 0.1  # between looks for the failure of another rank
 FAILURE_GRACE_S = 5.0  # for the own calls to fail, too
+CHANGES = "changes"
 _END = b""  # in place of a layout: no more buckets
 _PREFIX = "slimrl-announcements"
 
@@ -39,6 +40,14 @@ def divided_announcements(
     """This rank's part, if the servers are so many that several ranks announce to them; collective."""
     callers = callers_of(len(servers), ranks, of_one_rank)
     return Announcements(default_store(), servers, rank, callers, timeout_s) if callers > 1 else None
+
+
+def announce(server: WeightControl, call: dict[str, Any]) -> None:
+    """Tells a server of a bucket: of weights, or of changes, whose payloads are in `call`."""
+    if CHANGES in call:
+        server.update_weights_from_changes(call[CHANGES])
+    else:
+        server.update_weights_from_distributed(**call)
 
 
 def default_store() -> KeyStore:
@@ -159,7 +168,7 @@ class Announcements:
             raise
 
     def _tell(self, call: dict[str, Any]) -> None:
-        call_all(self.own, lambda server: server.update_weights_from_distributed(**call), WHAT)
+        call_all(self.own, lambda server: announce(server, call), WHAT)
 
     def _layout(self, store: KeyStore, key: str) -> bytes:
         try:

@@ -34,11 +34,15 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """`flat` ([bytes], uint8) holds the packed tensors of `entries` one after another."""
+    """`flat` ([bytes], uint8) holds the packed tensors of `entries` one after another.
+
+    With `changes` these are not weights but changes of them (`transport_delta`), for the engines' loader of changes.
+    """
 
     flat: Tensor
     entries: tuple[Entry, ...]
     last: bool
+    changes: bool = False
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(name, view into the buffer) of each tensor."""

@@ -1,82 +1,103 @@
 """Delta weight updates (--update-weight-mode delta): the elements that changed since the last update, as values.
 
 One optimizer step at the learning rates of reinforcement learning leaves most bf16 weights as they were. The sender
-keeps the weights of the last update in host memory. Of each bucket it sends the changed elements in one HTTP call to
-every server, or, if that is more than a part of the bucket, the whole bucket as without this mode. The servers' loader
-is `slimrl.engines.sglang.weight_loaders.load_changes`.
+keeps the weights of the last update in host memory. Of each bucket it sends the changed elements, or, if these are more
+than a part of the bucket, the whole bucket as without this mode. Both go the same way: by broadcast, or through shared
+memory to engines on the trainer's GPUs. With --update-weight-transport disk they are files (`transport_changed_files`).
 
-With --update-weight-transport disk the changes are files (`transport_disk.ChangedFilesTransport`).
-
-Wire format: of each tensor the gaps between changed elements (uint16, one less than the distance; farther elements have
-unchanged ones between them) and their new values. Both sides hash the bytes with XXH3 (128 bits). After a failed update
-the next attempt sends whole buckets.
+The changes of a bucket are a smaller bucket of bytes: a description in JSON, the gaps between changed elements of every
+tensor (uint16, one less than the distance; farther elements have unchanged ones between them), their new values, and
+room for the answers of engine ranks that read shared memory. Both sides hash gaps and values with XXH3 (128 bits). The
+servers' loader is `slimrl.engines.sglang.weight_loaders.load_changes`. A server that could not apply changes is known
+after the last bucket. After a failed update the next attempt sends whole buckets.
 """
 
 from __future__ import annotations
 
-import base64
-import functools
+import dataclasses
 import json
-import pickle
-from collections.abc import Collection, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor, nn
 
-from slimrl.engines.server_protocol import WeightControl
-from slimrl.weights.delta_files import LARGEST_PART, TensorDelta, changed_elements
+from slimrl.weights.delta_files import ANSWERS, LARGEST_PART, Bytes, TensorDelta, changed_elements, set_elements
 from slimrl.weights.update.buckets import Bucket, BufferAllocator, Entry, Transport
-from slimrl.weights.update.engine_fanout import collect_results
-from slimrl.weights.update.transport_disk import ChangedFilesTransport
-from slimrl.weights.update.transport_tensor import Rebuilt
+from slimrl.weights.update.transport_changed_files import ChangedFilesTransport
 from slimrl.weights.update.weight_updater import WeightUpdater
 
-IN_BASE64 = 4 / 3  # bytes of the call for each byte
+
+class ChangesTransport(Transport, Protocol):
+    """A `Transport` whose `start` also takes buckets of changes, packed into `changes_buffer`."""
+
+    @property
+    def changes_buffer(self) -> BufferAllocator:
+        """Memory for the next bucket of changes."""
+
+    def check_changes(self) -> None:
+        """Raises WeightSyncError naming the servers that could not apply changes; called after the last bucket."""
 
 
-def serialize(deltas: Sequence[TensorDelta]) -> str:
-    """SGLang's payload of named tensors: a description in JSON, all gaps, and all values as bytes."""
-    gaps = b"".join(delta.gaps.tobytes() for delta in deltas)
-    values = b"".join(delta.values.tobytes() for delta in deltas)
-    described = {
-        "checksum": xxhash.xxh3_128_hexdigest(gaps + values),
-        "tensors": [
-            {
-                "name": delta.name,
-                "shape": delta.shape,
-                "dtype": str(delta.dtype).removeprefix("torch."),
-                "sent": len(delta.gaps),
-            }
-            for delta in deltas
-        ],
-    }
-    parts = {"described": json.dumps(described).encode(), "gaps": gaps, "values": values}
-    make = functools.partial(torch.frombuffer, dtype=torch.uint8)
-    # a buffer must not be empty
-    named = [(name, Rebuilt(make, (bytearray(data + b"\0"),))) for name, data in parts.items()]
-    return base64.b64encode(pickle.dumps(named, protocol=5)).decode("ascii")
+def described(deltas: Sequence[TensorDelta]) -> dict[str, Bytes]:
+    """The parts of a bucket of changes: "described" (JSON), "gaps" and "values" of all tensors."""
+    gaps, values = _joined([delta.gaps for delta in deltas]), _joined([delta.values for delta in deltas])
+    checksum = xxhash.xxh3_128(gaps.data)
+    checksum.update(values.data)
+    tensors = [
+        {
+            "name": delta.name,
+            "shape": delta.shape,
+            "dtype": str(delta.dtype).removeprefix("torch."),
+            "sent": len(delta.gaps),
+        }
+        for delta in deltas
+    ]
+    text = json.dumps({"checksum": checksum.hexdigest(), "tensors": tensors}).encode()
+    return {"described": np.frombuffer(text, dtype=np.uint8), "gaps": gaps, "values": values}
+
+
+def _joined(parts: Sequence[np.ndarray[Any, Any]]) -> Bytes:
+    return np.concatenate([np.empty(0, dtype=np.uint8), *(part.view(np.uint8) for part in parts)])
+
+
+def packed(parts: Mapping[str, Bytes], answers: int, buffer: BufferAllocator) -> Bucket:
+    """The bucket of such parts in memory of `buffer`, with room for so many answers."""
+    sizes = {name: part.nbytes for name, part in parts.items()} | {ANSWERS: answers}
+    flat, entries, end = buffer.take(sum(sizes.values())), [], 0
+    for name, size in sizes.items():
+        start, end = end, end + size
+        entries.append(Entry(name, (size,), torch.uint8, start, end))
+        if name == ANSWERS:
+            flat[start:end] = 0
+        elif size:
+            flat[start:end].copy_(torch.from_numpy(parts[name].copy()))
+    return Bucket(flat, tuple(entries), last=False, changes=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kept:
+    """The tensors of a bucket as the servers have them, flat in host memory."""
+
+    layout: list[tuple[str, tuple[int, ...], torch.dtype]]
+    tensors: list[Tensor]
 
 
 class DeltaTransport:
-    """Sends changes to all `servers`, and whole buckets through `inner`, which reaches the same servers."""
+    """Sends changes and whole buckets through `inner`."""
 
-    def __init__(
-        self, inner: Transport, servers: Sequence[WeightControl], engine_sizes: Sequence[int], fused: Collection[str]
-    ) -> None:
-        """`engine_sizes` are the servers' tensor-parallel sizes.
+    def __init__(self, inner: ChangesTransport, engine_ranks: int, fused: Collection[str]) -> None:
+        """`engine_ranks` are those of all engines of the update.
 
         `fused` are the tensors that the servers need in one call with the next one.
         """
         self.saved_bytes = 0  # of the buckets of an update, by sending changes
-        self._inner = inner
-        self._servers, self._sizes, self._fused = list(servers), list(engine_sizes), fused
-        self._pool = ThreadPoolExecutor(max_workers=len(self._servers), thread_name_prefix="weight-changes")
-        self._sent: list[tuple[tuple[Entry, ...], Tensor]] = []  # of the last complete update
-        self._taken: list[tuple[tuple[Entry, ...], Tensor]] = []  # of this one
-        self._calls: list[Future[None]] | None = None
+        self._inner, self._ranks, self._fused = inner, engine_ranks, fused
+        self._kept: list[_Kept] = []  # of the last complete update, changed to those of this one
+        self._number = 0  # of the next bucket
+        self._ends = False  # the last bucket has been started
 
     @property
     def buffer(self) -> BufferAllocator:
@@ -85,66 +106,66 @@ class DeltaTransport:
 
     def opens(self, tensor: Tensor) -> bool:
         """See `Transport.opens`."""
-        return False
+        return self._inner.opens(tensor)
 
     def start(self, bucket: Bucket) -> None:
-        """Starts sending the changes of a bucket, or the bucket."""
-        number, flat = len(self._taken), bucket.flat.to("cpu", copy=True)
-        self._taken.append((bucket.entries, flat))
-        payload = self._payload(number) if number < len(self._sent) else None
-        sent = 0 if payload is None else len(payload) * max(self._sizes)  # the call has it once for each rank
-        if payload is None or sent > LARGEST_PART * bucket.nbytes:
+        """Finds the changes of a bucket, while the servers load the one before, and starts sending them, or it."""
+        number, self._number, self._ends = self._number, self._number + 1, bucket.last
+        on_host = dataclasses.replace(bucket, flat=bucket.flat.cpu())
+        new = [tensor.detach().reshape(-1) for _, tensor in on_host.tensors()]
+        layout = [(entry.name, entry.shape, entry.dtype) for entry in bucket.entries]
+        deltas = None
+        if number < len(self._kept) and self._kept[number].layout == layout:
+            deltas = self._update(self._kept[number], new, bucket.nbytes)
+        else:
+            self._kept[number:] = [_Kept(layout, [tensor.clone() for tensor in new])]
+        self._inner.finish()
+        if deltas is None:
             self._inner.start(bucket)
-            return
-        self.saved_bytes += bucket.nbytes - sent
-        self._calls = [
-            self._pool.submit(server.update_weights_from_changes, [payload] * size)
-            for server, size in zip(self._servers, self._sizes, strict=True)
-        ]
+        elif deltas:
+            changes = packed(described(deltas), self._ranks, self._inner.changes_buffer)
+            self.saved_bytes += bucket.nbytes - changes.nbytes
+            self._inner.start(changes)
+        else:
+            self.saved_bytes += bucket.nbytes
 
-    def _payload(self, number: int) -> str | None:
-        """None if the bucket has other tensors than that of the last update, or too many changes."""
-        (entries, new), (before, old) = self._taken[number], self._sent[number]
-        if [(entry.name, entry.start, entry.end) for entry in entries] != [(e.name, e.start, e.end) for e in before]:
+    def _update(self, kept: _Kept, new: Sequence[Tensor], nbytes: int) -> list[TensorDelta] | None:
+        """Makes the kept tensors equal to the new ones; returns the changes, None if they are too many."""
+        found = [
+            changed_elements(name, shape, before, after)
+            for (name, shape, _), before, after in zip(kept.layout, kept.tensors, new, strict=True)
+        ]
+        for delta, before in zip(found, kept.tensors, strict=True):
+            if len(delta.gaps):
+                set_elements(before.view(torch.uint8).numpy(), before.itemsize, delta.gaps, delta.values)
+        if sum(delta.gaps.nbytes + delta.values.nbytes for delta in found) > LARGEST_PART * nbytes:
             return None
-        deltas = list(_deltas(entries, old, new))
-        sent = sum(delta.gaps.nbytes + delta.values.nbytes for delta in deltas)
-        if sent * IN_BASE64 * max(self._sizes) > LARGEST_PART * new.nbytes:
-            return None
-        return serialize([delta for delta, wanted in zip(deltas, _wanted(deltas, self._fused), strict=True) if wanted])
+        return [delta for delta, wanted in zip(found, _wanted(found, self._fused), strict=True) if wanted]
 
     def finish(self) -> None:
-        """See `Transport.finish`."""
-        calls, self._calls = self._calls, None
-        if calls is None:
+        """Waits for the last bucket of an update. `start` waits for the one before."""
+        if self._ends:
             self._inner.finish()
-        else:
-            collect_results(self._servers, calls, "applying changed weights")
+            self._inner.check_changes()
 
     def release(self) -> None:
         """Every server has the weights: the next update sends what differs from them."""
-        self._sent, self._taken = self._taken, []
+        self._number, self._ends = 0, False
         self._inner.release()
 
     def reset(self) -> None:
         """See `Transport.reset`; the servers may have any mixture of weights."""
-        self._sent, self._taken, self._calls = [], [], None
+        self._kept = []
+        self._number, self._ends = 0, False
         self._inner.reset()
 
     def close(self) -> None:
         """See `Transport.close`."""
-        self._pool.shutdown()
         self._inner.close()
 
     def leave(self) -> None:
         """See `Transport.leave`."""
         self._inner.leave()
-
-
-def _deltas(entries: Sequence[Entry], old: Tensor, new: Tensor) -> Iterator[TensorDelta]:
-    for entry in entries:
-        before, after = (flat[entry.start : entry.end].view(entry.dtype) for flat in (old, new))
-        yield changed_elements(entry.name, entry.shape, before, after)
 
 
 def _wanted(deltas: Sequence[TensorDelta], fused: Collection[str]) -> list[bool]:
@@ -163,17 +184,16 @@ def _wanted(deltas: Sequence[TensorDelta], fused: Collection[str]) -> list[bool]
 
 
 class DeltaUpdater(WeightUpdater):
-    """A `WeightUpdater` for engines on GPUs of their own, by calls and broadcasts or by files (`disk`)."""
+    """A `WeightUpdater` that sends changes: by broadcast, through shared memory (`colocated`) or by files (`disk`)."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         """As `WeightUpdater`."""
         super().__init__(*arguments, **options)
         fused = set(self._source.family.names_with_next(self._source.spec))
+        inner: Iterator[Any] = iter(self._transports)
         self._deltas = [
-            one
-            if isinstance(one, ChangedFilesTransport)
-            else DeltaTransport(one, self._servers, self._engine_sizes, fused)
-            for one in self._transports
+            one if isinstance(one, ChangedFilesTransport) else DeltaTransport(one, sum(self._engine_sizes), fused)
+            for one in inner
         ]
         self._transports = self._deltas
 

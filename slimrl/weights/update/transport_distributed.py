@@ -12,6 +12,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import itertools
+import json
 import socket
 import time
 import uuid
@@ -32,9 +34,11 @@ from torch.distributed.distributed_c10d import (
 
 from slimrl.engines.server_protocol import WeightControl
 from slimrl.platform.launch_env import NCCL_GRACE
-from slimrl.weights.update.announcements import FAILURE_GRACE_S, WHAT, Announcements
+from slimrl.weights.delta_files import REFUSED
+from slimrl.weights.update.announcements import CHANGES, FAILURE_GRACE_S, WHAT, Announcements, announce
 from slimrl.weights.update.buckets import Bucket, DoubleBuffer, ReusedBuffer
 from slimrl.weights.update.engine_fanout import WeightSyncError, call_all, collect_results
+from slimrl.weights.update.transport_tensor import serialize_call
 
 BACKLOG = 2048
 
@@ -88,6 +92,7 @@ class DistributedTransport:
         With `announcements` other ranks tell a part of the servers of each bucket.
         """
         self.buffer = DoubleBuffer(ReusedBuffer(device), ReusedBuffer(device))
+        self.changes_buffer = ReusedBuffer(device)
         self._servers = servers
         self._announcements = announcements
         self._told = servers if announcements is None else announcements.own  # by this rank
@@ -112,7 +117,7 @@ class DistributedTransport:
         call = self._call(bucket)
         if self._announcements is not None:
             self._announcements.publish(call)
-        answers = [self._pool.submit(server.update_weights_from_distributed, **call) for server in self._told]
+        answers = [self._pool.submit(announce, server, call) for server in self._told]
         # In a thread: the first broadcast creates NCCL's communicator, which waits for every server without a time
         # limit, and a server that rejects the bucket never joins.
         self._flight = _Flight(self._pool.submit(self._broadcast, self._group, bucket.flat), answers)
@@ -131,6 +136,15 @@ class DistributedTransport:
         self._wait(self._flight)
         collect_results(self._told, self._flight.answers, WHAT)
         self._flight = None
+
+    def check_changes(self) -> None:
+        """Raises WeightSyncError naming a server that could not apply changes, whose last bucket has been sent."""
+        store = None if self._group is None else _world.pg_map[self._group][1]
+        if store is not None and store.check([REFUSED]):
+            rank, error = json.loads(store.get(REFUSED))
+            last = itertools.accumulate(self._engine_sizes)
+            url = next(server.url for server, end in zip(self._servers, last, strict=True) if rank <= end)
+            raise WeightSyncError(f"applying changes of weights failed on {url}: {error}")
 
     def release(self) -> None:
         """Keeps no memory for later stages, because servers with pipeline stages do not use this transport."""
@@ -182,7 +196,11 @@ class DistributedTransport:
             return group.broadcast([flat], options)
 
     def _call(self, bucket: Bucket) -> dict[str, Any]:
-        """The arguments of `update_weights_from_distributed`, with which a server takes part in the broadcast."""
+        """What makes a server take part in the broadcast (`announce`)."""
+        if bucket.changes:
+            parts = {entry.name: entry.end - entry.start for entry in bucket.entries}
+            payload = serialize_call({"group": self._group_name, "parts": parts})
+            return {CHANGES: [payload] * max(self._engine_sizes)}
         return {
             "names": [entry.name for entry in bucket.entries],
             "dtypes": [str(entry.dtype).removeprefix("torch.") for entry in bucket.entries],

@@ -15,9 +15,10 @@ import base64
 import dataclasses
 import functools
 import itertools
+import json
 import pickle
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -26,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slimrl.engines.server_protocol import WeightControl
+from slimrl.weights.delta_files import ANSWERS, APPLIED
 from slimrl.weights.update.buckets import Bucket, Entry
 from slimrl.weights.update.engine_fanout import WeightSyncError, collect_results
 from slimrl.weights.update.shared_memory import (
@@ -48,6 +50,13 @@ class Rebuilt:
         return self._call
 
 
+def serialize_call(call: Mapping[str, Any]) -> str:
+    """SGLang's payload of one tensor named "call": what one of slimrl's loaders in the server is to do, as JSON."""
+    make = functools.partial(torch.frombuffer, dtype=torch.uint8)
+    named = [("call", Rebuilt(make, (bytearray(json.dumps(call).encode()),)))]
+    return base64.b64encode(pickle.dumps(named, protocol=5)).decode("ascii")
+
+
 def serialize(bucket: Bucket, references: Sequence[Reference]) -> str:
     """The bucket as SGLang's "flattened_bucket" payload: a pickle in base64 that holds references, no weights.
 
@@ -60,6 +69,19 @@ def serialize(bucket: Bucket, references: Sequence[Reference]) -> str:
         "metadata": [described(entry) for entry in bucket.entries],
     }
     return base64.b64encode(pickle.dumps(payload)).decode("ascii")
+
+
+def serialize_changes(bucket: Bucket, references: Sequence[Reference], answer: int) -> str:
+    """A bucket of changes as SGLang's list of named tensors; `answer` is the place of the receiver's byte.
+
+    `references` as in `serialize`.
+    """
+    flat = Rebuilt(*references[0]) if len(references) == 1 else _of_own_rank(references)
+    places = {entry.name: (entry.start, entry.end) for entry in bucket.entries}
+    start, _ = places[ANSWERS]
+    places[ANSWERS] = start + answer, start + answer + 1
+    named = [(name, Rebuilt(torch.as_strided, (flat, (e - s,), (1,), s))) for name, (s, e) in places.items()]
+    return base64.b64encode(pickle.dumps(named)).decode("ascii")
 
 
 def _of_own_rank(references: Sequence[Reference]) -> Rebuilt:
@@ -113,13 +135,15 @@ LOAD_FORMAT = "flattened_bucket"
 class EngineLink:
     """One engine and, for each of its ranks, the trainer rank that sends to it.
 
-    `group` is a gloo group of the senders, None if there is only one.
+    `group` is a gloo group of the senders, None if there is only one. `first` is the number of the engine's first rank
+    among the ranks of all engines.
     """
 
     server: WeightControl
     tensor_parallel_size: int
     senders: tuple[int, ...]
     group: dist.ProcessGroup | None
+    first: int = 0
 
     @property
     def leader(self) -> int:
@@ -138,6 +162,8 @@ class EngineLink:
             return None
         by_engine_rank = [references[rank] for rank in self.senders]
         size = self.tensor_parallel_size
+        if bucket.changes:
+            return [serialize_changes(bucket, [by_engine_rank[n]], self.first + n) for n in range(size)]
         if bucket.has_shared:  # then there is one sender
             return [serialize_named(bucket, own)] * size
         if self.has_stages and len(references) > 1:
@@ -176,6 +202,9 @@ class TensorTransport:
             return CudaSharedBuffer(device) if device.type == "cuda" else HostSharedBuffer(keep=keep)
 
         self.buffer: SharedBuffer = SharedDoubleBuffer(make(), make())
+        self.changes_buffer = make()
+        self._changes: Bucket | None = None  # in flight
+        self._refused: list[str] = []  # engine ranks that did not apply changes
 
     def opens(self, tensor: Tensor) -> bool:
         """See `Transport.opens`; servers of several senders open only buckets."""
@@ -184,8 +213,10 @@ class TensorTransport:
     def start(self, bucket: Bucket) -> None:
         """Sends every engine of this rank a reference to the bucket; collective over the senders of each engine."""
         self._calls = []
+        self._changes = bucket if bucket.changes else None
+        reference = (self.changes_buffer if bucket.changes else self.buffer).reference()
         for link in self._links:
-            payloads = link.payloads(bucket, self.buffer.reference())
+            payloads = link.payloads(bucket, reference)
             if payloads is not None:
                 self._calls.append((link.server, self._pool.submit(_load, link.server, bucket, payloads)))
 
@@ -207,6 +238,28 @@ class TensorTransport:
         first = next((found for found in errors if found is not None), None)
         if first is not None:
             raise first
+        if self._changes is not None:
+            self._refused += self._without_answer(self._changes)
+
+    def _without_answer(self, bucket: Bucket) -> list[str]:
+        """The engine ranks that read the changes in this rank's memory, and did not answer that they applied them."""
+        answers = dict(bucket.tensors())[ANSWERS].tolist()
+        own = dist.get_rank() if dist.is_initialized() else 0
+        return [
+            f"{link.server.url} (rank {number})"
+            for link in self._links
+            for number, sender in enumerate(link.senders)
+            if sender == own and answers[link.first + number] != APPLIED
+        ]
+
+    def check_changes(self) -> None:
+        """Raises WeightSyncError naming the servers that could not apply changes, whose last bucket has been sent.
+
+        Not earlier: the other senders of an engine wait for this rank until then.
+        """
+        refused, self._refused = self._refused, []
+        if refused:
+            raise WeightSyncError(f"changes of weights were not applied by {', '.join(refused)}: see the server's log")
 
     def release(self) -> None:
         """Frees memory kept for later pipeline stages, after all of them have read it."""
@@ -214,12 +267,13 @@ class TensorTransport:
 
     def reset(self) -> None:
         """Drops the calls of a failed weight update; keeps memory that later pipeline stages may still read."""
-        self._calls = None
+        self._calls, self._changes, self._refused = None, None, []
 
     def close(self) -> None:
         """Frees the shared memory."""
         self._pool.shutdown()
         self.buffer.close()
+        self.changes_buffer.close()
 
     def leave(self) -> None:
         """Leaves the process groups of senders."""
@@ -229,5 +283,8 @@ class TensorTransport:
 
 
 def _load(server: WeightControl, bucket: Bucket, payloads: list[str]) -> None:
+    if bucket.changes:
+        server.update_weights_from_changes(payloads)
+        return
     load_format = None if bucket.has_shared else LOAD_FORMAT
     server.update_weights_from_tensor(payloads, load_format=load_format, weight_version=None, flush_cache=False)

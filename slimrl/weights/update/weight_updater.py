@@ -40,7 +40,8 @@ from slimrl.weights.update.topology import (
     export_ranks,
     split_senders,
 )
-from slimrl.weights.update.transport_disk import ChangedFiles, Delivery, disk_transport, loader_of, post_write
+from slimrl.weights.update.transport_changed_files import ChangedFiles, file_transport
+from slimrl.weights.update.transport_disk import Delivery, post_write
 from slimrl.weights.update.transport_distributed import DistributedTransport
 from slimrl.weights.update.transport_tensor import EngineLink, TensorTransport
 from slimrl.weights.update.verify import Manifest, check_servers, expected_checksums
@@ -136,6 +137,7 @@ class WeightUpdater:
                 Path(args.update_weight_disk_dir),
                 post_write(args.custom_update_weight_post_write_path, engines, hook_args=args),
                 changes=ChangedFiles.from_args(args),
+                every_rank=args.every_rank_loads_files,
                 bucket_bytes=bucket_bytes,
                 timeout_s=timeout_s,
                 timeline=timeline,
@@ -180,6 +182,7 @@ class WeightUpdater:
         post_write: Callable[[Path], None] | None = None,
         *,
         changes: ChangedFiles | None = None,
+        every_rank: bool = False,
         bucket_bytes: int = BUCKET_BYTES,
         timeout_s: float = TIMEOUT_S,
         timeline: Timeline | None = None,
@@ -187,14 +190,13 @@ class WeightUpdater:
         """Trainer rank 0 writes Hugging Face files into `folder`, and every engine reads them.
 
         In between, every rank calls `post_write` with the folder of the weight update. With `changes` it has what
-        changed (`DeltaUpdater`).
+        changed (`DeltaUpdater`). With that or `every_rank` the servers have slimrl's loader.
         """
         check_without_stages(engines)
         servers, sizes = connect(engines, timeout_s, timeline)
-        is_lead, device = source.parallel.rank == RANK_ZERO, source.parallel.device
-        transports = [disk_transport(servers, folder, device, changes)] if is_lead else []
-        updater = cls(source, servers, sizes, transports, {RANK_ZERO}, bucket_bytes, timeline=timeline)
-        lead, load = transports[0] if is_lead else None, loader_of(servers, sizes, changes)
+        made, load = file_transport(servers, sizes, folder, source.parallel.device, changes, every_rank=every_rank)
+        lead = made if source.parallel.rank == RANK_ZERO else None
+        updater = cls(source, servers, sizes, [lead] if lead else [], {RANK_ZERO}, bucket_bytes, timeline=timeline)
         updater._delivery = Delivery(updater._ranks, updater._calls, lead, post_write, load)
         return updater
 
@@ -216,7 +218,7 @@ class WeightUpdater:
             members = sorted(set(senders))
             group = dist.new_group(members, backend="gloo") if len(members) > 1 else None
             if rank in members:
-                links.append(EngineLink(servers[number], sizes[number], senders, group))
+                links.append(EngineLink(servers[number], sizes[number], senders, group, sum(sizes[:number])))
         transports: list[Transport] = [TensorTransport(links, device)] if links else []
         remote, remote_sizes = [servers[n] for n in sender_map.remote], [sizes[n] for n in sender_map.remote]
         divided = divided_announcements(remote, rank, source.parallel.world_size, timeout_s)
@@ -337,10 +339,8 @@ class WeightUpdater:
 
     def _send_buckets(self, tensors: Iterator[tuple[str, Tensor]], space: BucketSpace) -> tuple[int, int]:
         num_bytes = buckets = 0
-        family, spec = self._source.family, self._source.spec
-        transports, manifest = TransportGroup(self._transports), Manifest(family, spec)
-        fused = family.names_with_next(spec)
-        buffer = self._transports[0].buffer
+        transports, manifest = TransportGroup(self._transports), Manifest(self._source.family, self._source.spec)
+        fused, buffer = self._source.family.names_with_next(self._source.spec), self._transports[0].buffer
         for bucket in iter_buckets(tensors, self._bucket_bytes, buffer, fused, space=space, opens=self._opens):
             num_bytes, buckets = num_bytes + bucket.nbytes, buckets + 1
             manifest.check_off(bucket)

@@ -38,7 +38,18 @@ TWO_NODES = "--actor-num-nodes 1 --actor-num-gpus-per-node 8 --rollout-num-gpus 
         (DISK, COLOCATED, H100S, ["files: rank 0 writes 8.04 GB", "memory of the same GPUs"]),
         ("", COLOCATED, H100S, ["CUDA IPC: every engine rank reads 8.04 GB", "no weights cross the network"]),
         ("", COLOCATED, HERE, ["shared memory: every engine rank reads 8.04 GB", "a training rank on its node"]),
-        ("--update-weight-mode delta", SPLIT, H100S, ["changes: what differs in bf16", "suits a network", "by NCCL"]),
+        (
+            "--update-weight-mode delta",
+            SPLIT,
+            H100S,
+            ["changes: what differs in bf16", "suit slow networks", "by NCCL"],
+        ),
+        (
+            "--update-weight-mode delta --no-offload-rollout",
+            COLOCATED,
+            HERE,
+            ["shared memory: every engine rank reads 8.04 GB", "changes of them from the second update on"],
+        ),
         (P2P, SPLIT, H100S, ["point to point by NCCL: about 4.02 GB", "from 2 training ranks", "NCCL suits one node"]),
         (P2P, SPLIT, HERE, ["point to point by gloo", "gloo suits machines without a GPU"]),
         (

@@ -93,17 +93,6 @@ def drafts_are_accepted_by_their_probability(args: Arguments, context: Context) 
             )
 
 
-def files_are_for_the_policy_alone(args: Arguments, context: Context) -> Iterator[Problem]:
-    """No draft model gets the files of a weight update; those of changes go through a loader of the model alone."""
-    whole = args.update_weight_transport == "disk" and args.update_weight_mode == "full"
-    if whole and _algorithm(args) not in (None, *_NO_MODEL):
-        yield Problem(
-            "--update-weight-transport",
-            "--update-weight-transport disk makes SGLang load the files into the draft model of"
-            f" {_FLAG} too: leave one of them out.",
-        )
-
-
 def roles_have_one_draft_model(args: Arguments, context: Context) -> Iterator[Problem]:
     """Prefill and decode servers of a model have one draft model, whose cache goes with that of the model."""
     for model in args.server_models:

@@ -121,12 +121,26 @@ def disk_transport_has_a_folder(args: Arguments, context: Context) -> Iterator[P
 
 
 def delta_updates_fit_the_run(args: Arguments, context: Context) -> Iterator[Problem]:
-    """--update-weight-mode delta sends changes to engines of the run, on GPUs of their own."""
+    """--update-weight-mode delta sends changes to engines of the run that keep their weights."""
     if args.update_weight_mode != "delta" or not _updates_engines(args, context):
         return
     flag = "--update-weight-mode delta"
     for given, other, reason in (
-        (args.colocate, "--colocate", "reads all weights in the trainer's memory faster than changes are found"),
+        (
+            args.colocate and args.update_weight_transport == "disk",
+            "--colocate with --update-weight-transport disk",
+            "needs no files of changes, because the engines reach the trainer's memory",
+        ),
+        (
+            args.colocate and args.update_weight_transport != "disk" and args.offload_rollout,
+            "--offload-rollout (without --no-offload-rollout on with --colocate)",
+            "gives up the engines' weights while training runs",
+        ),
+        (
+            args.colocate and args.sglang_options.get("pp_size", 1) > 1,
+            "--sglang-pp-size",
+            "has stages that answer before they have the changes",
+        ),
         (args.update_weight_transfer_mode == "p2p", _P2P, "compares nothing with the last update"),
         (args.engines_have_adapters, "--lora-rank", "without --lora-merge sends nothing but the adapters"),
         (args.rollout_external_engine_addrs, _EXTERNAL, "has servers without slimrl's loader"),

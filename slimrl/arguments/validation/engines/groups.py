@@ -47,7 +47,6 @@ OF_ONE_ENGINE: tuple[Rule, ...] = (
     rollout.in_flight_updates_are_supported,
     drafts.draft_models_can_be_served,
     drafts.drafts_are_accepted_by_their_probability,
-    drafts.files_are_for_the_policy_alone,
 )
 _OF_FROZEN = (
     servers.engine_sizes_are_counts,
