@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import json
 import logging
-import math
 import os
 import queue
 import secrets
@@ -290,11 +289,6 @@ class TensorBoard:
             with contextlib.suppress(OSError):
                 writer.close()
         self._writers = {}
-
-
-def finite_or_nan(value: float | None) -> float:
-    """A number for formats that have NaN but no missing values."""
-    return math.nan if value is None else float(value)
 
 
 def _probe(folder: Path) -> None:

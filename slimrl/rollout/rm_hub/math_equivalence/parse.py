@@ -101,11 +101,6 @@ def _without_thousands(text: str) -> str:
     return _THOUSANDS.sub("", text) if ", " in text else text
 
 
-def is_alternative(text: str) -> bool:
-    """Whether the parts of a bare list are joined by `or`."""
-    return any(map(_says_or, _JOINED.finditer(text)))
-
-
 def alternatives_as_union(text: str) -> str:
     """The text with `\\cup` for every `or`."""
     return _JOINED.sub(lambda match: " \\cup " if _says_or(match) else match[0], text)
