@@ -1,4 +1,4 @@
-"""Reward functions that ask the frozen model `judge` of --sglang-config, as functions for slime do."""
+"""Reward functions that ask single servers and the frozen model `judge` of --sglang-config, as slime's do."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from slime.utils.http_utils import get, post
 
 from slimrl.compatibility.rollout_helpers import RequestFailedError
 from slimrl.models.adapters import ADAPTER_NAME
+from tests.sglang.draft_chains import ASKED_FOR, CHAIN
 
 SCORED = 8  # every 8th sample is scored by every server of the policy
 
@@ -28,6 +29,32 @@ async def reward_and_scores(args, sample, **kwargs):
     return await reward(args, sample, **kwargs)
 
 
+async def reward_and_drafts(args, sample, **kwargs):
+    """1 for the right answer; of some samples the answer and the drafts of each server of the policy are kept."""
+    if (sample.index or 0) % SCORED == 0:
+        sample.metadata["answers"] = [await _answer(args, sample, url) for url in await _servers(args)]
+    return float(sample.response.strip() == str(sample.label))
+
+
+async def _answer(args, sample, url):
+    """A server's most likely tokens, CHAIN more than ASKED_FOR, and its right and proposed drafts of ASKED_FOR tokens.
+
+    Not with temperature 0: SGLang has other random numbers for samples in a batch with a request that has a top-k.
+    """
+    told = []
+    for tokens in (ASKED_FOR, ASKED_FOR + CHAIN):
+        options = {"max_new_tokens": tokens, "temperature": 1e-3, "ignore_eos": True}
+        payload = {"input_ids": sample.tokens[: -sample.response_length], "sampling_params": options}
+        told.append(await post(f"{url}/generate", payload, max_retries=1, headers=_key(args)))
+    drafts = [told[0]["meta_info"].get(f"spec_num_{name}_drafts", 0) for name in ("correct", "proposed")]
+    return told[1]["output_ids"], *drafts
+
+
+def _key(args):
+    """The servers' key, which `post` sends to routers only."""
+    return {"Authorization": f"Bearer {args.sglang_options['api_key']}"}
+
+
 async def _servers(args):
     """The addresses of the policy's servers, from their router."""
     found = await get(get_model_url(args, "actor", "/workers"))
@@ -44,9 +71,8 @@ async def _score(args, sample, url):
     }
     if args.engines_have_adapters:
         payload["lora_path"] = ADAPTER_NAME
-    key = {"Authorization": f"Bearer {args.sglang_options['api_key']}"}  # `post` sends it to routers only
     try:
-        told = (await post(f"{url}/generate", payload, max_retries=1, headers=key))["meta_info"]
+        told = (await post(f"{url}/generate", payload, max_retries=1, headers=_key(args)))["meta_info"]
     except RequestFailedError:
         return None
     log_probs = [entry[0] for entry in told["input_token_logprobs"]]
