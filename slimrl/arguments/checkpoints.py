@@ -158,6 +158,18 @@ def find(folder: str | None, step: int | None) -> Found | None:
     return Found(placed(root, folder_name(step)) or root / folder_name(step), step)
 
 
+def last_reference_update(first_rollout: int, interval: int | None) -> int | None:
+    """The rollout after which --ref-update-interval last changed the reference, before `first_rollout`; else None."""
+    updates = 0 if interval is None else first_rollout // interval
+    return None if not updates or interval is None else updates * interval - 1
+
+
+def saved_reference(iteration: int, *folders: str | Path | None) -> Path | None:
+    """The checkpoint after rollout `iteration`, which has the reference's weights, in the first folder that has it."""
+    places = (placed(Path(folder), folder_name(iteration)) for folder in folders if folder is not None)
+    return next((place for place in places if place is not None), None)
+
+
 def start_of(args: Arguments) -> ResumePlan:
     """The start of a run, from checked flags: --load if it has a checkpoint, else --ref-load."""
     reference = find(args.ref_load, args.ref_ckpt_step)
@@ -173,6 +185,19 @@ def start_of(args: Arguments) -> ResumePlan:
         load=args.load,
         teacher=find(args.opd_teacher_load, args.opd_teacher_ckpt_step) if args.has_megatron_teacher else None,
     )
+
+
+def missing_reference(args: Arguments) -> Path | None:
+    """The folder of the checkpoint whose weights are the reference of a run that --load continues, if it is absent."""
+    try:
+        start = start_of(args)
+    except (OSError, ValueError):  # a rule about --load reports it
+        return None
+    iteration = last_reference_update(start.first_rollout, args.ref_update_interval)
+    if not start.resumed or start.weights is None or iteration is None:
+        return None
+    root = start.weights.folder.parent
+    return None if saved_reference(iteration, root, args.save) else root / folder_name(iteration)
 
 
 # of the number formats those that only change gradients, and the layout of memory

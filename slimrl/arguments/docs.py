@@ -108,10 +108,10 @@ CAPABILITIES = (
         " or in host memory ([sharding.md](sharding.md)).",
     ),
     Capability(
-        "Updates of the reference model and old policies",
-        "ref_update_interval keep_old_actor",
-        "The reference model is always that of `--ref-load`. The old policy is the trainer's before the rollout's first"
-        " step, or the engines' with `--use-rollout-logprobs` ([algorithms.md](algorithms.md#policies)).",
+        "Old policies of earlier rollouts",
+        "keep_old_actor",
+        "The old policy is the trainer's before the rollout's first step, or the engines' with `--use-rollout-logprobs`"
+        " ([algorithms.md](algorithms.md#policies)).",
         in_readme=False,
     ),
     Capability(

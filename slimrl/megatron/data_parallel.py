@@ -172,6 +172,10 @@ class ShardedReference:
         """As `ReferenceWeights.host_bytes`."""
         return self._weights.host_bytes
 
+    def update(self) -> None:
+        """As `ReferenceWeights.update`."""
+        self._weights.update()
+
     @contextlib.contextmanager
     def loaded_weights(self) -> Iterator[None]:
         """As `ReferenceWeights.loaded_weights`; invalidates gathered weights before and after."""

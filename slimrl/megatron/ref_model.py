@@ -36,9 +36,10 @@ logger = logging.getLogger(__name__)
 class ReferenceWeights:
     """This rank's reference weights, in host memory (pinned if there is a GPU)."""
 
-    def __init__(self, stages: Sequence[GPTModel]):
-        """Copies the current weights of this rank's `stages`."""
+    def __init__(self, stages: Sequence[GPTModel], *, changes: bool = False):
+        """Copies the current weights of this rank's `stages`. `changes`: `update` is called (--ref-update-interval)."""
         self._begin([tensor for stage in stages for tensor in _state(stage)])
+        self.changes = changes
         self._save(self._reference, self.tensors)
 
     @classmethod
@@ -56,6 +57,7 @@ class ReferenceWeights:
         self._memory = HostMemory(page_locked=self._on_gpu)
         self._reference = HostCopy(tensors, self._memory)
         self._own: HostCopy | None = None  # memory for the model's own weights, allocated by the first swap
+        self.changes = False
         self.loaded = False  # whether the model's own weights are those in the host's memory
         self.restored: torch.cuda.Event | None = None  # after the last swap back
         self.exclusive: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # around the copy of these
@@ -64,6 +66,19 @@ class ReferenceWeights:
     def host_bytes(self) -> int:
         """Bytes of host memory: of the reference, and twice as much once it has been swapped in."""
         return self._memory.nbytes
+
+    def update(self) -> None:
+        """Makes the model's current weights the reference."""
+        with self.exclusive():
+            self._save(self._reference, self.tensors)
+
+    def values(self) -> list[Tensor]:
+        """The reference values, in host memory, in the order of `tensors`; copies."""
+        return list(map(self.value, range(len(self.tensors))))
+
+    def restore(self, values: Sequence[Tensor]) -> None:
+        """Makes what `values` of a rank with the same part of the model returned the reference."""
+        self._save(self._reference, list(values))
 
     def value(self, number: int) -> Tensor:
         """The reference value of `tensors[number]`, in host memory; a copy."""

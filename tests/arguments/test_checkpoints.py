@@ -42,6 +42,25 @@ def test_load_with_a_checkpoint_resumes_without_a_reference(recipe):
     assert sentences(line) == []
 
 
+def test_run_whose_reference_changed_finds_it_in_its_checkpoints(recipe):
+    folder, update = recipe.dir / "ckpt", "--ref-update-interval 40"
+    without = recipe.line(update)
+    without.remove("--use-kl-loss")
+    assert sentences(without) == [f"{update} has no effect without a reference model: leave it out."]
+    make_checkpoint(folder, "iter_0000019", "iter_0000079", "iter_0000099", latest="99")
+    assert sentences(recipe.line(update)) == []  # after rollout 79
+    assert sentences(recipe.line(f"{update} --ckpt-step 19")) == []  # that of --ref-load
+    (folder / "iter_0000079").rename(folder / "iter_0000059")
+    lacking = [
+        f"--load {folder} continues with the reference in {folder}/iter_0000079, which does not exist (only {folder} of"
+        f" it does) ({update}): copy that checkpoint there."
+    ]
+    assert sentences(recipe.line(update)) == lacking
+    assert sentences(recipe.line(f"{update} --finetune")) == []
+    (folder / "iter_0000059").rename(folder / "iter_0000079.old")  # whole, while another took its place
+    assert sentences(recipe.line(update)) == []
+
+
 def test_checkpoint_with_the_head_of_another_kind_of_model_is_rejected(recipe):
     folder = recipe.dir / "ckpt"
     make_checkpoint(folder, "iter_0000019", latest="19")

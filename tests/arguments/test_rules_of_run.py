@@ -182,6 +182,39 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             ),
         ],
     ),
+    "reference_updates_are_usable": (
+        [
+            "--ref-update-interval 40",
+            "--ref-update-interval 80 --save-retain-interval 40 --save-total-limit 2",
+        ],
+        [
+            (
+                "--ref-update-interval 30",
+                "--ref-update-interval 30 is not a multiple of --save-interval 20: a resumed run would lack the"
+                " checkpoint that has the reference. Give 40.",
+            ),
+            (
+                "--ref-update-interval 40 --save-retain-interval 80",
+                "--ref-update-interval 40 is not a multiple of --save-retain-interval 80: a resumed run would lack the"
+                " checkpoint that has the reference. Give 80.",
+            ),
+            (
+                "--ref-update-interval 40 --save-total-limit 2",
+                "--ref-update-interval 40 needs the checkpoints that have the reference, and --save-total-limit 2"
+                " deletes them: add --save-retain-interval 40.",
+            ),
+            (
+                "--ref-update-interval 40 --start-rollout-id 7",
+                "--ref-update-interval 40 excludes --start-rollout-id 7, which renumbers rollouts: leave one of them"
+                " out.",
+            ),
+            (
+                "--ref-update-interval 40 --lora-rank 8",
+                "--ref-update-interval 40 excludes --lora-rank 8, whose reference is the model without adapters: leave"
+                " one of them out.",
+            ),
+        ],
+    ),
     "disk_transport_has_a_folder": (
         ["--update-weight-transport disk --update-weight-disk-dir {dir}/weights"],
         [
@@ -213,6 +246,7 @@ TESTED_APART = {
     "load_is_a_checkpoint_or_new",
     "loaded_models_have_the_head",
     "checkpoints_have_the_sizes_of_the_model",
+    "updated_reference_exists",
 }
 
 

@@ -230,6 +230,21 @@ def test_reference_that_is_only_logged_runs_at_its_metric_interval(models: Any, 
     assert third.totals == [every.totals[0], *[every.totals[0] - micro_batches] * 2, every.totals[0]]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["1 rank", "TP2 SP, packed", "PP2 virtual, packed", "DP2, overlapped, packed", "DP2, Megatron-FSDP"]
+)
+def test_reference_that_takes_the_trained_weights_has_no_kl_to_them(name: str, models: Any, pools: Any):
+    """At the first step after an update both are the same model; at all others the KL is above 0."""
+    layout, kind = LAYOUTS[name]
+    args = models.args(layout, kind, dataclasses.replace(SETTINGS, steps=2))
+    args = dataclasses.replace(args, ref_update_interval=2)
+    found = pools[layout.ranks].run(train, args, models.rollout, 5)[0]
+    first, second = ([metrics[step]["kl_loss"] for metrics in found.metrics] for step in range(2))
+    assert [first[rollout_id] for rollout_id in (2, 4)] == pytest.approx([0, 0], abs=1e-9)
+    assert min(first[1], first[3], *second) > 1e-7
+
+
 REASONS = {
     "--compute-old-log-probs always": {"compute_old_log_probs": "always"},
     "--ci-test": {"ci_test": True},
@@ -279,6 +294,13 @@ def test_each_flag_that_needs_the_pass_is_named_and_runs_it_every_step(flag: str
             " computes its own; a pass of the reference model for every rollout whose number is a multiple of 5"
             " (--ref-kl-metric-interval)",
             [1, 2, 3],
+        ),
+        (
+            {"num_steps_per_rollout": 1, "use_kl_loss": True, "kl_loss_coef": 0.1, "ref_update_interval": 8},
+            "no pass computes old log-probabilities: the one optimizer step of a rollout computes them itself; a pass"
+            " of the reference model, which takes the trained weights after every 8 rollouts (--ref-update-interval),"
+            " for every rollout",
+            [],
         ),
         (
             {"compute_advantages_and_returns": False, "use_kl_loss": True},

@@ -126,6 +126,8 @@ LAYOUTS = {
     "EP2 with the distributed optimizer": (2, "expert_models", SPREAD | EP2),
     "reward model, TP2": (2, "models", TP2 | REWARD_MODEL),
     "reward model, Megatron-FSDP": (2, "models", fsdp("optim_grads_params") | REWARD_MODEL),
+    "a reference that changes, DP2 with the distributed optimizer": (2, "models", SPREAD | {"ref_update_interval": 1}),
+    "a reference that changes, Megatron-FSDP": (2, "models", fsdp("optim_grads_params") | {"ref_update_interval": 1}),
     "PPO, Megatron-FSDP": (2, "models", fsdp("optim_grads_params") | PPO),
     "PPO with Muon, TP2": (2, "models", TP2 | PPO | {"optimizer": "muon"}),
     "PPO, normalized values, adaptive KL": (1, "models", PPO | ADAPTIVE_KL | {"normalize_values": True}),
@@ -174,6 +176,22 @@ def test_killed_run_resumes_bit_for_bit(
     if args.use_critic:
         written = read_manifest(tmp_path / f"critic/iter_{ROLLOUTS - 1:07d}")
         assert written is not None and written["value_head"] is True
+
+
+def test_resumed_run_has_the_reference_of_an_earlier_checkpoint(deep_models: Any, two_ranks: RankPool, tmp_path: Path):
+    rollouts = [tiny.recorded_rollout(seed) for seed in range(ROLLOUTS)]
+    args = schedule_args(deep_models, **VIRTUAL, ref_update_interval=2, save=str(tmp_path), load=str(tmp_path))
+    two_ranks.run(train, args, rollouts, 3)
+    continued = two_ranks.run(train, args, rollouts, ROLLOUTS)
+    whole = two_ranks.run(train, dataclasses.replace(args, save=None, load=None), rollouts, ROLLOUTS)
+    for complete, after in zip(whole, continued, strict=True):
+        assert after.first_rollout == 3
+        assert after.metrics == complete.metrics[-len(after.metrics) :]
+        assert all(torch.equal(value, after.state[name]) for name, value in complete.state.items())
+    shutil.rmtree(tmp_path / "iter_0000001")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    with pytest.raises(RuntimeError, match="has no checkpoint after rollout 1, whose weights are the reference"):
+        two_ranks.run(train, args, rollouts, ROLLOUTS)
 
 
 def test_learning_rate_follows_the_schedule(models: Any, one_rank: RankPool):

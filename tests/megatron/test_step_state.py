@@ -153,6 +153,7 @@ LOSSES = {
     "DP2 offloaded": (2, "models", {}, "offloaded"),
     "DP2 offloaded but for the weights": (2, "models", {"bf16": True}, "offloaded but for the weights"),
     "DP2 with the weights of the reference": (2, "models", {}, "in the pass of the reference"),
+    "DP2 with a reference that changes": (2, "models", {"ref_update_interval": 1}, "in the pass of the reference"),
     "DP2 as the reference is replaced": (2, "models", {}, "while the weights of the reference are replaced"),
     "DP2 in bfloat16": (2, "models", ADAPTIVE_KL | {"bf16": True}, BACKWARD),
     "CP2": (2, "models", {"context_parallel_size": 2}, BACKWARD),

@@ -203,9 +203,8 @@ class AlgorithmArguments(PreferenceArguments, RewardModelArguments):
     use_unbiased_kl: bool = flag(False, "multiply the KL loss by the policy ratio (DeepSeek-V3.2)")
     ref_update_interval: int | None = flag(
         None,
-        "update the reference model from the trained weights every N rollouts (never)",
+        "make the trained weights the reference model's after every N rollouts (never)",
         at_least=1,
-        not_served="the reference model is always that of --ref-load; leave it out",
     )
     keep_old_actor: bool = flag(
         False,

@@ -194,6 +194,8 @@ TRAINING_RULES: tuple[Rule, ...] = (
     algorithm.likelihoods_of_given_responses_are_not_scaled,
     preference.preference_flags_have_their_loss,
     preference.precomputed_reference_is_usable,
+    preference.reference_updates_are_usable,
+    preference.updated_reference_exists,
     preference.preference_training_is_consistent,
     preference.pairs_are_whole,
     preference.kl_estimate_has_another_prompt,

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from slimrl.algorithms.preference_losses import PAIR, PREFERENCE_LOSSES, REWARD_MODEL_LOSSES
-from slimrl.arguments.checkpoints import forward_settings
+from slimrl.arguments.checkpoints import forward_settings, missing_reference
 from slimrl.arguments.flag import Problem, flag_specs
 from slimrl.arguments.flags.algorithm import PreferenceArguments
 from slimrl.arguments.flags.rollout import PREFERENCE_ROLLOUT_FUNCTION, SFT_ROLLOUT_FUNCTION
-from slimrl.arguments.namespace import Arguments, Context
+from slimrl.arguments.namespace import Arguments, Context, absent
 from slimrl.hooks import own_path
 
 _PRECOMPUTE = "--precompute-ref-log-probs"
@@ -102,6 +102,48 @@ def precomputed_reference_is_usable(args: Arguments, context: Context) -> Iterat
         )
     elif not args.debug_rollout_only:
         yield from _folder_problems(Path(value), given, args)
+
+
+def reference_updates_are_usable(args: Arguments, context: Context) -> Iterator[Problem]:
+    """A reference that takes the trained weights is one of its own, and a resumed run finds it in a checkpoint."""
+    interval = args.ref_update_interval
+    if interval is None:
+        return
+    flag, given = "--ref-update-interval", f"--ref-update-interval {interval}"
+    if not args.use_reference:
+        yield Problem(flag, f"{given} has no effect without a reference model: leave it out.")
+    for other, used, why in (
+        (f"--lora-rank {args.lora_rank}", args.lora_rank, "whose reference is the model without adapters"),
+        (f"{_PRECOMPUTE} {args.precompute_ref_log_probs}", args.precompute_ref_log_probs, "of one reference"),
+        (f"--start-rollout-id {args.start_rollout_id}", args.start_rollout_id is not None, "which renumbers rollouts"),
+    ):
+        if used:
+            yield Problem(flag, f"{given} excludes {other}, {why}: leave one of them out.")
+    saves = {"--save-interval": args.save_interval, "--save-retain-interval": args.save_retain_interval}
+    for other, every in saves.items():
+        if every is not None and interval % every != 0:
+            yield Problem(
+                flag,
+                f"{given} is not a multiple of {other} {every}: a resumed run would lack the checkpoint that has the"
+                f" reference. Give {interval - interval % every + every}.",
+            )
+    if args.save_total_limit is not None and args.save_retain_interval is None:
+        yield Problem(
+            flag,
+            f"{given} needs the checkpoints that have the reference, and --save-total-limit {args.save_total_limit}"
+            f" deletes them: add --save-retain-interval {interval}.",
+        )
+
+
+def updated_reference_exists(args: Arguments, context: Context) -> Iterator[Problem]:
+    """--load, where it continues a run after an update of the reference, has the checkpoint with its weights."""
+    runs = args.load is not None and not context.broken and not args.debug_rollout_only
+    if runs and (place := missing_reference(args)) is not None:
+        yield Problem(
+            "--load",
+            f"--load {args.load} continues with the reference in {place}, which {absent(place)}"
+            f" (--ref-update-interval {args.ref_update_interval}): copy that checkpoint there.",
+        )
 
 
 def _folder_problems(folder: Path, given: str, args: Arguments) -> Iterator[Problem]:

@@ -17,7 +17,7 @@ import xxhash
 from megatron.core.models.gpt import GPTModel
 
 from slimrl.arguments import Arguments
-from slimrl.arguments.checkpoints import Found, is_hf_model
+from slimrl.arguments.checkpoints import Found, is_hf_model, last_reference_update, saved_reference
 from slimrl.arguments.flags.checkpoint import CheckpointArguments
 from slimrl.megatron.checkpoint import folder as checkpoint_folder
 from slimrl.megatron.checkpoint import io, state
@@ -67,6 +67,7 @@ class PolicyStart:
     is_reward_model: bool = False  # the stages have a value head
     precompute: PrecomputeConfig | None = None
     adapters: AdapterStart | None = None  # of LoRA; --ref-load has the base then, --load only adapters
+    reference_updates: int | None = None  # of --ref-update-interval
 
     @classmethod
     def from_args(
@@ -74,17 +75,42 @@ class PolicyStart:
     ) -> PolicyStart:
         """The start of the policy in `stages`."""
         precompute, adapters = PrecomputeConfig.from_args(args), AdapterStart.from_args(args)
-        return cls(args, spec, stages, parallel, args.trains_reward_model, precompute, adapters)
+        updates = args.ref_update_interval
+        return cls(args, spec, stages, parallel, args.trains_reward_model, precompute, adapters, updates)
 
-    def load_reference(self) -> None:
-        """Loads the weights of --ref-load. Raises FileNotFoundError without that flag."""
+    def load_reference(self, *, at_resume: bool = False) -> None:
+        """Loads the weights of --ref-load; `at_resume` those of the last update, if --load continues after it.
+
+        Raises FileNotFoundError without that flag, or without the checkpoint of the update.
+        """
         folders = self.folders
+        updated = self._updated_reference() if at_resume and self.reference_updates is not None else None
+        if updated is not None:
+            load_stages(self.stages, updated)
+            return
         if folders.ref_load is None:
             raise FileNotFoundError(
                 f"--load {folders.load} contains no checkpoint and --ref-load is not given: convert the model with"
                 " tools/convert_hf_to_torch_dist.py and give its folder as --ref-load"
             )
         self._load_initial(Path(folders.ref_load), folders.ref_ckpt_step)
+
+    def _updated_reference(self) -> Path | None:
+        """The checkpoint after the rollout whose weights became the reference's; None if that of --ref-load counts."""
+        load = self.folders.load
+        found = None if load is None or is_hf_model(Path(load)) else find_checkpoint(load, self.folders.ckpt_step)
+        if found is None or found.iteration is None or self.folders.finetune:
+            return None
+        iteration = last_reference_update(found.iteration + 1, self.reference_updates)
+        if iteration is None:
+            return None
+        place = saved_reference(iteration, found.path.parent, self.folders.save)
+        if place is None:
+            raise FileNotFoundError(
+                f"{found.path.parent} has no checkpoint after rollout {iteration}, whose weights are the reference"
+                f" (--ref-update-interval {self.reference_updates}): copy it there"
+            )
+        return place
 
     def precomputed_reference(self) -> PrecomputedReference | None:
         """The folder of `precompute`; None without it. Collective over all ranks.

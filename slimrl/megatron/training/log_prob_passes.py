@@ -224,6 +224,12 @@ class LogProbPasses:
             scores.first_step = torch.zeros(len(columns), response_tokens, device=self.parallel.device)
         return scores
 
+    def update_reference(self, rollout_id: int) -> None:
+        """After the optimizer steps of a rollout: makes the weights the reference's, if the plan says so."""
+        if self.plan.updates_reference(rollout_id):
+            assert self.reference is not None and not isinstance(self.reference, BaseReference)  # the rules reject LoRA
+            self.reference.update()
+
     def _of_reference(
         self,
         micro_batches: Sequence[MicroBatch],

@@ -23,6 +23,7 @@ class PassPlan:
     steps: int  # optimizer steps per rollout, as planned
     has_reference: bool
     reference_interval: int  # the reference's pass runs every that many rollouts
+    reference_updates: int | None = None  # the trained weights become the reference after every that many rollouts
     has_teacher: bool = False  # the teacher's pass runs for every rollout
     precomputed: str | None = None  # the folder of --precompute-ref-log-probs, whose samples need no reference pass
     estimates_kl: bool = False  # KTO: passes over mismatched responses, of the policy before each optimizer step
@@ -61,6 +62,7 @@ class PassPlan:
             steps=args.num_steps_per_rollout or 1,
             has_reference=args.use_reference and (args.compute_advantages_and_returns or args.trains_on_pairs),
             reference_interval=args.ref_kl_metric_interval if only_logged else 1,
+            reference_updates=args.ref_update_interval,
             has_teacher=args.has_megatron_teacher and args.compute_advantages_and_returns,
             precomputed=args.precompute_ref_log_probs,
             estimates_kl=args.trains_on_labels and PREFERENCE_LOSSES[args.preference_loss].has_kl,
@@ -80,6 +82,11 @@ class PassPlan:
     def runs_reference_pass(self, rollout_id: int) -> bool:
         """Whether the reference's pass runs for this rollout."""
         return self.has_reference and rollout_id % self.reference_interval == 0
+
+    def updates_reference(self, rollout_id: int) -> bool:
+        """Whether the weights after this rollout become the reference's."""
+        updates = self.has_reference and self.reference_updates is not None
+        return updates and (rollout_id + 1) % (self.reference_updates or 1) == 0
 
     def sentence(self) -> str:
         """What runs and why, for the log."""
@@ -111,9 +118,13 @@ class PassPlan:
             return "no reference model"
         if self.precomputed is not None:
             return f"a pass of the reference model for samples that --precompute-ref-log-probs {self.precomputed} lacks"
+        weights = ""
+        if self.reference_updates is not None:
+            rollouts = "rollout" if self.reference_updates == 1 else f"{self.reference_updates} rollouts"
+            weights = f", which takes the trained weights after every {rollouts} (--ref-update-interval),"
         if self.reference_interval == 1:
-            return "a pass of the reference model for every rollout"
+            return f"a pass of the reference model{weights} for every rollout"
         return (
-            "a pass of the reference model for every rollout whose number is a multiple of"
+            f"a pass of the reference model{weights} for every rollout whose number is a multiple of"
             f" {self.reference_interval} (--ref-kl-metric-interval)"
         )

@@ -219,6 +219,7 @@ class PolicyRollout:
         if self._trains:
             own_steps = self._steps()
             metrics = [other | own for own, other in zip(own_steps, metrics, strict=True)]
+        parts.passes.update_reference(self._rollout_id)
         parts.passes.teacher.release()
         self.metrics = self._report()
         if self._trains:

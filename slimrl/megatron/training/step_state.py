@@ -176,7 +176,13 @@ class StepState:
         known = {id(tensor): tensor for _, tensor in (*_weights(self._held), *_buffers(self._held))}
         for _, part in _parts(self._held):
             known |= {id(parameter): parameter for parameter in _parameters(part)}
-        return sum(tensor.nbytes for tensor in (*known.values(), *values))
+        references = sum(tensor.nbytes for weights in self._changing for tensor in weights.tensors)
+        return references + sum(tensor.nbytes for tensor in (*known.values(), *values))
+
+    @property
+    def _changing(self) -> list[ReferenceWeights]:
+        """The reference, if it is not that of the run's start for ever."""
+        return [weights for weights in self._swapped if weights.changes]
 
     @torch.no_grad()
     def read(self) -> memoryview:
@@ -195,6 +201,7 @@ class StepState:
                 "schedulers": [one.model.scheduler.state_dict() for one in self._held],
                 "numbers": boundary.numbers,
                 "random": boundary.random,
+                "reference": [value for weights in self._changing for value in weights.values()],
             }
         buffer = io.BytesIO()
         torch.save(content, buffer)
@@ -235,10 +242,10 @@ class StepState:
         return self._memory.read(value) if isinstance(value, Tensor) else value
 
     @torch.no_grad()
-    def restore(self, held: Sequence[RestoredModel], rank: int) -> int:
-        """Fills new models from `given`; returns the rollout that their state is before. Generators continue, too.
+    def restore(self, held: Sequence[RestoredModel], rank: int, reference: object = None) -> int:
+        """Fills new models from `given`, and a `reference` that changes; returns the rollout that the state is before.
 
-        Raises ValueError if it is the state of other models.
+        Generators continue, too. Raises ValueError if it is the state of other models.
         """
         content = torch.load(io.BytesIO(self.given), map_location="cpu", weights_only=True)
         for name, found in (("weights", dict(_weights(held))), ("buffers", dict(_buffers(held)))):
@@ -252,6 +259,8 @@ class StepState:
         for one, scheduler, numbers in zip(held, content["schedulers"], content["numbers"], strict=True):
             one.model.scheduler.load_state_dict(scheduler)
             one.numbers.update(numbers)
+        if isinstance(reference, ReferenceWeights) and reference.changes:
+            reference.restore(content["reference"])
         generators.restore(content["random"][rank])
         return int(content["first"])
 

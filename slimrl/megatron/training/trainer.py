@@ -144,10 +144,10 @@ class MegatronTrainer:
         """Loads the reference's weights, then the policy's; also returns the checkpoint to resume from."""
         reference: ReferenceWeights | BaseReference | None = None
         if self._algorithm.use_reference and not self._rollouts.eval_only:
-            self._start.load_reference()
+            self._start.load_reference(at_resume=self._state.given is None)
             self._precomputed = self._start.precomputed_reference()
-            adapters = self._start.adapters
-            reference = ReferenceWeights(self.stages) if adapters is None else BaseReference(self.stages)
+            changes, is_base = self._algorithm.ref_update_interval is not None, self._start.adapters is not None
+            reference = BaseReference(self.stages) if is_base else ReferenceWeights(self.stages, changes=changes)
         if self._state.given is not None:  # `_resume` replaces the weights
             return reference, None
         return reference, self._start.load_weights(has_reference=reference is not None)
@@ -241,7 +241,7 @@ class MegatronTrainer:
 
     def _resume(self, found: CheckpointFolder | None) -> tuple[int, dict[str, Any] | None]:
         if self._state.given is not None:
-            return self._state.restore(self._held, self.parallel.rank), None
+            return self._state.restore(self._held, self.parallel.rank, self._policy.reference), None
         with_optimizer = not self._rollouts.eval_only
         first, data_state = self._start.resume(self._training_state, found, with_optimizer=with_optimizer)
         return (first if self._rollouts.start_rollout_id is None else self._rollouts.start_rollout_id), data_state
