@@ -46,7 +46,7 @@ BENCHMARKS = (
     Benchmark("startup", ["--rounds", "7"], 1.3),
     Benchmark("log_probs", ["--tokens", "1536"], 1.3),
     Benchmark("packed_training", [], 1.3),
-    Benchmark("long_sequences", ["--tokens", "1024", "4096", "16384", "--rounds", "1"], 1.1),
+    Benchmark("long_sequences", ["--tokens", "1024", "4096", "16384", "--rounds", "1"], 1.3),
     Benchmark("grader", ["--seconds", "2"], 1.5),
     Benchmark("dataset", ["--rows", "200000"], 1.6),
     Benchmark("step_overhead", [], 1.4),

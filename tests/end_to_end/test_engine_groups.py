@@ -159,23 +159,27 @@ def test_group_with_a_draft_model_samples_the_tokens_of_groups_without_over_weig
     dump |= {"rm_type": None, "custom_rm_path": "tests.end_to_end.judge.reward_and_drafts"}
     sampled, rates, answers = [], [], []
     draft = AutoModelForCausalLM.from_pretrained(tiny.model, dtype=torch.float32)
-    for text in (TWO_SIZES, ONE_DRAFTS.replace("DRAFT", str(tiny.model))):
-        done = finish(tiny, tmp_path, text, rollout_num_gpus=3, num_rollout=4, **dump)
+    drafting = ONE_DRAFTS.replace("DRAFT", str(tiny.model))
+    for text, way in ((TWO_SIZES, "broadcast"), (drafting, "broadcast"), (drafting, "files")):
+        changes, _ = WAYS[way]
+        done = finish(tiny, tmp_path, text, rollout_num_gpus=3, num_rollout=4, **dump, **changes)
         assert_on_policy(done, 4)
         rollouts = [read_dump(tmp_path / f"{rollout}.jsonl").samples for rollout in range(4)]
         sampled.append([sample.tokens for samples in rollouts for sample in samples])
         answers.append([sample for samples in rollouts for sample in samples if "answers" in sample.metadata])
-        rates.append(done.steps("rollout/spec_accept_rate") if text is not TWO_SIZES else [])
-    assert sampled[0] == sampled[1]
+        rates += done.steps("rollout/spec_accept_rate") if text is drafting else []
+    assert sampled[0] == sampled[1] == sampled[2]
     assert "a draft model in 1 server of the policy, which gets no weight updates" in done.output
-    assert all(0 < rate <= 1 for rate in rates[1])
+    assert len(rates) == 8 and all(0 < rate <= 1 for rate in rates)
     counts = []
-    for without, drafted in zip(*answers, strict=True):
-        ((tokens, *none), other), asked = without.metadata["answers"], drafted.metadata["answers"]
+    for without, *with_drafts in zip(*answers, strict=True):
+        (tokens, *none), other = without.metadata["answers"]
         assert none == other[1:] == [0, 0]
-        assert [one[0] for one in (other, *asked)] == [tokens] * 3
-        (found,) = (one[1:] for one in asked if one[2])
-        assert tuple(found) == count_drafts(draft, drafted.tokens[: -drafted.response_length], tokens, ASKED_FOR)
+        asked = [one for drafted in with_drafts for one in drafted.metadata["answers"]]
+        assert [one[0] for one in (other, *asked)] == [tokens] * 5
+        found, again = (one[1:] for one in asked if one[2])
+        prompt = without.tokens[: -without.response_length]
+        assert tuple(found) == tuple(again) == count_drafts(draft, prompt, tokens, ASKED_FOR)
         counts.append(found)
     assert len(counts) == 16
     assert len({tuple(one) for one in counts}) > 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -102,6 +103,12 @@ def test_damaged_changes_are_refused_before_any_weight_changes():
     with pytest.raises(ValueError, match="arrived with checksum"):
         weight_loaders.apply_changes(model, parts)
     assert model.weight.count_nonzero() == 0
+
+
+def test_changes_for_a_group_that_the_server_is_not_in_are_refused_by_its_name():
+    call = torch.tensor(list(json.dumps({"group": "weights 7", "parts": {}}).encode()), dtype=torch.uint8)
+    with pytest.raises(ValueError, match="^this server is not in the group weights 7 of weight updates$"):
+        weight_loaders.load_changes(Model(torch.zeros(4, 4)), [("call", call)])
 
 
 def test_loader_that_copies_in_threads_leaves_elements_that_were_not_sent():

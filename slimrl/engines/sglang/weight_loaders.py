@@ -156,8 +156,13 @@ def load_changes(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> Non
 
 
 def _receive_changes(model: Any, call: Mapping[str, Any]) -> None:
-    """Takes part in the broadcast of a bucket of changes in the group that `call` names."""
-    group = next(one for one, name in _world.pg_names.items() if name == call["group"])
+    """Takes part in the broadcast of a bucket of changes in the group that `call` names.
+
+    Raises ValueError, which the server answers, if it has no such group: another server's, or one that it has left.
+    """
+    group = next((one for one, name in _world.pg_names.items() if name == call["group"]), None)
+    if group is None:
+        raise ValueError(f"this server is not in the group {call['group']} of weight updates")
     try:
         sizes: dict[str, int] = call["parts"]
         flat = torch.empty(sum(sizes.values()), dtype=torch.uint8, device=next(model.parameters()).device)
