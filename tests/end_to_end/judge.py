@@ -37,13 +37,10 @@ async def reward_and_drafts(args, sample, **kwargs):
 
 
 async def _answer(args, sample, url):
-    """A server's most likely tokens, CHAIN more than ASKED_FOR, and its right and proposed drafts of ASKED_FOR tokens.
-
-    Not with temperature 0: SGLang has other random numbers for samples in a batch with a request that has a top-k.
-    """
+    """A server's greedy answer, CHAIN tokens longer than ASKED_FOR, and the right and all drafts of ASKED_FOR."""
     told = []
     for tokens in (ASKED_FOR, ASKED_FOR + CHAIN):
-        options = {"max_new_tokens": tokens, "temperature": 1e-3, "ignore_eos": True}
+        options = {"max_new_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
         payload = {"input_ids": sample.tokens[: -sample.response_length], "sampling_params": options}
         told.append(await post(f"{url}/generate", payload, max_retries=1, headers=_key(args)))
     drafts = [told[0]["meta_info"].get(f"spec_num_{name}_drafts", 0) for name in ("correct", "proposed")]

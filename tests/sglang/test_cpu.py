@@ -17,9 +17,9 @@ from slimrl.engines.sglang.cpu_patches import (
     bucket_receiver,
     gate_sigmoid_mul,
     install,
-    murmur_hash32,
     with_unscaled_rope,
 )
+from slimrl.engines.sglang.operators.seeded_sampling import murmur_hash32
 from slimrl.engines.sglang.server_args import kv_cache_tokens
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+from collections.abc import Sequence
 from multiprocessing.reduction import ForkingPickler
 
 import pytest
@@ -67,16 +68,19 @@ def test_trees_of_drafts_on_a_cpu_are_refused_before_anything_starts():
     engine.check_machine("/model", cuda=True, releases_memory=False, draft_branches=4)
 
 
-def responses(url: str, temperature: float, **more: float):
-    """The generations of all prompts, each with a seed of its own, and the metrics of the requests."""
+def responses(url: str, temperature: float, others: Sequence[dict[str, float]] = (), **more: float):
+    """The generations of all prompts, each with a seed of its own, and the metrics of the requests.
+
+    Requests with the parameters `others` are sent first.
+    """
 
     async def ask():
         async with RouterClient(url, [url], concurrency=8, request_timeout_s=60) as client:
             wanted = {"max_new_tokens": TOKENS, "temperature": temperature, "ignore_eos": True, **more}
-            requests = (
-                client.generate(prompt, wanted | {"sampling_seed": number}) for number, prompt in enumerate(PROMPTS)
-            )
-            return await asyncio.gather(*requests), client.requests.take(len(PROMPTS))
+            asked = [(PROMPTS[0], wanted | other | {"sampling_seed": 9}) for other in others]
+            asked += [(prompt, wanted | {"sampling_seed": number}) for number, prompt in enumerate(PROMPTS)]
+            found = await asyncio.gather(*(client.generate(prompt, params) for prompt, params in asked))
+            return found[len(others) :], client.requests.take(len(asked))
 
     return asyncio.run(ask())
 
@@ -85,6 +89,16 @@ def greedy(model, prompt: list[int], tokens: int = TOKENS) -> list[int]:
     with torch.no_grad():
         found = model.generate(torch.tensor([prompt]), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
     return found[0, len(prompt) :].tolist()
+
+
+@pytest.mark.slow
+def test_samples_do_not_depend_on_requests_of_other_kinds_in_their_batch(servers):
+    """Neither in the server with drafts: a greedy request and one with a top-k run beside them."""
+    others = [{"temperature": 0.0}, {"temperature": 0.9, "top_k": 3}, {"temperature": 0.5, "top_p": 0.7}]
+    for url in servers:
+        alone, _ = responses(url, 0.9)
+        beside, _ = responses(url, 0.9, others=others)
+        assert [one.token_ids for one in beside] == [one.token_ids for one in alone]
 
 
 def share_of_right_drafts(draft, model) -> float:
@@ -98,6 +112,7 @@ def share_of_right_drafts(draft, model) -> float:
 
 @pytest.mark.slow
 def test_both_decode_greedily_what_transformers_does(servers, policy):
+    ServerControl(servers[1]).flush_cache()  # a prompt's cache has the first token of an earlier response to it
     expected = [greedy(policy[1], prompt) for prompt in PROMPTS]
     (without, _), (drafted, metrics) = (responses(url, 0.0) for url in servers)
     assert [one.token_ids for one in without] == [one.token_ids for one in drafted] == expected

@@ -163,7 +163,6 @@ def bucket_receiver() -> Callable[..., tuple[bool, str]]:
 
 
 ABSENT_PACKAGES = ("triton", "torchvision", "sgl_kernel")
-MASK_32 = 0xFFFFFFFF
 
 
 class _AbsentName(type):
@@ -257,12 +256,15 @@ def patch() -> None:
     from sglang.srt.mem_cache.pool_host import common as host_memory
     from sglang.srt.utils import common, weight_checker, weight_checker_comparator
 
+    from slimrl.engines.sglang.operators import seeded_sampling
+
     choices = module_with("add_deterministic_attention_backend_choices")
     choices.add_deterministic_attention_backend_choices(["torch_native"])
     choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
     # it would replace torch's kernels by Triton's; torch's already give equal tokens alone and in a batch (tested)
     batch_invariant_ops.enable_batch_invariant_mode = lambda *args, **kwargs: None
-    sampler.murmur_hash32 = murmur_hash32
+    sampler.murmur_hash32 = seeded_sampling.murmur_hash32
+    seeded_sampling.install(sampler)
     patch_layers()
     patch_image_processors()
     patch_attention()
@@ -275,28 +277,6 @@ def patch() -> None:
     weight_checker_comparator.RawComparable.iter_chunks = _iter_chunks
     patch_pause()
     patch_broadcast()
-
-
-def murmur_hash32(seed: Any, positions: Any, columns: Any) -> Any:
-    """MurmurHash3 (32 bit) of (seed, position, column), as sglang's kernel of the same name.
-
-    `seed` [rows] uint64 or int64, `positions` [rows], `columns` [columns]; returns [rows, columns] int64 in [0, 2^32).
-    """
-    import torch
-
-    seed = seed.view(torch.int64)[:, None]
-    positions, columns = positions.to(torch.int64)[:, None], columns[None]
-    result = torch.zeros_like(seed)
-    for word in (seed & MASK_32, seed >> 32 & MASK_32, positions, columns):
-        word = word * 0xCC9E2D51 & MASK_32
-        word = (word << 15 | word >> 17) & MASK_32
-        result = result ^ (word * 0x1B873593 & MASK_32)
-        result = (result << 13 | result >> 19) & MASK_32
-        result = result * 5 + 0xE6546B64 & MASK_32
-    result = result ^ 16  # length of the input in bytes
-    result = (result ^ result >> 16) * 0x85EBCA6B & MASK_32
-    result = (result ^ result >> 13) * 0xC2B2AE35 & MASK_32
-    return result ^ result >> 16
 
 
 def _no_nccl(path: str | None = None) -> Any:
@@ -378,7 +358,7 @@ def fork_children() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs `slimrl.engines.sglang.entry server`, with the patches and defaults for the CPU if there is no CUDA."""
+    """Runs `slimrl.engines.sglang.entry server`, with patches and defaults for the CPU if there is no CUDA."""
     words = list(sys.argv[1:] if argv is None else argv)
     if install():
         from slimrl.engines.sglang.operators import speculation

@@ -24,6 +24,7 @@ from slimrl.processes.child_process import uncollected
 INIT_METHOD_VARIABLE = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 
 BATCH_INVARIANT = "--batch-invariant"  # of this entry point itself: the operators of --true-on-policy-mode
+DETERMINISTIC = "--enable-deterministic-inference"  # SGLang's flag, with which requests have seeds
 
 
 def run_server(words: Sequence[str]) -> None:
@@ -65,6 +66,16 @@ def use_batch_invariant_operators() -> None:
     logging.getLogger(__name__).info("layers compute with batch-invariant operators")
 
 
+def use_seeded_sampling() -> None:
+    """In a process that SGLang has started, whose requests have seeds."""
+    with uncollected():
+        from sglang.srt.layers import sampler
+
+        from slimrl.engines.sglang.operators import seeded_sampling
+
+        seeded_sampling.install(sampler)
+
+
 def use_file_rendezvous(server_args: Any) -> None:
     """Makes the ranks of a single-node server use a file in its temporary folder as rendezvous."""
     os.environ.setdefault(INIT_METHOD_VARIABLE, f"file://{tempfile.mkdtemp(prefix='rendezvous-')}/store")
@@ -104,8 +115,11 @@ def hide_python_router() -> None:
 
 
 # SGLang starts its processes on GPUs by "spawn", in which Python imports the main module again, with this name
-if __name__ == "__mp_main__" and BATCH_INVARIANT in sys.argv:
-    use_batch_invariant_operators()
+if __name__ == "__mp_main__":
+    if BATCH_INVARIANT in sys.argv:
+        use_batch_invariant_operators()
+    if DETERMINISTIC in sys.argv:
+        use_seeded_sampling()
 
 if __name__ == "__main__":
     {"server": run_server, "router": run_router}[sys.argv[1]](sys.argv[2:])
