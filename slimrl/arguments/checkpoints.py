@@ -164,18 +164,16 @@ def last_reference_update(first_rollout: int, interval: int | None) -> int | Non
     return None if not updates or interval is None else updates * interval - 1
 
 
-def saved_reference(iteration: int, *folders: str | Path | None) -> Path | None:
-    """The checkpoint after rollout `iteration`, which has the reference's weights, in the first folder that has it."""
-    places = (placed(Path(folder), folder_name(iteration)) for folder in folders if folder is not None)
-    return next((place for place in places if place is not None), None)
-
-
 def start_of(args: Arguments) -> ResumePlan:
     """The start of a run, from checked flags: --load if it has a checkpoint, else --ref-load."""
     reference = find(args.ref_load, args.ref_ckpt_step)
     loaded = find(args.load, args.ckpt_step)
     trained = None if loaded is None or args.finetune else loaded.iteration
     resumed, first = trained is not None, 0 if trained is None else trained + 1
+    update = last_reference_update(first, args.ref_update_interval)
+    if update is not None and loaded is not None:
+        root = loaded.folder.parent
+        reference = Found(placed(root, folder_name(update)) or root / folder_name(update), update)
     return ResumePlan(
         weights=loaded or reference,
         flag="--ref-load" if loaded is None else "--load",
@@ -187,17 +185,14 @@ def start_of(args: Arguments) -> ResumePlan:
     )
 
 
-def missing_reference(args: Arguments) -> Path | None:
-    """The folder of the checkpoint whose weights are the reference of a run that --load continues, if it is absent."""
+def updated_reference(args: Arguments) -> Path | None:
+    """The checkpoint whose weights are the reference of a run that --load continues; None if that is --ref-load."""
     try:
         start = start_of(args)
     except (OSError, ValueError):  # a rule about --load reports it
         return None
-    iteration = last_reference_update(start.first_rollout, args.ref_update_interval)
-    if not start.resumed or start.weights is None or iteration is None:
-        return None
-    root = start.weights.folder.parent
-    return None if saved_reference(iteration, root, args.save) else root / folder_name(iteration)
+    has_changed = start.reference is not None and last_reference_update(start.first_rollout, args.ref_update_interval)
+    return start.reference.folder if start.reference is not None and has_changed is not None else None
 
 
 # of the number formats those that only change gradients, and the layout of memory

@@ -58,6 +58,7 @@ class ReferenceWeights:
         self._reference = HostCopy(tensors, self._memory)
         self._own: HostCopy | None = None  # memory for the model's own weights, allocated by the first swap
         self.changes = False
+        self.before_change: Callable[[], None] = lambda: None  # called before the reference changes
         self.loaded = False  # whether the model's own weights are those in the host's memory
         self.restored: torch.cuda.Event | None = None  # after the last swap back
         self.exclusive: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # around the copy of these
@@ -69,6 +70,7 @@ class ReferenceWeights:
 
     def update(self) -> None:
         """Makes the model's current weights the reference."""
+        self.before_change()
         with self.exclusive():
             self._save(self._reference, self.tensors)
 

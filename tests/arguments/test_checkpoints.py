@@ -53,12 +53,22 @@ def test_run_whose_reference_changed_finds_it_in_its_checkpoints(recipe):
     (folder / "iter_0000079").rename(folder / "iter_0000059")
     lacking = [
         f"--load {folder} continues with the reference in {folder}/iter_0000079, which does not exist (only {folder} of"
-        f" it does) ({update}): copy that checkpoint there."
+        " it does): copy that checkpoint there."
     ]
     assert sentences(recipe.line(update)) == lacking
     assert sentences(recipe.line(f"{update} --finetune")) == []
+    assert sentences(recipe.line(f"{update} --num-rollout 0", without="--num-rollout")) == []  # evaluates only
     (folder / "iter_0000059").rename(folder / "iter_0000079.old")  # whole, while another took its place
     assert sentences(recipe.line(update)) == []
+    assert sentences(recipe.line(f"{update} --save {recipe.dir}/other")) == [
+        f"--load {folder} continues with the reference in {folder}/iter_0000079.old, and later starts look for it in"
+        f" --save {recipe.dir}/other: give its folder."
+    ]
+    (folder / "iter_0000079.old" / "__0_0.distcp").write_text("ab")
+    (damaged,) = sentences(recipe.line(update))
+    assert damaged.startswith(f"--load {folder} continues with the reference in {folder}/iter_0000079.old, ")
+    line = recipe.line(update, without="--save-interval")
+    assert f"{update} needs the checkpoints that have the reference: add --save-interval 40." in sentences(line)
 
 
 def test_checkpoint_with_the_head_of_another_kind_of_model_is_rejected(recipe):

@@ -93,10 +93,12 @@ def greedy(model, prompt: list[int], tokens: int = TOKENS) -> list[int]:
 
 @pytest.mark.slow
 def test_samples_do_not_depend_on_requests_of_other_kinds_in_their_batch(servers):
-    """Neither in the server with drafts: a greedy request and one with a top-k run beside them."""
+    """Nor in the server with drafts: a greedy request and one with a top-k run beside them."""
     others = [{"temperature": 0.0}, {"temperature": 0.9, "top_k": 3}, {"temperature": 0.5, "top_p": 0.7}]
+    others = [one | {"max_new_tokens": 3 * TOKENS} for one in others]
     for url in servers:
         alone, _ = responses(url, 0.9)
+        ServerControl(url).flush_cache()
         beside, _ = responses(url, 0.9, others=others)
         assert [one.token_ids for one in beside] == [one.token_ids for one in alone]
 

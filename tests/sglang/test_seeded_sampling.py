@@ -50,7 +50,13 @@ def test_row_that_restricts_nothing_is_kept_bit_for_bit():
     assert ((found[1::2] > 0).sum(-1) <= 5).all()
 
 
-def test_requests_without_seeds_or_with_a_min_p_are_sampled_by_sglang():
+def test_min_p_drops_tokens_below_its_part_of_the_largest_probability():
+    limits = torch.tensor([ALL, ALL, 3]), torch.tensor([1.0, 1.0, 1.0]), torch.tensor([0.0, 0.6, 0.1])
+    found = kept(PROBS.repeat(3, 1), *limits) > 0
+    assert found.tolist() == [[True] * 4, [False, True, False, True], [False, True, True, True]]
+
+
+def test_requests_without_seeds_are_sampled_by_sglang():
     seeds, positions = torch.tensor([7]), torch.tensor([3])
     asked = []
 
@@ -66,9 +72,9 @@ def test_requests_without_seeds_or_with_a_min_p_are_sampled_by_sglang():
     limits = torch.tensor([1]), torch.tensor([1.0]), torch.tensor([0.0])
     assert function(PROBS, *limits, False, seeds, positions).tolist() == [1]
     assert asked == []
-    for min_p, seed, filtered in ((False, None, False), (True, seeds, False), (False, seeds, True)):
-        assert function(PROBS, *limits, min_p, seed, positions, return_filtered_probs=filtered) == "own"
-        assert asked.pop() == ((PROBS, *limits, min_p, seed, positions), {"return_filtered_probs": filtered})
+    for seed, filtered in ((None, False), (seeds, True)):
+        assert function(PROBS, *limits, False, seed, positions, return_filtered_probs=filtered) == "own"
+        assert asked.pop() == ((PROBS, *limits, False, seed, positions), {"return_filtered_probs": filtered})
 
 
 @pytest.mark.slow

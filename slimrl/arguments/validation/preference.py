@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from slimrl.algorithms.preference_losses import PAIR, PREFERENCE_LOSSES, REWARD_MODEL_LOSSES
-from slimrl.arguments.checkpoints import forward_settings, missing_reference
+from slimrl.arguments.checkpoints import find_corruption, forward_settings, updated_reference
 from slimrl.arguments.flag import Problem, flag_specs
 from slimrl.arguments.flags.algorithm import PreferenceArguments
 from slimrl.arguments.flags.rollout import PREFERENCE_ROLLOUT_FUNCTION, SFT_ROLLOUT_FUNCTION
@@ -106,12 +106,14 @@ def precomputed_reference_is_usable(args: Arguments, context: Context) -> Iterat
 
 def reference_updates_are_usable(args: Arguments, context: Context) -> Iterator[Problem]:
     """A reference that takes the trained weights is one of its own, and a resumed run finds it in a checkpoint."""
-    interval = args.ref_update_interval
+    flag, interval = "--ref-update-interval", args.ref_update_interval
     if interval is None:
         return
-    flag, given = "--ref-update-interval", f"--ref-update-interval {interval}"
-    if not args.use_reference:
+    given, lacks = f"{flag} {interval}", "needs the checkpoints that have the reference"
+    if not args.use_reference or not (args.compute_advantages_and_returns or args.trains_on_pairs):
         yield Problem(flag, f"{given} has no effect without a reference model: leave it out.")
+    if args.save is not None and args.save_interval is None:
+        yield Problem(flag, f"{given} {lacks}: add --save-interval {interval}.")
     for other, used, why in (
         (f"--lora-rank {args.lora_rank}", args.lora_rank, "whose reference is the model without adapters"),
         (f"{_PRECOMPUTE} {args.precompute_ref_log_probs}", args.precompute_ref_log_probs, "of one reference"),
@@ -128,22 +130,19 @@ def reference_updates_are_usable(args: Arguments, context: Context) -> Iterator[
                 f" reference. Give {interval - interval % every + every}.",
             )
     if args.save_total_limit is not None and args.save_retain_interval is None:
-        yield Problem(
-            flag,
-            f"{given} needs the checkpoints that have the reference, and --save-total-limit {args.save_total_limit}"
-            f" deletes them: add --save-retain-interval {interval}.",
-        )
+        deletes = f"--save-total-limit {args.save_total_limit} deletes them: add --save-retain-interval {interval}."
+        yield Problem(flag, f"{given} {lacks}, and {deletes}")
 
 
 def updated_reference_exists(args: Arguments, context: Context) -> Iterator[Problem]:
     """--load, where it continues a run after an update of the reference, has the checkpoint with its weights."""
-    runs = args.load is not None and not context.broken and not args.debug_rollout_only
-    if runs and (place := missing_reference(args)) is not None:
-        yield Problem(
-            "--load",
-            f"--load {args.load} continues with the reference in {place}, which {absent(place)}"
-            f" (--ref-update-interval {args.ref_update_interval}): copy that checkpoint there.",
-        )
+    if args.load is None or context.broken or args.debug_rollout_only or (place := updated_reference(args)) is None:
+        return
+    given = f"--load {args.load} continues with the reference in {place}"
+    if fault := find_corruption(place) if place.is_dir() else f"which {absent(place)}":
+        yield Problem("--load", f"{given}, {fault}: copy that checkpoint there.")
+    if args.save is not None and Path(args.save).absolute() != place.parent.absolute():
+        yield Problem("--save", f"{given}, and later starts look for it in --save {args.save}: give its folder.")
 
 
 def _folder_problems(folder: Path, given: str, args: Arguments) -> Iterator[Problem]:

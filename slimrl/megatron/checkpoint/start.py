@@ -17,7 +17,7 @@ import xxhash
 from megatron.core.models.gpt import GPTModel
 
 from slimrl.arguments import Arguments
-from slimrl.arguments.checkpoints import Found, is_hf_model, last_reference_update, saved_reference
+from slimrl.arguments.checkpoints import Found, folder_name, is_hf_model, last_reference_update, placed
 from slimrl.arguments.flags.checkpoint import CheckpointArguments
 from slimrl.megatron.checkpoint import folder as checkpoint_folder
 from slimrl.megatron.checkpoint import io, state
@@ -104,12 +104,14 @@ class PolicyStart:
         iteration = last_reference_update(found.iteration + 1, self.reference_updates)
         if iteration is None:
             return None
-        place = saved_reference(iteration, found.path.parent, self.folders.save)
+        place = placed(found.path.parent, folder_name(iteration))
         if place is None:
             raise FileNotFoundError(
                 f"{found.path.parent} has no checkpoint after rollout {iteration}, whose weights are the reference"
                 f" (--ref-update-interval {self.reference_updates}): copy it there"
             )
+        if self.parallel.rank == 0:
+            _logger.info("the reference model has the weights after rollout %d, of %s", iteration, place)
         return place
 
     def precomputed_reference(self) -> PrecomputedReference | None:

@@ -97,7 +97,7 @@ class StepState:
         for one in held:
             one.model.guard.before_change = self.change
         for weights in self._swapped:
-            weights.exclusive = self._exclusive
+            weights.exclusive, weights.before_change = self._exclusive, self.change
         memory.moving = self._moving
         self.given = None
         self.complete(first)

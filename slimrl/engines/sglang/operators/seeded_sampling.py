@@ -41,26 +41,30 @@ def by_token(own: Callable[..., Any], sample: Callable[..., Tensor]) -> Callable
         *,
         return_filtered_probs: bool = False,
     ) -> Any:
-        if sampling_seed is None or need_min_p_sampling or return_filtered_probs:
+        if sampling_seed is None or return_filtered_probs:
             rest = (need_min_p_sampling, sampling_seed, positions)
             return own(probs, top_ks, top_ps, min_ps, *rest, return_filtered_probs=return_filtered_probs)
-        return sample(kept(probs, top_ks, top_ps), sampling_seed, positions)
+        chosen = kept(probs, top_ks, top_ps, min_ps if need_min_p_sampling else None)
+        return sample(chosen, sampling_seed, positions)
 
     return restricted
 
 
-def kept(probs: Tensor, top_ks: Tensor, top_ps: Tensor) -> Tensor:
+def kept(probs: Tensor, top_ks: Tensor, top_ps: Tensor, min_ps: Tensor | None = None) -> Tensor:
     """`probs` [requests, vocabulary] with 0 for all but the `top_ks` most likely tokens, and for those after `top_ps`.
 
-    As SGLang: a token is kept if those before it, in order of probability, have `top_ps` or less together. A row that
-    restricts nothing is returned bit for bit.
+    As SGLang: a token is kept if those before it, in order of probability, have `top_ps` or less together, and with
+    `min_ps` if it has that part of the largest probability. With seeds SGLang itself stops at a min-p, because it
+    numbers tokens by probability. A row that restricts nothing is returned bit for bit.
     """
-    ordered, tokens = probs.sort(dim=-1, descending=True)
-    before = ordered.cumsum(-1) - ordered
+    ordered, tokens = probs.sort(dim=-1, descending=True, stable=True)
+    before = ordered.double().cumsum(-1) - ordered.double()
     places = torch.arange(probs.shape[-1], device=probs.device)
     limit = top_ps.view(-1, 1)
     # the sums may be rounded to more than 1, which is the limit of those that restrict nothing
     dropped = (places >= top_ks.view(-1, 1)) | ((before > limit) & (limit < 1))
+    if min_ps is not None:
+        dropped |= ordered < ordered[:, :1] * min_ps.view(-1, 1)
     return torch.empty_like(probs).scatter_(-1, tokens, ordered.masked_fill_(dropped, 0.0))
 
 
