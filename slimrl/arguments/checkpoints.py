@@ -127,6 +127,7 @@ class ResumePlan:
     resumed: bool
     load: str | None
     teacher: Found | None = None  # of --opd-type megatron
+    reference_flag: str = "--ref-load"  # --load after an update of the reference (--ref-update-interval)
 
     @property
     def sentence(self) -> str:
@@ -160,8 +161,9 @@ def find(folder: str | None, step: int | None) -> Found | None:
 
 def last_reference_update(first_rollout: int, interval: int | None) -> int | None:
     """The rollout after which --ref-update-interval last changed the reference, before `first_rollout`; else None."""
-    updates = 0 if interval is None else first_rollout // interval
-    return None if not updates or interval is None else updates * interval - 1
+    if interval is None or first_rollout < interval:
+        return None
+    return first_rollout // interval * interval - 1
 
 
 def start_of(args: Arguments) -> ResumePlan:
@@ -182,6 +184,7 @@ def start_of(args: Arguments) -> ResumePlan:
         resumed=resumed,
         load=args.load,
         teacher=find(args.opd_teacher_load, args.opd_teacher_ckpt_step) if args.has_megatron_teacher else None,
+        reference_flag="--ref-load" if update is None else "--load",
     )
 
 
@@ -191,8 +194,7 @@ def updated_reference(args: Arguments) -> Path | None:
         start = start_of(args)
     except (OSError, ValueError):  # a rule about --load reports it
         return None
-    has_changed = start.reference is not None and last_reference_update(start.first_rollout, args.ref_update_interval)
-    return start.reference.folder if start.reference is not None and has_changed is not None else None
+    return None if start.reference is None or start.reference_flag == "--ref-load" else start.reference.folder
 
 
 # of the number formats those that only change gradients, and the layout of memory

@@ -220,8 +220,7 @@ def _checkpoints(plan: Plan) -> Iterator[str]:
     if start.weights is not None:
         rows.append(("weights", start.flag, f"{start.weights.folder} ({start.weights.name})"))
     if start.reference is not None:
-        flag = "--ref-load" if start.reference.iteration is None or args.ref_update_interval is None else "--load"
-        rows.append(("reference", flag, f"{start.reference.folder} ({start.reference.name})"))
+        rows.append(("reference", start.reference_flag, f"{start.reference.folder} ({start.reference.name})"))
     if start.teacher is not None and not args.eval_only:
         rows.append(("teacher", "--opd-teacher-load", f"{start.teacher.folder} ({start.teacher.name})"))
     if args.load is not None and start.flag != "--load":

@@ -326,3 +326,8 @@ class AlgorithmArguments(PreferenceArguments, RewardModelArguments):
         row = PREFERENCE_LOSSES.get(self.preference_loss) if self.trains_on_pairs else None
         compares = row is not None and row.has_reference and not self.preference_reference_free
         return self.kl_coef != 0.0 or self.use_kl_loss or compares
+
+    @property
+    def has_reference_pass(self) -> bool:
+        """True if log-probabilities of the reference model are computed."""
+        return self.use_reference and (self.compute_advantages_and_returns or self.trains_on_pairs)

@@ -110,7 +110,7 @@ def reference_updates_are_usable(args: Arguments, context: Context) -> Iterator[
     if interval is None:
         return
     given, lacks = f"{flag} {interval}", "needs the checkpoints that have the reference"
-    if not args.use_reference or not (args.compute_advantages_and_returns or args.trains_on_pairs):
+    if not args.has_reference_pass:
         yield Problem(flag, f"{given} has no effect without a reference model: leave it out.")
     if args.save is not None and args.save_interval is None:
         yield Problem(flag, f"{given} {lacks}: add --save-interval {interval}.")

@@ -17,7 +17,7 @@ import xxhash
 from megatron.core.models.gpt import GPTModel
 
 from slimrl.arguments import Arguments
-from slimrl.arguments.checkpoints import Found, folder_name, is_hf_model, last_reference_update, placed
+from slimrl.arguments.checkpoints import Found, is_hf_model, iteration_of, updated_reference
 from slimrl.arguments.flags.checkpoint import CheckpointArguments
 from slimrl.megatron.checkpoint import folder as checkpoint_folder
 from slimrl.megatron.checkpoint import io, state
@@ -67,7 +67,7 @@ class PolicyStart:
     is_reward_model: bool = False  # the stages have a value head
     precompute: PrecomputeConfig | None = None
     adapters: AdapterStart | None = None  # of LoRA; --ref-load has the base then, --load only adapters
-    reference_updates: int | None = None  # of --ref-update-interval
+    updated_reference: Path | None = None  # the checkpoint after the last update by --ref-update-interval
 
     @classmethod
     def from_args(
@@ -75,8 +75,8 @@ class PolicyStart:
     ) -> PolicyStart:
         """The start of the policy in `stages`."""
         precompute, adapters = PrecomputeConfig.from_args(args), AdapterStart.from_args(args)
-        updates = args.ref_update_interval
-        return cls(args, spec, stages, parallel, args.trains_reward_model, precompute, adapters, updates)
+        updated = updated_reference(args)
+        return cls(args, spec, stages, parallel, args.trains_reward_model, precompute, adapters, updated)
 
     def load_reference(self, *, at_resume: bool = False) -> None:
         """Loads the weights of --ref-load; `at_resume` those of the last update, if --load continues after it.
@@ -84,8 +84,15 @@ class PolicyStart:
         Raises FileNotFoundError without that flag, or without the checkpoint of the update.
         """
         folders = self.folders
-        updated = self._updated_reference() if at_resume and self.reference_updates is not None else None
+        updated = self.updated_reference if at_resume else None
         if updated is not None:
+            if not updated.is_dir():
+                raise FileNotFoundError(
+                    f"{updated.parent} has no checkpoint after rollout {iteration_of(updated.name)}, whose weights are"
+                    " the reference (--ref-update-interval): copy it there"
+                )
+            if self.parallel.rank == 0:
+                _logger.info("the reference model has the weights of %s", updated)
             load_stages(self.stages, updated)
             return
         if folders.ref_load is None:
@@ -94,25 +101,6 @@ class PolicyStart:
                 " tools/convert_hf_to_torch_dist.py and give its folder as --ref-load"
             )
         self._load_initial(Path(folders.ref_load), folders.ref_ckpt_step)
-
-    def _updated_reference(self) -> Path | None:
-        """The checkpoint after the rollout whose weights became the reference's; None if that of --ref-load counts."""
-        load = self.folders.load
-        found = None if load is None or is_hf_model(Path(load)) else find_checkpoint(load, self.folders.ckpt_step)
-        if found is None or found.iteration is None or self.folders.finetune:
-            return None
-        iteration = last_reference_update(found.iteration + 1, self.reference_updates)
-        if iteration is None:
-            return None
-        place = placed(found.path.parent, folder_name(iteration))
-        if place is None:
-            raise FileNotFoundError(
-                f"{found.path.parent} has no checkpoint after rollout {iteration}, whose weights are the reference"
-                f" (--ref-update-interval {self.reference_updates}): copy it there"
-            )
-        if self.parallel.rank == 0:
-            _logger.info("the reference model has the weights after rollout %d, of %s", iteration, place)
-        return place
 
     def precomputed_reference(self) -> PrecomputedReference | None:
         """The folder of `precompute`; None without it. Collective over all ranks.

@@ -60,7 +60,7 @@ class PassPlan:
             needs_old_log_probs=args.compute_advantages_and_returns,
             reasons=tuple(flag for flag, given in reasons.items() if given),
             steps=args.num_steps_per_rollout or 1,
-            has_reference=args.use_reference and (args.compute_advantages_and_returns or args.trains_on_pairs),
+            has_reference=args.has_reference_pass,
             reference_interval=args.ref_kl_metric_interval if only_logged else 1,
             reference_updates=args.ref_update_interval,
             has_teacher=args.has_megatron_teacher and args.compute_advantages_and_returns,
@@ -85,8 +85,8 @@ class PassPlan:
 
     def updates_reference(self, rollout_id: int) -> bool:
         """Whether the weights after this rollout become the reference's."""
-        updates = self.has_reference and self.reference_updates is not None
-        return updates and (rollout_id + 1) % (self.reference_updates or 1) == 0
+        every = self.reference_updates
+        return self.has_reference and every is not None and (rollout_id + 1) % every == 0
 
     def sentence(self) -> str:
         """What runs and why, for the log."""
