@@ -46,11 +46,13 @@ async def generate(args, sample, sampling_params, *, engine):
     return sample
 """
 FLAGS = f"""--input-key prompt --label-key label --apply-chat-template --rm-type random
- --n-samples-per-prompt {GROUP} --num-steps-per-rollout 1 --use-dynamic-batch-size --max-tokens-per-gpu 8192
+ --n-samples-per-prompt {GROUP} --num-steps-per-rollout 1 --use-dynamic-batch-size --max-tokens-per-gpu 4096
  --advantage-estimator grpo --eps-clip 0.2 --eps-clip-high 0.28 --optimizer adam --lr 1e-5 --lr-decay-style constant
  --weight-decay 0 --custom-generate-function-path exact_lengths.generate --run-name one"""
 SYNCHRONOUS = "--actor-num-gpus-per-node 2 --colocate --no-offload-train --no-offload-rollout --rollout-num-gpus 2"
-ASYNCHRONOUS = "--actor-num-gpus-per-node 1 --rollout-num-gpus 1 --max-weight-staleness 2"
+ASYNCHRONOUS = (  # SGLang continues requests over an update; before 0.5.21 its radix cache keeps KV of old weights
+    "--actor-num-gpus-per-node 1 --rollout-num-gpus 1 --max-weight-staleness 2 --sglang-disable-radix-cache"
+)
 
 
 @dataclasses.dataclass(frozen=True)
