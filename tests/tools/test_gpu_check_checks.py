@@ -28,7 +28,11 @@ from slimrl.engines.backend import passthrough_flags
 from slimrl.weights.update.buckets import Bucket
 from slimrl.weights.update.transport_tensor import serialize
 from tests.megatron import layouts
-from tools.gpu_check import checks_machine, checks_memory, checks_runs, checks_training, machine, models, speeds
+from tools.gpu_check import machine, models, speeds
+from tools.gpu_check.checks import machine as checks_machine
+from tools.gpu_check.checks import memory as checks_memory
+from tools.gpu_check.checks import runs as checks_runs
+from tools.gpu_check.checks import training as checks_training
 from tools.gpu_check.machine import Machine
 from tools.gpu_check.record import Record, Skip
 from tools.gpu_check.runner import Outcome, run_check
@@ -75,7 +79,7 @@ TOYS: dict[str, dict[str, Any]] = {
     },
 }
 # the same function with other arguments than one of `TOYS`
-ALIKE = {"checks_training:toy": "train-mla", "checks_runs:run": "run-0.6b"}
+ALIKE = {"checks.training:toy": "train-mla", "checks.runs:run": "run-0.6b"}
 
 
 def at_toy_size(name: str) -> Check:
@@ -332,7 +336,8 @@ def test_every_gpu_synchronization_is_counted_with_its_location(monkeypatch: pyt
 
 def test_checks_that_need_only_torch_import_nothing_else():
     code = (
-        "import sys; from tools.gpu_check import checks_collectives, checks_machine, checks_memory, child;"
+        "import sys; from tools.gpu_check import child;"
+        "from tools.gpu_check.checks import collectives, machine, memory;"
         "heavy = {'megatron', 'transformers', 'ray', 'sglang', 'pytest', 'safetensors', 'psutil', 'aiohttp'};"
         "print(heavy & {name.split('.')[0] for name in sys.modules})"
     )
@@ -388,7 +393,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     return folder, checks_runs.make_tiny(folder, 0)
 
 
-RUNS = [check for check in OWN_CHECKS if check.function.endswith("checks_runs:run")]
+RUNS = [check for check in OWN_CHECKS if check.function.endswith("checks.runs:run")]
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ def run_suite(folder: Path, text: str, seconds: float = 60) -> tuple[dict[str, A
     (folder / "test_it.py").write_text(text)
     options = ["--rootdir", str(folder), "-c", "/dev/null", "-p", "no:timeout"]
     job = {
-        "function": "tools.gpu_check.checks_suite:suite",
+        "function": "tools.gpu_check.checks.suite:suite",
         "arguments": {"paths": [str(folder / "test_it.py")], "options": options},
         "seconds": seconds,
         "result": str(folder / "result.json"),

@@ -1,7 +1,7 @@
 """Table of the checks, most valuable first, and the selection of those that fit into the remaining minutes.
 
 Pure functions of the table and of a described machine. A new check needs one row here, a function in one of the
-`checks_*.py`, a toy size in tests/tools/test_gpu_check_checks.py and a line in docs/gpu-check.md.
+files of `checks/`, a toy size in tests/tools/test_gpu_check_checks.py and a line in docs/gpu-check.md.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from tools.gpu_check.machine import ROOT, Machine, Needs
 
 SUITE = ROOT / "tests/gpu"
-CHECKS = "tools.gpu_check.checks_"  # the modules of this folder
+CHECKS = "tools.gpu_check.checks."
 LIMIT_FACTOR = 4  # a check that takes this many times its estimate counts as hung
 LEAST_LIMIT_MINUTES = 3.0  # torch alone may take a minute from a cold network disk
 

@@ -22,8 +22,8 @@ from slimrl.models.families import family_for
 from slimrl.models.model_spec import ModelSpec
 from slimrl.weights.update.topology import EngineEndpoint
 from slimrl.weights.update.weight_updater import ModelSource, WeightUpdater, WeightUpdateReport
-from tools.gpu_check.checks_memory import free_bytes, timed
-from tools.gpu_check.checks_training import require_device
+from tools.gpu_check.checks.memory import free_bytes, timed
+from tools.gpu_check.checks.training import require_device
 from tools.gpu_check.models import RandomTrainer, arguments, hf_config, rollout_of, save_config, scheduled
 from tools.gpu_check.record import Record
 

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from slimrl.arguments import Arguments
 from slimrl.arguments.memory import StageMemory, training_memory
 from slimrl.megatron.config import transformer_impl
-from tools.gpu_check.checks_memory import free_bytes
+from tools.gpu_check.checks.memory import free_bytes
 from tools.gpu_check.models import RandomTrainer, arguments, rollout_of, scheduled
 from tools.gpu_check.record import Record, Skip
 from tools.gpu_check.speeds import peak_flops

@@ -23,7 +23,7 @@ from slimrl.algorithms.log_probs import output_log_probs
 from slimrl.weights.update.buckets import Bucket, Entry
 from slimrl.weights.update.shared_memory import CudaSharedBuffer, HostSharedBuffer
 from slimrl.weights.update.transport_tensor import serialize
-from tools.gpu_check.checks_machine import synchronize
+from tools.gpu_check.checks.machine import synchronize
 from tools.gpu_check.record import Record, Skip
 
 GB, GIB = 1e9, 2**30

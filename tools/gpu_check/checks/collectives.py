@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from tools.gpu_check.checks_machine import synchronize
+from tools.gpu_check.checks.machine import synchronize
 from tools.gpu_check.record import Record
 
 CPU_RANKS = 2
