@@ -19,8 +19,7 @@ from slimrl.cluster.engines.weight_update_recovery import WeightUpdateRecovery, 
 from slimrl.cluster.launch import Launch, bind_config, check_machine, check_servers_reachable, with_key
 from slimrl.cluster.nodes.comparison import check_nodes
 from slimrl.cluster.nodes.logs import collected_logs
-from slimrl.cluster.nodes.spares import SpareNodes
-from slimrl.cluster.nodes.watch import watch_nodes
+from slimrl.cluster.nodes.watch import SpareNodes, watch_nodes
 from slimrl.cluster.placement import GpuBundles, PlacementPlan, plan_gpus
 from slimrl.cluster.ray_session import ray_session
 from slimrl.cluster.rollout_manager import RolloutResult

@@ -15,7 +15,7 @@ from slimrl.cluster.engines.engine import Engine, EngineActorConfig, ServerSetti
 from slimrl.cluster.launch import ActorSetup
 from slimrl.cluster.nodes import spares as spare_nodes
 from slimrl.cluster.nodes.comparison import NodesDifferError
-from slimrl.cluster.nodes.spares import SpareNodes
+from slimrl.cluster.nodes.watch import SpareNodes
 from slimrl.cluster.placement import EnginePart, GpuBundle, GpuBundles, InsufficientGpusError, PlacementPlan
 from slimrl.processes import ProcessStartError
 

@@ -16,6 +16,7 @@ from slimrl.arguments.validation import (
     custom_functions,
     data,
     distillation,
+    exactness,
     logging,
     model,
     optimizer,
@@ -26,7 +27,6 @@ from slimrl.arguments.validation import (
 )
 from slimrl.arguments.validation.adapters import lora
 from slimrl.arguments.validation.engines import drafts, engine, groups, servers
-from slimrl.arguments.validation.exactness import routing_replay, true_on_policy
 from slimrl.arguments.validation.kernels import fused
 
 # for every program that reads the model flags, including converters
@@ -230,13 +230,13 @@ TRAINING_RULES: tuple[Rule, ...] = (
     lora.lora_load_is_of_this_model,
     lora.engines_can_load_adapters,
     lora.lora_name_is_of_an_adapter,
-    true_on_policy.true_on_policy_has_a_precision,
-    true_on_policy.true_on_policy_knows_the_model,
-    true_on_policy.true_on_policy_adds_in_one_order,
-    true_on_policy.true_on_policy_engines_compute_alike,
-    true_on_policy.true_on_policy_trains_what_it_samples,
-    routing_replay.replayed_routers_are_plain,
-    routing_replay.engines_return_their_routing,
+    exactness.true_on_policy_has_a_precision,
+    exactness.true_on_policy_knows_the_model,
+    exactness.true_on_policy_adds_in_one_order,
+    exactness.true_on_policy_engines_compute_alike,
+    exactness.true_on_policy_trains_what_it_samples,
+    exactness.replayed_routers_are_plain,
+    exactness.engines_return_their_routing,
     rollout.evaluation_has_data,
     rollout.eval_only_has_an_evaluation,
     rollout.evaluation_sets_have_a_reward,

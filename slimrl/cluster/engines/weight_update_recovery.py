@@ -18,7 +18,7 @@ from ray import ObjectRef
 
 from slimrl.arguments import Arguments
 from slimrl.cluster.engines.health_monitor import EngineGroupStatus, RecoveryEvents
-from slimrl.cluster.nodes.spares import SpareNodes
+from slimrl.cluster.nodes.watch import SpareNodes
 from slimrl.cluster.rollout_manager_proxy import RolloutManagerProxy
 from slimrl.cluster.supervisor import Supervisor
 from slimrl.cluster.training.train_recovery import Trainers

@@ -28,7 +28,7 @@ from slimrl.arguments import Arguments
 from slimrl.arguments.checkpoints import start_of
 from slimrl.cluster.launch import Launch
 from slimrl.cluster.nodes.comparison import NodesDifferError
-from slimrl.cluster.nodes.spares import SpareNodes
+from slimrl.cluster.nodes.watch import SpareNodes
 from slimrl.cluster.placement import GpuBundles
 from slimrl.cluster.ray_session import InsufficientGpusError
 from slimrl.cluster.supervisor import ProcessDiedError, Supervisor, TrainNodeLostError, TrainWorkerDiedError

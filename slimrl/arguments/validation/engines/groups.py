@@ -21,10 +21,9 @@ from slimrl.arguments.engine_groups import (
 )
 from slimrl.arguments.flag import Problem, ended
 from slimrl.arguments.namespace import Arguments, Context, Rule, absent
-from slimrl.arguments.validation import rollout, vision
+from slimrl.arguments.validation import exactness, rollout, vision
 from slimrl.arguments.validation.adapters import lora
 from slimrl.arguments.validation.engines import drafts, engine, servers
-from slimrl.arguments.validation.exactness import true_on_policy
 from slimrl.models.hf_folder import weights_fault
 
 OF_ONE_ENGINE: tuple[Rule, ...] = (
@@ -39,8 +38,8 @@ OF_ONE_ENGINE: tuple[Rule, ...] = (
     servers.engine_experts_divide,
     servers.engine_context_holds_a_sample,
     engine.p2p_knows_the_layout_of_engines,
-    true_on_policy.true_on_policy_adds_in_one_order,
-    true_on_policy.true_on_policy_engines_compute_alike,
+    exactness.true_on_policy_adds_in_one_order,
+    exactness.true_on_policy_engines_compute_alike,
     lora.engines_can_load_adapters,
     lora.engine_lora_options_follow_the_adapters,
     vision.vision_model_can_be_served,
