@@ -1,14 +1,20 @@
-"""Multi-turn tool use: a calculator that evaluates the expression before every `=`.
+"""Multi-turn tool use: a calculator. The model is trained only on its own tokens, not on the calculator's.
 
     --custom-generate-function-path examples.calculator.generate
 
 When the model writes an equals sign, the value of the expression before it on the line is appended, and the model
-continues from there. It is trained only on its own tokens, not on the calculator's.
+continues from there.
+
+    --custom-generate-function-path examples.calculator.generate_with_tool_calls --apply-chat-template --tool-key tools
+
+A chat model of the Qwen family calls the tool `calculate` of its prompt's schemas, `SCHEMA` in the column `tools`, and
+reads the result in a user's turn, as its chat template renders it.
 """
 
 from __future__ import annotations
 
 import ast
+import json
 import operator
 import re
 from fractions import Fraction
@@ -20,6 +26,20 @@ from slimrl.engines.protocol import EngineClient
 from slimrl.rollout.generation.multi_turn import multi_turn_generate
 
 MAX_CALLS = 8
+SCHEMA = {
+    "type": "function",
+    "function": {
+        "name": "calculate",
+        "description": "The value of an arithmetic expression.",
+        "parameters": {
+            "type": "object",
+            "properties": {"expression": {"type": "string"}},
+            "required": ["expression"],
+        },
+    },
+}
+_CALL_ENDS = "</tool_call>"
+_CALL = re.compile(r"<tool_call>(.*)</tool_call>$", re.DOTALL)
 _EXPRESSION = re.compile(r"[0-9.+\-*/() ]+$")
 _OPERATORS = {
     ast.Add: operator.add,
@@ -53,6 +73,45 @@ async def answer(text: str) -> str:
         return f"{float(calculate(expression.group())):g}\n" if expression else "?\n"
     except (ArithmeticError, SyntaxError, ValueError):
         return "?\n"
+
+
+async def generate_with_tool_calls(
+    args: Arguments,
+    sample: Sample,
+    sampling_params: dict[str, Any],
+    *,
+    engine: EngineClient | None = None,
+    tokenizer: Any = None,
+) -> Sample:
+    """One sample in which the model may call its tool up to `MAX_CALLS` times, once per turn."""
+    sample.session_id = sample.session_id or f"calculator-{sample.index}"
+    return await multi_turn_generate(
+        sample,
+        sampling_params,
+        engine=engine,
+        tokenizer=tokenizer,
+        tool=respond,
+        stop=[_CALL_ENDS],
+        max_calls=MAX_CALLS,
+    )
+
+
+async def respond(text: str) -> str:
+    """What follows a turn `text` that ends with a call: its end, the tool's turn, the start of the next one."""
+    turn = f"<|im_start|>user\n<tool_response>\n{result(text)}\n</tool_response><|im_end|>"
+    return f"<|im_end|>\n{turn}\n<|im_start|>assistant\n"
+
+
+def result(text: str) -> str:
+    """The result of the last call in `text`, or what is wrong with it, which the model may correct."""
+    found = _CALL.search(text[text.rfind("<tool_call>") :])
+    try:
+        call = json.loads(found.group(1) if found else "")
+        if call["name"] != "calculate":
+            return f"error: there is no tool {call['name']}"
+        return f"{float(calculate(call['arguments']['expression'])):g}"
+    except (ArithmeticError, AttributeError, LookupError, SyntaxError, TypeError, ValueError) as error:
+        return f"error: {type(error).__name__}"
 
 
 def calculate(expression: str) -> Fraction:

@@ -5,7 +5,7 @@
 #
 # The critic starts from the policy's weights, is trained by the same GPUs and saved in the folder critic beside the
 # policy's checkpoints; with --critic-num-nodes 1 it has the GPUs of a second node. Reads models and data from, and
-# writes checkpoints to, BASE (default /root); docs/quickstart.md explains how to download them. --tiny runs a toy model
+# writes checkpoints to, BASE (default /root); docs/recipes.md explains how to download them. --tiny runs a toy model
 # on this machine's CPU. If RAY_ADDRESS is set, the job is submitted to that cluster; otherwise the script starts a Ray
 # head and ends it with the job.
 # Proven: gated in CI on CPU (tests/scripts/test_recipes.py).

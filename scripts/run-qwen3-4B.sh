@@ -6,7 +6,7 @@
 #    bash scripts/run-qwen3-4B.sh --async    # the same, generating the next rollout during training
 #    bash scripts/run-qwen3-4B.sh --tiny     # a toy model on this machine's CPU (also --split/--async --tiny)
 #
-# Reads models and data from, and writes checkpoints to, BASE (default /root); docs/quickstart.md explains how to
+# Reads models and data from, and writes checkpoints to, BASE (default /root); docs/recipes.md explains how to
 # download them. Further arguments go to train.py and override those below. If RAY_ADDRESS is set, the job is submitted
 # to that cluster; otherwise the script starts a Ray head and ends it with the job.
 # Proven: checked against published configs (qwen3-4B.json).

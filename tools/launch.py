@@ -19,9 +19,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from slimrl.arguments.dry_run import NodeResources
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from slimrl.arguments.dry_run import NodeResources
 from tools.launchers import kubernetes, skypilot, slurm
 from tools.launchers.job import Job, LaunchError, Secret, planned_resources
 

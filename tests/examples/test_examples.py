@@ -17,6 +17,7 @@ from slimrl.engines.protocol import Generation
     ("path", "contract"),
     [
         ("calculator.generate", hooks.CustomGenerate),
+        ("calculator.generate_with_tool_calls", hooks.CustomGenerate),
         ("search.generate", hooks.CustomGenerate),
         ("reward.judge", hooks.CustomReward),
         ("filters.between", hooks.DynamicSamplingFilter),
@@ -94,6 +95,43 @@ def test_model_and_calculator_alternate_and_only_model_tokens_are_trained(tokeni
         ("Add! 12+30=42\nand 42*2=84\n", 39, "calculator-3"),
     ]
     assert made.weight_versions == ["4", "4", "4"] and made.metadata["turn_starts"] == [0, 9, 21]
+
+
+def call_of(arguments, name="calculate"):
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        (call_of('{"expression": "2*(3-1)/4"}'), "1"),
+        ("<tool_call>{</tool_call> again: " + call_of('{"expression": "12+30"}'), "42"),
+        (call_of('{"expression": "1/0"}'), "error: ZeroDivisionError"),
+        (call_of('{"expression": 12}'), "error: TypeError"),
+        (call_of("[]"), "error: TypeError"),
+        (call_of('{"code": "1"}'), "error: KeyError"),
+        (call_of("{}", name="search"), "error: there is no tool search"),
+        ("<tool_call>12</tool_call>", "error: TypeError"),
+        ("<tool_call>[1</tool_call>", "error: JSONDecodeError"),
+        ("</tool_call>", "error: JSONDecodeError"),
+    ],
+)
+def test_tool_call_has_its_value_or_its_error(text, value):
+    assert calculator.result(text) == value
+
+
+def test_chat_model_calls_its_tool_and_reads_the_result_in_a_turn_of_the_user(tokenizer):
+    call, prompt = call_of('{"expression": "12+30"}'), "<|im_start|>user\nAdd!<|im_end|>\n<|im_start|>assistant\n"
+    engine = Script(tokenizer, (call, "stop"), ("42", "stop"))
+    made = asyncio.run(
+        calculator.generate_with_tool_calls(
+            None, pending(tokenizer, prompt), params(400), engine=engine, tokenizer=tokenizer
+        )
+    )
+    turn = "<|im_end|>\n<|im_start|>user\n<tool_response>\n42\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    assert made.response == call + turn + "42" and made.status is SampleStatus.COMPLETED
+    assert trained_text(tokenizer, made) == call + "42"
+    assert [asked[0] for asked in engine.asked] == [prompt, prompt + call + turn]
 
 
 def test_interrupted_conversation_resumes_within_its_turn(tokenizer):
