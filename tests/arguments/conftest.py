@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slimrl.arguments.validation.kernels import fused
+from slimrl.arguments.validation.numerics import fused
 
 QWEN3_4B_CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slimrl.arguments import derive as derived
-from slimrl.arguments.validation.kernels import fused
+from slimrl.arguments.validation.numerics import fused
 from tests.arguments.one_rule import sentences
 
 MODEL = """--num-layers 8 --hidden-size 64 --num-attention-heads 16 --group-query-attention --num-query-groups 8

@@ -13,7 +13,7 @@ from ray.exceptions import RayActorError
 from slimrl.cluster import placement
 from slimrl.cluster.engines.engine import Engine, EngineActorConfig, ServerSettings
 from slimrl.cluster.launch import ActorSetup
-from slimrl.cluster.nodes import spares as spare_nodes
+from slimrl.cluster.nodes import watch as nodes_watch
 from slimrl.cluster.nodes.comparison import NodesDifferError
 from slimrl.cluster.nodes.watch import SpareNodes
 from slimrl.cluster.placement import EnginePart, GpuBundle, GpuBundles, InsufficientGpusError, PlacementPlan
@@ -185,7 +185,7 @@ def test_lost_node_of_training_is_no_longer_watched_while_its_spare_is_compared(
     done = []
     watch = SimpleNamespace(follow=lambda gpus, plan, replaceable: done.append("watch"))
     logs = SimpleNamespace(follow=lambda nodes: done.append(f"logs of {nodes}"), wait=lambda: None)
-    monkeypatch.setattr(spare_nodes, "check_nodes", lambda *_: done.append("compare"))
+    monkeypatch.setattr(nodes_watch, "check_nodes", lambda *_: done.append("compare"))
     gpus.alive = {"b", "c"}
     SpareNodes(SimpleNamespace(use_fault_tolerance=True), gpus, None, watch, logs).take_over(node_is_lost=True)
     assert done == ["watch", "compare", "logs of {'c'}"]

@@ -16,7 +16,6 @@ from slimrl.arguments.validation import (
     custom_functions,
     data,
     distillation,
-    exactness,
     logging,
     model,
     optimizer,
@@ -27,7 +26,7 @@ from slimrl.arguments.validation import (
 )
 from slimrl.arguments.validation.adapters import lora
 from slimrl.arguments.validation.engines import drafts, engine, groups, servers
-from slimrl.arguments.validation.kernels import fused
+from slimrl.arguments.validation.numerics import exactness, fused
 
 # for every program that reads the model flags, including converters
 MODEL_RULES: tuple[Rule, ...] = (

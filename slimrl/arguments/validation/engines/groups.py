@@ -21,9 +21,10 @@ from slimrl.arguments.engine_groups import (
 )
 from slimrl.arguments.flag import Problem, ended
 from slimrl.arguments.namespace import Arguments, Context, Rule, absent
-from slimrl.arguments.validation import exactness, rollout, vision
+from slimrl.arguments.validation import rollout, vision
 from slimrl.arguments.validation.adapters import lora
 from slimrl.arguments.validation.engines import drafts, engine, servers
+from slimrl.arguments.validation.numerics import exactness
 from slimrl.models.hf_folder import weights_fault
 
 OF_ONE_ENGINE: tuple[Rule, ...] = (

@@ -1,1 +1,0 @@
-"""Rules about kernels of training on GPUs."""
