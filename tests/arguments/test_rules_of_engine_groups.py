@@ -26,6 +26,7 @@ OPTIONS = {
     ),
     "disaggregation-transfer-backend": PassthroughFlag("disaggregation_transfer_backend", type=str),
     "dp-size": PassthroughFlag("dp_size", type=int),
+    "enable-deterministic-inference": PassthroughFlag("enable_deterministic_inference", action="store_true"),
     "enable-dp-attention": PassthroughFlag("enable_dp_attention", action="store_true"),
     "load-format": PassthroughFlag("load_format", type=str),
     "lora-paths": PassthroughFlag("lora_paths", type=str),
@@ -130,6 +131,27 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str, str]]]] = {
                 COLOCATED,
                 "its groups have 6 GPUs and --rollout-num-gpus is 8 (the training GPUs, by --colocate): make them"
                 " equal; a group of worker_type placeholder leaves GPUs free.",
+            ),
+        ],
+    ),
+    "policy_groups_are_deterministic_alike": (
+        [
+            (file(actor(ONE, TWO)), "--sglang-enable-deterministic-inference"),
+            (file(actor(ONE.replace("1}", "1, overrides: {enable_deterministic_inference: false}}"), TWO)), ""),
+            (file(actor(ONE), JUDGE.replace("4}", "4, overrides: {enable_deterministic_inference: true}}")), ""),
+        ],
+        [
+            (
+                file(actor(ONE.replace("1}", "1, overrides: {enable_deterministic_inference: true}}"), TWO)),
+                "",
+                "model actor, group 0 has enable_deterministic_inference True, and a request may come to any group of"
+                " the policy: give --sglang-enable-deterministic-inference, or leave it out.",
+            ),
+            (
+                file(actor(ONE, TWO.replace("2}", "2, overrides: {enable_deterministic_inference: false}}"))),
+                "--sglang-enable-deterministic-inference",
+                "model actor, group 1 has enable_deterministic_inference False, and a request may come to any group of"
+                " the policy: leave it or --sglang-enable-deterministic-inference out.",
             ),
         ],
     ),

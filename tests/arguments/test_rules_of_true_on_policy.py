@@ -131,6 +131,17 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             ),
         ],
     ),
+    "on_policy_target_belongs_to_the_mode": (
+        [f"{GPUS} --sglang-rl-on-policy-target fsdp"],
+        [
+            (
+                "--sglang-rl-on-policy-target fsdp",
+                "--sglang-rl-on-policy-target fsdp makes SGLang deterministic and changes its log-probabilities, and"
+                " only --true-on-policy-mode makes requests and trainers follow: add --true-on-policy-mode, or leave"
+                " the flag out.",
+            ),
+        ],
+    ),
     "true_on_policy_trains_what_it_samples": (
         [MODE],
         [

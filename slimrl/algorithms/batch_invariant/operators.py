@@ -144,7 +144,8 @@ def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
 def log_softmax(logits: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """Natural log-probabilities of `logits` [rows, columns] / temperature, and entropies [rows]; no gradient."""
     if _on_gpu(logits):  # divided by a tensor, as in a server: by a number, torch multiplies with its inverse
-        log_probs = _triton().log_softmax(logits / logits.new_tensor(temperature))
+        divisor = torch.full((), temperature, dtype=logits.dtype, device=logits.device)  # the host does not wait for it
+        log_probs = _triton().log_softmax(logits / divisor)
         weighted = torch.where(log_probs > -math.inf, log_probs.exp() * log_probs, 0.0)
         return log_probs, -weighted.sum(-1)
     output, entropy = torch.empty(logits.shape), torch.empty(logits.shape[0])

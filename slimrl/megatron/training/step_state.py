@@ -32,7 +32,9 @@ from slimrl.megatron.training.trained_model import TrainedModel
 
 # Replaced by others of other lengths, and with Transformer Engine of another type, where they are used.
 _ROTARY_TABLES = frozenset({"cos_cached", "sin_cached"})
-_LOCK_S = 2.0  # of another thread, which copies the weights to the host at most
+# of another thread, which copies the weights to the host at most
+_LOCK_S = 2.0
+_COPIED_PER_S = 4e9  # bytes; page-locked memory is faster
 
 
 class StateTakenError(RuntimeError):
@@ -156,7 +158,8 @@ class StepState:
         Returns the rollout that the state is before; None if it is not whole, and then why, which continues a sentence
         that begins with the rank; and the rollout of the newest checkpoint that this process knows to be complete.
         """
-        if not self._lock.acquire(timeout=_LOCK_S):
+        copied = sum(weights.host_bytes for weights in self._swapped)
+        if not self._lock.acquire(timeout=_LOCK_S + copied / _COPIED_PER_S):
             return None, "was exchanging its weights", None
         try:
             if not self._taken:

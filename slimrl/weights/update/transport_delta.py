@@ -98,6 +98,7 @@ class DeltaTransport:
         self._kept: list[_Kept] = []  # of the last complete update, changed to those of this one
         self._number = 0  # of the next bucket
         self._ends = False  # the last bucket has been started
+        self._host: Tensor | None = None  # page-locked memory of one bucket, of GPUs
 
     @property
     def buffer(self) -> BufferAllocator:
@@ -111,7 +112,7 @@ class DeltaTransport:
     def start(self, bucket: Bucket) -> None:
         """Finds the changes of a bucket, while the servers load the one before, and starts sending them, or it."""
         number, self._number, self._ends = self._number, self._number + 1, bucket.last
-        on_host = dataclasses.replace(bucket, flat=bucket.flat.cpu())
+        on_host = dataclasses.replace(bucket, flat=self._on_host(bucket.flat))
         new = [tensor.detach().reshape(-1) for _, tensor in on_host.tensors()]
         layout = [(entry.name, entry.shape, entry.dtype) for entry in bucket.entries]
         deltas = None
@@ -128,6 +129,14 @@ class DeltaTransport:
             self._inner.start(changes)
         else:
             self.saved_bytes += bucket.nbytes
+
+    def _on_host(self, flat: Tensor) -> Tensor:
+        """`flat` itself, or a copy of one on a GPU, which the next call overwrites."""
+        if not flat.is_cuda:
+            return flat
+        if self._host is None or self._host.numel() < flat.numel():
+            self._host = torch.empty(flat.numel(), dtype=flat.dtype, pin_memory=True)
+        return self._host[: flat.numel()].copy_(flat)
 
     def _update(self, kept: _Kept, new: Sequence[Tensor], nbytes: int) -> list[TensorDelta] | None:
         """Makes the kept tensors equal to the new ones; returns the changes, None if they are too many."""
@@ -161,6 +170,7 @@ class DeltaTransport:
 
     def close(self) -> None:
         """See `Transport.close`."""
+        self._host = None
         self._inner.close()
 
     def leave(self) -> None:

@@ -41,6 +41,7 @@ OF_ONE_ENGINE: tuple[Rule, ...] = (
     engine.p2p_knows_the_layout_of_engines,
     exactness.true_on_policy_adds_in_one_order,
     exactness.true_on_policy_engines_compute_alike,
+    exactness.on_policy_target_belongs_to_the_mode,
     lora.engines_can_load_adapters,
     lora.engine_lora_options_follow_the_adapters,
     vision.vision_model_can_be_served,
@@ -173,6 +174,25 @@ def one_model_is_the_policy(args: Arguments, context: Context) -> Iterator[Probl
             )
         if not any(group.servers for group in model.groups):
             yield _said(args, f"model {model.name} has no servers: give it another group than placeholders")
+
+
+def policy_groups_are_deterministic_alike(args: Arguments, context: Context) -> Iterator[Problem]:
+    """Any server may get a request, and requests have seeds if the servers of the run are deterministic.
+
+    Without a seed a deterministic server returns the same response to all samples of a prompt.
+    """
+    name, flag = "enable_deterministic_inference", "--sglang-enable-deterministic-inference"
+    common = bool(args.sglang_options.get(name))
+    for model in args.server_models:
+        for number, group in enumerate(model.groups):
+            if model.update_weights and bool(group.overrides.get(name, common)) != common:
+                fix = f"leave it or {flag} out" if common else f"give {flag}, or leave it out"
+                own = f"{name} {group.overrides[name]}"
+                yield _said(
+                    args,
+                    f"model {model.name}, group {number} has {own}, and a request may come to any group of the policy:"
+                    f" {fix}",
+                )
 
 
 def _other_path(args: Arguments, model: ServerModel) -> bool:

@@ -233,6 +233,18 @@ def true_on_policy_engines_compute_alike(args: Arguments, context: Context) -> I
             )
 
 
+def on_policy_target_belongs_to_the_mode(args: Arguments, context: Context) -> Iterator[Problem]:
+    """By itself the option makes SGLang deterministic without seeds, and its log-probabilities those of bfloat16."""
+    target = args.sglang_options.get("rl_on_policy_target")
+    if target is not None and not args.true_on_policy_mode:
+        flag = "--sglang-rl-on-policy-target"
+        yield Problem(
+            flag,
+            f"{flag} {target} makes SGLang deterministic and changes its log-probabilities, and only {_MODE} makes"
+            f" requests and trainers follow: add {_MODE}, or leave the flag out.",
+        )
+
+
 def true_on_policy_trains_what_it_samples(args: Arguments, context: Context) -> Iterator[Problem]:
     """Samples are trained by the weights that generated them."""
     if not args.true_on_policy_mode:

@@ -58,7 +58,7 @@ def kept(probs: Tensor, top_ks: Tensor, top_ps: Tensor, min_ps: Tensor | None = 
     numbers tokens by probability. A row that restricts nothing is returned bit for bit.
     """
     ordered, tokens = probs.sort(dim=-1, descending=True, stable=True)
-    before = ordered.double().cumsum(-1) - ordered.double()
+    before = ordered.cumsum(-1, dtype=torch.float64).sub_(ordered)
     places = torch.arange(probs.shape[-1], device=probs.device)
     limit = top_ps.view(-1, 1)
     # the sums may be rounded to more than 1, which is the limit of those that restrict nothing
