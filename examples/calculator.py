@@ -70,7 +70,7 @@ async def answer(text: str) -> str:
     """The text to append to `text`, which ends with an equals sign; a question mark if there is no expression."""
     expression = _EXPRESSION.search(text.removesuffix("="))
     try:
-        return f"{float(calculate(expression.group())):g}\n" if expression else "?\n"
+        return f"{shown(calculate(expression.group()))}\n" if expression else "?\n"
     except (ArithmeticError, SyntaxError, ValueError):
         return "?\n"
 
@@ -103,15 +103,23 @@ async def respond(text: str) -> str:
 
 
 def result(text: str) -> str:
-    """The result of the last call in `text`, or what is wrong with it, which the model may correct."""
+    """The result of the last call in `text`, or what is wrong with it, which the model may correct.
+
+    It has no text of the model, which could be markup of the chat template or long.
+    """
     found = _CALL.search(text[text.rfind("<tool_call>") :])
     try:
         call = json.loads(found.group(1) if found else "")
         if call["name"] != "calculate":
-            return f"error: there is no tool {call['name']}"
-        return f"{float(calculate(call['arguments']['expression'])):g}"
-    except (ArithmeticError, AttributeError, LookupError, SyntaxError, TypeError, ValueError) as error:
+            return "error: there is no such tool"
+        return shown(calculate(call["arguments"]["expression"]))
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, SyntaxError, TypeError, ValueError) as error:
         return f"error: {type(error).__name__}"
+
+
+def shown(value: Fraction) -> str:
+    """An integer as it is, another number with 15 digits."""
+    return str(value) if value.denominator == 1 else f"{float(value):.15g}"
 
 
 def calculate(expression: str) -> Fraction:

@@ -1,4 +1,4 @@
-"""A flow of one's own over the verbs of a run, as ChatLearn's environment, trainer and evaluator.
+"""A flow of one's own over the methods of `Run`, as ChatLearn's environment, trainer and evaluator.
 
     python3 examples/flow.py ${MODEL_ARGS[@]} ${CKPT_ARGS[@]} ...       # the flags of train.py
 

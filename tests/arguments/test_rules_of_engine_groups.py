@@ -49,6 +49,10 @@ def actor(*groups: str, more: str = "") -> str:
     return f"{{name: actor, {more}server_groups: [{', '.join(groups)}]}}"
 
 
+def of_group(group: str, deterministic: str) -> str:
+    return group.removesuffix("}") + f", overrides: {{enable_deterministic_inference: {deterministic}}}}}"
+
+
 def file(*models: str) -> str:
     return "sglang: [" + ", ".join(models) + "]"
 
@@ -134,24 +138,21 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str, str]]]] = {
             ),
         ],
     ),
-    "policy_groups_are_deterministic_alike": (
+    "deterministic_groups_get_seeds": (
         [
             (file(actor(ONE, TWO)), "--sglang-enable-deterministic-inference"),
-            (file(actor(ONE.replace("1}", "1, overrides: {enable_deterministic_inference: false}}"), TWO)), ""),
+            (file(actor(of_group(ONE, "true"), of_group(TWO, "false"))), "--sglang-enable-deterministic-inference"),
+            (file(actor(of_group(ONE, "false"), TWO)), ""),
+            (file(actor(of_group(ONE, "true").replace("regular", "placeholder"), TWO)), ""),
             (file(actor(ONE), JUDGE.replace("4}", "4, overrides: {enable_deterministic_inference: true}}")), ""),
         ],
         [
             (
-                file(actor(ONE.replace("1}", "1, overrides: {enable_deterministic_inference: true}}"), TWO)),
+                file(actor(of_group(ONE, "true"), TWO)),
                 "",
-                "model actor, group 0 has enable_deterministic_inference True, and a request may come to any group of"
-                " the policy: give --sglang-enable-deterministic-inference, or leave it out.",
-            ),
-            (
-                file(actor(ONE, TWO.replace("2}", "2, overrides: {enable_deterministic_inference: false}}"))),
-                "--sglang-enable-deterministic-inference",
-                "model actor, group 1 has enable_deterministic_inference False, and a request may come to any group of"
-                " the policy: leave it or --sglang-enable-deterministic-inference out.",
+                "model actor, group 0 has enable_deterministic_inference, and requests have the seeds that its servers"
+                " need only with --sglang-enable-deterministic-inference: give that, and"
+                " enable_deterministic_inference: false to groups without it.",
             ),
         ],
     ),

@@ -136,9 +136,9 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
         [
             (
                 "--sglang-rl-on-policy-target fsdp",
-                "--sglang-rl-on-policy-target fsdp makes SGLang deterministic and changes its log-probabilities, and"
-                " only --true-on-policy-mode makes requests and trainers follow: add --true-on-policy-mode, or leave"
-                " the flag out.",
+                "--sglang-rl-on-policy-target fsdp makes SGLang compute log-probabilities in a way of its own, which"
+                " depends on the batch, and only --true-on-policy-mode has it right: add --true-on-policy-mode, or"
+                " leave the flag out.",
             ),
         ],
     ),

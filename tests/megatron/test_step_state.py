@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
+import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ from slimrl.arguments import Arguments
 from slimrl.cluster.training.train_group import NoPeerStateError, choose_sources
 from slimrl.cluster.training.train_messages import StateReport
 from slimrl.data.train_batch import RolloutBatch
+from slimrl.megatron.training import step_state
 from tests.megatron import ranks, tiny
 from tests.megatron.launch import RankPool
 from tests.megatron.test_resume import ADAPTIVE_KL, EP2, PP2, PPO, TP2, draw, schedule_args
@@ -204,3 +208,24 @@ def test_state_of_another_model_is_rejected(models: Any, two_ranks: RankPool, on
     other = schedule_args(models, lora_rank=4, lora_alpha=8.0)
     with pytest.raises(RuntimeError, match="the state of the peer has other weights: .*lora"):
         one_rank.run(finish, other, rollouts, [left[0].state])
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "why"), [(0, "was exchanging its weights"), (10 * step_state._COPIED_PER_S, "is not loaded yet")]
+)
+def test_report_waits_as_long_as_a_copy_of_the_weights_takes(nbytes, why, monkeypatch):
+    monkeypatch.setattr(step_state, "_LOCK_S", 0.01)
+    state = step_state.StepState()
+    state._swapped = [SimpleNamespace(host_bytes=nbytes, loaded=False)]
+    copying = threading.Event()
+
+    def copy():
+        with state._lock:
+            copying.set()
+            time.sleep(0.3)
+
+    thread = threading.Thread(target=copy)
+    thread.start()
+    copying.wait()
+    assert state.report() == (None, why, None)
+    thread.join()

@@ -65,6 +65,7 @@ def known_flags() -> set[str]:
         for folder in (
             "tools",
             "tools/gpu_check",
+            "tools/gpu_check/checks",
             "tools/launchers",
             "scripts/lib",
             "benchmarks",

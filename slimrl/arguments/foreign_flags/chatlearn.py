@@ -350,7 +350,7 @@ _CHATLEARN_DIFFERENCES = (
     ),
     (
         "models as a graph: `Engine`, `Environment`, `Trainer`, `Evaluator` with `env_flow` and `trainer_flow`",
-        "a loop in Python over the verbs of a run: `examples/flow.py`, `train.py` ([hooks.md](hooks.md))",
+        "a loop in Python over the methods of `Run`: `examples/flow.py`, `train.py` ([hooks.md](hooks.md))",
     ),
     ("`colocation: [policy,policy_trainer,ref_policy]`", "`--colocate` ([colocation.md](colocation.md))"),
     ("`rule_reward.py`", "`--rm-type math`, or a function with `--custom-rm-path` ([rewards.md](rewards.md))"),

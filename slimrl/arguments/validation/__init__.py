@@ -123,7 +123,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
     groups.caches_are_of_the_current_weights,
     groups.groups_fill_the_rollout_gpus,
     groups.one_model_is_the_policy,
-    groups.policy_groups_are_deterministic_alike,
+    groups.deterministic_groups_get_seeds,
     groups.frozen_models_have_folders,
     groups.groups_keep_the_rules_of_engines,
     groups.groups_end_where_the_policy_ends,

@@ -32,9 +32,8 @@ from slimrl.megatron.training.trained_model import TrainedModel
 
 # Replaced by others of other lengths, and with Transformer Engine of another type, where they are used.
 _ROTARY_TABLES = frozenset({"cos_cached", "sin_cached"})
-# of another thread, which copies the weights to the host at most
-_LOCK_S = 2.0
-_COPIED_PER_S = 4e9  # bytes; page-locked memory is faster
+_LOCK_S = 2.0  # wait for the lock, beside a copy of the weights that its holder may make
+_COPIED_PER_S = 4e9  # bytes per second of such a copy, at least
 
 
 class StateTakenError(RuntimeError):

@@ -135,6 +135,7 @@ class DeltaTransport:
         if not flat.is_cuda:
             return flat
         if self._host is None or self._host.numel() < flat.numel():
+            self._host = None  # first: torch keeps both otherwise
             self._host = torch.empty(flat.numel(), dtype=flat.dtype, pin_memory=True)
         return self._host[: flat.numel()].copy_(flat)
 

@@ -176,22 +176,21 @@ def one_model_is_the_policy(args: Arguments, context: Context) -> Iterator[Probl
             yield _said(args, f"model {model.name} has no servers: give it another group than placeholders")
 
 
-def policy_groups_are_deterministic_alike(args: Arguments, context: Context) -> Iterator[Problem]:
-    """Any server may get a request, and requests have seeds if the servers of the run are deterministic.
+def deterministic_groups_get_seeds(args: Arguments, context: Context) -> Iterator[Problem]:
+    """Without a seed a deterministic server returns the same response to all samples of a prompt.
 
-    Without a seed a deterministic server returns the same response to all samples of a prompt.
+    Requests have seeds by the flag, which other groups may turn off: their servers ignore a seed.
     """
     name, flag = "enable_deterministic_inference", "--sglang-enable-deterministic-inference"
-    common = bool(args.sglang_options.get(name))
+    if args.sglang_options.get(name):
+        return
     for model in args.server_models:
         for number, group in enumerate(model.groups):
-            if model.update_weights and bool(group.overrides.get(name, common)) != common:
-                fix = f"leave it or {flag} out" if common else f"give {flag}, or leave it out"
-                own = f"{name} {group.overrides[name]}"
+            if model.update_weights and group.servers and group.overrides.get(name):
                 yield _said(
                     args,
-                    f"model {model.name}, group {number} has {own}, and a request may come to any group of the policy:"
-                    f" {fix}",
+                    f"model {model.name}, group {number} has {name}, and requests have the seeds that its servers need"
+                    f" only with {flag}: give that, and {name}: false to groups without it",
                 )
 
 

@@ -234,14 +234,17 @@ def true_on_policy_engines_compute_alike(args: Arguments, context: Context) -> I
 
 
 def on_policy_target_belongs_to_the_mode(args: Arguments, context: Context) -> Iterator[Problem]:
-    """By itself the option makes SGLang deterministic without seeds, and its log-probabilities those of bfloat16."""
+    """By itself the option makes SGLang deterministic without seeds.
+
+    Its log-probabilities are then of bfloat16 for some batches and of float32 for others.
+    """
     target = args.sglang_options.get("rl_on_policy_target")
-    if target is not None and not args.true_on_policy_mode:
+    if target is not None and not args.true_on_policy_mode and not args.debug_train_only:
         flag = "--sglang-rl-on-policy-target"
         yield Problem(
             flag,
-            f"{flag} {target} makes SGLang deterministic and changes its log-probabilities, and only {_MODE} makes"
-            f" requests and trainers follow: add {_MODE}, or leave the flag out.",
+            f"{flag} {target} makes SGLang compute log-probabilities in a way of its own, which depends on the batch,"
+            f" and only {_MODE} has it right: add {_MODE}, or leave the flag out.",
         )
 
 
