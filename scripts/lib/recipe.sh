@@ -49,7 +49,10 @@ recipe_model() {
       --tiny) TINY=yes && shift ;;
    esac
    EXTRA_ARGS=("$@")
+   local caller=$PWD
    cd -- "$LIB_DIR/../.." || exit
+   # Custom functions may be in the folder that the recipe was started from.
+   if [[ $caller != "$PWD" ]]; then export PYTHONPATH=${PYTHONPATH:+$PYTHONPATH:}$caller; fi
 }
 
 # recipe_run ENTRY: runs ENTRY as a Ray job with the recipe's arrays.

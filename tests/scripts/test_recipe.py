@@ -1,6 +1,7 @@
 """scripts/run-qwen3-4B.sh and its short form in the README submit valid command lines."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -125,3 +126,19 @@ def test_short_readme_command_is_accepted_in_both_placements(base):
     assert line[start : start + len(wanted)] == wanted
     line[start : start + len(wanted)] = split.split()
     assert (accepted(line).actor_num_gpus, accepted(line).rollout_num_gpus) == (2, 6)
+
+
+@pytest.mark.parametrize(("module", "is_there"), [("my_reward", True), ("absent_reward", False)])
+def test_custom_function_may_be_in_the_folder_that_the_recipe_was_started_from(module, is_there, tmp_path):
+    (tmp_path / "my_reward.py").write_text("async def score(args, sample):\n    return 1.0\n")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    refused = subprocess.run(
+        ["bash", str(ROOT / "scripts/run-qwen3-4B.sh"), "--custom-rm-path", f"{module}.score"],
+        cwd=tmp_path,
+        env={**os.environ, "PATH": path, "BASE": str(tmp_path / "base")},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert refused.returncode == 2 and "--hf-checkpoint" in refused.stderr
+    assert ("there is no module" in refused.stderr) is not is_there
