@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import pickle
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 from slimrl.observability.tracer import Timeline
 from slimrl.platform.collective_errors import RankSync
 from slimrl.weights.update.engine_fanout import EngineCalls, WeightSyncError
-from slimrl.weights.update.transport_disk import Delivery, DiskTransport
+from slimrl.weights.update.transport_disk import Delivery, DiskTransport, EveryRankWaits
 from tests.megatron.launch import RankPool
 from tests.weights.servers import RecordingServer
 
@@ -107,3 +109,25 @@ def test_failure_of_a_server_is_known_to_every_rank(fault: str, failure: str):
     for calls, found, _ in RankPool(2).run(update, 6, 2, fault):
         assert found.startswith(failure)
         assert all("continue" not in of_server for of_server in calls) or fault == "resume"
+
+
+class RecordsLoads(RecordingServer):
+    """Records the calls that load weights."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.loads: list[object] = []
+
+    def update_weights_from_disk(self, model_path: str, *, weight_version: str | None, flush_cache: bool) -> None:
+        self.loads.append(model_path)
+
+    def update_weights_from_tensor(
+        self, serialized: list[str], *, load_format: str | None, weight_version: str | None, flush_cache: bool
+    ) -> None:
+        self.loads.append([pickle.loads(base64.b64decode(one)) for one in serialized])
+
+
+def test_folder_is_loaded_once_every_rank_of_a_server_has_ended_a_later_update():
+    servers = [RecordsLoads("http://0"), RecordsLoads("http://1")]
+    EveryRankWaits.of(servers, [1, 2])(servers, "/weights")
+    assert [server.loads for server in servers] == [["/weights"], ["/weights", [[], []]]]

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from slimrl.arguments import Arguments
+from slimrl.engines.backend import SGLANG
 from slimrl.engines.server_protocol import WeightControl
 from slimrl.weights import delta_files
 from slimrl.weights.delta_files import LARGEST_PART, Change, TensorRow, VersionIndex
@@ -28,7 +29,8 @@ from slimrl.weights.hf_checkpoint_writer import INDEX_NAME, companions
 from slimrl.weights.local_checkpoint import MOST_THREADS
 from slimrl.weights.update.buckets import Bucket, Entry
 from slimrl.weights.update.engine_fanout import LoadFolder, load_from_disk
-from slimrl.weights.update.transport_disk import DiskTransport, EveryRankLoads
+from slimrl.weights.update.topology import EngineEndpoint
+from slimrl.weights.update.transport_disk import DiskTransport, EveryRankLoads, EveryRankWaits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,17 +154,23 @@ class ChangedFilesTransport(DiskTransport):
 
 def file_transport(
     servers: list[WeightControl],
-    sizes: Sequence[int],
+    engines: Sequence[EngineEndpoint],
     folder: Path,
     device: torch.device,
     changes: ChangedFiles | None,
     *,
     every_rank: bool,
 ) -> tuple[DiskTransport, LoadFolder]:
-    """The transport of trainer rank 0, for all weights or for `changes`, and how servers of `sizes` ranks load.
+    """The transport of trainer rank 0, for all weights or for `changes`, and how the `servers` of `engines` load.
 
     `every_rank`: servers that load all weights have slimrl's loader.
     """
+    sizes = [engine.tensor_parallel for engine in engines]
     if changes is not None:
         return ChangedFilesTransport(servers, folder, device, changes), EveryRankLoads.of(servers, sizes, changes.local)
-    return DiskTransport(servers, folder, device), EveryRankLoads.of(servers, sizes) if every_rank else load_from_disk
+    load: LoadFolder = load_from_disk
+    if every_rank:
+        load = EveryRankLoads.of(servers, sizes)
+    elif all(engine.engine == SGLANG for engine in engines):
+        load = EveryRankWaits.of(servers, sizes)
+    return DiskTransport(servers, folder, device), load

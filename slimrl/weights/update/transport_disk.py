@@ -5,14 +5,17 @@ removed. Several runs may share `--update-weight-disk-dir`: each writes into its
 end. `transport_changed_files` writes what changed instead of everything.
 
 SGLang's own call for files answers for a server's first rank alone. So the ranks of the run's SGLang servers load by
-slimrl's loader, and each answers in the folder (`EveryRankLoads`). vLLM's servers answer for all of their ranks;
-external SGLang servers have no loader of slimrl, and answer for their first rank.
+slimrl's loader, and each answers in the folder (`EveryRankLoads`). vLLM's servers answer for all of their ranks.
+External SGLang servers have no loader of slimrl: their first rank answers, and the folder stays until every rank has
+read it (`EveryRankWaits`); without it a rank would look for the folder's name on a hub, and end its server.
 """
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import os
+import pickle
 import shutil
 import socket
 import uuid
@@ -100,6 +103,7 @@ class DiskTransport:
         """Does nothing: there are no process groups."""
 
 
+NO_TENSORS = base64.b64encode(pickle.dumps([])).decode("ascii")  # SGLang's payload of a rank
 ANSWER_TIMEOUT_S = 120.0  # after the call, on a network file system
 
 
@@ -138,6 +142,31 @@ class EveryRankLoads:
                 errors.append(f"{error}: the log of the server has the reason")
         if failed := sorted({error for error in errors if error is not None}):
             raise EngineError("; ".join(failed))
+
+
+@dataclasses.dataclass(frozen=True)
+class EveryRankWaits:
+    """Makes servers load a folder by SGLang's own call, and returns when every rank has.
+
+    An update from no tensors follows, which the ranks of a server begin after the load and end together.
+    """
+
+    sizes: Mapping[str, int]
+
+    @classmethod
+    def of(cls, servers: Sequence[WeightControl], sizes: Sequence[int]) -> EveryRankWaits:
+        """For servers of so many ranks."""
+        return cls({server.url: size for server, size in zip(servers, sizes, strict=True)})
+
+    def __call__(self, servers: Sequence[WeightControl], folder: str) -> None:
+        """Raises WeightSyncError naming every server that failed."""
+        load_from_disk(servers, folder)
+        several = [server for server in servers if self.sizes[server.url] > 1]
+        call_all(several, self._wait, f"loading weights from {folder} on every rank")
+
+    def _wait(self, server: WeightControl) -> None:
+        nothing = [NO_TENSORS] * self.sizes[server.url]
+        server.update_weights_from_tensor(nothing, load_format=None, weight_version=None, flush_cache=False)
 
 
 class Delivery:

@@ -194,7 +194,7 @@ class WeightUpdater:
         """
         check_without_stages(engines)
         servers, sizes = connect(engines, timeout_s, timeline)
-        made, load = file_transport(servers, sizes, folder, source.parallel.device, changes, every_rank=every_rank)
+        made, load = file_transport(servers, engines, folder, source.parallel.device, changes, every_rank=every_rank)
         lead = made if source.parallel.rank == RANK_ZERO else None
         updater = cls(source, servers, sizes, [lead] if lead else [], {RANK_ZERO}, bucket_bytes, timeline=timeline)
         updater._delivery = Delivery(updater._ranks, updater._calls, lead, post_write, load)
