@@ -17,6 +17,7 @@ import ast
 import json
 import operator
 import re
+from collections.abc import Awaitable, Callable
 from fractions import Fraction
 from typing import Any
 
@@ -38,7 +39,6 @@ SCHEMA = {
         },
     },
 }
-_CALL_ENDS = "</tool_call>"
 _CALL = re.compile(r"<tool_call>(.*)</tool_call>$", re.DOTALL)
 _EXPRESSION = re.compile(r"[0-9.+\-*/() ]+$")
 _OPERATORS = {
@@ -60,10 +60,7 @@ async def generate(
     tokenizer: Any = None,
 ) -> Sample:
     """One sample in which the model may calculate up to `MAX_CALLS` times."""
-    sample.session_id = sample.session_id or f"calculator-{sample.index}"
-    return await multi_turn_generate(
-        sample, sampling_params, engine=engine, tokenizer=tokenizer, tool=answer, stop=["="], max_calls=MAX_CALLS
-    )
+    return await _converse(sample, sampling_params, engine, tokenizer, tool=answer, stop="=")
 
 
 async def answer(text: str) -> str:
@@ -84,15 +81,21 @@ async def generate_with_tool_calls(
     tokenizer: Any = None,
 ) -> Sample:
     """One sample in which the model may call its tool up to `MAX_CALLS` times, once per turn."""
+    return await _converse(sample, sampling_params, engine, tokenizer, tool=respond, stop="</tool_call>")
+
+
+async def _converse(
+    sample: Sample,
+    sampling_params: dict[str, Any],
+    engine: EngineClient | None,
+    tokenizer: Any,
+    *,
+    tool: Callable[[str], Awaitable[str]],
+    stop: str,
+) -> Sample:
     sample.session_id = sample.session_id or f"calculator-{sample.index}"
     return await multi_turn_generate(
-        sample,
-        sampling_params,
-        engine=engine,
-        tokenizer=tokenizer,
-        tool=respond,
-        stop=[_CALL_ENDS],
-        max_calls=MAX_CALLS,
+        sample, sampling_params, engine=engine, tokenizer=tokenizer, tool=tool, stop=[stop], max_calls=MAX_CALLS
     )
 
 
